@@ -1,0 +1,145 @@
+"""Questions to and choices between the leaves of pytrees."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _mesh
+
+T = TypeVar("T")
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf holds real or complex floating-point numbers, so that it can be scaled."""
+    if isinstance(leaf, (float, complex)):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def widen(tree: T) -> T:
+    """Casts inexact leaves narrower than 32 bits to float32; all others pass unchanged."""
+
+    def widen_leaf(leaf: Any) -> Any:
+        narrow = is_inexact(leaf) and jnp.result_type(leaf).itemsize < 4
+        return jnp.asarray(leaf).astype(jnp.float32) if narrow else leaf
+
+    return jax.tree.map(widen_leaf, tree)
+
+
+def cast_floating(tree: T, dtype: DTypeLike) -> T:
+    """Casts real floating-point arrays to `dtype`; all other leaves pass unchanged."""
+
+    def cast_leaf(leaf: Any) -> Any:
+        is_array = isinstance(leaf, (np.ndarray, np.generic, jax.Array))
+        return leaf.astype(dtype) if is_array and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast_leaf, tree)
+
+
+def all_finite(
+    tree: Any, axis_name: _mesh.AxisName = None, *, specs: Any = None, mesh: Any = None
+) -> jax.Array:
+    """Whether no entry of any leaf is NaN or infinite, with one answer for all replicas.
+
+    Only inexact leaves (real or complex floating point) are looked at.
+
+    Args:
+      tree: any pytree.
+      axis_name: mesh axes over which the answer must agree. None (default) finds by itself every
+        manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas cannot diverge; a
+        name or tuple of names is used as it is (`vmap(axis_name=)` needs it); `()` opts out.
+      specs: a `PartitionSpec` for each leaf of `tree` (or a prefix of it), for auto-sharded `jit`:
+        each device then looks at its own shards, and one scalar all-reduce joins the answers.
+      mesh: the mesh of `specs`; default the context's.
+
+    Returns:
+      bool[], True for a tree without inexact leaves.
+
+    Raises:
+      ValueError: `mesh` without `specs`, or `specs` that do not fit `tree`.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": jnp.array(3)}))
+      False
+    """
+    if specs is None and mesh is not None:
+        raise ValueError("all_finite: mesh is given without specs, the PartitionSpecs of the leaves")
+    if specs is not None:
+        specs = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, _mesh.PartitionSpec))
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
+        leaves, leaf_specs = zip(*[p for p in pairs if is_inexact(p[0])], strict=True) or ((), ())
+        return _mesh.on_shards(lambda *shards: all_finite(shards, axis_name), mesh, leaf_specs)(*leaves)
+    flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    if not flags:
+        return jnp.array(True)
+    # The barrier keeps XLA from fusing this reduction into each of the update's kernels, which makes
+    # compile time quadratic in the number of leaves.
+    return _mesh.agree(jnp.all(lax.optimization_barrier(jnp.stack(flags))), axis_name)
+
+
+def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
+    """Chooses one of two equal-typed pytrees, leaf by leaf, without branching (`jnp.where`).
+
+    Arrays, NumPy arrays, typed PRNG keys and Python numbers are selected. Leaves that are no data
+    (functions, strings) pass, and must be the same on both sides.
+
+    Args:
+      pred: bool[], typically `all_finite(grads)`.
+      on_true: pytree taken where `pred`, e.g. the updated state.
+      on_false: pytree taken otherwise, e.g. the state before the step.
+
+    Returns:
+      A pytree of the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: `pred` is no boolean scalar, or the trees differ in structure, shape or dtype:
+        nothing is ever broadcast or promoted.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> new, old = {"w": jnp.array(2.0)}, {"w": jnp.array(1.0)}
+      >>> float(jmp_scale.select_tree(jnp.array(False), new, old)["w"])
+      1.0
+    """
+    if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
+        got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
+        raise ValueError(f"select_tree: expected boolean scalar as pred, got {got}")
+    paths, treedef = jax.tree_util.tree_flatten_with_path(on_true)
+    old_leaves, old_treedef = jax.tree.flatten(on_false)
+    if treedef != old_treedef:
+        raise ValueError(
+            "select_tree: on_true and on_false must have the same structure, got\n"
+            f"  on_true:  {treedef}\n  on_false: {old_treedef}"
+        )
+    leaves = [_select_leaf(pred, p, a, b) for (p, a), b in zip(paths, old_leaves, strict=True)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any:
+    if on_true is on_false:
+        return on_false
+    where = f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
+    if not (_is_data(on_true) and _is_data(on_false)):
+        if type(on_true) is type(on_false) and on_true == on_false:
+            return on_false
+        raise ValueError(
+            f"{where} is no array and differs, so it cannot be selected: "
+            f"on_true {on_true!r}, on_false {on_false!r}"
+        )
+    new, old = (jax.typeof(x) for x in (on_true, on_false))
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(
+            f"{where} has shape {new.shape} and dtype {new.dtype} in on_true, but {old.shape} and "
+            f"{old.dtype} in on_false; reshape or cast one of them: nothing is promoted here"
+        )
+    return on_false if new.dtype == jax.dtypes.float0 else jnp.where(pred, on_true, on_false)
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))

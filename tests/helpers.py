@@ -1,0 +1,72 @@
+"""Independent references in plain Python, and comparisons bit by bit."""
+
+import jax
+import numpy as np
+
+
+def reference_rule(
+    finite,
+    loss_scale=2.0**15,
+    period=2000,
+    factor=2.0,
+    min_loss_scale=1.0,
+    max_loss_scale=2.0**24,
+    backoff_factor=None,
+    growth_delay=0,
+    hysteresis=1,
+    hysteresis_reset="growth",
+    at_max="hold",
+    loss_finite=None,
+):
+    """(S, counter, hysteresis left) after each step, in Python numbers."""
+    s, counter, left = float(loss_scale), -growth_delay, hysteresis
+    history = []
+    for step, grads_finite in enumerate(finite):
+        if loss_finite is not None and not loss_finite[step]:
+            pass
+        elif grads_finite:
+            counter += 1
+            if hysteresis_reset != "growth":
+                left = hysteresis
+            if counter >= period:
+                grown = s * factor
+                if grown <= max_loss_scale:
+                    s = grown
+                elif at_max == "clamp":
+                    s = max_loss_scale
+                counter = 0
+                if hysteresis_reset == "growth":
+                    left = hysteresis
+        else:
+            counter = -growth_delay
+            left = max(left - 1, 0)
+            if left == 0:
+                s = max(s / factor if backoff_factor is None else s * backoff_factor, min_loss_scale)
+                if hysteresis_reset == "finite_or_backoff":
+                    left = hysteresis
+        history.append((s, counter, left))
+    return history
+
+
+def assert_bitwise_equal(actual, expected):
+    """Same structure, and the same dtype, shape and bits (also of NaN and -0.0) in every leaf."""
+    actual_leaves, actual_treedef = jax.tree.flatten(actual)
+    expected_leaves, expected_treedef = jax.tree.flatten(expected)
+    assert actual_treedef == expected_treedef
+    for a, b in zip(actual_leaves, expected_leaves, strict=True):
+        if jax.dtypes.issubdtype(getattr(a, "dtype", np.float32), jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert a.tobytes() == b.tobytes(), f"{a} is not bitwise {b}"
+
+
+def count_traces(fun):
+    """`fun`, and a list that grows by one at each trace."""
+    traces = []
+
+    def counted(*args, **kwargs):
+        traces.append(None)
+        return fun(*args, **kwargs)
+
+    return counted, traces

@@ -40,6 +40,8 @@ def checked(given: Any) -> dict[str, Any]:
     if given.backoff_factor is not None:
         values["backoff_factor"] = value = _number("backoff_factor", given.backoff_factor)
         _require(0 < value < 1, "backoff_factor", value, "a number in (0, 1), or None for 1 / factor")
+    for field in ("loss_scale", "min_loss_scale"):
+        _warn_if_integer_array(field, getattr(given, field))
     return values | _bounds(given.min_loss_scale, given.max_loss_scale)
 
 
@@ -47,7 +49,6 @@ def float32_leaf(value: Any, configuration: dict[str, Any]) -> Any:
     """The leaf S as f32, strongly typed. A number of the host is checked; a placeholder passes."""
     if not _is_numeric(value):
         return value
-    _warn_if_integer_array("loss_scale", value)
     if not isinstance(value, jax.Array):  # a device array is not looked at: that would wait for it
         low, high = configuration["min_loss_scale"], configuration["max_loss_scale"]
         allowed = f"in [min_loss_scale, max_loss_scale] = [{low}, {high}]"
@@ -70,7 +71,6 @@ def _bounds(min_loss_scale: Any, max_loss_scale: Any) -> dict[str, float]:
     _require(0 < high < math.inf, "max_loss_scale", high, "a finite number > 0 (2.**126 means no cap)")
     low, high = max(low, SMALLEST), min(high, LARGEST)
     _require(low <= high, "min_loss_scale", low, f"at most max_loss_scale = {high}")
-    _warn_if_integer_array("min_loss_scale", min_loss_scale)
     return {"min_loss_scale": low, "max_loss_scale": high}
 
 

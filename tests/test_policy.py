@@ -1,0 +1,70 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_scale
+
+F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("full", (F32, F32, F32)),
+        ("f16", (F16, F16, F16)),
+        ("half", (F16, F16, F16)),
+        ("c=f16", (F32, F16, F16)),
+        ("p=f16,c=bf16", (F16, BF16, BF16)),
+        ("params=f32,compute=float16,output=f32", (F32, F16, F32)),
+        ("p=full, c=f16, o=full", (F32, F16, F32)),
+        ("o=bf16", (F32, F32, BF16)),
+        ("p=bf16", (BF16, BF16, BF16)),
+    ],
+)
+def test_get_policy_reads(spec, expected):
+    policy = jmp_scale.get_policy(spec)
+    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == expected
+
+
+@pytest.mark.parametrize("spec", ["compute_float16", "", "c=", "c=f17", "f16,c=f16"])
+def test_get_policy_refuses_an_unknown_dtype(spec):
+    with pytest.raises(ValueError, match=r"Unknown (dtype|key)"):
+        jmp_scale.get_policy(spec)
+
+
+def test_get_policy_refuses_an_unknown_key():
+    with pytest.raises(ValueError, match="Unknown key 'x' in 'x=f16'"):
+        jmp_scale.get_policy("x=f16")
+
+
+@pytest.mark.parametrize("spec", ["f16", "c=f16", "p=bf16,c=f16,o=f32"])
+def test_a_policy_reads_back_from_its_string(spec):
+    policy = jmp_scale.get_policy(spec)
+    assert jmp_scale.get_policy(str(policy)) == policy
+
+
+def test_the_cast_verbs_cast_real_floating_point_arrays_only():
+    key, marker = jax.random.key(0), object()
+    tree = {
+        "f": jnp.ones(2),
+        "np": np.ones(2, np.float32),
+        "i": jnp.arange(2),
+        "c": jnp.ones(2, jnp.complex64),
+    }
+    tree |= {"key": key, "object": marker, "none": None, "python": 1.5, "text": "f32"}
+    cast = jmp_scale.get_policy("p=f32,c=f16,o=bf16").cast_to_compute(tree)
+    dtypes = {name: leaf.dtype for name, leaf in cast.items() if hasattr(leaf, "dtype")}
+    assert dtypes == {"f": F16, "np": F16, "i": jnp.int32, "c": jnp.complex64, "key": key.dtype}
+    assert [cast[name] for name in ("object", "none", "python", "text")] == [marker, None, 1.5, "f32"]
+
+
+def test_each_cast_verb_uses_its_own_dtype():
+    policy = jmp_scale.Policy(F32, F16, BF16)
+    x = jnp.ones(2)
+    assert policy.cast_to_param(x).dtype == F32
+    assert policy.cast_to_compute(x).dtype == F16
+    assert policy.cast_to_output(x).dtype == BF16
+    assert policy.with_output_dtype(F32).cast_to_output(x).dtype == F32
+    assert jmp_scale.cast_to_half(x).dtype == jmp_scale.half_dtype() == F16
+    assert jmp_scale.cast_to_full(jnp.ones(2, BF16)).dtype == F32

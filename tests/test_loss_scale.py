@@ -1,0 +1,439 @@
+import copy
+import dataclasses
+import pickle
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise_equal, count_traces, reference_rule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+
+EVERY_KIND = [NoOpLossScale(), StaticLossScale(8.0), DynamicLossScale(8.0)]
+
+
+def trajectory(loss_scale, finite, loss_finite=None):
+    """[(S, counter)] after each step, all steps in one compiled scan."""
+
+    def step(loss_scale, flags):
+        loss_scale = loss_scale.adjust(flags[0], loss_finite=flags[1])
+        return loss_scale, (loss_scale.loss_scale, loss_scale.counter)
+
+    loss_finite = [True] * len(finite) if loss_finite is None else loss_finite
+    flags = jnp.array([finite, loss_finite]).T
+    _, (s, counter) = jax.lax.scan(step, loss_scale, flags)
+    return list(zip(s.tolist(), counter.tolist(), strict=True))
+
+
+# Growing and backing off ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 10])
+def test_s_grows_on_the_period_th_finite_step_in_a_row(period):
+    history = trajectory(DynamicLossScale(8.0, period=period), [True] * (period + 1))
+    assert [s for s, _ in history[: period - 1]] == [8.0] * (period - 1)
+    assert history[period - 1] == (16.0, 0)
+    assert history[period] == (32.0, 0) if period == 1 else (16.0, 1)
+
+
+def test_the_documented_sequence():
+    history = trajectory(DynamicLossScale(8.0, period=3), [True] * 6)
+    assert [s for s, _ in history] == [8, 8, 16, 16, 16, 32]
+
+
+def test_an_overflow_halves_s_and_starts_the_count_again():
+    history = trajectory(DynamicLossScale(8.0, period=3), [True, True, False, True, True, True])
+    assert history == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0)]
+
+
+def test_s_stops_at_its_floor():
+    history = trajectory(DynamicLossScale(2.0, min_loss_scale=0.5), [False] * 4)
+    assert [s for s, _ in history] == [1, 0.5, 0.5, 0.5]
+
+
+def test_s_holds_at_its_cap():
+    history = trajectory(DynamicLossScale(4.0, period=1, max_loss_scale=10.0), [True] * 3)
+    assert [s for s, _ in history] == [8, 8, 8]
+
+
+def test_s_clamps_at_its_cap():
+    history = trajectory(DynamicLossScale(4.0, period=1, max_loss_scale=10.0, at_max="clamp"), [True] * 3)
+    assert [s for s, _ in history] == [8, 10, 10]
+
+
+def test_s_reaches_a_cap_that_is_a_multiple_of_it():
+    history = trajectory(DynamicLossScale(4.0, period=1, max_loss_scale=8.0), [True] * 2)
+    assert [s for s, _ in history] == [8, 8]
+
+
+def test_three_hundred_growths_end_at_the_cap():
+    assert trajectory(DynamicLossScale(period=1), [True] * 300)[-1] == (2.0**24, 0)
+    widest = DynamicLossScale(period=1, max_loss_scale=2.0**126)
+    assert trajectory(widest, [True] * 300)[-1] == (2.0**126, 0)
+
+
+@pytest.mark.parametrize("floor", [0.0, 2.0**-126, 2.0**-14, 1.0])
+def test_two_hundred_overflows_end_at_the_floor_and_never_at_zero(floor):
+    loss_scale = DynamicLossScale(min_loss_scale=floor)
+    assert trajectory(loss_scale, [False] * 200)[-1][0] == max(floor, 2.0**-126)
+
+
+@pytest.mark.parametrize("s", [2.0**-126, 2.0**126])
+def test_at_the_ends_of_the_range_unscale_undoes_scale(s):
+    loss_scale = DynamicLossScale(s, min_loss_scale=0, max_loss_scale=2.0**126)
+    x = jnp.array([1.0, -1.5])
+    for unscale in (loss_scale.unscale, jax.jit(loss_scale.unscale)):
+        assert unscale(loss_scale.scale(x)).tolist() == [1.0, -1.5]
+
+
+def test_a_loss_that_is_not_finite_leaves_the_whole_state_as_it_is():
+    finite, loss_finite = [True, False, True, True], [True, False, False, True]
+    history = trajectory(DynamicLossScale(8.0, period=3, hysteresis=2), finite, loss_finite)
+    assert history == [(8, 1), (8, 1), (8, 1), (8, 2)]
+
+
+configurations = st.fixed_dictionaries(
+    {
+        "loss_scale": st.sampled_from([1.0, 8.0, 2.0**15, 100.0]),
+        "period": st.integers(1, 6),
+        "factor": st.sampled_from([2, 4.0, 1.5]),
+        "min_loss_scale": st.sampled_from([0.0, 2.0**-14, 1.0]),
+        "max_loss_scale": st.sampled_from([2.0**15, 2.0**24, 40000.0]),
+        "backoff_factor": st.sampled_from([None, 0.5, 0.25, 0.75]),
+        "growth_delay": st.integers(0, 2),
+        "hysteresis": st.integers(1, 3),
+        "hysteresis_reset": st.sampled_from(["growth", "finite", "finite_or_backoff"]),
+        "at_max": st.sampled_from(["hold", "clamp"]),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(configurations, st.lists(st.tuples(st.booleans(), st.booleans()), min_size=40, max_size=40))
+def test_every_configuration_follows_the_rule_in_plain_python(configuration, flags):
+    finite, loss_finite = [a or b for a, b in flags], [a or not b for a, b in flags]
+    expected = reference_rule(finite, loss_finite=loss_finite, **configuration)
+    actual = trajectory(DynamicLossScale(**configuration), finite, loss_finite)
+    assert [c for _, c in actual] == [c for _, c, _ in expected]
+    # Not powers of two: Python computes in f64, the loss scale in f32.
+    np.testing.assert_allclose([s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5)
+
+
+def test_every_mode_gives_the_same_trajectory():
+    finite = [True, True, False, True, True, True, False, False, True]
+    start = DynamicLossScale(8.0, period=2, hysteresis=2)
+    expected = [(s, c) for s, c, _ in reference_rule(finite, loss_scale=8.0, period=2, hysteresis=2)]
+    mesh = jax.make_mesh((8,), ("i",))
+    replicated = PartitionSpec()
+    modes = {
+        "eager": lambda ls, f: ls.adjust(f),
+        "jit": jax.jit(lambda ls, f: ls.adjust(f)),
+        "vmap": lambda ls, f: jax.tree.map(
+            lambda x: x[1],
+            jax.vmap(lambda ls, f: ls.adjust(f))(*jax.tree.map(lambda x: jnp.stack([x, x]), (ls, f))),
+        ),
+        "shard_map": jax.jit(
+            jax.shard_map(lambda ls, f: ls.adjust(f), mesh=mesh, in_specs=replicated, out_specs=replicated)
+        ),
+    }
+    for name, adjust in modes.items():
+        loss_scale, history = start, []
+        for flag in finite:
+            loss_scale = adjust(loss_scale, jnp.array(flag))
+            history.append((float(loss_scale.loss_scale), int(loss_scale.counter)))
+        assert history == expected, name
+    assert trajectory(start, finite) == expected
+
+
+@pytest.mark.parametrize("flag", [True, False, np.True_, np.array(False), jnp.array(True)])
+def test_adjust_takes_any_boolean_scalar(flag):
+    assert DynamicLossScale(8.0, period=1).adjust(flag).loss_scale == (16 if flag else 4)
+
+
+@pytest.mark.parametrize(
+    "flag", [jnp.ones(2, bool), jnp.ones((1,), bool), 1, 1.0, jnp.array(1), jnp.float32(0)]
+)
+def test_adjust_refuses_a_flag_that_is_no_boolean_of_the_shape_of_s(flag):
+    with pytest.raises(ValueError, match="expected grads_finite to be a boolean of the shape"):
+        DynamicLossScale().adjust(flag)
+    with pytest.raises(ValueError, match="expected loss_finite to be a boolean of the shape"):
+        DynamicLossScale().adjust(True, loss_finite=flag)
+
+
+@pytest.mark.parametrize("loss_scale", [NoOpLossScale(), StaticLossScale(8.0)])
+def test_a_constant_loss_scale_adjusts_to_itself(loss_scale):
+    assert loss_scale.adjust(False, loss_finite=False) is loss_scale
+
+
+# Scaling ----------------------------------------------------------------------------------------------
+
+
+def test_scaling_a_float16_loss_cannot_overflow():
+    scaled = DynamicLossScale(2.0**15).scale(jnp.float16(3.0))
+    assert (scaled.dtype, float(scaled)) == (jnp.float32, 98304.0)
+    assert float(StaticLossScale(2.0**15).scale(np.float16(3.0))) == 98304.0
+
+
+def test_unscaling_a_float16_gradient_keeps_what_scaling_saved():
+    scaled = jnp.array(1e-3, jnp.float16)
+    for loss_scale in (StaticLossScale(2.0**15), DynamicLossScale(2.0**15)):
+        unscaled = loss_scale.unscale(scaled)
+        assert unscaled.dtype == jnp.float32
+        assert float(unscaled) == float(np.float16(1e-3)) / 2**15
+
+
+@pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (jnp.float8_e4m3fn, jnp.float32),
+        (jnp.float8_e5m2, jnp.float32),
+        (jnp.bfloat16, jnp.float32),
+        (jnp.float16, jnp.float32),
+        (jnp.float32, jnp.float32),
+        (jnp.complex64, jnp.complex64),
+    ],
+)
+def test_both_verbs_widen_to_float32_and_keep_complex(kind, dtype, expected):
+    x = jnp.array([1.0, -2.0], dtype)
+    for verb, factor in ((kind(4.0).scale, 4), (kind(4.0).unscale, 0.25)):
+        assert verb(x).dtype == expected
+        assert verb(x).tolist() == [factor, -2 * factor]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_both_verbs_keep_double_precision(dtype):
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.asarray([1 / 3, 1e-300]), dtype)
+        for loss_scale in (StaticLossScale(2.0**15), DynamicLossScale(2.0**15)):
+            assert_bitwise_equal(loss_scale.unscale(loss_scale.scale(x)), x)
+        third = DynamicLossScale(3.0).unscale(x)
+        np.testing.assert_allclose(third, np.asarray(x) / 3, rtol=1e-15)
+
+
+def test_a_complex_leaf_keeps_its_imaginary_part_and_an_infinity_makes_no_nan():
+    x = jax.lax.complex(jnp.array([1.0, jnp.inf]), jnp.array([-2.0, 0.0]))
+    scaled = DynamicLossScale(8.0).scale(x)
+    assert scaled.real.tolist() == [8, np.inf]
+    assert scaled.imag.tolist() == [-16, 0]
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_leaves_that_are_not_inexact_pass_unchanged(loss_scale):
+    tree = {
+        "int": jnp.int32(3),
+        "python": 3,
+        "bool": True,
+        "key": jax.random.key(1),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "none": None,
+        "text": "name",
+        "function": jnp.tanh,
+    }
+    for verb in (loss_scale.scale, loss_scale.unscale):
+        assert all(a is b for a, b in zip(jax.tree.leaves(verb(tree)), jax.tree.leaves(tree), strict=True))
+
+
+def test_python_floats_are_scaled_as_jmp_does():
+    assert DynamicLossScale(8.0).scale({"loss": 1.5})["loss"] == 12
+
+
+def test_the_no_op_returns_the_tree_itself():
+    tree = {"a": jnp.ones(2, jnp.float16)}
+    assert NoOpLossScale().scale(tree) is tree
+    assert NoOpLossScale().unscale(tree) is tree
+    assert NoOpLossScale().loss_scale == 1
+
+
+@pytest.mark.parametrize("s", [2.0**-14, 1.0, 2.0**10, 2.0**24])
+def test_a_power_of_two_changes_no_bit(s):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(100_000), jnp.float32)
+    loss_scale = DynamicLossScale(s, min_loss_scale=0)
+    for verb in (lambda x: x, jax.jit):
+        assert_bitwise_equal(verb(loss_scale.unscale)(verb(loss_scale.scale)(x)), x)
+
+
+def test_s_that_is_no_power_of_two_rounds():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(100_000), jnp.float32)
+    back = DynamicLossScale(1000.0).unscale(DynamicLossScale(1000.0).scale(x))
+    assert jnp.count_nonzero(back != x) > 1000
+    np.testing.assert_allclose(back, x, rtol=3e-7)
+
+
+def test_an_array_of_loss_scales_is_refused_outside_of_vmap():
+    several = DynamicLossScale(jnp.array([8.0, 16.0]))
+    assert several.counter.shape == (2,)
+    with pytest.raises(ValueError, match=r"scalar loss_scale, got one of shape \(2,\)"):
+        several.scale(jnp.float32(1.0))
+    assert jax.vmap(jmp_scale.scale, in_axes=(0, None))(several, jnp.float32(1.0)).tolist() == [8, 16]
+    assert several.adjust(jnp.array([True, False])).loss_scale.tolist() == [8, 8]
+
+
+def test_the_module_level_verbs_map_over_several_loss_scales():
+    scales = {"a": DynamicLossScale(8.0, period=1), "b": StaticLossScale(2.0), "c": NoOpLossScale()}
+    x = dict.fromkeys(scales, jnp.float32(1.0))
+
+    def over_scales(verb, *trees):
+        return jax.tree.map(verb, scales, *trees, is_leaf=lambda s: isinstance(s, jmp_scale.LossScale))
+
+    assert over_scales(jmp_scale.scale, x) == {"a": 8, "b": 2, "c": 1}
+    assert over_scales(jmp_scale.unscale, over_scales(jmp_scale.scale, x)) == x
+    adjusted = over_scales(jmp_scale.adjust, dict.fromkeys(scales, jnp.array(True)))
+    assert (adjusted["a"].loss_scale, adjusted["b"], adjusted["c"]) == (16, scales["b"], scales["c"])
+
+
+# Pytrees ----------------------------------------------------------------------------------------------
+
+FULL = DynamicLossScale(
+    4.0,
+    3,
+    7,
+    4,
+    0.25,
+    max_loss_scale=2.0**20,
+    backoff_factor=0.125,
+    growth_delay=1,
+    hysteresis=3,
+    hysteresis_reset="finite",
+    at_max="clamp",
+)
+
+
+def fields_of(loss_scale):
+    return {f.name: getattr(loss_scale, f.name) for f in dataclasses.fields(loss_scale)}
+
+
+@pytest.mark.parametrize(
+    "round_trip",
+    [
+        lambda ls: jax.tree.map(lambda x: x, ls),
+        jax.jit(lambda ls: ls),
+        lambda ls: pickle.loads(pickle.dumps(ls)),
+        copy.deepcopy,
+        lambda ls: dataclasses.replace(ls),
+        lambda ls: jax.tree.map(lambda x: x[0], jax.vmap(lambda x: x)(jax.tree.map(lambda x: x[None], ls))),
+    ],
+)
+def test_every_field_survives(round_trip):
+    assert fields_of(round_trip(FULL)) == fields_of(FULL)
+
+
+def test_the_test_above_changes_every_field():
+    default = fields_of(DynamicLossScale())
+    assert all(value != default[name] for name, value in fields_of(FULL).items())
+
+
+def test_the_floor_survives_jit():
+    adjust = jax.jit(lambda ls: ls.adjust(jnp.array(False)))
+    loss_scale = DynamicLossScale(2.0, min_loss_scale=2.0**-10)
+    for _ in range(5):
+        loss_scale = adjust(loss_scale)
+    assert loss_scale.loss_scale == 0.0625
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "paths"),
+    [
+        (NoOpLossScale(), []),
+        (StaticLossScale(8.0), []),
+        (DynamicLossScale(), [".loss_scale", ".counter"]),
+        (DynamicLossScale(hysteresis=2), [".loss_scale", ".counter", ".hysteresis_left"]),
+    ],
+)
+def test_leaves_are_named(loss_scale, paths):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(loss_scale)
+    assert [jax.tree_util.keystr(path) for path, _ in leaves] == paths
+
+
+@pytest.mark.parametrize(
+    "placeholder", [None, object(), PartitionSpec("i"), jax.ShapeDtypeStruct((), jnp.float32), 0, "text", ()]
+)
+def test_any_placeholder_may_stand_for_a_leaf(placeholder):
+    treedef = jax.tree.structure(DynamicLossScale(8.0, period=3))
+    loss_scale = jax.tree.unflatten(treedef, [placeholder, placeholder])
+    assert loss_scale.loss_scale is placeholder
+    assert (loss_scale.counter is placeholder, loss_scale.period) == (True, 3)
+
+
+def test_placeholders_may_be_given_by_hand():
+    specs = DynamicLossScale(PartitionSpec(), PartitionSpec())
+    assert (specs.loss_scale, specs.counter) == (PartitionSpec(), PartitionSpec())
+    assert jax.tree.leaves(DynamicLossScale(None)) == []
+
+
+def test_eval_shape_and_ahead_of_time_compilation_work():
+    loss_scale = DynamicLossScale(8.0, period=1)
+    shapes = jax.eval_shape(lambda: loss_scale)
+    compiled = jax.jit(lambda ls, f: ls.adjust(f)).lower(shapes, jax.ShapeDtypeStruct((), bool)).compile()
+    assert compiled(loss_scale, jnp.array(True)).loss_scale == 16
+
+
+@pytest.mark.parametrize(
+    "loss_scale", [DynamicLossScale(8, period=2), FULL, StaticLossScale(2), NoOpLossScale()]
+)
+def test_adjust_returns_the_types_that_it_was_given(loss_scale):
+    for loss_finite in (True, jnp.array(True)):
+        adjusted = loss_scale.adjust(jnp.array(True), loss_finite=loss_finite)
+        assert jax.tree.structure(adjusted) == jax.tree.structure(loss_scale)
+        chex.assert_trees_all_equal_shapes_and_dtypes(adjusted, loss_scale)
+        assert [jax.typeof(x) for x in jax.tree.leaves(adjusted)] == [
+            jax.typeof(x) for x in jax.tree.leaves(loss_scale)
+        ]
+
+
+@pytest.mark.parametrize("start", [2.0**15, np.float16(2**15), jnp.float16(2**15), 2**15])
+def test_adjust_is_traced_once_for_any_history_and_start(start):
+    adjust, traces = count_traces(lambda ls, f: ls.adjust(f))
+    jitted, loss_scale = jax.jit(adjust), DynamicLossScale(start, period=2)
+    for finite in (True, True, False, True, False, False):
+        loss_scale = jitted(loss_scale, jnp.array(finite))
+    assert len(traces) == jitted._cache_size() == 1
+
+
+def test_a_static_loss_scale_is_part_of_the_compilation():
+    scale, traces = count_traces(jmp_scale.scale)
+    jitted = jax.jit(scale)
+    for s in (2.0, 2.0, 4.0):
+        assert jitted(StaticLossScale(s), jnp.float32(1.0)) == s
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("carry", ["scan", "while_loop", "cond"])
+def test_a_loss_scale_is_a_valid_carry(carry):
+    start = DynamicLossScale(8.0, period=2)
+
+    def step(loss_scale):
+        return loss_scale.adjust(jnp.array(True))
+
+    if carry == "scan":
+        end, _ = jax.lax.scan(lambda ls, _: (step(ls), None), start, length=2)
+    elif carry == "while_loop":
+        _, end = jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, step(c[1])), (0, start))
+    else:
+        end = jax.lax.cond(jnp.array(True), lambda ls: step(step(ls)), lambda ls: ls, start)
+    assert (float(end.loss_scale), int(end.counter)) == (16, 0)
+
+
+def test_hysteresis_of_one_costs_nothing():
+    loss_scale = DynamicLossScale()
+    assert loss_scale.hysteresis_left is None
+    jaxpr = str(jax.make_jaxpr(lambda ls, f: ls.adjust(f))(loss_scale, True))
+    longer = str(jax.make_jaxpr(lambda ls, f: ls.adjust(f))(DynamicLossScale(hysteresis=2), True))
+    assert jaxpr.count("select_n") + jaxpr.count("name=_where") < longer.count("select_n") + longer.count(
+        "name=_where"
+    )
+
+
+def test_the_step_moves_nothing_between_host_and_device():
+    adjust = jax.jit(lambda ls, g: ls.adjust(jmp_scale.all_finite(ls.unscale(g))))
+    loss_scale, grads = DynamicLossScale(8.0, period=1), jnp.ones(3)
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            loss_scale = adjust(loss_scale, grads)
+    assert loss_scale.loss_scale == 32

@@ -139,7 +139,8 @@ def _fresh_buffers(inner_state: Any, params: Any) -> Any:
         if not isinstance(leaf, (jax.Array, bool, int, float, complex)):
             return leaf
         array = jnp.asarray(leaf)
-        array = array if array.weak_type is False else jnp.asarray(array, array.dtype)
+        if getattr(array, "weak_type", False):  # typed keys have no such attribute
+            array = jnp.asarray(array, array.dtype)
         array = jnp.copy(array) if id(array) in taken else array
         taken.add(id(array))
         return array

@@ -1,0 +1,201 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_bitwise_equal, count_traces
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+
+EVERY_KIND = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**10)]
+
+
+def init_mlp(key, widths=(8, 16, 16, 4)):
+    keys = jax.random.split(key, len(widths) - 1)
+    sizes = zip(keys, widths[:-1], widths[1:], strict=True)
+    return [{"w": jax.random.normal(k, (i, o)) / np.sqrt(i), "b": jnp.zeros(o)} for k, i, o in sizes]
+
+
+def tanh_mlp_loss(params, x, dtype=jnp.float16):
+    x = x.astype(dtype)
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"].astype(dtype) + layer["b"].astype(dtype)[None])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+MLP, X = init_mlp(jax.random.key(0)), jax.random.normal(jax.random.key(1), (32, 8))
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_values_and_structure_are_those_of_jax(loss_scale, has_aux, argnums):
+    def fun(a, b, *, shift):
+        loss = (a["w"] ** 2 * b).sum() + shift
+        return (loss, {"seen": b + 1}) if has_aux else loss
+
+    args = {"w": jnp.array([1.0, 2.0])}, jnp.array([3.0, 4.0])
+    expected = jax.value_and_grad(fun, argnums, has_aux)(*args, shift=1.0)
+    assert_bitwise_equal(
+        jmp_scale.value_and_grad(fun, loss_scale, argnums, has_aux)(*args, shift=1.0), expected
+    )
+    expected = jax.grad(fun, argnums, has_aux)(*args, shift=1.0)
+    assert_bitwise_equal(jmp_scale.grad(fun, loss_scale, argnums, has_aux)(*args, shift=1.0), expected)
+
+
+def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s():
+    results = [
+        jax.jit(jmp_scale.value_and_grad(lambda p: tanh_mlp_loss(p, X, jnp.float32), loss_scale))(MLP)
+        for loss_scale in (
+            NoOpLossScale(),
+            StaticLossScale(1.0),
+            StaticLossScale(2.0**10),
+            DynamicLossScale(2.0**20),
+            StaticLossScale(2.0**60),
+        )
+    ]
+    for result in results[1:]:
+        assert_bitwise_equal(result, results[0])
+
+
+def test_gradients_depend_on_s_that_is_no_power_of_two():
+    def gradients(s):
+        return jmp_scale.grad(lambda p: tanh_mlp_loss(p, X, jnp.float32), StaticLossScale(s))(MLP)
+
+    differ = jax.tree.map(lambda a, b: (a != b).any(), gradients(1000.0), gradients(1.0))
+    assert any(jax.tree.leaves(differ))
+
+
+def test_float16_gradients_that_vanish_without_scaling_are_right_with_it():
+    def tiny_loss(params):
+        return tanh_mlp_loss(params, X) * 2.0**-20
+
+    true = jax.grad(lambda p: tanh_mlp_loss(p, X, jnp.float32) * 2.0**-20)(MLP)[0]["w"]
+    unscaled = jmp_scale.grad(tiny_loss, StaticLossScale(1.0))(MLP)[0]["w"]
+    scaled = jmp_scale.grad(tiny_loss, DynamicLossScale(2.0**20))(MLP)[0]["w"]
+    assert (unscaled == 0).mean() > 0.9
+    error = jnp.linalg.norm(scaled - true) / jnp.linalg.norm(true)
+    assert error < 0.01
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_float16_parameters_get_float32_gradients(loss_scale):
+    loss, grads = jmp_scale.value_and_grad(lambda w: (w * w).sum(), loss_scale)(jnp.ones(2, jnp.float16))
+    assert (loss.dtype, grads.dtype) == (jnp.float32, jnp.float32)
+    assert (float(loss), grads.tolist()) == (2.0, [2.0, 2.0])
+
+
+def test_a_float16_loss_does_not_overflow_by_being_scaled():
+    fun = jmp_scale.value_and_grad(lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**15))
+    loss, grads = fun(jnp.float16(1.0))
+    assert (float(loss), float(grads)) == (3.0, np.inf)  # 3 * 2^15 is no float16: the gradient says so
+    loss, grads = jmp_scale.value_and_grad(lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**14))(
+        jnp.float16(1)
+    )
+    assert (float(loss), float(grads)) == (3.0, 3.0)
+
+
+def test_gradients_are_unscaled_with_the_loss_scale_that_scaled_them():
+    loss_scale, w = DynamicLossScale(8.0, period=1), jnp.float32(1.0)
+    for _ in range(3):
+        loss, grads = jmp_scale.value_and_grad(lambda w: w * w, loss_scale)(w)
+        assert (float(loss), float(grads)) == (1.0, 2.0)
+        loss_scale = loss_scale.adjust(jmp_scale.all_finite(grads))
+    assert loss_scale.loss_scale == 64
+
+
+def test_a_regularization_term_is_scaled_with_the_loss():
+    grads = jmp_scale.grad(lambda w: 3 * w + 0.5 * w**2, DynamicLossScale())(jnp.float32(1.0))
+    assert float(grads) == 4.0
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_a_gradient_penalty_inside_the_loss_sees_no_scale(loss_scale):
+    def penalty(x):
+        return jax.grad(lambda x: x**2)(x) ** 2
+
+    loss, grads = jmp_scale.value_and_grad(penalty, loss_scale)(jnp.float32(3.0))
+    assert (float(loss), float(grads)) == (36.0, 24.0)
+
+
+def test_integer_arguments_get_float0_gradients_with_allow_int():
+    fun = jmp_scale.grad(
+        lambda t: (t["w"] * t["n"].astype(jnp.float32)).sum(), DynamicLossScale(), allow_int=True
+    )
+    grads = fun({"w": jnp.ones(2), "n": jnp.arange(2)})
+    assert grads["n"].dtype == jax.dtypes.float0
+    assert grads["w"].tolist() == [0, 1]
+
+
+def test_complex_parameters_keep_their_imaginary_gradient():
+    def fun(z):
+        return jnp.abs(z) ** 2
+
+    z = jnp.array(1.0 + 2.0j)
+    assert_bitwise_equal(jmp_scale.grad(fun, DynamicLossScale())(z), jax.grad(fun)(z))
+
+
+def test_equinox_filters_as_it_does_without_scaling():
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+
+    def fun(model, x):
+        return model(x).sum()
+
+    expected = eqx.filter_value_and_grad(fun)(model, jnp.ones(2))
+    transform = eqx.filter_value_and_grad
+    actual = jmp_scale.value_and_grad(fun, DynamicLossScale(), transform=transform)(model, jnp.ones(2))
+    assert_bitwise_equal(actual, expected)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, nnx.DiffState(0, nnx.Param)])
+def test_nnx_differentiates_as_it_does_without_scaling(argnums):
+    def fun(a, b):
+        return (a(jnp.ones((1, 2))) * b(jnp.ones((1, 2)))).sum()
+
+    args = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    expected = nnx.value_and_grad(fun, argnums=argnums)(*args)
+    actual = jmp_scale.value_and_grad(fun, DynamicLossScale(), argnums, transform=nnx.value_and_grad)(*args)
+    assert_bitwise_equal(actual, expected)
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_a_loss_that_is_no_scalar_is_a_type_error_while_tracing(loss_scale):
+    with pytest.raises(TypeError, match=r"scalar loss, got shape \(2,\)"):
+        jax.jit(jmp_scale.value_and_grad(lambda w: w, loss_scale))(jnp.ones(2))
+
+
+def test_an_array_of_loss_scales_is_a_value_error_that_says_what_to_do():
+    several = DynamicLossScale(jnp.full(3, 8.0))
+    with pytest.raises(ValueError, match="adjust one loss scale once"):
+        jmp_scale.grad(lambda w: w, several)(jnp.float32(1.0))
+
+
+def test_per_example_gradients_and_one_adjustment_keep_s_a_scalar():
+    loss_scale = DynamicLossScale(8.0)
+    grads = jax.vmap(jmp_scale.grad(lambda w, x: (w * x) ** 2, loss_scale), (None, 0))(
+        jnp.float32(1), jnp.arange(3.0)
+    )
+    assert grads.tolist() == [0, 2, 8]
+    assert loss_scale.adjust(jmp_scale.all_finite(grads)).loss_scale.shape == ()
+
+
+def test_a_mean_over_devices_of_large_float16_gradients_does_not_overflow():
+    def replica_gradient(w, x):
+        grads = jmp_scale.grad(lambda w: (w * x).astype(jnp.float32), StaticLossScale(1.0))(w)
+        return jax.lax.pmean(grads, "i"), jax.lax.pmean(x, "i")
+
+    x = jnp.full(2, 60000.0, jnp.float16)
+    f32, f16 = jax.vmap(replica_gradient, (None, 0), axis_name="i")(jnp.float16(1.0), x)
+    assert f32.tolist() == [60000, 60000]
+    assert jnp.isinf(f16).all()
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_one_trace_serves_every_step(loss_scale):
+    fun, traces = count_traces(jmp_scale.value_and_grad(lambda w, ls: (w * w).sum(), loss_scale))
+    jitted = jax.jit(fun)
+    for w in (1.0, jnp.inf, 2.0):
+        jitted(jnp.full(2, w), loss_scale)
+    assert len(traces) == 1

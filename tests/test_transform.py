@@ -1,0 +1,374 @@
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from helpers import assert_bitwise_equal, count_traces
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+
+PARAMS = {"w": jnp.array([[1.0, -0.0], [0.5, 2.0]]), "b": jnp.array([-0.0, 0.25])}
+GOOD = jax.tree.map(lambda p: jnp.full_like(p, 0.5) + p, PARAMS)
+BAD = {"w": GOOD["w"].at[0, 1].set(jnp.inf), "b": GOOD["b"].at[0].set(jnp.nan)}
+
+
+def value_fn(params):
+    return sum(jnp.sum((p - 0.1) ** 2) for p in jax.tree.leaves(params))
+
+
+def schedule(count):
+    return 0.1 / (1 + count)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1, weight_decay=0.1),
+    "adam_bf16_momentum": optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "clip_adam": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "clip": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+    "schedule": optax.sgd(schedule),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+    "masked": optax.chain(optax.masked(optax.trace(0.9), {"w": True, "b": False}), optax.scale(-0.1)),
+    "partition": optax.partition(
+        {"a": optax.adam(0.1), "s": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "b": "s"}
+    ),
+    "multi_steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "add_noise": optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(0)), optax.sgd(0.1)),
+    "lookahead_like_ema": optax.chain(optax.adam(0.1), optax.ema(0.9)),
+    "adafactor": optax.adafactor(0.1),
+    "lamb": optax.lamb(0.1),
+    "lion": optax.lion(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "muon": optax.contrib.muon(0.1),
+    "schedule_free": optax.contrib.schedule_free_adamw(0.1),
+    "lbfgs": optax.lbfgs(),
+    "backtracking": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)),
+    "reduce_on_plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+}
+NEEDS_VALUE_FN = {"lbfgs", "backtracking"}
+
+
+def stepper(tx, name=""):
+    """A compiled step of `tx`; the gradients are given, so that any can be made non-finite."""
+
+    def step(params, state, grads, value):
+        extra = {"value": value}
+        if name in NEEDS_VALUE_FN:
+            extra |= {"grad": grads, "value_fn": value_fn}
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state, updates
+
+    return step
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_changes_no_bit_of_parameters_and_inner_state(name):
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
+    step = jax.jit(stepper(tx, name))
+    params, state, _ = step(PARAMS, tx.init(PARAMS), GOOD, value_fn(PARAMS))
+    params = params | {"b": params["b"].at[0].set(-0.0)}
+    for skips in (1, 2):
+        new_params, new_state, updates = step(params, state, BAD, jnp.float32(1.0))
+        assert_bitwise_equal(new_params, params)
+        assert_bitwise_equal(new_state.inner_state, state.inner_state)
+        assert all((np.signbit(u) & (u == 0)).all() for u in jax.tree.leaves(updates))
+        assert new_state.loss_scale.loss_scale == 8.0 / 2**skips
+        assert (new_state.grads_finite, new_state.skipped, new_state.skipped_in_a_row) == (
+            False,
+            skips,
+            skips,
+        )
+        state = new_state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_finite_steps_are_those_of_the_plain_optimizer(name):
+    tx, plain = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0)), OPTIMIZERS[name]
+    plain = optax.with_extra_args_support(plain)
+    step, plain_step = jax.jit(stepper(tx, name)), jax.jit(stepper(plain, name))
+    params, state, updates = PARAMS, tx.init(PARAMS), None
+    plain_params, plain_state = PARAMS, plain.init(PARAMS)
+    for _ in range(3):
+        params, state, updates = step(params, state, GOOD, value_fn(params))
+        plain_params, plain_state, _ = plain_step(plain_params, plain_state, GOOD, value_fn(plain_params))
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+    # Another program, so another fusion: the last bits may differ, more than that may not.
+    for actual, expected in ((params, plain_params), (state.inner_state, plain_state)):
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+                np.testing.assert_allclose(
+                    np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-5, atol=1e-6
+                )
+    assert (state.skipped, state.skipped_in_a_row, state.grads_finite) == (0, 0, True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_keeps_its_types_and_one_trace_serves_any_history(name):
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0, period=2))
+    step, traces = count_traces(stepper(tx, name))
+    jitted, params, state = jax.jit(step), PARAMS, tx.init(PARAMS)
+    types = jax.tree.map(jax.typeof, state)
+    for grads in (GOOD, BAD, GOOD, GOOD, BAD):
+        params, state, _ = jitted(params, state, grads, value_fn(params))
+        assert jax.tree.map(jax.typeof, state) == types
+    assert len(traces) == jitted._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip_adam", "inject_hyperparams", "add_noise", "multi_steps"])
+def test_a_step_is_a_valid_scan_body(name):
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0, period=2))
+
+    def step(carry, bad):
+        params, state = carry
+        grads = jax.tree.map(lambda g, b: jnp.where(bad, b, g), GOOD, BAD)
+        params, state, _ = stepper(tx)(params, state, grads, jnp.float32(1.0))
+        return (params, state), state.loss_scale.loss_scale
+
+    bad = jnp.array([False, False, True, False, True])
+    (params, state), s = jax.jit(lambda c: jax.lax.scan(step, c, bad))((PARAMS, tx.init(PARAMS)))
+    assert s.tolist() == [8, 16, 8, 8, 4]
+    assert (state.skipped, state.skipped_in_a_row) == (2, 1)
+    assert jmp_scale.all_finite(params)
+
+
+def test_a_hundred_bad_steps_change_no_parameter_and_are_counted():
+    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale())
+    step, state, params = jax.jit(stepper(tx)), tx.init(PARAMS), PARAMS
+    for _ in range(100):
+        params, state, _ = step(params, state, BAD, jnp.float32(1.0))
+    assert_bitwise_equal(params, PARAMS)
+    assert (state.skipped, state.skipped_in_a_row, state.loss_scale.loss_scale) == (100, 100, 1.0)
+    params, state, _ = step(params, state, GOOD, jnp.float32(1.0))
+    assert (state.skipped, state.skipped_in_a_row, state.grads_finite) == (100, 0, True)
+    assert jmp_scale.all_finite(params)
+    assert (params["w"] != PARAMS["w"]).any()
+
+
+def test_the_default_is_a_plain_skip_of_non_finite_steps():
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0))
+    state = tx.init(PARAMS)
+    assert state.loss_scale == NoOpLossScale()
+    updates, state = tx.update(BAD, state, PARAMS)
+    assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert state.skipped == 1
+
+
+def test_a_loss_that_is_not_finite_skips_and_leaves_s_alone():
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0, period=2))
+    params, state, _ = jax.jit(stepper(tx))(PARAMS, tx.init(PARAMS), GOOD, jnp.float32(1.0))
+    for grads in (BAD, GOOD):
+        new_params, new_state, _ = jax.jit(stepper(tx))(params, state, grads, jnp.float32(jnp.nan))
+        assert_bitwise_equal(new_params, params)
+        assert_bitwise_equal(new_state.inner_state, state.inner_state)
+        assert_bitwise_equal(new_state.loss_scale, state.loss_scale)
+        assert (new_state.skipped, new_state.grads_finite) == (1, False)
+
+
+def test_the_inner_optimizer_never_sees_a_nan():
+    seen = []
+
+    def look(updates, state, params, *, value, grad, value_fn):
+        jax.debug.callback(lambda *x: seen.extend(x), *jax.tree.leaves((updates, value, grad)))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), look)
+    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
+    step = jax.jit(stepper(tx, "lbfgs"))
+    for value in (1.0, jnp.nan):
+        step(PARAMS, tx.init(PARAMS), BAD, jnp.float32(value))
+    jax.effects_barrier()
+    assert len(seen) == 10
+    assert all(np.isfinite(x).all() for x in seen)
+
+
+def test_extra_arguments_reach_the_inner_optimizer():
+    def scaled_by(updates, state, params=None, *, value, gain):
+        return jax.tree.map(lambda u: u * gain * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), scaled_by)
+    tx = jmp_scale.with_loss_scale(inner)
+    updates, _ = tx.update(jnp.float32(1.0), tx.init(jnp.float32(0.0)), value=2.0, gain=3.0)
+    assert updates == 6
+
+
+def test_debug_nans_is_quiet_on_a_skipped_step():
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS["clip_adam"], DynamicLossScale(8.0))
+    step, state = jax.jit(lambda s, g: tx.update(g, s, PARAMS)[1].skipped), tx.init(PARAMS)
+    with jax.debug_nans(True):
+        assert step(state, BAD) == 1
+
+
+@pytest.mark.parametrize("clip", [optax.clip(1.0), optax.zero_nans(), optax.clip_by_global_norm(1.0)])
+def test_no_transform_inside_hides_an_overflow(clip):
+    tx = jmp_scale.with_loss_scale(optax.chain(clip, optax.sgd(1.0)), DynamicLossScale(8.0))
+    grads = jnp.array([jnp.inf, 1.0, -jnp.inf])
+    updates, state = tx.update(grads, tx.init(jnp.zeros(3)), jnp.zeros(3))
+    assert (updates == 0).all()
+    assert (state.skipped, state.loss_scale.loss_scale) == (1, 4)
+
+
+def test_clipping_sees_true_gradients():
+    tx = jmp_scale.with_loss_scale(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), DynamicLossScale()
+    )
+    state = tx.init(jnp.zeros(2))
+    grads = jmp_scale.grad(lambda w: jnp.vdot(w, jnp.array([3.0, 4.0])), state.loss_scale)(jnp.zeros(2))
+    updates, _ = tx.update(grads, state)
+    np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
+
+
+def test_large_float16_gradients_are_applied_by_a_global_norm_clip():
+    tx = jmp_scale.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    params = jnp.zeros(2, jnp.float32)
+    updates, state = tx.update(jnp.full(2, 300.0, jnp.float16), tx.init(params), params)
+    np.testing.assert_allclose(updates, [-(0.5**0.5)] * 2, rtol=1e-6)
+    assert state.skipped == 0
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", ["adamw", "momentum", "multi_steps"])
+def test_any_mix_of_gradient_and_parameter_dtypes_keeps_the_state_s_types(name, grad_dtype, param_dtype):
+    params = jax.tree.map(lambda p: p.astype(param_dtype), PARAMS)
+    grads = jax.tree.map(lambda g: g.astype(grad_dtype), GOOD)
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
+    state = tx.init(params)
+    updates, new_state = jax.jit(tx.update)(grads, state, params)
+    assert jax.tree.map(jax.typeof, new_state) == jax.tree.map(jax.typeof, state)
+    assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(lambda p: p.dtype, params)
+
+
+def test_zero_gradients_of_float32_masters_give_adam_no_nan():
+    tx = jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale())
+    updates, _ = tx.update(jnp.zeros(2, jnp.float16), tx.init(jnp.ones(2)), jnp.ones(2))
+    assert updates.tolist() == [0, 0]
+
+
+def test_a_schedule_counts_applied_steps_only():
+    rates = []
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(lambda count: rates.append(count) or count + 1.0), NoOpLossScale()
+    )
+    state = tx.init(jnp.float32(0.0))
+    for g in (jnp.nan, jnp.nan, 1.0):
+        updates, state = tx.update(jnp.float32(g), state)
+    assert float(updates) == -1.0
+    assert [int(r) for r in rates] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("nest", [
+    lambda tx: tx,
+    lambda tx: optax.chain(tx, optax.identity()),
+    lambda tx: optax.chain(optax.chain(tx)),
+])  # fmt: skip
+def test_optax_finds_the_loss_scale_at_any_depth(nest):
+    tx = nest(jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0)))
+    state = tx.init(PARAMS)
+    found = optax.tree.get(state, "loss_scale")
+    assert isinstance(found, DynamicLossScale)
+    assert found.loss_scale == 8
+    for name in ("grads_finite", "skipped", "skipped_in_a_row", "count"):
+        assert optax.tree.get(state, name).shape == ()
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+def test_parameters_and_state_can_be_donated_from_the_first_step(name):
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
+    step = jax.jit(stepper(tx, name), donate_argnums=(0, 1))
+    start = jax.tree.map(jnp.copy, PARAMS)
+    params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(start)
+    for grads in (GOOD, BAD):
+        params, state, _ = step(params, state, grads, value_fn(PARAMS))
+    assert_bitwise_equal(start, PARAMS)  # init shares no buffer with the parameters that it was given
+    assert tx.init(PARAMS).loss_scale.loss_scale == 8
+
+
+def test_every_init_builds_its_own_buffers():
+    tx = jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0))
+    one, other = tx.init(PARAMS), tx.init(PARAMS)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((one, other))]
+    assert len(pointers) == len(set(pointers))
+
+
+def test_the_step_moves_nothing_between_host_and_device():
+    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(8.0))
+    step, state, params = jax.jit(stepper(tx)), tx.init(PARAMS), PARAMS
+    value = jnp.float32(1.0)
+    with jax.transfer_guard("disallow"):
+        for grads in (GOOD, BAD, GOOD):
+            params, state, _ = step(params, state, grads, value)
+
+
+def test_the_compiled_step_has_no_branch_and_no_callback():
+    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(8.0))
+    lowered = jax.jit(stepper(tx)).lower(PARAMS, tx.init(PARAMS), GOOD, jnp.float32(1.0))
+    hlo = lowered.compile().as_text()
+    assert not any(word in hlo for word in (" conditional(", "custom-call", "outfeed", "infeed", " while("))
+
+
+def test_a_step_is_compiled_ahead_of_time_from_shapes():
+    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(8.0))
+    state = jax.eval_shape(tx.init, PARAMS)
+    compiled = jax.jit(lambda g, s: tx.update(g, s, PARAMS)).lower(GOOD, state).compile()
+    _, state = compiled(BAD, tx.init(PARAMS))
+    assert state.loss_scale.loss_scale == 4
+
+
+def test_several_runs_are_mapped_with_a_loss_scale_each():
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0))
+    params = jnp.ones((2, 3))
+    states = jax.vmap(tx.init)(params)
+    grads = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
+    updates, states = jax.vmap(tx.update)(grads, states, params)
+    assert states.loss_scale.loss_scale.tolist() == [8, 4]
+    assert states.skipped.tolist() == [0, 1]
+    assert (updates[0] != 0).all()
+    assert (updates[1] == 0).all()
+
+
+def test_the_state_survives_pickling():
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0, period=7))
+    state = tx.init(PARAMS)
+    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
+
+
+def test_gradients_of_frozen_parameters_may_be_none():
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DynamicLossScale())
+    params = {"w": jnp.ones(2), "frozen": None}
+    updates, _ = tx.update({"w": jnp.ones(2), "frozen": None}, tx.init(params), params)
+    assert optax.apply_updates(params, updates)["w"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("loss_scale", [8.0, "dynamic", object()])
+def test_what_is_no_loss_scale_is_a_type_error(loss_scale):
+    with pytest.raises(TypeError, match="expected a loss scale, got"):
+        jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
+
+
+def test_what_is_no_optimizer_is_a_type_error():
+    with pytest.raises(TypeError, match=r"expected an optax.GradientTransformation"):
+        jmp_scale.with_loss_scale(functools.partial(optax.sgd, 0.1), StaticLossScale(8.0))
+
+
+def test_s_below_one_is_reached_when_the_backward_pass_needs_it():
+    def fun(w):
+        return (w.astype(jnp.float16) * jnp.float16(60000)).astype(jnp.float32) * 4
+
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.0), DynamicLossScale(8.0, min_loss_scale=2.0**-14))
+    w, history = jnp.float32(1.0), []
+    state = tx.init(w)
+    for _ in range(6):
+        used = float(state.loss_scale.loss_scale)
+        loss, grads = jax.jit(jmp_scale.value_and_grad(fun, state.loss_scale))(w)
+        _, state = tx.update(grads, state, w, value=loss)
+        history.append((used, bool(state.grads_finite)))
+    assert history == [(8, False), (4, False), (2, False), (1, False), (0.5, False), (0.25, True)]
+    assert grads == 240000

@@ -21,6 +21,8 @@ def main(argv=None):
     )
     parser.add_argument("--steps", type=int, default=400, help="of gradient descent (400)")
     steps = parser.parse_args(argv).steps
+    if steps < 1:
+        parser.error(f"argument --steps: expected a whole number of at least 1, got {steps}")
     x = np.random.RandomState(0).uniform(-1, 1, 4096).astype(np.float32) * np.float32(1e-2)
     rows = {"float32": (jnp.float32, 1.0), "float16": (jnp.float16, 1.0)}
     rows |= {f"float16, S = 2^{n}": (jnp.float16, 2.0**n) for n in (7, 10, 15)}

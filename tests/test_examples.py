@@ -1,0 +1,57 @@
+"""Every example runs, and shows what it says."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "def main" in path.read_text())
+
+
+def run(script, *args, timeout=300, cwd=None):
+    """What an example prints, run as a user runs it."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, str(EXAMPLES / script), *map(str, args)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_says_what_the_example_shows(script):
+    text = run(script, "--help")
+    assert "usage:" in text
+    assert "--" in text.split("--help", 1)[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(seed, tmp_path):
+    table = run("train_digits.py", "--steps", 800, "--seed", seed, "--out", tmp_path)
+    rows = dict(re.findall(r"^(float\S+(?:, [a-z ]+?)?)\s{2,}(0\.\d+)", table, re.MULTILINE))
+    losses = {name: float(loss) for name, loss in rows.items()}
+    assert losses["float32"] < 0.055
+    assert losses["float16, no scaling"] > 0.070
+    assert losses["float16, dynamic"] < 0.055
+    assert (tmp_path / "train_digits.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many"])
+def test_a_wrong_number_of_steps_is_a_clear_error(steps):
+    with pytest.raises(AssertionError, match="expected a whole number of at least 1"):
+        run("train_digits.py", f"--steps={steps}")
+
+
+def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale():
+    rows = re.findall(r"^(float\S+(?:, S = 2\^\d+)?) +(\S+) +(\d\.\d+)$", run("linear_regression.py"), re.M)
+    table = {name: (float(gradient), float(w)) for name, gradient, w in rows}
+    assert table["float32"] == (pytest.approx(-2.031e-5, rel=1e-3), pytest.approx(0.3, abs=2e-4))
+    assert table["float16"] == (0.0, 0.0)
+    scaled = {"float16, S = 2^7": 0.2953, "float16, S = 2^10": 0.2995, "float16, S = 2^15": 0.2999}
+    for name, w in scaled.items():
+        assert table[name] == (pytest.approx(-2.03e-5, rel=3e-3), pytest.approx(w, abs=1e-4))

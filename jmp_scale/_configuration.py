@@ -18,7 +18,7 @@ _WORDS = {"hysteresis_reset": ("growth", "finite", "finite_or_backoff"), "at_max
 
 def static_loss_scale(value: Any) -> float:
     """The S of a `StaticLossScale` as a Python number."""
-    s = _number("loss_scale", value)
+    s = number("loss_scale", value)
     _require(SMALLEST <= s <= LARGEST, "loss_scale", s, "a finite number in [2**-126, 2**126]")
     return s
 
@@ -27,7 +27,7 @@ def checked(given: Any) -> dict[str, Any]:
     """The static fields of a `DynamicLossScale` as Python numbers and strings, each in its range."""
     values: dict[str, Any] = {}
     for field, least in _INTEGERS.items():
-        value = _number(field, getattr(given, field))
+        value = number(field, getattr(given, field))
         _require(value.is_integer() and least <= value < 2**31, field, value, f"an integer >= {least}")
         values[field] = int(value)
     for field, words in _WORDS.items():
@@ -35,10 +35,10 @@ def checked(given: Any) -> dict[str, Any]:
         if not isinstance(value, str):
             raise TypeError(f"{field} must be one of {words}, got {value!r}")
         _require(value in words, field, value, f"one of {words}")
-    values["factor"] = value = _number("factor", given.factor)
+    values["factor"] = value = number("factor", given.factor)
     _require(1 < value < math.inf, "factor", value, "a finite number > 1")
     if given.backoff_factor is not None:
-        values["backoff_factor"] = value = _number("backoff_factor", given.backoff_factor)
+        values["backoff_factor"] = value = number("backoff_factor", given.backoff_factor)
         _require(0 < value < 1, "backoff_factor", value, "a number in (0, 1), or None for 1 / factor")
     for field in ("loss_scale", "min_loss_scale"):
         _warn_if_integer_array(field, getattr(given, field))
@@ -53,7 +53,7 @@ def float32_leaf(value: Any, configuration: dict[str, Any]) -> Any:
         low, high = configuration["min_loss_scale"], configuration["max_loss_scale"]
         allowed = f"in [min_loss_scale, max_loss_scale] = [{low}, {high}]"
         for entry in np.ravel(np.asarray(value)):
-            entry = _number("loss_scale", entry)
+            entry = number("loss_scale", entry)
             _require(low <= entry <= high, "loss_scale", entry, allowed)
     return jnp.asarray(value, jnp.float32)
 
@@ -65,8 +65,19 @@ def int32_leaf(value: Any, start: int, loss_scale: Any) -> Any:
     return jnp.asarray(value, jnp.int32) if _is_numeric(value) else value
 
 
+def number(name: str, value: Any) -> float:
+    """`value` as a Python number; a `TypeError` that begins with `name` if it is none."""
+    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
+    if isinstance(value, (bool, np.bool_)) or not (is_array or isinstance(value, (int, float))):
+        raise TypeError(f"{name} must be a real number, got {value!r}")
+    try:
+        return float(value)
+    except TypeError as error:  # an array with axes, or one whose value is not known while tracing
+        raise TypeError(f"{name} must be a number or a concrete 0-d array of one, got {value!r}") from error
+
+
 def _bounds(min_loss_scale: Any, max_loss_scale: Any) -> dict[str, float]:
-    low, high = _number("min_loss_scale", min_loss_scale), _number("max_loss_scale", max_loss_scale)
+    low, high = number("min_loss_scale", min_loss_scale), number("max_loss_scale", max_loss_scale)
     _require(0 <= low < math.inf, "min_loss_scale", low, "a finite number >= 0 (0 means 2**-126)")
     _require(0 < high < math.inf, "max_loss_scale", high, "a finite number > 0 (2.**126 means no cap)")
     low, high = max(low, SMALLEST), min(high, LARGEST)
@@ -79,16 +90,6 @@ def _is_numeric(value: Any) -> bool:
     if isinstance(value, (str, bytes, complex)) or type(value) in (list, tuple, dict):
         raise TypeError(f"loss_scale and counter must be numbers or arrays, got {value!r}")
     return isinstance(value, (bool, int, float, np.generic, np.ndarray, jax.Array))
-
-
-def _number(name: str, value: Any) -> float:
-    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if isinstance(value, (bool, np.bool_)) or not (is_array or isinstance(value, (int, float))):
-        raise TypeError(f"{name} must be a real number, got {value!r}")
-    try:
-        return float(value)
-    except TypeError as error:  # an array with axes, or one whose value is not known while tracing
-        raise TypeError(f"{name} must be a number or a concrete 0-d array of one, got {value!r}") from error
 
 
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:

@@ -211,12 +211,16 @@ class DynamicLossScale:
         s, counter = self.loss_scale, self.counter + 1
         grows = counter >= self.period
         grown = s * self.factor
-        at_max = s if self.at_max == "hold" else self.max_loss_scale
-        grown = jnp.where(grown <= self.max_loss_scale, grown, at_max)
+        if self.at_max == "hold":
+            grown = jnp.where(grown <= self.max_loss_scale, grown, s)
+        else:
+            grown = jnp.minimum(grown, self.max_loss_scale)
         leaves = {"loss_scale": jnp.where(grows, grown, s), "counter": jnp.where(grows, 0, counter)}
         if self.hysteresis > 1:
-            refills = grows if self.hysteresis_reset == "growth" else True
-            leaves["hysteresis_left"] = jnp.where(refills, self.hysteresis, self.hysteresis_left)
+            left = jnp.full_like(self.hysteresis_left, self.hysteresis)
+            if self.hysteresis_reset == "growth":
+                left = jnp.where(grows, left, self.hysteresis_left)
+            leaves["hysteresis_left"] = left
         return _with_leaves(self, **leaves)
 
     def _after_overflow(self) -> "DynamicLossScale":

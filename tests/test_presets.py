@@ -1,0 +1,369 @@
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jmp_scale import DynamicLossScale, presets
+
+# Runs of the frameworks' own code: see the README there.
+TRACES = pathlib.Path(__file__).parent / "golden_traces"
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
+def renamed(preset, drop=(), **names):
+    """A configuration of a run as a call of `preset`: arguments renamed, and those in `drop` left out."""
+
+    def build(config):
+        return preset(**{names.get(k, k): v for k, v in config.items() if k not in drop})
+
+    return build
+
+
+def deepspeed(init_scale, scale_window, min_scale, delayed_shift=1, consecutive_hysteresis=False, **_):
+    power = math.log2(init_scale)
+    return presets.deepspeed(power, scale_window, delayed_shift, consecutive_hysteresis, min_scale)
+
+
+def apex_hysteresis(config):
+    # Apex' kernel for Megatron is the only one that every finite step refills, and has no preset.
+    names = {"init_scale": "loss_scale", "growth_interval": "period", "growth_factor": "factor"}
+    rule = {names.get(k, k): v for k, v in config.items()}
+    return DynamicLossScale(**rule, min_loss_scale=0, max_loss_scale=LARGEST, hysteresis_reset="finite")
+
+
+def paddle_static(config):
+    floor = config.pop("min")
+    return dataclasses.replace(presets.paddle(**config), min_loss_scale=floor)
+
+
+def cerebras_tf(config):
+    config["steps_per_increase"] = config.pop("increment_period") - 1
+    assert config.pop("multiplier") == 2
+    return presets.cerebras(**config)
+
+
+def openseq2seq(config):
+    return DynamicLossScale(
+        config["scale_max"],
+        period=config["step_window"],
+        factor=config["step_factor"],
+        min_loss_scale=config["scale_min"],
+        max_loss_scale=config["scale_max"],
+        at_max="clamp",
+    )
+
+
+BUILD = {
+    "apex_amp_lossscaler": renamed(presets.apex, drop=["scale_factor"]),
+    "apex_fp16utils": renamed(presets.fairseq, min_loss_scale="threshold"),
+    "apex_update_scale_hysteresis": apex_hysteresis,
+    "cerebras": renamed(presets.cerebras, drop=["loss_scale"], init_scale="initial_loss_scale"),
+    "cerebras_tf_CSDynamicLossScale": cerebras_tf,
+    "colossalai": renamed(presets.colossalai),
+    "deepspeed_dynamic": lambda config: deepspeed(**config),
+    "deepspeed_fused_optimizer": lambda config: deepspeed(**config),
+    "deepspeed_unfused_optimizer": lambda config: deepspeed(**config),
+    "eformer": renamed(presets.jmp),
+    "fairseq": renamed(presets.fairseq, drop=["min_loss_scale"]),
+    "flax_dynamic_scale": renamed(presets.flax),
+    "jmp": renamed(presets.jmp),
+    "keras3_lso": renamed(presets.keras, drop=["growth_factor", "backoff_factor"]),
+    "keras3_lso_torchbackend": renamed(presets.keras, drop=["growth_factor", "backoff_factor"]),
+    "megatron": renamed(presets.megatron),
+    "mindspore_DynamicLossScaleManager": renamed(
+        presets.mindspore, drop=["min"], init_loss_scale="scale_value"
+    ),
+    "mindspore_DynamicLossScaleUpdateCell": renamed(
+        presets.mindspore, drop=["min"], loss_scale_value="scale_value"
+    ),
+    "mindspore_amp_DynamicLossScaler": renamed(presets.mindspore, drop=["min"]),
+    "mpx": renamed(presets.mpx, drop=["hard_max"]),
+    "openseq2seq_backoff": openseq2seq,
+    "paddle_gradscaler": renamed(presets.paddle),
+    "paddle_static_kernel": paddle_static,
+    "tf1_DynamicLossScale": renamed(presets.tensorflow, drop=["min"]),
+    "tf_keras2_lso": renamed(presets.tf_keras, drop=["min", "multiplier"]),
+    "torch_gradscaler": renamed(presets.pytorch),
+    "torch_sharded_gradscaler_cpu": renamed(presets.pytorch),
+}
+NO_SUCH_RULE = {
+    "openseq2seq_logmax": "S follows a running mean of the gradients' largest magnitude, not the flags",
+    "optax_apply_if_finite": "skips steps, and has no loss scale",
+}
+# Apex fp16_utils counts on through a growth.
+OTHER_COUNTER = {"apex_fp16utils"}
+
+
+def all_traces():
+    for path in sorted(TRACES.glob("*.json")):
+        for trace in json.loads(path.read_text()):
+            yield trace.get("peer", path.stem), trace
+
+
+def tolerates_overflows(trace):
+    return any(trace["config"].get(name, 0) > 0 for name in ("tolerance", "overflow_tolerance"))
+
+
+def leaves_the_range(trace):
+    return not SMALLEST <= min(trace["scale"]) <= max(trace["scale"]) <= LARGEST
+
+
+def named(peer, trace):
+    return f"{peer}-{trace['case']}"
+
+
+EVERY = {named(peer, trace): (peer, trace) for peer, trace in all_traces()}
+EXPRESSIBLE = {k: v for k, v in EVERY.items() if v[0] not in NO_SUCH_RULE and not tolerates_overflows(v[1])}
+BEYOND = {k: v for k, v in EXPRESSIBLE.items() if leaves_the_range(v[1])}
+WITHIN = {k: v for k, v in EXPRESSIBLE.items() if k not in BEYOND}
+
+
+def build(peer, trace):
+    return BUILD[peer](dict(trace["config"]))
+
+
+def key(peer, trace):
+    """What decides a run: many frameworks have the same rule, and replay the same sequence."""
+    loss_scale = build(peer, trace)
+    return jax.tree.structure(loss_scale), float(loss_scale.loss_scale), trace["finite"]
+
+
+def adjust_all(loss_scales, flags):
+    return [loss_scale.adjust(flag) for loss_scale, flag in zip(loss_scales, flags, strict=True)]
+
+
+def step_by_step(adjust_all, loss_scales, flags):
+    states = []
+    for row in flags:
+        loss_scales = adjust_all(loss_scales, list(row))
+        states.append(loss_scales)
+    return jax.tree.map(lambda *leaves: np.stack(jax.device_get(leaves)), *states)
+
+
+def eager(loss_scales, flags):
+    return step_by_step(adjust_all, loss_scales, flags)
+
+
+def jit(loss_scales, flags):
+    return step_by_step(jax.jit(adjust_all), loss_scales, flags)
+
+
+def scan(loss_scales, flags):
+    def step(loss_scales, row):
+        loss_scales = adjust_all(loss_scales, row)
+        return loss_scales, loss_scales
+
+    return jax.device_get(jax.lax.scan(step, loss_scales, flags)[1])
+
+
+@functools.cache
+def replays(mode):
+    """For every run of up to `LONGEST` steps: its loss scale with the leaves after each step, stacked."""
+    longest = LONGEST[mode]
+    runs = {key(*run): run for run in WITHIN.values() if len(run[1]["finite"]) <= longest}
+    flags = [np.resize(as_flags(run[1]["finite"]), longest) for run in runs.values()]
+    states = mode([build(*run) for run in runs.values()], np.stack(flags, axis=1))
+    return dict(zip(runs, states, strict=True))
+
+
+def as_flags(finite):
+    return np.array([c == "1" for c in finite])
+
+
+def is_power_of_two(value):
+    return math.frexp(value)[0] == 0.5
+
+
+# Steps; the long random runs would take half a minute without a compiler.
+LONGEST = {eager: 69, jit: 300, scan: 300}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [(n, m) for n in WITHIN for m in LONGEST if len(WITHIN[n][1]["finite"]) <= LONGEST[m]]
+)
+def test_s_is_that_of_the_framework_after_every_step(name, mode):
+    peer, trace = WITHIN[name]
+    steps = slice(0, len(trace["finite"]))
+    states = replays(mode)[key(peer, trace)]
+    if all(map(is_power_of_two, trace["scale"])):
+        assert states.loss_scale[steps].tolist() == trace["scale"]
+    else:  # f32 rounds at each change of S, some frameworks compute in f64
+        np.testing.assert_allclose(states.loss_scale[steps], trace["scale"], rtol=1e-5)
+    if "counter" in trace and peer not in OTHER_COUNTER:
+        assert states.counter[steps].tolist() == trace["counter"]
+    if "hysteresis_tracker" in trace and states.hysteresis_left is not None:
+        left = [max(tracker, 0) for tracker in trace["hysteresis_tracker"]]
+        assert states.hysteresis_left[steps].tolist() == left
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_where_a_framework_leaves_the_range_of_float32_s_ends_at_its_bound(name):
+    peer, trace = BEYOND[name]
+    (states,) = scan([build(peer, trace)], as_flags(trace["finite"])[:, None])
+    s = states.loss_scale.tolist()
+    outside = [SMALLEST <= x <= LARGEST for x in trace["scale"]].index(False)
+    assert s[:outside] == trace["scale"][:outside]
+    assert s[outside] == (SMALLEST if trace["scale"][outside] < SMALLEST else LARGEST)
+    assert all(SMALLEST <= x <= LARGEST for x in s)
+
+
+def test_every_trace_is_replayed_or_listed_with_the_reason_why_not():
+    left_out = {name for name in EVERY if name not in EXPRESSIBLE}
+    refused = {name for name in left_out if tolerates_overflows(EVERY[name][1])}
+    assert {EVERY[name][0] for name in left_out - refused} == set(NO_SUCH_RULE)
+    assert {peer for peer, _ in EVERY.values()} == set(BUILD) | set(NO_SUCH_RULE)
+    assert (len(EVERY), len(WITHIN), len(BEYOND), len(refused)) == (189, 166, 3, 10)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, trace) in EVERY.items() if tolerates_overflows(trace)])
+def test_a_tolerated_share_of_overflows_is_refused_with_the_reason(name):
+    with pytest.raises(ValueError, match=r"tolerance must be 0: a tolerated share of overflows depends on"):
+        build(*EVERY[name])
+
+
+# Arguments --------------------------------------------------------------------------------------------
+
+SIGNATURES = {
+    "pytorch": "init_scale=2.**16, growth_factor=2., backoff_factor=.5, growth_interval=2000",
+    "keras": "initial_scale=2.**15, dynamic_growth_steps=2000",
+    "tf_keras": "initial_scale=2.**15, dynamic_growth_steps=2000",
+    "tensorflow": "initial_loss_scale=2.**15, increment_period=2000, multiplier=2.",
+    "apex": "init_scale=2.**16, scale_window=2000, min_loss_scale=None, max_loss_scale=2.**24",
+    "deepspeed": "initial_scale_power=16, loss_scale_window=1000, hysteresis=2, "
+    "consecutive_hysteresis=False, min_loss_scale=1.",
+    "megatron": "initial_scale=2.**32, min_scale=1., growth_factor=2., backoff_factor=.5, "
+    "growth_interval=1000, hysteresis=2",
+    "colossalai": "initial_scale=2.**16, growth_factor=2., backoff_factor=.5, growth_interval=1000, "
+    "min_scale=None, max_scale=None, hysteresis=2",
+    "fairseq": "init_scale=2.**15, scale_factor=2., scale_window=2000, threshold=None, *, tolerance=0.",
+    "cerebras": "initial_loss_scale=None, steps_per_increase=2000, min_loss_scale=2.**-14, "
+    "max_loss_scale=2.**15, *, overflow_tolerance=0.",
+    "paddle": "init_loss_scaling=65536., incr_ratio=2., decr_ratio=.5, incr_every_n_steps=2000, "
+    "decr_every_n_nan_or_inf=1",
+    "mindspore": "scale_value, scale_factor, scale_window",
+    "flax": "growth_factor=2., backoff_factor=.5, growth_interval=2000, scale=65536., minimum_scale=2.**-126",
+    "jmp": "loss_scale, period=2000, factor=2, min_loss_scale=1.",
+    "mpx": "loss_scaling, min_loss_scaling, factor=2, period=2000",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_and_defaults_are_the_frameworks_own(name):
+    expected = inspect.signature(eval(f"lambda {SIGNATURES[name]}: 0"))
+    actual = inspect.signature(getattr(presets, name))
+    assert [(p.name, p.kind, p.default) for p in actual.parameters.values()] == [
+        (p.name, p.kind, p.default) for p in expected.parameters.values()
+    ]
+
+
+def test_the_defaults_as_a_rule():
+    def rule(loss_scale):
+        fields = {f.name: getattr(loss_scale, f.name) for f in dataclasses.fields(loss_scale)}
+        default = DynamicLossScale()
+        changed = {k: v for k, v in fields.items() if v != getattr(default, k)}
+        return {k: v if isinstance(v, str) else float(v) for k, v in changed.items()}
+
+    no_floor, no_cap = {"min_loss_scale": SMALLEST}, {"max_loss_scale": LARGEST}
+    absorbs_one = {"hysteresis": 2, "hysteresis_left": 2, "period": 1000}
+    halves = {"backoff_factor": 0.5}
+    start = {"loss_scale": 2.0**16}
+    assert rule(presets.pytorch()) == start | halves | no_floor | no_cap
+    assert rule(presets.keras()) == no_floor | no_cap
+    assert rule(presets.tf_keras()) == rule(presets.tensorflow()) == no_cap
+    assert rule(presets.apex()) == start | no_floor | {"at_max": "clamp"}
+    late = {"growth_delay": 1, "counter": -1}
+    assert rule(presets.deepspeed()) == start | no_cap | absorbs_one | late
+    assert rule(presets.megatron()) == {"loss_scale": 2.0**32} | halves | no_cap | absorbs_one
+    assert rule(presets.colossalai()) == start | halves | no_floor | no_cap | absorbs_one
+    assert rule(presets.fairseq()) == no_floor | no_cap
+    ends = {"min_loss_scale": 2.0**-14, "max_loss_scale": 2.0**15, "at_max": "clamp"}
+    assert rule(presets.cerebras()) == ends | {"period": 2001}
+    reset = {"hysteresis_reset": "finite_or_backoff"}
+    assert rule(presets.paddle()) == start | halves | no_floor | no_cap | reset
+    assert rule(presets.mindspore(2.0**15, 2, 2000)) == no_cap
+    assert rule(presets.flax()) == start | halves | no_floor | no_cap | {"period": 2001}
+    assert rule(presets.jmp(2.0**15)) == no_cap
+    assert rule(presets.mpx(2.0**15, 1.0)) == {"max_loss_scale": 65504.0, "at_max": "clamp"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "start"),
+    [
+        (presets.apex, {"init_scale": 2.0**30}, 2.0**24),
+        (presets.apex, {"init_scale": math.inf}, 2.0**24),
+        (presets.apex, {"max_loss_scale": math.inf, "init_scale": 2.0**30}, 2.0**30),
+        (presets.cerebras, {}, 2.0**15),
+        (presets.cerebras, {"max_loss_scale": math.inf}, LARGEST),
+        (presets.cerebras, {"initial_loss_scale": 2.0**-20}, 2.0**-14),
+        (presets.cerebras, {"initial_loss_scale": 2.0**20, "max_loss_scale": 2.0**31}, 2.0**20),
+        (presets.mpx, {"loss_scaling": 2.0**17, "min_loss_scaling": 1}, 65504.0),
+        (presets.mpx, {"loss_scaling": 0.5, "min_loss_scaling": 1}, 1.0),
+        (presets.pytorch, {"init_scale": 2.0**127}, LARGEST),
+        (presets.pytorch, {"init_scale": 2.0**-140}, SMALLEST),
+    ],
+)
+def test_an_initial_s_beyond_the_ends_starts_at_the_end_where_the_framework_does(preset, arguments, start):
+    assert preset(**arguments).loss_scale == start
+
+
+@pytest.mark.parametrize(
+    ("preset", "unbounded"),
+    [
+        (presets.apex, {"min_loss_scale": None, "max_loss_scale": math.inf}),
+        (presets.colossalai, {"min_scale": None, "max_scale": None}),
+        (presets.colossalai, {"min_scale": 0.0, "max_scale": 2.0**127}),
+        (presets.fairseq, {"threshold": None}),
+        (presets.flax, {"minimum_scale": None}),
+        (presets.flax, {"minimum_scale": 2.0**-140}),
+    ],
+)
+def test_ends_that_a_framework_leaves_open_are_those_of_the_range(preset, unbounded):
+    loss_scale = preset(**unbounded)
+    ends = loss_scale.min_loss_scale, loss_scale.max_loss_scale, loss_scale.at_max
+    assert ends == (SMALLEST, LARGEST, "hold")
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "message"),
+    [
+        ("pytorch", {"growth_interval": 0}, "growth_interval must be an integer >= 1, got 0"),
+        ("pytorch", {"growth_factor": 1.0}, "growth_factor must be a finite number > 1, got 1"),
+        ("pytorch", {"init_scale": 0}, "init_scale must be a finite number > 0, got 0"),
+        ("pytorch", {"init_scale": math.nan}, "init_scale must be a finite number > 0, got nan"),
+        ("pytorch", {"init_scale": math.inf}, "init_scale must be a finite number > 0, got inf"),
+        ("apex", {"init_scale": -1.0}, "init_scale must be a finite number > 0, got -1"),
+        ("apex", {"max_loss_scale": math.nan}, "max_loss_scale must be a finite number > 0"),
+        ("deepspeed", {"initial_scale_power": 200}, "initial_scale_power must be in .-126, 126., got 200"),
+        ("deepspeed", {"hysteresis": 0}, "hysteresis must be an integer >= 1, got 0"),
+        ("megatron", {"min_scale": -1}, "min_scale must be a finite number >= 0"),
+        ("megatron", {"initial_scale": 0.5}, "initial_scale must be in .min_loss_scale, max_loss_scale."),
+        ("flax", {"growth_interval": -1}, "growth_interval must be an integer >= 0, got -1"),
+        ("cerebras", {"steps_per_increase": 2.5}, "steps_per_increase must be an integer >= 1, got 3.5"),
+        ("paddle", {"decr_ratio": 1}, "decr_ratio must be a number in"),
+        ("paddle", {"decr_every_n_nan_or_inf": 0}, "decr_every_n_nan_or_inf must be an integer >= 1"),
+        ("mpx", {"loss_scaling": 8, "min_loss_scaling": 2.0**17}, "min_loss_scaling must be at most"),
+    ],
+)
+def test_an_error_names_the_frameworks_own_argument(preset, arguments, message):
+    with pytest.raises(ValueError, match=rf"^presets\.{preset}: {message}"):
+        getattr(presets, preset)(**arguments)
+
+
+def test_an_argument_that_is_no_number_is_a_type_error_under_its_own_name():
+    with pytest.raises(TypeError, match=r"^presets\.keras: dynamic_growth_steps must be a real number"):
+        presets.keras(dynamic_growth_steps="2000")
+    with pytest.raises(TypeError, match=r"^presets\.flax: growth_interval must be a real number"):
+        presets.flax(growth_interval=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'period'"):
+        presets.keras(period=3)
+
+
+def test_a_field_without_an_argument_is_replaced():
+    floored = dataclasses.replace(presets.pytorch(), min_loss_scale=1.0)
+    assert (floored.min_loss_scale, floored.loss_scale, floored.period) == (1.0, 2.0**16, 2000)

@@ -19,6 +19,7 @@ STRICT_PROMOTION = {
     "test_mesh",
     "test_policy",
     "test_presets",
+    "test_spec",
     "test_tree",
 }
 

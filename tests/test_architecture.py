@@ -14,6 +14,7 @@ FLOORS = {
     "_tree": 1,
     "_policy": 2,
     "_loss_scale": 2,
+    "_spec": 3,
     "presets": 3,
     "_gradients": 3,
     "_transform": 4,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ._early_select import update_or_keep
 from ._loss_scale import LossScale, NoOpLossScale
 from ._mesh import AxisName
 from ._tree import all_finite, is_inexact, select_tree, widen
@@ -114,15 +115,18 @@ def with_loss_scale(
             extra_args["value"] = _zero_unless(finite, value)
         if "grad" in extra_args:
             extra_args["grad"] = _zero_unless(finite, widen(extra_args["grad"]))
-        new_updates, new_inner_state = inner.update(grads, state.inner_state, params, **extra_args)
 
-        if params is not None:
-            new_updates = _cast_like(new_updates, params)
+        def inner_update() -> tuple[Any, Any]:
+            new_updates, new_state = inner.update(grads, state.inner_state, params, **extra_args)
+            if params is not None:
+                new_updates = _cast_like(new_updates, params)
+            return new_updates, _cast_like(new_state, state.inner_state)
+
+        new_updates, inner_state = update_or_keep(finite, inner_update, state.inner_state)
         no_updates = jax.tree.map(_negative_zeros, new_updates)
-        new_inner_state = _cast_like(new_inner_state, state.inner_state)
         return select_tree(finite, new_updates, no_updates), LossScaleState(
             loss_scale=state.loss_scale.adjust(grads_finite, loss_finite=loss_finite),
-            inner_state=select_tree(finite, new_inner_state, state.inner_state),
+            inner_state=inner_state,
             grads_finite=finite,
             skipped=jnp.where(finite, state.skipped, state.skipped + 1),
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),

@@ -75,12 +75,17 @@ def all_finite(
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
         leaves, leaf_specs = zip(*[p for p in pairs if is_inexact(p[0])], strict=True) or ((), ())
         return _mesh.on_shards(lambda *shards: all_finite(shards, axis_name), mesh, leaf_specs)(*leaves)
-    flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    flags = [_leaf_finite(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
     if not flags:
         return jnp.array(True)
     # The barrier keeps XLA from fusing this reduction into each of the update's kernels, which makes
     # compile time quadratic in the number of leaves.
     return _mesh.agree(jnp.all(lax.optimization_barrier(jnp.stack(flags))), axis_name)
+
+
+def _leaf_finite(leaf: Any) -> jax.Array:
+    # The minimum of integers, since XLA:CPU reduces booleans several times slower.
+    return jnp.isfinite(leaf).astype(jnp.int8).min(initial=1) == 1
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:

@@ -16,6 +16,7 @@ FLOORS = {
     "_loss_scale": 2,
     "_spec": 3,
     "presets": 3,
+    "_early_select": 2,
     "_gradients": 3,
     "_transform": 4,
     "__init__": 6,

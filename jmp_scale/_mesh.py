@@ -3,7 +3,7 @@
 The only module that calls JAX interfaces whose names drift between releases.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +24,62 @@ def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
     Returns:
       bool of the same shape, equal along the reduced axes.
     """
-    axes = _disagreeing_axes(flag) if axis_name is None else axis_name
+    axes = _disagreeing_axes(flag) if axis_name is None else _names(axis_name)
     # pmin, since it is idempotent: psum counts an already equal flag once per device, and the
     # result of all_gather is not known to be equal, which out_specs=P() requires.
     return lax.pmin(flag, axes) if axes else flag
 
 
-def on_shards(fun: Any, mesh: Any, specs: Sequence[PartitionSpec]) -> Any:
-    """`fun` of the leaves' local shards, with a result that is equal on all devices."""
-    return jax.shard_map(fun, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec())
+def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
+    """The leaves' own specs: empty, but on the Explicit axes of a mesh, where shardings are types."""
+    return [jax.typeof(leaf).sharding.spec for leaf in leaves]
+
+
+def on_shards(
+    fun: Callable[[Any], jax.Array], leaves: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Any = None
+) -> jax.Array:
+    """A flag of the leaves' local shards, joined by one scalar all-reduce.
+
+    Args:
+      fun: takes the list of shards and returns bool[].
+      leaves: arrays.
+      specs: one `PartitionSpec` per leaf.
+      mesh: default that of the leaves' types (Explicit axes), then that of `jax.set_mesh`.
+
+    Returns:
+      bool[], the AND of `fun` over the mesh axes that `specs` names.
+
+    Raises:
+      ValueError: no mesh to be found, or an axis that it does not have.
+    """
+    axes = {axis for spec in specs for part in spec for axis in _names(part)}
+    if not axes:
+        return fun(leaves)
+    mesh = _mesh_of(leaves) if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError("all_finite: specs needs a mesh: give mesh= or set one with jax.set_mesh(mesh)")
+    if not axes <= set(mesh.axis_names):
+        unknown = sorted(axes - set(mesh.axis_names))
+        raise ValueError(f"all_finite: specs names {unknown}, but mesh has the axes {mesh.axis_names}")
+
+    def joined(*shards: jax.Array) -> jax.Array:
+        return agree(fun(shards), tuple(axes))
+
+    return jax.shard_map(
+        joined, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(), axis_names=axes
+    )(*leaves)
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    """The axes of an axis name, of several, or of one dimension of a PartitionSpec."""
+    if part is None or part is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (part,) if isinstance(part, str) else tuple(part)
+
+
+def _mesh_of(leaves: Sequence[Any]) -> Any:
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:

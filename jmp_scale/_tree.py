@@ -1,11 +1,14 @@
 """Questions to and choices between the leaves of pytrees."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _mesh
@@ -53,15 +56,19 @@ def all_finite(
       axis_name: mesh axes over which the answer must agree. None (default) finds by itself every
         manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas cannot diverge; a
         name or tuple of names is used as it is (`vmap(axis_name=)` needs it); `()` opts out.
-      specs: a `PartitionSpec` for each leaf of `tree` (or a prefix of it), for auto-sharded `jit`:
-        each device then looks at its own shards, and one scalar all-reduce joins the answers.
-      mesh: the mesh of `specs`; default the context's.
+      specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for auto-sharded `jit`:
+        each device then looks at its own shards, and exactly one scalar all-reduce joins the answers.
+        Without specs XLA reduces one boolean per leaf, combined into one all-reduce. Not needed on
+        Explicit mesh axes, where an array's type holds its spec.
+      mesh: the mesh of `specs`; default that of `jax.set_mesh`.
 
     Returns:
       bool[], True for a tree without inexact leaves.
 
     Raises:
-      ValueError: `mesh` without `specs`, or `specs` that do not fit `tree`.
+      TypeError: a leaf of `specs` is no `PartitionSpec`.
+      ValueError: `mesh` without `specs`, `specs` that do not fit `tree` or name an axis that the mesh
+        does not have, or no mesh to be found.
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale
@@ -70,22 +77,37 @@ def all_finite(
     """
     if specs is None and mesh is not None:
         raise ValueError("all_finite: mesh is given without specs, the PartitionSpecs of the leaves")
-    if specs is not None:
-        specs = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, _mesh.PartitionSpec))
-        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
-        leaves, leaf_specs = zip(*[p for p in pairs if is_inexact(p[0])], strict=True) or ((), ())
-        return _mesh.on_shards(lambda *shards: all_finite(shards, axis_name), mesh, leaf_specs)(*leaves)
-    flags = [_leaf_finite(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    if not flags:
+    looked_at = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
+    leaves = [jnp.asarray(leaf) for leaf in itertools.compress(jax.tree.leaves(tree), looked_at)]
+    if specs is None:
+        leaf_specs = _mesh.sharding_specs(leaves)
+    else:
+        leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), looked_at))
+    return _mesh.agree(_mesh.on_shards(_all_finite_here, leaves, leaf_specs, mesh), axis_name)
+
+
+def _all_finite_here(leaves: Sequence[jax.Array]) -> jax.Array:
+    if not leaves:
         return jnp.array(True)
+    flags = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
     # The barrier keeps XLA from fusing this reduction into each of the update's kernels, which makes
     # compile time quadratic in the number of leaves.
-    return _mesh.agree(jnp.all(lax.optimization_barrier(jnp.stack(flags))), axis_name)
+    return jnp.all(lax.optimization_barrier(flags))
 
 
-def _leaf_finite(leaf: Any) -> jax.Array:
-    # The minimum of integers, since XLA:CPU reduces booleans several times slower.
-    return jnp.isfinite(leaf).astype(jnp.int8).min(initial=1) == 1
+def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, PartitionSpec)
+
+    try:
+        leaves = jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)
+    except ValueError as error:
+        message = f"all_finite: expected specs of the structure of tree or of a prefix of it: {error}"
+        raise ValueError(message) from None
+    wrong = [leaf for leaf in leaves if not is_spec(leaf)]
+    if wrong:
+        raise TypeError(f"all_finite: expected a PartitionSpec for each leaf in specs, got {wrong[0]!r}")
+    return leaves
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:

@@ -1,5 +1,7 @@
 """Independent references in plain Python, and comparisons bit by bit."""
 
+import re
+
 import jax
 import numpy as np
 
@@ -70,3 +72,11 @@ def count_traces(fun):
         return fun(*args, **kwargs)
 
     return counted, traces
+
+
+def collectives(fun, *args):
+    """(operation, result type) of each collective in the optimized HLO of a jitted function."""
+    operations = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    hlo = fun.lower(*args).compile().as_text()
+    found = re.findall(rf"= (.+?) ({operations})(?:-start)?\(", hlo)
+    return [(op, re.sub(r"/\*.*?\*/", "", shape)) for shape, op in found]

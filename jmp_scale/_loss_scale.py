@@ -1,9 +1,11 @@
 """The three loss scales, and their three verbs: scale, unscale, adjust."""
 
 import dataclasses
+import json
 from typing import Any, TypeVar
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -317,6 +319,12 @@ def _register(cls: type, leaf_names: tuple[str, ...]) -> None:
         return _with_leaves(empty, **dict(fields))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"jmp_scale.{cls.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
+    )
 
 
 _register(NoOpLossScale, ())

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
@@ -30,6 +31,9 @@ class LossScaleState(NamedTuple):
     grads_finite: jax.Array
     skipped: jax.Array
     skipped_in_a_row: jax.Array
+
+
+jax.export.register_namedtuple_serialization(LossScaleState, serialized_name="jmp_scale.LossScaleState")
 
 
 def with_loss_scale(
@@ -90,7 +94,7 @@ def with_loss_scale(
     def init(params: optax.Params) -> Any:
         return LossScaleState(
             loss_scale=jax.tree.map(jnp.copy, loss_scale),
-            inner_state=_fresh_buffers(inner.init(params), params),
+            inner_state=fresh_buffers(inner.init(params), params),
             grads_finite=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
             skipped_in_a_row=jnp.zeros([], jnp.int32),
@@ -135,7 +139,7 @@ def with_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _fresh_buffers(inner_state: Any, params: Any) -> Any:
+def fresh_buffers(state: Any, params: Any = ()) -> Any:
     """Strongly typed arrays that share no buffer with the parameters or each other, for donation."""
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
@@ -149,7 +153,7 @@ def _fresh_buffers(inner_state: Any, params: Any) -> Any:
         taken.add(id(array))
         return array
 
-    return jax.tree.map(fresh_leaf, inner_state)
+    return jax.tree.map(fresh_leaf, state)
 
 
 def _zero_unless(finite: jax.Array, tree: Any) -> Any:

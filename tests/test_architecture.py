@@ -19,9 +19,18 @@ FLOORS = {
     "_early_select": 2,
     "_gradients": 3,
     "_transform": 4,
+    "checkpoints": 5,
+    "_flax": 5,
+    "linen": 6,
+    "nnx": 6,
     "__init__": 6,
 }
-ALLOWED_EXTERNAL = {name: {"jax", "numpy"} for name in FLOORS} | {"_transform": {"jax", "numpy", "optax"}}
+ALLOWED_EXTERNAL = {name: {"jax", "numpy"} for name in FLOORS} | {
+    "_transform": {"jax", "numpy", "optax"},
+    "_flax": {"jax", "flax", "optax"},
+    "linen": {"jax", "flax", "optax"},
+    "nnx": {"jax", "flax", "optax"},
+}
 
 
 def imports(module):

@@ -1,0 +1,126 @@
+"""How a tree's entries spread over the powers of two: what every loss scale and dtype would flush."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _casts
+from ._report import named_inexact_leaves
+
+_EXPONENTS = range(_casts.LEAST_EXPONENT, 128)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExponentHistogram:
+    """Entries by power of two, for each of the L inexact leaves of a tree.
+
+    Attributes:
+      counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), for e = -149 ... 127.
+      powers_of_two: u32[L, 277], those of them that are exactly 2^e, on which ties of a cast depend.
+      zero: u32[L], entries that are zero.
+      nonfinite: u32[L], entries that are NaN or infinite.
+      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+    """
+
+    counts: jax.Array
+    powers_of_two: jax.Array
+    zero: jax.Array
+    nonfinite: jax.Array
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def exponents(self) -> np.ndarray:
+        """i32[277], the e of each column."""
+        return np.array(_EXPONENTS, np.int32)
+
+    def flushed_share(self, log2_scale: ArrayLike, dtype: DTypeLike = "float16") -> jax.Array:
+        """Share of the finite non-zero entries that S = 2^log2_scale and a cast turn to zero.
+
+        Equal to a count of real casts, ties included, for entries and products in float32's range.
+
+        Args:
+          log2_scale: whole numbers of any shape.
+          dtype: see `grad_report`.
+
+        Returns:
+          f32[*log2_scale.shape, L], 0 for a leaf without such entries.
+
+        Raises:
+          TypeError: `log2_scale` is not of whole numbers.
+          ValueError: another dtype.
+        """
+        zero_up_to = int(np.log2(_casts.limits(dtype).zero_up_to))
+        return self._share_below("flushed_share", log2_scale, zero_up_to, up_to=True)
+
+    def subnormal_share(self, log2_scale: ArrayLike, dtype: DTypeLike = "float16") -> jax.Array:
+        """Share of the finite non-zero entries below the least normal number, but not flushed.
+
+        Arguments, result and errors are those of `flushed_share`.
+        """
+        subnormal_below = int(np.log2(_casts.limits(dtype).subnormal_below))
+        below = self._share_below("subnormal_share", log2_scale, subnormal_below, up_to=False)
+        return below - self.flushed_share(log2_scale, dtype)
+
+    def _share_below(self, function: str, log2_scale: ArrayLike, limit: int, up_to: bool) -> jax.Array:
+        """Share of the entries x with S x < 2^limit, or <= 2^limit if `up_to`."""
+        log2_scale = jnp.asarray(log2_scale)
+        if not jnp.issubdtype(log2_scale.dtype, jnp.integer):
+            raise TypeError(f"{function}: expected log2_scale of whole numbers, got {log2_scale.dtype}")
+        column = limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT
+        total = self.counts.sum(-1, keepdims=True, dtype=jnp.uint32)
+        cumulative = jnp.pad(jnp.cumsum(self.counts, axis=-1, dtype=jnp.uint32), ((0, 0), (1, 0)))
+        below = cumulative[:, jnp.clip(column, 0, len(_EXPONENTS))]
+        if up_to:
+            ties = jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
+            below += ties[:, jnp.clip(column + 1, 0, len(_EXPONENTS) + 1)]
+        total = jnp.broadcast_to(jnp.maximum(total, np.uint32(1)), (len(self.paths), column.size))
+        return jnp.moveaxis(below / total.reshape(below.shape), 0, -1)
+
+
+def exponent_histogram(tree: Any) -> ExponentHistogram:
+    """Counts entries by power of two: one pass, from which follows what any S and dtype would flush.
+
+    Compatible with `jit`, `vmap` and `lax.scan`. Several times the cost of `grad_report`: take it every
+    few hundred steps.
+
+    Args:
+      tree: pytree, of true gradients or of anything else. Leaves that are not real or complex floating
+        point are left out; a complex entry counts as two.
+
+    Returns:
+      An `ExponentHistogram`.
+
+    Raises:
+      ValueError: a leaf of 2^32 entries or more, beyond what is counted here.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_scale import diagnostics
+      >>> histogram = diagnostics.exponent_histogram(jnp.array([0.0, 1e-8, 3e-8, 1.0]))
+      >>> [round(share, 2) for share in histogram.flushed_share(jnp.array([0, 1, 2])).ravel().tolist()]
+      [0.33, 0.33, 0.0]
+    """
+    paths, leaves = named_inexact_leaves(tree)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if np.size(leaf) >= 2**32:
+            raise ValueError(f"exponent_histogram: leaf {path} has 2^32 entries or more; split it")
+    columns = len(_EXPONENTS)
+    counts = jnp.stack([_counts(leaf) for leaf in leaves] or [_counts(jnp.zeros(0))])[: len(leaves)]
+    powers_of_two, others = counts[:, :columns], counts[:, columns:-2]
+    return ExponentHistogram(powers_of_two + others, powers_of_two, counts[:, -2], counts[:, -1], paths)
+
+
+@jax.jit
+def _counts(leaf: Any) -> jax.Array:
+    """u32[2 * 277 + 2]: powers of two by exponent, other numbers by exponent, zeros, non-finite."""
+    bits = _casts.magnitude_bits(leaf).ravel()
+    exponent, fraction = _casts.exponent_and_fraction(bits)
+    column = exponent - _casts.LEAST_EXPONENT + jnp.where(fraction == 0, 0, len(_EXPONENTS))
+    column = jnp.where(bits == 0, 2 * len(_EXPONENTS), column)
+    column = jnp.where(bits >= _casts.INFINITY, 2 * len(_EXPONENTS) + 1, column)
+    return jnp.zeros(2 * len(_EXPONENTS) + 2, jnp.uint32).at[column].add(np.uint32(1))

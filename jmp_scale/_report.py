@@ -1,0 +1,249 @@
+"""What a loss scale and a cast do to every leaf of a gradient, in one pass over it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from . import _casts
+from ._tree import is_inexact
+
+MARGIN_BITS = 2  # doublings that a recommended loss scale leaves between the largest entry and overflow
+
+# Counted in 32 bits up to here. A larger leaf is counted in pieces, joined in float32.
+_LARGEST_COUNT = 2**32 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradReport:
+    """What `grad_report` saw: a pytree of arrays, one entry for each of the L inexact leaves, and totals.
+
+    The counts `size`, `zero`, `flushed`, `subnormal`, `overflow`, `nonfinite` are uint32[L], exact (float32,
+    to a relative 2^-24, if any leaf has 2^32 entries or more). A complex entry counts as two.
+
+    Attributes:
+      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 if there is none.
+      size: entries.
+      zero: entries that are zero themselves.
+      flushed: entries that are not, but become zero when multiplied by S and cast.
+      subnormal: entries that S and the cast leave below the dtype's least normal number, with fewer digits.
+      overflow: finite entries that become infinite (NaN in float8_e4m3fn).
+      nonfinite: entries that are NaN or infinite themselves.
+      headroom_bits: f32[L], doublings of S until `amax` is the dtype's largest number: log2(max / (S amax)).
+      dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero magnitude, 0 if there is none.
+      loss_scale: f32[], S.
+      all_finite: bool[], whether `nonfinite` is 0 everywhere.
+      first_nonfinite: i32[], index of the first leaf with a non-finite entry, -1 if there is none.
+      recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits` is at least 2 in
+        every leaf; NaN if no entry is finite and non-zero. An upper bound, since gradients of activations
+        may be larger than those of parameters: see `calibrate_loss_scale`.
+      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+      dtype: name of the dtype. Static.
+    """
+
+    amax: jax.Array
+    size: jax.Array
+    zero: jax.Array
+    flushed: jax.Array
+    subnormal: jax.Array
+    overflow: jax.Array
+    nonfinite: jax.Array
+    headroom_bits: jax.Array
+    dynamic_range_bits: jax.Array
+    loss_scale: jax.Array
+    all_finite: jax.Array
+    first_nonfinite: jax.Array
+    recommended_log2_scale: jax.Array
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def flushed_share(self) -> jax.Array:
+        """f32[L], `flushed` over the entries that are not zero, 0 if there is none."""
+        nonzero = (self.size - self.zero).astype(jnp.float32)
+        return self.flushed.astype(jnp.float32) / jnp.maximum(nonzero, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python numbers, of the host: the totals, and under "leaves" a dictionary for each path."""
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("paths", "dtype")]
+        values = {name: np.asarray(getattr(self, name)) for name in [*names, "flushed_share"]}
+        if values["amax"].ndim != 1:
+            raise ValueError(f"to_dict: expected one report, got a batch {values['amax'].shape[:-1]} of them")
+        totals = {name: value.item() for name, value in values.items() if value.ndim == 0}
+        columns = {name: value.tolist() for name, value in values.items() if value.ndim == 1}
+        rows = {path: {n: c[i] for n, c in columns.items()} for i, path in enumerate(self.paths)}
+        return {"dtype": self.dtype, **totals, "leaves": rows}
+
+    def worst(self, k: int = 5) -> dict[str, dict[str, Any]]:
+        """The k leaves that lose most, worst first, as `to_dict()["leaves"]` has them.
+
+        By share of non-finite entries first, then by those that overflow, are flushed, are subnormal.
+        """
+
+        def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
+            row, size = item[1], max(item[1]["size"], 1)
+            lost = row["nonfinite"] / size, row["overflow"] / size
+            return *lost, row["flushed_share"], row["subnormal"] / size
+
+        rows = self.to_dict()["leaves"]
+        return dict(sorted(rows.items(), key=badness, reverse=True)[:k])
+
+    def summary(self, k: int | None = None) -> str:
+        """A table for people, of the k worst leaves, or of all in the order of the tree."""
+        report = self.to_dict()
+        rows = report["leaves"] if k is None else self.worst(k)
+        finite = "all finite" if report["all_finite"] else f"not finite from {self._first_path()} on"
+        lines = [
+            f"gradients at loss scale 2^{np.log2(report['loss_scale']):g}, cast to {self.dtype}: {finite}; "
+            f"recommended loss scale at most 2^{report['recommended_log2_scale']:g}"
+        ]
+        width = max([len("leaf"), *map(len, rows)])
+        shares = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
+        heads = "".join(f"{name:>11}" for name in shares)
+        lines += [f"{'leaf':{width}}{'entries':>12}{heads}{'amax':>11}{'headroom':>11}{'range':>11}"]
+        for path, row in rows.items():
+            cells = "".join(f"{_percent(row[name], row['size']):>11}" for name in shares)
+            bits = "".join(
+                f"{f'{row[name]:.1f} bits':>11}" for name in ("headroom_bits", "dynamic_range_bits")
+            )
+            lines += [f"{path:{width}}{row['size']:>12,}{cells}{row['amax']:>11.2e}{bits}"]
+        return "\n".join(lines)
+
+    def _first_path(self) -> str:
+        return self.paths[int(self.first_nonfinite)] or "(the whole tree)"
+
+
+def grad_report(grads: Any, loss_scale: Any, dtype: DTypeLike = "float16") -> GradReport:
+    """Counts, leaf by leaf, what of a gradient a loss scale and a cast lose, in one pass over it.
+
+    Compatible with `jit`, `vmap` and `lax.scan`. In `shard_map` it is the report of the local shards.
+
+    Args:
+      grads: pytree of true (unscaled) gradients, as `value_and_grad` gives them. Leaves that are not real
+        or complex floating point are left out.
+      loss_scale: a loss scale, or S as a number or f32[].
+      dtype: the dtype of the backward pass: float16 (default), bfloat16, float8_e5m2 or float8_e4m3fn.
+
+    Returns:
+      A `GradReport`. What the backward pass itself flushed on its way is not in these gradients any more:
+      what is still missing at S shows in `zero`; `calibrate_loss_scale` tells the two apart.
+
+    Raises:
+      TypeError: `loss_scale` is no number.
+      ValueError: another dtype, or a loss scale of a shape other than ().
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_scale import diagnostics
+      >>> report = diagnostics.grad_report({"w": jnp.array([0.0, 1e-8, 1e-6, 1.0])}, 2.0**0)
+      >>> report.zero.tolist(), report.flushed.tolist(), report.subnormal.tolist()
+      ([1], [1], [1])
+      >>> float(report.recommended_log2_scale), float(report.headroom_bits[0]) >= 2
+      (13.0, True)
+    """
+    name = jnp.dtype(dtype).name
+    _casts.limits(name)
+    paths, leaves = named_inexact_leaves(grads)
+    loss_scale = _casts.scale_value("grad_report", loss_scale)
+    return GradReport(**_report_arrays(leaves, loss_scale, name), paths=paths, dtype=name)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _report_arrays(leaves: list[Any], loss_scale: jax.Array, dtype: str) -> dict[str, jax.Array]:
+    bounds = _casts.bounds_at(loss_scale, dtype)
+    amax, amin, counts = _stacked_statistics(leaves, bounds)
+    size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = counts
+    log2_amax = _casts.log2_magnitude(amax)
+    log2_scale = _casts.log2_magnitude(_casts.magnitude_bits(loss_scale))
+    log2_largest = np.float32(np.log2(_casts.limits(dtype).largest))
+    return {
+        "amax": lax.bitcast_convert_type(amax, jnp.float32),
+        "size": size,
+        "zero": size - nonzero,
+        "flushed": nonzero - not_flushed,
+        "subnormal": not_flushed - not_subnormal,
+        "overflow": infinite - nonfinite,
+        "nonfinite": nonfinite,
+        "headroom_bits": log2_largest - log2_amax - log2_scale,
+        "dynamic_range_bits": jnp.where(amax > 0, log2_amax - _casts.log2_magnitude(amin), 0.0),
+        "loss_scale": loss_scale,
+        "all_finite": jnp.all(nonfinite == 0),
+        "first_nonfinite": _first(nonfinite > 0),
+        "recommended_log2_scale": _recommended_log2_scale(jnp.max(amax, initial=0), dtype),
+    }
+
+
+def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """Paths and leaves of those leaves of a tree that hold floating-point numbers."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    pairs = [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs if is_inexact(leaf)]
+    return tuple(path for path, _ in pairs), [leaf for _, leaf in pairs]
+
+
+def _stacked_statistics(leaves: list[Any], bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """(amax, least non-zero), both as bits, i32[L], and the six counts of `_piece_statistics`, [6, L]."""
+    if not leaves:
+        return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((6, 0), jnp.uint32)
+    columns = [_leaf_statistics(leaf, bounds) for leaf in leaves]
+    amax, amin, counts = zip(*columns, strict=True)
+    too_many = any(c.dtype == jnp.float32 for c in counts)
+    counts = [c.astype(jnp.float32) if too_many else c for c in counts]
+    return jnp.stack(amax), jnp.stack(amin), jnp.stack(counts, axis=1)
+
+
+def _leaf_statistics(leaf: Any, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    bits = _casts.magnitude_bits(leaf)
+    pieces = -(-bits.size // _LARGEST_COUNT)
+    if pieces <= 1:
+        return _piece_statistics(bits, bounds)
+    parts = jnp.array_split(bits, pieces, axis=int(np.argmax(bits.shape)))
+    amax, amin, counts = map(jnp.stack, zip(*(_piece_statistics(p, bounds) for p in parts), strict=True))
+    return amax.max(), amin.min(), counts.astype(jnp.float32).sum(0)
+
+
+def _piece_statistics(bits: jax.Array, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """(amax, least non-zero, [all entries, those from the least number, each bound, infinity on])."""
+    finite, nonzero = bits < _casts.INFINITY, bits > 0
+    reached = [nonzero, *(bits >= bound for bound in bounds), ~finite]
+    operands = [
+        jnp.where(finite, bits, 0),
+        jnp.where(nonzero, bits, _casts.INFINITY),
+        *(mask.astype(jnp.uint32) for mask in reached),
+    ]
+    starts = [np.int32(0), np.int32(_casts.INFINITY), *[np.uint32(0)] * len(reached)]
+
+    def join(a: Any, b: Any) -> Any:
+        counts = [x + y for x, y in zip(a[2:], b[2:], strict=True)]
+        return jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]), *counts
+
+    # One reduction of seven values rather than seven reductions, each of which would read the leaf again.
+    amax, amin, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
+    return amax, amin, jnp.stack([jnp.asarray(np.uint32(bits.size)), *counts])
+
+
+def _first(flags: jax.Array) -> jax.Array:
+    if flags.size == 0:
+        return jnp.array(-1, jnp.int32)
+    return jnp.where(flags.any(), jnp.argmax(flags).astype(jnp.int32), -1)
+
+
+def _recommended_log2_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The largest k with 2^k amax <= 2^-MARGIN_BITS max, of the bits of amax."""
+    limit = jnp.asarray(np.float32(_casts.limits(dtype).largest).view(np.int32))
+    limit_exponent, limit_fraction = _casts.exponent_and_fraction(limit)
+    exponent, fraction = _casts.exponent_and_fraction(largest)
+    log2 = limit_exponent - exponent - (fraction > limit_fraction).astype(jnp.int32) - MARGIN_BITS
+    return jnp.where(largest > 0, log2.astype(jnp.float32), jnp.nan)
+
+
+def _percent(count: float, size: float) -> str:
+    if count == 0 or size == 0:
+        return "0"
+    share = 100 * count / size
+    return f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"

@@ -1,0 +1,300 @@
+"""Every number of a report against casts by NumPy and ml_dtypes of the same values."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_bitwise_equal, count_traces
+
+import jmp_scale
+from jmp_scale import _report, diagnostics
+
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+}
+COUNTS = ("size", "zero", "flushed", "subnormal", "overflow", "nonfinite")
+ALL_F16 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def everywhere(seed=0, n=20_000):
+    """Random float32 bit patterns: every exponent, subnormals, infinities, NaNs, and both zeros."""
+    bits = np.random.RandomState(seed).randint(0, 2**32, n, dtype=np.uint64).astype(np.uint32)
+    return np.concatenate([bits.view(np.float32), np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45])])
+
+
+def near_ties(dtype, loss_scale):
+    """The three numbers around each threshold of a cast, divided by a power-of-two loss scale."""
+    thresholds = {
+        "float16": [2.0**-25, 2.0**-14, 65504, 65520],
+        "bfloat16": [2.0**-134, 2.0**-126, 3.3895314e38, 3.3961775e38],
+        "float8_e5m2": [2.0**-17, 2.0**-14, 57344, 61440],
+        "float8_e4m3fn": [2.0**-10, 2.0**-6, 448, 464],
+    }[dtype]
+    at = np.float32(thresholds) / np.float32(loss_scale)
+    around = [np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(np.inf))]
+    return np.concatenate([*around, *(-x for x in around)])
+
+
+@np.errstate(all="ignore")
+def reference_counts(x, loss_scale, dtype):
+    """The counts of `grad_report`, from a cast."""
+    cast = (x * np.float32(loss_scale)).astype(DTYPES[dtype]).astype(np.float32)
+    finite, tiny = np.isfinite(x), float(ml_dtypes.finfo(DTYPES[dtype]).tiny)
+    below_normal = np.abs(np.float64(x) * np.float64(np.float32(loss_scale))) < tiny
+    masks = {
+        "size": np.ones_like(finite),
+        "zero": x == 0,
+        "flushed": (x != 0) & (cast == 0),
+        "subnormal": below_normal & (cast != 0),
+        "overflow": finite & ~np.isfinite(cast),
+        "nonfinite": ~finite,
+    }
+    return {name: int(mask.sum()) for name, mask in masks.items()}
+
+
+def counts_of(report, i=0):
+    return {name: int(getattr(report, name)[i]) for name in COUNTS}
+
+
+jitted_report = jax.jit(diagnostics.grad_report, static_argnames="dtype")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**7, 2.0**15, 2.0**24])
+def test_counts_equal_those_of_casts_over_all_float16_bit_patterns(loss_scale, dtype):
+    report = jitted_report({"w": ALL_F16}, loss_scale, dtype=dtype)
+    assert counts_of(report) == reference_counts(ALL_F16, loss_scale, dtype)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**15, 2.0**24])
+def test_subnormals_are_those_of_the_cast_itself_over_all_float16_bit_patterns(loss_scale):
+    with np.errstate(all="ignore"):
+        cast = np.abs((ALL_F16 * np.float32(loss_scale)).astype(np.float16))
+    report = jitted_report(ALL_F16, loss_scale)
+    assert int(report.subnormal[0]) == ((cast > 0) & (cast < np.finfo(np.float16).tiny)).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss_scale", [2.0**-14, 1.0, 2.0**10, 2.0**40, 1000.0, 0.7])
+def test_counts_equal_those_of_casts_over_float32_numbers_of_every_size(loss_scale, dtype):
+    if dtype == "bfloat16" and loss_scale not in (1.0, 2.0**10, 2.0**40):
+        loss_scale = 2.0**20  # NumPy's own product rounds in float32's subnormal range below S = 1
+    x = everywhere()
+    assert counts_of(jitted_report(x, loss_scale, dtype=dtype)) == reference_counts(x, loss_scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**3, 2.0**15])
+def test_counts_are_right_one_step_below_at_and_above_each_threshold(loss_scale, dtype):
+    x = near_ties(dtype, loss_scale)
+    assert counts_of(jitted_report(x, loss_scale, dtype=dtype)) == reference_counts(x, loss_scale, dtype)
+
+
+@pytest.mark.parametrize("leaf_dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+def test_narrow_leaves_are_counted_by_their_values(leaf_dtype):
+    bits = np.uint16 if ml_dtypes.finfo(DTYPES[leaf_dtype]).bits == 16 else np.uint8
+    x = np.arange(np.iinfo(bits).max + 1).astype(bits).view(DTYPES[leaf_dtype])
+    report = jitted_report(jnp.asarray(x), 2.0**5)
+    assert counts_of(report) == reference_counts(x.astype(np.float32), 2.0**5, "float16")
+
+
+def test_a_complex_entry_counts_as_two():
+    x = np.array([1 + 1e-9j, 0 + np.inf * 1j], np.complex64)
+    report = diagnostics.grad_report(jnp.asarray(x), 1.0)
+    assert counts_of(report) == reference_counts(np.ravel([x.real, x.imag]), 1.0, "float16")
+
+
+def test_float64_entries_beyond_float32_are_neither_zero_nor_infinite():
+    with jax.enable_x64(True):
+        report = diagnostics.grad_report(jnp.array([1e300, 1e-300, 0.0, np.inf]), 1.0)
+        assert [counts_of(report)[name] for name in COUNTS] == [4, 1, 1, 0, 1, 1]
+
+
+def test_amax_headroom_and_range_are_those_of_the_finite_entries():
+    x = {"a": np.float32([0, -3e-5, 0.7, np.nan, np.inf]), "b": np.float32([1e-42, 2e-44]), "c": np.zeros(3)}
+    report = jitted_report(jax.tree.map(jnp.float32, x), 2.0**12)
+    a, b = np.float32([0.7, 3e-5]), np.float64([np.float32(1e-42), np.float32(2e-44)])
+    assert report.amax.tolist() == [float(a[0]), float(b[0]), 0.0]
+    expected = [np.log2(65504) - np.log2(a[0]) - 12, np.log2(65504) - np.log2(b[0]) - 12, np.inf]
+    np.testing.assert_allclose(report.headroom_bits, expected, atol=1e-5)  # one float32 log2
+    np.testing.assert_allclose(
+        report.dynamic_range_bits, [np.log2(a[0] / a[1]), np.log2(b[0] / b[1]), 0], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("amax", [1.0, 1.75, 1.9990234375, 1.99999, 3e-5, 7.3e4, 1e-40])
+def test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom(amax, dtype):
+    k = float(jitted_report(jnp.float32([amax, amax / 2]), 1.0, dtype=dtype).recommended_log2_scale)
+    limit = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    amax = float(np.float32(amax))
+    assert amax * 2.0**k * 4 <= limit < amax * 2.0 ** (k + 1) * 4
+
+
+def test_nothing_is_recommended_for_gradients_without_a_finite_entry_that_is_not_zero():
+    assert np.isnan(diagnostics.grad_report(jnp.array([0.0, jnp.nan]), 1.0).recommended_log2_scale)
+
+
+def test_leaves_are_named_and_the_first_non_finite_one_is_found():
+    grads = {"a": [jnp.ones(2), jnp.array(3)], "b": jnp.array([1.0, jnp.nan]), "c": jnp.array(jnp.inf)}
+    report = jitted_report(grads, jmp_scale.DynamicLossScale())
+    assert report.paths == ("['a'][0]", "['b']", "['c']")
+    assert (bool(report.all_finite), int(report.first_nonfinite)) == (False, 1)
+    assert report.nonfinite.tolist() == [0, 1, 1]
+    finite = jitted_report(grads["a"], jmp_scale.DynamicLossScale())
+    assert (bool(finite.all_finite), int(finite.first_nonfinite)) == (True, -1)
+
+
+@pytest.mark.parametrize("tree", [{}, {"step": jnp.array(3), "none": None}, {"w": jnp.zeros((0, 4))}])
+def test_trees_without_entries_are_reported_as_finite(tree):
+    report = jitted_report(tree, 1.0)
+    assert bool(report.all_finite)
+    assert int(report.first_nonfinite) == -1
+    assert np.isnan(report.recommended_log2_scale)
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        jmp_scale.NoOpLossScale(),
+        jmp_scale.StaticLossScale(8),
+        jmp_scale.DynamicLossScale(8),
+        8,
+        jnp.float16(8),
+    ],
+)
+def test_any_loss_scale_number_or_array_is_taken(loss_scale):
+    s = float(getattr(loss_scale, "loss_scale", loss_scale))
+    report = diagnostics.grad_report(ALL_F16, loss_scale)
+    assert counts_of(report) == reference_counts(ALL_F16, s, "float16")
+    assert float(report.loss_scale) == s
+
+
+def test_bad_input_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"dtype must be one of float16, .* got float32"):
+        diagnostics.grad_report(ALL_F16, 1.0, "float32")
+    with pytest.raises(ValueError, match=r"loss_scale must be .* got 0.0"):
+        diagnostics.grad_report(ALL_F16, 0.0)
+    with pytest.raises(TypeError, match="loss_scale"):
+        diagnostics.grad_report(ALL_F16, "2**15")
+    with pytest.raises(ValueError, match=r"grad_report: expected a scalar loss_scale, got .* \(2,\)"):
+        diagnostics.grad_report(ALL_F16, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"to_dict: expected one report, got a batch \(3,\)"):
+        jax.vmap(functools.partial(diagnostics.grad_report, ALL_F16))(jnp.ones(3)).to_dict()
+
+
+def test_a_report_is_the_same_in_jit_vmap_and_scan():
+    x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
+    scales = jnp.float32([1.0, 2.0**10])
+    one_by_one = [diagnostics.grad_report({"w": w}, s) for w, s in zip(x, scales, strict=True)]
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
+    report = lambda w, s: diagnostics.grad_report({"w": w}, s)  # noqa: E731
+    assert_bitwise_equal(jax.jit(jax.vmap(report))(x, scales), expected)
+    assert_bitwise_equal(jax.lax.scan(lambda _, ws: (None, report(*ws)), None, (x, scales))[1], expected)
+
+
+def test_the_report_is_one_compilation_over_changing_loss_scales():
+    fun, traces = count_traces(diagnostics.grad_report)
+    for exponent in range(4):
+        jax.jit(fun)(jnp.ones(3), jmp_scale.DynamicLossScale(2.0**exponent))
+    assert len(traces) == 1
+
+
+def test_the_gradients_are_read_once():
+    leaves = [jnp.ones((300, 400)), jnp.ones(5000)]
+    compiled = jax.jit(diagnostics.grad_report).lower(leaves, jnp.float32(1)).compile()
+    size = 4 * sum(x.size for x in leaves)
+    assert compiled.cost_analysis()["bytes accessed"] < 1.1 * size
+
+
+def test_counts_are_right_above_two_to_the_31_entries():
+    def report():  # never in memory: XLA fuses the constant into the reduction
+        return diagnostics.grad_report(jnp.full((2**20, 2**11 + 1), 2.0**-30), 1.0)
+
+    shapes = jax.eval_shape(report)
+    assert shapes.zero.dtype == jnp.uint32
+    counts = counts_of(jax.jit(report)())
+    assert counts["size"] == counts["flushed"] == 2**31 + 2**20
+
+
+def test_a_leaf_too_large_for_its_counters_is_counted_in_pieces(monkeypatch):
+    monkeypatch.setattr(_report, "_LARGEST_COUNT", 30_000)
+    report = jax.jit(diagnostics.grad_report)([ALL_F16.reshape(16, 4096), ALL_F16[1:51]], 2.0**15)
+    assert report.zero.dtype == jnp.float32
+    assert counts_of(report, 0) == reference_counts(ALL_F16, 2.0**15, "float16")
+    assert counts_of(report, 1) == reference_counts(ALL_F16[1:51], 2.0**15, "float16")
+    assert report.amax[0] == 65504
+    assert report.dynamic_range_bits[0] == np.float32(np.log2(65504) + 24)
+
+
+def test_the_worst_leaves_come_first_and_the_summary_names_them():
+    grads = {"good": jnp.ones(4), "lost": jnp.full(4, 1e-9), "nan": jnp.array([1.0, jnp.nan])}
+    report = diagnostics.grad_report(grads, 1.0)
+    assert list(report.worst(2)) == ["['nan']", "['lost']"]
+    assert report.to_dict()["leaves"]["['lost']"]["flushed"] == 4
+    assert report.to_dict()["all_finite"] is False
+    assert report.flushed_share.tolist() == [0.0, 1.0, 0.0]
+    lines = report.summary().splitlines()
+    assert "not finite from ['nan'] on" in lines[0]
+    assert [line.split()[0] for line in lines[2:]] == ["['good']", "['lost']", "['nan']"]
+    assert "100.0 %" in lines[3]
+    assert len(report.summary(1).splitlines()) == 3
+
+
+# The histogram
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", ["all float16 bit patterns", "every size", "ties"])
+def test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype(values, dtype):
+    x = {"all float16 bit patterns": ALL_F16, "every size": everywhere(), "ties": near_ties(dtype, 2.0**3)}[
+        values
+    ]
+    log2_scales = np.array([0, 2, 3, 4, 15, 24])
+    expected = [reference_counts(x, 2.0**k, dtype) for k in log2_scales]
+    nonzero = np.float32((np.isfinite(x) & (x != 0)).sum())
+    flushed = np.float32([row["flushed"] for row in expected]) / nonzero
+    subnormal = np.float32([row["subnormal"] for row in expected]) / nonzero
+
+    @jax.jit
+    def shares(x):
+        histogram = diagnostics.exponent_histogram({"w": x})
+        return histogram.flushed_share(log2_scales, dtype), histogram.subnormal_share(log2_scales, dtype)
+
+    flushed_share, subnormal_share = shares(x)
+    assert flushed_share[:, 0].tolist() == flushed.tolist()
+    np.testing.assert_allclose(subnormal_share[:, 0], subnormal, atol=1e-7)  # a difference of two shares
+
+
+def test_entries_are_counted_at_their_exponent():
+    x = everywhere()
+    histogram = diagnostics.exponent_histogram([x, x[:0]])
+    finite = np.float64(np.abs(x[np.isfinite(x) & (x != 0)]))
+    expected = np.bincount(np.frexp(finite)[1] - 1 + 149, minlength=277)
+    assert histogram.counts[0].tolist() == expected.tolist()
+    assert histogram.exponents[[0, -1]].tolist() == [-149, 127]
+    assert int(histogram.zero[0]) == (x == 0).sum()
+    assert int(histogram.nonfinite[0]) == (~np.isfinite(x)).sum()
+    assert not histogram.counts[1].any()
+
+
+def test_a_histogram_is_the_same_in_vmap_and_scan_and_of_an_empty_tree():
+    x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *map(diagnostics.exponent_histogram, x))
+    assert_bitwise_equal(jax.vmap(diagnostics.exponent_histogram)(x), expected)
+    scanned = jax.lax.scan(lambda _, w: (None, diagnostics.exponent_histogram(w)), None, x)[1]
+    assert_bitwise_equal(scanned, expected)
+    assert diagnostics.exponent_histogram({}).flushed_share(3).shape == (0,)
+
+
+def test_a_histogram_refuses_scales_that_are_no_whole_powers_of_two():
+    with pytest.raises(TypeError, match="flushed_share: expected log2_scale of whole numbers, got float32"):
+        diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1.5)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1, "int8")

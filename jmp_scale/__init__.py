@@ -1,7 +1,7 @@
 """Loss scaling for JAX: float16 gradients that neither vanish nor overflow."""
 
-from . import presets as presets
 from . import diagnostics as diagnostics
+from . import presets as presets
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
 from ._loss_scale import DynamicLossScale as DynamicLossScale

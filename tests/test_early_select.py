@@ -1,5 +1,3 @@
-import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +5,8 @@ import optax
 import optax.contrib
 import pytest
 from helpers import assert_bitwise_equal
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jmp_scale import _early_select, all_finite, select_tree
+from jmp_scale import all_finite, select_tree
 from jmp_scale._early_select import update_or_keep
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 32).reshape(8, 4), "b": jnp.arange(8.0) / 8}

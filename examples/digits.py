@@ -4,6 +4,7 @@ Seven sigmoid layers (each passes at most a quarter of a gradient on) and a mean
 make its first layers' gradients too small for float16.
 """
 
+import argparse
 import os
 
 import jax
@@ -51,3 +52,16 @@ def reconstruction_loss(params, images, policy):
 def policy_for(dtype):
     """Float32 master parameters, computed in `dtype` ("float32", "float16" or "bfloat16")."""
     return jmp_scale.get_policy(f"params=float32,compute={dtype},output=float32")
+
+
+def zero_share(grads):
+    """The share of all gradient entries that are 0, f32[]."""
+    leaves = jax.tree.leaves(grads)
+    return sum(jnp.sum(g == 0) for g in leaves) / sum(g.size for g in leaves)
+
+
+def positive_int(text):
+    """An argument of a command line, such as a number of steps."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import autoencoder, init_autoencoder, load_digits_split, policy_for, reconstruction_loss
+from digits import (
+    autoencoder,
+    init_autoencoder,
+    load_digits_split,
+    policy_for,
+    positive_int,
+    reconstruction_loss,
+    zero_share,
+)
 from tqdm import tqdm
 
 import jmp_scale
@@ -66,12 +74,6 @@ def parse_args(argv):
     return parser.parse_args(argv)
 
 
-def positive_int(text):
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def fit(name, dtype, loss_scale, train, steps, seed):
     """Trains one autoencoder, with a progress bar."""
     policy = policy_for(dtype)
@@ -107,11 +109,6 @@ def train_chunk(tx, policy, params, opt_state, batches):
 
     (params, opt_state), record = jax.lax.scan(train_step, (params, opt_state), batches)
     return params, opt_state, record
-
-
-def zero_share(grads):
-    leaves = jax.tree.leaves(grads)
-    return sum(jnp.sum(g == 0) for g in leaves) / sum(g.size for g in leaves)
 
 
 def reconstruct(run, images):

@@ -55,3 +55,35 @@ def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale():
     scaled = {"float16, S = 2^7": 0.2953, "float16, S = 2^10": 0.2995, "float16, S = 2^15": 0.2999}
     for name, w in scaled.items():
         assert table[name] == (pytest.approx(-2.03e-5, rel=3e-3), pytest.approx(w, abs=1e-4))
+
+
+def test_one_nan_image_moves_s_only_where_the_cause_is_not_looked_at(tmp_path):
+    table = run("nan_image.py", "--steps", 300, "--out", tmp_path)
+    row = r"^(\w.*?) +2\^(\d+) +2\^(\d+) +(\d+) +(\d+) "
+    rows = {name: list(map(int, numbers)) for name, *numbers in re.findall(row, table, re.MULTILINE)}
+    skipped = {name: numbers[2] for name, numbers in rows.items()}
+    assert rows["gradients alone"][0] == 0
+    assert rows["Megatron's rule"][0] < 15
+    assert rows["cause-aware"][:2] == [16, 15]
+    assert 0 < skipped["cause-aware"] == skipped["gradients alone"] < 30
+    assert rows["cause-aware, NaN model"] == [15, 15, 300, 300]
+    assert (tmp_path / "nan_image.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("overflowing", ["generator", "discriminator"])
+def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(overflowing, tmp_path):
+    arguments = ("--steps", 60, "--overflow-at", 20, "--overflow-in", overflowing, "--out", tmp_path)
+    row = r"^(generator|discriminator) +(\d\.\d+) +2\^(\d+) +(\d+)  (.*)$"
+    rows = {name: rest for name, *rest in re.findall(row, run("gan.py", *arguments), re.MULTILINE)}
+    (other,) = set(rows) - {overflowing}
+    assert rows[overflowing][1:] == ["14", "1", "20"]
+    assert rows[other][1:] == ["15", "0", "-"]
+    assert (tmp_path / "gan.png").stat().st_size > 10_000
+
+
+def test_each_loss_finds_a_scale_of_its_own():
+    table = run("several_losses.py", "--steps", 600)
+    powers = {name: int(power) for name, power in re.findall(r"(\w+) S +2\^(\d+)$", table, re.MULTILINE)}
+    assert powers["reconstruction"] == 24
+    assert powers["label"] < 24
+    assert abs(powers["shared"] - powers["label"]) <= 1

@@ -1,0 +1,153 @@
+"""Several losses: a loss scale for each (Apex' num_losses), or one for all optimizers (PyTorch)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, reference_rule
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+
+RULE = {"period": 2, "hysteresis": 2}
+FLAGS = np.random.RandomState(0).rand(40, 2) > 0.3
+
+
+def map_over(verb, loss_scales, *trees):
+    return jax.tree.map(verb, loss_scales, *trees, is_leaf=lambda x: isinstance(x, jmp_scale.LossScale))
+
+
+def gradient(finite):
+    """A gradient of 1, or of infinity."""
+    return jnp.where(finite, 1.0, jnp.inf)
+
+
+# One S per loss ---------------------------------------------------------------------------------------
+
+
+def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
+    loss_scales = {"a": DynamicLossScale(8.0), "b": StaticLossScale(2.0), "c": NoOpLossScale()}
+    losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
+    scaled = map_over(jmp_scale.scale, loss_scales, losses)
+    assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
+    assert map_over(jmp_scale.unscale, loss_scales, scaled) == losses
+
+
+def test_gradients_of_several_losses_are_unscaled_with_the_s_of_each():
+    loss_scales = {"a": DynamicLossScale(2.0**10), "b": DynamicLossScale(2.0**3)}
+    losses = {"a": lambda w: 3 * w**2, "b": lambda w: -w}
+    grads = map_over(lambda ls, f: jmp_scale.grad(f, ls)(jnp.float32(2.0)), loss_scales, losses)
+    assert grads == {"a": 12, "b": -1}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
+    def adjust_all(loss_scales, finite):
+        return map_over(jmp_scale.adjust, loss_scales, finite)
+
+    adjust_all = jax.jit(adjust_all) if compiled else adjust_all
+    loss_scales = {"a": DynamicLossScale(2.0**10, **RULE), "b": DynamicLossScale(2.0**5, period=3)}
+    history = []
+    for a, b in FLAGS:
+        loss_scales = adjust_all(loss_scales, {"a": a, "b": b})
+        history.append([float(loss_scales[name].loss_scale) for name in "ab"])
+    expected_a = [s for s, *_ in reference_rule(FLAGS[:, 0], 2.0**10, **RULE)]
+    expected_b = [s for s, *_ in reference_rule(FLAGS[:, 1], 2.0**5, period=3)]
+    assert history == list(map(list, zip(expected_a, expected_b, strict=True)))
+    assert len({a / b for a, b in history}) > 1
+
+
+def test_a_list_of_loss_scales_maps_as_a_dictionary_does():
+    loss_scales = [DynamicLossScale(8.0, period=1), DynamicLossScale(8.0)]
+    adjusted = map_over(jmp_scale.adjust, loss_scales, [jnp.array(True), jnp.array(False)])
+    assert [float(s.loss_scale) for s in adjusted] == [16, 4]
+
+
+def test_loss_finite_is_given_for_each_loss():
+    loss_scales = {"a": DynamicLossScale(8.0), "b": DynamicLossScale(8.0)}
+    loss_finite = {"a": jnp.array(False), "b": jnp.array(True)}
+
+    def adjust(loss_scale, finite):
+        return jmp_scale.adjust(loss_scale, jnp.array(False), loss_finite=finite)
+
+    assert {k: s.loss_scale for k, s in map_over(adjust, loss_scales, loss_finite).items()} == {
+        "a": 8,
+        "b": 4,
+    }
+
+
+# Two optimizers, each with its own S ------------------------------------------------------------------
+
+
+def test_an_overflow_in_one_of_two_optimizers_skips_and_backs_off_only_that_one():
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(2.0**10, period=100))
+    params = {"a": jnp.float32(1.0), "b": jnp.float32(1.0)}
+    states = {name: tx.init(p) for name, p in params.items()}
+    updates, after = {}, {}
+    for name, finite in (("a", False), ("b", True)):
+        updates[name], after[name] = tx.update(gradient(finite), states[name], params[name])
+    assert_bitwise_equal(optax.apply_updates(params, updates)["a"], params["a"])
+    assert_bitwise_equal(after["a"].inner_state, states["a"].inner_state)
+    assert optax.apply_updates(params, updates)["b"] < params["b"]
+    assert {name: float(s.loss_scale.loss_scale) for name, s in after.items()} == {"a": 2.0**9, "b": 2.0**10}
+    assert {name: int(s.skipped) for name, s in after.items()} == {"a": 1, "b": 0}
+
+
+# One S for two optimizers -----------------------------------------------------------------------------
+
+
+def test_one_s_for_two_optimizers_skips_each_by_itself_and_is_adjusted_once_by_both():
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0))
+
+    @jax.jit
+    def train_step(params, states, loss_scale, finite):
+        steps = [tx.update(gradient(f), s, p) for f, s, p in zip(finite, states, params, strict=True)]
+        params = [optax.apply_updates(p, u) for p, (u, _) in zip(params, steps, strict=True)]
+        states = [state for _, state in steps]
+        both_finite = states[0].grads_finite & states[1].grads_finite
+        return params, states, loss_scale.adjust(both_finite)
+
+    params = [jnp.float32(0.0), jnp.float32(0.0)]
+    states, loss_scale = [tx.init(p) for p in params], DynamicLossScale(2.0**10, period=2)
+    history = []
+    for finite in FLAGS:
+        params, states, loss_scale = train_step(params, states, loss_scale, list(finite))
+        history.append(float(loss_scale.loss_scale))
+    assert history == [s for s, *_ in reference_rule(FLAGS.all(axis=1), 2.0**10, period=2)]
+    # Each applied step subtracts a gradient of 1.
+    assert [-int(p) for p in params] == FLAGS.sum(axis=0).tolist()
+    assert [int(s.skipped) for s in states] == (~FLAGS).sum(axis=0).tolist()
+
+
+# Cause-aware ------------------------------------------------------------------------------------------
+
+
+def train_on(flags, losses, loss_scale):
+    """States of an optimizer that is given gradients of 1 or infinity, and the loss if not None."""
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
+    state = tx.init(jnp.float32(1.0))
+    update = jax.jit(tx.update)
+    for finite, loss in zip(flags, losses, strict=True):
+        value = {} if loss is None else {"value": jnp.float32(loss)}
+        _, state = update(gradient(finite), state, jnp.float32(1.0), **value)
+        yield state
+
+
+@pytest.mark.parametrize("loss_scale", [DynamicLossScale(2.0**10), jmp_scale.presets.megatron(2.0**10)])
+def test_a_loss_that_is_nan_skips_the_step_and_moves_no_leaf_of_the_loss_scale(loss_scale):
+    *_, state = train_on([False] * 20, [np.nan] * 20, loss_scale)
+    assert_bitwise_equal(state.loss_scale, loss_scale)
+    assert (int(state.skipped), int(state.skipped_in_a_row)) == (20, 20)
+    *_, blind = train_on([False] * 20, [None] * 20, loss_scale)
+    assert blind.loss_scale.loss_scale == 1
+
+
+def test_an_overflow_with_a_finite_loss_still_backs_off():
+    *_, state = train_on([False] * 3, [0.5] * 3, DynamicLossScale(2.0**10))
+    assert state.loss_scale.loss_scale == 2.0**7
+
+
+def test_a_model_that_is_nan_for_good_is_noticed():
+    states = list(train_on([True] * 2 + [False] * 50, [0.5] * 2 + [np.nan] * 50, DynamicLossScale()))
+    assert [int(s.skipped_in_a_row) for s in states] == [0, 0, *range(1, 51)]

@@ -12,6 +12,18 @@ over hundreds of steps otherwise.
 
 All raise `TypeError` for an argument that is no number and `ValueError` for one out of range, under its own
 name. What a preset has no argument for is set with `dataclasses.replace(preset, min_loss_scale=1.0)`.
+
+Example:
+  >>> from jmp_scale import presets
+  >>> loss_scale = presets.deepspeed(initial_scale_power=10, loss_scale_window=2)
+  >>> for finite in (True, True, True, False, False):  # grows one step late, then absorbs an overflow
+  ...     loss_scale = loss_scale.adjust(finite)
+  ...     print(float(loss_scale.loss_scale))
+  1024.0
+  1024.0
+  2048.0
+  2048.0
+  1024.0
 """
 
 import functools

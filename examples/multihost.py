@@ -100,22 +100,22 @@ def start_jax(args):
 def fit(tx, state, mesh, first_step, checkpoints, args):
     """Trains to step `args.steps`; returns the state, and S before each step and after the last."""
     train, _ = load_digits_split(args.seed)
-    picks = np.random.RandomState(args.seed).randint(len(train), size=(args.steps, BATCH_SIZE))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     train_step = jax.jit(functools.partial(step, tx, policy_for("float16")), donate_argnums=0)
     loss_scales = [current_loss_scale(state)]
-    progress = tqdm(total=args.steps, initial=first_step, disable=jax.process_index() > 0, unit="step")
-    with progress:
+    silent = jax.process_index() > 0
+    with tqdm(total=args.steps, initial=first_step, disable=silent, unit="step") as progress:
         for i in range(first_step, args.steps):
+            picks = np.random.RandomState((args.seed, i)).randint(len(train), size=BATCH_SIZE)
             weights = np.ones(BATCH_SIZE, np.float32)
             weights[-1] = 2.0**40 if i in args.overflow_at else 1
-            batch = (on_devices(x, sharding) for x in (train[picks[i]], weights))
+            batch = (on_devices(x, sharding) for x in (train[picks], weights))
             state, loss = train_step(state, *batch)
             loss_scales.append(current_loss_scale(state))
             progress.set_postfix(loss=f"{loss:.4f}", S=f"2^{np.log2(loss_scales[-1]):.0f}")
             progress.update()
-            if checkpoints and save(checkpoints, i + 1, state) and jax.process_index() == 0:
-                tqdm.write(f"saved step {i + 1}")
+            if checkpoints and save(checkpoints, i + 1, state) and not silent:
+                print(f"saved step {i + 1}", flush=True)
     return state, loss_scales
 
 

@@ -1,0 +1,180 @@
+"""Several processes on one machine: one S history, and a lost process costs no bit."""
+
+import contextlib
+import math
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from helpers import reference_rule
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+COMMAND = [sys.executable, str(REPOSITORY / "examples" / "multihost.py")]
+DEVICES = 4
+PERIOD = 8
+HEARTBEAT_TIMEOUT = 10
+LIMIT = 240  # seconds for a run to end, of which it needs about 10
+ENVIRONMENT = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(REPOSITORY),
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # halves the time to compile
+}
+
+
+@contextlib.contextmanager
+def processes(commands, folder):
+    """Started processes, of which none outlives the test; what they say goes to `folder`."""
+    started = []
+    with contextlib.ExitStack() as files:
+        try:
+            for i, command in enumerate(commands):
+                errors = files.enter_context((folder / f"stderr{i}").open("w"))
+                started.append(
+                    subprocess.Popen(
+                        command, stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT
+                    )
+                )
+            yield started
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+
+
+def by_hand(count, *args):
+    """The commands of `count` processes that hold `DEVICES` devices together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = [*COMMAND, f"--period={PERIOD}", f"--cpu-devices={DEVICES // count}", *map(str, args)]
+    if count == 1:
+        return [common]
+    distributed = [f"--coordinator=127.0.0.1:{port}", f"--num-processes={count}"]
+    return [[*common, *distributed, f"--process-id={i}"] for i in range(count)]
+
+
+def run(commands, folder):
+    """What the processes print until all of them have ended well."""
+    folder.mkdir()
+    with processes(commands, folder) as started:
+        outputs = [process.communicate(timeout=LIMIT)[0] for process in started]
+        for i, process in enumerate(started):
+            assert process.returncode == 0, (folder / f"stderr{i}").read_text()[-3000:]
+    return "".join(outputs)
+
+
+def reports(output):
+    """([S before and after each step], digest of weights and state), once, as all processes agree."""
+    histories = re.findall(r"process \d of \d: S history \(step:S\) (.*)", output)
+    digests = re.findall(r"sha256 of the state (\w+)", output)
+    assert len(set(histories)) == len(set(digests)) == 1, output
+    return histories[0], digests[0]
+
+
+def expected_history(steps, overflow_at, first_step=0):
+    """The same by the rule in plain Python."""
+    rule = reference_rule([i not in overflow_at for i in range(steps)], period=PERIOD)
+    exponents = [15, *(round(math.log2(s)) for s, _, _ in rule)]
+    steps_of_change = [i for i in range(first_step + 1, steps + 1) if exponents[i] != exponents[i - 1]]
+    return " ".join(f"{i}:2^{exponents[i]}" for i in [first_step, *steps_of_change])
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """(checkpoints, last saved step, seconds that the survivor lived) of a run that lost a process."""
+    folder = tmp_path_factory.mktemp("killed")
+    endless = by_hand(
+        2, "--steps=1000000", "--save-every=10", "--overflow-at", 5, f"--heartbeat-timeout={HEARTBEAT_TIMEOUT}",
+        "--checkpoint-dir", folder / "checkpoints",
+    )  # fmt: skip
+    with processes(endless, folder) as (survivor, lost):
+        watchdog = threading.Timer(LIMIT, survivor.kill)
+        watchdog.start()
+        for line in survivor.stdout:
+            if line.startswith("saved step 20"):
+                break
+        watchdog.cancel()
+        assert survivor.poll() is None, (folder / "stderr0").read_text()[-3000:]
+        lost.kill()
+        begin = time.monotonic()
+        survivor.wait(timeout=LIMIT)
+        seconds = time.monotonic() - begin
+        assert survivor.returncode != 0
+    saved = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    return folder / "checkpoints", max(saved), seconds
+
+
+@pytest.fixture(scope="module")
+def plan(killed):
+    """(steps, steps that overflow): one overflow before the last checkpoint, two after it."""
+    _, last, _ = killed
+    return last + 12, [5, last + 3, last + 4]
+
+
+@pytest.fixture(scope="module")
+def never_killed(plan, tmp_path_factory):
+    """S history and digest of an undisturbed run on 4 processes."""
+    steps, overflow_at = plan
+    output = run(
+        by_hand(4, f"--steps={steps}", "--overflow-at", *overflow_at), tmp_path_factory.mktemp("four") / "run"
+    )
+    assert output.count("process") == 8
+    return reports(output)
+
+
+def test_a_survivor_ends_within_the_heartbeat_timeout(killed):
+    _, _, seconds = killed
+    assert seconds < HEARTBEAT_TIMEOUT + 10
+
+
+def test_four_processes_follow_the_rule(plan, never_killed):
+    assert never_killed[0] == expected_history(*plan)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fewer_processes_have_the_same_history(count, plan, never_killed, tmp_path):
+    steps, overflow_at = plan
+    output = run(by_hand(count, f"--steps={steps}", "--overflow-at", *overflow_at), tmp_path / "run")
+    history, digest = reports(output)
+    assert history == never_killed[0]
+    if count > 1:  # a single process adds the gradients of its devices in another order
+        assert digest == never_killed[1]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_restart_is_bit_identical_to_a_run_that_was_never_killed(
+    count, killed, plan, never_killed, tmp_path
+):
+    checkpoints, last, _ = killed
+    steps, overflow_at = plan
+    shutil.copytree(checkpoints, tmp_path / "checkpoints")
+    output = run(
+        by_hand(
+            count, f"--steps={steps}", "--resume", "--save-every=1000000", "--overflow-at", *overflow_at,
+            "--checkpoint-dir", tmp_path / "checkpoints",
+        ),
+        tmp_path / "run",
+    )  # fmt: skip
+    history, digest = reports(output)
+    assert history == expected_history(steps, overflow_at, first_step=last)
+    assert digest == never_killed[1]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
+def test_mpirun_starts_the_same_run(tmp_path):
+    mpirun = [
+        "mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+        "--mca", "oob_tcp_if_include", "lo", "--mca", "btl", "self,tcp",
+    ]  # fmt: skip
+    command = [*mpirun, *COMMAND, f"--period={PERIOD}", "--steps=20", "--overflow-at", "3", "12"]
+    output = run([command], tmp_path / "run")
+    assert "process 1 of 2" in output
+    assert reports(output)[0] == expected_history(20, [3, 12])

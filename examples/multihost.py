@@ -70,7 +70,9 @@ def parse_args(argv):
     parser.add_argument(
         "--overflow-at", type=int, nargs="*", default=[70, 71, 180], help="steps that overflow (70 71 180)"
     )
-    parser.add_argument("--checkpoint-dir", type=pathlib.Path, help="folder of all processes (no checkpoints)")
+    parser.add_argument(
+        "--checkpoint-dir", type=pathlib.Path, help="folder of all processes (no checkpoints)"
+    )
     parser.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint (50)")
     parser.add_argument("--resume", action="store_true", help="start from the last checkpoint, if any")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, by hand")

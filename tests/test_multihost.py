@@ -92,8 +92,8 @@ def killed(tmp_path_factory):
     """(checkpoints, last saved step, seconds that the survivor lived) of a run that lost a process."""
     folder = tmp_path_factory.mktemp("killed")
     endless = by_hand(
-        2, "--steps=1000000", "--save-every=10", "--overflow-at", 5, f"--heartbeat-timeout={HEARTBEAT_TIMEOUT}",
-        "--checkpoint-dir", folder / "checkpoints",
+        2, "--steps=1000000", "--save-every=10", "--overflow-at", 5,
+        f"--heartbeat-timeout={HEARTBEAT_TIMEOUT}", "--checkpoint-dir", folder / "checkpoints",
     )  # fmt: skip
     with processes(endless, folder) as (survivor, lost):
         watchdog = threading.Timer(LIMIT, survivor.kill)

@@ -1,0 +1,264 @@
+"""The whole step on eight devices: one bad device skips it on all, and S is the same everywhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal, collectives
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale
+
+ONE_AXIS = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+TWO_AXES = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
+EXPLICIT = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
+LOSS_SCALE = jmp_scale.DynamicLossScale(2.0**10)
+COMPILATIONS = []
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def count_compilations(event, *_, **__):
+    if event.endswith("backend_compile_duration"):
+        COMPILATIONS.append(event)
+
+
+def example(bad_device=None):
+    """Images f32[16, 8], two a device, and their weights: one too large for float16 gradients."""
+    images = np.random.RandomState(0).uniform(size=(16, 8)).astype(np.float32)
+    weights = np.ones(16, np.float32)
+    if bad_device is not None:
+        weights[2 * bad_device] = 2.0**40
+    return images, weights
+
+
+def initial_params():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {name: jax.random.normal(k, (8, 8)) / 3 for name, k in zip("ab", keys, strict=True)}
+
+
+def loss_fn(params, images, weights):
+    a, b = (params[name].astype(jnp.float16) for name in "ab")
+    outputs = jnp.tanh(images.astype(jnp.float16) @ a) @ b
+    return jnp.mean(weights[:, None] * (outputs.astype(jnp.float32) - images) ** 2)
+
+
+def gathered_loss_fn(params, images, weights):
+    return loss_fn(jax.tree.map(lambda x: reshard(x, P()), params), images, weights)
+
+
+def optimizer(axes=(), axis_name=None):
+    """Adam, which averages over `axes` only after the wrapper has looked at the local gradients."""
+    mean = optax.stateless(lambda updates, _: lax.pmean(updates, axes) if axes else updates)
+    return jmp_scale.with_loss_scale(optax.chain(mean, optax.adam(0.1)), LOSS_SCALE, axis_name=axis_name)
+
+
+def step(tx, state, images, weights, loss_fn=loss_fn, varying=()):
+    params, opt_state = state
+    at = lax.pcast(params, varying, to="varying") if varying else params
+    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(at, images, weights)
+    updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def pmapped(**kwargs):
+    # Without a name there is nothing to average over: every replica learns from its own images.
+    tx = optimizer(("i",) if kwargs else ())
+    copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
+    state = jax.pmap(lambda params: (params, tx.init(params)))(copies)
+    train_step = jax.pmap(functools.partial(step, tx), **kwargs)
+    return state, lambda state, *batch: train_step(state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch))
+
+
+def vmapped():
+    tx = optimizer(("i",), axis_name="i")
+    copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
+    state = jax.vmap(lambda params: (params, tx.init(params)))(copies)
+    train_step = jax.jit(jax.vmap(functools.partial(step, tx), axis_name="i"))
+    return state, lambda state, *batch: train_step(state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch))
+
+
+def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
+    tx = optimizer(axes)
+    one_step = functools.partial(step, tx, varying=axes if check_vma else ())
+
+    def train_step(state, *batch):
+        if not scanned:
+            return one_step(state, *batch)
+        batches = jax.tree.map(lambda x: x[None], batch)
+        return lax.scan(lambda state, batch: (one_step(state, *batch), None), state, batches)[0]
+
+    mapped = jax.shard_map(
+        train_step, mesh=mesh, in_specs=(P(), P(axes), P(axes)), out_specs=P(), check_vma=check_vma, **kwargs
+    )
+    return placed(mesh, tx, P()), with_batches_on(mesh, P(axes), jax.jit(mapped))
+
+
+def jitted(mesh, spec, loss_fn=loss_fn):
+    tx = optimizer()
+    train_step = jax.jit(functools.partial(step, tx, loss_fn=loss_fn))
+    return placed(mesh, tx, spec), with_batches_on(mesh, P(mesh.axis_names), train_step)
+
+
+def placed(mesh, tx, spec):
+    """State as the step returns it: `init` under `jax.set_mesh`, from parameters that are on the mesh."""
+    params = jax.device_put(initial_params(), NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        return params, tx.init(params)
+
+
+def with_batches_on(mesh, spec, train_step):
+    def placed_step(state, *batch):
+        with jax.set_mesh(mesh):
+            return train_step(state, *jax.device_put(batch, NamedSharding(mesh, spec)))
+
+    placed_step.jitted = train_step
+    return placed_step
+
+
+MODES = {
+    "pmap with axis name": functools.partial(pmapped, axis_name="i"),
+    "pmap without axis name": pmapped,
+    "vmap with axis name": vmapped,
+    "shard_map": functools.partial(shard_mapped, ONE_AXIS, ("i",)),
+    "shard_map unchecked": functools.partial(shard_mapped, ONE_AXIS, ("i",), check_vma=False),
+    "shard_map 2-D": functools.partial(shard_mapped, TWO_AXES, ("i", "j")),
+    "shard_map 2-D unchecked": functools.partial(shard_mapped, TWO_AXES, ("i", "j"), check_vma=False),
+    "partial shard_map": functools.partial(shard_mapped, TWO_AXES, ("i",), axis_names={"i"}),
+    "scan in shard_map": functools.partial(shard_mapped, ONE_AXIS, ("i",), scanned=True),
+    "jit data-parallel": functools.partial(jitted, ONE_AXIS, P()),
+    "jit FSDP": functools.partial(jitted, ONE_AXIS, P("i")),
+    "jit FSDP 2-D": functools.partial(jitted, TWO_AXES, P("i", "j")),
+    "jit data-parallel, Explicit": functools.partial(jitted, EXPLICIT, P()),
+    "jit FSDP, Explicit": functools.partial(jitted, EXPLICIT, P("i"), gathered_loss_fn),
+}
+
+
+def on_each_device(x):
+    """The values that the devices hold of what should be equal."""
+    return np.concatenate([np.asarray(shard.data).reshape(-1) for shard in x.addressable_shards]).tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_bad_device_skips_the_step_on_all_devices_and_compiles_nothing_again(mode):
+    state, train_step = MODES[mode]()
+    start = jax.device_get(state)
+    COMPILATIONS.clear()
+    state = train_step(state, *example())
+    applied = jax.device_get(state)
+    assert all(np.any(applied[0][name] != start[0][name]) for name in "ab")
+    assert set(on_each_device(state[1].skipped)) == {0}
+
+    compiled_once = len(COMPILATIONS)
+    state = train_step(state, *example(bad_device=5))
+    skipped = jax.device_get(state)
+    assert_bitwise_equal(skipped[0], applied[0])
+    assert_bitwise_equal(skipped[1].inner_state, applied[1].inner_state)
+    assert on_each_device(state[1].loss_scale.loss_scale) == [2.0**9] * 8
+    assert on_each_device(state[1].skipped) == [1] * 8
+    assert on_each_device(state[1].grads_finite) == [False] * 8
+
+    state = train_step(state, *example())
+    assert len(COMPILATIONS) == compiled_once > 0
+    again = jax.device_get(state)
+    assert all(np.any(again[0][name] != skipped[0][name]) for name in "ab")
+    assert on_each_device(state[1].grads_finite) == [True] * 8
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if "without" not in mode])
+def test_every_mode_takes_the_step_of_a_single_device(mode):
+    state, train_step = MODES[mode]()
+    params, _ = train_step(state, *example())
+    tx = optimizer()
+    expected, _ = jax.jit(functools.partial(step, tx))(
+        (initial_params(), tx.init(initial_params())), *example()
+    )
+    for name in "ab":  # Adam's first step is about 0.1 times the sign; f16 sums differ in their order
+        np.testing.assert_allclose(
+            np.asarray(params[name]).reshape(-1, 8, 8)[0], expected[name], rtol=0, atol=2e-4
+        )
+
+
+BOOLEAN_ALL_REDUCES = {
+    "jit data-parallel": [],
+    "jit data-parallel, Explicit": [],
+    "jit FSDP": ["(pred[], pred[])"],
+    "jit FSDP 2-D": ["(pred[], pred[])"] * 2,
+    "jit FSDP, Explicit": ["pred[]"],
+}
+
+
+@pytest.mark.parametrize("mode", BOOLEAN_ALL_REDUCES)
+def test_the_check_adds_no_other_collectives_than_these_to_a_step(mode):
+    def all_of(wrapped):
+        state, train_step = MODES[mode]()
+        if not wrapped:
+            inner_tx = optax.adam(0.1)
+            state = (state[0], state[1].inner_state[1])
+
+            def bare_step(state, *batch):
+                loss = gathered_loss_fn if "Explicit" in mode and "FSDP" in mode else loss_fn
+                grads = jax.grad(loss)(state[0], *batch)
+                updates, opt_state = inner_tx.update(grads, state[1])
+                return optax.apply_updates(state[0], updates), opt_state, loss(state[0], *batch)
+
+            jitted_step = jax.jit(bare_step)
+        else:
+            jitted_step = train_step.jitted
+        mesh = state[0]["a"].sharding.mesh
+        batch = jax.device_put(example(), NamedSharding(mesh, P(mesh.axis_names)))
+        with jax.set_mesh(mesh):
+            return collectives(jitted_step, state, *batch)
+
+    found = all_of(wrapped=True)
+    booleans = [shape for _, shape in found if "pred" in shape]
+    assert booleans == BOOLEAN_ALL_REDUCES[mode]
+    assert len(found) - len(booleans) <= len(all_of(wrapped=False))
+
+
+def linear(w, x):
+    """A loss whose gradient with respect to `w` is the float16 mean of `x`, in float32 or float16."""
+    return jnp.mean(w * x).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("mode", ["pmap", "shard_map", "shard_map unchecked"])
+def test_float16_gradients_of_60000_are_averaged_in_float32(mode):
+    def average(w, x):
+        if mode == "shard_map":
+            w = lax.pcast(w, "i", to="varying")
+        return lax.pmean(jmp_scale.grad(linear, jmp_scale.NoOpLossScale())(w, x), "i")
+
+    w, x = np.float16(1), np.full((8, 1), 60000, np.float16)
+    if mode == "pmap":
+        result = jax.pmap(average, "i", in_axes=(None, 0))(w, x)[0]
+    else:
+        result = jax.shard_map(
+            average, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P(), check_vma=mode == "shard_map"
+        )(w, x)
+    assert (result.dtype, float(result)) == (jnp.float32, 60000.0)
+
+
+@pytest.mark.parametrize("s", [1.0, 2.0**15])
+def test_shard_map_has_already_summed_gradients_of_replicated_parameters(s):
+    @functools.partial(jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P())
+    def total(w, x):
+        return jmp_scale.grad(linear, jmp_scale.StaticLossScale(s))(w, x)
+
+    assert float(total(np.float32(1), np.arange(8.0, dtype=np.float32))) == 28.0
+
+
+def test_what_shard_map_sums_by_itself_it_sums_in_the_dtype_of_the_computation():
+    @functools.partial(jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P())
+    def total(w, x):
+        def loss(w):
+            return linear(w.astype(jnp.float16), x)
+
+        grads = jmp_scale.grad(loss, jmp_scale.NoOpLossScale())(w)
+        return grads, jmp_scale.all_finite(grads)
+
+    x = np.full(8, 60000, np.float16)
+    assert [float(total(np.float32(1), x)[0]), bool(total(np.float32(1), x)[1])] == [np.inf, False]

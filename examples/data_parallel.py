@@ -90,10 +90,10 @@ def apply(state, loss, grads):
 
 
 def with_pmap(params):
-    """Every array has a leading axis of devices, also those of the state."""
+    """Every array has a leading axis of devices; `init` has the axis name of the step: it compiles once."""
     devices = jax.local_device_count()
     copies = jax.tree.map(lambda x: jnp.stack([x] * devices), params)
-    state = jax.pmap(lambda params: (params, TX.init(params)))(copies)
+    state = jax.pmap(lambda params: (params, TX.init(params)), "data")(copies)
     return state, jax.pmap(step_of_one_device, "data"), lambda x: np.stack(np.split(x, devices))
 
 

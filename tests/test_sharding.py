@@ -69,7 +69,8 @@ def pmapped(**kwargs):
     # Without a name there is nothing to average over: every replica learns from its own images.
     tx = optimizer(("i",) if kwargs else ())
     copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
-    state = jax.pmap(lambda params: (params, tx.init(params)))(copies)
+    # With the axis name of the step, or the second step would compile again.
+    state = jax.pmap(lambda params: (params, tx.init(params)), **kwargs)(copies)
     train_step = jax.pmap(functools.partial(step, tx), **kwargs)
     return state, lambda state, *batch: train_step(state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch))
 

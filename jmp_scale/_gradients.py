@@ -31,7 +31,9 @@ def value_and_grad(
     Reductions over devices come after, on these float32 gradients: `jax.lax.pmean(grads, axis)` in
     `pmap` and in `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already *summed*
     the gradients of replicated parameters over the mesh axis: divide by the axis size there, and do not
-    average again. Nothing is added on top here.
+    average again. Nothing is added on top here. JAX sums them in the dtype of the computation and before
+    they are unscaled, where float16 may overflow (a skipped step); to average in float32 instead, let the
+    parameters vary, `jax.lax.pcast(params, axis, to="varying")`, and take `pmean` of their gradients.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.

@@ -88,7 +88,10 @@ def with_loss_scale(
     if not isinstance(loss_scale, LossScale):
         raise TypeError(f"with_loss_scale: expected a loss scale, got {loss_scale!r}")
     if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(f"with_loss_scale: expected an optax.GradientTransformation, got {inner!r}")
+        raise TypeError(
+            f"with_loss_scale: expected an optax.GradientTransformation (of an "
+            f"optax.MultiSteps, its gradient_transformation()), got {inner!r}"
+        )
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> Any:

@@ -1,0 +1,334 @@
+"""What goes to disk comes back: S and counter by name and exactly, configuration from the code."""
+
+import hashlib
+import pickle
+
+import flax.serialization
+import jax
+import jax.export
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp_v0
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from flax import nnx
+from flax.training import train_state
+from helpers import assert_bitwise_equal, count_traces
+
+import jmp_scale
+from jmp_scale.checkpoints import restore_without_loss_scale
+from jmp_scale.linen import TrainState
+from jmp_scale.nnx import Optimizer
+
+PARAMS = {"w": jnp.arange(1.0, 4.0), "b": jnp.float32(0.5)}
+GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+def make_state(loss_scale=None, **kwargs):
+    loss_scale = jmp_scale.DynamicLossScale(2.0**10) if loss_scale is None else loss_scale
+    return TrainState.create(
+        apply_fn=None, params=PARAMS, tx=optax.adam(0.1), loss_scale=loss_scale, **kwargs
+    )
+
+
+def old_state():
+    """A state without a loss scale, as Flax's own class makes it, after one step."""
+    tx = optax.adam(0.1)
+    state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    return state.apply_gradients(grads=GRADS)
+
+
+def advanced(steps, **configuration):
+    """A loss scale after `steps` finite steps since its last change, a skip behind it."""
+    loss_scale = jmp_scale.DynamicLossScale(2.0**11, **configuration).adjust(jnp.array(False))
+    return jax.lax.fori_loop(0, steps, lambda _, s: s.adjust(jnp.array(True)), loss_scale)
+
+
+def with_orbax(state, target, path):
+    ocp.save(path / "checkpoint", state)
+    return ocp.load(path / "checkpoint", target)
+
+
+def with_orbax_v0(state, target, path):
+    with ocp_v0.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "checkpoint", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "checkpoint", target)
+
+
+def with_flax_bytes(state, target, path):
+    (path / "checkpoint").write_bytes(flax.serialization.to_bytes(state))
+    return flax.serialization.from_bytes(target, (path / "checkpoint").read_bytes())
+
+
+def with_flax_state_dict(state, target, path):
+    return flax.serialization.from_state_dict(target, flax.serialization.to_state_dict(state))
+
+
+def with_pickle(state, target, path):
+    (path / "checkpoint").write_bytes(pickle.dumps(jax.tree.leaves(state)))
+    leaves = pickle.loads((path / "checkpoint").read_bytes())
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+ROUND_TRIPS = [with_orbax, with_orbax_v0, with_flax_bytes, with_flax_state_dict, with_pickle]
+
+
+@pytest.fixture(params=ROUND_TRIPS)
+def round_trip(request, tmp_path):
+    return lambda state, target: request.param(state, target, tmp_path)
+
+
+def test_the_whole_state_comes_back_bit_for_bit(round_trip):
+    state = make_state(advanced(7)).apply_gradients(grads=GRADS)
+    check_equal(round_trip(state, make_state()), state)
+
+
+def check_equal(actual, expected):
+    for field in ("step", "params", "opt_state"):
+        assert_bitwise_equal(getattr(actual, field), getattr(expected, field))
+
+
+def test_saved_at_step_1999_of_2000_the_next_finite_step_after_restoring_doubles(round_trip):
+    state = make_state(advanced(1999))
+    restored = round_trip(state, make_state()).apply_gradients(grads=GRADS)
+    assert float(restored.loss_scale.loss_scale) == 2.0**11
+    assert int(restored.loss_scale.counter) == 0
+
+
+def test_saved_at_step_1998_of_2000_the_next_finite_step_after_restoring_does_not(round_trip):
+    restored = round_trip(make_state(advanced(1998)), make_state()).apply_gradients(grads=GRADS)
+    assert float(restored.loss_scale.loss_scale) == 2.0**10
+    assert int(restored.loss_scale.counter) == 1999
+
+
+def test_the_configuration_is_that_of_the_code_that_restores(round_trip):
+    target = make_state(jmp_scale.DynamicLossScale(8.0, period=3, max_loss_scale=2.0**20))
+    loss_scale = round_trip(make_state(advanced(7, period=50)), target).loss_scale
+    assert (loss_scale.period, loss_scale.max_loss_scale) == (3, 2.0**20)
+    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (2.0**10, 7)
+
+
+def test_hysteresis_comes_back_too(round_trip):
+    loss_scale = jmp_scale.DynamicLossScale(8.0, hysteresis=3)
+    restored = round_trip(make_state(loss_scale.adjust(jnp.array(False))), make_state(loss_scale))
+    assert int(restored.loss_scale.hysteresis_left) == 2
+
+
+def test_an_nnx_optimizer_comes_back_bit_for_bit(round_trip):
+    model, optimizer = nnx_model_and_optimizer(advanced(1999))
+    target = nnx.state(nnx_model_and_optimizer(jmp_scale.DynamicLossScale()))
+    restored = round_trip(nnx.to_pure_dict(nnx.state((model, optimizer))), nnx.to_pure_dict(target))
+    other_model, other = nnx_model_and_optimizer(jmp_scale.DynamicLossScale())
+    nnx.update((other_model, other), jax.tree.map(jnp.asarray, restored))
+    other.update(other_model, jax.tree.map(jnp.ones_like, nnx.state(other_model, nnx.Param)))
+    assert float(other.loss_scale.loss_scale) == 2.0**11
+
+
+def test_a_pickled_object_keeps_its_values_and_its_configuration():
+    loss_scale = advanced(7, period=50)
+    copy = pickle.loads(pickle.dumps(loss_scale))
+    assert_bitwise_equal(copy, loss_scale)
+
+
+@pytest.mark.parametrize("loss_scale", [jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(8.0)])
+def test_loss_scales_without_leaves_save_nothing(loss_scale, round_trip):
+    state = make_state(loss_scale)
+    check_equal(round_trip(state, make_state(loss_scale)), state)
+
+
+def test_orbax_names_the_leaves_on_disk(tmp_path):
+    ocp.save(tmp_path / "checkpoint", make_state())
+    on_disk = ocp.metadata(tmp_path / "checkpoint").metadata["opt_state"]["loss_scale"]
+    assert {name for name, leaf in on_disk.items() if leaf is not None} == {"loss_scale", "counter"}
+
+
+@pytest.mark.parametrize(
+    "state_dict",
+    [
+        {"loss_scale": jnp.float32(8.0)},
+        {"scale": jnp.float32(8.0), "fin_steps": jnp.int32(0)},
+        {},
+        jnp.float32(8.0),
+        {"loss_scale": jnp.ones(2, jnp.float32), "counter": jnp.int32(0)},
+        {"loss_scale": jnp.float16(8.0), "counter": jnp.int32(0)},
+    ],
+)
+def test_a_foreign_or_truncated_state_dict_is_a_clear_error(state_dict):
+    with pytest.raises(ValueError, match=r"DynamicLossScale at path .*expected"):
+        flax.serialization.from_state_dict(jmp_scale.DynamicLossScale(), state_dict)
+
+
+def test_an_exported_train_step_survives_serialization():
+    loss_scale = jmp_scale.DynamicLossScale(2.0**10, period=2, max_loss_scale=2.0**20)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
+
+    def train_step(params, opt_state):
+        def loss_fn(params):
+            return (params["w"] ** 2).sum() + params["b"]
+
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    for namedtuple in (optax.EmptyState,):
+        jax.export.register_namedtuple_serialization(
+            namedtuple, serialized_name=f"test.{namedtuple.__name__}"
+        )
+    train_step = jax.jit(train_step)
+    arguments = (PARAMS, tx.init(PARAMS))
+    data = jax.export.export(train_step)(*arguments).serialize()
+    exported = jax.export.deserialize(data)
+    results = exported.call(*exported.call(*arguments))
+    assert_bitwise_equal(results, train_step(*train_step(*arguments)))
+    assert results[1].loss_scale.max_loss_scale == 2.0**20
+    assert float(results[1].loss_scale.loss_scale) == 2.0**11
+
+
+def nnx_model_and_optimizer(loss_scale=None, optimizer_class=Optimizer):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    kwargs = {"wrt": nnx.Param} if loss_scale is None else {"loss_scale": loss_scale}
+    return model, optimizer_class(model, optax.adam(0.1), **kwargs)
+
+
+def digest(path):
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    return [(str(p.relative_to(path)), hashlib.sha256(p.read_bytes()).hexdigest()) for p in files]
+
+
+def check_restored(state, saved):
+    assert_bitwise_equal(state.params, saved.params)
+    assert_bitwise_equal(state.opt_state.inner_state, saved.opt_state)
+    assert int(state.step) == int(saved.step)
+    assert float(state.loss_scale.loss_scale) == 2.0**10
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state.opt_state))
+
+
+def test_an_old_orbax_checkpoint_is_restored_into_a_state_with_a_loss_scale(tmp_path):
+    saved = old_state()
+    ocp.save(tmp_path / "checkpoint", saved)
+    before = digest(tmp_path)
+    state = restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), make_state())
+    check_restored(state, saved)
+    assert digest(tmp_path) == before
+
+
+def test_the_restored_state_trains_on_in_one_compilation(tmp_path):
+    ocp.save(tmp_path / "checkpoint", old_state())
+    new = make_state()
+    restored = restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), new)
+    step, traces = count_traces(lambda state: state.apply_gradients(grads=GRADS))
+    step = jax.jit(step)
+    step(new)
+    assert int(step(restored).step) == 2
+    assert len(traces) == 1
+
+
+def test_an_old_flax_checkpoint_is_restored_too():
+    saved = old_state()
+    data = flax.serialization.to_bytes(saved)
+    check_restored(
+        restore_without_loss_scale(lambda t: flax.serialization.from_bytes(t, data), make_state()), saved
+    )
+
+
+def test_a_loader_without_a_template_may_return_plain_dicts():
+    saved = old_state()
+    data = flax.serialization.to_bytes(saved)
+    check_restored(
+        restore_without_loss_scale(lambda _: flax.serialization.msgpack_restore(data), make_state()), saved
+    )
+
+
+def test_an_old_nnx_checkpoint_is_restored_too(tmp_path):
+    _, saved = nnx_model_and_optimizer(optimizer_class=nnx.Optimizer)
+    saved.step[...] += 5
+    ocp.save(tmp_path / "checkpoint", nnx.to_pure_dict(nnx.state(saved)))
+    _, optimizer = nnx_model_and_optimizer(jmp_scale.DynamicLossScale(2.0**10))
+    state = restore_without_loss_scale(
+        lambda t: ocp.load(tmp_path / "checkpoint", t), nnx.to_pure_dict(nnx.state(optimizer))
+    )
+    nnx.update(optimizer, state)
+    assert int(optimizer.step[...]) == 5
+    assert float(optimizer.loss_scale.loss_scale) == 2.0**10
+
+
+def test_an_nnx_state_with_its_variables_is_restored_too():
+    _, saved = nnx_model_and_optimizer(optimizer_class=nnx.Optimizer)
+    saved.step[...] += 5
+    _, optimizer = nnx_model_and_optimizer(jmp_scale.DynamicLossScale(2.0**10))
+    state = restore_without_loss_scale(lambda _: nnx.state(saved), nnx.state(optimizer))
+    nnx.update(optimizer, state)
+    assert int(optimizer.step[...]) == 5
+    assert float(optimizer.loss_scale.loss_scale) == 2.0**10
+
+
+def test_abstract_leaves_are_filled_from_disk(tmp_path):
+    saved = old_state()
+    ocp.save(tmp_path / "checkpoint", saved)
+    state = make_state()
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    abstract = abstract.replace(
+        opt_state=state.opt_state._replace(inner_state=abstract.opt_state.inner_state)
+    )
+    check_restored(
+        restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), abstract), saved
+    )
+
+
+def test_an_abstract_loss_scale_is_refused():
+    abstract = jax.eval_shape(make_state)
+    with pytest.raises(ValueError, match=r"loss scale of state is abstract: .*loss_scale/counter"):
+        restore_without_loss_scale(lambda _: old_state(), abstract)
+
+
+def test_leaves_that_a_partial_restore_left_abstract_never_reach_the_user():
+    partial = old_state().replace(params=jax.eval_shape(lambda: PARAMS))
+    with pytest.raises(ValueError, match=r"not read: +params/b, params/w"):
+        restore_without_loss_scale(lambda _: partial, make_state())
+
+
+def test_a_checkpoint_with_missing_leaves_is_refused():
+    truncated = flax.serialization.to_state_dict(old_state())
+    del truncated["params"]["w"]
+    with pytest.raises(ValueError, match="missing in the checkpoint: params/w"):
+        restore_without_loss_scale(lambda _: truncated, make_state())
+
+
+def test_a_checkpoint_that_has_a_loss_scale_already_is_refused():
+    with pytest.raises(ValueError, match="restored into the state as it is"):
+        restore_without_loss_scale(lambda _: make_state(), make_state())
+
+
+@pytest.mark.parametrize("w", [jnp.ones(4), jnp.ones(3, jnp.float16)])
+def test_leaves_of_another_shape_or_dtype_are_refused(w):
+    foreign = old_state().replace(params=PARAMS | {"w": w})
+    with pytest.raises(ValueError, match="params/w has shape"):
+        restore_without_loss_scale(lambda _: foreign, make_state())
+
+
+def test_a_state_without_a_loss_scale_is_refused():
+    with pytest.raises(ValueError, match="state has no loss scale"):
+        restore_without_loss_scale(lambda t: t, old_state())
+
+
+def test_a_damaged_orbax_checkpoint_is_an_error_and_stays_as_it_is(tmp_path):
+    ocp.save(tmp_path / "checkpoint", old_state())
+    for path in (tmp_path / "checkpoint" / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    before = digest(tmp_path)
+    with pytest.raises(ValueError, match=r"(?s)."):
+        restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), make_state())
+    assert digest(tmp_path) == before
+
+
+def test_a_cut_off_flax_checkpoint_is_an_error():
+    data = flax.serialization.to_bytes(old_state())[:-10]
+    with pytest.raises(ValueError, match="incomplete input"):
+        restore_without_loss_scale(lambda t: flax.serialization.from_bytes(t, data), make_state())
+
+
+def test_restoring_a_foreign_orbax_checkpoint_is_an_error(tmp_path):
+    ocp.save(tmp_path / "checkpoint", {"something": jnp.ones(3)})
+    with pytest.raises(ValueError, match="something"):
+        restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), make_state())

@@ -1,0 +1,244 @@
+"""Flax Linen's TrainState: what a skipped step keeps, and that it looks like Flax from outside."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+from helpers import assert_bitwise_equal, count_traces
+
+import jmp_scale
+from jmp_scale.linen import TrainState
+
+GOOD, OVERFLOWS = 1.0, 3e5  # the second is infinite in float16
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(8, dtype=jnp.float16)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(1, dtype=jnp.float16)(x).astype(jnp.float32)
+
+
+class NetState(TrainState):
+    batch_stats: Any
+    ema: Any
+
+
+def data(size):
+    return jax.random.normal(jax.random.key(1), (16, 4)) * size
+
+
+TX = jmp_scale.with_loss_scale(optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2))
+
+
+@functools.cache
+def variables():
+    return jax.jit(Net().init)({"params": jax.random.key(0), "dropout": jax.random.key(0)}, data(1.0))
+
+
+def make_state(tx=TX, **kwargs):
+    params, batch_stats = variables()["params"], variables()["batch_stats"]
+    params, batch_stats = jax.tree.map(jnp.copy, (params, batch_stats))
+    return NetState.create(
+        apply_fn=Net().apply, params=params, tx=tx, batch_stats=batch_stats, ema=params, **kwargs
+    )
+
+
+def train_step(state, x, key, with_value=False):
+    def loss_fn(params):
+        collections = {"params": params, "batch_stats": state.batch_stats}
+        rngs = {"dropout": jax.random.fold_in(key, state.step)}
+        y, updates = state.apply_fn(collections, x, mutable=["batch_stats"], rngs=rngs)
+        return jnp.mean((y - 1.0) ** 2), updates
+
+    (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
+    ema = optax.incremental_update(state.params, state.ema, 0.1)
+    value = loss if with_value else None
+    return state.apply_gradients(grads=grads, value=value, batch_stats=updates["batch_stats"], ema=ema), loss
+
+
+jitted_train_step = jax.jit(train_step, static_argnames="with_value")
+
+
+def run(sizes, state=None, **kwargs):
+    state = make_state() if state is None else state
+    for size in sizes:
+        state, _ = jitted_train_step(state, data(size), jax.random.key(2), **kwargs)
+    return state
+
+
+def kept(state):
+    return state.params, state.opt_state.inner_state, state.batch_stats, state.ema
+
+
+def test_an_applied_step_changes_parameters_statistics_and_ema():
+    before, after = make_state(), run([GOOD, GOOD])
+    for old, new in zip(kept(before), kept(after), strict=True):
+        pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+        assert any((a != b).any() for a, b in pairs)
+
+
+@pytest.mark.parametrize("with_value", [False, True])
+def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(with_value):
+    before = run([GOOD, GOOD, GOOD])
+    after = run([OVERFLOWS], before, with_value=with_value)
+    assert_bitwise_equal(kept(after), kept(before))
+    assert int(after.opt_state.skipped) == 1
+
+
+def test_flax_itself_keeps_non_finite_statistics_on_the_same_batch():
+    rngs = {"dropout": jax.random.key(0)}
+    _, updates = Net().apply(variables(), data(OVERFLOWS), mutable=["batch_stats"], rngs=rngs)
+    assert not jmp_scale.all_finite(updates)
+
+
+def test_training_goes_on_after_a_skipped_step():
+    state = run([GOOD, OVERFLOWS, GOOD])
+    assert jmp_scale.all_finite(kept(state))
+    assert int(state.opt_state.skipped_in_a_row) == 0
+
+
+def test_step_counts_calls_and_the_optimizer_only_applied_steps():
+    state = run([GOOD, OVERFLOWS, GOOD])
+    assert int(state.step) == 3
+    assert int(state.step - state.opt_state.skipped) == 2
+    assert int(optax.tree_utils.tree_get(state.opt_state, "count")) == 2
+
+
+def test_a_non_finite_loss_given_as_value_leaves_the_loss_scale_alone():
+    with_value, without = run([OVERFLOWS], with_value=True), run([OVERFLOWS])
+    assert float(with_value.loss_scale.loss_scale) == 2.0**10
+    assert float(without.loss_scale.loss_scale) == 2.0**9
+
+
+def test_four_steps_are_one_compilation_also_across_a_skip_and_a_growth():
+    step, traces = count_traces(train_step)
+    state, step = make_state(), jax.jit(step)
+    for size in [GOOD, OVERFLOWS, GOOD, GOOD]:
+        state, _ = step(state, data(size), jax.random.key(2))
+    assert len(traces) == 1
+    assert float(state.loss_scale.loss_scale) == 2.0**10
+
+
+def test_the_whole_state_can_be_donated_though_the_ema_starts_as_the_parameters():
+    state = make_state()
+    step = jax.jit(train_step, donate_argnums=0)
+    for size in [GOOD, OVERFLOWS, GOOD]:
+        state, loss = step(state, data(size), jax.random.key(2))
+    assert int(state.step) == 3
+    assert np.isfinite(float(loss))
+
+
+def test_dropout_keys_folded_from_step_differ_after_a_skipped_step():
+    def mask(state):
+        rngs = {"dropout": jax.random.fold_in(jax.random.key(2), state.step)}
+        return nn.Dropout(0.5, deterministic=False).apply({}, jnp.ones(64), rngs=rngs)
+
+    before = make_state()
+    assert (mask(before) != mask(run([OVERFLOWS], before))).any()
+
+
+def test_gradients_are_true_and_float32():
+    state = TrainState.create(
+        apply_fn=None,
+        params={"w": jnp.ones(2, jnp.float16)},
+        tx=optax.sgd(0.1),
+        loss_scale=jmp_scale.StaticLossScale(2.0**10),
+    )
+    loss, grads = state.value_and_grad(lambda params: (params["w"] * 3).astype(jnp.float32).sum())(
+        state.params
+    )
+    assert_bitwise_equal((loss, grads), (jnp.float32(6.0), {"w": jnp.full(2, 3.0, jnp.float32)}))
+
+
+def test_create_wraps_the_optimizer_with_the_given_loss_scale():
+    loss_scale = jmp_scale.DynamicLossScale(8.0, period=7)
+    state = TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), loss_scale=loss_scale
+    )
+    assert_bitwise_equal(state.loss_scale, loss_scale)
+    assert isinstance(state.opt_state, jmp_scale.LossScaleState)
+
+
+def test_without_a_loss_scale_it_trains_as_flax_does():
+    def loss_fn(params):
+        return ((params["w"] - 3.0) ** 2).sum()
+
+    params = {"w": jnp.arange(4.0)}
+    ours = TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    flaxs = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    for _ in range(3):
+        ours = ours.apply_gradients(grads=ours.value_and_grad(loss_fn)(ours.params)[1])
+        flaxs = flaxs.apply_gradients(grads=jax.grad(loss_fn)(flaxs.params))
+    assert_bitwise_equal(ours.params, flaxs.params)
+    assert int(ours.step) == flaxs.step
+
+
+def test_an_optimizer_that_is_wrapped_already_is_taken_as_it_is():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale(8.0))
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    assert state.tx is tx
+    assert float(state.loss_scale.loss_scale) == 8.0
+
+
+def test_two_loss_scales_are_refused():
+    with pytest.raises(ValueError, match="already wrapped in with_loss_scale"):
+        make_state(loss_scale=jmp_scale.DynamicLossScale())
+
+
+def test_a_change_that_is_no_field_is_refused():
+    with pytest.raises(TypeError, match="nonsense"):
+        make_state().apply_gradients(grads=make_state().params, nonsense=1)
+
+
+def test_a_change_of_another_structure_is_refused():
+    with pytest.raises(ValueError, match="structure"):
+        make_state().apply_gradients(grads=make_state().params, batch_stats={})
+
+
+class Float8Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
+
+
+def float8_step(loss_scale, x, factor=1.0):
+    params = Float8Net().init(jax.random.key(0), jnp.ones((8, 16)))
+    state = TrainState.create(
+        apply_fn=Float8Net().apply, params=params, tx=optax.sgd(0.1), loss_scale=loss_scale
+    )
+    _, grads = state.value_and_grad(lambda v: (state.apply_fn(v, x) ** 2).mean(), allow_int=True)(
+        state.params
+    )
+    return state, state.apply_gradients(grads=grads)
+
+
+def test_float8_scales_are_replaced_not_unscaled():
+    x = jax.random.normal(jax.random.key(3), (8, 16))
+    _, plain = float8_step(jmp_scale.NoOpLossScale(), x)
+    _, scaled = float8_step(jmp_scale.StaticLossScale(2.0**10), x)
+    names = ("input_amax_history", "kernel_amax_history", "input_scale", "kernel_scale")
+    plain, scaled = (
+        s.params["_overwrite_with_gradient"]["Dense_0"]["Fp8DirectDotGeneralOp_0"] for s in (plain, scaled)
+    )
+    assert_bitwise_equal([scaled[n] for n in names], [plain[n] for n in names])
+    assert (plain["input_amax_history"] != 0).any()
+
+
+def test_float8_scales_stay_on_a_skipped_step():
+    before, after = float8_step(jmp_scale.StaticLossScale(2.0**10), jnp.ones((8, 16)), factor=jnp.inf)
+    assert_bitwise_equal(after.params, before.params)
+
+
+def test_a_state_dict_names_the_leaves_of_the_loss_scale():
+    state_dict = flax.serialization.to_state_dict(make_state())
+    assert set(state_dict["opt_state"]["loss_scale"]) == {"loss_scale", "counter"}

@@ -16,38 +16,44 @@ _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 
 _SENTENCES = {
     "loss not finite": (
-        "{last}, and the loss scale stays at {s}: the loss itself is not finite, which no loss scale changes. "
-        "{diagnose} finds the broken batch or parameter."
+        "{last}, and the loss scale stays at {s}: the loss itself is not finite, which no loss scale "
+        "changes. {diagnose} finds the broken batch or parameter."
     ),
     "stuck at the floor": (
-        "The loss scale is stuck at its floor of {floor}. {last}: {diagnose} tells apart a NaN, a forward pass "
-        "out of range, and an overflow that a lower min_loss_scale cures."
+        "The loss scale is stuck at its floor of {floor}. {last}: {diagnose} tells apart a NaN, a forward "
+        "pass out of range, and an overflow that a lower min_loss_scale cures."
     ),
     "warm-up": (
-        "{last}, the only ones so far, and the loss scale came down to {s}: an expected warm-up if this is the "
-        "start. At most {more} more skips take it to its floor of {floor}."
+        "{last}, the only ones so far, and the loss scale came down to {s}: an expected warm-up if this is "
+        "the start. At most {more} more skips take it to its floor of {floor}."
     ),
     "every step skipped": (
-        "{last}, after others were not, and the loss scale is now {s}: something broke, and {diagnose} tells what."
+        "{last}, after others were not, and the loss scale is now {s}: something broke, and {diagnose} "
+        "tells what."
     ),
     "every step skipped at a fixed loss scale": (
-        "{last}, with a loss scale that does not adapt: take a DynamicLossScale, unless {diagnose} finds a NaN."
+        "{last}, with a loss scale that does not adapt: take a DynamicLossScale, unless {diagnose} finds a "
+        "NaN."
     ),
     "skipped step": "{last}, with a loss scale that does not adapt: normal if it stays the only one.",
     "occasional overflow": (
         "{last}, {total} in total: normal if rare, since the loss scale grows until gradients overflow."
     ),
     "normal rate of overflow": (
-        "{skips} of the last {steps} steps were skipped ({rate:.1%}): normal, since the loss scale grows until "
-        "gradients overflow."
+        "{skips} of the last {steps} steps were skipped ({rate:.1%}): normal, since the loss scale grows "
+        "until gradients overflow."
+    ),
+    "broken batches": (
+        "{skips} of the last {steps} steps were skipped ({rate:.1%}), most of them since the loss itself "
+        "was not finite: look for broken data in those batches."
     ),
     "frequent overflow": (
-        "{skips} of the last {steps} steps were skipped ({rate:.1%}), where a few in a thousand are normal: see "
-        "with grad_report which leaf overflows, and take a longer period."
+        "{skips} of the last {steps} steps were skipped ({rate:.1%}), where a few in a thousand are normal: "
+        "see with grad_report which leaf overflows, and take a longer period."
     ),
     "loss scale below 1": (
-        "The loss scale is {s}, below 1: unscaled gradients overflow, so the forward pass is nearly out of range. "
-        "Scale down its inputs or weights, or use bfloat16."
+        "The loss scale is {s}, below 1: unscaled gradients overflow, so the forward pass is nearly out of "
+        "range. Scale down its inputs or weights, or use bfloat16."
     ),
     "float16 parameters": (
         "{leaf} is {dtype}{others}: keep master parameters in float32 and cast them inside the loss "
@@ -122,9 +128,8 @@ def _findings(function: str, opt_state: Any, history: LossScaleHistory | None) -
     findings = [("", *_narrow_leaves(opt_state))]
     for path, state in states:
         if np.ndim(state.skipped) != 0 or np.ndim(_s(state.loss_scale)) != 0:
-            raise ValueError(
-                f"{function}: expected one state, got {np.shape(state.skipped)} of them; index it"
-            )
+            shape = np.shape(state.skipped)
+            raise ValueError(f"{function}: expected one state, got {shape} of them; index one")
         prefix = f"{path}: " if len(states) > 1 else ""
         findings = [(prefix, *_skips(state, history)), (prefix, *_range(state)), *findings]
     return {p + kind: p + _SENTENCES[kind].format(**values) for p, kind, values in findings if kind}
@@ -142,29 +147,32 @@ def _skips(state: Any, history: LossScaleHistory | None) -> tuple[str, dict[str,
     if not hasattr(loss_scale, "min_loss_scale"):
         run = "every step skipped at a fixed loss scale"
         return (run if in_a_row >= _LONG_RUN else "skipped step"), values
-    if in_a_row > _most_skips(loss_scale, loss_scale.max_loss_scale, s) + _LONG_RUN and s > _floor(
-        loss_scale
-    ):
-        return "loss not finite", values
-    values["floor"] = _power(_floor(loss_scale))
-    if s <= _floor(loss_scale) and in_a_row > 1:
+    floor, cap = loss_scale.min_loss_scale, loss_scale.max_loss_scale
+    values |= {"floor": _power(floor), "more": _most_skips(loss_scale, s, floor)}
+    if s <= floor and in_a_row > 1:
         return "stuck at the floor", values
+    if in_a_row > _most_skips(loss_scale, cap, s) + _LONG_RUN:  # skips that cannot all have lowered S
+        return "loss not finite", values
     if in_a_row == total and (history is None or int(history.pushed) in (0, total)):
-        return "warm-up", values | {"more": _most_skips(loss_scale, s, _floor(loss_scale))}
+        return "warm-up", values
     if in_a_row >= _LONG_RUN:
         return "every step skipped", values
     return _rate(history) if history is not None else ("occasional overflow", values)
 
 
 def _rate(history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
-    recorded = {} if history is None else history.to_dict()
-    skipped = ~recorded.get("grads_finite", np.ones(0, bool))
+    if history is None:
+        return "", {}
+    recorded = history.to_dict()
+    skipped, loss_finite = ~recorded["grads_finite"], recorded["loss_finite"]
     if skipped.size and recorded["step"][0] == 0:  # skips before the first applied step were to be expected
-        skipped = skipped[int(np.argmin(skipped)) :]
+        warm_up = int(np.argmin(skipped))
+        skipped, loss_finite = skipped[warm_up:], loss_finite[warm_up:]
     if not skipped.any():
         return "", {}
     rate = float(skipped.mean())
     kind = "normal rate of overflow" if rate <= _NORMAL_SKIP_RATE else "frequent overflow"
+    kind = "broken batches" if loss_finite[skipped].mean() < 0.5 else kind
     return kind, {"skips": int(skipped.sum()), "steps": skipped.size, "rate": rate}
 
 
@@ -176,11 +184,8 @@ def _range(state: Any) -> tuple[str, dict[str, Any]]:
 def _narrow_leaves(opt_state: Any) -> tuple[str, dict[str, Any]]:
     """Leaves of less range than float32. (bfloat16 has the same, and is chosen on purpose.)"""
     pairs = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-    dtypes = {
-        jax.tree_util.keystr(p): leaf.dtype
-        for p, leaf in pairs
-        if is_inexact(leaf) and hasattr(leaf, "dtype")
-    }
+    arrays = [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
+    dtypes = {path: leaf.dtype for path, leaf in arrays if is_inexact(leaf)}
     narrow = [path for path, dtype in dtypes.items() if jnp.finfo(dtype).maxexp < 128]
     if not narrow:
         return "", {}
@@ -200,10 +205,6 @@ def _most_skips(loss_scale: Any, start: float, end: float) -> int:
     """Overflows that bring S from `start` down to `end`, if each counts."""
     backoff = loss_scale.backoff_factor or 1 / loss_scale.factor
     return math.ceil(math.log(start / end) / -math.log(backoff)) * loss_scale.hysteresis
-
-
-def _floor(loss_scale: Any) -> float:
-    return loss_scale.min_loss_scale
 
 
 def _s(loss_scale: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._casts import scale_value
+from ._casts import log2_magnitude, magnitude_bits, scale_value
 
 
 class HistorySummary(NamedTuple):
@@ -109,12 +109,12 @@ class LossScaleHistory:
         Raises:
           ValueError: a loss scale or an argument of a shape other than ().
         """
-        log2_scale = jnp.log2(scale_value("LossScaleHistory.push", loss_scale))
+        s = scale_value("LossScaleHistory.push", loss_scale)
         values = {"grads_finite": grads_finite, "loss_finite": loss_finite, "amax": amax}
         for name, value in values.items():
             if jnp.shape(value) != ():
                 raise ValueError(f"LossScaleHistory.push: {name} must be a scalar, got {jnp.shape(value)}")
-        values = {"log2_scale": log2_scale, **values}
+        values = {"log2_scale": log2_magnitude(magnitude_bits(s)), **values}
         index = self.pushed % self.pushed.dtype.type(self.log2_scale.shape[0])
         arrays = {name: getattr(self, name) for name in values}
         arrays = {n: a.at[index].set(jnp.asarray(values[n]).astype(a.dtype)) for n, a in arrays.items()}

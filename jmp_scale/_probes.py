@@ -29,7 +29,7 @@ class Calibration:
     Attributes:
       log2_scales: i32[K], the loss scales that were tried.
       zero_fraction: f32[K, L], share of the entries of each gradient that are zero.
-      finite: bool[K], whether all gradients are finite.
+      finite: bool[K], whether the loss and all gradients are finite.
       log2_low: f32[], the least loss scale that works: gradients are finite, and of the entries of each leaf
         that are not zero at the best of the finite scales at most 2^-8 are zero. NaN if none is finite.
       log2_high: f32[], the largest loss scale with finite gradients. NaN if none is finite.
@@ -107,11 +107,11 @@ def calibrate_loss_scale(
     def backward(log2_scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
         nonlocal paths
         loss_scale = _any_loss_scale(jnp.exp2(log2_scale.astype(jnp.float32)))
-        _, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(*rejoin(arrays))
+        value, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(*rejoin(arrays))
         paths, leaves = named_inexact_leaves(grads)
         zeros = [jnp.sum(leaf == 0, dtype=jnp.uint32) for leaf in leaves]
         sizes = np.array([max(leaf.size, 1) for leaf in leaves], np.float32)
-        return jnp.stack(zeros).astype(jnp.float32) / sizes, all_finite(grads)
+        return jnp.stack(zeros).astype(jnp.float32) / sizes, all_finite((value[0] if has_aux else value, grads))
 
     @jax.jit
     def sweep(arrays: list[Any]) -> tuple[jax.Array, jax.Array]:

@@ -258,18 +258,16 @@ def test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype(values, dt
     ]
     log2_scales = np.array([0, 2, 3, 4, 15, 24])
     expected = [reference_counts(x, 2.0**k, dtype) for k in log2_scales]
-    nonzero = np.float32((np.isfinite(x) & (x != 0)).sum())
-    flushed = np.float32([row["flushed"] for row in expected]) / nonzero
-    subnormal = np.float32([row["subnormal"] for row in expected]) / nonzero
+    nonzero = (np.isfinite(x) & (x != 0)).sum()
 
     @jax.jit
     def shares(x):
         histogram = diagnostics.exponent_histogram({"w": x})
         return histogram.flushed_share(log2_scales, dtype), histogram.subnormal_share(log2_scales, dtype)
 
-    flushed_share, subnormal_share = shares(x)
-    assert flushed_share[:, 0].tolist() == flushed.tolist()
-    np.testing.assert_allclose(subnormal_share[:, 0], subnormal, atol=1e-7)  # a difference of two shares
+    for name, share in zip(("flushed", "subnormal"), shares(x), strict=True):
+        counted = np.rint(np.float64(share[:, 0]) * nonzero)
+        assert counted.tolist() == [row[name] for row in expected]
 
 
 def test_entries_are_counted_at_their_exponent():
@@ -298,3 +296,313 @@ def test_a_histogram_refuses_scales_that_are_no_whole_powers_of_two():
         diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1.5)
     with pytest.raises(ValueError, match="dtype must be one of"):
         diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1, "int8")
+
+
+# The real backward pass
+
+
+def forgetful(w, x):
+    """A loss whose float16 backward pass makes 2^-30 per entry of x = 1 at S = 1: zero below S = 2^6."""
+    half = w.astype(jnp.float16) * x.astype(jnp.float16)
+    return (half * jnp.float16(2.0**-10)).astype(jnp.float32).sum() * 2.0**-20
+
+
+def test_calibration_finds_the_window_that_the_backward_pass_has():
+    scales = range(0, 42, 1)
+    found = diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales)
+    # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite in float16 from 2^36 on.
+    assert [float(x) for x in (found.log2_low, found.log2_high)] == [6, 35]
+    assert float(found.recommended_log2_scale) == 33
+    assert bool(found.needs_scaling)
+    assert found.log2_scales.tolist() == list(scales)
+    assert found.finite.tolist() == [k < 36 for k in scales]
+    assert found.zero_fraction[:36].tolist() == [[float(k < 6)] for k in scales][:36]
+
+
+def test_calibration_needs_no_scaling_where_nothing_is_lost_at_one():
+    found = diagnostics.calibrate_loss_scale(lambda w: (w["a"] ** 2).sum(), {"a": jnp.ones(3)})
+    assert not bool(found.needs_scaling)
+    assert found.paths == ("['a']",)
+    assert "not needed" in found.summary()
+
+
+def test_entries_that_are_always_zero_do_not_count_as_lost():
+    found = diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), jnp.float32([1, 0, 0]))
+    assert float(found.log2_low) == 6
+    np.testing.assert_allclose(found.zero_fraction[-1], 2 / 3)
+
+
+def test_calibration_says_so_where_no_scale_works():
+    found = diagnostics.calibrate_loss_scale(lambda w: jnp.log(w).sum(), -jnp.ones(3))
+    for value in (found.log2_low, found.log2_high, found.recommended_log2_scale):
+        assert np.isnan(value)
+    assert bool(found.needs_scaling)
+    assert "diagnose_nonfinite" in found.summary()
+
+
+def test_calibration_takes_what_jax_grad_takes():
+    def loss(x, w, power, name):
+        assert isinstance(power, int)
+        assert name == "static"
+        return (x * w["w"] ** power).sum(), {"aux": x}
+
+    args = jnp.ones(3), {"w": jnp.ones(3), "key": jnp.array(1)}, 2, "static"
+    found = diagnostics.calibrate_loss_scale(
+        loss, *args[:1], {"w": args[1]["w"]}, *args[2:], argnums=1, has_aux=True
+    )
+    assert found.paths == ("['w']",)
+    assert bool(found.finite.all())
+
+
+def test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once():
+    counted, traces = count_traces(forgetful)
+    xs = jnp.float32([[1, 1, 1], [2.0**-10, 1, 0]])
+    one_by_one = [diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), x) for x in xs]
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
+    calibrate = functools.partial(diagnostics.calibrate_loss_scale, counted, jnp.ones(3))
+    assert_bitwise_equal(jax.jit(jax.vmap(calibrate))(xs), expected)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("scales", [[], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]])
+def test_calibration_refuses_scales_that_do_not_increase(scales):
+    with pytest.raises(ValueError, match="calibrate_loss_scale: log2_scales must be"):
+        diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales)
+
+
+def test_a_finite_step_is_diagnosed_as_such():
+    diagnosis = diagnostics.diagnose_nonfinite(forgetful, 2.0**15, jnp.ones(3), jnp.ones(3))
+    assert diagnosis == diagnostics.Diagnosis("none")
+
+
+@pytest.mark.parametrize("start", [2.0**36, 2.0**40, 1e12])
+def test_an_overflow_is_finite_from_the_largest_smaller_scale_on(start):
+    diagnosis = diagnostics.diagnose_nonfinite(forgetful, start, jnp.ones(3), jnp.ones(3))
+    assert (diagnosis.cause, diagnosis.finite_at_log2) == ("overflow", 35)
+    assert "2^35" in diagnosis.summary()
+
+
+def out_of_range(w):
+    """At S = 1 the gradient is 240000, beyond float16: finite from S = 2^-2 on."""
+    return (w.astype(jnp.float16) * jnp.float16(60000)).astype(jnp.float32) * 4
+
+
+def test_an_overflow_that_persists_at_one_is_searched_further_down():
+    assert diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1)).finite_at_log2 == -2
+    assert "below 1" in diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1)).summary()
+    assert diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1), log2_min=-1).cause == "nan"
+    assert diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1), log2_min=-2).cause == "overflow"
+
+
+def test_the_leaf_that_overflows_first_as_the_scale_grows_is_named():
+    def loss(params):
+        return forgetful(params["a"], jnp.ones(3)) + 2.0**4 * forgetful(params["b"], jnp.ones(3))
+
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**60, params)
+    assert (diagnosis.path, diagnosis.finite_at_log2) == ("['b']", 31)
+    assert diagnosis.nonfinite_paths == ("['b']",)
+
+
+def test_a_loss_that_is_not_finite_is_a_matter_of_the_forward_pass():
+    def loss(params, batch):
+        return (params["w"] * batch["x"]).sum(), None
+
+    batch = {"y": jnp.ones(2), "x": jnp.array([1.0, jnp.nan])}
+    diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**15, {"w": jnp.ones(2)}, batch, has_aux=True)
+    assert (diagnosis.cause, diagnosis.path) == ("forward", "['w']")
+    assert diagnosis.nonfinite_argument == "args[1]['x']"
+    assert "args[1]['x']" in diagnosis.summary()
+    exploded = diagnostics.diagnose_nonfinite(lambda w: jnp.exp(w).sum(), 2.0**15, jnp.full(2, 1e3))
+    assert (exploded.cause, exploded.nonfinite_argument) == ("forward", None)
+
+
+def test_a_nan_that_no_scale_cures_is_found():
+    params = {"a": jnp.ones(2), "b": jnp.zeros(2)}
+    diagnosis = diagnostics.diagnose_nonfinite(
+        lambda p: (p["a"] + jnp.where(p["b"] > 0, jnp.sqrt(p["b"]), 0)).sum(),
+        jmp_scale.DynamicLossScale(),
+        params,
+    )
+    assert (diagnosis.cause, diagnosis.path, diagnosis.finite_at_log2) == ("nan", "['b']", None)
+    assert "debug_nans" in diagnosis.summary()
+
+
+def test_a_diagnosis_compiles_the_loss_once_however_many_scales_it_tries():
+    counted, traces = count_traces(out_of_range)
+    diagnostics.diagnose_nonfinite(counted, 2.0**15, jnp.float32(1))
+    assert len(traces) == 1
+
+
+def test_a_diagnosis_refuses_a_bad_search_range():
+    with pytest.raises(ValueError, match="diagnose_nonfinite: log2_min must be in"):
+        diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1), log2_min=-127)
+
+
+def test_debug_nans_finds_a_planted_nan_at_a_loss_scale_of_one():
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        jmp_scale.grad(lambda w: jnp.log(w).sum(), jmp_scale.NoOpLossScale())(-jnp.ones(2))
+
+
+# History
+
+
+def recorded(flags, capacity=100, loss_finite=None, loss_scale=None):
+    """A history of steps with these flags, in which S follows its rule."""
+    loss_scale = loss_scale or jmp_scale.DynamicLossScale(2.0**15, period=3)
+    loss_finite = [True] * len(flags) if loss_finite is None else loss_finite
+
+    def step(carry, flag):
+        history, loss_scale = carry
+        finite, loss_is_finite = flag
+        history = history.push(loss_scale, finite, loss_finite=loss_is_finite, amax=2.0)
+        return (history, loss_scale.adjust(finite, loss_finite=loss_is_finite)), None
+
+    flags = jnp.array(flags, bool), jnp.array(loss_finite, bool)
+    history = diagnostics.LossScaleHistory.create(capacity)
+    return jax.lax.scan(step, (history, loss_scale), flags)[0]
+
+
+def test_a_history_counts_skips_growths_and_backoffs():
+    history, _ = recorded([0, 0, 1, 1, 1, 1, 0, 1])
+    assert history.to_dict()["log2_scale"].tolist() == [15, 14, 13, 13, 13, 14, 14, 13]
+    summary = history.summary()
+    assert (summary.steps, summary.skip_rate, summary.longest_run) == (8, 3 / 8, 2)
+    assert (summary.growths, summary.backoffs, summary.loss_nonfinite) == (1, 3, 0)
+    assert (summary.log2_scale_min, summary.log2_scale_median, summary.log2_scale_last) == (13, 13.5, 13)
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5, 11])
+def test_a_full_history_keeps_the_last_steps_in_order(steps):
+    flags = [i % 3 > 0 for i in range(steps)]
+    history = recorded(flags, capacity=4)[0].to_dict()
+    assert history["step"].tolist() == list(range(steps))[-4:]
+    assert history["grads_finite"].tolist() == flags[-4:]
+    assert history["log2_scale"].tolist() == recorded(flags)[0].to_dict()["log2_scale"].tolist()[-4:]
+
+
+def test_an_empty_history_has_a_summary():
+    summary = diagnostics.LossScaleHistory.create(3).summary()
+    assert (summary.steps, summary.skip_rate, summary.longest_run) == (0, 0.0, 0)
+    assert np.isnan(summary.log2_scale_last)
+
+
+def test_a_history_refuses_a_bad_capacity_and_batches():
+    for capacity in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match="capacity must be an integer >= 1"):
+            diagnostics.LossScaleHistory.create(capacity)
+    with pytest.raises(ValueError, match=r"push: grads_finite must be a scalar, got \(2,\)"):
+        diagnostics.LossScaleHistory.create(3).push(1.0, jnp.ones(2, bool))
+
+
+# Health and metrics, of states without Optax
+
+
+def state(loss_scale=None, skipped=0, in_a_row=0, inner=None):
+    loss_scale = jmp_scale.DynamicLossScale() if loss_scale is None else loss_scale
+    counts = jnp.array(skipped, jnp.int32), jnp.array(in_a_row, jnp.int32)
+    return jmp_scale.LossScaleState(loss_scale, inner, jnp.array(in_a_row == 0), *counts)
+
+
+def test_nothing_is_said_when_all_is_well():
+    assert diagnostics.health(state()) == []
+    assert diagnostics.health(state(skipped=7)) == []
+    assert diagnostics.health(state(jmp_scale.NoOpLossScale())) == []
+    assert diagnostics.health(state(), recorded([1] * 50)[0]) == []
+    assert diagnostics.health(state(skipped=2), recorded([0, 0, *[1] * 50])[0]) == []  # the warm-up is over
+
+
+FINDINGS = {
+    "warm-up": (state(jmp_scale.DynamicLossScale(2.0**12), 3, 3), None, "At most 12 more skips"),
+    "warm-up, recorded": (state(jmp_scale.DynamicLossScale(2.0**12), 3, 3), [0, 0, 0], "warm-up"),
+    "occasional": (state(skipped=5, in_a_row=1), None, "normal if rare"),
+    "occasional, recorded": (state(skipped=1), [*[1] * 30, 0, 1], "(3.1%): normal"),
+    "frequent": (state(skipped=3), [*[1] * 5, 0, 1, 0, 1], "22.2%"),
+    "broken batches": (state(skipped=2), [*[1] * 5, -1, 1, -1, 1], "loss itself was not finite"),
+    "floor": (state(jmp_scale.DynamicLossScale(1.0), 40, 30), None, "stuck at its floor of 2^0"),
+    "loss": (state(skipped=8, in_a_row=2), [1, 1, -1, -1], "the loss itself is not finite"),
+    "loss, not recorded": (state(skipped=60, in_a_row=60), None, "the loss itself is not finite"),
+    "every step": (state(jmp_scale.DynamicLossScale(8.0), 14, 12), None, "something broke"),
+    "every step, static": (state(jmp_scale.StaticLossScale(8), 12, 12), None, "does not adapt: take"),
+    "one step, static": (state(jmp_scale.StaticLossScale(8), 1, 1), None, "normal if it stays the only one"),
+    "below 1": (state(jmp_scale.DynamicLossScale(0.25, min_loss_scale=0)), None, "2^-2, below 1"),
+    "float16": (state(inner={"mu": jnp.ones(2, jnp.float16)}), None, ".inner_state['mu'] is float16"),
+}
+
+
+@pytest.mark.parametrize("case", FINDINGS)
+def test_each_finding_is_one_sentence(case):
+    opt_state, flags, expected = FINDINGS[case]
+    history = None
+    if flags is not None:  # -1: the loss itself is not finite
+        history, _ = recorded([flag > 0 for flag in flags], loss_finite=[flag >= 0 for flag in flags])
+    sentences = diagnostics.health(opt_state, history)
+    assert len(sentences) == 1
+    assert expected in sentences[0]
+
+
+@pytest.mark.parametrize("in_a_row", [9, 10])
+def test_a_run_is_long_from_ten_steps_on(in_a_row):
+    sentence = diagnostics.health(state(jmp_scale.DynamicLossScale(8.0), 50, in_a_row))[0]
+    assert ("something broke" in sentence) == (in_a_row == 10)
+
+
+def test_a_finding_is_told_when_it_begins_and_when_it_is_over():
+    log = diagnostics.HealthLog()
+    floor = jmp_scale.DynamicLossScale(1.0)
+    assert log(state()) == []
+    assert "stuck" in log(state(floor, 9, 9))[0]
+    assert log(state(floor, 10, 10)) == []
+    assert log(state(floor, 10, 0)) == ["Over: stuck at the floor."]
+    assert log(state(floor, 10, 0)) == []
+
+
+def test_states_are_found_at_any_depth_and_told_apart():
+    nested = {"gen": ((state(skipped=1),), jnp.ones(2)), "dis": [None, state(jmp_scale.StaticLossScale(0.5))]}
+    assert diagnostics.health(nested) == [
+        sentence
+        for sentence in diagnostics.health(nested)
+        if sentence.startswith("['dis'][1]: The loss scale is 2^-1")
+    ]
+    assert len(diagnostics.health(nested)) == 1
+    scalars = diagnostics.metrics(nested)
+    assert int(scalars["['gen'][0][0].skipped"]) == 1
+    assert float(scalars["['dis'][1].loss_scale"]) == 0.5
+
+
+@pytest.mark.parametrize("function", [diagnostics.health, diagnostics.metrics])
+def test_a_tree_without_a_state_is_refused(function):
+    with pytest.raises(ValueError, match=f"{function.__name__}: found no state of with_loss_scale"):
+        function({"mu": jnp.ones(2)})
+
+
+def test_health_refuses_several_replicas_of_a_state():
+    replicas = jax.tree.map(lambda x: jnp.stack([x, x]), state())
+    with pytest.raises(ValueError, match=r"health: expected one state, got \(2,\) of them"):
+        diagnostics.health(replicas)
+
+
+def test_metrics_are_scalars_that_stay_on_the_device():
+    grads = {"w": jnp.array([3.0, 4.0]), "h": jnp.full(1, 300, jnp.float16), "step": jnp.array(7)}
+
+    @jax.jit
+    def step(opt_state, grads):
+        return diagnostics.metrics(opt_state, grads)
+
+    with jax.transfer_guard_device_to_host("disallow"):
+        scalars = step({"opt": state(skipped=5, in_a_row=2)}, grads)
+    assert all(isinstance(x, jax.Array) and x.shape == () for x in scalars.values())
+    assert {name: x.item() for name, x in scalars.items()} == {
+        "loss_scale": 2.0**15,
+        "skipped": 5,
+        "skipped_in_a_row": 2,
+        "grads_finite": False,
+        "grad_norm": float(np.float32(np.sqrt(90025))),
+    }
+
+
+def test_metrics_without_gradients_have_no_norm_and_know_every_loss_scale():
+    for loss_scale in (jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(1)):
+        scalars = diagnostics.metrics(state(loss_scale))
+        assert (scalars["loss_scale"].dtype, float(scalars["loss_scale"])) == (jnp.float32, 1.0)
+        assert "grad_norm" not in scalars

@@ -111,7 +111,9 @@ def calibrate_loss_scale(
         paths, leaves = named_inexact_leaves(grads)
         zeros = [jnp.sum(leaf == 0, dtype=jnp.uint32) for leaf in leaves]
         sizes = np.array([max(leaf.size, 1) for leaf in leaves], np.float32)
-        return jnp.stack(zeros).astype(jnp.float32) / sizes, all_finite((value[0] if has_aux else value, grads))
+        return jnp.stack(zeros).astype(jnp.float32) / sizes, all_finite(
+            (value[0] if has_aux else value, grads)
+        )
 
     @jax.jit
     def sweep(arrays: list[Any]) -> tuple[jax.Array, jax.Array]:

@@ -26,6 +26,7 @@ FLOORS = {
     "_health": 3,
     "_probes": 4,
     "diagnostics": 5,
+    "plotting": 6,
     "_transform": 4,
     "checkpoints": 5,
     "_flax": 5,
@@ -38,6 +39,7 @@ ALLOWED_EXTERNAL = {name: {"jax", "numpy"} for name in FLOORS} | {
     "_flax": {"jax", "flax", "optax"},
     "linen": {"jax", "flax", "optax"},
     "nnx": {"jax", "flax", "optax"},
+    "plotting": {"jax", "numpy", "matplotlib"},
 }
 
 

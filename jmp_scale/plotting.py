@@ -1,0 +1,219 @@
+"""Figures of what `jmp_scale.diagnostics` reports; needs the extra `plot`.
+
+Each function draws into `ax`, or into the axes of a new figure, and returns the axes, whose title, limits and
+legend are free to be changed. Nothing is shown or written.
+"""
+
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from ._casts import limits
+from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
+
+try:
+    import matplotlib.pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+except ImportError as error:
+    raise ImportError("jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'") from error
+
+# Of the palette of Okabe and Ito, which the color-blind can tell apart.
+_BLUE, _SKY, _ORANGE, _RED, _GREY = "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#999999"
+
+_POWERS_OF_TWO = FuncFormatter(lambda log2, _: f"$2^{{{log2:g}}}$")
+
+
+def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
+    """The loss scale over the recorded steps, and which of them were skipped.
+
+    Args:
+      history: with at least one step.
+      ax: axes to draw into; default a new figure's.
+
+    Returns:
+      The axes: steps by log2 S.
+
+    Raises:
+      ValueError: an empty history.
+    """
+    recorded = history.to_dict()
+    step, log2_scale, loss_finite = recorded["step"], recorded["log2_scale"], recorded["loss_finite"]
+    if step.size == 0:
+        raise ValueError("plot_loss_scale: expected a history of at least one step, got an empty one")
+    ax = _axes(ax)
+    ax.step(step, log2_scale, where="post", color=_BLUE, linewidth=1.6, label="loss scale S", zorder=2)
+    for marker, color, label, skipped in (
+        ("v", _RED, "skipped: overflow", ~recorded["grads_finite"] & loss_finite),
+        ("X", "black", "skipped: the loss is not finite", ~loss_finite),
+    ):
+        if skipped.any():
+            points = {"marker": marker, "color": color, "s": 36, "zorder": 3, "linewidth": 0}
+            ax.scatter(step[skipped], log2_scale[skipped], label=f"{label} ({skipped.sum()})", **points)
+    ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
+    _power_of_two_axis(ax.yaxis)
+    ax.margins(y=0.15)
+    _finish(ax, grid="both")
+    return ax
+
+
+def plot_exponent_histogram(
+    histogram: ExponentHistogram,
+    log2_scale: int = 0,
+    dtype: DTypeLike = "float16",
+    ax: Axes | None = None,
+) -> Axes:
+    """The magnitudes of all entries by power of two, before what a dtype can hold of them at S.
+
+    The figure of the Mixed Precision Training paper: raising S moves the range to smaller entries.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
+
+    Args:
+      histogram: of true gradients.
+      log2_scale: log2 of S.
+      dtype: see `grad_report`.
+      ax: axes to draw into; default a new figure's.
+
+    Returns:
+      The axes: log2 of the unscaled magnitude by share of the non-zero entries.
+
+    Raises:
+      ValueError: another dtype, or a histogram without finite non-zero entries.
+    """
+    counts = np.asarray(histogram.counts, np.float64).sum(0)
+    if not counts.any():
+        raise ValueError("plot_exponent_histogram: expected finite non-zero entries, got none")
+    cast, ax = limits(dtype), _axes(ax)
+    name, shares, exponents = np.dtype(dtype).name, counts / counts.sum(), histogram.exponents
+    flushed, normal, overflow = (
+        np.log2(x) - log2_scale for x in (cast.zero_up_to, cast.subnormal_below, cast.overflow_from)
+    )
+    used = exponents[counts > 0]
+    margin = 0.15 * (overflow - flushed)  # room for the words "zero" and "overflow"
+    left, right = min(used.min() - 1, flushed - margin), max(used.max() + 2, overflow + margin)
+    for start, end, color, label in (
+        (left, flushed, _RED, "zero"),
+        (flushed, normal, _ORANGE, "subnormal"),
+        (normal, overflow, _SKY, "normal"),
+        (overflow, right, _GREY, "overflow"),
+    ):
+        ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
+        ax.text((start + end) / 2, 0.975, label, transform=ax.get_xaxis_transform(), ha="center", va="top")
+    inside = (exponents >= left) & (exponents < right)
+    bars = {"width": 0.9, "align": "edge", "color": _BLUE, "zorder": 3}
+    ax.bar(exponents[inside] + 0.05, shares[inside], **bars)
+    lost = shares[exponents < flushed].sum()
+    ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()), ylabel="share of non-zero entries")
+    ax.set_xlabel("unscaled magnitude")
+    ax.set_title(f"{name} at S = {_power(log2_scale)}: {lost:.1%} of the non-zero entries lost")
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _power_of_two_axis(ax.xaxis)
+    _finish(ax, legend=False)
+    return ax
+
+
+def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axes:
+    """What S and the cast make of the entries of each leaf: flushed to zero, subnormal, not finite.
+
+    Args:
+      report: of `grad_report`.
+      k: leaves that are drawn at most, the worst ones, in the order of the tree.
+      ax: axes to draw into; default a new figure's.
+
+    Returns:
+      The axes: share of the leaf's non-zero entries by leaf.
+
+    Raises:
+      ValueError: a report without leaves.
+    """
+    rows = report.to_dict()["leaves"]
+    if not rows:
+        raise ValueError("plot_flushed: expected a report of at least one leaf, got none")
+    worst = report.worst(k)
+    paths = [path for path in rows if path in worst][::-1]
+    ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
+    left = np.zeros(len(paths))
+    for label, color, names in (
+        ("overflow or not finite", "black", ("overflow", "nonfinite")),
+        (f"flushed to zero in {report.dtype}", _RED, ("flushed",)),
+        ("subnormal", _ORANGE, ("subnormal",)),
+    ):
+        nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
+        share = np.array([sum(rows[path][name] for name in names) for path in paths]) / nonzero
+        ax.barh(range(len(paths)), share, left=left, color=color, label=label, height=0.72, zorder=3)
+        left += share
+    ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
+    ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
+    ax.set_title(f"Gradients at S = {_power(np.log2(float(report.loss_scale)))}", pad=28)
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _finish(ax, grid="x", legend=False)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
+    return ax
+
+
+def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
+    """The share of zero gradient entries of each leaf at each S, and the window of the S that work.
+
+    Args:
+      calibration: of `calibrate_loss_scale`.
+      ax: axes to draw into; default a new figure's.
+
+    Returns:
+      The axes: log2 S by leaf.
+    """
+    paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
+    finite = np.asarray(calibration.finite)
+    low, high, best = (
+        float(x) for x in (calibration.log2_low, calibration.log2_high, calibration.recommended_log2_scale)
+    )
+    ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
+    middles = (log2_scales[1:] + log2_scales[:-1]) / 2
+    edges = np.concatenate([[log2_scales[0] - 1], middles, [log2_scales[-1] + 1]])
+    rows = np.arange(len(paths) + 1) - 0.5
+    colors = np.asarray(calibration.zero_fraction).T
+    mesh = ax.pcolormesh(edges, rows, colors, cmap="Blues", vmin=0, vmax=1)
+    ax.figure.colorbar(
+        mesh, ax=ax, format=PercentFormatter(1, decimals=0), label="entries that are zero", pad=0.02
+    )
+    for column in np.flatnonzero(~finite):
+        ax.axvspan(
+            edges[column], edges[column + 1], facecolor="0.85", edgecolor="0.6", hatch="///", linewidth=0
+        )
+    if not np.isnan(low):
+        window = edges[[np.searchsorted(log2_scales, low), np.searchsorted(log2_scales, high) + 1]]
+        ax.axvspan(*window, fill=False, edgecolor=_RED, linewidth=2.5, zorder=4)
+        ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
+    ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
+    ax.set(xlabel="loss scale S (hatched: gradients overflow)", ylim=(len(paths) - 0.5, -0.5))
+    ax.set_title(_window_title(low, high, best))
+    _power_of_two_axis(ax.xaxis)
+    return ax
+
+
+def _window_title(low: float, high: float, best: float) -> str:
+    if np.isnan(low):
+        return "No loss scale works"
+    return f"Loss scales from {_power(low)} to {_power(high)} work; start from {_power(best)}"
+
+
+def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
+    return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
+
+
+def _power_of_two_axis(axis: Any) -> None:
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=3, steps=[1, 2, 4, 5, 10]))
+    axis.set_major_formatter(_POWERS_OF_TWO)
+
+
+def _power(log2: float) -> str:
+    return f"$2^{{{log2:g}}}$"
+
+
+def _finish(ax: Axes, grid: Any = "y", legend: bool = True) -> None:
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis=grid, color="0.9", linewidth=0.8, zorder=0)
+    ax.set_axisbelow(True)
+    if legend:
+        ax.legend(frameon=False, loc="best")

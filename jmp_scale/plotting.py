@@ -91,7 +91,7 @@ def plot_exponent_histogram(
         np.log2(x) - log2_scale for x in (cast.zero_up_to, cast.subnormal_below, cast.overflow_from)
     )
     used = exponents[counts > 0]
-    margin = 0.15 * (overflow - flushed)  # room for the words "zero" and "overflow"
+    margin = 0.2 * (overflow - flushed)  # room for the words "zero" and "overflow"
     left, right = min(used.min() - 1, flushed - margin), max(used.max() + 2, overflow + margin)
     for start, end, color, label in (
         (left, flushed, _RED, "zero"),
@@ -100,7 +100,15 @@ def plot_exponent_histogram(
         (overflow, right, _GREY, "overflow"),
     ):
         ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
-        ax.text((start + end) / 2, 0.975, label, transform=ax.get_xaxis_transform(), ha="center", va="top")
+        ax.text(
+            (start + end) / 2,
+            0.975,
+            label,
+            transform=ax.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            size="small",
+        )
     inside = (exponents >= left) & (exponents < right)
     bars = {"width": 0.9, "align": "edge", "color": _BLUE, "zorder": 3}
     ax.bar(exponents[inside] + 0.05, shares[inside], **bars)
@@ -137,7 +145,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     left = np.zeros(len(paths))
     for label, color, names in (
         ("overflow or not finite", "black", ("overflow", "nonfinite")),
-        (f"flushed to zero in {report.dtype}", _RED, ("flushed",)),
+        ("flushed to zero", _RED, ("flushed",)),
         ("subnormal", _ORANGE, ("subnormal",)),
     ):
         nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
@@ -146,10 +154,13 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
         left += share
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
-    ax.set_title(f"Gradients at S = {_power(np.log2(float(report.loss_scale)))}", pad=28)
+    ax.set_title(
+        f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}: what is lost of each leaf",
+        pad=28,
+    )
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _finish(ax, grid="x", legend=False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, handlelength=1)
     return ax
 
 

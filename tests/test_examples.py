@@ -85,3 +85,18 @@ def test_each_loss_finds_a_scale_of_its_own():
     assert powers["reconstruction"] == 24
     assert powers["label"] < 24
     assert abs(powers["shared"] - powers["label"]) <= 1
+def test_each_run_that_goes_wrong_is_explained(tmp_path):
+    text = run("diagnose.py", "--steps", 80, "--out", tmp_path)
+    assert re.search(r"^underflow +Loss scales from 2\^1[246] to 2\^22 work", text, re.MULTILINE)
+    assert "The loss scale is stuck at its floor of 2^0" in text
+    assert re.search(r"^overflow in the forward pass +The loss itself is not finite", text, re.MULTILINE)
+    assert "most of them since the loss itself was not finite" in text
+    assert re.search(r"^one NaN image +args\[1\] is not finite itself", text, re.MULTILINE)
+    assert (tmp_path / "diagnose.png").stat().st_size > 20_000
+
+
+def test_the_logged_metrics_are_one_row_a_step(tmp_path):
+    run("log_metrics.py", "--steps", 120, "--out", tmp_path)
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert set(header.split(",")) >= {"step", "loss", "loss_scale", "skipped", "grad_norm"}
+    assert [row.split(",")[0] for row in rows] == [str(step) for step in range(120)]

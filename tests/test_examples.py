@@ -85,6 +85,8 @@ def test_each_loss_finds_a_scale_of_its_own():
     assert powers["reconstruction"] == 24
     assert powers["label"] < 24
     assert abs(powers["shared"] - powers["label"]) <= 1
+
+
 def test_each_run_that_goes_wrong_is_explained(tmp_path):
     text = run("diagnose.py", "--steps", 80, "--out", tmp_path)
     assert re.search(r"^underflow +Loss scales from 2\^1[246] to 2\^22 work", text, re.MULTILINE)

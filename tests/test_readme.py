@@ -3,11 +3,16 @@
 import pathlib
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
+import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+from flax import nnx
 
 import jmp_scale
+from jmp_scale import linen
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -121,13 +121,20 @@ def with_shard_map(params):
     def shard_step(state, images, weights):
         params, opt_state = state
         # Else JAX sums their gradients by itself: in float16, and before they are unscaled.
-        params = lax.pcast(params, "data", to="varying")
+        params = varying(params)
         loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, images, weights)
         return apply(state, *lax.pmean((loss, grads), "data"))
 
     specs = {"in_specs": (everywhere, share, share), "out_specs": (everywhere, everywhere)}
     params = jax.device_put(params, NamedSharding(mesh, everywhere))
     return init_on(mesh, params), jax.jit(jax.shard_map(shard_step, mesh=mesh, **specs)), divided(mesh)
+
+
+def varying(params):
+    """The same values, which JAX takes to differ between devices."""
+    if hasattr(lax, "pcast"):
+        return lax.pcast(params, "data", to="varying")
+    return jax.tree.map(lambda x: lax.pvary(x, "data"), params)  # jax 0.8
 
 
 def device_mesh():

@@ -33,7 +33,7 @@ def value_and_grad(
     the gradients of replicated parameters over the mesh axis: divide by the axis size there, and do not
     average again. Nothing is added on top here. JAX sums them in the dtype of the computation and before
     they are unscaled, where float16 may overflow (a skipped step); to average in float32 instead, let the
-    parameters vary, `jax.lax.pcast(params, axis, to="varying")`, and take `pmean` of their gradients.
+    parameters vary, `jax.lax.pcast(params, axis, to="varying")` (`pvary` in jax 0.8), and take `pmean`.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.

@@ -4,6 +4,7 @@ import re
 
 import jax
 import numpy as np
+from jax import lax
 
 
 def reference_rule(
@@ -80,3 +81,10 @@ def collectives(fun, *args):
     hlo = fun.lower(*args).compile().as_text()
     found = re.findall(rf"= (.+?) ({operations})(?:-start)?\(", hlo)
     return [(op, re.sub(r"/\*.*?\*/", "", shape)) for shape, op in found]
+
+
+def varying(tree, axes):
+    """In `shard_map`: the same values, whose gradients JAX does not sum over `axes`."""
+    if hasattr(lax, "pcast"):
+        return lax.pcast(tree, axes, to="varying")
+    return jax.tree.map(lambda x: lax.pvary(x, axes), tree)  # jax 0.8

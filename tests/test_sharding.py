@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, collectives
+from helpers import assert_bitwise_equal, collectives, varying
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
@@ -57,9 +57,9 @@ def optimizer(axes=(), axis_name=None):
     return jmp_scale.with_loss_scale(optax.chain(mean, optax.adam(0.1)), LOSS_SCALE, axis_name=axis_name)
 
 
-def step(tx, state, images, weights, loss_fn=loss_fn, varying=()):
+def step(tx, state, images, weights, loss_fn=loss_fn, varying_over=()):
     params, opt_state = state
-    at = lax.pcast(params, varying, to="varying") if varying else params
+    at = varying(params, varying_over) if varying_over else params
     loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(at, images, weights)
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
@@ -85,7 +85,7 @@ def vmapped():
 
 def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
     tx = optimizer(axes)
-    one_step = functools.partial(step, tx, varying=axes if check_vma else ())
+    one_step = functools.partial(step, tx, varying_over=axes if check_vma else ())
 
     def train_step(state, *batch):
         if not scanned:
@@ -230,7 +230,7 @@ def linear(w, x):
 def test_float16_gradients_of_60000_are_averaged_in_float32(mode):
     def average(w, x):
         if mode == "shard_map":
-            w = lax.pcast(w, "i", to="varying")
+            w = varying(w, "i")
         return lax.pmean(jmp_scale.grad(linear, jmp_scale.NoOpLossScale())(w, x), "i")
 
     w, x = np.float16(1), np.full((8, 1), 60000, np.float16)

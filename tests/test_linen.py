@@ -216,9 +216,12 @@ def float8_step(loss_scale, x, factor=1.0):
     state = TrainState.create(
         apply_fn=Float8Net().apply, params=params, tx=optax.sgd(0.1), loss_scale=loss_scale
     )
-    _, grads = state.value_and_grad(lambda v: (state.apply_fn(v, x) ** 2).mean(), allow_int=True)(
-        state.params
-    )
+
+    def loss_fn(params):
+        return (state.apply_fn(params, x) ** 2).mean()
+
+    _, grads = state.value_and_grad(loss_fn, allow_int=True)(state.params)
+    grads["params"] = jax.tree.map(lambda g: g * factor, grads["params"])  # float8 itself saturates
     return state, state.apply_gradients(grads=grads)
 
 

@@ -1,8 +1,8 @@
 """What a gradient report costs beside `all_finite`, on one leaf and on many of 20 million entries in all.
 
 First what does not depend on the machine: bytes accessed by the compiled programs, in passes over the
-gradients. Then times, in rounds of all_finite, report, all_finite: the ratio is that of the report to the mean
-of the two around it, and the ratio of these two is the control, which has to be close to 1.
+gradients. Then times, in rounds of all_finite, report, all_finite: the ratio is that of the report to the
+mean of the two around it, and the ratio of these two is the control, which has to be close to 1.
 """
 
 import argparse

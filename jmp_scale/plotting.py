@@ -45,7 +45,7 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     ax = _axes(ax)
     ax.step(step, log2_scale, where="post", color=_BLUE, linewidth=1.6, label="loss scale S", zorder=2)
     for marker, color, label, skipped in (
-        ("v", _RED, "skipped: overflow", ~recorded["grads_finite"] & loss_finite),
+        ("v", _RED, "skipped: gradients not finite", ~recorded["grads_finite"] & loss_finite),
         ("X", "black", "skipped: the loss is not finite", ~loss_finite),
     ):
         if skipped.any():

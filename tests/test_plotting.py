@@ -67,7 +67,7 @@ def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
     assert ax.lines[0].get_ydata().tolist() == [15, 15, 14, 14]
     overflow, loss_not_finite = (points.get_offsets().tolist() for points in ax.collections)
     assert (overflow, loss_not_finite) == ([[1, 15]], [[3, 14]])
-    assert "skipped: overflow (1)" in texts(ax)
+    assert "skipped: gradients not finite (1)" in texts(ax)
 
 
 def test_the_histogram_stands_before_the_range_of_the_dtype_at_that_scale():

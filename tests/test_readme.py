@@ -51,6 +51,46 @@ def test_the_python_of_the_readme_trains_a_float16_model():
     assert isinstance(opt_state.loss_scale, jmp_scale.DynamicLossScale)
 
 
+def test_the_linen_lines_of_the_readme_train_a_model():
+    class WithStatistics(linen.TrainState):
+        batch_stats: dict
+
+    model = nn.BatchNorm(use_running_average=False)
+    x = jax.random.normal(jax.random.key(0), (8, 2))
+    variables = model.init(jax.random.key(1), x)
+
+    def loss_fn(params):
+        y, updates = model.apply(variables | {"params": params}, x, mutable="batch_stats")
+        return jnp.mean((y - 1) ** 2), updates
+
+    namespace = {"jmp_scale": jmp_scale, "optax": optax, "model": model, "loss_fn": loss_fn, **variables}
+    code = PYTHON_BLOCKS[2].replace("TrainState.create", "WithStatistics.create")
+    exec(code, namespace | {"WithStatistics": WithStatistics}, run := {})
+    assert run["state"].step == 1
+    assert (run["state"].batch_stats["mean"] != variables["batch_stats"]["mean"]).all()
+
+
+def test_the_nnx_lines_of_the_readme_train_a_model():
+    def loss_fn(model, batch):
+        return jnp.mean((model(batch) - 1) ** 2)
+
+    namespace = {"jmp_scale": jmp_scale, "optax": optax, "loss_fn": loss_fn, "batch": jnp.ones((4, 2))}
+    exec(PYTHON_BLOCKS[3], namespace | {"model": nnx.Linear(2, 1, rngs=nnx.Rngs(0))}, run := {})
+    assert run["optimizer"].step[...] == 1
+
+
+def test_the_checkpoint_lines_of_the_readme_restore_a_state_from_before_loss_scaling(tmp_path):
+    params = {"w": jnp.arange(3.0)}
+    path = tmp_path / "before"
+    ocp.save(path, {"params": params, "opt_state": optax.adam(0.1).init(params)})
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale(8.0))
+    new = jax.tree.map(jnp.zeros_like, params)
+    run = {"path": path, "state": {"params": new, "opt_state": tx.init(new)}}
+    exec(PYTHON_BLOCKS[4], run)
+    assert run["state"]["params"]["w"].tolist() == [0, 1, 2]
+    assert run["state"]["opt_state"].loss_scale.loss_scale == 8
+
+
 @pytest.mark.parametrize(
     "path", sorted(set(re.findall(r"(?:examples|benchmarks|docs)/[\w./]+\.\w+", README)))
 )

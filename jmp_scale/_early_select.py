@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 
 from ._tree import select_tree
@@ -33,7 +34,7 @@ def update_or_keep(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old
     Raises:
       ValueError: the new state differs from `old` in structure, shape or dtype.
     """
-    is_compiled = isinstance(finite, jax.core.Tracer)
+    is_compiled = isinstance(finite, Tracer)
     is_traceable = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(old))
     if not (is_compiled and is_traceable and hasattr(core, "jaxpr_as_fun")):
         updates, new = update()

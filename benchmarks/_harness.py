@@ -1,0 +1,150 @@
+"""What all benchmarks share: one timing loop, one way to print tables, versions and JSON."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-JAX", "equinox", "torch", "keras")
+AA_LIMITS = (0.9, 1.1)
+
+
+@dataclasses.dataclass
+class Table:
+    """A title, column names, rows of strings and numbers, and notes that stand below."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Any]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def markdown(self) -> str:
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        table = "\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines)
+        return "\n\n".join([f"### {self.title}", table, *self.notes])
+
+
+@dataclasses.dataclass
+class Ratio:
+    """Median of the paired ratios of two programs' times, and their quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def seconds(run: Callable[[], Any], calls: int) -> float:
+    """Mean seconds of a call, waiting for the last result."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def paired_ratio(run: Callable[[], Any], base: Callable[[], Any], pairs: int, label: str) -> Ratio:
+    """Time of `run` over that of `base`, each pair measured as base, run, base.
+
+    The mean of the two outer times is the pair's base time, which cancels a linear drift of the clock.
+
+    Args:
+      run: one call of the program, with its own state; returns its results, which are waited for.
+      base: the same for the program that it is compared with.
+      pairs: number of B-A-B pairs, at least 9 for a result that is reported.
+      label: what the progress bar shows.
+    """
+    calls = max(1, round(0.1 / max(_warm_up(base), 1e-5)))
+    _warm_up(run)
+    ratios = []
+    for _ in tqdm(range(pairs), desc=label, leave=False):
+        before, own, after = seconds(base, calls), seconds(run, calls), seconds(base, calls)
+        ratios.append(2 * own / (before + after))
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return Ratio(median, low, high)
+
+
+def is_quiet(control: Ratio) -> bool:
+    """Whether an A/A control (a program against itself) shows a machine that times can be taken on."""
+    return AA_LIMITS[0] <= control.median <= AA_LIMITS[1]
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks have."""
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    result.add_argument("--json", type=pathlib.Path, help="file to write tables and versions to")
+    return result
+
+
+def report(tables: Sequence[Table], json_path: pathlib.Path | None, command: str | None = None) -> None:
+    """Prints the tables as Markdown, below the machine and the versions, and writes them as JSON."""
+    data = {
+        "command": command
+        or "python benchmarks/" + shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "processor": _processor(),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "tables": [dataclasses.asdict(table) for table in tables],
+    }
+    print(render(data))
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(data, indent=1, default=str) + "\n")
+
+
+def render(data: dict[str, Any]) -> str:
+    """The Markdown of what `report` wrote."""
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    head = f"`{data['command']}`, {data['date']}, {data['device']} ({data['processor']}); {versions}."
+    return "\n\n".join([head, *(Table(**table).markdown() for table in data["tables"])]) + "\n"
+
+
+def _warm_up(run: Callable[[], Any]) -> float:
+    """Runs twice, the first time to compile; seconds of the second."""
+    seconds(run, 1)
+    return seconds(run, 1)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    names = (
+        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
+    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(render(json.loads(pathlib.Path(name).read_text())))

@@ -1,0 +1,142 @@
+"""One training step as each library's documentation writes it.
+
+Every function takes the loss `(params, batch) -> loss`, an Optax optimizer and the parameters, and returns
+`(carry, step)` with `step(carry, batch) -> (carry, loss)`. Gradients come from a loss scaled by 2^15,
+but for the step without scaling.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmp_scale
+
+LossFn = Callable[[Any, Any], jax.Array]
+Step = Callable[[Any, Any], tuple[Any, jax.Array]]
+SCALE = 2.0**15
+
+
+def unscaled(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return (params, tx.init(params)), step
+
+
+def static(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    """A constant scale and no skip, which is the least that scaling can cost."""
+    loss_scale = jmp_scale.StaticLossScale(SCALE)
+
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jmp_scale.value_and_grad(loss_fn, loss_scale)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return (params, tx.init(params)), step
+
+
+def jmp(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    import jmp
+
+    loss_scale = jmp.DynamicLossScale(jnp.float32(SCALE), counter=jnp.int32(0))
+    return (params, tx.init(params), loss_scale), _verbs(jmp, loss_fn, tx)
+
+
+def jmp_scale_verbs(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    """The step of jmp's README, with this library under its name."""
+    loss_scale = jmp_scale.DynamicLossScale(SCALE)
+    return (params, tx.init(params), loss_scale), _verbs(jmp_scale, loss_fn, tx)
+
+
+def flax(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    from flax.training.dynamic_scale import DynamicScale
+
+    def step(carry, batch):
+        params, opt_state, dynamic_scale = carry
+        dynamic_scale, finite, loss, grads = dynamic_scale.value_and_grad(loss_fn)(params, batch)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
+        return (keep(new_params, params), keep(new_state, opt_state), dynamic_scale), loss
+
+    scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))
+    return (params, tx.init(params), scale), step
+
+
+def mpx(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    """The body of `filter_value_and_grad`, without its cast to float16, which `loss_fn` does."""
+    import mpx
+
+    def step(carry, batch):
+        params, opt_state, scaling = carry
+        loss, grads = jax.value_and_grad(mpx.scaled(loss_fn, scaling))(params, batch)
+        finite = mpx.all_finite(grads)
+        scaling = scaling.adjust(finite)
+        loss, grads = scaling.unscale(loss), scaling.unscale(grads)
+        params, opt_state = mpx.optimizer_update(params, tx, opt_state, grads, finite)
+        return (params, opt_state, scaling), loss
+
+    scaling = mpx.DynamicLossScaling(
+        loss_scaling=jnp.float32(SCALE), min_loss_scaling=jnp.float32(1), counter=jnp.int32(0)
+    )
+    return (params, tx.init(params), scaling), step
+
+
+def apply_if_finite(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    """Optax has no scale of its own: a constant one is unscaled before."""
+    tx = optax.apply_if_finite(tx, max_consecutive_errors=1000)
+    loss_scale = jmp_scale.StaticLossScale(SCALE)
+
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jmp_scale.value_and_grad(loss_fn, loss_scale)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return (params, tx.init(params)), step
+
+
+def with_loss_scale(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+    tx = jmp_scale.with_loss_scale(tx, jmp_scale.DynamicLossScale(SCALE))
+
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return (params, tx.init(params)), step
+
+
+def _verbs(library: Any, loss_fn: LossFn, tx: optax.GradientTransformation) -> Step:
+    def step(carry, batch):
+        params, opt_state, loss_scale = carry
+        loss, grads = jax.value_and_grad(lambda *args: loss_scale.scale(loss_fn(*args)))(params, batch)
+        loss, grads = loss_scale.unscale(loss), loss_scale.unscale(grads)
+        finite = library.all_finite(grads)
+        loss_scale = loss_scale.adjust(finite)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, opt_state = library.select_tree(finite, (new_params, new_state), (params, opt_state))
+        return (params, opt_state, loss_scale), loss
+
+    return step
+
+
+PEERS = {
+    "unscaled": unscaled,
+    "static": static,
+    "jmp": jmp,
+    "flax DynamicScale": flax,
+    "mpx": mpx,
+    "optax.apply_if_finite": apply_if_finite,
+    "jmp_scale verbs": jmp_scale_verbs,
+    "with_loss_scale": with_loss_scale,
+}

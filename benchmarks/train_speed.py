@@ -1,0 +1,125 @@
+"""Step time and memory of float32, bfloat16 and float16 training, and what the loss scale adds.
+
+ResNet-50, BERT-base and GPT-2-small-sized models on synthetic data, with AdamW and donated state. The
+headline is the time of the float16 step with a dynamic loss scale over that of the same step without.
+"""
+
+import os
+
+# Otherwise XLA may leave out a cast to float16 and back, on a GPU, and nothing rounds or overflows.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import _harness
+import _models
+import _peers
+import jax
+import jax.numpy as jnp
+import optax
+from tqdm import tqdm
+
+MODELS: dict[str, dict[str, Callable[[], _models.Model]]] = {
+    "full": {
+        "ResNet-50": lambda: _models.resnet50(224, batch_size=128),
+        "BERT-base": lambda: _models.transformer(_models.BERT_BASE, batch_size=16),
+        "GPT-2-small": lambda: _models.transformer(_models.GPT2_SMALL, batch_size=8),
+    },
+    "reduced": {
+        "ResNet-50": lambda: _models.resnet50(32, 4, width=16, blocks=(1, 1, 1, 1)),
+        "BERT-base": lambda: _models.transformer(_models.Transformer(2, 128, 4, 1024, 64, causal=False), 4),
+        "GPT-2-small": lambda: _models.transformer(_models.Transformer(2, 128, 4, 1024, 64), 4),
+    },
+}
+HEADLINE = ("f16, no scaling", "f16 dynamic")
+CONFIGURATIONS = {  # name: (dtype, matrix product precision, step)
+    "f32 highest": (jnp.float32, "highest", _peers.unscaled),
+    "f32 default": (jnp.float32, "default", _peers.unscaled),
+    "bf16": (jnp.bfloat16, "default", _peers.unscaled),
+    "f16, no scaling": (jnp.float16, "default", _peers.unscaled),
+    "f16 static": (jnp.float16, "default", _peers.static),
+    "f16 dynamic": (jnp.float16, "default", _peers.with_loss_scale),
+}
+
+
+def compiled_step(model: _models.Model, name: str) -> tuple[Callable[[], Any], float]:
+    """`(one step of a configuration, GB of its compiled program's peak memory)`."""
+    dtype, precision, build = CONFIGURATIONS[name]
+    params = jax.tree.map(jnp.copy, model.params)
+    batch = jax.device_put(model.batch)
+    carry, step = build(lambda p, b: model.loss(p, b, dtype), optax.adamw(1e-4), params)
+    with jax.default_matmul_precision(precision):
+        compiled = jax.jit(step, donate_argnums=0).lower(carry, batch).compile()
+    memory = compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    peak -= memory.alias_size_in_bytes
+
+    def run():
+        nonlocal carry
+        carry, loss = compiled(carry, batch)
+        return carry, loss
+
+    return run, peak / 1e9
+
+
+def measure(title: str, model: _models.Model, steps: int, pairs: int) -> tuple[_harness.Table, list[Any]]:
+    """A model's table of configurations, and its row of the headline."""
+    table = _harness.Table(title, ["configuration", "ms a step (quartiles)", "over f32 default", "peak GB"])
+    medians = {}
+    for name in tqdm(CONFIGURATIONS, desc=title, leave=False):
+        run, peak = compiled_step(model, name)
+        for _ in range(10):
+            jax.block_until_ready(run())
+        times = [_harness.seconds(run, 1) for _ in range(steps)]
+        low, medians[name], high = statistics.quantiles(times, n=4)
+        times = f"{medians[name] * 1e3:.2f} ({low * 1e3:.2f} to {high * 1e3:.2f})"
+        table.rows.append([name, times, "", f"{peak:.3f}"])
+    for row in table.rows:
+        row[2] = f"{medians[row[0]] / medians['f32 default']:.2f}"
+    base, scaled = (compiled_step(model, name)[0] for name in HEADLINE)
+    control = _harness.paired_ratio(compiled_step(model, HEADLINE[0])[0], base, pairs, "A/A control")
+    ratio = (
+        _harness.paired_ratio(scaled, base, pairs, "overhead") if _harness.is_quiet(control) else "rejected"
+    )
+    return table, [title, ratio, control]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    on_cpu = jax.default_backend() == "cpu"
+    parser = _harness.parser(__doc__)
+    parser.add_argument(
+        "--size", choices=list(MODELS), default="reduced" if on_cpu else "full", help="of the models"
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS["full"]), choices=list(MODELS["full"]), help="to run"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=50, help="timed steps of each configuration, after 10 others"
+    )
+    parser.add_argument("--pairs", type=int, default=9, help="B-A-B pairs of the overhead")
+    args = parser.parse_args(argv)
+
+    headline = _harness.Table(
+        f"Overhead of dynamic loss scaling, {args.size} size",
+        ["model", "f16 dynamic over f16 without scaling", "A/A control"],
+        notes=[
+            "Medians with quartiles of the paired ratios of step times; rejected outside 0.9 to 1.1 of A/A."
+        ],
+    )
+    tables = [headline]
+    for name in args.models:
+        start = time.perf_counter()
+        table, row = measure(name, MODELS[args.size][name](), args.steps, args.pairs)
+        table.notes.append(
+            f"{time.perf_counter() - start:.0f} s in all. Peak memory as the compiler plans it."
+        )
+        headline.rows.append(row)
+        tables.append(table)
+    _harness.report(tables, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import autoencoder, init_autoencoder, load_digits_split, policy_for
+from digits import autoencoder, init_autoencoder, load_digits_split, policy_for, positive_int
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
@@ -41,7 +41,7 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each way (400)")
+    parser.add_argument("--steps", type=positive_int, default=400, help="optimizer steps of each way (400)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
     return parser.parse_args(argv)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from digits import positive_int
 
 import jmp_scale
 
@@ -19,10 +20,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=400, help="of gradient descent (400)")
+    parser.add_argument("--steps", type=positive_int, default=400, help="of gradient descent (400)")
     steps = parser.parse_args(argv).steps
-    if steps < 1:
-        parser.error(f"argument --steps: expected a whole number of at least 1, got {steps}")
     x = np.random.RandomState(0).uniform(-1, 1, 4096).astype(np.float32) * np.float32(1e-2)
     rows = {"float32": (jnp.float32, 1.0), "float16": (jnp.float16, 1.0)}
     rows |= {f"float16, S = 2^{n}": (jnp.float16, 2.0**n) for n in (7, 10, 15)}

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+from digits import positive_int
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
@@ -108,7 +109,7 @@ def plot(history, path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    parser.add_argument("--steps", type=positive_int, default=200, help="training steps (default 200)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder (default out)")
     args = parser.parse_args(argv)
     (images, labels), test = load_data()

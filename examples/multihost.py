@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import autoencoder, init_autoencoder, load_digits_split, policy_for
+from digits import autoencoder, init_autoencoder, load_digits_split, policy_for, positive_int
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -64,8 +64,10 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps in total (300)")
-    parser.add_argument("--period", type=int, default=50, help="finite steps after which S grows (50)")
+    parser.add_argument("--steps", type=positive_int, default=300, help="optimizer steps in total (300)")
+    parser.add_argument(
+        "--period", type=positive_int, default=50, help="finite steps after which S grows (50)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
     parser.add_argument(
         "--overflow-at", type=int, nargs="*", default=[70, 71, 180], help="steps that overflow (70 71 180)"
@@ -73,7 +75,9 @@ def parse_args(argv):
     parser.add_argument(
         "--checkpoint-dir", type=pathlib.Path, help="folder of all processes (no checkpoints)"
     )
-    parser.add_argument("--save-every", type=int, default=50, help="steps from checkpoint to checkpoint (50)")
+    parser.add_argument(
+        "--save-every", type=positive_int, default=50, help="steps from checkpoint to checkpoint (50)"
+    )
     parser.add_argument("--resume", action="store_true", help="start from the last checkpoint, if any")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, by hand")
     parser.add_argument("--num-processes", type=int, default=1, help="by hand (1)")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+from digits import positive_int
 from flax import nnx
 from tqdm import tqdm
 
@@ -113,7 +114,7 @@ def plot(losses, shares, path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="micro-batches (default 200)")
+    parser.add_argument("--steps", type=positive_int, default=200, help="micro-batches (default 200)")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step (default 2)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder (default out)")
     args = parser.parse_args(argv)

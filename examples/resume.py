@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint.experimental.v1 as ocp
+from digits import positive_int
 from sklearn.datasets import load_digits
 from tqdm import tqdm
 
@@ -74,7 +75,7 @@ def row(name, state, loss):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="training steps in all (default 600)")
+    parser.add_argument("--steps", type=positive_int, default=600, help="training steps in all (default 600)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder (default out)")
     args = parser.parse_args(argv)
     data, stop = load_data(), args.steps // 2 + 7

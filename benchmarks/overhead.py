@@ -168,7 +168,7 @@ def add_times(
     quiet = _harness.is_quiet(control)
     table.notes.append(f"A/A control {control}, {pairs} pairs." + " Rejected: busy machine." * (not quiet))
     for row in table.rows:
-        row.append(_harness.paired_ratio(runner(row[0]), base, pairs, row[0]) if quiet else "rejected")
+        row.append(str(_harness.paired_ratio(runner(row[0]), base, pairs, row[0])) if quiet else "rejected")
 
 
 def compile_times(leaf_counts: Sequence[int], peers: Sequence[str]) -> _harness.Table:

@@ -67,8 +67,9 @@ def train(state, steps, data, description):
 
 def row(name, state, loss):
     loss_scale, opt_state = state["opt_state"].loss_scale, state["opt_state"]
+    loss = "" if loss is None else f"{loss:.9f}"
     print(
-        f"{name:<24}{int(state['step']):>6}{loss:>16.9f}{np.log2(float(loss_scale.loss_scale)):>8.0f}"
+        f"{name:<24}{int(state['step']):>6}{loss:>16}{np.log2(float(loss_scale.loss_scale)):>8.0f}"
         f"{int(loss_scale.counter):>9}{int(opt_state.skipped):>9}"
     )
 
@@ -90,7 +91,7 @@ def main(argv=None):
 
     print(f"\n{'run':<24}{'step':>6}{'loss':>16}{'log2 S':>8}{'counter':>9}{'skipped':>9}")
     row("stopped and saved", stopped, stopped_loss)
-    row("restored", restored, float("nan"))
+    row("restored", restored, None)
     row("resumed", resumed, resumed_loss)
     row("straight through", straight, straight_loss)
     pairs = zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True)

@@ -49,20 +49,28 @@ def float32_leaf(value: Any, configuration: dict[str, Any]) -> Any:
     """The leaf S as f32, strongly typed. A number of the host is checked; a placeholder passes."""
     if not _is_numeric(value):
         return value
-    if not isinstance(value, jax.Array):  # a device array is not looked at: that would wait for it
-        low, high = configuration["min_loss_scale"], configuration["max_loss_scale"]
-        allowed = f"in [min_loss_scale, max_loss_scale] = [{low}, {high}]"
-        for entry in np.ravel(np.asarray(value)):
-            entry = number("loss_scale", entry)
-            _require(low <= entry <= high, "loss_scale", entry, allowed)
+    if isinstance(value, jax.Array):  # it is brought into range, since looking at it would wait for it
+        return jnp.clip(jnp.asarray(value, jnp.float32), SMALLEST, LARGEST)
+    low, high = configuration["min_loss_scale"], configuration["max_loss_scale"]
+    allowed = f"in [min_loss_scale, max_loss_scale] = [{low}, {high}]"
+    for entry in np.ravel(np.asarray(value)):
+        entry = number("loss_scale", entry)
+        _require(low <= entry <= high, "loss_scale", entry, allowed)
     return jnp.asarray(value, jnp.float32)
 
 
-def int32_leaf(value: Any, start: int, loss_scale: Any) -> Any:
-    """A counter as i32, strongly typed; None becomes `start`, in the shape of S."""
-    if value is None:
-        value = np.full(np.shape(loss_scale), start) if _is_numeric(loss_scale) else None
-    return jnp.asarray(value, jnp.int32) if _is_numeric(value) else value
+def int32_leaf(name: str, value: Any, start: int, loss_scale: Any) -> Any:
+    """A counter as i32 of the shape of S, strongly typed; None becomes `start`."""
+    if value is None and _is_numeric(loss_scale):
+        value = start
+    if not _is_numeric(value):
+        return value
+    if not isinstance(value, jax.Array):
+        for entry in np.ravel(np.asarray(value)):
+            entry = number(name, entry)
+            _require(entry.is_integer(), name, entry, "an integer")
+    leaf = jnp.asarray(value, jnp.int32)
+    return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if _is_numeric(loss_scale) else leaf
 
 
 def number(name: str, value: Any) -> float:

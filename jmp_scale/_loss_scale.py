@@ -103,7 +103,8 @@ class DynamicLossScale:
 
     Args:
       loss_scale: initial S, f32[]; default 2^15, the largest power of two that float16 holds. A Python
-        or NumPy number must lie in [min_loss_scale, max_loss_scale]; a device array is not looked at.
+        or NumPy number must lie in [min_loss_scale, max_loss_scale]; a device array, which is not looked
+        at, is brought into [2^-126, 2^126].
       counter: finite steps since the last change of S, i32[]; default None starts at -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
@@ -156,7 +157,7 @@ class DynamicLossScale:
         values["loss_scale"] = _configuration.float32_leaf(self.loss_scale, values)
         starts = {"counter": -values["growth_delay"], "hysteresis_left": values["hysteresis"]}
         for name, start in starts.items():
-            values[name] = _configuration.int32_leaf(getattr(self, name), start, values["loss_scale"])
+            values[name] = _configuration.int32_leaf(name, getattr(self, name), start, values["loss_scale"])
         if values["hysteresis"] == 1:
             values["hysteresis_left"] = None
         for name, value in values.items():

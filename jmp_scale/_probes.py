@@ -32,7 +32,7 @@ class Calibration:
       finite: bool[K], whether the loss and all gradients are finite.
       log2_low: f32[], the least loss scale that works: gradients are finite, and of the entries of each leaf
         that are not zero at the best of the finite scales at most 2^-8 are zero. NaN if none is finite.
-      log2_high: f32[], the largest loss scale with finite gradients. NaN if none is finite.
+      log2_high: f32[], the largest loss scale that works. NaN if none is finite.
       recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below `log2_low`.
       needs_scaling: bool[], whether S = 1 is outside the window; True if none is finite.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.

@@ -40,6 +40,7 @@ def get_loss_scale(spec: Any) -> LossScale:
       spec: a string, a number, a dtype or a loss scale.
 
     Raises:
+      TypeError: an array with axes.
       ValueError: an unknown spec (the message lists what is known), or a number that the loss scale
         does not allow.
 

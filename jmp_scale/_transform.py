@@ -1,5 +1,6 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: `inner` is no gradient transformation, or `loss_scale` no loss scale.
+      ValueError: `value` is no scalar (from `update`, while tracing).
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -111,6 +113,8 @@ def with_loss_scale(
         value: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[Any, Any]:
+        if value is not None and [jnp.shape(x) for x in jax.tree.leaves(value)] != [()]:
+            raise ValueError(f"with_loss_scale: expected value to be the scalar loss, got {value!r}")
         loss_finite = True if value is None else all_finite(value, axis_name)
         grads_finite = all_finite(updates, axis_name)
         finite = grads_finite & loss_finite
@@ -122,6 +126,8 @@ def with_loss_scale(
             extra_args["value"] = _zero_unless(finite, value)
         if "grad" in extra_args:
             extra_args["grad"] = _zero_unless(finite, widen(extra_args["grad"]))
+        if "value_fn" in extra_args:
+            extra_args["value_fn"] = _zero_fn_unless(finite, extra_args["value_fn"])
 
         def inner_update() -> tuple[Any, Any]:
             new_updates, new_state = inner.update(grads, state.inner_state, params, **extra_args)
@@ -166,8 +172,22 @@ def _zero_unless(finite: jax.Array, tree: Any) -> Any:
     return jax.tree.map(zero_leaf, tree)
 
 
+def _zero_fn_unless(finite: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, with values and gradients of zero unless `finite`."""
+
+    def constant_unless(x: Any) -> Any:
+        # Without this the gradient would be 0 times that of `fun`, so NaN where that is not finite.
+        return jnp.where(finite, x, jax.lax.stop_gradient(x)) if is_inexact(x) else x
+
+    def zero_fn(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(constant_unless, (args, kwargs))
+        return _zero_unless(finite, fun(*args, **kwargs))
+
+    return zero_fn
+
+
 def _negative_zeros(update: Any) -> Any:
-    # x + -0.0 is x in every bit; 0.0 would turn a parameter of -0.0 into 0.0.
+    # x + -0.0 is x in every bit (unless XLA flushes it as subnormal); 0.0 would turn -0.0 into 0.0.
     return -jnp.zeros_like(update) if is_inexact(update) else jnp.zeros_like(update)
 
 

@@ -92,11 +92,16 @@ class Optimizer(nnx.Optimizer):
         Returns:
           A function of `loss_fn`'s arguments that returns `(loss, grads)` or `((loss, aux), grads)`. When
           these are not all finite, the model's variables other than `wrt` are as they were before.
+
+        Raises:
+          TypeError: the model is not given by position.
         """
         diff: Any = argnums if isinstance(argnums, nnx.DiffState) else nnx.DiffState(argnums, self.wrt)
         fun = value_and_grad(loss_fn, self.loss_scale, diff, has_aux, transform=nnx.value_and_grad, **kwargs)
 
         def value_and_grad_or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
+            if diff.argnum >= len(args):
+                raise TypeError("value_and_grad: give the model by position, so that it can be put back")
             variables = _written_variables(args[diff.argnum], self.wrt)
             before = [variable[...] for variable in variables]
             value, grads = fun(*args, **fun_kwargs)

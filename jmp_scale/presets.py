@@ -11,7 +11,8 @@ float32 also where an original computes with Python floats: the same for powers 
 over hundreds of steps otherwise.
 
 All raise `TypeError` for an argument that is no number and `ValueError` for one out of range, under its own
-name. What a preset has no argument for is set with `dataclasses.replace(preset, min_loss_scale=1.0)`.
+name. What a preset has no argument for is set with `dataclasses.replace(preset, min_loss_scale=1.0)`, which
+keeps `loss_scale`, `counter` and `hysteresis_left` as they are: give these too if the start changes.
 
 Example:
   >>> from jmp_scale import presets

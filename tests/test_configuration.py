@@ -125,3 +125,19 @@ def test_leaves_keep_their_types_in_x64_mode():
         for _ in range(2):
             assert (loss_scale.loss_scale.dtype, loss_scale.counter.dtype) == (jnp.float32, jnp.int32)
             loss_scale = loss_scale.adjust(jnp.array(True))
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.0, 2.0**-126), (INF, 2.0**126), (8.0, 8.0)])
+def test_a_device_array_is_brought_into_the_range_of_normal_numbers(value, expected):
+    assert DynamicLossScale(jnp.float32(value)).loss_scale == expected
+
+
+def test_a_counter_takes_the_shape_of_the_loss_scale():
+    several = DynamicLossScale(np.full(3, 8.0), counter=1, hysteresis=2)
+    assert several.counter.tolist() == [1, 1, 1]
+    assert several.hysteresis_left.tolist() == [2, 2, 2]
+
+
+def test_a_counter_that_is_no_whole_number_is_a_value_error():
+    with pytest.raises(ValueError, match=r"counter must be an integer, got 3\.7"):
+        DynamicLossScale(counter=3.7)

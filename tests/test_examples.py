@@ -14,13 +14,15 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "def main" in path.read_text())
 
 
-def run(script, *args, timeout=300, cwd=None):
-    """What an example prints, run as a user runs it."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(EXAMPLES.parent)}
+def run(script, *args, timeout=300):
+    """What an example prints, run as a user runs it, but that it compiles quickly rather than well."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "PYTHONPATH": str(EXAMPLES.parent),
+    }
     command = [sys.executable, str(EXAMPLES / script), *map(str, args)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -132,3 +134,28 @@ def test_the_logged_metrics_are_one_row_a_step(tmp_path):
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     assert set(header.split(",")) >= {"step", "loss", "loss_scale", "skipped", "grad_norm"}
     assert [row.split(",")[0] for row in rows] == [str(step) for step in range(120)]
+
+
+def test_a_skipped_step_leaves_the_statistics_of_a_resnet_finite(tmp_path):
+    text = run("linen_resnet.py", "--steps", 4, "--out", tmp_path)
+    skipped = [int(row) for row in re.findall(r"^ +\d+ +\d\.\d+ +\d\.\d+ +\d+ +(\d+)$", text, re.MULTILINE)]
+    assert skipped[-1] > 0
+    assert "BatchNorm statistics finite: True" in text
+
+
+def test_gradients_of_a_language_model_vanish_as_the_mean_grows(tmp_path):
+    text = run("nnx_transformer.py", "--steps", 2, "--out", tmp_path)
+    shares = [float(share) for share in re.findall(r"^ +[\d,]+ +(\d+\.\d)% +\d+\.\d%$", text, re.MULTILINE)]
+    assert shares == sorted(shares)
+    assert shares[0] == 0 < 2 < shares[-1]
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path):
+    text = run("resume.py", "--steps", 40, "--out", tmp_path)
+    assert re.search(r"^0 of \d\d arrays differ in any bit", text, re.MULTILINE)
+
+
+def test_four_ways_of_sharding_take_the_same_decisions():
+    text = run("data_parallel.py", "--steps", 20)
+    rows = re.findall(r"^(pmap|jit, .*?|shard_map) +\d+\.\d+ +(2\^\d+) +(\d+) +(\d+) ", text, re.MULTILINE)
+    assert [row[1:] for row in rows] == [("2^14", "1", "8")] * 4

@@ -75,8 +75,9 @@ def run(commands, folder):
 
 def reports(output):
     """([S before and after each step], digest of weights and state), once, as all processes agree."""
-    histories = re.findall(r"process \d of \d: S history \(step:S\) (.*)", output)
-    digests = re.findall(r"sha256 of the state (\w+)", output)
+    # mpirun may put the lines of two processes behind each other.
+    histories = re.findall(r"S history \(step:S\) ((?: ?\d+:2\^-?\d+)+)", output)
+    digests = re.findall(r"sha256 of the state ([0-9a-f]{64})", output)
     assert len(set(histories)) == len(set(digests)) == 1, output
     return histories[0], digests[0]
 
@@ -151,16 +152,15 @@ def test_fewer_processes_have_the_same_history(count, plan, never_killed, tmp_pa
         assert digest == never_killed[1]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_restart_is_bit_identical_to_a_run_that_was_never_killed(
-    count, killed, plan, never_killed, tmp_path
+def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_killed(
+    killed, plan, never_killed, tmp_path
 ):
     checkpoints, last, _ = killed
     steps, overflow_at = plan
     shutil.copytree(checkpoints, tmp_path / "checkpoints")
     output = run(
         by_hand(
-            count, f"--steps={steps}", "--resume", "--save-every=1000000", "--overflow-at", *overflow_at,
+            4, f"--steps={steps}", "--resume", "--save-every=1000000", "--overflow-at", *overflow_at,
             "--checkpoint-dir", tmp_path / "checkpoints",
         ),
         tmp_path / "run",

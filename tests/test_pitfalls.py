@@ -132,7 +132,8 @@ def test_a_float16_initial_scale_works():
 def test_zero_gradients_of_half_precision_masters_do_not_become_nan():
     """optax#1754: Adam's eps of 1e-8 is 0 in float16, and 0 / 0 is NaN; the moments here see float32."""
     tx = jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale())
-    updates, _ = tx.update(jnp.zeros(2, jnp.float16), tx.init(jnp.ones(2)), jnp.ones(2))
+    masters = jnp.ones(2, jnp.float16)
+    updates, _ = tx.update(jnp.zeros(2, jnp.float16), tx.init(masters), masters)
     assert updates.tolist() == [0, 0]
 
 

@@ -189,6 +189,34 @@ def test_the_inner_optimizer_never_sees_a_nan():
     assert all(np.isfinite(x).all() for x in seen)
 
 
+@pytest.mark.parametrize("search", ["lbfgs", "backtracking"])
+def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
+    seen = []
+
+    def nan_fn(params):
+        return sum(jnp.sum(jnp.log(p - 10)) for p in jax.tree.leaves(params))
+
+    def watched(updates, state, params, *, value_fn, **extra):
+        jax.debug.callback(lambda *x: seen.extend(x), *jax.tree.leaves(jax.value_and_grad(value_fn)(params)))
+        return updates, state
+
+    watcher = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), watched)
+    tx = jmp_scale.with_loss_scale(optax.chain(OPTIMIZERS[search], watcher), DynamicLossScale())
+    extra = {"value": jnp.float32(jnp.nan), "grad": BAD, "value_fn": nan_fn}
+    _, state = jax.jit(lambda g, s: tx.update(g, s, PARAMS, **extra))(BAD, tx.init(PARAMS))
+    jax.effects_barrier()
+    assert len(seen) == 3
+    assert all((np.asarray(x) == 0).all() for x in seen)
+    assert state.skipped == 1
+
+
+@pytest.mark.parametrize("value", [jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}])
+def test_a_value_that_is_no_scalar_is_a_value_error(value):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="expected value to be the scalar loss"):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS, value=value)
+
+
 def test_extra_arguments_reach_the_inner_optimizer():
     def scaled_by(updates, state, params=None, *, value, gain):
         return jax.tree.map(lambda u: u * gain * value, updates), state

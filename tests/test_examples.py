@@ -52,7 +52,6 @@ def refusals_and_helps():
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.xdist_group("help")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_says_what_the_example_shows(script):
     text = refusals_and_helps()[f"{script} --help"]
@@ -60,7 +59,6 @@ def test_help_says_what_the_example_shows(script):
     assert "--steps" in text
 
 
-@pytest.mark.xdist_group("help")
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("steps", ["0", "-3", "many"])
 def test_a_wrong_number_of_steps_is_a_clear_error(script, steps):

@@ -15,8 +15,6 @@ import time
 import pytest
 from helpers import reference_rule
 
-pytestmark = pytest.mark.xdist_group("multihost")  # its fixtures and caches are costly
-
 REPOSITORY = pathlib.Path(__file__).parents[1]
 COMMAND = [sys.executable, str(REPOSITORY / "examples" / "multihost.py")]
 DEVICES = 4

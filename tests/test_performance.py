@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import overhead
 import pytest
 
-pytestmark = pytest.mark.xdist_group("performance")  # its fixtures and caches are costly
-
 PARAMS = {f"layer{i}": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)} for i in range(4)}
 PARAM_BYTES = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
 

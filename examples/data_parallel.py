@@ -41,7 +41,7 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=400, help="optimizer steps of each way (400)")
+    parser.add_argument("--steps", type=positive_int, default=100, help="optimizer steps of each way (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
     return parser.parse_args(argv)
 

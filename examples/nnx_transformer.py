@@ -114,7 +114,7 @@ def plot(losses, shares, path):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=positive_int, default=200, help="micro-batches (default 200)")
+    parser.add_argument("--steps", type=positive_int, default=100, help="micro-batches (default 100)")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step (default 2)")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder (default out)")
     args = parser.parse_args(argv)

@@ -91,16 +91,7 @@ def mpx(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple
 
 def apply_if_finite(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
     """Optax has no scale of its own: a constant one is unscaled before."""
-    tx = optax.apply_if_finite(tx, max_consecutive_errors=1000)
-    loss_scale = jmp_scale.StaticLossScale(SCALE)
-
-    def step(carry, batch):
-        params, opt_state = carry
-        loss, grads = jmp_scale.value_and_grad(loss_fn, loss_scale)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    return (params, tx.init(params)), step
+    return static(loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=1000), params)
 
 
 def with_loss_scale(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:

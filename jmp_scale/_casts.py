@@ -56,7 +56,7 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
       TypeError: a value that is no number.
       ValueError: a number outside [2^-126, 2^126], or an S of a shape other than ().
     """
-    value = getattr(loss_scale, "loss_scale", loss_scale)
+    value = number_of(loss_scale)
     if not isinstance(value, jax.Array):
         value = _configuration.static_loss_scale(value)
     if jnp.shape(value) != ():
@@ -64,6 +64,11 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
             f"{function}: expected a scalar loss_scale, got one of shape {jnp.shape(value)}; vmap over it"
         )
     return jnp.asarray(value).astype(jnp.float32)
+
+
+def number_of(loss_scale: Any) -> Any:
+    """S of a loss scale, or what is given in place of one: a number or an array."""
+    return getattr(loss_scale, "loss_scale", loss_scale)
 
 
 def magnitude_bits(leaf: ArrayLike) -> jax.Array:

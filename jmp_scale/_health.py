@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._casts import number_of
 from ._history import LossScaleHistory
 from ._metrics import find_states
 from ._tree import is_inexact
@@ -127,7 +128,7 @@ def _findings(function: str, opt_state: Any, history: LossScaleHistory | None) -
     states = find_states(function, opt_state)
     findings = [("", *_narrow_leaves(opt_state))]
     for path, state in states:
-        if np.ndim(state.skipped) != 0 or np.ndim(_s(state.loss_scale)) != 0:
+        if np.ndim(state.skipped) != 0 or np.ndim(number_of(state.loss_scale)) != 0:
             shape = np.shape(state.skipped)
             raise ValueError(f"{function}: expected one state, got {shape} of them; index one")
         prefix = f"{path}: " if len(states) > 1 else ""
@@ -137,7 +138,7 @@ def _findings(function: str, opt_state: Any, history: LossScaleHistory | None) -
 
 def _skips(state: Any, history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
     in_a_row, total = int(state.skipped_in_a_row), int(state.skipped)
-    loss_scale, s = state.loss_scale, float(_s(state.loss_scale))
+    loss_scale, s = state.loss_scale, float(number_of(state.loss_scale))
     if in_a_row == 0:
         return _rate(history)
     last = "The last step was skipped" if in_a_row == 1 else f"The last {in_a_row} steps were all skipped"
@@ -177,7 +178,7 @@ def _rate(history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
 
 
 def _range(state: Any) -> tuple[str, dict[str, Any]]:
-    s = float(_s(state.loss_scale))
+    s = float(number_of(state.loss_scale))
     return ("loss scale below 1" if s < 1 else ""), {"s": _power(s)}
 
 
@@ -205,10 +206,6 @@ def _most_skips(loss_scale: Any, start: float, end: float) -> int:
     """Overflows that bring S from `start` down to `end`, if each counts."""
     backoff = loss_scale.backoff_factor or 1 / loss_scale.factor
     return math.ceil(math.log(start / end) / -math.log(backoff)) * loss_scale.hysteresis
-
-
-def _s(loss_scale: Any) -> Any:
-    return getattr(loss_scale, "loss_scale", loss_scale)
 
 
 def _power(s: float) -> str:

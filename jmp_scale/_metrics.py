@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._casts import number_of
 from ._tree import is_inexact, widen
 
 
@@ -40,8 +41,7 @@ def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
     scalars = {}
     for path, state in states:
         prefix = f"{path}." if len(states) > 1 else ""
-        loss_scale = getattr(state.loss_scale, "loss_scale", state.loss_scale)
-        scalars[f"{prefix}loss_scale"] = jnp.asarray(loss_scale, jnp.float32)
+        scalars[f"{prefix}loss_scale"] = jnp.asarray(number_of(state.loss_scale), jnp.float32)
         for name in ("skipped", "skipped_in_a_row", "grads_finite"):
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
     if grads is not None:

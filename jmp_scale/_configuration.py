@@ -12,6 +12,7 @@ import numpy as np
 # two to zero, and with it every gradient.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
+_ARRAYS = (np.generic, np.ndarray, jax.Array)
 _INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}  # with the least that is allowed
 _WORDS = {"hysteresis_reset": ("growth", "finite", "finite_or_backoff"), "at_max": ("hold", "clamp")}
 
@@ -75,8 +76,7 @@ def int32_leaf(name: str, value: Any, start: int, loss_scale: Any) -> Any:
 
 def number(name: str, value: Any) -> float:
     """`value` as a Python number; a `TypeError` that begins with `name` if it is none."""
-    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if isinstance(value, (bool, np.bool_)) or not (is_array or isinstance(value, (int, float))):
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, *_ARRAYS)):
         raise TypeError(f"{name} must be a real number, got {value!r}")
     try:
         return float(value)
@@ -97,7 +97,7 @@ def _is_numeric(value: Any) -> bool:
     """Whether a leaf is a number or an array of numbers, and no placeholder that JAX put there."""
     if isinstance(value, (str, bytes, complex)) or type(value) in (list, tuple, dict):
         raise TypeError(f"loss_scale and counter must be numbers or arrays, got {value!r}")
-    return isinstance(value, (bool, int, float, np.generic, np.ndarray, jax.Array))
+    return isinstance(value, (bool, int, float, *_ARRAYS))
 
 
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
@@ -106,6 +106,5 @@ def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
 
 
 def _warn_if_integer_array(name: str, value: Any) -> None:
-    is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if is_array and jnp.issubdtype(value.dtype, jnp.integer):
+    if isinstance(value, _ARRAYS) and jnp.issubdtype(value.dtype, jnp.integer):
         warnings.warn(f"Expected floating type for {name}, got {value.dtype}", stacklevel=5)

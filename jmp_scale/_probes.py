@@ -89,7 +89,8 @@ def calibrate_loss_scale(
 
     Raises:
       TypeError: the loss is no scalar (while tracing).
-      ValueError: `log2_scales` is empty, not increasing, of other numbers, or out of range.
+      ValueError: `log2_scales` is empty, not increasing, of other numbers, or out of range; or nothing is
+        differentiated.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,6 +110,8 @@ def calibrate_loss_scale(
         loss_scale = _any_loss_scale(jnp.exp2(log2_scale.astype(jnp.float32)))
         value, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(*rejoin(arrays))
         paths, leaves = named_inexact_leaves(grads)
+        if not leaves:
+            raise ValueError("calibrate_loss_scale: the gradients have no floating-point leaf to look at")
         zeros = [jnp.sum(leaf == 0, dtype=jnp.uint32) for leaf in leaves]
         sizes = np.array([max(leaf.size, 1) for leaf in leaves], np.float32)
         return jnp.stack(zeros).astype(jnp.float32) / sizes, all_finite(

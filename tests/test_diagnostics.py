@@ -642,3 +642,8 @@ def test_metrics_without_gradients_have_no_norm_and_know_every_loss_scale():
         scalars = diagnostics.metrics(state(loss_scale))
         assert (scalars["loss_scale"].dtype, float(scalars["loss_scale"])) == (jnp.float32, 1.0)
         assert "grad_norm" not in scalars
+
+
+def test_a_calibration_without_parameters_is_a_clear_error():
+    with pytest.raises(ValueError, match="calibrate_loss_scale: the gradients have no floating-point leaf"):
+        diagnostics.calibrate_loss_scale(lambda params: jnp.float32(1.0), {})

@@ -30,6 +30,17 @@ def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
     return lax.pmin(flag, axes) if axes else flag
 
 
+def has_whole_arrays() -> bool:
+    """Whether an array of the current trace lies on one device: it is a shard, or there is no other device.
+
+    Under `jit` on several devices nothing is known of where an array lies.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    return mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+
+
 def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
     """The leaves' own specs: empty, but on the Explicit axes of a mesh, where shardings are types."""
     return [jax.typeof(leaf).sharding.spec for leaf in leaves]

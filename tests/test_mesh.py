@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
+from jmp_scale import _mesh
 
 ONE_AXIS = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
 TWO_AXES = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
@@ -119,6 +120,29 @@ def test_manual_modes_reduce_one_scalar_boolean(mode):
         return jmp_scale.all_finite([x, x + 1, x + 2])
 
     assert collectives(MANUAL[mode](finite), bad_on(5)) == [("all-reduce", "pred[]")]
+
+
+def test_only_a_shard_or_an_only_device_holds_whole_arrays():
+    def whole(mesh, axis_names):
+        def ask(x):
+            answers.append(_mesh.has_whole_arrays())
+            return x
+
+        answers = []
+        jax.shard_map(ask, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axis_names)(jnp.ones(8))
+        return answers[-1]
+
+    assert not _mesh.has_whole_arrays()
+    assert whole(TWO_AXES, {"i", "j"})
+    assert not whole(TWO_AXES, {"i"})
+    assert not whole(EXPLICIT_TWO, {"j"})
+    answers = []
+    jax.pmap(lambda x: answers.append(_mesh.has_whole_arrays()))(jnp.ones(8))
+    assert answers == [True]
+    with jax.set_mesh(TWO_AXES):
+        assert not _mesh.has_whole_arrays()
+    with jax.set_mesh(jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])):
+        assert _mesh.has_whole_arrays()
 
 
 def test_a_flag_that_is_already_equal_is_not_reduced_again():

@@ -1,9 +1,8 @@
 """What goes wrong with loss scaling in practice, tried with every library that is installed.
 
-Every cell is a run: of training with the loss w * x, whose gradient x is given (so that any step can be
-made to overflow), or of the one function that the row is about. `right` and `wrong` are what the run
-gave, an exception's name where there was one, `-` where a library has no such thing, and
-`not installed`. torch and keras run in the same way; the latter on JAX.
+Every cell is a run: of a short training (`_trainers.py`), or of the one function that the row is about.
+`right` and `wrong` are what the run gave, an exception's name where there was one, `-` where a library
+has no such thing, and `not installed`.
 """
 
 import os
@@ -16,183 +15,20 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import _harness
+import _subjects
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _trainers import TRAIN
 from tqdm import tqdm
-
-import jmp_scale
 
 MODULES = {"jmp": "jmp", "flax": "flax", "mpx": "mpx", "optax": "optax", "torch": "torch", "keras": "keras",
            "jmp_scale": "jmp_scale"}  # fmt: skip
 INF = math.inf
-
-
-class Step(NamedTuple):
-    """The parameter and the loss scale after a step."""
-
-    w: float
-    s: float
-
-
-def train_jmp(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
-) -> list[Step]:
-    import jmp
-
-    loss_scale = jmp.DynamicLossScale(jnp.float32(s), jnp.int32(0), period, 2, jnp.float32(low))
-    return _train_with_verbs(jmp, loss_scale, xs, tx or optax.sgd(1.0))
-
-
-def train_mpx(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
-) -> list[Step]:
-    import mpx
-
-    tx = tx or optax.sgd(1.0)
-    w = jnp.float32(1)
-    state = tx.init(w)
-    scaling = mpx.DynamicLossScaling(jnp.float32(s), jnp.float32(low), period=period)
-
-    @jax.jit
-    def step(w, state, scaling, x):
-        _, scaling, finite, grad = mpx.filter_value_and_grad(lambda w, x: w * x, scaling)(w, x)
-        return *mpx.optimizer_update(w, tx, state, grad, finite), scaling
-
-    steps = []
-    for x in xs:
-        w, state, scaling = step(w, state, scaling, jnp.float32(x))
-        steps.append(Step(float(w), float(scaling.loss_scaling)))
-    return steps
-
-
-def train_flax(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float | None = None, tx: Any = None
-) -> list[Step]:
-    from flax.training.dynamic_scale import DynamicScale
-
-    tx = tx or optax.sgd(1.0)
-    w = jnp.float32(1)
-    state = tx.init(w)
-    scale = DynamicScale(
-        growth_interval=period, scale=jnp.float32(s), **({} if low is None else {"minimum_scale": low})
-    )
-
-    @jax.jit
-    def step(w, state, scale, x):
-        scale, finite, _, grad = scale.value_and_grad(lambda w, x: w * x)(w, x)
-        updates, new_state = tx.update(grad, state, w)
-        new = (optax.apply_updates(w, updates), new_state)
-        return *jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (w, state)), scale
-
-    steps = []
-    for x in xs:
-        w, state, scale = step(w, state, scale, jnp.float32(x))
-        steps.append(Step(float(w), float(scale.scale)))
-    return steps
-
-
-def train_optax(xs: Sequence[float], tx: Any = None) -> list[Step]:
-    tx = optax.apply_if_finite(tx or optax.sgd(1.0), max_consecutive_errors=50)
-    w = jnp.float32(1)
-    state = tx.init(w)
-
-    @jax.jit
-    def step(w, state, x):
-        updates, state = tx.update(x, state, w)
-        return optax.apply_updates(w, updates), state
-
-    steps = []
-    for x in xs:
-        w, state = step(w, state, jnp.float32(x))
-        steps.append(Step(float(w), 1.0))
-    return steps
-
-
-def train_torch(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
-    import torch
-
-    w = torch.tensor(1.0, requires_grad=True)
-    optimizer = torch.optim.AdamW([w], 0.1) if tx else torch.optim.SGD([w], 1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=s, growth_interval=period)
-    steps = []
-    for x in xs:
-        optimizer.zero_grad()
-        scaler.scale(w * x).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        steps.append(Step(w.item(), scaler.get_scale()))
-    return steps
-
-
-def train_keras(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
-    import keras
-
-    inner = keras.optimizers.AdamW(0.1) if tx else keras.optimizers.SGD(1.0)
-    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=s, dynamic_growth_steps=period)
-    variable = keras.Variable(1.0)
-    optimizer.build([variable])
-    state, w = [v.value for v in optimizer.variables], [variable.value]
-    where = next(i for i, v in enumerate(optimizer.variables) if v is optimizer.dynamic_scale)
-
-    @jax.jit
-    def step(w, state, x):
-        grads = [jax.grad(lambda w: w * x * state[where])(w[0])]
-        return optimizer.stateless_apply(state, grads, w)
-
-    steps = []
-    for x in xs:
-        w, state = step(w, state, jnp.float32(x))
-        steps.append(Step(float(w[0]), float(state[where])))
-    return steps
-
-
-def train_jmp_scale(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
-) -> list[Step]:
-    tx = jmp_scale.with_loss_scale(
-        tx or optax.sgd(1.0), jmp_scale.DynamicLossScale(s, None, period, 2, low, max_loss_scale=2.0**126)
-    )
-    w = jnp.float32(1)
-    state = tx.init(w)
-
-    @jax.jit
-    def step(w, state, x):
-        _, grad = jmp_scale.value_and_grad(lambda w, x: w * x, state.loss_scale)(w, x)
-        updates, state = tx.update(grad, state, w)
-        return optax.apply_updates(w, updates), state
-
-    steps = []
-    for x in xs:
-        w, state = step(w, state, jnp.float32(x))
-        steps.append(Step(float(w), float(state.loss_scale.loss_scale)))
-    return steps
-
-
-def _train_with_verbs(library: Any, loss_scale: Any, xs: Sequence[float], tx: Any) -> list[Step]:
-    @jax.jit
-    def step(w, state, loss_scale, x):
-        grad = loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(w * x))(w))
-        finite = library.all_finite(grad)
-        updates, new_state = tx.update(grad, state, w)
-        new = (optax.apply_updates(w, updates), new_state)
-        return *library.select_tree(finite, new, (w, state)), loss_scale.adjust(finite)
-
-    w = jnp.float32(1)
-    state = tx.init(w)
-    steps = []
-    for x in xs:
-        w, state, loss_scale = step(w, state, loss_scale, jnp.float32(x))
-        steps.append(Step(float(w), float(loss_scale.loss_scale)))
-    return steps
-
-
-TRAIN = {"jmp": train_jmp, "flax": train_flax, "mpx": train_mpx, "optax": train_optax, "torch": train_torch,
-         "keras": train_keras, "jmp_scale": train_jmp_scale}  # fmt: skip
 HAS_FLOOR = ["jmp", "flax", "mpx", "jmp_scale"]
 HAS_SCALE = [name for name in TRAIN if name != "optax"]
 
@@ -236,34 +72,6 @@ def s_stays_a_power_of_two(train: Any) -> bool:
 
 def s_grows_on_the_period_th_finite_step(train: Any) -> bool:
     return [step.s for step in train([0.25] * 6, s=8.0, period=3)] == [8, 8, 16, 16, 16, 32]
-
-
-def _loss_scales(s: Any) -> dict[str, Callable[[], Any]]:
-    def jmp():
-        import jmp
-
-        return jmp.DynamicLossScale(s)
-
-    def mpx():
-        import mpx
-
-        return mpx.DynamicLossScaling(s, jnp.float32(1))
-
-    return {"jmp": jmp, "mpx": mpx, "jmp_scale": lambda: jmp_scale.DynamicLossScale(s)}
-
-
-def _finite_checks() -> dict[str, Callable[[Any], Any]]:
-    def jmp(tree):
-        import jmp
-
-        return jmp.all_finite(tree)
-
-    def mpx(tree):
-        import mpx
-
-        return mpx.all_finite(tree)
-
-    return {"jmp": jmp, "mpx": mpx, "jmp_scale": jmp_scale.all_finite}
 
 
 def a_float16_loss_is_scaled_without_overflow(make: Any) -> bool:
@@ -340,16 +148,69 @@ def large_float16_gradients_survive_a_global_norm(wrap: Any) -> bool:
     return bool((updates != 0).all())
 
 
+def adam_of_zero_float16_gradients_is_finite(wrap: Any) -> bool:
+    tx, w = wrap(optax.adam(0.1)), jnp.ones(2, jnp.float16)
+    updates, _ = tx.update(jnp.zeros(2, jnp.float16), tx.init(w), w)
+    return bool(jnp.isfinite(updates).all())
+
+
+def clipping_sees_the_true_gradient(train: Any) -> bool:
+    return train([5.0], s=2.0**15, tx=optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))[0].w == 0.0
+
+
+def s_recovers_from_200_bad_steps(train: Any) -> bool:
+    return train([math.nan] * 200 + [2.0**-20] * 20, s=2.0**15, period=1)[-1].s >= 2.0**15
+
+
+def a_gradient_penalty_does_not_depend_on_s(gradient: Any) -> bool:
+    def loss_fn(w):
+        return jax.grad(lambda x: w * x**2)(3.0) ** 2
+
+    return all(float(gradient(loss_fn, jnp.float32(2), s)) == 144.0 for s in (1.0, 2.0**10))
+
+
+def complex_gradients_keep_their_imaginary_part(gradient: Any) -> bool:
+    w = jnp.complex64(1 + 2j)
+    return complex(gradient(lambda w: (w * w.conj()).real, w, 8.0)) == complex(2 - 4j)
+
+
+def a_mean_over_replicas_does_not_overflow_float16(gradient: Any) -> bool:
+    step = jax.pmap(lambda w: gradient(lambda w: w * jnp.float16(60000), w, 1.0, "i"), axis_name="i")
+    return step(jnp.ones(2, jnp.float16)).tolist() == [60000.0, 60000.0]
+
+
+def gradients_per_example_leave_one_s(adjusted: Any) -> bool:
+    return jnp.shape(adjusted(jnp.array([0.5, INF]))) == ()
+
+
+def functions_in_a_tree_are_selected(select: Any) -> bool:
+    new, old = ({"w": jnp.float32(w), "activation": jnp.tanh} for w in (1, 2))
+    return float(select(jnp.array(False), new, old)["w"]) == 2.0
+
+
+def a_saved_s_comes_back(saved: Any) -> bool:
+    before, after = saved()
+    return float(before) == float(after)
+
+
+def statistics_of_a_skipped_step_are_dropped(statistics: Any) -> bool:
+    return bool(np.isfinite(statistics()).all())
+
+
+def a_run_that_only_skips_is_told_so(warn: Any) -> bool:
+    return bool(warn())
+
+
 def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
     """(what is tried of each library, how): one row of the table each."""
     trains = {name: TRAIN[name] for name in HAS_SCALE}
     floors = {name: TRAIN[name] for name in HAS_FLOOR}
-    scales = _loss_scales(jnp.float32(2.0**15))
-    wrappers = {
-        "optax": lambda tx: optax.apply_if_finite(tx, 5),
-        "jmp_scale": jmp_scale.with_loss_scale,
-    }
-    checks = _finite_checks()
+    scales = _subjects.loss_scales(jnp.float32(2.0**15))
+    from_number = _subjects.loss_scales(2.0**15) | {"mpx": scales["mpx"]}
+    from_float16 = _subjects.loss_scales(jnp.float16(2.0**15))
+    checks, gradients = _subjects.finite_checks(), _subjects.gradients()
+    wrappers = _subjects.wrappers()
+    clips = {name: TRAIN[name] for name in ("jmp", "flax", "mpx", "jmp_scale")}
     return [
         (trains, gradients_stay_true_when_s_grows),
         (trains, a_good_step_after_200_bad_ones_trains),
@@ -360,20 +221,31 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
         (trains, s_never_grows_to_infinity_or_stops_training),
         (trains, s_stays_a_power_of_two),
         (trains, s_grows_on_the_period_th_finite_step),
-        (_loss_scales(2.0**15) | {"mpx": scales["mpx"]}, a_float16_loss_is_scaled_without_overflow),
-        (_loss_scales(2.0**15) | {"mpx": scales["mpx"]}, unscaling_float16_keeps_what_scaling_saved),
-        (_loss_scales(jnp.float16(2.0**15)), a_float16_s_is_adjusted),
+        (trains, s_recovers_from_200_bad_steps),
+        (clips, clipping_sees_the_true_gradient),
+        (_subjects.statistics_after_an_overflow(), statistics_of_a_skipped_step_are_dropped),
+        (from_number, a_float16_loss_is_scaled_without_overflow),
+        (from_number, unscaling_float16_keeps_what_scaling_saved),
+        (from_float16, a_float16_s_is_adjusted),
         (scales, integers_pass_unscale_unchanged),
         (scales, a_step_compiles_once_from_the_documented_start),
         (scales, a_step_is_compiled_ahead_of_time),
         (scales, leaves_have_names),
         (scales, a_pickled_scale_goes_on_where_it_was),
+        (_subjects.saved_and_restored(), a_saved_s_comes_back),
         (checks, an_empty_tree_is_finite),
         (checks, integer_leaves_are_finite),
         (checks, replicas_agree_without_being_told),
+        (_subjects.selects(), functions_in_a_tree_are_selected),
+        (gradients, a_mean_over_replicas_does_not_overflow_float16),
+        (gradients, complex_gradients_keep_their_imaginary_part),
+        (gradients, a_gradient_penalty_does_not_depend_on_s),
+        (_subjects.adjusted_over_examples(), gradients_per_example_leave_one_s),
         (wrappers, float16_gradients_meet_float32_parameters),
         (wrappers, a_float16_overflow_is_seen_before_clipping),
         (wrappers, large_float16_gradients_survive_a_global_norm),
+        (wrappers, adam_of_zero_float16_gradients_is_finite),
+        (_subjects.warnings_of_a_stuck_run(), a_run_that_only_skips_is_told_so),
     ]
 
 

@@ -6,6 +6,7 @@ step without scaling.
 """
 
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -171,22 +172,25 @@ def add_times(
         row.append(str(_harness.paired_ratio(runner(row[0]), base, pairs, row[0])) if quiet else "rejected")
 
 
-def compile_times(leaf_counts: Sequence[int], peers: Sequence[str]) -> _harness.Table:
-    """Seconds of compilation against the number of leaves, of 64 x 64 entries each."""
-    table = _harness.Table(
-        "Compile seconds (and ratio) against the number of leaves", ["step", *map(str, leaf_counts)]
-    )
+def compile_times(
+    name: str, leaf_counts: Sequence[int], peers: Sequence[str], repeats: int
+) -> _harness.Table:
+    """Median seconds of compilation against the number of leaves, of 64 x 64 entries each."""
+    title = f"Compile seconds (and ratio) against the number of leaves, {name} gradients"
+    table = _harness.Table(title, ["step", *map(str, leaf_counts)])
     rows = {peer: [peer] for peer in peers}
     for count in leaf_counts:
         params = {f"leaf{i}": jnp.ones((64, 64)) for i in range(count)}
-        loss_fn, params, batch = optimizer_only(jnp.float32, params)
-        seconds_of = {}
-        for peer in tqdm(peers, desc=f"{count} leaves", leave=False):
+        loss_fn, params, batch = optimizer_only(DTYPES[name], params)
+        seconds: dict[str, list[float]] = {peer: [] for peer in peers}
+        for peer in tqdm(list(peers) * repeats, desc=f"{count} leaves, {name}", leave=False):
             carry, step = build(peer, loss_fn, params)
-            seconds = compile_step(step, carry, batch)[1]
-            seconds_of[peer] = seconds
-            rows[peer].append(f"{seconds:.1f} ({seconds / seconds_of['unscaled']:.1f})")
+            seconds[peer].append(compile_step(step, carry, batch)[1])
+        medians = {peer: statistics.median(seconds[peer]) for peer in peers}
+        for peer, median in medians.items():
+            rows[peer].append(f"{median:.1f} ({median / medians['unscaled']:.1f})")
     table.rows = list(rows.values())
+    table.notes.append(f"Median of {repeats}, the steps in turn.")
     return table
 
 
@@ -204,6 +208,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=256, help="of both transformers")
     parser.add_argument(
         "--leaf-counts", nargs="+", type=int, default=[30, 100, 300], help="of the compile table"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="compilations of each step of the compile table"
     )
     parser.add_argument(
         "--pairs", type=int, default=0, help="B-A-B pairs of the time ratios; 0 takes no times"
@@ -228,8 +235,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             title = f"Train step, {name} compute, transformer of {sizes.layers} layers, 8 x 128 tokens"
             loss_fn = lambda p, b, model=model, dtype=dtype: model.loss(p, b, dtype)  # noqa: E731
             tables.append(compare(title, loss_fn, model.params, batch, peers, args.pairs))
-    if "compile" in args.parts:
-        tables.append(compile_times(args.leaf_counts, peers))
+        if "compile" in args.parts:
+            tables.append(compile_times(name, args.leaf_counts, peers, args.repeats))
     _harness.report(tables, args.json)
 
 

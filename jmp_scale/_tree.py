@@ -90,23 +90,22 @@ def _all_finite_here(leaves: Sequence[jax.Array]) -> jax.Array:
     if not leaves:
         return jnp.array(True)
     is_whole = _mesh.has_whole_arrays() and jax.default_backend() == "cpu"
-    flags = jnp.stack([_read_once(leaf) if is_whole else jnp.isfinite(leaf).all() for leaf in leaves])
+    flags_of = _flags_in_one_pass if is_whole else lambda leaf: [jnp.isfinite(leaf).all()]
+    flags = jnp.stack([flag for leaf in leaves for flag in flags_of(leaf)])
     # The barrier keeps XLA from fusing this reduction into each of the update's kernels, which makes
     # compile time quadratic in the number of leaves.
     return jnp.all(lax.optimization_barrier(flags))
 
 
-def _read_once(leaf: jax.Array) -> jax.Array:
-    """`jnp.isfinite(leaf).all()`, in one pass and without temporaries on a CPU.
+def _flags_in_one_pass(leaf: jax.Array) -> Sequence[jax.Array]:
+    """`jnp.isfinite(leaf).all()`, twice, for CPUs.
 
     There XLA writes a boolean for each entry to memory, and splits the reduction of these into several; a
-    reduction of two operands at once it leaves whole, and computes `isfinite` within. On a GPU it does so
-    anyway. Not for sharded arrays: it would gather both results of each leaf.
+    reduction of two operands it leaves whole, and computes `isfinite` within it, if both results are used.
+    On a GPU it does so anyway. Not for sharded arrays: it would gather both results of each leaf.
     """
     finite = jnp.isfinite(leaf).ravel()
-    yes = np.bool_(True)
-    # Both results are used, or XLA drops one.
-    return jnp.logical_and(*lax.reduce((finite, finite), (yes, yes), _and_pairwise, (0,)))
+    return lax.reduce((finite, finite), (np.bool_(True), np.bool_(True)), _and_pairwise, (0,))
 
 
 def _and_pairwise(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]) -> Any:

@@ -1,0 +1,178 @@
+"""Training with the loss w * x, as each library's documentation writes it.
+
+The gradient of w is x, so that any step can be made to overflow. Every function takes the x of each
+step and returns the parameter and the loss scale after it. torch and keras run in the same way; the
+latter on JAX.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmp_scale
+
+
+class Step(NamedTuple):
+    """The parameter and the loss scale after a step."""
+
+    w: float
+    s: float
+
+
+def train_jmp(
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
+) -> list[Step]:
+    import jmp
+
+    loss_scale = jmp.DynamicLossScale(jnp.float32(s), jnp.int32(0), period, 2, jnp.float32(low))
+    return _train_with_verbs(jmp, loss_scale, xs, tx or optax.sgd(1.0))
+
+
+def train_mpx(
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
+) -> list[Step]:
+    import mpx
+
+    tx = tx or optax.sgd(1.0)
+    w = jnp.float32(1)
+    state = tx.init(w)
+    scaling = mpx.DynamicLossScaling(jnp.float32(s), jnp.float32(low), period=period)
+
+    @jax.jit
+    def step(w, state, scaling, x):
+        _, scaling, finite, grad = mpx.filter_value_and_grad(lambda w, x: w * x, scaling)(w, x)
+        return *mpx.optimizer_update(w, tx, state, grad, finite), scaling
+
+    steps = []
+    for x in xs:
+        w, state, scaling = step(w, state, scaling, jnp.float32(x))
+        steps.append(Step(float(w), float(scaling.loss_scaling)))
+    return steps
+
+
+def train_flax(
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float | None = None, tx: Any = None
+) -> list[Step]:
+    from flax.training.dynamic_scale import DynamicScale
+
+    tx = tx or optax.sgd(1.0)
+    w = jnp.float32(1)
+    state = tx.init(w)
+    scale = DynamicScale(
+        growth_interval=period, scale=jnp.float32(s), **({} if low is None else {"minimum_scale": low})
+    )
+
+    @jax.jit
+    def step(w, state, scale, x):
+        scale, finite, _, grad = scale.value_and_grad(lambda w, x: w * x)(w, x)
+        updates, new_state = tx.update(grad, state, w)
+        new = (optax.apply_updates(w, updates), new_state)
+        return *jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (w, state)), scale
+
+    steps = []
+    for x in xs:
+        w, state, scale = step(w, state, scale, jnp.float32(x))
+        steps.append(Step(float(w), float(scale.scale)))
+    return steps
+
+
+def train_optax(xs: Sequence[float], tx: Any = None) -> list[Step]:
+    tx = optax.apply_if_finite(tx or optax.sgd(1.0), max_consecutive_errors=50)
+    w = jnp.float32(1)
+    state = tx.init(w)
+
+    @jax.jit
+    def step(w, state, x):
+        updates, state = tx.update(x, state, w)
+        return optax.apply_updates(w, updates), state
+
+    steps = []
+    for x in xs:
+        w, state = step(w, state, jnp.float32(x))
+        steps.append(Step(float(w), 1.0))
+    return steps
+
+
+def train_torch(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
+    import torch
+
+    w = torch.tensor(1.0, requires_grad=True)
+    optimizer = torch.optim.AdamW([w], 0.1) if tx else torch.optim.SGD([w], 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=s, growth_interval=period)
+    steps = []
+    for x in xs:
+        optimizer.zero_grad()
+        scaler.scale(w * x).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append(Step(w.item(), scaler.get_scale()))
+    return steps
+
+
+def train_keras(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
+    import keras
+
+    inner = keras.optimizers.AdamW(0.1) if tx else keras.optimizers.SGD(1.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=s, dynamic_growth_steps=period)
+    variable = keras.Variable(1.0)
+    optimizer.build([variable])
+    state, w = [v.value for v in optimizer.variables], [variable.value]
+    where = next(i for i, v in enumerate(optimizer.variables) if v is optimizer.dynamic_scale)
+
+    @jax.jit
+    def step(w, state, x):
+        grads = [jax.grad(lambda w: w * x * state[where])(w[0])]
+        return optimizer.stateless_apply(state, grads, w)
+
+    steps = []
+    for x in xs:
+        w, state = step(w, state, jnp.float32(x))
+        steps.append(Step(float(w[0]), float(state[where])))
+    return steps
+
+
+def train_jmp_scale(
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
+) -> list[Step]:
+    tx = jmp_scale.with_loss_scale(
+        tx or optax.sgd(1.0), jmp_scale.DynamicLossScale(s, None, period, 2, low, max_loss_scale=2.0**126)
+    )
+    w = jnp.float32(1)
+    state = tx.init(w)
+
+    @jax.jit
+    def step(w, state, x):
+        _, grad = jmp_scale.value_and_grad(lambda w, x: w * x, state.loss_scale)(w, x)
+        updates, state = tx.update(grad, state, w)
+        return optax.apply_updates(w, updates), state
+
+    steps = []
+    for x in xs:
+        w, state = step(w, state, jnp.float32(x))
+        steps.append(Step(float(w), float(state.loss_scale.loss_scale)))
+    return steps
+
+
+def _train_with_verbs(library: Any, loss_scale: Any, xs: Sequence[float], tx: Any) -> list[Step]:
+    @jax.jit
+    def step(w, state, loss_scale, x):
+        grad = loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(w * x))(w))
+        finite = library.all_finite(grad)
+        updates, new_state = tx.update(grad, state, w)
+        new = (optax.apply_updates(w, updates), new_state)
+        return *library.select_tree(finite, new, (w, state)), loss_scale.adjust(finite)
+
+    w = jnp.float32(1)
+    state = tx.init(w)
+    steps = []
+    for x in xs:
+        w, state, loss_scale = step(w, state, loss_scale, jnp.float32(x))
+        steps.append(Step(float(w), float(loss_scale.loss_scale)))
+    return steps
+
+
+TRAIN = {"jmp": train_jmp, "flax": train_flax, "mpx": train_mpx, "optax": train_optax, "torch": train_torch,
+         "keras": train_keras, "jmp_scale": train_jmp_scale}  # fmt: skip

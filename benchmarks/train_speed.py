@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Callable[[], _models.Model]]] = {
         "GPT-2-small": lambda: _models.transformer(_models.GPT2_SMALL, batch_size=8),
     },
     "reduced": {
-        "ResNet-50": lambda: _models.resnet50(32, 4, width=16, blocks=(1, 1, 1, 1)),
+        "ResNet-50": lambda: _models.resnet50(64, 16, width=16, blocks=(1, 1, 1, 1)),
         "BERT-base": lambda: _models.transformer(_models.Transformer(2, 128, 4, 1024, 64, causal=False), 4),
         "GPT-2-small": lambda: _models.transformer(_models.Transformer(2, 128, 4, 1024, 64), 4),
     },
@@ -83,7 +83,7 @@ def measure(title: str, model: _models.Model, steps: int, pairs: int) -> tuple[_
     control = _harness.paired_ratio(compiled_step(model, HEADLINE[0])[0], base, pairs, "A/A control")
     quiet = _harness.is_quiet(control)
     ratio = str(_harness.paired_ratio(scaled, base, pairs, "overhead")) if quiet else "rejected"
-    return table, [title, ratio, str(control)]
+    return table, [title.split(",")[0], ratio, str(control)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = [headline]
     for name in args.models:
         start = time.perf_counter()
-        table, row = measure(name, MODELS[args.size][name](), args.steps, args.pairs)
+        table, row = measure(f"{name}, {args.size} size", MODELS[args.size][name](), args.steps, args.pairs)
         table.notes.append(
             f"{time.perf_counter() - start:.0f} s in all. Peak memory as the compiler plans it."
         )

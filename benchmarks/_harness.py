@@ -16,7 +16,18 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-PACKAGES = ("jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-JAX", "equinox", "torch", "keras")
+PACKAGES = (
+    "jmp_scale",
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "jmp",
+    "mixed-precision-for-JAX",
+    "equinox",
+    "torch",
+    "keras",
+)
 AA_LIMITS = (0.9, 1.1)
 
 
@@ -91,11 +102,21 @@ def parser(description: str) -> argparse.ArgumentParser:
     return result
 
 
-def report(tables: Sequence[Table], json_path: pathlib.Path | None, command: str | None = None) -> None:
+def add_pairs(arguments: argparse.ArgumentParser) -> None:
+    """`--pairs`, for the benchmarks that take time ratios."""
+
+    def at_least_nine(text: str) -> int:
+        if int(text) < 9:
+            raise argparse.ArgumentTypeError(f"expected at least 9 pairs, got {text}")
+        return int(text)
+
+    arguments.add_argument("--pairs", type=at_least_nine, default=9, help="B-A-B pairs of each time ratio")
+
+
+def report(tables: Sequence[Table], json_path: pathlib.Path | None) -> None:
     """Prints the tables as Markdown, below the machine and the versions, and writes them as JSON."""
     data = {
-        "command": command
-        or "python benchmarks/" + shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": "python benchmarks/" + shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processor": _processor(),

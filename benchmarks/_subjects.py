@@ -3,14 +3,16 @@
 Every function here returns a dictionary from the libraries that have such a thing to how it is called.
 """
 
+import io
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from _trainers import MAX_CONSECUTIVE_ERRORS
 
 import jmp_scale
 
@@ -65,7 +67,10 @@ def selects() -> dict[str, Callable[..., Any]]:
 
 def wrappers() -> dict[str, Callable[[Any], Any]]:
     """An Optax optimizer -> one that skips."""
-    return {"optax": lambda tx: optax.apply_if_finite(tx, 5), "jmp_scale": jmp_scale.with_loss_scale}
+    return {
+        "optax": lambda tx: optax.apply_if_finite(tx, MAX_CONSECUTIVE_ERRORS),
+        "jmp_scale": jmp_scale.with_loss_scale,
+    }
 
 
 def gradients() -> dict[str, Callable[..., Any]]:
@@ -120,30 +125,79 @@ def adjusted_over_examples() -> dict[str, Callable[[Any], Any]]:
     }
 
 
+def traces_of_four_steps() -> dict[str, Callable[[], int]]:
+    """() -> how often a step is traced from the start that the documentation shows"""
+
+    def count(jit, loss_scale, adjust):
+        traces = []
+
+        def step(loss_scale):
+            traces.append(loss_scale)
+            return adjust(loss_scale)
+
+        jitted = jit(step)
+        for _ in range(4):
+            loss_scale = jitted(loss_scale)
+        return len(traces)
+
+    def jmp():
+        import jmp
+
+        return count(jax.jit, jmp.DynamicLossScale(jnp.asarray(2.0**15)), lambda s: s.adjust(jnp.array(True)))
+
+    def flax():
+        from flax.training.dynamic_scale import DynamicScale
+
+        gradients_of = lambda s: s.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]  # noqa: E731
+        return count(jax.jit, DynamicScale(), gradients_of)
+
+    def mpx():
+        import equinox
+        import mpx
+
+        scaling = mpx.DynamicLossScaling(mpx.FLOAT16_MAX, min_loss_scaling=jnp.ones((), jnp.float32) * 1.0)
+        return count(equinox.filter_jit, scaling, lambda s: s.adjust(jnp.array(True)))
+
+    def ours():
+        return count(jax.jit, jmp_scale.DynamicLossScale(), lambda s: s.adjust(jnp.array(True)))
+
+    return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": ours}
+
+
+def flags_of_replicas() -> dict[str, Callable[[Any], Any]]:
+    """x of each device -> whether the step with the gradient of w * x is applied there, with no axis named"""
+
+    def flax(xs):
+        from flax.training.dynamic_scale import DynamicScale
+
+        return jax.pmap(lambda x: DynamicScale().value_and_grad(lambda w: w * x)(jnp.float32(1))[1])(xs)
+
+    def optax_(xs):
+        def applied(x):
+            tx = wrappers()["optax"](optax.sgd(1.0))
+            return tx.update(x, tx.init(x), x)[1].last_finite
+
+        return jax.pmap(applied)(xs)
+
+    by_check = {name: jax.pmap(check) for name, check in finite_checks().items()}
+    return by_check | {"flax": flax, "optax": optax_}
+
+
 def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
     """() -> (S before, S after saving it and restoring it into a fresh one), in the library's own way"""
 
-    def serialized(name, library):
-        def run():
-            from flax import serialization
+    def jmp():
+        used = loss_scales(jnp.float32(2.0**15))["jmp"]().adjust(jnp.array(False))
+        return used.loss_scale, pickle.loads(pickle.dumps(used)).loss_scale
 
-            if name == "jmp_scale":
-                import jmp_scale.linen  # noqa: F401, registers the loss scales
+    def mpx():
+        import equinox
 
-            fresh = loss_scales(jnp.float32(2.0**15))[name]()
-            used = fresh.adjust(jnp.array(False))
-            restored = serialization.from_bytes(fresh, serialization.to_bytes(used))
-            return getattr(used, library), getattr(restored, library)
-
-        return run
-
-    def flax():
-        from flax import serialization
-        from flax.training.dynamic_scale import DynamicScale
-
-        used = DynamicScale(scale=jnp.float32(4))
-        restored = serialization.from_bytes(DynamicScale(), serialization.to_bytes(used))
-        return used.scale, restored.scale
+        fresh, file = loss_scales(jnp.float32(2.0**15))["mpx"](), io.BytesIO()
+        used = fresh.adjust(jnp.array(False))
+        equinox.tree_serialise_leaves(file, used)
+        file.seek(0)
+        return used.loss_scaling, equinox.tree_deserialise_leaves(file, fresh).loss_scaling
 
     def torch():
         import torch
@@ -167,96 +221,55 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
         restored.load_own_variables(store)
         return float(used.dynamic_scale), float(restored.dynamic_scale)
 
+    by_flax = {name: serialized_by_flax()[name] for name in ("flax", "jmp_scale")}
+    return by_flax | {"jmp": jmp, "mpx": mpx, "torch": torch, "keras": keras}
+
+
+def serialized_by_flax() -> dict[str, Callable[[], tuple[Any, Any]]]:
+    """() -> (S before, S after `flax.serialization`), as Flax's own checkpoints are written"""
+
+    def through(fresh, used, name):
+        from flax import serialization
+
+        restored = serialization.from_bytes(fresh, serialization.to_bytes(used))
+        return getattr(used, name), getattr(restored, name)
+
+    def flax():
+        from flax.training.dynamic_scale import DynamicScale
+
+        return through(DynamicScale(), DynamicScale(scale=jnp.float32(4)), "scale")
+
+    def adjusted(library, name):
+        import jmp_scale.linen  # noqa: F401, registers the loss scales
+
+        fresh = loss_scales(jnp.float32(2.0**15))[library]()
+        return through(fresh, fresh.adjust(jnp.array(False)), name)
+
     return {
-        "jmp": serialized("jmp", "loss_scale"),
+        "jmp": lambda: adjusted("jmp", "loss_scale"),
         "flax": flax,
-        "mpx": serialized("mpx", "loss_scaling"),
-        "torch": torch,
-        "keras": keras,
-        "jmp_scale": serialized("jmp_scale", "loss_scale"),
+        "mpx": lambda: adjusted("mpx", "loss_scaling"),
+        "jmp_scale": lambda: adjusted("jmp_scale", "loss_scale"),
     }
 
 
-def statistics_after_an_overflow() -> dict[str, Callable[[], Any]]:
-    """() -> the running mean of a BatchNorm after a step whose forward pass gave infinities"""
+def signs_of_a_stuck_run() -> dict[str, Callable[[], Any]]:
+    """() -> what there is to see after a run that skips every step"""
 
-    def linen_model():
-        from flax import linen
-
-        class Net(linen.Module):
-            @linen.compact
-            def __call__(self, x):
-                x = linen.Dense(1, dtype=jnp.float16, kernel_init=linen.initializers.constant(300.0))(x)
-                return linen.BatchNorm(use_running_average=False)(x).mean()
-
-        net, x = Net(), jnp.full((4, 1), 300.0)
-        variables = net.init(jax.random.key(0), 0 * x)
-
-        def loss_fn(params):
-            state = {"params": params, "batch_stats": variables["batch_stats"]}
-            return net.apply(state, x, mutable=["batch_stats"])
-
-        return net, variables, loss_fn
-
-    def flax():
-        """The step of Flax's ImageNet example, which selects parameters and optimizer state."""
-        from flax.training.dynamic_scale import DynamicScale
-
-        _, variables, loss_fn = linen_model()
-        gradients_of = DynamicScale().value_and_grad(loss_fn, has_aux=True)
-        _, finite, (_, updates), _ = gradients_of(variables["params"])
-        assert not finite
-        return updates["batch_stats"]["BatchNorm_0"]["mean"]
-
-    def ours():
-        from jmp_scale.linen import TrainState
-
-        net, variables, loss_fn = linen_model()
-        state_type = type("State", (TrainState,), {"__annotations__": {"batch_stats": Any}})
-        state = state_type.create(
-            apply_fn=net.apply,
-            params=variables["params"],
-            tx=optax.sgd(0.1),
-            loss_scale=jmp_scale.DynamicLossScale(),
-            batch_stats=variables["batch_stats"],
-        )
-        (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
-        state = state.apply_gradients(grads=grads, value=loss, batch_stats=updates["batch_stats"])
-        return state.batch_stats["BatchNorm_0"]["mean"]
-
-    def torch():
-        import torch
-
-        norm, scaler = torch.nn.BatchNorm1d(1), torch.amp.GradScaler("cpu")
-        optimizer = torch.optim.SGD(norm.parameters(), 0.1)
-        overflowed = (torch.full((4, 1), 300.0).half() * 300).float()
-        scaler.scale(norm(overflowed).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return norm.running_mean.numpy()
-
-    def keras():
-        import keras
-
-        norm = keras.layers.BatchNormalization()
-        model = keras.Sequential([keras.layers.Input((1,)), norm])
-        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
-        model.train_on_batch(np.full((4, 1), math.inf, np.float32), np.zeros((4, 1), np.float32))
-        return norm.moving_mean.numpy()
-
-    return {"flax": flax, "torch": torch, "keras": keras, "jmp_scale": ours}
-
-
-def warnings_of_a_stuck_run() -> dict[str, Callable[[], Any]]:
-    """() -> what the library says of a run that skips every step"""
-
-    def ours():
-        tx, w = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale()), jnp.float32(1)
+    def state_after_60(tx):
+        w = jnp.float32(1)
         state = tx.init(w)
         for _ in range(60):
             _, state = jax.jit(tx.update)(jnp.float32(math.nan), state, w)
+        return state
+
+    def ours():
         from jmp_scale import diagnostics
 
-        return diagnostics.health(state)
+        tx = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale())
+        return diagnostics.health(state_after_60(tx))
 
-    return {"jmp_scale": ours}
+    return {
+        "optax": lambda: state_after_60(optax.apply_if_finite(optax.sgd(1.0), 1000)).notfinite_count == 60,
+        "jmp_scale": ours,
+    }

@@ -14,6 +14,8 @@ import optax
 
 import jmp_scale
 
+MAX_CONSECUTIVE_ERRORS = 50  # after which apply_if_finite applies the next one, as it says
+
 
 class Step(NamedTuple):
     """The parameter and the loss scale after a step."""
@@ -23,23 +25,23 @@ class Step(NamedTuple):
 
 
 def train_jmp(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, min_loss_scale: float = 1.0, tx: Any = None
 ) -> list[Step]:
     import jmp
 
-    loss_scale = jmp.DynamicLossScale(jnp.float32(s), jnp.int32(0), period, 2, jnp.float32(low))
+    loss_scale = jmp.DynamicLossScale(jnp.float32(s), jnp.int32(0), period, 2, jnp.float32(min_loss_scale))
     return _train_with_verbs(jmp, loss_scale, xs, tx or optax.sgd(1.0))
 
 
 def train_mpx(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, min_loss_scale: float = 1.0, tx: Any = None
 ) -> list[Step]:
     import mpx
 
     tx = tx or optax.sgd(1.0)
     w = jnp.float32(1)
     state = tx.init(w)
-    scaling = mpx.DynamicLossScaling(jnp.float32(s), jnp.float32(low), period=period)
+    scaling = mpx.DynamicLossScaling(jnp.float32(s), jnp.float32(min_loss_scale), period=period)
 
     @jax.jit
     def step(w, state, scaling, x):
@@ -54,7 +56,11 @@ def train_mpx(
 
 
 def train_flax(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float | None = None, tx: Any = None
+    xs: Sequence[float],
+    s: float = 8.0,
+    period: int = 2000,
+    min_loss_scale: float | None = None,
+    tx: Any = None,
 ) -> list[Step]:
     from flax.training.dynamic_scale import DynamicScale
 
@@ -62,7 +68,9 @@ def train_flax(
     w = jnp.float32(1)
     state = tx.init(w)
     scale = DynamicScale(
-        growth_interval=period, scale=jnp.float32(s), **({} if low is None else {"minimum_scale": low})
+        growth_interval=period,
+        scale=jnp.float32(s),
+        **({} if min_loss_scale is None else {"minimum_scale": min_loss_scale}),
     )
 
     @jax.jit
@@ -80,7 +88,7 @@ def train_flax(
 
 
 def train_optax(xs: Sequence[float], tx: Any = None) -> list[Step]:
-    tx = optax.apply_if_finite(tx or optax.sgd(1.0), max_consecutive_errors=50)
+    tx = optax.apply_if_finite(tx or optax.sgd(1.0), MAX_CONSECUTIVE_ERRORS)
     w = jnp.float32(1)
     state = tx.init(w)
 
@@ -97,10 +105,11 @@ def train_optax(xs: Sequence[float], tx: Any = None) -> list[Step]:
 
 
 def train_torch(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
+    """`tx` is the name of a torch optimizer, default SGD."""
     import torch
 
     w = torch.tensor(1.0, requires_grad=True)
-    optimizer = torch.optim.AdamW([w], 0.1) if tx else torch.optim.SGD([w], 1.0)
+    optimizer = getattr(torch.optim, tx)([w], 0.1) if tx else torch.optim.SGD([w], 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=s, growth_interval=period)
     steps = []
     for x in xs:
@@ -113,9 +122,10 @@ def train_torch(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any
 
 
 def train_keras(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
+    """`tx` is the name of a keras optimizer, default SGD."""
     import keras
 
-    inner = keras.optimizers.AdamW(0.1) if tx else keras.optimizers.SGD(1.0)
+    inner = getattr(keras.optimizers, tx)(0.1) if tx else keras.optimizers.SGD(1.0)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=s, dynamic_growth_steps=period)
     variable = keras.Variable(1.0)
     optimizer.build([variable])
@@ -135,10 +145,11 @@ def train_keras(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any
 
 
 def train_jmp_scale(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, low: float = 1.0, tx: Any = None
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, min_loss_scale: float = 1.0, tx: Any = None
 ) -> list[Step]:
     tx = jmp_scale.with_loss_scale(
-        tx or optax.sgd(1.0), jmp_scale.DynamicLossScale(s, None, period, 2, low, max_loss_scale=2.0**126)
+        tx or optax.sgd(1.0),
+        jmp_scale.DynamicLossScale(s, None, period, 2, min_loss_scale, max_loss_scale=2.0**126),
     )
     w = jnp.float32(1)
     state = tx.init(w)

@@ -40,7 +40,7 @@ class Figures(NamedTuple):
     transfers: int
 
     @property
-    def copied_leaves(self) -> int:
+    def copied_arrays(self) -> int:
         return sum("[]" not in copied for copied in self.copies)
 
 
@@ -77,7 +77,7 @@ def compilations(step: Callable[..., Any], carry: Any, batch: Any, steps: int = 
     """Compilations over `steps` steps, which may move nothing between host and device on their way."""
     # Their number does not depend on the passes, and fusion is what takes the time.
     jitted = jax.jit(step, donate_argnums=0, compiler_options={"xla_disable_hlo_passes": "fusion"})
-    carry = jax.tree.map(jnp.copy, carry)
+    carry = jax.tree.map(jnp.copy, carry)  # the cache counts a NumPy array apart, though nothing is compiled
     with jax.transfer_guard("disallow"):
         for _ in range(steps):
             carry, _ = jitted(carry, batch)
@@ -117,10 +117,12 @@ def compare(
 ) -> _harness.Table:
     """One table: a row per peer, with the deterministic figures, and wall ratios if `pairs` > 0."""
     param_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    columns = ["step", "bytes", "temporaries", "copied leaves", "scalars", "kernels", "compilations", "waits",
+    columns = ["step", "bytes", "temporaries", "copied arrays", "scalars", "kernels", "compilations", "waits",
                "compile s", "compile ratio"]  # fmt: skip
     table = _harness.Table(title, columns + ["time ratio (quartiles)"] * (pairs > 0))
     programs = {}
+    carry, step = build("unscaled", loss_fn, params)
+    compile_step(step, carry, batch)  # a process's first one takes longer
     for peer in tqdm(peers, desc=title, leave=False):
         carry, step = build(peer, loss_fn, params)
         programs[peer], seconds = compile_step(step, carry, batch)
@@ -131,8 +133,8 @@ def compare(
             peer,
             f"{found.bytes_accessed / base.bytes_accessed:.3f}",
             f"{found.temporaries / param_bytes:.3f}",
-            found.copied_leaves,
-            len(found.copies) - found.copied_leaves,
+            found.copied_arrays,
+            len(found.copies) - found.copied_arrays,
             found.kernels,
             compilations(step, carry, batch),
             found.transfers,
@@ -152,7 +154,7 @@ def compare(
 def add_times(
     table: _harness.Table, programs: dict[str, Any], carries: dict[str, Any], batch: Any, pairs: int
 ) -> None:
-    """Adds the time ratios to the rows; without them when the A/A control shows a busy machine."""
+    """Adds the time ratios to the rows; without them when an A/A control shows a busy machine."""
 
     def runner(peer):
         leaves = jax.tree.map(jnp.copy, jax.tree.leaves(carries[peer]))
@@ -165,11 +167,18 @@ def add_times(
         return run
 
     base = runner("unscaled")
-    control = _harness.paired_ratio(runner("unscaled"), base, pairs, "A/A control")
-    quiet = _harness.is_quiet(control)
-    table.notes.append(f"A/A control {control}, {pairs} pairs." + " Rejected: busy machine." * (not quiet))
+    before = _harness.paired_ratio(runner("unscaled"), base, pairs, "A/A control")
+    ratios = {
+        row[0]: _harness.paired_ratio(runner(row[0]), base, pairs, row[0])
+        for row in reversed(table.rows)  # the unscaled step, which is the first, last: a second control
+    }
+    quiet = _harness.is_quiet(before) and _harness.is_quiet(ratios["unscaled"])
+    table.notes.append(
+        f"A/A control {before} before and {ratios['unscaled']} after, {pairs} pairs."
+        + " Rejected: busy machine." * (not quiet)
+    )
     for row in table.rows:
-        row.append(str(_harness.paired_ratio(runner(row[0]), base, pairs, row[0])) if quiet else "rejected")
+        row.append(str(ratios[row[0]]) if quiet else "rejected")
 
 
 def compile_times(
@@ -212,10 +221,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="compilations of each step of the compile table"
     )
-    parser.add_argument(
-        "--pairs", type=int, default=0, help="B-A-B pairs of the time ratios; 0 takes no times"
-    )
+    parser.add_argument("--no-times", action="store_true", help="leave out the time ratios")
+    _harness.add_pairs(parser)
     args = parser.parse_args(argv)
+    pairs = 0 if args.no_times else args.pairs
     peers = ["unscaled", *(peer for peer in args.peers if peer != "unscaled")]
 
     tables = []
@@ -227,14 +236,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             leaves = jax.tree.leaves(params)
             millions = sum(leaf.size for leaf in leaves) / 1e6
             title = f"AdamW alone, {name} gradients, {millions:.1f}M parameters in {len(leaves)} leaves"
-            tables.append(compare(title, *optimizer_only(dtype, params), peers, args.pairs))
+            tables.append(compare(title, *optimizer_only(dtype, params), peers, pairs))
         if "train" in args.parts:
             sizes = _models.Transformer(3, args.width, 4, vocabulary=8192, context=128)
             model = _models.transformer(sizes, batch_size=8)
             batch = jax.device_put(model.batch)
             title = f"Train step, {name} compute, transformer of {sizes.layers} layers, 8 x 128 tokens"
             loss_fn = lambda p, b, model=model, dtype=dtype: model.loss(p, b, dtype)  # noqa: E731
-            tables.append(compare(title, loss_fn, model.params, batch, peers, args.pairs))
+            tables.append(compare(title, loss_fn, model.params, batch, peers, pairs))
         if "compile" in args.parts:
             tables.append(compile_times(name, args.leaf_counts, peers, args.repeats))
     _harness.report(tables, args.json)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from _harness import Table, is_quiet, paired_ratio, parser, report
+from _harness import Table, add_pairs, is_quiet, paired_ratio, parser, report
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -12,7 +12,7 @@ def main(argv=None):
     arguments = parser(__doc__)
     arguments.add_argument("--entries", type=int, default=20_000_000, help="of the gradients, float32")
     arguments.add_argument("--leaves", type=int, nargs="+", default=[1, 100])
-    arguments.add_argument("--pairs", type=int, default=9, help="timed pairs")
+    add_pairs(arguments)
     args = arguments.parse_args(argv)
     columns = ["leaves", "passes of all_finite", "passes of grad_report", "time ratio", "control"]
     table = Table(f"grad_report beside all_finite, {args.entries:,} entries", columns)

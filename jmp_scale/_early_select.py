@@ -36,7 +36,8 @@ def update_or_keep(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old
     """
     is_compiled = isinstance(finite, Tracer)
     is_traceable = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(old))
-    if not (is_compiled and is_traceable and hasattr(core, "jaxpr_as_fun")):
+    has_interface = all(hasattr(core, name) for name in ("ClosedJaxpr", "Literal", "jaxpr_as_fun"))
+    if not (is_compiled and is_traceable and has_interface):
         updates, new = update()
         return updates, select_tree(finite, new, old)
 

@@ -33,7 +33,8 @@ def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
 def has_whole_arrays() -> bool:
     """Whether an array of the current trace lies on one device: it is a shard, or there is no other device.
 
-    Under `jit` on several devices nothing is known of where an array lies.
+    Under `jit` on several devices nothing is known of where an array lies. The devices are those of this
+    process's platform: a program exported from here for more of them pays collectives, with equal results.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

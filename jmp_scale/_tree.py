@@ -98,11 +98,12 @@ def _all_finite_here(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def _flags_in_one_pass(leaf: jax.Array) -> Sequence[jax.Array]:
-    """`jnp.isfinite(leaf).all()`, twice, for CPUs.
+    """`jnp.isfinite(leaf).all()`, twice, for a CPU.
 
-    There XLA writes a boolean for each entry to memory, and splits the reduction of these into several; a
-    reduction of two operands it leaves whole, and computes `isfinite` within it, if both results are used.
-    On a GPU it does so anyway. Not for sharded arrays: it would gather both results of each leaf.
+    XLA:CPU (of jax 0.10) writes a boolean for each entry to memory, and splits their reduction in several.
+    A reduction of two operands it leaves whole, and computes `isfinite` within it, if both results are
+    used: no temporaries (test_there_are_hardly_any_temporaries). Over one axis, since it is slow over
+    several short ones. Not for sharded arrays: XLA gathers both results of each leaf.
     """
     finite = jnp.isfinite(leaf).ravel()
     return lax.reduce((finite, finite), (np.bool_(True), np.bool_(True)), _and_pairwise, (0,))

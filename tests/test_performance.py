@@ -5,8 +5,11 @@ import contextlib
 import _models
 import jax
 import jax.numpy as jnp
+import optax
 import overhead
 import pytest
+
+import jmp_scale
 
 PARAMS = {f"layer{i}": {"kernel": jnp.ones((128, 128)), "bias": jnp.ones(128)} for i in range(4)}
 PARAM_BYTES = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
@@ -28,13 +31,17 @@ def compiled(peer, problem):
     return overhead.figures(overhead.compile_step(step, carry, batch)[0])
 
 
-@pytest.fixture(scope="module", params=BYTES, ids=" on ".join)
-def steps(request):
-    """Figures of AdamW alone, unscaled and wrapped."""
-    dtype, devices = request.param
+def of_adamw(peer, dtype, devices="one device"):
+    """Figures of AdamW alone."""
     problem = overhead.optimizer_only(overhead.DTYPES[dtype], PARAMS)
     with jax.set_mesh(ONE_DEVICE) if devices == "one device" else contextlib.nullcontext():
-        return request.param, compiled("unscaled", problem), compiled("with_loss_scale", problem)
+        return compiled(peer, problem)
+
+
+@pytest.fixture(scope="module", params=BYTES, ids=" on ".join)
+def steps(request):
+    """Figures of the unscaled and of the wrapped step."""
+    return request.param, of_adamw("unscaled", *request.param), of_adamw("with_loss_scale", *request.param)
 
 
 def test_the_step_reads_and_writes_little_more_than_the_unscaled_one(steps):
@@ -49,7 +56,18 @@ def test_there_are_hardly_any_temporaries(steps):
 
 def test_only_scalars_of_the_state_are_copied(steps):
     _, _, scaled = steps
-    assert scaled.copied_leaves == 0
+    state = jmp_scale.with_loss_scale(optax.adamw(1e-3), jmp_scale.DynamicLossScale()).init(PARAMS)
+    assert scaled.copied_arrays == 0
+    assert len(scaled.copies) <= sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_the_verbs_select_late_but_read_less_than_jmp_s(dtype):
+    unscaled, verbs, jmp = (of_adamw(peer, dtype) for peer in ("unscaled", "jmp_scale verbs", "jmp"))
+    assert verbs.bytes_accessed / unscaled.bytes_accessed <= 1.61
+    assert verbs.bytes_accessed < jmp.bytes_accessed
+    assert verbs.temporaries < jmp.temporaries
+    assert verbs.kernels < jmp.kernels
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("f32", 1.02), ("f16", 1.06)])

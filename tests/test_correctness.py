@@ -1,0 +1,44 @@
+"""The benchmark of known mistakes: this library makes none, and one that makes them is seen."""
+
+import correctness
+import jax.numpy as jnp
+import pytest
+from _trainers import Step, train_jmp_scale
+
+
+@pytest.mark.parametrize(
+    ("subjects", "check"), [pytest.param(*row, id=row[1].__name__) for row in correctness.rows()]
+)
+def test_this_library_makes_none_of_the_known_mistakes(subjects, check):
+    assert correctness.verdict("jmp_scale", subjects, check) == "right"
+
+
+def test_a_library_that_unscales_with_the_wrong_s_is_seen():
+    def train(xs, **kwargs):
+        steps = train_jmp_scale(xs, **kwargs)
+        return [Step(1 - (1 - step.w) / 2, step.s) for step in steps]
+
+    check = correctness.gradients_stay_true_when_s_grows
+    assert correctness.verdict("jmp_scale", {"jmp_scale": train}, check) == "**wrong**"
+
+
+def test_an_exception_is_an_answer_and_a_missing_function_is_none():
+    check = correctness.an_empty_tree_is_finite
+    assert (
+        correctness.verdict("jmp_scale", {"jmp_scale": lambda tree: tree["absent"]}, check) == "**KeyError**"
+    )
+    assert correctness.verdict("jmp_scale", {"other": jnp.isfinite}, check) == "-"
+
+
+@pytest.mark.parametrize(
+    ("check", "answer"),
+    [
+        (correctness.a_floor_below_one_is_kept_under_jit, "**wrong**"),  # jmp's issue 44
+        (correctness.integers_pass_unscale_unchanged, "**wrong**"),
+        (correctness.gradients_stay_true_when_s_grows, "right"),
+        (correctness.s_grows_on_the_period_th_finite_step, "right"),
+    ],
+)
+def test_jmp_s_answers_are_those_of_its_release(check, answer):
+    subjects = next(subjects for subjects, row in correctness.rows() if row is check)
+    assert correctness.verdict("jmp", subjects, check) == answer

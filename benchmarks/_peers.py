@@ -5,7 +5,9 @@ Every function takes the loss `(params, batch) -> loss`, an Optax optimizer and 
 but for the step without scaling.
 """
 
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -131,3 +133,12 @@ PEERS = {
     "jmp_scale verbs": jmp_scale_verbs,
     "with_loss_scale": with_loss_scale,
 }
+
+
+def installed(peers: Sequence[str]) -> list[str]:
+    """Those of `peers` that can run here; the others are named on stderr."""
+    modules = {"jmp": "jmp", "flax DynamicScale": "flax", "mpx": "mpx"}
+    missing = [p for p in peers if importlib.util.find_spec(modules.get(p, "jmp_scale")) is None]
+    for peer in missing:
+        print(f"{peer}: not installed, and left out", file=sys.stderr)
+    return [peer for peer in peers if peer not in missing]

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import _harness
 import _models
+import _peers
 import jax
 import jax.numpy as jnp
 import optax
-from _peers import PEERS
 from tqdm import tqdm
 
 DTYPES = {"f32": jnp.float32, "f16": jnp.float16}
@@ -109,7 +109,7 @@ def optimizer_only(dtype: Any, params: Any) -> tuple[Callable[[Any, Any], jax.Ar
 
 def build(peer: str, loss_fn: Any, params: Any) -> tuple[Any, Any]:
     """`(carry, step)` of a peer with AdamW, on buffers of its own."""
-    return PEERS[peer](loss_fn, optax.adamw(3e-4), jax.tree.map(jnp.copy, params))
+    return _peers.PEERS[peer](loss_fn, optax.adamw(3e-4), jax.tree.map(jnp.copy, params))
 
 
 def compare(
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES), help="of the gradients"
     )
     parser.add_argument(
-        "--peers", nargs="+", default=list(PEERS), choices=list(PEERS), help="steps to compare"
+        "--peers", nargs="+", default=list(_peers.PEERS), choices=list(_peers.PEERS), help="steps to compare"
     )
     parser.add_argument("--layers", type=int, default=12, help="of the optimizer-only step's transformer")
     parser.add_argument("--width", type=int, default=256, help="of both transformers")
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _harness.add_pairs(parser)
     args = parser.parse_args(argv)
     pairs = 0 if args.no_times else args.pairs
-    peers = ["unscaled", *(peer for peer in args.peers if peer != "unscaled")]
+    peers = _peers.installed(["unscaled", *(peer for peer in args.peers if peer != "unscaled")])
 
     tables = []
     for name in args.dtypes:

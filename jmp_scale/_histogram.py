@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _casts
+from . import _casts, _mesh
 from ._report import named_inexact_leaves
 
 _EXPONENTS = range(_casts.LEAST_EXPONENT, 128)
@@ -110,7 +110,9 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
         if np.size(leaf) >= 2**32:
             raise ValueError(f"exponent_histogram: leaf {path} has 2^32 entries or more; split it")
     columns = len(_EXPONENTS)
-    counts = jnp.stack([_counts(leaf) for leaf in leaves] or [_counts(jnp.zeros(0))])[: len(leaves)]
+    counts = jnp.stack(
+        [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves] or [_counts(jnp.zeros(0))]
+    )[: len(leaves)]
     powers_of_two, others = counts[:, :columns], counts[:, columns:-2]
     return ExponentHistogram(powers_of_two + others, powers_of_two, counts[:, -2], counts[:, -1], paths)
 

@@ -82,6 +82,16 @@ def on_shards(
     )(*leaves)
 
 
+def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`fun(x)` on every device, for a `fun` whose shardings JAX cannot tell on Explicit mesh axes."""
+    sharding: Any = jax.typeof(x).sharding
+    if not any(_names(part) for part in sharding.spec):
+        return fun(x)
+    out = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec())
+    on_auto_axes: Any = jax.sharding.auto_axes(fun, out_sharding=out)
+    return on_auto_axes(x)
+
+
 def _names(part: Any) -> tuple[str, ...]:
     """The axes of an axis name, of several, or of one dimension of a PartitionSpec."""
     if part is None or part is PartitionSpec.UNCONSTRAINED:

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -290,6 +291,17 @@ def test_a_histogram_is_the_same_in_vmap_and_scan_and_of_an_empty_tree():
     scanned = jax.lax.scan(lambda _, w: (None, diagnostics.exponent_histogram(w)), None, x)[1]
     assert_bitwise_equal(scanned, expected)
     assert diagnostics.exponent_histogram({}).flushed_share(3).shape == (0,)
+
+
+@pytest.mark.parametrize("mode", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_reports_of_sharded_leaves_are_those_of_whole_ones(mode, wrap):
+    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(mode, mode))
+    spec = jax.sharding.PartitionSpec("i", "j")
+    whole = {"w": everywhere()[:20_000].reshape(40, 500), "b": np.ones(3, np.float32)}
+    sharded = whole | {"w": jax.device_put(whole["w"], jax.sharding.NamedSharding(mesh, spec))}
+    for report in (diagnostics.exponent_histogram, lambda x: diagnostics.grad_report(x, 2.0**4)):
+        chex.assert_trees_all_equal(wrap(report)(sharded), wrap(report)(whole))
 
 
 def test_a_histogram_refuses_scales_that_are_no_whole_powers_of_two():

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import shlex
@@ -100,6 +101,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     result.add_argument("--json", type=pathlib.Path, help="file to write tables and versions to")
     return result
+
+
+def round_as_written() -> None:
+    """Keeps XLA from leaving out a cast to float16 and back; before the first array is made.
+
+    On a GPU it may, and then nothing rounds or overflows.
+    """
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 
 
 def add_pairs(arguments: argparse.ArgumentParser) -> None:

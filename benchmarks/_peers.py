@@ -6,7 +6,6 @@ but for the step without scaling.
 """
 
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,10 +134,8 @@ PEERS = {
 }
 
 
-def installed(peers: Sequence[str]) -> list[str]:
-    """Those of `peers` that can run here; the others are named on stderr."""
+def installed(peers: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of `peers` that can run here, and the others."""
     modules = {"jmp": "jmp", "flax DynamicScale": "flax", "mpx": "mpx"}
     missing = [p for p in peers if importlib.util.find_spec(modules.get(p, "jmp_scale")) is None]
-    for peer in missing:
-        print(f"{peer}: not installed, and left out", file=sys.stderr)
-    return [peer for peer in peers if peer not in missing]
+    return [peer for peer in peers if peer not in missing], missing

@@ -12,25 +12,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from _trainers import MAX_CONSECUTIVE_ERRORS
+from _trainers import MAX_CONSECUTIVE_ERRORS, TRAIN
 
 import jmp_scale
 
 
-def loss_scales(s: Any) -> dict[str, Callable[[], Any]]:
-    """() -> a loss scale that starts at `s`."""
+def loss_scales(s: float) -> dict[str, Callable[[], Any]]:
+    """() -> a loss scale that starts at `s`, made as the library's documentation makes it"""
 
     def jmp():
         import jmp
 
-        return jmp.DynamicLossScale(s)
+        return jmp.DynamicLossScale(jnp.asarray(s))
+
+    def flax():
+        from flax.training.dynamic_scale import DynamicScale
+
+        return DynamicScale(scale=s)
 
     def mpx():
         import mpx
 
-        return mpx.DynamicLossScaling(s, jnp.float32(1))
+        return mpx.DynamicLossScaling(jnp.float32(s), min_loss_scaling=jnp.ones((), jnp.float32))
 
-    return {"jmp": jmp, "mpx": mpx, "jmp_scale": lambda: jmp_scale.DynamicLossScale(s)}
+    return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": lambda: jmp_scale.DynamicLossScale(s)}
+
+
+def steps() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """(() -> a loss scale, loss scale -> that after a finite step)"""
+
+    def adjusted(loss_scale):
+        return loss_scale.adjust(jnp.array(True))
+
+    def flax(dynamic_scale):
+        return dynamic_scale.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]
+
+    made = loss_scales(2.0**15)
+    return {name: (make, flax if name == "flax" else adjusted) for name, make in made.items()}
 
 
 def finite_checks() -> dict[str, Callable[[Any], Any]]:
@@ -80,18 +98,16 @@ def gradients() -> dict[str, Callable[..., Any]]:
         return grad if axis_name is None else jax.lax.pmean(grad, axis_name)
 
     def jmp(loss_fn, w, s, axis_name=None):
-        loss_scale = loss_scales(jnp.float32(s))["jmp"]()
+        loss_scale = loss_scales(s)["jmp"]()
         return mean(loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(loss_fn(w)))(w)), axis_name)
 
     def flax(loss_fn, w, s, axis_name=None):
-        from flax.training.dynamic_scale import DynamicScale
-
-        return DynamicScale(scale=jnp.float32(s)).value_and_grad(loss_fn, axis_name=axis_name)(w)[3]
+        return loss_scales(s)["flax"]().value_and_grad(loss_fn, axis_name=axis_name)(w)[3]
 
     def mpx(loss_fn, w, s, axis_name=None):
         import mpx
 
-        scaling = loss_scales(jnp.float32(s))["mpx"]()
+        scaling = loss_scales(s)["mpx"]()
         return mean(scaling.unscale(jax.grad(mpx.scaled(loss_fn, scaling))(w)), axis_name)
 
     def ours(loss_fn, w, s, axis_name=None):
@@ -100,21 +116,37 @@ def gradients() -> dict[str, Callable[..., Any]]:
     return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": ours}
 
 
+def float16_losses() -> dict[str, Callable[[], Any]]:
+    """() -> the unscaled loss of a step whose loss is 3 in float16, at S = 2^15"""
+
+    def loss_fn(w):
+        return (3 * w).astype(jnp.float16)
+
+    def by_verbs(name):
+        loss_scale = loss_scales(2.0**15)[name]()
+        return loss_scale.unscale(loss_scale.scale(loss_fn(jnp.float32(1))))
+
+    return {
+        "jmp": lambda: by_verbs("jmp"),
+        "flax": lambda: loss_scales(2.0**15)["flax"]().value_and_grad(loss_fn)(jnp.float32(1))[2],
+        "mpx": lambda: by_verbs("mpx"),
+        "jmp_scale": lambda: by_verbs("jmp_scale"),
+    }
+
+
 def adjusted_over_examples() -> dict[str, Callable[[Any], Any]]:
     """x of each example -> S after one step with the gradients of w * x"""
 
     def by_verbs(library):
         def step(xs):
-            loss_scale = loss_scales(jnp.float32(8))[library]()
+            loss_scale = loss_scales(8.0)[library]()
             grads = jax.vmap(lambda x: gradients()[library](lambda w: w * x, jnp.float32(1), 8.0))(xs)
             return loss_scale.adjust(finite_checks()[library](grads))
 
         return step
 
     def flax(xs):
-        from flax.training.dynamic_scale import DynamicScale
-
-        scale = DynamicScale(scale=jnp.float32(8))
+        scale = loss_scales(8.0)["flax"]()
         return jax.vmap(lambda x: scale.value_and_grad(lambda w: w * x)(jnp.float32(1))[0])(xs).scale
 
     return {
@@ -126,42 +158,58 @@ def adjusted_over_examples() -> dict[str, Callable[[Any], Any]]:
 
 
 def traces_of_four_steps() -> dict[str, Callable[[], int]]:
-    """() -> how often a step is traced from the start that the documentation shows"""
+    """() -> how often a step is traced"""
 
-    def count(jit, loss_scale, adjust):
-        traces = []
+    def counted(name):
+        def count():
+            make, adjust = steps()[name]
+            traces = []
 
-        def step(loss_scale):
-            traces.append(loss_scale)
-            return adjust(loss_scale)
+            def step(loss_scale):
+                traces.append(loss_scale)
+                return adjust(loss_scale)
 
-        jitted = jit(step)
-        for _ in range(4):
-            loss_scale = jitted(loss_scale)
-        return len(traces)
+            jitted = jit_of(name)(step)
+            loss_scale = make()
+            for _ in range(4):
+                loss_scale = jitted(loss_scale)
+            return len(traces)
 
-    def jmp():
-        import jmp
+        return count
 
-        return count(jax.jit, jmp.DynamicLossScale(jnp.asarray(2.0**15)), lambda s: s.adjust(jnp.array(True)))
+    def jit_of(name):
+        if name == "mpx":  # an Equinox module, jitted as its documentation does
+            import equinox
 
-    def flax():
-        from flax.training.dynamic_scale import DynamicScale
+            return equinox.filter_jit
+        return jax.jit
 
-        gradients_of = lambda s: s.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]  # noqa: E731
-        return count(jax.jit, DynamicScale(), gradients_of)
+    return {name: counted(name) for name in steps()}
 
-    def mpx():
-        import equinox
-        import mpx
 
-        scaling = mpx.DynamicLossScaling(mpx.FLOAT16_MAX, min_loss_scaling=jnp.ones((), jnp.float32) * 1.0)
-        return count(equinox.filter_jit, scaling, lambda s: s.adjust(jnp.array(True)))
+def clipped_steps() -> dict[str, Callable[[], float]]:
+    """() -> the parameter 1 after a step with gradient 5, clipped to norm 1, at learning rate 1"""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
 
-    def ours():
-        return count(jax.jit, jmp_scale.DynamicLossScale(), lambda s: s.adjust(jnp.array(True)))
+    def torch():
+        import torch
 
-    return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": ours}
+        w = torch.tensor(1.0, requires_grad=True)
+        optimizer, scaler = torch.optim.SGD([w], 1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(5 * w).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([w], 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return w.item()
+
+    def keras():
+        import keras
+
+        return TRAIN["keras"]([5.0], tx=lambda: keras.optimizers.SGD(1.0, global_clipnorm=1.0))[0].w
+
+    by_optax = {name: lambda name=name: TRAIN[name]([5.0], tx=tx)[0].w for name in loss_scales(8.0)}
+    return by_optax | {"torch": torch, "keras": keras}
 
 
 def flags_of_replicas() -> dict[str, Callable[[Any], Any]]:
@@ -187,13 +235,13 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
     """() -> (S before, S after saving it and restoring it into a fresh one), in the library's own way"""
 
     def jmp():
-        used = loss_scales(jnp.float32(2.0**15))["jmp"]().adjust(jnp.array(False))
+        used = loss_scales(2.0**15)["jmp"]().adjust(jnp.array(False))
         return used.loss_scale, pickle.loads(pickle.dumps(used)).loss_scale
 
     def mpx():
         import equinox
 
-        fresh, file = loss_scales(jnp.float32(2.0**15))["mpx"](), io.BytesIO()
+        fresh, file = loss_scales(2.0**15)["mpx"](), io.BytesIO()
         used = fresh.adjust(jnp.array(False))
         equinox.tree_serialise_leaves(file, used)
         file.seek(0)
@@ -226,7 +274,7 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
 
 
 def serialized_by_flax() -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """() -> (S before, S after `flax.serialization`), as Flax's own checkpoints are written"""
+    """() -> (S before, S after `flax.serialization`), for the libraries whose users train with Flax"""
 
     def through(fresh, used, name):
         from flax import serialization
@@ -242,13 +290,12 @@ def serialized_by_flax() -> dict[str, Callable[[], tuple[Any, Any]]]:
     def adjusted(library, name):
         import jmp_scale.linen  # noqa: F401, registers the loss scales
 
-        fresh = loss_scales(jnp.float32(2.0**15))[library]()
+        fresh = loss_scales(2.0**15)[library]()
         return through(fresh, fresh.adjust(jnp.array(False)), name)
 
     return {
         "jmp": lambda: adjusted("jmp", "loss_scale"),
         "flax": flax,
-        "mpx": lambda: adjusted("mpx", "loss_scaling"),
         "jmp_scale": lambda: adjusted("jmp_scale", "loss_scale"),
     }
 

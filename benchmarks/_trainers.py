@@ -29,7 +29,9 @@ def train_jmp(
 ) -> list[Step]:
     import jmp
 
-    loss_scale = jmp.DynamicLossScale(jnp.float32(s), jnp.int32(0), period, 2, jnp.float32(min_loss_scale))
+    loss_scale = jmp.DynamicLossScale(
+        jnp.asarray(s), period=period, min_loss_scale=jnp.asarray(min_loss_scale)
+    )
     return _train_with_verbs(jmp, loss_scale, xs, tx or optax.sgd(1.0))
 
 
@@ -122,10 +124,11 @@ def train_torch(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any
 
 
 def train_keras(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
-    """`tx` is the name of a keras optimizer, default SGD."""
+    """`tx` is the name of a keras optimizer or makes one, default SGD."""
     import keras
 
-    inner = getattr(keras.optimizers, tx)(0.1) if tx else keras.optimizers.SGD(1.0)
+    make = tx if callable(tx) else lambda: getattr(keras.optimizers, tx)(0.1)
+    inner = make() if tx else keras.optimizers.SGD(1.0)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=s, dynamic_growth_steps=period)
     variable = keras.Variable(1.0)
     optimizer.build([variable])

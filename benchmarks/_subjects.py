@@ -38,6 +38,17 @@ def loss_scales(s: float) -> dict[str, Callable[[], Any]]:
     return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": lambda: jmp_scale.DynamicLossScale(s)}
 
 
+def float16_loss_scales() -> dict[str, Callable[[], Any]]:
+    """() -> a loss scale that starts at 2^15 in float16, as jmp's README makes it"""
+
+    def jmp():
+        import jmp
+
+        return jmp.DynamicLossScale(jnp.float16(2.0**15))
+
+    return {"jmp": jmp, "jmp_scale": lambda: jmp_scale.DynamicLossScale(jnp.float16(2.0**15))}
+
+
 def steps() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """(() -> a loss scale, loss scale -> that after a finite step)"""
 

@@ -1,15 +1,14 @@
 """What goes wrong with loss scaling in practice, tried with every library that is installed.
 
 Every cell is a run: of a short training (`_trainers.py`), or of the one function that the row is about.
-`right` and `wrong` are what the run gave, an exception's name where there was one, `-` where the library
-leaves the matter to the training loop or has no such thing, and `not installed`.
+`right` and `wrong` are what the run gave, an exception's name where there was one, `-` where it was not
+tried, mostly since the library leaves the matter to the training loop, and `not installed`.
 """
 
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-import _statistics
 import importlib.util
 import itertools
 import math
@@ -17,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import _batch_norm
 import _harness
 import _subjects
 import jax
@@ -25,8 +25,6 @@ import numpy as np
 import optax
 from _trainers import TRAIN
 from tqdm import tqdm
-
-import jmp_scale
 
 LIBRARIES = list(TRAIN)  # by the names of their modules
 TAKES_OPTAX = ["jmp", "flax", "mpx", "jmp_scale"]
@@ -208,7 +206,6 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
     scaled = {name: train for name, train in TRAIN.items() if name != "optax"}
     by_optax = {name: TRAIN[name] for name in TAKES_OPTAX}
     scales = {name: make for name, make in _subjects.loss_scales(2.0**15).items() if name != "flax"}
-    from_float16 = _float16_starts()
     checks, gradients, wrappers = _subjects.finite_checks(), _subjects.gradients(), _subjects.wrappers()
     return [
         (scaled, gradients_stay_true_when_s_grows),
@@ -224,10 +221,10 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
         (_subjects.clipped_steps(), clipping_sees_the_true_gradient),
         (by_optax | {"optax": TRAIN["optax"]}, a_schedule_does_not_count_skipped_steps),
         (by_optax | {"optax": TRAIN["optax"]}, accumulation_leaves_out_an_overflowed_batch),
-        (_statistics.after_an_overflow(), statistics_of_a_skipped_step_are_dropped),
+        (_batch_norm.after_an_overflow(), statistics_of_a_skipped_step_are_dropped),
         (_subjects.float16_losses(), a_float16_loss_is_scaled_without_overflow),
         (gradients, unscaling_float16_keeps_what_scaling_saved),
-        (from_float16, a_float16_s_is_adjusted),
+        (_subjects.float16_loss_scales(), a_float16_s_is_adjusted),
         (scales, integers_pass_unscale_unchanged),
         (_subjects.traces_of_four_steps(), a_step_is_traced_once_from_the_documented_start),
         (_subjects.steps(), a_step_is_compiled_ahead_of_time),
@@ -247,17 +244,6 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
         (wrappers, adam_of_zero_float16_gradients_is_finite),
         (_subjects.signs_of_a_stuck_run(), a_run_that_only_skips_can_be_seen),
     ]
-
-
-def _float16_starts() -> dict[str, Callable[[], Any]]:
-    """As jmp's README makes it."""
-
-    def jmp():
-        import jmp
-
-        return jmp.DynamicLossScale(jnp.float16(2.0**15))
-
-    return {"jmp": jmp, "jmp_scale": lambda: jmp_scale.DynamicLossScale(jnp.float16(2.0**15))}
 
 
 def verdict(library: str, subjects: dict[str, Any], check: Callable[[Any], bool]) -> str:

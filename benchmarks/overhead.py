@@ -121,8 +121,6 @@ def compare(
                "compile s", "compile ratio"]  # fmt: skip
     table = _harness.Table(title, columns + ["time ratio (quartiles)"] * (pairs > 0))
     programs = {}
-    carry, step = build("unscaled", loss_fn, params)
-    compile_step(step, carry, batch)  # a process's first one takes longer
     for peer in tqdm(peers, desc=title, leave=False):
         carry, step = build(peer, loss_fn, params)
         programs[peer], seconds = compile_step(step, carry, batch)
@@ -191,8 +189,6 @@ def compile_times(
     for count in leaf_counts:
         params = {f"leaf{i}": jnp.ones((64, 64)) for i in range(count)}
         loss_fn, params, batch = optimizer_only(DTYPES[name], params)
-        carry, step = build("unscaled", loss_fn, params)
-        compile_step(step, carry, batch)  # a process's first one takes longer
         seconds: dict[str, list[float]] = {peer: [] for peer in peers}
         for peer in tqdm(list(peers) * repeats, desc=f"{count} leaves, {name}", leave=False):
             carry, step = build(peer, loss_fn, params)
@@ -230,6 +226,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = 0 if args.no_times else args.pairs
     wanted = ["unscaled", *(peer for peer in args.peers if peer != "unscaled")]
     peers, missing = _peers.installed(wanted)
+    loss_fn, params, batch = optimizer_only(jnp.float32, {"w": jnp.ones(1)})
+    carry, step = build("unscaled", loss_fn, params)
+    compile_step(step, carry, batch)  # a process's first one takes longer
 
     tables = []
     for name in args.dtypes:

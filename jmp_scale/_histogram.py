@@ -110,9 +110,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
         if np.size(leaf) >= 2**32:
             raise ValueError(f"exponent_histogram: leaf {path} has 2^32 entries or more; split it")
     columns = len(_EXPONENTS)
-    counts = jnp.stack(
-        [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves] or [_counts(jnp.zeros(0))]
-    )[: len(leaves)]
+    rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
+    counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]
     powers_of_two, others = counts[:, :columns], counts[:, columns:-2]
     return ExponentHistogram(powers_of_two + others, powers_of_two, counts[:, -2], counts[:, -1], paths)
 

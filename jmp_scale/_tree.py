@@ -89,8 +89,8 @@ def all_finite(
 def _all_finite_here(leaves: Sequence[jax.Array]) -> jax.Array:
     if not leaves:
         return jnp.array(True)
-    is_whole = _mesh.has_whole_arrays() and jax.default_backend() == "cpu"
-    flags_of = _flags_in_one_pass if is_whole else lambda leaf: [jnp.isfinite(leaf).all()]
+    in_one_pass = _mesh.has_whole_arrays() and jax.default_backend() == "cpu"
+    flags_of = _flags_in_one_pass if in_one_pass else lambda leaf: [jnp.isfinite(leaf).all()]
     flags = jnp.stack([flag for leaf in leaves for flag in flags_of(leaf)])
     # The barrier keeps XLA from fusing this reduction into each of the update's kernels, which makes
     # compile time quadratic in the number of leaves.

@@ -1,5 +1,6 @@
 """Independent references in plain Python, and comparisons bit by bit."""
 
+import contextlib
 import re
 
 import jax
@@ -88,3 +89,11 @@ def varying(tree, axes):
     if hasattr(lax, "pcast"):
         return lax.pcast(tree, axes, to="varying")
     return jax.tree.map(lambda x: lax.pvary(x, axes), tree)  # jax 0.8
+
+
+def on_devices(which):
+    """A context in which XLA may shard arrays over "eight devices", or has "one device" only."""
+    if which == "eight devices":
+        return contextlib.nullcontext()
+    axis_types = (jax.sharding.AxisType.Auto,)
+    return jax.set_mesh(jax.make_mesh((1,), ("i",), axis_types, devices=jax.devices()[:1]))

@@ -1,19 +1,17 @@
 """What skipping may cost, as the compiler counts it: the same on every run and machine."""
 
-import contextlib
-
 import _models
 import jax
 import jax.numpy as jnp
 import optax
 import overhead
 import pytest
+from helpers import on_devices
 
 import jmp_scale
 
 PARAMS = {f"layer{i}": {"kernel": jnp.ones((128, 128)), "bias": jnp.ones(128)} for i in range(4)}
 PARAM_BYTES = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
-ONE_DEVICE = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 
 # Of the unscaled step's bytes, by gradients and by whether XLA may shard them.
 BYTES = {
@@ -34,7 +32,7 @@ def compiled(peer, problem):
 def of_adamw(peer, dtype, devices="one device"):
     """Figures of AdamW alone."""
     problem = overhead.optimizer_only(overhead.DTYPES[dtype], PARAMS)
-    with jax.set_mesh(ONE_DEVICE) if devices == "one device" else contextlib.nullcontext():
+    with on_devices(devices):
         return compiled(peer, problem)
 
 
@@ -78,7 +76,7 @@ def test_a_train_step_reads_and_writes_hardly_more_than_the_unscaled_one(dtype, 
         return model.loss(params, batch, overhead.DTYPES[dtype])
 
     problem = loss_fn, model.params, model.batch
-    with jax.set_mesh(ONE_DEVICE):
+    with on_devices("one device"):
         unscaled, scaled = compiled("unscaled", problem), compiled("with_loss_scale", problem)
     assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
     assert scaled.transfers == 0

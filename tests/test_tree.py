@@ -1,4 +1,3 @@
-import contextlib
 import functools
 
 import chex
@@ -8,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, count_traces
+from helpers import assert_bitwise_equal, count_traces, on_devices
 
 import jmp_scale
 from jmp_scale import _mesh, _tree
@@ -19,8 +18,7 @@ FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_
 @pytest.fixture(params=["one device", "eight devices"])
 def devices(request):
     """Both ways in which `all_finite` reduces a leaf."""
-    one = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    with jax.set_mesh(one) if request.param == "one device" else contextlib.nullcontext():
+    with on_devices(request.param):
         assert _mesh.has_whole_arrays() == (request.param == "one device")
         yield
 

@@ -11,13 +11,13 @@ from ._loss_scale import StaticLossScale as StaticLossScale
 from ._loss_scale import adjust as adjust
 from ._loss_scale import scale as scale
 from ._loss_scale import unscale as unscale
+from ._parsing import get_loss_scale as get_loss_scale
 from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half
 from ._policy import dtype_to_names as dtype_to_names
 from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
-from ._spec import get_loss_scale as get_loss_scale
 from ._transform import LossScaleState as LossScaleState
 from ._transform import with_loss_scale as with_loss_scale
 from ._tree import all_finite as all_finite

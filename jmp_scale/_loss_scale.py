@@ -9,7 +9,7 @@ import jax.export
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from . import _configuration
+from . import _validation
 from ._tree import is_inexact, widen
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class StaticLossScale:
     loss_scale: float
 
     def __post_init__(self) -> None:
-        value = _configuration.static_loss_scale(self.loss_scale)
+        value = _validation.static_loss_scale(self.loss_scale)
         object.__setattr__(self, "loss_scale", value)
 
     def scale(self, tree: T) -> T:
@@ -153,11 +153,11 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         # Only for what a user gives: an unflatten does not come here, since JAX puts None, object(),
         # PartitionSpec and the like in the place of leaves.
-        values = _configuration.checked(self)
-        values["loss_scale"] = _configuration.float32_leaf(self.loss_scale, values)
+        values = _validation.checked(self)
+        values["loss_scale"] = _validation.float32_leaf(self.loss_scale, values)
         starts = {"counter": -values["growth_delay"], "hysteresis_left": values["hysteresis"]}
         for name, start in starts.items():
-            values[name] = _configuration.int32_leaf(name, getattr(self, name), start, values["loss_scale"])
+            values[name] = _validation.int32_leaf(name, getattr(self, name), start, values["loss_scale"])
         if values["hysteresis"] == 1:
             values["hysteresis_left"] = None
         for name, value in values.items():

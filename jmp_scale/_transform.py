@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ._early_select import update_or_keep
 from ._loss_scale import LossScale, NoOpLossScale
 from ._mesh import AxisName
+from ._skip import update_or_keep
 from ._tree import all_finite, is_inexact, select_tree, widen
 
 

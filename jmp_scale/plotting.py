@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._casts import limits
 from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
+from .diagnostics._casts import limits
 
 try:
     import matplotlib.pyplot as plt

@@ -32,8 +32,8 @@ import math
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from ._configuration import LARGEST, SMALLEST, number
 from ._loss_scale import DynamicLossScale
+from ._validation import LARGEST, SMALLEST, number
 
 P = ParamSpec("P")
 

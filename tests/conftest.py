@@ -13,14 +13,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Optax's Adam and Flax's layers rely on implicit promotion; what stands below them does not.
 STRICT_PROMOTION = {
-    "test_configuration",
-    "test_diagnostics",
+    "test_validation",
+    "test_report",
     "test_gradients",
     "test_loss_scale",
     "test_mesh",
     "test_policy",
     "test_presets",
-    "test_spec",
+    "test_parsing",
     "test_tree",
 }
 

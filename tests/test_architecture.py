@@ -1,6 +1,7 @@
-"""The floors of the package: imports only go down, and the extras stay out."""
+"""The structure of the package: no import cycles, and optional packages stay optional."""
 
 import ast
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -8,68 +9,57 @@ import sys
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
-FLOORS = {
-    "_configuration": 0,
-    "_mesh": 0,
-    "_casts": 1,
-    "_tree": 1,
-    "_early_select": 2,
-    "_history": 2,
-    "_loss_scale": 2,
-    "_metrics": 2,
-    "_policy": 2,
-    "_report": 2,
-    "_gradients": 3,
-    "_health": 3,
-    "_histogram": 3,
-    "_spec": 3,
-    "presets": 3,
-    "_probes": 4,
-    "_transform": 4,
-    "_flax": 5,
-    "checkpoints": 5,
-    "diagnostics": 5,
-    "linen": 6,
-    "nnx": 6,
-    "plotting": 6,
-    "__init__": 6,
-}
-ALLOWED_EXTERNAL = {name: {"jax", "numpy"} for name in FLOORS} | {
-    "_transform": {"jax", "numpy", "optax"},
-    "_flax": {"jax", "flax", "optax"},
-    "linen": {"jax", "flax", "optax"},
-    "nnx": {"jax", "flax", "optax"},
-    "plotting": {"jax", "numpy", "matplotlib"},
+MAY_IMPORT = {
+    "optax": {"_transform", "_flax", "linen", "nnx"},
+    "flax": {"_flax", "linen", "nnx"},
+    "matplotlib": {"plotting"},
 }
 
 
-def imports(module):
-    """(names of jmp_scale's own modules, names of other packages) that a module's source imports."""
+def modules():
+    """Path of each module's source, by dotted name below the package."""
+    paths = {path.relative_to(PACKAGE).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+MODULES = modules()
+
+
+def imports(name):
+    """(the package's own modules, other packages) that the source of a module imports."""
     own, external = set(), set()
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+    path = MODULES[name]
+    package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+    package = [] if name == "__init__" else package
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             external |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             external.add((node.module or "").split(".")[0])
         elif isinstance(node, ast.ImportFrom):
-            own |= {node.module.split(".")[0]} if node.module else {a.name for a in node.names}
-    return own, external - set(sys.stdlib_module_names)
+            base = package[: len(package) - (node.level - 1)]
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:
+                candidates = [".".join([*base, alias.name]), ".".join(base)]
+                own |= {next(c for c in candidates if c in MODULES)}
+    return own, external
 
 
-def test_every_module_has_a_floor():
-    assert {path.stem for path in PACKAGE.glob("*.py")} == set(FLOORS)
+def test_imports_have_no_cycles():
+    graph = {name: imports(name)[0] for name in MODULES}
+    assert sum(map(len, graph.values())) > 20
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-@pytest.mark.parametrize("module", sorted(FLOORS))
-def test_imports_only_go_down_a_floor(module):
-    own, _ = imports(module)
-    assert all(FLOORS[other] < FLOORS[module] for other in own), own
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_only_the_modules_that_need_it_import(package):
+    importers = {name for name in MODULES if package in imports(name)[1]}
+    assert importers <= MAY_IMPORT[package]
 
 
-@pytest.mark.parametrize("module", sorted(FLOORS))
-def test_a_module_imports_only_what_its_floor_may(module):
-    _, external = imports(module)
-    assert external <= ALLOWED_EXTERNAL[module]
+def test_nothing_else_is_imported():
+    allowed = {"jax", "numpy", *MAY_IMPORT, *sys.stdlib_module_names}
+    assert set.union(*(imports(name)[1] for name in MODULES)) <= allowed
 
 
 def test_importing_the_package_imports_neither_flax_nor_matplotlib():

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _configuration
+from .. import _validation
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
 LEAST_EXPONENT = -149  # of float32 subnormals
@@ -58,7 +58,7 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
     """
     value = number_of(loss_scale)
     if not isinstance(value, jax.Array):
-        value = _configuration.static_loss_scale(value)
+        value = _validation.static_loss_scale(value)
     if jnp.shape(value) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape {jnp.shape(value)}; vmap over it"

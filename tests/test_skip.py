@@ -8,8 +8,8 @@ import pytest
 from helpers import assert_bitwise_equal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jmp_scale import _early_select, all_finite, select_tree
-from jmp_scale._early_select import update_or_keep
+from jmp_scale import _skip, all_finite, select_tree
+from jmp_scale._skip import update_or_keep
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 32).reshape(8, 4), "b": jnp.arange(8.0) / 8}
 GOOD = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
@@ -195,6 +195,6 @@ def test_without_jax_s_jaxpr_interface_the_select_is_late(monkeypatch):
     class NoInterface:
         pass
 
-    monkeypatch.setattr(_early_select, "core", NoInterface)
+    monkeypatch.setattr(_skip, "core", NoInterface)
     fun = jax.jit(functools.partial(kept_or_new, update_or_keep))
     assert_bitwise_equal(fun(jnp.array(False), jnp.ones(8), STATE)[1], STATE)

@@ -1,5 +1,9 @@
 """What the loss scale is doing, and why: reports that read, and never change anything."""
 
+from ._calibration import Calibration as Calibration
+from ._calibration import Diagnosis as Diagnosis
+from ._calibration import calibrate_loss_scale as calibrate_loss_scale
+from ._calibration import diagnose_nonfinite as diagnose_nonfinite
 from ._health import HealthLog as HealthLog
 from ._health import health as health
 from ._histogram import ExponentHistogram as ExponentHistogram
@@ -7,9 +11,5 @@ from ._histogram import exponent_histogram as exponent_histogram
 from ._history import HistorySummary as HistorySummary
 from ._history import LossScaleHistory as LossScaleHistory
 from ._metrics import metrics as metrics
-from ._probes import Calibration as Calibration
-from ._probes import Diagnosis as Diagnosis
-from ._probes import calibrate_loss_scale as calibrate_loss_scale
-from ._probes import diagnose_nonfinite as diagnose_nonfinite
 from ._report import GradReport as GradReport
 from ._report import grad_report as grad_report

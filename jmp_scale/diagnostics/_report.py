@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from .._tree import is_inexact
 from . import _casts
-from ._tree import is_inexact
 
 MARGIN_BITS = 2  # doublings that a recommended loss scale leaves between the largest entry and overflow
 

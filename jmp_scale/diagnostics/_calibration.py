@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._gradients import value_and_grad
+from .._loss_scale import DynamicLossScale
+from .._tree import all_finite
 from ._casts import scale_value
-from ._gradients import value_and_grad
-from ._loss_scale import DynamicLossScale
 from ._report import MARGIN_BITS, named_inexact_leaves
-from ._tree import all_finite
 
 # Share of a leaf's entries that may be lost in a loss scale that works: far below what changes a training
 # run, and above what single entries at the edge of the range make of it.

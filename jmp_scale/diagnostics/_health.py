@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._tree import is_inexact
 from ._casts import number_of
 from ._history import LossScaleHistory
 from ._metrics import find_states
-from ._tree import is_inexact
 
 _NORMAL_SKIP_RATE = 0.05  # of steps; with the default period S itself causes about 0.0005
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain

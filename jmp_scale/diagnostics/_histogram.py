@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _casts, _mesh
+from .. import _mesh
+from . import _casts
 from ._report import named_inexact_leaves
 
 _EXPONENTS = range(_casts.LEAST_EXPONENT, 128)

@@ -12,7 +12,8 @@ import sklearn.datasets
 from helpers import assert_bitwise_equal, count_traces
 
 import jmp_scale
-from jmp_scale import _report, diagnostics
+from jmp_scale import diagnostics
+from jmp_scale.diagnostics import _report
 
 DTYPES = {
     "float16": np.float16,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from ._transform import LossScaleState, with_loss_scale
+from ._loss_scale import DynamicLossScale, LossScale, LossScaleState, NoOpLossScale, StaticLossScale
+from ._transform import with_loss_scale
 
 try:
     from flax import serialization

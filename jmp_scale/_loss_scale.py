@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.export
@@ -251,6 +251,28 @@ class DynamicLossScale:
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`; `optax.tree.get(opt_state, "loss_scale")` finds it at any depth.
+
+    Attributes:
+      loss_scale: the loss scale of the next step.
+      inner_state: state of the wrapped optimizer.
+      grads_finite: bool[], whether the last step was applied: its gradients, and its loss if given as
+        `value`, were all finite. True before the first step.
+      skipped: i32[], skipped steps in total.
+      skipped_in_a_row: i32[], skipped steps since the last applied one.
+    """
+
+    loss_scale: LossScale
+    inner_state: Any
+    grads_finite: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+jax.export.register_namedtuple_serialization(LossScaleState, serialized_name="jmp_scale.LossScaleState")
+
+
 def scale(loss_scale: LossScale, tree: T) -> T:
     """`loss_scale.scale(tree)`, to map over several loss scales."""
     return loss_scale.scale(tree)
@@ -264,6 +286,28 @@ def unscale(loss_scale: LossScale, tree: T) -> T:
 def adjust(loss_scale: LossScale, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> LossScale:
     """`loss_scale.adjust(grads_finite, loss_finite=loss_finite)`, to map over several loss scales."""
     return loss_scale.adjust(grads_finite, loss_finite=loss_finite)
+
+
+def scale_value(function: str, loss_scale: Any) -> jax.Array:
+    """S as f32[], of a loss scale, a number or an array.
+
+    Raises:
+      TypeError: a value that is no number.
+      ValueError: a number outside [2^-126, 2^126], or an S of a shape other than ().
+    """
+    value = number_of(loss_scale)
+    if not isinstance(value, jax.Array):
+        value = _validation.static_loss_scale(value)
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"{function}: expected a scalar loss_scale, got one of shape {jnp.shape(value)}; vmap over it"
+        )
+    return jnp.asarray(value).astype(jnp.float32)
+
+
+def number_of(loss_scale: Any) -> Any:
+    """S of a loss scale, or what is given in place of one: a number or an array."""
+    return getattr(loss_scale, "loss_scale", loss_scale)
 
 
 def _multiply(tree: T, s: jax.Array, inverse: bool = False) -> T:

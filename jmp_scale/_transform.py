@@ -1,40 +1,17 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ._loss_scale import LossScale, NoOpLossScale
+from ._loss_scale import LossScale, LossScaleState, NoOpLossScale
 from ._mesh import AxisName
 from ._skip import update_or_keep
 from ._tree import all_finite, is_inexact, select_tree, widen
-
-
-class LossScaleState(NamedTuple):
-    """State of `with_loss_scale`; `optax.tree.get(opt_state, "loss_scale")` finds it at any depth.
-
-    Attributes:
-      loss_scale: the loss scale of the next step.
-      inner_state: state of the wrapped optimizer.
-      grads_finite: bool[], whether the last step was applied: its gradients, and its loss if given as
-        `value`, were all finite. True before the first step.
-      skipped: i32[], skipped steps in total.
-      skipped_in_a_row: i32[], skipped steps since the last applied one.
-    """
-
-    loss_scale: LossScale
-    inner_state: Any
-    grads_finite: jax.Array
-    skipped: jax.Array
-    skipped_in_a_row: jax.Array
-
-
-jax.export.register_namedtuple_serialization(LossScaleState, serialized_name="jmp_scale.LossScaleState")
 
 
 def with_loss_scale(

@@ -24,6 +24,13 @@ def is_inexact(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """Paths and leaves of those leaves of a tree that hold floating-point numbers."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    pairs = [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs if is_inexact(leaf)]
+    return tuple(path for path, _ in pairs), [leaf for _, leaf in pairs]
+
+
 def widen(tree: T) -> T:
     """Casts inexact leaves narrower than 32 bits to float32; all others pass unchanged."""
 

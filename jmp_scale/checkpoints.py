@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._transform import LossScaleState
+from ._loss_scale import LossScaleState
 
 T = TypeVar("T")
 

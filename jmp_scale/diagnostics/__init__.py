@@ -1,9 +1,9 @@
 """What the loss scale is doing, and why: reports that read, and never change anything."""
 
 from ._calibration import Calibration as Calibration
-from ._calibration import Diagnosis as Diagnosis
 from ._calibration import calibrate_loss_scale as calibrate_loss_scale
-from ._calibration import diagnose_nonfinite as diagnose_nonfinite
+from ._diagnosis import Diagnosis as Diagnosis
+from ._diagnosis import diagnose_nonfinite as diagnose_nonfinite
 from ._health import HealthLog as HealthLog
 from ._health import health as health
 from ._histogram import ExponentHistogram as ExponentHistogram

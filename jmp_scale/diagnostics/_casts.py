@@ -5,15 +5,13 @@ are. A cast and back, which XLA may elide, `lax.reduce_precision`, which flushes
 float32 comparisons, which take a subnormal for zero, would each miscount.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
-
-from .. import _validation
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
 LEAST_EXPONENT = -149  # of float32 subnormals
@@ -47,28 +45,6 @@ def limits(dtype: DTypeLike) -> Limits:
     if name not in _LIMITS:
         raise ValueError(f"dtype must be one of {', '.join(_LIMITS)}, got {name}")
     return _LIMITS[name]
-
-
-def scale_value(function: str, loss_scale: Any) -> jax.Array:
-    """S as f32[], of a loss scale, a number or an array.
-
-    Raises:
-      TypeError: a value that is no number.
-      ValueError: a number outside [2^-126, 2^126], or an S of a shape other than ().
-    """
-    value = number_of(loss_scale)
-    if not isinstance(value, jax.Array):
-        value = _validation.static_loss_scale(value)
-    if jnp.shape(value) != ():
-        raise ValueError(
-            f"{function}: expected a scalar loss_scale, got one of shape {jnp.shape(value)}; vmap over it"
-        )
-    return jnp.asarray(value).astype(jnp.float32)
-
-
-def number_of(loss_scale: Any) -> Any:
-    """S of a loss scale, or what is given in place of one: a number or an array."""
-    return getattr(loss_scale, "loss_scale", loss_scale)
 
 
 def magnitude_bits(leaf: ArrayLike) -> jax.Array:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._loss_scale import number_of
 from .._tree import is_inexact
-from ._casts import number_of
 from ._history import LossScaleHistory
 from ._metrics import find_states
 

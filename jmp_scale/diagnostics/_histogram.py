@@ -9,8 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _mesh
+from .._tree import named_inexact_leaves
 from . import _casts
-from ._report import named_inexact_leaves
 
 _EXPONENTS = range(_casts.LEAST_EXPONENT, 128)
 

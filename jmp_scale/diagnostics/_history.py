@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._casts import log2_magnitude, magnitude_bits, scale_value
+from .._loss_scale import scale_value
+from ._casts import log2_magnitude, magnitude_bits
 
 
 class HistorySummary(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._loss_scale import number_of
 from .._tree import is_inexact, widen
-from ._casts import number_of
 
 
 def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:

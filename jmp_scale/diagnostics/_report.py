@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._tree import is_inexact
+from .._loss_scale import scale_value
+from .._tree import named_inexact_leaves
 from . import _casts
 
 MARGIN_BITS = 2  # doublings that a recommended loss scale leaves between the largest entry and overflow
@@ -150,7 +151,7 @@ def grad_report(grads: Any, loss_scale: Any, dtype: DTypeLike = "float16") -> Gr
     name = jnp.dtype(dtype).name
     _casts.limits(name)
     paths, leaves = named_inexact_leaves(grads)
-    loss_scale = _casts.scale_value("grad_report", loss_scale)
+    loss_scale = scale_value("grad_report", loss_scale)
     return GradReport(**_report_arrays(leaves, loss_scale, name), paths=paths, dtype=name)
 
 
@@ -177,13 +178,6 @@ def _report_arrays(leaves: list[Any], loss_scale: jax.Array, dtype: str) -> dict
         "first_nonfinite": _first(nonfinite > 0),
         "recommended_log2_scale": _recommended_log2_scale(jnp.max(amax, initial=0), dtype),
     }
-
-
-def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Paths and leaves of those leaves of a tree that hold floating-point numbers."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    pairs = [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs if is_inexact(leaf)]
-    return tuple(path for path, _ in pairs), [leaf for _, leaf in pairs]
 
 
 def _stacked_statistics(leaves: list[Any], bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

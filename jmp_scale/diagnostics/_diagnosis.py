@@ -1,0 +1,138 @@
+"""Why a step is not finite: the real backward pass at smaller and smaller loss scales."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._gradients import value_and_grad
+from .._loss_scale import scale_value
+from .._tree import all_finite, named_inexact_leaves
+from ._backward import any_loss_scale, split_arrays
+
+
+class Diagnosis(NamedTuple):
+    """What `diagnose_nonfinite` found, in Python values of the host.
+
+    Attributes:
+      cause: "none", "forward", "overflow" or "nan".
+      path: the gradient leaf where it first shows, named as `jax.tree_util.keystr` does; with "overflow"
+        that is the first to overflow as S grows. None if all gradients are finite.
+      finite_at_log2: log2 of the largest power of two under S whose gradients are finite, for "overflow".
+      nonfinite_paths: all gradient leaves that are not finite there. The backward pass carries a NaN on to
+        every layer before the one that made it, so look at the last of them in the order of the model.
+      nonfinite_argument: the first leaf of `fun`'s arguments that is itself not finite, as "args[1]['x']":
+        a broken batch or broken parameters. None if there is none.
+    """
+
+    cause: Literal["none", "forward", "overflow", "nan"]
+    path: str | None = None
+    finite_at_log2: int | None = None
+    nonfinite_paths: tuple[str, ...] = ()
+    nonfinite_argument: str | None = None
+
+    def summary(self) -> str:
+        """One or two sentences for people: what it is, and what to do."""
+        if self.cause == "none":
+            return "Loss and gradients are finite."
+        if self.cause == "overflow":
+            below = "" if (self.finite_at_log2 or 0) >= 0 else ", below 1: a layer is nearly out of range"
+            return (
+                f"The gradients overflow, first in {self.path}, and are finite at loss scale "
+                f"2^{self.finite_at_log2}{below}."
+            )
+        if self.nonfinite_argument is not None:
+            return f"{self.nonfinite_argument} is not finite itself. No loss scale helps: mend the input."
+        if self.cause == "forward":
+            return "The loss itself is not finite. No loss scale helps: the forward pass is out of range."
+        return (
+            f"The loss is finite, but the gradient of {self.path} is not at any loss scale: look for the "
+            "derivative of sqrt, log or a division at zero, with jax.debug_nans."
+        )
+
+
+def diagnose_nonfinite(
+    fun: Callable[..., Any],
+    loss_scale: Any,
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    log2_min: int = -14,
+) -> Diagnosis:
+    """Finds out why a step is not finite, by running it again at smaller and smaller loss scales.
+
+    Runs on the host, one compiled backward pass for each S. Give it the parameters and the batch of the step
+    that was skipped. "none": the step is finite. "forward": the loss itself is not, which no S changes.
+    "overflow": a smaller S cures it. "nan": none does.
+
+    To see the very operation that makes a NaN, run the step at S = 1 under `jax.debug_nans`, where no
+    overflow that the loss scale would have handled can raise first::
+
+        with jax.debug_nans(True):
+            jmp_scale.grad(loss_fn, jmp_scale.NoOpLossScale())(params, batch)
+
+    Args:
+      fun: the whole loss in low precision, as for `value_and_grad`.
+      loss_scale: the loss scale of that step, or its S as a number.
+      *args: its arguments: parameters, batch. What is no array is static.
+      argnums: positions of the differentiated arguments, as in JAX.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      log2_min: how far down to search; -14, since some overflows persist at S = 1.
+
+    Returns:
+      A `Diagnosis`.
+
+    Raises:
+      TypeError: the loss is no scalar, or `log2_min` or `loss_scale` no number.
+      ValueError: `log2_min` is outside [-126, 126].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_scale import diagnostics
+      >>> def loss(w):
+      ...     return jnp.sqrt(w["a"]).sum() + w["b"].sum()
+      >>> diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**15, {"a": jnp.zeros(2), "b": jnp.ones(2)})
+      >>> diagnosis.cause, diagnosis.path
+      ('nan', "['a']")
+    """
+    if operator.index(log2_min) not in range(-126, 127):
+        raise ValueError(f"diagnose_nonfinite: log2_min must be in [-126, 126], got {log2_min!r}")
+    arrays, rejoin = split_arrays(args)
+    paths: tuple[str, ...] = ()
+
+    @jax.jit
+    def flags(s: jax.Array, arrays: list[Any]) -> tuple[jax.Array, list[jax.Array]]:
+        nonlocal paths
+        value, grads = value_and_grad(fun, any_loss_scale(s), argnums, has_aux)(*rejoin(arrays))
+        paths, leaves = named_inexact_leaves(grads)
+        return all_finite(value[0] if has_aux else value), [all_finite(leaf) for leaf in leaves]
+
+    def run(s: Any) -> tuple[bool, tuple[str, ...]]:
+        loss_finite, grads_finite = jax.device_get(flags(jnp.asarray(s, jnp.float32), arrays))
+        return bool(loss_finite), tuple(
+            p for p, finite in zip(paths, grads_finite, strict=True) if not finite
+        )
+
+    s = scale_value("diagnose_nonfinite", loss_scale)
+    loss_finite, nonfinite = run(s)
+    first = nonfinite[0] if nonfinite else None
+    if loss_finite and not nonfinite:
+        return Diagnosis("none")
+    if not loss_finite:
+        return Diagnosis("forward", first, None, nonfinite, _nonfinite_argument(args))
+    for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, log2_min - 1, -1):
+        _, smaller = run(2.0**log2_scale)
+        if not smaller:
+            return Diagnosis("overflow", nonfinite[0], log2_scale, nonfinite)
+        nonfinite = smaller
+    return Diagnosis("nan", nonfinite[0], None, nonfinite, _nonfinite_argument(args))
+
+
+def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
+    for path, leaf in zip(*named_inexact_leaves(args), strict=True):
+        if not all_finite(leaf):
+            return f"args{path}"
+    return None

@@ -28,16 +28,22 @@ def _linen_state(train_state: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], 
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
-            x = linen.Dense(1, dtype=jnp.float16, kernel_init=linen.initializers.constant(300.0))(x)
+            x = linen.Dense(
+                1, dtype=jnp.float16, kernel_init=linen.initializers.constant(300.0)
+            )(x)
             return linen.BatchNorm(use_running_average=False)(x).mean()
 
     net, x = Net(), jnp.full((4, 1), 300.0)
     variables = net.init(jax.random.key(0), 0 * x)
     state_type = type(
-        "State", (train_state,), {"__annotations__": {"batch_stats": Any, "dynamic_scale": Any}}
+        "State",
+        (train_state,),
+        {"__annotations__": {"batch_stats": Any, "dynamic_scale": Any}},
     )
     kwargs = {"dynamic_scale": None, "batch_stats": variables["batch_stats"]} | kwargs
-    state = state_type.create(apply_fn=net.apply, params=variables["params"], tx=optax.sgd(0.1), **kwargs)
+    state = state_type.create(
+        apply_fn=net.apply, params=variables["params"], tx=optax.sgd(0.1), **kwargs
+    )
 
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -72,14 +78,20 @@ def _of_linen_train_state() -> Any:
 
     state, loss_fn = _linen_state(TrainState, loss_scale=jmp_scale.DynamicLossScale())
     (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
-    state = state.apply_gradients(grads=grads, value=loss, batch_stats=updates["batch_stats"])
+    state = state.apply_gradients(
+        grads=grads, value=loss, batch_stats=updates["batch_stats"]
+    )
     return state.batch_stats["BatchNorm_0"]["mean"]
 
 
 def _of_torch() -> Any:
     import torch
 
-    dense, norm, scaler = torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1), torch.amp.GradScaler("cpu")
+    dense, norm, scaler = (
+        torch.nn.Linear(1, 1),
+        torch.nn.BatchNorm1d(1),
+        torch.amp.GradScaler("cpu"),
+    )
     torch.nn.init.constant_(dense.weight, 300.0)
     optimizer = torch.optim.SGD([*dense.parameters(), *norm.parameters()], 0.1)
     with torch.autocast("cpu", torch.float16):
@@ -99,5 +111,7 @@ def _of_keras() -> Any:
     )
     model = keras.Sequential([keras.layers.Input((1,)), dense, norm])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    model.train_on_batch(np.full((4, 1), 300.0, np.float32), np.zeros((4, 1), np.float32))
+    model.train_on_batch(
+        np.full((4, 1), 300.0, np.float32), np.zeros((4, 1), np.float32)
+    )
     return norm.moving_mean.numpy()

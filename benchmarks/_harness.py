@@ -43,7 +43,9 @@ class Table:
 
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        table = "\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines)
+        table = "\n".join(
+            "| " + " | ".join(_cell(c) for c in line) + " |" for line in lines
+        )
         return "\n\n".join([f"### {self.title}", table, *self.notes])
 
 
@@ -68,7 +70,9 @@ def seconds(run: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def paired_ratio(run: Callable[[], Any], base: Callable[[], Any], pairs: int, label: str) -> Ratio:
+def paired_ratio(
+    run: Callable[[], Any], base: Callable[[], Any], pairs: int, label: str
+) -> Ratio:
     """Time of `run` over that of `base`, each pair measured as base, run, base.
 
     The mean of the two outer times is the pair's base time, which cancels a linear drift of the clock.
@@ -83,7 +87,11 @@ def paired_ratio(run: Callable[[], Any], base: Callable[[], Any], pairs: int, la
     _warm_up(run)
     ratios = []
     for _ in tqdm(range(pairs), desc=label, leave=False):
-        before, own, after = seconds(base, calls), seconds(run, calls), seconds(base, calls)
+        before, own, after = (
+            seconds(base, calls),
+            seconds(run, calls),
+            seconds(base, calls),
+        )
         ratios.append(2 * own / (before + after))
     low, median, high = statistics.quantiles(ratios, n=4)
     return Ratio(median, low, high)
@@ -99,7 +107,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    result.add_argument("--json", type=pathlib.Path, help="file to write tables and versions to")
+    result.add_argument(
+        "--json", type=pathlib.Path, help="file to write tables and versions to"
+    )
     return result
 
 
@@ -108,7 +118,9 @@ def round_as_written() -> None:
 
     On a GPU it may, and then nothing rounds or overflows.
     """
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+    )
 
 
 def add_pairs(arguments: argparse.ArgumentParser) -> None:
@@ -119,13 +131,16 @@ def add_pairs(arguments: argparse.ArgumentParser) -> None:
             raise argparse.ArgumentTypeError(f"expected at least 9 pairs, got {text}")
         return int(text)
 
-    arguments.add_argument("--pairs", type=at_least_nine, default=9, help="B-A-B pairs of each time ratio")
+    arguments.add_argument(
+        "--pairs", type=at_least_nine, default=9, help="B-A-B pairs of each time ratio"
+    )
 
 
 def report(tables: Sequence[Table], json_path: pathlib.Path | None) -> None:
     """Prints the tables as Markdown, below the machine and the versions, and writes them as JSON."""
     data = {
-        "command": "python benchmarks/" + shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": "python benchmarks/"
+        + shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "processor": _processor(),
@@ -140,9 +155,14 @@ def report(tables: Sequence[Table], json_path: pathlib.Path | None) -> None:
 
 def render(data: dict[str, Any]) -> str:
     """The Markdown of what `report` wrote."""
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in data["versions"].items()
+    )
     head = f"`{data['command']}`, {data['date']}, {data['device']} ({data['processor']}); {versions}."
-    return "\n\n".join([head, *(Table(**table).markdown() for table in data["tables"])]) + "\n"
+    return (
+        "\n\n".join([head, *(Table(**table).markdown() for table in data["tables"])])
+        + "\n"
+    )
 
 
 def _warm_up(run: Callable[[], Any]) -> float:
@@ -168,11 +188,19 @@ def _versions() -> dict[str, str]:
 def _processor() -> str:
     info = pathlib.Path("/proc/cpuinfo")
     names = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        [
+            line.split(":")[1].strip()
+            for line in info.read_text().splitlines()
+            if "model name" in line
+        ]
         if info.exists()
         else []
     )
-    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+    return (
+        f"{len(names)} x {names[0]}"
+        if names
+        else platform.processor() or platform.machine()
+    )
 
 
 if __name__ == "__main__":

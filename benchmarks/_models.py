@@ -49,7 +49,11 @@ def transformer(sizes: Transformer, batch_size: int) -> Model:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, sizes.vocabulary, (batch_size, sizes.context), np.int32)
     batch = {"tokens": tokens, "masked": rng.random(tokens.shape) < 0.15}
-    return Model(transformer_params(sizes), lambda p, b, d: _transformer_loss(sizes, p, b, d), batch)
+    return Model(
+        transformer_params(sizes),
+        lambda p, b, d: _transformer_loss(sizes, p, b, d),
+        batch,
+    )
 
 
 def transformer_params(sizes: Transformer) -> Any:
@@ -61,9 +65,22 @@ def transformer_params(sizes: Transformer) -> Any:
 
     def layer():
         d = sizes.width
-        kernels = {"q": (d, d), "k": (d, d), "v": (d, d), "o": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
-        dense = {name: {"kernel": normal(*s), "bias": jnp.zeros(s[1])} for name, s in kernels.items()}
-        return dense | {name: {"gain": jnp.ones(d), "bias": jnp.zeros(d)} for name in ("norm1", "norm2")}
+        kernels = {
+            "q": (d, d),
+            "k": (d, d),
+            "v": (d, d),
+            "o": (d, d),
+            "up": (d, 4 * d),
+            "down": (4 * d, d),
+        }
+        dense = {
+            name: {"kernel": normal(*s), "bias": jnp.zeros(s[1])}
+            for name, s in kernels.items()
+        }
+        return dense | {
+            name: {"gain": jnp.ones(d), "bias": jnp.zeros(d)}
+            for name in ("norm1", "norm2")
+        }
 
     return {
         "tokens": normal(sizes.vocabulary, sizes.width),
@@ -73,21 +90,30 @@ def transformer_params(sizes: Transformer) -> Any:
     }
 
 
-def _transformer_loss(sizes: Transformer, params: Any, batch: Any, dtype: Any) -> jax.Array:
+def _transformer_loss(
+    sizes: Transformer, params: Any, batch: Any, dtype: Any
+) -> jax.Array:
     params = jmp_scale.Policy(jnp.float32, dtype, jnp.float32).cast_to_compute(params)
     tokens, counted = batch["tokens"], batch["masked"]
     targets = tokens
     if sizes.causal:
         targets = jnp.roll(tokens, -1, axis=1)
-        counted = jnp.broadcast_to(jnp.arange(sizes.context) < sizes.context - 1, tokens.shape)
+        counted = jnp.broadcast_to(
+            jnp.arange(sizes.context) < sizes.context - 1, tokens.shape
+        )
     else:
         tokens = jnp.where(counted, 0, tokens)
     x = params["tokens"][tokens] + params["positions"][None]
     for layer in params["layers"]:
         x = x + _attention(sizes, layer, _normalize(x, layer["norm1"]))
-        x = x + _dense(jax.nn.gelu(_dense(_normalize(x, layer["norm2"]), layer["up"])), layer["down"])
+        x = x + _dense(
+            jax.nn.gelu(_dense(_normalize(x, layer["norm2"]), layer["up"])),
+            layer["down"],
+        )
     logits = (_normalize(x, params["norm"]) @ params["tokens"].T).astype(jnp.float32)
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+    losses = -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), targets[..., None], axis=-1
+    )[..., 0]
     return jnp.sum(losses * counted) / jnp.sum(counted)
 
 
@@ -97,15 +123,21 @@ def _dense(x: jax.Array, layer: Any) -> jax.Array:
 
 def _normalize(x: jax.Array, norm: Any) -> jax.Array:
     wide = x.astype(jnp.float32)
-    wide = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
-    gain, bias = (jnp.expand_dims(norm[name], range(x.ndim - 1)) for name in ("gain", "bias"))
+    wide = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(
+        wide.var(-1, keepdims=True) + 1e-5
+    )
+    gain, bias = (
+        jnp.expand_dims(norm[name], range(x.ndim - 1)) for name in ("gain", "bias")
+    )
     return wide.astype(x.dtype) * gain + bias
 
 
 def _attention(sizes: Transformer, layer: Any, x: jax.Array) -> jax.Array:
     heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
     q, k, v = (_dense(x, layer[name]).reshape(heads) for name in "qkv")
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / math.sqrt(heads[-1])
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / math.sqrt(
+        heads[-1]
+    )
     if sizes.causal:
         seen = jnp.tri(sizes.context, dtype=bool)[None, None]
         scores = jnp.where(seen, scores, -jnp.inf)
@@ -114,7 +146,10 @@ def _attention(sizes: Transformer, layer: Any, x: jax.Array) -> jax.Array:
 
 
 def resnet50(
-    image_size: int, batch_size: int, width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3)
+    image_size: int,
+    batch_size: int,
+    width: int = 64,
+    blocks: tuple[int, ...] = (3, 4, 6, 3),
 ) -> Model:
     """Bottleneck blocks, batch normalization with the batch's own statistics, 1000 classes."""
     rng = np.random.default_rng(0)
@@ -122,7 +157,11 @@ def resnet50(
     def conv(size, inputs, outputs):
         scale = math.sqrt(2 / (size * size * inputs))
         kernel = scale * rng.standard_normal((size, size, inputs, outputs), np.float32)
-        return {"kernel": jnp.asarray(kernel), "gain": jnp.ones(outputs), "bias": jnp.zeros(outputs)}
+        return {
+            "kernel": jnp.asarray(kernel),
+            "gain": jnp.ones(outputs),
+            "bias": jnp.zeros(outputs),
+        }
 
     channels, stages = width, []
     for stage, count in enumerate(blocks):
@@ -148,24 +187,39 @@ def resnet50(
     return Model(params, lambda p, b, d: _resnet_loss(first_of_stage, p, b, d), batch)
 
 
-def _resnet_loss(first_of_stage: set[int], params: Any, batch: Any, dtype: Any) -> jax.Array:
+def _resnet_loss(
+    first_of_stage: set[int], params: Any, batch: Any, dtype: Any
+) -> jax.Array:
     params = jmp_scale.Policy(jnp.float32, dtype, jnp.float32).cast_to_compute(params)
     x = jax.nn.relu(_conv(batch["images"].astype(dtype), params["stem"], 2))
-    x = jax.lax.reduce_window(x, np.array(-np.inf, x.dtype), jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+    x = jax.lax.reduce_window(
+        x, np.array(-np.inf, x.dtype), jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"
+    )
     for i, layers in enumerate(params["blocks"]):
         stride = 2 if i in first_of_stage else 1
         y = jax.nn.relu(_conv(x, layers["1"], 1))
         y = _conv(jax.nn.relu(_conv(y, layers["2"], stride)), layers["3"], 1)
-        x = jax.nn.relu(y + (_conv(x, layers["shortcut"], stride) if "shortcut" in layers else x))
+        x = jax.nn.relu(
+            y + (_conv(x, layers["shortcut"], stride) if "shortcut" in layers else x)
+        )
     logits = _dense(x.mean((1, 2)), params["head"]).astype(jnp.float32)
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][:, None], axis=1).mean()
+    return -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), batch["labels"][:, None], axis=1
+    ).mean()
 
 
 def _conv(x: jax.Array, layer: Any, stride: int) -> jax.Array:
     """Convolution and batch normalization."""
     dims = ("NHWC", "HWIO", "NHWC")
-    x = jax.lax.conv_general_dilated(x, layer["kernel"], (stride, stride), "SAME", dimension_numbers=dims)
+    x = jax.lax.conv_general_dilated(
+        x, layer["kernel"], (stride, stride), "SAME", dimension_numbers=dims
+    )
     wide = x.astype(jnp.float32)
     axes = (0, 1, 2)
-    wide = (wide - wide.mean(axes, keepdims=True)) * jax.lax.rsqrt(wide.var(axes, keepdims=True) + 1e-5)
-    return wide.astype(x.dtype) * layer["gain"][None, None, None] + layer["bias"][None, None, None]
+    wide = (wide - wide.mean(axes, keepdims=True)) * jax.lax.rsqrt(
+        wide.var(axes, keepdims=True) + 1e-5
+    )
+    return (
+        wide.astype(x.dtype) * layer["gain"][None, None, None]
+        + layer["bias"][None, None, None]
+    )

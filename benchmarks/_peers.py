@@ -20,7 +20,9 @@ Step = Callable[[Any, Any], tuple[Any, jax.Array]]
 SCALE = 2.0**15
 
 
-def unscaled(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def unscaled(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     def step(carry, batch):
         params, opt_state = carry
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
@@ -30,7 +32,9 @@ def unscaled(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> 
     return (params, tx.init(params)), step
 
 
-def static(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def static(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     """A constant scale and no skip, which is the least that scaling can cost."""
     loss_scale = jmp_scale.StaticLossScale(SCALE)
 
@@ -43,35 +47,52 @@ def static(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tu
     return (params, tx.init(params)), step
 
 
-def jmp(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def jmp(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     import jmp
 
     loss_scale = jmp.DynamicLossScale(jnp.float32(SCALE), counter=jnp.int32(0))
     return (params, tx.init(params), loss_scale), _verbs(jmp, loss_fn, tx)
 
 
-def jmp_scale_verbs(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def jmp_scale_verbs(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     """The step of jmp's README, with this library under its name."""
     loss_scale = jmp_scale.DynamicLossScale(SCALE)
     return (params, tx.init(params), loss_scale), _verbs(jmp_scale, loss_fn, tx)
 
 
-def flax(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def flax(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     from flax.training.dynamic_scale import DynamicScale
 
     def step(carry, batch):
         params, opt_state, dynamic_scale = carry
-        dynamic_scale, finite, loss, grads = dynamic_scale.value_and_grad(loss_fn)(params, batch)
+        dynamic_scale, finite, loss, grads = dynamic_scale.value_and_grad(loss_fn)(
+            params, batch
+        )
         updates, new_state = tx.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
-        return (keep(new_params, params), keep(new_state, opt_state), dynamic_scale), loss
+
+        def keep(new, old):
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        return (
+            keep(new_params, params),
+            keep(new_state, opt_state),
+            dynamic_scale,
+        ), loss
 
     scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))
     return (params, tx.init(params), scale), step
 
 
-def mpx(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def mpx(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     """The body of `filter_value_and_grad`, without its cast to float16, which `loss_fn` does."""
     import mpx
 
@@ -85,22 +106,32 @@ def mpx(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple
         return (params, opt_state, scaling), loss
 
     scaling = mpx.DynamicLossScaling(
-        loss_scaling=jnp.float32(SCALE), min_loss_scaling=jnp.float32(1), counter=jnp.int32(0)
+        loss_scaling=jnp.float32(SCALE),
+        min_loss_scaling=jnp.float32(1),
+        counter=jnp.int32(0),
     )
     return (params, tx.init(params), scaling), step
 
 
-def apply_if_finite(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def apply_if_finite(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     """Optax has no scale of its own: a constant one is unscaled before."""
-    return static(loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=1000), params)
+    return static(
+        loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=1000), params
+    )
 
 
-def with_loss_scale(loss_fn: LossFn, tx: optax.GradientTransformation, params: Any) -> tuple[Any, Step]:
+def with_loss_scale(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     tx = jmp_scale.with_loss_scale(tx, jmp_scale.DynamicLossScale(SCALE))
 
     def step(carry, batch):
         params, opt_state = carry
-        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, batch)
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+            params, batch
+        )
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -110,13 +141,17 @@ def with_loss_scale(loss_fn: LossFn, tx: optax.GradientTransformation, params: A
 def _verbs(library: Any, loss_fn: LossFn, tx: optax.GradientTransformation) -> Step:
     def step(carry, batch):
         params, opt_state, loss_scale = carry
-        loss, grads = jax.value_and_grad(lambda *args: loss_scale.scale(loss_fn(*args)))(params, batch)
+        loss, grads = jax.value_and_grad(
+            lambda *args: loss_scale.scale(loss_fn(*args))
+        )(params, batch)
         loss, grads = loss_scale.unscale(loss), loss_scale.unscale(grads)
         finite = library.all_finite(grads)
         loss_scale = loss_scale.adjust(finite)
         updates, new_state = tx.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
-        params, opt_state = library.select_tree(finite, (new_params, new_state), (params, opt_state))
+        params, opt_state = library.select_tree(
+            finite, (new_params, new_state), (params, opt_state)
+        )
         return (params, opt_state, loss_scale), loss
 
     return step
@@ -137,5 +172,9 @@ PEERS = {
 def installed(peers: Sequence[str]) -> tuple[list[str], list[str]]:
     """Those of `peers` that can run here, and the others."""
     modules = {"jmp": "jmp", "flax DynamicScale": "flax", "mpx": "mpx"}
-    missing = [p for p in peers if importlib.util.find_spec(modules.get(p, "jmp_scale")) is None]
+    missing = [
+        p
+        for p in peers
+        if importlib.util.find_spec(modules.get(p, "jmp_scale")) is None
+    ]
     return [peer for peer in peers if peer not in missing], missing

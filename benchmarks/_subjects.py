@@ -33,9 +33,16 @@ def loss_scales(s: float) -> dict[str, Callable[[], Any]]:
     def mpx():
         import mpx
 
-        return mpx.DynamicLossScaling(jnp.float32(s), min_loss_scaling=jnp.ones((), jnp.float32))
+        return mpx.DynamicLossScaling(
+            jnp.float32(s), min_loss_scaling=jnp.ones((), jnp.float32)
+        )
 
-    return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": lambda: jmp_scale.DynamicLossScale(s)}
+    return {
+        "jmp": jmp,
+        "flax": flax,
+        "mpx": mpx,
+        "jmp_scale": lambda: jmp_scale.DynamicLossScale(s),
+    }
 
 
 def float16_loss_scales() -> dict[str, Callable[[], Any]]:
@@ -46,7 +53,10 @@ def float16_loss_scales() -> dict[str, Callable[[], Any]]:
 
         return jmp.DynamicLossScale(jnp.float16(2.0**15))
 
-    return {"jmp": jmp, "jmp_scale": lambda: jmp_scale.DynamicLossScale(jnp.float16(2.0**15))}
+    return {
+        "jmp": jmp,
+        "jmp_scale": lambda: jmp_scale.DynamicLossScale(jnp.float16(2.0**15)),
+    }
 
 
 def steps() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
@@ -59,7 +69,10 @@ def steps() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
         return dynamic_scale.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]
 
     made = loss_scales(2.0**15)
-    return {name: (make, flax if name == "flax" else adjusted) for name, make in made.items()}
+    return {
+        name: (make, flax if name == "flax" else adjusted)
+        for name, make in made.items()
+    }
 
 
 def finite_checks() -> dict[str, Callable[[Any], Any]]:
@@ -110,19 +123,28 @@ def gradients() -> dict[str, Callable[..., Any]]:
 
     def jmp(loss_fn, w, s, axis_name=None):
         loss_scale = loss_scales(s)["jmp"]()
-        return mean(loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(loss_fn(w)))(w)), axis_name)
+        return mean(
+            loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(loss_fn(w)))(w)),
+            axis_name,
+        )
 
     def flax(loss_fn, w, s, axis_name=None):
-        return loss_scales(s)["flax"]().value_and_grad(loss_fn, axis_name=axis_name)(w)[3]
+        return loss_scales(s)["flax"]().value_and_grad(loss_fn, axis_name=axis_name)(w)[
+            3
+        ]
 
     def mpx(loss_fn, w, s, axis_name=None):
         import mpx
 
         scaling = loss_scales(s)["mpx"]()
-        return mean(scaling.unscale(jax.grad(mpx.scaled(loss_fn, scaling))(w)), axis_name)
+        return mean(
+            scaling.unscale(jax.grad(mpx.scaled(loss_fn, scaling))(w)), axis_name
+        )
 
     def ours(loss_fn, w, s, axis_name=None):
-        return mean(jmp_scale.grad(loss_fn, jmp_scale.DynamicLossScale(s))(w), axis_name)
+        return mean(
+            jmp_scale.grad(loss_fn, jmp_scale.DynamicLossScale(s))(w), axis_name
+        )
 
     return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": ours}
 
@@ -139,7 +161,9 @@ def float16_losses() -> dict[str, Callable[[], Any]]:
 
     return {
         "jmp": lambda: by_verbs("jmp"),
-        "flax": lambda: loss_scales(2.0**15)["flax"]().value_and_grad(loss_fn)(jnp.float32(1))[2],
+        "flax": lambda: loss_scales(2.0**15)["flax"]().value_and_grad(loss_fn)(
+            jnp.float32(1)
+        )[2],
         "mpx": lambda: by_verbs("mpx"),
         "jmp_scale": lambda: by_verbs("jmp_scale"),
     }
@@ -151,14 +175,18 @@ def adjusted_over_examples() -> dict[str, Callable[[Any], Any]]:
     def by_verbs(library):
         def step(xs):
             loss_scale = loss_scales(8.0)[library]()
-            grads = jax.vmap(lambda x: gradients()[library](lambda w: w * x, jnp.float32(1), 8.0))(xs)
+            grads = jax.vmap(
+                lambda x: gradients()[library](lambda w: w * x, jnp.float32(1), 8.0)
+            )(xs)
             return loss_scale.adjust(finite_checks()[library](grads))
 
         return step
 
     def flax(xs):
         scale = loss_scales(8.0)["flax"]()
-        return jax.vmap(lambda x: scale.value_and_grad(lambda w: w * x)(jnp.float32(1))[0])(xs).scale
+        return jax.vmap(
+            lambda x: scale.value_and_grad(lambda w: w * x)(jnp.float32(1))[0]
+        )(xs).scale
 
     return {
         "jmp": lambda xs: by_verbs("jmp")(xs).loss_scale,
@@ -206,7 +234,10 @@ def clipped_steps() -> dict[str, Callable[[], float]]:
         import torch
 
         w = torch.tensor(1.0, requires_grad=True)
-        optimizer, scaler = torch.optim.SGD([w], 1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer, scaler = (
+            torch.optim.SGD([w], 1.0),
+            torch.amp.GradScaler("cpu", init_scale=8.0),
+        )
         scaler.scale(5 * w).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_([w], 1.0)
@@ -217,9 +248,14 @@ def clipped_steps() -> dict[str, Callable[[], float]]:
     def keras():
         import keras
 
-        return TRAIN["keras"]([5.0], tx=lambda: keras.optimizers.SGD(1.0, global_clipnorm=1.0))[0].w
+        return TRAIN["keras"](
+            [5.0], tx=lambda: keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+        )[0].w
 
-    by_optax = {name: lambda name=name: TRAIN[name]([5.0], tx=tx)[0].w for name in loss_scales(8.0)}
+    by_optax = {
+        name: lambda name=name: TRAIN[name]([5.0], tx=tx)[0].w
+        for name in loss_scales(8.0)
+    }
     return by_optax | {"torch": torch, "keras": keras}
 
 
@@ -229,7 +265,9 @@ def flags_of_replicas() -> dict[str, Callable[[Any], Any]]:
     def flax(xs):
         from flax.training.dynamic_scale import DynamicScale
 
-        return jax.pmap(lambda x: DynamicScale().value_and_grad(lambda w: w * x)(jnp.float32(1))[1])(xs)
+        return jax.pmap(
+            lambda x: DynamicScale().value_and_grad(lambda w: w * x)(jnp.float32(1))[1]
+        )(xs)
 
     def optax_(xs):
         def applied(x):
@@ -256,12 +294,17 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
         used = fresh.adjust(jnp.array(False))
         equinox.tree_serialise_leaves(file, used)
         file.seek(0)
-        return used.loss_scaling, equinox.tree_deserialise_leaves(file, fresh).loss_scaling
+        return used.loss_scaling, equinox.tree_deserialise_leaves(
+            file, fresh
+        ).loss_scaling
 
     def torch():
         import torch
 
-        used, restored = torch.amp.GradScaler("cpu", init_scale=4.0), torch.amp.GradScaler("cpu")
+        used, restored = (
+            torch.amp.GradScaler("cpu", init_scale=4.0),
+            torch.amp.GradScaler("cpu"),
+        )
         for scaler in (used, restored):
             scaler.scale(torch.tensor(1.0))  # makes S, which is lazy
         restored.load_state_dict(used.state_dict())
@@ -271,7 +314,8 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
         import keras
 
         used, restored = (
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=s) for s in (4.0, 8.0)
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=s)
+            for s in (4.0, 8.0)
         )
         store: dict[str, Any] = {}
         for optimizer in (used, restored):
@@ -328,6 +372,9 @@ def signs_of_a_stuck_run() -> dict[str, Callable[[], Any]]:
         return diagnostics.health(state_after_60(tx))
 
     return {
-        "optax": lambda: state_after_60(optax.apply_if_finite(optax.sgd(1.0), 1000)).notfinite_count == 60,
+        "optax": lambda: (
+            state_after_60(optax.apply_if_finite(optax.sgd(1.0), 1000)).notfinite_count
+            == 60
+        ),
         "jmp_scale": ours,
     }

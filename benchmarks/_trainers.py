@@ -14,7 +14,9 @@ import optax
 
 import jmp_scale
 
-MAX_CONSECUTIVE_ERRORS = 50  # after which apply_if_finite applies the next one, as it says
+MAX_CONSECUTIVE_ERRORS = (
+    50  # after which apply_if_finite applies the next one, as it says
+)
 
 
 class Step(NamedTuple):
@@ -25,7 +27,11 @@ class Step(NamedTuple):
 
 
 def train_jmp(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, min_loss_scale: float = 1.0, tx: Any = None
+    xs: Sequence[float],
+    s: float = 8.0,
+    period: int = 2000,
+    min_loss_scale: float = 1.0,
+    tx: Any = None,
 ) -> list[Step]:
     import jmp
 
@@ -36,18 +42,26 @@ def train_jmp(
 
 
 def train_mpx(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, min_loss_scale: float = 1.0, tx: Any = None
+    xs: Sequence[float],
+    s: float = 8.0,
+    period: int = 2000,
+    min_loss_scale: float = 1.0,
+    tx: Any = None,
 ) -> list[Step]:
     import mpx
 
     tx = tx or optax.sgd(1.0)
     w = jnp.float32(1)
     state = tx.init(w)
-    scaling = mpx.DynamicLossScaling(jnp.float32(s), jnp.float32(min_loss_scale), period=period)
+    scaling = mpx.DynamicLossScaling(
+        jnp.float32(s), jnp.float32(min_loss_scale), period=period
+    )
 
     @jax.jit
     def step(w, state, scaling, x):
-        _, scaling, finite, grad = mpx.filter_value_and_grad(lambda w, x: w * x, scaling)(w, x)
+        _, scaling, finite, grad = mpx.filter_value_and_grad(
+            lambda w, x: w * x, scaling
+        )(w, x)
         return *mpx.optimizer_update(w, tx, state, grad, finite), scaling
 
     steps = []
@@ -80,7 +94,9 @@ def train_flax(
         scale, finite, _, grad = scale.value_and_grad(lambda w, x: w * x)(w, x)
         updates, new_state = tx.update(grad, state, w)
         new = (optax.apply_updates(w, updates), new_state)
-        return *jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (w, state)), scale
+        return *jax.tree.map(
+            lambda a, b: jnp.where(finite, a, b), new, (w, state)
+        ), scale
 
     steps = []
     for x in xs:
@@ -106,7 +122,9 @@ def train_optax(xs: Sequence[float], tx: Any = None) -> list[Step]:
     return steps
 
 
-def train_torch(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
+def train_torch(
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None
+) -> list[Step]:
     """`tx` is the name of a torch optimizer, default SGD."""
     import torch
 
@@ -123,17 +141,23 @@ def train_torch(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any
     return steps
 
 
-def train_keras(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None) -> list[Step]:
+def train_keras(
+    xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None
+) -> list[Step]:
     """`tx` is the name of a keras optimizer or makes one, default SGD."""
     import keras
 
     make = tx if callable(tx) else lambda: getattr(keras.optimizers, tx)(0.1)
     inner = make() if tx else keras.optimizers.SGD(1.0)
-    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=s, dynamic_growth_steps=period)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        inner, initial_scale=s, dynamic_growth_steps=period
+    )
     variable = keras.Variable(1.0)
     optimizer.build([variable])
     state, w = [v.value for v in optimizer.variables], [variable.value]
-    where = next(i for i, v in enumerate(optimizer.variables) if v is optimizer.dynamic_scale)
+    where = next(
+        i for i, v in enumerate(optimizer.variables) if v is optimizer.dynamic_scale
+    )
 
     @jax.jit
     def step(w, state, x):
@@ -148,11 +172,17 @@ def train_keras(xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any
 
 
 def train_jmp_scale(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, min_loss_scale: float = 1.0, tx: Any = None
+    xs: Sequence[float],
+    s: float = 8.0,
+    period: int = 2000,
+    min_loss_scale: float = 1.0,
+    tx: Any = None,
 ) -> list[Step]:
     tx = jmp_scale.with_loss_scale(
         tx or optax.sgd(1.0),
-        jmp_scale.DynamicLossScale(s, None, period, 2, min_loss_scale, max_loss_scale=2.0**126),
+        jmp_scale.DynamicLossScale(
+            s, None, period, 2, min_loss_scale, max_loss_scale=2.0**126
+        ),
     )
     w = jnp.float32(1)
     state = tx.init(w)
@@ -170,7 +200,9 @@ def train_jmp_scale(
     return steps
 
 
-def _train_with_verbs(library: Any, loss_scale: Any, xs: Sequence[float], tx: Any) -> list[Step]:
+def _train_with_verbs(
+    library: Any, loss_scale: Any, xs: Sequence[float], tx: Any
+) -> list[Step]:
     @jax.jit
     def step(w, state, loss_scale, x):
         grad = loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(w * x))(w))

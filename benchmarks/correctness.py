@@ -69,11 +69,21 @@ def s_never_grows_to_infinity_or_stops_training(train: Any) -> bool:
 
 
 def s_stays_a_power_of_two(train: Any) -> bool:
-    return all(math.log2(step.s).is_integer() for step in train([2.0**-20] * 40, s=2.0**15, period=1))
+    return all(
+        math.log2(step.s).is_integer()
+        for step in train([2.0**-20] * 40, s=2.0**15, period=1)
+    )
 
 
 def s_grows_on_the_period_th_finite_step(train: Any) -> bool:
-    return [step.s for step in train([0.25] * 6, s=8.0, period=3)] == [8, 8, 16, 16, 16, 32]
+    return [step.s for step in train([0.25] * 6, s=8.0, period=3)] == [
+        8,
+        8,
+        16,
+        16,
+        16,
+        32,
+    ]
 
 
 def a_float16_loss_is_scaled_without_overflow(loss: Any) -> bool:
@@ -88,7 +98,8 @@ def unscaling_float16_keeps_what_scaling_saved(gradient: Any) -> bool:
 
 def integers_pass_unscale_unchanged(make: Any) -> bool:
     return (
-        int(make().unscale({"i": jnp.int32(3)})["i"]) == 3 and make().unscale(jnp.int32(3)).dtype == jnp.int32
+        int(make().unscale({"i": jnp.int32(3)})["i"]) == 3
+        and make().unscale(jnp.int32(3)).dtype == jnp.int32
     )
 
 
@@ -107,7 +118,10 @@ def a_step_is_compiled_ahead_of_time(step: Any) -> bool:
 
 def leaves_have_names(step: Any) -> bool:
     make, _ = step
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(make())]
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(make())
+    ]
     return bool(paths) and not any("[" in path for path in paths)
 
 
@@ -136,7 +150,10 @@ def an_overflow_is_seen_before_clipping(wrap: Any) -> bool:
 
 
 def large_float16_gradients_survive_a_global_norm(wrap: Any) -> bool:
-    tx, w = wrap(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))), jnp.ones(2)
+    tx, w = (
+        wrap(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))),
+        jnp.ones(2),
+    )
     updates, _ = tx.update(jnp.array([300.0, 300.0], jnp.float16), tx.init(w), w)
     return bool((updates != 0).all())
 
@@ -152,7 +169,9 @@ def clipping_sees_the_true_gradient(step: Any) -> bool:
 
 
 def s_recovers_from_200_bad_steps(train: Any) -> bool:
-    return train([math.nan] * 200 + [2.0**-20] * 40, s=2.0**15, period=1)[-1].s >= 2.0**15
+    return (
+        train([math.nan] * 200 + [2.0**-20] * 40, s=2.0**15, period=1)[-1].s >= 2.0**15
+    )
 
 
 def a_schedule_does_not_count_skipped_steps(train: Any) -> bool:
@@ -171,7 +190,9 @@ def complex_gradients_keep_their_imaginary_part(gradient: Any) -> bool:
 
 
 def a_mean_over_replicas_does_not_overflow_float16(gradient: Any) -> bool:
-    step = jax.pmap(lambda w: gradient(lambda w: w * jnp.float16(60000), w, 1.0, "i"), axis_name="i")
+    step = jax.pmap(
+        lambda w: gradient(lambda w: w * jnp.float16(60000), w, 1.0, "i"), axis_name="i"
+    )
     return step(jnp.ones(2, jnp.float16)).tolist() == [60000.0, 60000.0]
 
 
@@ -205,8 +226,16 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
     """(what is tried of each library, how): one row of the table each."""
     scaled = {name: train for name, train in TRAIN.items() if name != "optax"}
     by_optax = {name: TRAIN[name] for name in TAKES_OPTAX}
-    scales = {name: make for name, make in _subjects.loss_scales(2.0**15).items() if name != "flax"}
-    checks, gradients, wrappers = _subjects.finite_checks(), _subjects.gradients(), _subjects.wrappers()
+    scales = {
+        name: make
+        for name, make in _subjects.loss_scales(2.0**15).items()
+        if name != "flax"
+    }
+    checks, gradients, wrappers = (
+        _subjects.finite_checks(),
+        _subjects.gradients(),
+        _subjects.wrappers(),
+    )
     return [
         (scaled, gradients_stay_true_when_s_grows),
         (scaled, a_good_step_after_200_bad_ones_trains),
@@ -220,13 +249,19 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
         (scaled, s_recovers_from_200_bad_steps),
         (_subjects.clipped_steps(), clipping_sees_the_true_gradient),
         (by_optax | {"optax": TRAIN["optax"]}, a_schedule_does_not_count_skipped_steps),
-        (by_optax | {"optax": TRAIN["optax"]}, accumulation_leaves_out_an_overflowed_batch),
+        (
+            by_optax | {"optax": TRAIN["optax"]},
+            accumulation_leaves_out_an_overflowed_batch,
+        ),
         (_batch_norm.after_an_overflow(), statistics_of_a_skipped_step_are_dropped),
         (_subjects.float16_losses(), a_float16_loss_is_scaled_without_overflow),
         (gradients, unscaling_float16_keeps_what_scaling_saved),
         (_subjects.float16_loss_scales(), a_float16_s_is_adjusted),
         (scales, integers_pass_unscale_unchanged),
-        (_subjects.traces_of_four_steps(), a_step_is_traced_once_from_the_documented_start),
+        (
+            _subjects.traces_of_four_steps(),
+            a_step_is_traced_once_from_the_documented_start,
+        ),
         (_subjects.steps(), a_step_is_compiled_ahead_of_time),
         (_subjects.steps(), leaves_have_names),
         (_subjects.saved_and_restored(), a_saved_s_comes_back),
@@ -246,7 +281,9 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
     ]
 
 
-def verdict(library: str, subjects: dict[str, Any], check: Callable[[Any], bool]) -> str:
+def verdict(
+    library: str, subjects: dict[str, Any], check: Callable[[Any], bool]
+) -> str:
     if importlib.util.find_spec(library) is None:
         return "not installed"
     if library not in subjects:
@@ -261,16 +298,22 @@ def verdict(library: str, subjects: dict[str, Any], check: Callable[[Any], bool]
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES, help="to try")
+    parser.add_argument(
+        "--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES, help="to try"
+    )
     args = parser.parse_args(argv)
     if jax.device_count() < 2:
-        parser.error("the rows about replicas need two devices: set JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2")
+        parser.error(
+            "the rows about replicas need two devices: set JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2"
+        )
     table = _harness.Table("Right and wrong", ["what should hold", *args.libraries])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for subjects, check in tqdm(rows(), desc="rows", leave=False):
             claim = check.__name__.replace("_", " ")
-            table.rows.append([claim, *(verdict(name, subjects, check) for name in args.libraries)])
+            table.rows.append(
+                [claim, *(verdict(name, subjects, check) for name in args.libraries)]
+            )
     _harness.report([table], args.json)
 
 

@@ -44,7 +44,9 @@ class Figures(NamedTuple):
         return sum("[]" not in copied for copied in self.copies)
 
 
-def compile_step(step: Callable[..., Any], carry: Any, batch: Any) -> tuple[jax.stages.Compiled, float]:
+def compile_step(
+    step: Callable[..., Any], carry: Any, batch: Any
+) -> tuple[jax.stages.Compiled, float]:
     """The program of the carry's leaves, which are donated, and the seconds that XLA took."""
     leaves, treedef = jax.tree.flatten(carry)
 
@@ -61,9 +63,21 @@ def figures(compiled: jax.stages.Compiled) -> Figures:
     """Reads what the compiler says of a program."""
     text = compiled.as_text()
     entry = text[text.index("\nENTRY ") :]
-    opcodes = re.findall(r"^  (?:ROOT )?\S+ = (?:\([^=]*?\)|\S+) ([\w-]+)\(", entry, re.MULTILINE)
-    free = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
-    transfers = re.findall(r" (conditional|infeed|outfeed|send|recv)\(|xla_(?:ffi_)?python_\w*callback", text)
+    opcodes = re.findall(
+        r"^  (?:ROOT )?\S+ = (?:\([^=]*?\)|\S+) ([\w-]+)\(", entry, re.MULTILINE
+    )
+    free = {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+    }
+    transfers = re.findall(
+        r" (conditional|infeed|outfeed|send|recv)\(|xla_(?:ffi_)?python_\w*callback",
+        text,
+    )
     return Figures(
         bytes_accessed=compiled.cost_analysis()["bytes accessed"],
         temporaries=compiled.memory_analysis().temp_size_in_bytes,
@@ -73,11 +87,17 @@ def figures(compiled: jax.stages.Compiled) -> Figures:
     )
 
 
-def compilations(step: Callable[..., Any], carry: Any, batch: Any, steps: int = 5) -> int:
+def compilations(
+    step: Callable[..., Any], carry: Any, batch: Any, steps: int = 5
+) -> int:
     """Compilations over `steps` steps, which may move nothing between host and device on their way."""
     # Their number does not depend on the passes, and fusion is what takes the time.
-    jitted = jax.jit(step, donate_argnums=0, compiler_options={"xla_disable_hlo_passes": "fusion"})
-    carry = jax.tree.map(jnp.copy, carry)  # the cache counts a NumPy array apart, though nothing is compiled
+    jitted = jax.jit(
+        step, donate_argnums=0, compiler_options={"xla_disable_hlo_passes": "fusion"}
+    )
+    carry = jax.tree.map(
+        jnp.copy, carry
+    )  # the cache counts a NumPy array apart, though nothing is compiled
     with jax.transfer_guard("disallow"):
         for _ in range(steps):
             carry, _ = jitted(carry, batch)
@@ -90,7 +110,9 @@ def _given(params: Any, grads: Any) -> jax.Array:
     return jnp.float32(0)
 
 
-_given.defvjp(lambda params, grads: (jnp.float32(0), grads), lambda grads, _: (grads, None))
+_given.defvjp(
+    lambda params, grads: (jnp.float32(0), grads), lambda grads, _: (grads, None)
+)
 
 
 def given_gradients(dtype: Any) -> Callable[[Any, Any], jax.Array]:
@@ -102,14 +124,22 @@ def given_gradients(dtype: Any) -> Callable[[Any, Any], jax.Array]:
     return loss_fn
 
 
-def optimizer_only(dtype: Any, params: Any) -> tuple[Callable[[Any, Any], jax.Array], Any, Any]:
+def optimizer_only(
+    dtype: Any, params: Any
+) -> tuple[Callable[[Any, Any], jax.Array], Any, Any]:
     """`(loss, params, batch)` of a step that consists of the optimizer alone."""
-    return given_gradients(dtype), params, jax.tree.map(lambda p: jnp.full_like(p, 1e-2, dtype), params)
+    return (
+        given_gradients(dtype),
+        params,
+        jax.tree.map(lambda p: jnp.full_like(p, 1e-2, dtype), params),
+    )
 
 
 def build(peer: str, loss_fn: Any, params: Any) -> tuple[Any, Any]:
     """`(carry, step)` of a peer with AdamW, on buffers of its own."""
-    return _peers.PEERS[peer](loss_fn, optax.adamw(3e-4), jax.tree.map(jnp.copy, params))
+    return _peers.PEERS[peer](
+        loss_fn, optax.adamw(3e-4), jax.tree.map(jnp.copy, params)
+    )
 
 
 def compare(
@@ -150,7 +180,11 @@ def compare(
 
 
 def add_times(
-    table: _harness.Table, programs: dict[str, Any], carries: dict[str, Any], batch: Any, pairs: int
+    table: _harness.Table,
+    programs: dict[str, Any],
+    carries: dict[str, Any],
+    batch: Any,
+    pairs: int,
 ) -> None:
     """Adds the time ratios to the rows; without them when an A/A control shows a busy machine."""
 
@@ -168,7 +202,9 @@ def add_times(
     before = _harness.paired_ratio(runner("unscaled"), base, pairs, "A/A control")
     ratios = {
         row[0]: _harness.paired_ratio(runner(row[0]), base, pairs, row[0])
-        for row in reversed(table.rows)  # the unscaled step, which is the first, last: a second control
+        for row in reversed(
+            table.rows
+        )  # the unscaled step, which is the first, last: a second control
     }
     quiet = _harness.is_quiet(before) and _harness.is_quiet(ratios["unscaled"])
     table.notes.append(
@@ -183,14 +219,18 @@ def compile_times(
     name: str, leaf_counts: Sequence[int], peers: Sequence[str], repeats: int
 ) -> _harness.Table:
     """Median seconds of compilation against the number of leaves, of 64 x 64 entries each."""
-    title = f"Compile seconds (and ratio) against the number of leaves, {name} gradients"
+    title = (
+        f"Compile seconds (and ratio) against the number of leaves, {name} gradients"
+    )
     table = _harness.Table(title, ["step", *map(str, leaf_counts)])
     rows = {peer: [peer] for peer in peers}
     for count in leaf_counts:
         params = {f"leaf{i}": jnp.ones((64, 64)) for i in range(count)}
         loss_fn, params, batch = optimizer_only(DTYPES[name], params)
         seconds: dict[str, list[float]] = {peer: [] for peer in peers}
-        for peer in tqdm(list(peers) * repeats, desc=f"{count} leaves, {name}", leave=False):
+        for peer in tqdm(
+            list(peers) * repeats, desc=f"{count} leaves, {name}", leave=False
+        ):
             carry, step = build(peer, loss_fn, params)
             seconds[peer].append(compile_step(step, carry, batch)[1])
         medians = {peer: statistics.median(seconds[peer]) for peer in peers}
@@ -206,20 +246,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", default=["optimizer", "train", "compile"],
                         choices=["optimizer", "train", "compile"], help="tables to make")  # fmt: skip
     parser.add_argument(
-        "--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES), help="of the gradients"
+        "--dtypes",
+        nargs="+",
+        default=list(DTYPES),
+        choices=list(DTYPES),
+        help="of the gradients",
     )
     parser.add_argument(
-        "--peers", nargs="+", default=list(_peers.PEERS), choices=list(_peers.PEERS), help="steps to compare"
+        "--peers",
+        nargs="+",
+        default=list(_peers.PEERS),
+        choices=list(_peers.PEERS),
+        help="steps to compare",
     )
-    parser.add_argument("--layers", type=int, default=12, help="of the optimizer-only step's transformer")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=12,
+        help="of the optimizer-only step's transformer",
+    )
     parser.add_argument("--width", type=int, default=256, help="of both transformers")
     parser.add_argument(
-        "--leaf-counts", nargs="+", type=int, default=[30, 100, 300], help="of the compile table"
+        "--leaf-counts",
+        nargs="+",
+        type=int,
+        default=[30, 100, 300],
+        help="of the compile table",
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, help="compilations of each step of the compile table"
+        "--repeats",
+        type=int,
+        default=3,
+        help="compilations of each step of the compile table",
     )
-    parser.add_argument("--no-times", action="store_true", help="leave out the time ratios")
+    parser.add_argument(
+        "--no-times", action="store_true", help="leave out the time ratios"
+    )
     _harness.add_pairs(parser)
     args = parser.parse_args(argv)
     _harness.round_as_written()
@@ -234,7 +296,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in args.dtypes:
         dtype = DTYPES[name]
         if "optimizer" in args.parts:
-            sizes = _models.Transformer(args.layers, args.width, 4, vocabulary=8192, context=128)
+            sizes = _models.Transformer(
+                args.layers, args.width, 4, vocabulary=8192, context=128
+            )
             params = _models.transformer_params(sizes)
             leaves = jax.tree.leaves(params)
             millions = sum(leaf.size for leaf in leaves) / 1e6

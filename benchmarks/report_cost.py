@@ -10,11 +10,19 @@ from jmp_scale import diagnostics
 
 def main(argv=None):
     arguments = parser(__doc__)
-    arguments.add_argument("--entries", type=int, default=20_000_000, help="of the gradients, float32")
+    arguments.add_argument(
+        "--entries", type=int, default=20_000_000, help="of the gradients, float32"
+    )
     arguments.add_argument("--leaves", type=int, nargs="+", default=[1, 100])
     add_pairs(arguments)
     args = arguments.parse_args(argv)
-    columns = ["leaves", "passes of all_finite", "passes of grad_report", "time ratio", "control"]
+    columns = [
+        "leaves",
+        "passes of all_finite",
+        "passes of grad_report",
+        "time ratio",
+        "control",
+    ]
     table = Table(f"grad_report beside all_finite, {args.entries:,} entries", columns)
     for leaves in args.leaves:
         table.rows.append(measure(args.entries, leaves, args.pairs))
@@ -31,9 +39,18 @@ def measure(entries, leaves, pairs):
     base = jax.jit(jmp_scale.all_finite).lower(grads).compile()
     full = jax.jit(diagnostics.grad_report).lower(grads, loss_scale).compile()
     passes = [fun.cost_analysis()["bytes accessed"] / size for fun in (base, full)]
-    ratio = paired_ratio(lambda: full(grads, loss_scale), lambda: base(grads), pairs, f"{leaves} leaves")
-    control = paired_ratio(lambda: base(grads), lambda: base(grads), pairs, f"{leaves} leaves, control")
-    return [leaves, *passes, str(ratio) if is_quiet(control) else "rejected", str(control)]
+    ratio = paired_ratio(
+        lambda: full(grads, loss_scale), lambda: base(grads), pairs, f"{leaves} leaves"
+    )
+    control = paired_ratio(
+        lambda: base(grads), lambda: base(grads), pairs, f"{leaves} leaves, control"
+    )
+    return [
+        leaves,
+        *passes,
+        str(ratio) if is_quiet(control) else "rejected",
+        str(control),
+    ]
 
 
 if __name__ == "__main__":

@@ -25,8 +25,12 @@ MODELS: dict[str, dict[str, Callable[[], _models.Model]]] = {
     },
     "reduced": {
         "ResNet-50": lambda: _models.resnet50(64, 16, width=16, blocks=(1, 1, 1, 1)),
-        "BERT-base": lambda: _models.transformer(_models.Transformer(2, 128, 4, 1024, 64, causal=False), 4),
-        "GPT-2-small": lambda: _models.transformer(_models.Transformer(2, 128, 4, 1024, 64), 4),
+        "BERT-base": lambda: _models.transformer(
+            _models.Transformer(2, 128, 4, 1024, 64, causal=False), 4
+        ),
+        "GPT-2-small": lambda: _models.transformer(
+            _models.Transformer(2, 128, 4, 1024, 64), 4
+        ),
     },
 }
 HEADLINE = ("f16, no scaling", "f16 dynamic")
@@ -49,7 +53,11 @@ def compiled_step(model: _models.Model, name: str) -> tuple[Callable[[], Any], f
     with jax.default_matmul_precision(precision):
         compiled = jax.jit(step, donate_argnums=0).lower(carry, batch).compile()
     memory = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
     peak -= memory.alias_size_in_bytes
 
     def run():
@@ -60,20 +68,38 @@ def compiled_step(model: _models.Model, name: str) -> tuple[Callable[[], Any], f
     return run, peak / 1e9
 
 
-def measure(name: str, size: str, steps: int, pairs: int) -> tuple[_harness.Table, list[Any]]:
+def measure(
+    name: str, size: str, steps: int, pairs: int
+) -> tuple[_harness.Table, list[Any]]:
     """A model's table of configurations, and its row of the headline."""
     model = MODELS[size][name]()
-    columns = ["configuration", "ms a step (quartiles)", "time over f32 default (quartiles)", "peak GB"]
+    columns = [
+        "configuration",
+        "ms a step (quartiles)",
+        "time over f32 default (quartiles)",
+        "peak GB",
+    ]
     table = _harness.Table(f"{name}, {size} size", columns)
     base = compiled_step(model, "f32 default")[0]
     ratios = {}
     for configuration in tqdm(CONFIGURATIONS, desc=name, leave=False):
         run, peak = compiled_step(model, configuration)
         ratios[configuration] = _harness.paired_ratio(run, base, pairs, configuration)
-        table.rows.append([configuration, step_time(run, steps), str(ratios[configuration]), f"{peak:.3f}"])
+        table.rows.append(
+            [
+                configuration,
+                step_time(run, steps),
+                str(ratios[configuration]),
+                f"{peak:.3f}",
+            ]
+        )
     if not _harness.is_quiet(ratios["f32 default"]):
-        table.notes.append("Rejected: busy machine, as the A/A control in the row of f32 default shows.")
-    base, scaled = (compiled_step(model, configuration)[0] for configuration in HEADLINE)
+        table.notes.append(
+            "Rejected: busy machine, as the A/A control in the row of f32 default shows."
+        )
+    base, scaled = (
+        compiled_step(model, configuration)[0] for configuration in HEADLINE
+    )
     again = compiled_step(model, HEADLINE[0])[0]
     before = _harness.paired_ratio(again, base, pairs, "A/A control")
     ratio = _harness.paired_ratio(scaled, base, pairs, "overhead")
@@ -96,13 +122,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     on_cpu = jax.default_backend() == "cpu"
     parser = _harness.parser(__doc__)
     parser.add_argument(
-        "--size", choices=list(MODELS), default="reduced" if on_cpu else "full", help="of the models"
+        "--size",
+        choices=list(MODELS),
+        default="reduced" if on_cpu else "full",
+        help="of the models",
     )
     parser.add_argument(
-        "--models", nargs="+", default=list(MODELS["full"]), choices=list(MODELS["full"]), help="to run"
+        "--models",
+        nargs="+",
+        default=list(MODELS["full"]),
+        choices=list(MODELS["full"]),
+        help="to run",
     )
     parser.add_argument(
-        "--steps", type=int, default=50, help="single steps of each configuration to time, not on a CPU"
+        "--steps",
+        type=int,
+        default=50,
+        help="single steps of each configuration to time, not on a CPU",
     )
     _harness.add_pairs(parser)
     args = parser.parse_args(argv)

@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import autoencoder, init_autoencoder, load_digits_split, policy_for, positive_int
+from digits import (
+    autoencoder,
+    init_autoencoder,
+    load_digits_split,
+    policy_for,
+    positive_int,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
@@ -24,16 +30,23 @@ jax.config.update("jax_num_cpu_devices", 8)  # before the first array
 
 BATCH_SIZE = 256
 POLICY = policy_for("float16")
-TX = jmp_scale.with_loss_scale(optax.adam(5e-3), jmp_scale.DynamicLossScale(2.0**15, period=50))
+TX = jmp_scale.with_loss_scale(
+    optax.adam(5e-3), jmp_scale.DynamicLossScale(2.0**15, period=50)
+)
 
 
 def main(argv=None):
     args = parse_args(argv)
-    rows = [(name, *fit(name, prepare, args.steps, args.seed)) for name, prepare in WAYS.items()]
+    rows = [
+        (name, *fit(name, prepare, args.steps, args.seed))
+        for name, prepare in WAYS.items()
+    ]
     print(f"\n{'':24}{'loss':>8}{'S':>7}{'skipped':>9}{'devices':>9}{'seconds':>9}")
     for name, loss, loss_scales, skipped, seconds in rows:
         s = ", ".join(f"2^{np.log2(s):.0f}" for s in set(loss_scales))
-        print(f"{name:24}{loss:8.4f}{s:>7}{skipped:9}{len(loss_scales):9}{seconds:9.1f}")
+        print(
+            f"{name:24}{loss:8.4f}{s:>7}{skipped:9}{len(loss_scales):9}{seconds:9.1f}"
+        )
     return rows
 
 
@@ -41,8 +54,18 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=100, help="optimizer steps of each way (100)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=100,
+        help="optimizer steps of each way (100)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split, the start and the batches (0)",
+    )
     return parser.parse_args(argv)
 
 
@@ -61,25 +84,36 @@ def fit(name, prepare, steps, seed):
             progress.set_postfix(loss=f"{losses[-1]:.4f}")
     s = optax.tree.get(state[1], "loss_scale").loss_scale
     loss_scales = [float(np.squeeze(shard.data)) for shard in s.addressable_shards]
-    return np.mean(losses[-20:]), loss_scales, np.max(state[1].skipped), time.perf_counter() - begin
+    return (
+        np.mean(losses[-20:]),
+        loss_scales,
+        np.max(state[1].skipped),
+        time.perf_counter() - begin,
+    )
 
 
 def loss_fn(params, images, weights):
     reconstructions = autoencoder(POLICY.cast_to_compute(params), images)
-    return jnp.mean(weights[:, None] * (reconstructions.astype(jnp.float32) - images) ** 2)
+    return jnp.mean(
+        weights[:, None] * (reconstructions.astype(jnp.float32) - images) ** 2
+    )
 
 
 def step(state, images, weights):
     """The step of a single device; under jit also that of eight, since the arrays are global there."""
     params, opt_state = state
-    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, images, weights)
+    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+        params, images, weights
+    )
     return apply(state, loss, grads)
 
 
 def step_of_one_device(state, images, weights):
     """In pmap and shard_map: the local gradients are unscaled to float32, then averaged over devices."""
     params, opt_state = state
-    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, images, weights)
+    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+        params, images, weights
+    )
     return apply(state, *lax.pmean((loss, grads), "data"))
 
 
@@ -94,7 +128,11 @@ def with_pmap(params):
     devices = jax.local_device_count()
     copies = jax.tree.map(lambda x: jnp.stack([x] * devices), params)
     state = jax.pmap(lambda params: (params, TX.init(params)), "data")(copies)
-    return state, jax.pmap(step_of_one_device, "data"), lambda x: np.stack(np.split(x, devices))
+    return (
+        state,
+        jax.pmap(step_of_one_device, "data"),
+        lambda x: np.stack(np.split(x, devices)),
+    )
 
 
 def with_data_parallel_jit(params):
@@ -122,12 +160,21 @@ def with_shard_map(params):
         params, opt_state = state
         # Else JAX sums their gradients by itself: in float16, and before they are unscaled.
         params = varying(params)
-        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, images, weights)
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+            params, images, weights
+        )
         return apply(state, *lax.pmean((loss, grads), "data"))
 
-    specs = {"in_specs": (everywhere, share, share), "out_specs": (everywhere, everywhere)}
+    specs = {
+        "in_specs": (everywhere, share, share),
+        "out_specs": (everywhere, everywhere),
+    }
     params = jax.device_put(params, NamedSharding(mesh, everywhere))
-    return init_on(mesh, params), jax.jit(jax.shard_map(shard_step, mesh=mesh, **specs)), divided(mesh)
+    return (
+        init_on(mesh, params),
+        jax.jit(jax.shard_map(shard_step, mesh=mesh, **specs)),
+        divided(mesh),
+    )
 
 
 def varying(params):

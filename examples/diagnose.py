@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import autoencoder, init_autoencoder, load_digits_split, policy_for, reconstruction_loss
+from digits import (
+    autoencoder,
+    init_autoencoder,
+    load_digits_split,
+    policy_for,
+    reconstruction_loss,
+)
 from tqdm import tqdm
 
 import jmp_scale
@@ -37,8 +43,14 @@ def main(argv=None):
     args = parse_args(argv)
     images, _ = load_digits_split(args.seed)
     params = init_autoencoder(args.seed)
-    batches = np.random.RandomState(args.seed).randint(len(images), size=(args.steps, BATCH_SIZE))
-    runs = {"underflow": underflow, "overflow in the forward pass": overflow, "one NaN image": nan_image}
+    batches = np.random.RandomState(args.seed).randint(
+        len(images), size=(args.steps, BATCH_SIZE)
+    )
+    runs = {
+        "underflow": underflow,
+        "overflow in the forward pass": overflow,
+        "one NaN image": nan_image,
+    }
     verdicts, drawn = {}, {}
     for name, run in tqdm(runs.items(), desc="runs", unit="run"):
         verdicts[name], drawn[name], text = run(params, images, batches)
@@ -52,21 +64,37 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=400, help="optimizer steps of each run (400)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
-    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder of the figure (out)")
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=400,
+        help="optimizer steps of each run (400)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split, the start and the batches (0)",
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default="out", help="folder of the figure (out)"
+    )
     return parser.parse_args(argv)
 
 
 def positive_int(text):
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at least 1, got {text!r}"
+        )
     return int(text)
 
 
 def underflow(params, images, batches):
     """All is finite, so nothing looks wrong: only the report and the calibration tell."""
-    _, state, history = train(mean_loss, jmp_scale.NoOpLossScale(), params, images, batches)
+    _, state, history = train(
+        mean_loss, jmp_scale.NoOpLossScale(), params, images, batches
+    )
     batch = images[:256]
     exact = functools.partial(reconstruction_loss, policy=policy_for("float32"))
     _, grads = jmp_scale.value_and_grad(exact, jmp_scale.NoOpLossScale())(params, batch)
@@ -80,9 +108,13 @@ def overflow(params, images, batches):
     """S falls to its floor, since this loop does not tell the optimizer its loss (`value=loss`)."""
     pixels = 16 * images
     loss_scale = jmp_scale.DynamicLossScale()
-    params, state, history = train(hand_written_loss, loss_scale, params, pixels, batches, tell_loss=False)
+    params, state, history = train(
+        hand_written_loss, loss_scale, params, pixels, batches, tell_loss=False
+    )
     batch = pixels[batches[-1]]
-    found = diagnostics.diagnose_nonfinite(hand_written_loss, state.loss_scale, params, batch)
+    found = diagnostics.diagnose_nonfinite(
+        hand_written_loss, state.loss_scale, params, batch
+    )
     said = f"health: {told(state, history)}\ndiagnosis: {found.summary()}"
     return found.summary(), history, said
 
@@ -94,7 +126,9 @@ def nan_image(params, images, batches):
     loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=50)
     _, state, history = train(mean_loss, loss_scale, params, images, batches)
     skipped = np.flatnonzero(~history.to_dict()["grads_finite"])
-    found = diagnostics.diagnose_nonfinite(mean_loss, 2.0**15, params, images[batches[skipped[0]]])
+    found = diagnostics.diagnose_nonfinite(
+        mean_loss, 2.0**15, params, images[batches[skipped[0]]]
+    )
     said = f"health: {told(state, history)}\ndiagnosis of step {skipped[0]}: {found.summary()}"
     return found.summary(), history, said
 
@@ -112,7 +146,9 @@ def train(loss_fn, loss_scale, params, images, batches, tell_loss=True):
             state.loss_scale,
             new_state.grads_finite,
             loss_finite=jnp.isfinite(loss) if tell_loss else True,
-            amax=functools.reduce(jnp.maximum, [jnp.abs(g).max() for g in jax.tree.leaves(grads)]),
+            amax=functools.reduce(
+                jnp.maximum, [jnp.abs(g).max() for g in jax.tree.leaves(grads)]
+            ),
         )
         return (optax.apply_updates(params, updates), new_state, history), None
 
@@ -142,12 +178,18 @@ def draw(drawn, folder):
     from jmp_scale import plotting
 
     histogram, report, found = drawn["underflow"]
-    figure, axes = plt.subplots(3, 2, figsize=(12, 11), layout="constrained", height_ratios=(1, 1.5, 1))
+    figure, axes = plt.subplots(
+        3, 2, figsize=(12, 11), layout="constrained", height_ratios=(1, 1.5, 1)
+    )
     plotting.plot_exponent_histogram(histogram, 0, ax=axes[0, 0])
-    plotting.plot_exponent_histogram(histogram, int(found.recommended_log2_scale), ax=axes[0, 1])
+    plotting.plot_exponent_histogram(
+        histogram, int(found.recommended_log2_scale), ax=axes[0, 1]
+    )
     plotting.plot_calibration(found, ax=axes[1, 0])
     plotting.plot_flushed(report, ax=axes[1, 1])
-    for ax, name in zip(axes[2], ("overflow in the forward pass", "one NaN image"), strict=True):
+    for ax, name in zip(
+        axes[2], ("overflow in the forward pass", "one NaN image"), strict=True
+    ):
         plotting.plot_loss_scale(drawn[name], ax=ax).set_title(f"Loss scale: {name}")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "diagnose.png"

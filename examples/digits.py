@@ -15,7 +15,9 @@ from sklearn.datasets import load_digits
 import jmp_scale
 
 # XLA may leave out roundings to float16, and does on a GPU: that would hide what float16 loses.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+)
 
 WIDTHS = (64, 128, 64, 32, 16, 32, 64, 128, 64)
 
@@ -63,5 +65,7 @@ def zero_share(grads):
 def positive_int(text):
     """An argument of a command line, such as a number of steps."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at least 1, got {text!r}"
+        )
     return int(text)

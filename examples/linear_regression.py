@@ -20,12 +20,18 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=400, help="of gradient descent (400)")
+    parser.add_argument(
+        "--steps", type=positive_int, default=400, help="of gradient descent (400)"
+    )
     steps = parser.parse_args(argv).steps
-    x = np.random.RandomState(0).uniform(-1, 1, 4096).astype(np.float32) * np.float32(1e-2)
+    x = np.random.RandomState(0).uniform(-1, 1, 4096).astype(np.float32) * np.float32(
+        1e-2
+    )
     rows = {"float32": (jnp.float32, 1.0), "float16": (jnp.float16, 1.0)}
     rows |= {f"float16, S = 2^{n}": (jnp.float16, 2.0**n) for n in (7, 10, 15)}
-    print(f"{'':20}{'gradient at w = 0':>20}{f'w after {steps} steps':>20}   (true w: 0.3)")
+    print(
+        f"{'':20}{'gradient at w = 0':>20}{f'w after {steps} steps':>20}   (true w: 0.3)"
+    )
     results = {}
     for name, (dtype, s) in rows.items():
         gradient, w = fit(x, dtype, jmp_scale.StaticLossScale(s), steps)
@@ -37,7 +43,9 @@ def main(argv=None):
 def fit(x, dtype, loss_scale, steps):
     """The first gradient, and w after `steps` of gradient descent."""
     tx = optax.sgd(2e3)
-    loss_and_grad = jmp_scale.value_and_grad(lambda w: squared_error(w, x, dtype), loss_scale)
+    loss_and_grad = jmp_scale.value_and_grad(
+        lambda w: squared_error(w, x, dtype), loss_scale
+    )
 
     def step(carry, _):
         w, opt_state = carry
@@ -46,7 +54,9 @@ def fit(x, dtype, loss_scale, steps):
         return (optax.apply_updates(w, updates), opt_state), grads
 
     start = jnp.float32(0.0), tx.init(jnp.float32(0.0))
-    (w, _), gradients = jax.jit(lambda start: jax.lax.scan(step, start, length=steps))(start)
+    (w, _), gradients = jax.jit(lambda start: jax.lax.scan(step, start, length=steps))(
+        start
+    )
     return gradients[0], w
 
 

@@ -35,8 +35,12 @@ class Block(nn.Module):
     def __call__(self, x):
         y = x
         for _ in range(2):
-            y = nn.BatchNorm(use_running_average=not self.train, momentum=0.9, dtype=jnp.float16)(y)
-            y = nn.Conv(self.channels, (3, 3), use_bias=False, dtype=jnp.float16)(nn.relu(y))
+            y = nn.BatchNorm(
+                use_running_average=not self.train, momentum=0.9, dtype=jnp.float16
+            )(y)
+            y = nn.Conv(self.channels, (3, 3), use_bias=False, dtype=jnp.float16)(
+                nn.relu(y)
+            )
         return x + y
 
 
@@ -79,12 +83,18 @@ def create_state(loss_scale):
 def train_step(state, images, labels):
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, updates = state.apply_fn(variables, images, train=True, mutable=["batch_stats"])
+        logits, updates = state.apply_fn(
+            variables, images, train=True, mutable=["batch_stats"]
+        )
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         return loss, updates
 
-    (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)  # changed
-    state = state.apply_gradients(grads=grads, value=loss, batch_stats=updates["batch_stats"])  # changed
+    (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(
+        state.params
+    )  # changed
+    state = state.apply_gradients(
+        grads=grads, value=loss, batch_stats=updates["batch_stats"]
+    )  # changed
     return state, loss
 
 
@@ -95,8 +105,12 @@ def accuracy(state, images, labels):
 
 
 def plot(history, path):
-    losses, scales, skipped = (np.array(column) for column in zip(*history, strict=True))
-    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), layout="constrained")
+    losses, scales, skipped = (
+        np.array(column) for column in zip(*history, strict=True)
+    )
+    figure, (top, bottom) = plt.subplots(
+        2, 1, sharex=True, figsize=(7, 5), layout="constrained"
+    )
     top.semilogy(losses)
     top.set_ylabel("training loss")
     bottom.step(range(len(scales)), np.log2(scales), where="post")
@@ -108,13 +122,27 @@ def plot(history, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=positive_int, default=200, help="training steps (default 200)")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder (default out)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=200, help="training steps (default 200)"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("out"),
+        help="folder (default out)",
+    )
     args = parser.parse_args(argv)
     (images, labels), test = load_data()
     state = create_state(jmp_scale.DynamicLossScale(2.0**24, period=50))
-    step, random, history, rows = jax.jit(train_step, donate_argnums=0), np.random.RandomState(0), [], []
+    step, random, history, rows = (
+        jax.jit(train_step, donate_argnums=0),
+        np.random.RandomState(0),
+        [],
+        [],
+    )
     every = max(args.steps // 5, 1)
     for i in tqdm(range(1, args.steps + 1), "training"):
         batch = random.randint(0, len(labels), BATCH)
@@ -122,11 +150,15 @@ def main(argv=None):
         s, skipped = float(state.loss_scale.loss_scale), int(state.opt_state.skipped)
         history.append((float(loss), s, skipped))
         if i % every == 0:
-            rows.append((i, float(loss), float(accuracy(state, *test)), np.log2(s), skipped))
+            rows.append(
+                (i, float(loss), float(accuracy(state, *test)), np.log2(s), skipped)
+            )
     print(f"\n{'step':>6}{'loss':>10}{'test accuracy':>15}{'log2 S':>8}{'skipped':>9}")
     for row in rows:
         print("{:>6}{:>10.4f}{:>15.3f}{:>8.0f}{:>9}".format(*row))
-    print(f"BatchNorm statistics finite: {bool(jmp_scale.all_finite(state.batch_stats))}")
+    print(
+        f"BatchNorm statistics finite: {bool(jmp_scale.all_finite(state.batch_stats))}"
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     plot(history, args.out / "linen_resnet.png")
     print(f"figure: {args.out / 'linen_resnet.png'}")

@@ -24,7 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from digits import autoencoder, init_autoencoder, load_digits_split, policy_for, positive_int
+from digits import (
+    autoencoder,
+    init_autoencoder,
+    load_digits_split,
+    policy_for,
+    positive_int,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
@@ -39,7 +45,9 @@ def main(argv=None):
     args = parse_args(argv)
     start_jax(args)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    tx = jmp_scale.with_loss_scale(optax.adam(5e-3), jmp_scale.DynamicLossScale(2.0**15, period=args.period))
+    tx = jmp_scale.with_loss_scale(
+        optax.adam(5e-3), jmp_scale.DynamicLossScale(2.0**15, period=args.period)
+    )
 
     # Placed as the step returns it, on all devices: or the second step would compile again.
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -64,28 +72,61 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=300, help="optimizer steps in total (300)")
     parser.add_argument(
-        "--period", type=positive_int, default=50, help="finite steps after which S grows (50)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
-    parser.add_argument(
-        "--overflow-at", type=int, nargs="*", default=[70, 71, 180], help="steps that overflow (70 71 180)"
+        "--steps", type=positive_int, default=300, help="optimizer steps in total (300)"
     )
     parser.add_argument(
-        "--checkpoint-dir", type=pathlib.Path, help="folder of all processes (no checkpoints)"
+        "--period",
+        type=positive_int,
+        default=50,
+        help="finite steps after which S grows (50)",
     )
     parser.add_argument(
-        "--save-every", type=positive_int, default=50, help="steps from checkpoint to checkpoint (50)"
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split, the start and the batches (0)",
     )
-    parser.add_argument("--resume", action="store_true", help="start from the last checkpoint, if any")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, by hand")
+    parser.add_argument(
+        "--overflow-at",
+        type=int,
+        nargs="*",
+        default=[70, 71, 180],
+        help="steps that overflow (70 71 180)",
+    )
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=pathlib.Path,
+        help="folder of all processes (no checkpoints)",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=positive_int,
+        default=50,
+        help="steps from checkpoint to checkpoint (50)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="start from the last checkpoint, if any"
+    )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address of process 0, by hand"
+    )
     parser.add_argument("--num-processes", type=int, default=1, help="by hand (1)")
-    parser.add_argument("--process-id", type=int, default=0, help="by hand: 0 to num-processes - 1 (0)")
     parser.add_argument(
-        "--heartbeat-timeout", type=int, default=30, help="seconds until a lost process is noticed (30)"
+        "--process-id", type=int, default=0, help="by hand: 0 to num-processes - 1 (0)"
     )
-    parser.add_argument("--cpu-devices", type=int, default=1, help="virtual CPU devices of each process (1)")
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=int,
+        default=30,
+        help="seconds until a lost process is noticed (30)",
+    )
+    parser.add_argument(
+        "--cpu-devices",
+        type=int,
+        default=1,
+        help="virtual CPU devices of each process (1)",
+    )
     return parser.parse_args(argv)
 
 
@@ -107,18 +148,26 @@ def fit(tx, state, mesh, first_step, checkpoints, args):
     """Trains to step `args.steps`; returns the state, and S before each step and after the last."""
     train, _ = load_digits_split(args.seed)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    train_step = jax.jit(functools.partial(step, tx, policy_for("float16")), donate_argnums=0)
+    train_step = jax.jit(
+        functools.partial(step, tx, policy_for("float16")), donate_argnums=0
+    )
     loss_scales = [current_loss_scale(state)]
     silent = jax.process_index() > 0
-    with tqdm(total=args.steps, initial=first_step, disable=silent, unit="step") as progress:
+    with tqdm(
+        total=args.steps, initial=first_step, disable=silent, unit="step"
+    ) as progress:
         for i in range(first_step, args.steps):
-            picks = np.random.RandomState((args.seed, i)).randint(len(train), size=BATCH_SIZE)
+            picks = np.random.RandomState((args.seed, i)).randint(
+                len(train), size=BATCH_SIZE
+            )
             weights = np.ones(BATCH_SIZE, np.float32)
             weights[-1] = 2.0**40 if i in args.overflow_at else 1
             batch = (on_devices(x, sharding) for x in (train[picks], weights))
             state, loss = train_step(state, *batch)
             loss_scales.append(current_loss_scale(state))
-            progress.set_postfix(loss=f"{loss:.4f}", S=f"2^{np.log2(loss_scales[-1]):.0f}")
+            progress.set_postfix(
+                loss=f"{loss:.4f}", S=f"2^{np.log2(loss_scales[-1]):.0f}"
+            )
             progress.update()
             if checkpoints and save(checkpoints, i + 1, state) and not silent:
                 print(f"saved step {i + 1}", flush=True)
@@ -141,7 +190,9 @@ def step(tx, policy, state, images, weights):
 
 def on_devices(batch, sharding):
     """The global array of which every process holds its own devices' part."""
-    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+    return jax.make_array_from_callback(
+        batch.shape, sharding, lambda index: batch[index]
+    )
 
 
 def current_loss_scale(state):
@@ -171,7 +222,9 @@ def restore(checkpoints, i, like):
     def placed(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
-    return checkpoints.restore(i, args=ocp.args.StandardRestore(jax.tree.map(placed, like)))
+    return checkpoints.restore(
+        i, args=ocp.args.StandardRestore(jax.tree.map(placed, like))
+    )
 
 
 def report(state, loss_scales, first_step):
@@ -184,7 +237,9 @@ def report(state, loss_scales, first_step):
     leaves = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state))
     who = f"process {jax.process_index()} of {jax.process_count()}"
     print(f"{who}: S history (step:S) {' '.join(changes)}")
-    print(f"{who}: skipped {int(state[1].skipped)}, sha256 of the state {hashlib.sha256(leaves).hexdigest()}")
+    print(
+        f"{who}: skipped {int(state[1].skipped)}, sha256 of the state {hashlib.sha256(leaves).hexdigest()}"
+    )
 
 
 if __name__ == "__main__":

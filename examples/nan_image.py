@@ -59,7 +59,9 @@ def main(argv=None):
         "cause-aware": (params, *cause_aware),
         "cause-aware, NaN model": (nan_params, *cause_aware),
     }
-    runs = [fit(name, *plan, train, args.steps, args.seed) for name, plan in plans.items()]
+    runs = [
+        fit(name, *plan, train, args.steps, args.seed) for name, plan in plans.items()
+    ]
     print_table(runs)
     print(f"figure: {draw(runs, args.out)}")
     return runs
@@ -69,9 +71,21 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=2000, help="optimizer steps of each run (2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
-    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder of the figure (out)")
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=2000,
+        help="optimizer steps of each run (2000)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split, the start and the batches (0)",
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default="out", help="folder of the figure (out)"
+    )
     return parser.parse_args(argv)
 
 
@@ -82,11 +96,17 @@ def trainer(loss_scale, cause_aware=False):
 
     def train_step(carry, images):
         params, opt_state = carry
-        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, images)
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+            params, images
+        )
         value = {"value": loss} if cause_aware else {}
         updates, opt_state = tx.update(grads, opt_state, params, **value)
         params = optax.apply_updates(params, updates)
-        return (params, opt_state), (loss, opt_state.loss_scale.loss_scale, zero_share(grads))
+        return (params, opt_state), (
+            loss,
+            opt_state.loss_scale.loss_scale,
+            zero_share(grads),
+        )
 
     return tx, jax.jit(lambda carry, batches: jax.lax.scan(train_step, carry, batches))
 
@@ -100,7 +120,9 @@ def fit(name, params, tx, train_chunk, train, steps, seed):
         for chunk in np.split(batches, range(CHUNK, steps, CHUNK)):
             carry, record = train_chunk(carry, train[chunk])
             records.append(jax.device_get(record))
-            progress.set_postfix(S=power(records[-1][1][-1]), skipped=int(carry[1].skipped))
+            progress.set_postfix(
+                S=power(records[-1][1][-1]), skipped=int(carry[1].skipped)
+            )
             progress.update(len(chunk))
     per_step = (np.concatenate(parts) for parts in zip(*records, strict=True))
     return Run(name, *per_step, int(carry[1].skipped), int(carry[1].skipped_in_a_row))
@@ -112,11 +134,14 @@ def power(s):
 
 def print_table(runs):
     """One row a run; the loss and the zero gradients are means over the finite of the last 100 steps."""
-    print(f"\n{'':22}{'last S':>8}{'least S':>9}{'skipped':>9}{'in a row':>10}{'loss':>9}{'zero grads':>12}")
+    print(
+        f"\n{'':22}{'last S':>8}{'least S':>9}{'skipped':>9}{'in a row':>10}{'loss':>9}{'zero grads':>12}"
+    )
     for run in runs:
         finite = np.isfinite(run.losses[-100:])
         loss, zeros = (
-            x[-100:][finite].mean() if finite.any() else np.nan for x in (run.losses, run.zero_shares)
+            x[-100:][finite].mean() if finite.any() else np.nan
+            for x in (run.losses, run.zero_shares)
         )
         print(
             f"{run.name:22}{power(run.loss_scales[-1]):>8}{power(run.loss_scales.min()):>9}{run.skipped:9}"
@@ -131,14 +156,31 @@ def draw(runs, folder):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (scales, zeros) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, (scales, zeros) = plt.subplots(
+        1, 2, figsize=(10, 3.8), layout="constrained"
+    )
     for run, color in zip(runs, ["#d55e00", "#cc79a7", "#0072b2", "0.6"], strict=True):
-        scales.step(np.arange(len(run.loss_scales)), np.log2(run.loss_scales), color=color, label=run.name)
+        scales.step(
+            np.arange(len(run.loss_scales)),
+            np.log2(run.loss_scales),
+            color=color,
+            label=run.name,
+        )
         finite = np.isfinite(run.losses)
-        zeros.plot(np.flatnonzero(finite), 100 * run.zero_shares[finite], color=color, linewidth=1)
+        zeros.plot(
+            np.flatnonzero(finite),
+            100 * run.zero_shares[finite],
+            color=color,
+            linewidth=1,
+        )
     scales.set(xlabel="step", ylabel="log2 S", title="loss scale")
     scales.legend(frameon=False)
-    zeros.set(xlabel="step", ylabel="%", title="gradient entries that are zero", ylim=(0, None))
+    zeros.set(
+        xlabel="step",
+        ylabel="%",
+        title="gradient entries that are zero",
+        ylim=(0, None),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "nan_image.png"
     figure.savefig(path, dpi=110)

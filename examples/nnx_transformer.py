@@ -45,9 +45,16 @@ class Layer(nnx.Module):
     def attend(self, x):
         shape = (*x.shape[:2], 3, HEADS, WIDTH // HEADS)
         q, k, v = jnp.moveaxis(self.queries_keys_values(x).reshape(shape), 2, 0)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(jnp.tri(CONTEXT, dtype=bool), scores, -jnp.inf))
-        return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v).reshape(x.shape)
+        scores = (
+            jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+            * q.shape[-1] ** -0.5
+        )
+        weights = jax.nn.softmax(
+            jnp.where(jnp.tri(CONTEXT, dtype=bool), scores, -jnp.inf)
+        )
+        return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v).reshape(
+            x.shape
+        )
 
 
 class Transformer(nnx.Module):
@@ -67,7 +74,9 @@ class Transformer(nnx.Module):
 
 def load_text():
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = "".join(path.read_text(errors="ignore") for path in files).encode("ascii", "ignore")
+    text = "".join(path.read_text(errors="ignore") for path in files).encode(
+        "ascii", "ignore"
+    )
     return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
@@ -98,7 +107,12 @@ def vanished(model, reference, text):
         return jnp.concatenate([x.ravel() for x in jax.tree.leaves(grads)])
 
     expected = grads_of_mean(reference, TOKENS) != 0
-    return jnp.stack([jnp.sum((grads_of_mean(model, n) == 0) & expected) / expected.sum() for n in MEANS])
+    return jnp.stack(
+        [
+            jnp.sum((grads_of_mean(model, n) == 0) & expected) / expected.sum()
+            for n in MEANS
+        ]
+    )
 
 
 def plot(losses, shares, path):
@@ -113,29 +127,57 @@ def plot(losses, shares, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=positive_int, default=100, help="micro-batches (default 100)")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step (default 2)")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder (default out)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=100, help="micro-batches (default 100)"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, default=2, help="micro-batches a step (default 2)"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("out"),
+        help="folder (default out)",
+    )
     args = parser.parse_args(argv)
     text, random = load_text(), np.random.RandomState(0)
-    model, reference = (Transformer(dtype, nnx.Rngs(0)) for dtype in (jnp.float16, jnp.float32))
+    model, reference = (
+        Transformer(dtype, nnx.Rngs(0)) for dtype in (jnp.float16, jnp.float32)
+    )
     tx = optax.MultiSteps(optax.adam(3e-3), args.accumulate).gradient_transformation()
-    optimizer = Optimizer(model, tx, loss_scale=jmp_scale.DynamicLossScale(2.0**20, period=100))
+    optimizer = Optimizer(
+        model, tx, loss_scale=jmp_scale.DynamicLossScale(2.0**20, period=100)
+    )
     held_out = sample(text, random)
 
-    shares, losses = {"at initialization": np.asarray(vanished(model, reference, held_out))}, []
+    shares, losses = (
+        {"at initialization": np.asarray(vanished(model, reference, held_out))},
+        [],
+    )
     for _ in (progress := tqdm(range(args.steps), "training")):
         losses.append(float(train_step(model, optimizer, sample(text, random))))
-        progress.set_postfix(loss=f"{losses[-1]:.2f}", S=f"{float(optimizer.loss_scale.loss_scale):g}")
+        progress.set_postfix(
+            loss=f"{losses[-1]:.2f}", S=f"{float(optimizer.loss_scale.loss_scale):g}"
+        )
     shares["after training"] = np.asarray(vanished(model, reference, held_out))
 
-    log2_s, skipped = np.log2(float(optimizer.loss_scale.loss_scale)), int(optimizer.opt_state.skipped[...])
-    print(f"\nloss {losses[0]:.2f} -> {losses[-1]:.2f}, log2 S {log2_s:.0f}, {skipped} skipped")
+    log2_s, skipped = (
+        np.log2(float(optimizer.loss_scale.loss_scale)),
+        int(optimizer.opt_state.skipped[...]),
+    )
+    print(
+        f"\nloss {losses[0]:.2f} -> {losses[-1]:.2f}, log2 S {log2_s:.0f}, {skipped} skipped"
+    )
     print("Vanished gradient entries in float16 without a loss scale")
     print(f"{'tokens in the mean':>20}" + "".join(f"{name:>20}" for name in shares))
     for i, tokens in enumerate(MEANS):
-        print(f"{tokens:>20,}" + "".join(f"{share[i]:>20.1%}" for share in shares.values()))
+        print(
+            f"{tokens:>20,}"
+            + "".join(f"{share[i]:>20.1%}" for share in shares.values())
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     plot(losses, shares, args.out / "nnx_transformer.png")
     print(f"figure: {args.out / 'nnx_transformer.png'}")

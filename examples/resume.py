@@ -21,7 +21,9 @@ from tqdm import tqdm
 import jmp_scale
 
 SIZES = (64, 128, 128, 10)
-TX = jmp_scale.with_loss_scale(optax.adam(1e-3), jmp_scale.DynamicLossScale(2.0**22, period=50))
+TX = jmp_scale.with_loss_scale(
+    optax.adam(1e-3), jmp_scale.DynamicLossScale(2.0**22, period=50)
+)
 
 
 def load_data():
@@ -33,14 +35,17 @@ def init():
     keys = jax.random.split(jax.random.key(0), len(SIZES) - 1)
     glorot = jax.nn.initializers.glorot_normal()
     params = [
-        {"w": glorot(k, (i, o)), "b": jnp.zeros(o)} for k, i, o in zip(keys, SIZES, SIZES[1:], strict=False)
+        {"w": glorot(k, (i, o)), "b": jnp.zeros(o)}
+        for k, i, o in zip(keys, SIZES, SIZES[1:], strict=False)
     ]
     return {"params": params, "opt_state": TX.init(params), "step": jnp.int32(0)}
 
 
 def loss_fn(params, images, labels):
     h = images.astype(jnp.float16)
-    params = jmp_scale.Policy(jnp.float32, jnp.float16, jnp.float32).cast_to_compute(params)
+    params = jmp_scale.Policy(jnp.float32, jnp.float16, jnp.float32).cast_to_compute(
+        params
+    )
     for layer in params[:-1]:
         h = jax.nn.relu(h @ layer["w"] + layer["b"])
     logits = (h @ params[-1]["w"] + params[-1]["b"]).astype(jnp.float32)
@@ -49,11 +54,15 @@ def loss_fn(params, images, labels):
 
 @jax.jit
 def train_step(state, images, labels):
-    key = jax.random.fold_in(jax.random.key(1), state["step"])  # the batch follows from the step
+    key = jax.random.fold_in(
+        jax.random.key(1), state["step"]
+    )  # the batch follows from the step
     batch = jax.random.randint(key, (128,), 0, len(images))
     value_and_grad = jmp_scale.value_and_grad(loss_fn, state["opt_state"].loss_scale)
     loss, grads = value_and_grad(state["params"], images[batch], labels[batch])
-    updates, opt_state = TX.update(grads, state["opt_state"], state["params"], value=loss)
+    updates, opt_state = TX.update(
+        grads, state["opt_state"], state["params"], value=loss
+    )
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
 
@@ -75,9 +84,21 @@ def row(name, state, loss):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=positive_int, default=600, help="training steps in all (default 600)")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"), help="folder (default out)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=600,
+        help="training steps in all (default 600)",
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("out"),
+        help="folder (default out)",
+    )
     args = parser.parse_args(argv)
     data, stop = load_data(), args.steps // 2 + 7
     path = (args.out / "resume_checkpoint").absolute()
@@ -89,14 +110,20 @@ def main(argv=None):
     restored = ocp.load(path, init())
     resumed, resumed_loss = train(restored, args.steps - stop, data, "resumed")
 
-    print(f"\n{'run':<24}{'step':>6}{'loss':>16}{'log2 S':>8}{'counter':>9}{'skipped':>9}")
+    print(
+        f"\n{'run':<24}{'step':>6}{'loss':>16}{'log2 S':>8}{'counter':>9}{'skipped':>9}"
+    )
     row("stopped and saved", stopped, stopped_loss)
     row("restored", restored, None)
     row("resumed", resumed, resumed_loss)
     row("straight through", straight, straight_loss)
     pairs = zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True)
-    different = sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
-    print(f"\n{different} of {len(jax.tree.leaves(straight))} arrays differ in any bit; checkpoint in {path}")
+    different = sum(
+        np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs
+    )
+    print(
+        f"\n{different} of {len(jax.tree.leaves(straight))} arrays differ in any bit; checkpoint in {path}"
+    )
     return different
 
 

@@ -32,16 +32,31 @@ POLICY = policy_for("float16")
 def main(argv=None):
     args = parse_args(argv)
     data = load_labelled_digits(args.seed)
-    print_table("one S per loss", fit("one S per loss", per_loss_trainer(args.seed), data, args))
-    print_table("one S for two optimizers", fit("one S for both", shared_trainer(args.seed), data, args))
+    print_table(
+        "one S per loss", fit("one S per loss", per_loss_trainer(args.seed), data, args)
+    )
+    print_table(
+        "one S for two optimizers",
+        fit("one S for both", shared_trainer(args.seed), data, args),
+    )
 
 
 def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=3000, help="optimizer steps of each run (3000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=3000,
+        help="optimizer steps of each run (3000)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split, the start and the batches (0)",
+    )
     return parser.parse_args(argv)
 
 
@@ -49,14 +64,19 @@ def load_labelled_digits(seed):
     """Training images f32[1437, 64] and their labels i32[1437]."""
     images, _ = load_digits_split(seed)
     labels = load_digits().target.astype(np.int32)
-    return images, labels[np.random.RandomState(seed).permutation(len(labels))][: len(images)]
+    return images, labels[np.random.RandomState(seed).permutation(len(labels))][
+        : len(images)
+    ]
 
 
 def init_params(seed):
     shapes = {"encoder": (64, 32), "reconstruction": (32, 64), "label": (32, 10)}
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     glorot_normal = jax.nn.initializers.glorot_normal()
-    return {name: glorot_normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {
+        name: glorot_normal(k, shape)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def loss_of(name, params, batch):
@@ -67,24 +87,38 @@ def loss_of(name, params, batch):
     output = POLICY.cast_to_output(hidden @ params[name])
     if name == "reconstruction":
         return WEIGHTS[name] * jnp.mean((output - images) ** 2)
-    return WEIGHTS[name] * optax.softmax_cross_entropy_with_integer_labels(output, labels).mean()
+    return (
+        WEIGHTS[name]
+        * optax.softmax_cross_entropy_with_integer_labels(output, labels).mean()
+    )
 
 
 def per_loss_trainer(seed):
     """(start, step) with a dictionary of loss scales; a step is skipped if any loss overflowed."""
     params, tx = init_params(seed), jmp_scale.with_loss_scale(optax.adam(1e-3))
-    loss_scales = {name: jmp_scale.DynamicLossScale(2.0**15, period=50) for name in WEIGHTS}
+    loss_scales = {
+        name: jmp_scale.DynamicLossScale(2.0**15, period=50) for name in WEIGHTS
+    }
 
     def train_step(carry, batch):
         params, opt_state, loss_scales = carry
         losses, grads = {}, {}
         for name, loss_scale in loss_scales.items():
             loss_fn = functools.partial(loss_of, name)
-            losses[name], grads[name] = jmp_scale.value_and_grad(loss_fn, loss_scale)(params, batch)
+            losses[name], grads[name] = jmp_scale.value_and_grad(loss_fn, loss_scale)(
+                params, batch
+            )
         finite = {name: jmp_scale.all_finite(g) for name, g in grads.items()}
-        loss_scales = jax.tree.map(jmp_scale.adjust, loss_scales, finite, is_leaf=is_loss_scale)
-        updates, opt_state = tx.update(jax.tree.map(jnp.add, *grads.values()), opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, loss_scales), (losses, finite)
+        loss_scales = jax.tree.map(
+            jmp_scale.adjust, loss_scales, finite, is_leaf=is_loss_scale
+        )
+        updates, opt_state = tx.update(
+            jax.tree.map(jnp.add, *grads.values()), opt_state, params
+        )
+        return (optax.apply_updates(params, updates), opt_state, loss_scales), (
+            losses,
+            finite,
+        )
 
     return (params, tx.init(params), loss_scales), train_step
 
@@ -93,7 +127,9 @@ def shared_trainer(seed):
     """(start, step) with two optimizers and one loss scale, which sums up what both saw."""
     params = init_params(seed)
     optimizers = {"encoder": optax.adam(1e-3), "heads": optax.lion(3e-4)}
-    optimizers = {name: jmp_scale.with_loss_scale(tx) for name, tx in optimizers.items()}  # plain skips
+    optimizers = {
+        name: jmp_scale.with_loss_scale(tx) for name, tx in optimizers.items()
+    }  # plain skips
     params = {"encoder": params.pop("encoder"), "heads": params}
     opt_states = {name: tx.init(params[name]) for name, tx in optimizers.items()}
 
@@ -104,16 +140,24 @@ def shared_trainer(seed):
 
     def train_step(carry, batch):
         params, opt_states, loss_scale = carry
-        (_, losses), grads = jmp_scale.value_and_grad(loss_fn, loss_scale, has_aux=True)(params, batch)
+        (_, losses), grads = jmp_scale.value_and_grad(
+            loss_fn, loss_scale, has_aux=True
+        )(params, batch)
         params, opt_states = dict(params), dict(opt_states)
         for name, tx in optimizers.items():
-            updates, opt_states[name] = tx.update(grads[name], opt_states[name], params[name])
+            updates, opt_states[name] = tx.update(
+                grads[name], opt_states[name], params[name]
+            )
             params[name] = optax.apply_updates(params[name], updates)
         finite = {name: state.grads_finite for name, state in opt_states.items()}
         loss_scale = loss_scale.adjust(jnp.stack(list(finite.values())).all())
         return (params, opt_states, loss_scale), (losses, finite)
 
-    return (params, opt_states, jmp_scale.DynamicLossScale(2.0**15, period=50)), train_step
+    return (
+        params,
+        opt_states,
+        jmp_scale.DynamicLossScale(2.0**15, period=50),
+    ), train_step
 
 
 def is_loss_scale(x):
@@ -124,7 +168,9 @@ def fit(name, trainer, data, args):
     """Trains with a progress bar; returns (loss scales, losses and finite flags over steps)."""
     carry, train_step = trainer
     run_chunk = jax.jit(lambda carry, batches: jax.lax.scan(train_step, carry, batches))
-    order = np.random.RandomState(args.seed).randint(len(data[0]), size=(args.steps, BATCH_SIZE))
+    order = np.random.RandomState(args.seed).randint(
+        len(data[0]), size=(args.steps, BATCH_SIZE)
+    )
     records = []
     with tqdm(total=args.steps, desc=name, unit="step") as progress:
         for chunk in np.split(order, range(CHUNK, args.steps, CHUNK)):
@@ -146,7 +192,9 @@ def print_table(title, result):
     for name, loss_scale in (
         loss_scales if isinstance(loss_scales, dict) else {"shared": loss_scales}
     ).items():
-        print(f"  {name + ' S':24}{f'2^{np.log2(float(loss_scale.loss_scale)):.0f}':>10}")
+        print(
+            f"  {name + ' S':24}{f'2^{np.log2(float(loss_scale.loss_scale)):.0f}':>10}"
+        )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def main(argv=None):
         f"{args.dtype}, no scaling": (args.dtype, jmp_scale.NoOpLossScale()),
         f"{args.dtype}, dynamic": (args.dtype, dynamic),
     }
-    runs = [fit(name, *plan, train, args.steps, args.seed) for name, plan in plans.items()]
+    runs = [
+        fit(name, *plan, train, args.steps, args.seed) for name, plan in plans.items()
+    ]
     print_table(runs, test)
     path = draw(runs, test[:10], args.out)
     print(f"figure: {path}")
@@ -65,12 +67,27 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=positive_int, default=2000, help="optimizer steps of each run (2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the start and the batches (0)")
     parser.add_argument(
-        "--dtype", choices=("float16", "bfloat16"), default="float16", help="beside float32 (float16)"
+        "--steps",
+        type=positive_int,
+        default=2000,
+        help="optimizer steps of each run (2000)",
     )
-    parser.add_argument("--out", type=pathlib.Path, default="out", help="folder of the figure (out)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the split, the start and the batches (0)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float16", "bfloat16"),
+        default="float16",
+        help="beside float32 (float16)",
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default="out", help="folder of the figure (out)"
+    )
     return parser.parse_args(argv)
 
 
@@ -81,7 +98,9 @@ def fit(name, dtype, loss_scale, train, steps, seed):
     params = init_autoencoder(seed)
     opt_state = tx.init(params)
     batches = np.random.RandomState(seed).randint(len(train), size=(steps, BATCH_SIZE))
-    run_chunk = jax.jit(functools.partial(train_chunk, tx, policy), donate_argnums=(0, 1))
+    run_chunk = jax.jit(
+        functools.partial(train_chunk, tx, policy), donate_argnums=(0, 1)
+    )
     records, begin = [], time.perf_counter()
     with tqdm(total=steps, desc=f"{name:20}", unit="step") as progress:
         for chunk in np.split(batches, range(CHUNK, steps, CHUNK)):
@@ -90,9 +109,20 @@ def fit(name, dtype, loss_scale, train, steps, seed):
             loss, s, _ = records[-1]
             progress.set_postfix(loss=f"{loss[-1]:.4f}", S=f"2^{np.log2(s[-1]):.0f}")
             progress.update(len(chunk))
-    losses, loss_scales, zero_shares = (np.concatenate(parts) for parts in zip(*records, strict=True))
+    losses, loss_scales, zero_shares = (
+        np.concatenate(parts) for parts in zip(*records, strict=True)
+    )
     seconds = time.perf_counter() - begin
-    return Run(name, params, policy, losses, loss_scales, zero_shares, int(opt_state.skipped), seconds)
+    return Run(
+        name,
+        params,
+        policy,
+        losses,
+        loss_scales,
+        zero_shares,
+        int(opt_state.skipped),
+        seconds,
+    )
 
 
 def train_chunk(tx, policy, params, opt_state, batches):
@@ -101,7 +131,9 @@ def train_chunk(tx, policy, params, opt_state, batches):
 
     def train_step(carry, images):
         params, opt_state = carry
-        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params, images)
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+            params, images
+        )
         s = jnp.float32(opt_state.loss_scale.loss_scale)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
@@ -112,7 +144,9 @@ def train_chunk(tx, policy, params, opt_state, batches):
 
 
 def reconstruct(run, images):
-    return autoencoder(run.policy.cast_to_compute(run.params), images).astype(jnp.float32)
+    return autoencoder(run.policy.cast_to_compute(run.params), images).astype(
+        jnp.float32
+    )
 
 
 def print_table(runs, test):
@@ -138,14 +172,25 @@ def draw(runs, images, folder):
     figure = plt.figure(figsize=(10, 7), layout="constrained")
     curves, digits = figure.subfigures(2, 1, height_ratios=(1.1, 1))
     losses, scales = curves.subplots(1, 2)
-    for run, (color, style) in zip(runs, [("0.2", "-"), ("#d55e00", "-"), ("#0072b2", "--")], strict=True):
+    for run, (color, style) in zip(
+        runs, [("0.2", "-"), ("#d55e00", "-"), ("#0072b2", "--")], strict=True
+    ):
         losses.plot(run.losses, style, color=color, label=run.name, linewidth=1.4)
         if "dynamic" in run.name:
-            scales.step(np.arange(len(run.loss_scales)), np.log2(run.loss_scales), color=color)
-    losses.set(xlabel="step", ylabel="mean squared error", title="training loss", ylim=(0, 0.12))
+            scales.step(
+                np.arange(len(run.loss_scales)), np.log2(run.loss_scales), color=color
+            )
+    losses.set(
+        xlabel="step",
+        ylabel="mean squared error",
+        title="training loss",
+        ylim=(0, 0.12),
+    )
     losses.legend(frameon=False)
     scales.set(xlabel="step", ylabel="log2 S", title="loss scale (dynamic)")
-    rows = [("original", images)] + [(run.name, reconstruct(run, images)) for run in runs]
+    rows = [("original", images)] + [
+        (run.name, reconstruct(run, images)) for run in runs
+    ]
     for axes, (name, row) in zip(digits.subplots(len(rows), 1), rows, strict=True):
         strip = np.concatenate(np.asarray(row).reshape(-1, 8, 8), axis=1)
         axes.imshow(strip, cmap="gray_r", vmin=0, vmax=1)

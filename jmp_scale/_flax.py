@@ -6,13 +6,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._loss_scale import DynamicLossScale, LossScale, LossScaleState, NoOpLossScale, StaticLossScale
+from ._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    LossScaleState,
+    NoOpLossScale,
+    StaticLossScale,
+)
 from ._transform import with_loss_scale
 
 try:
     from flax import serialization
 except ImportError as error:
-    raise ImportError('jmp_scale.linen and jmp_scale.nnx need Flax: pip install "jmp_scale[flax]"') from error
+    raise ImportError(
+        'jmp_scale.linen and jmp_scale.nnx need Flax: pip install "jmp_scale[flax]"'
+    ) from error
 
 
 def wrap_once(
@@ -55,7 +63,9 @@ def _from_state_dict(target: LossScale, state: Any) -> LossScale:
             raise ValueError(
                 f"{where}: expected {name} of shape and dtype {wanted}, got {got}: {state[name]!r}"
             )
-    return jax.tree.unflatten(jax.tree.structure(target), [jnp.asarray(state[n]) for n in expected])
+    return jax.tree.unflatten(
+        jax.tree.structure(target), [jnp.asarray(state[n]) for n in expected]
+    )
 
 
 for _cls in (NoOpLossScale, StaticLossScale, DynamicLossScale):

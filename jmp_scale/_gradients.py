@@ -63,7 +63,9 @@ def value_and_grad(
     """
 
     def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        loss, aux = fun(*args, **fun_kwargs) if has_aux else (fun(*args, **fun_kwargs), None)
+        loss, aux = (
+            fun(*args, **fun_kwargs) if has_aux else (fun(*args, **fun_kwargs), None)
+        )
         if jnp.shape(loss) != ():
             raise TypeError(
                 f"value_and_grad: expected fun to return a scalar loss, got shape {jnp.shape(loss)}; "
@@ -72,7 +74,9 @@ def value_and_grad(
         loss = widen(loss)
         return loss_scale.scale(loss), (loss, aux)
 
-    if argnums != 0:  # all three transforms differentiate the first argument; Equinox only that one
+    if (
+        argnums != 0
+    ):  # all three transforms differentiate the first argument; Equinox only that one
         kwargs["argnums"] = argnums
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
@@ -102,7 +106,9 @@ def grad(
       >>> float(jmp_scale.grad(lambda w: w**2, jmp_scale.DynamicLossScale())(jnp.float32(3.0)))
       6.0
     """
-    with_value = value_and_grad(fun, loss_scale, argnums, has_aux, transform=transform, **kwargs)
+    with_value = value_and_grad(
+        fun, loss_scale, argnums, has_aux, transform=transform, **kwargs
+    )
 
     def only_grad(*args: Any, **fun_kwargs: Any) -> Any:
         value, grads = with_value(*args, **fun_kwargs)

@@ -32,7 +32,9 @@ class NoOpLossScale:
         """Returns `tree` itself."""
         return tree
 
-    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> "NoOpLossScale":
+    def adjust(
+        self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+    ) -> "NoOpLossScale":
         """Returns itself."""
         del grads_finite, loss_finite
         return self
@@ -65,7 +67,9 @@ class StaticLossScale:
         """Divides by S, in float32 or wider: see `DynamicLossScale.unscale`."""
         return _multiply(tree, jnp.float32(self.loss_scale), inverse=True)
 
-    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> "StaticLossScale":
+    def adjust(
+        self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+    ) -> "StaticLossScale":
         """Returns itself."""
         del grads_finite, loss_finite
         return self
@@ -155,9 +159,14 @@ class DynamicLossScale:
         # PartitionSpec and the like in the place of leaves.
         values = _validation.checked(self)
         values["loss_scale"] = _validation.float32_leaf(self.loss_scale, values)
-        starts = {"counter": -values["growth_delay"], "hysteresis_left": values["hysteresis"]}
+        starts = {
+            "counter": -values["growth_delay"],
+            "hysteresis_left": values["hysteresis"],
+        }
         for name, start in starts.items():
-            values[name] = _validation.int32_leaf(name, getattr(self, name), start, values["loss_scale"])
+            values[name] = _validation.int32_leaf(
+                name, getattr(self, name), start, values["loss_scale"]
+            )
         if values["hysteresis"] == 1:
             values["hysteresis_left"] = None
         for name, value in values.items():
@@ -189,7 +198,9 @@ class DynamicLossScale:
         """
         return _multiply(tree, self.loss_scale, inverse=True)
 
-    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> "DynamicLossScale":
+    def adjust(
+        self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+    ) -> "DynamicLossScale":
         """The loss scale of the next step: the rule above, as one select.
 
         Args:
@@ -218,7 +229,10 @@ class DynamicLossScale:
             grown = jnp.where(grown <= self.max_loss_scale, grown, s)
         else:
             grown = jnp.minimum(grown, self.max_loss_scale)
-        leaves = {"loss_scale": jnp.where(grows, grown, s), "counter": jnp.where(grows, 0, counter)}
+        leaves = {
+            "loss_scale": jnp.where(grows, grown, s),
+            "counter": jnp.where(grows, 0, counter),
+        }
         if self.hysteresis > 1:
             left = jnp.full_like(self.hysteresis_left, self.hysteresis)
             if self.hysteresis_reset == "growth":
@@ -228,7 +242,9 @@ class DynamicLossScale:
 
     def _after_overflow(self) -> "DynamicLossScale":
         s, counter = self.loss_scale, jnp.full_like(self.counter, -self.growth_delay)
-        backed_off = s / self.factor if self.backoff_factor is None else s * self.backoff_factor
+        backed_off = (
+            s / self.factor if self.backoff_factor is None else s * self.backoff_factor
+        )
         backed_off = jnp.maximum(backed_off, self.min_loss_scale)
         if self.hysteresis == 1:
             return _with_leaves(self, loss_scale=backed_off, counter=counter)
@@ -270,7 +286,9 @@ class LossScaleState(NamedTuple):
     skipped_in_a_row: jax.Array
 
 
-jax.export.register_namedtuple_serialization(LossScaleState, serialized_name="jmp_scale.LossScaleState")
+jax.export.register_namedtuple_serialization(
+    LossScaleState, serialized_name="jmp_scale.LossScaleState"
+)
 
 
 def scale(loss_scale: LossScale, tree: T) -> T:
@@ -283,7 +301,9 @@ def unscale(loss_scale: LossScale, tree: T) -> T:
     return loss_scale.unscale(tree)
 
 
-def adjust(loss_scale: LossScale, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> LossScale:
+def adjust(
+    loss_scale: LossScale, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+) -> LossScale:
     """`loss_scale.adjust(grads_finite, loss_finite=loss_finite)`, to map over several loss scales."""
     return loss_scale.adjust(grads_finite, loss_finite=loss_finite)
 
@@ -320,7 +340,9 @@ def _multiply(tree: T, s: jax.Array, inverse: bool = False) -> T:
     def multiply_leaf(x: Any) -> Any:
         if not is_inexact(x):
             return x
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):  # by part: (inf + 0j) * (S + 0j) has NaNs
+        if jnp.issubdtype(
+            x.dtype, jnp.complexfloating
+        ):  # by part: (inf + 0j) * (S + 0j) has NaNs
             return jax.lax.complex(multiply_leaf(x.real), multiply_leaf(x.imag))
         # A reciprocal, since XLA computes a quotient once and keeps it: another copy of the gradients.
         factor = s.astype(x.dtype)
@@ -330,7 +352,9 @@ def _multiply(tree: T, s: jax.Array, inverse: bool = False) -> T:
     return jax.tree.map(multiply_leaf, tree)
 
 
-def _select(pred: ArrayLike, on_true: DynamicLossScale, on_false: DynamicLossScale) -> DynamicLossScale:
+def _select(
+    pred: ArrayLike, on_true: DynamicLossScale, on_false: DynamicLossScale
+) -> DynamicLossScale:
     def select_leaf(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(pred, a, b)
 
@@ -348,11 +372,15 @@ def _with_leaves(loss_scale: Any, /, **leaves: Any) -> Any:
 def _register(cls: type, leaf_names: tuple[str, ...]) -> None:
     # By hand rather than jax.tree_util.register_dataclass, which calls __init__ at every unflatten.
     # All that is no leaf is static, read off the fields, so that none can be forgotten.
-    static_names = tuple(f.name for f in dataclasses.fields(cls) if f.name not in leaf_names)
+    static_names = tuple(
+        f.name for f in dataclasses.fields(cls) if f.name not in leaf_names
+    )
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaf_names)
 
     def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(x, n) for n in leaf_names), tuple(getattr(x, n) for n in static_names)
+        return tuple(getattr(x, n) for n in leaf_names), tuple(
+            getattr(x, n) for n in static_names
+        )
 
     def flatten_with_keys(x: Any) -> tuple[Any, tuple[Any, ...]]:
         leaves, static = flatten(x)

@@ -48,7 +48,10 @@ def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
 
 
 def on_shards(
-    fun: Callable[[Any], jax.Array], leaves: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Any = None
+    fun: Callable[[Any], jax.Array],
+    leaves: Sequence[Any],
+    specs: Sequence[PartitionSpec],
+    mesh: Any = None,
 ) -> jax.Array:
     """A flag of the leaves' local shards, joined by one scalar all-reduce.
 
@@ -69,16 +72,24 @@ def on_shards(
         return fun(leaves)
     mesh = _mesh_of(leaves) if mesh is None else mesh
     if mesh.empty:
-        raise ValueError("all_finite: specs needs a mesh: give mesh= or set one with jax.set_mesh(mesh)")
+        raise ValueError(
+            "all_finite: specs needs a mesh: give mesh= or set one with jax.set_mesh(mesh)"
+        )
     if not axes <= set(mesh.axis_names):
         unknown = sorted(axes - set(mesh.axis_names))
-        raise ValueError(f"all_finite: specs names {unknown}, but mesh has the axes {mesh.axis_names}")
+        raise ValueError(
+            f"all_finite: specs names {unknown}, but mesh has the axes {mesh.axis_names}"
+        )
 
     def joined(*shards: jax.Array) -> jax.Array:
         return agree(fun(shards), tuple(axes))
 
     return jax.shard_map(
-        joined, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(), axis_names=axes
+        joined,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(),
+        axis_names=axes,
     )(*leaves)
 
 
@@ -101,7 +112,9 @@ def _names(part: Any) -> tuple[str, ...]:
 
 def _mesh_of(leaves: Sequence[Any]) -> Any:
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
-    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+    return next(
+        (mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh()
+    )
 
 
 def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
@@ -109,7 +122,9 @@ def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
     # counts as equal everywhere. On such an axis nothing is known, so the flag is always reduced.
     known = _varying_axes(flag)
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(a for a in manual if a in known or a not in _varying_axes(lax.axis_index(a)))
+    return tuple(
+        a for a in manual if a in known or a not in _varying_axes(lax.axis_index(a))
+    )
 
 
 def _varying_axes(x: jax.Array) -> frozenset[Any]:

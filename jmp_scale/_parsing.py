@@ -55,7 +55,9 @@ def get_loss_scale(spec: Any) -> LossScale:
         return spec
     if isinstance(spec, str):
         return _from_string(spec)
-    if isinstance(spec, (int, float, np.generic, np.ndarray, jax.Array)) and not isinstance(spec, bool):
+    if isinstance(
+        spec, (int, float, np.generic, np.ndarray, jax.Array)
+    ) and not isinstance(spec, bool):
         return StaticLossScale(spec)  # pyright: ignore[reportArgumentType]
     return _from_dtype(spec, spec)
 
@@ -65,7 +67,11 @@ def _from_string(spec: str) -> LossScale:
     if kind == "none" and not colon:
         return NoOpLossScale()
     if kind == "dynamic":
-        return DynamicLossScale(_parse_number(argument, spec)) if colon else DynamicLossScale()
+        return (
+            DynamicLossScale(_parse_number(argument, spec))
+            if colon
+            else DynamicLossScale()
+        )
     if kind == "static" and colon:
         return StaticLossScale(_parse_number(argument, spec))
     if kind == "half" and not colon:
@@ -96,4 +102,6 @@ def _parse_number(text: str, spec: str) -> float:
 
 
 def _unknown(spec: Any) -> ValueError:
-    return ValueError(f"get_loss_scale: unknown loss scale {spec!r}; known are {_KNOWN}")
+    return ValueError(
+        f"get_loss_scale: unknown loss scale {spec!r}; known are {_KNOWN}"
+    )

@@ -16,7 +16,9 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.float32: ("full", "f32", "float32"),
     jnp.float64: ("f64", "float64"),
 }
-_name_to_dtype = {name: dtype for dtype, names in dtype_to_names.items() for name in names}
+_name_to_dtype = {
+    name: dtype for dtype, names in dtype_to_names.items() for name in names
+}
 _FIELDS = {"p": "param", "params": "param", "c": "compute", "compute": "compute",
            "o": "output", "output": "output"}  # fmt: skip
 
@@ -115,5 +117,7 @@ def _parse_dtype(name: str) -> Any:
     if name == "half":
         return half_dtype()
     if name not in _name_to_dtype:
-        raise ValueError(f"Unknown dtype '{name}' must be one of half, {', '.join(_name_to_dtype)}")
+        raise ValueError(
+            f"Unknown dtype '{name}' must be one of half, {', '.join(_name_to_dtype)}"
+        )
     return _name_to_dtype[name]

@@ -14,7 +14,9 @@ from jax.extend import core
 from ._tree import select_tree
 
 
-def update_or_keep(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
+def update_or_keep(
+    finite: jax.Array, update: Callable[[], tuple[Any, Any]], old: Any
+) -> tuple[Any, Any]:
     """Runs an optimizer's update, and keeps its old state unless `finite`.
 
     The result is that of `select_tree(finite, new, old)` after the update. Compiled, that makes XLA copy
@@ -36,7 +38,9 @@ def update_or_keep(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old
     """
     is_compiled = isinstance(finite, Tracer)
     is_traceable = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(old))
-    has_interface = all(hasattr(core, name) for name in ("ClosedJaxpr", "Literal", "jaxpr_as_fun"))
+    has_interface = all(
+        hasattr(core, name) for name in ("ClosedJaxpr", "Literal", "jaxpr_as_fun")
+    )
     if not (is_compiled and is_traceable and has_interface):
         updates, new = update()
         return updates, select_tree(finite, new, old)
@@ -50,19 +54,28 @@ def update_or_keep(finite: jax.Array, update: Callable[[], tuple[Any, Any]], old
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     for equation in closed.jaxpr.eqns:
         for var, value in _evaluate(closed.jaxpr, equation, values):
-            values[var] = jnp.where(finite, value, old_of[var]) if var in old_of else value
+            values[var] = (
+                jnp.where(finite, value, old_of[var]) if var in old_of else value
+            )
 
     leaves = [v.val if isinstance(v, core.Literal) else values[v] for v in outvars]
     updates, new = jax.tree.unflatten(jax.tree.structure(types), leaves)
     if old_of:  # a leaf that is selected already stands on both sides of the last select, and passes it
-        is_selected = [_is_var(v) and old_of.get(v) is x for v, x in zip(state_vars, old_leaves, strict=True)]
+        is_selected = [
+            _is_var(v) and old_of.get(v) is x
+            for v, x in zip(state_vars, old_leaves, strict=True)
+        ]
         new_leaves = jax.tree.leaves(new)
         pairs = zip(is_selected, new_leaves, old_leaves, strict=True)
-        old = jax.tree.unflatten(treedef, [x if selected else y for selected, x, y in pairs])
+        old = jax.tree.unflatten(
+            treedef, [x if selected else y for selected, x, y in pairs]
+        )
     return updates, select_tree(finite, new, old)
 
 
-def _selected_early(jaxpr: Any, state_vars: list[Any], old_leaves: list[Any]) -> dict[Any, jax.Array]:
+def _selected_early(
+    jaxpr: Any, state_vars: list[Any], old_leaves: list[Any]
+) -> dict[Any, jax.Array]:
     """The old leaf for each variable of `jaxpr` that is to be selected where it is defined.
 
     Not the scalars: Adam divides by 1 - b1^count, and must not see the count 0 of a skipped first step.
@@ -75,7 +88,9 @@ def _selected_early(jaxpr: Any, state_vars: list[Any], old_leaves: list[Any]) ->
     return {
         var: old
         for var, old in zip(state_vars, old_leaves, strict=True)
-        if id(var) in defined and old.ndim and (old.shape, old.dtype) == (var.aval.shape, var.aval.dtype)
+        if id(var) in defined
+        and old.ndim
+        and (old.shape, old.dtype) == (var.aval.shape, var.aval.dtype)
     }
 
 
@@ -86,14 +101,20 @@ def _is_var(var: Any) -> bool:
 def _evaluate(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Any:
     """(variable, value) of each result of one equation, computed as a jaxpr of its own."""
     invars = [v for v in equation.invars if _is_var(v)]
-    alone = jaxpr.replace(constvars=[], invars=invars, outvars=equation.outvars, eqns=[equation])
-    results = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*[values[v] for v in invars])
+    alone = jaxpr.replace(
+        constvars=[], invars=invars, outvars=equation.outvars, eqns=[equation]
+    )
+    results = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(
+        *[values[v] for v in invars]
+    )
     return zip(equation.outvars, results, strict=True)
 
 
 def _has_while(jaxpr: Any) -> bool:
     for equation in jaxpr.eqns:
         parts = jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns"))
-        if equation.primitive.name == "while" or any(_has_while(p) for p in parts if hasattr(p, "eqns")):
+        if equation.primitive.name == "while" or any(
+            _has_while(p) for p in parts if hasattr(p, "eqns")
+        ):
             return True
     return False

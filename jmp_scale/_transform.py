@@ -91,7 +91,9 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, Any]:
         if value is not None and [jnp.shape(x) for x in jax.tree.leaves(value)] != [()]:
-            raise ValueError(f"with_loss_scale: expected value to be the scalar loss, got {value!r}")
+            raise ValueError(
+                f"with_loss_scale: expected value to be the scalar loss, got {value!r}"
+            )
         loss_finite = True if value is None else all_finite(value, axis_name)
         grads_finite = all_finite(updates, axis_name)
         finite = grads_finite & loss_finite
@@ -107,12 +109,16 @@ def with_loss_scale(
             extra_args["value_fn"] = _zero_fn_unless(finite, extra_args["value_fn"])
 
         def inner_update() -> tuple[Any, Any]:
-            new_updates, new_state = inner.update(grads, state.inner_state, params, **extra_args)
+            new_updates, new_state = inner.update(
+                grads, state.inner_state, params, **extra_args
+            )
             if params is not None:
                 new_updates = _cast_like(new_updates, params)
             return new_updates, _cast_like(new_state, state.inner_state)
 
-        new_updates, inner_state = update_or_keep(finite, inner_update, state.inner_state)
+        new_updates, inner_state = update_or_keep(
+            finite, inner_update, state.inner_state
+        )
         no_updates = jax.tree.map(_negative_zeros, new_updates)
         return select_tree(finite, new_updates, no_updates), LossScaleState(
             loss_scale=state.loss_scale.adjust(grads_finite, loss_finite=loss_finite),

@@ -27,7 +27,9 @@ def is_inexact(leaf: Any) -> bool:
 def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     """Paths and leaves of those leaves of a tree that hold floating-point numbers."""
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    pairs = [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs if is_inexact(leaf)]
+    pairs = [
+        (jax.tree_util.keystr(path), leaf) for path, leaf in pairs if is_inexact(leaf)
+    ]
     return tuple(path for path, _ in pairs), [leaf for _, leaf in pairs]
 
 
@@ -46,7 +48,11 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
     def cast_leaf(leaf: Any) -> Any:
         is_array = isinstance(leaf, (np.ndarray, np.generic, jax.Array))
-        return leaf.astype(dtype) if is_array and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        return (
+            leaf.astype(dtype)
+            if is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
+            else leaf
+        )
 
     return jax.tree.map(cast_leaf, tree)
 
@@ -83,21 +89,30 @@ def all_finite(
       False
     """
     if specs is None and mesh is not None:
-        raise ValueError("all_finite: mesh is given without specs, the PartitionSpecs of the leaves")
+        raise ValueError(
+            "all_finite: mesh is given without specs, the PartitionSpecs of the leaves"
+        )
     looked_at = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
-    leaves = [jnp.asarray(leaf) for leaf in itertools.compress(jax.tree.leaves(tree), looked_at)]
+    leaves = [
+        jnp.asarray(leaf)
+        for leaf in itertools.compress(jax.tree.leaves(tree), looked_at)
+    ]
     if specs is None:
         leaf_specs = _mesh.sharding_specs(leaves)
     else:
         leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), looked_at))
-    return _mesh.agree(_mesh.on_shards(_all_finite_here, leaves, leaf_specs, mesh), axis_name)
+    return _mesh.agree(
+        _mesh.on_shards(_all_finite_here, leaves, leaf_specs, mesh), axis_name
+    )
 
 
 def _all_finite_here(leaves: Sequence[jax.Array]) -> jax.Array:
     if not leaves:
         return jnp.array(True)
     in_one_pass = _mesh.has_whole_arrays() and jax.default_backend() == "cpu"
-    flags_of = _flags_in_one_pass if in_one_pass else lambda leaf: [jnp.isfinite(leaf).all()]
+    flags_of = (
+        _flags_in_one_pass if in_one_pass else lambda leaf: [jnp.isfinite(leaf).all()]
+    )
     flags = jnp.stack([flag for leaf in leaves for flag in flags_of(leaf)])
     # The barrier keeps XLA from fusing this reduction into each of the update's kernels, which makes
     # compile time quadratic in the number of leaves.
@@ -113,10 +128,14 @@ def _flags_in_one_pass(leaf: jax.Array) -> Sequence[jax.Array]:
     several short ones. Not for sharded arrays: XLA gathers both results of each leaf.
     """
     finite = jnp.isfinite(leaf).ravel()
-    return lax.reduce((finite, finite), (np.bool_(True), np.bool_(True)), _and_pairwise, (0,))
+    return lax.reduce(
+        (finite, finite), (np.bool_(True), np.bool_(True)), _and_pairwise, (0,)
+    )
 
 
-def _and_pairwise(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]) -> Any:
+def _and_pairwise(
+    x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]
+) -> Any:
     return x[0] & y[0], x[1] & y[1]
 
 
@@ -125,13 +144,17 @@ def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
         return isinstance(x, PartitionSpec)
 
     try:
-        leaves = jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)
+        leaves = jax.tree.leaves(
+            jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec
+        )
     except ValueError as error:
         message = f"all_finite: expected specs of the structure of tree or of a prefix of it: {error}"
         raise ValueError(message) from None
     wrong = [leaf for leaf in leaves if not is_spec(leaf)]
     if wrong:
-        raise TypeError(f"all_finite: expected a PartitionSpec for each leaf in specs, got {wrong[0]!r}")
+        raise TypeError(
+            f"all_finite: expected a PartitionSpec for each leaf in specs, got {wrong[0]!r}"
+        )
     return leaves
 
 
@@ -169,7 +192,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
             "select_tree: on_true and on_false must have the same structure, got\n"
             f"  on_true:  {treedef}\n  on_false: {old_treedef}"
         )
-    leaves = [_select_leaf(pred, p, a, b) for (p, a), b in zip(paths, old_leaves, strict=True)]
+    leaves = [
+        _select_leaf(pred, p, a, b) for (p, a), b in zip(paths, old_leaves, strict=True)
+    ]
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -190,8 +215,14 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
             f"{where} has shape {new.shape} and dtype {new.dtype} in on_true, but {old.shape} and "
             f"{old.dtype} in on_false; reshape or cast one of them: nothing is promoted here"
         )
-    return on_false if new.dtype == jax.dtypes.float0 else jnp.where(pred, on_true, on_false)
+    return (
+        on_false
+        if new.dtype == jax.dtypes.float0
+        else jnp.where(pred, on_true, on_false)
+    )
 
 
 def _is_data(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return isinstance(
+        leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    )

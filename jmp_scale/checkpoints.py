@@ -51,17 +51,26 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    if not any(_is_wrapped(node) for node in jax.tree.leaves(state, is_leaf=_is_wrapped)):
+    if not any(
+        _is_wrapped(node) for node in jax.tree.leaves(state, is_leaf=_is_wrapped)
+    ):
         raise ValueError(
             "restore_without_loss_scale: state has no loss scale; give the new state, whose optimizer is "
             "wrapped in with_loss_scale"
         )
-    template = jax.tree.map(lambda x: _inner(x) if _is_wrapped(x) else x, state, is_leaf=_is_wrapped)
+    template = jax.tree.map(
+        lambda x: _inner(x) if _is_wrapped(x) else x, state, is_leaf=_is_wrapped
+    )
     restored = _like(template, load(template))
     state = jax.tree.map(
-        lambda x, old: _with_inner(x, old) if _is_wrapped(x) else old, state, restored, is_leaf=_is_wrapped
+        lambda x, old: _with_inner(x, old) if _is_wrapped(x) else old,
+        state,
+        restored,
+        is_leaf=_is_wrapped,
     )
-    abstract = [path for path, leaf in _named_leaves(state).items() if _is_abstract(leaf)]
+    abstract = [
+        path for path, leaf in _named_leaves(state).items() if _is_abstract(leaf)
+    ]
     if abstract:
         raise ValueError(
             f"restore_without_loss_scale: the loss scale of state is abstract: {_listed(abstract)}; give "
@@ -92,7 +101,11 @@ def _like(template: Any, restored: Any) -> Any:
     wanted, got = _named_leaves(template), _named_leaves(restored)
     data = {path for path, leaf in wanted.items() if _is_data(leaf)}
     missing, foreign = data - got.keys(), got.keys() - wanted.keys()
-    unread = {path for path in data & got.keys() if not _is_data(got[path]) or _is_abstract(got[path])}
+    unread = {
+        path
+        for path in data & got.keys()
+        if not _is_data(got[path]) or _is_abstract(got[path])
+    }
     if missing or foreign or unread:
         raise ValueError(
             "restore_without_loss_scale: the checkpoint is not one of this state before loss scaling\n"
@@ -101,7 +114,10 @@ def _like(template: Any, restored: Any) -> Any:
             f"  named but not read:        {_listed(unread)}\n"
             "One that has a loss scale already is restored into the state as it is, without this function."
         )
-    leaves = [_checked(path, got[path], leaf) if path in data else leaf for path, leaf in wanted.items()]
+    leaves = [
+        _checked(path, got[path], leaf) if path in data else leaf
+        for path, leaf in wanted.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
@@ -138,4 +154,7 @@ def _is_abstract(leaf: Any) -> bool:
 
 def _listed(paths: Iterable[str]) -> str:
     paths = sorted(paths)
-    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "") or "none"
+    return (
+        ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+        or "none"
+    )

@@ -70,8 +70,12 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: `loss_scale` is given, and `tx` has one already.
         """
-        tx = _flax.wrap_once(tx, loss_scale, params["params"] if _has_overwritten(params) else params)
-        return fresh_buffers(super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs))
+        tx = _flax.wrap_once(
+            tx, loss_scale, params["params"] if _has_overwritten(params) else params
+        )
+        return fresh_buffers(
+            super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        )
 
     @property
     def loss_scale(self) -> LossScale:
@@ -90,14 +94,18 @@ class TrainState(train_state.TrainState):
 
         def value_and_true_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
             value, grads = fun(*args, **fun_kwargs)
-            if _has_overwritten(grads):  # new float8 scales, no gradients: they were never scaled
+            if _has_overwritten(
+                grads
+            ):  # new float8 scales, no gradients: they were never scaled
                 overwritten = self.loss_scale.scale(grads[OVERWRITE_WITH_GRADIENT])
                 grads = {**grads, OVERWRITE_WITH_GRADIENT: overwritten}
             return value, grads
 
         return value_and_true_grad
 
-    def apply_gradients(self, *, grads: Any, value: ArrayLike | None = None, **changes: Any) -> Self:
+    def apply_gradients(
+        self, *, grads: Any, value: ArrayLike | None = None, **changes: Any
+    ) -> Self:
         """Updates parameters, optimizer state and fields, or none of them if the step is skipped.
 
         Args:
@@ -114,12 +122,18 @@ class TrainState(train_state.TrainState):
           ValueError: a change differs from its field in structure, shape or dtype.
         """
         tx: Any = self.tx
-        bound = optax.GradientTransformation(tx.init, functools.partial(tx.update, value=value))
-        state: Any = train_state.TrainState.apply_gradients(self.replace(tx=bound), grads=grads, **changes)
+        bound = optax.GradientTransformation(
+            tx.init, functools.partial(tx.update, value=value)
+        )
+        state: Any = train_state.TrainState.apply_gradients(
+            self.replace(tx=bound), grads=grads, **changes
+        )
         if _has_overwritten(self.params):  # Flax replaces these without asking tx
             changes["params"] = state.params
         kept = {name: getattr(self, name) for name in changes}
-        return state.replace(tx=tx, **select_tree(state.opt_state.grads_finite, changes, kept))
+        return state.replace(
+            tx=tx, **select_tree(state.opt_state.grads_finite, changes, kept)
+        )
 
 
 def _has_overwritten(tree: Any) -> bool:

@@ -71,7 +71,9 @@ class Optimizer(nnx.Optimizer):
     def loss_scale(self) -> LossScale:
         """The loss scale of the next step, with plain arrays as leaves."""
         return jax.tree.map(
-            lambda x: x[...] if _is_variable(x) else x, self.opt_state.loss_scale, is_leaf=_is_variable
+            lambda x: x[...] if _is_variable(x) else x,
+            self.opt_state.loss_scale,
+            is_leaf=_is_variable,
         )
 
     def value_and_grad(
@@ -96,24 +98,49 @@ class Optimizer(nnx.Optimizer):
         Raises:
           TypeError: the model is not given by position.
         """
-        diff: Any = argnums if isinstance(argnums, nnx.DiffState) else nnx.DiffState(argnums, self.wrt)
-        fun = value_and_grad(loss_fn, self.loss_scale, diff, has_aux, transform=nnx.value_and_grad, **kwargs)
+        diff: Any = (
+            argnums
+            if isinstance(argnums, nnx.DiffState)
+            else nnx.DiffState(argnums, self.wrt)
+        )
+        fun = value_and_grad(
+            loss_fn,
+            self.loss_scale,
+            diff,
+            has_aux,
+            transform=nnx.value_and_grad,
+            **kwargs,
+        )
 
-        def value_and_grad_or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
+        def value_and_grad_or_put_back(
+            *args: Any, **fun_kwargs: Any
+        ) -> tuple[Any, Any]:
             if diff.argnum >= len(args):
-                raise TypeError("value_and_grad: give the model by position, so that it can be put back")
+                raise TypeError(
+                    "value_and_grad: give the model by position, so that it can be put back"
+                )
             variables = _written_variables(args[diff.argnum], self.wrt)
             before = [variable[...] for variable in variables]
             value, grads = fun(*args, **fun_kwargs)
             finite = all_finite((value[0] if has_aux else value, grads))
-            after = select_tree(finite, [variable[...] for variable in variables], before)
+            after = select_tree(
+                finite, [variable[...] for variable in variables], before
+            )
             for variable, x in zip(variables, after, strict=True):
                 variable[...] = x
             return value, grads
 
         return value_and_grad_or_put_back
 
-    def update(self, model: Any, grads: Any, /, *, value: ArrayLike | None = None, **kwargs: Any) -> Any:
+    def update(
+        self,
+        model: Any,
+        grads: Any,
+        /,
+        *,
+        value: ArrayLike | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Updates parameters, optimizer state and `step`, or none of them if the step is skipped.
 
         Args:

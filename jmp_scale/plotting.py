@@ -17,10 +17,18 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 except ImportError as error:
-    raise ImportError("jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'") from error
+    raise ImportError(
+        "jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'"
+    ) from error
 
 # Of the palette of Okabe and Ito, which the color-blind can tell apart.
-_BLUE, _SKY, _ORANGE, _RED, _GREY = "#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#999999"
+_BLUE, _SKY, _ORANGE, _RED, _GREY = (
+    "#0072b2",
+    "#56b4e9",
+    "#e69f00",
+    "#d55e00",
+    "#999999",
+)
 
 _POWERS_OF_TWO = FuncFormatter(lambda log2, _: f"$2^{{{log2:g}}}$")
 
@@ -39,18 +47,48 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
       ValueError: an empty history.
     """
     recorded = history.to_dict()
-    step, log2_scale, loss_finite = recorded["step"], recorded["log2_scale"], recorded["loss_finite"]
+    step, log2_scale, loss_finite = (
+        recorded["step"],
+        recorded["log2_scale"],
+        recorded["loss_finite"],
+    )
     if step.size == 0:
-        raise ValueError("plot_loss_scale: expected a history of at least one step, got an empty one")
+        raise ValueError(
+            "plot_loss_scale: expected a history of at least one step, got an empty one"
+        )
     ax = _axes(ax)
-    ax.step(step, log2_scale, where="post", color=_BLUE, linewidth=1.6, label="loss scale S", zorder=2)
+    ax.step(
+        step,
+        log2_scale,
+        where="post",
+        color=_BLUE,
+        linewidth=1.6,
+        label="loss scale S",
+        zorder=2,
+    )
     for marker, color, label, skipped in (
-        ("v", _RED, "skipped: gradients not finite", ~recorded["grads_finite"] & loss_finite),
+        (
+            "v",
+            _RED,
+            "skipped: gradients not finite",
+            ~recorded["grads_finite"] & loss_finite,
+        ),
         ("X", "black", "skipped: the loss is not finite", ~loss_finite),
     ):
         if skipped.any():
-            points = {"marker": marker, "color": color, "s": 36, "zorder": 3, "linewidth": 0}
-            ax.scatter(step[skipped], log2_scale[skipped], label=f"{label} ({skipped.sum()})", **points)
+            points = {
+                "marker": marker,
+                "color": color,
+                "s": 36,
+                "zorder": 3,
+                "linewidth": 0,
+            }
+            ax.scatter(
+                step[skipped],
+                log2_scale[skipped],
+                label=f"{label} ({skipped.sum()})",
+                **points,
+            )
     ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
     _power_of_two_axis(ax.yaxis)
     ax.margins(y=0.15)
@@ -84,15 +122,25 @@ def plot_exponent_histogram(
     """
     counts = np.asarray(histogram.counts, np.float64).sum(0)
     if not counts.any():
-        raise ValueError("plot_exponent_histogram: expected finite non-zero entries, got none")
+        raise ValueError(
+            "plot_exponent_histogram: expected finite non-zero entries, got none"
+        )
     cast, ax = limits(dtype), _axes(ax)
-    name, shares, exponents = np.dtype(dtype).name, counts / counts.sum(), histogram.exponents
+    name, shares, exponents = (
+        np.dtype(dtype).name,
+        counts / counts.sum(),
+        histogram.exponents,
+    )
     flushed, normal, overflow = (
-        np.log2(x) - log2_scale for x in (cast.zero_up_to, cast.subnormal_below, cast.overflow_from)
+        np.log2(x) - log2_scale
+        for x in (cast.zero_up_to, cast.subnormal_below, cast.overflow_from)
     )
     used = exponents[counts > 0]
     margin = 0.2 * (overflow - flushed)  # room for the words "zero" and "overflow"
-    left, right = min(used.min() - 1, flushed - margin), max(used.max() + 2, overflow + margin)
+    left, right = (
+        min(used.min() - 1, flushed - margin),
+        max(used.max() + 2, overflow + margin),
+    )
     for start, end, color, label in (
         (left, flushed, _RED, "zero"),
         (flushed, normal, _ORANGE, "subnormal"),
@@ -113,9 +161,15 @@ def plot_exponent_histogram(
     bars = {"width": 0.9, "align": "edge", "color": _BLUE, "zorder": 3}
     ax.bar(exponents[inside] + 0.05, shares[inside], **bars)
     lost = shares[exponents < flushed].sum()
-    ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()), ylabel="share of non-zero entries")
+    ax.set(
+        xlim=(left, right),
+        ylim=(0, 1.22 * shares.max()),
+        ylabel="share of non-zero entries",
+    )
     ax.set_xlabel("unscaled magnitude")
-    ax.set_title(f"{name} at S = {_power(log2_scale)}: {lost:.1%} of the non-zero entries lost")
+    ax.set_title(
+        f"{name} at S = {_power(log2_scale)}: {lost:.1%} of the non-zero entries lost"
+    )
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _power_of_two_axis(ax.xaxis)
     _finish(ax, legend=False)
@@ -138,7 +192,9 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     """
     rows = report.to_dict()["leaves"]
     if not rows:
-        raise ValueError("plot_flushed: expected a report of at least one leaf, got none")
+        raise ValueError(
+            "plot_flushed: expected a report of at least one leaf, got none"
+        )
     worst = report.worst(k)
     paths = [path for path in rows if path in worst][::-1]
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
@@ -149,8 +205,19 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
         ("subnormal", _ORANGE, ("subnormal",)),
     ):
         nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
-        share = np.array([sum(rows[path][name] for name in names) for path in paths]) / nonzero
-        ax.barh(range(len(paths)), share, left=left, color=color, label=label, height=0.72, zorder=3)
+        share = (
+            np.array([sum(rows[path][name] for name in names) for path in paths])
+            / nonzero
+        )
+        ax.barh(
+            range(len(paths)),
+            share,
+            left=left,
+            color=color,
+            label=label,
+            height=0.72,
+            zorder=3,
+        )
         left += share
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
@@ -160,7 +227,13 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     )
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _finish(ax, grid="x", legend=False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, handlelength=1)
+    ax.legend(
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=3,
+        frameon=False,
+        handlelength=1,
+    )
     return ax
 
 
@@ -177,7 +250,12 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     finite = np.asarray(calibration.finite)
     low, high, best = (
-        float(x) for x in (calibration.log2_low, calibration.log2_high, calibration.recommended_log2_scale)
+        float(x)
+        for x in (
+            calibration.log2_low,
+            calibration.log2_high,
+            calibration.recommended_log2_scale,
+        )
     )
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
     middles = (log2_scales[1:] + log2_scales[:-1]) / 2
@@ -186,18 +264,32 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     colors = np.asarray(calibration.zero_fraction).T
     mesh = ax.pcolormesh(edges, rows, colors, cmap="Blues", vmin=0, vmax=1)
     ax.figure.colorbar(
-        mesh, ax=ax, format=PercentFormatter(1, decimals=0), label="entries that are zero", pad=0.02
+        mesh,
+        ax=ax,
+        format=PercentFormatter(1, decimals=0),
+        label="entries that are zero",
+        pad=0.02,
     )
     for column in np.flatnonzero(~finite):
         ax.axvspan(
-            edges[column], edges[column + 1], facecolor="0.85", edgecolor="0.6", hatch="///", linewidth=0
+            edges[column],
+            edges[column + 1],
+            facecolor="0.85",
+            edgecolor="0.6",
+            hatch="///",
+            linewidth=0,
         )
     if not np.isnan(low):
-        window = edges[[np.searchsorted(log2_scales, low), np.searchsorted(log2_scales, high) + 1]]
+        window = edges[
+            [np.searchsorted(log2_scales, low), np.searchsorted(log2_scales, high) + 1]
+        ]
         ax.axvspan(*window, fill=False, edgecolor=_RED, linewidth=2.5, zorder=4)
         ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
-    ax.set(xlabel="loss scale S (hatched: gradients overflow)", ylim=(len(paths) - 0.5, -0.5))
+    ax.set(
+        xlabel="loss scale S (hatched: gradients overflow)",
+        ylim=(len(paths) - 0.5, -0.5),
+    )
     ax.set_title(_window_title(low, high, best))
     _power_of_two_axis(ax.xaxis)
     return ax
@@ -214,7 +306,9 @@ def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
 
 
 def _power_of_two_axis(axis: Any) -> None:
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=3, steps=[1, 2, 4, 5, 10]))
+    axis.set_major_locator(
+        MaxNLocator(integer=True, min_n_ticks=3, steps=[1, 2, 4, 5, 10])
+    )
     axis.set_major_formatter(_POWERS_OF_TWO)
 
 

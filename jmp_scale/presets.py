@@ -38,10 +38,14 @@ from ._validation import LARGEST, SMALLEST, number
 P = ParamSpec("P")
 
 
-def _own_names(**own: str) -> Callable[[Callable[P, DynamicLossScale]], Callable[P, DynamicLossScale]]:
+def _own_names(
+    **own: str,
+) -> Callable[[Callable[P, DynamicLossScale]], Callable[P, DynamicLossScale]]:
     """Makes the errors about a field of `DynamicLossScale` speak of the preset's own argument."""
 
-    def decorate(preset: Callable[P, DynamicLossScale]) -> Callable[P, DynamicLossScale]:
+    def decorate(
+        preset: Callable[P, DynamicLossScale],
+    ) -> Callable[P, DynamicLossScale]:
         @functools.wraps(preset)
         def named_preset(*args: P.args, **kwargs: P.kwargs) -> DynamicLossScale:
             try:
@@ -77,7 +81,9 @@ def _in_range(
     if not 0 < initial < math.inf:
         raise ValueError(f"loss_scale must be a finite number > 0, got {initial!r}")
     initial = min(max(initial, SMALLEST), LARGEST)
-    return DynamicLossScale(initial, min_loss_scale=floor, max_loss_scale=cap, at_max=at_max, **rule)
+    return DynamicLossScale(
+        initial, min_loss_scale=floor, max_loss_scale=cap, at_max=at_max, **rule
+    )
 
 
 def _one_late(name: str, interval: Any) -> float:
@@ -112,11 +118,18 @@ def pytorch(
     NaN or infinity into the parameters; here S ends at 2^-126 and recovers. `ShardedGradScaler` on a CPU has
     no cap either. One `GradScaler` for several optimizers: one loss scale, adjusted once by all flags.
     """
-    return _in_range(init_scale, period=growth_interval, factor=growth_factor, backoff_factor=backoff_factor)
+    return _in_range(
+        init_scale,
+        period=growth_interval,
+        factor=growth_factor,
+        backoff_factor=backoff_factor,
+    )
 
 
 @_own_names(loss_scale="initial_scale", period="dynamic_growth_steps")
-def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
+def keras(
+    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+) -> DynamicLossScale:
     """Keras 3's `keras.optimizers.LossScaleOptimizer` (3.15).
 
     S doubles on the `dynamic_growth_steps`-th finite step in a row and halves at every overflow; both
@@ -129,7 +142,9 @@ def keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> D
 
 
 @_own_names(loss_scale="initial_scale", period="dynamic_growth_steps")
-def tf_keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
+def tf_keras(
+    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+) -> DynamicLossScale:
     """Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
 
     As `keras`, but with a floor of 1, and a growth that would be infinite is not made. Trap: with S at 1
@@ -139,16 +154,22 @@ def tf_keras(initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -
     return _in_range(initial_scale, floor=1.0, period=dynamic_growth_steps)
 
 
-@_own_names(loss_scale="initial_loss_scale", period="increment_period", factor="multiplier")
+@_own_names(
+    loss_scale="initial_loss_scale", period="increment_period", factor="multiplier"
+)
 def tensorflow(
-    initial_loss_scale: float = 2.0**15, increment_period: int = 2000, multiplier: float = 2.0
+    initial_loss_scale: float = 2.0**15,
+    increment_period: int = 2000,
+    multiplier: float = 2.0,
 ) -> DynamicLossScale:
     """TensorFlow 1's `tf.compat.v1.mixed_precision.DynamicLossScale` (2.21).
 
     S is multiplied by `multiplier` on the `increment_period`-th finite step in a row and divided by it at
     every overflow, with a floor of 1; a growth that would be infinite is not made. Traps: as `tf_keras`.
     """
-    return _in_range(initial_loss_scale, floor=1.0, period=increment_period, factor=multiplier)
+    return _in_range(
+        initial_loss_scale, floor=1.0, period=increment_period, factor=multiplier
+    )
 
 
 @_own_names(loss_scale="init_scale", period="scale_window")
@@ -169,7 +190,12 @@ def apex(
     """
     floor = 0.0 if min_loss_scale is None else min_loss_scale
     return _in_range(
-        init_scale, floor=floor, cap=max_loss_scale, at_max="clamp", clamps_initial=True, period=scale_window
+        init_scale,
+        floor=floor,
+        cap=max_loss_scale,
+        at_max="clamp",
+        clamps_initial=True,
+        period=scale_window,
     )
 
 
@@ -195,7 +221,9 @@ def deepspeed(
     """
     power = number("initial_scale_power", initial_scale_power)
     if not -126 <= power <= 126:
-        raise ValueError(f"initial_scale_power must be in [-126, 126], got {initial_scale_power!r}")
+        raise ValueError(
+            f"initial_scale_power must be in [-126, 126], got {initial_scale_power!r}"
+        )
     return _in_range(
         2.0**power,
         floor=min_loss_scale,
@@ -207,7 +235,10 @@ def deepspeed(
 
 
 @_own_names(
-    loss_scale="initial_scale", min_loss_scale="min_scale", factor="growth_factor", period="growth_interval"
+    loss_scale="initial_scale",
+    min_loss_scale="min_scale",
+    factor="growth_factor",
+    period="growth_interval",
 )
 def megatron(
     initial_scale: float = 2.0**32,
@@ -274,7 +305,12 @@ def colossalai(
     )
 
 
-@_own_names(loss_scale="init_scale", factor="scale_factor", period="scale_window", min_loss_scale="threshold")
+@_own_names(
+    loss_scale="init_scale",
+    factor="scale_factor",
+    period="scale_window",
+    min_loss_scale="threshold",
+)
 def fairseq(
     init_scale: float = 2.0**15,
     scale_factor: float = 2.0,
@@ -363,7 +399,9 @@ def paddle(
 
 
 @_own_names(loss_scale="scale_value", factor="scale_factor", period="scale_window")
-def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> DynamicLossScale:
+def mindspore(
+    scale_value: float, scale_factor: float, scale_window: int
+) -> DynamicLossScale:
     """MindSpore's `mindspore.amp.DynamicLossScaler` (2.10), which has no defaults.
 
     S is multiplied by `scale_factor` on the `scale_window`-th finite step in a row and divided by it at
@@ -375,7 +413,10 @@ def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> Dyn
 
 
 @_own_names(
-    loss_scale="scale", factor="growth_factor", period="growth_interval", min_loss_scale="minimum_scale"
+    loss_scale="scale",
+    factor="growth_factor",
+    period="growth_interval",
+    min_loss_scale="minimum_scale",
 )
 def flax(
     growth_factor: float = 2.0,
@@ -407,7 +448,10 @@ def flax(
 
 @_own_names()
 def jmp(
-    loss_scale: float, period: int = 2000, factor: float = 2, min_loss_scale: float = 1.0
+    loss_scale: float,
+    period: int = 2000,
+    factor: float = 2,
+    min_loss_scale: float = 1.0,
 ) -> DynamicLossScale:
     """jmp's `DynamicLossScale` (0.0.4), which is also this library's first five arguments.
 

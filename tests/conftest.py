@@ -8,7 +8,9 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_disable_most_optimizations", True)  # most of the suite's time is LLVM's
+jax.config.update(
+    "jax_disable_most_optimizations", True
+)  # most of the suite's time is LLVM's
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Optax's Adam and Flax's layers rely on implicit promotion; what stands below them does not.

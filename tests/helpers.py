@@ -45,7 +45,10 @@ def reference_rule(
             counter = -growth_delay
             left = max(left - 1, 0)
             if left == 0:
-                s = max(s / factor if backoff_factor is None else s * backoff_factor, min_loss_scale)
+                s = max(
+                    s / factor if backoff_factor is None else s * backoff_factor,
+                    min_loss_scale,
+                )
                 if hysteresis_reset == "finite_or_backoff":
                     left = hysteresis
         history.append((s, counter, left))
@@ -96,4 +99,6 @@ def on_devices(which):
     if which == "eight devices":
         return contextlib.nullcontext()
     axis_types = (jax.sharding.AxisType.Auto,)
-    return jax.set_mesh(jax.make_mesh((1,), ("i",), axis_types, devices=jax.devices()[:1]))
+    return jax.set_mesh(
+        jax.make_mesh((1,), ("i",), axis_types, devices=jax.devices()[:1])
+    )

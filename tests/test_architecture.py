@@ -18,8 +18,14 @@ MAY_IMPORT = {
 
 def modules():
     """Path of each module's source, by dotted name below the package."""
-    paths = {path.relative_to(PACKAGE).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
-    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+    paths = {
+        path.relative_to(PACKAGE).with_suffix(""): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    return {
+        ".".join(name.parts).removesuffix(".__init__"): path
+        for name, path in paths.items()
+    }
 
 
 MODULES = modules()
@@ -63,8 +69,12 @@ def test_nothing_else_is_imported():
 
 
 def test_importing_the_package_imports_neither_flax_nor_matplotlib():
-    code = "import sys, jmp_scale; print(*sorted(m for m in sys.modules if '.' not in m))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    code = (
+        "import sys, jmp_scale; print(*sorted(m for m in sys.modules if '.' not in m))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     loaded = set(loaded.stdout.split())
     assert "jmp_scale" in loaded
     assert not loaded & {"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}

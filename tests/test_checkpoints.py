@@ -25,9 +25,15 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
 def make_state(loss_scale=None, **kwargs):
-    loss_scale = jmp_scale.DynamicLossScale(2.0**10) if loss_scale is None else loss_scale
+    loss_scale = (
+        jmp_scale.DynamicLossScale(2.0**10) if loss_scale is None else loss_scale
+    )
     return TrainState.create(
-        apply_fn=None, params=PARAMS, tx=optax.adam(0.1), loss_scale=loss_scale, **kwargs
+        apply_fn=None,
+        params=PARAMS,
+        tx=optax.adam(0.1),
+        loss_scale=loss_scale,
+        **kwargs,
     )
 
 
@@ -40,8 +46,12 @@ def old_state():
 
 def advanced(steps, **configuration):
     """A loss scale after `steps` finite steps since its last change, a skip behind it."""
-    loss_scale = jmp_scale.DynamicLossScale(2.0**11, **configuration).adjust(jnp.array(False))
-    return jax.lax.fori_loop(0, steps, lambda _, s: s.adjust(jnp.array(True)), loss_scale)
+    loss_scale = jmp_scale.DynamicLossScale(2.0**11, **configuration).adjust(
+        jnp.array(False)
+    )
+    return jax.lax.fori_loop(
+        0, steps, lambda _, s: s.adjust(jnp.array(True)), loss_scale
+    )
 
 
 def with_orbax(state, target, path):
@@ -62,7 +72,9 @@ def with_flax_bytes(state, target, path):
 
 
 def with_flax_state_dict(state, target, path):
-    return flax.serialization.from_state_dict(target, flax.serialization.to_state_dict(state))
+    return flax.serialization.from_state_dict(
+        target, flax.serialization.to_state_dict(state)
+    )
 
 
 def with_pickle(state, target, path):
@@ -71,7 +83,13 @@ def with_pickle(state, target, path):
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-ROUND_TRIPS = [with_orbax, with_orbax_v0, with_flax_bytes, with_flax_state_dict, with_pickle]
+ROUND_TRIPS = [
+    with_orbax,
+    with_orbax_v0,
+    with_flax_bytes,
+    with_flax_state_dict,
+    with_pickle,
+]
 
 
 @pytest.fixture(params=ROUND_TRIPS)
@@ -89,21 +107,29 @@ def check_equal(actual, expected):
         assert_bitwise_equal(getattr(actual, field), getattr(expected, field))
 
 
-def test_saved_at_step_1999_of_2000_the_next_finite_step_after_restoring_doubles(round_trip):
+def test_saved_at_step_1999_of_2000_the_next_finite_step_after_restoring_doubles(
+    round_trip,
+):
     state = make_state(advanced(1999))
     restored = round_trip(state, make_state()).apply_gradients(grads=GRADS)
     assert float(restored.loss_scale.loss_scale) == 2.0**11
     assert int(restored.loss_scale.counter) == 0
 
 
-def test_saved_at_step_1998_of_2000_the_next_finite_step_after_restoring_does_not(round_trip):
-    restored = round_trip(make_state(advanced(1998)), make_state()).apply_gradients(grads=GRADS)
+def test_saved_at_step_1998_of_2000_the_next_finite_step_after_restoring_does_not(
+    round_trip,
+):
+    restored = round_trip(make_state(advanced(1998)), make_state()).apply_gradients(
+        grads=GRADS
+    )
     assert float(restored.loss_scale.loss_scale) == 2.0**10
     assert int(restored.loss_scale.counter) == 1999
 
 
 def test_the_configuration_is_that_of_the_code_that_restores(round_trip):
-    target = make_state(jmp_scale.DynamicLossScale(8.0, period=3, max_loss_scale=2.0**20))
+    target = make_state(
+        jmp_scale.DynamicLossScale(8.0, period=3, max_loss_scale=2.0**20)
+    )
     loss_scale = round_trip(make_state(advanced(7, period=50)), target).loss_scale
     assert (loss_scale.period, loss_scale.max_loss_scale) == (3, 2.0**20)
     assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (2.0**10, 7)
@@ -111,17 +137,23 @@ def test_the_configuration_is_that_of_the_code_that_restores(round_trip):
 
 def test_hysteresis_comes_back_too(round_trip):
     loss_scale = jmp_scale.DynamicLossScale(8.0, hysteresis=3)
-    restored = round_trip(make_state(loss_scale.adjust(jnp.array(False))), make_state(loss_scale))
+    restored = round_trip(
+        make_state(loss_scale.adjust(jnp.array(False))), make_state(loss_scale)
+    )
     assert int(restored.loss_scale.hysteresis_left) == 2
 
 
 def test_an_nnx_optimizer_comes_back_bit_for_bit(round_trip):
     model, optimizer = nnx_model_and_optimizer(advanced(1999))
     target = nnx.state(nnx_model_and_optimizer(jmp_scale.DynamicLossScale()))
-    restored = round_trip(nnx.to_pure_dict(nnx.state((model, optimizer))), nnx.to_pure_dict(target))
+    restored = round_trip(
+        nnx.to_pure_dict(nnx.state((model, optimizer))), nnx.to_pure_dict(target)
+    )
     other_model, other = nnx_model_and_optimizer(jmp_scale.DynamicLossScale())
     nnx.update((other_model, other), jax.tree.map(jnp.asarray, restored))
-    other.update(other_model, jax.tree.map(jnp.ones_like, nnx.state(other_model, nnx.Param)))
+    other.update(
+        other_model, jax.tree.map(jnp.ones_like, nnx.state(other_model, nnx.Param))
+    )
     assert float(other.loss_scale.loss_scale) == 2.0**11
 
 
@@ -131,7 +163,9 @@ def test_a_pickled_object_keeps_its_values_and_its_configuration():
     assert_bitwise_equal(copy, loss_scale)
 
 
-@pytest.mark.parametrize("loss_scale", [jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(8.0)])
+@pytest.mark.parametrize(
+    "loss_scale", [jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(8.0)]
+)
 def test_loss_scales_without_leaves_save_nothing(loss_scale, round_trip):
     state = make_state(loss_scale)
     check_equal(round_trip(state, make_state(loss_scale)), state)
@@ -140,7 +174,10 @@ def test_loss_scales_without_leaves_save_nothing(loss_scale, round_trip):
 def test_orbax_names_the_leaves_on_disk(tmp_path):
     ocp.save(tmp_path / "checkpoint", make_state())
     on_disk = ocp.metadata(tmp_path / "checkpoint").metadata["opt_state"]["loss_scale"]
-    assert {name for name, leaf in on_disk.items() if leaf is not None} == {"loss_scale", "counter"}
+    assert {name for name, leaf in on_disk.items() if leaf is not None} == {
+        "loss_scale",
+        "counter",
+    }
 
 
 @pytest.mark.parametrize(
@@ -193,7 +230,10 @@ def nnx_model_and_optimizer(loss_scale=None, optimizer_class=Optimizer):
 
 def digest(path):
     files = sorted(p for p in path.rglob("*") if p.is_file())
-    return [(str(p.relative_to(path)), hashlib.sha256(p.read_bytes()).hexdigest()) for p in files]
+    return [
+        (str(p.relative_to(path)), hashlib.sha256(p.read_bytes()).hexdigest())
+        for p in files
+    ]
 
 
 def check_restored(state, saved):
@@ -208,7 +248,9 @@ def test_an_old_orbax_checkpoint_is_restored_into_a_state_with_a_loss_scale(tmp_
     saved = old_state()
     ocp.save(tmp_path / "checkpoint", saved)
     before = digest(tmp_path)
-    state = restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), make_state())
+    state = restore_without_loss_scale(
+        lambda t: ocp.load(tmp_path / "checkpoint", t), make_state()
+    )
     check_restored(state, saved)
     assert digest(tmp_path) == before
 
@@ -216,7 +258,9 @@ def test_an_old_orbax_checkpoint_is_restored_into_a_state_with_a_loss_scale(tmp_
 def test_the_restored_state_trains_on_in_one_compilation(tmp_path):
     ocp.save(tmp_path / "checkpoint", old_state())
     new = make_state()
-    restored = restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), new)
+    restored = restore_without_loss_scale(
+        lambda t: ocp.load(tmp_path / "checkpoint", t), new
+    )
     step, traces = count_traces(lambda state: state.apply_gradients(grads=GRADS))
     step = jax.jit(step)
     step(new)
@@ -228,7 +272,10 @@ def test_an_old_flax_checkpoint_is_restored_too():
     saved = old_state()
     data = flax.serialization.to_bytes(saved)
     check_restored(
-        restore_without_loss_scale(lambda t: flax.serialization.from_bytes(t, data), make_state()), saved
+        restore_without_loss_scale(
+            lambda t: flax.serialization.from_bytes(t, data), make_state()
+        ),
+        saved,
     )
 
 
@@ -236,7 +283,10 @@ def test_a_loader_without_a_template_may_return_plain_dicts():
     saved = old_state()
     data = flax.serialization.to_bytes(saved)
     check_restored(
-        restore_without_loss_scale(lambda _: flax.serialization.msgpack_restore(data), make_state()), saved
+        restore_without_loss_scale(
+            lambda _: flax.serialization.msgpack_restore(data), make_state()
+        ),
+        saved,
     )
 
 
@@ -246,7 +296,8 @@ def test_an_old_nnx_checkpoint_is_restored_too(tmp_path):
     ocp.save(tmp_path / "checkpoint", nnx.to_pure_dict(nnx.state(saved)))
     _, optimizer = nnx_model_and_optimizer(jmp_scale.DynamicLossScale(2.0**10))
     state = restore_without_loss_scale(
-        lambda t: ocp.load(tmp_path / "checkpoint", t), nnx.to_pure_dict(nnx.state(optimizer))
+        lambda t: ocp.load(tmp_path / "checkpoint", t),
+        nnx.to_pure_dict(nnx.state(optimizer)),
     )
     nnx.update(optimizer, state)
     assert int(optimizer.step[...]) == 5
@@ -267,18 +318,25 @@ def test_abstract_leaves_are_filled_from_disk(tmp_path):
     saved = old_state()
     ocp.save(tmp_path / "checkpoint", saved)
     state = make_state()
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     abstract = abstract.replace(
         opt_state=state.opt_state._replace(inner_state=abstract.opt_state.inner_state)
     )
     check_restored(
-        restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), abstract), saved
+        restore_without_loss_scale(
+            lambda t: ocp.load(tmp_path / "checkpoint", t), abstract
+        ),
+        saved,
     )
 
 
 def test_an_abstract_loss_scale_is_refused():
     abstract = jax.eval_shape(make_state)
-    with pytest.raises(ValueError, match=r"loss scale of state is abstract: .*loss_scale/counter"):
+    with pytest.raises(
+        ValueError, match=r"loss scale of state is abstract: .*loss_scale/counter"
+    ):
         restore_without_loss_scale(lambda _: old_state(), abstract)
 
 
@@ -318,17 +376,23 @@ def test_a_damaged_orbax_checkpoint_is_an_error_and_stays_as_it_is(tmp_path):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     before = digest(tmp_path)
     with pytest.raises(ValueError, match=r"(?s)."):
-        restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), make_state())
+        restore_without_loss_scale(
+            lambda t: ocp.load(tmp_path / "checkpoint", t), make_state()
+        )
     assert digest(tmp_path) == before
 
 
 def test_a_cut_off_flax_checkpoint_is_an_error():
     data = flax.serialization.to_bytes(old_state())[:-10]
     with pytest.raises(ValueError, match="incomplete input"):
-        restore_without_loss_scale(lambda t: flax.serialization.from_bytes(t, data), make_state())
+        restore_without_loss_scale(
+            lambda t: flax.serialization.from_bytes(t, data), make_state()
+        )
 
 
 def test_restoring_a_foreign_orbax_checkpoint_is_an_error(tmp_path):
     ocp.save(tmp_path / "checkpoint", {"something": jnp.ones(3)})
     with pytest.raises(ValueError, match="something"):
-        restore_without_loss_scale(lambda t: ocp.load(tmp_path / "checkpoint", t), make_state())
+        restore_without_loss_scale(
+            lambda t: ocp.load(tmp_path / "checkpoint", t), make_state()
+        )

@@ -7,7 +7,8 @@ from _trainers import Step, train_jmp_scale
 
 
 @pytest.mark.parametrize(
-    ("subjects", "check"), [pytest.param(*row, id=row[1].__name__) for row in correctness.rows()]
+    ("subjects", "check"),
+    [pytest.param(*row, id=row[1].__name__) for row in correctness.rows()],
 )
 def test_this_library_makes_none_of_the_known_mistakes(subjects, check):
     assert correctness.verdict("jmp_scale", subjects, check) == "right"
@@ -25,7 +26,10 @@ def test_a_library_that_unscales_with_the_wrong_s_is_seen():
 def test_an_exception_is_an_answer_and_a_missing_function_is_none():
     check = correctness.an_empty_tree_is_finite
     assert (
-        correctness.verdict("jmp_scale", {"jmp_scale": lambda tree: tree["absent"]}, check) == "**KeyError**"
+        correctness.verdict(
+            "jmp_scale", {"jmp_scale": lambda tree: tree["absent"]}, check
+        )
+        == "**KeyError**"
     )
     assert correctness.verdict("jmp_scale", {"other": jnp.isfinite}, check) == "-"
 
@@ -33,7 +37,10 @@ def test_an_exception_is_an_answer_and_a_missing_function_is_none():
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
-        (correctness.a_floor_below_one_is_kept_under_jit, "**wrong**"),  # jmp's issue 44
+        (
+            correctness.a_floor_below_one_is_kept_under_jit,
+            "**wrong**",
+        ),  # jmp's issue 44
         (correctness.integers_pass_unscale_unchanged, "**wrong**"),
         (correctness.gradients_stay_true_when_s_grows, "right"),
         (correctness.s_grows_on_the_period_th_finite_step, "right"),

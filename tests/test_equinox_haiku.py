@@ -17,11 +17,15 @@ def data(size):
     return jax.random.normal(jax.random.key(1), (16, 4)) * size
 
 
-TX = jmp_scale.with_loss_scale(optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2))
+TX = jmp_scale.with_loss_scale(
+    optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
+)
 
 
 def equinox_loss(model, x):
-    model = jax.tree.map(lambda p: p.astype(jnp.float16) if eqx.is_inexact_array(p) else p, model)
+    model = jax.tree.map(
+        lambda p: p.astype(jnp.float16) if eqx.is_inexact_array(p) else p, model
+    )
     y = jax.vmap(model)(x.astype(jnp.float16))
     return jnp.mean((y.astype(jnp.float32) - 1.0) ** 2)
 
@@ -35,14 +39,18 @@ def equinox_step(model, opt_state, x):
         equinox_loss, opt_state.loss_scale, transform=eqx.filter_value_and_grad
     )
     _, grads = value_and_grad(model, x)
-    updates, opt_state = TX.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+    updates, opt_state = TX.update(
+        grads, opt_state, eqx.filter(model, eqx.is_inexact_array)
+    )
     return eqx.apply_updates(model, updates), opt_state
 
 
 def test_equinox_gradients_are_true():
     model = equinox_model()
     loss, grads = jmp_scale.value_and_grad(
-        equinox_loss, jmp_scale.StaticLossScale(2.0**8), transform=eqx.filter_value_and_grad
+        equinox_loss,
+        jmp_scale.StaticLossScale(2.0**8),
+        transform=eqx.filter_value_and_grad,
     )(model, data(GOOD))
     expected_loss, expected = eqx.filter_value_and_grad(equinox_loss)(model, data(GOOD))
     assert_bitwise_equal(loss, expected_loss)
@@ -66,15 +74,22 @@ def test_an_equinox_step_is_skipped_and_trains_on_in_one_compilation():
 
 
 def test_select_tree_takes_equinox_modules_with_functions_as_leaves():
-    old, new = equinox_model(), jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, equinox_model())
+    old, new = (
+        equinox_model(),
+        jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, equinox_model()),
+    )
     selected = jmp_scale.select_tree(jnp.array(False), new, old)
     assert selected.activation is old.activation
-    assert_bitwise_equal(eqx.filter(selected, eqx.is_array), eqx.filter(old, eqx.is_array))
+    assert_bitwise_equal(
+        eqx.filter(selected, eqx.is_array), eqx.filter(old, eqx.is_array)
+    )
 
 
 def haiku_net(x):
     h = hk.Linear(8)(x)
-    h = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.5)(h, is_training=True)
+    h = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.5)(
+        h, is_training=True
+    )
     return hk.Linear(1)(jax.nn.relu(h))
 
 
@@ -83,13 +98,17 @@ haiku_model = hk.transform_with_state(haiku_net)
 
 def haiku_loss(params, state, x):
     half = jmp_scale.get_policy("params=float32,compute=float16,output=float32")
-    y, state = haiku_model.apply(half.cast_to_compute(params), state, None, half.cast_to_compute(x))
+    y, state = haiku_model.apply(
+        half.cast_to_compute(params), state, None, half.cast_to_compute(x)
+    )
     return jnp.mean((half.cast_to_output(y) - 1.0) ** 2), half.cast_to_param(state)
 
 
 @jax.jit
 def haiku_step(params, state, opt_state, x):
-    value_and_grad = jmp_scale.value_and_grad(haiku_loss, opt_state.loss_scale, has_aux=True)
+    value_and_grad = jmp_scale.value_and_grad(
+        haiku_loss, opt_state.loss_scale, has_aux=True
+    )
     (_, new_state), grads = value_and_grad(params, state, x)
     updates, opt_state = TX.update(grads, opt_state, params)
     state = jmp_scale.select_tree(opt_state.grads_finite, new_state, state)
@@ -98,7 +117,9 @@ def haiku_step(params, state, opt_state, x):
 
 # hk.BatchNorm's own state is an integer counter and float32 averages.
 @pytest.mark.parametrize(("size", "changes"), [(GOOD, True), (OVERFLOWS, False)])
-def test_a_skipped_haiku_step_leaves_parameters_and_batch_norm_state_bit_identical(size, changes):
+def test_a_skipped_haiku_step_leaves_parameters_and_batch_norm_state_bit_identical(
+    size, changes
+):
     params, state = haiku_model.init(jax.random.key(0), data(GOOD))
     opt_state = TX.init(params)
     after = haiku_step(params, state, opt_state, data(size))

@@ -15,7 +15,10 @@ EVERY_KIND = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**1
 def init_mlp(key, widths=(8, 16, 16, 4)):
     keys = jax.random.split(key, len(widths) - 1)
     sizes = zip(keys, widths[:-1], widths[1:], strict=True)
-    return [{"w": jax.random.normal(k, (i, o)) / np.sqrt(i), "b": jnp.zeros(o)} for k, i, o in sizes]
+    return [
+        {"w": jax.random.normal(k, (i, o)) / np.sqrt(i), "b": jnp.zeros(o)}
+        for k, i, o in sizes
+    ]
 
 
 def tanh_mlp_loss(params, x, dtype=jnp.float16):
@@ -39,15 +42,22 @@ def test_values_and_structure_are_those_of_jax(loss_scale, has_aux, argnums):
     args = {"w": jnp.array([1.0, 2.0])}, jnp.array([3.0, 4.0])
     expected = jax.value_and_grad(fun, argnums, has_aux)(*args, shift=1.0)
     assert_bitwise_equal(
-        jmp_scale.value_and_grad(fun, loss_scale, argnums, has_aux)(*args, shift=1.0), expected
+        jmp_scale.value_and_grad(fun, loss_scale, argnums, has_aux)(*args, shift=1.0),
+        expected,
     )
     expected = jax.grad(fun, argnums, has_aux)(*args, shift=1.0)
-    assert_bitwise_equal(jmp_scale.grad(fun, loss_scale, argnums, has_aux)(*args, shift=1.0), expected)
+    assert_bitwise_equal(
+        jmp_scale.grad(fun, loss_scale, argnums, has_aux)(*args, shift=1.0), expected
+    )
 
 
 def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s():
     results = [
-        jax.jit(jmp_scale.value_and_grad(lambda p: tanh_mlp_loss(p, X, jnp.float32), loss_scale))(MLP)
+        jax.jit(
+            jmp_scale.value_and_grad(
+                lambda p: tanh_mlp_loss(p, X, jnp.float32), loss_scale
+            )
+        )(MLP)
         for loss_scale in (
             NoOpLossScale(),
             StaticLossScale(1.0),
@@ -62,9 +72,13 @@ def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s():
 
 def test_gradients_depend_on_s_that_is_no_power_of_two():
     def gradients(s):
-        return jmp_scale.grad(lambda p: tanh_mlp_loss(p, X, jnp.float32), StaticLossScale(s))(MLP)
+        return jmp_scale.grad(
+            lambda p: tanh_mlp_loss(p, X, jnp.float32), StaticLossScale(s)
+        )(MLP)
 
-    differ = jax.tree.map(lambda a, b: (a != b).any(), gradients(1000.0), gradients(1.0))
+    differ = jax.tree.map(
+        lambda a, b: (a != b).any(), gradients(1000.0), gradients(1.0)
+    )
     assert any(jax.tree.leaves(differ))
 
 
@@ -82,18 +96,25 @@ def test_float16_gradients_that_vanish_without_scaling_are_right_with_it():
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
 def test_float16_parameters_get_float32_gradients(loss_scale):
-    loss, grads = jmp_scale.value_and_grad(lambda w: (w * w).sum(), loss_scale)(jnp.ones(2, jnp.float16))
+    loss, grads = jmp_scale.value_and_grad(lambda w: (w * w).sum(), loss_scale)(
+        jnp.ones(2, jnp.float16)
+    )
     assert (loss.dtype, grads.dtype) == (jnp.float32, jnp.float32)
     assert (float(loss), grads.tolist()) == (2.0, [2.0, 2.0])
 
 
 def test_a_float16_loss_does_not_overflow_by_being_scaled():
-    fun = jmp_scale.value_and_grad(lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**15))
-    loss, grads = fun(jnp.float16(1.0))
-    assert (float(loss), float(grads)) == (3.0, np.inf)  # 3 * 2^15 is no float16: the gradient says so
-    loss, grads = jmp_scale.value_and_grad(lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**14))(
-        jnp.float16(1)
+    fun = jmp_scale.value_and_grad(
+        lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**15)
     )
+    loss, grads = fun(jnp.float16(1.0))
+    assert (float(loss), float(grads)) == (
+        3.0,
+        np.inf,
+    )  # 3 * 2^15 is no float16: the gradient says so
+    loss, grads = jmp_scale.value_and_grad(
+        lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**14)
+    )(jnp.float16(1))
     assert (float(loss), float(grads)) == (3.0, 3.0)
 
 
@@ -107,7 +128,9 @@ def test_gradients_are_unscaled_with_the_loss_scale_that_scaled_them():
 
 
 def test_a_regularization_term_is_scaled_with_the_loss():
-    grads = jmp_scale.grad(lambda w: 3 * w + 0.5 * w**2, DynamicLossScale())(jnp.float32(1.0))
+    grads = jmp_scale.grad(lambda w: 3 * w + 0.5 * w**2, DynamicLossScale())(
+        jnp.float32(1.0)
+    )
     assert float(grads) == 4.0
 
 
@@ -122,7 +145,9 @@ def test_a_gradient_penalty_inside_the_loss_sees_no_scale(loss_scale):
 
 def test_integer_arguments_get_float0_gradients_with_allow_int():
     fun = jmp_scale.grad(
-        lambda t: (t["w"] * t["n"].astype(jnp.float32)).sum(), DynamicLossScale(), allow_int=True
+        lambda t: (t["w"] * t["n"].astype(jnp.float32)).sum(),
+        DynamicLossScale(),
+        allow_int=True,
     )
     grads = fun({"w": jnp.ones(2), "n": jnp.arange(2)})
     assert grads["n"].dtype == jax.dtypes.float0
@@ -145,7 +170,9 @@ def test_equinox_filters_as_it_does_without_scaling():
 
     expected = eqx.filter_value_and_grad(fun)(model, jnp.ones(2))
     transform = eqx.filter_value_and_grad
-    actual = jmp_scale.value_and_grad(fun, DynamicLossScale(), transform=transform)(model, jnp.ones(2))
+    actual = jmp_scale.value_and_grad(fun, DynamicLossScale(), transform=transform)(
+        model, jnp.ones(2)
+    )
     assert_bitwise_equal(actual, expected)
 
 
@@ -156,7 +183,9 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
 
     args = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
     expected = nnx.value_and_grad(fun, argnums=argnums)(*args)
-    actual = jmp_scale.value_and_grad(fun, DynamicLossScale(), argnums, transform=nnx.value_and_grad)(*args)
+    actual = jmp_scale.value_and_grad(
+        fun, DynamicLossScale(), argnums, transform=nnx.value_and_grad
+    )(*args)
     assert_bitwise_equal(actual, expected)
 
 
@@ -183,7 +212,9 @@ def test_per_example_gradients_and_one_adjustment_keep_s_a_scalar():
 
 def test_a_mean_over_devices_of_large_float16_gradients_does_not_overflow():
     def replica_gradient(w, x):
-        grads = jmp_scale.grad(lambda w: (w * x).astype(jnp.float32), StaticLossScale(1.0))(w)
+        grads = jmp_scale.grad(
+            lambda w: (w * x).astype(jnp.float32), StaticLossScale(1.0)
+        )(w)
         return jax.lax.pmean(grads, "i"), jax.lax.pmean(x, "i")
 
     x = jnp.full(2, 60000.0, jnp.float16)
@@ -194,7 +225,9 @@ def test_a_mean_over_devices_of_large_float16_gradients_does_not_overflow():
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
 def test_one_trace_serves_every_step(loss_scale):
-    fun, traces = count_traces(jmp_scale.value_and_grad(lambda w, ls: (w * w).sum(), loss_scale))
+    fun, traces = count_traces(
+        jmp_scale.value_and_grad(lambda w, ls: (w * w).sum(), loss_scale)
+    )
     jitted = jax.jit(fun)
     for w in (1.0, jnp.inf, 2.0):
         jitted(jnp.full(2, w), loss_scale)

@@ -37,19 +37,28 @@ def data(size):
     return jax.random.normal(jax.random.key(1), (16, 4)) * size
 
 
-TX = jmp_scale.with_loss_scale(optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2))
+TX = jmp_scale.with_loss_scale(
+    optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
+)
 
 
 @functools.cache
 def variables():
-    return jax.jit(Net().init)({"params": jax.random.key(0), "dropout": jax.random.key(0)}, data(1.0))
+    return jax.jit(Net().init)(
+        {"params": jax.random.key(0), "dropout": jax.random.key(0)}, data(1.0)
+    )
 
 
 def make_state(tx=TX, **kwargs):
     params, batch_stats = variables()["params"], variables()["batch_stats"]
     params, batch_stats = jax.tree.map(jnp.copy, (params, batch_stats))
     return NetState.create(
-        apply_fn=Net().apply, params=params, tx=tx, batch_stats=batch_stats, ema=params, **kwargs
+        apply_fn=Net().apply,
+        params=params,
+        tx=tx,
+        batch_stats=batch_stats,
+        ema=params,
+        **kwargs,
     )
 
 
@@ -63,7 +72,9 @@ def train_step(state, x, key, with_value=False):
     (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
     ema = optax.incremental_update(state.params, state.ema, 0.1)
     value = loss if with_value else None
-    return state.apply_gradients(grads=grads, value=value, batch_stats=updates["batch_stats"], ema=ema), loss
+    return state.apply_gradients(
+        grads=grads, value=value, batch_stats=updates["batch_stats"], ema=ema
+    ), loss
 
 
 jitted_train_step = jax.jit(train_step, static_argnames="with_value")
@@ -97,7 +108,9 @@ def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(with_value
 
 def test_flax_itself_keeps_non_finite_statistics_on_the_same_batch():
     rngs = {"dropout": jax.random.key(0)}
-    _, updates = Net().apply(variables(), data(OVERFLOWS), mutable=["batch_stats"], rngs=rngs)
+    _, updates = Net().apply(
+        variables(), data(OVERFLOWS), mutable=["batch_stats"], rngs=rngs
+    )
     assert not jmp_scale.all_finite(updates)
 
 
@@ -154,16 +167,21 @@ def test_gradients_are_true_and_float32():
         tx=optax.sgd(0.1),
         loss_scale=jmp_scale.StaticLossScale(2.0**10),
     )
-    loss, grads = state.value_and_grad(lambda params: (params["w"] * 3).astype(jnp.float32).sum())(
-        state.params
+    loss, grads = state.value_and_grad(
+        lambda params: (params["w"] * 3).astype(jnp.float32).sum()
+    )(state.params)
+    assert_bitwise_equal(
+        (loss, grads), (jnp.float32(6.0), {"w": jnp.full(2, 3.0, jnp.float32)})
     )
-    assert_bitwise_equal((loss, grads), (jnp.float32(6.0), {"w": jnp.full(2, 3.0, jnp.float32)}))
 
 
 def test_create_wraps_the_optimizer_with_the_given_loss_scale():
     loss_scale = jmp_scale.DynamicLossScale(8.0, period=7)
     state = TrainState.create(
-        apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), loss_scale=loss_scale
+        apply_fn=None,
+        params={"w": jnp.ones(2)},
+        tx=optax.sgd(0.1),
+        loss_scale=loss_scale,
     )
     assert_bitwise_equal(state.loss_scale, loss_scale)
     assert isinstance(state.opt_state, jmp_scale.LossScaleState)
@@ -175,7 +193,9 @@ def test_without_a_loss_scale_it_trains_as_flax_does():
 
     params = {"w": jnp.arange(4.0)}
     ours = TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
-    flaxs = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    flaxs = train_state.TrainState.create(
+        apply_fn=None, params=params, tx=optax.adam(0.1)
+    )
     for _ in range(3):
         ours = ours.apply_gradients(grads=ours.value_and_grad(loss_fn)(ours.params)[1])
         flaxs = flaxs.apply_gradients(grads=jax.grad(loss_fn)(flaxs.params))
@@ -214,14 +234,19 @@ class Float8Net(nn.Module):
 def float8_step(loss_scale, x, factor=1.0):
     params = Float8Net().init(jax.random.key(0), jnp.ones((8, 16)))
     state = TrainState.create(
-        apply_fn=Float8Net().apply, params=params, tx=optax.sgd(0.1), loss_scale=loss_scale
+        apply_fn=Float8Net().apply,
+        params=params,
+        tx=optax.sgd(0.1),
+        loss_scale=loss_scale,
     )
 
     def loss_fn(params):
         return (state.apply_fn(params, x) ** 2).mean()
 
     _, grads = state.value_and_grad(loss_fn, allow_int=True)(state.params)
-    grads["params"] = jax.tree.map(lambda g: g * factor, grads["params"])  # float8 itself saturates
+    grads["params"] = jax.tree.map(
+        lambda g: g * factor, grads["params"]
+    )  # float8 itself saturates
     return state, state.apply_gradients(grads=grads)
 
 
@@ -231,14 +256,17 @@ def test_float8_scales_are_replaced_not_unscaled():
     _, scaled = float8_step(jmp_scale.StaticLossScale(2.0**10), x)
     names = ("input_amax_history", "kernel_amax_history", "input_scale", "kernel_scale")
     plain, scaled = (
-        s.params["_overwrite_with_gradient"]["Dense_0"]["Fp8DirectDotGeneralOp_0"] for s in (plain, scaled)
+        s.params["_overwrite_with_gradient"]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
+        for s in (plain, scaled)
     )
     assert_bitwise_equal([scaled[n] for n in names], [plain[n] for n in names])
     assert (plain["input_amax_history"] != 0).any()
 
 
 def test_float8_scales_stay_on_a_skipped_step():
-    before, after = float8_step(jmp_scale.StaticLossScale(2.0**10), jnp.ones((8, 16)), factor=jnp.inf)
+    before, after = float8_step(
+        jmp_scale.StaticLossScale(2.0**10), jnp.ones((8, 16)), factor=jnp.inf
+    )
     assert_bitwise_equal(after.params, before.params)
 
 

@@ -48,7 +48,9 @@ def test_the_documented_sequence():
 
 
 def test_an_overflow_halves_s_and_starts_the_count_again():
-    history = trajectory(DynamicLossScale(8.0, period=3), [True, True, False, True, True, True])
+    history = trajectory(
+        DynamicLossScale(8.0, period=3), [True, True, False, True, True, True]
+    )
     assert history == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0)]
 
 
@@ -58,17 +60,23 @@ def test_s_stops_at_its_floor():
 
 
 def test_s_holds_at_its_cap():
-    history = trajectory(DynamicLossScale(4.0, period=1, max_loss_scale=10.0), [True] * 3)
+    history = trajectory(
+        DynamicLossScale(4.0, period=1, max_loss_scale=10.0), [True] * 3
+    )
     assert [s for s, _ in history] == [8, 8, 8]
 
 
 def test_s_clamps_at_its_cap():
-    history = trajectory(DynamicLossScale(4.0, period=1, max_loss_scale=10.0, at_max="clamp"), [True] * 3)
+    history = trajectory(
+        DynamicLossScale(4.0, period=1, max_loss_scale=10.0, at_max="clamp"), [True] * 3
+    )
     assert [s for s, _ in history] == [8, 10, 10]
 
 
 def test_s_reaches_a_cap_that_is_a_multiple_of_it():
-    history = trajectory(DynamicLossScale(4.0, period=1, max_loss_scale=8.0), [True] * 2)
+    history = trajectory(
+        DynamicLossScale(4.0, period=1, max_loss_scale=8.0), [True] * 2
+    )
     assert [s for s, _ in history] == [8, 8]
 
 
@@ -94,7 +102,9 @@ def test_at_the_ends_of_the_range_unscale_undoes_scale(s):
 
 def test_a_loss_that_is_not_finite_leaves_the_whole_state_as_it_is():
     finite, loss_finite = [True, False, True, True], [True, False, False, True]
-    history = trajectory(DynamicLossScale(8.0, period=3, hysteresis=2), finite, loss_finite)
+    history = trajectory(
+        DynamicLossScale(8.0, period=3, hysteresis=2), finite, loss_finite
+    )
     assert history == [(8, 1), (8, 1), (8, 1), (8, 2)]
 
 
@@ -115,20 +125,28 @@ configurations = st.fixed_dictionaries(
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(configurations, st.lists(st.tuples(st.booleans(), st.booleans()), min_size=40, max_size=40))
+@given(
+    configurations,
+    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=40, max_size=40),
+)
 def test_every_configuration_follows_the_rule_in_plain_python(configuration, flags):
     finite, loss_finite = [a or b for a, b in flags], [a or not b for a, b in flags]
     expected = reference_rule(finite, loss_finite=loss_finite, **configuration)
     actual = trajectory(DynamicLossScale(**configuration), finite, loss_finite)
     assert [c for _, c in actual] == [c for _, c, _ in expected]
     # Not powers of two: Python computes in f64, the loss scale in f32.
-    np.testing.assert_allclose([s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5)
+    np.testing.assert_allclose(
+        [s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5
+    )
 
 
 def test_every_mode_gives_the_same_trajectory():
     finite = [True, True, False, True, True, True, False, False, True]
     start = DynamicLossScale(8.0, period=2, hysteresis=2)
-    expected = [(s, c) for s, c, _ in reference_rule(finite, loss_scale=8.0, period=2, hysteresis=2)]
+    expected = [
+        (s, c)
+        for s, c, _ in reference_rule(finite, loss_scale=8.0, period=2, hysteresis=2)
+    ]
     mesh = jax.make_mesh((8,), ("i",))
     replicated = PartitionSpec()
     modes = {
@@ -136,10 +154,17 @@ def test_every_mode_gives_the_same_trajectory():
         "jit": jax.jit(lambda ls, f: ls.adjust(f)),
         "vmap": lambda ls, f: jax.tree.map(
             lambda x: x[1],
-            jax.vmap(lambda ls, f: ls.adjust(f))(*jax.tree.map(lambda x: jnp.stack([x, x]), (ls, f))),
+            jax.vmap(lambda ls, f: ls.adjust(f))(
+                *jax.tree.map(lambda x: jnp.stack([x, x]), (ls, f))
+            ),
         ),
         "shard_map": jax.jit(
-            jax.shard_map(lambda ls, f: ls.adjust(f), mesh=mesh, in_specs=replicated, out_specs=replicated)
+            jax.shard_map(
+                lambda ls, f: ls.adjust(f),
+                mesh=mesh,
+                in_specs=replicated,
+                out_specs=replicated,
+            )
         ),
     }
     for name, adjust in modes.items():
@@ -163,7 +188,9 @@ def primitives(fun, *args):
 
 
 def adjust_primitives(**configuration):
-    return primitives(lambda ls, f: ls.adjust(f), DynamicLossScale(**configuration), jnp.array(True))
+    return primitives(
+        lambda ls, f: ls.adjust(f), DynamicLossScale(**configuration), jnp.array(True)
+    )
 
 
 def plain_rule(s, counter, finite):
@@ -195,23 +222,37 @@ def test_a_part_of_the_rule_that_is_not_used_costs_no_operation(unused):
 
 @pytest.mark.parametrize("reset", ["growth", "finite", "finite_or_backoff"])
 def test_hysteresis_costs_one_leaf_and_at_most_seven_operations(reset):
-    assert len(jax.tree.leaves(DynamicLossScale(hysteresis=2, hysteresis_reset=reset))) == 3
-    paid = len(adjust_primitives(hysteresis=2, hysteresis_reset=reset)) - len(adjust_primitives())
+    assert (
+        len(jax.tree.leaves(DynamicLossScale(hysteresis=2, hysteresis_reset=reset)))
+        == 3
+    )
+    paid = len(adjust_primitives(hysteresis=2, hysteresis_reset=reset)) - len(
+        adjust_primitives()
+    )
     assert 0 < paid <= 7
 
 
-@pytest.mark.parametrize("flag", [True, False, np.True_, np.array(False), jnp.array(True)])
+@pytest.mark.parametrize(
+    "flag", [True, False, np.True_, np.array(False), jnp.array(True)]
+)
 def test_adjust_takes_any_boolean_scalar(flag):
-    assert DynamicLossScale(8.0, period=1).adjust(flag).loss_scale == (16 if flag else 4)
+    assert DynamicLossScale(8.0, period=1).adjust(flag).loss_scale == (
+        16 if flag else 4
+    )
 
 
 @pytest.mark.parametrize(
-    "flag", [jnp.ones(2, bool), jnp.ones((1,), bool), 1, 1.0, jnp.array(1), jnp.float32(0)]
+    "flag",
+    [jnp.ones(2, bool), jnp.ones((1,), bool), 1, 1.0, jnp.array(1), jnp.float32(0)],
 )
 def test_adjust_refuses_a_flag_that_is_no_boolean_of_the_shape_of_s(flag):
-    with pytest.raises(ValueError, match="expected grads_finite to be a boolean of the shape"):
+    with pytest.raises(
+        ValueError, match="expected grads_finite to be a boolean of the shape"
+    ):
         DynamicLossScale().adjust(flag)
-    with pytest.raises(ValueError, match="expected loss_finite to be a boolean of the shape"):
+    with pytest.raises(
+        ValueError, match="expected loss_finite to be a boolean of the shape"
+    ):
         DynamicLossScale().adjust(True, loss_finite=flag)
 
 
@@ -286,7 +327,12 @@ def test_leaves_that_are_not_inexact_pass_unchanged(loss_scale):
         "function": jnp.tanh,
     }
     for verb in (loss_scale.scale, loss_scale.unscale):
-        assert all(a is b for a, b in zip(jax.tree.leaves(verb(tree)), jax.tree.leaves(tree), strict=True))
+        assert all(
+            a is b
+            for a, b in zip(
+                jax.tree.leaves(verb(tree)), jax.tree.leaves(tree), strict=True
+            )
+        )
 
 
 def test_python_floats_are_scaled_as_jmp_does():
@@ -320,21 +366,33 @@ def test_an_array_of_loss_scales_is_refused_outside_of_vmap():
     assert several.counter.shape == (2,)
     with pytest.raises(ValueError, match=r"scalar loss_scale, got one of shape \(2,\)"):
         several.scale(jnp.float32(1.0))
-    assert jax.vmap(jmp_scale.scale, in_axes=(0, None))(several, jnp.float32(1.0)).tolist() == [8, 16]
+    assert jax.vmap(jmp_scale.scale, in_axes=(0, None))(
+        several, jnp.float32(1.0)
+    ).tolist() == [8, 16]
     assert several.adjust(jnp.array([True, False])).loss_scale.tolist() == [8, 8]
 
 
 def test_the_module_level_verbs_map_over_several_loss_scales():
-    scales = {"a": DynamicLossScale(8.0, period=1), "b": StaticLossScale(2.0), "c": NoOpLossScale()}
+    scales = {
+        "a": DynamicLossScale(8.0, period=1),
+        "b": StaticLossScale(2.0),
+        "c": NoOpLossScale(),
+    }
     x = dict.fromkeys(scales, jnp.float32(1.0))
 
     def over_scales(verb, *trees):
-        return jax.tree.map(verb, scales, *trees, is_leaf=lambda s: isinstance(s, jmp_scale.LossScale))
+        return jax.tree.map(
+            verb, scales, *trees, is_leaf=lambda s: isinstance(s, jmp_scale.LossScale)
+        )
 
     assert over_scales(jmp_scale.scale, x) == {"a": 8, "b": 2, "c": 1}
     assert over_scales(jmp_scale.unscale, over_scales(jmp_scale.scale, x)) == x
     adjusted = over_scales(jmp_scale.adjust, dict.fromkeys(scales, jnp.array(True)))
-    assert (adjusted["a"].loss_scale, adjusted["b"], adjusted["c"]) == (16, scales["b"], scales["c"])
+    assert (adjusted["a"].loss_scale, adjusted["b"], adjusted["c"]) == (
+        16,
+        scales["b"],
+        scales["c"],
+    )
 
 
 # Pytrees ----------------------------------------------------------------------------------------------
@@ -366,7 +424,9 @@ def fields_of(loss_scale):
         lambda ls: pickle.loads(pickle.dumps(ls)),
         copy.deepcopy,
         lambda ls: dataclasses.replace(ls),
-        lambda ls: jax.tree.map(lambda x: x[0], jax.vmap(lambda x: x)(jax.tree.map(lambda x: x[None], ls))),
+        lambda ls: jax.tree.map(
+            lambda x: x[0], jax.vmap(lambda x: x)(jax.tree.map(lambda x: x[None], ls))
+        ),
     ],
 )
 def test_every_field_survives(round_trip):
@@ -392,7 +452,10 @@ def test_the_floor_survives_jit():
         (NoOpLossScale(), []),
         (StaticLossScale(8.0), []),
         (DynamicLossScale(), [".loss_scale", ".counter"]),
-        (DynamicLossScale(hysteresis=2), [".loss_scale", ".counter", ".hysteresis_left"]),
+        (
+            DynamicLossScale(hysteresis=2),
+            [".loss_scale", ".counter", ".hysteresis_left"],
+        ),
     ],
 )
 def test_leaves_are_named(loss_scale, paths):
@@ -401,7 +464,16 @@ def test_leaves_are_named(loss_scale, paths):
 
 
 @pytest.mark.parametrize(
-    "placeholder", [None, object(), PartitionSpec("i"), jax.ShapeDtypeStruct((), jnp.float32), 0, "text", ()]
+    "placeholder",
+    [
+        None,
+        object(),
+        PartitionSpec("i"),
+        jax.ShapeDtypeStruct((), jnp.float32),
+        0,
+        "text",
+        (),
+    ],
 )
 def test_any_placeholder_may_stand_for_a_leaf(placeholder):
     treedef = jax.tree.structure(DynamicLossScale(8.0, period=3))
@@ -419,12 +491,17 @@ def test_placeholders_may_be_given_by_hand():
 def test_eval_shape_and_ahead_of_time_compilation_work():
     loss_scale = DynamicLossScale(8.0, period=1)
     shapes = jax.eval_shape(lambda: loss_scale)
-    compiled = jax.jit(lambda ls, f: ls.adjust(f)).lower(shapes, jax.ShapeDtypeStruct((), bool)).compile()
+    compiled = (
+        jax.jit(lambda ls, f: ls.adjust(f))
+        .lower(shapes, jax.ShapeDtypeStruct((), bool))
+        .compile()
+    )
     assert compiled(loss_scale, jnp.array(True)).loss_scale == 16
 
 
 @pytest.mark.parametrize(
-    "loss_scale", [DynamicLossScale(8, period=2), FULL, StaticLossScale(2), NoOpLossScale()]
+    "loss_scale",
+    [DynamicLossScale(8, period=2), FULL, StaticLossScale(2), NoOpLossScale()],
 )
 def test_adjust_returns_the_types_that_it_was_given(loss_scale):
     for loss_finite in (True, jnp.array(True)):
@@ -436,7 +513,9 @@ def test_adjust_returns_the_types_that_it_was_given(loss_scale):
         ]
 
 
-@pytest.mark.parametrize("start", [2.0**15, np.float16(2**15), jnp.float16(2**15), 2**15])
+@pytest.mark.parametrize(
+    "start", [2.0**15, np.float16(2**15), jnp.float16(2**15), 2**15]
+)
 def test_adjust_is_traced_once_for_any_history_and_start(start):
     adjust, traces = count_traces(lambda ls, f: ls.adjust(f))
     jitted, loss_scale = jax.jit(adjust), DynamicLossScale(start, period=2)
@@ -463,9 +542,13 @@ def test_a_loss_scale_is_a_valid_carry(carry):
     if carry == "scan":
         end, _ = jax.lax.scan(lambda ls, _: (step(ls), None), start, length=2)
     elif carry == "while_loop":
-        _, end = jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, step(c[1])), (0, start))
+        _, end = jax.lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, step(c[1])), (0, start)
+        )
     else:
-        end = jax.lax.cond(jnp.array(True), lambda ls: step(step(ls)), lambda ls: ls, start)
+        end = jax.lax.cond(
+            jnp.array(True), lambda ls: step(step(ls)), lambda ls: ls, start
+        )
     assert (float(end.loss_scale), int(end.counter)) == (16, 0)
 
 

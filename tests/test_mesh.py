@@ -21,7 +21,9 @@ EXPLICIT_TWO = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Explicit,)
 
 
 def shard_mapped(mesh, spec, **kwargs):
-    return lambda fun: jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=P(), **kwargs))
+    return lambda fun: jax.jit(
+        jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=P(), **kwargs)
+    )
 
 
 # From a function of one device's share of f32[8] to one of f32[8].
@@ -33,9 +35,13 @@ MANUAL = {
     "shard_map 2-D": shard_mapped(TWO_AXES, P(("i", "j"))),
     "shard_map 2-D unchecked": shard_mapped(TWO_AXES, P(("i", "j")), check_vma=False),
     "partial shard_map": shard_mapped(TWO_AXES, P("i"), axis_names={"i"}),
-    "partial shard_map unchecked": shard_mapped(TWO_AXES, P("i"), axis_names={"i"}, check_vma=False),
+    "partial shard_map unchecked": shard_mapped(
+        TWO_AXES, P("i"), axis_names={"i"}, check_vma=False
+    ),
     "shard_map of Explicit axes": lambda fun: (
-        lambda x: shard_mapped(EXPLICIT, P("i"))(fun)(jax.device_put(x, NamedSharding(EXPLICIT, P("i"))))
+        lambda x: shard_mapped(EXPLICIT, P("i"))(fun)(
+            jax.device_put(x, NamedSharding(EXPLICIT, P("i")))
+        )
     ),
     "nested shard_map": lambda fun: shard_mapped(TWO_AXES, P("i"), axis_names={"i"})(
         jax.shard_map(fun, in_specs=P("j"), out_specs=P(), axis_names={"j"})
@@ -44,7 +50,9 @@ MANUAL = {
 
 
 def in_scan(x):
-    return lax.scan(lambda finite, v: (finite & jmp_scale.all_finite(v), None), True, x[None])[0]
+    return lax.scan(
+        lambda finite, v: (finite & jmp_scale.all_finite(v), None), True, x[None]
+    )[0]
 
 
 def in_grad(x):
@@ -55,7 +63,12 @@ def in_vmap(x):
     return jax.vmap(jmp_scale.all_finite)(jnp.stack([x, jnp.ones_like(x)]))[0]
 
 
-INSIDE = {"directly": jmp_scale.all_finite, "in scan": in_scan, "in grad": in_grad, "in vmap": in_vmap}
+INSIDE = {
+    "directly": jmp_scale.all_finite,
+    "in scan": in_scan,
+    "in grad": in_grad,
+    "in vmap": in_vmap,
+}
 
 
 def on_each_device(flag):
@@ -82,13 +95,20 @@ def test_an_empty_axis_name_leaves_the_answer_local(mode):
         with pytest.raises(ValueError, match="out_specs"):
             MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))(bad_on(5))
         return
-    answers = on_each_device(MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))(bad_on(5)))
+    answers = on_each_device(
+        MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))(bad_on(5))
+    )
     assert set(answers) == {True, False}
 
 
 @pytest.mark.parametrize(
     ("axis_name", "bad_devices"),
-    [("i", {1, 3, 5, 7}), ("j", {4, 5}), (("i", "j"), set(range(8))), (["j", "i"], set(range(8)))],
+    [
+        ("i", {1, 3, 5, 7}),
+        ("j", {4, 5}),
+        (("i", "j"), set(range(8))),
+        (["j", "i"], set(range(8))),
+    ],
 )
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_named_axes_are_the_ones_that_agree(axis_name, bad_devices, check_vma):
@@ -114,7 +134,9 @@ def test_an_unknown_axis_name_is_an_error():
         jax.jit(lambda x: jmp_scale.all_finite(x, "nowhere"))(bad_on(5))
 
 
-@pytest.mark.parametrize("mode", ["pmap without axis name", "shard_map", "shard_map unchecked"])
+@pytest.mark.parametrize(
+    "mode", ["pmap without axis name", "shard_map", "shard_map unchecked"]
+)
 def test_manual_modes_reduce_one_scalar_boolean(mode):
     def finite(x):
         return jmp_scale.all_finite([x, x + 1, x + 2])
@@ -129,7 +151,9 @@ def test_only_a_shard_or_an_only_device_holds_whole_arrays():
             return x
 
         answers = []
-        jax.shard_map(ask, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axis_names)(jnp.ones(8))
+        jax.shard_map(
+            ask, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axis_names
+        )(jnp.ones(8))
         return answers[-1]
 
     assert not _mesh.has_whole_arrays()
@@ -149,7 +173,9 @@ def test_a_flag_that_is_already_equal_is_not_reduced_again():
     def finite(x):
         return jmp_scale.all_finite(lax.psum(x, "i"))
 
-    assert collectives(MANUAL["shard_map"](finite), bad_on(5)) == [("all-reduce", "f32[1]{0}")]
+    assert collectives(MANUAL["shard_map"](finite), bad_on(5)) == [
+        ("all-reduce", "f32[1]{0}")
+    ]
 
 
 def sharded_tree(mesh, spec, bad=None):
@@ -159,15 +185,24 @@ def sharded_tree(mesh, spec, bad=None):
         tree["leaf4"][7, 15] = bad
     return jax.device_put(
         tree | {"count": np.int32(3)},
-        {name: NamedSharding(mesh, P() if name == "count" else spec) for name in [*tree, "count"]},
+        {
+            name: NamedSharding(mesh, P() if name == "count" else spec)
+            for name in [*tree, "count"]
+        },
     )
 
 
-SHARDED = {"1-D": (ONE_AXIS, P("i")), "2-D": (TWO_AXES, P("i", "j")), "both": (TWO_AXES, P(None, ("j", "i")))}
+SHARDED = {
+    "1-D": (ONE_AXIS, P("i")),
+    "2-D": (TWO_AXES, P("i", "j")),
+    "both": (TWO_AXES, P(None, ("j", "i"))),
+}
 
 
 @pytest.mark.parametrize(("case", "axis_groups"), [("1-D", 1), ("2-D", 2), ("both", 1)])
-def test_auto_sharded_leaves_share_one_boolean_all_reduce_per_axis_group(case, axis_groups):
+def test_auto_sharded_leaves_share_one_boolean_all_reduce_per_axis_group(
+    case, axis_groups
+):
     found = collectives(jax.jit(jmp_scale.all_finite), sharded_tree(*SHARDED[case]))
     assert found == [("all-reduce", f"({', '.join(['pred[]'] * 12)})")] * axis_groups
 
@@ -181,8 +216,12 @@ def test_with_specs_there_is_exactly_one_scalar_all_reduce(case, how):
 
     @jax.jit
     def finite(tree):
-        tree = tree if how == "tree" else {k: v for k, v in tree.items() if k != "count"}
-        return jmp_scale.all_finite(tree, specs=specs, mesh=None if how == "context mesh" else mesh)
+        tree = (
+            tree if how == "tree" else {k: v for k, v in tree.items() if k != "count"}
+        )
+        return jmp_scale.all_finite(
+            tree, specs=specs, mesh=None if how == "context mesh" else mesh
+        )
 
     with jax.set_mesh(mesh):
         assert collectives(finite, clean) == [("all-reduce", "pred[]")]
@@ -190,7 +229,9 @@ def test_with_specs_there_is_exactly_one_scalar_all_reduce(case, how):
         assert on_each_device(finite(dirty)) == [False] * 8
 
 
-@pytest.mark.parametrize("case", [(EXPLICIT, P("i")), (EXPLICIT_TWO, P("i", "j"))], ids=["1-D", "2-D"])
+@pytest.mark.parametrize(
+    "case", [(EXPLICIT, P("i")), (EXPLICIT_TWO, P("i", "j"))], ids=["1-D", "2-D"]
+)
 def test_explicit_mode_needs_no_specs_for_exactly_one_scalar_all_reduce(case):
     mesh, spec = case
     finite = jax.jit(jmp_scale.all_finite)
@@ -203,12 +244,17 @@ def test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf():
     finite = jax.jit(jmp_scale.all_finite)
     assert collectives(finite, sharded_tree(EXPLICIT_TWO, P())) == []
     hlo = finite.lower(sharded_tree(EXPLICIT_TWO, P("j"))).compile().as_text()
-    pairs = ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", "replica_groups=mesh['i'=4,'j'=2] {'j'}")
+    pairs = (
+        "replica_groups={{0,1},{2,3},{4,5},{6,7}}",
+        "replica_groups=mesh['i'=4,'j'=2] {'j'}",
+    )
     assert any(groups in hlo for groups in pairs)
 
 
 def test_explicit_axes_are_found_eagerly_in_vmap_and_beside_manual_axes():
-    clean, dirty = (sharded_tree(EXPLICIT_TWO, P(None, "j"), bad) for bad in (None, np.inf))
+    clean, dirty = (
+        sharded_tree(EXPLICIT_TWO, P(None, "j"), bad) for bad in (None, np.inf)
+    )
     partial = jax.jit(jax.shard_map(
         jmp_scale.all_finite, mesh=EXPLICIT_TWO, in_specs=P(), out_specs=P(), axis_names={"i"}
     ))  # fmt: skip
@@ -226,11 +272,14 @@ def test_specs_are_joined_whatever_the_axis_name(axis_name):
     @jax.jit
     def finite(x):
         agreed = jax.vmap(
-            lambda x: jmp_scale.all_finite(x, axis_name, specs=P("i"), mesh=ONE_AXIS), axis_name="batch"
+            lambda x: jmp_scale.all_finite(x, axis_name, specs=P("i"), mesh=ONE_AXIS),
+            axis_name="batch",
         )
         return agreed(jnp.stack([x, jnp.ones_like(x)]))
 
-    assert finite(x).tolist() == ([False, False] if axis_name == "batch" else [False, True])
+    assert finite(x).tolist() == (
+        [False, False] if axis_name == "batch" else [False, True]
+    )
 
 
 def test_specs_without_any_mesh_are_an_error():
@@ -239,17 +288,23 @@ def test_specs_without_any_mesh_are_an_error():
 
 
 def test_specs_must_name_axes_of_the_mesh():
-    with pytest.raises(ValueError, match=r"specs names \['k'\], but mesh has the axes \('i', 'j'\)"):
+    with pytest.raises(
+        ValueError, match=r"specs names \['k'\], but mesh has the axes \('i', 'j'\)"
+    ):
         jmp_scale.all_finite(jnp.ones(8), specs=P(("i", "k")), mesh=TWO_AXES)
 
 
 def test_specs_must_fit_the_tree():
-    with pytest.raises(ValueError, match="expected specs of the structure of tree or of a prefix"):
+    with pytest.raises(
+        ValueError, match="expected specs of the structure of tree or of a prefix"
+    ):
         jmp_scale.all_finite({"a": jnp.ones(8)}, specs={"b": P("i")}, mesh=ONE_AXIS)
 
 
 def test_specs_must_be_partition_specs():
-    with pytest.raises(TypeError, match="expected a PartitionSpec for each leaf in specs, got 'i'"):
+    with pytest.raises(
+        TypeError, match="expected a PartitionSpec for each leaf in specs, got 'i'"
+    ):
         jmp_scale.all_finite({"a": jnp.ones(8)}, specs={"a": "i"}, mesh=ONE_AXIS)
 
 

@@ -38,7 +38,11 @@ def processes(commands, folder):
                 errors = files.enter_context((folder / f"stderr{i}").open("w"))
                 started.append(
                     subprocess.Popen(
-                        command, stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT
+                        command,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        text=True,
+                        env=ENVIRONMENT,
                     )
                 )
             yield started
@@ -54,7 +58,12 @@ def by_hand(count, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = [*COMMAND, f"--period={PERIOD}", f"--cpu-devices={DEVICES // count}", *map(str, args)]
+    common = [
+        *COMMAND,
+        f"--period={PERIOD}",
+        f"--cpu-devices={DEVICES // count}",
+        *map(str, args),
+    ]
     if count == 1:
         return [common]
     distributed = [f"--coordinator=127.0.0.1:{port}", f"--num-processes={count}"]
@@ -84,7 +93,9 @@ def expected_history(steps, overflow_at, first_step=0):
     """The same by the rule in plain Python."""
     rule = reference_rule([i not in overflow_at for i in range(steps)], period=PERIOD)
     exponents = [15, *(round(math.log2(s)) for s, _, _ in rule)]
-    steps_of_change = [i for i in range(first_step + 1, steps + 1) if exponents[i] != exponents[i - 1]]
+    steps_of_change = [
+        i for i in range(first_step + 1, steps + 1) if exponents[i] != exponents[i - 1]
+    ]
     return " ".join(f"{i}:2^{exponents[i]}" for i in [first_step, *steps_of_change])
 
 
@@ -109,7 +120,11 @@ def killed(tmp_path_factory):
         survivor.wait(timeout=LIMIT)
         seconds = time.monotonic() - begin
         assert survivor.returncode != 0
-    saved = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
+    saved = [
+        int(path.name)
+        for path in (folder / "checkpoints").iterdir()
+        if path.name.isdigit()
+    ]
     return folder / "checkpoints", max(saved), seconds
 
 
@@ -125,7 +140,8 @@ def never_killed(plan, tmp_path_factory):
     """S history and digest of an undisturbed run on 4 processes."""
     steps, overflow_at = plan
     output = run(
-        by_hand(4, f"--steps={steps}", "--overflow-at", *overflow_at), tmp_path_factory.mktemp("four") / "run"
+        by_hand(4, f"--steps={steps}", "--overflow-at", *overflow_at),
+        tmp_path_factory.mktemp("four") / "run",
     )
     assert output.count("process") == 8
     return reports(output)
@@ -143,7 +159,10 @@ def test_four_processes_follow_the_rule(plan, never_killed):
 @pytest.mark.parametrize("count", [1, 2])
 def test_fewer_processes_have_the_same_history(count, plan, never_killed, tmp_path):
     steps, overflow_at = plan
-    output = run(by_hand(count, f"--steps={steps}", "--overflow-at", *overflow_at), tmp_path / "run")
+    output = run(
+        by_hand(count, f"--steps={steps}", "--overflow-at", *overflow_at),
+        tmp_path / "run",
+    )
     history, digest = reports(output)
     assert history == never_killed[0]
     if count > 1:  # a single process adds the gradients of its devices in another order
@@ -168,13 +187,24 @@ def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_ki
     assert digest == never_killed[1]
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
+@pytest.mark.skipif(
+    shutil.which("mpirun") is None,
+    reason="mpirun is not installed (Debian: openmpi-bin)",
+)
 def test_mpirun_starts_the_same_run(tmp_path):
     mpirun = [
         "mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
         "--mca", "oob_tcp_if_include", "lo", "--mca", "btl", "self,tcp",
     ]  # fmt: skip
-    command = [*mpirun, *COMMAND, f"--period={PERIOD}", "--steps=20", "--overflow-at", "3", "12"]
+    command = [
+        *mpirun,
+        *COMMAND,
+        f"--period={PERIOD}",
+        "--steps=20",
+        "--overflow-at",
+        "3",
+        "12",
+    ]
     output = run([command], tmp_path / "run")
     assert "process 1 of 2" in output
     assert reports(output)[0] == expected_history(20, [3, 12])

@@ -33,7 +33,9 @@ def loss_fn(model, x):
     return jnp.mean((model(x) - 1.0) ** 2)
 
 
-TX = jmp_scale.with_loss_scale(optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2))
+TX = jmp_scale.with_loss_scale(
+    optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
+)
 
 
 def make(optimizer_class=Optimizer, tx=TX, **kwargs):
@@ -55,12 +57,17 @@ def train_step_with_value(model, optimizer, x):
 
 def plain_train_step(model, optimizer, x):
     loss_scale = optimizer.opt_state.loss_scale
-    loss, grads = jmp_scale.value_and_grad(loss_fn, loss_scale, transform=nnx.value_and_grad)(model, x)
+    loss, grads = jmp_scale.value_and_grad(
+        loss_fn, loss_scale, transform=nnx.value_and_grad
+    )(model, x)
     optimizer.update(model, grads)
     return loss
 
 
-JITTED = {step: nnx.jit(step) for step in (train_step, train_step_with_value, plain_train_step)}
+JITTED = {
+    step: nnx.jit(step)
+    for step in (train_step, train_step_with_value, plain_train_step)
+}
 
 
 def run(sizes, model, optimizer, step=train_step):
@@ -78,14 +85,18 @@ def snapshot(model, optimizer):
 
 
 def host(x):
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+    return np.asarray(
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
 
 
 def test_an_applied_step_changes_parameters_statistics_and_step():
     model, optimizer = make()
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.BatchStat, nnx.Param))
     run([GOOD], model, optimizer)
-    for old, new in zip(before, nnx.state(model, nnx.BatchStat, nnx.Param), strict=True):
+    for old, new in zip(
+        before, nnx.state(model, nnx.BatchStat, nnx.Param), strict=True
+    ):
         pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
         assert any((a != b).any() for a, b in pairs)
     assert int(optimizer.step[...]) == 1
@@ -102,7 +113,9 @@ def test_a_skipped_step_leaves_all_that_training_keeps_bit_identical(step):
 
 
 def test_an_eager_step_skips_as_well():
-    model, optimizer = make(tx=optax.sgd(0.1), loss_scale=jmp_scale.DynamicLossScale(2.0**10))
+    model, optimizer = make(
+        tx=optax.sgd(0.1), loss_scale=jmp_scale.DynamicLossScale(2.0**10)
+    )
     before = snapshot(model, optimizer)
     train_step(model, optimizer, data(OVERFLOWS))
     assert_bitwise_equal(snapshot(model, optimizer), before)
@@ -152,7 +165,9 @@ def test_the_loss_scale_follows_the_rule():
     history = []
     for size in [GOOD, GOOD, OVERFLOWS, GOOD]:
         run([size], model, optimizer)
-        history.append((float(optimizer.loss_scale.loss_scale), int(optimizer.loss_scale.counter)))
+        history.append(
+            (float(optimizer.loss_scale.loss_scale), int(optimizer.loss_scale.counter))
+        )
     assert history == [(2.0**10, 1), (2.0**11, 0), (2.0**10, 0), (2.0**10, 1)]
 
 
@@ -187,7 +202,9 @@ def test_an_aux_is_returned_and_the_model_may_stand_second():
         loss = loss_fn(model, x)
         return loss, x.shape
 
-    (_, aux), grads = optimizer.value_and_grad(second, argnums=1, has_aux=True)(data(OVERFLOWS), model)
+    (_, aux), grads = optimizer.value_and_grad(second, argnums=1, has_aux=True)(
+        data(OVERFLOWS), model
+    )
     optimizer.update(model, grads)
     assert aux == (16, 4)
     assert jmp_scale.all_finite(nnx.state(model, nnx.BatchStat))
@@ -203,14 +220,19 @@ def test_only_the_variables_of_wrt_are_trained():
 
 
 def test_without_a_loss_scale_it_trains_as_nnx_does():
-    ours, reference = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    ours, reference = (
+        nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
+        nnx.Linear(4, 1, rngs=nnx.Rngs(0)),
+    )
     optimizer = Optimizer(ours, optax.adam(1e-2))
     reference_optimizer = nnx.Optimizer(reference, optax.adam(1e-2), wrt=nnx.Param)
     for _ in range(2):
         train_step(ours, optimizer, data(GOOD))
         _, grads = nnx.value_and_grad(loss_fn)(reference, data(GOOD))
         reference_optimizer.update(reference, grads)
-    ours, reference = (nnx.to_pure_dict(nnx.state(model)) for model in (ours, reference))
+    ours, reference = (
+        nnx.to_pure_dict(nnx.state(model)) for model in (ours, reference)
+    )
     assert_bitwise_equal(ours, reference)
 
 

@@ -10,7 +10,10 @@ from helpers import on_devices
 
 import jmp_scale
 
-PARAMS = {f"layer{i}": {"kernel": jnp.ones((128, 128)), "bias": jnp.ones(128)} for i in range(4)}
+PARAMS = {
+    f"layer{i}": {"kernel": jnp.ones((128, 128)), "bias": jnp.ones(128)}
+    for i in range(4)
+}
 PARAM_BYTES = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
 
 # Of the unscaled step's bytes, by gradients and by whether XLA may shard them.
@@ -39,7 +42,11 @@ def of_adamw(peer, dtype, devices="one device"):
 @pytest.fixture(scope="module", params=BYTES, ids=" on ".join)
 def steps(request):
     """Figures of the unscaled and of the wrapped step."""
-    return request.param, of_adamw("unscaled", *request.param), of_adamw("with_loss_scale", *request.param)
+    return (
+        request.param,
+        of_adamw("unscaled", *request.param),
+        of_adamw("with_loss_scale", *request.param),
+    )
 
 
 def test_the_step_reads_and_writes_little_more_than_the_unscaled_one(steps):
@@ -54,14 +61,18 @@ def test_there_are_hardly_any_temporaries(steps):
 
 def test_only_scalars_of_the_state_are_copied(steps):
     _, _, scaled = steps
-    state = jmp_scale.with_loss_scale(optax.adamw(1e-3), jmp_scale.DynamicLossScale()).init(PARAMS)
+    state = jmp_scale.with_loss_scale(
+        optax.adamw(1e-3), jmp_scale.DynamicLossScale()
+    ).init(PARAMS)
     assert scaled.copied_arrays == 0
     assert len(scaled.copies) <= sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_the_verbs_select_late_but_read_less_than_jmp_s(dtype):
-    unscaled, verbs, jmp = (of_adamw(peer, dtype) for peer in ("unscaled", "jmp_scale verbs", "jmp"))
+    unscaled, verbs, jmp = (
+        of_adamw(peer, dtype) for peer in ("unscaled", "jmp_scale verbs", "jmp")
+    )
     assert verbs.bytes_accessed / unscaled.bytes_accessed <= 1.61
     assert verbs.bytes_accessed < jmp.bytes_accessed
     assert verbs.temporaries < jmp.temporaries
@@ -70,14 +81,19 @@ def test_the_verbs_select_late_but_read_less_than_jmp_s(dtype):
 
 @pytest.mark.parametrize(("dtype", "limit"), [("f32", 1.02), ("f16", 1.06)])
 def test_a_train_step_reads_and_writes_hardly_more_than_the_unscaled_one(dtype, limit):
-    model = _models.transformer(_models.Transformer(1, 64, 2, vocabulary=512, context=64), batch_size=8)
+    model = _models.transformer(
+        _models.Transformer(1, 64, 2, vocabulary=512, context=64), batch_size=8
+    )
 
     def loss_fn(params, batch):
         return model.loss(params, batch, overhead.DTYPES[dtype])
 
     problem = loss_fn, model.params, model.batch
     with on_devices("one device"):
-        unscaled, scaled = compiled("unscaled", problem), compiled("with_loss_scale", problem)
+        unscaled, scaled = (
+            compiled("unscaled", problem),
+            compiled("with_loss_scale", problem),
+        )
     assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
     assert scaled.transfers == 0
 

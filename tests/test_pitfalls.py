@@ -39,7 +39,9 @@ def test_gradients_on_a_growth_step_are_not_divided_by_the_grown_scale():
 def test_a_long_overflow_leaves_a_scale_that_the_next_good_step_can_use():
     """torch 2.13 and Keras 3.15 reach S = 0, and the next good step writes NaN (pytorch#99640)."""
     tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DynamicLossScale())
-    params, state = train(tx, jnp.ones(2), [jnp.full(2, jnp.inf)] * 200 + [jnp.full(2, 0.5)])
+    params, state = train(
+        tx, jnp.ones(2), [jnp.full(2, jnp.inf)] * 200 + [jnp.full(2, 0.5)]
+    )
     assert state.loss_scale.loss_scale == 1.0
     assert params.tolist() == [0.5, 0.5]
 
@@ -54,7 +56,9 @@ def test_finiteness_is_that_of_unscaled_gradients():
 
 def test_clipping_inside_does_not_hide_an_overflow():
     """optax.clip alone turns [inf, 1, -inf] into [1, 1, -1], and the step is taken."""
-    tx = jmp_scale.with_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(1.0)), DynamicLossScale(8.0))
+    tx = jmp_scale.with_loss_scale(
+        optax.chain(optax.clip(1.0), optax.sgd(1.0)), DynamicLossScale(8.0)
+    )
     params, state = train(tx, jnp.zeros(3), [jnp.array([jnp.inf, 1.0, -jnp.inf])])
     assert params.tolist() == [0, 0, 0]
     assert (state.skipped, state.loss_scale.loss_scale) == (1, 4)
@@ -62,7 +66,10 @@ def test_clipping_inside_does_not_hide_an_overflow():
 
 def test_the_floor_is_kept_under_jit():
     """jmp#44: jmp 0.0.4 forgets min_loss_scale in its flatten, and stops at 1 under jit."""
-    adjust, loss_scale = jax.jit(jmp_scale.adjust), DynamicLossScale(2.0, min_loss_scale=2.0**-10)
+    adjust, loss_scale = (
+        jax.jit(jmp_scale.adjust),
+        DynamicLossScale(2.0, min_loss_scale=2.0**-10),
+    )
     for _ in range(5):
         loss_scale = adjust(loss_scale, False)
     assert loss_scale.loss_scale == 0.0625
@@ -85,14 +92,18 @@ def test_one_bad_micro_batch_does_not_poison_the_accumulator():
     """MultiSteps outside of the skip keeps the NaN in its accumulator for ever."""
     inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
-    params, state = train(tx, jnp.float32(0.0), [jnp.float32(g) for g in (1.0, jnp.nan, 3.0)])
+    params, state = train(
+        tx, jnp.float32(0.0), [jnp.float32(g) for g in (1.0, jnp.nan, 3.0)]
+    )
     assert params == -2.0
     assert state.skipped == 1
 
 
 def test_weight_decay_and_momentum_do_not_move_weights_on_a_skipped_step():
     """Skipping by zeroing the gradients moves adamw by -0.077 here (levanter#973)."""
-    tx = jmp_scale.with_loss_scale(optax.adamw(0.1, weight_decay=0.1), DynamicLossScale())
+    tx = jmp_scale.with_loss_scale(
+        optax.adamw(0.1, weight_decay=0.1), DynamicLossScale()
+    )
     good, bad = jnp.ones(2), jnp.full(2, jnp.nan)
     once, _ = train(tx, jnp.ones(2), [good])
     twice, _ = train(tx, jnp.ones(2), [good, bad])
@@ -125,7 +136,9 @@ def test_growth_stops_at_a_scale_that_is_useful():
 
 def test_a_float16_initial_scale_works():
     """jmp#47: "lax.select requires same dtypes" from the README's own example."""
-    loss_scale = DynamicLossScale(jnp.float16(2**15)).adjust(jnp.array(False)).loss_scale
+    loss_scale = (
+        DynamicLossScale(jnp.float16(2**15)).adjust(jnp.array(False)).loss_scale
+    )
     assert (loss_scale.dtype, float(loss_scale)) == (jnp.float32, 16384.0)
 
 
@@ -140,14 +153,18 @@ def test_zero_gradients_of_half_precision_masters_do_not_become_nan():
 def test_float16_gradients_of_float32_parameters_cause_no_dtype_error():
     """apply_if_finite(adamw) raises a TypeError in optax 0.2.8 (optax#377, #1038, #1098)."""
     tx = jmp_scale.with_loss_scale(optax.adamw(1e-3), DynamicLossScale())
-    params, state = train(tx, jnp.ones(2), [jnp.ones(2, jnp.float16), jnp.full(2, jnp.inf, jnp.float16)])
+    params, state = train(
+        tx, jnp.ones(2), [jnp.ones(2, jnp.float16), jnp.full(2, jnp.inf, jnp.float16)]
+    )
     assert params.dtype == jnp.float32
     assert state.skipped == 1
 
 
 def test_an_integer_leaf_is_not_unscaled():
     """jmp makes 0.375 of it; flax makes complex gradients real."""
-    unscaled = DynamicLossScale(8.0).unscale({"i": jnp.int32(3), "c": jnp.complex64(8 + 16j)})
+    unscaled = DynamicLossScale(8.0).unscale(
+        {"i": jnp.int32(3), "c": jnp.complex64(8 + 16j)}
+    )
     assert (int(unscaled["i"]), complex(unscaled["c"])) == (3, 1 + 2j)
 
 
@@ -179,12 +196,14 @@ def test_a_nan_that_no_scale_cures_is_found_with_debug_nans_at_scale_one():
 
 def test_a_finite_loss_with_a_nan_gradient_is_skipped():
     """Checking the loss alone misses where(x > 0, sqrt(x), 0) at 0 (numpyro#956)."""
-    loss, grads = jmp_scale.value_and_grad(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0), DynamicLossScale())(
-        0.0
-    )
+    loss, grads = jmp_scale.value_and_grad(
+        lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0), DynamicLossScale()
+    )(0.0)
     assert float(loss) == 0.0
     assert np.isnan(grads)
-    _, state = train(jmp_scale.with_loss_scale(optax.sgd(1.0)), jnp.float32(1.0), [grads])
+    _, state = train(
+        jmp_scale.with_loss_scale(optax.sgd(1.0)), jnp.float32(1.0), [grads]
+    )
     assert state.skipped == 1
 
 

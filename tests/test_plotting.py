@@ -22,10 +22,19 @@ def closed_figures():
 
 
 def history(flags, loss_finite):
-    loss_scale, recorded = jmp_scale.DynamicLossScale(2.0**15), diagnostics.LossScaleHistory.create(100)
-    for finite, loss_is_finite in zip(map(bool, flags), map(bool, loss_finite), strict=True):
-        recorded = recorded.push(loss_scale, jnp.array(finite), loss_finite=jnp.array(loss_is_finite))
-        loss_scale = loss_scale.adjust(jnp.array(finite), loss_finite=jnp.array(loss_is_finite))
+    loss_scale, recorded = (
+        jmp_scale.DynamicLossScale(2.0**15),
+        diagnostics.LossScaleHistory.create(100),
+    )
+    for finite, loss_is_finite in zip(
+        map(bool, flags), map(bool, loss_finite), strict=True
+    ):
+        recorded = recorded.push(
+            loss_scale, jnp.array(finite), loss_finite=jnp.array(loss_is_finite)
+        )
+        loss_scale = loss_scale.adjust(
+            jnp.array(finite), loss_finite=jnp.array(loss_is_finite)
+        )
     return recorded
 
 
@@ -34,11 +43,20 @@ def half_loss(params):
     return w.astype(jnp.float32).sum() * 2.0**-20
 
 
-GRADS = {"lost": jnp.full(4, 2.0**-30), "mixed": jnp.float32([2.0**-30, 2.0**-20, 1, jnp.inf])}
+GRADS = {
+    "lost": jnp.full(4, 2.0**-30),
+    "mixed": jnp.float32([2.0**-30, 2.0**-20, 1, jnp.inf]),
+}
 FIGURES = {
-    "loss scale": lambda ax: plotting.plot_loss_scale(history([1, 0, 1, 0], [1, 1, 1, 0]), ax=ax),
-    "histogram": lambda ax: plotting.plot_exponent_histogram(diagnostics.exponent_histogram(GRADS), 3, ax=ax),
-    "flushed": lambda ax: plotting.plot_flushed(diagnostics.grad_report(GRADS, 1.0), ax=ax),
+    "loss scale": lambda ax: plotting.plot_loss_scale(
+        history([1, 0, 1, 0], [1, 1, 1, 0]), ax=ax
+    ),
+    "histogram": lambda ax: plotting.plot_exponent_histogram(
+        diagnostics.exponent_histogram(GRADS), 3, ax=ax
+    ),
+    "flushed": lambda ax: plotting.plot_flushed(
+        diagnostics.grad_report(GRADS, 1.0), ax=ax
+    ),
     "calibration": lambda ax: plotting.plot_calibration(
         diagnostics.calibrate_loss_scale(half_loss, {"w": jnp.ones(3)}), ax=ax
     ),
@@ -47,11 +65,16 @@ FIGURES = {
 
 def texts(ax):
     handles = ax.get_legend().get_texts() if ax.get_legend() else []
-    return " ".join([t.get_text() for t in [*ax.texts, *handles]] + [ax.get_title(), ax.get_xlabel()])
+    return " ".join(
+        [t.get_text() for t in [*ax.texts, *handles]]
+        + [ax.get_title(), ax.get_xlabel()]
+    )
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_drawn_into_the_axes_that_are_given_or_into_new_ones(name, tmp_path):
+def test_a_figure_is_drawn_into_the_axes_that_are_given_or_into_new_ones(
+    name, tmp_path
+):
     figure, ax = plt.subplots()
     assert FIGURES[name](ax) is ax
     figure.savefig(tmp_path / "given.png")
@@ -65,15 +88,25 @@ def test_a_figure_is_drawn_into_the_axes_that_are_given_or_into_new_ones(name, t
 def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
     ax = FIGURES["loss scale"](None)
     assert ax.lines[0].get_ydata().tolist() == [15, 15, 14, 14]
-    overflow, loss_not_finite = (points.get_offsets().tolist() for points in ax.collections)
+    overflow, loss_not_finite = (
+        points.get_offsets().tolist() for points in ax.collections
+    )
     assert (overflow, loss_not_finite) == ([[1, 15]], [[3, 14]])
     assert "skipped: gradients not finite (1)" in texts(ax)
 
 
 def test_the_histogram_stands_before_the_range_of_the_dtype_at_that_scale():
     ax = FIGURES["histogram"](None)
-    shares = {bar.get_x() - 0.05: bar.get_height() for bar in ax.containers[0] if bar.get_height()}
-    assert shares == {-30: pytest.approx(5 / 7), -20: pytest.approx(1 / 7), 0: pytest.approx(1 / 7)}
+    shares = {
+        bar.get_x() - 0.05: bar.get_height()
+        for bar in ax.containers[0]
+        if bar.get_height()
+    }
+    assert shares == {
+        -30: pytest.approx(5 / 7),
+        -20: pytest.approx(1 / 7),
+        0: pytest.approx(1 / 7),
+    }
     spans = [patch for patch in ax.patches if patch not in ax.containers[0]]
     edges = [span.get_x() for span in spans[1:]]
     np.testing.assert_allclose(edges, [-25 - 3, -14 - 3, np.log2(65520) - 3])
@@ -82,8 +115,13 @@ def test_the_histogram_stands_before_the_range_of_the_dtype_at_that_scale():
 
 def test_each_leaf_shows_what_of_it_is_flushed():
     ax = FIGURES["flushed"](None)
-    overflow, flushed, subnormal = ([bar.get_width() for bar in bars] for bars in ax.containers)
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["['mixed']", "['lost']"]  # from below
+    overflow, flushed, subnormal = (
+        [bar.get_width() for bar in bars] for bars in ax.containers
+    )
+    assert [t.get_text() for t in ax.get_yticklabels()] == [
+        "['mixed']",
+        "['lost']",
+    ]  # from below
     assert (overflow, flushed, subnormal) == ([0.25, 0], [0.25, 1], [0.25, 0])
 
 
@@ -101,18 +139,26 @@ def test_the_window_of_a_calibration_is_framed():
 
 
 def test_a_calibration_without_a_window_is_drawn_too():
-    found = diagnostics.calibrate_loss_scale(lambda w: jnp.log(w).sum(), -jnp.ones(3), log2_scales=[0])
+    found = diagnostics.calibrate_loss_scale(
+        lambda w: jnp.log(w).sum(), -jnp.ones(3), log2_scales=[0]
+    )
     ax = plotting.plot_calibration(found)
     assert ax.get_title() == "No loss scale works"
     ax.figure.canvas.draw()
 
 
 def test_empty_reports_are_refused():
-    with pytest.raises(ValueError, match="plot_loss_scale: expected a history of at least one step"):
+    with pytest.raises(
+        ValueError, match="plot_loss_scale: expected a history of at least one step"
+    ):
         plotting.plot_loss_scale(diagnostics.LossScaleHistory.create(3))
-    with pytest.raises(ValueError, match="plot_exponent_histogram: expected finite non-zero entries"):
+    with pytest.raises(
+        ValueError, match="plot_exponent_histogram: expected finite non-zero entries"
+    ):
         plotting.plot_exponent_histogram(diagnostics.exponent_histogram(jnp.zeros(3)))
-    with pytest.raises(ValueError, match="plot_flushed: expected a report of at least one leaf"):
+    with pytest.raises(
+        ValueError, match="plot_flushed: expected a report of at least one leaf"
+    ):
         plotting.plot_flushed(diagnostics.grad_report({}, 1.0))
 
 

@@ -55,8 +55,19 @@ def test_the_cast_verbs_cast_real_floating_point_arrays_only():
     tree |= {"key": key, "object": marker, "none": None, "python": 1.5, "text": "f32"}
     cast = jmp_scale.get_policy("p=f32,c=f16,o=bf16").cast_to_compute(tree)
     dtypes = {name: leaf.dtype for name, leaf in cast.items() if hasattr(leaf, "dtype")}
-    assert dtypes == {"f": F16, "np": F16, "i": jnp.int32, "c": jnp.complex64, "key": key.dtype}
-    assert [cast[name] for name in ("object", "none", "python", "text")] == [marker, None, 1.5, "f32"]
+    assert dtypes == {
+        "f": F16,
+        "np": F16,
+        "i": jnp.int32,
+        "c": jnp.complex64,
+        "key": key.dtype,
+    }
+    assert [cast[name] for name in ("object", "none", "python", "text")] == [
+        marker,
+        None,
+        1.5,
+        "f32",
+    ]
 
 
 def test_each_cast_verb_uses_its_own_dtype():

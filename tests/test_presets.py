@@ -20,21 +20,38 @@ def renamed(preset, drop=(), **names):
     """A configuration of a run as a call of `preset`: arguments renamed, and those in `drop` left out."""
 
     def build(config):
-        return preset(**{names.get(k, k): v for k, v in config.items() if k not in drop})
+        return preset(
+            **{names.get(k, k): v for k, v in config.items() if k not in drop}
+        )
 
     return build
 
 
-def deepspeed(init_scale, scale_window, min_scale, delayed_shift=1, consecutive_hysteresis=False, **_):
+def deepspeed(
+    init_scale,
+    scale_window,
+    min_scale,
+    delayed_shift=1,
+    consecutive_hysteresis=False,
+    **_,
+):
     power = math.log2(init_scale)
-    return presets.deepspeed(power, scale_window, delayed_shift, consecutive_hysteresis, min_scale)
+    return presets.deepspeed(
+        power, scale_window, delayed_shift, consecutive_hysteresis, min_scale
+    )
 
 
 def apex_hysteresis(config):
     # Apex' kernel for Megatron is the only one that every finite step refills, and has no preset.
-    names = {"init_scale": "loss_scale", "growth_interval": "period", "growth_factor": "factor"}
+    names = {
+        "init_scale": "loss_scale",
+        "growth_interval": "period",
+        "growth_factor": "factor",
+    }
     rule = {names.get(k, k): v for k, v in config.items()}
-    return DynamicLossScale(**rule, min_loss_scale=0, max_loss_scale=LARGEST, hysteresis_reset="finite")
+    return DynamicLossScale(
+        **rule, min_loss_scale=0, max_loss_scale=LARGEST, hysteresis_reset="finite"
+    )
 
 
 def paddle_static(config):
@@ -63,7 +80,9 @@ BUILD = {
     "apex_amp_lossscaler": renamed(presets.apex, drop=["scale_factor"]),
     "apex_fp16utils": renamed(presets.fairseq, min_loss_scale="threshold"),
     "apex_update_scale_hysteresis": apex_hysteresis,
-    "cerebras": renamed(presets.cerebras, drop=["loss_scale"], init_scale="initial_loss_scale"),
+    "cerebras": renamed(
+        presets.cerebras, drop=["loss_scale"], init_scale="initial_loss_scale"
+    ),
     "cerebras_tf_CSDynamicLossScale": cerebras_tf,
     "colossalai": renamed(presets.colossalai),
     "deepspeed_dynamic": lambda config: deepspeed(**config),
@@ -74,7 +93,9 @@ BUILD = {
     "flax_dynamic_scale": renamed(presets.flax),
     "jmp": renamed(presets.jmp),
     "keras3_lso": renamed(presets.keras, drop=["growth_factor", "backoff_factor"]),
-    "keras3_lso_torchbackend": renamed(presets.keras, drop=["growth_factor", "backoff_factor"]),
+    "keras3_lso_torchbackend": renamed(
+        presets.keras, drop=["growth_factor", "backoff_factor"]
+    ),
     "megatron": renamed(presets.megatron),
     "mindspore_DynamicLossScaleManager": renamed(
         presets.mindspore, drop=["min"], init_loss_scale="scale_value"
@@ -107,7 +128,9 @@ def all_traces():
 
 
 def tolerates_overflows(trace):
-    return any(trace["config"].get(name, 0) > 0 for name in ("tolerance", "overflow_tolerance"))
+    return any(
+        trace["config"].get(name, 0) > 0 for name in ("tolerance", "overflow_tolerance")
+    )
 
 
 def leaves_the_range(trace):
@@ -119,7 +142,11 @@ def named(peer, trace):
 
 
 EVERY = {named(peer, trace): (peer, trace) for peer, trace in all_traces()}
-EXPRESSIBLE = {k: v for k, v in EVERY.items() if v[0] not in NO_SUCH_RULE and not tolerates_overflows(v[1])}
+EXPRESSIBLE = {
+    k: v
+    for k, v in EVERY.items()
+    if v[0] not in NO_SUCH_RULE and not tolerates_overflows(v[1])
+}
 BEYOND = {k: v for k, v in EXPRESSIBLE.items() if leaves_the_range(v[1])}
 WITHIN = {k: v for k, v in EXPRESSIBLE.items() if k not in BEYOND}
 
@@ -135,7 +162,10 @@ def key(peer, trace):
 
 
 def adjust_all(loss_scales, flags):
-    return [loss_scale.adjust(flag) for loss_scale, flag in zip(loss_scales, flags, strict=True)]
+    return [
+        loss_scale.adjust(flag)
+        for loss_scale, flag in zip(loss_scales, flags, strict=True)
+    ]
 
 
 def step_by_step(adjust_all, loss_scales, flags):
@@ -166,7 +196,9 @@ def scan(loss_scales, flags):
 def replays(mode):
     """For every run of up to `LONGEST` steps: its loss scale with the leaves after each step, stacked."""
     longest = LONGEST[mode]
-    runs = {key(*run): run for run in WITHIN.values() if len(run[1]["finite"]) <= longest}
+    runs = {
+        key(*run): run for run in WITHIN.values() if len(run[1]["finite"]) <= longest
+    }
     flags = [np.resize(as_flags(run[1]["finite"]), longest) for run in runs.values()]
     states = mode([build(*run) for run in runs.values()], np.stack(flags, axis=1))
     return dict(zip(runs, states, strict=True))
@@ -185,7 +217,13 @@ LONGEST = {eager: 69, jit: 300, scan: 300}
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(n, m) for n in WITHIN for m in LONGEST if len(WITHIN[n][1]["finite"]) <= LONGEST[m]]
+    ("name", "mode"),
+    [
+        (n, m)
+        for n in WITHIN
+        for m in LONGEST
+        if len(WITHIN[n][1]["finite"]) <= LONGEST[m]
+    ],
 )
 def test_s_is_that_of_the_framework_after_every_step(name, mode):
     peer, trace = WITHIN[name]
@@ -221,9 +259,14 @@ def test_every_trace_is_replayed_or_listed_with_the_reason_why_not():
     assert (len(EVERY), len(WITHIN), len(BEYOND), len(refused)) == (189, 166, 3, 10)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, trace) in EVERY.items() if tolerates_overflows(trace)])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, trace) in EVERY.items() if tolerates_overflows(trace)]
+)
 def test_a_tolerated_share_of_overflows_is_refused_with_the_reason(name):
-    with pytest.raises(ValueError, match=r"tolerance must be 0: a tolerated share of overflows depends on"):
+    with pytest.raises(
+        ValueError,
+        match=r"tolerance must be 0: a tolerated share of overflows depends on",
+    ):
         build(*EVERY[name])
 
 
@@ -264,7 +307,9 @@ def test_arguments_and_defaults_are_the_frameworks_own(name):
 
 def test_the_defaults_as_a_rule():
     def rule(loss_scale):
-        fields = {f.name: getattr(loss_scale, f.name) for f in dataclasses.fields(loss_scale)}
+        fields = {
+            f.name: getattr(loss_scale, f.name) for f in dataclasses.fields(loss_scale)
+        }
         default = DynamicLossScale()
         changed = {k: v for k, v in fields.items() if v != getattr(default, k)}
         return {k: v if isinstance(v, str) else float(v) for k, v in changed.items()}
@@ -279,8 +324,13 @@ def test_the_defaults_as_a_rule():
     assert rule(presets.apex()) == start | no_floor | {"at_max": "clamp"}
     late = {"growth_delay": 1, "counter": -1}
     assert rule(presets.deepspeed()) == start | no_cap | absorbs_one | late
-    assert rule(presets.megatron()) == {"loss_scale": 2.0**32} | halves | no_cap | absorbs_one
-    assert rule(presets.colossalai()) == start | halves | no_floor | no_cap | absorbs_one
+    assert (
+        rule(presets.megatron())
+        == {"loss_scale": 2.0**32} | halves | no_cap | absorbs_one
+    )
+    assert (
+        rule(presets.colossalai()) == start | halves | no_floor | no_cap | absorbs_one
+    )
     assert rule(presets.fairseq()) == no_floor | no_cap
     ends = {"min_loss_scale": 2.0**-14, "max_loss_scale": 2.0**15, "at_max": "clamp"}
     assert rule(presets.cerebras()) == ends | {"period": 2001}
@@ -289,7 +339,10 @@ def test_the_defaults_as_a_rule():
     assert rule(presets.mindspore(2.0**15, 2, 2000)) == no_cap
     assert rule(presets.flax()) == start | halves | no_floor | no_cap | {"period": 2001}
     assert rule(presets.jmp(2.0**15)) == no_cap
-    assert rule(presets.mpx(2.0**15, 1.0)) == {"max_loss_scale": 65504.0, "at_max": "clamp"}
+    assert rule(presets.mpx(2.0**15, 1.0)) == {
+        "max_loss_scale": 65504.0,
+        "at_max": "clamp",
+    }
 
 
 @pytest.mark.parametrize(
@@ -301,14 +354,20 @@ def test_the_defaults_as_a_rule():
         (presets.cerebras, {}, 2.0**15),
         (presets.cerebras, {"max_loss_scale": math.inf}, LARGEST),
         (presets.cerebras, {"initial_loss_scale": 2.0**-20}, 2.0**-14),
-        (presets.cerebras, {"initial_loss_scale": 2.0**20, "max_loss_scale": 2.0**31}, 2.0**20),
+        (
+            presets.cerebras,
+            {"initial_loss_scale": 2.0**20, "max_loss_scale": 2.0**31},
+            2.0**20,
+        ),
         (presets.mpx, {"loss_scaling": 2.0**17, "min_loss_scaling": 1}, 65504.0),
         (presets.mpx, {"loss_scaling": 0.5, "min_loss_scaling": 1}, 1.0),
         (presets.pytorch, {"init_scale": 2.0**127}, LARGEST),
         (presets.pytorch, {"init_scale": 2.0**-140}, SMALLEST),
     ],
 )
-def test_an_initial_s_beyond_the_ends_starts_at_the_end_where_the_framework_does(preset, arguments, start):
+def test_an_initial_s_beyond_the_ends_starts_at_the_end_where_the_framework_does(
+    preset, arguments, start
+):
     assert preset(**arguments).loss_scale == start
 
 
@@ -332,22 +391,70 @@ def test_ends_that_a_framework_leaves_open_are_those_of_the_range(preset, unboun
 @pytest.mark.parametrize(
     ("preset", "arguments", "message"),
     [
-        ("pytorch", {"growth_interval": 0}, "growth_interval must be an integer >= 1, got 0"),
-        ("pytorch", {"growth_factor": 1.0}, "growth_factor must be a finite number > 1, got 1"),
+        (
+            "pytorch",
+            {"growth_interval": 0},
+            "growth_interval must be an integer >= 1, got 0",
+        ),
+        (
+            "pytorch",
+            {"growth_factor": 1.0},
+            "growth_factor must be a finite number > 1, got 1",
+        ),
         ("pytorch", {"init_scale": 0}, "init_scale must be a finite number > 0, got 0"),
-        ("pytorch", {"init_scale": math.nan}, "init_scale must be a finite number > 0, got nan"),
-        ("pytorch", {"init_scale": math.inf}, "init_scale must be a finite number > 0, got inf"),
-        ("apex", {"init_scale": -1.0}, "init_scale must be a finite number > 0, got -1"),
-        ("apex", {"max_loss_scale": math.nan}, "max_loss_scale must be a finite number > 0"),
-        ("deepspeed", {"initial_scale_power": 200}, "initial_scale_power must be in .-126, 126., got 200"),
+        (
+            "pytorch",
+            {"init_scale": math.nan},
+            "init_scale must be a finite number > 0, got nan",
+        ),
+        (
+            "pytorch",
+            {"init_scale": math.inf},
+            "init_scale must be a finite number > 0, got inf",
+        ),
+        (
+            "apex",
+            {"init_scale": -1.0},
+            "init_scale must be a finite number > 0, got -1",
+        ),
+        (
+            "apex",
+            {"max_loss_scale": math.nan},
+            "max_loss_scale must be a finite number > 0",
+        ),
+        (
+            "deepspeed",
+            {"initial_scale_power": 200},
+            "initial_scale_power must be in .-126, 126., got 200",
+        ),
         ("deepspeed", {"hysteresis": 0}, "hysteresis must be an integer >= 1, got 0"),
         ("megatron", {"min_scale": -1}, "min_scale must be a finite number >= 0"),
-        ("megatron", {"initial_scale": 0.5}, "initial_scale must be in .min_loss_scale, max_loss_scale."),
-        ("flax", {"growth_interval": -1}, "growth_interval must be an integer >= 0, got -1"),
-        ("cerebras", {"steps_per_increase": 2.5}, "steps_per_increase must be an integer >= 1, got 3.5"),
+        (
+            "megatron",
+            {"initial_scale": 0.5},
+            "initial_scale must be in .min_loss_scale, max_loss_scale.",
+        ),
+        (
+            "flax",
+            {"growth_interval": -1},
+            "growth_interval must be an integer >= 0, got -1",
+        ),
+        (
+            "cerebras",
+            {"steps_per_increase": 2.5},
+            "steps_per_increase must be an integer >= 1, got 3.5",
+        ),
         ("paddle", {"decr_ratio": 1}, "decr_ratio must be a number in"),
-        ("paddle", {"decr_every_n_nan_or_inf": 0}, "decr_every_n_nan_or_inf must be an integer >= 1"),
-        ("mpx", {"loss_scaling": 8, "min_loss_scaling": 2.0**17}, "min_loss_scaling must be at most"),
+        (
+            "paddle",
+            {"decr_every_n_nan_or_inf": 0},
+            "decr_every_n_nan_or_inf must be an integer >= 1",
+        ),
+        (
+            "mpx",
+            {"loss_scaling": 8, "min_loss_scaling": 2.0**17},
+            "min_loss_scaling must be at most",
+        ),
     ],
 )
 def test_an_error_names_the_frameworks_own_argument(preset, arguments, message):
@@ -356,9 +463,13 @@ def test_an_error_names_the_frameworks_own_argument(preset, arguments, message):
 
 
 def test_an_argument_that_is_no_number_is_a_type_error_under_its_own_name():
-    with pytest.raises(TypeError, match=r"^presets\.keras: dynamic_growth_steps must be a real number"):
+    with pytest.raises(
+        TypeError, match=r"^presets\.keras: dynamic_growth_steps must be a real number"
+    ):
         presets.keras(dynamic_growth_steps="2000")
-    with pytest.raises(TypeError, match=r"^presets\.flax: growth_interval must be a real number"):
+    with pytest.raises(
+        TypeError, match=r"^presets\.flax: growth_interval must be a real number"
+    ):
         presets.flax(growth_interval=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'period'"):
         presets.keras(period=3)
@@ -366,4 +477,8 @@ def test_an_argument_that_is_no_number_is_a_type_error_under_its_own_name():
 
 def test_a_field_without_an_argument_is_replaced():
     floored = dataclasses.replace(presets.pytorch(), min_loss_scale=1.0)
-    assert (floored.min_loss_scale, floored.loss_scale, floored.period) == (1.0, 2.0**16, 2000)
+    assert (floored.min_loss_scale, floored.loss_scale, floored.period) == (
+        1.0,
+        2.0**16,
+        2000,
+    )

@@ -43,7 +43,9 @@ def test_the_python_of_the_readme_trains_a_float16_model():
     opt_state = namespace["tx"].init(params)
     losses = []
     for scale in (1.0, 1e6, 1.0, 1.0):  # inputs of 1e6 overflow in float16
-        params, opt_state, loss = namespace["train_step"](params, opt_state, batch | {"x": x * scale})
+        params, opt_state, loss = namespace["train_step"](
+            params, opt_state, batch | {"x": x * scale}
+        )
         losses.append(float(loss))
     assert namespace["train_step"]._cache_size() == 1
     assert losses[-1] < losses[0]
@@ -60,10 +62,18 @@ def test_the_linen_lines_of_the_readme_train_a_model():
     variables = model.init(jax.random.key(1), x)
 
     def loss_fn(params):
-        y, updates = model.apply(variables | {"params": params}, x, mutable="batch_stats")
+        y, updates = model.apply(
+            variables | {"params": params}, x, mutable="batch_stats"
+        )
         return jnp.mean((y - 1) ** 2), updates
 
-    namespace = {"jmp_scale": jmp_scale, "optax": optax, "model": model, "loss_fn": loss_fn, **variables}
+    namespace = {
+        "jmp_scale": jmp_scale,
+        "optax": optax,
+        "model": model,
+        "loss_fn": loss_fn,
+        **variables,
+    }
     code = PYTHON_BLOCKS[2].replace("TrainState.create", "WithStatistics.create")
     exec(code, namespace | {"WithStatistics": WithStatistics}, run := {})
     assert run["state"].step == 1
@@ -74,12 +84,23 @@ def test_the_nnx_lines_of_the_readme_train_a_model():
     def loss_fn(model, batch):
         return jnp.mean((model(batch) - 1) ** 2)
 
-    namespace = {"jmp_scale": jmp_scale, "optax": optax, "loss_fn": loss_fn, "batch": jnp.ones((4, 2))}
-    exec(PYTHON_BLOCKS[3], namespace | {"model": nnx.Linear(2, 1, rngs=nnx.Rngs(0))}, run := {})
+    namespace = {
+        "jmp_scale": jmp_scale,
+        "optax": optax,
+        "loss_fn": loss_fn,
+        "batch": jnp.ones((4, 2)),
+    }
+    exec(
+        PYTHON_BLOCKS[3],
+        namespace | {"model": nnx.Linear(2, 1, rngs=nnx.Rngs(0))},
+        run := {},
+    )
     assert run["optimizer"].step[...] == 1
 
 
-def test_the_checkpoint_lines_of_the_readme_restore_a_state_from_before_loss_scaling(tmp_path):
+def test_the_checkpoint_lines_of_the_readme_restore_a_state_from_before_loss_scaling(
+    tmp_path,
+):
     params = {"w": jnp.arange(3.0)}
     path = tmp_path / "before"
     ocp.save(path, {"params": params, "opt_state": optax.adam(0.1).init(params)})
@@ -92,12 +113,15 @@ def test_the_checkpoint_lines_of_the_readme_restore_a_state_from_before_loss_sca
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"(?:examples|benchmarks|docs)/[\w./]+\.\w+", README)))
+    "path",
+    sorted(set(re.findall(r"(?:examples|benchmarks|docs)/[\w./]+\.\w+", README))),
 )
 def test_every_file_that_the_readme_names_exists(path):
     assert (ROOT / path).is_file()
 
 
 def test_every_example_is_in_the_table():
-    scripts = {p.name for p in (ROOT / "examples").glob("*.py") if "def main" in p.read_text()}
+    scripts = {
+        p.name for p in (ROOT / "examples").glob("*.py") if "def main" in p.read_text()
+    }
     assert scripts == set(re.findall(r"^\| `examples/(\w+\.py)`", README, re.MULTILINE))

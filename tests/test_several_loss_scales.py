@@ -15,7 +15,9 @@ FLAGS = np.random.RandomState(0).rand(40, 2) > 0.3
 
 
 def map_over(verb, loss_scales, *trees):
-    return jax.tree.map(verb, loss_scales, *trees, is_leaf=lambda x: isinstance(x, jmp_scale.LossScale))
+    return jax.tree.map(
+        verb, loss_scales, *trees, is_leaf=lambda x: isinstance(x, jmp_scale.LossScale)
+    )
 
 
 def gradient(finite):
@@ -27,7 +29,11 @@ def gradient(finite):
 
 
 def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
-    loss_scales = {"a": DynamicLossScale(8.0), "b": StaticLossScale(2.0), "c": NoOpLossScale()}
+    loss_scales = {
+        "a": DynamicLossScale(8.0),
+        "b": StaticLossScale(2.0),
+        "c": NoOpLossScale(),
+    }
     losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
     scaled = map_over(jmp_scale.scale, loss_scales, losses)
     assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
@@ -37,7 +43,9 @@ def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
 def test_gradients_of_several_losses_are_unscaled_with_the_s_of_each():
     loss_scales = {"a": DynamicLossScale(2.0**10), "b": DynamicLossScale(2.0**3)}
     losses = {"a": lambda w: 3 * w**2, "b": lambda w: -w}
-    grads = map_over(lambda ls, f: jmp_scale.grad(f, ls)(jnp.float32(2.0)), loss_scales, losses)
+    grads = map_over(
+        lambda ls, f: jmp_scale.grad(f, ls)(jnp.float32(2.0)), loss_scales, losses
+    )
     assert grads == {"a": 12, "b": -1}
 
 
@@ -47,7 +55,10 @@ def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
         return map_over(jmp_scale.adjust, loss_scales, finite)
 
     adjust_all = jax.jit(adjust_all) if compiled else adjust_all
-    loss_scales = {"a": DynamicLossScale(2.0**10, **RULE), "b": DynamicLossScale(2.0**5, period=3)}
+    loss_scales = {
+        "a": DynamicLossScale(2.0**10, **RULE),
+        "b": DynamicLossScale(2.0**5, period=3),
+    }
     history = []
     for a, b in FLAGS:
         loss_scales = adjust_all(loss_scales, {"a": a, "b": b})
@@ -60,7 +71,9 @@ def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
 
 def test_a_list_of_loss_scales_maps_as_a_dictionary_does():
     loss_scales = [DynamicLossScale(8.0, period=1), DynamicLossScale(8.0)]
-    adjusted = map_over(jmp_scale.adjust, loss_scales, [jnp.array(True), jnp.array(False)])
+    adjusted = map_over(
+        jmp_scale.adjust, loss_scales, [jnp.array(True), jnp.array(False)]
+    )
     assert [float(s.loss_scale) for s in adjusted] == [16, 4]
 
 
@@ -71,7 +84,9 @@ def test_loss_finite_is_given_for_each_loss():
     def adjust(loss_scale, finite):
         return jmp_scale.adjust(loss_scale, jnp.array(False), loss_finite=finite)
 
-    assert {k: s.loss_scale for k, s in map_over(adjust, loss_scales, loss_finite).items()} == {
+    assert {
+        k: s.loss_scale for k, s in map_over(adjust, loss_scales, loss_finite).items()
+    } == {
         "a": 8,
         "b": 4,
     }
@@ -81,18 +96,29 @@ def test_loss_finite_is_given_for_each_loss():
 
 
 @pytest.mark.parametrize(("overflowing", "other"), ["ab", "ba"])
-def test_an_overflow_in_one_of_two_optimizers_skips_and_backs_off_only_that_one(overflowing, other):
-    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(2.0**10, period=100))
+def test_an_overflow_in_one_of_two_optimizers_skips_and_backs_off_only_that_one(
+    overflowing, other
+):
+    tx = jmp_scale.with_loss_scale(
+        optax.adam(0.1), DynamicLossScale(2.0**10, period=100)
+    )
     params = {"a": jnp.float32(1.0), "b": jnp.float32(1.0)}
     states = {name: tx.init(p) for name, p in params.items()}
     updates, after = {}, {}
     for name, finite in ((overflowing, False), (other, True)):
-        updates[name], after[name] = tx.update(gradient(finite), states[name], params[name])
+        updates[name], after[name] = tx.update(
+            gradient(finite), states[name], params[name]
+        )
     stepped = optax.apply_updates(params, updates)
     assert_bitwise_equal(stepped[overflowing], params[overflowing])
-    assert_bitwise_equal(after[overflowing].inner_state, states[overflowing].inner_state)
+    assert_bitwise_equal(
+        after[overflowing].inner_state, states[overflowing].inner_state
+    )
     assert stepped[other] < params[other]
-    assert [after[name].loss_scale.loss_scale for name in (overflowing, other)] == [2.0**9, 2.0**10]
+    assert [after[name].loss_scale.loss_scale for name in (overflowing, other)] == [
+        2.0**9,
+        2.0**10,
+    ]
     assert [after[name].skipped for name in (overflowing, other)] == [1, 0]
 
 
@@ -104,19 +130,31 @@ def test_one_s_for_two_optimizers_skips_each_by_itself_and_is_adjusted_once_by_b
 
     @jax.jit
     def train_step(params, states, loss_scale, finite):
-        steps = [tx.update(gradient(f), s, p) for f, s, p in zip(finite, states, params, strict=True)]
-        params = [optax.apply_updates(p, u) for p, (u, _) in zip(params, steps, strict=True)]
+        steps = [
+            tx.update(gradient(f), s, p)
+            for f, s, p in zip(finite, states, params, strict=True)
+        ]
+        params = [
+            optax.apply_updates(p, u) for p, (u, _) in zip(params, steps, strict=True)
+        ]
         states = [state for _, state in steps]
         both_finite = states[0].grads_finite & states[1].grads_finite
         return params, states, loss_scale.adjust(both_finite)
 
     params = [jnp.float32(0.0), jnp.float32(0.0)]
-    states, loss_scale = [tx.init(p) for p in params], DynamicLossScale(2.0**10, period=2)
+    states, loss_scale = (
+        [tx.init(p) for p in params],
+        DynamicLossScale(2.0**10, period=2),
+    )
     history = []
     for finite in FLAGS:
-        params, states, loss_scale = train_step(params, states, loss_scale, list(finite))
+        params, states, loss_scale = train_step(
+            params, states, loss_scale, list(finite)
+        )
         history.append(float(loss_scale.loss_scale))
-    assert history == [s for s, *_ in reference_rule(FLAGS.all(axis=1), 2.0**10, period=2)]
+    assert history == [
+        s for s, *_ in reference_rule(FLAGS.all(axis=1), 2.0**10, period=2)
+    ]
     # Each applied step subtracts a gradient of 1.
     assert [-int(p) for p in params] == FLAGS.sum(axis=0).tolist()
     assert [int(s.skipped) for s in states] == (~FLAGS).sum(axis=0).tolist()
@@ -136,8 +174,12 @@ def train_on(flags, losses, loss_scale):
         yield state
 
 
-@pytest.mark.parametrize("loss_scale", [DynamicLossScale(2.0**10), jmp_scale.presets.megatron(2.0**10)])
-def test_a_loss_that_is_nan_skips_the_step_and_moves_no_leaf_of_the_loss_scale(loss_scale):
+@pytest.mark.parametrize(
+    "loss_scale", [DynamicLossScale(2.0**10), jmp_scale.presets.megatron(2.0**10)]
+)
+def test_a_loss_that_is_nan_skips_the_step_and_moves_no_leaf_of_the_loss_scale(
+    loss_scale,
+):
     *_, state = train_on([False] * 20, [np.nan] * 20, loss_scale)
     assert_bitwise_equal(state.loss_scale, loss_scale)
     assert (int(state.skipped), int(state.skipped_in_a_row)) == (20, 20)
@@ -151,5 +193,9 @@ def test_an_overflow_with_a_finite_loss_still_backs_off():
 
 
 def test_a_model_that_is_nan_for_good_is_noticed():
-    states = list(train_on([True] * 2 + [False] * 50, [0.5] * 2 + [np.nan] * 50, DynamicLossScale()))
+    states = list(
+        train_on(
+            [True] * 2 + [False] * 50, [0.5] * 2 + [np.nan] * 50, DynamicLossScale()
+        )
+    )
     assert [int(s.skipped_in_a_row) for s in states] == [0, 0, *range(1, 51)]

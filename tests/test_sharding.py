@@ -38,7 +38,10 @@ def example(bad_device=None):
 
 def initial_params():
     keys = jax.random.split(jax.random.key(0), 2)
-    return {name: jax.random.normal(k, (8, 8)) / 3 for name, k in zip("ab", keys, strict=True)}
+    return {
+        name: jax.random.normal(k, (8, 8)) / 3
+        for name, k in zip("ab", keys, strict=True)
+    }
 
 
 def loss_fn(params, images, weights):
@@ -53,14 +56,20 @@ def gathered_loss_fn(params, images, weights):
 
 def optimizer(axes=(), axis_name=None):
     """Adam, which averages over `axes` only after the wrapper has looked at the local gradients."""
-    mean = optax.stateless(lambda updates, _: lax.pmean(updates, axes) if axes else updates)
-    return jmp_scale.with_loss_scale(optax.chain(mean, optax.adam(0.1)), LOSS_SCALE, axis_name=axis_name)
+    mean = optax.stateless(
+        lambda updates, _: lax.pmean(updates, axes) if axes else updates
+    )
+    return jmp_scale.with_loss_scale(
+        optax.chain(mean, optax.adam(0.1)), LOSS_SCALE, axis_name=axis_name
+    )
 
 
 def step(tx, state, images, weights, loss_fn=loss_fn, varying_over=()):
     params, opt_state = state
     at = varying(params, varying_over) if varying_over else params
-    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(at, images, weights)
+    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+        at, images, weights
+    )
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 
@@ -72,7 +81,9 @@ def pmapped(**kwargs):
     # With the axis name of the step, or the second step would compile again.
     state = jax.pmap(lambda params: (params, tx.init(params)), **kwargs)(copies)
     train_step = jax.pmap(functools.partial(step, tx), **kwargs)
-    return state, lambda state, *batch: train_step(state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch))
+    return state, lambda state, *batch: train_step(
+        state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch)
+    )
 
 
 def vmapped():
@@ -80,7 +91,9 @@ def vmapped():
     copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
     state = jax.vmap(lambda params: (params, tx.init(params)))(copies)
     train_step = jax.jit(jax.vmap(functools.partial(step, tx), axis_name="i"))
-    return state, lambda state, *batch: train_step(state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch))
+    return state, lambda state, *batch: train_step(
+        state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch)
+    )
 
 
 def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
@@ -91,10 +104,17 @@ def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
         if not scanned:
             return one_step(state, *batch)
         batches = jax.tree.map(lambda x: x[None], batch)
-        return lax.scan(lambda state, batch: (one_step(state, *batch), None), state, batches)[0]
+        return lax.scan(
+            lambda state, batch: (one_step(state, *batch), None), state, batches
+        )[0]
 
     mapped = jax.shard_map(
-        train_step, mesh=mesh, in_specs=(P(), P(axes), P(axes)), out_specs=P(), check_vma=check_vma, **kwargs
+        train_step,
+        mesh=mesh,
+        in_specs=(P(), P(axes), P(axes)),
+        out_specs=P(),
+        check_vma=check_vma,
+        **kwargs,
     )
     return placed(mesh, tx, P()), with_batches_on(mesh, P(axes), jax.jit(mapped))
 
@@ -126,11 +146,19 @@ MODES = {
     "pmap without axis name": pmapped,
     "vmap with axis name": vmapped,
     "shard_map": functools.partial(shard_mapped, ONE_AXIS, ("i",)),
-    "shard_map unchecked": functools.partial(shard_mapped, ONE_AXIS, ("i",), check_vma=False),
+    "shard_map unchecked": functools.partial(
+        shard_mapped, ONE_AXIS, ("i",), check_vma=False
+    ),
     "shard_map 2-D": functools.partial(shard_mapped, TWO_AXES, ("i", "j")),
-    "shard_map 2-D unchecked": functools.partial(shard_mapped, TWO_AXES, ("i", "j"), check_vma=False),
-    "partial shard_map": functools.partial(shard_mapped, TWO_AXES, ("i",), axis_names={"i"}),
-    "scan in shard_map": functools.partial(shard_mapped, ONE_AXIS, ("i",), scanned=True),
+    "shard_map 2-D unchecked": functools.partial(
+        shard_mapped, TWO_AXES, ("i", "j"), check_vma=False
+    ),
+    "partial shard_map": functools.partial(
+        shard_mapped, TWO_AXES, ("i",), axis_names={"i"}
+    ),
+    "scan in shard_map": functools.partial(
+        shard_mapped, ONE_AXIS, ("i",), scanned=True
+    ),
     "jit data-parallel": functools.partial(jitted, ONE_AXIS, P()),
     "jit FSDP": functools.partial(jitted, ONE_AXIS, P("i")),
     "jit FSDP 2-D": functools.partial(jitted, TWO_AXES, P("i", "j")),
@@ -141,7 +169,9 @@ MODES = {
 
 def on_each_device(x):
     """The values that the devices hold of what should be equal."""
-    return np.concatenate([np.asarray(shard.data).reshape(-1) for shard in x.addressable_shards]).tolist()
+    return np.concatenate(
+        [np.asarray(shard.data).reshape(-1) for shard in x.addressable_shards]
+    ).tolist()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -180,9 +210,14 @@ def test_every_mode_takes_the_step_of_a_single_device(mode):
     expected, _ = jax.jit(functools.partial(step, tx))(
         (initial_params(), tx.init(initial_params())), *example()
     )
-    for name in "ab":  # Adam's first step is about 0.1 times the sign; f16 sums differ in their order
+    for name in (
+        "ab"
+    ):  # Adam's first step is about 0.1 times the sign; f16 sums differ in their order
         np.testing.assert_allclose(
-            np.asarray(params[name]).reshape(-1, 8, 8)[0], expected[name], rtol=0, atol=2e-4
+            np.asarray(params[name]).reshape(-1, 8, 8)[0],
+            expected[name],
+            rtol=0,
+            atol=2e-4,
         )
 
 
@@ -204,10 +239,18 @@ def test_the_check_adds_no_other_collectives_than_these_to_a_step(mode):
             state = (state[0], state[1].inner_state[1])
 
             def bare_step(state, *batch):
-                loss = gathered_loss_fn if "Explicit" in mode and "FSDP" in mode else loss_fn
+                loss = (
+                    gathered_loss_fn
+                    if "Explicit" in mode and "FSDP" in mode
+                    else loss_fn
+                )
                 grads = jax.grad(loss)(state[0], *batch)
                 updates, opt_state = inner_tx.update(grads, state[1])
-                return optax.apply_updates(state[0], updates), opt_state, loss(state[0], *batch)
+                return (
+                    optax.apply_updates(state[0], updates),
+                    opt_state,
+                    loss(state[0], *batch),
+                )
 
             jitted_step = jax.jit(bare_step)
         else:
@@ -240,14 +283,20 @@ def test_float16_gradients_of_60000_are_averaged_in_float32(mode):
         result = jax.pmap(average, "i", in_axes=(None, 0))(w, x)[0]
     else:
         result = jax.shard_map(
-            average, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P(), check_vma=mode == "shard_map"
+            average,
+            mesh=ONE_AXIS,
+            in_specs=(P(), P("i")),
+            out_specs=P(),
+            check_vma=mode == "shard_map",
         )(w, x)
     assert (result.dtype, float(result)) == (jnp.float32, 60000.0)
 
 
 @pytest.mark.parametrize("s", [1.0, 2.0**15])
 def test_shard_map_has_already_summed_gradients_of_replicated_parameters(s):
-    @functools.partial(jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P())
+    @functools.partial(
+        jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P()
+    )
     def total(w, x):
         return jmp_scale.grad(linear, jmp_scale.StaticLossScale(s))(w, x)
 
@@ -255,7 +304,9 @@ def test_shard_map_has_already_summed_gradients_of_replicated_parameters(s):
 
 
 def test_what_shard_map_sums_by_itself_it_sums_in_the_dtype_of_the_computation():
-    @functools.partial(jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P())
+    @functools.partial(
+        jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P()
+    )
     def total(w, x):
         def loss(w):
             return linear(w.astype(jnp.float16), x)
@@ -264,4 +315,7 @@ def test_what_shard_map_sums_by_itself_it_sums_in_the_dtype_of_the_computation()
         return grads, jmp_scale.all_finite(grads)
 
     x = np.full(8, 60000, np.float16)
-    assert [float(total(np.float32(1), x)[0]), bool(total(np.float32(1), x)[1])] == [np.inf, False]
+    assert [float(total(np.float32(1), x)[0]), bool(total(np.float32(1), x)[1])] == [
+        np.inf,
+        False,
+    ]

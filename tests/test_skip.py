@@ -22,9 +22,13 @@ OPTIMIZERS = {
     "adam_bf16_momentum": optax.adam(0.1, mu_dtype=jnp.bfloat16),
     "amsgrad": optax.amsgrad(0.1),
     "clip_adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=lambda n: 0.1 / (1 + n)),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
+        learning_rate=lambda n: 0.1 / (1 + n)
+    ),
     "multi_steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-    "add_noise": optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(0)), optax.sgd(0.1)),
+    "add_noise": optax.chain(
+        optax.add_noise(0.1, 0.55, jax.random.key(0)), optax.sgd(0.1)
+    ),
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "lamb": optax.lamb(0.1),
     "lion": optax.lion(0.1),
@@ -51,7 +55,9 @@ def stepper(tx, select):
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
         extra = {"value": value_fn(params), "grad": safe, "value_fn": value_fn}
         tx_update = optax.with_extra_args_support(tx).update
-        updates, state = select(finite, lambda: tx_update(safe, state, params, **extra), state)
+        updates, state = select(
+            finite, lambda: tx_update(safe, state, params, **extra), state
+        )
         updates = jax.tree.map(lambda u: jnp.where(finite, u, 0), updates)
         return optax.apply_updates(params, updates), state
 
@@ -91,7 +97,9 @@ STATE = {"m": jnp.arange(8.0), "count": jnp.float32(3)}
 def places_of_select(fun, *args):
     """Index of the first equation that selects, and the number of equations."""
     names = [str(equation) for equation in jax.make_jaxpr(fun)(*args).jaxpr.eqns]
-    return next(i for i, name in enumerate(names) if "select_n" in name or "_where" in name), len(names)
+    return next(
+        i for i, name in enumerate(names) if "select_n" in name or "_where" in name
+    ), len(names)
 
 
 def test_a_leaf_is_selected_before_the_updates_are_computed():
@@ -105,13 +113,15 @@ def test_a_leaf_is_selected_before_the_updates_are_computed():
 def test_a_mapped_and_a_scanned_step_agree_with_the_late_select(finite):
     def run(select):
         def step(state, grads):
-            updates, state = kept_or_new(select, jnp.all(grads < 9) & finite, grads, state)
+            updates, state = kept_or_new(
+                select, jnp.all(grads < 9) & finite, grads, state
+            )
             return state, updates
 
         grads = jnp.where(jnp.arange(3)[:, None] == 1, 9.0, jnp.ones((3, 8)))
-        return jax.jit(lambda s: jax.lax.scan(step, s, grads))(STATE), jax.vmap(lambda g: step(STATE, g))(
-            grads
-        )
+        return jax.jit(lambda s: jax.lax.scan(step, s, grads))(STATE), jax.vmap(
+            lambda g: step(STATE, g)
+        )(grads)
 
     (actual_scan, _), (actual_map, _) = run(update_or_keep)
     (expected_scan, _), (expected_map, _) = run(late)
@@ -139,7 +149,9 @@ def test_a_sharded_state_keeps_its_sharding():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     state = STATE | {"m": jax.device_put(STATE["m"], sharding)}
-    _, new = jax.jit(functools.partial(kept_or_new, update_or_keep))(jnp.array(False), jnp.ones(8), state)
+    _, new = jax.jit(functools.partial(kept_or_new, update_or_keep))(
+        jnp.array(False), jnp.ones(8), state
+    )
     assert new["m"].sharding.is_equivalent_to(sharding, 1)
     assert_bitwise_equal(new, STATE)
 
@@ -156,11 +168,15 @@ def test_a_compiled_update_inside_is_selected_as_a_whole(finite):
 
 def test_a_loop_that_waits_for_a_condition_sees_only_new_values():
     def update(state):
-        new = state + 1.0  # the loop doubles it up to 8; on the old value, 0, it would never end
+        new = (
+            state + 1.0
+        )  # the loop doubles it up to 8; on the old value, 0, it would never end
         return jax.lax.while_loop(lambda x: jnp.all(x < 8), lambda x: x + x, new), new
 
     def step(finite, state):
-        return update_or_keep(finite, lambda: jax.lax.cond(finite, update, update, state), state)
+        return update_or_keep(
+            finite, lambda: jax.lax.cond(finite, update, update, state), state
+        )
 
     def loop(finite, state):
         return update_or_keep(finite, lambda: update(state), state)
@@ -183,12 +199,16 @@ def test_two_leaves_of_one_new_value_keep_an_old_value_each():
     assert_bitwise_equal(jax.jit(run)(jnp.array(True), a, b), (3 * a, 3 * a, b, a))
 
 
-@pytest.mark.parametrize("new", [jnp.ones(3), jnp.ones((2, 1)), jnp.ones(2, jnp.int32), (jnp.ones(2),)])
+@pytest.mark.parametrize(
+    "new", [jnp.ones(3), jnp.ones((2, 1)), jnp.ones(2, jnp.int32), (jnp.ones(2),)]
+)
 def test_a_new_state_of_another_type_is_an_error(new):
     with pytest.raises(ValueError, match="select_tree"):
-        jax.jit(lambda f, s: update_or_keep(f, lambda: (s, jax.tree.map(lambda x: x + x, new)), s))(
-            jnp.array(True), jnp.ones(2)
-        )
+        jax.jit(
+            lambda f, s: update_or_keep(
+                f, lambda: (s, jax.tree.map(lambda x: x + x, new)), s
+            )
+        )(jnp.array(True), jnp.ones(2))
 
 
 def test_without_jax_s_jaxpr_interface_the_select_is_late(monkeypatch):

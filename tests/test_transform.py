@@ -36,12 +36,16 @@ OPTIMIZERS = {
     "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
     "schedule": optax.sgd(schedule),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
-    "masked": optax.chain(optax.masked(optax.trace(0.9), {"w": True, "b": False}), optax.scale(-0.1)),
+    "masked": optax.chain(
+        optax.masked(optax.trace(0.9), {"w": True, "b": False}), optax.scale(-0.1)
+    ),
     "partition": optax.partition(
         {"a": optax.adam(0.1), "s": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "b": "s"}
     ),
     "multi_steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-    "add_noise": optax.chain(optax.add_noise(0.1, 0.55, jax.random.key(0)), optax.sgd(0.1)),
+    "add_noise": optax.chain(
+        optax.add_noise(0.1, 0.55, jax.random.key(0)), optax.sgd(0.1)
+    ),
     "lookahead_like_ema": optax.chain(optax.adam(0.1), optax.ema(0.9)),
     "adafactor": optax.adafactor(0.1),
     "lamb": optax.lamb(0.1),
@@ -50,8 +54,12 @@ OPTIMIZERS = {
     "muon": optax.contrib.muon(0.1),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1),
     "lbfgs": optax.lbfgs(),
-    "backtracking": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)),
-    "reduce_on_plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    "backtracking": optax.chain(
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)
+    ),
+    "reduce_on_plateau": optax.chain(
+        optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)
+    ),
 }
 NEEDS_VALUE_FN = {"lbfgs", "backtracking"}
 
@@ -81,7 +89,11 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_inner_state(name):
         assert_bitwise_equal(new_state.inner_state, state.inner_state)
         assert all((np.signbit(u) & (u == 0)).all() for u in jax.tree.leaves(updates))
         assert new_state.loss_scale.loss_scale == 8.0 / 2**skips
-        assert (new_state.grads_finite, new_state.skipped, new_state.skipped_in_a_row) == (
+        assert (
+            new_state.grads_finite,
+            new_state.skipped,
+            new_state.skipped_in_a_row,
+        ) == (
             False,
             skips,
             skips,
@@ -91,21 +103,31 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_inner_state(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_finite_steps_are_those_of_the_plain_optimizer(name):
-    tx, plain = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0)), OPTIMIZERS[name]
+    tx, plain = (
+        jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0)),
+        OPTIMIZERS[name],
+    )
     plain = optax.with_extra_args_support(plain)
     step, plain_step = jax.jit(stepper(tx, name)), jax.jit(stepper(plain, name))
     params, state, updates = PARAMS, tx.init(PARAMS), None
     plain_params, plain_state = PARAMS, plain.init(PARAMS)
     for _ in range(3):
         params, state, updates = step(params, state, GOOD, value_fn(params))
-        plain_params, plain_state, _ = plain_step(plain_params, plain_state, GOOD, value_fn(plain_params))
+        plain_params, plain_state, _ = plain_step(
+            plain_params, plain_state, GOOD, value_fn(plain_params)
+        )
     assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
     # Another program, so another fusion: the last bits may differ, more than that may not.
     for actual, expected in ((params, plain_params), (state.inner_state, plain_state)):
-        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+        ):
             if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
                 np.testing.assert_allclose(
-                    np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-5, atol=1e-6
+                    np.asarray(a, np.float32),
+                    np.asarray(b, np.float32),
+                    rtol=2e-5,
+                    atol=1e-6,
                 )
     assert (state.skipped, state.skipped_in_a_row, state.grads_finite) == (0, 0, True)
 
@@ -122,7 +144,9 @@ def test_a_state_keeps_its_types_and_one_trace_serves_any_history(name):
     assert len(traces) == jitted._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", ["adamw", "clip_adam", "inject_hyperparams", "add_noise", "multi_steps"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "clip_adam", "inject_hyperparams", "add_noise", "multi_steps"]
+)
 def test_a_step_is_a_valid_scan_body(name):
     tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0, period=2))
 
@@ -133,7 +157,9 @@ def test_a_step_is_a_valid_scan_body(name):
         return (params, state), state.loss_scale.loss_scale
 
     bad = jnp.array([False, False, True, False, True])
-    (params, state), s = jax.jit(lambda c: jax.lax.scan(step, c, bad))((PARAMS, tx.init(PARAMS)))
+    (params, state), s = jax.jit(lambda c: jax.lax.scan(step, c, bad))(
+        (PARAMS, tx.init(PARAMS))
+    )
     assert s.tolist() == [8, 16, 8, 8, 4]
     assert (state.skipped, state.skipped_in_a_row) == (2, 1)
     assert jmp_scale.all_finite(params)
@@ -145,7 +171,11 @@ def test_a_hundred_bad_steps_change_no_parameter_and_are_counted():
     for _ in range(100):
         params, state, _ = step(params, state, BAD, jnp.float32(1.0))
     assert_bitwise_equal(params, PARAMS)
-    assert (state.skipped, state.skipped_in_a_row, state.loss_scale.loss_scale) == (100, 100, 1.0)
+    assert (state.skipped, state.skipped_in_a_row, state.loss_scale.loss_scale) == (
+        100,
+        100,
+        1.0,
+    )
     params, state, _ = step(params, state, GOOD, jnp.float32(1.0))
     assert (state.skipped, state.skipped_in_a_row, state.grads_finite) == (100, 0, True)
     assert jmp_scale.all_finite(params)
@@ -163,9 +193,13 @@ def test_the_default_is_a_plain_skip_of_non_finite_steps():
 
 def test_a_loss_that_is_not_finite_skips_and_leaves_s_alone():
     tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0, period=2))
-    params, state, _ = jax.jit(stepper(tx))(PARAMS, tx.init(PARAMS), GOOD, jnp.float32(1.0))
+    params, state, _ = jax.jit(stepper(tx))(
+        PARAMS, tx.init(PARAMS), GOOD, jnp.float32(1.0)
+    )
     for grads in (BAD, GOOD):
-        new_params, new_state, _ = jax.jit(stepper(tx))(params, state, grads, jnp.float32(jnp.nan))
+        new_params, new_state, _ = jax.jit(stepper(tx))(
+            params, state, grads, jnp.float32(jnp.nan)
+        )
         assert_bitwise_equal(new_params, params)
         assert_bitwise_equal(new_state.inner_state, state.inner_state)
         assert_bitwise_equal(new_state.loss_scale, state.loss_scale)
@@ -176,7 +210,9 @@ def test_the_inner_optimizer_never_sees_a_nan():
     seen = []
 
     def look(updates, state, params, *, value, grad, value_fn):
-        jax.debug.callback(lambda *x: seen.extend(x), *jax.tree.leaves((updates, value, grad)))
+        jax.debug.callback(
+            lambda *x: seen.extend(x), *jax.tree.leaves((updates, value, grad))
+        )
         return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), look)
@@ -197,20 +233,31 @@ def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
         return sum(jnp.sum(jnp.log(p - 10)) for p in jax.tree.leaves(params))
 
     def watched(updates, state, params, *, value_fn, **extra):
-        jax.debug.callback(lambda *x: seen.extend(x), *jax.tree.leaves(jax.value_and_grad(value_fn)(params)))
+        jax.debug.callback(
+            lambda *x: seen.extend(x),
+            *jax.tree.leaves(jax.value_and_grad(value_fn)(params)),
+        )
         return updates, state
 
-    watcher = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), watched)
-    tx = jmp_scale.with_loss_scale(optax.chain(OPTIMIZERS[search], watcher), DynamicLossScale())
+    watcher = optax.GradientTransformationExtraArgs(
+        lambda p: optax.EmptyState(), watched
+    )
+    tx = jmp_scale.with_loss_scale(
+        optax.chain(OPTIMIZERS[search], watcher), DynamicLossScale()
+    )
     extra = {"value": jnp.float32(jnp.nan), "grad": BAD, "value_fn": nan_fn}
-    _, state = jax.jit(lambda g, s: tx.update(g, s, PARAMS, **extra))(BAD, tx.init(PARAMS))
+    _, state = jax.jit(lambda g, s: tx.update(g, s, PARAMS, **extra))(
+        BAD, tx.init(PARAMS)
+    )
     jax.effects_barrier()
     assert len(seen) == 3
     assert all((np.asarray(x) == 0).all() for x in seen)
     assert state.skipped == 1
 
 
-@pytest.mark.parametrize("value", [jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}])
+@pytest.mark.parametrize(
+    "value", [jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}]
+)
 def test_a_value_that_is_no_scalar_is_a_value_error(value):
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
     with pytest.raises(ValueError, match="expected value to be the scalar loss"):
@@ -221,22 +268,33 @@ def test_extra_arguments_reach_the_inner_optimizer():
     def scaled_by(updates, state, params=None, *, value, gain):
         return jax.tree.map(lambda u: u * gain * value, updates), state
 
-    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), scaled_by)
+    inner = optax.GradientTransformationExtraArgs(
+        lambda p: optax.EmptyState(), scaled_by
+    )
     tx = jmp_scale.with_loss_scale(inner)
-    updates, _ = tx.update(jnp.float32(1.0), tx.init(jnp.float32(0.0)), value=2.0, gain=3.0)
+    updates, _ = tx.update(
+        jnp.float32(1.0), tx.init(jnp.float32(0.0)), value=2.0, gain=3.0
+    )
     assert updates == 6
 
 
 def test_debug_nans_is_quiet_on_a_skipped_step():
     tx = jmp_scale.with_loss_scale(OPTIMIZERS["clip_adam"], DynamicLossScale(8.0))
-    step, state = jax.jit(lambda s, g: tx.update(g, s, PARAMS)[1].skipped), tx.init(PARAMS)
+    step, state = (
+        jax.jit(lambda s, g: tx.update(g, s, PARAMS)[1].skipped),
+        tx.init(PARAMS),
+    )
     with jax.debug_nans(True):
         assert step(state, BAD) == 1
 
 
-@pytest.mark.parametrize("clip", [optax.clip(1.0), optax.zero_nans(), optax.clip_by_global_norm(1.0)])
+@pytest.mark.parametrize(
+    "clip", [optax.clip(1.0), optax.zero_nans(), optax.clip_by_global_norm(1.0)]
+)
 def test_no_transform_inside_hides_an_overflow(clip):
-    tx = jmp_scale.with_loss_scale(optax.chain(clip, optax.sgd(1.0)), DynamicLossScale(8.0))
+    tx = jmp_scale.with_loss_scale(
+        optax.chain(clip, optax.sgd(1.0)), DynamicLossScale(8.0)
+    )
     grads = jnp.array([jnp.inf, 1.0, -jnp.inf])
     updates, state = tx.update(grads, tx.init(jnp.zeros(3)), jnp.zeros(3))
     assert (updates == 0).all()
@@ -248,13 +306,17 @@ def test_clipping_sees_true_gradients():
         optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), DynamicLossScale()
     )
     state = tx.init(jnp.zeros(2))
-    grads = jmp_scale.grad(lambda w: jnp.vdot(w, jnp.array([3.0, 4.0])), state.loss_scale)(jnp.zeros(2))
+    grads = jmp_scale.grad(
+        lambda w: jnp.vdot(w, jnp.array([3.0, 4.0])), state.loss_scale
+    )(jnp.zeros(2))
     updates, _ = tx.update(grads, state)
     np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
 
 
 def test_large_float16_gradients_are_applied_by_a_global_norm_clip():
-    tx = jmp_scale.with_loss_scale(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    tx = jmp_scale.with_loss_scale(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    )
     params = jnp.zeros(2, jnp.float32)
     updates, state = tx.update(jnp.full(2, 300.0, jnp.float16), tx.init(params), params)
     np.testing.assert_allclose(updates, [-(0.5**0.5)] * 2, rtol=1e-6)
@@ -264,14 +326,18 @@ def test_large_float16_gradients_are_applied_by_a_global_norm_clip():
 @pytest.mark.parametrize("param_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", ["adamw", "momentum", "multi_steps"])
-def test_any_mix_of_gradient_and_parameter_dtypes_keeps_the_state_s_types(name, grad_dtype, param_dtype):
+def test_any_mix_of_gradient_and_parameter_dtypes_keeps_the_state_s_types(
+    name, grad_dtype, param_dtype
+):
     params = jax.tree.map(lambda p: p.astype(param_dtype), PARAMS)
     grads = jax.tree.map(lambda g: g.astype(grad_dtype), GOOD)
     tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
     state = tx.init(params)
     updates, new_state = jax.jit(tx.update)(grads, state, params)
     assert jax.tree.map(jax.typeof, new_state) == jax.tree.map(jax.typeof, state)
-    assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(lambda p: p.dtype, params)
+    assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(
+        lambda p: p.dtype, params
+    )
 
 
 def test_zero_gradients_of_float32_masters_give_adam_no_nan():
@@ -315,7 +381,9 @@ def test_parameters_and_state_can_be_donated_from_the_first_step(name):
     params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(start)
     for grads in (GOOD, BAD):
         params, state, _ = step(params, state, grads, value_fn(PARAMS))
-    assert_bitwise_equal(start, PARAMS)  # init shares no buffer with the parameters that it was given
+    assert_bitwise_equal(
+        start, PARAMS
+    )  # init shares no buffer with the parameters that it was given
     assert tx.init(PARAMS).loss_scale.loss_scale == 8
 
 
@@ -337,15 +405,22 @@ def test_the_step_moves_nothing_between_host_and_device():
 
 def test_the_compiled_step_has_no_branch_and_no_callback():
     tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(8.0))
-    lowered = jax.jit(stepper(tx)).lower(PARAMS, tx.init(PARAMS), GOOD, jnp.float32(1.0))
+    lowered = jax.jit(stepper(tx)).lower(
+        PARAMS, tx.init(PARAMS), GOOD, jnp.float32(1.0)
+    )
     hlo = lowered.compile().as_text()
-    assert not any(word in hlo for word in (" conditional(", "custom-call", "outfeed", "infeed", " while("))
+    assert not any(
+        word in hlo
+        for word in (" conditional(", "custom-call", "outfeed", "infeed", " while(")
+    )
 
 
 def test_a_step_is_compiled_ahead_of_time_from_shapes():
     tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(8.0))
     state = jax.eval_shape(tx.init, PARAMS)
-    compiled = jax.jit(lambda g, s: tx.update(g, s, PARAMS)).lower(GOOD, state).compile()
+    compiled = (
+        jax.jit(lambda g, s: tx.update(g, s, PARAMS)).lower(GOOD, state).compile()
+    )
     _, state = compiled(BAD, tx.init(PARAMS))
     assert state.loss_scale.loss_scale == 4
 
@@ -383,14 +458,18 @@ def test_what_is_no_loss_scale_is_a_type_error(loss_scale):
 
 def test_what_is_no_optimizer_is_a_type_error():
     with pytest.raises(TypeError, match=r"expected an optax.GradientTransformation"):
-        jmp_scale.with_loss_scale(functools.partial(optax.sgd, 0.1), StaticLossScale(8.0))
+        jmp_scale.with_loss_scale(
+            functools.partial(optax.sgd, 0.1), StaticLossScale(8.0)
+        )
 
 
 def test_s_below_one_is_reached_when_the_backward_pass_needs_it():
     def fun(w):
         return (w.astype(jnp.float16) * jnp.float16(60000)).astype(jnp.float32) * 4
 
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.0), DynamicLossScale(8.0, min_loss_scale=2.0**-14))
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(0.0), DynamicLossScale(8.0, min_loss_scale=2.0**-14)
+    )
     w, history = jnp.float32(1.0), []
     state = tx.init(w)
     for _ in range(6):
@@ -398,5 +477,12 @@ def test_s_below_one_is_reached_when_the_backward_pass_needs_it():
         loss, grads = jax.jit(jmp_scale.value_and_grad(fun, state.loss_scale))(w)
         _, state = tx.update(grads, state, w, value=loss)
         history.append((used, bool(state.grads_finite)))
-    assert history == [(8, False), (4, False), (2, False), (1, False), (0.5, False), (0.25, True)]
+    assert history == [
+        (8, False),
+        (4, False),
+        (2, False),
+        (1, False),
+        (0.5, False),
+        (0.25, True),
+    ]
     assert grads == 240000

@@ -12,7 +12,14 @@ from helpers import assert_bitwise_equal, count_traces, on_devices
 import jmp_scale
 from jmp_scale import _mesh, _tree
 
-FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.complex64]
+FLOATS = [
+    jnp.float16,
+    jnp.bfloat16,
+    jnp.float32,
+    jnp.float8_e4m3fn,
+    jnp.float8_e5m2,
+    jnp.complex64,
+]
 
 
 @pytest.fixture(params=["one device", "eight devices"])
@@ -57,7 +64,9 @@ def test_all_finite_sees_a_bad_entry_at_every_size(size, bad):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_all_finite_is_right_under_fast_math(bad):
     # Which makes x - x zero whatever x is; from jax 0.10 on without further flags.
-    finite = jax.jit(jmp_scale.all_finite, compiler_options={"xla_cpu_enable_fast_math": True})
+    finite = jax.jit(
+        jmp_scale.all_finite, compiler_options={"xla_cpu_enable_fast_math": True}
+    )
     assert not finite(jnp.ones(4099, jnp.float32).at[4098].set(bad))
 
 
@@ -74,7 +83,9 @@ def test_all_finite_has_no_false_alarm_at_the_ends_of_the_range(largest):
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("tree", [None, {}, [], {"a": None}, optax.MaskedNode(), jnp.zeros((0,))])
+@pytest.mark.parametrize(
+    "tree", [None, {}, [], {"a": None}, optax.MaskedNode(), jnp.zeros((0,))]
+)
 def test_all_finite_of_an_empty_tree_is_true(tree):
     finite = jmp_scale.all_finite(tree)
     assert finite
@@ -105,7 +116,9 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad(s
         dirty.reshape(3, -1)[1, place] = -np.nan
         assert rows(dirty).tolist() == [True, False, True]
     assert rows(clean).tolist() == [True, True, True]
-    value, slope = jax.value_and_grad(lambda x: jnp.where(jmp_scale.all_finite(x), x.sum(), 0.0))(clean)
+    value, slope = jax.value_and_grad(
+        lambda x: jnp.where(jmp_scale.all_finite(x), x.sum(), 0.0)
+    )(clean)
     assert (value, slope.min(initial=1.0)) == (clean.sum(), 1.0)
 
 
@@ -152,13 +165,19 @@ def test_select_tree_returns_nan_and_negative_zero_untouched():
 
 
 def test_select_tree_never_keeps_the_new_python_number_of_a_skipped_step():
-    assert jmp_scale.select_tree(jnp.array(False), {"step": 2}, {"step": 1})["step"] == 1
+    assert (
+        jmp_scale.select_tree(jnp.array(False), {"step": 2}, {"step": 1})["step"] == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("new", "old", "message"),
     [
-        ({"w": jnp.ones(3)}, {"w": jnp.ones((1, 3))}, r"\['w'\].*shape \(3,\).*\(1, 3\)"),
+        (
+            {"w": jnp.ones(3)},
+            {"w": jnp.ones((1, 3))},
+            r"\['w'\].*shape \(3,\).*\(1, 3\)",
+        ),
         ({"w": jnp.ones(3)}, {"w": jnp.ones(())}, "shape"),
         ({"w": jnp.ones(3, jnp.float16)}, {"w": jnp.ones(3)}, "dtype float16.*float32"),
         ({"w": jnp.ones(3)}, {"v": jnp.ones(3)}, "same structure"),
@@ -173,7 +192,9 @@ def test_select_tree_refuses_trees_that_do_not_match(new, old, message):
         jax.jit(lambda p: jmp_scale.select_tree(p, new, old))(True)
 
 
-@pytest.mark.parametrize("pred", [jnp.ones([1], bool), jnp.array(1), jnp.array(1.0), np.ones(2, bool), 1])
+@pytest.mark.parametrize(
+    "pred", [jnp.ones([1], bool), jnp.array(1), jnp.array(1.0), np.ones(2, bool), 1]
+)
 def test_select_tree_refuses_a_predicate_that_is_no_boolean_scalar(pred):
     with pytest.raises(ValueError, match="expected boolean scalar"):
         jmp_scale.select_tree(pred, None, None)
@@ -227,7 +248,9 @@ def test_a_leaf_is_inexact_if_it_holds_floating_point_numbers(leaf, inexact):
 
 
 class TreeVariants(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+    @chex.variants(
+        with_jit=True, without_jit=True, with_device=True, without_device=True
+    )
     def test_all_finite_and_select_tree_in_every_mode(self):
         @self.variant
         def keep_finite(new, old):
@@ -236,4 +259,6 @@ class TreeVariants(chex.TestCase):
         old = {"a": jnp.zeros(2), "b": jnp.zeros((), jnp.float16)}
         new = {"a": jnp.ones(2), "b": jnp.array(jnp.inf, jnp.float16)}
         chex.assert_trees_all_equal(keep_finite(new, old), old)
-        chex.assert_trees_all_equal(keep_finite(jax.tree.map(jnp.ones_like, old), old)["a"], new["a"])
+        chex.assert_trees_all_equal(
+            keep_finite(jax.tree.map(jnp.ones_like, old), old)["a"], new["a"]
+        )

@@ -26,15 +26,22 @@ NAN, INF = float("nan"), float("inf")
         ("hysteresis_reset", "never"), ("at_max", "stop"),
     ],
 )  # fmt: skip
-def test_a_value_out_of_range_is_a_value_error_that_names_argument_and_value(argument, value):
+def test_a_value_out_of_range_is_a_value_error_that_names_argument_and_value(
+    argument, value
+):
     with pytest.raises(ValueError, match=f"(?s){argument} must be .*got") as error:
         DynamicLossScale(**{argument: value})
     if argument != "loss_scale":
-        assert repr(float(value) if not isinstance(value, str) else value) in str(error.value)
+        assert repr(float(value) if not isinstance(value, str) else value) in str(
+            error.value
+        )
 
 
 def test_a_floor_above_the_cap_is_a_value_error():
-    with pytest.raises(ValueError, match=r"min_loss_scale must be at most max_loss_scale = 0.5, got 1.0"):
+    with pytest.raises(
+        ValueError,
+        match=r"min_loss_scale must be at most max_loss_scale = 0.5, got 1.0",
+    ):
         DynamicLossScale(0.5, max_loss_scale=0.5)
 
 
@@ -70,7 +77,9 @@ def test_a_static_loss_scale_that_is_no_number_is_a_type_error(value):
         StaticLossScale(value)
 
 
-@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray, np.float32, float, lambda x: x])
+@pytest.mark.parametrize(
+    "convert", [np.asarray, jnp.asarray, np.float32, float, lambda x: x]
+)
 def test_configuration_may_come_as_concrete_arrays(convert):
     loss_scale = DynamicLossScale(
         8.0,
@@ -81,20 +90,36 @@ def test_configuration_may_come_as_concrete_arrays(convert):
         max_loss_scale=convert(64.0),
         hysteresis=convert(2.0),
     )
-    fields = (loss_scale.period, loss_scale.factor, loss_scale.min_loss_scale, loss_scale.max_loss_scale)
+    fields = (
+        loss_scale.period,
+        loss_scale.factor,
+        loss_scale.min_loss_scale,
+        loss_scale.max_loss_scale,
+    )
     assert fields == (20, 4, 0.25, 64)
-    assert [type(f) for f in (*fields, loss_scale.hysteresis)] == [int, float, float, float, int]
+    assert [type(f) for f in (*fields, loss_scale.hysteresis)] == [
+        int,
+        float,
+        float,
+        float,
+        int,
+    ]
     hash(fields)
 
 
 def test_bounds_beyond_the_normal_range_become_its_ends():
     loss_scale = DynamicLossScale(1.0, min_loss_scale=0.0, max_loss_scale=3.4e38)
-    assert (loss_scale.min_loss_scale, loss_scale.max_loss_scale) == (2.0**-126, 2.0**126)
+    assert (loss_scale.min_loss_scale, loss_scale.max_loss_scale) == (
+        2.0**-126,
+        2.0**126,
+    )
 
 
 @pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
 def test_an_integer_array_for_a_scale_warns(name):
-    with pytest.warns(UserWarning, match=f"Expected floating type for {name}") as record:
+    with pytest.warns(
+        UserWarning, match=f"Expected floating type for {name}"
+    ) as record:
         DynamicLossScale(**{"loss_scale": 8.0, name: jnp.asarray(1, jnp.int32)})
     assert record[0].filename == __file__
 
@@ -105,11 +130,17 @@ def test_python_numbers_do_not_warn():
         DynamicLossScale(2**15, 0, 2000, 2, 1)
 
 
-@pytest.mark.parametrize("value", [2**15, 2.0**15, np.float16(2**15), np.float64(2**15), np.ones(()) * 2**15])
+@pytest.mark.parametrize(
+    "value", [2**15, 2.0**15, np.float16(2**15), np.float64(2**15), np.ones(()) * 2**15]
+)
 def test_the_loss_scale_is_a_strong_float32_whatever_is_given(value):
     for x in (value, jnp.asarray(value, jnp.float16), jnp.asarray(float(value))):
         loss_scale = DynamicLossScale(x).loss_scale
-        assert (loss_scale.dtype, loss_scale.shape, loss_scale.weak_type) == (jnp.float32, (), False)
+        assert (loss_scale.dtype, loss_scale.shape, loss_scale.weak_type) == (
+            jnp.float32,
+            (),
+            False,
+        )
         assert loss_scale == 2**15
 
 
@@ -123,11 +154,16 @@ def test_leaves_keep_their_types_in_x64_mode():
     with jax.enable_x64(True):
         loss_scale = DynamicLossScale(np.float64(8), np.int64(0), period=1)
         for _ in range(2):
-            assert (loss_scale.loss_scale.dtype, loss_scale.counter.dtype) == (jnp.float32, jnp.int32)
+            assert (loss_scale.loss_scale.dtype, loss_scale.counter.dtype) == (
+                jnp.float32,
+                jnp.int32,
+            )
             loss_scale = loss_scale.adjust(jnp.array(True))
 
 
-@pytest.mark.parametrize(("value", "expected"), [(0.0, 2.0**-126), (INF, 2.0**126), (8.0, 8.0)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.0, 2.0**-126), (INF, 2.0**126), (8.0, 8.0)]
+)
 def test_a_device_array_is_brought_into_the_range_of_normal_numbers(value, expected):
     assert DynamicLossScale(jnp.float32(value)).loss_scale == expected
 

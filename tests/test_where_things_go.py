@@ -27,7 +27,9 @@ def run(tx, grads, params=PARAMS):
 
 
 def dynamic(inner, **kwargs):
-    return jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale(2.0**10, **kwargs))
+    return jmp_scale.with_loss_scale(
+        inner, jmp_scale.DynamicLossScale(2.0**10, **kwargs)
+    )
 
 
 def accumulated(inner):
@@ -49,15 +51,22 @@ def test_accumulation_inside_averages_the_micro_batches_that_are_finite():
 
 
 def test_accumulation_inside_adjusts_the_loss_scale_at_every_micro_batch():
-    history = run(dynamic(accumulated(optax.sgd(1.0)), period=3), [ONES, BAD, ONES, ONES, ONES])
+    history = run(
+        dynamic(accumulated(optax.sgd(1.0)), period=3), [ONES, BAD, ONES, ONES, ONES]
+    )
     scales = [float(state.loss_scale.loss_scale) for _, state in history]
     assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**10]
 
 
 def test_accumulation_inside_counts_finite_micro_batches_and_applied_steps():
     _, state = run(dynamic(accumulated(optax.adam(1.0))), [ONES, BAD, ONES, ONES])[-1]
-    assert (int(state.inner_state.mini_step), int(state.inner_state.gradient_step)) == (1, 1)
-    assert int(optax.tree_utils.tree_get(state.inner_state.inner_opt_state, "count")) == 1
+    assert (int(state.inner_state.mini_step), int(state.inner_state.gradient_step)) == (
+        1,
+        1,
+    )
+    assert (
+        int(optax.tree_utils.tree_get(state.inner_state.inner_opt_state, "count")) == 1
+    )
 
 
 def test_accumulation_by_hand_sums_true_gradients_though_the_loss_scale_differs():
@@ -73,7 +82,10 @@ def test_accumulation_outside_would_keep_an_overflow_for_the_whole_window():
     outside = accumulated(dynamic(optax.sgd(1.0)))
     history = run(outside, [BAD, ONES, ONES, ONES])
     assert_bitwise_equal(w(history, 1), np.asarray(PARAMS["w"]))
-    assert_bitwise_equal(w(run(dynamic(accumulated(optax.sgd(1.0))), [BAD, ONES, ONES])), np.float32([0, -3]))
+    assert_bitwise_equal(
+        w(run(dynamic(accumulated(optax.sgd(1.0))), [BAD, ONES, ONES])),
+        np.float32([0, -3]),
+    )
 
 
 # Clipping
@@ -126,7 +138,9 @@ def test_an_ema_that_is_not_selected_would_move_on_a_skipped_step():
 
 
 def test_an_ema_of_the_updates_inside_counts_applied_steps():
-    _, state = run(dynamic(optax.chain(optax.sgd(1.0), optax.ema(0.9))), [ONES, BAD, ONES])[-1]
+    _, state = run(
+        dynamic(optax.chain(optax.sgd(1.0), optax.ema(0.9))), [ONES, BAD, ONES]
+    )[-1]
     assert int(optax.tree_utils.tree_get(state.inner_state, "count")) == 2
 
 
@@ -138,7 +152,10 @@ def test_a_regularizer_is_part_of_the_loss(s):
     def loss_fn(w):
         return 3.0 * w + 0.5 * w**2
 
-    assert float(jmp_scale.grad(loss_fn, jmp_scale.StaticLossScale(s))(jnp.float32(1.0))) == 4.0
+    assert (
+        float(jmp_scale.grad(loss_fn, jmp_scale.StaticLossScale(s))(jnp.float32(1.0)))
+        == 4.0
+    )
 
 
 @pytest.mark.parametrize("s", [1.0, 2.0**10, 2.0**20])
@@ -146,7 +163,9 @@ def test_a_gradient_penalty_is_taken_inside_the_loss_with_the_plain_gradient(s):
     def loss_fn(w):  # w^2 + (d/dw w^2)^2 = 5 w^2
         return w**2 + jax.grad(lambda w: w**2)(w) ** 2
 
-    loss, grad = jmp_scale.value_and_grad(loss_fn, jmp_scale.StaticLossScale(s))(jnp.float32(1.0))
+    loss, grad = jmp_scale.value_and_grad(loss_fn, jmp_scale.StaticLossScale(s))(
+        jnp.float32(1.0)
+    )
     assert (float(loss), float(grad)) == (5.0, 10.0)
 
 
@@ -161,7 +180,9 @@ def test_weight_decay_inside_does_not_decay_on_a_skipped_step():
 
 
 def test_zeroed_gradients_would_still_decay_and_move():
-    history = run(optax.adamw(0.1, weight_decay=0.5), [ONES, jax.tree.map(jnp.zeros_like, ONES)])
+    history = run(
+        optax.adamw(0.1, weight_decay=0.5), [ONES, jax.tree.map(jnp.zeros_like, ONES)]
+    )
     assert (w(history, 1) != w(history, 0)).all()
 
 
@@ -170,7 +191,9 @@ def test_zeroed_gradients_would_still_decay_and_move():
 
 def rates(tx, grads):
     history = [(PARAMS, None), *run(tx, grads)]
-    return [float(a["w"][1] - b["w"][1]) for (a, _), (b, _) in itertools.pairwise(history)]
+    return [
+        float(a["w"][1] - b["w"][1]) for (a, _), (b, _) in itertools.pairwise(history)
+    ]
 
 
 def schedule(count):
@@ -178,7 +201,12 @@ def schedule(count):
 
 
 def test_a_schedule_inside_counts_applied_steps():
-    assert rates(dynamic(optax.sgd(schedule)), [ONES, BAD, BAD, ONES]) == [1.0, 0.0, 0.0, 0.5]
+    assert rates(dynamic(optax.sgd(schedule)), [ONES, BAD, BAD, ONES]) == [
+        1.0,
+        0.0,
+        0.0,
+        0.5,
+    ]
 
 
 def test_a_schedule_outside_counts_every_call():

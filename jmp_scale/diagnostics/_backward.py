@@ -12,13 +12,19 @@ from .._loss_scale import DynamicLossScale
 
 def any_loss_scale(s: Any) -> DynamicLossScale:
     """A loss scale of any S, known only on the device, so that a sweep is one compilation."""
-    return DynamicLossScale(jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126)
+    return DynamicLossScale(
+        jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
+    )
 
 
 def split_arrays(args: tuple[Any, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The arrays among the leaves of `args`, and the function that puts such arrays in their places."""
     leaves, treedef = jax.tree.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, np.generic))]
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    ]
 
     def rejoin(arrays: list[Any]) -> Any:
         new_leaves = list(leaves)

@@ -47,7 +47,10 @@ class Calibration:
 
     def summary(self) -> str:
         """One sentence for people."""
-        low, high, best = (float(x) for x in (self.log2_low, self.log2_high, self.recommended_log2_scale))
+        low, high, best = (
+            float(x)
+            for x in (self.log2_low, self.log2_high, self.recommended_log2_scale)
+        )
         if np.isnan(low):
             return "No loss scale of the sweep gives finite gradients: run diagnose_nonfinite."
         window = f"Loss scales from 2^{low:g} to 2^{high:g} work"
@@ -103,13 +106,19 @@ def calibrate_loss_scale(
     arrays, rejoin = split_arrays(args)
     paths: tuple[str, ...] = ()
 
-    def backward(log2_scale: jax.Array, arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
+    def backward(
+        log2_scale: jax.Array, arrays: list[Any]
+    ) -> tuple[jax.Array, jax.Array]:
         nonlocal paths
         loss_scale = any_loss_scale(jnp.exp2(log2_scale.astype(jnp.float32)))
-        value, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(*rejoin(arrays))
+        value, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(
+            *rejoin(arrays)
+        )
         paths, leaves = named_inexact_leaves(grads)
         if not leaves:
-            raise ValueError("calibrate_loss_scale: the gradients have no floating-point leaf to look at")
+            raise ValueError(
+                "calibrate_loss_scale: the gradients have no floating-point leaf to look at"
+            )
         zeros = [jnp.sum(leaf == 0, dtype=jnp.uint32) for leaf in leaves]
         sizes = np.array([max(leaf.size, 1) for leaf in leaves], np.float32)
         return jnp.stack(zeros).astype(jnp.float32) / sizes, all_finite(
@@ -118,7 +127,9 @@ def calibrate_loss_scale(
 
     @jax.jit
     def sweep(arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
-        return lax.map(lambda log2_scale: backward(log2_scale, arrays), jnp.asarray(scales))
+        return lax.map(
+            lambda log2_scale: backward(log2_scale, arrays), jnp.asarray(scales)
+        )
 
     zero_fraction, finite = sweep(arrays)
     low, high = _window(scales.astype(np.float32), zero_fraction, finite)
@@ -134,10 +145,16 @@ def calibrate_loss_scale(
     )
 
 
-def _window(scales: np.ndarray, zero_fraction: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _window(
+    scales: np.ndarray, zero_fraction: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """(log2_low, log2_high) of `Calibration`."""
-    unavoidable = jnp.min(jnp.where(finite[:, None], zero_fraction, 1), axis=0, keepdims=True)
-    lost = (zero_fraction - unavoidable) / jnp.maximum(1 - unavoidable, jnp.finfo(jnp.float32).tiny)
+    unavoidable = jnp.min(
+        jnp.where(finite[:, None], zero_fraction, 1), axis=0, keepdims=True
+    )
+    lost = (zero_fraction - unavoidable) / jnp.maximum(
+        1 - unavoidable, jnp.finfo(jnp.float32).tiny
+    )
     works = finite & (jnp.max(lost, axis=1) <= _TOLERATED)
     low = jnp.min(jnp.where(works, scales, jnp.inf))
     high = jnp.max(jnp.where(works, scales, -jnp.inf))
@@ -146,10 +163,16 @@ def _window(scales: np.ndarray, zero_fraction: jax.Array, finite: jax.Array) -> 
 
 def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:
     scales = np.asarray(log2_scales)
-    if scales.ndim != 1 or scales.size == 0 or not np.array_equal(scales, np.round(scales)):
+    if (
+        scales.ndim != 1
+        or scales.size == 0
+        or not np.array_equal(scales, np.round(scales))
+    ):
         allowed = "a non-empty sequence of whole numbers"
     elif np.any(np.diff(scales) <= 0) or scales[0] < -126 or scales[-1] > 126:
         allowed = "increasing whole numbers in [-126, 126]"
     else:
         return scales.astype(np.int32)
-    raise ValueError(f"calibrate_loss_scale: log2_scales must be {allowed}, got {log2_scales!r}")
+    raise ValueError(
+        f"calibrate_loss_scale: log2_scales must be {allowed}, got {log2_scales!r}"
+    )

@@ -29,7 +29,9 @@ class Limits(NamedTuple):
 # Ties go to the even neighbor: to zero, and to infinity except in float8_e4m3fn, where 464 becomes 448.
 _LIMITS = {
     "float16": Limits(2.0**-25, 2.0**-14, 65520.0, 65504.0),
-    "bfloat16": Limits(2.0**-134, 2.0**-126, (2 - 2.0**-8) * 2.0**127, (2 - 2.0**-7) * 2.0**127),
+    "bfloat16": Limits(
+        2.0**-134, 2.0**-126, (2 - 2.0**-8) * 2.0**127, (2 - 2.0**-7) * 2.0**127
+    ),
     "float8_e5m2": Limits(2.0**-17, 2.0**-14, 61440.0, 57344.0),
     "float8_e4m3fn": Limits(2.0**-10, 2.0**-6, 464 + 2.0**-15, 448.0),
 }
@@ -58,7 +60,9 @@ def magnitude_bits(leaf: ArrayLike) -> jax.Array:
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     if x.dtype.itemsize <= 4:
         return bits
-    return jnp.where(jnp.isfinite(x), jnp.clip(bits, (x != 0).astype(jnp.int32), INFINITY - 1), bits)
+    return jnp.where(
+        jnp.isfinite(x), jnp.clip(bits, (x != 0).astype(jnp.int32), INFINITY - 1), bits
+    )
 
 
 def exponent_and_fraction(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +80,9 @@ def log2_magnitude(bits: jax.Array) -> jax.Array:
     return jnp.where(bits == 0, -jnp.inf, log2)
 
 
-def bounds_at(loss_scale: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array]:
+def bounds_at(
+    loss_scale: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The least |x|, as bits, that S and a cast leave non-zero, leave normal, and turn infinite: i32[] each.
 
     Exact: S times these, rounded to float32, reaches the cast's limit, and S times the number before does

@@ -39,7 +39,11 @@ class Diagnosis(NamedTuple):
         if self.cause == "none":
             return "Loss and gradients are finite."
         if self.cause == "overflow":
-            below = "" if (self.finite_at_log2 or 0) >= 0 else ", below 1: a layer is nearly out of range"
+            below = (
+                ""
+                if (self.finite_at_log2 or 0) >= 0
+                else ", below 1: a layer is nearly out of range"
+            )
             return (
                 f"The gradients overflow, first in {self.path}, and are finite at loss scale "
                 f"2^{self.finite_at_log2}{below}."
@@ -99,19 +103,27 @@ def diagnose_nonfinite(
       ('nan', "['a']")
     """
     if operator.index(log2_min) not in range(-126, 127):
-        raise ValueError(f"diagnose_nonfinite: log2_min must be in [-126, 126], got {log2_min!r}")
+        raise ValueError(
+            f"diagnose_nonfinite: log2_min must be in [-126, 126], got {log2_min!r}"
+        )
     arrays, rejoin = split_arrays(args)
     paths: tuple[str, ...] = ()
 
     @jax.jit
     def flags(s: jax.Array, arrays: list[Any]) -> tuple[jax.Array, list[jax.Array]]:
         nonlocal paths
-        value, grads = value_and_grad(fun, any_loss_scale(s), argnums, has_aux)(*rejoin(arrays))
+        value, grads = value_and_grad(fun, any_loss_scale(s), argnums, has_aux)(
+            *rejoin(arrays)
+        )
         paths, leaves = named_inexact_leaves(grads)
-        return all_finite(value[0] if has_aux else value), [all_finite(leaf) for leaf in leaves]
+        return all_finite(value[0] if has_aux else value), [
+            all_finite(leaf) for leaf in leaves
+        ]
 
     def run(s: Any) -> tuple[bool, tuple[str, ...]]:
-        loss_finite, grads_finite = jax.device_get(flags(jnp.asarray(s, jnp.float32), arrays))
+        loss_finite, grads_finite = jax.device_get(
+            flags(jnp.asarray(s, jnp.float32), arrays)
+        )
         return bool(loss_finite), tuple(
             p for p, finite in zip(paths, grads_finite, strict=True) if not finite
         )

@@ -12,7 +12,9 @@ from .._tree import is_inexact
 from ._history import LossScaleHistory
 from ._metrics import find_states
 
-_NORMAL_SKIP_RATE = 0.05  # of steps; with the default period S itself causes about 0.0005
+_NORMAL_SKIP_RATE = (
+    0.05  # of steps; with the default period S itself causes about 0.0005
+)
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 
 _SENTENCES = {
@@ -114,26 +116,42 @@ class HealthLog:
     def __init__(self) -> None:
         self._kinds: frozenset[str] = frozenset()
 
-    def __call__(self, opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
+    def __call__(
+        self, opt_state: Any, history: LossScaleHistory | None = None
+    ) -> list[str]:
         """New sentences since the last call; arguments and errors are those of `health`."""
         findings = _findings("HealthLog", opt_state, history)
-        new = [sentence for kind, sentence in findings.items() if kind not in self._kinds]
+        new = [
+            sentence for kind, sentence in findings.items() if kind not in self._kinds
+        ]
         over = [f"Over: {kind}." for kind in sorted(self._kinds - findings.keys())]
         self._kinds = frozenset(findings)
         return new + over
 
 
-def _findings(function: str, opt_state: Any, history: LossScaleHistory | None) -> dict[str, str]:
+def _findings(
+    function: str, opt_state: Any, history: LossScaleHistory | None
+) -> dict[str, str]:
     """Sentences by what they are about."""
     states = find_states(function, opt_state)
     findings = [("", *_narrow_leaves(opt_state))]
     for path, state in states:
         if np.ndim(state.skipped) != 0 or np.ndim(number_of(state.loss_scale)) != 0:
             shape = np.shape(state.skipped)
-            raise ValueError(f"{function}: expected one state, got {shape} of them; index one")
+            raise ValueError(
+                f"{function}: expected one state, got {shape} of them; index one"
+            )
         prefix = f"{path}: " if len(states) > 1 else ""
-        findings = [(prefix, *_skips(state, history)), (prefix, *_range(state)), *findings]
-    return {p + kind: p + _SENTENCES[kind].format(**values) for p, kind, values in findings if kind}
+        findings = [
+            (prefix, *_skips(state, history)),
+            (prefix, *_range(state)),
+            *findings,
+        ]
+    return {
+        p + kind: p + _SENTENCES[kind].format(**values)
+        for p, kind, values in findings
+        if kind
+    }
 
 
 def _skips(state: Any, history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
@@ -141,7 +159,11 @@ def _skips(state: Any, history: LossScaleHistory | None) -> tuple[str, dict[str,
     loss_scale, s = state.loss_scale, float(number_of(state.loss_scale))
     if in_a_row == 0:
         return _rate(history)
-    last = "The last step was skipped" if in_a_row == 1 else f"The last {in_a_row} steps were all skipped"
+    last = (
+        "The last step was skipped"
+        if in_a_row == 1
+        else f"The last {in_a_row} steps were all skipped"
+    )
     values = {"last": last, "s": _power(s), "total": total, "diagnose": _DIAGNOSE}
     if _loss_not_finite(in_a_row, history):
         return "loss not finite", values
@@ -152,7 +174,9 @@ def _skips(state: Any, history: LossScaleHistory | None) -> tuple[str, dict[str,
     values |= {"floor": _power(floor), "more": _most_skips(loss_scale, s, floor)}
     if s <= floor and in_a_row > 1:
         return "stuck at the floor", values
-    if in_a_row > _most_skips(loss_scale, cap, s) + _LONG_RUN:  # skips that cannot all have lowered S
+    if (
+        in_a_row > _most_skips(loss_scale, cap, s) + _LONG_RUN
+    ):  # skips that cannot all have lowered S
         return "loss not finite", values
     if in_a_row == total and (history is None or int(history.pushed) in (0, total)):
         return "warm-up", values
@@ -166,13 +190,17 @@ def _rate(history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
         return "", {}
     recorded = history.to_dict()
     skipped, loss_finite = ~recorded["grads_finite"], recorded["loss_finite"]
-    if skipped.size and recorded["step"][0] == 0:  # skips before the first applied step were to be expected
+    if (
+        skipped.size and recorded["step"][0] == 0
+    ):  # skips before the first applied step were to be expected
         warm_up = int(np.argmin(skipped))
         skipped, loss_finite = skipped[warm_up:], loss_finite[warm_up:]
     if not skipped.any():
         return "", {}
     rate = float(skipped.mean())
-    kind = "normal rate of overflow" if rate <= _NORMAL_SKIP_RATE else "frequent overflow"
+    kind = (
+        "normal rate of overflow" if rate <= _NORMAL_SKIP_RATE else "frequent overflow"
+    )
     kind = "broken batches" if loss_finite[skipped].mean() < 0.5 else kind
     return kind, {"skips": int(skipped.sum()), "steps": skipped.size, "rate": rate}
 
@@ -185,13 +213,21 @@ def _range(state: Any) -> tuple[str, dict[str, Any]]:
 def _narrow_leaves(opt_state: Any) -> tuple[str, dict[str, Any]]:
     """Leaves of less range than float32. (bfloat16 has the same, and is chosen on purpose.)"""
     pairs = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-    arrays = [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
+    arrays = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in pairs
+        if hasattr(leaf, "dtype")
+    ]
     dtypes = {path: leaf.dtype for path, leaf in arrays if is_inexact(leaf)}
     narrow = [path for path, dtype in dtypes.items() if jnp.finfo(dtype).maxexp < 128]
     if not narrow:
         return "", {}
     others = f", and so are {len(narrow) - 1} more leaves" if len(narrow) > 1 else ""
-    return "float16 parameters", {"leaf": narrow[0], "dtype": dtypes[narrow[0]], "others": others}
+    return "float16 parameters", {
+        "leaf": narrow[0],
+        "dtype": dtypes[narrow[0]],
+        "others": others,
+    }
 
 
 def _loss_not_finite(in_a_row: int, history: LossScaleHistory | None) -> bool:

@@ -39,7 +39,9 @@ class ExponentHistogram:
         """i32[277], the e of each column."""
         return np.array(_EXPONENTS, np.int32)
 
-    def flushed_share(self, log2_scale: ArrayLike, dtype: DTypeLike = "float16") -> jax.Array:
+    def flushed_share(
+        self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
+    ) -> jax.Array:
         """Share of the finite non-zero entries that S = 2^log2_scale and a cast turn to zero.
 
         Equal to a count of real casts, ties included, for entries and products in float32's range.
@@ -58,28 +60,40 @@ class ExponentHistogram:
         zero_up_to = int(np.log2(_casts.limits(dtype).zero_up_to))
         return self._share_below("flushed_share", log2_scale, zero_up_to, up_to=True)
 
-    def subnormal_share(self, log2_scale: ArrayLike, dtype: DTypeLike = "float16") -> jax.Array:
+    def subnormal_share(
+        self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
+    ) -> jax.Array:
         """Share of the finite non-zero entries below the least normal number, but not flushed.
 
         Arguments, result and errors are those of `flushed_share`.
         """
         subnormal_below = int(np.log2(_casts.limits(dtype).subnormal_below))
-        below = self._share_below("subnormal_share", log2_scale, subnormal_below, up_to=False)
+        below = self._share_below(
+            "subnormal_share", log2_scale, subnormal_below, up_to=False
+        )
         return below - self.flushed_share(log2_scale, dtype)
 
-    def _share_below(self, function: str, log2_scale: ArrayLike, limit: int, up_to: bool) -> jax.Array:
+    def _share_below(
+        self, function: str, log2_scale: ArrayLike, limit: int, up_to: bool
+    ) -> jax.Array:
         """Share of the entries x with S x < 2^limit, or <= 2^limit if `up_to`."""
         log2_scale = jnp.asarray(log2_scale)
         if not jnp.issubdtype(log2_scale.dtype, jnp.integer):
-            raise TypeError(f"{function}: expected log2_scale of whole numbers, got {log2_scale.dtype}")
+            raise TypeError(
+                f"{function}: expected log2_scale of whole numbers, got {log2_scale.dtype}"
+            )
         column = limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT
         total = self.counts.sum(-1, keepdims=True, dtype=jnp.uint32)
-        cumulative = jnp.pad(jnp.cumsum(self.counts, axis=-1, dtype=jnp.uint32), ((0, 0), (1, 0)))
+        cumulative = jnp.pad(
+            jnp.cumsum(self.counts, axis=-1, dtype=jnp.uint32), ((0, 0), (1, 0))
+        )
         below = cumulative[:, jnp.clip(column, 0, len(_EXPONENTS))]
         if up_to:
             ties = jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
             below += ties[:, jnp.clip(column + 1, 0, len(_EXPONENTS) + 1)]
-        total = jnp.broadcast_to(jnp.maximum(total, np.uint32(1)), (len(self.paths), column.size))
+        total = jnp.broadcast_to(
+            jnp.maximum(total, np.uint32(1)), (len(self.paths), column.size)
+        )
         return jnp.moveaxis(below / total.reshape(below.shape), 0, -1)
 
 
@@ -109,12 +123,16 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     paths, leaves = named_inexact_leaves(tree)
     for path, leaf in zip(paths, leaves, strict=True):
         if np.size(leaf) >= 2**32:
-            raise ValueError(f"exponent_histogram: leaf {path} has 2^32 entries or more; split it")
+            raise ValueError(
+                f"exponent_histogram: leaf {path} has 2^32 entries or more; split it"
+            )
     columns = len(_EXPONENTS)
     rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
     counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]
     powers_of_two, others = counts[:, :columns], counts[:, columns:-2]
-    return ExponentHistogram(powers_of_two + others, powers_of_two, counts[:, -2], counts[:, -1], paths)
+    return ExponentHistogram(
+        powers_of_two + others, powers_of_two, counts[:, -2], counts[:, -1], paths
+    )
 
 
 @jax.jit
@@ -122,7 +140,9 @@ def _counts(leaf: Any) -> jax.Array:
     """u32[2 * 277 + 2]: powers of two by exponent, other numbers by exponent, zeros, non-finite."""
     bits = _casts.magnitude_bits(leaf).ravel()
     exponent, fraction = _casts.exponent_and_fraction(bits)
-    column = exponent - _casts.LEAST_EXPONENT + jnp.where(fraction == 0, 0, len(_EXPONENTS))
+    column = (
+        exponent - _casts.LEAST_EXPONENT + jnp.where(fraction == 0, 0, len(_EXPONENTS))
+    )
     column = jnp.where(bits == 0, 2 * len(_EXPONENTS), column)
     column = jnp.where(bits >= _casts.INFINITY, 2 * len(_EXPONENTS) + 1, column)
     return jnp.zeros(2 * len(_EXPONENTS) + 2, jnp.uint32).at[column].add(np.uint32(1))

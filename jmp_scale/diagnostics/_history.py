@@ -78,8 +78,14 @@ class LossScaleHistory:
         Raises:
           ValueError: a capacity that is no whole number >= 1.
         """
-        if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
-            raise ValueError(f"LossScaleHistory.create: capacity must be an integer >= 1, got {capacity!r}")
+        if (
+            isinstance(capacity, bool)
+            or not isinstance(capacity, (int, np.integer))
+            or capacity < 1
+        ):
+            raise ValueError(
+                f"LossScaleHistory.create: capacity must be an integer >= 1, got {capacity!r}"
+            )
         return cls(
             log2_scale=jnp.zeros(capacity, jnp.float32),
             amax=jnp.full(capacity, jnp.nan, jnp.float32),
@@ -111,14 +117,23 @@ class LossScaleHistory:
           ValueError: a loss scale or an argument of a shape other than ().
         """
         s = scale_value("LossScaleHistory.push", loss_scale)
-        values = {"grads_finite": grads_finite, "loss_finite": loss_finite, "amax": amax}
+        values = {
+            "grads_finite": grads_finite,
+            "loss_finite": loss_finite,
+            "amax": amax,
+        }
         for name, value in values.items():
             if jnp.shape(value) != ():
-                raise ValueError(f"LossScaleHistory.push: {name} must be a scalar, got {jnp.shape(value)}")
+                raise ValueError(
+                    f"LossScaleHistory.push: {name} must be a scalar, got {jnp.shape(value)}"
+                )
         values = {"log2_scale": log2_magnitude(magnitude_bits(s)), **values}
         index = self.pushed % self.pushed.dtype.type(self.log2_scale.shape[0])
         arrays = {name: getattr(self, name) for name in values}
-        arrays = {n: a.at[index].set(jnp.asarray(values[n]).astype(a.dtype)) for n, a in arrays.items()}
+        arrays = {
+            n: a.at[index].set(jnp.asarray(values[n]).astype(a.dtype))
+            for n, a in arrays.items()
+        }
         return dataclasses.replace(self, **arrays, pushed=self.pushed + 1)
 
     def to_dict(self) -> dict[str, np.ndarray]:
@@ -126,7 +141,13 @@ class LossScaleHistory:
         pushed, capacity = int(self.pushed), self.log2_scale.shape[0]
         steps = np.arange(max(pushed - capacity, 0), pushed)
         names = ("log2_scale", "amax", "grads_finite", "loss_finite")
-        return {"step": steps, **{name: np.asarray(getattr(self, name))[steps % capacity] for name in names}}
+        return {
+            "step": steps,
+            **{
+                name: np.asarray(getattr(self, name))[steps % capacity]
+                for name in names
+            },
+        }
 
     def summary(self) -> HistorySummary:
         """Rates and counts over the recorded steps, of the host."""

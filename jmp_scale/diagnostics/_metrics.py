@@ -41,7 +41,9 @@ def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
     scalars = {}
     for path, state in states:
         prefix = f"{path}." if len(states) > 1 else ""
-        scalars[f"{prefix}loss_scale"] = jnp.asarray(number_of(state.loss_scale), jnp.float32)
+        scalars[f"{prefix}loss_scale"] = jnp.asarray(
+            number_of(state.loss_scale), jnp.float32
+        )
         for name in ("skipped", "skipped_in_a_row", "grads_finite"):
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
     if grads is not None:
@@ -60,7 +62,9 @@ def find_states(function: str, tree: Any) -> list[tuple[str, Any]]:
         return hasattr(node, "skipped_in_a_row") and hasattr(node, "loss_scale")
 
     pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
-    states = [(jax.tree_util.keystr(path), node) for path, node in pairs if is_state(node)]
+    states = [
+        (jax.tree_util.keystr(path), node) for path, node in pairs if is_state(node)
+    ]
     if not states:
         raise ValueError(
             f"{function}: found no state of with_loss_scale in opt_state; wrap the optimizer in it"
@@ -70,6 +74,10 @@ def find_states(function: str, tree: Any) -> list[tuple[str, Any]]:
 
 def _norm(grads: Any) -> jax.Array:
     squares = [
-        jnp.sum(jnp.square(jnp.abs(leaf))) for leaf in jax.tree.leaves(widen(grads)) if is_inexact(leaf)
+        jnp.sum(jnp.square(jnp.abs(leaf)))
+        for leaf in jax.tree.leaves(widen(grads))
+        if is_inexact(leaf)
     ]
-    return jnp.sqrt(sum((s.astype(jnp.float32) for s in squares), start=jnp.zeros([], jnp.float32)))
+    return jnp.sqrt(
+        sum((s.astype(jnp.float32) for s in squares), start=jnp.zeros([], jnp.float32))
+    )

@@ -72,13 +72,26 @@ class GradReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python numbers, of the host: the totals, and under "leaves" a dictionary for each path."""
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("paths", "dtype")]
-        values = {name: np.asarray(getattr(self, name)) for name in [*names, "flushed_share"]}
+        names = [
+            f.name for f in dataclasses.fields(self) if f.name not in ("paths", "dtype")
+        ]
+        values = {
+            name: np.asarray(getattr(self, name)) for name in [*names, "flushed_share"]
+        }
         if values["amax"].ndim != 1:
-            raise ValueError(f"to_dict: expected one report, got a batch {values['amax'].shape[:-1]} of them")
-        totals = {name: value.item() for name, value in values.items() if value.ndim == 0}
-        columns = {name: value.tolist() for name, value in values.items() if value.ndim == 1}
-        rows = {path: {n: c[i] for n, c in columns.items()} for i, path in enumerate(self.paths)}
+            raise ValueError(
+                f"to_dict: expected one report, got a batch {values['amax'].shape[:-1]} of them"
+            )
+        totals = {
+            name: value.item() for name, value in values.items() if value.ndim == 0
+        }
+        columns = {
+            name: value.tolist() for name, value in values.items() if value.ndim == 1
+        }
+        rows = {
+            path: {n: c[i] for n, c in columns.items()}
+            for i, path in enumerate(self.paths)
+        }
         return {"dtype": self.dtype, **totals, "leaves": rows}
 
     def worst(self, k: int = 5) -> dict[str, dict[str, Any]]:
@@ -99,7 +112,11 @@ class GradReport:
         """A table for people, of the k worst leaves, or of all in the order of the tree."""
         report = self.to_dict()
         rows = report["leaves"] if k is None else self.worst(k)
-        finite = "all finite" if report["all_finite"] else f"not finite from {self._first_path()} on"
+        finite = (
+            "all finite"
+            if report["all_finite"]
+            else f"not finite from {self._first_path()} on"
+        )
         lines = [
             f"gradients at loss scale 2^{np.log2(report['loss_scale']):g}, cast to {self.dtype}: {finite}; "
             f"recommended loss scale at most 2^{report['recommended_log2_scale']:g}"
@@ -107,20 +124,29 @@ class GradReport:
         width = max([len("leaf"), *map(len, rows)])
         shares = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
         heads = "".join(f"{name:>11}" for name in shares)
-        lines += [f"{'leaf':{width}}{'entries':>12}{heads}{'amax':>11}{'headroom':>11}{'range':>11}"]
+        lines += [
+            f"{'leaf':{width}}{'entries':>12}{heads}{'amax':>11}{'headroom':>11}{'range':>11}"
+        ]
         for path, row in rows.items():
-            cells = "".join(f"{_percent(row[name], row['size']):>11}" for name in shares)
-            bits = "".join(
-                f"{f'{row[name]:.1f} bits':>11}" for name in ("headroom_bits", "dynamic_range_bits")
+            cells = "".join(
+                f"{_percent(row[name], row['size']):>11}" for name in shares
             )
-            lines += [f"{path:{width}}{row['size']:>12,}{cells}{row['amax']:>11.2e}{bits}"]
+            bits = "".join(
+                f"{f'{row[name]:.1f} bits':>11}"
+                for name in ("headroom_bits", "dynamic_range_bits")
+            )
+            lines += [
+                f"{path:{width}}{row['size']:>12,}{cells}{row['amax']:>11.2e}{bits}"
+            ]
         return "\n".join(lines)
 
     def _first_path(self) -> str:
         return self.paths[int(self.first_nonfinite)] or "(the whole tree)"
 
 
-def grad_report(grads: Any, loss_scale: Any, dtype: DTypeLike = "float16") -> GradReport:
+def grad_report(
+    grads: Any, loss_scale: Any, dtype: DTypeLike = "float16"
+) -> GradReport:
     """Counts, leaf by leaf, what of a gradient a loss scale and a cast lose, in one pass over it.
 
     Compatible with `jit`, `vmap` and `lax.scan`. In `shard_map` it is the report of the local shards.
@@ -152,11 +178,15 @@ def grad_report(grads: Any, loss_scale: Any, dtype: DTypeLike = "float16") -> Gr
     _casts.limits(name)
     paths, leaves = named_inexact_leaves(grads)
     loss_scale = scale_value("grad_report", loss_scale)
-    return GradReport(**_report_arrays(leaves, loss_scale, name), paths=paths, dtype=name)
+    return GradReport(
+        **_report_arrays(leaves, loss_scale, name), paths=paths, dtype=name
+    )
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _report_arrays(leaves: list[Any], loss_scale: jax.Array, dtype: str) -> dict[str, jax.Array]:
+def _report_arrays(
+    leaves: list[Any], loss_scale: jax.Array, dtype: str
+) -> dict[str, jax.Array]:
     bounds = _casts.bounds_at(loss_scale, dtype)
     amax, amin, counts = _stacked_statistics(leaves, bounds)
     size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = counts
@@ -172,18 +202,28 @@ def _report_arrays(leaves: list[Any], loss_scale: jax.Array, dtype: str) -> dict
         "overflow": infinite - nonfinite,
         "nonfinite": nonfinite,
         "headroom_bits": log2_largest - log2_amax - log2_scale,
-        "dynamic_range_bits": jnp.where(amax > 0, log2_amax - _casts.log2_magnitude(amin), 0.0),
+        "dynamic_range_bits": jnp.where(
+            amax > 0, log2_amax - _casts.log2_magnitude(amin), 0.0
+        ),
         "loss_scale": loss_scale,
         "all_finite": jnp.all(nonfinite == 0),
         "first_nonfinite": _first(nonfinite > 0),
-        "recommended_log2_scale": _recommended_log2_scale(jnp.max(amax, initial=0), dtype),
+        "recommended_log2_scale": _recommended_log2_scale(
+            jnp.max(amax, initial=0), dtype
+        ),
     }
 
 
-def _stacked_statistics(leaves: list[Any], bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _stacked_statistics(
+    leaves: list[Any], bounds: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     """(amax, least non-zero), both as bits, i32[L], and the six counts of `_piece_statistics`, [6, L]."""
     if not leaves:
-        return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32), jnp.zeros((6, 0), jnp.uint32)
+        return (
+            jnp.zeros(0, jnp.int32),
+            jnp.zeros(0, jnp.int32),
+            jnp.zeros((6, 0), jnp.uint32),
+        )
     columns = [_leaf_statistics(leaf, bounds) for leaf in leaves]
     amax, amin, counts = zip(*columns, strict=True)
     too_many = any(c.dtype == jnp.float32 for c in counts)
@@ -197,11 +237,15 @@ def _leaf_statistics(leaf: Any, bounds: tuple[jax.Array, ...]) -> tuple[jax.Arra
     if pieces <= 1:
         return _piece_statistics(bits, bounds)
     parts = jnp.array_split(bits, pieces, axis=int(np.argmax(bits.shape)))
-    amax, amin, counts = map(jnp.stack, zip(*(_piece_statistics(p, bounds) for p in parts), strict=True))
+    amax, amin, counts = map(
+        jnp.stack, zip(*(_piece_statistics(p, bounds) for p in parts), strict=True)
+    )
     return amax.max(), amin.min(), counts.astype(jnp.float32).sum(0)
 
 
-def _piece_statistics(bits: jax.Array, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _piece_statistics(
+    bits: jax.Array, bounds: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     """(amax, least non-zero, [all entries, those from the least number, each bound, infinity on])."""
     finite, nonzero = bits < _casts.INFINITY, bits > 0
     reached = [nonzero, *(bits >= bound for bound in bounds), ~finite]
@@ -232,7 +276,12 @@ def _recommended_log2_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
     limit = jnp.asarray(np.float32(_casts.limits(dtype).largest).view(np.int32))
     limit_exponent, limit_fraction = _casts.exponent_and_fraction(limit)
     exponent, fraction = _casts.exponent_and_fraction(largest)
-    log2 = limit_exponent - exponent - (fraction > limit_fraction).astype(jnp.int32) - MARGIN_BITS
+    log2 = (
+        limit_exponent
+        - exponent
+        - (fraction > limit_fraction).astype(jnp.int32)
+        - MARGIN_BITS
+    )
     return jnp.where(largest > 0, log2.astype(jnp.float32), jnp.nan)
 
 

@@ -27,8 +27,14 @@ ALL_F16 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 def everywhere(seed=0, n=20_000):
     """Random float32 bit patterns: every exponent, subnormals, infinities, NaNs, and both zeros."""
-    bits = np.random.RandomState(seed).randint(0, 2**32, n, dtype=np.uint64).astype(np.uint32)
-    return np.concatenate([bits.view(np.float32), np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45])])
+    bits = (
+        np.random.RandomState(seed)
+        .randint(0, 2**32, n, dtype=np.uint64)
+        .astype(np.uint32)
+    )
+    return np.concatenate(
+        [bits.view(np.float32), np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45])]
+    )
 
 
 def near_ties(dtype, loss_scale):
@@ -76,41 +82,60 @@ def test_counts_equal_those_of_casts_over_all_float16_bit_patterns(loss_scale, d
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**15, 2.0**24])
-def test_subnormals_are_those_of_the_cast_itself_over_all_float16_bit_patterns(loss_scale):
+def test_subnormals_are_those_of_the_cast_itself_over_all_float16_bit_patterns(
+    loss_scale,
+):
     with np.errstate(all="ignore"):
         cast = np.abs((ALL_F16 * np.float32(loss_scale)).astype(np.float16))
     report = jitted_report(ALL_F16, loss_scale)
-    assert int(report.subnormal[0]) == ((cast > 0) & (cast < np.finfo(np.float16).tiny)).sum()
+    assert (
+        int(report.subnormal[0])
+        == ((cast > 0) & (cast < np.finfo(np.float16).tiny)).sum()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss_scale", [2.0**-14, 1.0, 2.0**10, 2.0**40, 1000.0, 0.7])
-def test_counts_equal_those_of_casts_over_float32_numbers_of_every_size(loss_scale, dtype):
+def test_counts_equal_those_of_casts_over_float32_numbers_of_every_size(
+    loss_scale, dtype
+):
     if dtype == "bfloat16" and loss_scale not in (1.0, 2.0**10, 2.0**40):
-        loss_scale = 2.0**20  # NumPy's own product rounds in float32's subnormal range below S = 1
+        loss_scale = (
+            2.0**20
+        )  # NumPy's own product rounds in float32's subnormal range below S = 1
     x = everywhere()
-    assert counts_of(jitted_report(x, loss_scale, dtype=dtype)) == reference_counts(x, loss_scale, dtype)
+    assert counts_of(jitted_report(x, loss_scale, dtype=dtype)) == reference_counts(
+        x, loss_scale, dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("loss_scale", [1.0, 2.0**3, 2.0**15])
 def test_counts_are_right_one_step_below_at_and_above_each_threshold(loss_scale, dtype):
     x = near_ties(dtype, loss_scale)
-    assert counts_of(jitted_report(x, loss_scale, dtype=dtype)) == reference_counts(x, loss_scale, dtype)
+    assert counts_of(jitted_report(x, loss_scale, dtype=dtype)) == reference_counts(
+        x, loss_scale, dtype
+    )
 
 
-@pytest.mark.parametrize("leaf_dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "leaf_dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"]
+)
 def test_narrow_leaves_are_counted_by_their_values(leaf_dtype):
     bits = np.uint16 if ml_dtypes.finfo(DTYPES[leaf_dtype]).bits == 16 else np.uint8
     x = np.arange(np.iinfo(bits).max + 1).astype(bits).view(DTYPES[leaf_dtype])
     report = jitted_report(jnp.asarray(x), 2.0**5)
-    assert counts_of(report) == reference_counts(x.astype(np.float32), 2.0**5, "float16")
+    assert counts_of(report) == reference_counts(
+        x.astype(np.float32), 2.0**5, "float16"
+    )
 
 
 def test_a_complex_entry_counts_as_two():
     x = np.array([1 + 1e-9j, 0 + np.inf * 1j], np.complex64)
     report = diagnostics.grad_report(jnp.asarray(x), 1.0)
-    assert counts_of(report) == reference_counts(np.ravel([x.real, x.imag]), 1.0, "float16")
+    assert counts_of(report) == reference_counts(
+        np.ravel([x.real, x.imag]), 1.0, "float16"
+    )
 
 
 def test_float64_entries_beyond_float32_are_neither_zero_nor_infinite():
@@ -120,32 +145,54 @@ def test_float64_entries_beyond_float32_are_neither_zero_nor_infinite():
 
 
 def test_amax_headroom_and_range_are_those_of_the_finite_entries():
-    x = {"a": np.float32([0, -3e-5, 0.7, np.nan, np.inf]), "b": np.float32([1e-42, 2e-44]), "c": np.zeros(3)}
+    x = {
+        "a": np.float32([0, -3e-5, 0.7, np.nan, np.inf]),
+        "b": np.float32([1e-42, 2e-44]),
+        "c": np.zeros(3),
+    }
     report = jitted_report(jax.tree.map(jnp.float32, x), 2.0**12)
     a, b = np.float32([0.7, 3e-5]), np.float64([np.float32(1e-42), np.float32(2e-44)])
     assert report.amax.tolist() == [float(a[0]), float(b[0]), 0.0]
-    expected = [np.log2(65504) - np.log2(a[0]) - 12, np.log2(65504) - np.log2(b[0]) - 12, np.inf]
-    np.testing.assert_allclose(report.headroom_bits, expected, atol=1e-5)  # one float32 log2
+    expected = [
+        np.log2(65504) - np.log2(a[0]) - 12,
+        np.log2(65504) - np.log2(b[0]) - 12,
+        np.inf,
+    ]
     np.testing.assert_allclose(
-        report.dynamic_range_bits, [np.log2(a[0] / a[1]), np.log2(b[0] / b[1]), 0], atol=1e-4
+        report.headroom_bits, expected, atol=1e-5
+    )  # one float32 log2
+    np.testing.assert_allclose(
+        report.dynamic_range_bits,
+        [np.log2(a[0] / a[1]), np.log2(b[0] / b[1]), 0],
+        atol=1e-4,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("amax", [1.0, 1.75, 1.9990234375, 1.99999, 3e-5, 7.3e4, 1e-40])
 def test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom(amax, dtype):
-    k = float(jitted_report(jnp.float32([amax, amax / 2]), 1.0, dtype=dtype).recommended_log2_scale)
+    k = float(
+        jitted_report(
+            jnp.float32([amax, amax / 2]), 1.0, dtype=dtype
+        ).recommended_log2_scale
+    )
     limit = float(ml_dtypes.finfo(DTYPES[dtype]).max)
     amax = float(np.float32(amax))
     assert amax * 2.0**k * 4 <= limit < amax * 2.0 ** (k + 1) * 4
 
 
 def test_nothing_is_recommended_for_gradients_without_a_finite_entry_that_is_not_zero():
-    assert np.isnan(diagnostics.grad_report(jnp.array([0.0, jnp.nan]), 1.0).recommended_log2_scale)
+    assert np.isnan(
+        diagnostics.grad_report(jnp.array([0.0, jnp.nan]), 1.0).recommended_log2_scale
+    )
 
 
 def test_leaves_are_named_and_the_first_non_finite_one_is_found():
-    grads = {"a": [jnp.ones(2), jnp.array(3)], "b": jnp.array([1.0, jnp.nan]), "c": jnp.array(jnp.inf)}
+    grads = {
+        "a": [jnp.ones(2), jnp.array(3)],
+        "b": jnp.array([1.0, jnp.nan]),
+        "c": jnp.array(jnp.inf),
+    }
     report = jitted_report(grads, jmp_scale.DynamicLossScale())
     assert report.paths == ("['a'][0]", "['b']", "['c']")
     assert (bool(report.all_finite), int(report.first_nonfinite)) == (False, 1)
@@ -154,7 +201,9 @@ def test_leaves_are_named_and_the_first_non_finite_one_is_found():
     assert (bool(finite.all_finite), int(finite.first_nonfinite)) == (True, -1)
 
 
-@pytest.mark.parametrize("tree", [{}, {"step": jnp.array(3), "none": None}, {"w": jnp.zeros((0, 4))}])
+@pytest.mark.parametrize(
+    "tree", [{}, {"step": jnp.array(3), "none": None}, {"w": jnp.zeros((0, 4))}]
+)
 def test_trees_without_entries_are_reported_as_finite(tree):
     report = jitted_report(tree, 1.0)
     assert bool(report.all_finite)
@@ -180,26 +229,38 @@ def test_any_loss_scale_number_or_array_is_taken(loss_scale):
 
 
 def test_bad_input_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"dtype must be one of float16, .* got float32"):
+    with pytest.raises(
+        ValueError, match=r"dtype must be one of float16, .* got float32"
+    ):
         diagnostics.grad_report(ALL_F16, 1.0, "float32")
     with pytest.raises(ValueError, match=r"loss_scale must be .* got 0.0"):
         diagnostics.grad_report(ALL_F16, 0.0)
     with pytest.raises(TypeError, match="loss_scale"):
         diagnostics.grad_report(ALL_F16, "2**15")
-    with pytest.raises(ValueError, match=r"grad_report: expected a scalar loss_scale, got .* \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"grad_report: expected a scalar loss_scale, got .* \(2,\)"
+    ):
         diagnostics.grad_report(ALL_F16, jnp.ones(2))
-    with pytest.raises(ValueError, match=r"to_dict: expected one report, got a batch \(3,\)"):
-        jax.vmap(functools.partial(diagnostics.grad_report, ALL_F16))(jnp.ones(3)).to_dict()
+    with pytest.raises(
+        ValueError, match=r"to_dict: expected one report, got a batch \(3,\)"
+    ):
+        jax.vmap(functools.partial(diagnostics.grad_report, ALL_F16))(
+            jnp.ones(3)
+        ).to_dict()
 
 
 def test_a_report_is_the_same_in_jit_vmap_and_scan():
     x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
     scales = jnp.float32([1.0, 2.0**10])
-    one_by_one = [diagnostics.grad_report({"w": w}, s) for w, s in zip(x, scales, strict=True)]
+    one_by_one = [
+        diagnostics.grad_report({"w": w}, s) for w, s in zip(x, scales, strict=True)
+    ]
     expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
     report = lambda w, s: diagnostics.grad_report({"w": w}, s)  # noqa: E731
     assert_bitwise_equal(jax.jit(jax.vmap(report))(x, scales), expected)
-    assert_bitwise_equal(jax.lax.scan(lambda _, ws: (None, report(*ws)), None, (x, scales))[1], expected)
+    assert_bitwise_equal(
+        jax.lax.scan(lambda _, ws: (None, report(*ws)), None, (x, scales))[1], expected
+    )
 
 
 def test_the_report_is_one_compilation_over_changing_loss_scales():
@@ -228,7 +289,9 @@ def test_counts_are_right_above_two_to_the_31_entries():
 
 def test_a_leaf_too_large_for_its_counters_is_counted_in_pieces(monkeypatch):
     monkeypatch.setattr(_report, "_LARGEST_COUNT", 30_000)
-    report = jax.jit(diagnostics.grad_report)([ALL_F16.reshape(16, 4096), ALL_F16[1:51]], 2.0**15)
+    report = jax.jit(diagnostics.grad_report)(
+        [ALL_F16.reshape(16, 4096), ALL_F16[1:51]], 2.0**15
+    )
     assert report.zero.dtype == jnp.float32
     assert counts_of(report, 0) == reference_counts(ALL_F16, 2.0**15, "float16")
     assert counts_of(report, 1) == reference_counts(ALL_F16[1:51], 2.0**15, "float16")
@@ -237,7 +300,11 @@ def test_a_leaf_too_large_for_its_counters_is_counted_in_pieces(monkeypatch):
 
 
 def test_the_worst_leaves_come_first_and_the_summary_names_them():
-    grads = {"good": jnp.ones(4), "lost": jnp.full(4, 1e-9), "nan": jnp.array([1.0, jnp.nan])}
+    grads = {
+        "good": jnp.ones(4),
+        "lost": jnp.full(4, 1e-9),
+        "nan": jnp.array([1.0, jnp.nan]),
+    }
     report = diagnostics.grad_report(grads, 1.0)
     assert list(report.worst(2)) == ["['nan']", "['lost']"]
     assert report.to_dict()["leaves"]["['lost']"]["flushed"] == 4
@@ -245,7 +312,11 @@ def test_the_worst_leaves_come_first_and_the_summary_names_them():
     assert report.flushed_share.tolist() == [0.0, 1.0, 0.0]
     lines = report.summary().splitlines()
     assert "not finite from ['nan'] on" in lines[0]
-    assert [line.split()[0] for line in lines[2:]] == ["['good']", "['lost']", "['nan']"]
+    assert [line.split()[0] for line in lines[2:]] == [
+        "['good']",
+        "['lost']",
+        "['nan']",
+    ]
     assert "100.0 %" in lines[3]
     assert len(report.summary(1).splitlines()) == 3
 
@@ -256,9 +327,11 @@ def test_the_worst_leaves_come_first_and_the_summary_names_them():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values", ["all float16 bit patterns", "every size", "ties"])
 def test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype(values, dtype):
-    x = {"all float16 bit patterns": ALL_F16, "every size": everywhere(), "ties": near_ties(dtype, 2.0**3)}[
-        values
-    ]
+    x = {
+        "all float16 bit patterns": ALL_F16,
+        "every size": everywhere(),
+        "ties": near_ties(dtype, 2.0**3),
+    }[values]
     log2_scales = np.array([0, 2, 3, 4, 15, 24])
     expected = [reference_counts(x, 2.0**k, dtype) for k in log2_scales]
     nonzero = (np.isfinite(x) & (x != 0)).sum()
@@ -266,7 +339,9 @@ def test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype(values, dt
     @jax.jit
     def shares(x):
         histogram = diagnostics.exponent_histogram({"w": x})
-        return histogram.flushed_share(log2_scales, dtype), histogram.subnormal_share(log2_scales, dtype)
+        return histogram.flushed_share(log2_scales, dtype), histogram.subnormal_share(
+            log2_scales, dtype
+        )
 
     for name, share in zip(("flushed", "subnormal"), shares(x), strict=True):
         counted = np.rint(np.float64(share[:, 0]) * nonzero)
@@ -287,26 +362,40 @@ def test_entries_are_counted_at_their_exponent():
 
 def test_a_histogram_is_the_same_in_vmap_and_scan_and_of_an_empty_tree():
     x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
-    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *map(diagnostics.exponent_histogram, x))
+    expected = jax.tree.map(
+        lambda *rows: jnp.stack(rows), *map(diagnostics.exponent_histogram, x)
+    )
     assert_bitwise_equal(jax.vmap(diagnostics.exponent_histogram)(x), expected)
-    scanned = jax.lax.scan(lambda _, w: (None, diagnostics.exponent_histogram(w)), None, x)[1]
+    scanned = jax.lax.scan(
+        lambda _, w: (None, diagnostics.exponent_histogram(w)), None, x
+    )[1]
     assert_bitwise_equal(scanned, expected)
     assert diagnostics.exponent_histogram({}).flushed_share(3).shape == (0,)
 
 
-@pytest.mark.parametrize("mode", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "mode", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str
+)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_reports_of_sharded_leaves_are_those_of_whole_ones(mode, wrap):
     mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(mode, mode))
     spec = jax.sharding.PartitionSpec("i", "j")
     whole = {"w": everywhere()[:20_000].reshape(40, 500), "b": np.ones(3, np.float32)}
-    sharded = whole | {"w": jax.device_put(whole["w"], jax.sharding.NamedSharding(mesh, spec))}
-    for report in (diagnostics.exponent_histogram, lambda x: diagnostics.grad_report(x, 2.0**4)):
+    sharded = whole | {
+        "w": jax.device_put(whole["w"], jax.sharding.NamedSharding(mesh, spec))
+    }
+    for report in (
+        diagnostics.exponent_histogram,
+        lambda x: diagnostics.grad_report(x, 2.0**4),
+    ):
         chex.assert_trees_all_equal(wrap(report)(sharded), wrap(report)(whole))
 
 
 def test_a_histogram_refuses_scales_that_are_no_whole_powers_of_two():
-    with pytest.raises(TypeError, match="flushed_share: expected log2_scale of whole numbers, got float32"):
+    with pytest.raises(
+        TypeError,
+        match="flushed_share: expected log2_scale of whole numbers, got float32",
+    ):
         diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1.5)
     with pytest.raises(ValueError, match="dtype must be one of"):
         diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1, "int8")
@@ -323,7 +412,9 @@ def forgetful(w, x):
 
 def test_calibration_finds_the_window_that_the_backward_pass_has():
     scales = range(0, 42, 1)
-    found = diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales)
+    found = diagnostics.calibrate_loss_scale(
+        forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
+    )
     # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite in float16 from 2^36 on.
     assert [float(x) for x in (found.log2_low, found.log2_high)] == [6, 35]
     assert float(found.recommended_log2_scale) == 33
@@ -334,7 +425,9 @@ def test_calibration_finds_the_window_that_the_backward_pass_has():
 
 
 def test_calibration_needs_no_scaling_where_nothing_is_lost_at_one():
-    found = diagnostics.calibrate_loss_scale(lambda w: (w["a"] ** 2).sum(), {"a": jnp.ones(3)})
+    found = diagnostics.calibrate_loss_scale(
+        lambda w: (w["a"] ** 2).sum(), {"a": jnp.ones(3)}
+    )
     assert not bool(found.needs_scaling)
     assert found.paths == ("['a']",)
     assert "not needed" in found.summary()
@@ -354,29 +447,41 @@ def relu_loss(params, images, labels):
     for w in hidden:
         x = jax.nn.relu(x @ w)
     logits = (x @ last).astype(jnp.float32)
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1))
+    return -jnp.mean(
+        jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
+    )
 
 
 def test_the_digits_autoencoder_needs_scaling_and_a_relu_classifier_does_not():
     def glorot(*widths):
         keys = jax.random.split(jax.random.key(0), len(widths) - 1)
         init = jax.nn.initializers.glorot_normal()
-        return [init(k, shape) for k, *shape in zip(keys, widths[:-1], widths[1:], strict=True)]
+        return [
+            init(k, shape)
+            for k, *shape in zip(keys, widths[:-1], widths[1:], strict=True)
+        ]
 
     digits = sklearn.datasets.load_digits()
     chosen = np.random.RandomState(0).randint(1437, size=256)
-    images, labels = np.float32(digits.data[chosen] / 16), digits.target[chosen].astype(np.int32)
+    images, labels = (
+        np.float32(digits.data[chosen] / 16),
+        digits.target[chosen].astype(np.int32),
+    )
     deep = glorot(64, 128, 64, 32, 16, 32, 64, 128, 64)
     autoencoder = diagnostics.calibrate_loss_scale(sigmoid_loss, deep, images)
     assert bool(autoencoder.needs_scaling)
     assert 14 <= float(autoencoder.log2_low) <= 18
     assert 20 <= float(autoencoder.log2_high) <= 24
-    classifier = diagnostics.calibrate_loss_scale(relu_loss, glorot(64, 64, 64, 10), images, labels)
+    classifier = diagnostics.calibrate_loss_scale(
+        relu_loss, glorot(64, 64, 64, 10), images, labels
+    )
     assert not bool(classifier.needs_scaling)
 
 
 def test_entries_that_are_always_zero_do_not_count_as_lost():
-    found = diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), jnp.float32([1, 0, 0]))
+    found = diagnostics.calibrate_loss_scale(
+        forgetful, jnp.ones(3), jnp.float32([1, 0, 0])
+    )
     assert float(found.log2_low) == 6
     np.testing.assert_allclose(found.zero_fraction[-1], 2 / 3)
 
@@ -406,27 +511,39 @@ def test_calibration_takes_what_jax_grad_takes():
 def test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once():
     counted, traces = count_traces(forgetful)
     xs = jnp.float32([[1, 1, 1], [2.0**-10, 1, 0]])
-    one_by_one = [diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), x) for x in xs]
+    one_by_one = [
+        diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), x) for x in xs
+    ]
     expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
-    calibrate = functools.partial(diagnostics.calibrate_loss_scale, counted, jnp.ones(3))
+    calibrate = functools.partial(
+        diagnostics.calibrate_loss_scale, counted, jnp.ones(3)
+    )
     assert_bitwise_equal(jax.jit(jax.vmap(calibrate))(xs), expected)
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("scales", [[], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]])
+@pytest.mark.parametrize(
+    "scales", [[], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]]
+)
 def test_calibration_refuses_scales_that_do_not_increase(scales):
     with pytest.raises(ValueError, match="calibrate_loss_scale: log2_scales must be"):
-        diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales)
+        diagnostics.calibrate_loss_scale(
+            forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
+        )
 
 
 def test_a_finite_step_is_diagnosed_as_such():
-    diagnosis = diagnostics.diagnose_nonfinite(forgetful, 2.0**15, jnp.ones(3), jnp.ones(3))
+    diagnosis = diagnostics.diagnose_nonfinite(
+        forgetful, 2.0**15, jnp.ones(3), jnp.ones(3)
+    )
     assert diagnosis == diagnostics.Diagnosis("none")
 
 
 @pytest.mark.parametrize("start", [2.0**36, 2.0**40, 1e12])
 def test_an_overflow_is_finite_from_the_largest_smaller_scale_on(start):
-    diagnosis = diagnostics.diagnose_nonfinite(forgetful, start, jnp.ones(3), jnp.ones(3))
+    diagnosis = diagnostics.diagnose_nonfinite(
+        forgetful, start, jnp.ones(3), jnp.ones(3)
+    )
     assert (diagnosis.cause, diagnosis.finite_at_log2) == ("overflow", 35)
     assert "2^35" in diagnosis.summary()
 
@@ -437,15 +554,33 @@ def out_of_range(w):
 
 
 def test_an_overflow_that_persists_at_one_is_searched_further_down():
-    assert diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1)).finite_at_log2 == -2
-    assert "below 1" in diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1)).summary()
-    assert diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1), log2_min=-1).cause == "nan"
-    assert diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1), log2_min=-2).cause == "overflow"
+    assert (
+        diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1)).finite_at_log2
+        == -2
+    )
+    assert (
+        "below 1"
+        in diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1)).summary()
+    )
+    assert (
+        diagnostics.diagnose_nonfinite(
+            out_of_range, 8, jnp.float32(1), log2_min=-1
+        ).cause
+        == "nan"
+    )
+    assert (
+        diagnostics.diagnose_nonfinite(
+            out_of_range, 8, jnp.float32(1), log2_min=-2
+        ).cause
+        == "overflow"
+    )
 
 
 def test_the_leaf_that_overflows_first_as_the_scale_grows_is_named():
     def loss(params):
-        return forgetful(params["a"], jnp.ones(3)) + 2.0**4 * forgetful(params["b"], jnp.ones(3))
+        return forgetful(params["a"], jnp.ones(3)) + 2.0**4 * forgetful(
+            params["b"], jnp.ones(3)
+        )
 
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**60, params)
@@ -458,11 +593,15 @@ def test_a_loss_that_is_not_finite_is_a_matter_of_the_forward_pass():
         return (params["w"] * batch["x"]).sum(), None
 
     batch = {"y": jnp.ones(2), "x": jnp.array([1.0, jnp.nan])}
-    diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**15, {"w": jnp.ones(2)}, batch, has_aux=True)
+    diagnosis = diagnostics.diagnose_nonfinite(
+        loss, 2.0**15, {"w": jnp.ones(2)}, batch, has_aux=True
+    )
     assert (diagnosis.cause, diagnosis.path) == ("forward", "['w']")
     assert diagnosis.nonfinite_argument == "args[1]['x']"
     assert "args[1]['x']" in diagnosis.summary()
-    exploded = diagnostics.diagnose_nonfinite(lambda w: jnp.exp(w).sum(), 2.0**15, jnp.full(2, 1e3))
+    exploded = diagnostics.diagnose_nonfinite(
+        lambda w: jnp.exp(w).sum(), 2.0**15, jnp.full(2, 1e3)
+    )
     assert (exploded.cause, exploded.nonfinite_argument) == ("forward", None)
 
 
@@ -473,7 +612,11 @@ def test_a_nan_that_no_scale_cures_is_found():
         jmp_scale.DynamicLossScale(),
         params,
     )
-    assert (diagnosis.cause, diagnosis.path, diagnosis.finite_at_log2) == ("nan", "['b']", None)
+    assert (diagnosis.cause, diagnosis.path, diagnosis.finite_at_log2) == (
+        "nan",
+        "['b']",
+        None,
+    )
     assert "debug_nans" in diagnosis.summary()
 
 
@@ -490,7 +633,9 @@ def test_a_diagnosis_refuses_a_bad_search_range():
 
 def test_debug_nans_finds_a_planted_nan_at_a_loss_scale_of_one():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
-        jmp_scale.grad(lambda w: jnp.log(w).sum(), jmp_scale.NoOpLossScale())(-jnp.ones(2))
+        jmp_scale.grad(lambda w: jnp.log(w).sum(), jmp_scale.NoOpLossScale())(
+            -jnp.ones(2)
+        )
 
 
 # History
@@ -518,7 +663,11 @@ def test_a_history_counts_skips_growths_and_backoffs():
     summary = history.summary()
     assert (summary.steps, summary.skip_rate, summary.longest_run) == (8, 3 / 8, 2)
     assert (summary.growths, summary.backoffs, summary.loss_nonfinite) == (1, 3, 0)
-    assert (summary.log2_scale_min, summary.log2_scale_median, summary.log2_scale_last) == (13, 13.5, 13)
+    assert (
+        summary.log2_scale_min,
+        summary.log2_scale_median,
+        summary.log2_scale_last,
+    ) == (13, 13.5, 13)
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5, 11])
@@ -527,7 +676,10 @@ def test_a_full_history_keeps_the_last_steps_in_order(steps):
     history = recorded(flags, capacity=4)[0].to_dict()
     assert history["step"].tolist() == list(range(steps))[-4:]
     assert history["grads_finite"].tolist() == flags[-4:]
-    assert history["log2_scale"].tolist() == recorded(flags)[0].to_dict()["log2_scale"].tolist()[-4:]
+    assert (
+        history["log2_scale"].tolist()
+        == recorded(flags)[0].to_dict()["log2_scale"].tolist()[-4:]
+    )
 
 
 def test_an_empty_history_has_a_summary():
@@ -540,7 +692,9 @@ def test_a_history_refuses_a_bad_capacity_and_batches():
     for capacity in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="capacity must be an integer >= 1"):
             diagnostics.LossScaleHistory.create(capacity)
-    with pytest.raises(ValueError, match=r"push: grads_finite must be a scalar, got \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"push: grads_finite must be a scalar, got \(2,\)"
+    ):
         diagnostics.LossScaleHistory.create(3).push(1.0, jnp.ones(2, bool))
 
 
@@ -550,7 +704,9 @@ def test_a_history_refuses_a_bad_capacity_and_batches():
 def state(loss_scale=None, skipped=0, in_a_row=0, inner=None):
     loss_scale = jmp_scale.DynamicLossScale() if loss_scale is None else loss_scale
     counts = jnp.array(skipped, jnp.int32), jnp.array(in_a_row, jnp.int32)
-    return jmp_scale.LossScaleState(loss_scale, inner, jnp.array(in_a_row == 0), *counts)
+    return jmp_scale.LossScaleState(
+        loss_scale, inner, jnp.array(in_a_row == 0), *counts
+    )
 
 
 def test_nothing_is_said_when_all_is_well():
@@ -558,24 +714,70 @@ def test_nothing_is_said_when_all_is_well():
     assert diagnostics.health(state(skipped=7)) == []
     assert diagnostics.health(state(jmp_scale.NoOpLossScale())) == []
     assert diagnostics.health(state(), recorded([1] * 50)[0]) == []
-    assert diagnostics.health(state(skipped=2), recorded([0, 0, *[1] * 50])[0]) == []  # the warm-up is over
+    assert (
+        diagnostics.health(state(skipped=2), recorded([0, 0, *[1] * 50])[0]) == []
+    )  # the warm-up is over
 
 
 FINDINGS = {
-    "warm-up": (state(jmp_scale.DynamicLossScale(2.0**12), 3, 3), None, "At most 12 more skips"),
-    "warm-up, recorded": (state(jmp_scale.DynamicLossScale(2.0**12), 3, 3), [0, 0, 0], "warm-up"),
+    "warm-up": (
+        state(jmp_scale.DynamicLossScale(2.0**12), 3, 3),
+        None,
+        "At most 12 more skips",
+    ),
+    "warm-up, recorded": (
+        state(jmp_scale.DynamicLossScale(2.0**12), 3, 3),
+        [0, 0, 0],
+        "warm-up",
+    ),
     "occasional": (state(skipped=5, in_a_row=1), None, "normal if rare"),
     "occasional, recorded": (state(skipped=1), [*[1] * 30, 0, 1], "(3.1%): normal"),
     "frequent": (state(skipped=3), [*[1] * 5, 0, 1, 0, 1], "22.2%"),
-    "broken batches": (state(skipped=2), [*[1] * 5, -1, 1, -1, 1], "loss itself was not finite"),
-    "floor": (state(jmp_scale.DynamicLossScale(1.0), 40, 30), None, "stuck at its floor of 2^0"),
-    "loss": (state(skipped=8, in_a_row=2), [1, 1, -1, -1], "the loss itself is not finite"),
-    "loss, not recorded": (state(skipped=60, in_a_row=60), None, "the loss itself is not finite"),
-    "every step": (state(jmp_scale.DynamicLossScale(8.0), 14, 12), None, "something broke"),
-    "every step, static": (state(jmp_scale.StaticLossScale(8), 12, 12), None, "does not adapt: take"),
-    "one step, static": (state(jmp_scale.StaticLossScale(8), 1, 1), None, "normal if it stays the only one"),
-    "below 1": (state(jmp_scale.DynamicLossScale(0.25, min_loss_scale=0)), None, "2^-2, below 1"),
-    "float16": (state(inner={"mu": jnp.ones(2, jnp.float16)}), None, ".inner_state['mu'] is float16"),
+    "broken batches": (
+        state(skipped=2),
+        [*[1] * 5, -1, 1, -1, 1],
+        "loss itself was not finite",
+    ),
+    "floor": (
+        state(jmp_scale.DynamicLossScale(1.0), 40, 30),
+        None,
+        "stuck at its floor of 2^0",
+    ),
+    "loss": (
+        state(skipped=8, in_a_row=2),
+        [1, 1, -1, -1],
+        "the loss itself is not finite",
+    ),
+    "loss, not recorded": (
+        state(skipped=60, in_a_row=60),
+        None,
+        "the loss itself is not finite",
+    ),
+    "every step": (
+        state(jmp_scale.DynamicLossScale(8.0), 14, 12),
+        None,
+        "something broke",
+    ),
+    "every step, static": (
+        state(jmp_scale.StaticLossScale(8), 12, 12),
+        None,
+        "does not adapt: take",
+    ),
+    "one step, static": (
+        state(jmp_scale.StaticLossScale(8), 1, 1),
+        None,
+        "normal if it stays the only one",
+    ),
+    "below 1": (
+        state(jmp_scale.DynamicLossScale(0.25, min_loss_scale=0)),
+        None,
+        "2^-2, below 1",
+    ),
+    "float16": (
+        state(inner={"mu": jnp.ones(2, jnp.float16)}),
+        None,
+        ".inner_state['mu'] is float16",
+    ),
 }
 
 
@@ -584,7 +786,9 @@ def test_each_finding_is_one_sentence(case):
     opt_state, flags, expected = FINDINGS[case]
     history = None
     if flags is not None:  # -1: the loss itself is not finite
-        history, _ = recorded([flag > 0 for flag in flags], loss_finite=[flag >= 0 for flag in flags])
+        history, _ = recorded(
+            [flag > 0 for flag in flags], loss_finite=[flag >= 0 for flag in flags]
+        )
     sentences = diagnostics.health(opt_state, history)
     assert len(sentences) == 1
     assert expected in sentences[0]
@@ -592,7 +796,9 @@ def test_each_finding_is_one_sentence(case):
 
 @pytest.mark.parametrize("in_a_row", [9, 10])
 def test_a_run_is_long_from_ten_steps_on(in_a_row):
-    sentence = diagnostics.health(state(jmp_scale.DynamicLossScale(8.0), 50, in_a_row))[0]
+    sentence = diagnostics.health(state(jmp_scale.DynamicLossScale(8.0), 50, in_a_row))[
+        0
+    ]
     assert ("something broke" in sentence) == (in_a_row == 10)
 
 
@@ -607,7 +813,10 @@ def test_a_finding_is_told_when_it_begins_and_when_it_is_over():
 
 
 def test_states_are_found_at_any_depth_and_told_apart():
-    nested = {"gen": ((state(skipped=1),), jnp.ones(2)), "dis": [None, state(jmp_scale.StaticLossScale(0.5))]}
+    nested = {
+        "gen": ((state(skipped=1),), jnp.ones(2)),
+        "dis": [None, state(jmp_scale.StaticLossScale(0.5))],
+    }
     assert diagnostics.health(nested) == [
         sentence
         for sentence in diagnostics.health(nested)
@@ -621,18 +830,26 @@ def test_states_are_found_at_any_depth_and_told_apart():
 
 @pytest.mark.parametrize("function", [diagnostics.health, diagnostics.metrics])
 def test_a_tree_without_a_state_is_refused(function):
-    with pytest.raises(ValueError, match=f"{function.__name__}: found no state of with_loss_scale"):
+    with pytest.raises(
+        ValueError, match=f"{function.__name__}: found no state of with_loss_scale"
+    ):
         function({"mu": jnp.ones(2)})
 
 
 def test_health_refuses_several_replicas_of_a_state():
     replicas = jax.tree.map(lambda x: jnp.stack([x, x]), state())
-    with pytest.raises(ValueError, match=r"health: expected one state, got \(2,\) of them"):
+    with pytest.raises(
+        ValueError, match=r"health: expected one state, got \(2,\) of them"
+    ):
         diagnostics.health(replicas)
 
 
 def test_metrics_are_scalars_that_stay_on_the_device():
-    grads = {"w": jnp.array([3.0, 4.0]), "h": jnp.full(1, 300, jnp.float16), "step": jnp.array(7)}
+    grads = {
+        "w": jnp.array([3.0, 4.0]),
+        "h": jnp.full(1, 300, jnp.float16),
+        "step": jnp.array(7),
+    }
 
     @jax.jit
     def step(opt_state, grads):
@@ -653,10 +870,16 @@ def test_metrics_are_scalars_that_stay_on_the_device():
 def test_metrics_without_gradients_have_no_norm_and_know_every_loss_scale():
     for loss_scale in (jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(1)):
         scalars = diagnostics.metrics(state(loss_scale))
-        assert (scalars["loss_scale"].dtype, float(scalars["loss_scale"])) == (jnp.float32, 1.0)
+        assert (scalars["loss_scale"].dtype, float(scalars["loss_scale"])) == (
+            jnp.float32,
+            1.0,
+        )
         assert "grad_norm" not in scalars
 
 
 def test_a_calibration_without_parameters_is_a_clear_error():
-    with pytest.raises(ValueError, match="calibrate_loss_scale: the gradients have no floating-point leaf"):
+    with pytest.raises(
+        ValueError,
+        match="calibrate_loss_scale: the gradients have no floating-point leaf",
+    ):
         diagnostics.calibrate_loss_scale(lambda params: jnp.float32(1.0), {})

@@ -8,27 +8,17 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update(
-    "jax_disable_most_optimizations", True
-)  # most of the suite's time is LLVM's
+# Most of the suite's time is spent in LLVM.
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Optax's Adam and Flax's layers rely on implicit promotion; what stands below them does not.
-STRICT_PROMOTION = {
-    "test_validation",
-    "test_report",
-    "test_gradients",
-    "test_loss_scale",
-    "test_mesh",
-    "test_policy",
-    "test_presets",
-    "test_parsing",
-    "test_tree",
-}
 
 
 @pytest.fixture(autouse=True)
-def strict_promotion(request):
-    strict = request.module.__name__.split(".")[-1] in STRICT_PROMOTION
+def dtype_promotion(request):
+    """Implicit promotion is an error in tests marked `strict_promotion`.
+
+    It is not for every test: Optax's Adam and Flax's layers rely on it.
+    """
+    strict = request.node.get_closest_marker("strict_promotion")
     with jax.numpy_dtype_promotion("strict" if strict else "standard"):
         yield

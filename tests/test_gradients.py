@@ -9,6 +9,8 @@ from helpers import assert_bitwise_equal, count_traces
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
+pytestmark = pytest.mark.strict_promotion
+
 EVERY_KIND = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**10)]
 
 

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
+pytestmark = pytest.mark.strict_promotion
+
 EVERY_KIND = [NoOpLossScale(), StaticLossScale(8.0), DynamicLossScale(8.0)]
 
 

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jmp_scale
 from jmp_scale import _mesh
 
+pytestmark = pytest.mark.strict_promotion
+
 ONE_AXIS = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
 TWO_AXES = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))

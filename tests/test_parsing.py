@@ -5,6 +5,8 @@ import pytest
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, get_loss_scale
 
+pytestmark = pytest.mark.strict_promotion
+
 
 def configuration(loss_scale):
     """All fields, with S as a number."""

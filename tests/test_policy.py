@@ -5,6 +5,8 @@ import pytest
 
 import jmp_scale
 
+pytestmark = pytest.mark.strict_promotion
+
 F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from jmp_scale import DynamicLossScale, presets
 
+pytestmark = pytest.mark.strict_promotion
+
 # Runs of the frameworks' own code: see the README there.
 TRACES = pathlib.Path(__file__).parent / "golden_traces"
 SMALLEST, LARGEST = 2.0**-126, 2.0**126

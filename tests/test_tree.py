@@ -12,6 +12,8 @@ from helpers import assert_bitwise_equal, count_traces, on_devices
 import jmp_scale
 from jmp_scale import _mesh, _tree
 
+pytestmark = pytest.mark.strict_promotion
+
 FLOATS = [
     jnp.float16,
     jnp.bfloat16,

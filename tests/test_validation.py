@@ -7,6 +7,8 @@ import pytest
 
 from jmp_scale import DynamicLossScale, StaticLossScale
 
+pytestmark = pytest.mark.strict_promotion
+
 NAN, INF = float("nan"), float("inf")
 
 

@@ -15,6 +15,8 @@ import jmp_scale
 from jmp_scale import diagnostics
 from jmp_scale.diagnostics import _report
 
+pytestmark = pytest.mark.strict_promotion
+
 DTYPES = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,

@@ -2,6 +2,7 @@
 
 from . import diagnostics as diagnostics
 from . import presets as presets
+from ._finite import all_finite as all_finite
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
 from ._loss_scale import DynamicLossScale as DynamicLossScale
@@ -20,7 +21,6 @@ from ._policy import dtype_to_names as dtype_to_names
 from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
 from ._transform import with_loss_scale as with_loss_scale
-from ._tree import all_finite as all_finite
 from ._tree import select_tree as select_tree
 
 __version__ = "0.1.0"

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ._finite import all_finite
 from ._loss_scale import LossScale, LossScaleState, NoOpLossScale
 from ._mesh import AxisName
 from ._skip import update_or_keep
-from ._tree import all_finite, is_inexact, select_tree, widen
+from ._tree import is_inexact, select_tree, widen
 
 
 def with_loss_scale(

@@ -10,9 +10,10 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
+from ._finite import all_finite
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
-from ._tree import all_finite, select_tree
+from ._tree import select_tree
 
 
 class Optimizer(nnx.Optimizer):

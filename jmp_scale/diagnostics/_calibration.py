@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._finite import all_finite
 from .._gradients import value_and_grad
-from .._tree import all_finite, named_inexact_leaves
+from .._tree import named_inexact_leaves
 from ._backward import any_loss_scale, split_arrays
 from ._report import MARGIN_BITS
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._finite import all_finite
 from .._gradients import value_and_grad
 from .._loss_scale import scale_value
-from .._tree import all_finite, named_inexact_leaves
+from .._tree import named_inexact_leaves
 from ._backward import any_loss_scale, split_arrays
 
 

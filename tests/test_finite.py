@@ -1,0 +1,130 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import on_devices
+
+import jmp_scale
+from jmp_scale import _mesh
+
+pytestmark = pytest.mark.strict_promotion
+
+FLOATS = [
+    jnp.float16,
+    jnp.bfloat16,
+    jnp.float32,
+    jnp.float8_e4m3fn,
+    jnp.float8_e5m2,
+    jnp.complex64,
+]
+
+
+@pytest.fixture(params=["one device", "eight devices"])
+def devices(request):
+    """Both ways in which `all_finite` reduces a leaf."""
+    with on_devices(request.param):
+        assert _mesh.has_whole_arrays() == (request.param == "one device")
+        yield
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_all_finite_sees_one_bad_entry_in_any_dtype(bad, dtype):
+    if dtype == jnp.float8_e4m3fn and np.isinf(bad):
+        bad = np.nan  # the type has no infinity
+    clean = jnp.ones((3, 5), dtype)
+    dirty = clean.at[2, 4].set(jnp.array(bad, dtype))
+    assert jmp_scale.all_finite({"a": clean, "b": clean})
+    assert not jmp_scale.all_finite({"a": clean, "b": dirty})
+    assert not jax.jit(jmp_scale.all_finite)({"a": dirty, "b": clean})
+
+
+@pytest.mark.usefixtures("devices")
+def test_all_finite_sees_an_imaginary_part():
+    assert not jmp_scale.all_finite(jnp.array(1.0) + jnp.array(1j) * jnp.inf)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("size", [1, 4098, 4099, 4100, 100_003])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_all_finite_sees_a_bad_entry_at_every_size(size, bad):
+    x = np.ones(size, np.float32)
+    assert jax.jit(jmp_scale.all_finite)(x)
+    for place in {0, size // 2, size - 1}:
+        x = np.ones(size, np.float32)
+        x[place] = bad
+        assert not jax.jit(jmp_scale.all_finite)(x)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_all_finite_is_right_under_fast_math(bad):
+    # Which makes x - x zero whatever x is; from jax 0.10 on without further flags.
+    finite = jax.jit(
+        jmp_scale.all_finite, compiler_options={"xla_cpu_enable_fast_math": True}
+    )
+    assert not finite(jnp.ones(4099, jnp.float32).at[4098].set(bad))
+
+
+@pytest.mark.usefixtures("devices")
+def test_all_finite_accepts_every_finite_float16():
+    bits = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    assert jmp_scale.all_finite(jnp.asarray(bits[np.isfinite(bits)]))
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("largest", [3.4e38, 1.9e19, 2.0**-149])
+def test_all_finite_has_no_false_alarm_at_the_ends_of_the_range(largest):
+    assert jmp_scale.all_finite(jnp.full(1000, largest, jnp.float32))
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize(
+    "tree", [None, {}, [], {"a": None}, optax.MaskedNode(), jnp.zeros((0,))]
+)
+def test_all_finite_of_an_empty_tree_is_true(tree):
+    finite = jmp_scale.all_finite(tree)
+    assert finite
+    assert (finite.shape, finite.dtype) == ((), jnp.bool_)
+
+
+def test_all_finite_looks_at_inexact_leaves_only():
+    tree = {
+        "int": jnp.iinfo(jnp.int32).max,
+        "bool": True,
+        "key": jax.random.key(0),
+        "float0": np.zeros(3, jax.dtypes.float0),
+        "function": jnp.tanh,
+        "text": "nan",
+    }
+    assert jmp_scale.all_finite(tree)
+    assert not jmp_scale.all_finite(tree | {"python": float("nan")})
+    assert not jmp_scale.all_finite(tree | {"numpy": np.float64("inf")})
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 1, 5), (40, 33, 2)])
+def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad(shape):
+    clean = np.ones((3, *shape), np.float32)
+    rows = jax.jit(jax.vmap(jmp_scale.all_finite))
+    for place in np.random.RandomState(0).permutation(clean[0].size)[:3]:
+        dirty = clean.copy()
+        dirty.reshape(3, -1)[1, place] = -np.nan
+        assert rows(dirty).tolist() == [True, False, True]
+    assert rows(clean).tolist() == [True, True, True]
+    value, slope = jax.value_and_grad(
+        lambda x: jnp.where(jmp_scale.all_finite(x), x.sum(), 0.0)
+    )(clean)
+    assert (value, slope.min(initial=1.0)) == (clean.sum(), 1.0)
+
+
+def test_all_finite_refuses_a_mesh_without_specs():
+    with pytest.raises(ValueError, match="mesh is given without specs"):
+        jmp_scale.all_finite(jnp.ones(2), mesh=jax.make_mesh((8,), ("i",)))
+
+
+def test_all_finite_can_be_mapped_over_examples():
+    grads = {"w": jnp.array([[1.0, 2.0], [jnp.inf, 0.0], [3.0, 4.0]])}
+    assert jax.vmap(jmp_scale.all_finite)(grads).tolist() == [True, False, True]

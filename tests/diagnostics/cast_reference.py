@@ -1,0 +1,59 @@
+"""Inputs of every size, and the counts of a report, from casts by NumPy and ml_dtypes."""
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+}
+COUNTS = ("size", "zero", "flushed", "subnormal", "overflow", "nonfinite")
+ALL_F16 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def everywhere(seed=0, n=20_000):
+    """Random float32 bit patterns: every exponent, subnormals, infinities, NaNs, and both zeros."""
+    bits = (
+        np.random.RandomState(seed)
+        .randint(0, 2**32, n, dtype=np.uint64)
+        .astype(np.uint32)
+    )
+    return np.concatenate(
+        [bits.view(np.float32), np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45])]
+    )
+
+
+def near_ties(dtype, loss_scale):
+    """The three numbers around each threshold of a cast, divided by a power-of-two loss scale."""
+    thresholds = {
+        "float16": [2.0**-25, 2.0**-14, 65504, 65520],
+        "bfloat16": [2.0**-134, 2.0**-126, 3.3895314e38, 3.3961775e38],
+        "float8_e5m2": [2.0**-17, 2.0**-14, 57344, 61440],
+        "float8_e4m3fn": [2.0**-10, 2.0**-6, 448, 464],
+    }[dtype]
+    at = np.float32(thresholds) / np.float32(loss_scale)
+    around = [np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(np.inf))]
+    return np.concatenate([*around, *(-x for x in around)])
+
+
+@np.errstate(all="ignore")
+def reference_counts(x, loss_scale, dtype):
+    """The counts of `grad_report`, from a cast."""
+    cast = (x * np.float32(loss_scale)).astype(DTYPES[dtype]).astype(np.float32)
+    finite, tiny = np.isfinite(x), float(ml_dtypes.finfo(DTYPES[dtype]).tiny)
+    below_normal = np.abs(np.float64(x) * np.float64(np.float32(loss_scale))) < tiny
+    masks = {
+        "size": np.ones_like(finite),
+        "zero": x == 0,
+        "flushed": (x != 0) & (cast == 0),
+        "subnormal": below_normal & (cast != 0),
+        "overflow": finite & ~np.isfinite(cast),
+        "nonfinite": ~finite,
+    }
+    return {name: int(mask.sum()) for name, mask in masks.items()}
+
+
+def counts_of(report, i=0):
+    return {name: int(getattr(report, name)[i]) for name in COUNTS}

@@ -1,0 +1,145 @@
+"""The window of loss scales that work, on backward passes whose window is known."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sklearn.datasets
+from helpers import assert_bitwise_equal, count_traces
+from losses import forgetful
+
+from jmp_scale import diagnostics
+
+pytestmark = pytest.mark.strict_promotion
+
+
+def test_calibration_finds_the_window_that_the_backward_pass_has():
+    scales = range(0, 42, 1)
+    found = diagnostics.calibrate_loss_scale(
+        forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
+    )
+    # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite in float16 from 2^36 on.
+    assert [float(x) for x in (found.log2_low, found.log2_high)] == [6, 35]
+    assert float(found.recommended_log2_scale) == 33
+    assert bool(found.needs_scaling)
+    assert found.log2_scales.tolist() == list(scales)
+    assert found.finite.tolist() == [k < 36 for k in scales]
+    assert found.zero_fraction[:36].tolist() == [[float(k < 6)] for k in scales][:36]
+
+
+def test_calibration_needs_no_scaling_where_nothing_is_lost_at_one():
+    found = diagnostics.calibrate_loss_scale(
+        lambda w: (w["a"] ** 2).sum(), {"a": jnp.ones(3)}
+    )
+    assert not bool(found.needs_scaling)
+    assert found.paths == ("['a']",)
+    assert "not needed" in found.summary()
+
+
+def sigmoid_loss(params, images):
+    """The autoencoder of the examples, in float16."""
+    x = images.astype(jnp.float16)
+    for w in params:
+        x = jax.nn.sigmoid(x @ w.astype(jnp.float16))
+    return jnp.mean((x.astype(jnp.float32) - images) ** 2)
+
+
+def relu_loss(params, images, labels):
+    *hidden, last = (w.astype(jnp.float16) for w in params)
+    x = images.astype(jnp.float16)
+    for w in hidden:
+        x = jax.nn.relu(x @ w)
+    logits = (x @ last).astype(jnp.float32)
+    return -jnp.mean(
+        jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
+    )
+
+
+def test_the_digits_autoencoder_needs_scaling_and_a_relu_classifier_does_not():
+    def glorot(*widths):
+        keys = jax.random.split(jax.random.key(0), len(widths) - 1)
+        init = jax.nn.initializers.glorot_normal()
+        return [
+            init(k, shape)
+            for k, *shape in zip(keys, widths[:-1], widths[1:], strict=True)
+        ]
+
+    digits = sklearn.datasets.load_digits()
+    chosen = np.random.RandomState(0).randint(1437, size=256)
+    images, labels = (
+        np.float32(digits.data[chosen] / 16),
+        digits.target[chosen].astype(np.int32),
+    )
+    deep = glorot(64, 128, 64, 32, 16, 32, 64, 128, 64)
+    autoencoder = diagnostics.calibrate_loss_scale(sigmoid_loss, deep, images)
+    assert bool(autoencoder.needs_scaling)
+    assert 14 <= float(autoencoder.log2_low) <= 18
+    assert 20 <= float(autoencoder.log2_high) <= 24
+    classifier = diagnostics.calibrate_loss_scale(
+        relu_loss, glorot(64, 64, 64, 10), images, labels
+    )
+    assert not bool(classifier.needs_scaling)
+
+
+def test_entries_that_are_always_zero_do_not_count_as_lost():
+    found = diagnostics.calibrate_loss_scale(
+        forgetful, jnp.ones(3), jnp.float32([1, 0, 0])
+    )
+    assert float(found.log2_low) == 6
+    np.testing.assert_allclose(found.zero_fraction[-1], 2 / 3)
+
+
+def test_calibration_says_so_where_no_scale_works():
+    found = diagnostics.calibrate_loss_scale(lambda w: jnp.log(w).sum(), -jnp.ones(3))
+    for value in (found.log2_low, found.log2_high, found.recommended_log2_scale):
+        assert np.isnan(value)
+    assert bool(found.needs_scaling)
+    assert "diagnose_nonfinite" in found.summary()
+
+
+def test_calibration_takes_what_jax_grad_takes():
+    def loss(x, w, power, name):
+        assert isinstance(power, int)
+        assert name == "static"
+        return (x * w["w"] ** power).sum(), {"aux": x}
+
+    args = jnp.ones(3), {"w": jnp.ones(3), "key": jnp.array(1)}, 2, "static"
+    found = diagnostics.calibrate_loss_scale(
+        loss, *args[:1], {"w": args[1]["w"]}, *args[2:], argnums=1, has_aux=True
+    )
+    assert found.paths == ("['w']",)
+    assert bool(found.finite.all())
+
+
+def test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once():
+    counted, traces = count_traces(forgetful)
+    xs = jnp.float32([[1, 1, 1], [2.0**-10, 1, 0]])
+    one_by_one = [
+        diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), x) for x in xs
+    ]
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
+    calibrate = functools.partial(
+        diagnostics.calibrate_loss_scale, counted, jnp.ones(3)
+    )
+    assert_bitwise_equal(jax.jit(jax.vmap(calibrate))(xs), expected)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    "scales", [[], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]]
+)
+def test_calibration_refuses_scales_that_do_not_increase(scales):
+    with pytest.raises(ValueError, match="calibrate_loss_scale: log2_scales must be"):
+        diagnostics.calibrate_loss_scale(
+            forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
+        )
+
+
+def test_a_calibration_without_parameters_is_a_clear_error():
+    with pytest.raises(
+        ValueError,
+        match="calibrate_loss_scale: the gradients have no floating-point leaf",
+    ):
+        diagnostics.calibrate_loss_scale(lambda params: jnp.float32(1.0), {})

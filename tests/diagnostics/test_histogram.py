@@ -1,0 +1,90 @@
+"""Every share of a histogram against casts by NumPy and ml_dtypes of the same values."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cast_reference import ALL_F16, DTYPES, everywhere, near_ties, reference_counts
+from helpers import assert_bitwise_equal
+
+from jmp_scale import diagnostics
+
+pytestmark = pytest.mark.strict_promotion
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", ["all float16 bit patterns", "every size", "ties"])
+def test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype(values, dtype):
+    x = {
+        "all float16 bit patterns": ALL_F16,
+        "every size": everywhere(),
+        "ties": near_ties(dtype, 2.0**3),
+    }[values]
+    log2_scales = np.array([0, 2, 3, 4, 15, 24])
+    expected = [reference_counts(x, 2.0**k, dtype) for k in log2_scales]
+    nonzero = (np.isfinite(x) & (x != 0)).sum()
+
+    @jax.jit
+    def shares(x):
+        histogram = diagnostics.exponent_histogram({"w": x})
+        return histogram.flushed_share(log2_scales, dtype), histogram.subnormal_share(
+            log2_scales, dtype
+        )
+
+    for name, share in zip(("flushed", "subnormal"), shares(x), strict=True):
+        counted = np.rint(np.float64(share[:, 0]) * nonzero)
+        assert counted.tolist() == [row[name] for row in expected]
+
+
+def test_entries_are_counted_at_their_exponent():
+    x = everywhere()
+    histogram = diagnostics.exponent_histogram([x, x[:0]])
+    finite = np.float64(np.abs(x[np.isfinite(x) & (x != 0)]))
+    expected = np.bincount(np.frexp(finite)[1] - 1 + 149, minlength=277)
+    assert histogram.counts[0].tolist() == expected.tolist()
+    assert histogram.exponents[[0, -1]].tolist() == [-149, 127]
+    assert int(histogram.zero[0]) == (x == 0).sum()
+    assert int(histogram.nonfinite[0]) == (~np.isfinite(x)).sum()
+    assert not histogram.counts[1].any()
+
+
+def test_a_histogram_is_the_same_in_vmap_and_scan_and_of_an_empty_tree():
+    x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
+    expected = jax.tree.map(
+        lambda *rows: jnp.stack(rows), *map(diagnostics.exponent_histogram, x)
+    )
+    assert_bitwise_equal(jax.vmap(diagnostics.exponent_histogram)(x), expected)
+    scanned = jax.lax.scan(
+        lambda _, w: (None, diagnostics.exponent_histogram(w)), None, x
+    )[1]
+    assert_bitwise_equal(scanned, expected)
+    assert diagnostics.exponent_histogram({}).flushed_share(3).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "mode", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_reports_of_sharded_leaves_are_those_of_whole_ones(mode, wrap):
+    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(mode, mode))
+    spec = jax.sharding.PartitionSpec("i", "j")
+    whole = {"w": everywhere()[:20_000].reshape(40, 500), "b": np.ones(3, np.float32)}
+    sharded = whole | {
+        "w": jax.device_put(whole["w"], jax.sharding.NamedSharding(mesh, spec))
+    }
+    for report in (
+        diagnostics.exponent_histogram,
+        lambda x: diagnostics.grad_report(x, 2.0**4),
+    ):
+        chex.assert_trees_all_equal(wrap(report)(sharded), wrap(report)(whole))
+
+
+def test_a_histogram_refuses_scales_that_are_no_whole_powers_of_two():
+    with pytest.raises(
+        TypeError,
+        match="flushed_share: expected log2_scale of whole numbers, got float32",
+    ):
+        diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1.5)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1, "int8")

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import _mesh
-from ._tree import is_inexact
+from ._tree import is_inexact, widen
 
 
 def all_finite(
@@ -58,9 +58,82 @@ def all_finite(
         leaf_specs = _mesh.sharding_specs(leaves)
     else:
         leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), looked_at))
-    return _mesh.agree(
-        _mesh.on_shards(_all_finite_here, leaves, leaf_specs, mesh), axis_name
+
+    def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> jax.Array:
+        return _mesh.agree(_all_finite_here(shards), axes)
+
+    return _mesh.agree(_mesh.on_shards(joined, leaves, leaf_specs, mesh), axis_name)
+
+
+def finite_and_norm(
+    tree: Any, axis_name: _mesh.AxisName = None
+) -> tuple[jax.Array, jax.Array]:
+    """`all_finite` and the global norm of the inexact leaves, in one pass over them.
+
+    The norm is exact to float32's rounding also where the squares overflow it, such as
+    for an entry of 1e30.
+
+    Where the leaves are sharded under `jit` (Auto or Explicit mesh axes) the norm is
+    that of the whole arrays. Inside `pmap` and `shard_map` it is the largest of the
+    devices' own norms. That is the global norm where all devices hold the same
+    gradients, as after an average, and else a number that one bad device is enough to
+    raise. Both results are equal on all devices.
+
+    Args:
+      tree: any pytree.
+      axis_name: mesh axes over which the results must agree, as for `all_finite`.
+
+    Returns:
+      (bool[], f32[]): the flag, and the square root of the sum of all squares (of real
+      and imaginary parts). The norm is at most the largest float32, and infinity where
+      the flag is False.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    specs = _mesh.sharding_specs(leaves)
+
+    def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> Any:
+        finite = jnp.array(True)
+        wide = any(
+            leaf.dtype.itemsize > 8 or leaf.dtype == "float64" for leaf in shards
+        )
+        sums = jnp.zeros(2, "float64" if wide else "float32")
+        for shard, spec in zip(shards, specs, strict=True):
+            copies = lax.psum(1, tuple(set(axes) - _mesh.named_axes(spec)))
+            finite &= jnp.isfinite(shard).all()
+            sums += _sums_of_squares(shard).astype(sums.dtype) / copies
+        if axes:
+            # One all-reduce for the sums and the flag, which is a count here.
+            bad = jnp.where(finite, 0, 1).astype(sums.dtype)
+            *sums, bad = lax.psum(jnp.stack([*sums, bad]), axes)
+            return bad == 0, jnp.stack(sums)
+        return finite, sums
+
+    finite, (total, total_of_huge) = _mesh.on_shards(joined, leaves, specs)
+    norm = jnp.where(
+        jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(total_of_huge) * _HUGE
     )
+    norm = jnp.minimum(norm, float(np.finfo(np.float32).max)).astype(jnp.float32)
+    norm = jnp.where(finite, norm, jnp.inf)
+    return _mesh.agree(finite, axis_name), _mesh.largest(norm, axis_name)
+
+
+# The square of any float32 over this is far below the largest float32, and that of an
+# entry that matters in a norm of 2**64, where the plain squares overflow, is not lost.
+_HUGE = 2.0**96
+
+
+def _sums_of_squares(leaf: jax.Array) -> jax.Array:
+    """Sums of squares of the entries, and of the entries over `_HUGE`: shape (2,)."""
+    parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+    plain, over_huge = 0.0, 0.0
+    for part in map(widen, parts):
+        # Without the minimum, which changes no finite number, XLA multiplies the squares
+        # by 1 / _HUGE**2, which is 0: NaN where they overflow
+        # (test_the_norm_is_right_for_every_size_of_gradients).
+        reduced = jnp.minimum(jnp.abs(part) / _HUGE, 2.0**32)
+        plain += jnp.sum(part * part)
+        over_huge += jnp.sum(reduced * reduced)
+    return jnp.stack([plain, over_huge])
 
 
 def _all_finite_here(leaves: Sequence[jax.Array]) -> jax.Array:

@@ -25,9 +25,23 @@ def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
       bool of the same shape, equal along the reduced axes.
     """
     axes = _disagreeing_axes(flag) if axis_name is None else _names(axis_name)
-    # pmin, since it is idempotent: psum counts an already equal flag once per device, and the
-    # result of all_gather is not known to be equal, which out_specs=P() requires.
+    # pmin, since it is idempotent: psum counts an already equal flag once per device,
+    # and the result of all_gather is not known to be equal, as out_specs=P() requires.
     return lax.pmin(flag, axes) if axes else flag
+
+
+def largest(x: jax.Array, axis_name: AxisName = None) -> jax.Array:
+    """The maximum of a number over the mesh axes that `agree` reduces over.
+
+    Args:
+      x: real number, possibly different on each device.
+      axis_name: as for `agree`.
+
+    Returns:
+      A number of the same shape and dtype, equal along the reduced axes.
+    """
+    axes = _disagreeing_axes(x) if axis_name is None else _names(axis_name)
+    return lax.pmax(x, axes) if axes else x
 
 
 def has_whole_arrays() -> bool:
@@ -48,28 +62,30 @@ def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
 
 
 def on_shards(
-    fun: Callable[[Any], jax.Array],
+    fun: Callable[[Sequence[jax.Array], tuple[Any, ...]], Any],
     leaves: Sequence[Any],
     specs: Sequence[PartitionSpec],
     mesh: Any = None,
-) -> jax.Array:
-    """A flag of the leaves' local shards, joined by one scalar all-reduce.
+) -> Any:
+    """What `fun` makes of the leaves' shards on each device, and joins over the axes.
 
     Args:
-      fun: takes the list of shards and returns bool[].
+      fun: takes the shards and the mesh axes that `specs` names (none: the shards are
+        the leaves), and returns arrays that are equal on all devices.
       leaves: arrays.
       specs: one `PartitionSpec` per leaf.
-      mesh: default that of the leaves' types (Explicit axes), then that of `jax.set_mesh`.
+      mesh: default that of the leaves' types (Explicit axes), then that of
+        `jax.set_mesh`.
 
     Returns:
-      bool[], the AND of `fun` over the mesh axes that `specs` names.
+      The result of `fun`.
 
     Raises:
       ValueError: no mesh to be found, or an axis that it does not have.
     """
-    axes = {axis for spec in specs for part in spec for axis in _names(part)}
+    axes = {axis for spec in specs for axis in named_axes(spec)}
     if not axes:
-        return fun(leaves)
+        return fun(leaves, ())
     mesh = _mesh_of(leaves) if mesh is None else mesh
     if mesh.empty:
         raise ValueError(
@@ -81,16 +97,18 @@ def on_shards(
             f"all_finite: specs names {unknown}, but mesh has the axes {mesh.axis_names}"
         )
 
-    def joined(*shards: jax.Array) -> jax.Array:
-        return agree(fun(shards), tuple(axes))
-
     return jax.shard_map(
-        joined,
+        lambda *shards: fun(shards, tuple(axes)),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=PartitionSpec(),
         axis_names=axes,
     )(*leaves)
+
+
+def named_axes(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that a `PartitionSpec` names."""
+    return {axis for part in spec for axis in _names(part)}
 
 
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import pytest
 from helpers import on_devices
 
 import jmp_scale
-from jmp_scale import _mesh
+from jmp_scale import _finite, _mesh
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -128,3 +128,58 @@ def test_all_finite_refuses_a_mesh_without_specs():
 def test_all_finite_can_be_mapped_over_examples():
     grads = {"w": jnp.array([[1.0, 2.0], [jnp.inf, 0.0], [3.0, 4.0]])}
     assert jax.vmap(jmp_scale.all_finite)(grads).tolist() == [True, False, True]
+
+
+def reference_norm(*arrays):
+    """The norm in float64."""
+    squares = [np.sum(np.abs(np.asarray(x, np.complex128)) ** 2) for x in arrays]
+    return np.sqrt(np.sum(squares))
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e15, 1e19, 2e19, 1e30, 3.4e38 / 40])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_the_norm_is_right_for_every_size_of_gradients(size, dtype):
+    rng = np.random.RandomState(0)
+    tree = {
+        name: jnp.asarray(size * rng.normal(size=shape), dtype)
+        for name, shape in {"w": (40, 30), "b": (7,), "s": ()}.items()
+    }
+    if dtype == jnp.complex64:
+        tree["w"] = tree["w"] * jnp.complex64(0.6 + 0.8j)
+    finite, norm = jax.jit(_finite.finite_and_norm)(tree | {"step": jnp.int32(3)})
+    assert finite
+    assert (norm.shape, norm.dtype) == ((), jnp.float32)
+    # Sums of 1,208 float32 squares, in any order.
+    np.testing.assert_allclose(norm, reference_norm(*tree.values()), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_norm_beyond_float32_is_its_largest_number():
+    finite, norm = _finite.finite_and_norm(jnp.full(9, 3.0e38, jnp.float32))
+    assert finite
+    assert norm == np.finfo(np.float32).max
+    with jax.enable_x64(True):
+        finite, norm = _finite.finite_and_norm(jnp.full(9, 1e300, jnp.float64))
+        assert finite
+        assert (norm, norm.dtype) == (np.finfo(np.float32).max, jnp.float32)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_flag_beside_the_norm_is_that_of_all_finite(bad, dtype):
+    if dtype == jnp.float8_e4m3fn and np.isinf(bad):
+        bad = np.nan  # the type has no infinity
+    tree = {"a": jnp.ones((3, 5), dtype), "b": jnp.ones((), dtype)}
+    assert _finite.finite_and_norm(tree)[0]
+    tree["a"] = tree["a"].at[2, 4].set(jnp.array(bad, dtype))
+    finite, norm = jax.jit(_finite.finite_and_norm)(tree)
+    assert not finite
+    assert norm == np.inf
+
+
+@pytest.mark.parametrize("tree", [None, {}, {"step": 3}, jnp.zeros((0, 2))])
+def test_the_norm_of_no_gradients_is_zero(tree):
+    finite, norm = _finite.finite_and_norm(tree)
+    assert (bool(finite), float(norm)) == (True, 0.0)

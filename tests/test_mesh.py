@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 from jmp_scale import _mesh
+from jmp_scale._finite import finite_and_norm
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -315,3 +316,47 @@ def test_all_bad_patterns_of_four_devices_are_seen():
     for pattern in itertools.product([1.0, np.nan], repeat=4):
         answers = finite(np.array(pattern, np.float32))
         assert answers.tolist() == [bool(np.isfinite(pattern).all())] * 4
+
+
+@pytest.mark.parametrize("mode", MANUAL)
+def test_the_norm_is_the_largest_of_the_devices_and_equal_on_all(mode):
+    flag = MANUAL[mode](lambda x: finite_and_norm(x)[0])
+    norm = MANUAL[mode](lambda x: finite_and_norm(x)[1])
+    x = np.arange(8, dtype=np.float32)
+    assert on_each_device(flag(x)) == [True] * 8
+    # On partly manual meshes a device of the manual axis holds two numbers.
+    expected = np.hypot(6, 7) if "partial" in mode else 7.0
+    np.testing.assert_allclose(norms_on_each_device(norm(x)), expected, rtol=1e-6)
+    assert on_each_device(flag(bad_on(5))) == [False] * 8
+    assert np.unique(norms_on_each_device(norm(bad_on(5)))).size == 1
+
+
+def norms_on_each_device(norm):
+    shards = [np.asarray(shard.data) for shard in norm.addressable_shards]
+    return np.concatenate([shard.reshape(-1) for shard in shards])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [
+        (ONE_AXIS, P("i")),
+        (TWO_AXES, P("i", "j")),
+        (EXPLICIT, P("i")),
+        (EXPLICIT_TWO, P("j")),
+        (EXPLICIT_TWO, P(None, ("j", "i"))),
+        (EXPLICIT_TWO, P()),
+    ],
+    ids=str,
+)
+def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(mesh, spec):
+    tree = sharded_tree(mesh, spec)
+    tree["count"] = jax.device_put(np.float32(2), NamedSharding(mesh, P()))
+    finite, norm = jax.jit(finite_and_norm)(tree)
+    assert on_each_device(finite) == [True] * 8
+    expected = np.sqrt(12 * 8 * 16 + 4)
+    np.testing.assert_allclose(norms_on_each_device(norm), expected, rtol=1e-6)
+
+
+def test_explicit_mode_joins_flag_and_norm_in_one_all_reduce():
+    found = collectives(jax.jit(finite_and_norm), sharded_tree(EXPLICIT, P("i")))
+    assert found == [("all-reduce", "f32[3]{0}")]

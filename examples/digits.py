@@ -1,40 +1,53 @@
-"""The model that the examples share: a deep sigmoid autoencoder of scikit-learn's handwritten digits.
+"""The data and the model of most examples: an autoencoder of handwritten digits.
 
-Seven sigmoid layers (each passes at most a quarter of a gradient on) and a mean over batch and pixels
-make its first layers' gradients too small for float16.
+Eight sigmoid layers, each of which passes on at most a quarter of a gradient, and a
+mean over batch and pixels make the first layers' gradients too small for float16.
 """
-
-import argparse
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _show import positive_int as positive_int
 from sklearn.datasets import load_digits
 
 import jmp_scale
 
-# XLA may leave out roundings to float16, and does on a GPU: that would hide what float16 loses.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
-)
-
+glorot_normal = jax.nn.initializers.glorot_normal()
 WIDTHS = (64, 128, 64, 32, 16, 32, 64, 128, 64)
 
 
 def load_digits_split(seed=0, train_size=1437):
-    """(train, test) images in [0, 1], f32[1437, 64] and f32[360, 64], in an order set by `seed`."""
+    """(train, test) images in [0, 1], f32[1437, 64] and f32[360, 64], shuffled."""
     images = (load_digits().data / 16).astype(np.float32)
     images = images[np.random.RandomState(seed).permutation(len(images))]
     return images[:train_size], images[train_size:]
 
 
+class Batches:
+    """Random batches of `data`, one for each step, drawn when steps are sliced."""
+
+    def __init__(self, data, steps, size, seed=0):
+        self.data = data
+        self.picks = np.random.RandomState(seed).randint(len(data), size=(steps, size))
+
+    def __len__(self):
+        return len(self.picks)
+
+    def __getitem__(self, steps):
+        return self.data[self.picks[steps]]
+
+
 def init_autoencoder(seed=0):
-    """Float32 master parameters, Glorot normal with zero bias: a list of {"w": [i, o], "b": [o]}."""
-    keys = jax.random.split(jax.random.key(seed), len(WIDTHS) - 1)
-    shapes = zip(keys, WIDTHS[:-1], WIDTHS[1:], strict=True)
-    glorot_normal = jax.nn.initializers.glorot_normal()
-    return [{"w": glorot_normal(k, (i, o)), "b": jnp.zeros(o)} for k, i, o in shapes]
+    """Float32 parameters, Glorot normal and zero biases: [{"w": [i, o], "b": [o]}]."""
+    return init_layers(WIDTHS, jax.random.key(seed))
+
+
+def init_layers(widths, key, initializer=glorot_normal):
+    """Float32 parameters of dense layers: [{"w": [i, o], "b": [o]}]."""
+    shapes = zip(
+        jax.random.split(key, len(widths) - 1), widths[:-1], widths[1:], strict=True
+    )
+    return [{"w": initializer(k, (i, o)), "b": jnp.zeros(o)} for k, i, o in shapes]
 
 
 def autoencoder(params, images):
@@ -45,14 +58,15 @@ def autoencoder(params, images):
     return x
 
 
-def reconstruction_loss(params, images, policy):
-    """Mean squared error over batch and pixels, f32[]; the model runs in the policy's compute dtype."""
+def reconstruction_loss(params, images, dtype="float16", policy=None):
+    """Mean squared error over batch and pixels, f32[], of a model run in `dtype`."""
+    policy = policy or policy_for(dtype)
     reconstructions = autoencoder(policy.cast_to_compute(params), images)
-    return jnp.mean((reconstructions.astype(jnp.float32) - images) ** 2)
+    return jnp.mean((policy.cast_to_output(reconstructions) - images) ** 2)
 
 
 def policy_for(dtype):
-    """Float32 master parameters, computed in `dtype` ("float32", "float16" or "bfloat16")."""
+    """Float32 master parameters, computed in `dtype`."""
     return jmp_scale.get_policy(f"params=float32,compute={dtype},output=float32")
 
 
@@ -60,12 +74,3 @@ def zero_share(grads):
     """The share of all gradient entries that are 0, f32[]."""
     leaves = jax.tree.leaves(grads)
     return sum(jnp.sum(g == 0) for g in leaves) / sum(g.size for g in leaves)
-
-
-def positive_int(text):
-    """An argument of a command line, such as a number of steps."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number of at least 1, got {text!r}"
-        )
-    return int(text)

@@ -1,0 +1,138 @@
+"""What the examples share beside the training: arguments, progress, tables, figures."""
+
+import argparse
+import functools
+import os
+import pathlib
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+# XLA may leave out roundings to float16, and does so on a GPU, which would hide what
+# float16 loses. The flag is read when JAX looks for devices, so after this import.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+)
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "0.4")
+
+
+def parser(description, steps, *, seed=False, out=False):
+    """A command line with --steps, and on request --seed and --out."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=steps, help=f"training steps ({steps})"
+    )
+    if seed:
+        parser.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
+    if out:
+        parser.add_argument(
+            "--out", type=pathlib.Path, default="out", help="folder to write to (out)"
+        )
+    return parser
+
+
+def positive_int(text):
+    """An argument such as a number of steps."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at least 1, got {text!r}"
+        )
+    return int(text)
+
+
+def scan(train_step, carry, inputs, name="training", chunk=50):
+    """`jax.lax.scan(train_step, carry, inputs)` with a progress bar.
+
+    Compiles chunks of steps. Returns the last carry, and what the steps returned as
+    NumPy arrays, whose first axis is the step.
+    """
+    run_chunk = jax.jit(functools.partial(jax.lax.scan, train_step))
+    steps, records = len(jax.tree.leaves(inputs)[0]), []
+    with tqdm(total=steps, desc=f"{name:24}", unit="step") as progress:
+        for start in range(0, steps, chunk):
+            part = jax.tree.map(lambda x: x[start : start + chunk], inputs)  # noqa: B023
+            carry, record = run_chunk(carry, part)
+            records.append(jax.device_get(record))
+            progress.update(min(chunk, steps - start))
+    return carry, jax.tree.map(lambda *parts: np.concatenate(parts), *records)
+
+
+def power(s):
+    """A loss scale as text: "2^15"."""
+    return f"2^{np.log2(float(s)):.0f}"
+
+
+def table(header, rows):
+    """Prints rows of texts: the first column to the left, the others to the right."""
+    rows = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for first, *others in rows:
+        cells = zip(others, widths[1:], strict=True)
+        print(f"{first:{widths[0]}}  " + "  ".join(f"{x:>{n}}" for x, n in cells))
+
+
+def figure(path, panels, columns=2):
+    """Writes a figure of panels: functions that draw into the axes they are given."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(5.6 * columns, 3.6 * rows),
+        layout="constrained",
+        squeeze=False,
+    )
+    for panel, ax in zip(panels, axes.flat, strict=False):
+        panel(ax)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
+    print(f"figure: {path}")
+
+
+def curves(title, ylabel, lines, *, xlabel="step", draw="plot", **settings):
+    """A panel of one curve for each name: y, or (x, y)."""
+
+    def panel(ax):
+        for (name, line), color in zip(lines.items(), COLORS, strict=False):
+            line = line if isinstance(line, tuple) else (np.arange(len(line)), line)
+            getattr(ax, draw)(*line, color=color, label=name, linewidth=1.3)
+        ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+        ax.spines[["top", "right"]].set_visible(False)
+        if len(lines) > 1:
+            ax.legend(frameon=False)
+
+    return panel
+
+
+def loss_scale(title, history):
+    """A panel of a `LossScaleHistory`."""
+    from jmp_scale import plotting
+
+    return lambda ax: plotting.plot_loss_scale(history, ax=ax).set_title(title)
+
+
+def images(title, rows):
+    """A panel of rows of digits: for each name an array of shape [n, 64]."""
+
+    def panel(ax):
+        strips = [np.asarray(row).reshape(-1, 8, 8) for row in rows.values()]
+        strips = [
+            np.concatenate(np.pad(x, [(0, 0), (1, 1), (1, 1)]), 1) for x in strips
+        ]
+        ax.imshow(np.concatenate(strips), cmap="gray_r", vmin=0, vmax=1)
+        ax.set(title=title, xticks=[], yticks=10 * np.arange(len(rows)) + 4.5)
+        ax.set_yticklabels(rows)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+
+    return panel

@@ -1,24 +1,60 @@
-"""The backward pass of a loss as a function of S, for the tools that run it again."""
+"""A loss and its gradients as a function of S, for the tools that run them again."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._gradients import value_and_grad
 from .._loss_scale import DynamicLossScale
+from .._tree import named_inexact_leaves
 
 
-def any_loss_scale(s: Any) -> DynamicLossScale:
-    """A loss scale of any S, known only on the device, so that a sweep is one compilation."""
-    return DynamicLossScale(
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """The results of one backward pass, which can leave `jit` with the leaves' names.
+
+    Attributes:
+      loss: the unscaled loss, a scalar.
+      leaves: the L inexact leaves of the unscaled gradients.
+      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+    """
+
+    loss: Any
+    leaves: Any
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+def run_backward(
+    fun: Callable[..., Any],
+    s: Any,
+    args: Any,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+) -> Backward:
+    """Runs `value_and_grad` at the loss scale `s`, f32[], which may be traced.
+
+    S is a leaf, not configuration, so that a sweep over S is one compilation.
+    """
+    loss_scale = DynamicLossScale(
         jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
     )
+    value, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(*args)
+    paths, leaves = named_inexact_leaves(grads)
+    return Backward(value[0] if has_aux else value, leaves, paths)
 
 
-def split_arrays(args: tuple[Any, ...]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays among the leaves of `args`, and the function that puts such arrays in their places."""
+def split_arrays(
+    args: tuple[Any, ...],
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays among the leaves of `args`, and a function that puts such arrays back.
+
+    Everything else (Python numbers, strings, functions) stays static.
+    """
     leaves, treedef = jax.tree.flatten(args)
     places = [
         i

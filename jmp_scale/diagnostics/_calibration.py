@@ -1,4 +1,4 @@
-"""Which loss scales work: the real backward pass at each of a sweep."""
+"""Which loss scales work: the real backward pass at each loss scale of a sweep."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,30 +10,35 @@ import numpy as np
 from jax import lax
 
 from .._finite import all_finite
-from .._gradients import value_and_grad
-from .._tree import named_inexact_leaves
-from ._backward import any_loss_scale, split_arrays
+from ._backward import run_backward, split_arrays
 from ._report import MARGIN_BITS
 
-# Share of a leaf's entries that may be lost in a loss scale that works: far below what changes a training
-# run, and above what single entries at the edge of the range make of it.
+# The share of a leaf's entries that a loss scale that works may lose. It is far below
+# what changes a training run, and above what single entries at the edge of the range
+# add.
 _TOLERATED = 2.0**-8
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What `calibrate_loss_scale` found: a pytree of arrays, for K loss scales and L inexact leaves.
+    """What `calibrate_loss_scale` found: arrays for K loss scales and L inexact leaves.
+
+    A loss scale *works* if the loss and all gradients are finite, and if at most 2^-8
+    of each leaf's entries are zero that are not zero at the best of the finite loss
+    scales. The window is the longest run of neighboring loss scales of the sweep that
+    all work; of two equally long ones, the lower. All works under `jit` except
+    `summary`.
 
     Attributes:
       log2_scales: i32[K], the loss scales that were tried.
       zero_fraction: f32[K, L], share of the entries of each gradient that are zero.
       finite: bool[K], whether the loss and all gradients are finite.
-      log2_low: f32[], the least loss scale that works: gradients are finite, and of the entries of each leaf
-        that are not zero at the best of the finite scales at most 2^-8 are zero. NaN if none is finite.
-      log2_high: f32[], the largest loss scale that works. NaN if none is finite.
-      recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below `log2_low`.
-      needs_scaling: bool[], whether S = 1 is outside the window; True if none is finite.
+      log2_low: f32[], the lowest loss scale of the window. NaN if none works.
+      log2_high: f32[], the highest loss scale of the window. NaN if none works.
+      recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below
+        `log2_low`. NaN if none works.
+      needs_scaling: bool[], whether S = 1 is outside the window; True if none works.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
@@ -47,16 +52,23 @@ class Calibration:
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def summary(self) -> str:
-        """One sentence for people."""
+        """The result as one sentence (host)."""
         low, high, best = (
             float(x)
             for x in (self.log2_low, self.log2_high, self.recommended_log2_scale)
         )
+        if not np.asarray(self.finite).any():
+            return (
+                "No loss scale of the sweep gives finite gradients: "
+                "run diagnose_nonfinite."
+            )
         if np.isnan(low):
-            return "No loss scale of the sweep gives finite gradients: run diagnose_nonfinite."
+            return "No loss scale of the sweep works for all leaves: try others."
         window = f"Loss scales from 2^{low:g} to 2^{high:g} work"
+        if low == high:
+            window = f"Of the loss scales tried, only 2^{low:g} works"
         if not bool(self.needs_scaling):
-            return f"{window}, 1 among them: loss scaling is not needed here."
+            return f"{window}, including 1: loss scaling is not needed here."
         return f"{window}: start from 2^{best:g}."
 
 
@@ -68,112 +80,123 @@ def calibrate_loss_scale(
     log2_scales: Sequence[int] = range(-4, 33, 2),
     margin_bits: float = MARGIN_BITS,
 ) -> Calibration:
-    """Runs the real low-precision backward pass at each loss scale of a sweep, in one compiled call.
+    """Runs the real low-precision backward pass at each loss scale of a sweep.
 
-    Only this tells what a loss scale saves. Casting a float32 gradient afterwards misses what was flushed
-    on the way: the gradients of activations, which are smaller, and with them all that stands before.
+    Nothing else shows what a loss scale saves. A cast of the float32 gradient misses
+    what is flushed on the way: the gradients of activations are smaller, and where they
+    become zero so do the gradients of all layers before.
 
-    Compatible with `jit`, `vmap` and `lax.scan`. The loss scales are tried one after another, so it needs no
-    more memory than one step.
+    Compatible with `jit`, `vmap` and `lax.scan`. One compiled call. The loss scales are
+    tried one after another, so it needs no more memory than one step.
 
     Args:
       fun: the whole loss in low precision, as for `value_and_grad`.
-      *args: its arguments: parameters, a typical batch. What is no array is static.
+      *args: its arguments: parameters, a typical batch. Non-array arguments are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      log2_scales: increasing whole numbers in [-126, 126], with 0 among them if `needs_scaling` shall be
-        told; default -4, -2, ..., 32.
-      margin_bits: doublings that the recommendation stays below the first overflow, since gradients are
-        larger on some batches; 2.
+      log2_scales: increasing whole numbers in [-126, 126]; default -4, -2, ..., 32.
+        Include 0 if you need `needs_scaling`.
+      margin_bits: doublings that the recommendation stays below the first overflow,
+        since gradients are larger on some batches; default 2.
 
     Returns:
-      A `Calibration`. It holds for these parameters and this batch; gradients shrink while training goes on.
+      A `Calibration`. It holds for these parameters and this batch: gradients usually
+      shrink as training goes on.
 
     Raises:
-      TypeError: the loss is no scalar (while tracing).
-      ValueError: `log2_scales` is empty, not increasing, of other numbers, or out of range; or nothing is
-        differentiated.
+      TypeError: the loss is not a scalar (while tracing).
+      ValueError: `log2_scales` is empty, not increasing, not whole or out of range; or
+        nothing is differentiated.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> def loss(w):
-      ...     half = (w.astype(jnp.float16) * jnp.float16(2**-10)).astype(jnp.float32)
-      ...     return half.sum() * 2.0**-20  # the gradient 2^-30 is zero in float16
+      ...     half = w.astype(jnp.float16) * jnp.float16(2**-10)
+      ...     # The gradient, 2^-30, is zero in float16.
+      ...     return half.astype(jnp.float32).sum() * 2.0**-20
       >>> print(diagnostics.calibrate_loss_scale(loss, jnp.ones(3)).summary())
       Loss scales from 2^6 to 2^32 work: start from 2^30.
     """
-    scales = _checked_log2_scales(log2_scales)
+    log2 = _checked_log2_scales(log2_scales)
+    # On the host: exp2 on the device is a rounding away from most powers of two, and
+    # the sweep must try exactly what it reports (test_the_loss_scales_tried_are_exact).
+    scales = np.ldexp(np.float32(1), log2)
     arrays, rejoin = split_arrays(args)
-    paths: tuple[str, ...] = ()
-
-    def backward(
-        log2_scale: jax.Array, arrays: list[Any]
-    ) -> tuple[jax.Array, jax.Array]:
-        nonlocal paths
-        loss_scale = any_loss_scale(jnp.exp2(log2_scale.astype(jnp.float32)))
-        value, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(
-            *rejoin(arrays)
-        )
-        paths, leaves = named_inexact_leaves(grads)
-        if not leaves:
-            raise ValueError(
-                "calibrate_loss_scale: the gradients have no floating-point leaf to look at"
-            )
-        zeros = [jnp.sum(leaf == 0, dtype=jnp.uint32) for leaf in leaves]
-        sizes = np.array([max(leaf.size, 1) for leaf in leaves], np.float32)
-        return jnp.stack(zeros).astype(jnp.float32) / sizes, all_finite(
-            (value[0] if has_aux else value, grads)
-        )
 
     @jax.jit
-    def sweep(arrays: list[Any]) -> tuple[jax.Array, jax.Array]:
-        return lax.map(
-            lambda log2_scale: backward(log2_scale, arrays), jnp.asarray(scales)
-        )
+    def sweep(arrays: list[Any]) -> Any:
+        def at(s: jax.Array) -> tuple[Any, jax.Array]:
+            found = run_backward(fun, s, rejoin(arrays), argnums, has_aux)
+            shares = [_zero_share(leaf) for leaf in found.leaves]
+            finite = all_finite((found.loss, found.leaves))
+            return dataclasses.replace(found, loss=None, leaves=shares), finite
 
-    zero_fraction, finite = sweep(arrays)
-    low, high = _window(scales.astype(np.float32), zero_fraction, finite)
+        return lax.map(at, jnp.asarray(scales))
+
+    found, finite = sweep(arrays)
+    if not found.paths:
+        raise ValueError(
+            "calibrate_loss_scale: the gradients have no floating-point leaf; give it "
+            f"parameters at argnums={argnums!r}"
+        )
+    zero_fraction = jnp.stack(found.leaves, axis=1)
+    low, high = _window(log2.astype(np.float32), zero_fraction, finite)
     return Calibration(
-        log2_scales=jnp.asarray(scales),
+        log2_scales=jnp.asarray(log2),
         zero_fraction=zero_fraction,
         finite=finite,
         log2_low=low,
         log2_high=high,
         recommended_log2_scale=jnp.maximum(high - margin_bits, low),
         needs_scaling=~((low <= 0) & (high >= 0)),
-        paths=paths,
+        paths=found.paths,
     )
 
 
+def _zero_share(leaf: jax.Array) -> jax.Array:
+    zeros = jnp.sum(leaf == 0, dtype=jnp.uint32).astype(jnp.float32)
+    return zeros / np.float32(max(leaf.size, 1))
+
+
 def _window(
-    scales: np.ndarray, zero_fraction: jax.Array, finite: jax.Array
+    log2: np.ndarray, zero_fraction: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(log2_low, log2_high) of `Calibration`."""
     unavoidable = jnp.min(
         jnp.where(finite[:, None], zero_fraction, 1), axis=0, keepdims=True
     )
-    lost = (zero_fraction - unavoidable) / jnp.maximum(
-        1 - unavoidable, jnp.finfo(jnp.float32).tiny
-    )
+    tiny = jnp.finfo(jnp.float32).tiny
+    lost = (zero_fraction - unavoidable) / jnp.maximum(1 - unavoidable, tiny)
     works = finite & (jnp.max(lost, axis=1) <= _TOLERATED)
-    low = jnp.min(jnp.where(works, scales, jnp.inf))
-    high = jnp.max(jnp.where(works, scales, -jnp.inf))
-    return jnp.where(works.any(), low, jnp.nan), jnp.where(works.any(), high, jnp.nan)
+
+    # The length of the run of working loss scales that ends at each.
+    places = jnp.arange(len(log2), dtype=jnp.int32)
+    run = places - lax.cummax(jnp.where(works, np.int32(-1), places))
+    end = jnp.argmax(run).astype(jnp.int32)  # the first, so the lower of equal ones
+    start = jnp.maximum(end - run[end] + 1, 0)
+    scales = jnp.asarray(log2)
+    nothing = ~works.any()
+    return (
+        jnp.where(nothing, jnp.nan, scales[start]),
+        jnp.where(nothing, jnp.nan, scales[end]),
+    )
 
 
 def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:
     scales = np.asarray(log2_scales)
-    if (
-        scales.ndim != 1
-        or scales.size == 0
-        or not np.array_equal(scales, np.round(scales))
-    ):
-        allowed = "a non-empty sequence of whole numbers"
+    is_whole = (
+        scales.ndim == 1
+        and scales.size > 0
+        and np.issubdtype(scales.dtype, np.number)
+        and np.array_equal(scales, np.round(scales))
+    )
+    if not is_whole:
+        expected = "a non-empty sequence of whole numbers"
     elif np.any(np.diff(scales) <= 0) or scales[0] < -126 or scales[-1] > 126:
-        allowed = "increasing whole numbers in [-126, 126]"
+        expected = "increasing whole numbers in [-126, 126]"
     else:
         return scales.astype(np.int32)
     raise ValueError(
-        f"calibrate_loss_scale: log2_scales must be {allowed}, got {log2_scales!r}"
+        f"calibrate_loss_scale: log2_scales must be {expected}, got {log2_scales!r}"
     )

@@ -1,4 +1,4 @@
-"""Why a step is not finite: the real backward pass at smaller and smaller loss scales."""
+"""Why a step is not finite: its backward pass at smaller and smaller loss scales."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -9,24 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._finite import all_finite
-from .._gradients import value_and_grad
 from .._loss_scale import scale_value
 from .._tree import named_inexact_leaves
-from ._backward import any_loss_scale, split_arrays
+from ._backward import Backward, run_backward, split_arrays
 
 
 class Diagnosis(NamedTuple):
-    """What `diagnose_nonfinite` found, in Python values of the host.
+    """What `diagnose_nonfinite` found, in Python values.
 
     Attributes:
       cause: "none", "forward", "overflow" or "nan".
-      path: the gradient leaf where it first shows, named as `jax.tree_util.keystr` does; with "overflow"
-        that is the first to overflow as S grows. None if all gradients are finite.
-      finite_at_log2: log2 of the largest power of two under S whose gradients are finite, for "overflow".
-      nonfinite_paths: all gradient leaves that are not finite there. The backward pass carries a NaN on to
-        every layer before the one that made it, so look at the last of them in the order of the model.
-      nonfinite_argument: the first leaf of `fun`'s arguments that is itself not finite, as "args[1]['x']":
-        a broken batch or broken parameters. None if there is none.
+      path: the gradient leaf where it first shows, named as `jax.tree_util.keystr`
+        does; with "overflow" the first to overflow as S grows. None if all are finite.
+      finite_at_log2: for "overflow", log2 of the largest power of two below S whose
+        gradients are finite.
+      nonfinite_paths: all gradient leaves that are not finite there. The backward pass
+        carries a NaN on to every layer before the one that made it, so look at the last
+        of them in the order of the model.
+      nonfinite_argument: the first leaf of `fun`'s arguments that is itself not finite,
+        such as "args[1]['x']": a broken batch or broken parameters. None if all are
+        finite.
     """
 
     cause: Literal["none", "forward", "overflow", "nan"]
@@ -36,26 +38,30 @@ class Diagnosis(NamedTuple):
     nonfinite_argument: str | None = None
 
     def summary(self) -> str:
-        """One or two sentences for people: what it is, and what to do."""
+        """One or two sentences: the cause, and what to do (host)."""
         if self.cause == "none":
             return "Loss and gradients are finite."
         if self.cause == "overflow":
-            below = (
-                ""
-                if (self.finite_at_log2 or 0) >= 0
-                else ", below 1: a layer is nearly out of range"
-            )
+            is_below_one = (self.finite_at_log2 or 0) < 0
+            below = ", below 1: a layer is nearly out of range" if is_below_one else ""
             return (
-                f"The gradients overflow, first in {self.path}, and are finite at loss scale "
-                f"2^{self.finite_at_log2}{below}."
+                f"The gradients overflow, first in {self.path}, and are finite at loss "
+                f"scale 2^{self.finite_at_log2}{below}."
             )
         if self.nonfinite_argument is not None:
-            return f"{self.nonfinite_argument} is not finite itself. No loss scale helps: mend the input."
+            return (
+                f"{self.nonfinite_argument} is not finite itself. No loss scale helps: "
+                "fix the input."
+            )
         if self.cause == "forward":
-            return "The loss itself is not finite. No loss scale helps: the forward pass is out of range."
+            return (
+                "The loss itself is not finite. No loss scale helps: the forward pass "
+                "is out of range."
+            )
         return (
-            f"The loss is finite, but the gradient of {self.path} is not at any loss scale: look for the "
-            "derivative of sqrt, log or a division at zero, with jax.debug_nans."
+            f"The loss is finite, but the gradient of {self.path} is not at any loss "
+            "scale: look for the derivative of sqrt, log or a division at zero, with "
+            "jax.debug_nans."
         )
 
 
@@ -67,39 +73,45 @@ def diagnose_nonfinite(
     has_aux: bool = False,
     log2_min: int = -14,
 ) -> Diagnosis:
-    """Finds out why a step is not finite, by running it again at smaller and smaller loss scales.
+    """Finds out why a step is not finite by running it again at smaller loss scales.
 
-    Runs on the host, one compiled backward pass for each S. Give it the parameters and the batch of the step
-    that was skipped. "none": the step is finite. "forward": the loss itself is not, which no S changes.
-    "overflow": a smaller S cures it. "nan": none does.
+    Runs on the host: one call of one compiled backward pass for each S. Give it the
+    parameters and the batch of the step that was skipped. The causes are "none": the
+    step is finite; "forward": the loss itself is not, which no S changes; "overflow": a
+    smaller S cures it; "nan": none does.
 
-    To see the very operation that makes a NaN, run the step at S = 1 under `jax.debug_nans`, where no
-    overflow that the loss scale would have handled can raise first::
+    To see the operation that makes a NaN, run the step at S = 1 under `jax.debug_nans`,
+    where an overflow that the loss scale would have handled cannot raise first:
 
-        with jax.debug_nans(True):
-            jmp_scale.grad(loss_fn, jmp_scale.NoOpLossScale())(params, batch)
+    ```python
+    with jax.debug_nans(True):
+        jmp_scale.grad(loss_fn, jmp_scale.NoOpLossScale())(params, batch)
+    ```
 
     Args:
       fun: the whole loss in low precision, as for `value_and_grad`.
       loss_scale: the loss scale of that step, or its S as a number.
-      *args: its arguments: parameters, batch. What is no array is static.
+      *args: its arguments: parameters, batch. Non-array arguments are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      log2_min: how far down to search; -14, since some overflows persist at S = 1.
+      log2_min: log2 of the smallest S to try; default -14, since some overflows persist
+        at S = 1.
 
     Returns:
       A `Diagnosis`.
 
     Raises:
-      TypeError: the loss is no scalar, or `log2_min` or `loss_scale` no number.
-      ValueError: `log2_min` is outside [-126, 126].
+      TypeError: the loss is not a scalar, or `log2_min` or `loss_scale` is not a
+        number.
+      ValueError: `log2_min` is outside [-126, 126], or S is not positive and finite.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> def loss(w):
       ...     return jnp.sqrt(w["a"]).sum() + w["b"].sum()
-      >>> diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**15, {"a": jnp.zeros(2), "b": jnp.ones(2)})
+      >>> params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
+      >>> diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**15, params)
       >>> diagnosis.cause, diagnosis.path
       ('nan', "['a']")
     """
@@ -108,28 +120,24 @@ def diagnose_nonfinite(
             f"diagnose_nonfinite: log2_min must be in [-126, 126], got {log2_min!r}"
         )
     arrays, rejoin = split_arrays(args)
-    paths: tuple[str, ...] = ()
 
     @jax.jit
-    def flags(s: jax.Array, arrays: list[Any]) -> tuple[jax.Array, list[jax.Array]]:
-        nonlocal paths
-        value, grads = value_and_grad(fun, any_loss_scale(s), argnums, has_aux)(
-            *rejoin(arrays)
-        )
-        paths, leaves = named_inexact_leaves(grads)
-        return all_finite(value[0] if has_aux else value), [
-            all_finite(leaf) for leaf in leaves
-        ]
+    def flags(s: jax.Array, arrays: list[Any]) -> Backward:
+        found = run_backward(fun, s, rejoin(arrays), argnums, has_aux)
+        return jax.tree.map(all_finite, found)
 
     def run(s: Any) -> tuple[bool, tuple[str, ...]]:
-        loss_finite, grads_finite = jax.device_get(
-            flags(jnp.asarray(s, jnp.float32), arrays)
-        )
-        return bool(loss_finite), tuple(
-            p for p, finite in zip(paths, grads_finite, strict=True) if not finite
-        )
+        """Whether the loss is finite at S = s, and the gradient leaves that are not."""
+        finite = jax.device_get(flags(jnp.asarray(s, jnp.float32), arrays))
+        pairs = zip(finite.paths, finite.leaves, strict=True)
+        return bool(finite.loss), tuple(path for path, flag in pairs if not flag)
 
     s = scale_value("diagnose_nonfinite", loss_scale)
+    if not 0 < float(s) < np.inf:
+        raise ValueError(
+            f"diagnose_nonfinite: expected a positive finite loss scale, got {float(s)}; "
+            "diagnose at 1, and start again from a new loss scale"
+        )
     loss_finite, nonfinite = run(s)
     first = nonfinite[0] if nonfinite else None
     if loss_finite and not nonfinite:

@@ -29,6 +29,65 @@ def test_calibration_finds_the_window_that_the_backward_pass_has():
     assert found.zero_fraction[:36].tolist() == [[float(k < 6)] for k in scales][:36]
 
 
+TIES = (-100, -30, -14, -12, -1, 0, 1, 7, 25, 26, 29, 30, 31, 32, 33, 64, 100)
+
+
+def test_the_loss_scales_tried_are_exact():
+    """The float16 gradient of leaf k is S 2^-(25 + k): zero up to S = 2^k, not above.
+
+    In leaf k of `above` it is one float32 step larger: not zero from S = 2^k on.
+    """
+    at_tie = {k: np.ldexp(np.float32(1), -25 - k) for k in TIES}
+    above = {k: np.nextafter(x, np.float32(np.inf)) for k, x in at_tie.items()}
+    factors = {"at tie": at_tie, "above": above}
+
+    def loss(params):
+        half = jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), params)
+        return sum(jax.tree.leaves(jax.tree.map(jnp.multiply, half, factors)))
+
+    params = jax.tree.map(lambda _: jnp.float32(0), factors)
+    found = diagnostics.calibrate_loss_scale(loss, params, log2_scales=TIES)
+    zero = dict(zip(found.paths, np.asarray(found.zero_fraction).T, strict=True))
+    for k in TIES:
+        assert zero[f"['at tie'][{k}]"].tolist() == [float(s <= k) for s in TIES]
+        assert zero[f"['above'][{k}]"].tolist() == [float(s < k) for s in TIES]
+
+
+@jax.custom_vjp
+def finite_at(x, loss_scales):
+    """x, with a gradient that is finite only if S is one of `loss_scales`."""
+    return x
+
+
+def _backward(loss_scales, cotangent):
+    works = jnp.any(cotangent.ravel()[0] == loss_scales)
+    return jnp.where(works, cotangent, jnp.inf), jnp.zeros_like(loss_scales)
+
+
+finite_at.defvjp(lambda x, loss_scales: (x, loss_scales), _backward)
+
+
+@pytest.mark.parametrize(
+    ("works", "window"),
+    [
+        ([0, 1, 4, 5, 6, 9], (4, 6)),
+        ([0, 1, 4, 5], (0, 1)),
+        ([3], (3, 3)),
+        ([0, 9], (0, 0)),
+        (range(10), (0, 9)),
+    ],
+)
+def test_all_loss_scales_of_the_window_work(works, window):
+    loss_scales = jnp.float32([2.0**k for k in works])
+    found = diagnostics.calibrate_loss_scale(
+        lambda w: finite_at(w, loss_scales).sum(), jnp.ones(2), log2_scales=range(10)
+    )
+    assert (float(found.log2_low), float(found.log2_high)) == window
+    assert bool(found.needs_scaling) == (window[0] > 0)
+    single = f"only 2^{window[0]} works" in found.summary()
+    assert single == (window[0] == window[1])
+
+
 def test_calibration_needs_no_scaling_where_nothing_is_lost_at_one():
     found = diagnostics.calibrate_loss_scale(
         lambda w: (w["a"] ** 2).sum(), {"a": jnp.ones(3)}

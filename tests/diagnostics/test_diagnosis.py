@@ -111,6 +111,14 @@ def test_a_diagnosis_refuses_a_bad_search_range():
         diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1), log2_min=-127)
 
 
+@pytest.mark.parametrize("s", [jnp.nan, jnp.inf, 0.0, -8.0])
+def test_a_diagnosis_refuses_a_loss_scale_that_is_not_positive_and_finite(s):
+    broken = jmp_scale.StaticLossScale(8)
+    object.__setattr__(broken, "loss_scale", jnp.float32(s))
+    with pytest.raises(ValueError, match="expected a positive finite loss scale"):
+        diagnostics.diagnose_nonfinite(out_of_range, broken, jnp.float32(1))
+
+
 def test_debug_nans_finds_a_planted_nan_at_a_loss_scale_of_one():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
         jmp_scale.grad(lambda w: jnp.log(w).sum(), jmp_scale.NoOpLossScale())(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ._loss_scale import LossScale
+from ._scaling import widen_gradients
 from ._tree import widen
 
 
@@ -82,7 +83,7 @@ def value_and_grad(
 
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
         (_, (loss, aux)), grads = scaled_value_and_grad(*args, **fun_kwargs)
-        grads = widen(loss_scale.unscale(grads))
+        grads = widen_gradients(loss_scale.unscale(grads))
         return ((loss, aux) if has_aux else loss), grads
 
     return unscaled_value_and_grad

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from . import _validation
-from ._tree import is_inexact, widen
+from ._scaling import multiply
 
 T = TypeVar("T")
 
@@ -61,11 +61,11 @@ class StaticLossScale:
 
     def scale(self, tree: T) -> T:
         """Multiplies by S, in float32 or wider: see `DynamicLossScale.scale`."""
-        return _multiply(tree, jnp.float32(self.loss_scale))
+        return multiply("scale", tree, jnp.float32(self.loss_scale))
 
     def unscale(self, tree: T) -> T:
         """Divides by S, in float32 or wider: see `DynamicLossScale.unscale`."""
-        return _multiply(tree, jnp.float32(self.loss_scale), inverse=True)
+        return multiply("unscale", tree, jnp.float32(self.loss_scale), inverse=True)
 
     def adjust(
         self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
@@ -182,7 +182,7 @@ class DynamicLossScale:
           The same structure; floating-point leaves narrower than 32 bits come as float32, float64 and
           complex leaves keep their dtype.
         """
-        return _multiply(tree, self.loss_scale)
+        return multiply("scale", tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divides by S, in float32 or wider, so that what scaling saved is not lost again.
@@ -196,7 +196,7 @@ class DynamicLossScale:
         Returns:
           The same structure and dtypes as from `scale`. Exact when S is a power of two.
         """
-        return _multiply(tree, self.loss_scale, inverse=True)
+        return multiply("unscale", tree, self.loss_scale, inverse=True)
 
     def adjust(
         self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
@@ -328,28 +328,6 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
 def number_of(loss_scale: Any) -> Any:
     """S of a loss scale, or what is given in place of one: a number or an array."""
     return getattr(loss_scale, "loss_scale", loss_scale)
-
-
-def _multiply(tree: T, s: jax.Array, inverse: bool = False) -> T:
-    if jnp.shape(s) != ():
-        raise ValueError(
-            f"expected a scalar loss_scale, got one of shape {jnp.shape(s)}; vmap scale and unscale "
-            "over it, or adjust one loss scale once with all_finite of all gradients"
-        )
-
-    def multiply_leaf(x: Any) -> Any:
-        if not is_inexact(x):
-            return x
-        if jnp.issubdtype(
-            x.dtype, jnp.complexfloating
-        ):  # by part: (inf + 0j) * (S + 0j) has NaNs
-            return jax.lax.complex(multiply_leaf(x.real), multiply_leaf(x.imag))
-        # A reciprocal, since XLA computes a quotient once and keeps it: another copy of the gradients.
-        factor = s.astype(x.dtype)
-        return x * (1 / factor if inverse else factor)
-
-    tree = jax.tree.map(lambda x: jnp.asarray(x) if is_inexact(x) else x, widen(tree))
-    return jax.tree.map(multiply_leaf, tree)
 
 
 def _select(

@@ -90,18 +90,7 @@ class TrainState(train_state.TrainState):
         **kwargs: Any,
     ) -> Callable[..., Any]:
         """`jmp_scale.value_and_grad` with this state's loss scale: true loss, true f32 gradients."""
-        fun = value_and_grad(loss_fn, self.loss_scale, argnums, has_aux, **kwargs)
-
-        def value_and_true_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
-            value, grads = fun(*args, **fun_kwargs)
-            if _has_overwritten(
-                grads
-            ):  # new float8 scales, no gradients: they were never scaled
-                overwritten = self.loss_scale.scale(grads[OVERWRITE_WITH_GRADIENT])
-                grads = {**grads, OVERWRITE_WITH_GRADIENT: overwritten}
-            return value, grads
-
-        return value_and_true_grad
+        return value_and_grad(loss_fn, self.loss_scale, argnums, has_aux, **kwargs)
 
     def apply_gradients(
         self, *, grads: Any, value: ArrayLike | None = None, **changes: Any

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 from helpers import assert_bitwise_equal, count_traces
 
 import jmp_scale
@@ -162,6 +163,69 @@ def test_complex_parameters_keep_their_imaginary_gradient():
 
     z = jnp.array(1.0 + 2.0j)
     assert_bitwise_equal(jmp_scale.grad(fun, DynamicLossScale())(z), jax.grad(fun)(z))
+
+
+NEXT_SCALE = np.float32(0.1)
+
+
+@jax.custom_vjp
+def float8_layer(x, scale):
+    return x * scale
+
+
+# As Flax's float8 layers do: the "gradient" of a scale is its next value.
+float8_layer.defvjp(
+    lambda x, scale: (x * scale, scale),
+    lambda scale, g: (g * scale, jnp.full_like(scale, NEXT_SCALE)),
+)
+
+
+def float8_params(kind, dtype=np.float32):
+    scale = {"_overwrite_with_gradient": {"layer": kind({"scale": dtype(1.0)})}}
+    return kind({"params": jnp.float32(2.0), "deep": {"er": kind(scale)}, **scale})
+
+
+def float8_loss(params):
+    x = float8_layer(
+        params["params"], params["_overwrite_with_gradient"]["layer"]["scale"]
+    )
+    inner = params["deep"]["er"]["_overwrite_with_gradient"]["layer"]["scale"]
+    return float8_layer(x, inner).astype(jnp.float32)
+
+
+@pytest.mark.parametrize("kind", [dict, FrozenDict])
+@pytest.mark.parametrize("s", [2.0**10, 1000.0])
+@pytest.mark.parametrize("argnums", [0, (0,), (0, 1), [1, 0]])
+def test_float8_scales_come_back_as_the_transform_gave_them(kind, s, argnums):
+    def loss(a, b):
+        return float8_loss(a) + float8_loss(b)
+
+    grads = jmp_scale.grad(loss, DynamicLossScale(s), argnums)(
+        float8_params(kind), float8_params(kind)
+    )
+    for one in [grads] if argnums == 0 else grads:
+        assert type(one) is kind
+        for tree in (one, one["deep"]["er"]):
+            next_scale = tree["_overwrite_with_gradient"]["layer"]["scale"]
+            assert_bitwise_equal(next_scale, NEXT_SCALE)
+        assert one["params"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_float8_scales_are_not_widened(loss_scale):
+    params = float8_params(dict, np.float16) | {"params": jnp.float16(2.0)}
+    grads = jmp_scale.grad(float8_loss, loss_scale)(params)
+    assert grads["_overwrite_with_gradient"]["layer"]["scale"].dtype == jnp.float16
+    assert grads["params"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND[1:])
+def test_scale_and_unscale_leave_float8_scales_alone(loss_scale):
+    tree = (float8_params(dict), [float8_params(FrozenDict)])
+    for verb in (loss_scale.scale, loss_scale.unscale):
+        for one in (verb(tree)[0], verb(tree)[1][0]):
+            assert one["_overwrite_with_gradient"]["layer"]["scale"] == 1
+            assert one["params"] != 2
 
 
 def test_equinox_filters_as_it_does_without_scaling():

@@ -1,0 +1,76 @@
+"""Multiplying trees by the loss scale, in float32 or wider."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ._tree import is_inexact, widen
+
+T = TypeVar("T")
+
+# Flax's name for float8 scales and maxima of the last steps (google/flax#3623).
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+
+def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
+    """`tree` times S, or times 1/S.
+
+    Args:
+      function: name of the caller's public function, for errors.
+      tree: any pytree; what `map_gradients` leaves alone passes unchanged.
+      s: S, f32[].
+      inverse: whether to divide by S.
+
+    Returns:
+      The same structure. Leaves narrower than 32 bits come back as float32; float64 and
+      complex leaves keep their dtype.
+
+    Raises:
+      ValueError: S has a shape other than ().
+    """
+    if jnp.shape(s) != ():
+        raise ValueError(
+            f"{function}: expected a scalar loss_scale, got one of shape "
+            f"{jnp.shape(s)}; vmap {function} over it, or adjust one loss scale once "
+            "with all_finite of all gradients"
+        )
+
+    def multiply_real(x: jax.Array) -> jax.Array:
+        # Times the reciprocal: XLA computes a quotient only once and keeps it, which is
+        # another copy of the gradients (test_performance counts the bytes).
+        factor = s.astype(x.dtype)
+        return x * (1 / factor if inverse else factor)
+
+    def multiply_leaf(leaf: Any) -> jax.Array:
+        x = jnp.asarray(widen(leaf))
+        if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return multiply_real(x)
+        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
+        return jax.lax.complex(multiply_real(x.real), multiply_real(x.imag))
+
+    return map_gradients(multiply_leaf, tree)
+
+
+def widen_gradients(tree: T) -> T:
+    """Casts gradients narrower than 32 bits to float32; all other leaves pass."""
+    return map_gradients(widen, tree)
+
+
+def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
+    """`map_inexact`, except below a key `_overwrite_with_gradient`, at any depth.
+
+    What JAX's transforms return for that collection of Flax's float8 layers are not
+    gradients: they are the next values of its scales, which were never multiplied by
+    S. Divided by S they are wrong by that factor, and another model is trained without
+    any error (test_gradients: "float8 scales").
+    """
+
+    def map_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
+        names = (getattr(key, "key", None) for key in path)
+        if not is_inexact(leaf) or OVERWRITE_WITH_GRADIENT in names:
+            return leaf
+        return fun(leaf)
+
+    return jax.tree_util.tree_map_with_path(map_leaf, tree)

@@ -79,8 +79,12 @@ def with_loss_scale(
             loss_scale=jax.tree.map(jnp.copy, loss_scale),
             inner_state=fresh_buffers(inner.init(params), params),
             grads_finite=jnp.array(True),
+            applied=jnp.array(True),
             skipped=jnp.zeros([], jnp.int32),
             skipped_in_a_row=jnp.zeros([], jnp.int32),
+            nonfinite_losses=jnp.zeros([], jnp.int32),
+            spikes=jnp.zeros([], jnp.int32),
+            guard=None,
         )
 
     def update(
@@ -125,8 +129,12 @@ def with_loss_scale(
             loss_scale=state.loss_scale.adjust(grads_finite, loss_finite=loss_finite),
             inner_state=inner_state,
             grads_finite=finite,
+            applied=finite,
             skipped=jnp.where(finite, state.skipped, state.skipped + 1),
             skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+            nonfinite_losses=state.nonfinite_losses + jnp.logical_not(loss_finite),
+            spikes=state.spikes,
+            guard=state.guard,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -4,14 +4,14 @@ A checkpoint of a state with a loss scale needs nothing from here: S and its cou
 which Orbax, `flax.serialization` and pickle save and restore like all others.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._loss_scale import LossScaleState
+from ._loss_scale import LossScaleState, is_loss_scale_state
 
 T = TypeVar("T")
 
@@ -52,21 +52,24 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       32768.0
     """
     if not any(
-        _is_wrapped(node) for node in jax.tree.leaves(state, is_leaf=_is_wrapped)
+        is_loss_scale_state(node)
+        for node in jax.tree.leaves(state, is_leaf=is_loss_scale_state)
     ):
         raise ValueError(
             "restore_without_loss_scale: state has no loss scale; give the new state, whose optimizer is "
             "wrapped in with_loss_scale"
         )
     template = jax.tree.map(
-        lambda x: _inner(x) if _is_wrapped(x) else x, state, is_leaf=_is_wrapped
+        lambda x: _inner(x) if is_loss_scale_state(x) else x,
+        state,
+        is_leaf=is_loss_scale_state,
     )
     restored = _like(template, load(template))
     state = jax.tree.map(
-        lambda x, old: _with_inner(x, old) if _is_wrapped(x) else old,
+        lambda x, old: _with_inner(x, old) if is_loss_scale_state(x) else old,
         state,
         restored,
-        is_leaf=_is_wrapped,
+        is_leaf=is_loss_scale_state,
     )
     abstract = [
         path for path, leaf in _named_leaves(state).items() if _is_abstract(leaf)
@@ -77,13 +80,6 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
             "one with values, as tx.init returns it"
         )
     return state
-
-
-def _is_wrapped(node: Any) -> bool:
-    """Whether a node is a `LossScaleState`, also as a mapping, which NNX and state dicts make of it."""
-    return isinstance(node, LossScaleState) or (
-        isinstance(node, Mapping) and set(node) == set(LossScaleState._fields)
-    )
 
 
 def _inner(node: Any) -> Any:

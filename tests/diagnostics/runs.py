@@ -25,7 +25,8 @@ def recorded(flags, capacity=100, loss_finite=None, loss_scale=None):
 
 def state(loss_scale=None, skipped=0, in_a_row=0, inner=None):
     loss_scale = jmp_scale.DynamicLossScale() if loss_scale is None else loss_scale
+    applied, zero = jnp.array(in_a_row == 0), jnp.array(0, jnp.int32)
     counts = jnp.array(skipped, jnp.int32), jnp.array(in_a_row, jnp.int32)
     return jmp_scale.LossScaleState(
-        loss_scale, inner, jnp.array(in_a_row == 0), *counts
+        loss_scale, inner, applied, applied, *counts, zero, zero, None
     )

@@ -111,7 +111,7 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     if on_true is on_false:
         return on_false
     where = f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
-    if not (_is_data(on_true) and _is_data(on_false)):
+    if not (is_data(on_true) and is_data(on_false)):
         if type(on_true) is type(on_false) and on_true == on_false:
             return on_false
         raise ValueError(
@@ -130,7 +130,7 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     return jnp.where(pred, on_true, on_false)
 
 
-def _is_data(leaf: Any) -> bool:
+def is_data(leaf: Any) -> bool:
     return isinstance(
         leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     )

@@ -1,7 +1,9 @@
 """Flax NNX: an `Optimizer` that skips a step as a whole."""
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
@@ -14,43 +16,64 @@ from ._finite import all_finite
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
 from ._tree import select_tree
+from ._variables import Leaves, graph_nodes, put_back, values_of, written_since
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` with a loss scale: a step that overflows changes nothing of what is trained.
+    """`nnx.Optimizer` with a loss scale: a skipped step changes nothing that is trained.
 
-    A train step is that of Flax's examples with two lines changed: gradients come from
-    `optimizer.value_and_grad`, and `update` is told the loss::
+    A train step is the one of Flax's examples with two lines changed: the gradients
+    come from `optimizer.value_and_grad`, and `update` is passed the loss.
 
-        loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)
-        optimizer.update(model, grads, value=loss)
+    ```python
+    loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads, value=loss)
+    ```
 
-    The forward pass of an NNX model writes to the model: BatchNorm statistics, random streams, caches.
-    `value_and_grad` puts all of it back where the loss or its gradients are not finite, and `update`
-    then leaves parameters, optimizer state and `step`, which here counts applied steps.
-    `nnx.Optimizer(model, jmp_scale.with_loss_scale(tx, loss_scale), wrt=nnx.Param)` skips too, but
-    leaves BatchNorm statistics non-finite, and its `step` counts on.
+    A skipped step leaves parameters, optimizer state and `step` bit-identical; `step`
+    counts applied steps here. `nnx.Optimizer(model, jmp_scale.with_loss_scale(tx,
+    loss_scale), wrt=nnx.Param)` skips too, but keeps non-finite BatchNorm statistics,
+    and its `step` counts every call.
 
-    The decision on the model is made for each call of `value_and_grad`. To accumulate gradients, give
-    `tx` an `optax.MultiSteps` rather than summing by hand, and each micro-batch is kept or skipped whole.
+    **What the forward pass wrote.** The forward pass of an NNX model writes to the
+    model: BatchNorm statistics, random streams, caches. A skipped step puts all of it
+    back, in every module among the arguments of the loss function: `value_and_grad`
+    where the loss or a gradient is not finite, and `update` where it skips the step.
+    Variables may hold anything: arrays, numbers, dicts, None.
+
+    - A compiled step has one structure. Where the forward pass makes a new variable, or
+      changes a variable's structure or shape (`sow` appends to a tuple, a cache grows),
+      that stays on a skipped step too: entries that were there before are put back, and
+      new ones keep their values, with 0 in place of those that are not finite.
+    - `nnx.Intermediate` variables stay as they were sown, for you to look at.
+    - `update` puts back what `value_and_grad` wrote in the same compiled function (or
+      outside of any). If the two are called in different compiled functions, only
+      `value_and_grad` puts back, and nothing that is not finite remains.
+
+    To accumulate gradients, pass an `optax.MultiSteps` as `tx` instead of adding them:
+    each micro-batch is then kept or skipped as a whole.
 
     Args:
       model: the NNX model.
-      tx: any Optax optimizer; taken as it is if it already is `with_loss_scale(...)`.
+      tx: any Optax optimizer; used as it is if it already is `with_loss_scale(...)`.
       loss_scale: the initial loss scale; default `NoOpLossScale()`.
       wrt: filter of the trained variables; default `nnx.Param`.
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
-      ValueError: `loss_scale` is given, and `tx` has one already.
+      ValueError: `loss_scale` is given and `tx` already has one, or `with_loss_scale`
+        stands somewhere inside `tx` instead of around it.
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from flax import nnx
       >>> from jmp_scale.nnx import Optimizer
       >>> model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
-      >>> optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=jmp_scale.DynamicLossScale(2.0**15))
-      >>> loss, grads = optimizer.value_and_grad(lambda m, x: m(x).mean() * jnp.inf)(model, jnp.ones((1, 1)))
+      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15)
+      >>> optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)
+      >>> def loss_fn(model, x):
+      ...   return model(x).mean() * jnp.inf
+      >>> loss, grads = optimizer.value_and_grad(loss_fn)(model, jnp.ones((1, 1)))
       >>> _ = optimizer.update(model, grads)
       >>> int(optimizer.step[...]), float(optimizer.loss_scale.loss_scale)
       (0, 16384.0)
@@ -80,55 +103,49 @@ class Optimizer(nnx.Optimizer):
     def value_and_grad(
         self,
         loss_fn: Callable[..., Any],
-        argnums: int | nnx.DiffState = 0,
+        argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
         has_aux: bool = False,
         **kwargs: Any,
-    ) -> Callable[..., Any]:
-        """`nnx.value_and_grad` with this optimizer's loss scale: true loss, true f32 gradients.
+    ) -> Callable[..., tuple[Any, Any]]:
+        """`nnx.value_and_grad` with this optimizer's loss scale.
 
         Args:
           loss_fn: the whole loss, a function of the model and more.
-          argnums: position of the model among `loss_fn`'s arguments.
+          argnums: position of the model among the arguments of `loss_fn`, or several
+            positions, as for `nnx.value_and_grad`. Of a module, only the variables of
+            `wrt` are differentiated; `nnx.DiffState(position, filter)` says otherwise.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           **kwargs: further arguments of `nnx.value_and_grad`.
 
         Returns:
-          A function of `loss_fn`'s arguments that returns `(loss, grads)` or `((loss, aux), grads)`. When
-          these are not all finite, the model's variables other than `wrt` are as they were before.
-
-        Raises:
-          TypeError: the model is not given by position.
+          A function of the arguments of `loss_fn` that returns `(loss, grads)` or
+          `((loss, aux), grads)`: the unscaled loss and the unscaled float32 gradients
+          (a tuple of them for several positions). Where these are not all finite, what
+          the forward pass wrote to modules among the arguments is put back.
         """
-        diff: Any = (
-            argnums
-            if isinstance(argnums, nnx.DiffState)
-            else nnx.DiffState(argnums, self.wrt)
-        )
-        fun = value_and_grad(
-            loss_fn,
-            self.loss_scale,
-            diff,
-            has_aux,
-            transform=nnx.value_and_grad,
-            **kwargs,
-        )
 
         def value_and_grad_or_put_back(
             *args: Any, **fun_kwargs: Any
         ) -> tuple[Any, Any]:
-            if diff.argnum >= len(args):
-                raise TypeError(
-                    "value_and_grad: give the model by position, so that it can be put back"
-                )
-            variables = _written_variables(args[diff.argnum], self.wrt)
-            before = [variable[...] for variable in variables]
+            if fun_kwargs:  # nnx.value_and_grad takes arguments by position only
+                bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
+                bound.apply_defaults()
+                args, fun_kwargs = bound.args, bound.kwargs
+            fun = value_and_grad(
+                loss_fn,
+                self.loss_scale,
+                _diff_states(argnums, self.wrt, len(args), kwargs),
+                has_aux,
+                transform=nnx.value_and_grad,
+                **kwargs,
+            )
+            nodes = graph_nodes(args)
+            before = values_of(nodes)
             value, grads = fun(*args, **fun_kwargs)
             finite = all_finite((value[0] if has_aux else value, grads))
-            after = select_tree(
-                finite, [variable[...] for variable in variables], before
-            )
-            for variable, x in zip(variables, after, strict=True):
-                variable[...] = x
+            written = written_since(nodes, before)
+            put_back(finite, nodes, written)
+            self._remember(nodes, written)
             return value, grads
 
         return value_and_grad_or_put_back
@@ -142,29 +159,83 @@ class Optimizer(nnx.Optimizer):
         value: ArrayLike | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Updates parameters, optimizer state and `step`, or none of them if the step is skipped.
+        """Updates parameters, optimizer state and `step`, or nothing on a skipped step.
 
         Args:
           model: the model that the optimizer was made for.
-          grads: true gradients, as `value_and_grad` gives them.
-          value: the true loss, a scalar; a non-finite one skips the step too, and leaves S alone.
+          grads: unscaled gradients, as `value_and_grad` returns them.
+          value: the unscaled loss, a scalar. A non-finite one skips the step too, and
+            leaves S alone.
           **kwargs: extra arguments of `tx`.
 
         Returns:
           What `nnx.Optimizer.update` returns: the updates, from Flax 0.12.1 on.
         """
-        step = self.step[...]
+        step = _array_of(self.step)
+        forward_pass = _FORWARD_PASSES.pop(self, None)
         updates = super().update(model, grads, value=value, **kwargs)
-        finite = self.opt_state.grads_finite[...]
-        self.step[...] = select_tree(finite, self.step[...], step)
+        applied = _array_of(self.opt_state.grads_finite)
+        self.step[...] = select_tree(applied, _array_of(self.step), step)
+        if forward_pass is not None and forward_pass.step is step:
+            put_back(applied, forward_pass.nodes, forward_pass.written)
         return updates
+
+    def _remember(self, nodes: Sequence[Any], written: Leaves) -> None:
+        """Keeps what the forward passes since the last `update` wrote, for `update`.
+
+        Not for an optimizer that a compiled function closes over: its record would
+        outlive the trace, with tracers in it. `update` cannot be called there either.
+        """
+        if not written or not self.step._trace_state.is_valid():
+            return
+        step, last = _array_of(self.step), _FORWARD_PASSES.get(self)
+        if last is not None and last.step is step and _same(last.nodes, nodes):
+            written = {**written, **last.written}  # the values before the first of them
+        _FORWARD_PASSES[self] = _ForwardPass(step, nodes, written)
+
+
+class _ForwardPass(NamedTuple):
+    """What forward passes wrote, and what stood there before.
+
+    An `update` in another compiled function leaves no trace here but in `step`: a
+    record of another step is stale.
+    """
+
+    step: jax.Array
+    nodes: Sequence[Any]
+    written: Leaves
+
+
+# Not an attribute, which NNX would take as part of the state; and gone with the
+# optimizer, which inside of a compiled function is a copy that lives as long as the trace.
+_FORWARD_PASSES: weakref.WeakKeyDictionary[Optimizer, _ForwardPass] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _written_variables(model: Any, wrt: Any) -> list[nnx.Variable]:
-    """What a forward pass may change and the next one reads: `nnx.state` gives the model's own Variables."""
-    state = nnx.state(model, nnx.All(nnx.Not(wrt), nnx.Not(nnx.Intermediate)))
-    return [x for x in jax.tree.leaves(state, is_leaf=_is_variable) if _is_variable(x)]
+def _array_of(variable: nnx.Variable) -> jax.Array:
+    """Its array itself: `variable[...]` is a copy in Flax 0.12.0."""
+    (array,) = jax.tree.leaves(variable)
+    return array
+
+
+def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) -> Any:
+    """`argnums` with the filter `wrt` for plain positions, and none of them negative."""
+    if isinstance(argnums, Sequence):
+        return tuple(_diff_states(argnum, wrt, count, kwargs) for argnum in argnums)
+    is_state = isinstance(argnums, nnx.DiffState)
+    position, wrt = (argnums.argnum, argnums.filter) if is_state else (argnums, wrt)
+    position = position + count if position < 0 else position
+    if kwargs.get("graph") is False and not is_state:
+        return position  # tree mode knows no DiffState
+    return nnx.DiffState(position, wrt)
+
+
+def _same(nodes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(nodes) == len(others) and all(
+        a is b for a, b in zip(nodes, others, strict=True)
+    )

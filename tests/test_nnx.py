@@ -255,3 +255,282 @@ def test_the_verbs_of_a_loss_scale_work_on_nnx_variables_as_leaves():
 def test_two_loss_scales_are_refused():
     with pytest.raises(ValueError, match="already wrapped in with_loss_scale"):
         make(loss_scale=jmp_scale.DynamicLossScale())
+
+
+class Odd(nnx.Module):
+    """Whatever a Variable may hold, written by the forward pass or not."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+        self.table = nnx.BatchStat({"sum": jnp.zeros(2), "calls": [jnp.int32(0)]})
+        self.unwritten = nnx.Variable({"a": jnp.ones(1), "b": None})
+        self.nothing = nnx.Variable(None)
+        self.count, self.total = nnx.Variable(0), nnx.Variable(0.0)
+        self.pair = nnx.Variable((jnp.zeros([]), jnp.zeros(2)))
+        self.key = nnx.Variable(jax.random.key(0))
+        self.array = nnx.data(jnp.zeros(2))
+        self.parts = nnx.List([nnx.BatchNorm(2, rngs=nnx.Rngs(0))])
+
+    def __call__(self, x):
+        y = (self.w[...] * x).astype(jnp.float16).astype(jnp.float32)
+        self.table["sum"] = self.table["sum"] + y
+        self.table["calls"] = [self.table["calls"][0] + 1]
+        self.count.set_value(self.count.get_value() + 1)
+        self.total.set_value(self.total.get_value() + y.sum())
+        self.pair.set_value((y.sum(), y))
+        self.key.set_value(jax.random.split(self.key.get_value())[0])
+        self.array = self.array + y
+        return self.parts[0](y[None]).sum() + y.sum()
+
+
+def odd_loss(model, x):
+    return model(x)
+
+
+def odd_step(model, optimizer, x):
+    loss, grads = optimizer.value_and_grad(odd_loss)(model, x)
+    optimizer.update(model, grads, value=loss)
+
+
+@pytest.fixture(params=["eager", "nnx.jit"])
+def compiled(request):
+    return nnx.jit if request.param == "nnx.jit" else lambda step: step
+
+
+def values(*nodes):
+    return [host(jnp.asarray(leaf)) for leaf in jax.tree.leaves(nnx.state(nodes))]
+
+
+def test_variables_of_any_content_are_written_by_applied_steps_and_put_back_by_others(
+    compiled,
+):
+    model = Odd()
+    optimizer, step = Optimizer(model, optax.sgd(0.1)), compiled(odd_step)
+    step(model, optimizer, jnp.ones(2))
+    first = values(model)
+    step(model, optimizer, jnp.full(2, OVERFLOWS))
+    assert_bitwise_equal(values(model), first)
+    step(model, optimizer, jnp.ones(2))
+    assert (int(model.count.get_value()), int(model.table["calls"][0])) == (2, 2)
+    assert float(model.total.get_value()) == pytest.approx(3.8, rel=1e-3)  # float16
+    assert int(optimizer.step[...]) == 2
+
+
+class Sown(nnx.Variable):
+    pass
+
+
+class Sower(nnx.Module):
+    """Makes a variable at the first call, and lets it grow at the next ones."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        y = (self.w[...] * x).astype(jnp.float16).astype(jnp.float32)
+        self.sow(Sown, "h", {"y": y, "rows": jnp.int32(len(y))})
+        if not hasattr(self, "mean"):
+            self.mean = nnx.BatchStat(jnp.zeros(2))
+        self.mean[...] = 0.5 * self.mean[...] + y
+        if not hasattr(self, "seen"):
+            self.seen = nnx.BatchStat(jnp.zeros([0, 2]))
+        self.seen.set_value(jnp.concatenate([self.seen.get_value(), y[None]]))
+        return y.sum()
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_the_forward_pass_makes_or_lets_grow_stays_and_is_finite_after_a_skip(
+    compiled,
+):
+    model = Sower()
+    optimizer, step = Optimizer(model, optax.sgd(0.0)), compiled(odd_step)
+    for size, mean in ((OVERFLOWS, 0.0), (1.0, 1.0), (OVERFLOWS, 1.0), (2.0, 2.5)):
+        step(model, optimizer, jnp.full(2, size))
+        assert jmp_scale.all_finite(nnx.state(model))
+        assert model.mean[...].tolist() == [mean, mean]
+    assert [h["y"].tolist() for h in model.h] == [[0, 0], [1, 1], [0, 0], [2, 2]]
+    assert [h["rows"].tolist() for h in model.h] == [2, 2, 2, 2]
+    assert model.seen[...].tolist() == [[0, 0], [1, 1], [0, 0], [2, 2]]
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_intermediates_stay_as_they_were_sown():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones([]))
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "h", self.w * x)
+            return self.w * x
+
+    model = Net()
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    odd_step(model, optimizer, jnp.float32(jnp.inf))
+    assert np.isinf(model.h[0])
+
+
+def test_a_variable_whose_dtype_the_forward_pass_changes_gets_its_old_value_in_it():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w, self.h = nnx.Param(jnp.ones([])), nnx.BatchStat(jnp.float32(3))
+
+        def __call__(self, x):
+            y = (self.w * x).astype(jnp.float16)
+            self.h.set_value(y)
+            return y.astype(jnp.float32)
+
+    model = Net()
+    odd_step(model, Optimizer(model, optax.sgd(0.1)), jnp.float32(OVERFLOWS))
+    assert (model.h.dtype, float(model.h[...])) == (jnp.float16, 3.0)
+
+
+def test_parameters_that_the_forward_pass_writes_are_put_back_too(compiled):
+    class Normalized(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.full(2, 3.0))
+
+        def __call__(self, x):
+            y = (self.w * x).sum()
+            self.w[...] = self.w * y
+            return y
+
+    model = Normalized()
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    compiled(odd_step)(model, optimizer, jnp.array([jnp.nan, 1.0]))
+    assert model.w[...].tolist() == [3.0, 3.0]
+
+
+class Statistics(nnx.Module):
+    """A module without parameters whose forward pass keeps the last input."""
+
+    def __init__(self):
+        self.last = nnx.BatchStat(jnp.zeros([]))
+
+    def __call__(self, x):
+        self.last[...] = x
+        return x
+
+
+def teacher_loss(model, others, x):
+    for other in jax.tree.leaves(others, is_leaf=lambda y: isinstance(y, Statistics)):
+        x = other(x) if callable(other) else x
+    return model["net"].w[0] * x
+
+
+@pytest.mark.parametrize("place", [lambda m: m, lambda m: {"a": [m]}, lambda m: (m, 3)])
+def test_every_module_among_the_arguments_is_put_back(place, compiled):
+    model = nnx.Dict(net=Odd())
+    other = Statistics()
+    optimizer = Optimizer(model, optax.sgd(0.1))
+
+    def step(model, optimizer, other, x):
+        fun = optimizer.value_and_grad(teacher_loss)
+        _, grads = fun(model, place(other), x)
+        optimizer.update(model, grads)
+
+    compiled(step)(model, optimizer, other, jnp.float32(2.0))
+    compiled(step)(model, optimizer, other, jnp.float32(jnp.inf))
+    assert float(other.last[...]) == 2.0
+
+
+def test_a_variable_that_two_arguments_share_is_put_back(compiled):
+    other, model = Statistics(), nnx.Dict(net=Odd())
+    optimizer = Optimizer(model, optax.sgd(0.1))
+
+    def step(model, optimizer, other, x):
+        fun = optimizer.value_and_grad(teacher_loss)
+        optimizer.update(model, fun(model, [other, nnx.List([other])], x)[1])
+
+    compiled(step)(model, optimizer, other, jnp.float32(2.0))
+    compiled(step)(model, optimizer, other, jnp.float32(jnp.inf))
+    assert float(other.last[...]) == 2.0
+
+
+def test_a_lone_variable_and_a_random_stream_among_the_arguments_are_put_back():
+    def loss_fn(model, last, rngs, x):
+        last[...] = x
+        return model.w[0] * x + jax.random.uniform(rngs())
+
+    model, last, rngs = Odd(), nnx.Variable(jnp.zeros([])), nnx.Rngs(0)
+    optimizer = Optimizer(model, optax.sgd(0.1))
+    optimizer.value_and_grad(loss_fn)(model, last, rngs, jnp.float32(jnp.nan))
+    assert (float(last[...]), int(rngs.default.count[...])) == (0.0, 0)
+    optimizer.value_and_grad(loss_fn)(model, last, rngs, jnp.float32(2.0))
+    assert (float(last[...]), int(rngs.default.count[...])) == (2.0, 1)
+
+
+def test_arguments_may_be_given_by_name():
+    model, optimizer = make()
+    _, expected = optimizer.value_and_grad(loss_fn)(model, data(GOOD))
+    model, optimizer = make()
+    _, grads = optimizer.value_and_grad(loss_fn)(x=data(GOOD), model=model)
+    assert_bitwise_equal(nnx.to_pure_dict(grads), nnx.to_pure_dict(expected))
+
+
+@pytest.mark.parametrize(
+    ("argnums", "trained"),
+    [((0, 1), (0, 1)), ([1], [1]), (-2, 1), (nnx.DiffState(0, nnx.Param), 0)],
+)
+def test_argnums_may_be_several_negative_or_states(argnums, trained):
+    def loss_fn(a, b, x):
+        return (a(x) * b(x)).mean()
+
+    a, b = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    optimizer = Optimizer(a, optax.sgd(0.1), loss_scale=jmp_scale.StaticLossScale(8.0))
+    _, grads = optimizer.value_and_grad(loss_fn, argnums)(a, b, jnp.ones((3, 2)))
+    states = jax.tree.map(
+        lambda n: nnx.DiffState(n, nnx.Param),
+        tuple(trained) if isinstance(trained, list) else trained,
+    )
+    _, expected = nnx.value_and_grad(loss_fn, argnums=states)(a, b, jnp.ones((3, 2)))
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        assert_bitwise_equal(x, y)
+
+
+def test_micro_batches_added_by_hand_are_put_back_together(compiled):
+    model = nnx.Dict(net=Odd(), other=Statistics())
+    optimizer = Optimizer(model, optax.sgd(0.1))
+
+    def step(model, optimizer, xs):
+        fun = optimizer.value_and_grad(lambda m, x: m.net.w[0] * m.other(x))
+        grads = [fun(model, x)[1] for x in xs]
+        optimizer.update(model, jax.tree.map(lambda *g: sum(g), *grads))
+
+    step = compiled(step)
+    step(model, optimizer, jnp.array([1.0, 2.0]))
+    assert float(model.other.last[...]) == 2.0
+    step(model, optimizer, jnp.array([3.0, jnp.nan]))
+    assert float(model.other.last[...]) == 2.0
+
+
+def test_a_forward_pass_without_an_update_is_forgotten_after_steps_elsewhere():
+    model = nnx.Dict(net=Odd(), other=Statistics())
+    optimizer = Optimizer(model, optax.sgd(0.1))
+
+    def loss_fn(model, x):
+        return model.net.w[0] * model.other(x)
+
+    def step(model, optimizer, x):
+        _, grads = optimizer.value_and_grad(loss_fn)(model, x)
+        optimizer.update(model, grads)
+
+    optimizer.value_and_grad(loss_fn)(model, jnp.float32(1.0))
+    nnx.jit(step)(model, optimizer, jnp.float32(2.0))
+    step(model, optimizer, jnp.float32(jnp.nan))
+    assert float(model.other.last[...]) == 2.0
+
+
+@pytest.mark.parametrize("closed_over", [True, False])
+def test_no_tracer_outlives_a_compiled_forward_pass(closed_over):
+    model, outer = make()
+
+    def forward(model, optimizer, x):
+        optimizer = outer if closed_over else optimizer
+        return optimizer.value_and_grad(loss_fn)(model, x)
+
+    with jax.checking_leaks():
+        _, grads = nnx.jit(forward)(model, outer, data(GOOD))
+        run([GOOD], model, outer)
+    outer.update(model, grads)
+    assert int(outer.step[...]) == 2

@@ -38,8 +38,8 @@ def values_of(nodes: Sequence[Any]) -> Leaves:
 def written_since(nodes: Sequence[Any], before: Leaves) -> Leaves:
     """The part of `before` that was written to since.
 
-    A leaf that nothing wrote to is the same object after `nnx.value_and_grad`, also in a
-    compiled function: parameters cost no select, and nobody keeps their old values.
+    A leaf that nothing wrote to is the same object after `nnx.value_and_grad`, in a
+    compiled function too: parameters cost no select, and nobody keeps their old values.
     """
     written = {}
     for path, leaves in values_of(nodes).items():
@@ -78,6 +78,6 @@ def _select(keep: jax.Array, new: Any, old: Any) -> Any:
         if jax.typeof(old).dtype == dtype:
             return jnp.where(keep, new, old)
     if is_inexact(new):
-        # Nothing to go back to. A NaN that stays in a new statistic would stay for ever.
+        # There is nothing to go back to, and a NaN in a statistic would stay for ever.
         return jnp.where(keep | jnp.isfinite(new), new, jnp.zeros_like(new))
     return new

@@ -20,7 +20,7 @@ from ._variables import Leaves, graph_nodes, put_back, values_of, written_since
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` with a loss scale: a skipped step changes nothing that is trained.
+    """`nnx.Optimizer` with a loss scale: a skipped step leaves all as it was.
 
     A train step is the one of Flax's examples with two lines changed: the gradients
     come from `optimizer.value_and_grad`, and `update` is passed the loss.
@@ -174,7 +174,7 @@ class Optimizer(nnx.Optimizer):
         step = _array_of(self.step)
         forward_pass = _FORWARD_PASSES.pop(self, None)
         updates = super().update(model, grads, value=value, **kwargs)
-        applied = _array_of(self.opt_state.grads_finite)
+        applied = _array_of(self.opt_state.applied)
         self.step[...] = select_tree(applied, _array_of(self.step), step)
         if forward_pass is not None and forward_pass.step is step:
             put_back(applied, forward_pass.nodes, forward_pass.written)
@@ -206,8 +206,8 @@ class _ForwardPass(NamedTuple):
     written: Leaves
 
 
-# Not an attribute, which NNX would take as part of the state; and gone with the
-# optimizer, which inside of a compiled function is a copy that lives as long as the trace.
+# Not an attribute, which NNX would take as part of the state. And gone with the
+# optimizer, which in a compiled function is a copy that lives as long as the trace.
 _FORWARD_PASSES: weakref.WeakKeyDictionary[Optimizer, _ForwardPass] = (
     weakref.WeakKeyDictionary()
 )
@@ -224,7 +224,7 @@ def _array_of(variable: nnx.Variable) -> jax.Array:
 
 
 def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) -> Any:
-    """`argnums` with the filter `wrt` for plain positions, and none of them negative."""
+    """`argnums` with the filter `wrt` for plain positions, none of them negative."""
     if isinstance(argnums, Sequence):
         return tuple(_diff_states(argnum, wrt, count, kwargs) for argnum in argnums)
     is_state = isinstance(argnums, nnx.DiffState)

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
     "optax": {"_transform", "_flax", "linen", "nnx"},
-    "flax": {"_flax", "linen", "nnx"},
+    "flax": {"_flax", "_variables", "linen", "nnx"},
     "matplotlib": {"plotting"},
 }
 

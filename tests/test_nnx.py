@@ -1,4 +1,4 @@
-"""Flax NNX's Optimizer: what a skipped step keeps, and that it looks like NNX from outside."""
+"""Flax NNX's Optimizer: what a skipped step keeps, and that it looks like NNX."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,9 @@
-"""Which float32 numbers a cast to fewer bits flushes, keeps with fewer digits, or turns infinite.
+"""Which float32 numbers a cast to fewer bits flushes, coarsens or makes infinite.
 
-All of it is integer arithmetic on bit patterns: the bits of non-negative floats are ordered as the floats
-are. A cast and back, which XLA may elide, `lax.reduce_precision`, which flushes float16 subnormals, and
-float32 comparisons, which take a subnormal for zero, would each miscount.
+All of it is integer arithmetic on bit patterns: the bits of non-negative floats are
+ordered as the floats are. Three simpler ways would each miscount. XLA may leave out a
+cast and a cast back; `lax.reduce_precision` flushes float16 subnormals; and a float32
+comparison takes a subnormal for zero.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,10 @@ LEAST_EXPONENT = -149  # of float32 subnormals
 
 
 class Limits(NamedTuple):
-    """Magnitudes of what is cast. A cast to a dtype without infinities gives NaN for too large ones."""
+    """The magnitudes at which the result of a cast changes.
+
+    A cast to a dtype without infinities gives NaN for magnitudes that are too large.
+    """
 
     zero_up_to: float
     subnormal_below: float
@@ -26,7 +30,8 @@ class Limits(NamedTuple):
     largest: float
 
 
-# Ties go to the even neighbor: to zero, and to infinity except in float8_e4m3fn, where 464 becomes 448.
+# Ties go to the even neighbor: to zero, and to infinity except in float8_e4m3fn, where
+# 464 becomes 448.
 _LIMITS = {
     "float16": Limits(2.0**-25, 2.0**-14, 65520.0, 65504.0),
     "bfloat16": Limits(
@@ -50,9 +55,10 @@ def limits(dtype: DTypeLike) -> Limits:
 
 
 def magnitude_bits(leaf: ArrayLike) -> jax.Array:
-    """The float32 bits of |x| of every entry, i32; of a complex leaf both parts, on a new first axis.
+    """The float32 bits of |x| of every entry, i32.
 
-    Wider entries are rounded to float32, but neither to zero nor to infinity.
+    A complex leaf gives both parts, on a new first axis. Entries wider than float32 are
+    rounded, but neither to zero nor to infinity.
     """
     x = jnp.asarray(leaf)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -60,13 +66,19 @@ def magnitude_bits(leaf: ArrayLike) -> jax.Array:
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     if x.dtype.itemsize <= 4:
         return bits
+    # Without the clip 1e300 would be counted as infinite, and 1e-300 as zero
+    # (test_float64_entries_beyond_float32_are_neither_zero_nor_infinite).
     return jnp.where(
         jnp.isfinite(x), jnp.clip(bits, (x != 0).astype(jnp.int32), INFINITY - 1), bits
     )
 
 
 def exponent_and_fraction(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(e, f) with |x| = 2^e (1 + f 2^-23), i32, for subnormals too. Meaningless for zero."""
+    """(e, f) with |x| = 2^e (1 + f 2^-23), i32. Meaningless for zero."""
+    # The bits of a subnormal have no implicit leading one: its exponent field is 0 for
+    # all magnitudes below 2^-126. Shifting the first one to bit 23 makes it a normal
+    # number whose exponent is too large by the shift.
+    # (test_entries_are_counted_at_their_exponent)
     shift = jnp.maximum(lax.clz(bits) - 8, 0)
     bits = bits << shift
     return (bits >> 23) - 127 - shift, bits & 0x7FFFFF
@@ -74,6 +86,8 @@ def exponent_and_fraction(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def log2_magnitude(bits: jax.Array) -> jax.Array:
     """log2 |x| as f32, exact for powers of two; -inf for zero."""
+    # jnp.log2 of x itself would be -inf for subnormals, and is off by a rounding for
+    # many powers of two; that of a mantissa in [1, 2) is exactly 0 at 1.
     exponent, fraction = exponent_and_fraction(bits)
     mantissa = lax.bitcast_convert_type(fraction | (127 << 23), jnp.float32)
     log2 = exponent.astype(jnp.float32) + jnp.log2(mantissa)
@@ -83,28 +97,41 @@ def log2_magnitude(bits: jax.Array) -> jax.Array:
 def bounds_at(
     loss_scale: jax.Array, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The least |x|, as bits, that S and a cast leave non-zero, leave normal, and turn infinite: i32[] each.
+    """The least |x| that S and a cast leave non-zero, leave normal, and make infinite.
 
-    Exact: S times these, rounded to float32, reaches the cast's limit, and S times the number before does
-    not. (For bfloat16, whose limits are float32 subnormals, if S is a power of two >= 1.)
+    As bits, i32[] each. Exact: S times such a number, rounded to float32, reaches the
+    cast's limit, and S times the number before does not. (For bfloat16, whose limits
+    are float32 subnormals, this holds if S is a power of two >= 1.)
     """
     zero_up_to, subnormal_below, overflow_from, _ = limits(dtype)
     least_nonzero = (np.float32(zero_up_to).view(np.int32) + 1).view(np.float32)
     reach = np.array([least_nonzero, subnormal_below, overflow_from], np.float64)
     mantissas, exponents = np.frexp(reach)
 
-    # The quotient of the mantissas, where nothing under- or overflows, corrected to the least that reaches.
+    # Divide the mantissas alone, both in [1/2, 1). The quotient limit / S itself would
+    # be infinite or flushed to zero for S far from 1, e.g. at 2^-14 and at 2^40.
     s_exponent, s_fraction = exponent_and_fraction(magnitude_bits(loss_scale))
     s_mantissa = lax.bitcast_convert_type(s_fraction | (126 << 23), jnp.float32)
     mantissas = jnp.asarray(mantissas, jnp.float32)
-    quotient = lax.bitcast_convert_type(mantissas / s_mantissa, jnp.int32) - 2
-    candidates = quotient[None] + jnp.arange(5, dtype=jnp.int32)[:, None]
-    products = lax.bitcast_convert_type(candidates, jnp.float32) * s_mantissa
-    quotient += jnp.sum(products < mantissas[None], axis=0, dtype=jnp.int32)
+    quotient = mantissas / s_mantissa
 
-    field = (quotient >> 23) + jnp.asarray(exponents, jnp.int32) - (s_exponent + 1)
-    fraction = quotient & 0x7FFFFF
+    # The float32 quotient may be a step too large or too small, or more on a device
+    # that multiplies by a reciprocal. So take the least of its neighbors whose product
+    # reaches the mantissa: start two steps below, and count the products that do not
+    # reach it. Without this most S that are not powers of two give a bound that is off
+    # by one (test_a_bound_is_the_least_number_whose_product_with_the_loss_scale_...).
+    lowest = lax.bitcast_convert_type(quotient, jnp.int32) - 2
+    candidates = lowest[None] + jnp.arange(5, dtype=jnp.int32)[:, None]
+    products = lax.bitcast_convert_type(candidates, jnp.float32) * s_mantissa
+    bits = lowest + jnp.sum(products < mantissas[None], axis=0, dtype=jnp.int32)
+
+    # Put the exponents back as integers. `s_exponent` belongs to a mantissa in [1, 2).
+    field = (bits >> 23) + jnp.asarray(exponents, jnp.int32) - (s_exponent + 1)
+    fraction = bits & 0x7FFFFF
     normal = jnp.where(field < 255, (field << 23) | fraction, INFINITY)
+    # Below 2^-126 the leading one becomes explicit and moves right. Rounded up: the
+    # bound is the least number that reaches, and what is shifted out would make it too
+    # small.
     shift = jnp.clip(1 - field, 0, 24)
     subnormal = ((fraction | (1 << 23)) + (1 << shift) - 1) >> shift
     nonzero, least_normal, overflow = jnp.where(field > 0, normal, subnormal)

@@ -1,4 +1,4 @@
-"""How a tree's entries spread over the powers of two: what every loss scale and dtype would flush."""
+"""Entries of a tree by power of two: what every loss scale and dtype would flush."""
 
 import dataclasses
 from typing import Any
@@ -20,9 +20,13 @@ _EXPONENTS = range(_casts.LEAST_EXPONENT, 128)
 class ExponentHistogram:
     """Entries by power of two, for each of the L inexact leaves of a tree.
 
+    The fields and methods are arrays and pure functions that work under `jit`.
+
     Attributes:
-      counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), for e = -149 ... 127.
-      powers_of_two: u32[L, 277], those of them that are exactly 2^e, on which ties of a cast depend.
+      counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), for e = -149 to
+        127.
+      powers_of_two: u32[L, 277], those of them that are exactly 2^e: the ties of a
+        cast.
       zero: u32[L], entries that are zero.
       nonfinite: u32[L], entries that are NaN or infinite.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
@@ -42,19 +46,20 @@ class ExponentHistogram:
     def flushed_share(
         self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
     ) -> jax.Array:
-        """Share of the finite non-zero entries that S = 2^log2_scale and a cast turn to zero.
+        """Share of the finite non-zero entries that S = 2^log2_scale and a cast flush.
 
-        Equal to a count of real casts, ties included, for entries and products in float32's range.
+        Equal to a count of real casts, ties included, for entries and products in
+        float32's range.
 
         Args:
-          log2_scale: whole numbers of any shape.
+          log2_scale: integers of any shape.
           dtype: see `grad_report`.
 
         Returns:
           f32[*log2_scale.shape, L], 0 for a leaf without such entries.
 
         Raises:
-          TypeError: `log2_scale` is not of whole numbers.
+          TypeError: `log2_scale` does not have an integer dtype.
           ValueError: another dtype.
         """
         zero_up_to = int(np.log2(_casts.limits(dtype).zero_up_to))
@@ -63,7 +68,7 @@ class ExponentHistogram:
     def subnormal_share(
         self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
     ) -> jax.Array:
-        """Share of the finite non-zero entries below the least normal number, but not flushed.
+        """Share of the finite non-zero entries left subnormal, but not flushed.
 
         Arguments, result and errors are those of `flushed_share`.
         """
@@ -80,8 +85,11 @@ class ExponentHistogram:
         log2_scale = jnp.asarray(log2_scale)
         if not jnp.issubdtype(log2_scale.dtype, jnp.integer):
             raise TypeError(
-                f"{function}: expected log2_scale of whole numbers, got {log2_scale.dtype}"
+                f"{function}: expected log2_scale of whole numbers, got "
+                f"{log2_scale.dtype}"
             )
+        # S x < 2^limit for all entries of the columns before this one, and for no
+        # other.
         column = limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT
         total = self.counts.sum(-1, keepdims=True, dtype=jnp.uint32)
         cumulative = jnp.pad(
@@ -89,6 +97,9 @@ class ExponentHistogram:
         )
         below = cumulative[:, jnp.clip(column, 0, len(_EXPONENTS))]
         if up_to:
+            # Of the next column, the powers of two alone: S x = 2^limit is a tie that a
+            # cast rounds to zero. Padded, since the column may lie outside of the
+            # range.
             ties = jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
             below += ties[:, jnp.clip(column + 1, 0, len(_EXPONENTS) + 1)]
         total = jnp.broadcast_to(
@@ -98,26 +109,27 @@ class ExponentHistogram:
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:
-    """Counts entries by power of two: one pass, from which follows what any S and dtype would flush.
+    """Counts entries by power of two, which shows what any S and dtype would flush.
 
-    Compatible with `jit`, `vmap` and `lax.scan`. Several times the cost of `grad_report`: take it every
-    few hundred steps.
+    One pass. Compatible with `jit`, `vmap` and `lax.scan`. It costs several times as
+    much as `grad_report`: take it every few hundred steps.
 
     Args:
-      tree: pytree, of true gradients or of anything else. Leaves that are not real or complex floating
-        point are left out; a complex entry counts as two.
+      tree: pytree, of unscaled gradients or of anything else. Leaves that are not real
+        or complex floating point are left out; a complex entry counts as two.
 
     Returns:
       An `ExponentHistogram`.
 
     Raises:
-      ValueError: a leaf of 2^32 entries or more, beyond what is counted here.
+      ValueError: a leaf of 2^32 entries or more, which 32-bit counts cannot hold.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> histogram = diagnostics.exponent_histogram(jnp.array([0.0, 1e-8, 3e-8, 1.0]))
-      >>> [round(share, 2) for share in histogram.flushed_share(jnp.array([0, 1, 2])).ravel().tolist()]
+      >>> shares = histogram.flushed_share(jnp.array([0, 1, 2]))
+      >>> [round(share, 2) for share in shares.ravel().tolist()]
       [0.33, 0.33, 0.0]
     """
     paths, leaves = named_inexact_leaves(tree)
@@ -137,7 +149,12 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
 
 @jax.jit
 def _counts(leaf: Any) -> jax.Array:
-    """u32[2 * 277 + 2]: powers of two by exponent, other numbers by exponent, zeros, non-finite."""
+    """u32[2 * 277 + 2]: powers of two and other numbers by exponent; zeros; non-finite.
+
+    A cast flushes a tie at half its least number, which is a power of two, but keeps
+    the numbers above, which have the same exponent. So the two are counted apart
+    (test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype).
+    """
     bits = _casts.magnitude_bits(leaf).ravel()
     exponent, fraction = _casts.exponent_and_fraction(bits)
     column = (

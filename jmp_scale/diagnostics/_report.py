@@ -13,8 +13,10 @@ from jax.typing import DTypeLike
 from .._loss_scale import scale_value
 from .._tree import named_inexact_leaves
 from . import _casts
+from ._text import report_table
 
-MARGIN_BITS = 2  # doublings that a recommended loss scale leaves between the largest entry and overflow
+# Doublings that a recommended loss scale leaves between the largest entry and overflow.
+MARGIN_BITS = 2
 
 # Counted in 32 bits up to here. A larger leaf is counted in pieces, joined in float32.
 _LARGEST_COUNT = 2**32 - 1
@@ -23,27 +25,33 @@ _LARGEST_COUNT = 2**32 - 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:
-    """What `grad_report` saw: a pytree of arrays, one entry for each of the L inexact leaves, and totals.
+    """What `grad_report` found: arrays with one entry for each of the L inexact leaves.
 
-    The counts `size`, `zero`, `flushed`, `subnormal`, `overflow`, `nonfinite` are uint32[L], exact (float32,
-    to a relative 2^-24, if any leaf has 2^32 entries or more). A complex entry counts as two.
+    The counts `size`, `zero`, `flushed`, `subnormal`, `overflow` and `nonfinite` are
+    uint32[L] and exact (float32, to a relative 2^-24, if any leaf has 2^32 entries or
+    more). A complex entry counts as two. The fields and `flushed_share` are arrays that
+    work under `jit`; `to_dict`, `worst` and `summary` run on the host.
 
     Attributes:
-      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 if there is none.
+      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one.
       size: entries.
       zero: entries that are zero themselves.
-      flushed: entries that are not, but become zero when multiplied by S and cast.
-      subnormal: entries that S and the cast leave below the dtype's least normal number, with fewer digits.
+      flushed: non-zero entries that become zero when multiplied by S and cast.
+      subnormal: entries that S and the cast leave below the dtype's least normal
+        number, with fewer digits.
       overflow: finite entries that become infinite (NaN in float8_e4m3fn).
       nonfinite: entries that are NaN or infinite themselves.
-      headroom_bits: f32[L], doublings of S until `amax` is the dtype's largest number: log2(max / (S amax)).
-      dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero magnitude, 0 if there is none.
+      headroom_bits: f32[L], doublings of S until `amax` is the dtype's largest number:
+        log2(max / (S amax)). Infinite for a leaf of zeros.
+      dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero magnitude, 0 if
+        there is none.
       loss_scale: f32[], S.
       all_finite: bool[], whether `nonfinite` is 0 everywhere.
-      first_nonfinite: i32[], index of the first leaf with a non-finite entry, -1 if there is none.
-      recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits` is at least 2 in
-        every leaf; NaN if no entry is finite and non-zero. An upper bound, since gradients of activations
-        may be larger than those of parameters: see `calibrate_loss_scale`.
+      first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
+      recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits`
+        is at least 2 in every leaf; NaN if no entry is finite and non-zero. An upper
+        bound, since gradients of activations may be larger than those of parameters:
+        see `calibrate_loss_scale`.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """
@@ -66,12 +74,19 @@ class GradReport:
 
     @property
     def flushed_share(self) -> jax.Array:
-        """f32[L], `flushed` over the entries that are not zero, 0 if there is none."""
+        """f32[L], `flushed` over the non-zero entries, 0 if there are none."""
         nonzero = (self.size - self.zero).astype(jnp.float32)
         return self.flushed.astype(jnp.float32) / jnp.maximum(nonzero, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python numbers, of the host: the totals, and under "leaves" a dictionary for each path."""
+        """The report as plain Python numbers (host).
+
+        Returns:
+          The scalars by name, "dtype", and under "leaves" a dictionary for each path.
+
+        Raises:
+          ValueError: several reports, from `vmap` or `lax.scan`.
+        """
         names = [
             f.name for f in dataclasses.fields(self) if f.name not in ("paths", "dtype")
         ]
@@ -80,7 +95,8 @@ class GradReport:
         }
         if values["amax"].ndim != 1:
             raise ValueError(
-                f"to_dict: expected one report, got a batch {values['amax'].shape[:-1]} of them"
+                "to_dict: expected one report, got a batch "
+                f"{values['amax'].shape[:-1]} of them; index one with jax.tree.map"
             )
         totals = {
             name: value.item() for name, value in values.items() if value.ndim == 0
@@ -95,9 +111,10 @@ class GradReport:
         return {"dtype": self.dtype, **totals, "leaves": rows}
 
     def worst(self, k: int = 5) -> dict[str, dict[str, Any]]:
-        """The k leaves that lose most, worst first, as `to_dict()["leaves"]` has them.
+        """The k leaves that lose most, worst first, as in `to_dict()["leaves"]` (host).
 
-        By share of non-finite entries first, then by those that overflow, are flushed, are subnormal.
+        Ordered by the share of entries that are not finite, then of those that
+        overflow, are flushed, are subnormal.
         """
 
         def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
@@ -109,66 +126,40 @@ class GradReport:
         return dict(sorted(rows.items(), key=badness, reverse=True)[:k])
 
     def summary(self, k: int | None = None) -> str:
-        """A table for people, of the k worst leaves, or of all in the order of the tree."""
+        """A table of the k worst leaves, or of all in the order of the tree (host)."""
         report = self.to_dict()
-        rows = report["leaves"] if k is None else self.worst(k)
-        finite = (
-            "all finite"
-            if report["all_finite"]
-            else f"not finite from {self._first_path()} on"
-        )
-        lines = [
-            f"gradients at loss scale 2^{np.log2(report['loss_scale']):g}, cast to {self.dtype}: {finite}; "
-            f"recommended loss scale at most 2^{report['recommended_log2_scale']:g}"
-        ]
-        width = max([len("leaf"), *map(len, rows)])
-        shares = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
-        heads = "".join(f"{name:>11}" for name in shares)
-        lines += [
-            f"{'leaf':{width}}{'entries':>12}{heads}{'amax':>11}{'headroom':>11}{'range':>11}"
-        ]
-        for path, row in rows.items():
-            cells = "".join(
-                f"{_percent(row[name], row['size']):>11}" for name in shares
-            )
-            bits = "".join(
-                f"{f'{row[name]:.1f} bits':>11}"
-                for name in ("headroom_bits", "dynamic_range_bits")
-            )
-            lines += [
-                f"{path:{width}}{row['size']:>12,}{cells}{row['amax']:>11.2e}{bits}"
-            ]
-        return "\n".join(lines)
-
-    def _first_path(self) -> str:
-        return self.paths[int(self.first_nonfinite)] or "(the whole tree)"
+        return report_table(report, report["leaves"] if k is None else self.worst(k))
 
 
 def grad_report(
     grads: Any, loss_scale: Any, dtype: DTypeLike = "float16"
 ) -> GradReport:
-    """Counts, leaf by leaf, what of a gradient a loss scale and a cast lose, in one pass over it.
+    """Counts, leaf by leaf, what a loss scale and a cast lose of a gradient.
 
-    Compatible with `jit`, `vmap` and `lax.scan`. In `shard_map` it is the report of the local shards.
+    One pass over the gradients. Compatible with `jit`, `vmap` and `lax.scan`. In
+    `shard_map` it is the report of the local shards.
 
     Args:
-      grads: pytree of true (unscaled) gradients, as `value_and_grad` gives them. Leaves that are not real
-        or complex floating point are left out.
+      grads: pytree of unscaled gradients, as `value_and_grad` gives them. Leaves that
+        are not real or complex floating point are left out.
       loss_scale: a loss scale, or S as a number or f32[].
-      dtype: the dtype of the backward pass: float16 (default), bfloat16, float8_e5m2 or float8_e4m3fn.
+      dtype: the dtype of the backward pass: float16 (default), bfloat16, float8_e5m2 or
+        float8_e4m3fn.
 
     Returns:
-      A `GradReport`. What the backward pass itself flushed on its way is not in these gradients any more:
-      what is still missing at S shows in `zero`; `calibrate_loss_scale` tells the two apart.
+      A `GradReport`. What the backward pass itself has flushed is no longer in these
+      gradients, and shows as `zero`: use `calibrate_loss_scale` to tell it from entries
+      that are always zero.
 
     Raises:
-      TypeError: `loss_scale` is no number.
+      TypeError: `loss_scale` is not a number.
       ValueError: another dtype, or a loss scale of a shape other than ().
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
-      >>> report = diagnostics.grad_report({"w": jnp.array([0.0, 1e-8, 1e-6, 1.0])}, 2.0**0)
+      >>> grads = {"w": jnp.array([0.0, 1e-8, 1e-6, 1.0])}
+      >>> report = diagnostics.grad_report(grads, 2.0**0)
       >>> report.zero.tolist(), report.flushed.tolist(), report.subnormal.tolist()
       ([1], [1], [1])
       >>> float(report.recommended_log2_scale), float(report.headroom_bits[0]) >= 2
@@ -217,7 +208,10 @@ def _report_arrays(
 def _stacked_statistics(
     leaves: list[Any], bounds: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """(amax, least non-zero), both as bits, i32[L], and the six counts of `_piece_statistics`, [6, L]."""
+    """(amax, least non-zero), as bits, i32[L]; and the counts of `_piece_statistics`.
+
+    The counts are [6, L], uint32, or float32 if a leaf was counted in pieces.
+    """
     if not leaves:
         return (
             jnp.zeros(0, jnp.int32),
@@ -246,7 +240,12 @@ def _leaf_statistics(leaf: Any, bounds: tuple[jax.Array, ...]) -> tuple[jax.Arra
 def _piece_statistics(
     bits: jax.Array, bounds: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """(amax, least non-zero, [all entries, those from the least number, each bound, infinity on])."""
+    """(amax, least non-zero, counts) of the bits of a leaf, or of a piece of one.
+
+    The six counts are cumulative: all entries, then those that are at least the least
+    number, each of the three bounds, and infinity. Differences give the report's
+    counts.
+    """
     finite, nonzero = bits < _casts.INFINITY, bits > 0
     reached = [nonzero, *(bits >= bound for bound in bounds), ~finite]
     operands = [
@@ -260,7 +259,8 @@ def _piece_statistics(
         counts = [x + y for x, y in zip(a[2:], b[2:], strict=True)]
         return jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]), *counts
 
-    # One reduction of seven values rather than seven reductions, each of which would read the leaf again.
+    # One reduction of seven values. XLA:CPU does not fuse seven reductions of one
+    # operand, and would read the leaf seven times (test_the_gradients_are_read_once).
     amax, amin, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
     return amax, amin, jnp.stack([jnp.asarray(np.uint32(bits.size)), *counts])
 
@@ -272,7 +272,10 @@ def _first(flags: jax.Array) -> jax.Array:
 
 
 def _recommended_log2_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The largest k with 2^k amax <= 2^-MARGIN_BITS max, of the bits of amax."""
+    """The largest k with 2^k amax <= 2^-MARGIN_BITS max, from the bits of amax."""
+    # Compared as integers: a float32 log2 of an amax just above a power of two rounds
+    # down to it, and would recommend one doubling too many
+    # (test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom).
     limit = jnp.asarray(np.float32(_casts.limits(dtype).largest).view(np.int32))
     limit_exponent, limit_fraction = _casts.exponent_and_fraction(limit)
     exponent, fraction = _casts.exponent_and_fraction(largest)
@@ -283,10 +286,3 @@ def _recommended_log2_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
         - MARGIN_BITS
     )
     return jnp.where(largest > 0, log2.astype(jnp.float32), jnp.nan)
-
-
-def _percent(count: float, size: float) -> str:
-    if count == 0 or size == 0:
-        return "0"
-    share = 100 * count / size
-    return f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"

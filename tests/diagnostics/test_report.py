@@ -272,3 +272,30 @@ def test_the_worst_leaves_come_first_and_the_summary_names_them():
     ]
     assert "100.0 %" in lines[3]
     assert len(report.summary(1).splitlines()) == 3
+
+
+NOTHING_TO_RECOMMEND_BY = {
+    "zeros": ({"w": jnp.zeros(3)}, "all finite; no loss scale to recommend"),
+    "no leaves": ({"step": jnp.array(3)}, "no floating-point leaves"),
+    "no entries": ({"w": jnp.zeros((0, 4))}, "all finite; no loss scale to recommend"),
+    "NaN": (jnp.full(2, jnp.nan), "not finite from (the whole tree) on; no loss scale"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING_TO_RECOMMEND_BY)
+def test_the_summary_reads_well_without_a_finite_nonzero_entry(case):
+    grads, expected = NOTHING_TO_RECOMMEND_BY[case]
+    summary = diagnostics.grad_report(grads, 2.0**15).summary()
+    assert expected in summary
+    assert "nan" not in summary
+    assert "inf" not in summary.replace("finite", "")
+
+
+def test_the_columns_of_the_summary_stay_apart_at_extreme_loss_scales():
+    report = diagnostics.grad_report({"w": jnp.full(2, 1e38)}, jnp.float32(2.0**120))
+    assert "1.00e+38 -230.2 bits" in " ".join(report.summary().split())
+
+
+def test_the_summary_of_a_loss_scale_that_is_not_finite_says_so():
+    summary = diagnostics.grad_report(jnp.ones(2), jnp.float32(jnp.nan)).summary()
+    assert summary.startswith("gradients at loss scale nan, cast to float16")

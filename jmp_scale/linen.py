@@ -71,7 +71,10 @@ class TrainState(train_state.TrainState):
           ValueError: `loss_scale` is given, and `tx` has one already.
         """
         tx = _flax.wrap_once(
-            tx, loss_scale, params["params"] if _has_overwritten(params) else params
+            "TrainState.create",
+            tx,
+            loss_scale,
+            params["params"] if _has_overwritten(params) else params,
         )
         return fresh_buffers(
             super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)

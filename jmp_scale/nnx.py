@@ -88,7 +88,7 @@ class Optimizer(nnx.Optimizer):
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ) -> None:
-        tx = _flax.wrap_once(tx, loss_scale, nnx.state(model, wrt))
+        tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, nnx.state(model, wrt))
         super().__init__(model, tx, wrt=wrt, **kwargs)
 
     @property

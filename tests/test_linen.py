@@ -225,6 +225,27 @@ def test_a_change_of_another_structure_is_refused():
         make_state().apply_gradients(grads=make_state().params, batch_stats={})
 
 
+INNER_WRAPPERS = [
+    lambda tx: optax.chain(tx, optax.add_decayed_weights(1e-4)),
+    lambda tx: optax.chain(optax.clip_by_global_norm(1.0), optax.chain(tx)),
+    lambda tx: optax.apply_if_finite(tx, 3),
+    lambda tx: optax.MultiSteps(tx, 2),
+    lambda tx: optax.masked(tx, {"w": True}),
+    lambda tx: optax.partition({"all": tx}, {"w": "all"}),
+    lambda tx: optax.inject_hyperparams(lambda learning_rate: tx)(0.1),
+]
+
+
+@pytest.mark.parametrize("wrap", INNER_WRAPPERS)
+@pytest.mark.parametrize("loss_scale", [None, jmp_scale.StaticLossScale(8.0)])
+def test_a_loss_scale_inside_of_the_optimizer_is_refused(wrap, loss_scale):
+    tx = wrap(jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale()))
+    with pytest.raises(ValueError, match=r"TrainState.create: .* around the whole of"):
+        TrainState.create(
+            apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, loss_scale=loss_scale
+        )
+
+
 class Float8Net(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -534,3 +534,15 @@ def test_no_tracer_outlives_a_compiled_forward_pass(closed_over):
         run([GOOD], model, outer)
     outer.update(model, grads)
     assert int(outer.step[...]) == 2
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    ],
+)
+def test_a_loss_scale_inside_of_the_optimizer_is_refused(wrap):
+    with pytest.raises(ValueError, match=r"nnx.Optimizer: .* around the whole of tx"):
+        make(tx=wrap(TX))

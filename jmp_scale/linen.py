@@ -1,45 +1,61 @@
 """Flax Linen: a `TrainState` that skips a step as a whole."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
+import jax.numpy as jnp
 import optax
-from flax import struct
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
+from ._finite import all_finite
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
+from ._scaling import OVERWRITE_WITH_GRADIENT
 from ._transform import fresh_buffers
-from ._tree import select_tree
+from ._tree import map_inexact, select_tree
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with a loss scale: a step that overflows changes nothing of what it keeps.
+    """Flax's `TrainState` with a loss scale: a skipped step leaves all as it was.
 
-    A train step is that of Flax's examples with two lines changed: gradients come from
-    `state.value_and_grad`, and whatever the step computed besides them is given to
-    `apply_gradients`, which drops all of it when the step is skipped::
+    A train step is the one of Flax's examples with two lines changed: the gradients
+    come from `state.value_and_grad`, and whatever else the step computed is given to
+    `apply_gradients`, which drops all of it on a skipped step.
 
-        (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
-        state = state.apply_gradients(grads=grads, value=loss, batch_stats=updates["batch_stats"])
+    ```python
+    (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
+    state = state.apply_gradients(
+        grads=grads, value=loss, batch_stats=updates["batch_stats"]
+    )
+    ```
 
-    `step` counts calls of `apply_gradients`, skipped or not, as Flax documents, so that dropout keys
-    folded from it differ; `state.step - state.opt_state.skipped` counts the applied steps. Schedules
-    in `tx` count only these.
+    `step` counts calls of `apply_gradients`, skipped or not, as Flax documents, so that
+    dropout keys folded from it differ; `state.step - state.opt_state.skipped` counts
+    the applied steps. Schedules in `tx` count only these.
 
     All other fields are Flax's; subclass it for more of them (`batch_stats: Any`).
+
+    **float8.** Where `params` has Flax's collection `_overwrite_with_gradient`, whose
+    "gradients" are the next scales and their amax histories, these are never unscaled.
+    They are replaced on an applied step and kept on a skipped one, and a step in which
+    one of them is not finite is skipped. Overflows within float8's own range are
+    invisible: float8 operations saturate (at 57344 in the backward pass) until their
+    scales have followed, so gradients are too small for some steps but finite.
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.linen import TrainState
-      >>> state = TrainState.create(apply_fn=None, params={"w": jnp.float32(3.0)}, tx=optax.sgd(0.5),
-      ...                           loss_scale=jmp_scale.DynamicLossScale(2.0**15))
-      >>> loss, grads = state.value_and_grad(lambda params: params["w"] ** 2)(state.params)
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.float32(3.0)}, tx=optax.sgd(0.5),
+      ...     loss_scale=jmp_scale.DynamicLossScale(2.0**15))
+      >>> def loss_fn(params):
+      ...   return params["w"] ** 2
+      >>> loss, grads = state.value_and_grad(loss_fn)(state.params)
       >>> state = state.apply_gradients(grads=grads, value=loss)
       >>> float(state.params["w"]), int(state.step), float(state.loss_scale.loss_scale)
       (0.0, 1, 32768.0)
@@ -62,20 +78,16 @@ class TrainState(train_state.TrainState):
         Args:
           apply_fn: usually `model.apply`.
           params: the parameters, float32 masters.
-          tx: any Optax optimizer; taken as it is if it already is `with_loss_scale(...)`.
+          tx: any Optax optimizer; used as it is if it already is `with_loss_scale(...)`.
           loss_scale: the initial loss scale; default `NoOpLossScale()`.
-          **kwargs: the subclass's own fields. A buffer that stands in two fields (an EMA that starts as
-            `params`) is copied, so that the whole state can be donated.
+          **kwargs: the subclass's own fields. A buffer that is in two fields (an EMA
+            that starts as `params`) is copied, so that the whole state can be donated.
 
         Raises:
-          ValueError: `loss_scale` is given, and `tx` has one already.
+          ValueError: `loss_scale` is given and `tx` already has one, or
+            `with_loss_scale` stands somewhere inside `tx` instead of around it.
         """
-        tx = _flax.wrap_once(
-            "TrainState.create",
-            tx,
-            loss_scale,
-            params["params"] if _has_overwritten(params) else params,
-        )
+        tx = _flax.wrap_once("TrainState.create", tx, loss_scale, _trained(params))
         return fresh_buffers(
             super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         )
@@ -91,43 +103,95 @@ class TrainState(train_state.TrainState):
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         **kwargs: Any,
-    ) -> Callable[..., Any]:
-        """`jmp_scale.value_and_grad` with this state's loss scale: true loss, true f32 gradients."""
+    ) -> Callable[..., tuple[Any, Any]]:
+        """`jmp_scale.value_and_grad` with this state's loss scale.
+
+        It returns the unscaled loss and the unscaled float32 gradients.
+        """
         return value_and_grad(loss_fn, self.loss_scale, argnums, has_aux, **kwargs)
 
     def apply_gradients(
         self, *, grads: Any, value: ArrayLike | None = None, **changes: Any
     ) -> Self:
-        """Updates parameters, optimizer state and fields, or none of them if the step is skipped.
+        """Updates parameters, optimizer state and fields, or nothing on a skipped step.
 
         Args:
-          grads: true gradients, as `value_and_grad` gives them.
-          value: the true loss, a scalar; a non-finite one skips the step too, and leaves S alone.
-          **changes: new values of other fields (`batch_stats`, an EMA, ...), of the old ones' structure,
-            shapes and dtypes. On a skipped step every one keeps its old value.
+          grads: unscaled gradients, as `value_and_grad` returns them.
+          value: the unscaled loss, a scalar. A non-finite one skips the step too, and
+            leaves S alone.
+          **changes: new values of other fields (`batch_stats`, an EMA, ...), of the
+            structure, shapes and dtypes of the old ones, which they keep on a skipped
+            step. Static fields (`struct.field(pytree_node=False)`) are replaced in any
+            case: a compiled step cannot choose between them.
 
         Returns:
           The next state: `step` is one more, the loss scale adjusted.
 
         Raises:
-          TypeError: a name in `changes` is no field.
+          TypeError: a name in `changes` is not a field.
           ValueError: a change differs from its field in structure, shape or dtype.
         """
         tx: Any = self.tx
-        bound = optax.GradientTransformation(
-            tx.init, functools.partial(tx.update, value=value)
+        gradients, trained = _gradients(grads), _trained(self.params)
+        updates, opt_state = tx.update(gradients, self.opt_state, trained, value=value)
+        params = optax.apply_updates(trained, updates)
+        if _has_overwritten(grads):
+            params = _with_overwritten(self.params, params, grads, opt_state.applied)
+        selected, static = _split_changes(self, changes)
+        old = {name: getattr(self, name) for name in selected}
+        return self.replace(
+            step=self.step + 1,
+            params=params,
+            opt_state=opt_state,
+            **select_tree(opt_state.applied, selected, old),
+            **static,
         )
-        state: Any = train_state.TrainState.apply_gradients(
-            self.replace(tx=bound), grads=grads, **changes
-        )
-        if _has_overwritten(self.params):  # Flax replaces these without asking tx
-            changes["params"] = state.params
-        kept = {name: getattr(self, name) for name in changes}
-        return state.replace(
-            tx=tx, **select_tree(state.opt_state.grads_finite, changes, kept)
-        )
+
+
+def _split_changes(
+    state: Any, changes: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The changes of fields that hold arrays, and all others."""
+    fields = dataclasses.fields(state)
+    nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
+    selected = {name: value for name, value in changes.items() if name in nodes}
+    static = {name: value for name, value in changes.items() if name not in nodes}
+    return selected, static
 
 
 def _has_overwritten(tree: Any) -> bool:
-    """Whether a tree has Flax's float8 collection, whose "gradient" is its next value."""
+    """Whether a tree has Flax's float8 collection, whose "gradient" is its next value.
+
+    The optimizer sees the collection `params` alone then, as in Flax.
+    """
     return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
+
+
+def _trained(params: Any) -> Any:
+    return params["params"] if _has_overwritten(params) else params
+
+
+def _gradients(grads: Any) -> Any:
+    """What the optimizer sees: NaN if a new scale is not finite, for it to skip the step.
+
+    An infinite maximum would otherwise stay in float8's history for its whole length,
+    and the gradients do not show it, since float8 operations saturate.
+    """
+    if not _has_overwritten(grads):
+        return grads
+    finite = all_finite(grads[OVERWRITE_WITH_GRADIENT])
+    return map_inexact(lambda g: jnp.where(finite, g, jnp.nan), grads["params"])
+
+
+def _with_overwritten(params: Any, trained: Any, grads: Any, applied: Any) -> Any:
+    """`params` with trained parameters, and with its float8 collection of the next step.
+
+    A dict stays a dict and a `FrozenDict` frozen, so that a step can be scanned; Flax
+    makes a dict of either.
+    """
+    name = OVERWRITE_WITH_GRADIENT
+    new, old = (core.unfreeze(tree[name]) for tree in (grads, params))
+    new_params = {**params, "params": trained, name: select_tree(applied, new, old)}
+    return (
+        core.freeze(new_params) if isinstance(params, core.FrozenDict) else new_params
+    )

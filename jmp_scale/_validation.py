@@ -1,163 +1,194 @@
-"""What a loss scale may be configured with: checked once, with errors that name the argument."""
+"""Checks of arguments, once, with errors that name the function and the argument."""
 
+import dataclasses
 import math
+import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The loss scales S for which S and 1/S are normal float32 numbers. Beyond them XLA flushes one of the
-# two to zero, and with it every gradient.
+# The loss scales S for which S and 1/S are normal float32 numbers. Beyond them XLA
+# flushes one of the two to zero, and every gradient with it.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
-_INTEGERS = {
-    "period": 1,
-    "growth_delay": 0,
-    "hysteresis": 1,
-}  # with the least that is allowed
+_LEAST_INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}
 _WORDS = {
     "hysteresis_reset": ("growth", "finite", "finite_or_backoff"),
     "at_max": ("hold", "clamp"),
 }
 
 
-def static_loss_scale(value: Any) -> float:
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Checks the arguments of one public function.
+
+    Attributes:
+      function: the name of that function, with which each error begins.
+      names: what errors call an argument, where this differs from its name here.
+    """
+
+    function: str
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def name(self, argument: str) -> str:
+        """What errors call an argument."""
+        return self.names.get(argument, argument)
+
+    def message(self, argument: str, allowed: str, value: Any) -> str:
+        """The text of an error about an argument."""
+        if isinstance(value, int) and abs(value) >= 2**1024:
+            value = f"an integer of {value.bit_length()} bits"  # too long to be printed
+        else:
+            value = repr(value)
+        expected = f"expected {self.name(argument)} to be {allowed}"
+        return f"{self.function}: {expected}, got {value}"
+
+    def require(self, condition: bool, argument: str, value: Any, allowed: str) -> None:
+        """Raises a `ValueError` about `argument` unless `condition` holds."""
+        if not condition:
+            raise ValueError(self.message(argument, allowed, value))
+
+    def number(self, argument: str, value: Any) -> float:
+        """`value` as a Python number, infinite if it is beyond float64.
+
+        Raises:
+          TypeError: `value` is not a number, or not known while tracing.
+        """
+        is_number = isinstance(value, (int, float, *_ARRAYS))
+        if not is_number or isinstance(value, (bool, np.bool_)):
+            raise TypeError(self.message(argument, "a real number", value))
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if int(value) > 0 else -math.inf
+        except TypeError as error:  # an array with axes, or a tracer
+            allowed = "a number or a concrete 0-d array of one"
+            raise TypeError(self.message(argument, allowed, value)) from error
+
+    def integer(self, argument: str, value: Any, least: int) -> int:
+        """`value` as a Python integer in [least, 2^31)."""
+        number = self.number(argument, value)
+        valid = number.is_integer() and least <= number < 2**31
+        self.require(valid, argument, value, f"an integer in [{least}, 2**31)")
+        return int(number)
+
+    def word(self, argument: str, value: Any, words: tuple[str, ...]) -> str:
+        """`value`, which must be one of `words`."""
+        allowed = f"one of {', '.join(map(repr, words))}"
+        if not isinstance(value, str):
+            raise TypeError(self.message(argument, allowed, value))
+        self.require(value in words, argument, value, allowed)
+        return value
+
+
+def static_loss_scale(arguments: Arguments, value: Any) -> float:
     """The S of a `StaticLossScale` as a Python number."""
-    s = number("loss_scale", value)
-    _require(
-        SMALLEST <= s <= LARGEST,
-        "loss_scale",
-        s,
-        "a finite number in [2**-126, 2**126]",
-    )
+    s = arguments.number("loss_scale", value)
+    allowed = "a finite number in [2**-126, 2**126]"
+    arguments.require(SMALLEST <= s <= LARGEST, "loss_scale", value, allowed)
     return s
 
 
-def checked(given: Any) -> dict[str, Any]:
-    """The static fields of a `DynamicLossScale` as Python numbers and strings, each in its range."""
+def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The static fields of a `DynamicLossScale` as Python numbers and strings."""
     values: dict[str, Any] = {}
-    for field, least in _INTEGERS.items():
-        value = number(field, getattr(given, field))
-        _require(
-            value.is_integer() and least <= value < 2**31,
-            field,
-            value,
-            f"an integer >= {least}",
-        )
-        values[field] = int(value)
+    for field, least in _LEAST_INTEGERS.items():
+        values[field] = arguments.integer(field, given[field], least)
     for field, words in _WORDS.items():
-        values[field] = value = getattr(given, field)
-        if not isinstance(value, str):
-            raise TypeError(f"{field} must be one of {words}, got {value!r}")
-        _require(value in words, field, value, f"one of {words}")
-    values["factor"] = value = number("factor", given.factor)
-    _require(1 < value < math.inf, "factor", value, "a finite number > 1")
-    if given.backoff_factor is not None:
-        values["backoff_factor"] = value = number(
-            "backoff_factor", given.backoff_factor
-        )
-        _require(
-            0 < value < 1,
-            "backoff_factor",
-            value,
-            "a number in (0, 1), or None for 1 / factor",
-        )
+        values[field] = arguments.word(field, given[field], words)
+    values["factor"] = factor = arguments.number("factor", given["factor"])
+    allowed = "a finite number > 1"
+    arguments.require(1 < factor < math.inf, "factor", given["factor"], allowed)
+    values["backoff_factor"] = backoff = given["backoff_factor"]
+    if backoff is not None:
+        values["backoff_factor"] = number = arguments.number("backoff_factor", backoff)
+        allowed = "a number in (0, 1), or None for 1 / factor"
+        arguments.require(0 < number < 1, "backoff_factor", backoff, allowed)
     for field in ("loss_scale", "min_loss_scale"):
-        _warn_if_integer_array(field, getattr(given, field))
-    return values | _bounds(given.min_loss_scale, given.max_loss_scale)
+        _warn_if_integer_array(field, given[field])
+    return values | _bounds(arguments, given["min_loss_scale"], given["max_loss_scale"])
 
 
-def float32_leaf(value: Any, configuration: dict[str, Any]) -> Any:
-    """The leaf S as f32, strongly typed. A number of the host is checked; a placeholder passes."""
-    if not _is_numeric(value):
+def float32_leaf(arguments: Arguments, value: Any, low: float, high: float) -> Any:
+    """The leaf S as float32, strongly typed; a placeholder passes unchanged."""
+    if not _is_numeric(arguments, value):
         return value
-    if isinstance(
-        value, jax.Array
-    ):  # it is brought into range, since looking at it would wait for it
-        return jnp.clip(jnp.asarray(value, jnp.float32), SMALLEST, LARGEST)
-    low, high = configuration["min_loss_scale"], configuration["max_loss_scale"]
-    allowed = f"in [min_loss_scale, max_loss_scale] = [{low}, {high}]"
-    for entry in np.ravel(np.asarray(value)):
-        entry = number("loss_scale", entry)
-        _require(low <= entry <= high, "loss_scale", entry, allowed)
+    if isinstance(value, jax.Array):
+        # Brought into range rather than checked: reading it would block on the device.
+        # NaN has no place in an order, so a clip alone would keep it for ever.
+        s = jnp.asarray(value, jnp.float32)
+        return jnp.clip(jnp.where(jnp.isnan(s), low, s), SMALLEST, LARGEST)
+    ends = f"[{arguments.name('min_loss_scale')}, {arguments.name('max_loss_scale')}]"
+    for entry in np.ravel(np.asarray(value)).tolist():
+        s = _float32(arguments.number("loss_scale", entry))
+        allowed = f"in {ends} = [{low}, {high}]"
+        arguments.require(low <= s <= high, "loss_scale", entry, allowed)
     return jnp.asarray(value, jnp.float32)
 
 
-def int32_leaf(name: str, value: Any, start: int, loss_scale: Any) -> Any:
-    """A counter as i32 of the shape of S, strongly typed; None becomes `start`."""
-    if value is None and _is_numeric(loss_scale):
+def int32_leaf(
+    arguments: Arguments, argument: str, value: Any, start: int, loss_scale: Any
+) -> Any:
+    """A counter as int32 of the shape of S, strongly typed; None becomes `start`."""
+    follows = _is_numeric(arguments, loss_scale)
+    if value is None and follows:
         value = start
-    if not _is_numeric(value):
+    if not _is_numeric(arguments, value):
         return value
     if not isinstance(value, jax.Array):
-        for entry in np.ravel(np.asarray(value)):
-            entry = number(name, entry)
-            _require(entry.is_integer(), name, entry, "an integer")
+        for entry in np.ravel(np.asarray(value)).tolist():
+            number = arguments.number(argument, entry)
+            valid = number.is_integer() and -(2**31) <= number < 2**31
+            allowed = "an integer in [-2**31, 2**31)"
+            arguments.require(valid, argument, entry, allowed)
     leaf = jnp.asarray(value, jnp.int32)
-    return (
-        jnp.broadcast_to(leaf, jnp.shape(loss_scale))
-        if _is_numeric(loss_scale)
-        else leaf
-    )
+    return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
-def number(name: str, value: Any) -> float:
-    """`value` as a Python number; a `TypeError` that begins with `name` if it is none."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (int, float, *_ARRAYS)
-    ):
-        raise TypeError(f"{name} must be a real number, got {value!r}")
-    try:
-        return float(value)
-    except (
-        TypeError
-    ) as error:  # an array with axes, or one whose value is not known while tracing
-        raise TypeError(
-            f"{name} must be a number or a concrete 0-d array of one, got {value!r}"
-        ) from error
+def warn(message: str) -> None:
+    """Warns at the line of the first caller outside of this package."""
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(), 1
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
-def _bounds(min_loss_scale: Any, max_loss_scale: Any) -> dict[str, float]:
-    low, high = (
-        number("min_loss_scale", min_loss_scale),
-        number("max_loss_scale", max_loss_scale),
-    )
-    _require(
-        0 <= low < math.inf,
-        "min_loss_scale",
-        low,
-        "a finite number >= 0 (0 means 2**-126)",
-    )
-    _require(
-        0 < high < math.inf,
-        "max_loss_scale",
-        high,
-        "a finite number > 0 (2.**126 means no cap)",
-    )
+def _bounds(arguments: Arguments, low: Any, high: Any) -> dict[str, float]:
+    given_low, given_high = low, high
+    low = arguments.number("min_loss_scale", low)
+    high = arguments.number("max_loss_scale", high)
+    allowed = "a finite number >= 0 (0 means 2**-126)"
+    arguments.require(0 <= low < math.inf, "min_loss_scale", given_low, allowed)
+    allowed = "a finite number > 0 (2.**126 means no cap)"
+    arguments.require(0 < high < math.inf, "max_loss_scale", given_high, allowed)
     low, high = max(low, SMALLEST), min(high, LARGEST)
-    _require(low <= high, "min_loss_scale", low, f"at most max_loss_scale = {high}")
-    return {"min_loss_scale": low, "max_loss_scale": high}
+    allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
+    arguments.require(low <= high, "min_loss_scale", given_low, allowed)
+    # S is float32, so its ends are too: a floor of 0.7 would refuse the 0.69999999 at
+    # which S then stands, when a run is resumed from float(S).
+    return {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 
-def _is_numeric(value: Any) -> bool:
-    """Whether a leaf is a number or an array of numbers, and no placeholder that JAX put there."""
+def _float32(number: float) -> float:
+    """The float32 number nearest to `number`, infinite beyond its range."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))
+
+
+def _is_numeric(arguments: Arguments, value: Any) -> bool:
+    """Whether a leaf is a number or an array of them, not a placeholder of JAX's."""
     if isinstance(value, (str, bytes, complex)) or type(value) in (list, tuple, dict):
-        raise TypeError(
-            f"loss_scale and counter must be numbers or arrays, got {value!r}"
-        )
+        allowed = "numbers or arrays"
+        raise TypeError(arguments.message("loss_scale and counter", allowed, value))
     return isinstance(value, (bool, int, float, *_ARRAYS))
 
 
-def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
-
-
-def _warn_if_integer_array(name: str, value: Any) -> None:
+def _warn_if_integer_array(argument: str, value: Any) -> None:
     if isinstance(value, _ARRAYS) and jnp.issubdtype(value.dtype, jnp.integer):
-        warnings.warn(
-            f"Expected floating type for {name}, got {value.dtype}", stacklevel=5
-        )
+        warn(f"Expected floating type for {argument}, got {value.dtype}")

@@ -94,6 +94,13 @@ def test_two_hundred_overflows_end_at_the_floor_and_never_at_zero(floor):
     assert trajectory(loss_scale, [False] * 200)[-1][0] == max(floor, 2.0**-126)
 
 
+def test_a_nan_that_was_restored_ends_at_the_floor():
+    leaves, treedef = jax.tree.flatten(DynamicLossScale(8.0, min_loss_scale=0.5))
+    restored = jax.tree.unflatten(treedef, [jnp.float32(jnp.nan), leaves[1]])
+    for adjust in (jmp_scale.adjust, jax.jit(jmp_scale.adjust)):
+        assert adjust(restored, False).loss_scale == 0.5
+
+
 @pytest.mark.parametrize("s", [2.0**-126, 2.0**126])
 def test_at_the_ends_of_the_range_unscale_undoes_scale(s):
     loss_scale = DynamicLossScale(s, min_loss_scale=0, max_loss_scale=2.0**126)
@@ -200,7 +207,7 @@ def plain_rule(s, counter, finite):
     counter, grown = counter + 1, s * 2
     grows, grown = counter >= 2000, jnp.where(grown <= 2.0**24, grown, s)
     kept = jnp.where(grows, grown, s), jnp.where(grows, 0, counter)
-    backed_off = jnp.maximum(s / 2, 1.0), jnp.zeros_like(counter)
+    backed_off = jnp.where(s / 2 > 1.0, s / 2, 1.0), jnp.zeros_like(counter)
     return [jnp.where(finite, a, b) for a, b in zip(kept, backed_off, strict=True)]
 
 
@@ -463,6 +470,59 @@ def test_the_floor_survives_jit():
 def test_leaves_are_named(loss_scale, paths):
     leaves, _ = jax.tree_util.tree_flatten_with_path(loss_scale)
     assert [jax.tree_util.keystr(path) for path, _ in leaves] == paths
+
+
+class PlainSubclass(DynamicLossScale):
+    """Another rule for the same leaves."""
+
+    def adjust(self, grads_finite, *, loss_finite=True):
+        return super().adjust(grads_finite, loss_finite=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SubclassWithAField(DynamicLossScale):
+    note: str = "a static field"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SubclassWithSlots(DynamicLossScale):
+    note: str = "a static field"
+
+
+@jax.tree_util.register_pytree_node_class
+class RegisteredByHand(DynamicLossScale):
+    def tree_flatten(self):
+        return (self.loss_scale, self.counter), self.period
+
+    @classmethod
+    def tree_unflatten(cls, period, leaves):
+        return cls(*leaves, period=period)
+
+
+@pytest.mark.parametrize(
+    "cls", [PlainSubclass, SubclassWithAField, SubclassWithSlots, RegisteredByHand]
+)
+def test_a_subclass_is_a_pytree_like_its_base(cls):
+    loss_scale = cls(8.0, period=1)
+    assert len(jax.tree.leaves(loss_scale)) == 2
+    for adjust in (jmp_scale.adjust, jax.jit(jmp_scale.adjust)):
+        adjusted = adjust(loss_scale, True)
+        assert type(adjusted) is cls
+        assert (adjusted.loss_scale, adjusted.period) == (16, 1)
+        assert getattr(adjusted, "note", "a static field") == "a static field"
+    assert type(pickle.loads(pickle.dumps(loss_scale))) is cls
+
+
+def test_a_subclass_of_a_static_loss_scale_is_a_pytree_without_leaves():
+    @dataclasses.dataclass(frozen=True)
+    class Named(StaticLossScale):
+        name: str = "critic"
+
+    scale, traces = count_traces(jmp_scale.scale)
+    for name in ("critic", "actor", "actor"):
+        assert jax.jit(scale)(Named(4.0, name), jnp.float32(1.0)) == 4
+    assert len(traces) == 2
+    assert jax.tree.leaves(Named(4.0)) == []
 
 
 @pytest.mark.parametrize(

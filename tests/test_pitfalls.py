@@ -48,7 +48,7 @@ def test_a_long_overflow_leaves_a_scale_that_the_next_good_step_can_use():
 
 def test_finiteness_is_that_of_unscaled_gradients():
     """torch checks scaled gradients: 2e-39 is finite, 2e-39 / 1e-39 may not be, and it steps to -inf."""
-    with pytest.raises(ValueError, match="loss_scale must be"):
+    with pytest.raises(ValueError, match="expected loss_scale to be"):
         StaticLossScale(1e-39)
     smallest = StaticLossScale(2.0**-126)
     assert not jmp_scale.all_finite(smallest.unscale(jnp.float32(1e10)))

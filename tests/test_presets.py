@@ -82,9 +82,7 @@ BUILD = {
     "apex_amp_lossscaler": renamed(presets.apex, drop=["scale_factor"]),
     "apex_fp16utils": renamed(presets.fairseq, min_loss_scale="threshold"),
     "apex_update_scale_hysteresis": apex_hysteresis,
-    "cerebras": renamed(
-        presets.cerebras, drop=["loss_scale"], init_scale="initial_loss_scale"
-    ),
+    "cerebras": renamed(presets.cerebras, init_scale="initial_loss_scale"),
     "cerebras_tf_CSDynamicLossScale": cerebras_tf,
     "colossalai": renamed(presets.colossalai),
     "deepspeed_dynamic": lambda config: deepspeed(**config),
@@ -267,7 +265,7 @@ def test_every_trace_is_replayed_or_listed_with_the_reason_why_not():
 def test_a_tolerated_share_of_overflows_is_refused_with_the_reason(name):
     with pytest.raises(
         ValueError,
-        match=r"tolerance must be 0: a tolerated share of overflows depends on",
+        match=r"tolerance to be 0, got .*; a tolerated share of overflows depends on",
     ):
         build(*EVERY[name])
 
@@ -288,7 +286,8 @@ SIGNATURES = {
     "min_scale=None, max_scale=None, hysteresis=2",
     "fairseq": "init_scale=2.**15, scale_factor=2., scale_window=2000, threshold=None, *, tolerance=0.",
     "cerebras": "initial_loss_scale=None, steps_per_increase=2000, min_loss_scale=2.**-14, "
-    "max_loss_scale=2.**15, *, overflow_tolerance=0.",
+    "max_loss_scale=2.**15, *, overflow_tolerance=0., loss_scale='dynamic', "
+    "max_gradient_norm=None",
     "paddle": "init_loss_scaling=65536., incr_ratio=2., decr_ratio=.5, incr_every_n_steps=2000, "
     "decr_every_n_nan_or_inf=1",
     "mindspore": "scale_value, scale_factor, scale_window",
@@ -396,85 +395,118 @@ def test_ends_that_a_framework_leaves_open_are_those_of_the_range(preset, unboun
         (
             "pytorch",
             {"growth_interval": 0},
-            "growth_interval must be an integer >= 1, got 0",
+            "growth_interval to be an integer in .1, 2..31., got 0",
         ),
         (
             "pytorch",
             {"growth_factor": 1.0},
-            "growth_factor must be a finite number > 1, got 1",
+            "growth_factor to be a finite number > 1, got 1",
         ),
-        ("pytorch", {"init_scale": 0}, "init_scale must be a finite number > 0, got 0"),
+        ("pytorch", {"init_scale": 0}, "init_scale to be a finite number > 0, got 0"),
         (
             "pytorch",
             {"init_scale": math.nan},
-            "init_scale must be a finite number > 0, got nan",
+            "init_scale to be a finite number > 0, got nan",
         ),
         (
             "pytorch",
             {"init_scale": math.inf},
-            "init_scale must be a finite number > 0, got inf",
+            "init_scale to be a finite number > 0, got inf",
         ),
         (
             "apex",
             {"init_scale": -1.0},
-            "init_scale must be a finite number > 0, got -1",
+            "init_scale to be a finite number > 0, got -1",
         ),
         (
             "apex",
             {"max_loss_scale": math.nan},
-            "max_loss_scale must be a finite number > 0",
+            "max_loss_scale to be a finite number > 0",
         ),
         (
             "deepspeed",
             {"initial_scale_power": 200},
-            "initial_scale_power must be in .-126, 126., got 200",
+            "initial_scale_power to be in .-126, 126., got 200",
         ),
-        ("deepspeed", {"hysteresis": 0}, "hysteresis must be an integer >= 1, got 0"),
-        ("megatron", {"min_scale": -1}, "min_scale must be a finite number >= 0"),
+        (
+            "deepspeed",
+            {"hysteresis": 0},
+            "hysteresis to be an integer in .1, 2..31., got 0",
+        ),
+        ("megatron", {"min_scale": -1}, "min_scale to be a finite number >= 0"),
         (
             "megatron",
             {"initial_scale": 0.5},
-            "initial_scale must be in .min_loss_scale, max_loss_scale.",
+            "initial_scale to be in .min_scale, max_loss_scale. = ",
         ),
         (
             "flax",
             {"growth_interval": -1},
-            "growth_interval must be an integer >= 0, got -1",
+            "growth_interval to be an integer in .0, 2..31., got -1",
         ),
         (
             "cerebras",
             {"steps_per_increase": 2.5},
-            "steps_per_increase must be an integer >= 1, got 3.5",
+            "steps_per_increase to be an integer in .0, 2..31., got 2.5",
         ),
-        ("paddle", {"decr_ratio": 1}, "decr_ratio must be a number in"),
+        ("paddle", {"decr_ratio": 1}, "decr_ratio to be a number in"),
         (
             "paddle",
             {"decr_every_n_nan_or_inf": 0},
-            "decr_every_n_nan_or_inf must be an integer >= 1",
+            "decr_every_n_nan_or_inf to be an integer in .1",
         ),
         (
             "mpx",
             {"loss_scaling": 8, "min_loss_scaling": 2.0**17},
-            "min_loss_scaling must be at most",
+            "min_loss_scaling to be at most",
         ),
     ],
 )
 def test_an_error_names_the_frameworks_own_argument(preset, arguments, message):
-    with pytest.raises(ValueError, match=rf"^presets\.{preset}: {message}"):
+    with pytest.raises(ValueError, match=rf"^presets\.{preset}: expected {message}"):
         getattr(presets, preset)(**arguments)
 
 
 def test_an_argument_that_is_no_number_is_a_type_error_under_its_own_name():
     with pytest.raises(
-        TypeError, match=r"^presets\.keras: dynamic_growth_steps must be a real number"
+        TypeError,
+        match=r"^presets\.keras: expected dynamic_growth_steps to be a real number",
     ):
         presets.keras(dynamic_growth_steps="2000")
     with pytest.raises(
-        TypeError, match=r"^presets\.flax: growth_interval must be a real number"
+        TypeError, match=r"^presets\.flax: expected growth_interval to be a real number"
     ):
         presets.flax(growth_interval=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'period'"):
         presets.keras(period=3)
+
+
+def test_completion_shows_the_presets_and_nothing_else():
+    names = {name for name in dir(presets) if not name.startswith("__")}
+    assert names == set(SIGNATURES)
+    assert len(names) == 15
+
+
+def test_the_recipe_for_a_framework_that_grows_one_step_late():
+    """DreamerV3's rule: good steps are compared with 1000 before they count."""
+    period = 5
+    loss_scale = DynamicLossScale(
+        1e4,
+        period=period + 1,
+        min_loss_scale=1e-4,
+        max_loss_scale=1e5,
+        at_max="clamp",
+    )
+    s, good_steps = 1e4, 0
+    for finite in np.random.default_rng(0).random(120) < [0.95] * 80 + [0.2] * 40:
+        grows = finite and good_steps >= period
+        s = min(max(s * 2 if grows else s if finite else s / 2, 1e-4), 1e5)
+        good_steps = good_steps + 1 if finite and not grows else 0
+        loss_scale = loss_scale.adjust(bool(finite))
+        assert (loss_scale.loss_scale, loss_scale.counter) == (
+            np.float32(s),
+            good_steps,
+        )
 
 
 def test_a_field_without_an_argument_is_replaced():

@@ -1,3 +1,4 @@
+import dataclasses
 import warnings
 
 import jax
@@ -31,18 +32,17 @@ NAN, INF = float("nan"), float("inf")
 def test_a_value_out_of_range_is_a_value_error_that_names_argument_and_value(
     argument, value
 ):
-    with pytest.raises(ValueError, match=f"(?s){argument} must be .*got") as error:
+    message = rf"(?s)^DynamicLossScale: expected {argument} to be .*, got "
+    with pytest.raises(ValueError, match=message) as error:
         DynamicLossScale(**{argument: value})
     if argument != "loss_scale":
-        assert repr(float(value) if not isinstance(value, str) else value) in str(
-            error.value
-        )
+        assert str(error.value).endswith(repr(value))
 
 
 def test_a_floor_above_the_cap_is_a_value_error():
     with pytest.raises(
         ValueError,
-        match=r"min_loss_scale must be at most max_loss_scale = 0.5, got 1.0",
+        match=r"min_loss_scale to be at most max_loss_scale = 0.5, got 1.0",
     ):
         DynamicLossScale(0.5, max_loss_scale=0.5)
 
@@ -58,24 +58,28 @@ def test_a_floor_above_the_cap_is_a_value_error():
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_a_type_error(argument, value):
-    with pytest.raises(TypeError, match="must be"):
+    with pytest.raises(
+        TypeError, match=f"^DynamicLossScale: expected .*{argument}.* to be .*, got"
+    ):
         DynamicLossScale(**{argument: value})
 
 
 def test_a_traced_configuration_is_a_type_error():
-    with pytest.raises(TypeError, match=r"period must be .* concrete"):
+    with pytest.raises(TypeError, match=r"expected period to be .* concrete"):
         jax.jit(lambda p: DynamicLossScale(period=p))(3)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1, NAN, INF, 2.0**127, 2.0**-127])
 def test_a_static_loss_scale_out_of_range_is_a_value_error(value):
-    with pytest.raises(ValueError, match="loss_scale must be a finite number"):
+    with pytest.raises(
+        ValueError, match=r"^StaticLossScale: expected loss_scale to be a"
+    ):
         StaticLossScale(value)
 
 
 @pytest.mark.parametrize("value", [None, "8", True, 1j, [8.0], np.ones(2)])
 def test_a_static_loss_scale_that_is_no_number_is_a_type_error(value):
-    with pytest.raises(TypeError, match="loss_scale must be"):
+    with pytest.raises(TypeError, match=r"^StaticLossScale: expected loss_scale to be"):
         StaticLossScale(value)
 
 
@@ -164,10 +168,48 @@ def test_leaves_keep_their_types_in_x64_mode():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(0.0, 2.0**-126), (INF, 2.0**126), (8.0, 8.0)]
+    ("value", "expected"),
+    [(0.0, 2.0**-126), (INF, 2.0**126), (8.0, 8.0), (NAN, 0.25), (-INF, 2.0**-126)],
 )
-def test_a_device_array_is_brought_into_the_range_of_normal_numbers(value, expected):
-    assert DynamicLossScale(jnp.float32(value)).loss_scale == expected
+@pytest.mark.parametrize("compile_", [lambda x: x, jax.jit])
+def test_a_device_array_is_brought_into_the_range_of_normal_numbers(
+    value, expected, compile_
+):
+    def make(x):
+        return DynamicLossScale(x, min_loss_scale=0.25)
+
+    assert compile_(make)(jnp.float32(value)).loss_scale == expected
+    several = jnp.array([value, 4.0], jnp.float16)
+    assert compile_(make)(several).loss_scale.tolist() == [expected, 4.0]
+
+
+ENDS = [0.7, 1e-3, 1 / 3, np.float64(0.1), 3e-30]
+
+
+@pytest.mark.parametrize("floor", ENDS)
+def test_a_run_resumes_from_the_float_of_any_floor(floor):
+    start = DynamicLossScale(1.0, min_loss_scale=floor, factor=2.0**100)
+    s = float(start.adjust(False).loss_scale)
+    for given in (s, np.float32(s), floor):
+        resumed = dataclasses.replace(start, loss_scale=given)
+        assert resumed.adjust(False).loss_scale == resumed.loss_scale == s
+
+
+@pytest.mark.parametrize("cap", [1 / floor for floor in ENDS])
+@pytest.mark.parametrize("at_max", ["clamp", "hold"])
+def test_a_run_resumes_from_the_float_of_any_cap(cap, at_max):
+    start = DynamicLossScale(
+        1.0, period=1, factor=cap, at_max=at_max, max_loss_scale=cap
+    )
+    s = float(start.adjust(True).loss_scale)
+    resumed = dataclasses.replace(start, loss_scale=s)
+    assert resumed.loss_scale == s
+
+
+def test_a_floor_between_two_float32_numbers_is_not_above_a_cap_there():
+    assert DynamicLossScale(0.7, min_loss_scale=0.7, max_loss_scale=0.7) is not None
+    with pytest.raises(ValueError, match="min_loss_scale to be at most"):
+        DynamicLossScale(0.7, min_loss_scale=0.8, max_loss_scale=0.7)
 
 
 def test_a_counter_takes_the_shape_of_the_loss_scale():
@@ -176,6 +218,27 @@ def test_a_counter_takes_the_shape_of_the_loss_scale():
     assert several.hysteresis_left.tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("value", [2**31, 2**40, -(2**31) - 1, 1e300, 10**400, NAN])
+@pytest.mark.parametrize("name", ["counter", "hysteresis_left"])
+def test_a_counter_beyond_int32_is_a_value_error_that_names_it(name, value):
+    with pytest.raises(ValueError, match=rf"expected {name} to be an integer in .*got"):
+        DynamicLossScale(hysteresis=2, **{name: value})
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["a", "b", "c"])
+@pytest.mark.parametrize(
+    "argument", ["loss_scale", "period", "factor", "min_loss_scale", "max_loss_scale"]
+)
+def test_an_integer_beyond_float64_is_a_value_error_that_names_the_argument(
+    argument, value
+):
+    message = rf"expected {argument} to be .*, got an integer of \d+ bits"
+    with pytest.raises(ValueError, match=message):
+        DynamicLossScale(**{argument: value})
+
+
 def test_a_counter_that_is_no_whole_number_is_a_value_error():
-    with pytest.raises(ValueError, match=r"counter must be an integer, got 3\.7"):
+    with pytest.raises(
+        ValueError, match=r"expected counter to be an integer in .*, got 3\.7"
+    ):
         DynamicLossScale(counter=3.7)

@@ -186,7 +186,7 @@ def test_bad_input_is_refused_by_name():
         ValueError, match=r"dtype must be one of float16, .* got float32"
     ):
         diagnostics.grad_report(ALL_F16, 1.0, "float32")
-    with pytest.raises(ValueError, match=r"loss_scale must be .* got 0.0"):
+    with pytest.raises(ValueError, match=r"loss_scale to be .* got 0.0"):
         diagnostics.grad_report(ALL_F16, 0.0)
     with pytest.raises(TypeError, match="loss_scale"):
         diagnostics.grad_report(ALL_F16, "2**15")

@@ -1,0 +1,85 @@
+"""Frozen dataclasses as pytrees of named leaves, with all other fields static."""
+
+import contextlib
+import dataclasses
+import json
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.export
+
+
+class Pytree:
+    """A frozen dataclass that is a pytree, and so is each subclass.
+
+    Its leaves are the fields named in `_leaf_names`. Every other field is static, those
+    that a subclass adds included, so that none can be forgotten.
+    """
+
+    _leaf_names: ClassVar[tuple[str, ...]] = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # At the first instance rather than in __init_subclass__: only then is a
+        # subclass a dataclass with all its fields, or registered by its author.
+        if cls not in _registered:
+            with contextlib.suppress(ValueError):  # registered by its author
+                register(cls)
+        return super().__new__(cls)
+
+
+_registered: set[type] = set()
+
+
+def fields_of(tree: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name; `vars` has none of those in slots."""
+    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+
+
+def with_fields(tree: Any, /, **fields: Any) -> Any:
+    """A copy with other fields, which are not checked, so they may be placeholders."""
+    return _with_all_fields(type(tree), fields_of(tree) | fields)
+
+
+def register(cls: type[Pytree]) -> None:
+    """Makes a class a pytree.
+
+    By hand rather than with `jax.tree_util.register_dataclass`, whose unflatten calls
+    `__init__`: that checks leaves, for which JAX puts None, object() and the like.
+    """
+    _registered.add(cls)
+    leaf_names = cls._leaf_names
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    static_names = [f.name for f in fields if f.name not in leaf_names]
+    keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
+
+    def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        leaves = tuple(getattr(x, name) for name in leaf_names)
+        return leaves, tuple(getattr(x, name) for name in static_names)
+
+    def flatten_with_keys(x: Any) -> tuple[Any, tuple[Any, ...]]:
+        leaves, static = flatten(x)
+        return tuple(zip(keys, leaves, strict=True)), static
+
+    def unflatten(static: tuple[Any, ...], leaves: Any) -> Any:
+        names = (*leaf_names, *static_names)
+        fields = dict(zip(names, (*leaves, *static), strict=True))
+        return _with_all_fields(cls, fields)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+def register_serialization(cls: type[Pytree]) -> None:
+    """Makes `jax.export` save and load the static fields of a class, as JSON."""
+    jax.export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"jmp_scale.{cls.__name__}",
+        serialize_auxdata=lambda static: json.dumps(static).encode(),
+        deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
+    )
+
+
+def _with_all_fields(cls: type, fields: dict[str, Any]) -> Any:
+    instance = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
+    return instance

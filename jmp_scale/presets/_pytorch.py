@@ -1,0 +1,298 @@
+"""Presets for PyTorch and for frameworks that train PyTorch models."""
+
+import math
+from typing import Any
+
+from .._dynamic import DynamicLossScale
+from .._validation import Arguments, warn
+from . import _rule
+
+
+def pytorch(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> DynamicLossScale:
+    """PyTorch's `torch.amp.GradScaler` (2.13).
+
+    S grows by `growth_factor` on the `growth_interval`-th unskipped iteration in a row
+    and is multiplied by `backoff_factor` at every overflow. A growth that would be
+    infinite is not made.
+
+    Trap: there is no floor. From 2^16, 166 NaN steps in a row take S to 0, and the next
+    finite step writes NaN or infinity into the parameters; here S ends at 2^-126 and
+    recovers. `ShardedGradScaler` on a CPU has no cap either. For one `GradScaler` with
+    several optimizers take one loss scale, adjusted once by all flags.
+    """
+    names = {
+        "loss_scale": "init_scale",
+        "factor": "growth_factor",
+        "period": "growth_interval",
+    }
+    return _rule.dynamic(
+        Arguments("presets.pytorch", names),
+        init_scale,
+        period=growth_interval,
+        factor=growth_factor,
+        backoff_factor=backoff_factor,
+    )
+
+
+def apex(
+    init_scale: float = 2.0**16,
+    scale_window: int = 2000,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> DynamicLossScale:
+    """NVIDIA Apex's `apex.amp`, dynamic (`apex/amp/scaler.py`, its last version).
+
+    S doubles on the `scale_window`-th unskipped step in a row and halves at every
+    overflow, both fixed. It is clamped at `max_loss_scale`, where most others make no
+    growth past theirs, and so is `init_scale`.
+
+    Trap: `min_loss_scale=None` means that there is no floor; S ends at 0 with a
+    ZeroDivisionError, and here at 2^-126. For `amp.initialize(num_losses=n)` hold n of
+    these in a list or dictionary. The older `apex.fp16_utils.DynamicLossScaler` is
+    `fairseq(2.0**32, scale_window=1000, threshold=1.0)` here.
+    """
+    return _rule.dynamic(
+        Arguments(
+            "presets.apex", {"loss_scale": "init_scale", "period": "scale_window"}
+        ),
+        init_scale,
+        floor=0.0 if min_loss_scale is None else min_loss_scale,
+        cap=max_loss_scale,
+        at_max="clamp",
+        clamps_initial=True,
+        period=scale_window,
+    )
+
+
+def deepspeed(
+    initial_scale_power: float = 16,
+    loss_scale_window: int = 1000,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    min_loss_scale: float = 1.0,
+) -> DynamicLossScale:
+    """DeepSpeed's `fp16` section of the JSON configuration (`DynamicLossScaler`).
+
+    S starts at 2^initial_scale_power, doubles after `loss_scale_window` stable steps
+    and halves at the `hysteresis`-th overflow. What was absorbed is refilled when S
+    grows, or with `consecutive_hysteresis` by every finite step; once used up, every
+    overflow halves S. `get_loss_scale` reads the section itself.
+
+    Differs from all others: the first growth after the start or an overflow is late by
+    one step, since that step is not counted. The growths that follow are
+    `loss_scale_window` steps apart.
+
+    Traps: `initial_scale_power` is an exponent. With 0 or 1, S starts at 1 or 2, so
+    small gradients stay zero until S has grown (15,000 steps to 2^15 with the default
+    window), and it has no room to back off. At `min_loss_scale` DeepSpeed raises by
+    default; here S stays there and `skipped_in_a_row` grows. `FP16_Optimizer` and
+    `FP16_UnfusedOptimizer` ignore hysteresis: give `hysteresis=1` for them.
+    """
+    names = {"loss_scale": "2**initial_scale_power", "period": "loss_scale_window"}
+    arguments = Arguments("presets.deepspeed", names)
+    power = arguments.number("initial_scale_power", initial_scale_power)
+    in_range = -126 <= power <= 126
+    arguments.require(
+        in_range, "initial_scale_power", initial_scale_power, "in [-126, 126]"
+    )
+    return _rule.dynamic(
+        arguments,
+        2.0**power,
+        floor=min_loss_scale,
+        period=loss_scale_window,
+        growth_delay=1,
+        hysteresis=hysteresis,
+        hysteresis_reset="finite" if consecutive_hysteresis else "growth",
+    )
+
+
+def megatron(
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> DynamicLossScale:
+    """Megatron-LM's `DynamicGradScaler` (`--initial-loss-scale`, ...).
+
+    S grows on the `growth_interval`-th finite step in a row and backs off at the
+    `hysteresis`-th overflow, with a floor of `min_scale`.
+
+    Differs from Apex and Paddle: only a growth of S refills the hysteresis. So
+    overflows need not be in a row to use it up, and from then on each one backs off.
+
+    Traps: from 2^32 the first steps of a float16 run are all skipped (17 of them until
+      S
+    is 2^16). A single bad example that keeps coming back before S can grow walks S down
+    to `min_scale`, though no S can help; pass the loss as `value=` to `with_loss_scale`
+    and it does not. There is no cap (S can be infinite): here 2^126.
+    """
+    names = {
+        "loss_scale": "initial_scale",
+        "min_loss_scale": "min_scale",
+        "factor": "growth_factor",
+        "period": "growth_interval",
+    }
+    return _rule.dynamic(
+        Arguments("presets.megatron", names),
+        initial_scale,
+        floor=min_scale,
+        period=growth_interval,
+        factor=growth_factor,
+        backoff_factor=backoff_factor,
+        hysteresis=hysteresis,
+    )
+
+
+def colossalai(
+    initial_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
+    hysteresis: int = 2,
+) -> DynamicLossScale:
+    """ColossalAI's `DynamicGradScaler`.
+
+    As `megatron`, with hysteresis refilled by growth only, a lower start and optional
+    ends: a growth past `max_scale` is clamped to it. Trap: by default there is neither
+    floor nor cap, so S can reach 0 and infinity; here it holds at 2^-126 and 2^126.
+    """
+    names = {
+        "loss_scale": "initial_scale",
+        "min_loss_scale": "min_scale",
+        "max_loss_scale": "max_scale",
+        "factor": "growth_factor",
+        "period": "growth_interval",
+    }
+    return _rule.dynamic(
+        Arguments("presets.colossalai", names),
+        initial_scale,
+        floor=0.0 if min_scale is None else min_scale,
+        cap=math.inf if max_scale is None else max_scale,
+        at_max="clamp",
+        period=growth_interval,
+        factor=growth_factor,
+        backoff_factor=backoff_factor,
+        hysteresis=hysteresis,
+    )
+
+
+def fairseq(
+    init_scale: float = 2.0**15,
+    scale_factor: float = 2.0,
+    scale_window: int = 2000,
+    threshold: float | None = None,
+    *,
+    tolerance: float = 0.0,
+) -> DynamicLossScale:
+    """fairseq's `DynamicLossScaler`, with the class's defaults.
+
+    The command line starts at `--fp16-init-scale` 2^7 with a window of
+    2^14 / world size / update_freq. S is multiplied by `scale_factor` on the
+    `scale_window`-th finite step in a row and divided by it at every overflow;
+    `threshold` is the floor (None: none, here 2^-126).
+
+    Traps: at its `min_loss_scale` of 1e-4 fairseq raises FloatingPointError; here S
+      goes
+    on to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off only above
+    that share of overflows) is refused: the share depends on the steps since the last
+    change of S, which this rule does not count.
+    """
+    names = {
+        "loss_scale": "init_scale",
+        "factor": "scale_factor",
+        "period": "scale_window",
+        "min_loss_scale": "threshold",
+    }
+    arguments = Arguments("presets.fairseq", names)
+    _rule.require_no_tolerance(arguments, "tolerance", tolerance)
+    return _rule.dynamic(
+        arguments,
+        init_scale,
+        floor=0.0 if threshold is None else threshold,
+        period=scale_window,
+        factor=scale_factor,
+    )
+
+
+def cerebras(
+    initial_loss_scale: float | None = None,
+    steps_per_increase: int = 2000,
+    min_loss_scale: float = 2.0**-14,
+    max_loss_scale: float = 2.0**15,
+    *,
+    overflow_tolerance: float = 0.0,
+    loss_scale: str = "dynamic",
+    max_gradient_norm: float | None = None,
+) -> DynamicLossScale:
+    """Cerebras' `cstorch.amp.GradScaler` (2.10), `loss_scale="dynamic"`.
+
+    S doubles after `steps_per_increase` finite steps, halves at every overflow, and is
+    clamped to [min_loss_scale, max_loss_scale], also at the start (None: at the cap).
+    For cbfloat16 the cap is 2^31. `get_loss_scale` reads a section of its YAML.
+
+    Differs from most: as in `flax`, S grows one step late, on finite step
+    `steps_per_increase` + 1. The TensorFlow class `CSDynamicLossScale` does not: take
+    one less for it.
+
+    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Numbers
+    of that form, 2e10 and above or 2e-10 and below, are read as powers of two, with a
+    `UserWarning`.
+
+    Three arguments are there to be answered, with a `ValueError` that says what to
+    write: `overflow_tolerance` > 0 (0.05 by default in the TensorFlow class; the reason
+    is that of `fairseq`), a `loss_scale` other than "dynamic", and `max_gradient_norm`,
+    since clipping is a matter of the optimizer.
+    """
+    names = {"loss_scale": "initial_loss_scale", "period": "steps_per_increase"}
+    arguments = Arguments("presets.cerebras", names)
+    _require_no_other_job(loss_scale, max_gradient_norm)
+    _rule.require_no_tolerance(arguments, "overflow_tolerance", overflow_tolerance)
+    floor = _meant(arguments, "min_loss_scale", min_loss_scale)
+    cap = _meant(arguments, "max_loss_scale", max_loss_scale)
+    initial = cap
+    if initial_loss_scale is not None:
+        initial = _meant(arguments, "loss_scale", initial_loss_scale)
+    return _rule.dynamic(
+        arguments,
+        initial,
+        floor=floor,
+        cap=cap,
+        at_max="clamp",
+        clamps_initial=True,
+        period=_rule.one_late(arguments, "steps_per_increase", steps_per_increase),
+    )
+
+
+def _require_no_other_job(loss_scale: Any, max_gradient_norm: Any) -> None:
+    arguments = Arguments("presets.cerebras")
+    if not isinstance(loss_scale, str) or loss_scale != "dynamic":
+        message = arguments.message("loss_scale", '"dynamic"', loss_scale)
+        cure = f"a constant loss scale is jmp_scale.StaticLossScale({loss_scale!r})"
+        raise ValueError(f"{message}; {cure}")
+    if max_gradient_norm is not None:
+        message = arguments.message("max_gradient_norm", "None", max_gradient_norm)
+        clip = f"optax.clip_by_global_norm({max_gradient_norm!r})"
+        cure = f"with_loss_scale(optax.chain({clip}, tx), loss_scale)"
+        raise ValueError(f"{message}; clip in the optimizer: {cure}")
+
+
+def _meant(arguments: Arguments, argument: str, value: Any) -> float:
+    """The power of two that is meant by a number written as 2e15 or 2e-14."""
+    number = arguments.number(argument, value)
+    if not 0 < number < math.inf:
+        return number
+    exponent = round(math.log10(number / 2))
+    if abs(exponent) < 10 or number != float(f"2e{exponent}"):
+        return number
+    name = f"{arguments.function}: {arguments.name(argument)}"
+    warn(f"{name} = 2e{exponent} is read as 2**{exponent}; write 2.0**{exponent}")
+    return 2.0**exponent

@@ -1,12 +1,12 @@
-"""Gradients that were scaled inside, and are true outside."""
+"""`value_and_grad` and `grad` with the loss scaled internally."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ._loss_scale import LossScale
+from ._loss_scale import LossScale, checked_loss_scale
 from ._scaling import widen_gradients
 from ._tree import widen
 
@@ -19,38 +19,45 @@ def value_and_grad(
     *,
     transform: Callable[..., Any] = jax.value_and_grad,
     **kwargs: Any,
-) -> Callable[..., Any]:
-    """`jax.value_and_grad` with the loss scaled inside: the true loss and true float32 gradients.
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` that scales the loss inside; its results are unscaled.
 
-    The loss is multiplied by S, differentiated, and the gradients are divided by the same S in
-    float32. A power-of-two S changes no bit of the result unless something over- or underflowed.
+    The loss is multiplied by S, differentiated, and the gradients are divided by the
+    same S in float32. A power-of-two S changes no bit of the result unless something
+    over- or underflowed.
 
-    `fun` is the whole loss, regularization terms included; never scale anything in it yourself. End it
-    in float32 (`.astype(jnp.float32)` before the last mean): the gradient of a float16 loss is S cast to
-    float16, which is infinite from S = 2^16 on.
+    `fun` is the whole loss, regularization terms included; never scale anything in it
+    yourself. End it in float32 (`.astype(jnp.float32)` before the last mean): the
+    gradient that enters a float16 loss is S cast to float16, which is infinite from
+    S = 2^16 on, so each growth beyond 2^15 costs a skipped step.
 
-    Reductions over devices come after, on these float32 gradients: `jax.lax.pmean(grads, axis)` in
-    `pmap` and in `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already *summed*
-    the gradients of replicated parameters over the mesh axis: divide by the axis size there, and do not
-    average again. Nothing is added on top here. JAX sums them in the dtype of the computation and before
-    they are unscaled, where float16 may overflow (a skipped step); to average in float32 instead, let the
-    parameters vary, `jax.lax.pcast(params, axis, to="varying")` (`pvary` in jax 0.8), and take `pmean`.
+    Average over devices afterwards: `jax.lax.pmean(grads, axis)` in `pmap` and in
+    `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed
+    the gradients of replicated parameters over the axis: divide by its size there.
+
+    Flax's float8 collection `_overwrite_with_gradient` comes back as `transform` gave
+    it, wherever it is in a tree: it holds new values, not gradients. A framework whose
+    own transform returns something else than JAX's does without this function: scale
+    the loss with `loss_scale.scale` and the gradients with `loss_scale.unscale`.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
       loss_scale: the loss scale of this step, with S of shape [].
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      transform: what differentiates: `jax.value_and_grad` (default), `flax.nnx.value_and_grad` or
-        `equinox.filter_value_and_grad`.
+      transform: what differentiates: `jax.value_and_grad` (default),
+        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
       **kwargs: further arguments of `transform` (`holomorphic`, `allow_int`, ...).
 
     Returns:
-      A function of `fun`'s own arguments that returns `(loss, grads)` or `((loss, aux), grads)`: the
-      loss is float32 (float64 if it was), and so are the gradients of leaves narrower than that.
+      A function of `fun`'s own arguments that returns `(loss, grads)` or
+      `((loss, aux), grads)`. The loss is float32 (float64 if it was), and so are the
+      gradients of leaves narrower than that.
 
     Raises:
-      TypeError: the loss is no scalar (while tracing).
+      TypeError: at once if `loss_scale` is not a loss scale, or if `axis_name` is
+        given; while tracing if `fun` does not return what `has_aux` says, or
+        `transform` not what `jax.value_and_grad` does.
       ValueError: the loss scale has a shape other than ().
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
@@ -58,33 +65,18 @@ def value_and_grad(
     Example:
       >>> import jax.numpy as jnp, jmp_scale
       >>> square = lambda w: (w.astype(jnp.float32) ** 2).sum()
-      >>> loss, grads = jmp_scale.value_and_grad(square, jmp_scale.StaticLossScale(2.0**10))(jnp.ones(2))
+      >>> loss_scale = jmp_scale.StaticLossScale(2.0**10)
+      >>> loss, grads = jmp_scale.value_and_grad(square, loss_scale)(jnp.ones(2))
       >>> float(loss), grads.tolist()
       (2.0, [2.0, 2.0])
     """
-
-    def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        loss, aux = (
-            fun(*args, **fun_kwargs) if has_aux else (fun(*args, **fun_kwargs), None)
-        )
-        if jnp.shape(loss) != ():
-            raise TypeError(
-                f"value_and_grad: expected fun to return a scalar loss, got shape {jnp.shape(loss)}; "
-                "take its mean or sum"
-            )
-        loss = widen(loss)
-        return loss_scale.scale(loss), (loss, aux)
-
-    if (
-        argnums != 0
-    ):  # all three transforms differentiate the first argument; Equinox only that one
-        kwargs["argnums"] = argnums
-    scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
+    differentiated = _differentiated(
+        "value_and_grad", fun, loss_scale, argnums, has_aux, transform, kwargs
+    )
 
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
-        (_, (loss, aux)), grads = scaled_value_and_grad(*args, **fun_kwargs)
-        grads = widen_gradients(loss_scale.unscale(grads))
-        return ((loss, aux) if has_aux else loss), grads
+        output, grads = differentiated(*args, **fun_kwargs)
+        return (tuple(output) if has_aux else output.loss), grads
 
     return unscaled_value_and_grad
 
@@ -98,21 +90,112 @@ def grad(
     transform: Callable[..., Any] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """`jax.grad` with the loss scaled inside: true float32 gradients, or `(grads, aux)` with `has_aux`.
+    """`jax.grad` that scales the loss inside: unscaled float32 gradients.
 
-    Arguments, errors and dtypes are those of `value_and_grad`, also that of `transform`.
+    Arguments (`transform` too), errors and dtypes are those of `value_and_grad`. With
+    `has_aux` the result is `(grads, aux)`.
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale
-      >>> float(jmp_scale.grad(lambda w: w**2, jmp_scale.DynamicLossScale())(jnp.float32(3.0)))
+      >>> gradient = jmp_scale.grad(lambda w: w**2, jmp_scale.DynamicLossScale())
+      >>> float(gradient(jnp.float32(3.0)))
       6.0
     """
-    with_value = value_and_grad(
-        fun, loss_scale, argnums, has_aux, transform=transform, **kwargs
+    differentiated = _differentiated(
+        "grad", fun, loss_scale, argnums, has_aux, transform, kwargs
     )
 
-    def only_grad(*args: Any, **fun_kwargs: Any) -> Any:
-        value, grads = with_value(*args, **fun_kwargs)
-        return (grads, value[1]) if has_aux else grads
+    def unscaled_grad(*args: Any, **fun_kwargs: Any) -> Any:
+        output, grads = differentiated(*args, **fun_kwargs)
+        return (grads, output.aux) if has_aux else grads
 
-    return only_grad
+    return unscaled_grad
+
+
+class _Output(NamedTuple):
+    loss: Any
+    aux: Any
+
+
+def _differentiated(
+    function: str,
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    transform: Callable[..., Any],
+    kwargs: dict[str, Any],
+) -> Callable[..., tuple[_Output, Any]]:
+    """A function that returns what `fun` does, unscaled, and unscaled gradients."""
+    loss_scale = checked_loss_scale(function, loss_scale)
+    if "axis_name" in kwargs:
+        raise TypeError(
+            f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "
+            f"mean afterwards, jax.lax.pmean(grads, {kwargs['axis_name']!r})"
+        )
+    # All transforms differentiate the first argument; Equinox's takes no argnums.
+    if argnums != 0:
+        kwargs["argnums"] = argnums
+
+    def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Output]:
+        output = _checked_output(function, fun(*args, **fun_kwargs), has_aux)
+        return loss_scale.scale(output.loss), output
+
+    scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
+
+    def differentiated(*args: Any, **fun_kwargs: Any) -> tuple[_Output, Any]:
+        result = scaled_value_and_grad(*args, **fun_kwargs)
+        output, grads = _checked_result(function, result)
+        return output, widen_gradients(loss_scale.unscale(grads))
+
+    return differentiated
+
+
+def _checked_output(function: str, output: Any, has_aux: bool) -> _Output:
+    """The loss in float32 or wider, and the auxiliary output of `fun`."""
+    loss, aux = output, None
+    if has_aux:
+        if not isinstance(output, (tuple, list)) or len(output) != 2:
+            raise TypeError(
+                f"{function}: expected fun to return (loss, aux) since has_aux=True, "
+                f"got {_described(output)}; return everything but the loss as one aux"
+            )
+        loss, aux = output
+    if not (hasattr(loss, "shape") or isinstance(loss, (int, float, complex))):
+        cure = "pass has_aux=True if fun returns (loss, aux)"
+        if has_aux:
+            cure = "return the loss first"
+        elif loss is None:
+            cure = "let fun return it"
+        raise TypeError(
+            f"{function}: expected fun to return a scalar loss, got "
+            f"{_described(loss)}; {cure}"
+        )
+    if jnp.shape(loss) != ():
+        raise TypeError(
+            f"{function}: expected fun to return a scalar loss, got shape "
+            f"{jnp.shape(loss)}; take its mean or sum"
+        )
+    return _Output(widen(loss), aux)
+
+
+def _checked_result(function: str, result: Any) -> tuple[_Output, Any]:
+    try:
+        (_, output), grads = result
+    except (TypeError, ValueError):  # not pairs, or a tracer, which is not iterable
+        output, grads = None, None
+    if not isinstance(output, _Output):
+        raise TypeError(
+            f"{function}: expected transform to return ((value, aux), grads) as "
+            f"jax.value_and_grad does, got {_described(result)}; give the "
+            "value_and_grad of your framework (jmp_scale.grad takes it too)"
+        )
+    return output, grads
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    if hasattr(value, "shape"):
+        return f"an array of shape {jnp.shape(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

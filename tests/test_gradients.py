@@ -2,6 +2,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
@@ -261,9 +262,115 @@ def test_a_loss_that_is_no_scalar_is_a_type_error_while_tracing(loss_scale):
         jax.jit(jmp_scale.value_and_grad(lambda w: w, loss_scale))(jnp.ones(2))
 
 
+BOTH = pytest.mark.parametrize("function", ["value_and_grad", "grad"])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fun", "has_aux", "message"),
+    [
+        (
+            lambda w: (w, {}),
+            False,
+            "scalar loss, got a tuple of length 2; pass has_aux",
+        ),
+        (
+            lambda w: [w],
+            False,
+            "scalar loss, got a list of length 1; pass has_aux=True",
+        ),
+        (lambda w: {"loss": w}, False, "scalar loss, got a dict; pass has_aux=True"),
+        (lambda w: None, False, "scalar loss, got None; let fun return it"),
+        (
+            lambda w: (w, 1, 2),
+            True,
+            r"\(loss, aux\) .* got a tuple of length 3; return",
+        ),
+        (lambda w: w, True, r"\(loss, aux\) .* got an array of shape \(\); return"),
+        (lambda w: ({}, w), True, "scalar loss, got a dict; return the loss first"),
+        (lambda w: (jnp.ones(3), w), True, r"scalar loss, got shape \(3,\); take its"),
+    ],
+)
+def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(
+    function, fun, has_aux, message
+):
+    gradient = getattr(jmp_scale, function)(fun, DynamicLossScale(), has_aux=has_aux)
+    for call in (gradient, jax.jit(gradient)):
+        with pytest.raises(TypeError, match=f"^{function}: expected fun .*{message}"):
+            call(jnp.float32(1.0))
+
+
+def test_fun_may_return_loss_and_aux_in_a_list():
+    fun = jmp_scale.value_and_grad(lambda w: [w, 3], StaticLossScale(8.0), has_aux=True)
+    value, grads = fun(jnp.float32(2.0))
+    assert (value, grads) == ((2, 3), 1)
+
+
+@pytest.mark.parametrize(
+    ("transform", "argument"),
+    [
+        (jax.grad, jnp.ones(2)),
+        (jax.grad, jnp.ones(())),
+        (nnx.grad, jnp.ones(2)),
+        (eqx.filter_grad, jnp.ones(2)),
+        (lambda fun, has_aux: lambda w: (1, 2, 3, 4), jnp.ones(2)),
+    ],
+)
+@BOTH
+def test_a_transform_without_a_value_is_a_type_error(function, transform, argument):
+    gradient = getattr(jmp_scale, function)(
+        lambda w: w.sum(), StaticLossScale(8.0), transform=transform
+    )
+    message = rf"^{function}: expected transform to return \(\(value, aux\), grads\)"
+    with pytest.raises(TypeError, match=message):
+        gradient(argument)
+
+
+def optimizer_state():
+    return jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda: 1024.0, r"got 1024.0; pass jmp_scale.get_loss_scale\(1024.0\)"),
+        (
+            lambda: "dynamic",
+            r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic'\)",
+        ),
+        (lambda: np.float32(8), r"pass jmp_scale.get_loss_scale\(np.float32\(8.0\)\)"),
+        (
+            lambda: DynamicLossScale,
+            r"the class DynamicLossScale; pass an instance, Dyn",
+        ),
+        (optimizer_state, "got a LossScaleState; pass its .loss_scale"),
+        (
+            lambda: (optax.EmptyState(), optimizer_state()),
+            r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",
+        ),
+        (lambda: {"a": NoOpLossScale()}, "got a dict; pass the loss scale in it"),
+        (lambda: None, r"got a NoneType; pass DynamicLossScale\(\)"),
+    ],
+)
+def test_what_is_no_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
+    function, given, message
+):
+    with pytest.raises(
+        TypeError, match=rf"^{function}: expected a loss scale, .*{message}"
+    ):
+        getattr(jmp_scale, function)(lambda w: w, given())
+
+
+@BOTH
+def test_an_axis_name_is_an_error_that_shows_the_mean_to_take(function):
+    with pytest.raises(TypeError, match=r"axis_name.*jax.lax.pmean\(grads, 'batch'\)"):
+        getattr(jmp_scale, function)(lambda w: w, NoOpLossScale(), axis_name="batch")
+
+
 def test_an_array_of_loss_scales_is_a_value_error_that_says_what_to_do():
     several = DynamicLossScale(jnp.full(3, 8.0))
-    with pytest.raises(ValueError, match="adjust one loss scale once"):
+    with pytest.raises(ValueError, match=r"^scale: .*adjust one loss scale once"):
         jmp_scale.grad(lambda w: w, several)(jnp.float32(1.0))
 
 

@@ -2,10 +2,10 @@
 
 from . import diagnostics as diagnostics
 from . import presets as presets
+from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._finite import all_finite as all_finite
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
-from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scale import LossScaleState as LossScaleState
 from ._loss_scale import NoOpLossScale as NoOpLossScale
@@ -14,11 +14,10 @@ from ._loss_scale import adjust as adjust
 from ._loss_scale import scale as scale
 from ._loss_scale import unscale as unscale
 from ._parsing import get_loss_scale as get_loss_scale
+from ._parsing import get_policy as get_policy
 from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half
-from ._policy import dtype_to_names as dtype_to_names
-from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
 from ._transform import with_loss_scale as with_loss_scale
 from ._tree import select_tree as select_tree

@@ -12,25 +12,21 @@ T = TypeVar("T")
 
 dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
-    jnp.float16: ("f16", "float16"),
-    jnp.float32: ("full", "f32", "float32"),
+    jnp.float16: ("f16", "float16", "fp16"),
+    jnp.float32: ("full", "f32", "float32", "fp32"),
     jnp.float64: ("f64", "float64"),
 }
-_name_to_dtype = {
-    name: dtype for dtype, names in dtype_to_names.items() for name in names
-}
-_FIELDS = {"p": "param", "params": "param", "c": "compute", "compute": "compute",
-           "o": "output", "output": "output"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtypes of a mixed-precision model; its verbs cast the floating-point arrays of a tree.
+    """The dtypes of a mixed-precision model.
 
-    Keep parameters in float32 and cast them inside the loss, so that gradients and optimizer work on
-    float32 masters.
+    Its methods cast the floating-point arrays of a tree. Keep parameters in float32 and
+    cast them inside the loss, so that gradients and optimizer work on float32 masters.
 
-    Source: jmp 0.0.4 (DeepMind); Micikevicius et al., "Mixed Precision Training", 2018, section 3.1.
+    Source: jmp 0.0.4 (DeepMind); Micikevicius et al., "Mixed Precision Training", 2018,
+    section 3.1.
 
     Attributes:
       param_dtype: dtype of the stored (master) parameters.
@@ -63,61 +59,20 @@ class Policy:
         return "p={},c={},o={}".format(*(dtype_to_names[d][0] for d in dtypes))
 
 
-def get_policy(policy_name: str) -> Policy:
-    """Reads a policy from a configuration string.
-
-    `"float16"` is that dtype throughout; `"p=f32,c=f16,o=f32"` names each (also `params`, `compute`,
-    `output`). What is not named: params is f32, compute follows params, output follows compute.
-
-    Args:
-      policy_name: dtypes are `full`/`f32`/`float32`, `half` (the backend's half type), `f16`/`float16`,
-        `bf16`/`bfloat16`, `f64`/`float64`.
-
-    Raises:
-      ValueError: an unknown key or dtype.
-
-    Example:
-      >>> import jmp_scale
-      >>> print(jmp_scale.get_policy("c=f16,o=full"))
-      p=full,c=f16,o=full
-    """
-    if "=" not in policy_name:
-        dtype = _parse_dtype(policy_name)
-        return Policy(dtype, dtype, dtype)
-    dtypes = {}
-    for part in policy_name.split(","):
-        key, _, value = (word.strip() for word in part.partition("="))
-        if key not in _FIELDS:
-            raise ValueError(
-                f"Unknown key '{key}' in '{policy_name}' should be 'params', 'compute' "
-                "or 'output' (or 'p', 'c', 'o')"
-            )
-        dtypes[_FIELDS[key]] = _parse_dtype(value)
-    param = dtypes.get("param", jnp.float32)
-    compute = dtypes.get("compute", param)
-    return Policy(param, compute, dtypes.get("output", compute))
-
-
 def cast_to_full(tree: T) -> T:
     """Casts floating-point arrays to float32; other leaves pass."""
     return cast_floating(tree, jnp.float32)
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts floating-point arrays to the backend's half precision; other leaves pass."""
+    """Casts floating-point arrays to the backend's half type; other leaves pass."""
     return cast_floating(tree, half_dtype())
 
 
 def half_dtype() -> Any:
-    """The half precision of the default backend: bfloat16 on a TPU, float16 elsewhere."""
+    """The half precision of the default backend.
+
+    As in jmp: bfloat16 on a TPU, float16 elsewhere. A GPU may do better with bfloat16;
+    the documentation has a table of devices ("Which half, on which machine").
+    """
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
-
-
-def _parse_dtype(name: str) -> Any:
-    if name == "half":
-        return half_dtype()
-    if name not in _name_to_dtype:
-        raise ValueError(
-            f"Unknown dtype '{name}' must be one of half, {', '.join(_name_to_dtype)}"
-        )
-    return _name_to_dtype[name]

@@ -1,9 +1,17 @@
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, get_loss_scale
+from jmp_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    get_loss_scale,
+    presets,
+)
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -50,6 +58,8 @@ def test_a_spec_gives_the_loss_scale_it_names(spec, expected):
     [
         "f16",
         "float16",
+        "fp16",
+        "FP16",
         "half",
         jnp.float16,
         np.float16,
@@ -64,7 +74,7 @@ def test_float16_gets_the_dynamic_loss_scale(spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        *("bf16", "bfloat16", "f32", "float32", "full", "f64", "float64"),
+        *("bf16", "bfloat16", "f32", "float32", "fp32", "full", "f64", "float64"),
         *(
             jnp.bfloat16,
             jnp.float32,
@@ -95,6 +105,156 @@ def test_a_policy_and_its_loss_scale_come_from_one_dtype():
 )
 def test_a_loss_scale_passes_unchanged(loss_scale):
     assert get_loss_scale(loss_scale) is loss_scale
+
+
+DEEPSPEED_DEFAULTS = {
+    "enabled": True,
+    "auto_cast": False,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+    "fp16_master_weights_and_grads": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (DEEPSPEED_DEFAULTS, presets.deepspeed()),
+        ({"enabled": True}, presets.deepspeed()),
+        ({"initial_scale_power": 12, "hysteresis": 3}, presets.deepspeed(12, 1000, 3)),
+        (
+            {
+                "loss_scale_window": 50,
+                "consecutive_hysteresis": True,
+                "loss_scale": None,
+            },
+            presets.deepspeed(loss_scale_window=50, consecutive_hysteresis=True),
+        ),
+        (
+            {"enabled": True, "min_loss_scale": 0.25},
+            presets.deepspeed(min_loss_scale=0.25),
+        ),
+        (DEEPSPEED_DEFAULTS | {"loss_scale": 128}, StaticLossScale(128.0)),
+        (DEEPSPEED_DEFAULTS | {"loss_scale": "1e3"}, StaticLossScale(1000.0)),
+        (DEEPSPEED_DEFAULTS | {"enabled": False, "loss_scale": 8}, NoOpLossScale()),
+    ],
+)
+def test_a_section_of_deepspeed_is_its_preset(section, expected):
+    loss_scale = get_loss_scale(types.MappingProxyType(section))
+    assert configuration(loss_scale) == configuration(expected)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"loss_scaling_factor": "dynamic"}, presets.cerebras()),
+        ({"loss_scale": "dynamic"}, presets.cerebras()),
+        ({"enabled": True, "fp16_type": "float16"}, presets.cerebras()),
+        ({"steps_per_increase": 10}, presets.cerebras(steps_per_increase=10)),
+        (
+            {
+                "loss_scaling_factor": "dynamic",
+                "initial_loss_scale": 2.0**12,
+                "steps_per_increase": 100,
+                "min_loss_scale": "2**-10",
+                "max_loss_scale": 2.0**14,
+                "max_gradient_norm": None,
+                "log_loss_scale": True,
+                "precision_opt_level": 1,
+            },
+            presets.cerebras(2.0**12, 100, 2.0**-10, 2.0**14),
+        ),
+        (
+            {"loss_scale": "dynamic", "init_scale": 2.0**9, "overflow_tolerance": 0.0},
+            presets.cerebras(2.0**9),
+        ),
+        (
+            {"loss_scaling_factor": "dynamic", "fp16_type": "cbfloat16"},
+            presets.cerebras(max_loss_scale=2.0**31),
+        ),
+        ({"loss_scaling_factor": "dynamic", "fp16_type": "bfloat16"}, NoOpLossScale()),
+        ({"loss_scaling_factor": "dynamic", "enabled": False}, NoOpLossScale()),
+        ({"loss_scaling_factor": 64.0}, StaticLossScale(64.0)),
+        ({"loss_scaling_factor": "64"}, StaticLossScale(64.0)),
+    ],
+)
+def test_a_section_of_cerebras_is_its_preset(section, expected):
+    loss_scale = get_loss_scale(section)
+    assert configuration(loss_scale) == configuration(expected)
+
+
+@pytest.mark.parametrize("convert", [float, str])
+def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation(convert):
+    section = {
+        "loss_scaling_factor": "dynamic",
+        "initial_loss_scale": convert("2e15"),
+        "min_loss_scale": convert("2e-14"),
+    }
+    with pytest.warns(UserWarning, match=r"read as 2\*\*") as record:
+        loss_scale = get_loss_scale(section)
+    assert configuration(loss_scale) == configuration(presets.cerebras())
+    assert {warning.filename for warning in record} == {__file__}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"initial_scale_pwer": 4, "hysteresis": 2},
+            "'initial_scale_pwer'; known are en",
+        ),
+        ({"enabled": True, "growth": 2}, "fp16 .*'growth'; known are .*hysteresis"),
+        (
+            {"loss_scaling_factor": "dynamic", "scale": 2},
+            "'scale'; known are .*max_loss",
+        ),
+        ({"steps_per_increase": 3, "hysteresis": 2}, "Cerebras' .*'hysteresis'; known"),
+        ({"growth_interval": 3}, "'growth_interval'; .*hysteresis.*steps_per_increase"),
+        (
+            {"fp16": {"enabled": True}},
+            r"'fp16'; .*; pass the section, config\['fp16'\]",
+        ),
+        (
+            {"enabled": "auto"},
+            "expected enabled to be True or False, got 'auto'; replace",
+        ),
+        (
+            {"enabled": True, "loss_scale": -2},
+            "expected loss_scale to be a finite number",
+        ),
+        (
+            {"enabled": True, "hysteresis": 0},
+            "presets.deepspeed: expected hysteresis to",
+        ),
+        ({"loss_scale": "dynamc"}, "expected loss_scale to be .dynamic., got 'dynamc'"),
+        ({"fp16_type": "float8"}, "expected fp16_type to be one of 'float16', 'cbfl"),
+        (
+            {"loss_scaling_factor": "dynamic", "max_gradient_norm": 1.0},
+            r"optax.chain\(optax.clip_by_global_norm\(1.0\), tx\)",
+        ),
+        (
+            {"loss_scaling_factor": "dynamic", "max_gradient_value": 0.5},
+            r"optax.chain\(optax.clip\(0.5\), tx\)",
+        ),
+        (
+            {"loss_scaling_factor": "dynamic", "loss_scale": "dynamic"},
+            "expected loss_scaling_factor or loss_scale to be given only once",
+        ),
+    ],
+)
+def test_a_wrong_section_is_an_error_that_says_what_to_do(section, message):
+    with pytest.raises(ValueError, match=message):
+        get_loss_scale(section)
+
+
+@pytest.mark.parametrize("key", ["enabled", "loss_scale", "hysteresis"])
+def test_a_list_in_a_section_is_an_error_that_names_its_key(key):
+    with pytest.raises((TypeError, ValueError), match=f"expected {key} to be"):
+        get_loss_scale({"auto_cast": False, key: [1]})
 
 
 @pytest.mark.parametrize(
@@ -134,8 +294,20 @@ def test_an_unknown_spec_is_an_error_that_lists_what_is_known(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", [0, -1, "0", "-8", "inf", "nan", float("inf"), "dynamic:0", "dynamic:2**30"]
+    "spec",
+    [
+        0,
+        -1,
+        "0",
+        "-8",
+        "inf",
+        "nan",
+        float("inf"),
+        "dynamic:0",
+        "dynamic:2**30",
+        10**400,
+    ],
 )
 def test_a_number_that_no_loss_scale_may_have_is_an_error(spec):
-    with pytest.raises(ValueError, match=r"loss_scale must be .*, got"):
+    with pytest.raises(ValueError, match=r"expected loss_scale to be .*, got"):
         get_loss_scale(spec)

@@ -467,6 +467,52 @@ def test_an_error_names_the_frameworks_own_argument(preset, arguments, message):
         getattr(presets, preset)(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("argument", "written", "meant"),
+    [
+        ("initial_loss_scale", 2e15, 2.0**15),
+        ("max_loss_scale", 2e15, 2.0**15),
+        ("min_loss_scale", 2e-14, 2.0**-14),
+        ("max_loss_scale", 2e31, 2.0**31),
+        ("initial_loss_scale", 2 * 10**12, 2.0**12),
+        ("min_loss_scale", 2e-10, 2.0**-10),
+    ],
+)
+def test_numbers_of_cerebras_documentation_are_powers_of_two(argument, written, meant):
+    message = rf"presets.cerebras: {argument} = 2e.* is read as 2\*\*"
+    with pytest.warns(UserWarning, match=message) as record:
+        loss_scale = presets.cerebras(**{argument: written})
+    assert record[0].filename == __file__
+    expected = presets.cerebras(**{argument: meant})
+    assert jax.tree.structure(loss_scale) == jax.tree.structure(expected)
+    assert loss_scale.loss_scale == expected.loss_scale
+
+
+@pytest.mark.parametrize("value", [2e3, 2.5e15, 3e12, 2.0**15, 2.0**31])
+def test_other_numbers_are_what_they_are_for_cerebras(value):
+    assert presets.cerebras(max_loss_scale=value).max_loss_scale == np.float32(value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"max_gradient_norm": 0.5},
+            r"max_gradient_norm to be None, got 0.5; clip in the optimizer: "
+            r"with_loss_scale\(optax.chain\(optax.clip_by_global_norm\(0.5\), tx\), ",
+        ),
+        (
+            {"loss_scale": 128.0},
+            r'loss_scale to be "dynamic", got 128.0; .* jmp_scale.StaticLossScale\(128.0',
+        ),
+    ],
+)
+def test_arguments_of_cerebras_for_other_jobs_are_answered(arguments, message):
+    with pytest.raises(ValueError, match=f"^presets.cerebras: expected {message}"):
+        presets.cerebras(**arguments)
+    assert presets.cerebras(loss_scale="dynamic", max_gradient_norm=None).period == 2001
+
+
 def test_an_argument_that_is_no_number_is_a_type_error_under_its_own_name():
     with pytest.raises(
         TypeError,

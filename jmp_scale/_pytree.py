@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.export
 
+from . import _state_dict
+
 
 class Pytree:
     """A frozen dataclass that is a pytree, and so is each subclass.
@@ -24,6 +26,7 @@ class Pytree:
         if cls not in _registered:
             with contextlib.suppress(ValueError):  # registered by its author
                 register(cls)
+        _state_dict.register(cls)
         return super().__new__(cls)
 
 

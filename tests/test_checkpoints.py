@@ -1,7 +1,10 @@
-"""What goes to disk comes back: S and counter by name and exactly, configuration from the code."""
+"""What goes to disk comes back: S and counter by name, configuration from the code."""
 
+import dataclasses
 import hashlib
 import pickle
+import subprocess
+import sys
 
 import flax.serialization
 import jax
@@ -45,7 +48,7 @@ def old_state():
 
 
 def advanced(steps, **configuration):
-    """A loss scale after `steps` finite steps since its last change, a skip behind it."""
+    """A loss scale that was halved by a skip `steps` finite steps ago."""
     loss_scale = jmp_scale.DynamicLossScale(2.0**11, **configuration).adjust(
         jnp.array(False)
     )
@@ -169,6 +172,43 @@ def test_a_pickled_object_keeps_its_values_and_its_configuration():
 def test_loss_scales_without_leaves_save_nothing(loss_scale, round_trip):
     state = make_state(loss_scale)
     check_equal(round_trip(state, make_state(loss_scale)), state)
+
+
+ORDERS = {
+    "flax first": "import flax.serialization; import jmp_scale as jmp",
+    "flax last": "import jmp_scale as jmp; import flax.serialization",
+}
+
+
+@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS.keys())
+def test_flax_serialization_knows_loss_scales_also_without_our_flax_modules(imports):
+    code = f"""
+{imports}
+import sys, optax
+from jax import numpy as jnp
+states = {{"dynamic": jmp.DynamicLossScale(8.0), "static": jmp.StaticLossScale(4.0),
+          "wrapped": jmp.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))}}
+data = flax.serialization.to_bytes(states)
+states["dynamic"] = jmp.DynamicLossScale(2.0, period=5)
+restored = flax.serialization.from_bytes(states, data)
+assert not {{"jmp_scale.linen", "jmp_scale.nnx", "jmp_scale._flax"}} & set(sys.modules)
+print(restored["dynamic"].loss_scale, restored["dynamic"].period, restored["static"])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout.split() == ["8.0", "5", "StaticLossScale(loss_scale=4.0)"]
+
+
+def test_a_loss_scale_of_the_users_own_class_is_saved_by_flax():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(jmp_scale.DynamicLossScale):
+        pass
+
+    data = flax.serialization.to_bytes(Mine(8.0))
+    restored = flax.serialization.from_bytes(Mine(2.0), data)
+    assert isinstance(restored, Mine)
+    assert float(restored.loss_scale) == 8.0
 
 
 def test_orbax_names_the_leaves_on_disk(tmp_path):

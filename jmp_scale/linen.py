@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from ._finite import all_finite
 from ._gradients import value_and_grad
-from ._loss_scale import LossScale
+from ._loss_scale import LossScale, LossScaleState
 from ._scaling import OVERWRITE_WITH_GRADIENT
 from ._transform import fresh_buffers
 from ._tree import map_inexact, select_tree
@@ -61,7 +61,9 @@ class TrainState(train_state.TrainState):
       (0.0, 1, 32768.0)
     """
 
-    opt_state: Any = struct.field(pytree_node=True)  # a LossScaleState
+    apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
+    # Narrower than Flax's type, for the sake of `state.opt_state.skipped`.
+    opt_state: LossScaleState = struct.field(pytree_node=True)  # pyright: ignore
 
     @classmethod
     def create(
@@ -78,7 +80,7 @@ class TrainState(train_state.TrainState):
         Args:
           apply_fn: usually `model.apply`.
           params: the parameters, float32 masters.
-          tx: any Optax optimizer; used as it is if it already is `with_loss_scale(...)`.
+          tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
           loss_scale: the initial loss scale; default `NoOpLossScale()`.
           **kwargs: the subclass's own fields. A buffer that is in two fields (an EMA
             that starts as `params`) is copied, so that the whole state can be donated.
@@ -172,7 +174,7 @@ def _trained(params: Any) -> Any:
 
 
 def _gradients(grads: Any) -> Any:
-    """What the optimizer sees: NaN if a new scale is not finite, for it to skip the step.
+    """What the optimizer sees: NaN if a new scale is not finite, so that it skips.
 
     An infinite maximum would otherwise stay in float8's history for its whole length,
     and the gradients do not show it, since float8 operations saturate.
@@ -184,7 +186,7 @@ def _gradients(grads: Any) -> Any:
 
 
 def _with_overwritten(params: Any, trained: Any, grads: Any, applied: Any) -> Any:
-    """`params` with trained parameters, and with its float8 collection of the next step.
+    """`params` with trained parameters, and with the next step's float8 collection.
 
     A dict stays a dict and a `FrozenDict` frozen, so that a step can be scanned; Flax
     makes a dict of either.

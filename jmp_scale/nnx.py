@@ -55,7 +55,7 @@ class Optimizer(nnx.Optimizer):
 
     Args:
       model: the NNX model.
-      tx: any Optax optimizer; used as it is if it already is `with_loss_scale(...)`.
+      tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
       loss_scale: the initial loss scale; default `NoOpLossScale()`.
       wrt: filter of the trained variables; default `nnx.Param`.
       **kwargs: further arguments of `nnx.Optimizer`.

@@ -134,13 +134,13 @@ def find_loss_scale_states(tree: Any) -> list[tuple[Any, Any]]:
 def is_loss_scale_state(node: Any) -> bool:
     """Whether a node is a `LossScaleState`, also in the form of a mapping.
 
-    A mapping made by Flax lacks the fields that hold no array: a guard of None, say.
+    A mapping made by NNX lacks the fields that hold no array: a guard of None, a
+    `NoOpLossScale`, the state of plain SGD.
     """
     if isinstance(node, Mapping):
         names = set(node)
-        return (
-            {"loss_scale", "skipped_in_a_row"} <= names <= set(LossScaleState._fields)
-        )
+        always = {"grads_finite", "skipped", "skipped_in_a_row"}
+        return always <= names <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)
 
 

@@ -1,0 +1,217 @@
+"""The lines of docs/coming-from/state-dicts.md, on the frameworks' own runs, cut."""
+
+import dataclasses
+import math
+import pathlib
+import re
+import types
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from helpers import count_traces
+from test_presets import EVERY, as_flags, build
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, NoOpLossScale, presets
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs/coming-from/state-dicts.md"
+LINES = dict(re.findall(r"^\| (.*?) \|.* `(.*)` \|$", PAGE.read_text(), re.MULTILINE))
+
+
+def evaluate(line, **names):
+    names |= {"dataclasses": dataclasses, "jmp_scale": jmp_scale}
+    return eval(compile(LINES[line], str(PAGE), "eval"), names)
+
+
+def torch_state(trace, k):
+    return {"scale": trace["scale"][k], "_growth_tracker": trace["counter"][k]}
+
+
+def apex_state(trace, k):
+    return {"loss_scale": trace["scale"][k], "unskipped": trace["counter"][k]}
+
+
+def deepspeed_state(trace, k):
+    return {
+        "cur_scale": trace["scale"][k],
+        "cur_iter": k,
+        "last_overflow_iter": trace["finite"].rfind("0", 0, k),
+        "scale_window": trace["config"]["scale_window"],
+        "cur_hysteresis": trace.get("cur_hysteresis", [1] * (k + 1))[k],
+    }
+
+
+def zero_state(trace, k):
+    return types.SimpleNamespace(**deepspeed_state(trace, k))
+
+
+def megatron_state(trace, k):
+    return {
+        "scale": np.array([trace["scale"][k]], np.float32),
+        "growth_tracker": trace["counter"][k],
+        "hysteresis_tracker": trace["hysteresis_tracker"][k],
+    }
+
+
+def keras_state(trace, k):
+    return {
+        "dynamic_scale": np.float32(trace["scale"][k]),
+        "step_counter": np.int32(trace["counter"][k]),
+    }
+
+
+def tf_keras_state(trace, k):
+    return types.SimpleNamespace(
+        loss_scale=np.float32(trace["scale"][k]),
+        dynamic_counter=np.int64(trace["counter"][k]),
+    )
+
+
+def flax_state(trace, k):
+    scale = DynamicScale(scale=jnp.float32(trace["scale"][k]))
+    scale = scale.replace(fin_steps=jnp.int32(trace["counter"][k]))
+    return flax.serialization.to_state_dict(scale)
+
+
+def jmp_state(trace, k):
+    s, counter = jnp.float32(trace["scale"][k]), jnp.int32(trace["counter"][k])
+    return jmp.DynamicLossScale(s, counter)
+
+
+STATES = {
+    "torch_gradscaler": ("PyTorch `GradScaler`", torch_state),
+    "apex_amp_lossscaler": ("Apex `amp`", apex_state),
+    "deepspeed_dynamic": ("DeepSpeed ZeRO", zero_state),
+    "deepspeed_fused_optimizer": ("DeepSpeed `FP16_Optimizer`", deepspeed_state),
+    "megatron": ("Megatron-LM", megatron_state),
+    "keras3_lso": ("Keras 3", keras_state),
+    "tf_keras2_lso": ("tf_keras 2", tf_keras_state),
+    "flax_dynamic_scale": ("Flax", flax_state),
+    "jmp": ("jmp", jmp_state),
+}
+CUT = [
+    name
+    for name, (peer, trace) in EVERY.items()
+    if peer in STATES and re.match("edges|period1", trace["case"])
+]
+
+
+def with_the_start(trace):
+    """The trace with its state before the first step in front of those after each."""
+    config = trace["config"]
+    starts = [
+        config[k] for k in ("init_scale", "initial_scale", "scale") if k in config
+    ]
+    hysteresis = config.get("hysteresis", config.get("delayed_shift"))
+    first = {
+        "scale": next(iter(starts), config.get("loss_scale")),
+        "counter": 0,
+        "hysteresis_tracker": hysteresis,
+        "cur_hysteresis": hysteresis,
+    }
+    return trace | {k: [v, *trace[k]] for k, v in first.items() if k in trace}
+
+
+@jax.jit
+def continued(loss_scale, flags):
+    """S after each further step of runs that were cut, all at once."""
+
+    def step(loss_scale, finite):
+        loss_scale = loss_scale.adjust(finite)
+        return loss_scale, loss_scale.loss_scale
+
+    return jax.lax.scan(step, loss_scale, flags)[1]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_run_cut_anywhere_goes_on_as_it_would_have_there(name):
+    peer, trace = EVERY[name]
+    line, state_of = STATES[peer]
+    preset, longer = build(peer, trace), with_the_start(trace)
+    steps = len(trace["finite"])
+    cuts = range(0, steps, 3)  # no multiple of the traces' growth interval of 5
+    resumed = [
+        evaluate(line, preset=preset, state=state_of(longer, cut)) for cut in cuts
+    ]
+    assert jax.tree.structure(resumed[0]) == jax.tree.structure(preset)
+    # Each run's flags are those from its cut on, and then padding.
+    flags = as_flags(trace["finite"] + "1" * steps)
+    shifted = np.stack([flags[cut : cut + steps] for cut in cuts], axis=1)
+    history = continued(jax.tree.map(lambda *x: jnp.stack(x), *resumed), shifted)
+    for run, cut in enumerate(cuts):
+        assert history[: steps - cut, run].tolist() == trace["scale"][cut:]
+
+
+def test_every_row_has_runs():
+    peers = {EVERY[name][0] for name in CUT}
+    rows = {STATES[peer][0] for peer in peers}
+    assert rows == {row for row, _ in STATES.values()}
+    assert rows == {row for row in LINES if "state" in LINES[row]}
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf])
+def test_a_scale_that_was_lost_is_an_error(scale):
+    state = {"scale": scale, "_growth_tracker": 3}
+    with pytest.raises(ValueError, match="expected loss_scale to be"):
+        evaluate("PyTorch `GradScaler`", preset=presets.pytorch(), state=state)
+
+
+def test_a_scale_is_read_and_set_without_another_compilation():
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), presets.pytorch(growth_interval=9))
+    update, traces = count_traces(tx.update)
+    opt_state, params = tx.init(jnp.ones(2)), jnp.ones(2)
+    _, opt_state = jax.jit(update)(params, opt_state, params)
+    new = evaluate(
+        "`scaler.update(new_scale)`", loss_scale=opt_state.loss_scale, new_scale=512.0
+    )
+    opt_state = opt_state._replace(loss_scale=new)
+    assert evaluate("`scaler.get_scale()`", loss_scale=opt_state.loss_scale) == 512
+    assert opt_state.loss_scale.counter == 1
+    _, opt_state = jax.jit(update)(jnp.array([jnp.inf, 1.0]), opt_state, params)
+    assert opt_state.loss_scale.loss_scale == 256
+    assert len(traces) == 1
+
+
+def test_a_scaler_that_is_not_enabled_does_nothing():
+    line = "`GradScaler(enabled=enabled)`"
+    assert evaluate(line, enabled=False) == NoOpLossScale()
+    assert isinstance(evaluate(line, enabled=True), DynamicLossScale)
+
+
+def test_the_growth_interval_is_set_and_the_counter_kept():
+    loss_scale = presets.pytorch(init_scale=8.0, growth_interval=100)
+    for _ in range(3):
+        loss_scale = loss_scale.adjust(True)
+    shorter = evaluate("`scaler.set_growth_interval(n)`", loss_scale=loss_scale, n=5)
+    history = []
+    for _ in range(7):
+        shorter = shorter.adjust(True)
+        history.append(float(shorter.loss_scale))
+    assert history == [8, 16, 16, 16, 16, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("line", "x", "finite", "expected"),
+    [
+        ("`scaler.set_growth_factor(x)`", 4.0, True, 32.0),
+        ("`scaler.set_backoff_factor(x)`", 0.25, False, 2.0),
+    ],
+)
+def test_the_factors_are_set(line, x, finite, expected):
+    loss_scale = presets.pytorch(init_scale=8.0, growth_interval=1)
+    changed = evaluate(line, loss_scale=loss_scale, x=x)
+    assert changed.adjust(finite).loss_scale == expected
+
+
+def test_the_example_of_the_page_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {}
+    exec(compile(example, str(PAGE), "exec"), names)
+    loss_scale = names["tx"].init(jnp.ones(2)).loss_scale
+    assert (loss_scale.loss_scale, loss_scale.counter) == (8192, 1234)

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import operator
 import os
 import pathlib
 
@@ -15,7 +16,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 )
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "0.4")
+STYLES = (("#0072b2", "-"), ("#d55e00", "-"), ("#009e73", "--"), ("#cc79a7", ":"))
 
 
 def parser(description, steps, *, seed=False, out=False):
@@ -50,20 +51,35 @@ def scan(train_step, carry, inputs, name="training", chunk=50):
     Compiles chunks of steps. Returns the last carry, and what the steps returned as
     NumPy arrays, whose first axis is the step.
     """
-    run_chunk = jax.jit(functools.partial(jax.lax.scan, train_step))
     steps, records = len(jax.tree.leaves(inputs)[0]), []
     with tqdm(total=steps, desc=f"{name:24}", unit="step") as progress:
         for start in range(0, steps, chunk):
-            part = jax.tree.map(lambda x: x[start : start + chunk], inputs)  # noqa: B023
-            carry, record = run_chunk(carry, part)
+            part = slice(start, start + chunk)
+            batches = jax.tree.map(operator.itemgetter(part), inputs)
+            carry, record = _run_chunk(train_step)(carry, batches)
             records.append(jax.device_get(record))
             progress.update(min(chunk, steps - start))
     return carry, jax.tree.map(lambda *parts: np.concatenate(parts), *records)
 
 
+@functools.cache
+def _run_chunk(train_step):
+    return jax.jit(functools.partial(jax.lax.scan, train_step))
+
+
 def power(s):
     """A loss scale as text: "2^15"."""
     return f"2^{np.log2(float(s)):.0f}"
+
+
+def mean(values):
+    """The mean, or NaN of nothing."""
+    return np.mean(values) if len(values) else np.nan
+
+
+def steps(flags):
+    """The first steps, counted from 1, at which a flag was set, as text."""
+    return " ".join(map(str, np.flatnonzero(flags)[:8] + 1)) or "-"
 
 
 def table(header, rows):
@@ -76,6 +92,16 @@ def table(header, rows):
         print(f"{first:{widths[0]}}  " + "  ".join(f"{x:>{n}}" for x, n in cells))
 
 
+def history(record, rows=10):
+    """Prints a table of some steps of a record: for each name an array over steps."""
+    steps = np.linspace(0, len(next(iter(record.values()))) - 1, rows)
+    cells = [
+        [step + 1] + [f"{column[step]:.6g}" for column in record.values()]
+        for step in np.unique(steps.astype(int))
+    ]
+    table(["step", *record], cells)
+
+
 def figure(path, panels, columns=2):
     """Writes a figure of panels: functions that draw into the axes they are given."""
     import matplotlib
@@ -84,15 +110,12 @@ def figure(path, panels, columns=2):
     import matplotlib.pyplot as plt
 
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(5.6 * columns, 3.6 * rows),
-        layout="constrained",
-        squeeze=False,
-    )
-    for panel, ax in zip(panels, axes.flat, strict=False):
-        panel(ax)
+    figure = plt.figure(figsize=(5.6 * columns, 3.6 * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, columns)
+    for i, panel in enumerate(panels):
+        row, column = divmod(i, columns)
+        end = columns if i == len(panels) - 1 else column + 1  # the last takes the rest
+        panel(figure.add_subplot(grid[row, column:end]))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200)
     plt.close(figure)
@@ -103,15 +126,21 @@ def curves(title, ylabel, lines, *, xlabel="step", draw="plot", **settings):
     """A panel of one curve for each name: y, or (x, y)."""
 
     def panel(ax):
-        for (name, line), color in zip(lines.items(), COLORS, strict=False):
-            line = line if isinstance(line, tuple) else (np.arange(len(line)), line)
-            getattr(ax, draw)(*line, color=color, label=name, linewidth=1.3)
+        for (name, y), (color, style) in zip(lines.items(), STYLES, strict=False):
+            xy = y if isinstance(y, tuple) else (np.arange(len(y)), y)
+            getattr(ax, draw)(*xy, label=name, color=color, linestyle=style)
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
         ax.spines[["top", "right"]].set_visible(False)
         if len(lines) > 1:
             ax.legend(frameon=False)
 
     return panel
+
+
+def scales(title, runs):
+    """A panel of the loss scale over steps, for each name an array."""
+    log2_s = {name: np.log2(s) for name, s in runs.items()}
+    return curves(title, "log2 S", log2_s, draw="step")
 
 
 def loss_scale(title, history):

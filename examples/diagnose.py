@@ -54,7 +54,7 @@ def say(name, state, history, verdict, details=()):
 
 def main(argv=None):
     args = _show.parser(__doc__, 400, seed=True, out=True).parse_args(argv)
-    images, _ = digits.load_digits_split(args.seed)
+    images, _ = digits.load_images(args.seed)
     start = digits.init_autoencoder(args.seed)
     take = functools.partial(digits.Batches, steps=args.steps, size=64, seed=args.seed)
     dynamic = jmp_scale.DynamicLossScale(2.0**15, period=50)

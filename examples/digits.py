@@ -7,20 +7,25 @@ mean over batch and pixels make the first layers' gradients too small for float1
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _show import positive_int as positive_int
+import optax
 from sklearn.datasets import load_digits
 
 import jmp_scale
 
-glorot_normal = jax.nn.initializers.glorot_normal()
 WIDTHS = (64, 128, 64, 32, 16, 32, 64, 128, 64)
 
 
-def load_digits_split(seed=0, train_size=1437):
+def load_images(seed=0, train_size=1437):
     """(train, test) images in [0, 1], f32[1437, 64] and f32[360, 64], shuffled."""
     images = (load_digits().data / 16).astype(np.float32)
     images = images[np.random.RandomState(seed).permutation(len(images))]
     return images[:train_size], images[train_size:]
+
+
+def load_labels(seed=0, train_size=1437):
+    """(train, test) labels of the images of `load_images`, i32[1437] and i32[360]."""
+    labels = np.random.RandomState(seed).permutation(load_digits().target)
+    return np.split(labels.astype(np.int32), [train_size])
 
 
 class Batches:
@@ -42,11 +47,11 @@ def init_autoencoder(seed=0):
     return init_layers(WIDTHS, jax.random.key(seed))
 
 
-def init_layers(widths, key, initializer=glorot_normal):
+def init_layers(widths, key, initializer="glorot_normal"):
     """Float32 parameters of dense layers: [{"w": [i, o], "b": [o]}]."""
-    shapes = zip(
-        jax.random.split(key, len(widths) - 1), widths[:-1], widths[1:], strict=True
-    )
+    keys = jax.random.split(key, len(widths) - 1)
+    initializer = getattr(jax.nn.initializers, initializer)()
+    shapes = zip(keys, widths[:-1], widths[1:], strict=True)
     return [{"w": initializer(k, (i, o)), "b": jnp.zeros(o)} for k, i, o in shapes]
 
 
@@ -58,16 +63,29 @@ def autoencoder(params, images):
     return x
 
 
-def reconstruction_loss(params, images, dtype="float16", policy=None):
-    """Mean squared error over batch and pixels, f32[], of a model run in `dtype`."""
-    policy = policy or policy_for(dtype)
+def reconstruction_loss(params, images, dtype="float16", weights=1.0):
+    """Mean squared error over batch and pixels, f32[], of a model run in `dtype`.
+
+    `weights` [batch, 1] multiply the errors of each image.
+    """
+    policy = jmp_scale.get_policy(f"params=float32,compute={dtype},output=float32")
     reconstructions = autoencoder(policy.cast_to_compute(params), images)
-    return jnp.mean((policy.cast_to_output(reconstructions) - images) ** 2)
+    return jnp.mean(weights * (policy.cast_to_output(reconstructions) - images) ** 2)
 
 
-def policy_for(dtype):
-    """Float32 master parameters, computed in `dtype`."""
-    return jmp_scale.get_policy(f"params=float32,compute={dtype},output=float32")
+def leaky_network(params, x):
+    """Outputs in float32 of leaky layers that compute in float16."""
+    *hidden, last = jax.tree.map(lambda w: w.astype(jnp.float16), params)
+    x = x.astype(jnp.float16)
+    for layer in hidden:
+        x = jax.nn.leaky_relu(x @ layer["w"] + layer["b"], 0.2)
+    return (x @ last["w"] + last["b"]).astype(jnp.float32)
+
+
+def cross_entropy(logits, label):
+    """Mean cross entropy of logits, f32[], where all labels are `label`."""
+    labels = jnp.full_like(logits, label)
+    return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
 
 
 def zero_share(grads):

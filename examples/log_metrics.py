@@ -10,9 +10,8 @@ import functools
 
 import _show
 import jax
-import numpy as np
 import optax
-from digits import Batches, init_autoencoder, load_digits_split, reconstruction_loss
+from digits import Batches, init_autoencoder, load_images, reconstruction_loss
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -37,7 +36,7 @@ def train_step(carry, images):
 
 def main(argv=None):
     args = _show.parser(__doc__, 600, seed=True, out=True).parse_args(argv)
-    images, _ = load_digits_split(args.seed)
+    images, _ = load_images(args.seed)
     batches = Batches(images, args.steps, 256, args.seed)
     params = init_autoencoder(args.seed)
     carry, rows, log = (params, TX.init(params)), [], diagnostics.HealthLog()
@@ -56,11 +55,7 @@ def main(argv=None):
         writer = csv.DictWriter(file, ["step", *rows[0]])
         writer.writeheader()
         writer.writerows({"step": step, **row} for step, row in enumerate(rows))
-    picks = {0, 1, 2, *np.linspace(0, args.steps - 1, 10).astype(int).tolist()}
-    picks = sorted(picks & set(range(args.steps)))
-    _show.table(["step", *rows[0]], [
-        [step, *(f"{value:.6g}" for value in rows[step].values())] for step in picks
-    ])  # fmt: skip
+    _show.history({name: [row[name] for row in rows] for name in rows[0]})
     print(f"metrics: {args.out / 'metrics.csv'}")
 
 

@@ -1,12 +1,19 @@
-"""Every example runs, and shows what it says."""
+"""Every example runs, and shows what it says.
 
-import functools
-import json
-import os
+CPUs round float16 at different places, so a run leaves a plateau some steps earlier on
+one than on another. What is asserted holds on all: whether a run learns, windows,
+order.
+"""
+
+import concurrent.futures
+import contextlib
+import io
+import multiprocessing
 import pathlib
 import re
-import subprocess
+import runpy
 import sys
+import traceback
 
 import pytest
 
@@ -14,200 +21,216 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(
     path.name for path in EXAMPLES.glob("*.py") if "def main" in path.read_text()
 )
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    # Compiles quickly rather than well.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "PYTHONPATH": f"{EXAMPLES}:{EXAMPLES.parent}",
+}
 
 
-def run(script, *args, timeout=300):
-    """What an example prints, run as a user runs it, but that it compiles quickly rather than well."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "PYTHONPATH": str(EXAMPLES.parent),
-    }
-    command = [sys.executable, str(EXAMPLES / script), *map(str, args)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+def main_of(script, *args):
+    """What an example prints, in this process."""
+    sys.argv = [script, *map(str, args)]
+    sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent)]
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        except SystemExit:
+            return out.getvalue() + errors.getvalue()
+        except BaseException:
+            raise AssertionError(traceback.format_exc()) from None
+    return out.getvalue()
 
 
-@functools.cache
-def refusals_and_helps():
-    """What every example prints for --help, and for a wrong --steps, from one process: each imports JAX."""
-    code = (
-        "import contextlib, io, json, runpy, sys\n"
-        "texts = {}\n"
-        "for path in sys.argv[1:]:\n"
-        "    main = runpy.run_path(path)['main']\n"
-        "    for arguments in ('--help', '--steps=0', '--steps=-3', '--steps=many'):\n"
-        "        out = io.StringIO()\n"
-        "        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):\n"
-        "            try:\n"
-        "                main([arguments])\n"
-        "            except SystemExit:\n"
-        "                texts[path.rsplit('/', 1)[1] + ' ' + arguments] = out.getvalue()\n"
-        "print(json.dumps(texts))\n"
-    )
-    paths = [str(EXAMPLES / script) for script in SCRIPTS]
-    environment = os.environ | {"PYTHONPATH": f"{EXAMPLES}:{EXAMPLES.parent}"}
-    command = [sys.executable, "-c", code, *paths]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def fresh_process():
+    """Functions that call `main_of` in a process of their own, as a user starts it."""
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+
+        def start():
+            context = multiprocessing.get_context("spawn")
+            pool = concurrent.futures.ProcessPoolExecutor(1, context)
+            stack.enter_context(pool)
+            return lambda *args: pool.submit(main_of, *args).result(timeout=300)
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def run(fresh_process):
+    """Examples one after the other in one process, which imports JAX only once."""
+    return fresh_process()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_the_example_shows(script):
-    text = refusals_and_helps()[f"{script} --help"]
+def test_help_says_what_the_example_shows(run, script):
+    text = run(script, "--help")
     assert "usage:" in text
     assert "--steps" in text
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("steps", ["0", "-3", "many"])
-def test_a_wrong_number_of_steps_is_a_clear_error(script, steps):
-    text = refusals_and_helps()[f"{script} --steps={steps}"]
-    assert re.search(
-        r"argument --steps: expected a whole number of at least 1, got '?" + steps, text
-    ), text
+def test_a_wrong_number_of_steps_is_a_clear_error(run, script, steps):
+    expected = f"argument --steps: expected a whole number of at least 1, got '{steps}'"
+    assert expected in run(script, f"--steps={steps}")
+
+
+def test_every_example_is_in_the_reading_order():
+    table = (EXAMPLES / "README.md").read_text()
+    assert (
+        sorted(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", table, re.MULTILINE)) == SCRIPTS
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_example_is_one_page_with_its_train_step_near_the_top(script):
+    lines = (EXAMPLES / script).read_text().splitlines()
+    assert len(lines) <= 120
+    step = re.compile(r"\.(update|apply_gradients)\(")
+    assert next(i for i, line in enumerate(lines) if step.search(line)) < 45
+
+
+def columns(text, names):
+    """The cells of the rows of a printed table whose first column is in `names`."""
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    return {name: cells for name, *cells in rows if name in names}
+
+
+def exponent(power):
+    return int(power.removeprefix("2^"))
+
+
+def test_the_quick_start_prints_a_gradient_of_zero_and_then_the_right_one(run):
+    text = run("quickstart.py")
+    assert "gradient without a loss scale: 0.0\n" in text
+    gradient = re.search(r"gradient with a loss scale: +(\S+)", text)[1]
+    assert float(gradient) == pytest.approx(-2e-5, rel=0.02)
+    assert float(re.search(r"steps: (\S+),", text)[1]) == pytest.approx(0.3, abs=0.005)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(seed, tmp_path):
-    table = run("train_digits.py", "--steps", 800, "--seed", seed, "--out", tmp_path)
-    rows = dict(
-        re.findall(r"^(float\S+(?:, [a-z ]+?)?)\s{2,}(0\.\d+)", table, re.MULTILINE)
-    )
-    losses = {name: float(loss) for name, loss in rows.items()}
-    assert losses["float32"] < 0.055
-    assert losses["float16, no scaling"] > 0.070
-    assert losses["float16, dynamic"] < 0.055
+def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, seed, tmp_path):
+    table = run("train_digits.py", "--steps", 600, "--seed", seed, "--out", tmp_path)
+    names = ("float32", "float16, no scaling", "float16, dynamic")
+    rows = columns(table, names)
+    loss = {name: float(rows[name][0]) for name in names}
+    zeros = {name: float(rows[name][2].removesuffix("%")) for name in names}
+    # 0.073 is the loss of the mean digit, which every network reaches within 30 steps.
+    assert loss["float16, no scaling"] > 0.07
+    assert loss["float32"] < 0.06
+    assert loss["float16, dynamic"] < 0.06
+    assert zeros["float16, no scaling"] > 40
+    assert zeros["float32"] < zeros["float16, dynamic"] + 1 < 10
+    assert exponent(rows["float16, dynamic"][3]) >= 16
     assert (tmp_path / "train_digits.png").stat().st_size > 20_000
 
 
-def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale():
-    rows = re.findall(
-        r"^(float\S+(?:, S = 2\^\d+)?) +(\S+) +(\d\.\d+)$",
-        run("linear_regression.py"),
-        re.M,
-    )
-    table = {name: (float(gradient), float(w)) for name, gradient, w in rows}
-    assert table["float32"] == (
-        pytest.approx(-2.031e-5, rel=1e-3),
-        pytest.approx(0.3, abs=2e-4),
-    )
-    assert table["float16"] == (0.0, 0.0)
-    scaled = {
-        "float16, S = 2^7": 0.2953,
-        "float16, S = 2^10": 0.2995,
-        "float16, S = 2^15": 0.2999,
-    }
-    for name, w in scaled.items():
-        assert table[name] == (
-            pytest.approx(-2.03e-5, rel=3e-3),
-            pytest.approx(w, abs=1e-4),
-        )
+def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale(run):
+    names = ("float32", "float16", *(f"float16, S = 2^{n}" for n in (7, 10, 15)))
+    table = columns(run("linear_regression.py"), names)
+    gradient = {name: float(cells[0]) for name, cells in table.items()}
+    w = {name: float(cells[1]) for name, cells in table.items()}
+    assert (gradient["float16"], w["float16"]) == (0, 0)
+    assert gradient["float32"] == pytest.approx(-2.031e-5, rel=1e-3)
+    assert w["float32"] == pytest.approx(0.3, abs=2e-4)
+    for name in names[2:]:
+        assert gradient[name] == pytest.approx(-2.031e-5, rel=5e-3)
+    # Descent ends where the scaled gradient vanishes in float16: the larger S, the nearer
+    # to 0.3. Where exactly depends on whether w x - 0.3 x is rounded once or twice.
+    assert 0.29 < w[names[2]] <= w[names[3]] <= w[names[4]] <= 0.3001
+    assert w[names[4]] == pytest.approx(0.3, abs=5e-4)
 
 
-def test_one_nan_image_moves_s_only_where_the_cause_is_not_looked_at(tmp_path):
+def test_one_nan_image_moves_s_only_where_the_cause_is_not_looked_at(run, tmp_path):
+    names = ("gradients alone", "Megatron's rule", "with the loss")
     table = run("nan_image.py", "--steps", 300, "--out", tmp_path)
-    row = r"^(\w.*?) +2\^(\d+) +2\^(\d+) +(\d+) +(\d+) "
-    rows = {
-        name: list(map(int, numbers))
-        for name, *numbers in re.findall(row, table, re.MULTILINE)
-    }
-    skipped = {name: numbers[2] for name, numbers in rows.items()}
-    assert rows["gradients alone"][0] == 0
-    assert rows["Megatron's rule"][0] < 15
-    assert rows["cause-aware"][:2] == [16, 15]
-    assert 0 < skipped["cause-aware"] == skipped["gradients alone"] < 30
-    assert rows["cause-aware, NaN model"] == [15, 15, 300, 300]
+    rows = columns(table, [*names, "with the loss, NaN model"])
+    last = {name: exponent(cells[0]) for name, cells in rows.items()}
+    least = {name: exponent(cells[1]) for name, cells in rows.items()}
+    skipped = {name: int(cells[2]) for name, cells in rows.items()}
+    drawn = skipped["with the loss"]
+    assert 0 < drawn < 30
+    assert least["gradients alone"] == last["gradients alone"] == 0
+    assert last["Megatron's rule"] < 15
+    assert (last["with the loss"], least["with the loss"]) == (16, 15)
+    assert skipped["gradients alone"] == drawn
+    assert rows["with the loss, NaN model"][:4] == ["2^15", "2^15", "300", "300"]
     assert (tmp_path / "nan_image.png").stat().st_size > 20_000
 
 
-def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(tmp_path):
+def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_path):
     table = run("gan.py", "--steps", 60, "--overflow-at", 20, "--out", tmp_path)
-    row = r"^(generator|discriminator) +(\d\.\d+) +2\^(\d+) +(\d+)  (.*)$"
-    rows = {name: rest for name, *rest in re.findall(row, table, re.MULTILINE)}
-    assert rows["discriminator"][1:] == ["14", "1", "20"]
-    assert rows["generator"][1:] == ["15", "0", "-"]
+    rows = columns(table, ("generator", "discriminator"))
+    assert rows["discriminator"][1:] == ["2^14", "1", "20"]
+    assert rows["generator"][1:] == ["2^15", "0", "-"]
     assert (tmp_path / "gan.png").stat().st_size > 10_000
 
 
-def test_each_loss_finds_a_scale_of_its_own():
+def test_each_loss_finds_a_scale_of_its_own(run):
     table = run("several_losses.py", "--steps", 600)
-    powers = {
-        name: int(power)
-        for name, power in re.findall(r"(\w+) S +2\^(\d+)$", table, re.MULTILINE)
-    }
+    powers = dict(re.findall(r"(\w+) S +2\^(\d+)$", table, re.MULTILINE))
+    powers = {name: int(power) for name, power in powers.items()}
     assert powers["reconstruction"] == 24
     assert powers["label"] < 24
-    assert abs(powers["shared"] - powers["label"]) <= 1
+    assert abs(powers["shared"] - powers["label"]) <= 2
 
 
-def test_each_run_that_goes_wrong_is_explained(tmp_path):
+def test_each_run_that_goes_wrong_is_explained(run, tmp_path):
     text = run("diagnose.py", "--steps", 80, "--out", tmp_path)
-    assert re.search(
-        r"^verdict: Loss scales from 2\^1\d to 2\^2\d work", text, re.MULTILINE
-    )
-    assert "The loss scale is stuck at its floor of 2^0" in text
-    assert re.search(
-        r"^verdict: The loss itself is not finite",
-        text,
-        re.MULTILINE,
-    )
-    assert "most of them since the loss itself was not finite" in text
-    assert re.search(r"^verdict: args\[1\] is not finite itself", text, re.MULTILINE)
+    underflow, overflow, nan_image = re.split(r"^--- .* ---$", text, flags=re.M)[1:]
+    assert re.search(r"^health: nothing to report", underflow, re.M)
+    low, high = re.search(
+        r"^verdict: Loss scales from 2\^(\d+) to 2\^(\d+) work", underflow, re.M
+    ).groups()
+    assert 12 <= int(low) <= 18
+    assert 20 <= int(high) <= 24
+    assert "The loss scale is stuck at its floor of 2^0" in overflow
+    assert re.search(r"^verdict: The loss itself is not finite", overflow, re.M)
+    assert "most of them since the loss itself was not finite" in nan_image
+    assert re.search(r"^verdict: args\[1\] is not finite itself", nan_image, re.M)
     assert (tmp_path / "diagnose.png").stat().st_size > 20_000
 
 
-def test_the_logged_metrics_are_one_row_a_step(tmp_path):
-    run("log_metrics.py", "--steps", 120, "--out", tmp_path)
+def test_the_logged_metrics_are_one_row_a_step(run, tmp_path):
+    run("log_metrics.py", "--steps", 100, "--out", tmp_path)
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert set(header.split(",")) >= {
-        "step",
-        "loss",
-        "loss_scale",
-        "skipped",
-        "grad_norm",
-    }
-    assert [row.split(",")[0] for row in rows] == [str(step) for step in range(120)]
+    names = {"step", "loss", "loss_scale", "skipped", "grad_norm"}
+    assert set(header.split(",")) >= names
+    assert [row.split(",")[0] for row in rows] == [str(step) for step in range(100)]
 
 
-def test_a_skipped_step_leaves_the_statistics_of_a_resnet_finite(tmp_path):
+def test_a_skipped_step_leaves_the_statistics_of_a_resnet_finite(run, tmp_path):
     text = run("linen_resnet.py", "--steps", 4, "--out", tmp_path)
-    skipped = [
-        int(row)
-        for row in re.findall(
-            r"^ +\d+ +\d\.\d+ +\d\.\d+ +\d+ +(\d+)$", text, re.MULTILINE
-        )
-    ]
+    skipped = [int(row[-1]) for row in columns(text, tuple("1234")).values()]
+    assert len(skipped) == 4
     assert skipped[-1] > 0
     assert "BatchNorm statistics finite: True" in text
+    assert (tmp_path / "linen_resnet.png").stat().st_size > 10_000
 
 
-def test_gradients_of_a_language_model_vanish_as_the_mean_grows(tmp_path):
+def test_gradients_of_a_language_model_vanish_as_the_mean_grows(run, tmp_path):
     text = run("nnx_transformer.py", "--steps", 2, "--out", tmp_path)
-    shares = [
-        float(share)
-        for share in re.findall(r"^ +[\d,]+ +(\d+\.\d)% +\d+\.\d%$", text, re.MULTILINE)
-    ]
+    names = [f"{2**n:,}" for n in (10, 14, 17, 19, 21)]
+    rows = columns(text, names)
+    shares = [float(rows[name][0].removesuffix("%")) for name in names]
     assert shares == sorted(shares)
-    assert shares[0] == 0 < 2 < shares[-1]
+    assert shares[0] < 0.1 < 2 < shares[-1]
+    assert (tmp_path / "nnx_transformer.png").stat().st_size > 10_000
 
 
-def test_a_resumed_run_is_bit_identical(tmp_path):
+def test_a_resumed_run_is_bit_identical(run, tmp_path):
     text = run("resume.py", "--steps", 40, "--out", tmp_path)
     assert re.search(r"^0 of \d\d arrays differ in any bit", text, re.MULTILINE)
 
 
-def test_four_ways_of_sharding_take_the_same_decisions():
-    text = run("data_parallel.py", "--steps", 20)
-    rows = re.findall(
-        r"^(pmap|jit, .*?|shard_map) +\d+\.\d+ +(2\^\d+) +(\d+) +(\d+) ",
-        text,
-        re.MULTILINE,
-    )
-    assert [row[1:] for row in rows] == [("2^14", "1", "8")] * 4
+def test_four_ways_of_sharding_take_the_same_decisions(fresh_process):
+    text = fresh_process()("data_parallel.py", "--steps", 20)
+    ways = ("pmap", "jit, data-parallel", "jit, FSDP", "shard_map")
+    rows = columns(text, ways)
+    assert [rows[way][1:] for way in ways] == [["2^14", "1", "8"]] * 4

@@ -118,10 +118,3 @@ def test_the_checkpoint_lines_of_the_readme_restore_a_state_from_before_loss_sca
 )
 def test_every_file_that_the_readme_names_exists(path):
     assert (ROOT / path).is_file()
-
-
-def test_every_example_is_in_the_table():
-    scripts = {
-        p.name for p in (ROOT / "examples").glob("*.py") if "def main" in p.read_text()
-    }
-    assert scripts == set(re.findall(r"^\| `examples/(\w+\.py)`", README, re.MULTILINE))

@@ -19,6 +19,8 @@ from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half
 from ._policy import half_dtype as half_dtype
+from ._spike_guard import SpikeGuard as SpikeGuard
+from ._transform import LossScaleTransformation as LossScaleTransformation
 from ._transform import with_loss_scale as with_loss_scale
 from ._tree import select_tree as select_tree
 

@@ -44,6 +44,16 @@ def largest(x: jax.Array, axis_name: AxisName = None) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
+def reshard_like(x: Any, like: Any) -> Any:
+    """`x` with the sharding of `like`, where shardings are types (Explicit mesh axes)."""
+    if not (isinstance(x, jax.Array) and isinstance(like, jax.Array)):
+        return x
+    got, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
+    if x.shape != like.shape or wanted.mesh.empty or got.spec == wanted.spec:
+        return x
+    return jax.sharding.reshard(x, wanted)
+
+
 def has_whole_arrays() -> bool:
     """Whether an array of the current trace lies on one device: it is a shard, or there is no other device.
 

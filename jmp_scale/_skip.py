@@ -1,120 +1,179 @@
-"""A skip that copies no optimizer state: each leaf is selected where it is defined.
+"""The skip: an optimizer's update that happens as a whole, or not at all.
 
-The only module that reads a jaxpr.
+Two paths give the same result, bit for bit:
+
+- The *plain* path runs the update on gradients that are zero on a skipped step, and
+  selects between old and new state afterwards. It is right under everything.
+- The *fast* path does not let the update wait for the flag: each non-finite entry is
+  zeroed by itself. A norm that clips the gradients then reads them in the same pass as
+  the finite check. On a CPU the state is also selected without a copy
+  (`_copy_free_select`).
+
+The fast path is taken only where nothing can see a skipped step before it is dropped:
+in compiled code without effects, callbacks, runtime checks, branches and loops that wait
+for a condition, and not under `jax_debug_nans`. The derivatives of both are those of a
+branch: what is dropped has none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer
 from jax.extend import core
 
-from ._tree import select_tree
+from ._copy_free_select import select_where_computed
+from ._tree import is_inexact, map_inexact, select_tree
+
+# What waits for a condition, or lets the host see the values that it is given.
+_PLAIN_ONLY = (
+    "while",
+    "cond",
+    "check",
+    "callback",
+    "ffi_call",
+    "custom_call",
+    "pallas",
+)
 
 
 def update_or_keep(
-    finite: jax.Array, update: Callable[[], tuple[Any, Any]], old: Any
-) -> tuple[Any, Any]:
-    """Runs an optimizer's update, and keeps its old state unless `finite`.
-
-    The result is that of `select_tree(finite, new, old)` after the update. Compiled, that makes XLA copy
-    every donated leaf of `old`, since two kernels read it in no order: the one that writes the new leaf,
-    and the one that computes the updates. So the update is traced here, and evaluated again with a
-    select right after each equation that defines a leaf of the new state. All that follows reads the
-    selected value, which is the new one on a finite step, and is dropped on a skipped step.
+    applied: jax.Array,
+    update: Callable[[Any, Any], tuple[Any, Any]],
+    inputs: Any,
+    old: Any,
+    *,
+    context: Any = (),
+    is_good: Callable[[Any], jax.Array] | None = None,
+) -> tuple[jax.Array, Any, Any]:
+    """Runs an optimizer's update, and keeps its old state unless `applied`.
 
     Args:
-      finite: bool[], whether the step is applied.
-      update: takes nothing and returns `(updates, new state)`.
+      applied: bool[], whether the step is applied.
+      update: takes `inputs` and `old`, returns `(updates, new state)`. The new state has
+        the structure, shapes and dtypes of `old`.
+      inputs: pytree of what may not be finite: gradients, the loss.
       old: the state before the step.
+      context: what else `update` depends on, such as the parameters.
+      is_good: if given, a last look at the updates: the step is skipped unless it
+        returns True.
 
     Returns:
-      `(updates, state)`: the updates as they came, the state selected.
-
-    Raises:
-      ValueError: the new state differs from `old` in structure, shape or dtype.
+      `(applied, updates, state)`. On a skipped step the updates are -0.0, which added to
+      a parameter changes no bit of it; 0.0 would turn -0.0 into 0.0.
     """
-    is_compiled = isinstance(finite, Tracer)
-    is_traceable = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(old))
-    has_interface = all(
-        hasattr(core, name) for name in ("ClosedJaxpr", "Literal", "jaxpr_as_fun")
+    leaves = jax.tree.leaves((inputs, old))
+    seen = (applied, *leaves, *jax.tree.leaves(context))
+    is_traced = any(isinstance(x, Tracer) for x in seen)
+    has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
+    has_interface = hasattr(core, "ClosedJaxpr") and hasattr(core, "jaxpr_as_fun")
+    if _debugs_nans() and has_arrays_only and not is_traced and not applied:
+        # Op by op even 0 / 0 would raise, as in a clipped gradient of zero.
+        updates = jax.eval_shape(lambda: update(inputs, old)[0])
+        return applied, jax.tree.map(_negative_zeros, updates), old
+    if is_good is not None or not (is_traced and has_arrays_only and has_interface):
+        updates, new = update(zero_unless(applied, inputs), old)
+        applied = applied if is_good is None else applied & is_good(updates)
+        return applied, *_selected(applied, updates, new, old)
+
+    closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
+    leaves = _update_leaves(closed)(
+        applied, jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
     )
-    if not (is_compiled and is_traceable and has_interface):
-        updates, new = update()
-        return updates, select_tree(finite, new, old)
+    return applied, *jax.tree.unflatten(jax.tree.structure(types), leaves)
 
-    closed, types = jax.make_jaxpr(update, return_shape=True)()
-    outvars = closed.jaxpr.outvars
-    old_leaves, treedef = jax.tree.flatten(old)
-    state_vars = outvars[len(outvars) - len(jax.tree.leaves(types[1])) :]
-    old_of = _selected_early(closed.jaxpr, state_vars, old_leaves)
 
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    for equation in closed.jaxpr.eqns:
-        for var, value in _evaluate(closed.jaxpr, equation, values):
-            values[var] = (
-                jnp.where(finite, value, old_of[var]) if var in old_of else value
-            )
+def zero_unless(applied: jax.Array, tree: Any) -> Any:
+    """A tree whose inexact leaves are zero unless `applied`."""
+    return map_inexact(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), tree)
 
-    leaves = [v.val if isinstance(v, core.Literal) else values[v] for v in outvars]
-    updates, new = jax.tree.unflatten(jax.tree.structure(types), leaves)
-    if old_of:  # a leaf that is selected already stands on both sides of the last select, and passes it
-        is_selected = [
-            _is_var(v) and old_of.get(v) is x
-            for v, x in zip(state_vars, old_leaves, strict=True)
-        ]
-        new_leaves = jax.tree.leaves(new)
-        pairs = zip(is_selected, new_leaves, old_leaves, strict=True)
-        old = jax.tree.unflatten(
-            treedef, [x if selected else y for selected, x, y in pairs]
+
+def _selected(applied: jax.Array, updates: Any, new: Any, old: Any) -> tuple[Any, Any]:
+    return _or_negative_zeros(applied, updates), select_tree(applied, new, old)
+
+
+def _or_negative_zeros(applied: jax.Array, updates: Any) -> Any:
+    return select_tree(applied, updates, jax.tree.map(_negative_zeros, updates))
+
+
+def _negative_zeros(update: Any) -> Any:
+    zeros = jnp.zeros_like(update)
+    return -zeros if is_inexact(update) else zeros
+
+
+def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
+    """The step as a function of lists of arrays: applied, inputs, old state, constants."""
+    is_plain = _is_plain_only(closed)
+
+    def evaluate(inputs: list[Any], old: list[Any], consts: list[Any]) -> Any:
+        leaves = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, consts))(
+            *inputs, *old
         )
-    return updates, select_tree(finite, new, old)
+        count = len(leaves) - len(old)
+        return leaves[:count], leaves[count:]
+
+    def late(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+        updates, new = evaluate(inputs, old, consts)
+        updates, new = _selected(applied, updates, new, old)
+        return [*updates, *new]
+
+    def early(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+        updates, state = select_where_computed(
+            applied, closed.jaxpr, consts, [*inputs, *old], old
+        )
+        return [*_or_negative_zeros(applied, updates), *state]
+
+    def step(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+        if is_plain:
+            return late(applied, zero_unless(applied, inputs), old, consts)
+        # Without this a clipped NaN is seen by jax.debug_nans and checkify's checks.
+        safe = [zero_unless(jnp.isfinite(x), x) for x in inputs]
+        return lax.platform_dependent(
+            applied, safe, old, consts, cpu=early, default=late
+        )
+
+    def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+        # Under vmap this becomes a select, whose derivative is 0 times that of the
+        # branch not taken: NaN for many an optimizer at a gradient of 0, hence 1.
+        inputs = map_inexact(lambda x: jnp.where(applied, x, jnp.ones_like(x)), inputs)
+
+        def run() -> list[Any]:
+            updates, new = evaluate(inputs, old, consts)
+            return [*updates, *new]
+
+        def keep() -> list[Any]:
+            updates = jax.eval_shape(run)
+            updates = updates[: len(updates) - len(old)]
+            return [*map(_negative_zeros, updates), *old]
+
+        return lax.cond(applied, run, keep)
+
+    if closed.effects:  # which JAX does not allow in functions with rules of their own
+        return step
+    with_derivative = jax.custom_jvp(step)
+    with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
+    return with_derivative
 
 
-def _selected_early(
-    jaxpr: Any, state_vars: list[Any], old_leaves: list[Any]
-) -> dict[Any, jax.Array]:
-    """The old leaf for each variable of `jaxpr` that is to be selected where it is defined.
-
-    Not the scalars: Adam divides by 1 - b1^count, and must not see the count 0 of a skipped first step.
-    And nothing if there is a loop that waits for a condition: on a mixture of old and new values it
-    might not end.
-    """
-    if len(state_vars) != len(old_leaves) or _has_while(jaxpr):
-        return {}
-    defined = {id(var) for equation in jaxpr.eqns for var in equation.outvars}
-    return {
-        var: old
-        for var, old in zip(state_vars, old_leaves, strict=True)
-        if id(var) in defined
-        and old.ndim
-        and (old.shape, old.dtype) == (var.aval.shape, var.aval.dtype)
-    }
+def _is_plain_only(closed: Any) -> bool:
+    if _debugs_nans() or closed.effects:
+        return True
+    names = {equation.primitive.name for equation in equations(closed.jaxpr)}
+    return any(part in name for name in names for part in _PLAIN_ONLY)
 
 
-def _is_var(var: Any) -> bool:
-    return not isinstance(var, core.Literal)
+def _debugs_nans() -> bool:
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs
 
 
-def _evaluate(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> Any:
-    """(variable, value) of each result of one equation, computed as a jaxpr of its own."""
-    invars = [v for v in equation.invars if _is_var(v)]
-    alone = jaxpr.replace(
-        constvars=[], invars=invars, outvars=equation.outvars, eqns=[equation]
-    )
-    results = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(
-        *[values[v] for v in invars]
-    )
-    return zip(equation.outvars, results, strict=True)
-
-
-def _has_while(jaxpr: Any) -> bool:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those of the jaxprs within them included."""
     for equation in jaxpr.eqns:
+        yield equation
         parts = jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns"))
-        if equation.primitive.name == "while" or any(
-            _has_while(p) for p in parts if hasattr(p, "eqns")
-        ):
-            return True
-    return False
+        for part in parts:
+            if hasattr(part, "eqns"):
+                yield from equations(part)

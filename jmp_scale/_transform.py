@@ -1,55 +1,103 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from ._finite import all_finite
-from ._loss_scale import LossScale, LossScaleState, NoOpLossScale
-from ._mesh import AxisName
-from ._skip import update_or_keep
-from ._tree import is_inexact, select_tree, widen
+from . import _mesh
+from ._finite import all_finite, finite_and_norm
+from ._loss_scale import (
+    LossScale,
+    LossScaleState,
+    NoOpLossScale,
+    checked_loss_scale,
+    find_loss_scale_states,
+)
+from ._skip import update_or_keep, zero_unless
+from ._spike_guard import SpikeGuard
+from ._tree import is_inexact, map_inexact, widen
+
+
+class _Update(Protocol):
+    def __call__(
+        self,
+        updates: Any,
+        state: LossScaleState,
+        params: Any = None,
+        *,
+        value: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaleState]: ...
+
+
+class LossScaleTransformation(optax.GradientTransformationExtraArgs):
+    """What `with_loss_scale` returns: an Optax transformation whose state is typed."""
+
+    init: Callable[[Any], LossScaleState]  # pyright: ignore
+    update: _Update  # pyright: ignore
 
 
 def with_loss_scale(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | None = None,
     *,
-    axis_name: AxisName = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Wraps an Optax optimizer: skips every step whose gradients are not all finite, and adjusts S.
+    axis_name: _mesh.AxisName = None,
+    guard: SpikeGuard | None = None,
+) -> LossScaleTransformation:
+    """Wraps an Optax optimizer: skips a step that overflowed, and adjusts S.
 
-    It takes true gradients, as `value_and_grad` gives them. When all are finite, `inner` runs. When
-    not, the updates are -0.0 (parameters stay bit-identical when these are added, also -0.0) and the
-    whole of `inner`'s state stays as it was: moments, step counts, schedules, keys. Both at once as
-    selects in one XLA program, without a branch. The loss scale is adjusted in either case.
+    It takes unscaled gradients, as `value_and_grad` returns them. When all are finite,
+    `inner` runs. When not, the updates are -0.0 (added to the parameters they change no
+    bit, not even of -0.0) and `inner`'s whole state stays as it was: moments, step
+    counts, schedules, keys. Both are selects in one compiled program, without a branch.
+    The loss scale is adjusted in either case.
 
-    Let it be the outermost wrapper: clipping, `zero_nans`, `MultiSteps`, schedules belong inside, where
-    they see unscaled finite gradients and freeze on a skipped step. It checks the gradients that it is
-    given, so nothing may hide an overflow before it. With `MultiSteps` inside, a skip drops one
-    micro-batch from the window, and S is adjusted at each.
+    Make it the outermost wrapper. Clipping, `zero_nans`, `MultiSteps` and schedules
+    belong inside, where they see unscaled finite gradients and stand still on a skipped
+    step. It checks the gradients that it is given, so nothing may hide an overflow
+    before it. With `MultiSteps` inside, a skip drops one micro-batch from the window,
+    and S is adjusted at each.
+
+    What is checked are the gradients, the loss, and with `grad_fn` what `inner` makes of
+    its gradients. An update that `inner` itself makes NaN out of finite gradients, such
+    as that of an infinite learning rate, is applied as Optax applies it: another look at
+    every update would cost another pass over the parameters.
+
+    `inner` sees zeros in place of non-finite entries, and zeros everywhere on a skipped
+    step if it has loops, branches, callbacks or runtime checks. The derivatives of a
+    step (for meta-learning) are those of a branch: a skipped step is the identity. If
+    the derivative of the loss is itself infinite, so is a derivative through it.
 
     Args:
       inner: any Optax optimizer or chain.
-      loss_scale: the initial loss scale; default `NoOpLossScale()`, a plain skip of non-finite steps.
+      loss_scale: the initial loss scale; default `NoOpLossScale()`, a plain skip of
+        non-finite steps.
       axis_name: mesh axes over which the skip is agreed: see `all_finite`.
+      guard: a `SpikeGuard` also skips finite steps whose loss or gradient norm leaps out
+        of the ordinary; default None.
 
     Returns:
       A transformation with state `LossScaleState`, whose
-      `update(updates, state, params=None, *, value=None, **extra_args)` takes gradients of any dtype
-      (`inner` sees float32 for narrower ones) and returns updates of the dtypes of `params`, if given.
-      `value` is the true loss, a scalar: when it is not finite the step is skipped and S is left alone,
-      since no S changes the forward pass. It is passed on to `inner` with the other extra arguments,
-      which must be of the true loss as well (`value_fn`, `grad`). `inner` never sees a non-finite
-      gradient or value.
+      `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
+      gradients of any dtype and returns updates of the dtypes of `params`, if given.
+      `inner` sees float32 in place of narrower gradients; an optimizer that cannot take
+      them beside half-precision parameters sees the dtypes of the parameters.
+
+      `value` is the unscaled loss, a scalar. When it is not finite the step is skipped
+      and S is left alone, since no S changes the forward pass. It is passed on to an
+      `inner` that takes it. The other extra arguments must be of the unscaled loss too
+      (`value_fn`, `obj_fn`, `grad_fn`, `grad`).
 
     Raises:
-      TypeError: `inner` is no gradient transformation, or `loss_scale` no loss scale.
-      ValueError: `value` is no scalar (from `update`, while tracing).
+      TypeError: `inner` is not a gradient transformation, `loss_scale` not a loss scale,
+        or `guard` not a `SpikeGuard`.
+      ValueError: `inner` contains another `with_loss_scale` (from `init`); `value` is
+        not a scalar, or `inner` changes the structure, shape or dtype of its state (from
+        `update`, while tracing).
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -65,79 +113,183 @@ def with_loss_scale(
     """
     if loss_scale is None:
         loss_scale = NoOpLossScale()
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(f"with_loss_scale: expected a loss scale, got {loss_scale!r}")
+    loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
+    if guard is not None and not isinstance(guard, SpikeGuard):
+        raise TypeError(
+            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}"
+        )
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            f"with_loss_scale: expected an optax.GradientTransformation (of an "
+            "with_loss_scale: expected an optax.GradientTransformation (of an "
             f"optax.MultiSteps, its gradient_transformation()), got {inner!r}"
         )
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: optax.Params) -> Any:
-        return LossScaleState(
-            loss_scale=jax.tree.map(jnp.copy, loss_scale),
-            inner_state=fresh_buffers(inner.init(params), params),
-            grads_finite=jnp.array(True),
-            applied=jnp.array(True),
-            skipped=jnp.zeros([], jnp.int32),
-            skipped_in_a_row=jnp.zeros([], jnp.int32),
-            nonfinite_losses=jnp.zeros([], jnp.int32),
-            spikes=jnp.zeros([], jnp.int32),
-            guard=None,
+    def init(params: optax.Params) -> LossScaleState:
+        inner_state = inner.init(params)
+        _refuse_nesting(inner_state)
+        zero = jnp.zeros([], jnp.int32)
+        return fresh_buffers(
+            LossScaleState(
+                loss_scale=jax.tree.map(jnp.copy, loss_scale),
+                inner_state=inner_state,
+                grads_finite=jnp.array(True),
+                applied=jnp.array(True),
+                skipped=zero,
+                skipped_in_a_row=zero,
+                nonfinite_losses=zero,
+                spikes=zero,
+                guard=jax.tree.map(jnp.copy, guard),
+            ),
+            params,
         )
 
     def update(
         updates: optax.Updates,
-        state: Any,
+        state: LossScaleState,
         params: optax.Params | None = None,
         *,
         value: ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[Any, Any]:
-        if value is not None and [jnp.shape(x) for x in jax.tree.leaves(value)] != [()]:
-            raise ValueError(
-                f"with_loss_scale: expected value to be the scalar loss, got {value!r}"
-            )
-        loss_finite = True if value is None else all_finite(value, axis_name)
+    ) -> tuple[Any, LossScaleState]:
+        seen = _look_at(updates, value, state.guard, axis_name)
+        inputs, extra_args = _guarded(seen.applied, updates, value, extra_args)
+        run = _runner(inner, params, extra_args)
+        is_good = (
+            (lambda u: all_finite(u, axis_name)) if "grad_fn" in extra_args else None
+        )
+        applied, new_updates, inner_state = update_or_keep(
+            seen.applied,
+            run,
+            inputs,
+            state.inner_state,
+            context=(params, extra_args),
+            is_good=is_good,
+        )
+        return new_updates, _next_state(state, seen, applied, inner_state)
+
+    return LossScaleTransformation(init, update)  # pyright: ignore
+
+
+class _Seen(NamedTuple):
+    """What is known of a step before the optimizer runs: booleans of shape []."""
+
+    loss_finite: Any
+    grads_finite: Any
+    spike: Any
+    applied: Any
+    guard: SpikeGuard | None
+
+
+def _look_at(
+    updates: Any, value: Any, guard: SpikeGuard | None, axis_name: _mesh.AxisName
+) -> _Seen:
+    if value is not None and [jnp.shape(x) for x in jax.tree.leaves(value)] != [()]:
+        raise ValueError(
+            f"with_loss_scale: expected value to be the scalar loss, got {value!r}"
+        )
+    loss_finite = True if value is None else all_finite(value, axis_name)
+    if guard is None:
         grads_finite = all_finite(updates, axis_name)
-        finite = grads_finite & loss_finite
+        applied = grads_finite & loss_finite
+        return _Seen(loss_finite, grads_finite, False, applied, None)
+    grads_finite, norm = finite_and_norm(updates, axis_name)
+    finite = grads_finite & loss_finite
+    loss = None
+    if value is not None:
+        loss = _mesh.largest(jnp.asarray(value).astype(jnp.float32), axis_name)
+    spike, guard = guard.judge(loss, norm, finite)
+    return _Seen(loss_finite, grads_finite, spike, finite & ~spike, guard)
 
-        # No NaN may reach `inner`, though all that it makes of one is dropped: a line search would
-        # loop on it, and jax_debug_nans would raise.
-        grads = _zero_unless(finite, widen(updates))
-        if value is not None:
-            extra_args["value"] = _zero_unless(finite, value)
-        if "grad" in extra_args:
-            extra_args["grad"] = _zero_unless(finite, widen(extra_args["grad"]))
-        if "value_fn" in extra_args:
-            extra_args["value_fn"] = _zero_fn_unless(finite, extra_args["value_fn"])
 
-        def inner_update() -> tuple[Any, Any]:
-            new_updates, new_state = inner.update(
-                grads, state.inner_state, params, **extra_args
+def _guarded(
+    applied: jax.Array, updates: Any, value: Any, extra_args: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what may not be finite, other arguments): functions return zeros unless applied."""
+    inputs = {"updates": widen(updates)}
+    if value is not None:
+        inputs["value"] = jnp.asarray(value)
+    if "grad" in extra_args:
+        inputs["grad"] = widen(extra_args["grad"])
+    others = {k: v for k, v in extra_args.items() if k != "grad"}
+    for name in ("value_fn", "grad_fn", "obj_fn"):
+        if callable(others.get(name)):
+            others[name] = _zero_fn_unless(applied, others[name])
+    return inputs, others
+
+
+def _runner(
+    inner: optax.GradientTransformationExtraArgs,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """`inner.update` as a function of what may not be finite and of its state."""
+
+    def call(inputs: dict[str, Any], state: Any) -> tuple[Any, Any]:
+        updates, given = (
+            inputs["updates"],
+            {k: inputs[k] for k in inputs if k != "updates"},
+        )
+        try:
+            return inner.update(updates, state, params, **extra_args, **given)
+        except TypeError as error:
+            # `value` is this library's own argument: an optimizer of another signature
+            # (optax.contrib.sam) must not fail because of it.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+        given.pop("value")
+        return inner.update(updates, state, params, **extra_args, **given)
+
+    def run(inputs: dict[str, Any], state: Any) -> tuple[Any, Any]:
+        try:
+            new_updates, new_state = call(inputs, state)
+        except TypeError:
+            # Branches and loops demand one dtype (optax.novograd's), and the state has
+            # that of the parameters.
+            narrow = (
+                _cast_like(inputs["updates"], params) if params is not None else None
             )
-            if params is not None:
-                new_updates = _cast_like(new_updates, params)
-            return new_updates, _cast_like(new_state, state.inner_state)
+            if narrow is None or _dtypes(narrow) == _dtypes(inputs["updates"]):
+                raise
+            new_updates, new_state = call(inputs | {"updates": narrow}, state)
+        if params is not None:
+            new_updates = _cast_like(new_updates, params)
+        return new_updates, _state_like(new_state, state)
 
-        new_updates, inner_state = update_or_keep(
-            finite, inner_update, state.inner_state
-        )
-        no_updates = jax.tree.map(_negative_zeros, new_updates)
-        return select_tree(finite, new_updates, no_updates), LossScaleState(
-            loss_scale=state.loss_scale.adjust(grads_finite, loss_finite=loss_finite),
-            inner_state=inner_state,
-            grads_finite=finite,
-            applied=finite,
-            skipped=jnp.where(finite, state.skipped, state.skipped + 1),
-            skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-            nonfinite_losses=state.nonfinite_losses + jnp.logical_not(loss_finite),
-            spikes=state.spikes,
-            guard=state.guard,
-        )
+    return run
 
-    return optax.GradientTransformationExtraArgs(init, update)
+
+def _next_state(
+    state: LossScaleState, seen: _Seen, applied: jax.Array, inner_state: Any
+) -> LossScaleState:
+    # Gradients that turned out to be bad within the optimizer are an overflow too.
+    bad_within = seen.applied & ~applied
+    grads_finite = seen.grads_finite & ~bad_within
+    loss_scale = state.loss_scale.adjust(
+        grads_finite,
+        loss_finite=jnp.logical_and(seen.loss_finite, ~jnp.asarray(seen.spike)),
+    )
+    return LossScaleState(
+        loss_scale=loss_scale,
+        inner_state=inner_state,
+        grads_finite=grads_finite & seen.loss_finite,
+        applied=applied,
+        skipped=jnp.where(applied, state.skipped, state.skipped + 1),
+        skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),
+        nonfinite_losses=state.nonfinite_losses + jnp.logical_not(seen.loss_finite),
+        spikes=state.spikes + seen.spike,
+        guard=seen.guard,
+    )
+
+
+def _refuse_nesting(inner_state: Any) -> None:
+    nested = find_loss_scale_states(inner_state)
+    if nested:
+        raise ValueError(
+            "with_loss_scale: expected an optimizer without a loss scale, got one with "
+            f"with_loss_scale within, at inner_state{jax.tree_util.keystr(nested[0][0])}; "
+            "its loss scale would never be used: wrap once, outermost"
+        )
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:
@@ -157,30 +309,18 @@ def fresh_buffers(state: Any, params: Any = ()) -> Any:
     return jax.tree.map(fresh_leaf, state)
 
 
-def _zero_unless(finite: jax.Array, tree: Any) -> Any:
-    def zero_leaf(x: Any) -> Any:
-        return jnp.where(finite, x, jnp.zeros_like(x)) if is_inexact(x) else x
-
-    return jax.tree.map(zero_leaf, tree)
-
-
-def _zero_fn_unless(finite: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, with values and gradients of zero unless `finite`."""
+def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, with values and gradients of zero unless `applied`."""
 
     def constant_unless(x: Any) -> Any:
-        # Without this the gradient would be 0 times that of `fun`, so NaN where that is not finite.
-        return jnp.where(finite, x, jax.lax.stop_gradient(x)) if is_inexact(x) else x
+        # Otherwise the gradient is 0 times that of `fun`: NaN where that is not finite.
+        return jnp.where(applied, x, jax.lax.stop_gradient(x))
 
     def zero_fn(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(constant_unless, (args, kwargs))
-        return _zero_unless(finite, fun(*args, **kwargs))
+        args, kwargs = map_inexact(constant_unless, (args, kwargs))
+        return zero_unless(applied, fun(*args, **kwargs))
 
     return zero_fn
-
-
-def _negative_zeros(update: Any) -> Any:
-    # x + -0.0 is x in every bit (unless XLA flushes it as subnormal); 0.0 would turn -0.0 into 0.0.
-    return -jnp.zeros_like(update) if is_inexact(update) else jnp.zeros_like(update)
 
 
 def _cast_like(tree: Any, like: Any) -> Any:
@@ -189,3 +329,34 @@ def _cast_like(tree: Any, like: Any) -> Any:
         return jnp.asarray(x).astype(jnp.result_type(y)) if castable else x
 
     return jax.tree.map(cast_leaf, tree, like, is_leaf=lambda x: x is None)
+
+
+def _dtypes(tree: Any) -> list[Any]:
+    return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _state_like(new: Any, old: Any) -> Any:
+    """A new state with the dtypes and shardings of the old one.
+
+    Raises:
+      ValueError: another difference, which names the leaf.
+    """
+    structures = jax.tree.structure(new), jax.tree.structure(old)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "with_loss_scale: expected inner to keep the structure of its state, got\n"
+            f"  from update: {structures[0]}\n  from init:   {structures[1]}"
+        )
+    new = jax.tree.map(_mesh.reshard_like, _cast_like(new, old), old)
+    pairs = jax.tree_util.tree_flatten_with_path(new)[0]
+    for (path, x), y in zip(pairs, jax.tree.leaves(old), strict=True):
+        if not (hasattr(x, "dtype") and hasattr(y, "dtype")):
+            continue
+        got, expected = (f"{v.dtype}{list(v.shape)}" for v in (x, y))
+        if got != expected:
+            raise ValueError(
+                "with_loss_scale: expected inner to keep the types of its state, but leaf "
+                f"{jax.tree_util.keystr(path)} is {expected} after init and {got} after "
+                "update; initialize it with parameters of a floating-point dtype"
+            )
+    return new

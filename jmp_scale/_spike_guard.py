@@ -1,0 +1,239 @@
+"""Finite steps that leap out of what a run has shown so far."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _pytree
+from ._validation import Arguments
+
+# Least spreads. Without them a run of equal losses or norms makes any other a spike. Of
+# the norm: 0.25 bits, a factor of 1.19. Of the loss: a share of its mean's size, since
+# a loss has no scale of its own.
+_NORM_FLOOR = 0.25
+_LOSS_FLOOR = 0.02
+
+_FEWEST_STEPS = 20  # that a mean and a deviation must be made of
+_LARGEST_LOSS = 1e38  # so that no difference of two overflows float32
+_LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
+
+
+@dataclasses.dataclass(frozen=True)
+class SpikeGuard(_pytree.Pytree):
+    """Tells spikes: finite steps whose loss or gradient norm leaps out of the ordinary.
+
+    For `with_loss_scale(tx, guard=SpikeGuard())`, which skips a spike as it skips an
+    overflow, except that the loss scale and its counter stay as they are. A bad batch
+    then does no harm: neither to the parameters nor to the optimizer's moments, where
+    clipping would leave its trace.
+
+    Two numbers are watched: the loss, where it is given as `value`, and log2 of the
+    global norm of the unscaled gradients. For each x of the two:
+
+    ```text
+    leaps:     x > mean + threshold * max(deviation, floor)  after warmup accepted steps
+    spike:     finite, one of the two leaps, and in_a_row < max_in_a_row
+    accepted:  finite, and not a spike; x enters mean and deviation
+    ```
+
+    The mean and the standard deviation are exponential with `decay`, unbiased from the
+    first step on, and made of accepted steps only. The floor is 0.25 (bits) for the norm
+    and 2 % of the mean's absolute value for the loss, which may be negative or zero.
+
+    A leap that would be the spike after `max_in_a_row` others is accepted: the new level
+    is taken as the truth, and the statistics start again with it, warm-up included. So a
+    guard cannot stop a run. Within the warm-up, where nothing is skipped, a leap enters
+    the statistics only as far as the threshold, and a leap down starts them again, so
+    that one huge step does not blind the guard. A non-finite step is not a spike and changes nothing here.
+
+    A frozen dataclass and a pytree: the four arguments are static, the statistics are
+    its leaves. On several devices all see the largest loss and norm of them, so that one
+    bad shard skips the step on all. Under `vmap` each member has its own statistics.
+
+    Source: the rule follows OLMo-core's `SkipStepOptimizer` and MaxText's
+    `skip_step_on_spikes` (means and deviations of a window of losses and norms), with
+    exponential windows, one-sided, and of accepted steps only.
+
+    Args:
+      threshold: deviations above the mean from which a step is a spike, > 0; 6.
+      decay: of the mean and the deviation, for each accepted step, in (0, 1); 0.99
+        remembers about 100 steps.
+      warmup: accepted steps that are never spikes, while the statistics form; 100.
+      max_in_a_row: spikes in a row after which the next step is accepted; 10.
+      loss_mean, loss_deviation, norm_mean, norm_deviation: f32[], statistics of the loss
+        and of log2 of the norm; default None starts at 0.
+      loss_steps, norm_steps: i32[], accepted steps in them; default None starts at 0.
+      accepted: i32[], accepted steps since the start or since the last new level;
+        default None starts at 0.
+      in_a_row: i32[], spikes since the last accepted step; default None starts at 0.
+
+    Raises:
+      TypeError: an argument that is not a number.
+      ValueError: an argument out of its range; the message names it, its value and what
+        is allowed.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_scale, optax
+      >>> guard = jmp_scale.SpikeGuard(warmup=20)
+      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=guard)
+      >>> state = tx.init(jnp.float32(0.0))
+      >>> for step in range(30):
+      ...     g = 1e4 if step == 25 else 1.0
+      ...     _, state = tx.update(jnp.float32(g), state, value=jnp.float32(0.5))
+      >>> int(state.spikes), int(state.skipped)
+      (1, 1)
+    """
+
+    _leaf_names: ClassVar[tuple[str, ...]] = (
+        *("loss_mean", "loss_deviation", "loss_steps"),
+        *("norm_mean", "norm_deviation", "norm_steps"),
+        *("accepted", "in_a_row"),
+    )
+
+    threshold: float = 6.0
+    decay: float = 0.99
+    warmup: int = 100
+    max_in_a_row: int = 10
+    _: dataclasses.KW_ONLY
+    loss_mean: Any = None
+    loss_deviation: Any = None
+    loss_steps: Any = None
+    norm_mean: Any = None
+    norm_deviation: Any = None
+    norm_steps: Any = None
+    accepted: Any = None
+    in_a_row: Any = None
+
+    def __post_init__(self) -> None:
+        arguments = Arguments("SpikeGuard")
+        values: dict[str, Any] = {
+            name: arguments.number(name, getattr(self, name))
+            for name in ("threshold", "decay")
+        }
+        threshold, decay = values["threshold"], values["decay"]
+        allowed = "a finite number > 0"
+        arguments.require(0 < threshold < math.inf, "threshold", threshold, allowed)
+        arguments.require(0 < decay < 1, "decay", decay, "a number in (0, 1)")
+        for name, least in {"warmup": 0, "max_in_a_row": 1}.items():
+            values[name] = arguments.integer(name, getattr(self, name), least)
+        for name in self._leaf_names:
+            if getattr(self, name) is None:
+                dtype = (
+                    jnp.float32 if name.endswith(("mean", "deviation")) else jnp.int32
+                )
+                values[name] = jnp.zeros([], dtype)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def loss_limit(self) -> jax.Array:
+        """f32[], the loss above which the next step is a spike; infinite in warm-up."""
+        warm = self._is_warm(self._loss)
+        return jnp.where(warm, self._limit(self._loss), jnp.inf)
+
+    @property
+    def norm_limit(self) -> jax.Array:
+        """f32[], the same for the gradient norm (itself, not its logarithm)."""
+        warm = self._is_warm(self._norm)
+        return jnp.where(warm, jnp.exp2(self._limit(self._norm)), jnp.inf)
+
+    def judge(
+        self, loss: jax.Array | None, norm: jax.Array, finite: jax.Array
+    ) -> tuple[jax.Array, "SpikeGuard"]:
+        """Whether a step is a spike, and the guard after it.
+
+        Args:
+          loss: f32, the unscaled loss, or None where it is not known.
+          norm: f32, the global norm of the unscaled gradients.
+          finite: bool, whether loss and gradients are finite.
+
+        Returns:
+          (bool, guard) of the shapes of the statistics. Both inputs must be equal on
+          all devices, and then so is the answer.
+        """
+        has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
+        log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
+        seen = {"norm": (self._norm, log2_norm, has_norm)}
+        if loss is not None:
+            loss = jnp.clip(jnp.where(finite, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
+            seen["loss"] = (self._loss, loss, finite)
+
+        leaps = jnp.zeros_like(finite)
+        for statistics, x, known in seen.values():
+            over = x > self._limit(statistics)
+            leaps |= known & self._is_warm(statistics) & over
+        spike = leaps & (self.in_a_row < self.max_in_a_row)
+        accepted = finite & ~spike
+
+        leaves = {}
+        for name, (statistics, x, known) in seen.items():
+            # A leap that is accepted begins a new level: as if nothing had been seen.
+            start = jax.tree.map(lambda s: jnp.where(leaps, 0, s), statistics)
+            new = self._learned(_Statistics(*start), x)
+            for field in ("mean", "deviation", "steps"):
+                a, b = getattr(new, field), getattr(statistics, field)
+                leaves[f"{name}_{field}"] = jnp.where(accepted & known, a, b)
+        leaves["in_a_row"] = jnp.where(accepted, 0, self.in_a_row + spike)
+        before = jnp.where(spike | ~leaps, self.accepted, 0)
+        leaves["accepted"] = jnp.minimum(before + accepted, _LARGEST_COUNT)
+        return spike, _pytree.with_fields(self, **leaves)
+
+    @property
+    def _loss(self) -> "_Statistics":
+        floor = _LOSS_FLOOR * jnp.abs(self.loss_mean)
+        return _Statistics(self.loss_mean, self.loss_deviation, self.loss_steps, floor)
+
+    @property
+    def _norm(self) -> "_Statistics":
+        floor = jnp.full_like(self.norm_mean, _NORM_FLOOR)
+        return _Statistics(self.norm_mean, self.norm_deviation, self.norm_steps, floor)
+
+    def _is_warm(self, statistics: "_Statistics") -> jax.Array:
+        # The second holds for a loss that is given later than the gradients, too.
+        enough = statistics.steps >= max(min(self.warmup, _FEWEST_STEPS), 1)
+        return (self.accepted >= self.warmup) & enough
+
+    def _limit(self, statistics: "_Statistics") -> jax.Array:
+        mean, deviation, _, floor = statistics
+        return mean + self.threshold * jnp.maximum(deviation, floor)
+
+    def _learned(self, statistics: "_Statistics", x: jax.Array) -> "_Statistics":
+        """Mean, deviation and steps after one more accepted x."""
+        mean, deviation, steps, _ = statistics
+        warming, limit = ~self._is_warm(statistics), self._limit(statistics)
+        # A leap down within the warm-up means that the steps before were the huge ones:
+        # as if they had not been seen.
+        first = (steps == 0) | (warming & (x < 2 * mean - limit))
+        steps = jnp.where(first, 0, steps)
+        # A leap up enters up to the limit only: one huge loss would set a deviation that
+        # hides all that follow (test_a_huge_step_within_the_warm_up_...).
+        x = jnp.where(warming & ~first, jnp.minimum(x, limit), x)
+        # (1 - decay) / (1 - decay^n): the weight of the n-th step in an unbiased mean.
+        # expm1, since 1 - decay^n has no digits left for a decay near 1.
+        bias = -jnp.expm1((steps + 1).astype(jnp.float32) * math.log(self.decay))
+        weight = (1 - self.decay) / bias
+        difference = x - mean
+        # Deviations rather than variances, and hypot: the square of a difference of
+        # 1e20 is infinite, and would stay so.
+        spread = jnp.hypot(deviation, jnp.sqrt(weight) * difference)
+        rest = jnp.maximum(1 - weight, 0)  # rounding may leave -1e-8
+        return _Statistics(
+            jnp.where(first, x, mean + weight * difference),
+            jnp.where(first, 0, jnp.sqrt(rest) * spread),
+            jnp.minimum(steps + 1, _LARGEST_COUNT),
+            statistics.floor,
+        )
+
+
+class _Statistics(NamedTuple):
+    mean: jax.Array
+    deviation: jax.Array
+    steps: jax.Array
+    floor: jax.Array
+
+
+_pytree.register(SpikeGuard)
+_pytree.register_serialization(SpikeGuard)

@@ -1,0 +1,360 @@
+import copy
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal
+from jax.sharding import PartitionSpec
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, SpikeGuard
+
+
+def reference(
+    losses, norms, threshold=6.0, decay=0.99, warmup=100, max_in_a_row=10, finite=None
+):
+    """Spikes of a run, in Python numbers: the rule of the docstring, step by step."""
+
+    class Series:
+        def __init__(self, floor):
+            self.mean, self.variance, self.steps, self.floor = 0.0, 0.0, 0, floor
+
+        def limit(self):
+            deviation = max(math.sqrt(self.variance), self.floor(self.mean))
+            return self.mean + threshold * deviation
+
+        def leaps(self, x):
+            return self.warm() and x > self.limit()
+
+        def warm(self):
+            return accepted >= warmup and self.steps >= max(min(warmup, 20), 1)
+
+        def learn(self, x):
+            leaps_down = not self.warm() and x < 2 * self.mean - self.limit()
+            if self.steps == 0 or leaps_down:
+                self.mean, self.variance, self.steps = x, 0.0, 1
+                return
+            weight = (1 - decay) / (1 - decay ** (self.steps + 1))
+            if not self.warm():
+                x = min(x, self.limit())
+            difference = x - self.mean
+            self.mean += weight * difference
+            self.variance = (1 - weight) * (self.variance + weight * difference**2)
+            self.steps += 1
+
+        def restart(self):
+            self.mean, self.variance, self.steps = 0.0, 0.0, 0
+
+    loss = Series(lambda mean: 0.02 * abs(mean))
+    norm = Series(lambda mean: 0.25)
+    in_a_row, accepted, spikes = 0, 0, []
+    for step, (x, g) in enumerate(zip(losses, norms, strict=True)):
+        if finite is not None and not finite[step]:
+            spikes.append(False)
+            continue
+        leaps = loss.leaps(x) or (g > 0 and norm.leaps(math.log2(g)))
+        spike = leaps and in_a_row < max_in_a_row
+        spikes.append(spike)
+        if spike:
+            in_a_row += 1
+            continue
+        if leaps:
+            loss.restart()
+            norm.restart()
+            accepted = 0
+        in_a_row = 0
+        loss.learn(x)
+        if g > 0:
+            norm.learn(math.log2(g))
+        accepted += 1
+    return spikes
+
+
+def judged(guard, losses, norms, finite=None):
+    """Spikes of a run, and the guard after it, in one compiled scan."""
+    finite = np.ones(len(norms), bool) if finite is None else np.asarray(finite)
+
+    def body(guard, seen):
+        spike, guard = guard.judge(*seen)
+        return guard, spike
+
+    seen = (jnp.float32(losses), jnp.float32(norms), jnp.asarray(finite))
+    guard, spikes = jax.jit(lambda g, x: jax.lax.scan(body, g, x))(guard, seen)
+    return np.asarray(spikes).tolist(), guard
+
+
+def noisy_run(seed=0, steps=400, spikes=()):
+    random = np.random.RandomState(seed)
+    losses = 2 + np.exp(-np.arange(steps) / 50) + 0.1 * random.randn(steps)
+    norms = np.exp2(0.3 * random.randn(steps))
+    for step in spikes:
+        losses[step] *= 100
+        norms[step] *= 1000
+    return losses, norms
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"threshold": 3.0, "decay": 0.9, "warmup": 20, "max_in_a_row": 2},
+        {"threshold": 4.0, "decay": 0.999, "warmup": 0, "max_in_a_row": 1},
+    ],
+)
+def test_spikes_are_those_of_the_rule_in_python_numbers(arguments, seed):
+    losses, norms = noisy_run(seed, spikes=(30, 150, 151, 152, 153, 300))
+    finite = np.random.RandomState(seed).rand(400) > 0.05
+    actual, _ = judged(SpikeGuard(**arguments), losses, norms, finite)
+    assert actual == reference(losses, norms, finite=finite, **arguments)
+
+
+def test_only_spikes_are_skipped_on_a_noisy_run():
+    spikes, _ = judged(SpikeGuard(), *noisy_run(spikes=(150, 200, 300)))
+    assert np.flatnonzero(spikes).tolist() == [150, 200, 300]
+
+
+@pytest.mark.parametrize("level", [0.0, -5.0, 1e-6, 3e4])
+def test_losses_of_any_sign_and_size_are_watched(level):
+    random = np.random.RandomState(0)
+    spread = max(abs(level), 1.0) * 0.1
+    losses = level + spread * random.randn(300)
+    losses[200] += 50 * spread
+    spikes, _ = judged(SpikeGuard(), losses, np.ones(300))
+    assert np.flatnonzero(spikes).tolist() == [200]
+
+
+def test_a_loss_of_zero_all_the_time_is_no_spike():
+    spikes, _ = judged(SpikeGuard(), np.zeros(300), np.zeros(300))
+    assert not any(spikes)
+
+
+@pytest.mark.parametrize(("bits", "spike"), [(1.49, False), (1.51, True)])
+def test_the_norm_may_leap_by_the_threshold_times_a_quarter_of_a_bit(bits, spike):
+    norms = np.append(np.ones(150), 2.0**bits)
+    spikes, _ = judged(SpikeGuard(), np.ones(151), norms)
+    assert spikes[-1] is spike
+
+
+@pytest.mark.parametrize(("step", "spike"), [(99, False), (100, True)])
+def test_the_first_accepted_steps_are_never_spikes(step, spike):
+    norms = np.ones(step + 1)
+    norms[step] = 1e6
+    assert judged(SpikeGuard(), np.ones(step + 1), norms)[0][-1] is spike
+
+
+@pytest.mark.parametrize("step", [0, 1, 50, 99])
+@pytest.mark.parametrize("size", [1e3, 1e8, 1e30])
+def test_a_huge_step_within_the_warm_up_does_not_blind_the_guard(step, size):
+    losses, norms = noisy_run(steps=250)
+    losses[step], norms[step] = size, size
+    losses[200], norms[200] = 100.0, 1e3
+    spikes, _ = judged(SpikeGuard(), losses, norms)
+    assert np.flatnonzero(spikes).tolist() == [200]
+
+
+def test_a_new_level_is_accepted_after_ten_spikes_and_guarded_in_its_turn():
+    losses = np.concatenate([np.ones(150), np.full(250, 10.0)])
+    losses[350] = 100.0
+    spikes, guard = judged(SpikeGuard(), losses, np.ones(400))
+    assert np.flatnonzero(spikes).tolist() == [*range(150, 160), 350]
+    assert float(guard.loss_mean) == pytest.approx(10, rel=1e-5)
+    assert int(guard.loss_steps) == 239
+
+
+def test_a_step_that_is_not_finite_changes_no_bit_of_the_guard():
+    _, guard = judged(SpikeGuard(), *noisy_run())
+    for loss, norm in ((jnp.nan, 1.0), (jnp.inf, jnp.inf), (1.0, jnp.nan)):
+        spike, after = guard.judge(
+            jnp.float32(loss), jnp.float32(norm), jnp.array(False)
+        )
+        assert not spike
+        assert_bitwise_equal(after, guard)
+
+
+def test_statistics_stay_right_over_a_million_steps():
+    guard = SpikeGuard(decay=0.999)
+
+    def body(i, carry):
+        guard, spikes = carry
+        loss = 3.0 + jnp.where(i % 2 == 0, 0.5, -0.5)
+        spike, guard = guard.judge(loss, 1e30 * loss, jnp.array(True))
+        return guard, spikes + spike
+
+    run = jax.jit(lambda g: jax.lax.fori_loop(0, 10**6, body, (g, jnp.int32(0))))
+    guard, spikes = run(guard)
+    assert spikes == 0
+    assert guard.accepted == 10**6
+    np.testing.assert_allclose(guard.loss_mean, 3.0, atol=1e-3)
+    np.testing.assert_allclose(guard.loss_deviation, 0.5, atol=1e-3)
+    np.testing.assert_allclose(guard.norm_mean, math.log2(1e30) + 1.56, atol=0.01)
+
+
+def test_the_limits_are_those_that_the_next_step_is_held_to():
+    _, guard = judged(SpikeGuard(), np.full(150, 2.0), np.full(150, 4.0))
+    assert float(guard.loss_limit) == pytest.approx(2 + 6 * 0.02 * 2)
+    assert float(guard.norm_limit) == pytest.approx(4 * 2**1.5)
+    assert math.isinf(SpikeGuard().loss_limit)
+    assert math.isinf(SpikeGuard().norm_limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("threshold", 0), ("threshold", -1.0), ("threshold", math.nan),
+        ("threshold", math.inf), ("decay", 0), ("decay", 1), ("decay", 1.5),
+        ("decay", math.nan), ("warmup", -1), ("warmup", 1.5), ("max_in_a_row", 0),
+        ("max_in_a_row", 2.5), ("max_in_a_row", math.inf),
+    ],
+)  # fmt: skip
+def test_an_argument_out_of_its_range_is_named(name, value):
+    with pytest.raises(ValueError, match=f"SpikeGuard: expected {name} to be"):
+        SpikeGuard(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["threshold", "decay", "warmup", "max_in_a_row"])
+@pytest.mark.parametrize("value", ["6", None, True, [1]])
+def test_an_argument_that_is_not_a_number_is_a_type_error(name, value):
+    with pytest.raises(TypeError, match=f"SpikeGuard: expected {name} to be"):
+        SpikeGuard(**{name: value})
+
+
+def test_a_guard_is_a_pytree_of_named_leaves_that_keeps_its_arguments():
+    guard = SpikeGuard(5.0, 0.9, 20, 3)
+    paths = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(guard)
+    ]
+    assert len(paths) == 8
+    assert ".loss_mean" in paths
+    for other in (
+        pickle.loads(pickle.dumps(guard)),
+        copy.deepcopy(guard),
+        jax.jit(lambda g: g)(guard),
+        jax.tree.map(jnp.asarray, guard),
+    ):
+        assert_bitwise_equal(other, guard)
+        assert (other.threshold, other.decay) == (5.0, 0.9)
+        assert (other.warmup, other.max_in_a_row) == (20, 3)
+    jax.tree.map(lambda _: None, guard)  # placeholders in place of leaves
+
+
+PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
+GRADS = jax.tree.map(lambda p: jnp.full_like(p, 0.5), PARAMS)
+GUARD = SpikeGuard(warmup=10)
+
+
+def warm_state(tx, steps=15):
+    step = jax.jit(lambda s: tx.update(GRADS, s, PARAMS, value=jnp.float32(1.0))[1])
+    state = tx.init(PARAMS)
+    for _ in range(steps):
+        state = step(state)
+    return state
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays(what):
+    tx = jmp_scale.with_loss_scale(
+        optax.adamw(0.1), DynamicLossScale(8.0, period=100), guard=GUARD
+    )
+    state = warm_state(tx)
+    grads = jax.tree.map(lambda g: g * (1e3 if what == "gradients" else 1), GRADS)
+    value = jnp.float32(1e3 if what == "loss" else 1.0)
+    updates, new = jax.jit(tx.update)(grads, state, PARAMS, value=value)
+    assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert_bitwise_equal(new.inner_state, state.inner_state)
+    assert_bitwise_equal(new.loss_scale, state.loss_scale)
+    assert (new.applied, new.grads_finite) == (False, True)
+    assert (new.skipped, new.skipped_in_a_row, new.spikes) == (1, 1, 1)
+    assert new.nonfinite_losses == 0
+    assert int(new.guard.in_a_row) == 1
+
+
+def test_a_huge_finite_gradient_is_a_spike_and_not_an_overflow():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0), guard=GUARD)
+    state = warm_state(tx)
+    grads = GRADS | {"b": jnp.array([1e30, 0.5])}
+    _, new = jax.jit(tx.update)(grads, state, PARAMS, value=jnp.float32(1.0))
+    assert (new.spikes, new.skipped, new.loss_scale.loss_scale) == (1, 1, 8)
+
+
+def test_skips_are_counted_by_cause():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0), guard=GUARD)
+    step, state = jax.jit(tx.update), warm_state(tx)
+    inf = jax.tree.map(lambda g: g * jnp.inf, GRADS)
+    huge = jax.tree.map(lambda g: g * 1e4, GRADS)
+    for grads, value in ((inf, 1.0), (huge, 1.0), (GRADS, jnp.nan), (inf, jnp.nan)):
+        _, state = step(grads, state, PARAMS, value=jnp.float32(value))
+    assert (state.skipped, state.spikes, state.nonfinite_losses) == (4, 1, 2)
+    assert state.loss_scale.loss_scale == 4
+
+
+def test_the_guard_does_without_a_loss_and_with_every_loss_scale():
+    for loss_scale in (None, jmp_scale.StaticLossScale(8.0), DynamicLossScale()):
+        tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale, guard=GUARD)
+        state = tx.init(PARAMS)
+        for _ in range(12):
+            _, state = tx.update(GRADS, state, PARAMS)
+        assert int(state.guard.norm_steps) == 12
+        assert int(state.guard.loss_steps) == 0
+        _, state = tx.update(jax.tree.map(lambda g: g * 1e3, GRADS), state, PARAMS)
+        assert state.spikes == 1
+
+
+def test_the_state_keeps_its_types_and_its_buffers_can_be_donated():
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(), guard=GUARD)
+    state = tx.init(PARAMS)
+    types = jax.tree.map(jax.typeof, state)
+    step = jax.jit(tx.update, donate_argnums=1)
+    for scale in (1.0, 1e3, jnp.inf):
+        grads = jax.tree.map(lambda g, scale=scale: g * scale, GRADS)
+        _, state = step(grads, state, PARAMS, value=jnp.float32(1.0))
+        assert jax.tree.map(jax.typeof, state) == types
+    assert step._cache_size() == 1
+    assert tx.init(PARAMS).guard.in_a_row == 0
+
+
+def test_a_mapped_population_has_one_statistic_for_each_member():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
+    members = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
+    state = jax.vmap(tx.init)(members)
+    step = jax.jit(jax.vmap(lambda g, s, p: tx.update(g, s, p)))
+    for step_index in range(13):
+        factor = jnp.array([1.0, 1e3 if step_index == 12 else 1.0])
+        grads = jax.tree.map(
+            lambda g, f=factor: jnp.stack([g, g]) * f.reshape(2, *[1] * g.ndim), GRADS
+        )
+        _, state = step(grads, state, members)
+    assert state.spikes.tolist() == [0, 1]
+    assert state.guard.norm_steps.tolist() == [13, 12]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
+    state = warm_state(tx)
+
+    def step(state, factor, value):
+        grads = jax.tree.map(lambda g: g * factor[0], GRADS)
+        return jax.tree.map(lambda x: x[None], tx.update(grads, state, value=value[0]))
+
+    sharded = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("x"), PartitionSpec("x")),
+            out_specs=PartitionSpec("x"),
+            check_vma=check_vma,
+        )
+    )
+    one, bad = jnp.ones(8), jnp.ones(8).at[3].set(1e4)
+    for factor, value in ((bad, one), (one, bad)):
+        updates, new = sharded(state, factor, value)
+        assert new.spikes.tolist() == [1] * 8
+        assert all((u == 0).all() for u in jax.tree.leaves(updates))
+        assert all((x == x[0]).all() for x in jax.tree.leaves(new.guard))
+    assert sharded(state, one, one)[1].spikes.tolist() == [0] * 8

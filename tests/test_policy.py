@@ -1,5 +1,10 @@
+import pathlib
+import re
+import types
+
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import pytest
 
@@ -22,6 +27,7 @@ F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
         ("p=full, c=f16, o=full", (F32, F16, F32)),
         ("o=bf16", (F32, F32, BF16)),
         ("p=bf16", (BF16, BF16, BF16)),
+        ("p=fp32,c=fp16,o=fp32", (F32, F16, F32)),
     ],
 )
 def test_get_policy_reads(spec, expected):
@@ -81,3 +87,23 @@ def test_each_cast_verb_uses_its_own_dtype():
     assert policy.with_output_dtype(F32).cast_to_output(x).dtype == F32
     assert jmp_scale.cast_to_half(x).dtype == jmp_scale.half_dtype() == F16
     assert jmp_scale.cast_to_full(jnp.ones(2, BF16)).dtype == F32
+
+
+def test_the_measurement_in_the_documentation_runs(capsys):
+    page = pathlib.Path(__file__).parents[1] / "docs/which-half.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert code.count("n = 4096") == 1
+    exec(code.replace("n = 4096", "n = 8"), {})
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["float32", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "half"), [("tpu", BF16), ("gpu", F16), ("cpu", F16), ("METAL", F16)]
+)
+def test_half_dtype_is_jmps_rule(monkeypatch, platform, half):
+    device = types.SimpleNamespace(platform=platform)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert jmp_scale.half_dtype() == half == jmp.half_dtype()
+    assert jmp_scale.cast_to_half(jnp.ones(2)).dtype == half
+    assert jmp_scale.get_policy("half").compute_dtype == half

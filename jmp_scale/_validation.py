@@ -151,7 +151,7 @@ def int32_leaf(
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the first caller outside of this package."""
+    """Warns at the line of the first caller outside this package."""
     package = __name__.partition(".")[0]
     frame, level = sys._getframe(), 1
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] == package:

@@ -74,7 +74,7 @@ def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s():
         assert_bitwise_equal(result, results[0])
 
 
-def test_gradients_depend_on_s_that_is_no_power_of_two():
+def test_gradients_depend_on_s_that_is_not_a_power_of_two():
     def gradients(s):
         return jmp_scale.grad(
             lambda p: tanh_mlp_loss(p, X, jnp.float32), StaticLossScale(s)
@@ -112,10 +112,8 @@ def test_a_float16_loss_does_not_overflow_by_being_scaled():
         lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**15)
     )
     loss, grads = fun(jnp.float16(1.0))
-    assert (float(loss), float(grads)) == (
-        3.0,
-        np.inf,
-    )  # 3 * 2^15 is no float16: the gradient says so
+    # 3 * 2^15 overflows float16, which the gradient shows.
+    assert (float(loss), float(grads)) == (3.0, np.inf)
     loss, grads = jmp_scale.value_and_grad(
         lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**14)
     )(jnp.float16(1))
@@ -257,7 +255,7 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_a_loss_that_is_no_scalar_is_a_type_error_while_tracing(loss_scale):
+def test_a_loss_that_is_not_a_scalar_is_a_type_error_while_tracing(loss_scale):
     with pytest.raises(TypeError, match=r"scalar loss, got shape \(2,\)"):
         jax.jit(jmp_scale.value_and_grad(lambda w: w, loss_scale))(jnp.ones(2))
 
@@ -353,7 +351,7 @@ def optimizer_state():
         (lambda: None, r"got a NoneType; pass DynamicLossScale\(\)"),
     ],
 )
-def test_what_is_no_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
+def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
     function, given, message
 ):
     with pytest.raises(

@@ -33,9 +33,6 @@ def trajectory(loss_scale, finite, loss_finite=None):
     return list(zip(s.tolist(), counter.tolist(), strict=True))
 
 
-# Growing and backing off ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("period", [1, 2, 3, 10])
 def test_s_grows_on_the_period_th_finite_step_in_a_row(period):
     history = trajectory(DynamicLossScale(8.0, period=period), [True] * (period + 1))
@@ -254,7 +251,7 @@ def test_adjust_takes_any_boolean_scalar(flag):
     "flag",
     [jnp.ones(2, bool), jnp.ones((1,), bool), 1, 1.0, jnp.array(1), jnp.float32(0)],
 )
-def test_adjust_refuses_a_flag_that_is_no_boolean_of_the_shape_of_s(flag):
+def test_adjust_refuses_a_flag_that_is_not_a_boolean_of_the_shape_of_s(flag):
     with pytest.raises(
         ValueError, match="expected grads_finite to be a boolean of the shape"
     ):
@@ -268,9 +265,6 @@ def test_adjust_refuses_a_flag_that_is_no_boolean_of_the_shape_of_s(flag):
 @pytest.mark.parametrize("loss_scale", [NoOpLossScale(), StaticLossScale(8.0)])
 def test_a_constant_loss_scale_adjusts_to_itself(loss_scale):
     assert loss_scale.adjust(False, loss_finite=False) is loss_scale
-
-
-# Scaling ----------------------------------------------------------------------------------------------
 
 
 def test_scaling_a_float16_loss_cannot_overflow():
@@ -363,14 +357,14 @@ def test_a_power_of_two_changes_no_bit(s):
         assert_bitwise_equal(verb(loss_scale.unscale)(verb(loss_scale.scale)(x)), x)
 
 
-def test_s_that_is_no_power_of_two_rounds():
+def test_s_that_is_not_a_power_of_two_rounds():
     x = jnp.asarray(np.random.default_rng(0).standard_normal(100_000), jnp.float32)
     back = DynamicLossScale(1000.0).unscale(DynamicLossScale(1000.0).scale(x))
     assert jnp.count_nonzero(back != x) > 1000
     np.testing.assert_allclose(back, x, rtol=3e-7)
 
 
-def test_an_array_of_loss_scales_is_refused_outside_of_vmap():
+def test_an_array_of_loss_scales_is_refused_outside_vmap():
     several = DynamicLossScale(jnp.array([8.0, 16.0]))
     assert several.counter.shape == (2,)
     with pytest.raises(ValueError, match=r"scalar loss_scale, got one of shape \(2,\)"):
@@ -403,8 +397,6 @@ def test_the_module_level_verbs_map_over_several_loss_scales():
         scales["c"],
     )
 
-
-# Pytrees ----------------------------------------------------------------------------------------------
 
 FULL = DynamicLossScale(
     4.0,

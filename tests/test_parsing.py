@@ -308,6 +308,6 @@ def test_an_unknown_spec_is_an_error_that_lists_what_is_known(spec):
         10**400,
     ],
 )
-def test_a_number_that_no_loss_scale_may_have_is_an_error(spec):
+def test_a_number_out_of_range_is_an_error(spec):
     with pytest.raises(ValueError, match=r"expected loss_scale to be .*, got"):
         get_loss_scale(spec)

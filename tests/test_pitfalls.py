@@ -1,7 +1,8 @@
-"""The known failures of other loss scalers, one test each, with what the failing ones give instead.
+"""Known failures of other loss scalers, one test each, with what those give instead.
 
-Sources are the issue trackers of the systems named. Rows about several devices are in test_sharding,
-about BatchNorm and checkpoints in test_linen, test_nnx and test_checkpoints.
+Sources are the issue trackers of the systems named. Failures on several devices are in
+test_sharding, those of BatchNorm and checkpoints in test_linen, test_nnx and
+test_checkpoints.
 """
 
 import jax
@@ -16,7 +17,7 @@ from jmp_scale import DynamicLossScale, StaticLossScale
 
 
 def train(tx, params, gradients):
-    """Parameters and state after updates with the given true gradients."""
+    """Parameters and state after updates with the given unscaled gradients."""
     state, update = tx.init(params), jax.jit(tx.update)
     for grads in gradients:
         updates, state = update(grads, state, params)
@@ -37,17 +38,16 @@ def test_gradients_on_a_growth_step_are_not_divided_by_the_grown_scale():
 
 
 def test_a_long_overflow_leaves_a_scale_that_the_next_good_step_can_use():
-    """torch 2.13 and Keras 3.15 reach S = 0, and the next good step writes NaN (pytorch#99640)."""
+    """torch 2.13, Keras 3.15: S = 0, and the next step writes NaN (pytorch#99640)."""
     tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DynamicLossScale())
-    params, state = train(
-        tx, jnp.ones(2), [jnp.full(2, jnp.inf)] * 200 + [jnp.full(2, 0.5)]
-    )
+    gradients = [jnp.full(2, jnp.inf)] * 200 + [jnp.full(2, 0.5)]
+    params, state = train(tx, jnp.ones(2), gradients)
     assert state.loss_scale.loss_scale == 1.0
     assert params.tolist() == [0.5, 0.5]
 
 
 def test_finiteness_is_that_of_unscaled_gradients():
-    """torch checks scaled gradients: 2e-39 is finite, 2e-39 / 1e-39 may not be, and it steps to -inf."""
+    """torch checks scaled gradients: 2e-39 is finite, and unscaled it steps to -inf."""
     with pytest.raises(ValueError, match="expected loss_scale to be"):
         StaticLossScale(1e-39)
     smallest = StaticLossScale(2.0**-126)
@@ -65,18 +65,16 @@ def test_clipping_inside_does_not_hide_an_overflow():
 
 
 def test_the_floor_is_kept_under_jit():
-    """jmp#44: jmp 0.0.4 forgets min_loss_scale in its flatten, and stops at 1 under jit."""
-    adjust, loss_scale = (
-        jax.jit(jmp_scale.adjust),
-        DynamicLossScale(2.0, min_loss_scale=2.0**-10),
-    )
+    """jmp 0.0.4 forgets min_loss_scale in its flatten: 1 under jit (jmp#44)."""
+    adjust = jax.jit(jmp_scale.adjust)
+    loss_scale = DynamicLossScale(2.0, min_loss_scale=2.0**-10)
     for _ in range(5):
         loss_scale = adjust(loss_scale, False)
     assert loss_scale.loss_scale == 0.0625
 
 
-def test_accumulated_gradients_of_different_scales_average_to_the_true_one():
-    """Accumulating scaled gradients while S changes from 8 to 16 gives .75 or 1.5 (neural_sp#136)."""
+def test_gradients_accumulated_under_different_scales_average_correctly():
+    """Sums of scaled gradients while S changes give .75 or 1.5 (neural_sp#136)."""
     inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     tx = jmp_scale.with_loss_scale(inner, DynamicLossScale(8.0, period=1))
     w = jnp.float32(0.0)
@@ -89,12 +87,11 @@ def test_accumulated_gradients_of_different_scales_average_to_the_true_one():
 
 
 def test_one_bad_micro_batch_does_not_poison_the_accumulator():
-    """MultiSteps outside of the skip keeps the NaN in its accumulator for ever."""
+    """MultiSteps outside the skip keeps the NaN in its accumulator."""
     inner = optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()
     tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
-    params, state = train(
-        tx, jnp.float32(0.0), [jnp.float32(g) for g in (1.0, jnp.nan, 3.0)]
-    )
+    gradients = [jnp.float32(g) for g in (1.0, jnp.nan, 3.0)]
+    params, state = train(tx, jnp.float32(0.0), gradients)
     assert params == -2.0
     assert state.skipped == 1
 
@@ -110,8 +107,8 @@ def test_weight_decay_and_momentum_do_not_move_weights_on_a_skipped_step():
     assert_bitwise_equal(twice, once)
 
 
-def test_many_non_finite_steps_are_never_accepted_in_the_end():
-    """optax.apply_if_finite applies the NaN after max_consecutive_errors steps (optax#1746)."""
+def test_many_non_finite_steps_are_never_accepted():
+    """apply_if_finite applies the NaN after max_consecutive_errors (optax#1746)."""
     tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DynamicLossScale())
     params, state = train(tx, jnp.ones(2), [jnp.full(2, jnp.nan)] * 100)
     assert params.tolist() == [1, 1]
@@ -119,7 +116,7 @@ def test_many_non_finite_steps_are_never_accepted_in_the_end():
 
 
 def test_s_is_back_after_a_bad_stretch_within_the_documented_time():
-    """Flax's floor of 2^-126 needs 282,141 clean steps back to 2^15; here it is period * log2(2^15)."""
+    """From Flax's floor of 2^-126 it takes 282,141 steps; here period * log2(2^15)."""
     tx = jmp_scale.with_loss_scale(optax.sgd(0.0), DynamicLossScale(2.0**15, period=10))
     gradients = [jnp.float32(jnp.nan)] * 200 + [jnp.float32(1.0)] * 150
     _, state = train(tx, jnp.float32(1.0), gradients)
@@ -127,7 +124,7 @@ def test_s_is_back_after_a_bad_stretch_within_the_documented_time():
 
 
 def test_growth_stops_at_a_scale_that_is_useful():
-    """jmp grows to 1.7e38 and torch's sharded scaler to inf (flax#2547, pytorch#98828)."""
+    """jmp grows to 1.7e38, torch's sharded scaler to inf (flax#2547, pytorch#98828)."""
     loss_scale, adjust = DynamicLossScale(period=1), jax.jit(jmp_scale.adjust)
     for _ in range(300):
         loss_scale = adjust(loss_scale, True)
@@ -136,14 +133,12 @@ def test_growth_stops_at_a_scale_that_is_useful():
 
 def test_a_float16_initial_scale_works():
     """jmp#47: "lax.select requires same dtypes" from the README's own example."""
-    loss_scale = (
-        DynamicLossScale(jnp.float16(2**15)).adjust(jnp.array(False)).loss_scale
-    )
-    assert (loss_scale.dtype, float(loss_scale)) == (jnp.float32, 16384.0)
+    s = DynamicLossScale(jnp.float16(2**15)).adjust(jnp.array(False)).loss_scale
+    assert (s.dtype, float(s)) == (jnp.float32, 16384.0)
 
 
 def test_zero_gradients_of_half_precision_masters_do_not_become_nan():
-    """optax#1754: Adam's eps of 1e-8 is 0 in float16, and 0 / 0 is NaN; the moments here see float32."""
+    """Adam's eps of 1e-8 is 0 in float16, and 0 / 0 is NaN (optax#1754)."""
     tx = jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale())
     masters = jnp.ones(2, jnp.float16)
     updates, _ = tx.update(jnp.zeros(2, jnp.float16), tx.init(masters), masters)
@@ -151,25 +146,23 @@ def test_zero_gradients_of_half_precision_masters_do_not_become_nan():
 
 
 def test_float16_gradients_of_float32_parameters_cause_no_dtype_error():
-    """apply_if_finite(adamw) raises a TypeError in optax 0.2.8 (optax#377, #1038, #1098)."""
+    """apply_if_finite(adamw) is a TypeError in optax 0.2.8 (optax#377, #1038)."""
     tx = jmp_scale.with_loss_scale(optax.adamw(1e-3), DynamicLossScale())
-    params, state = train(
-        tx, jnp.ones(2), [jnp.ones(2, jnp.float16), jnp.full(2, jnp.inf, jnp.float16)]
-    )
+    gradients = [jnp.ones(2, jnp.float16), jnp.full(2, jnp.inf, jnp.float16)]
+    params, state = train(tx, jnp.ones(2), gradients)
     assert params.dtype == jnp.float32
     assert state.skipped == 1
 
 
 def test_an_integer_leaf_is_not_unscaled():
     """jmp makes 0.375 of it; flax makes complex gradients real."""
-    unscaled = DynamicLossScale(8.0).unscale(
-        {"i": jnp.int32(3), "c": jnp.complex64(8 + 16j)}
-    )
+    tree = {"i": jnp.int32(3), "c": jnp.complex64(8 + 16j)}
+    unscaled = DynamicLossScale(8.0).unscale(tree)
     assert (int(unscaled["i"]), complex(unscaled["c"])) == (3, 1 + 2j)
 
 
 def test_gradients_cannot_be_unscaled_twice():
-    """torch: "unscale_() has already been called"; here true gradients are plain arrays without a stage."""
+    """torch: "unscale_() has already been called"; here gradients have no stage."""
     loss_scale = StaticLossScale(8.0)
     grads = jmp_scale.grad(lambda w: w * 3, loss_scale)(jnp.float32(1.0))
     assert type(grads) is type(jnp.float32(1.0))
@@ -196,14 +189,15 @@ def test_a_nan_that_no_scale_cures_is_found_with_debug_nans_at_scale_one():
 
 def test_a_finite_loss_with_a_nan_gradient_is_skipped():
     """Checking the loss alone misses where(x > 0, sqrt(x), 0) at 0 (numpyro#956)."""
-    loss, grads = jmp_scale.value_and_grad(
-        lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0), DynamicLossScale()
-    )(0.0)
+
+    def root(x):
+        return jnp.where(x > 0, jnp.sqrt(x), 0.0)
+
+    loss, grads = jmp_scale.value_and_grad(root, DynamicLossScale())(0.0)
     assert float(loss) == 0.0
     assert np.isnan(grads)
-    _, state = train(
-        jmp_scale.with_loss_scale(optax.sgd(1.0)), jnp.float32(1.0), [grads]
-    )
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0))
+    _, state = train(tx, jnp.float32(1.0), [grads])
     assert state.skipped == 1
 
 

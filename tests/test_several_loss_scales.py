@@ -1,4 +1,4 @@
-"""Several losses: a loss scale for each (Apex' num_losses), or one for all optimizers (PyTorch)."""
+"""Several losses: a loss scale for each (Apex), or one for all optimizers (PyTorch)."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,6 @@ def map_over(verb, loss_scales, *trees):
 def gradient(finite):
     """A gradient of 1, or of infinity."""
     return jnp.where(finite, 1.0, jnp.inf)
-
-
-# One S per loss ---------------------------------------------------------------------------------------
 
 
 def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
@@ -84,15 +81,8 @@ def test_loss_finite_is_given_for_each_loss():
     def adjust(loss_scale, finite):
         return jmp_scale.adjust(loss_scale, jnp.array(False), loss_finite=finite)
 
-    assert {
-        k: s.loss_scale for k, s in map_over(adjust, loss_scales, loss_finite).items()
-    } == {
-        "a": 8,
-        "b": 4,
-    }
-
-
-# Two optimizers, each with its own S ------------------------------------------------------------------
+    adjusted = map_over(adjust, loss_scales, loss_finite)
+    assert {k: s.loss_scale for k, s in adjusted.items()} == {"a": 8, "b": 4}
 
 
 @pytest.mark.parametrize(("overflowing", "other"), ["ab", "ba"])
@@ -122,10 +112,7 @@ def test_an_overflow_in_one_of_two_optimizers_skips_and_backs_off_only_that_one(
     assert [after[name].skipped for name in (overflowing, other)] == [1, 0]
 
 
-# One S for two optimizers -----------------------------------------------------------------------------
-
-
-def test_one_s_for_two_optimizers_skips_each_by_itself_and_is_adjusted_once_by_both():
+def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both():
     tx = jmp_scale.with_loss_scale(optax.sgd(1.0))
 
     @jax.jit
@@ -142,10 +129,8 @@ def test_one_s_for_two_optimizers_skips_each_by_itself_and_is_adjusted_once_by_b
         return params, states, loss_scale.adjust(both_finite)
 
     params = [jnp.float32(0.0), jnp.float32(0.0)]
-    states, loss_scale = (
-        [tx.init(p) for p in params],
-        DynamicLossScale(2.0**10, period=2),
-    )
+    states = [tx.init(p) for p in params]
+    loss_scale = DynamicLossScale(2.0**10, period=2)
     history = []
     for finite in FLAGS:
         params, states, loss_scale = train_step(
@@ -160,11 +145,8 @@ def test_one_s_for_two_optimizers_skips_each_by_itself_and_is_adjusted_once_by_b
     assert [int(s.skipped) for s in states] == (~FLAGS).sum(axis=0).tolist()
 
 
-# Cause-aware ------------------------------------------------------------------------------------------
-
-
 def train_on(flags, losses, loss_scale):
-    """States of an optimizer that is given gradients of 1 or infinity, and the loss if not None."""
+    """States after gradients of 1 or infinity, with the losses that are not None."""
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
     state = tx.init(jnp.float32(1.0))
     update = jax.jit(tx.update)
@@ -192,10 +174,7 @@ def test_an_overflow_with_a_finite_loss_still_backs_off():
     assert state.loss_scale.loss_scale == 2.0**7
 
 
-def test_a_model_that_is_nan_for_good_is_noticed():
-    states = list(
-        train_on(
-            [True] * 2 + [False] * 50, [0.5] * 2 + [np.nan] * 50, DynamicLossScale()
-        )
-    )
+def test_a_model_that_stays_nan_is_noticed():
+    flags, losses = [True] * 2 + [False] * 50, [0.5] * 2 + [np.nan] * 50
+    states = list(train_on(flags, losses, DynamicLossScale()))
     assert [int(s.skipped_in_a_row) for s in states] == [0, 0, *range(1, 51)]

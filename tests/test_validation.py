@@ -13,22 +13,41 @@ pytestmark = pytest.mark.strict_promotion
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("period", 0), ("period", -1), ("period", 2.5), ("period", NAN), ("period", INF), ("period", 2**31),
-        ("factor", 1), ("factor", 0.5), ("factor", -2), ("factor", INF), ("factor", NAN),
-        ("backoff_factor", 0), ("backoff_factor", 1), ("backoff_factor", 2.0), ("backoff_factor", -0.5),
-        ("backoff_factor", NAN),
-        ("min_loss_scale", -1), ("min_loss_scale", INF), ("min_loss_scale", NAN), ("min_loss_scale", 2.0**25),
-        ("max_loss_scale", 0), ("max_loss_scale", -1), ("max_loss_scale", INF), ("max_loss_scale", NAN),
-        ("loss_scale", 0), ("loss_scale", 0.0), ("loss_scale", -8.0), ("loss_scale", INF),
-        ("loss_scale", NAN), ("loss_scale", 0.5), ("loss_scale", 2.0**25), ("loss_scale", np.float32(0.5)),
-        ("loss_scale", np.zeros(3)),
-        ("growth_delay", -1), ("growth_delay", 0.5), ("hysteresis", 0), ("hysteresis", 1.5),
-        ("hysteresis_reset", "never"), ("at_max", "stop"),
-    ],
-)  # fmt: skip
+OUT_OF_RANGE = {
+    "period": [0, -1, 2.5, NAN, INF, 2**31],
+    "factor": [1, 0.5, -2, INF, NAN],
+    "backoff_factor": [0, 1, 2.0, -0.5, NAN],
+    "min_loss_scale": [-1, INF, NAN, 2.0**25],
+    "max_loss_scale": [0, -1, INF, NAN],
+    "loss_scale": [0, 0.0, -8.0, INF, NAN, 0.5, 2.0**25, np.float32(0.5), np.zeros(3)],
+    "growth_delay": [-1, 0.5],
+    "hysteresis": [0, 1.5],
+    "hysteresis_reset": ["never"],
+    "at_max": ["stop"],
+}
+WRONG_TYPE = {
+    "period": ["2000", None, [2000], True, np.arange(2), np.True_],
+    "factor": [None, "2", 2j],
+    "backoff_factor": ["half"],
+    "min_loss_scale": [None],
+    "max_loss_scale": ["inf"],
+    "growth_delay": [None],
+    "hysteresis": [False],
+    "hysteresis_reset": [1],
+    "at_max": [None],
+    "loss_scale": ["2**15", True, 2j, [2.0**15]],
+    "counter": ["0"],
+}
+
+
+def each_value(table):
+    pairs = [
+        (argument, value) for argument, values in table.items() for value in values
+    ]
+    return pytest.mark.parametrize(("argument", "value"), pairs)
+
+
+@each_value(OUT_OF_RANGE)
 def test_a_value_out_of_range_is_a_value_error_that_names_argument_and_value(
     argument, value
 ):
@@ -47,16 +66,7 @@ def test_a_floor_above_the_cap_is_a_value_error():
         DynamicLossScale(0.5, max_loss_scale=0.5)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("period", "2000"), ("period", None), ("period", [2000]), ("period", True), ("factor", None),
-        ("factor", "2"), ("factor", 2j), ("backoff_factor", "half"), ("min_loss_scale", None),
-        ("max_loss_scale", "inf"), ("growth_delay", None), ("hysteresis", False), ("hysteresis_reset", 1),
-        ("at_max", None), ("loss_scale", "2**15"), ("loss_scale", True), ("loss_scale", 2j),
-        ("loss_scale", [2.0**15]), ("counter", "0"), ("period", np.arange(2)), ("period", np.True_),
-    ],
-)  # fmt: skip
+@each_value(WRONG_TYPE)
 def test_a_value_of_the_wrong_type_is_a_type_error(argument, value):
     with pytest.raises(
         TypeError, match=f"^DynamicLossScale: expected .*{argument}.* to be .*, got"
@@ -78,7 +88,7 @@ def test_a_static_loss_scale_out_of_range_is_a_value_error(value):
 
 
 @pytest.mark.parametrize("value", [None, "8", True, 1j, [8.0], np.ones(2)])
-def test_a_static_loss_scale_that_is_no_number_is_a_type_error(value):
+def test_a_static_loss_scale_that_is_not_a_number_is_a_type_error(value):
     with pytest.raises(TypeError, match=r"^StaticLossScale: expected loss_scale to be"):
         StaticLossScale(value)
 
@@ -237,7 +247,7 @@ def test_an_integer_beyond_float64_is_a_value_error_that_names_the_argument(
         DynamicLossScale(**{argument: value})
 
 
-def test_a_counter_that_is_no_whole_number_is_a_value_error():
+def test_a_counter_that_is_not_a_whole_number_is_a_value_error():
     with pytest.raises(
         ValueError, match=r"expected counter to be an integer in .*, got 3\.7"
     ):

@@ -11,5 +11,9 @@ from ._histogram import exponent_histogram as exponent_histogram
 from ._history import HistorySummary as HistorySummary
 from ._history import LossScaleHistory as LossScaleHistory
 from ._metrics import metrics as metrics
+from ._precision import Finding as Finding
+from ._precision import Operation as Operation
+from ._precision import PrecisionReport as PrecisionReport
+from ._precision import precision_report as precision_report
 from ._report import GradReport as GradReport
 from ._report import grad_report as grad_report

@@ -486,3 +486,131 @@ def test_s_below_one_is_reached_when_the_backward_pass_needs_it():
         (0.25, True),
     ]
     assert grads == 240000
+
+
+def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():
+    def f16_loss(
+        p,
+    ):  # its gradient, 2 * 3e4 * p, is finite at p and infinite above 1.09
+        return (3e4 * p.astype(jnp.float16) ** 2).astype(jnp.float32).sum()
+
+    sam = optax.contrib.sam(
+        optax.sgd(1e-6), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)),
+        opaque_mode=True,
+    )  # fmt: skip
+    tx = jmp_scale.with_loss_scale(sam, DynamicLossScale(1.0, min_loss_scale=2.0**-10))
+    params = jnp.array([1.08])
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grad_fn = jmp_scale.grad(f16_loss, state.loss_scale)
+        updates, state = tx.update(
+            grad_fn(params), state, params, grad_fn=lambda p, _: grad_fn(p)
+        )
+        return optax.apply_updates(params, updates), state
+
+    new_params, new = step(params, state)
+    assert_bitwise_equal(new_params, params)
+    assert_bitwise_equal(new.inner_state, state.inner_state)
+    assert (new.skipped, new.grads_finite, new.applied) == (1, False, False)
+    assert new.loss_scale.loss_scale == 0.5
+    new_params, new = step(new_params, new)
+    assert (new.skipped_in_a_row, new.applied) == (0, True)
+    assert (new_params < params).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", ["sam", "chain"])
+def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(name, wrap):
+    inner = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    inner = optax.chain(optax.clip(1.0), inner) if name == "chain" else inner
+    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
+    state = tx.init(PARAMS)
+    updates, _ = wrap(lambda s: tx.update(GOOD, s, PARAMS, value=jnp.float32(1)))(state)
+    expected, _ = tx.update(GOOD, state, PARAMS)
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_an_error_of_the_optimizer_itself_is_passed_on():
+    def update(updates, state, params=None, *, value=None):
+        raise TypeError("unsupported operand")
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    tx = jmp_scale.with_loss_scale(inner)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS, value=1.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_an_optimizer_with_branches_works_on_half_precision_parameters(
+    dtype, grad_dtype
+):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    grads = jax.tree.map(lambda g: g.astype(grad_dtype), GOOD)
+    tx = jmp_scale.with_loss_scale(optax.novograd(1e-2), DynamicLossScale())
+    state = tx.init(params)
+    for _ in range(2):
+        updates, new = jax.jit(tx.update)(grads, state, params)
+        assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+        assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+        state = new
+    assert state.skipped == 0
+
+
+@pytest.mark.parametrize("nest", [
+    lambda tx: tx,
+    lambda tx: optax.chain(optax.clip(1.0), tx),
+    lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+])  # fmt: skip
+def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
+    within = nest(jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale()))
+    tx = jmp_scale.with_loss_scale(within, DynamicLossScale())
+    with pytest.raises(
+        ValueError, match=r"with_loss_scale within.*wrap once"
+    ):
+        tx.init(PARAMS)
+
+
+def test_a_state_whose_type_the_optimizer_changes_is_named():
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    params = {"a": jnp.arange(3)}
+    with pytest.raises(ValueError, match=r"leaf \[0\]\.mu\['a'\] is int32\[3\] after"):
+        tx.update({"a": jnp.ones(3)}, tx.init(params), params)
+
+
+def test_a_state_whose_structure_the_optimizer_changes_is_an_error():
+    inner = optax.GradientTransformation(
+        lambda p: {"m": p}, lambda g, s, p=None: (g, {"m": g, "n": g})
+    )
+    tx = jmp_scale.with_loss_scale(inner)
+    with pytest.raises(ValueError, match="keep the structure of its state"):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS)
+
+
+def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
+    types = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
+    tx = jmp_scale.with_loss_scale(
+        optax.adafactor(0.1, min_dim_size_to_factor=2), DynamicLossScale()
+    )
+    with jax.set_mesh(mesh):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        params = jax.device_put(jnp.ones((8, 4)), sharding)
+        state = tx.init(params)
+        grads = params * 0.1
+        for factor in (1.0, jnp.inf):
+            _, new = jax.jit(tx.update)(grads * factor, state, params)
+            types = jax.tree.map(jax.typeof, state)
+            assert jax.tree.map(jax.typeof, new) == types
+            state = new
+        assert state.skipped == 1
+
+
+def test_a_guard_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="guard to be a SpikeGuard"):
+        jmp_scale.with_loss_scale(optax.sgd(0.1), guard=6.0)

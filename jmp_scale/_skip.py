@@ -4,15 +4,14 @@ Two paths give the same result, bit for bit:
 
 - The *plain* path runs the update on gradients that are zero on a skipped step, and
   selects between old and new state afterwards. It is right under everything.
-- The *fast* path does not let the update wait for the flag: each non-finite entry is
-  zeroed by itself. A norm that clips the gradients then reads them in the same pass as
-  the finite check. On a CPU the state is also selected without a copy
-  (`_copy_free_select`).
+- The *fast* path gives the update the gradients as they came, so that nothing waits for
+  the flag: a norm that clips the gradients reads them in the pass of the finite check.
+  What is made of a NaN is dropped. On a CPU the state is also selected without a copy.
 
 The fast path is taken only where nothing can see a skipped step before it is dropped:
 in compiled code without effects, callbacks, runtime checks, branches and loops that wait
-for a condition, and not under `jax_debug_nans`. The derivatives of both are those of a
-branch: what is dropped has none.
+for a condition, and not under `jax_debug_nans`. `checkify` does not look into it. The
+derivatives of both paths are those of a branch: what is dropped has none.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend import core
 
-from ._copy_free_select import select_where_computed
 from ._tree import is_inexact, map_inexact, select_tree
 
 # What waits for a condition, or lets the host see the values that it is given.
@@ -120,19 +118,20 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         return [*updates, *new]
 
     def early(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        updates, state = select_where_computed(
+        updates, state = _evaluate_selecting(
             applied, closed.jaxpr, consts, [*inputs, *old], old
         )
         return [*_or_negative_zeros(applied, updates), *state]
 
+    def fast(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+        return lax.platform_dependent(
+            applied, inputs, old, consts, cpu=early, default=late
+        )
+
     def step(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         if is_plain:
             return late(applied, zero_unless(applied, inputs), old, consts)
-        # Without this a clipped NaN is seen by jax.debug_nans and checkify's checks.
-        safe = [zero_unless(jnp.isfinite(x), x) for x in inputs]
-        return lax.platform_dependent(
-            applied, safe, old, consts, cpu=early, default=late
-        )
+        return _hidden_from_checkify(fast)(applied, inputs, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # Under vmap this becomes a select, whose derivative is 0 times that of the
@@ -155,6 +154,85 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
     with_derivative = jax.custom_jvp(step)
     with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
     return with_derivative
+
+
+def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, whose NaNs checkify does not report: it is a primitive of its own there.
+
+    Otherwise `checkify.nan_checks` would stop a training at each skipped step
+    (test_checkify_is_quiet_on_a_skipped_step).
+    """
+    hidden = jax.custom_batching.custom_vmap(fun)
+
+    @hidden.def_vmap
+    def _(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+        del axis_size
+        in_axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
+        out = jax.vmap(fun, in_axes=tuple(in_axes))(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return hidden
+
+
+def _evaluate_selecting(
+    applied: jax.Array, jaxpr: Any, consts: list[Any], inputs: list[Any], old: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Evaluates an update, and selects each leaf of its state where it is computed.
+
+    Two kernels read a leaf of the old state if it is selected after the update: the one
+    that writes the new leaf, and the one that computes the updates. XLA:CPU runs them in
+    either order, and so copies every donated leaf first. Here all that follows reads the
+    selected leaf: the new one on a finite step, and on a skipped step an old one, of
+    which nothing is kept. TPU and GPU compilers make one kernel of it in any case.
+
+    Args:
+      applied: bool[], whether the step is applied.
+      jaxpr: the update; its last outputs are the new state.
+      consts: its constants.
+      inputs: its arguments.
+      old: the leaves of the old state, in the order of the new ones.
+
+    Returns:
+      (updates, leaves of the selected state).
+    """
+    count = len(jaxpr.outvars) - len(old)
+    defined = {id(var) for equation in jaxpr.eqns for var in equation.outvars}
+    old_of = {
+        var: leaf
+        for var, leaf in zip(jaxpr.outvars[count:], old, strict=True)
+        # Scalars cost nothing if they are selected afterwards, as all else is.
+        if id(var) in defined and leaf.ndim
+    }
+    values = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
+    )
+    for equation in jaxpr.eqns:
+        results = _evaluate(jaxpr, equation, values)
+        for var, value in zip(equation.outvars, results, strict=True):
+            values[var] = (
+                jnp.where(applied, value, old_of[var]) if var in old_of else value
+            )
+
+    leaves = [values[v] if _is_var(v) else v.val for v in jaxpr.outvars]
+    state = []
+    for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
+        # A select of a selected leaf would be one more operation in every kernel.
+        is_selected = new is leaf or (_is_var(var) and old_of.get(var) is leaf)
+        state.append(new if is_selected else jnp.where(applied, new, leaf))
+    return leaves[:count], state
+
+
+def _evaluate(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> list[Any]:
+    """The results of one equation, computed as a jaxpr of its own."""
+    invars = [v for v in equation.invars if _is_var(v)]
+    alone = jaxpr.replace(
+        constvars=[], invars=invars, outvars=equation.outvars, eqns=[equation]
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*[values[v] for v in invars])
+
+
+def _is_var(var: Any) -> bool:
+    return not isinstance(var, core.Literal)
 
 
 def _is_plain_only(closed: Any) -> bool:

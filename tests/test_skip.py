@@ -272,7 +272,7 @@ def test_a_sharded_state_keeps_its_sharding():
     assert_bitwise_equal(new, STATE)
 
 
-@pytest.mark.parametrize(("platform", "selects"), [("cpu", 2), ("cuda", 1), ("tpu", 1)])
+@pytest.mark.parametrize(("platform", "selects"), [("cpu", 1), ("cuda", 0), ("tpu", 0)])
 def test_a_leaf_is_selected_before_the_updates_are_computed_on_a_cpu_alone(
     platform, selects
 ):
@@ -280,7 +280,6 @@ def test_a_leaf_is_selected_before_the_updates_are_computed_on_a_cpu_alone(
         jnp.array(True), jnp.ones(8), STATE
     )
     before_updates = exported.mlir_module().split("stablehlo.divide")[0]
-    # One select zeroes what is not finite, the other keeps the old leaf.
     assert before_updates.count("call @_where") == selects
 
 

@@ -178,6 +178,7 @@ class DynamicLossScale(_pytree.Pytree):
         s, counter = self.loss_scale, self.counter + 1
         grows = counter >= self.period
         grown = s * self.factor
+        # Both ends are static, so each loss scale compiles only the part that it uses.
         if self.at_max == "hold":
             grown = jnp.where(grown <= self.max_loss_scale, grown, s)
         else:

@@ -113,6 +113,8 @@ def grad(
 
 
 class _Output(NamedTuple):
+    """What `fun` returned. Its type shows that a transform passed it on."""
+
     loss: Any
     aux: Any
 
@@ -133,12 +135,14 @@ def _differentiated(
             f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "
             f"mean afterwards, jax.lax.pmean(grads, {kwargs['axis_name']!r})"
         )
-    # All transforms differentiate the first argument; Equinox's takes no argnums.
+    # Every transform differentiates the first argument; Equinox's has no argnums.
     if argnums != 0:
         kwargs["argnums"] = argnums
 
     def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Output]:
         output = _checked_output(function, fun(*args, **fun_kwargs), has_aux)
+        # The unscaled loss leaves as auxiliary output: the scaled one may be infinite,
+        # and dividing it by S would round where S is not a power of two.
         return loss_scale.scale(output.loss), output
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)

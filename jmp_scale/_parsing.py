@@ -112,6 +112,7 @@ def get_loss_scale(spec: Any) -> LossScale:
         return spec
     if isinstance(spec, str):
         return _from_string(spec)
+    # An empty mapping is of no framework, and unknown.
     if isinstance(spec, Mapping) and spec:
         return _sections.loss_scale_of({k: _as_number(v) for k, v in spec.items()})
     numbers = (int, float, np.generic, np.ndarray, jax.Array)
@@ -155,6 +156,7 @@ def _parse_number(text: str, spec: str) -> float:
     """A decimal number, or a power such as `2**15`."""
     power = _POWER.fullmatch(text)
     try:
+        # math.pow, since `9**999999999` as an integer would take all memory.
         return math.pow(int(power[1]), int(power[2])) if power else float(text)
     except (ValueError, OverflowError) as error:
         raise _unknown(spec) from error

@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import pytest
 
@@ -12,6 +13,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# pytest --hypothesis-profile=long
+hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
 
 
 @pytest.fixture(autouse=True)

@@ -35,8 +35,8 @@ class DynamicLossScale(_pytree.Pytree):
 
     S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
     after the third step and 32 after the sixth; an overflow halves S and starts the
-    count again. Where S or `factor` is not a power of two, S may differ from this rule
-    by 1 ulp under `jit`, where XLA multiplies by reciprocals.
+    count again. With a factor that is not a power of two, each change of S may differ
+    from this rule by 1 ulp under `jit`, where XLA multiplies by reciprocals.
 
     A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
     `hysteresis_left` with hysteresis). Everything else is static. The leaves have the

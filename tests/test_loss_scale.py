@@ -146,6 +146,16 @@ def test_every_configuration_follows_the_rule_in_plain_python(configuration, fla
     )
 
 
+@pytest.mark.parametrize("factor", [1.5, 2.5, 3.0, 10.0])
+def test_under_jit_a_change_of_s_differs_by_at_most_1_ulp(factor):
+    s = jnp.asarray(np.random.default_rng(0).uniform(1, 2**16, 1000), jnp.float32)
+    loss_scale = DynamicLossScale(s, period=1, factor=factor)
+    for finite in (jnp.ones(1000, bool), jnp.zeros(1000, bool)):
+        expected = np.asarray(s) * np.float32(factor) if finite[0] else s / factor
+        jitted = jax.jit(jmp_scale.adjust)(loss_scale, finite).loss_scale
+        np.testing.assert_array_max_ulp(np.asarray(jitted), np.asarray(expected), 1)
+
+
 def test_every_mode_gives_the_same_trajectory():
     finite = [True, True, False, True, True, True, False, False, True]
     start = DynamicLossScale(8.0, period=2, hysteresis=2)

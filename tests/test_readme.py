@@ -12,18 +12,23 @@ import pytest
 from flax import nnx
 
 import jmp_scale
-from jmp_scale import linen
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+NAMED_BLOCK = r"<!-- block: ([\w-]+) -->\n```\w+\n(.*?)```"
+BLOCKS = dict(re.findall(NAMED_BLOCK, README, re.DOTALL))
 
 
 def test_the_quick_start_is_two_command_lines():
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)[:2]
+    assert blocks == [BLOCKS["main"], BLOCKS["tests"]]
     assert [block.strip().count("\n") for block in blocks] == [0, 0]
-    assert "examples/train_digits.py" in blocks[0]
+    assert blocks[0].strip().endswith("python examples/train_digits.py")
     assert blocks[1].strip().endswith("pytest")
+
+
+def test_the_readme_installs_from_a_clone_since_no_index_has_the_package():
+    assert not re.search(r"pip install \S*jmp.scale", README)
 
 
 def test_the_train_step_stands_within_forty_lines():
@@ -35,8 +40,8 @@ def test_the_python_of_the_readme_trains_a_float16_model():
         return x @ params["w"]
 
     namespace = {"model": model}
-    for block in PYTHON_BLOCKS[:2]:
-        exec(block, namespace)
+    for name in ("train-step", "loss"):
+        exec(BLOCKS[name], namespace)
     x = jax.random.normal(jax.random.key(0), (64, 4))
     batch = {"x": x, "y": x @ jnp.full((4, 1), 0.1)}
     params = {"w": jnp.zeros((4, 1))}
@@ -54,9 +59,6 @@ def test_the_python_of_the_readme_trains_a_float16_model():
 
 
 def test_the_linen_lines_of_the_readme_train_a_model():
-    class WithStatistics(linen.TrainState):
-        batch_stats: dict
-
     model = nn.BatchNorm(use_running_average=False)
     x = jax.random.normal(jax.random.key(0), (8, 2))
     variables = model.init(jax.random.key(1), x)
@@ -74,10 +76,10 @@ def test_the_linen_lines_of_the_readme_train_a_model():
         "loss_fn": loss_fn,
         **variables,
     }
-    code = PYTHON_BLOCKS[2].replace("TrainState.create", "WithStatistics.create")
-    exec(code, namespace | {"WithStatistics": WithStatistics}, run := {})
-    assert run["state"].step == 1
-    assert (run["state"].batch_stats["mean"] != variables["batch_stats"]["mean"]).all()
+    exec(BLOCKS["linen"], namespace)
+    state = namespace["state"]
+    assert state.step == 1
+    assert (state.batch_stats["mean"] != variables["batch_stats"]["mean"]).all()
 
 
 def test_the_nnx_lines_of_the_readme_train_a_model():
@@ -91,7 +93,7 @@ def test_the_nnx_lines_of_the_readme_train_a_model():
         "batch": jnp.ones((4, 2)),
     }
     exec(
-        PYTHON_BLOCKS[3],
+        BLOCKS["nnx"],
         namespace | {"model": nnx.Linear(2, 1, rngs=nnx.Rngs(0))},
         run := {},
     )
@@ -107,7 +109,7 @@ def test_the_checkpoint_lines_of_the_readme_restore_a_state_from_before_loss_sca
     tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale(8.0))
     new = jax.tree.map(jnp.zeros_like, params)
     run = {"path": path, "state": {"params": new, "opt_state": tx.init(new)}}
-    exec(PYTHON_BLOCKS[4], run)
+    exec(BLOCKS["checkpoint"], run)
     assert run["state"]["params"]["w"].tolist() == [0, 1, 2]
     assert run["state"]["opt_state"].loss_scale.loss_scale == 8
 

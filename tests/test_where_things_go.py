@@ -1,4 +1,4 @@
-"""The README's section "Where things go", line by line: inside, on a skipped step, what counts."""
+"""Where things go, line by line: inside or outside of the wrapper, when skipped."""
 
 import itertools
 
@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_bitwise_equal
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_scale
 
@@ -38,9 +40,6 @@ def accumulated(inner):
 
 def w(history, step=-1):
     return np.asarray(history[step][0]["w"])
-
-
-# Gradient accumulation
 
 
 def test_accumulation_inside_averages_the_micro_batches_that_are_finite():
@@ -88,7 +87,94 @@ def test_accumulation_outside_would_keep_an_overflow_for_the_whole_window():
     )
 
 
-# Clipping
+def test_multi_steps_outside_never_recovers_from_one_infinite_micro_batch():
+    history = run(accumulated(dynamic(optax.sgd(1.0))), [BAD, *[ONES] * 39])
+    _, state = history[-1]
+    assert_bitwise_equal(w(history), np.asarray(PARAMS["w"]))
+    assert not np.isfinite(state.acc_grads["w"]).all()
+    assert int(state.inner_opt_state.skipped) == 20
+    inside = run(dynamic(accumulated(optax.sgd(1.0))), [BAD, *[ONES] * 39])
+    assert int(inside[-1][1].skipped) == 1
+
+
+def test_apply_if_finite_left_around_the_wrapper_rejects_the_state_that_backs_off():
+    _, state = run(optax.apply_if_finite(dynamic(optax.sgd(1.0)), 1000), [BAD] * 20)[-1]
+    inner = state.inner_state
+    assert (float(inner.loss_scale.loss_scale), int(inner.skipped)) == (2.0**10, 0)
+    _, alone = run(dynamic(optax.sgd(1.0)), [BAD] * 20)[-1]
+    assert (float(alone.loss_scale.loss_scale), int(alone.skipped)) == (1.0, 20)
+
+
+def test_a_framework_with_its_own_grad_scales_in_the_loss_and_unscales_by_hand():
+    def own_grad(loss_fn, x):  # creates its parameters itself, and takes no transform
+        params = jnp.full(2, 2.0**-14, jnp.float16)
+        return jax.grad(loss_fn)(params, x)
+
+    def loss_fn(params, x):
+        return jnp.sum((params * x).astype(jnp.float32) ** 2)
+
+    x, s = jnp.float16(2.0**-6), jmp_scale.DynamicLossScale()
+    assert not own_grad(loss_fn, x).any()
+    grads = s.unscale(own_grad(lambda *args: s.scale(loss_fn(*args)), x))
+    assert_bitwise_equal(grads, jnp.full(2, 2.0**-25))
+
+
+def test_what_was_the_optimizer_s_state_is_the_inner_state():
+    plain, wrapped = optax.adam(0.1), dynamic(optax.adam(0.1))
+    before, after = run(plain, [ONES])[-1][1], run(wrapped, [ONES])[-1][1]
+    assert_bitwise_equal(after.inner_state[0].count, before[0].count)
+    assert callable(after.count)  # a tuple's method, so that old code does not raise
+    assert callable(before.count)
+
+
+def test_several_loss_scales_are_found_by_metrics_and_not_by_a_bare_name():
+    tx = dynamic(optax.sgd(1.0))
+    states = {"generator": tx.init(PARAMS), "discriminator": tx.init(PARAMS)}
+    with pytest.raises(KeyError, match="multiple values"):
+        optax.tree.get(states, "loss_scale")
+    metrics = jmp_scale.diagnostics.metrics(states)
+    assert float(metrics["['generator'].loss_scale"]) == 2.0**10
+    assert float(metrics["['discriminator'].loss_scale"]) == 2.0**10
+
+
+@pytest.mark.parametrize("s", [0.5, 2.0**25])
+def test_an_initial_loss_scale_outside_of_floor_and_cap_is_an_error(s):
+    with pytest.raises(ValueError, match="min_loss_scale, max_loss_scale"):
+        jmp_scale.DynamicLossScale(s)
+    widened = jmp_scale.DynamicLossScale(s, min_loss_scale=s, max_loss_scale=s)
+    assert float(widened.loss_scale) == s
+
+
+COMPILATIONS = []
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def count_compilations(event, *_, **__):
+    if event.endswith("backend_compile_duration"):
+        COMPILATIONS.append(event)
+
+
+@pytest.mark.parametrize(("axis", "again"), [("batch", 0), ("other", 1)])
+def test_a_replicated_state_under_pmap_compiles_once_on_a_mesh_of_its_axis_name(
+    axis, again
+):
+    tx = dynamic(optax.sgd(1.0))
+
+    def step(params, opt_state, x):
+        grads = lax.pmean(jax.tree.map(lambda p: p * x, params), "batch")
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    mesh = jax.make_mesh((8,), (axis,), axis_types=(AxisType.Auto,))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    state = jax.device_put((PARAMS, tx.init(PARAMS)), replicated)
+    x = jnp.ones((8, 1))
+    train_step = jax.pmap(step, "batch", in_axes=(None, None, 0), out_axes=None)
+    state = train_step(*state, x)
+    COMPILATIONS.clear()
+    for _ in range(2):
+        state = train_step(*state, x)
+    assert len(COMPILATIONS) == again
 
 
 def test_clipping_inside_sees_true_gradients():
@@ -112,9 +198,6 @@ def test_clipping_outside_would_hide_the_overflow():
     outside = optax.chain(optax.clip(1.0), dynamic(optax.sgd(1.0)))
     _, state = run(outside, [BAD])[-1]
     assert int(state[1].skipped) == 0
-
-
-# Averages of the parameters
 
 
 def test_an_ema_is_selected_and_stays_on_a_skipped_step():
@@ -142,9 +225,6 @@ def test_an_ema_of_the_updates_inside_counts_applied_steps():
         dynamic(optax.chain(optax.sgd(1.0), optax.ema(0.9))), [ONES, BAD, ONES]
     )[-1]
     assert int(optax.tree_utils.tree_get(state.inner_state, "count")) == 2
-
-
-# Regularization, weight decay, gradient penalties
 
 
 @pytest.mark.parametrize("s", [1.0, 2.0**10, 2.0**20])
@@ -186,9 +266,6 @@ def test_zeroed_gradients_would_still_decay_and_move():
     assert (w(history, 1) != w(history, 0)).all()
 
 
-# Schedules
-
-
 def rates(tx, grads):
     history = [(PARAMS, None), *run(tx, grads)]
     return [
@@ -212,9 +289,6 @@ def test_a_schedule_inside_counts_applied_steps():
 def test_a_schedule_outside_counts_every_call():
     tx = optax.chain(dynamic(optax.identity()), optax.scale_by_learning_rate(schedule))
     assert rates(tx, [ONES, BAD, BAD, ONES]) == [1.0, 0.0, 0.0, 0.125]
-
-
-# Counters
 
 
 def test_the_wrapper_counts_skipped_steps_in_total_and_in_a_row():

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 
 from . import conclusions, matrix_work
-from .drafts import Found, Severity
+from .drafts import Found, Scope, Severity
 from .facts import of_dtype
 from .jaxpr import dtype_name, open_jaxpr
 from .matrix_work import Operation
 from .program import Line, Tracer, check_arguments, noting_overflowing_casts
 from .source import Place, place_of_caller
-from .walk import Scope, Walk
+from .walk import Walk
 
 
 class Finding(NamedTuple):

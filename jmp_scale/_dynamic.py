@@ -74,7 +74,7 @@ class DynamicLossScale(_pytree.Pytree):
       TypeError: an argument is not a number (or not a string, for the two words).
       ValueError: an argument is out of its range; the message says what is allowed.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale
       >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)
       >>> for finite in (True, True, False):

@@ -40,7 +40,7 @@ def all_finite(
       ValueError: `mesh` without `specs`, `specs` that do not fit `tree` or name an axis that the mesh
         does not have, or no mesh to be found.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale
       >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": jnp.array(3)}))
       False

@@ -63,7 +63,7 @@ def value_and_grad(
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale
       >>> square = lambda w: (w.astype(jnp.float32) ** 2).sum()
       >>> loss_scale = jmp_scale.StaticLossScale(2.0**10)
@@ -96,7 +96,7 @@ def grad(
     Arguments (`transform` too), errors and dtypes are those of `value_and_grad`. With
     `has_aux` the result is `(grads, aux)`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale
       >>> gradient = jmp_scale.grad(lambda w: w**2, jmp_scale.DynamicLossScale())
       >>> float(gradient(jnp.float32(3.0)))

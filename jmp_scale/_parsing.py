@@ -42,7 +42,7 @@ def get_policy(policy_name: str) -> Policy:
     Raises:
       ValueError: an unknown key or dtype.
 
-    Example:
+    Examples:
       >>> import jmp_scale
       >>> print(jmp_scale.get_policy("c=f16,o=full"))
       p=full,c=f16,o=full
@@ -98,7 +98,7 @@ def get_loss_scale(spec: Any) -> LossScale:
       ValueError: an unknown spec or an unknown key of a section (the message lists what
         is known), or a number that the loss scale does not allow.
 
-    Example:
+    Examples:
       >>> import jmp_scale
       >>> float(jmp_scale.get_loss_scale("dynamic:2**16").loss_scale)
       65536.0

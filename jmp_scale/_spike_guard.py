@@ -63,19 +63,21 @@ class SpikeGuard(_pytree.Pytree):
         remembers about 100 steps.
       warmup: accepted steps that are never spikes, while the statistics form; 100.
       max_in_a_row: spikes in a row after which the next step is accepted; 10.
-      loss_mean, loss_deviation, norm_mean, norm_deviation: f32[], statistics of the loss
-        and of log2 of the norm; default None starts at 0.
-      loss_steps, norm_steps: i32[], accepted steps in them; default None starts at 0.
-      accepted: i32[], accepted steps since the start or since the last new level;
-        default None starts at 0.
-      in_a_row: i32[], spikes since the last accepted step; default None starts at 0.
+      loss_mean: f32[], of the loss; default None starts at 0, as in all that follow.
+      loss_deviation: f32[], of the loss.
+      loss_steps: i32[], accepted steps in these two.
+      norm_mean: f32[], of log2 of the norm.
+      norm_deviation: f32[], of log2 of the norm.
+      norm_steps: i32[], accepted steps in these two.
+      accepted: i32[], accepted steps since the start or since the last new level.
+      in_a_row: i32[], spikes since the last accepted step.
 
     Raises:
       TypeError: an argument that is not a number.
       ValueError: an argument out of its range; the message names it, its value and what
         is allowed.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> guard = jmp_scale.SpikeGuard(warmup=20)
       >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=guard)

@@ -99,7 +99,7 @@ def with_loss_scale(
         not a scalar, or `inner` changes the structure, shape or dtype of its state (from
         `update`, while tracing).
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.5), jmp_scale.DynamicLossScale(2.0**15))
       >>> params = jnp.float32(1.0)

@@ -85,7 +85,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       ValueError: `pred` is not a boolean scalar, or the trees differ in structure, shape
         or dtype: nothing is ever broadcast or promoted.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale
       >>> new, old = {"w": jnp.array(2.0)}, {"w": jnp.array(1.0)}
       >>> float(jmp_scale.select_tree(jnp.array(False), new, old)["w"])

@@ -22,7 +22,7 @@ compared with the interval before it counts the step, S grows one step late, whi
 `period` + 1. DreamerV3 is an example: `DynamicLossScale(1e4, period=1001,
 min_loss_scale=1e-4, max_loss_scale=1e5, at_max="clamp")`.
 
-Example:
+Examples:
   >>> from jmp_scale import presets
   >>> loss_scale = presets.deepspeed(initial_scale_power=10, loss_scale_window=2)
   >>> for finite in (True, True, True, False, False):  # late growth, then hysteresis

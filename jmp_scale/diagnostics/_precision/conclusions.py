@@ -12,9 +12,10 @@ from .jaxpr import dtype_name, is_literal, shape
 from .matrix_work import flops, is_narrow, is_of_vectors, operand_dtypes
 from .program import Line
 from .source import Place, line_in, numbers_at, place_of_function, producer
-from .walk import COMPARISONS, Walk
+from .walk import Walk
 
 SEVERITIES = ("note", "warning", "error")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def half_parameters(
@@ -67,41 +68,28 @@ def without_cast_of_loss(
 
 
 def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
-    """Numbers that were infinite in half precision before they came into the trace.
-
-    Args:
-      forward: the walk through the loss.
-      lines: where JAX cast a number that its dtype cannot hold.
-    """
-    first: dict[Line, int] = {}
-    for visit in forward.visits if forward.infinite else ():
-        first.setdefault(visit.place()[:2], visit.order)
-        if (dtype := _infinite_literal(visit.eqn)) and visit.place()[:2] not in lines:
-            # What JAX has traced before is not cast again; then the text has to tell.
-            numbers = numbers_at(visit.place())
-            if any(math.isinf(rounded(number, dtype)) for number in numbers):
-                yield _infinite(dtype, visit.place(), visit.order)
-    for line in lines if forward.infinite else ():
-        # Only NumPy's own float16 says that a cast overflows.
-        yield _infinite("float16", Place(*line), first.get(line, forward.clock))
-
-
-def _infinite_literal(eqn: Any) -> str:
-    """The half dtype of a number in an equation that is infinite, "" without one."""
-    for atom in eqn.invars if eqn.primitive.name not in COMPARISONS else ():
-        infinite = is_literal(atom) and of_atom(atom).magnitude == math.inf
-        if infinite and is_half(dtype_name(atom)):
-            return dtype_name(atom)
-    return ""
-
-
-def _infinite(dtype: str, place: Place, order: int) -> Found:
-    message = (
-        f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or .max, "
-        "or compute this in float32"
-    )
-    draft = Draft("half-constant", "error", message, dtype, ())
-    return Found(draft, place, "convert_element_type", False, order)
+    """Numbers that were infinite in half precision before they came into the trace."""
+    for visit in forward.visits:
+        name = visit.eqn.primitive.name
+        infinite = [
+            atom
+            for atom in visit.eqn.invars
+            if is_literal(atom)
+            and is_half(dtype_name(atom))
+            and of_atom(atom).magnitude == math.inf
+        ]
+        if not infinite or name in _COMPARISONS:
+            continue
+        dtype, place = dtype_name(infinite[0]), visit.place()
+        # What JAX has traced before is not cast again; then the text has to tell.
+        written = any(math.isinf(rounded(n, dtype)) for n in numbers_at(place))
+        if written or place[:2] in lines:
+            message = (
+                f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min "
+                "or .max, or compute this in float32"
+            )
+            draft = Draft("half-constant", "error", message, dtype, ())
+            yield Found(draft, place, name, visit.backward, visit.order)
 
 
 def full_matmuls(backward: Walk) -> Iterator[Found]:

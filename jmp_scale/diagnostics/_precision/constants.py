@@ -51,12 +51,9 @@ def with_guard(eqn: Any, facts: Sequence[Fact], fact: Fact) -> Fact:
     return fact
 
 
-def is_plain_zero(eqn: Any, facts: Sequence[Fact], place: Callable[[], Place]) -> bool:
-    """Whether a number that is 0 was 0 in the source, not an epsilon that was lost.
-
-    In the trace, `0 + x` of Python's `sum([x])` and the bound of `relu(x)` look alike.
-    """
-    if eqn.primitive.name == "add" and not facts[0].literal:
+def starts_a_sum(eqn: Any, facts: Sequence[Fact], place: Callable[[], Place]) -> bool:
+    """Whether `0 + x` is Python's `sum([x])`, not an epsilon that was lost."""
+    if eqn.primitive.name != "add" or not facts[0].literal:
         return False
     dtype = dtype_name(eqn.outvars[0])
     lost = any(n > 0 and rounded(n, dtype) == 0 for n in numbers_at(place()))

@@ -1,4 +1,4 @@
-"""The vocabulary of the rules and the walk: what is found, and where it stands."""
+"""What a rule finds, before it has a line: the vocabulary of the rules and the walk."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -92,37 +92,3 @@ class Step(NamedTuple):
         atom = (*self.eqn.invars, *self.eqn.outvars)[0]
         dtype = self.result
         return Draft(rule, severity, message, dtype, shape(atom), narrowing)
-
-
-class Scope(NamedTuple):
-    """Where a jaxpr stands.
-
-    Attributes:
-      outer: gives the place of the equation that holds it.
-      backward: whether it is part of a backward pass.
-      mechanical: whether JAX made it by transposing another.
-      times: how often it runs.
-    """
-
-    outer: Callable[[], Place]
-    backward: bool = False
-    mechanical: bool = False
-    times: int = 1
-
-
-class Visit(NamedTuple):
-    """An equation without nested jaxprs that the walk has passed.
-
-    Attributes:
-      eqn: the equation.
-      place: gives its place.
-      backward: whether it is part of a backward pass.
-      times: how often it runs.
-      order: position in the program.
-    """
-
-    eqn: Any
-    place: Callable[[], Place]
-    backward: bool
-    times: int
-    order: int

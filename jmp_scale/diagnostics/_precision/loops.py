@@ -1,8 +1,8 @@
 """Finds the carries of a loop that accumulate: running sums and moving averages.
 
-A carry accumulates if each iteration makes it `a * carry + b` with a fixed `a` and a
+A carry accumulates if each iteration makes it `a * carry + b` with a number `a` and a
 `b` that does not depend on the carry: a sum, a mean, an exponential moving average,
-accumulated gradients. The state of an LSTM, whose factor is a gate, is not of this
+accumulated gradients. The state of an LSTM, whose factor is an array, is not of this
 form. A residual stream `x + f(x)` is not either, but a solver that takes small or very
 many steps is.
 """
@@ -97,27 +97,16 @@ def _accumulating(loop: Loop) -> Iterator[tuple[Any, Any]]:
     """The carries of a loop that accumulate, and the equations that add to them."""
     inner, _ = open_jaxpr(loop.body)
     made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
-    fixed = _fixed(loop)
     for variable, result in zip(loop.carries, inner.outvars, strict=False):
         if id(result) not in made_by or _adds_a_slice(result, made_by):
             continue
-        form = _forms(inner, {id(variable): _Form.CARRY}, fixed).get(id(result))
+        form = _forms(inner, {id(variable): _Form.CARRY}).get(id(result))
         steps = form is _Form.OTHER and _takes_steps(loop, variable, result, made_by)
         if form is _Form.SUM or steps:
             yield variable, _adding(result, made_by)
 
 
-def _fixed(loop: Loop) -> set[int]:
-    """The variables of a loop's body that are the same in each iteration."""
-    inner, _ = open_jaxpr(loop.body)
-    fixed = {id(v) for v in (*inner.constvars, *inner.invars[: loop.consts])}
-    for eqn in inner.eqns:
-        if all(is_literal(v) or id(v) in fixed for v in eqn.invars):
-            fixed |= {id(v) for v in eqn.outvars}
-    return fixed
-
-
-def _forms(jaxpr: Any, forms: dict[int, _Form], fixed: set[int]) -> dict[int, _Form]:
+def _forms(jaxpr: Any, forms: dict[int, _Form]) -> dict[int, _Form]:
     """The forms of all variables of a jaxpr that depend on the carry."""
     for eqn in jaxpr.eqns:
         ins = [
@@ -125,12 +114,12 @@ def _forms(jaxpr: Any, forms: dict[int, _Form], fixed: set[int]) -> dict[int, _F
             for v in eqn.invars
         ]
         if any(ins):
-            outs = _forms_of_results(eqn, ins, fixed)
+            outs = _forms_of_results(eqn, ins)
             forms |= {id(v): form for v, form in zip(eqn.outvars, outs, strict=True)}
     return forms
 
 
-def _forms_of_results(eqn: Any, ins: list[_Form], fixed: set[int]) -> list[_Form]:
+def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
     name, outputs = eqn.primitive.name, len(eqn.outvars)
     bodies = subjaxprs(eqn)
     arguments = ins[1:] if name == "cond" else ins
@@ -140,17 +129,17 @@ def _forms_of_results(eqn: Any, ins: list[_Form], fixed: set[int]) -> list[_Form
         return [max(forms) for forms in zip(*branches, strict=True)]
     if outputs != 1:
         return [_Form.OTHER] * outputs
-    return [_form_of_result(eqn, ins, fixed)]
+    return [_form_of_result(eqn, ins)]
 
 
 def _forms_of_call(body: Any, ins: Sequence[_Form]) -> list[_Form]:
     inner, _ = open_jaxpr(body)
     pairs = zip(inner.invars, ins, strict=True)
-    forms = _forms(inner, {id(v): form for v, form in pairs}, set())
+    forms = _forms(inner, {id(v): form for v, form in pairs})
     return [forms.get(id(v), _Form.CONSTANT) for v in inner.outvars]
 
 
-def _form_of_result(eqn: Any, ins: list[_Form], fixed: set[int]) -> _Form:
+def _form_of_result(eqn: Any, ins: list[_Form]) -> _Form:
     if _Form.OTHER in ins:
         return _Form.OTHER
     match eqn.primitive.name:
@@ -158,9 +147,9 @@ def _form_of_result(eqn: Any, ins: list[_Form], fixed: set[int]) -> _Form:
             return ins[0]
         case "add" | "sub" | "add_any":
             return _Form.SUM if not all(ins) else max(ins)
-        case "mul" if not all(ins) and _is_rate(eqn.invars[0 if ins[1] else 1], fixed):
+        case "mul" if not all(ins) and _is_number(eqn.invars[0 if ins[1] else 1], eqn):
             return max(ins)
-        case "div" if not ins[1] and _is_rate(eqn.invars[1], fixed):
+        case "div" if not ins[1] and _is_number(eqn.invars[1], eqn):
             return ins[0]
         case "select_n" if not ins[0]:
             return max(ins[1:])
@@ -169,9 +158,9 @@ def _form_of_result(eqn: Any, ins: list[_Form], fixed: set[int]) -> _Form:
     return _Form.OTHER
 
 
-def _is_rate(factor: Any, fixed: set[int]) -> bool:
-    # A decay rate is a number, or at least fixed; a gate is computed in each iteration.
-    return is_literal(factor) or size(factor) == 1 or id(factor) in fixed
+def _is_number(factor: Any, eqn: Any) -> bool:
+    # A decay rate is one number, a gate is as large as the state that it multiplies.
+    return is_literal(factor) or (size(factor) == 1 and size(eqn.outvars[0]) > 1)
 
 
 def _adds_a_slice(result: Any, made_by: dict[int, Any]) -> bool:

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 
 from . import conclusions, matrix_work
-from .drafts import Found, Scope, Severity
+from .drafts import Found, Severity
 from .facts import of_dtype
 from .jaxpr import dtype_name, open_jaxpr
 from .matrix_work import Operation
 from .program import Line, Tracer, check_arguments, noting_overflowing_casts
 from .source import Place, place_of_caller
-from .walk import Walk
+from .walk import Scope, Walk
 
 
 class Finding(NamedTuple):
@@ -106,7 +106,7 @@ def precision_report(
         `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
       ValueError: `argnums` is empty or out of range.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> def loss(w, x):

@@ -16,10 +16,6 @@ from .jaxpr import dtype_name, shape, size
 def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
     """What is known of the outputs of an equation without nested jaxprs."""
     rule = _RULES.get(eqn.primitive.name)
-    if eqn.primitive.name == "sort":
-        return [_same(eqn, fact) for fact in facts]
-    if eqn.primitive.name == "top_k":
-        return [_same(eqn, facts[0]), _last_index(eqn)]
     if rule is None or len(eqn.outvars) != 1:
         return [of_dtype(dtype_name(v)) for v in eqn.outvars]
     fact = with_values(eqn, facts, rule(eqn, *facts))
@@ -220,11 +216,6 @@ def _added(eqn: Any, x: Fact, count: int) -> Fact:
 
 def _index(eqn: Any, x: Fact) -> Fact:
     length = math.prod(shape(eqn.invars[0])[axis] for axis in eqn.params["axes"])
-    return Fact(0.0, float(max(length - 1, 0)), integral=True)
-
-
-def _last_index(eqn: Any) -> Fact:
-    length = shape(eqn.invars[0])[-1]
     return Fact(0.0, float(max(length - 1, 0)), integral=True)
 
 

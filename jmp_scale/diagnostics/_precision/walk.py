@@ -7,13 +7,13 @@ loops until what is known of their carries holds in every iteration.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import jaxpr as jaxprs
-from .constants import is_plain_zero
+from .constants import starts_a_sum
 from .derivatives import jvp_rule, vjp_rules
-from .drafts import Draft, Found, Scope, Step, Visit
-from .facts import INF, Fact, is_half, join, of_atom, of_constant, of_dtype, widened
+from .drafts import Draft, Found, Step
+from .facts import Fact, join, of_atom, of_constant, of_dtype, widened
 from .jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .loops import counted, half_carries
 from .rules import faults, is_narrowed_by_user
@@ -22,7 +22,6 @@ from .transfer import transfer
 
 # These have a jaxpr of scalars that says how two entries are combined.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
-COMPARISONS = words("eq ge gt le lt ne")  # an infinite bound is as good as a large one
 _OPAQUE = words(
     "core_map custom_call ffi_call io_callback pallas_call pure_callback "
     "tpu_custom_call triton_call"
@@ -30,6 +29,40 @@ _OPAQUE = words(
 _ROUNDS = 3  # of a loop, after which what is known of its carries rarely changes
 _CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
 _RENAMES = words("abs convert_element_type copy neg reshape squeeze transpose")
+
+
+class Scope(NamedTuple):
+    """Where a jaxpr stands.
+
+    Attributes:
+      outer: gives the place of the equation that holds it.
+      backward: whether it is part of a backward pass.
+      mechanical: whether JAX made it by transposing another.
+      times: how often it runs.
+    """
+
+    outer: Callable[[], Place]
+    backward: bool = False
+    mechanical: bool = False
+    times: int = 1
+
+
+class Visit(NamedTuple):
+    """An equation without nested jaxprs that the walk has passed.
+
+    Attributes:
+      eqn: the equation.
+      place: gives its place.
+      backward: whether it is part of a backward pass.
+      times: how often it runs.
+      order: position in the program.
+    """
+
+    eqn: Any
+    place: Callable[[], Place]
+    backward: bool
+    times: int
+    order: int
 
 
 class Walk:
@@ -41,7 +74,6 @@ class Walk:
       unread: (primitive, place) of what could not be looked into.
       in_backward_rules: keys of the operations in the user's backward rules, by the
         line of the call, which is where JAX has them in the differentiated program.
-      infinite: whether a constant in half precision is infinite where it matters.
       clock: position in the program that the walk has come to.
     """
 
@@ -58,7 +90,6 @@ class Walk:
         self.visits: list[Visit] = []
         self.unread: list[tuple[str, Place]] = []
         self.in_backward_rules: set[Any] = set()
-        self.infinite = False
         self.clock = 0
         self._mechanical_only = mechanical_only
         self._skip = skip
@@ -120,12 +151,10 @@ class Walk:
         self._name_results(eqn)
         if self._silent:
             return outs
-        noted = bool(outs) and outs[0].guard == 0 and outs[0].guarded_at in (0, id(eqn))
-        if noted and is_plain_zero(eqn, ins, scope.outer):
+        if outs and outs[0].guard == 0 and starts_a_sum(eqn, ins, scope.outer):
             outs = [dataclasses.replace(outs[0], guard=None)]
         visit = Visit(eqn, scope.outer, scope.backward, scope.times, self.clock)
         self.visits.append(visit)
-        self.infinite = self.infinite or _is_infinite(eqn, ins)
         if not outs or (self._mechanical_only and not scope.mechanical):
             return outs
         names = [self._name_of(atom) for atom in eqn.invars[:2]]
@@ -269,15 +298,6 @@ class Walk:
         finally:
             self._silent -= 1
         return carry, scanned
-
-
-def _is_infinite(eqn: Any, ins: Sequence[Fact]) -> bool:
-    if eqn.primitive.name in COMPARISONS:
-        return False
-    pairs = zip(eqn.invars, ins, strict=True)
-    return any(
-        is_half(dtype_name(v)) and fact.values & {-INF, INF} for v, fact in pairs
-    )
 
 
 def _lazily(eqn: Any, outer: Callable[[], Place]) -> Callable[[], Place]:

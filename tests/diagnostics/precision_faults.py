@@ -266,17 +266,6 @@ def mask_by_full_like(x):
     return jnp.where(h > 0, h, floor)
 
 
-def mask_of_a_scalar_array(x):
-    h = x.astype(F16)
-    floor = jnp.array(MASKED, F16)  # !half-constant
-    return jnp.where(h > 0, h, floor)
-
-
-def mask_from_numpy(x):
-    mask = np.where(np.arange(64) % 2, 0, -1e9).astype(np.float32)
-    return x.astype(F16) + jnp.asarray(mask, F16)  # !half-constant
-
-
 def lost_floor(x):
     h = x.astype(F16)
     return jnp.where(h > 0, h, 1e-8)  # !half-constant
@@ -344,16 +333,6 @@ def epsilon_in_maximum(x):
     return h / jnp.maximum(jnp.abs(h), 1e-8)  # !half-division
 
 
-def epsilon_before_the_value(x):
-    h = x.astype(F16)
-    return h / (EPSILON + jnp.abs(h))  # !half-division
-
-
-def epsilon_of_a_power(x):
-    h = jnp.abs(x.astype(F16)) + 1e-8
-    return h**-2  # !half-division
-
-
 def epsilon_cast_after(x):
     h = x.astype(F16)
     guard = (jnp.abs(x) + 1e-8).astype(F16)
@@ -409,26 +388,6 @@ def integers_of_16_bits(x):
 def index_of_maximum(x):
     h = jnp.tile(x.astype(F16), 100)
     return h[0] + jnp.argmax(h).astype(F16)  # !half-integers
-
-
-def indices_of_a_sort(x):
-    h = jnp.tile(x.astype(F16), 100)
-    return h + jnp.argsort(h).astype(F16)  # !half-integers
-
-
-def random_integers(x):
-    tokens = jax.random.randint(jax.random.key(0), (64,), 0, 50_000)
-    return x.astype(F16) + tokens.astype(F16)  # !half-integers
-
-
-def relative_positions(x):
-    distance = jnp.arange(64) * 50 - jnp.arange(64)[:, None] * 50
-    return x.astype(F16) + distance.astype(F16)  # !half-integers
-
-
-def integers_from_numpy(x):
-    position = jnp.asarray(np.arange(5000))
-    return jnp.sin(position.astype(F16))  # !half-integers
 
 
 def loop_counter(x):
@@ -488,47 +447,6 @@ def sum_computed_in_float32_but_carried_in_half(x):
         return (total.astype(F32) + row).astype(F16), None  # !half-carry
 
     return lax.scan(body, jnp.zeros((), F16), x)[0]
-
-
-def running_mean(x):
-    def body(state, row):
-        mean, count = state
-        count = count + 1
-        mean = mean + (row - mean) / count.astype(F16)  # !half-carry
-        return (mean, count), None
-
-    return lax.scan(body, (F16(0), 0), x.astype(F16))[0][0]
-
-
-def moving_average_of_rates(x):
-    rates = jnp.linspace(0.9, 0.99, 8).astype(F16)
-
-    def body(average, row):
-        return rates * average + row, None  # !half-carry
-
-    return lax.scan(body, jnp.zeros(8, F16), x.astype(F16).reshape(8, 8))[0]
-
-
-def state_of_linear_attention(x):
-    def body(state, key):
-        return state + jnp.outer(key, key), key @ state  # !half-carry
-
-    return lax.scan(body, jnp.zeros((8, 8), F16), x.astype(F16).reshape(8, 8))[1]
-
-
-def sum_in_a_branch(x):
-    def body(total, row):
-        add, keep = lambda t: t + row, lambda t: t
-        return lax.cond(row > 0, add, keep, total), None  # !half-carry
-
-    return lax.scan(body, F16(0), x.astype(F16))[0]
-
-
-def histogram(x):
-    def body(counts, row):
-        return counts.at[0].add(row), None  # !half-carry
-
-    return lax.scan(body, jnp.zeros(4, F16), x.astype(F16))[0]
 
 
 def masked_running_sum(x):

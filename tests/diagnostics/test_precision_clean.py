@@ -222,30 +222,6 @@ def test_masks_positions_and_noise_that_half_precision_holds(policy):
     assert_clean(loss, array(64, 64), array(16, 64), jax.random.key(0))
 
 
-def test_zeros_that_were_never_an_epsilon(policy):
-    def loss(w):
-        h = policy.cast_to_compute(w)
-        ratio = 1 / jax.nn.relu(h) + 1 / jnp.clip(h, 0, 1) + h / sum([h])
-        ratio = ratio + jnp.sqrt(jnp.maximum(h, 0))
-        far = jnp.where(h > -1e9, h, 0)  # a bound that is infinite is no worse
-        return jnp.mean(policy.cast_to_output(ratio + far + jnp.nan_to_num(h)))
-
-    assert precision_report(loss, array(8, 8)).findings == ()
-
-
-def test_carries_that_do_not_add_up(policy):
-    def loss(w):
-        h = policy.cast_to_compute(w)
-        best, _ = lax.scan(lambda c, row: (jnp.maximum(c, row), None), h[0], h)
-        rows = lax.fori_loop(0, 8, lambda i, c: c.at[i].set(2 * h[i]), h)
-        shift = lambda c, row: (jnp.roll(c, 1).at[0].set(row[0]), None)  # noqa: E731
-        last, _ = lax.scan(shift, h[0], h)
-        wide, _ = lax.scan(lambda c, row: (c + row, None), jnp.zeros(8), h)
-        return jnp.mean(policy.cast_to_output(best + rows + last)) + jnp.mean(wide)
-
-    assert precision_report(loss, array(8, 8)).findings == ()
-
-
 def test_a_mean_of_many_entries(policy):
     def loss(w):
         h = policy.cast_to_compute(w)

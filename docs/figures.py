@@ -1,0 +1,66 @@
+"""Draws all pictures of the documentation: `python docs/figures.py`.
+
+Needs the extra `examples`, and takes some minutes on a CPU.
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+
+DOCS = pathlib.Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent / "examples"))
+
+import _show  # noqa: E402
+import diagnose  # noqa: E402
+import digits  # noqa: E402
+import jax  # noqa: E402
+import train_digits  # noqa: E402
+
+from jmp_scale import diagnostics  # noqa: E402
+
+
+def how_it_works(path):
+    """The gradients of the digits autoencoder beside float16's range, at two S."""
+    images, _ = digits.load_images()
+    params = digits.init_autoencoder()
+    grads = jax.grad(digits.reconstruction_loss)(params, images[:256], dtype="float32")
+    counts = diagnostics.exponent_histogram(grads)
+    share = np.asarray(counts.counts.sum(0)) / counts.counts.sum()
+    exponents = np.asarray(counts.exponents)
+    panels = [
+        _gradients("At S = 1, float16 loses the small gradients", exponents, share, 0),
+        _gradients("At S = 2^15, it holds nearly all of them", exponents, share, 15),
+    ]
+    _show.figure(path, panels)
+
+
+def _gradients(title, exponents, share, log2_scale):
+    def panel(ax):
+        x = exponents + log2_scale
+        lost = x < -25  # 2^-25 itself is rounded to 0, what is above it to 2^-24
+        ax.bar(x[~lost], 100 * share[~lost], 1, color="#0072b2", label="held")
+        ax.bar(x[lost], 100 * share[lost], 1, color="#d55e00", label="lost: zero")
+        ax.axvspan(
+            -25.5, 15.5, color="#0072b2", alpha=0.12, lw=0, label="float16's range"
+        )
+        ax.set(
+            title=title,
+            xlabel="log2 of the scaled gradient",
+            ylabel="entries (%)",
+            xlim=(-50, 20),
+        )
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, loc="upper left")
+
+    return panel
+
+
+def main():
+    train_digits.main(["--out", str(DOCS)])
+    diagnose.main(["--out", str(DOCS)])
+    how_it_works(DOCS / "how_it_works.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The site: every public name has its page, and all that the pages show runs."""
+
+import ast
+import importlib
+import inspect
+import json
+import pathlib
+import re
+
+import jax
+import pytest
+
+from jmp_scale import diagnostics
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {str(page.relative_to(ROOT)): page for page in sorted(DOCS.rglob("*.md"))}
+TEXTS = {name: page.read_text() for name, page in PAGES.items()}
+FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
+SLOW = {"docs/quickstart.md"}  # trains
+FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+MODULES = (
+    "jmp_scale",
+    "jmp_scale.presets",
+    "jmp_scale.diagnostics",
+    "jmp_scale.plotting",
+    "jmp_scale.linen",
+    "jmp_scale.nnx",
+    "jmp_scale.checkpoints",
+)
+
+
+def public_names(module):
+    """What a module offers: what a package re-exports, and what a module defines."""
+    path = pathlib.Path(importlib.import_module(module).__file__)
+    for node in ast.parse(path.read_text()).body:
+        names = []
+        if isinstance(node, ast.ImportFrom) and path.name == "__init__.py":
+            names = [alias.asname for alias in node.names if alias.asname]
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names = [node.name]
+        for name in names:
+            if not name.startswith("_"):
+                yield f"{module}.{name}"
+
+
+def headings(text):
+    return re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+
+
+def anchors(text):
+    """The anchors of a page's headings, as Python-Markdown makes them."""
+    slugs = set()
+    for heading in headings(text):
+        slug = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
+        slugs.add(re.sub(r"[-\s]+", "-", slug))
+    return slugs
+
+
+def test_every_public_name_is_on_exactly_one_page_of_the_reference():
+    documented = [
+        name
+        for page, text in TEXTS.items()
+        if page.startswith("docs/api/")
+        for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    ]
+    wanted = {name for module in MODULES for name in public_names(module)}
+    assert sorted(documented) == sorted(wanted)
+
+
+def run(page):
+    """The names that the Python blocks of a page leave, run one after the other."""
+    namespace = {"__name__": "__main__"}
+    for match in PYTHON.finditer(TEXTS[page]):
+        line = TEXTS[page][: match.start(2)].count("\n")
+        code = inspect.cleandoc(match[2]) if match[1] else match[2]
+        source = "\n" * line + code  # so that a traceback names the page's line
+        exec(compile(source, page, "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, text in TEXTS.items()
+        if PYTHON.search(text)
+    ],
+)
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(page)
+
+
+def test_the_page_on_checkpoints_restores_a_state_from_before_loss_scaling():
+    state = run("docs/checkpoints.md")["state"]
+    assert state["params"]["w"].tolist() == [0, 1, 2]
+    assert state["opt_state"].loss_scale.loss_scale == 2**15
+
+
+def test_the_page_on_how_it_works_saves_a_gradient_that_float16_loses():
+    page = run("docs/how-it-works.md")
+    assert jax.grad(page["loss_fn"])(page["w"]) == 0
+    assert float(page["grads"]) == pytest.approx(2e-8, rel=0.01)
+
+
+@pytest.mark.parametrize("page", [name for name in TEXTS if "api/" not in name])
+def test_a_page_shows_code_or_a_table_on_its_first_screen(page):
+    screen = TEXTS[page].splitlines()[:20]
+    assert any(re.match(r"```|\||--8<--|<div|- ", line.strip()) for line in screen)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_links_and_images_of_a_page_resolve(name):
+    page = FILES[name]
+    text = FENCE.sub("", page.read_text())
+    for link in LINK.findall(text):
+        if re.match(r"https?://", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), link
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path.read_text()), link
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    missing = [page for page in TEXTS if page.removeprefix("docs/") not in navigation]
+    assert not missing
+
+
+def test_the_site_asks_no_other_host_for_anything():
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in configuration
+    assert "http" not in configuration
+    assert "repo_url" not in configuration  # whose stars the theme would fetch
+
+
+def test_the_first_block_of_the_site_is_that_of_the_readme():
+    first = PYTHON.search((ROOT / "README.md").read_text())
+    assert PYTHON.search(TEXTS["docs/index.md"])[2] == first[2]
+
+
+def test_every_kind_of_health_has_a_section_of_troubleshooting():
+    from jmp_scale.diagnostics import _health
+
+    sections = set(headings(TEXTS["docs/troubleshoot.md"]))
+    assert set(_health._SENTENCES) <= sections
+
+
+def test_every_rule_of_the_precision_report_has_a_section_of_troubleshooting():
+    sections = set(headings(TEXTS["docs/troubleshoot.md"]))
+    folder = pathlib.Path(diagnostics.__file__).parent / "_precision"
+    source = "\n".join(path.read_text() for path in folder.glob("*.py"))
+    rules = set(re.findall(r'"((?:half|full|round)-[a-z]+)"', source))
+    assert rules == {name for name in sections if re.match("half-|full-|round-", name)}
+
+
+def test_every_preset_is_in_the_table_of_presets():
+    table = TEXTS["docs/coming-from/presets.md"]
+    for name in public_names("jmp_scale.presets"):
+        assert f"`{name.removeprefix('jmp_scale.')}(" in table
+
+
+@pytest.mark.slow
+def test_the_notebook_runs():
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    path = DOCS / "float16_on_a_free_gpu.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute(
+        cwd=str(ROOT)
+    )
+    outputs = json.dumps([cell.get("outputs", []) for cell in notebook.cells])
+    assert "image/png" in outputs

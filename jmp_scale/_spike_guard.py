@@ -12,7 +12,7 @@ from ._validation import Arguments
 
 # Least spreads. Without them a run of equal losses or norms makes any other a spike. Of
 # the norm: 0.25 bits, a factor of 1.19. Of the loss: a share of its mean's size, since
-# a loss has no scale of its own.
+# a loss does not have a scale of its own.
 _NORM_FLOOR = 0.25
 _LOSS_FLOOR = 0.02
 
@@ -40,8 +40,16 @@ class SpikeGuard(_pytree.Pytree):
     ```
 
     The mean and the standard deviation are exponential with `decay`, unbiased from the
-    first step on, and made of accepted steps only. The floor is 0.25 (bits) for the norm
-    and 2 % of the mean's absolute value for the loss, which may be negative or zero.
+    first step on, and made of accepted steps only. The floor is 0.25 (bits) for the norm.
+    For the loss, which may be negative or zero, it depends on how irregular the run is:
+
+    ```text
+    floor of the loss = max(loss_deviation, 0.02 |loss_mean|) max(1, norm_deviation / 0.25)
+    ```
+
+    So in a run of even norms six deviations of the loss are a leap. In a run whose norms
+    vary (small batches, a classifier whose loss is near 0), losses have long tails, and
+    six deviations are exceeded on as many as one clean step in a hundred.
 
     A leap that would be the spike after `max_in_a_row` others is accepted: the new level
     is taken as the truth, and the statistics start again with it, warm-up included. So a
@@ -185,8 +193,13 @@ class SpikeGuard(_pytree.Pytree):
 
     @property
     def _loss(self) -> "_Statistics":
-        floor = _LOSS_FLOOR * jnp.abs(self.loss_mean)
-        return _Statistics(self.loss_mean, self.loss_deviation, self.loss_steps, floor)
+        mean, deviation = self.loss_mean, self.loss_deviation
+        # The logarithm tames the tails of the norm, but a loss may be negative. How far
+        # the norm's logarithm varies tells how long the loss's tails are
+        # (test_a_loss_with_long_tails_is_not_a_spike).
+        irregular = jnp.maximum(1, self.norm_deviation / _NORM_FLOOR)
+        floor = irregular * jnp.maximum(deviation, _LOSS_FLOOR * jnp.abs(mean))
+        return _Statistics(mean, deviation, self.loss_steps, floor)
 
     @property
     def _norm(self) -> "_Statistics":

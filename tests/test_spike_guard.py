@@ -24,8 +24,9 @@ def reference(
             self.mean, self.variance, self.steps, self.floor = 0.0, 0.0, 0, floor
 
         def limit(self):
-            deviation = max(math.sqrt(self.variance), self.floor(self.mean))
-            return self.mean + threshold * deviation
+            deviation = math.sqrt(self.variance)
+            spread = max(deviation, self.floor(self.mean, deviation))
+            return self.mean + threshold * spread
 
         def leaps(self, x):
             return self.warm() and x > self.limit()
@@ -49,8 +50,12 @@ def reference(
         def restart(self):
             self.mean, self.variance, self.steps = 0.0, 0.0, 0
 
-    loss = Series(lambda mean: 0.02 * abs(mean))
-    norm = Series(lambda mean: 0.25)
+    def floor_of_the_loss(mean, deviation):
+        irregular = max(1, math.sqrt(norm.variance) / 0.25)
+        return irregular * max(deviation, 0.02 * abs(mean))
+
+    loss = Series(floor_of_the_loss)
+    norm = Series(lambda mean, deviation: 0.25)
     in_a_row, accepted, spikes = 0, 0, []
     for step, (x, g) in enumerate(zip(losses, norms, strict=True)):
         if finite is not None and not finite[step]:
@@ -126,6 +131,19 @@ def test_losses_of_any_sign_and_size_are_watched(level):
     losses[200] += 50 * spread
     spikes, _ = judged(SpikeGuard(), losses, np.ones(300))
     assert np.flatnonzero(spikes).tolist() == [200]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_loss_with_long_tails_is_not_a_spike(seed):
+    # As of a classifier late in training: losses and norms vary over decades together.
+    random = np.random.RandomState(seed)
+    hardness = random.randn(5000)
+    losses = 1e-3 * np.exp(hardness + 0.3 * random.randn(5000))
+    norms = 1e-2 * np.exp(0.8 * hardness + 0.3 * random.randn(5000))
+    losses[4000] *= 1e4
+    norms[4000] *= 1e4
+    spikes, _ = judged(SpikeGuard(), losses, norms)
+    assert np.flatnonzero(spikes).tolist() == [4000]
 
 
 def test_a_loss_of_zero_all_the_time_is_no_spike():

@@ -1,5 +1,6 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -17,9 +18,9 @@ from ._loss_scale import (
     checked_loss_scale,
     find_loss_scale_states,
 )
-from ._skip import update_or_keep, zero_unless
+from ._optimizer import guarded, runner
+from ._skip import update_or_keep
 from ._spike_guard import SpikeGuard
-from ._tree import is_inexact, map_inexact, widen
 
 
 class _Update(Protocol):
@@ -153,18 +154,18 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         seen = _look_at(updates, value, state.guard, axis_name)
-        inputs, extra_args = _guarded(seen.applied, updates, value, extra_args)
-        run = _runner(inner, params, extra_args)
-        is_good = (
-            (lambda u: all_finite(u, axis_name)) if "grad_fn" in extra_args else None
-        )
+        inputs, extra_args = guarded(seen.applied, updates, value, extra_args)
+        run = runner(inner, params, extra_args)
+        # The overflow of a gradient that the optimizer asks for shows in its updates.
+        looks_again = "grad_fn" in extra_args
+        is_good = functools.partial(all_finite, axis_name=axis_name)
         applied, new_updates, inner_state = update_or_keep(
             seen.applied,
             run,
             inputs,
             state.inner_state,
             context=(params, extra_args),
-            is_good=is_good,
+            is_good=is_good if looks_again else None,
         )
         return new_updates, _next_state(state, seen, applied, inner_state)
 
@@ -200,63 +201,6 @@ def _look_at(
         loss = _mesh.largest(jnp.asarray(value).astype(jnp.float32), axis_name)
     spike, guard = guard.judge(loss, norm, finite)
     return _Seen(loss_finite, grads_finite, spike, finite & ~spike, guard)
-
-
-def _guarded(
-    applied: jax.Array, updates: Any, value: Any, extra_args: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what may not be finite, other arguments): functions return zeros unless applied."""
-    inputs = {"updates": widen(updates)}
-    if value is not None:
-        inputs["value"] = jnp.asarray(value)
-    if "grad" in extra_args:
-        inputs["grad"] = widen(extra_args["grad"])
-    others = {k: v for k, v in extra_args.items() if k != "grad"}
-    for name in ("value_fn", "grad_fn", "obj_fn"):
-        if callable(others.get(name)):
-            others[name] = _zero_fn_unless(applied, others[name])
-    return inputs, others
-
-
-def _runner(
-    inner: optax.GradientTransformationExtraArgs,
-    params: Any,
-    extra_args: dict[str, Any],
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """`inner.update` as a function of what may not be finite and of its state."""
-
-    def call(inputs: dict[str, Any], state: Any) -> tuple[Any, Any]:
-        updates, given = (
-            inputs["updates"],
-            {k: inputs[k] for k in inputs if k != "updates"},
-        )
-        try:
-            return inner.update(updates, state, params, **extra_args, **given)
-        except TypeError as error:
-            # `value` is this library's own argument: an optimizer of another signature
-            # (optax.contrib.sam) must not fail because of it.
-            if "unexpected keyword argument 'value'" not in str(error):
-                raise
-        given.pop("value")
-        return inner.update(updates, state, params, **extra_args, **given)
-
-    def run(inputs: dict[str, Any], state: Any) -> tuple[Any, Any]:
-        try:
-            new_updates, new_state = call(inputs, state)
-        except TypeError:
-            # Branches and loops demand one dtype (optax.novograd's), and the state has
-            # that of the parameters.
-            narrow = (
-                _cast_like(inputs["updates"], params) if params is not None else None
-            )
-            if narrow is None or _dtypes(narrow) == _dtypes(inputs["updates"]):
-                raise
-            new_updates, new_state = call(inputs | {"updates": narrow}, state)
-        if params is not None:
-            new_updates = _cast_like(new_updates, params)
-        return new_updates, _state_like(new_state, state)
-
-    return run
 
 
 def _next_state(
@@ -307,56 +251,3 @@ def fresh_buffers(state: Any, params: Any = ()) -> Any:
         return array
 
     return jax.tree.map(fresh_leaf, state)
-
-
-def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, with values and gradients of zero unless `applied`."""
-
-    def constant_unless(x: Any) -> Any:
-        # Otherwise the gradient is 0 times that of `fun`: NaN where that is not finite.
-        return jnp.where(applied, x, jax.lax.stop_gradient(x))
-
-    def zero_fn(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_inexact(constant_unless, (args, kwargs))
-        return zero_unless(applied, fun(*args, **kwargs))
-
-    return zero_fn
-
-
-def _cast_like(tree: Any, like: Any) -> Any:
-    def cast_leaf(x: Any, y: Any) -> Any:
-        castable = is_inexact(x) and is_inexact(y)
-        return jnp.asarray(x).astype(jnp.result_type(y)) if castable else x
-
-    return jax.tree.map(cast_leaf, tree, like, is_leaf=lambda x: x is None)
-
-
-def _dtypes(tree: Any) -> list[Any]:
-    return [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)]
-
-
-def _state_like(new: Any, old: Any) -> Any:
-    """A new state with the dtypes and shardings of the old one.
-
-    Raises:
-      ValueError: another difference, which names the leaf.
-    """
-    structures = jax.tree.structure(new), jax.tree.structure(old)
-    if structures[0] != structures[1]:
-        raise ValueError(
-            "with_loss_scale: expected inner to keep the structure of its state, got\n"
-            f"  from update: {structures[0]}\n  from init:   {structures[1]}"
-        )
-    new = jax.tree.map(_mesh.reshard_like, _cast_like(new, old), old)
-    pairs = jax.tree_util.tree_flatten_with_path(new)[0]
-    for (path, x), y in zip(pairs, jax.tree.leaves(old), strict=True):
-        if not (hasattr(x, "dtype") and hasattr(y, "dtype")):
-            continue
-        got, expected = (f"{v.dtype}{list(v.shape)}" for v in (x, y))
-        if got != expected:
-            raise ValueError(
-                "with_loss_scale: expected inner to keep the types of its state, but leaf "
-                f"{jax.tree_util.keystr(path)} is {expected} after init and {got} after "
-                "update; initialize it with parameters of a floating-point dtype"
-            )
-    return new

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
-    "optax": {"_transform", "_flax", "linen", "nnx"},
+    "optax": {"_optimizer", "_transform", "_flax", "linen", "nnx"},
     "flax": {"_flax", "_variables", "linen", "nnx"},
     "matplotlib": {"plotting"},
 }

@@ -47,7 +47,16 @@ def test_the_enumeration_finds_the_optimizers_of_optax():
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# The optimizers that differ most in what they compute; all others are slow tests.
+TYPICAL = {"adafactor_factored", "add_noise", "clip_adamw", "lamb", "multi_steps"}
+TYPICAL |= {"muon", "rmsprop_centered", "sam", "schedule_free_adamw"}
+BY_NAME = [
+    pytest.param(name, marks=() if name in TYPICAL else pytest.mark.slow)
+    for name in OPTIMIZERS
+]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
 def test_both_paths_agree_bit_for_bit_and_skip_as_a_whole(name, monkeypatch):
     wrapped = jmp_scale.with_loss_scale(OPTIMIZERS[name])
     params, state = fast = scanned(wrapped, FLAGS)
@@ -65,7 +74,7 @@ def test_both_paths_agree_bit_for_bit_and_skip_as_a_whole(name, monkeypatch):
     assert state.applied.tolist() == list(FLAGS)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_finite_steps_are_those_of_the_unwrapped_optimizer(name):
     tx = OPTIMIZERS[name]
     params, state = scanned(jmp_scale.with_loss_scale(tx), (True, True, True))
@@ -81,6 +90,28 @@ def test_finite_steps_are_those_of_the_unwrapped_optimizer(name):
             np.testing.assert_allclose(
                 np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-6
             )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in {"adamax", "sam"} else pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
+def test_steps_without_jit_skip_as_a_whole_and_are_those_of_the_optimizer(name):
+    tx = OPTIMIZERS[name]
+    wrapped = jmp_scale.with_loss_scale(tx)
+    step, plain = stepper(wrapped), stepper(tx)
+    with jax.disable_jit():
+        params, state = step(PARAMS, wrapped.init(PARAMS), BAD)
+        assert_bitwise_equal(params, PARAMS)
+        assert_bitwise_equal(state.inner_state, wrapped.init(PARAMS).inner_state)
+        params, state = step(params, state, GOOD)
+        expected = plain(PARAMS, tx.init(PARAMS), GOOD)
+    assert_bitwise_equal(params, expected[0])
+    types = jax.tree.map(jax.typeof, state.inner_state)
+    assert types == jax.tree.map(jax.typeof, wrapped.init(PARAMS).inner_state)
 
 
 QUICK = ["adafactor", "adafactor_factored", "adamax", "adamw", "lamb", "prodigy"]

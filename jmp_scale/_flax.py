@@ -14,6 +14,7 @@ from ._loss_scale import (
     StaticLossScale,
     find_loss_scale_states,
 )
+from ._spike_guard import SpikeGuard
 from ._transform import with_loss_scale
 
 try:
@@ -27,20 +28,23 @@ except ImportError as error:
 def wrap_once(
     function: str,
     tx: optax.GradientTransformation,
-    loss_scale: LossScale | None,
     params: Any,
+    *,
+    loss_scale: LossScale | None,
+    guard: SpikeGuard | None,
 ) -> optax.GradientTransformation:
-    """`with_loss_scale(tx, loss_scale)`, or `tx` itself if it is wrapped already.
+    """`with_loss_scale(tx, loss_scale, guard=guard)`, or `tx` if it is wrapped already.
 
     Args:
       function: the name of the caller, for errors.
       tx: an Optax optimizer.
-      loss_scale: the initial loss scale, or None.
       params: the parameters that `tx` will be initialized with.
+      loss_scale: the initial loss scale, or None.
+      guard: the guard against spikes, or None.
 
     Raises:
-      ValueError: `tx` is wrapped and `loss_scale` is given as well, or it is wrapped in
-        some inner place, where its loss scale would have no effect.
+      ValueError: `tx` is wrapped and a loss scale or a guard is given as well, or it is
+        wrapped in some inner place, where its loss scale would have no effect.
     """
     state = jax.eval_shape(tx.init, params)
     wrapped = isinstance(state, LossScaleState)
@@ -52,14 +56,14 @@ def wrap_once(
             "scale is not the one that the loss is multiplied by; write "
             "with_loss_scale(optax.chain(...), loss_scale)"
         )
-    if wrapped and loss_scale is not None:
-        raise ValueError(
-            f"{function}: expected a loss scale in one place, got loss_scale="
-            f"{loss_scale!r} and a tx that is already wrapped in with_loss_scale; "
-            "leave out one of them"
-        )
-    return tx if wrapped else with_loss_scale(tx, loss_scale)
+    for name, value in {"loss_scale": loss_scale, "guard": guard}.items():
+        if wrapped and value is not None:
+            raise ValueError(
+                f"{function}: expected {name} in one place, got {name}={value!r} and a "
+                "tx that is already wrapped in with_loss_scale; give it there"
+            )
+    return tx if wrapped else with_loss_scale(tx, loss_scale, guard=guard)
 
 
-for _cls in (NoOpLossScale, StaticLossScale, DynamicLossScale):
+for _cls in (NoOpLossScale, StaticLossScale, DynamicLossScale, SpikeGuard):
     _state_dict.register(_cls)  # those that were made before Flax was imported

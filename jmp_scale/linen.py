@@ -16,6 +16,7 @@ from ._finite import all_finite
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale, LossScaleState
 from ._scaling import OVERWRITE_WITH_GRADIENT
+from ._spike_guard import SpikeGuard
 from ._transform import fresh_buffers
 from ._tree import map_inexact, select_tree
 
@@ -73,6 +74,7 @@ class TrainState(train_state.TrainState):
         params: Any,
         tx: optax.GradientTransformation,
         loss_scale: LossScale | None = None,
+        guard: SpikeGuard | None = None,
         **kwargs: Any,
     ) -> Self:
         """A state at step 0 with `tx` wrapped in `with_loss_scale`.
@@ -82,14 +84,21 @@ class TrainState(train_state.TrainState):
           params: the parameters, float32 masters.
           tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
           loss_scale: the initial loss scale; default `NoOpLossScale()`.
+          guard: a `SpikeGuard` skips steps whose loss or gradient norm leaps, too.
           **kwargs: the subclass's own fields. A buffer that is in two fields (an EMA
             that starts as `params`) is copied, so that the whole state can be donated.
 
         Raises:
-          ValueError: `loss_scale` is given and `tx` already has one, or
-            `with_loss_scale` stands somewhere inside `tx` instead of around it.
+          ValueError: `loss_scale` or `guard` is given and `tx` already is
+            `with_loss_scale(...)`, or that stands somewhere inside of `tx`.
         """
-        tx = _flax.wrap_once("TrainState.create", tx, loss_scale, _trained(params))
+        tx = _flax.wrap_once(
+            "TrainState.create",
+            tx,
+            _trained(params),
+            loss_scale=loss_scale,
+            guard=guard,
+        )
         return fresh_buffers(
             super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         )

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from ._finite import all_finite
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
+from ._spike_guard import SpikeGuard
 from ._tree import select_tree
 from ._variables import Leaves, graph_nodes, put_back, values_of, written_since
 
@@ -38,17 +39,19 @@ class Optimizer(nnx.Optimizer):
     **What the forward pass wrote.** The forward pass of an NNX model writes to the
     model: BatchNorm statistics, random streams, caches. A skipped step puts all of it
     back, in every module among the arguments of the loss function: `value_and_grad`
-    where the loss or a gradient is not finite, and `update` where it skips the step.
-    Variables may hold anything: arrays, numbers, dicts, None.
+    where the loss or a gradient is not finite, and `update` where it skips the step
+    for any other reason, such as a spike. Variables may hold anything: arrays, numbers,
+    dicts, None.
 
     - A compiled step has one structure. Where the forward pass makes a new variable, or
       changes a variable's structure or shape (`sow` appends to a tuple, a cache grows),
       that stays on a skipped step too: entries that were there before are put back, and
       new ones keep their values, with 0 in place of those that are not finite.
     - `nnx.Intermediate` variables stay as they were sown, for you to look at.
-    - `update` puts back what `value_and_grad` wrote in the same compiled function (or
-      outside of any). If the two are called in different compiled functions, only
-      `value_and_grad` puts back, and nothing that is not finite remains.
+    - `update` puts back what this optimizer's `value_and_grad` wrote in the same
+      compiled function, or outside of any. If the two are called in different compiled
+      functions, only `value_and_grad` puts back, so a spike leaves the statistics of
+      its forward pass.
 
     To accumulate gradients, pass an `optax.MultiSteps` as `tx` instead of adding them:
     each micro-batch is then kept or skipped as a whole.
@@ -57,12 +60,13 @@ class Optimizer(nnx.Optimizer):
       model: the NNX model.
       tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
       loss_scale: the initial loss scale; default `NoOpLossScale()`.
+      guard: a `SpikeGuard` skips steps whose loss or gradient norm leaps, too.
       wrt: filter of the trained variables; default `nnx.Param`.
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
-      ValueError: `loss_scale` is given and `tx` already has one, or `with_loss_scale`
-        stands somewhere inside `tx` instead of around it.
+      ValueError: `loss_scale` or `guard` is given and `tx` already is
+        `with_loss_scale(...)`, or that stands somewhere inside of `tx`.
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -85,10 +89,17 @@ class Optimizer(nnx.Optimizer):
         tx: optax.GradientTransformation,
         *,
         loss_scale: LossScale | None = None,
+        guard: SpikeGuard | None = None,
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ) -> None:
-        tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, nnx.state(model, wrt))
+        tx = _flax.wrap_once(
+            "nnx.Optimizer",
+            tx,
+            nnx.state(model, wrt),
+            loss_scale=loss_scale,
+            guard=guard,
+        )
         super().__init__(model, tx, wrt=wrt, **kwargs)
 
     @property

@@ -111,7 +111,7 @@ def haiku_step(params, state, opt_state, x):
     )
     (_, new_state), grads = value_and_grad(params, state, x)
     updates, opt_state = TX.update(grads, opt_state, params)
-    state = jmp_scale.select_tree(opt_state.grads_finite, new_state, state)
+    state = jmp_scale.select_tree(opt_state.applied, new_state, state)
     return optax.apply_updates(params, updates), state, opt_state
 
 

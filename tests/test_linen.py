@@ -386,6 +386,67 @@ def test_float8_parameters_may_stand_beside_other_collections():
     assert after.params["constants"]["c"].tolist() == [1, 1]
 
 
+# Far from the noise of dropout; LEAPS makes the loss 900 times as large.
+GUARD = jmp_scale.SpikeGuard(threshold=50.0, warmup=2)
+LEAPS = 30.0
+
+
+@jax.jit
+def guarded_step(state, x):
+    def loss_fn(params):
+        collections = {"params": params, "batch_stats": state.batch_stats}
+        rngs = {"dropout": jax.random.key(2)}
+        y, updates = state.apply_fn(collections, x, mutable=["batch_stats"], rngs=rngs)
+        return jnp.mean((y - 1.0) ** 2) * jnp.mean(x**2), updates
+
+    (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
+    ema = optax.incremental_update(state.params, state.ema, 0.1)
+    return state.apply_gradients(grads=grads, value=loss, ema=ema, **updates)
+
+
+def test_a_spike_leaves_all_that_the_state_keeps_bit_identical():
+    state = make_state(
+        optax.adam(1e-2), loss_scale=jmp_scale.DynamicLossScale(2.0), guard=GUARD
+    )
+    for size in [GOOD, GOOD, GOOD]:
+        state = guarded_step(state, data(size))
+    after = guarded_step(state, data(LEAPS))
+    assert_bitwise_equal(kept(after), kept(state))
+    assert_bitwise_equal(after.loss_scale, state.loss_scale)
+    assert bool(after.opt_state.grads_finite)
+    assert not after.opt_state.applied
+    assert (int(after.opt_state.spikes), int(after.step)) == (1, 4)
+
+
+def test_create_wraps_the_optimizer_with_the_given_guard():
+    params, loss_scale = {"w": jnp.ones(2)}, jmp_scale.DynamicLossScale()
+    state = TrainState.create(
+        apply_fn=None,
+        params=params,
+        tx=optax.sgd(0.1),
+        loss_scale=loss_scale,
+        guard=GUARD,
+    )
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale, guard=GUARD)
+    assert_bitwise_equal(state.opt_state, tx.init(params))
+
+
+def test_a_guard_beside_a_wrapped_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"guard in one place.*already wrapped in"):
+        make_state(guard=GUARD)
+
+
+def test_a_spike_keeps_the_float8_scales():
+    state = float8_state(jmp_scale.NoOpLossScale())
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.0), guard=GUARD)
+    state = TrainState.create(apply_fn=state.apply_fn, params=state.params, tx=tx)
+    for _ in range(3):
+        state = float8_step(state, float8_inputs())
+    after = float8_step(state, float8_inputs(10.0))
+    assert_bitwise_equal(after.params, state.params)
+    assert int(after.opt_state.spikes) == 1
+
+
 def test_a_state_dict_names_the_leaves_of_the_loss_scale():
     state_dict = flax.serialization.to_state_dict(make_state())
     assert set(state_dict["opt_state"]["loss_scale"]) == {"loss_scale", "counter"}

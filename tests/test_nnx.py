@@ -257,6 +257,22 @@ def test_two_loss_scales_are_refused():
         make(loss_scale=jmp_scale.DynamicLossScale())
 
 
+def read(variable):
+    # Flax 0.12.0 has no get_value, and later versions deprecate `value`.
+    return variable.get_value() if has_verbs(variable) else variable.value
+
+
+def write(variable, value):
+    if has_verbs(variable):
+        variable.set_value(value)
+    else:
+        variable.value = value
+
+
+def has_verbs(variable):
+    return hasattr(type(variable), "set_value")
+
+
 class Odd(nnx.Module):
     """Whatever a Variable may hold, written by the forward pass or not."""
 
@@ -275,10 +291,10 @@ class Odd(nnx.Module):
         y = (self.w[...] * x).astype(jnp.float16).astype(jnp.float32)
         self.table["sum"] = self.table["sum"] + y
         self.table["calls"] = [self.table["calls"][0] + 1]
-        self.count.set_value(self.count.get_value() + 1)
-        self.total.set_value(self.total.get_value() + y.sum())
-        self.pair.set_value((y.sum(), y))
-        self.key.set_value(jax.random.split(self.key.get_value())[0])
+        write(self.count, read(self.count) + 1)
+        write(self.total, read(self.total) + y.sum())
+        write(self.pair, (y.sum(), y))
+        write(self.key, jax.random.split(read(self.key))[0])
         self.array = self.array + y
         return self.parts[0](y[None]).sum() + y.sum()
 
@@ -311,8 +327,8 @@ def test_variables_of_any_content_are_written_by_applied_steps_and_put_back_by_o
     step(model, optimizer, jnp.full(2, OVERFLOWS))
     assert_bitwise_equal(values(model), first)
     step(model, optimizer, jnp.ones(2))
-    assert (int(model.count.get_value()), int(model.table["calls"][0])) == (2, 2)
-    assert float(model.total.get_value()) == pytest.approx(3.8, rel=1e-3)  # float16
+    assert (int(read(model.count)), int(model.table["calls"][0])) == (2, 2)
+    assert float(read(model.total)) == pytest.approx(3.8, rel=1e-3)  # float16
     assert int(optimizer.step[...]) == 2
 
 
@@ -334,7 +350,7 @@ class Sower(nnx.Module):
         self.mean[...] = 0.5 * self.mean[...] + y
         if not hasattr(self, "seen"):
             self.seen = nnx.BatchStat(jnp.zeros([0, 2]))
-        self.seen.set_value(jnp.concatenate([self.seen.get_value(), y[None]]))
+        write(self.seen, jnp.concatenate([read(self.seen), y[None]]))
         return y.sum()
 
 
@@ -376,7 +392,7 @@ def test_a_variable_whose_dtype_the_forward_pass_changes_gets_its_old_value_in_i
 
         def __call__(self, x):
             y = (self.w * x).astype(jnp.float16)
-            self.h.set_value(y)
+            write(self.h, y)
             return y.astype(jnp.float32)
 
     model = Net()
@@ -546,3 +562,125 @@ def test_no_tracer_outlives_a_compiled_forward_pass(closed_over):
 def test_a_loss_scale_inside_of_the_optimizer_is_refused(wrap):
     with pytest.raises(ValueError, match=r"nnx.Optimizer: .* around the whole of tx"):
         make(tx=wrap(TX))
+
+
+# Far from the noise of dropout; LEAPS makes the loss 900 times as large.
+GUARD = jmp_scale.SpikeGuard(threshold=50.0, warmup=2)
+LEAPS = 30.0
+
+
+def leaping_loss(model, x):
+    return loss_fn(model, x) * jnp.mean(x**2)
+
+
+def guarded_step(model, optimizer, x):
+    loss, grads = optimizer.value_and_grad(leaping_loss)(model, x)
+    optimizer.update(model, grads, value=loss)
+
+
+JITTED[guarded_step] = nnx.jit(guarded_step)
+
+
+def guarded():
+    return make(
+        tx=optax.adam(1e-2), loss_scale=jmp_scale.DynamicLossScale(2.0), guard=GUARD
+    )
+
+
+def test_a_spike_leaves_all_that_training_keeps_bit_identical(compiled):
+    model, optimizer = guarded()
+    step = compiled(guarded_step)
+    for _ in range(3):
+        step(model, optimizer, data(GOOD))
+    before, loss_scale = snapshot(model, optimizer), optimizer.loss_scale
+    step(model, optimizer, data(LEAPS))
+    assert_bitwise_equal(snapshot(model, optimizer), before)
+    assert_bitwise_equal(optimizer.loss_scale, loss_scale)
+    assert int(optimizer.opt_state.spikes[...]) == 1
+    assert bool(optimizer.opt_state.grads_finite[...])
+    step(model, optimizer, data(GOOD))
+    assert (int(optimizer.step[...]), int(model.dropout.rngs.count[...])) == (4, 4)
+
+
+def test_an_accepted_step_with_a_guard_trains_as_without():
+    model, optimizer = guarded()
+    run([GOOD] * 4, model, optimizer, guarded_step)
+    unguarded = make(tx=optax.adam(1e-2), loss_scale=jmp_scale.DynamicLossScale(2.0))
+    run([GOOD] * 4, *unguarded, guarded_step)
+    assert_bitwise_equal(snapshot(model, optimizer), snapshot(*unguarded))
+
+
+def test_a_guarded_step_is_one_compilation_also_across_a_spike():
+    step, traces = count_traces(guarded_step)
+    model, optimizer = guarded()
+    step = nnx.jit(step, donate_argnums=(0, 1))
+    for size in [GOOD, GOOD, LEAPS, GOOD, OVERFLOWS, GOOD]:
+        step(model, optimizer, data(size))
+    assert len(traces) == 1
+    assert int(optimizer.opt_state.spikes[...]) == 1
+
+
+def forward(model, optimizer, x):
+    return optimizer.value_and_grad(leaping_loss)(model, x)
+
+
+def backward(model, optimizer, loss, grads):
+    optimizer.update(model, grads, value=loss)
+
+
+@pytest.mark.parametrize("outer", ["forward compiled", "update compiled", "both"])
+def test_across_compiled_functions_a_spike_leaves_finite_statistics_of_its_batch(outer):
+    model, optimizer = guarded()
+    run([GOOD] * 3, model, optimizer, guarded_step)
+    one = forward if outer == "update compiled" else nnx.jit(forward)
+    two = backward if outer == "forward compiled" else nnx.jit(backward)
+    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    statistics = np.asarray(model.norm.mean[...])
+    with jax.checking_leaks():
+        loss, grads = one(model, optimizer, data(LEAPS))
+        two(model, optimizer, loss, grads)
+    assert int(optimizer.opt_state.spikes[...]) == 1
+    assert_bitwise_equal(jax.tree.map(np.asarray, nnx.state(model, nnx.Param)), before)
+    assert jmp_scale.all_finite(nnx.state(model))
+    assert (np.asarray(model.norm.mean[...]) != statistics).any()
+
+
+@pytest.mark.parametrize("outer", ["forward compiled", "both"])
+def test_across_compiled_functions_an_overflow_is_put_back(outer):
+    model, optimizer = guarded()
+    run([GOOD] * 3, model, optimizer, guarded_step)
+    two = backward if outer == "forward compiled" else nnx.jit(backward)
+    before = snapshot(model, optimizer)
+    loss, grads = nnx.jit(forward)(model, optimizer, data(OVERFLOWS))
+    two(model, optimizer, loss, grads)
+    assert_bitwise_equal(snapshot(model, optimizer), before)
+
+
+def test_a_spike_puts_back_every_module_among_the_arguments(compiled):
+    def step(model, optimizer, other, x):
+        loss, grads = optimizer.value_and_grad(teacher_loss)(model, [other], x)
+        optimizer.update(model, grads, value=loss)
+
+    model, other = nnx.Dict(net=Odd()), Statistics()
+    optimizer = Optimizer(model, optax.sgd(0.0), guard=GUARD)
+    for x in (1.0, 1.01, 0.99, 100.0):
+        compiled(step)(model, optimizer, other, jnp.float32(x))
+    assert float(other.last[...]) == np.float32(0.99)
+
+
+def test_a_spike_in_a_scanned_step_is_put_back():
+    model, optimizer = guarded()
+
+    @nnx.scan(in_axes=(nnx.Carry, 0))
+    def steps(carry, size):
+        guarded_step(*carry, data(1.0) * size)
+        return carry, carry[0].norm.mean[...]
+
+    _, means = steps((model, optimizer), jnp.array([GOOD, GOOD, GOOD, LEAPS]))
+    assert_bitwise_equal(means[3], means[2])
+    assert (means[2] != means[1]).any()
+
+
+def test_a_guard_beside_a_wrapped_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"guard in one place.*already wrapped in"):
+        make(guard=GUARD)

@@ -1,10 +1,12 @@
 """What goes to disk comes back: S and counter by name, configuration from the code."""
 
+import base64
 import dataclasses
 import hashlib
 import pickle
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import flax.serialization
 import jax
@@ -19,7 +21,7 @@ from flax.training import train_state
 from helpers import assert_bitwise_equal, count_traces
 
 import jmp_scale
-from jmp_scale.checkpoints import restore_without_loss_scale
+from jmp_scale.checkpoints import restore_without_guard, restore_without_loss_scale
 from jmp_scale.linen import TrainState
 from jmp_scale.nnx import Optimizer
 
@@ -436,3 +438,192 @@ def test_restoring_a_foreign_orbax_checkpoint_is_an_error(tmp_path):
         restore_without_loss_scale(
             lambda t: ocp.load(tmp_path / "checkpoint", t), make_state()
         )
+
+
+class FirstState(NamedTuple):
+    """The state of with_loss_scale in jmp_scale 0.1.0."""
+
+    loss_scale: Any
+    inner_state: Any
+    grads_finite: Any
+    skipped: Any
+    skipped_in_a_row: Any
+
+
+# flax.serialization.to_bytes of a TrainState of jmp_scale 0.1.0: three steps, of which
+# the second overflowed.
+FROM_0_1_0 = base64.b64decode(
+    "g6RzdGVwxw4Bk5ClaW50MzLEBAMAAACmcGFyYW1zgqFi2AGTkKdmbG9hdDMyxATSmZk+oXfHGQGTkQOn"
+    "ZmxvYXQzMsQM6cxMP3Vm5j86MzNAqW9wdF9zdGF0ZYWqbG9zc19zY2FsZYKqbG9zc19zY2FsZdgBk5Cn"
+    "ZmxvYXQzMsQEAAAARKdjb3VudGVyxw4Bk5ClaW50MzLEBAEAAACraW5uZXJfc3RhdGWCoTCDpWNvdW50"
+    "xw4Bk5ClaW50MzLEBAIAAACibXWCoWLYAZOQp2Zsb2F0MzLEBFyPQj6hd8cZAZORA6dmbG9hdDMyxAxc"
+    "j0I+XI9CPlyPQj6ibnWCoWLYAZOQp2Zsb2F0MzLEBKgBAzuhd8cZAZORA6dmbG9hdDMyxAyoAQM7qAED"
+    "O6gBAzuhMYCsZ3JhZHNfZmluaXRlxwoBk5CkYm9vbMQBAadza2lwcGVkxw4Bk5ClaW50MzLEBAEAAACw"
+    "c2tpcHBlZF9pbl9hX3Jvd8cOAZOQpWludDMyxAQAAAAA"
+)
+GUARD = jmp_scale.SpikeGuard(warmup=7)
+
+
+def in_first_form(opt_state):
+    if isinstance(opt_state, jmp_scale.LossScaleState):
+        return FirstState(*(getattr(opt_state, name) for name in FirstState._fields))
+    return {k: v for k, v in opt_state.items() if k in FirstState._fields}
+
+
+FORMS = {"0.1.0": in_first_form, "no guard": lambda opt_state: opt_state}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
+def form(request):
+    return request.param
+
+
+def used_state(**kwargs):
+    """A state with a skip and a finite step behind it."""
+    state = make_state(advanced(7), **kwargs)
+    for factor in (jnp.inf, 1.0):
+        grads = jax.tree.map(lambda g, factor=factor: g * factor, GRADS)
+        state = state.apply_gradients(grads=grads, value=jnp.float32(0.0))
+    return state
+
+
+def check_restored_without_guard(opt_state, saved, guard):
+    for name in ("loss_scale", "inner_state", "grads_finite", "skipped"):
+        assert_bitwise_equal(getattr(opt_state, name), getattr(saved, name))
+    assert float(opt_state.loss_scale.loss_scale) == 2.0**9
+    assert_bitwise_equal(opt_state.guard, guard)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(opt_state))
+
+
+@pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
+def test_an_orbax_checkpoint_without_a_guard_is_restored(form, guard, tmp_path):
+    saved = used_state()
+    on_disk = saved.replace(opt_state=form(saved.opt_state))
+    ocp.save(tmp_path / "checkpoint", on_disk)
+    before = digest(tmp_path)
+    state = restore_without_guard(
+        lambda t: ocp.load(tmp_path / "checkpoint", t), make_state(guard=guard)
+    )
+    check_restored_without_guard(state.opt_state, saved.opt_state, guard)
+    assert_bitwise_equal(state.params, saved.params)
+    assert digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
+def test_a_flax_checkpoint_without_a_guard_is_restored(form, guard):
+    saved = used_state()
+    data = flax.serialization.to_bytes(saved.replace(opt_state=form(saved.opt_state)))
+    state = restore_without_guard(
+        lambda t: flax.serialization.from_bytes(t, data), make_state(guard=guard)
+    )
+    check_restored_without_guard(state.opt_state, saved.opt_state, guard)
+    assert int(state.step) == 2
+
+
+def test_an_optax_state_without_a_guard_is_restored_at_any_depth(form, tmp_path):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(8.0))
+    _, saved = tx.update(GRADS, tx.init(PARAMS), value=jnp.float32(1.0))
+    ocp.save(tmp_path / "checkpoint", {"params": PARAMS, "states": [form(saved)] * 2})
+    guarded = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
+    state = {"params": PARAMS, "states": [guarded.init(PARAMS), guarded.init(PARAMS)]}
+    state = restore_without_guard(lambda t: ocp.load(tmp_path / "checkpoint", t), state)
+    assert_bitwise_equal(state["states"][1].guard, GUARD)
+    assert int(state["states"][1].spikes) == 0
+
+
+def nnx_optimizer(tx, **kwargs):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = Optimizer(model, tx, **kwargs)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1)], ids=["adam", "sgd"])
+@pytest.mark.parametrize("loss_scale", [jmp_scale.DynamicLossScale(8.0), None])
+@pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
+def test_an_nnx_checkpoint_without_a_guard_is_restored(
+    form, tx, loss_scale, guard, tmp_path
+):
+    model, saved = nnx_optimizer(tx, loss_scale=loss_scale)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    saved.update(model, jax.tree.map(lambda g: g * jnp.inf, grads))
+    on_disk = nnx.to_pure_dict(nnx.state(saved))
+    on_disk["opt_state"] = form(on_disk["opt_state"])
+    ocp.save(tmp_path / "checkpoint", on_disk)
+    _, optimizer = nnx_optimizer(tx, loss_scale=loss_scale, guard=guard)
+    state = restore_without_guard(
+        lambda t: ocp.load(tmp_path / "checkpoint", t),
+        nnx.to_pure_dict(nnx.state(optimizer)),
+    )
+    nnx.update(optimizer, state)
+    assert int(optimizer.opt_state.skipped[...]) == 1
+    assert_bitwise_equal(optimizer.loss_scale, saved.loss_scale)
+
+
+def test_an_nnx_state_of_variables_without_a_guard_is_restored(form):
+    model, saved = nnx_optimizer(optax.adam(0.1), loss_scale=advanced(7))
+    state = nnx.state(saved)
+    state["opt_state"] = nnx.State(form(state["opt_state"]))
+    _, optimizer = nnx_optimizer(
+        optax.adam(0.1), loss_scale=jmp_scale.DynamicLossScale(), guard=GUARD
+    )
+    nnx.update(optimizer, restore_without_guard(lambda _: state, nnx.state(optimizer)))
+    assert_bitwise_equal(optimizer.loss_scale, saved.loss_scale)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    assert int(optimizer.opt_state.guard.norm_steps[...]) == 1
+
+
+def test_an_old_nnx_checkpoint_of_an_optimizer_without_state_is_restored(tmp_path):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    saved = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    saved.step[...] += 5
+    ocp.save(tmp_path / "checkpoint", nnx.to_pure_dict(nnx.state(saved)))
+    _, optimizer = nnx_optimizer(optax.sgd(0.1), guard=GUARD)
+    state = restore_without_loss_scale(
+        lambda t: ocp.load(tmp_path / "checkpoint", t),
+        nnx.to_pure_dict(nnx.state(optimizer)),
+    )
+    nnx.update(optimizer, state)
+    assert int(optimizer.step[...]) == 5
+
+
+def test_a_checkpoint_that_jmp_scale_0_1_0_wrote_is_restored():
+    state = restore_without_guard(
+        lambda t: flax.serialization.from_bytes(t, FROM_0_1_0), make_state(guard=GUARD)
+    )
+    opt_state = state.opt_state
+    assert int(state.step) == 3
+    assert float(opt_state.loss_scale.loss_scale) == 2.0**9
+    assert (int(opt_state.loss_scale.counter), int(opt_state.skipped)) == (1, 1)
+    assert int(optax.tree.get(opt_state.inner_state, "count")) == 2
+    assert_bitwise_equal(opt_state.guard, GUARD)
+
+
+def test_from_before_loss_scaling_into_a_state_with_a_guard():
+    saved = old_state()
+    state = restore_without_loss_scale(lambda _: saved, make_state(guard=GUARD))
+    check_restored(state, saved)
+    assert_bitwise_equal(state.opt_state.guard, GUARD)
+
+
+def test_the_statistics_of_a_guard_come_back_bit_for_bit(round_trip):
+    state = used_state(guard=GUARD)
+    restored = round_trip(state, make_state(guard=jmp_scale.SpikeGuard(warmup=3)))
+    leaves = (jax.tree.leaves(s.opt_state.guard) for s in (restored, state))
+    assert_bitwise_equal(*leaves)
+    assert restored.opt_state.guard.warmup == 3
+
+
+def test_a_foreign_checkpoint_is_no_checkpoint_without_a_guard():
+    foreign = used_state().replace(params={"v": jnp.ones(3)})
+    with pytest.raises(ValueError, match="missing in the checkpoint: params/b") as info:
+        restore_without_guard(lambda _: foreign, make_state(guard=GUARD))
+    assert any("0.1.0" in note for note in info.value.__notes__)
+
+
+def test_a_missing_checkpoint_is_the_loaders_error(tmp_path):
+    def load(template):
+        raise FileNotFoundError("nowhere")
+
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        restore_without_guard(load, make_state(guard=GUARD))

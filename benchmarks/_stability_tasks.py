@@ -1,0 +1,152 @@
+"""Four small tasks of `stability.py`: losses near zero, of two nats, and negative.
+
+A batch is (inputs, targets, weights), and its loss the mean of weight times loss of
+each example. So one recipe makes a batch bad in every task: other examples' targets,
+and weights of a thousand.
+"""
+
+import functools
+import pathlib
+import sysconfig
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+CONTEXT, WIDTH = 16, 32
+
+
+class Task(NamedTuple):
+    """One thing to train.
+
+    Args:
+      init: parameters of a key.
+      examples: (inputs, targets) of a key and a number of examples.
+      losses: loss of each example, f32[n], of (parameters, inputs, targets).
+      learning_rate: peak of Adam's cosine schedule.
+      batch: examples of a step.
+    """
+
+    init: Callable[[jax.Array], Any]
+    examples: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
+    losses: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    learning_rate: float
+    batch: int = 64
+
+
+@functools.cache
+def tasks() -> dict[str, Task]:
+    digits = load_digits()
+    images = jnp.float32(digits.data / 16)
+    labels = jnp.int32(digits.target)
+    text = _text()
+
+    def pictures(key, n):
+        x = images[jax.random.randint(key, [n], 0, len(images))]
+        return x, x
+
+    def labeled(key, n):
+        picks = jax.random.randint(key, [n], 0, len(images))
+        return images[picks], labels[picks]
+
+    def snippets(key, n):
+        starts = jax.random.randint(key, [n], 0, len(text) - CONTEXT - 1)
+        pieces = text[starts[:, None] + jnp.arange(CONTEXT + 1)]
+        return pieces[:, :-1], pieces[:, 1:]
+
+    autoencoder = (64, 128, 64, 32, 16, 32, 64, 128, 64)
+    return {
+        "autoencoder": Task(_dense(autoencoder), pictures, _squared_errors, 5e-3),
+        "classifier": Task(_dense((64, 64, 10)), labeled, _cross_entropies, 3e-3),
+        "char-LM": Task(_init_language_model, snippets, _character_losses, 3e-3, 8),
+        "likelihood": Task(_dense((2, 64, 2)), _waves, _negative_log_likelihoods, 3e-3),
+    }
+
+
+def _text():
+    """The first modules of Python's standard library as ASCII codes, i32[n]."""
+    files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+    text = "".join(path.read_text(errors="ignore") for path in files)
+    codes = np.frombuffer(text.encode("ascii", "ignore"), np.uint8)
+    return jnp.asarray(codes.astype(np.int32))
+
+
+def _dense(widths):
+    def init(key):
+        keys = jax.random.split(key, len(widths) - 1)
+        glorot = jax.nn.initializers.glorot_normal()
+        shapes = zip(keys, widths[:-1], widths[1:], strict=True)
+        return [(glorot(k, shape), jnp.zeros(shape[1])) for k, *shape in shapes]
+
+    return init
+
+
+def _network(params, x, activation):
+    *hidden, (w, b) = params
+    x = x.astype(w.dtype)
+    for weights, bias in hidden:
+        x = activation(x @ weights + bias[None])
+    return (x @ w + b[None]).astype(jnp.float32)
+
+
+def _squared_errors(params, x, y):
+    outputs = jax.nn.sigmoid(_network(params, x, jax.nn.sigmoid))
+    return jnp.mean((outputs - y) ** 2, axis=1)
+
+
+def _cross_entropies(params, x, y):
+    logits = _network(params, x, jax.nn.relu)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y)
+
+
+def _waves(key, n):
+    """Points of a plane, and noisy heights of a wave over them."""
+    places, noise = jax.random.split(key)
+    x = jax.random.uniform(places, [n, 2], minval=-2.0, maxval=2.0)
+    return x, jnp.sin(2 * x[:, 0]) * x[:, 1] + 0.05 * jax.random.normal(noise, [n])
+
+
+def _negative_log_likelihoods(params, x, y):
+    """Of normal distributions, so that the loss falls below zero."""
+    mean, log_deviation = _network(params, x, jnp.tanh).T
+    log_deviation = jnp.clip(log_deviation, -6.0, 4.0)
+    return 0.5 * ((mean - y) * jnp.exp(-log_deviation)) ** 2 + log_deviation
+
+
+def _init_language_model(key):
+    keys = iter(jax.random.split(key, 6))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape) / np.sqrt(shape[0])
+
+    return {
+        "characters": normal(128, WIDTH) * np.sqrt(128),
+        "positions": normal(CONTEXT, WIDTH),
+        "attention": (normal(WIDTH, 3 * WIDTH), normal(WIDTH, WIDTH)),
+        "layers": (normal(WIDTH, 64), normal(64, WIDTH)),
+    }
+
+
+def _character_losses(params, x, y):
+    """One block: causal attention of one head, and two layers; tied embeddings."""
+    table, (qkv, out), (up, down) = (
+        params[k] for k in ("characters", "attention", "layers")
+    )
+    h = table[x] + params["positions"][None]
+    q, k, v = jnp.split(_normalized(h) @ qkv, 3, axis=-1)
+    scores = (q @ k.mT).astype(jnp.float32) / np.sqrt(WIDTH)
+    mask = jnp.tri(CONTEXT, dtype=bool)[None]
+    attention = jax.nn.softmax(jnp.where(mask, scores, -1e9)).astype(h.dtype)
+    h = h + attention @ v @ out
+    h = h + jax.nn.relu(_normalized(h) @ up) @ down
+    logits = (_normalized(h) @ table.T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(axis=1)
+
+
+def _normalized(x):
+    squares = jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(squares + 1e-6).astype(x.dtype)

@@ -1,0 +1,132 @@
+"""The benchmark of spikes: the guard keeps its goals, the others do what it says."""
+
+import functools
+
+import _stability_rules as rules
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import stability
+from _stability_tasks import Task
+
+STEPS, SEEDS = 400, 2
+FAULTS = stability.faults(STEPS)
+HARMFUL = [name for name, (_, bad) in FAULTS.items() if bad.any()]
+
+
+def examples(key, n):
+    places, noise = jax.random.split(key)
+    x = jax.random.normal(places, [n, 4])
+    return x, x @ jnp.arange(4.0) + 0.1 * jax.random.normal(noise, [n])
+
+
+# A line through noise: its loss ends near 0.01, which is that of the noise.
+LINE = Task(
+    init=lambda key: jax.random.normal(key, [4]),
+    examples=examples,
+    losses=lambda w, x, y: (x @ w - y) ** 2,
+    learning_rate=0.05,
+)
+
+
+@functools.cache
+def outcome(rule, fault):
+    """(final losses, skips) of the seeds."""
+    weights, bad = FAULTS[fault]
+    return stability.run(LINE, rule, weights, bad, SEEDS)
+
+
+def ratio(rule, fault):
+    clean = outcome(rules.nothing, stability.CLEAN)[0]
+    return stability.worst_ratio(outcome(rule, fault)[0], clean)
+
+
+@pytest.mark.parametrize("fault", HARMFUL)
+def test_the_guard_skips_exactly_the_bad_batches(fault):
+    skips, bad = outcome(rules.guard, fault)[1], FAULTS[fault][1]
+    np.testing.assert_array_equal(skips, np.stack([bad] * SEEDS))
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in HARMFUL])
+def test_the_guard_gives_way_where_there_is_no_bad_batch(fault):
+    skips = outcome(rules.guard, fault)[1]
+    assert skips.sum(axis=1).max() <= (10 if fault == "level shift" else 0)
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != stability.CLEAN])
+def test_a_guarded_run_ends_within_15_percent_of_the_clean_one(fault):
+    assert ratio(rules.guard, fault) <= stability.GOAL
+
+
+@pytest.mark.parametrize("fault", ["one spike", "NaN later"])
+def test_a_run_without_a_rule_does_not(fault):
+    assert ratio(rules.nothing, fault) > stability.GOAL
+
+
+def window_skips(losses, norms):
+    return np.asarray(jax.jit(rules.skips_of_window)(losses, norms))
+
+
+def noisy(steps=600):
+    random = np.random.RandomState(0)
+    return np.float32(2 + 0.1 * random.randn(2, steps))
+
+
+def test_the_rule_of_a_window_skips_129_steps_after_one_nan():
+    losses, norms = noisy()
+    losses[200] = np.nan
+    skips = window_skips(losses, norms)
+    assert np.flatnonzero(skips).tolist() == list(range(200, 329))
+
+
+def test_the_rule_of_a_window_takes_a_nan_within_its_warm_up():
+    losses, norms = noisy()
+    losses[30] = np.nan
+    skips = window_skips(losses, norms)
+    assert np.flatnonzero(skips).tolist() == list(range(63, 159))
+
+
+def test_a_spike_hides_the_next_from_the_rule_of_a_window_and_not_from_the_guard():
+    losses, norms = noisy()
+    losses[[200, 220, 240]] = [1e6, 10, 10]  # 80 deviations of 0.1
+    assert np.flatnonzero(window_skips(losses, norms)).tolist() == [200]
+    skips = jax.jit(rules.skips_of_guard)(losses, norms)
+    assert np.flatnonzero(skips).tolist() == [200, 220, 240]
+
+
+@pytest.mark.parametrize("make", [rules.maxtext, rules.olmo_core])
+def test_the_rules_of_a_window_step_as_adam_does(make):
+    grads = np.random.RandomState(0).randn(70, 3).astype(np.float32)
+
+    def run(tx):
+        def step(carry, g):
+            updates, state = tx.update(g, carry[1], carry[0], value=jnp.float32(1.0))
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        start = jnp.zeros(3), tx.init(jnp.zeros(3))
+        return jax.jit(lambda: jax.lax.scan(step, start, grads)[0][0])()
+
+    schedule = optax.constant_schedule(0.01)
+    np.testing.assert_allclose(
+        run(make(schedule)), run(rules.nothing(schedule)), rtol=1e-4
+    )
+
+
+def after_a_nan(make):
+    """Parameters after 100 steps and one whose gradient and loss are NaN."""
+    tx, params = make(optax.constant_schedule(0.01)), jnp.zeros(2)
+
+    def step(carry, x):
+        updates, state = tx.update(x * jnp.ones(2), carry[1], carry[0], value=x)
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    seen = jnp.append(jnp.ones(100), jnp.nan)
+    return jax.jit(lambda: jax.lax.scan(step, (params, tx.init(params)), seen)[0][0])()
+
+
+def test_a_factor_of_zero_does_not_keep_a_nan_out_and_a_select_does():
+    assert np.isnan(after_a_nan(rules.olmo_core)).all()
+    for make in (rules.maxtext, rules.apply_if_finite, rules.guard):
+        assert np.isfinite(after_a_nan(make)).all()

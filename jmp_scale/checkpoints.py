@@ -58,7 +58,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
         (Orbax's partial restore leaves a `ShapeDtypeStruct`). Whatever `load` raises
         passes through.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.checkpoints import restore_without_loss_scale
       >>> params = {"w": jnp.ones(2)}
@@ -96,7 +96,7 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
       ValueError: as `restore_without_loss_scale`, also for a checkpoint without a loss
         scale. Whatever `load` raises passes through.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.checkpoints import restore_without_guard
       >>> params, loss_scale = jnp.ones(2), jmp_scale.DynamicLossScale(2.0**15)

@@ -48,7 +48,7 @@ class TrainState(train_state.TrainState):
     invisible: float8 operations saturate (at 57344 in the backward pass) until their
     scales have followed, so gradients are too small for some steps but finite.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.linen import TrainState
       >>> state = TrainState.create(

@@ -68,7 +68,7 @@ class Optimizer(nnx.Optimizer):
       ValueError: `loss_scale` or `guard` is given and `tx` already is
         `with_loss_scale(...)`, or that stands somewhere inside of `tx`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from flax import nnx
       >>> from jmp_scale.nnx import Optimizer

@@ -10,6 +10,7 @@ import re
 import jax
 import pytest
 
+import jmp_scale
 from jmp_scale import diagnostics
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -177,3 +178,10 @@ def test_the_notebook_runs():
     )
     outputs = json.dumps([cell.get("outputs", []) for cell in notebook.cells])
     assert "image/png" in outputs
+
+
+def test_changelog_and_citation_know_the_version():
+    assert f"\n## {jmp_scale.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        f"\nversion: {jmp_scale.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    )

@@ -1,0 +1,121 @@
+"""How much of an update is lost when it is added to parameters of few digits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._tree import is_inexact
+
+# The unsigned integer of each width in bytes.
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class LostUpdates(NamedTuple):
+    """What `lost_updates` found: two shares in [0, 1], f32[] each.
+
+    Attributes:
+      entries: of the non-zero updates, the share that is lost.
+      magnitude: of the sum of their absolute values, the share that is lost. Where most
+        updates are small beside a few large ones, as with SGD, this is what counts.
+    """
+
+    entries: jax.Array
+    magnitude: jax.Array
+
+
+def lost_updates(params: Any, updates: Any) -> LostUpdates:
+    """The share of the updates that leave their parameter as it was.
+
+    An update that is smaller than half the distance from its parameter to the next
+    number of the parameter's dtype is rounded away. With bfloat16 parameters that is so
+    for updates of less than about 2^-9 of the parameter, with float16 2^-12, with
+    float32 2^-25. A `magnitude` near 1 means that training stands still.
+
+    Exact, ties included, and the same on all devices: it compares with the neighboring
+    number, where `params + updates == params` may be computed without the rounding.
+    Compatible with `jit`, `vmap` and `lax.scan`.
+
+    Args:
+      params: pytree of parameters before the step.
+      updates: what the optimizer returned for them: the same structure and shapes.
+        Leaves that are not real floating point are left out.
+
+    Returns:
+      `LostUpdates`, both 0 where all updates are zero, as on a skipped step.
+
+    Raises:
+      ValueError: the structures or shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_scale import diagnostics
+      >>> params = jnp.ones(4, jnp.bfloat16)
+      >>> updates = jnp.array([-1e-3, -1e-2, 1e-2, 0.0])  # -1e-3 is lost
+      >>> lost = diagnostics.lost_updates(params, updates)
+      >>> round(float(lost.entries), 2), round(float(lost.magnitude), 2)
+      (0.33, 0.05)
+    """
+    # Entries, and sums of magnitudes: of the lost updates, of all.
+    lost, moved = jnp.zeros(2), jnp.zeros(2)
+    for param, update in _pairs(params, updates):
+        is_lost = _is_lost(param, update) & (update != 0)
+        size = jnp.abs(update).astype(jnp.float32)
+        lost_size = jnp.sum(jnp.where(is_lost, size, 0))
+        lost += jnp.stack([_count(is_lost), lost_size])
+        moved += jnp.stack([_count(update != 0), jnp.sum(size)])
+    shares = jnp.where(moved > 0, lost / moved, 0)
+    return LostUpdates(shares[0], shares[1])
+
+
+def _pairs(params: Any, updates: Any) -> list[tuple[jax.Array, jax.Array]]:
+    if jax.tree.structure(params) != jax.tree.structure(updates):
+        raise ValueError(
+            "lost_updates: expected updates of the structure of params, got\n"
+            f"  params:  {jax.tree.structure(params)}\n"
+            f"  updates: {jax.tree.structure(updates)}"
+        )
+    pairs = []
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)
+    for param, update in leaves:
+        if not is_inexact(param) or jnp.iscomplexobj(param):
+            continue
+        param, update = jnp.asarray(param), jnp.asarray(update)
+        if param.shape != update.shape:
+            raise ValueError(
+                "lost_updates: expected updates of the shapes of params, got "
+                f"{update.shape} for {param.shape}"
+            )
+        pairs.append((param, update))
+    return pairs
+
+
+def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
+    bits_dtype = _BITS[param.dtype.itemsize]
+    wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
+    bits = lax.bitcast_convert_type(param, bits_dtype)
+    sign = bits_dtype(1 << (8 * param.dtype.itemsize - 1))
+    magnitude, one = bits & ~sign, bits_dtype(1)
+
+    # The neighbor on the side of the update: the next larger magnitude if the update
+    # has the parameter's sign, else the next smaller. Below a power of two it is half
+    # as far (test_an_update_towards_zero_from_a_power_of_two_needs_half_the_size).
+    grows = (update < 0) == ((bits & sign) != 0)
+    grows |= magnitude == 0
+    neighbor = jnp.where(grows, magnitude + one, magnitude - one)
+
+    def value(bits: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(bits, param.dtype).astype(wide)
+
+    distance = jnp.abs(value(neighbor) - value(magnitude))
+    twice = 2 * jnp.abs(update.astype(wide))
+    # Halfway between the two, the one whose last bit is zero is taken.
+    is_even = (magnitude & one) == 0
+    return (twice < distance) | ((twice == distance) & is_even)
+
+
+def _count(flags: jax.Array) -> jax.Array:
+    # As integers first: a float32 sum stands still at 2^24.
+    return jnp.sum(flags, dtype=jnp.uint32).astype(jnp.float32)

@@ -1,17 +1,37 @@
-"""The scalars of a loss-scale state, wherever it stands in a tree."""
+"""The scalars of a loss-scale state, wherever it stands and in whatever form."""
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from runs import state
 
 import jmp_scale
+import jmp_scale.nnx
 from jmp_scale import diagnostics
 
-pytestmark = pytest.mark.strict_promotion
+LOSS_SCALES = {
+    "dynamic": jmp_scale.DynamicLossScale(8.0, hysteresis=2),
+    "static": jmp_scale.StaticLossScale(8.0),
+    "none": jmp_scale.NoOpLossScale(),
+}
+FORMS = {
+    "optimizer": lambda optimizer: optimizer,
+    "opt_state": lambda optimizer: {"opt": optimizer.opt_state},
+    "nnx.state": nnx.state,
+    "pure dict": lambda optimizer: nnx.to_pure_dict(nnx.state(optimizer)),
+    "state dict": lambda optimizer: flax.serialization.to_state_dict(
+        jmp_scale.with_loss_scale(optax.adam(0.1), optimizer.loss_scale).init(
+            jnp.ones(2)
+        )
+    ),
+}
 
 
+@pytest.mark.strict_promotion
 def test_metrics_are_scalars_that_stay_on_the_device():
     grads = {
         "w": jnp.array([3.0, 4.0]),
@@ -23,23 +43,89 @@ def test_metrics_are_scalars_that_stay_on_the_device():
     def step(opt_state, grads):
         return diagnostics.metrics(opt_state, grads)
 
+    counted = state(
+        skipped=5, in_a_row=2, nonfinite_losses=np.int32(1), spikes=np.int32(3)
+    )
     with jax.transfer_guard_device_to_host("disallow"):
-        scalars = step({"opt": state(skipped=5, in_a_row=2)}, grads)
+        scalars = step({"opt": counted}, grads)
     assert all(isinstance(x, jax.Array) and x.shape == () for x in scalars.values())
     assert {name: x.item() for name, x in scalars.items()} == {
         "loss_scale": 2.0**15,
         "skipped": 5,
         "skipped_in_a_row": 2,
         "grads_finite": False,
-        "grad_norm": float(np.float32(np.sqrt(90025))),
+        "applied": False,
+        "nonfinite_losses": 1,
+        "spikes": 3,
+        "grad_norm": pytest.approx(float(np.sqrt(90025)), rel=1e-6),
     }
 
 
+@pytest.mark.strict_promotion
 def test_metrics_without_gradients_have_no_norm_and_know_every_loss_scale():
     for loss_scale in (jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(1)):
         scalars = diagnostics.metrics(state(loss_scale))
-        assert (scalars["loss_scale"].dtype, float(scalars["loss_scale"])) == (
-            jnp.float32,
-            1.0,
-        )
+        assert scalars["loss_scale"].dtype == jnp.float32
+        assert float(scalars["loss_scale"]) == 1.0
         assert "grad_norm" not in scalars
+
+
+def test_the_norm_of_gradients_whose_squares_overflow_is_finite():
+    grads = {"w": jnp.full(4, 1e30)}
+    norm = diagnostics.metrics(state(), grads)["grad_norm"]
+    np.testing.assert_allclose(norm, 2e30, rtol=1e-6)
+    grads["b"] = jnp.array([jnp.nan])
+    assert np.isinf(diagnostics.metrics(state(), grads)["grad_norm"])
+
+
+@pytest.mark.parametrize("loss_scale", LOSS_SCALES)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_state_of_an_nnx_optimizer_is_found_in_each_form(form, loss_scale):
+    optimizer = jmp_scale.nnx.Optimizer(
+        nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+        optax.adam(0.1),
+        loss_scale=LOSS_SCALES[loss_scale],
+        wrt=nnx.Param,
+    )
+    tree = FORMS[form](optimizer)
+    scalars = diagnostics.metrics(tree)
+    assert all(isinstance(x, jax.Array) for x in scalars.values())
+    assert (int(scalars["skipped"]), bool(scalars["applied"])) == (0, True)
+    # A mapping holds no static configuration, and so no constant S.
+    known = loss_scale == "dynamic" or form in ("optimizer", "opt_state")
+    expected = 1.0 if loss_scale == "none" else 8.0
+    assert scalars.get("loss_scale", None) == (expected if known else None)
+    assert diagnostics.health(tree) == []
+
+
+def test_a_guard_adds_the_limits_of_the_next_step():
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(0.1), guard=jmp_scale.SpikeGuard(warmup=2, threshold=4)
+    )
+    opt_state = tx.init(jnp.float32(0))
+    scalars = diagnostics.metrics(opt_state)
+    assert np.isinf(scalars["loss_limit"])
+    assert np.isinf(scalars["norm_limit"])
+    for _ in range(3):
+        _, opt_state = tx.update(jnp.float32(2), opt_state, value=jnp.float32(1))
+    scalars = diagnostics.metrics(opt_state)
+    assert 1 < float(scalars["loss_limit"]) < 2
+    np.testing.assert_allclose(scalars["norm_limit"], 2 * 2.0 ** (4 * 0.25), rtol=1e-5)
+
+
+def test_a_population_has_one_number_for_each_member():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())
+    opt_state = jax.vmap(tx.init)(jnp.ones((3, 2)))
+    scalars = diagnostics.metrics(opt_state)
+    assert {x.shape for x in scalars.values()} == {(3,)}
+
+
+def test_metrics_give_the_updates_that_are_lost_in_rounding():
+    params, updates = jnp.ones(4, jnp.bfloat16), jnp.float32([1e-4, 1e-4, 1, 0])
+    scalars = diagnostics.metrics(state(), params=params, updates=updates)
+    np.testing.assert_allclose(scalars["lost_entries"], 2 / 3)
+    np.testing.assert_allclose(scalars["lost_magnitude"], 2e-4, rtol=1e-3)
+    with pytest.raises(ValueError, match="metrics: expected both params and updates"):
+        diagnostics.metrics(state(), params=params)
+    with pytest.raises(ValueError, match=r"or neither, got only updates"):
+        diagnostics.metrics(state(), updates=updates)

@@ -1,4 +1,13 @@
-"""What the loss scale is doing, and why: reports that read, and never change anything."""
+"""What the loss scale is doing, and why: reports that read and never change anything.
+
+Which one answers which question:
+
+- What does float16 lose of my gradients? `grad_report`, `exponent_histogram`.
+- Which loss scales work? `calibrate_loss_scale`.
+- Why was this step skipped? `diagnose_nonfinite`.
+- What happened so far? `LossScaleHistory`, `metrics`.
+- Is my run healthy? `health`, `HealthLog`, `lost_updates`.
+"""
 
 from ._calibration import Calibration as Calibration
 from ._calibration import calibrate_loss_scale as calibrate_loss_scale
@@ -11,9 +20,7 @@ from ._histogram import exponent_histogram as exponent_histogram
 from ._history import HistorySummary as HistorySummary
 from ._history import LossScaleHistory as LossScaleHistory
 from ._metrics import metrics as metrics
-from ._precision import Finding as Finding
-from ._precision import Operation as Operation
-from ._precision import PrecisionReport as PrecisionReport
-from ._precision import precision_report as precision_report
 from ._report import GradReport as GradReport
 from ._report import grad_report as grad_report
+from ._updates import LostUpdates as LostUpdates
+from ._updates import lost_updates as lost_updates

@@ -27,7 +27,7 @@ class Diagnosis(NamedTuple):
         carries a NaN on to every layer before the one that made it, so look at the last
         of them in the order of the model.
       nonfinite_argument: the first leaf of `fun`'s arguments that is itself not finite,
-        such as `args[1]['x']`: a broken batch or broken parameters. None if all are
+        such as "args[1]['x']": a broken batch or broken parameters. None if all are
         finite.
     """
 
@@ -105,7 +105,7 @@ def diagnose_nonfinite(
         number.
       ValueError: `log2_min` is outside [-126, 126], or S is not positive and finite.
 
-    Examples:
+    Example:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> def loss(w):
@@ -135,8 +135,8 @@ def diagnose_nonfinite(
     s = scale_value("diagnose_nonfinite", loss_scale)
     if not 0 < float(s) < np.inf:
         raise ValueError(
-            f"diagnose_nonfinite: expected a positive finite loss scale, got {float(s)}; "
-            "diagnose at 1, and start again from a new loss scale"
+            "diagnose_nonfinite: expected a positive finite loss scale, got "
+            f"{float(s)}; diagnose at 1, and start again from a new loss scale"
         )
     loss_finite, nonfinite = run(s)
     first = nonfinite[0] if nonfinite else None

@@ -1,93 +1,165 @@
-"""What a loss-scale state says about a run, in sentences for people."""
+"""What a run's state and its last steps show, in one sentence per finding."""
 
-import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._loss_scale import number_of
-from .._tree import is_inexact
 from ._history import LossScaleHistory
-from ._metrics import find_states
+from ._leaves import leaf_findings
+from ._skips import scale_finding, skip_finding, spike_finding
+from ._states import find_states
+from ._trends import trend_findings
 
-_NORMAL_SKIP_RATE = (
-    0.05  # of steps; with the default period S itself causes about 0.0005
-)
-_LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
+_DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 
+# By kind, the most urgent first.
 _SENTENCES = {
+    "loss scale out of range": (
+        "The loss scale is {s}, which no step changes, so that all will be skipped: "
+        "put a new DynamicLossScale into the state, or go back to a checkpoint."
+    ),
     "loss not finite": (
-        "{last}, and the loss scale stays at {s}: the loss itself is not finite, which no loss scale "
-        "changes. {diagnose} finds the broken batch or parameter."
+        "{last}, and the loss scale stays at {s}: the loss itself is not finite, "
+        "which no loss scale changes. {diagnose} finds the broken batch or parameter."
     ),
     "stuck at the floor": (
-        "The loss scale is stuck at its floor of {floor}. {last}: {diagnose} tells apart a NaN, a forward "
-        "pass out of range, and an overflow that a lower min_loss_scale cures."
-    ),
-    "warm-up": (
-        "{last}, the only ones so far, and the loss scale came down to {s}: an expected warm-up if this is "
-        "the start. At most {more} more skips take it to its floor of {floor}."
+        "The loss scale is stuck at its floor of {floor}. {last}: {diagnose} "
+        "distinguishes a NaN, a forward pass out of range, and an overflow that a "
+        "lower min_loss_scale cures."
     ),
     "every step skipped": (
-        "{last}, after others were not, and the loss scale is now {s}: something broke, and {diagnose} "
-        "tells what."
+        "{last}, after others were not, and the loss scale is now {s}: something "
+        "broke. {diagnose} finds the cause."
     ),
     "every step skipped at a fixed loss scale": (
-        "{last}, with a loss scale that does not adapt: take a DynamicLossScale, unless {diagnose} finds a "
-        "NaN."
+        "{last}, with a loss scale that does not adapt: take a DynamicLossScale, "
+        "unless {diagnose} finds a NaN."
     ),
-    "skipped step": "{last}, with a loss scale that does not adapt: normal if it stays the only one.",
-    "occasional overflow": (
-        "{last}, {total} in total: normal if rare, since the loss scale grows until gradients overflow."
+    "loss diverges": (
+        "The loss diverges: it is {current}, after {best} around step {step} and "
+        "{first} at the start. Go back to a checkpoint from before, and lower the "
+        "learning rate or clip the gradients."
     ),
-    "normal rate of overflow": (
-        "{skips} of the last {steps} steps were skipped ({rate:.1%}): normal, since the loss scale grows "
-        "until gradients overflow."
+    "loss blew up": (
+        "The loss rose to {peak} at step {step}, and at {current} it has not come far "
+        "below its start of {first}: start again with a lower learning rate, a "
+        "warm-up or clipped gradients."
+    ),
+    "gradients vanished": (
+        "The gradient norm {change} while the loss stays near its start ({current} "
+        "after {first}): units are saturated or dead, or the gradients underflow. "
+        "Start again with a lower learning rate; see calibrate_loss_scale if the "
+        "gradients are computed in half precision."
+    ),
+    "gradient norm grows": (
+        "The gradient norm grows steadily: from {begin} to {end} in the last {steps} "
+        "steps, doubling every {rate} steps. Lower the learning rate or clip the "
+        "gradients before the loss follows."
+    ),
+    "lost updates": (
+        "In the last {steps} steps {entries:.0%} of the updates, and {magnitude:.0%} "
+        "of their size, were lost in rounding: they are too small beside the "
+        "parameters. Keep the parameters in float32 or, where they are, raise the "
+        "learning rate."
+    ),
+    "frequent spikes": (
+        "{skips} of the last {steps} steps {were} skipped as {spikes} ({rate:.1%}; "
+        "{listed}), where one in a hundred is much: look at the data of those "
+        "batches, or lower the learning rate."
+    ),
+    "spikes in a row": (
+        "The last {in_a_row} steps were all skipped as spikes of the loss or the "
+        "gradient norm, {total} in total: the data or the model changed. After "
+        "{limit} in a row the guard takes the new level for normal."
+    ),
+    "spike": (
+        "The last step was skipped as a spike of the loss or the gradient norm, "
+        "{total} in total: normal if rare. Look at the data of that batch."
+    ),
+    "rare spikes": (
+        "{skips} of the last {steps} steps {were} skipped as {spikes} ({rate:.1%}; "
+        "{listed}): normal if rare. Look at the data of {those}."
     ),
     "broken batches": (
-        "{skips} of the last {steps} steps were skipped ({rate:.1%}), most of them since the loss itself "
-        "was not finite: look for broken data in those batches."
+        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), most of them "
+        "since the loss itself was not finite: look for broken data in those batches."
     ),
     "frequent overflow": (
-        "{skips} of the last {steps} steps were skipped ({rate:.1%}), where a few in a thousand are normal: "
-        "see with grad_report which leaf overflows, and take a longer period."
+        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), where a few "
+        "in a thousand are normal: see with grad_report which leaf overflows, and "
+        "take a longer period."
+    ),
+    "warm-up": (
+        "{last}, the only ones so far, and the loss scale came down to {s}: an "
+        "expected warm-up if this is the start. At most {more} more skips take it to "
+        "its floor of {floor}."
+    ),
+    "warm-up to the floor": (
+        "{last}, the only ones so far, and the loss scale is at its floor of {floor}: "
+        "if the next step is skipped too, no loss scale is small enough."
+    ),
+    "skipped step": (
+        "{last}, with a loss scale that does not adapt: normal if it stays the only "
+        "one."
+    ),
+    "occasional overflow": (
+        "{last}, {total} in total: normal if rare, since the loss scale grows until "
+        "gradients overflow."
+    ),
+    "normal rate of overflow": (
+        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}): normal, since "
+        "the loss scale grows until gradients overflow."
     ),
     "loss scale below 1": (
-        "The loss scale is {s}, below 1: unscaled gradients overflow, so the forward pass is nearly out of "
-        "range. Scale down its inputs or weights, or use bfloat16."
+        "The loss scale is {s}, below 1: unscaled gradients overflow, so the forward "
+        "pass is nearly out of range. Scale down its inputs or weights, or use "
+        "bfloat16."
     ),
     "float16 parameters": (
-        "{leaf} is {dtype}{others}: keep master parameters in float32 and cast them inside the loss "
-        "(Policy.cast_to_compute), or small updates and Adam's epsilon are lost."
+        "{leaf} is {dtype}{others}: keep master parameters in float32 and cast them "
+        "inside the loss (Policy.cast_to_compute), or small updates and Adam's "
+        "epsilon are lost."
     ),
 }
-_DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
+_ORDER = {kind: place for place, kind in enumerate(_SENTENCES)}
 
 
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
-    """What is to be said of a run, of the host: one sentence per finding, and nothing when all is well.
+    """Describes the state of a run, one sentence per finding, most urgent first.
 
-    It tells the expected warm-up, an occasional overflow, frequent ones, S at its floor, every step
-    skipped, S below 1, and float16 parameters apart, and says what to run next. Called every few hundred
-    steps it waits for the device once. For one line per change rather than one per call, use `HealthLog`.
+    Runs on the host; returns an empty list if there is nothing to report. It
+    distinguishes the expected warm-up of S, occasional and frequent overflows, S at its
+    floor, losses that are not finite, spikes, every step skipped, S below 1, and
+    float16 parameters, and says what to run next. Given a history
+    with losses and gradient norms it also sees a run that goes wrong with finite
+    numbers: a loss that diverges or blew up, a gradient norm that grows steadily or has
+    vanished, updates that are lost in rounding. How often these are right stands in the
+    project's benchmarks, under "Health".
+
+    Called every few hundred steps it waits for the device once. For one line per change
+    rather than one per call, use `HealthLog`.
 
     Args:
-      opt_state: state of `with_loss_scale`, at any depth of any pytree. If that holds the parameters too (a
-        Flax `TrainState`, a tuple), these are looked at as well; else the optimizer's moments stand for them.
-      history: the last steps. Without it only the current run of skipped steps is known.
+      opt_state: state of `with_loss_scale`, at any depth of any pytree. If that holds
+        the parameters too (a Flax `TrainState`, a tuple), their dtypes are looked at as
+        well; otherwise the optimizer's moments stand for them.
+      history: the last steps. Without it only the current run of skipped steps is
+        known. The trends need 40 steps with `loss`, `grad_norm` or `lost_updates`. Do
+        not record the losses of an adversarial training, which rise and fall by design.
 
     Returns:
       Sentences, the most urgent first.
 
     Raises:
-      ValueError: there is no such state in `opt_state`, or it is one of several replicas or of a `vmap`.
+      ValueError: there is no such state in `opt_state`, or it is one of several
+        replicas or of a `vmap`.
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale import diagnostics
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(2.0**-3))
+      >>> static = jmp_scale.StaticLossScale(2.0**-3)
+      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), static)
       >>> for sentence in diagnostics.health(tx.init(jnp.ones(2))):
       ...     print(sentence[:65], "...")
       The loss scale is 2^-3, below 1: unscaled gradients overflow, ...
@@ -96,9 +168,9 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
 
 
 class HealthLog:
-    """`health`, told once per change: each finding when it begins, and a line when it is over.
+    """`health`, once per change: each finding when it begins, and a line when it ends.
 
-    A callable for the host, with the findings of its last call as its only memory.
+    A callable for the host, whose only memory is the findings of its last call.
 
     Example:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -107,19 +179,28 @@ class HealthLog:
       >>> state, log = tx.init(jnp.ones(())), diagnostics.HealthLog()
       >>> for gradient in (jnp.nan, jnp.nan, 1.0):
       ...     _, state = tx.update(jnp.float32(gradient), state)
-      ...     print(log(state))
-      ['The last step was skipped, with a loss scale that does not adapt: normal if it stays the only one.']
-      []
-      ['Over: skipped step.']
+      ...     print([sentence[:26] for sentence in log(state)], sorted(log.kinds))
+      ['The last step was skipped,'] ['skipped step']
+      [] ['skipped step']
+      ['Over: skipped step.'] []
     """
 
     def __init__(self) -> None:
         self._kinds: frozenset[str] = frozenset()
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The findings of the last call by name, such as "loss diverges".
+
+        For code that acts on them. Where a tree has several states, a name starts with
+        the path of its state, as in "['generator']: spike".
+        """
+        return self._kinds
+
     def __call__(
         self, opt_state: Any, history: LossScaleHistory | None = None
     ) -> list[str]:
-        """New sentences since the last call; arguments and errors are those of `health`."""
+        """New sentences since the last call; arguments and errors as in `health`."""
         findings = _findings("HealthLog", opt_state, history)
         new = [
             sentence for kind, sentence in findings.items() if kind not in self._kinds
@@ -132,117 +213,26 @@ class HealthLog:
 def _findings(
     function: str, opt_state: Any, history: LossScaleHistory | None
 ) -> dict[str, str]:
-    """Sentences by what they are about."""
+    """Sentences by kind."""
     states = find_states(function, opt_state)
-    findings = [("", *_narrow_leaves(opt_state))]
+    findings = []
     for path, state in states:
-        if np.ndim(state.skipped) != 0 or np.ndim(number_of(state.loss_scale)) != 0:
-            shape = np.shape(state.skipped)
+        shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
+        if shape != ():
             raise ValueError(
-                f"{function}: expected one state, got {shape} of them; index one"
+                f"{function}: expected one state, got {shape} of them; index one with "
+                "jax.tree.map"
             )
         prefix = f"{path}: " if len(states) > 1 else ""
-        findings = [
-            (prefix, *_skips(state, history)),
-            (prefix, *_range(state)),
-            *findings,
-        ]
+        for finding in (skip_finding, spike_finding):
+            findings.append((prefix, *finding(state, history)))
+        findings.append((prefix, *scale_finding(state)))
+    findings += [("", *finding) for finding in leaf_findings(opt_state)]
+    if history is not None:
+        findings += [("", *finding) for finding in trend_findings(history)]
+    findings = [finding for finding in findings if finding[1]]
+    findings.sort(key=lambda finding: _ORDER[finding[1]])
     return {
-        p + kind: p + _SENTENCES[kind].format(**values)
-        for p, kind, values in findings
-        if kind
+        prefix + kind: prefix + _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
+        for prefix, kind, values in findings
     }
-
-
-def _skips(state: Any, history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
-    in_a_row, total = int(state.skipped_in_a_row), int(state.skipped)
-    loss_scale, s = state.loss_scale, float(number_of(state.loss_scale))
-    if in_a_row == 0:
-        return _rate(history)
-    last = (
-        "The last step was skipped"
-        if in_a_row == 1
-        else f"The last {in_a_row} steps were all skipped"
-    )
-    values = {"last": last, "s": _power(s), "total": total, "diagnose": _DIAGNOSE}
-    if _loss_not_finite(in_a_row, history):
-        return "loss not finite", values
-    if not hasattr(loss_scale, "min_loss_scale"):
-        run = "every step skipped at a fixed loss scale"
-        return (run if in_a_row >= _LONG_RUN else "skipped step"), values
-    floor, cap = loss_scale.min_loss_scale, loss_scale.max_loss_scale
-    values |= {"floor": _power(floor), "more": _most_skips(loss_scale, s, floor)}
-    if s <= floor and in_a_row > 1:
-        return "stuck at the floor", values
-    if (
-        in_a_row > _most_skips(loss_scale, cap, s) + _LONG_RUN
-    ):  # skips that cannot all have lowered S
-        return "loss not finite", values
-    if in_a_row == total and (history is None or int(history.pushed) in (0, total)):
-        return "warm-up", values
-    if in_a_row >= _LONG_RUN:
-        return "every step skipped", values
-    return _rate(history) if history is not None else ("occasional overflow", values)
-
-
-def _rate(history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
-    if history is None:
-        return "", {}
-    recorded = history.to_dict()
-    skipped, loss_finite = ~recorded["grads_finite"], recorded["loss_finite"]
-    if (
-        skipped.size and recorded["step"][0] == 0
-    ):  # skips before the first applied step were to be expected
-        warm_up = int(np.argmin(skipped))
-        skipped, loss_finite = skipped[warm_up:], loss_finite[warm_up:]
-    if not skipped.any():
-        return "", {}
-    rate = float(skipped.mean())
-    kind = (
-        "normal rate of overflow" if rate <= _NORMAL_SKIP_RATE else "frequent overflow"
-    )
-    kind = "broken batches" if loss_finite[skipped].mean() < 0.5 else kind
-    return kind, {"skips": int(skipped.sum()), "steps": skipped.size, "rate": rate}
-
-
-def _range(state: Any) -> tuple[str, dict[str, Any]]:
-    s = float(number_of(state.loss_scale))
-    return ("loss scale below 1" if s < 1 else ""), {"s": _power(s)}
-
-
-def _narrow_leaves(opt_state: Any) -> tuple[str, dict[str, Any]]:
-    """Leaves of less range than float32. (bfloat16 has the same, and is chosen on purpose.)"""
-    pairs = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-    arrays = [
-        (jax.tree_util.keystr(path), leaf)
-        for path, leaf in pairs
-        if hasattr(leaf, "dtype")
-    ]
-    dtypes = {path: leaf.dtype for path, leaf in arrays if is_inexact(leaf)}
-    narrow = [path for path, dtype in dtypes.items() if jnp.finfo(dtype).maxexp < 128]
-    if not narrow:
-        return "", {}
-    others = f", and so are {len(narrow) - 1} more leaves" if len(narrow) > 1 else ""
-    return "float16 parameters", {
-        "leaf": narrow[0],
-        "dtype": dtypes[narrow[0]],
-        "others": others,
-    }
-
-
-def _loss_not_finite(in_a_row: int, history: LossScaleHistory | None) -> bool:
-    """Whether the loss of every step of the present run of skips is recorded as not finite."""
-    if history is None:
-        return False
-    loss_finite = history.to_dict()["loss_finite"][-in_a_row:]
-    return bool(loss_finite.size and not loss_finite.any())
-
-
-def _most_skips(loss_scale: Any, start: float, end: float) -> int:
-    """Overflows that bring S from `start` down to `end`, if each counts."""
-    backoff = loss_scale.backoff_factor or 1 / loss_scale.factor
-    return math.ceil(math.log(start / end) / -math.log(backoff)) * loss_scale.hysteresis
-
-
-def _power(s: float) -> str:
-    return f"2^{math.log2(s):.4g}"

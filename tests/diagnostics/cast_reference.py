@@ -1,4 +1,4 @@
-"""Inputs of every size, and the counts of a report, from casts by NumPy and ml_dtypes."""
+"""Inputs of every size, and the counts of a report by casts with ml_dtypes."""
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ ALL_F16 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 def everywhere(seed=0, n=20_000):
-    """Random float32 bit patterns: every exponent, subnormals, infinities, NaNs, and both zeros."""
+    """Random float32 bit patterns: every exponent, infinities, NaNs, both zeros."""
     bits = (
         np.random.RandomState(seed)
         .randint(0, 2**32, n, dtype=np.uint64)
@@ -26,7 +26,7 @@ def everywhere(seed=0, n=20_000):
 
 
 def near_ties(dtype, loss_scale):
-    """The three numbers around each threshold of a cast, divided by a power-of-two loss scale."""
+    """Three numbers around each threshold of a cast, over a power-of-two loss scale."""
     thresholds = {
         "float16": [2.0**-25, 2.0**-14, 65504, 65520],
         "bfloat16": [2.0**-134, 2.0**-126, 3.3895314e38, 3.3961775e38],

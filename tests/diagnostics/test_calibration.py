@@ -20,7 +20,8 @@ def test_calibration_finds_the_window_that_the_backward_pass_has():
     found = diagnostics.calibrate_loss_scale(
         forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
     )
-    # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite in float16 from 2^36 on.
+    # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite in float16 from
+    # 2^36 on.
     assert [float(x) for x in (found.log2_low, found.log2_high)] == [6, 35]
     assert float(found.recommended_log2_scale) == 33
     assert bool(found.needs_scaling)

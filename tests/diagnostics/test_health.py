@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
-from runs import recorded, state
+from runs import history_of, recorded, state
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -19,6 +21,18 @@ def test_nothing_is_said_when_all_is_well():
     assert (
         diagnostics.health(state(skipped=2), recorded([0, 0, *[1] * 50])[0]) == []
     )  # the warm-up is over
+
+
+def spiked(in_a_row, spikes):
+    """A state whose last steps were skipped as spikes."""
+    return state(
+        jmp_scale.NoOpLossScale(),
+        spikes,
+        in_a_row,
+        grads_finite=True,
+        spikes=np.int32(spikes),
+        guard=jmp_scale.SpikeGuard(),
+    )
 
 
 FINDINGS = {
@@ -79,6 +93,28 @@ FINDINGS = {
         state(inner={"mu": jnp.ones(2, jnp.float16)}),
         None,
         ".inner_state['mu'] is float16",
+    ),
+    "loss, counted": (
+        state(jmp_scale.StaticLossScale(8), 2, 2, nonfinite_losses=np.int32(2)),
+        None,
+        "stays at 2^3: the loss itself is not finite",
+    ),
+    "an overflow after losses": (
+        state(skipped=3, in_a_row=1, nonfinite_losses=np.int32(2)),
+        None,
+        "1 in total: normal if rare",
+    ),
+    "warm-up to the floor": (
+        state(jmp_scale.DynamicLossScale(1.0), 1, 1),
+        None,
+        "the loss scale is at its floor of 2^0",
+    ),
+    "spike": (spiked(1, 3), None, "skipped as a spike"),
+    "spikes in a row": (spiked(4, 4), None, "After 10 in a row the guard takes"),
+    "spikes in a row, of a mapping": (
+        spiked(4, 4)._replace(guard={})._asdict(),
+        None,
+        "After max_in_a_row in a row",
     ),
 }
 
@@ -144,3 +180,115 @@ def test_health_refuses_several_replicas_of_a_state():
         ValueError, match=r"health: expected one state, got \(2,\) of them"
     ):
         diagnostics.health(replicas)
+
+
+@pytest.mark.parametrize("s", [2.0**-10, 0.5, 1.0])
+@pytest.mark.parametrize("in_a_row", [1, 2, 30])
+def test_a_loss_scale_below_its_floor_never_counts_skips_backwards(s, in_a_row):
+    """A device array, as of a restored checkpoint, may be below the floor."""
+    below = jmp_scale.DynamicLossScale(jnp.float32(s))
+    for sentence in diagnostics.health(state(below, in_a_row, in_a_row)):
+        assert "At most -" not in sentence
+        assert "At most 0" not in sentence
+
+
+@pytest.mark.parametrize("s", [jnp.nan, jnp.inf, 0.0, -4.0])
+@pytest.mark.parametrize("in_a_row", [0, 1, 50])
+def test_a_loss_scale_that_is_not_a_positive_number_is_the_first_finding(s, in_a_row):
+    broken = jax.tree.map(lambda _: jnp.float32(s), jmp_scale.DynamicLossScale())
+    sentences = diagnostics.health(state(broken, in_a_row, in_a_row))
+    assert sentences[0].startswith(f"The loss scale is {float(s):g}, which no step")
+    assert "DynamicLossScale" in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("spikes", "expected"),
+    [
+        ([150], "1 of the last 200 steps was skipped as a spike (0.5%; step 150)"),
+        (
+            [99, 150],
+            "2 of the last 200 steps were skipped as spikes (1.0%; steps 99, 1",
+        ),
+        (range(0, 70, 7), "steps ..., 35, 42, 49, 56, 63), where one in a hundred"),
+    ],
+)
+def test_recorded_spikes_are_listed_and_judged_by_their_rate(spikes, expected):
+    applied = np.ones(200, bool)
+    applied[list(spikes)] = False
+    (sentence,) = diagnostics.health(state(), history_of(applied=applied))
+    assert expected in sentence
+    assert ("normal if rare" in sentence) == (len(spikes) <= 2)
+
+
+def test_overflows_and_spikes_of_a_history_are_judged_apart():
+    flags, applied = np.ones(200, bool), np.ones(200, bool)
+    flags[[50, 90]] = False
+    applied[[50, 90, 120]] = False
+    found = diagnostics.health(state(), history_of(grads_finite=flags, applied=applied))
+    assert len(found) == 2
+    assert "1 of the last 200 steps was skipped as a spike" in found[0]
+    assert "2 of the last 200 steps were skipped (1.0%): normal" in found[1]
+
+
+def test_the_most_urgent_finding_comes_first():
+    applied = np.arange(200) != 100
+    loss = np.where(np.arange(200) < 100, 1.0, 50.0).astype(np.float32)
+    below_one = state(jmp_scale.DynamicLossScale(0.25, min_loss_scale=0))
+    found = diagnostics.health(below_one, history_of(applied=applied, loss=loss))
+    starts = ["The loss diverges", "1 of the last", "The loss scale is"]
+    assert [s.startswith(t) for s, t in zip(found, starts, strict=True)] == [True] * 3
+
+
+def test_a_log_names_its_findings_for_code_that_acts_on_them():
+    log = diagnostics.HealthLog()
+    assert log.kinds == frozenset()
+    log(spiked(1, 1))
+    assert log.kinds == {"spike"}
+    log({"a": spiked(1, 1), "b": state()})
+    assert log.kinds == {"['a']: spike"}
+
+
+def run_of(guard):
+    """State and history of a run with one bad batch and one that overflows."""
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(0.1), jmp_scale.DynamicLossScale(2.0**10), guard=guard
+    )
+    opt_state, history = tx.init(jnp.float32(0)), diagnostics.LossScaleHistory.create()
+    for step in range(60):
+        loss, g = (1e4, 1e5) if step == 40 else (1.0, jnp.inf if step == 50 else 2.0)
+        old, g, loss = opt_state, jnp.float32(g), jnp.float32(loss)
+        _, opt_state = tx.update(g, old, value=loss)
+        history = history.push(
+            old.loss_scale,
+            opt_state.grads_finite,
+            applied=opt_state.applied,
+            loss=loss,
+            grad_norm=jnp.abs(g),
+            guard=old.guard,
+        )
+    return opt_state, history
+
+
+def test_a_run_with_a_guard_is_counted_by_cause_from_end_to_end():
+    with jax.numpy_dtype_promotion("standard"):  # on which optimizers rely
+        opt_state, history = run_of(jmp_scale.SpikeGuard(warmup=20))
+    summary = history.summary()
+    assert (summary.spikes, summary.overflows, summary.loss_nonfinite) == (1, 1, 0)
+    recorded_limits = history.to_dict()["norm_limit"]
+    assert np.isinf(recorded_limits[:20]).all()
+    assert (recorded_limits[20:] < 10).all()
+    found = diagnostics.health(opt_state, history)
+    assert "skipped as a spike (1.7%; step 40)" in found[0]
+    assert "1 of the last 60 steps was skipped (1.7%): normal" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("in_a_row", "expected"), [(3, "normal if rare"), (12, "something broke")]
+)
+def test_skips_of_a_mapping_without_the_rule_are_judged_by_their_number(
+    in_a_row, expected
+):
+    as_dict = state(skipped=20, in_a_row=in_a_row)._asdict()
+    as_dict["loss_scale"] = {"loss_scale": jnp.float32(8), "counter": jnp.int32(0)}
+    (sentence,) = diagnostics.health({"opt_state": as_dict})
+    assert expected in sentence

@@ -1,4 +1,4 @@
-"""Every share of a histogram against casts by NumPy and ml_dtypes of the same values."""
+"""Every share of a histogram against casts by NumPy and ml_dtypes."""
 
 import chex
 import jax

@@ -125,6 +125,7 @@ class Optimizer(nnx.Optimizer):
           argnums: position of the model among the arguments of `loss_fn`, or several
             positions, as for `nnx.value_and_grad`. Of a module, only the variables of
             `wrt` are differentiated; `nnx.DiffState(position, filter)` says otherwise.
+            In Flax's tree mode (`graph=False`), which has no filters, all of them are.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           **kwargs: further arguments of `nnx.value_and_grad`.
 
@@ -241,9 +242,21 @@ def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) 
     is_state = isinstance(argnums, nnx.DiffState)
     position, wrt = (argnums.argnum, argnums.filter) if is_state else (argnums, wrt)
     position = position + count if position < 0 else position
-    if kwargs.get("graph") is False and not is_state:
-        return position  # tree mode knows no DiffState
+    if not is_state and _in_tree_mode(kwargs):
+        return position
     return nnx.DiffState(position, wrt)
+
+
+def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
+    """Whether `nnx.value_and_grad` takes positions only, in a mode of newer Flax."""
+    modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
+    for argument, switch in modes.items():
+        value = kwargs.get(argument)
+        if value is None and hasattr(nnx, switch):
+            value = getattr(nnx, switch).current_value()
+        if value is False:
+            return True
+    return False
 
 
 def _same(nodes: Sequence[Any], others: Sequence[Any]) -> bool:

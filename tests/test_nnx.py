@@ -504,6 +504,27 @@ def test_argnums_may_be_several_negative_or_states(argnums, trained):
         assert_bitwise_equal(x, y)
 
 
+@pytest.mark.skipif(
+    not hasattr(nnx, "set_graph_mode"), reason="this version of Flax has no tree mode"
+)
+def test_tree_mode_trains_and_puts_back_too():
+    def loss_fn(model, x):
+        return (model.norm(x).mean(0) * model.scale).mean() + model.scale.sum()
+
+    model = nnx.Dict(
+        norm=nnx.BatchNorm(2, rngs=nnx.Rngs(0)), scale=nnx.Param(jnp.ones(2))
+    )
+    with nnx.set_graph_mode(False):
+        optimizer = Optimizer(model, optax.sgd(0.5))
+        for size in (1.0, jnp.nan):
+            x = jnp.array([[1.0, 2.0], [3.0, 5.0]]) * size
+            loss, grads = optimizer.value_and_grad(loss_fn)(model, x)
+            optimizer.update(model, grads, value=loss)
+    assert model.scale[...].tolist() == [0.5, 0.5]
+    assert jmp_scale.all_finite(nnx.state(model))
+    assert int(optimizer.step[...]) == 1
+
+
 def test_micro_batches_added_by_hand_are_put_back_together(compiled):
     model = nnx.Dict(net=Odd(), other=Statistics())
     optimizer = Optimizer(model, optax.sgd(0.1))

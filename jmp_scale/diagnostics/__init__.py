@@ -7,6 +7,7 @@ Which one answers which question:
 - Why was this step skipped? `diagnose_nonfinite`.
 - What happened so far? `LossScaleHistory`, `metrics`.
 - Is my run healthy? `health`, `HealthLog`, `lost_updates`.
+- What does half precision do to my program? `precision_report`.
 """
 
 from ._calibration import Calibration as Calibration
@@ -20,6 +21,10 @@ from ._histogram import exponent_histogram as exponent_histogram
 from ._history import HistorySummary as HistorySummary
 from ._history import LossScaleHistory as LossScaleHistory
 from ._metrics import metrics as metrics
+from ._precision import Finding as Finding
+from ._precision import Operation as Operation
+from ._precision import PrecisionReport as PrecisionReport
+from ._precision import precision_report as precision_report
 from ._report import GradReport as GradReport
 from ._report import grad_report as grad_report
 from ._updates import LostUpdates as LostUpdates

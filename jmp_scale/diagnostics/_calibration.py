@@ -108,7 +108,7 @@ def calibrate_loss_scale(
       ValueError: `log2_scales` is empty, not increasing, not whole or out of range; or
         nothing is differentiated.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> def loss(w):

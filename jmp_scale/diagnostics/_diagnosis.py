@@ -105,7 +105,7 @@ def diagnose_nonfinite(
         number.
       ValueError: `log2_min` is outside [-126, 126], or S is not positive and finite.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> def loss(w):

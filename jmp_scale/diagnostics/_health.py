@@ -155,7 +155,7 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
       ValueError: there is no such state in `opt_state`, or it is one of several
         replicas or of a `vmap`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale import diagnostics
       >>> static = jmp_scale.StaticLossScale(2.0**-3)
@@ -172,7 +172,7 @@ class HealthLog:
 
     A callable for the host, whose only memory is the findings of its last call.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale import diagnostics
       >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1))

@@ -124,7 +124,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     Raises:
       ValueError: a leaf of 2^32 entries or more, which 32-bit counts cannot hold.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> histogram = diagnostics.exponent_histogram(jnp.array([0.0, 1e-8, 3e-8, 1.0]))

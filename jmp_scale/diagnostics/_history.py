@@ -74,7 +74,7 @@ class LossScaleHistory:
       first_norm: f32[], the first finite gradient norm that was not zero.
       pushed: i32[], steps recorded in total; step i stands at index i modulo N.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale
       >>> from jmp_scale import diagnostics
       >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)

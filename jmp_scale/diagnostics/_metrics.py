@@ -60,7 +60,7 @@ def metrics(
       ValueError: there is no such state in `opt_state`; only one of `params` and
         `updates` is given, or their structures or shapes differ.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale import diagnostics
       >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())

@@ -155,7 +155,7 @@ def grad_report(
       TypeError: `loss_scale` is not a number.
       ValueError: another dtype, or a loss scale of a shape other than ().
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> grads = {"w": jnp.array([0.0, 1e-8, 1e-6, 1.0])}

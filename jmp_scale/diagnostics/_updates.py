@@ -49,7 +49,7 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
     Raises:
       ValueError: the structures or shapes differ.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
       >>> params = jnp.ones(4, jnp.bfloat16)

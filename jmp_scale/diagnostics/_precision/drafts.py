@@ -1,0 +1,94 @@
+"""What a rule finds, before it has a line: the vocabulary of the rules and the walk."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from .facts import Fact
+from .jaxpr import dtype_name, shape
+from .source import Place
+
+Severity = Literal["error", "warning", "note"]
+
+
+class Draft(NamedTuple):
+    """A finding without its place.
+
+    Attributes:
+      rule: name of the rule.
+      severity: "error", "warning" or "note".
+      message: what happens, and the cure.
+      dtype: the dtype in question.
+      shape: shape of the array in question.
+      narrowing: whether only the cast of a float32 result is at fault.
+    """
+
+    rule: str
+    severity: Severity
+    message: str
+    dtype: str
+    shape: tuple[int, ...]
+    narrowing: bool = False
+
+
+class Found(NamedTuple):
+    """A draft with its place.
+
+    Attributes:
+      draft: what was found.
+      place: where.
+      primitive: JAX's name of the operation.
+      backward: whether it was found in the backward pass.
+      order: position in the program.
+      cause: of `half-division`, the equation that the lost epsilon comes from.
+    """
+
+    draft: Draft
+    place: Place
+    primitive: str
+    backward: bool
+    order: int
+    cause: int = -1
+
+
+class Step(NamedTuple):
+    """An equation, and what is known where it stands.
+
+    Attributes:
+      eqn: the equation.
+      ins: what is known of its inputs.
+      out: what is known of its first output.
+      place: gives its place, which takes time.
+      mechanical: whether JAX made it by transposing another: it has no line of its own,
+        and only what accumulates can go wrong.
+      same: whether its first two inputs are the same value.
+    """
+
+    eqn: Any
+    ins: Sequence[Fact]
+    out: Fact
+    place: Callable[[], Place]
+    mechanical: bool
+    same: bool
+
+    @property
+    def name(self) -> str:
+        """JAX's name of the operation."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """Dtype of the first input, "" without inputs."""
+        return dtype_name(self.eqn.invars[0]) if self.eqn.invars else ""
+
+    @property
+    def result(self) -> str:
+        """Dtype of the first output, "" without outputs."""
+        return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
+
+    def draft(
+        self, rule: str, severity: Severity, message: str, narrowing: bool = False
+    ) -> Draft:
+        """A draft about the first input of the equation, or its output without one."""
+        atom = (*self.eqn.invars, *self.eqn.outvars)[0]
+        dtype = self.result
+        return Draft(rule, severity, message, dtype, shape(atom), narrowing)

@@ -1,0 +1,188 @@
+"""Reads traced programs: types, nested jaxprs, and the layout of loops.
+
+The parameters of JAX's higher-order primitives are not an interface and change between
+releases, so their layout is inferred from shapes where that is possible. What cannot be
+read is reported as not looked into.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+import jax.extend.core.primitives
+import numpy as np
+from jax.core import Tracer
+
+_LARGEST_CONSTANT = 1 << 16
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text: a set of names that reads well in the source."""
+    return frozenset(text.split())
+
+
+# Primitives of JAX that no public module lists.
+_UNLISTED = words(
+    "add_any addupdate all_reduce checkpoint copy_p core_call custom_jvp_call_jaxpr "
+    "custom_lin custom_vjp_call_jaxpr freeze new_ref pbroadcast pcast pjit psum2 "
+    "psum_invariant pvary ragged_dot ragged_dot_general random_clone random_unwrap "
+    "random_wrap reduce_scatter ref reshard scaled_dot shard_map unreduced_psum "
+    "xla_pmap"
+)
+
+
+class Loop(NamedTuple):
+    """A scan or while: its body, and how its operands are laid out.
+
+    Attributes:
+      body: the jaxpr that runs in each iteration.
+      consts: number of leading inputs that are the same in each iteration.
+      carry: number of inputs, after these, that an iteration hands to the next.
+      offset: position of the body's first input among the operands of the equation.
+      trips: number of iterations, or None if it depends on the data.
+    """
+
+    body: Any
+    consts: int
+    carry: int
+    offset: int
+    trips: int | None
+
+    @property
+    def carries(self) -> list[Any]:
+        """The variables of the body that an iteration hands to the next."""
+        inner, _ = open_jaxpr(self.body)
+        return inner.invars[self.consts : self.consts + self.carry]
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an input of an equation is a number in the program text."""
+    return isinstance(atom, jax.extend.core.Literal)
+
+
+def shape(atom: Any) -> tuple[int, ...]:
+    """Shape of a variable, () if its type has none."""
+    dims = getattr(atom.aval, "shape", ())
+    return tuple(d if isinstance(d, int) else 1 for d in dims)
+
+
+def size(atom: Any) -> int:
+    """Number of entries of a variable; 1 if its type has no shape."""
+    return math.prod(shape(atom))
+
+
+def dtype_name(atom: Any) -> str:
+    """Name of a variable's dtype, such as "float16"; "" if its type has none."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return "" if dtype is None else _name(dtype)
+
+
+def constant(value: Any) -> np.ndarray | None:
+    """A constant as a float64 array; None if it is large, or not a concrete number."""
+    if value is None or isinstance(value, Tracer):
+        return None
+    with contextlib.suppress(Exception):
+        if getattr(value, "size", 1) <= _LARGEST_CONSTANT:
+            array = np.asarray(value)
+            if array.dtype.kind in "biuf" or array.dtype.name == "bfloat16":
+                return array.astype(np.float64)
+    return None
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr and the values of its constants; jax 0.12 has only one kind of jaxpr."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    consts = list(getattr(jaxpr, "consts", ()) or ())
+    if len(consts) != len(inner.constvars):
+        consts = [None] * len(inner.constvars)
+    return inner, consts
+
+
+def subjaxprs(eqn: Any) -> list[Any]:
+    """All jaxprs among the parameters of an equation, whatever their names."""
+    return [jaxpr for value in eqn.params.values() for jaxpr in _jaxprs_in(value)]
+
+
+def fits(jaxpr: Any, inputs: int, outputs: int) -> bool:
+    """Whether a nested jaxpr has these numbers of inputs and outputs."""
+    inner, _ = open_jaxpr(jaxpr)
+    return len(inner.invars) == inputs and len(inner.outvars) == outputs
+
+
+def loop_of(eqn: Any) -> Loop | None:
+    """The layout of a scan or while equation; None if it is another or unreadable."""
+    if eqn.primitive.name == "scan":
+        return _scan_layout(eqn)
+    if eqn.primitive.name == "while":
+        return _while_layout(eqn)
+    return None
+
+
+def mesh_size(eqn: Any) -> int:
+    """How many devices run the jaxpr of a `shard_map` or old `pmap`; 1 for others."""
+    with contextlib.suppress(Exception):
+        if eqn.primitive.name == "shard_map":
+            return int(eqn.params["mesh"].size)
+        if eqn.primitive.name == "xla_pmap":
+            return int(eqn.params["global_axis_size"])
+    return 1
+
+
+@functools.cache
+def known_primitives() -> frozenset[str]:
+    """Names of JAX's own primitives; new and foreign ones are "not looked into"."""
+    listed = {
+        primitive.name
+        for module in (jax.lax, jax.extend.core.primitives)
+        for primitive in vars(module).values()
+        if isinstance(primitive, jax.extend.core.Primitive)
+    }
+    return _UNLISTED | listed
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype)
+
+
+def _jaxprs_in(value: Any) -> Iterator[Any]:
+    if hasattr(getattr(value, "jaxpr", value), "eqns"):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _jaxprs_in(item)
+
+
+def _scan_layout(eqn: Any) -> Loop | None:
+    bodies = subjaxprs(eqn)
+    if len(bodies) != 1 or not fits(bodies[0], len(eqn.invars), len(eqn.outvars)):
+        return None
+    inner, _ = open_jaxpr(bodies[0])
+    # Scanned operands and stacked results have one axis more outside than inside.
+    pairs = zip(eqn.invars, inner.invars, strict=True)
+    same_in = [shape(a) == shape(b) for a, b in pairs]
+    pairs = zip(eqn.outvars, inner.outvars, strict=True)
+    same_out = [shape(a) == shape(b) for a, b in pairs]
+    held, carry = sum(same_in), sum(same_out)
+    if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
+        return None
+    trips = eqn.params.get("length")
+    if not isinstance(trips, int):
+        stacked = [shape(a)[0] for a in (*eqn.invars[held:], *eqn.outvars[carry:])]
+        trips = stacked[0] if stacked else None
+    return Loop(bodies[0], held - carry, carry, 0, trips)
+
+
+def _while_layout(eqn: Any) -> Loop | None:
+    carry, body = len(eqn.outvars), eqn.params.get("body_jaxpr")
+    if body is None:
+        return None
+    inner, _ = open_jaxpr(body)
+    offset = len(eqn.invars) - len(inner.invars)
+    if offset < 0 or len(inner.invars) < carry or len(inner.outvars) != carry:
+        return None
+    return Loop(body, len(inner.invars) - carry, carry, offset, None)

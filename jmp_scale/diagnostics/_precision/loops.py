@@ -1,0 +1,215 @@
+"""Finds the carries of a loop that accumulate: running sums and moving averages.
+
+A carry accumulates if each iteration makes it `a * carry + b` with a number `a` and a
+`b` that does not depend on the carry: a sum, a mean, an exponential moving average,
+accumulated gradients. The state of an LSTM, whose factor is an array, is not of this
+form. A residual stream `x + f(x)` is not either, but a solver that takes small or very
+many steps is.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .drafts import Draft
+from .facts import Fact, is_half
+from .jaxpr import (
+    Loop,
+    dtype_name,
+    fits,
+    is_literal,
+    open_jaxpr,
+    shape,
+    size,
+    subjaxprs,
+    words,
+)
+
+_LINEAR_IN_FIRST = words(
+    "broadcast_in_dim convert_element_type copy expand_dims name neg "
+    "optimization_barrier pbroadcast pcast pvary reduce_precision reshape rev "
+    "sharding_constraint squeeze transpose"
+)
+_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
+_MORE_THAN_LAYERS = 256
+_SMALL_STEP = 0.1
+_LONG_BACKWARD_LOOP = 64
+
+
+class _Form(enum.IntEnum):
+    """How a value of an iteration depends on a carry."""
+
+    CONSTANT = 0  # not at all
+    CARRY = 1  # the carry, perhaps times a number
+    SUM = 2  # the same, plus something that does not depend on it
+    OTHER = 3
+
+
+def half_carries(loop: Loop, mechanical: bool) -> Iterator[tuple[Draft, Any]]:
+    """The carries that accumulate in half precision, and the equations that add.
+
+    Args:
+      loop: the loop.
+      mechanical: whether JAX made it by transposing another. Its carries are gradients
+        of what all iterations share, which harm only in long loops.
+    """
+    least = _LONG_BACKWARD_LOOP if mechanical else 2
+    if loop.trips is not None and loop.trips < least:
+        return
+    times = "each iteration" if loop.trips is None else f"{loop.trips:,} iterations"
+    cure = "keep the carry in float32 and add float32 values"
+    if mechanical:
+        cure = "cast what the iterations share to half precision inside the loop"
+    for variable, eqn in _accumulating(loop):
+        dtype = dtype_name(variable)
+        if is_half(dtype):
+            message = (
+                f"a carry adds up in {dtype} over {times} and loses what is small "
+                f"beside it; {cure}"
+            )
+            yield Draft("half-carry", "warning", message, dtype, shape(variable)), eqn
+
+
+def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
+    """What is known in all iterations of a loop counter; None if a carry is not one."""
+    if loop.trips is None or not (start.only and len(start.values) == 1):
+        return None
+    step = _constant_step(loop, index)
+    if step is None or not start.integral or step != int(step):
+        return None
+    first = start.low
+    last = first + step * max(loop.trips - 1, 0)
+    return Fact(min(first, last), max(first, last), integral=True)
+
+
+def _constant_step(loop: Loop, index: int) -> float | None:
+    inner, _ = open_jaxpr(loop.body)
+    variable, result = loop.carries[index], inner.outvars[index]
+    for eqn in inner.eqns:
+        if eqn.primitive.name == "add" and eqn.outvars[0] is result:
+            for this, other in (eqn.invars, eqn.invars[::-1]):
+                if this is variable and is_literal(other) and shape(other) == ():
+                    return float(other.val)
+    return None
+
+
+def _accumulating(loop: Loop) -> Iterator[tuple[Any, Any]]:
+    """The carries of a loop that accumulate, and the equations that add to them."""
+    inner, _ = open_jaxpr(loop.body)
+    made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
+    for variable, result in zip(loop.carries, inner.outvars, strict=False):
+        if id(result) not in made_by or _adds_a_slice(result, made_by):
+            continue
+        form = _forms(inner, {id(variable): _Form.CARRY}).get(id(result))
+        steps = form is _Form.OTHER and _takes_steps(loop, variable, result, made_by)
+        if form is _Form.SUM or steps:
+            yield variable, _adding(result, made_by)
+
+
+def _forms(jaxpr: Any, forms: dict[int, _Form]) -> dict[int, _Form]:
+    """The forms of all variables of a jaxpr that depend on the carry."""
+    for eqn in jaxpr.eqns:
+        ins = [
+            _Form.CONSTANT if is_literal(v) else forms.get(id(v), _Form.CONSTANT)
+            for v in eqn.invars
+        ]
+        if any(ins):
+            outs = _forms_of_results(eqn, ins)
+            forms |= {id(v): form for v, form in zip(eqn.outvars, outs, strict=True)}
+    return forms
+
+
+def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
+    name, outputs = eqn.primitive.name, len(eqn.outvars)
+    bodies = subjaxprs(eqn)
+    arguments = ins[1:] if name == "cond" else ins
+    readable = name not in ("scan", "while") and (name != "cond" or not ins[0])
+    if bodies and readable and all(fits(b, len(arguments), outputs) for b in bodies):
+        branches = [_forms_of_call(body, arguments) for body in bodies]
+        return [max(forms) for forms in zip(*branches, strict=True)]
+    if outputs != 1:
+        return [_Form.OTHER] * outputs
+    return [_form_of_result(eqn, ins)]
+
+
+def _forms_of_call(body: Any, ins: Sequence[_Form]) -> list[_Form]:
+    inner, _ = open_jaxpr(body)
+    pairs = zip(inner.invars, ins, strict=True)
+    forms = _forms(inner, {id(v): form for v, form in pairs})
+    return [forms.get(id(v), _Form.CONSTANT) for v in inner.outvars]
+
+
+def _form_of_result(eqn: Any, ins: list[_Form]) -> _Form:
+    if _Form.OTHER in ins:
+        return _Form.OTHER
+    match eqn.primitive.name:
+        case name if name in _LINEAR_IN_FIRST:
+            return ins[0]
+        case "add" | "sub" | "add_any":
+            return _Form.SUM if not all(ins) else max(ins)
+        case "mul" if not all(ins) and _is_number(eqn.invars[0 if ins[1] else 1], eqn):
+            return max(ins)
+        case "div" if not ins[1] and _is_number(eqn.invars[1], eqn):
+            return ins[0]
+        case "select_n" if not ins[0]:
+            return max(ins[1:])
+        case "scatter-add" if not any(ins[1:]):
+            return _Form.SUM
+    return _Form.OTHER
+
+
+def _is_number(factor: Any, eqn: Any) -> bool:
+    # A decay rate is one number, a gate is as large as the state that it multiplies.
+    return is_literal(factor) or (size(factor) == 1 and size(eqn.outvars[0]) > 1)
+
+
+def _adds_a_slice(result: Any, made_by: dict[int, Any]) -> bool:
+    """Whether JAX fills in a part of a gradient, as that of `x[i]`.
+
+    Each iteration of a loop then adds to other entries, and nothing builds up.
+    """
+    eqn = made_by[id(result)]
+    if eqn.primitive.name != "add_any":
+        return False
+    makers = [made_by.get(id(v)) for v in eqn.invars]
+    return any(m is not None and m.primitive.name in _SLICE_GRADIENTS for m in makers)
+
+
+def _takes_steps(
+    loop: Loop, variable: Any, result: Any, made_by: dict[int, Any]
+) -> bool:
+    """Whether a carry moves by small steps or often, as that of an ODE solver does."""
+    eqn = _adding(result, made_by)
+    if eqn.primitive.name not in ("add", "sub"):
+        return False
+    steps = [v for v in eqn.invars if _uncast(v, made_by) is not variable]
+    if len(steps) != 1:
+        return False
+    if loop.trips is not None and loop.trips >= _MORE_THAN_LAYERS:
+        return True
+    # Layers that are scanned over have their weights among the scanned inputs.
+    scanned = open_jaxpr(loop.body)[0].invars[loop.consts + loop.carry :]
+    return not any(len(shape(v)) > 1 for v in scanned) and _is_small(steps[0], made_by)
+
+
+def _is_small(step: Any, made_by: dict[int, Any]) -> bool:
+    eqn = made_by.get(id(_uncast(step, made_by)))
+    if eqn is None or eqn.primitive.name != "mul":
+        return False
+    factors = [float(v.val) for v in eqn.invars if is_literal(v) and shape(v) == ()]
+    return any(abs(factor) <= _SMALL_STEP for factor in factors)
+
+
+def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:
+    while not is_literal(atom) and id(atom) in made_by:
+        eqn = made_by[id(atom)]
+        if eqn.primitive.name not in _LINEAR_IN_FIRST:
+            break
+        atom = eqn.invars[0]
+    return atom
+
+
+def _adding(result: Any, made_by: dict[int, Any]) -> Any:
+    """The equation that makes a result, before it is cast or reshaped."""
+    source = _uncast(result, made_by)
+    return made_by.get(id(source), made_by[id(result)])

@@ -1,0 +1,202 @@
+"""`precision_report`: what half precision does to a program, line by line."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from . import conclusions, matrix_work
+from .drafts import Found, Severity
+from .facts import of_dtype
+from .jaxpr import dtype_name, open_jaxpr
+from .matrix_work import Operation
+from .program import Line, Tracer, check_arguments, noting_overflowing_casts
+from .source import Place, place_of_caller
+from .walk import Scope, Walk
+
+
+class Finding(NamedTuple):
+    """A line of a program that half precision harms.
+
+    Attributes:
+      rule: name of the rule, such as "half-sum".
+      severity: "error" (wrong or non-finite for ordinary values), "warning" (loses
+        digits, or depends on the data) or "note" (cost).
+      message: what happens, and the cure.
+      file: path of the user's source file, or None if it is unknown.
+      line: line in that file, from 1, or None.
+      primitive: JAX's name of the operation; "" for `half-parameters`.
+      dtype: the dtype in question.
+      shape: shape of the array in question.
+      backward: whether it happens in the backward pass only.
+    """
+
+    rule: str
+    severity: Severity
+    message: str
+    file: str | None
+    line: int | None
+    primitive: str
+    dtype: str
+    shape: tuple[int, ...]
+    backward: bool
+
+
+class PrecisionReport(NamedTuple):
+    """What `precision_report` read off a program, in Python values on the host.
+
+    Attributes:
+      findings: in the order of the program, one for each line and rule.
+      operations: what runs in which dtype, most matrix work first.
+      half_share: share of the FLOPs of matrix products and convolutions, forward and
+        backward, whose operands are half precision, from 0 to 1; 0 if there are none.
+      not_looked_into: (primitive, "file:line") of operations that cannot be read, such
+        as Pallas kernels and callbacks.
+    """
+
+    findings: tuple[Finding, ...]
+    operations: tuple[Operation, ...]
+    half_share: float
+    not_looked_into: tuple[tuple[str, str], ...] = ()
+
+    def summary(self) -> str:
+        """The findings as a compiler prints them, and the matrix work by dtype."""
+        lines = [
+            f"{_location((f.file, f.line))}: {f.severity}: {f.message} [{f.rule}]"
+            + (" (backward pass)" if f.backward else "")
+            for f in self.findings
+        ]
+        for primitive, where in self.not_looked_into:
+            lines.append(f"{where}: note: {primitive} was not looked into.")
+        lines.append(_counts(self.findings))
+        return "\n".join([*lines, *_table(self)])
+
+
+def precision_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> PrecisionReport:
+    """Reads what half precision does to a loss and its backward pass, line by line.
+
+    Nothing runs: the loss and its gradient are traced, and their operations are read.
+    So the answer holds for all values of the arguments, and `args` may be
+    `jax.ShapeDtypeStruct`s. A finding names the innermost line of your own code that
+    makes an operation, not of JAX, Flax, Equinox, Haiku, Optax or this library.
+
+    The rules, why each matters, and how to mend what they find are in
+    `docs/precision.md`. Loss scaling mends none of it: it saves small gradients, and
+    these programs compute something other than what they say.
+
+    Args:
+      fun: the whole loss as you train it, without the loss scale.
+      *args: its arguments: parameters, batch. What is not an array is static.
+      argnums: positions of the differentiated arguments, as in JAX.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      transform: what differentiates: `jax.value_and_grad` (default),
+        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
+
+    Returns:
+      A `PrecisionReport`; print its `.summary()`.
+
+    Raises:
+      TypeError: `fun` is not callable or does not return a real scalar loss, or
+        `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
+      ValueError: `argnums` is empty or out of range.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jmp_scale import diagnostics
+      >>> def loss(w, x):
+      ...     h = x.astype(jnp.float16) @ w.astype(jnp.float16)
+      ...     return jnp.mean(jnp.exp(h).astype(jnp.float32))
+      >>> w, x = jax.ShapeDtypeStruct((4, 4), "float32"), jnp.ones((8, 4))
+      >>> report = diagnostics.precision_report(loss, w, x)
+      >>> [(finding.rule, finding.severity) for finding in report.findings]
+      [('half-exp', 'warning')]
+      >>> report.half_share
+      1.0
+    """
+    check_arguments(fun, args, argnums, transform)
+    keywords: dict[str, Any] = {"has_aux": True} if has_aux else {}
+    if not (isinstance(argnums, int) and argnums == 0):
+        keywords["argnums"] = argnums  # Equinox takes none
+    caller, trace = place_of_caller(), Tracer(fun, args, has_aux)
+    overflows: set[Line] = set()
+    with noting_overflowing_casts(overflows):
+        program = trace(lambda function: function)
+        forward = _walk(Walk(), program, caller)
+        differentiated = trace(lambda function: transform(function, **keywords))
+    skip = frozenset(forward.in_backward_rules)
+    backward = _walk(Walk(mechanical_only=True, skip=skip), differentiated, caller)
+    loss = (program, trace.loss_dtype)
+    found = [
+        *conclusions.half_parameters(trace.gradients, fun, caller),
+        *conclusions.without_cast_of_loss(forward.found, *loss, caller),
+        *conclusions.half_loss(forward, *loss, fun, caller),
+        *conclusions.overflowing_constants(forward, overflows),
+        *backward.found,
+        *conclusions.full_matmuls(backward),
+    ]
+    found = conclusions.in_order(conclusions.without_safe_roots(found), forward)
+    executed = [(visit.eqn, visit.times) for visit in backward.visits]
+    unread = [(name, _location(place[:2])) for name, place in forward.unread]
+    return PrecisionReport(
+        tuple(map(_finding, found)),
+        matrix_work.operations(executed),
+        matrix_work.half_share(executed),
+        tuple(dict.fromkeys(unread)),
+    )
+
+
+def _walk(walk: Walk, jaxpr: Any, caller: Place) -> Walk:
+    inner, _ = open_jaxpr(jaxpr)
+    walk.run(
+        jaxpr, [of_dtype(dtype_name(v)) for v in inner.invars], Scope(lambda: caller)
+    )
+    return walk
+
+
+def _finding(found: Found) -> Finding:
+    draft, place = found.draft, found.place
+    return Finding(
+        rule=draft.rule,
+        severity=draft.severity,
+        message=f"{draft.message[0].upper()}{draft.message[1:]}.",
+        file=place.file,
+        line=place.line,
+        primitive=found.primitive,
+        dtype=draft.dtype,
+        shape=draft.shape,
+        backward=found.backward,
+    )
+
+
+def _location(line: Line) -> str:
+    return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
+
+
+def _counts(findings: Sequence[Finding]) -> str:
+    counts = {s: sum(f.severity == s for f in findings) for s in conclusions.SEVERITIES}
+    parts = [
+        f"{counts[s]} {s}{'s' if counts[s] > 1 else ''}"
+        for s in reversed(conclusions.SEVERITIES)
+        if counts[s]
+    ]
+    return ", ".join(parts) or "No findings."
+
+
+def _table(report: PrecisionReport) -> list[str]:
+    rows = [row for row in report.operations if row.flops]
+    if not rows:
+        return ["No matrix products or convolutions."]
+    lines = [f"{100 * report.half_share:.1f} % of the matrix work is half precision:"]
+    lines.append(f"  {'operation':<22}{'operands':<20}{'runs':>8}{'share':>9}")
+    for row in rows:
+        share = f"{100 * row.share:.1f} %"
+        lines.append(
+            f"  {row.primitive:<22}{row.dtype:<20}{row.executions:>8}{share:>9}"
+        )
+    return lines

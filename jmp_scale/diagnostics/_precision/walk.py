@@ -1,0 +1,309 @@
+"""Walks through a traced program and applies the rules, equation by equation.
+
+Facts flow along: into nested jaxprs with what is known of their arguments, and around
+loops until what is known of their carries holds in every iteration.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from . import jaxpr as jaxprs
+from .constants import starts_a_sum
+from .derivatives import jvp_rule, vjp_rules
+from .drafts import Draft, Found, Step
+from .facts import Fact, join, of_atom, of_constant, of_dtype, widened
+from .jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
+from .loops import counted, half_carries
+from .rules import faults, is_narrowed_by_user
+from .source import Place, is_users, place_of
+from .transfer import transfer
+
+# These have a jaxpr of scalars that says how two entries are combined.
+_COMBINE = ("reduce", "scatter", "select_and", "arg")
+_OPAQUE = words(
+    "core_map custom_call ffi_call io_callback pallas_call pure_callback "
+    "tpu_custom_call triton_call"
+)
+_ROUNDS = 3  # of a loop, after which what is known of its carries rarely changes
+_CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
+_RENAMES = words("abs convert_element_type copy neg reshape squeeze transpose")
+
+
+class Scope(NamedTuple):
+    """Where a jaxpr stands.
+
+    Attributes:
+      outer: gives the place of the equation that holds it.
+      backward: whether it is part of a backward pass.
+      mechanical: whether JAX made it by transposing another.
+      times: how often it runs.
+    """
+
+    outer: Callable[[], Place]
+    backward: bool = False
+    mechanical: bool = False
+    times: int = 1
+
+
+class Visit(NamedTuple):
+    """An equation without nested jaxprs that the walk has passed.
+
+    Attributes:
+      eqn: the equation.
+      place: gives its place.
+      backward: whether it is part of a backward pass.
+      times: how often it runs.
+      order: position in the program.
+    """
+
+    eqn: Any
+    place: Callable[[], Place]
+    backward: bool
+    times: int
+    order: int
+
+
+class Walk:
+    """One walk through one traced program.
+
+    Attributes:
+      found: what the rules found, in the order of the walk.
+      visits: the equations that were passed.
+      unread: (primitive, place) of what could not be looked into.
+      in_backward_rules: keys of the operations in the user's backward rules, by the
+        line of the call, which is where JAX has them in the differentiated program.
+      clock: position in the program that the walk has come to.
+    """
+
+    def __init__(
+        self, mechanical_only: bool = False, skip: frozenset[Any] = frozenset()
+    ):
+        """Starts a walk.
+
+        Args:
+          mechanical_only: whether the rules apply only to what JAX has transposed.
+          skip: keys of operations that another walk has seen on their own lines.
+        """
+        self.found: list[Found] = []
+        self.visits: list[Visit] = []
+        self.unread: list[tuple[str, Place]] = []
+        self.in_backward_rules: set[Any] = set()
+        self.clock = 0
+        self._mechanical_only = mechanical_only
+        self._skip = skip
+        self._silent = 0
+        self._names: dict[int, Any] = {}
+        self._kept: list[Any] = []  # equations are told apart by their ids
+
+    def run(self, jaxpr: Any, facts: Sequence[Fact], scope: Scope) -> list[Fact]:
+        """What is known of a jaxpr's outputs, given what is known of its inputs."""
+        inner, consts = open_jaxpr(jaxpr)
+        known = {
+            id(variable): of_constant(value, dtype_name(variable))
+            for variable, value in zip(inner.constvars, consts, strict=True)
+        }
+        known |= {id(v): fact for v, fact in zip(inner.invars, facts, strict=True)}
+
+        def fact_of(atom: Any) -> Fact:
+            fact = None if is_literal(atom) else known.get(id(atom))
+            return of_atom(atom) if fact is None else fact
+
+        for eqn in inner.eqns:
+            ins = [fact_of(atom) for atom in eqn.invars]
+            outs = self._pass(eqn, ins, scope)
+            known |= {id(v): fact for v, fact in zip(eqn.outvars, outs, strict=True)}
+        return [fact_of(atom) for atom in inner.outvars]
+
+    def _pass(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact]:
+        self.clock += 1
+        transposed = "transpose(" in str(eqn.source_info.name_stack)
+        scope = scope._replace(
+            outer=_lazily(eqn, scope.outer),
+            backward=scope.backward or transposed,
+            mechanical=scope.mechanical or transposed,
+        )
+        name, bodies = eqn.primitive.name, jaxprs.subjaxprs(eqn)
+        try:
+            if name in _OPAQUE:
+                raise NotImplementedError(f"{name} has no jaxpr to read")
+            loop = jaxprs.loop_of(eqn)
+            if loop is not None:
+                return self._loop(eqn, loop, ins, scope)
+            if bodies and not name.startswith(_COMBINE):
+                return self._nested(eqn, bodies, ins, scope)
+            if name not in jaxprs.known_primitives():
+                self._leave_unread(eqn, scope)
+            return self._operation(eqn, ins, scope)
+        except Exception:
+            # Another JAX release may lay the parameters of an equation out differently.
+            self._leave_unread(eqn, scope)
+            return [of_dtype(dtype_name(v)) for v in eqn.outvars]
+
+    def _leave_unread(self, eqn: Any, scope: Scope) -> None:
+        silent = self._silent or self._mechanical_only
+        if not silent and "debug" not in eqn.primitive.name:
+            self.unread.append((eqn.primitive.name, scope.outer()))
+
+    def _operation(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact]:
+        outs = transfer(eqn, ins)
+        self._name_results(eqn)
+        if self._silent:
+            return outs
+        if outs and outs[0].guard == 0 and starts_a_sum(eqn, ins, scope.outer):
+            outs = [dataclasses.replace(outs[0], guard=None)]
+        visit = Visit(eqn, scope.outer, scope.backward, scope.times, self.clock)
+        self.visits.append(visit)
+        if not outs or (self._mechanical_only and not scope.mechanical):
+            return outs
+        names = [self._name_of(atom) for atom in eqn.invars[:2]]
+        same = len(names) == 2 and names[0] == names[1]
+        step = Step(eqn, ins, outs[0], scope.outer, scope.mechanical, same)
+        cause = max((fact.guarded_at for fact in ins), default=-1)
+        for draft in faults(step):
+            self._record(draft, eqn, scope, cause)
+        if not scope.mechanical and is_narrowed_by_user(step):
+            outs = [dataclasses.replace(outs[0], narrowed=True)]
+        return outs
+
+    def _record(self, draft: Draft, eqn: Any, scope: Scope, cause: int = -1) -> None:
+        place, name = scope.outer(), eqn.primitive.name
+        if not (scope.mechanical and _key(eqn, place) in self._skip):
+            found = Found(draft, place, name, scope.backward, self.clock, cause)
+            self.found.append(found)
+
+    def _name_results(self, eqn: Any) -> None:
+        """Gives equal names to results that are made alike from the same value."""
+        for variable in eqn.outvars:
+            self._names[id(variable)] = object()
+        if eqn.primitive.name in _RENAMES:
+            parameters = str(sorted(eqn.params.items()))
+            name = (eqn.primitive.name, parameters, self._name_of(eqn.invars[0]))
+            self._names[id(eqn.outvars[0])] = name
+
+    def _name_of(self, atom: Any) -> Any:
+        return object() if is_literal(atom) else self._names.get(id(atom), id(atom))
+
+    def _nested(
+        self, eqn: Any, bodies: list[Any], ins: list[Fact], scope: Scope
+    ) -> list[Fact]:
+        scope = scope._replace(times=scope.times * jaxprs.mesh_size(eqn))
+        ruled = self._by_rules(eqn, ins, scope)
+        if ruled is not None:
+            return ruled
+        outputs = len(eqn.outvars)
+        is_branch = eqn.primitive.name == "cond"
+        if is_branch and all(fits(body, len(ins) - 1, outputs) for body in bodies):
+            results = [
+                self._call(body, eqn.invars[1:], ins[1:], scope) for body in bodies
+            ]
+            cases = zip(*results, strict=True)
+            return [functools.reduce(join, facts) for facts in cases]
+        if eqn.primitive.name in _CONTROL_FLOW:
+            self._leave_unread(eqn, scope)
+        elif len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
+            return self._call(bodies[0], eqn.invars, ins, scope)
+        elif eqn.primitive.name not in jaxprs.known_primitives():
+            self._leave_unread(eqn, scope)
+        for body in bodies:
+            inner, _ = open_jaxpr(body)
+            self.run(body, [of_atom(v) for v in inner.invars], scope)
+        return [of_dtype(dtype_name(v)) for v in eqn.outvars]
+
+    def _call(
+        self, body: Any, atoms: Sequence[Any], ins: list[Fact], scope: Scope
+    ) -> list[Fact]:
+        inner, _ = open_jaxpr(body)
+        for variable, atom in zip(inner.invars, atoms, strict=True):
+            self._names[id(variable)] = self._name_of(atom)
+        return self.run(body, ins, scope)
+
+    def _by_rules(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact] | None:
+        """Walks through derivative rules, which run instead of the function itself."""
+        if self._mechanical_only or scope.mechanical:
+            return None
+        if eqn.primitive.name == "custom_jvp_call":
+            return self._by_jvp_rule(eqn, ins, scope)
+        if eqn.primitive.name == "custom_vjp_call":
+            return self._by_vjp_rules(eqn, ins, scope)
+        return None
+
+    def _by_jvp_rule(self, eqn: Any, ins: list[Fact], scope: Scope) -> Any:
+        rule = jvp_rule(eqn)
+        # The rules of jax.nn are not the user's to mend.
+        if rule is None or not is_users(rule):
+            return None
+        self._kept.append(rule)
+        primals = ins[len(ins) - len(rule.jaxpr.invars) // 2 :]
+        tangents = [of_atom(v) for v in rule.jaxpr.invars[len(primals) :]]
+        return self.run(rule, [*primals, *tangents], scope)[: len(eqn.outvars)]
+
+    def _by_vjp_rules(self, eqn: Any, ins: list[Fact], scope: Scope) -> Any:
+        rules = vjp_rules(eqn)
+        if rules is None:
+            return None
+        self._kept.append(rules)
+        inputs = ins[len(ins) - len(rules.forward.jaxpr.invars) :]
+        results = self.run(rules.forward, inputs, scope)
+        if rules.backward is not None:
+            known = [results[i] if i >= 0 else inputs[-1 - i] for i in rules.residuals]
+            cotangents = [of_dtype(dtype_name(v)) for v in eqn.outvars]
+            backward = scope._replace(backward=True)
+            self.run(rules.backward, [*known, *cotangents], backward)
+            self._note_operations(rules.backward, scope.outer())
+        return results[len(results) - len(eqn.outvars) :]
+
+    def _note_operations(self, jaxpr: Any, place: Place) -> None:
+        for eqn in open_jaxpr(jaxpr)[0].eqns:
+            self.in_backward_rules.add(_key(eqn, place))
+            for body in jaxprs.subjaxprs(eqn):
+                self._note_operations(body, place)
+
+    def _loop(self, eqn: Any, loop: Loop, ins: list[Fact], scope: Scope) -> list[Fact]:
+        ins = [dataclasses.replace(fact, narrowed=False) for fact in ins]
+        consts = ins[loop.offset :][: loop.consts]
+        rest = ins[loop.offset + loop.consts :]
+        carry, scanned = self._steady(loop, consts, rest, scope)
+        inside = scope._replace(times=scope.times * (loop.trips or 1))
+        outs = self.run(loop.body, [*consts, *carry, *scanned], inside)
+        condition = eqn.params.get("cond_jaxpr")
+        if condition is not None:
+            self.run(condition, [*ins[: loop.offset], *carry], inside)
+        for draft, adding in half_carries(loop, scope.mechanical):
+            if not self._silent and (scope.mechanical or not self._mechanical_only):
+                place = _lazily(adding, scope.outer)
+                self._record(draft, adding, scope._replace(outer=place))
+        ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
+        return [*ends, *outs[loop.carry :]]
+
+    def _steady(
+        self, loop: Loop, consts: list[Fact], rest: list[Fact], scope: Scope
+    ) -> tuple[list[Fact], list[Fact]]:
+        """What is known of carries in every iteration, and of the scanned inputs."""
+        start, scanned = rest[: loop.carry], rest[loop.carry :]
+        counters = {i: counted(loop, i, fact) for i, fact in enumerate(start)}
+        carry = [counters[i] or fact for i, fact in enumerate(start)]
+        self._silent += 1
+        try:
+            for _ in range(_ROUNDS):
+                outs = self.run(loop.body, [*consts, *carry, *scanned], scope)
+                new = [
+                    counters[i] or widened(carry[i], outs[i], dtype_name(variable))
+                    for i, variable in enumerate(loop.carries)
+                ]
+                if new == carry:
+                    break
+                carry = new
+        finally:
+            self._silent -= 1
+        return carry, scanned
+
+
+def _lazily(eqn: Any, outer: Callable[[], Place]) -> Callable[[], Place]:
+    return functools.cache(lambda: place_of(eqn, outer()))
+
+
+def _key(eqn: Any, place: Place) -> Any:
+    types = tuple(str(v.aval) for v in eqn.outvars)
+    return (place.file, place.line, eqn.primitive.name, types)

@@ -1,0 +1,481 @@
+"""Programs with planted faults, each at the line that a comment `# !rule` marks.
+
+Every function takes a float32 vector and returns an array; `# !rule:severity` gives a
+severity other than the rule's usual one. What is not marked must not be reported.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+EPSILON = 1e-8
+MASKED = -1e9
+
+
+def sum_in_float16(x):
+    h = x.astype(F16)
+    return jnp.sum(jnp.tile(h, 100))  # !half-sum
+
+
+def sum_of_many_in_float16(x):
+    h = jnp.tile(x.astype(F16), 2000)
+    return h.sum()  # !half-sum:error
+
+
+def sum_of_many_in_bfloat16(x):
+    h = jnp.tile(x.astype(BF16), 2000)
+    return h.sum()  # !half-sum
+
+
+def accumulator_in_bfloat16(x):
+    h = jnp.tile(x.astype(BF16), 2000)
+    return lax.reduce(h, np.asarray(0, BF16), lax.add, (0,))  # !half-sum:error
+
+
+def einsum_sum(x):
+    h = jnp.tile(x.astype(F16), 100)
+    return jnp.einsum("i->", h)  # !half-sum
+
+
+def mean_with_a_half_accumulator(x):
+    h = jnp.tile(x.astype(F16), 100)
+    total = lax.reduce(h, np.float16(0), lax.add, (0,))  # !half-sum
+    return total / F16(100)
+
+
+def sum_by_a_product_with_ones(x):
+    h = jnp.tile(x.astype(F16), 100)
+    return h @ jnp.ones(6400, F16)  # !half-sum
+
+
+def cumulative_sum(x):
+    h = jnp.tile(x.astype(F16), 100)
+    return jnp.cumsum(h)[-1]  # !half-sum
+
+
+def cumulative_sum_cast_back(x):
+    wide = jnp.cumsum(jnp.tile(x, 100))
+    return wide.astype(F16)[-1]  # !half-sum
+
+
+def sum_cast_back(x):
+    wide = jnp.sum(jnp.tile(x, 100))
+    return jnp.sin(wide.astype(F16))  # !half-sum
+
+
+def sum_over_a_window(x):
+    h = jnp.tile(x.astype(F16), 128)
+    zero = np.float16(0)
+    return lax.reduce_window(h, zero, lax.add, (8192,), (1,), "VALID")  # !half-sum
+
+
+def sum_with_a_mask(x):
+    h = jnp.tile(x.astype(F16), 100)
+    return jnp.sum(h, where=h > 0)  # !half-sum
+
+
+def segment_sum(x):
+    h = jnp.tile(x.astype(F16), 200)
+    return jax.ops.segment_sum(h, jnp.zeros(12800, int), 2)  # !half-sum
+
+
+def gradient_of_a_broadcast_bias(x):
+    bias = x[:2].astype(F16)
+    return jnp.ones((8192, 2), F16) + bias  # !half-sum
+
+
+def gradient_of_a_long_broadcast_bias(x):
+    bias = x[:2].astype(F16)
+    return jnp.zeros((131_072, 2), F16) + bias  # !half-sum:error
+
+
+def gradient_of_a_factor(x):
+    rows = jnp.ones((8192, 2), F16)
+    return rows * x[:2].astype(F16)  # !half-sum
+
+
+def square(x):
+    h = x.astype(F16)
+    return h**2  # !half-square
+
+
+def square_by_product(x):
+    h = x.astype(F16)
+    return h * h  # !half-square
+
+
+def square_function(x):
+    h = x.astype(F16)
+    return jnp.square(h)  # !half-square
+
+
+def cube(x):
+    h = x.astype(F16)
+    return h**3  # !half-square
+
+
+def norm(x):
+    h = x.astype(F16)
+    return jnp.linalg.norm(h)  # !half-square
+
+
+def inner_product(x):
+    h = x.astype(F16)
+    return h @ h  # !half-square
+
+
+def inner_products(x):
+    h = x.astype(F16).reshape(8, 8)
+    return jnp.einsum("ij,ij->i", h, h)  # !half-square
+
+
+def vdot(x):
+    h = x.astype(F16)
+    return jnp.vdot(h, h)  # !half-square
+
+
+def square_of_absolute(x):
+    h = jnp.abs(x.astype(F16))
+    return jnp.mean(h**2)  # !half-square
+
+
+def variance(x):
+    h = x.astype(F16)
+    return jnp.var(h)  # !half-square
+
+
+def standard_deviation(x):
+    h = x.astype(F16)
+    return jnp.std(h)  # !half-square
+
+
+def squared_error(x):
+    h = x.astype(F16)
+    error = h - jnp.mean(h)
+    return jnp.mean(error * error)  # !half-square
+
+
+def exponential(x):
+    h = x.astype(F16)
+    return jnp.exp(h)  # !half-exp
+
+
+def exponential_in_bfloat16(x):
+    h = x.astype(BF16)
+    return jnp.exp(h)  # !half-exp
+
+
+def logarithm(x):
+    h = jnp.abs(x.astype(F16)) + 1
+    return jnp.log(h)  # !half-exp
+
+
+def logarithm_of_one_plus(x):
+    h = jnp.abs(x.astype(BF16))
+    return jnp.log1p(h)  # !half-exp
+
+
+def power(x):
+    h = jnp.abs(x.astype(F16))
+    return h**0.7  # !half-exp
+
+
+def power_function(x):
+    h = jnp.abs(x.astype(F16)) + 1
+    return jnp.power(h, h)  # !half-exp
+
+
+def logsumexp(x):
+    h = x.astype(F16)
+    return jax.nn.logsumexp(h)  # !half-exp
+
+
+def logsumexp_in_bfloat16(x):
+    h = x.astype(BF16)
+    return jax.scipy.special.logsumexp(h)  # !half-exp
+
+
+def softmax(x):
+    h = x.astype(F16)
+    return jax.nn.softmax(h)  # !half-exp
+
+
+def log_softmax(x):
+    h = x.astype(BF16)
+    return jax.nn.log_softmax(h)  # !half-exp
+
+
+def logaddexp(x):
+    h = x.astype(F16)
+    return jnp.logaddexp(h, F16(0))  # !half-exp
+
+
+def exp2(x):
+    h = x.astype(F16)
+    return jnp.exp2(h)  # !half-exp
+
+
+def mask_constant(x):
+    h = x.astype(F16)
+    return jnp.where(h > 0, h, -1e9)  # !half-constant
+
+
+def mask_constant_by_name(x):
+    h = x.astype(F16)
+    return jnp.where(h > 0, h, MASKED)  # !half-constant
+
+
+def mask_of_the_least_float32(x):
+    h = x.astype(F16)
+    return jnp.where(h > 0, h, float(jnp.finfo(F32).min))  # !half-constant
+
+
+def mask_of_the_least_float32_in_bfloat16(x):
+    h = x.astype(BF16)
+    return jnp.where(h > 0, h, float(jnp.finfo(F32).min))  # !half-constant
+
+
+def mask_times_constant(x):
+    h = x.astype(F16)
+    mask = (h > 0).astype(F16)
+    return h + (1 - mask) * -1e9  # !half-constant
+
+
+def mask_added_in_float32(x):
+    bias = jnp.where(x > 0, 0.0, -1e9)
+    return jnp.sin((x + bias).astype(F16))  # !half-constant
+
+
+def mask_array_cast(x):
+    bias = jnp.where(x > 0, 0.0, -1e9)
+    half = bias.astype(F16)  # !half-constant
+    return x.astype(F16) + half
+
+
+def mask_by_full(x):
+    h = x.astype(F16)
+    floor = jnp.full(h.shape, -1e9, F16)  # !half-constant
+    return jnp.where(h > 0, h, floor)
+
+
+def mask_by_full_like(x):
+    h = x.astype(F16)
+    floor = jnp.full_like(h, MASKED)  # !half-constant
+    return jnp.where(h > 0, h, floor)
+
+
+def lost_floor(x):
+    h = x.astype(F16)
+    return jnp.where(h > 0, h, 1e-8)  # !half-constant
+
+
+def lost_clip(x):
+    h = x.astype(F16)
+    return jnp.clip(h, 1e-8, 1.0)  # !half-constant
+
+
+def large_clip(x):
+    h = x.astype(F16)
+    return jnp.clip(h, -1e5, 1e5)  # !half-constant
+
+
+def large_factor(x):
+    h = x.astype(F16)
+    return h * 1e5  # !half-constant
+
+
+def division_by_a_tiny_constant(x):
+    h = x.astype(F16)
+    return h / 1e-8  # !half-constant
+
+
+def epsilon_in_a_division(x):
+    h = x.astype(F16)
+    return h / (jnp.sum(h) + 1e-8)  # !half-division
+
+
+def epsilon_by_name(x):
+    h = x.astype(F16)
+    total = jnp.sum(jnp.abs(h)) + EPSILON
+    return h / total  # !half-division
+
+
+def epsilon_in_a_reciprocal(x):
+    h = x.astype(F16)
+    return 1 / (jnp.abs(h) + 1e-12)  # !half-division
+
+
+def epsilon_in_rsqrt(x):
+    h = x.astype(F16)
+    return lax.rsqrt(jnp.abs(h) + 1e-8)  # !half-division
+
+
+def epsilon_in_a_root_below(x):
+    h = x.astype(F16)
+    root = jnp.sqrt(jnp.mean(jnp.abs(h)) + 1e-8)
+    return h / root  # !half-division
+
+
+def epsilon_in_a_root_alone(x):
+    h = x.astype(F16)
+    return jnp.sqrt(jnp.abs(h) + 1e-12)  # !half-division
+
+
+def epsilon_in_a_log(x):
+    h = jax.nn.sigmoid(x.astype(F16))
+    return jnp.log((h + 1e-20).astype(F32))  # !half-division
+
+
+def epsilon_in_maximum(x):
+    h = x.astype(F16)
+    return h / jnp.maximum(jnp.abs(h), 1e-8)  # !half-division
+
+
+def epsilon_cast_after(x):
+    h = x.astype(F16)
+    guard = (jnp.abs(x) + 1e-8).astype(F16)
+    return h / guard  # !half-division
+
+
+def epsilon_before_a_wide_division(x):
+    h = x.astype(F16)
+    guard = jnp.abs(h) + 1e-8
+    return x / guard.astype(F32)  # !half-division
+
+
+def integers(x):
+    position = jnp.arange(5000).astype(F16)  # !half-integers
+    return jnp.sin(position) * 2
+
+
+def integers_in_bfloat16(x):
+    position = jnp.arange(1000).astype(BF16)  # !half-integers
+    return jnp.sin(position)
+
+
+def integers_made_in_half(x):
+    position = jnp.arange(5000, dtype=F16)  # !half-integers
+    return jnp.sin(position) * 2
+
+
+def integers_through_float32(x):
+    position = jnp.arange(5000, dtype=F32)
+    return jnp.sin(position.astype(F16))  # !half-integers
+
+
+def integers_by_iota(x):
+    position = lax.broadcasted_iota(jnp.int32, (4, 3000), 1)
+    return jnp.sin(position.astype(F16))  # !half-integers
+
+
+def integers_by_promotion(x):
+    position = jnp.arange(3000)
+    return lax.stop_gradient(x[:1].astype(F16)) * position  # !half-integers
+
+
+def integers_shifted(x):
+    position = 2 * jnp.arange(1500) + 7
+    return jnp.sin(position.astype(F16))  # !half-integers
+
+
+def integers_of_16_bits(x):
+    samples = (x * 100).astype(jnp.int16)
+    return x.astype(F16) * samples.astype(F16)  # !half-integers
+
+
+def index_of_maximum(x):
+    h = jnp.tile(x.astype(F16), 100)
+    return h[0] + jnp.argmax(h).astype(F16)  # !half-integers
+
+
+def loop_counter(x):
+    def body(i, total):
+        return jnp.maximum(total, i.astype(F16))  # !half-integers
+
+    return lax.fori_loop(0, 5000, body, x[0].astype(F16))
+
+
+def running_sum(x):
+    def body(total, row):
+        return total + row, None  # !half-carry
+
+    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+
+
+def running_sum_in_bfloat16(x):
+    def body(total, row):
+        return total + row, None  # !half-carry
+
+    return lax.scan(body, jnp.zeros((), BF16), x.astype(BF16))[0]
+
+
+def running_sum_in_fori(x):
+    h = x.astype(F16)
+    return lax.fori_loop(0, 64, lambda i, t: t + h[i], F16(0))  # !half-carry
+
+
+def running_sum_in_while(x):
+    h = lax.stop_gradient(x).astype(F16)
+
+    def body(state):
+        i, total = state
+        return i + 1, total + h[i]  # !half-carry
+
+    return lax.while_loop(lambda s: s[0] < 64, body, (0, F16(0)))[1]
+
+
+def moving_average(x):
+    def body(average, row):
+        average = 0.99 * average + 0.01 * row  # !half-carry
+        return average, None
+
+    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+
+
+def moving_average_by_difference(x):
+    def body(average, row):
+        average = average + 0.01 * (row - average)  # !half-carry
+        return average, average
+
+    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+
+
+def sum_computed_in_float32_but_carried_in_half(x):
+    def body(total, row):
+        return (total.astype(F32) + row).astype(F16), None  # !half-carry
+
+    return lax.scan(body, jnp.zeros((), F16), x)[0]
+
+
+def masked_running_sum(x):
+    def body(total, row):
+        return jnp.where(row > 0, total + row, total), None  # !half-carry
+
+    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+
+
+def round_trip(x):
+    return x.astype(F16).astype(F32)  # !round-trip
+
+
+def round_trip_on_two_lines(x):
+    h = x.astype(BF16)
+    return h.astype(F32)  # !round-trip
+
+
+def round_trip_by_asarray(x):
+    return jnp.asarray(jnp.float16(x), F32)  # !round-trip
+
+
+def round_trip_by_lax(x):
+    half = lax.convert_element_type(x, F16)
+    return lax.convert_element_type(half, F32)  # !round-trip
+
+
+FAULTS = [
+    function
+    for function in list(globals().values())
+    if getattr(function, "__module__", "") == __name__
+]

@@ -1,0 +1,643 @@
+"""What `precision_report` says of whole programs, where, and in which order."""
+
+import functools
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+from precision_checks import assert_finds, planted, reported
+
+import jmp_scale
+from jmp_scale import diagnostics
+from jmp_scale.diagnostics import precision_report
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
+
+
+@pytest.fixture(autouse=True)
+def _ranks_promote():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def product(w, x, dtype=F16):
+    return (x.astype(dtype) @ w.astype(dtype)).astype(F32)
+
+
+def rules(report):
+    return [f.rule for f in report.findings]
+
+
+def line_of(function):
+    return function.__code__.co_firstlineno
+
+
+def test_half_parameters_are_an_error_that_names_them():
+    def loss(params, x):
+        return jnp.mean((x.astype(F16) @ params["a"]["w"]).astype(F32))
+
+    params = {"a": {"w": W.astype(F16), "b": W}, "c": [W.astype(F16)]}
+    (finding,) = precision_report(loss, params, X).findings
+    assert (finding.rule, finding.severity) == ("half-parameters", "error")
+    assert (finding.file, finding.line) == (__file__, line_of(loss))
+    assert "['a']['w']" in finding.message
+    assert "2 arrays" in finding.message
+
+
+def test_only_differentiated_arguments_are_parameters():
+    def loss(w, x):
+        return jnp.mean((x @ w.astype(F16)).astype(F32))
+
+    args = (W, X.astype(F16))
+    assert rules(precision_report(loss, *args)) == []
+    assert rules(precision_report(loss, *args, argnums=1)) == ["half-parameters"]
+    assert rules(precision_report(loss, *args, argnums=(0, 1))) == ["half-parameters"]
+
+
+def test_half_parameters_of_a_decorated_function_stand_at_its_name():
+    @jax.jit
+    @functools.partial(jax.named_call, name="loss")
+    def loss(w):
+        return jnp.mean(w.astype(F32))
+
+    (finding,) = precision_report(loss, W.astype(BF16)).findings
+    inner = loss.__wrapped__.__wrapped__
+    assert finding.line == line_of(inner) + 2
+    assert finding.dtype == "bfloat16"
+
+
+def loss_in_half(w, x):
+    y = x @ w
+    return jnp.mean(y).astype(F16)  # !half-loss
+
+
+def mean_of_half(w, x):
+    y = (x @ w).astype(F16)
+    return jnp.mean(y)  # !half-loss
+
+
+def squares_in_half(w, x):
+    y = x @ w
+    return jnp.mean(y**2).astype(F16)  # !half-loss
+
+
+@pytest.mark.parametrize("loss", [loss_in_half, mean_of_half, squares_in_half])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, functools.partial])
+def test_a_loss_in_half_precision_is_one_warning(loss, wrap):
+    assert_finds([loss], wrap(loss), W, X)
+
+
+def test_a_loss_in_half_precision_with_aux():
+    def loss(w, x):
+        value = jnp.mean(x @ w).astype(BF16)  # !half-loss
+        return value, {"x": x.astype(F16), "name": "aux"}
+
+    assert_finds([loss], loss, W, X, has_aux=True)
+
+
+def test_a_half_loss_made_in_a_helper_stands_in_the_function_given():
+    def helper(y):
+        return jnp.mean(y).astype(F16)
+
+    def loss(w, x):
+        y = x @ w
+        return helper(y)  # !half-loss
+
+    assert_finds([loss], loss, W, X)
+
+
+def on_four_devices(function, check_vma):
+    mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
+    return lambda w, x: jax.shard_map(function, mesh=mesh, **specs)(w, x)
+
+
+def mean_over_devices(w, x):
+    h = x.astype(F16) @ w.astype(F16)
+    centred = h - lax.pmean(h.mean(0), "i")  # !half-collective
+    return lax.pmean(jnp.mean(centred.astype(F32)), "i")
+
+
+def test_a_mean_over_devices_in_half_precision():
+    loss = on_four_devices(mean_over_devices, check_vma=False)
+    assert_finds([mean_over_devices], loss, W, X)
+
+
+def test_a_mean_over_devices_in_pmap_and_over_a_vmapped_axis():
+    in_pmap = jax.pmap(mean_over_devices, axis_name="i", in_axes=(None, 0))
+    in_vmap = jax.vmap(mean_over_devices, axis_name="i", in_axes=(None, 0))
+    for function in (in_pmap, in_vmap):
+        assert_finds(
+            [mean_over_devices],
+            lambda w, x, function=function: function(w, x.reshape(4, 4, 8)).mean(),
+            W,
+            X,
+        )
+
+
+def test_a_reduce_scatter_in_bfloat16():
+    def scattered(w, x):
+        h = x.astype(BF16) @ w.astype(BF16)
+        rows = lax.psum_scatter(h, "i", scatter_dimension=0)  # !half-collective
+        return lax.pmean(jnp.mean(rows.astype(F32)), "i")
+
+    assert_finds([scattered], on_four_devices(scattered, check_vma=False), W, X)
+
+
+def test_gradients_that_shard_map_sums_in_half_precision():
+    def summed(w, x):
+        h = x.astype(F16) @ w.astype(F16)  # !half-collective
+        return lax.pmean(jnp.mean(h.astype(F32)), "i")
+
+    def varying(w, x):
+        cast = getattr(lax, "pcast", None)  # jax 0.8 has pvary
+        w = cast(w, "i", to="varying") if cast else lax.pvary(w, "i")
+        return summed(w, x)
+
+    report = assert_finds([summed], on_four_devices(summed, check_vma=True), W, X)
+    assert report.findings[0].backward
+    assert rules(precision_report(on_four_devices(varying, True), W, X)) == []
+
+
+def test_the_half_share_counts_forward_and_backward():
+    def loss(w, x):
+        h = product(w, x)  # 3 products of 16 x 8 x 8 in half
+        return jnp.mean(h @ w)  # 3 in float32
+
+    report = precision_report(loss, W, X, argnums=(0, 1))
+    (finding,) = report.findings
+    assert (finding.rule, finding.severity) == ("full-matmul", "note")
+    assert report.half_share == 0.5
+    half, full = sorted(report.operations[:2], key=lambda row: row.dtype)
+    assert (half.primitive, half.dtype, half.executions) == (
+        "dot_general",
+        "float16",
+        3,
+    )
+    assert (full.primitive, full.dtype, full.executions) == (
+        "dot_general",
+        "float32",
+        3,
+    )
+    assert half.flops == full.flops == 3 * 2 * 16 * 8 * 8
+    assert half.share == full.share == 0.5
+
+
+def test_a_scan_counts_its_iterations():
+    def loss(w, x):
+        step = lambda h, _: (jnp.tanh(h @ w.astype(F16)), None)  # noqa: E731
+        h, _ = lax.scan(step, x.astype(F16), None, length=5)
+        return jnp.mean(h.astype(F32) @ w)
+
+    report = precision_report(loss, W, X)
+    assert report.half_share == pytest.approx(5 / 6, abs=0.01)
+
+
+def test_convolutions_count_as_matrix_work():
+    def loss(kernel, x):
+        h = lax.conv_general_dilated(x.astype(F16), kernel.astype(F16), (2, 2), "SAME")
+        return jnp.mean(h.astype(F32))
+
+    report = precision_report(loss, jnp.ones((6, 3, 3, 3)), jnp.ones((2, 3, 8, 8)))
+    assert report.half_share == 1.0
+    flops = {row.flops for row in report.operations if row.flops}
+    forward = 2 * (2 * 6 * 4 * 4) * (3 * 3 * 3)
+    assert flops == {2 * forward}  # x is not differentiated
+
+
+def test_a_program_without_matrix_products_has_a_share_of_zero():
+    report = precision_report(lambda w: jnp.mean(w**2), W)
+    assert report.half_share == 0.0
+    assert "No matrix products" in report.summary()
+
+
+def test_inner_products_of_a_loss_are_not_left_in_float32():
+    def loss(w, x):
+        h = product(w, x).reshape(-1)
+        return jnp.vdot(h, h)
+
+    assert rules(precision_report(loss, W, X)) == []
+
+
+def test_a_float32_program_has_no_notes_of_full_products():
+    assert rules(precision_report(lambda w: jnp.mean(w @ w), W)) == []
+
+
+def test_weights_cast_outside_of_a_long_loop_accumulate_their_gradients():
+    def loss(length, w, x):
+        half = w.astype(F16)
+
+        def step(h, _):
+            return jnp.tanh(h @ half), None
+
+        h, _ = lax.scan(step, x.astype(F16), None, length=length)
+        return jnp.mean(h.astype(F32))
+
+    (finding,) = precision_report(functools.partial(loss, 64), W, X).findings
+    assert (finding.rule, finding.backward) == ("half-carry", True)
+    assert line_of(loss) < finding.line < line_of(loss) + 8
+    assert rules(precision_report(functools.partial(loss, 16), W, X)) == []
+
+
+def test_weights_cast_inside_a_long_loop_do_not():
+    def loss(w, x):
+        def step(h, _):
+            return jnp.tanh(h @ w.astype(F16)), None
+
+        h, _ = lax.scan(step, x.astype(F16), None, length=64)
+        return jnp.mean(h.astype(F32))
+
+    assert rules(precision_report(loss, W, X)) == []
+
+
+def test_the_gradient_of_an_indexed_array_does_not_accumulate():
+    def loss(x):
+        half = x.astype(F16)
+        body = lambda i, best: jnp.maximum(best, half[i])  # noqa: E731
+        return jnp.mean(lax.fori_loop(0, 100, body, half[0]).astype(F32))
+
+    assert rules(precision_report(loss, jnp.ones((100, 8)))) == []
+
+
+def test_small_or_many_steps_accumulate_and_a_residual_stream_does_not():
+    def loss(length, scale, w, x):
+        def step(h, _):
+            update = jnp.tanh(h @ w.astype(F16))
+            return h + (update if scale is None else scale * update), None
+
+        h, _ = lax.scan(step, x.astype(F16), None, length=length)
+        return jnp.mean(h.astype(F32))
+
+    def found(length, scale):
+        return rules(precision_report(functools.partial(loss, length, scale), W, X))
+
+    assert found(24, None) == []
+    assert found(24, 0.01) == ["half-carry"]
+    assert found(1000, None) == ["half-carry"]
+
+
+def test_accumulated_gradients_and_a_state_in_a_dict():
+    def add_in_half(total, gradient):
+        return total + gradient.astype(BF16)  # !half-carry
+
+    def loss(w, xs):
+        def step(state, x):
+            gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+            total = jax.tree.map(add_in_half, state["total"], gradient)
+            return {"total": total, "count": state["count"] + 1}, None
+
+        start = {"total": jnp.zeros(w.shape, BF16), "count": 0}
+        state, _ = lax.scan(step, start, xs)
+        return jnp.mean(state["total"].astype(F32))
+
+    assert_finds([add_in_half], loss, W, jnp.ones((4, 16, 8)))
+
+
+def test_a_fault_in_a_backward_rule_is_found_on_its_own_line():
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    def forward(x):
+        return 2 * x, x
+
+    def backward(x, cotangent):
+        weight = jnp.exp(x)  # !half-exp
+        total = jnp.sum(jnp.tile(x, (1000, 1)))  # !half-sum:error
+        return (cotangent * weight + total,)
+
+    double.defvjp(forward, backward)
+
+    def loss(w, x):
+        return jnp.mean(double(x.astype(F16) @ w.astype(F16)).astype(F32))
+
+    for fun in (loss, jax.jit(loss)):
+        report = assert_finds([backward], fun, W, X)
+        assert all(finding.backward for finding in report.findings)
+
+
+def test_a_fault_in_a_forward_rule_is_found_where_the_function_has_none():
+    @jax.custom_vjp
+    def softplus(x):
+        return jnp.exp(x)
+
+    def forward(x):
+        return jnp.maximum(x, 0), jnp.log(x + 1)  # !half-exp
+
+    def backward(residual, cotangent):
+        return (cotangent * residual,)
+
+    softplus.defvjp(forward, backward)
+
+    def loss(w, x):
+        return jnp.mean(softplus(x.astype(F16) @ w.astype(F16)).astype(F32))
+
+    for fun in (loss, jax.jit(loss)):
+        assert_finds([forward], fun, W, X)
+
+
+def test_a_fault_in_a_jvp_rule():
+    @jax.custom_jvp
+    def absolute(x):
+        return jnp.abs(x)
+
+    @absolute.defjvp
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        slope = x / (jnp.abs(x) + 1e-8)  # !half-division
+        return jnp.abs(x), slope * t
+
+    def loss(w, x):
+        return jnp.mean(absolute(x.astype(F16) @ w.astype(F16)).astype(F32))
+
+    for fun in (loss, jax.jit(loss)):
+        assert_finds(
+            [rule.__wrapped__ if hasattr(rule, "__wrapped__") else rule], fun, W, X
+        )
+
+
+def test_what_remains_when_the_rules_cannot_be_read(monkeypatch):
+    walk = diagnostics._precision.walk
+    monkeypatch.setattr(walk, "vjp_rules", lambda eqn: None)
+
+    @jax.custom_vjp
+    def function(x):
+        return jnp.exp(x)  # !half-exp
+
+    function.defvjp(lambda x: (jnp.exp(x), x), lambda x, ct: (ct * x,))
+
+    def loss(w, x):
+        return jnp.mean(function(x.astype(F16) @ w.astype(F16)).astype(F32))
+
+    report = precision_report(loss, W, X)
+    assert reported(report) == planted(function.fun)
+
+
+def test_a_line_that_errs_forward_and_backward_is_one_finding():
+    def loss(w, x):
+        h = jnp.tile(w[0].astype(F16), (10_000, 1))  # !half-sum
+        total = jnp.sum(h * jnp.sum(h))  # !half-sum:error
+        return total.astype(F32)
+
+    report = assert_finds([loss], loss, W, X)
+    assert [f.backward for f in report.findings] == [True, False]
+
+
+def test_findings_stand_in_the_order_of_the_program():
+    def loss(w, x):
+        h = x.astype(F16) + w[0].astype(F16)
+        e = jnp.exp(h)
+        m = jnp.where(h > 0, h, -1e9)
+        s = h**2
+        return jnp.mean((e + m + s).astype(F32))
+
+    report = precision_report(loss, W, jnp.ones((8192, 8)))
+    found = [(f.rule, f.line - line_of(loss), f.backward) for f in report.findings]
+    assert found == [
+        ("half-sum", 1, True),
+        ("half-exp", 2, False),
+        ("half-constant", 3, False),
+        ("half-square", 4, False),
+    ]
+
+
+def test_code_of_a_library_is_named_by_the_line_that_calls_it():
+    def loss(w, x):
+        logits = x.astype(F16) @ w.astype(F16)
+        labels = jnp.zeros(16, int)
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+        losses = cross_entropy(logits, labels)  # !half-exp
+        return jnp.mean(losses.astype(F32))
+
+    assert_finds([loss], loss, W, X)
+
+
+def test_haiku_layers_are_named_by_the_line_that_calls_them():
+    def network(x):
+        return hk.LayerNorm(-1, True, True)(x)  # !half-square
+
+    def with_haiku(params, x):
+        params, x = jmp_scale.Policy(F32, F16, F32).cast_to_compute((params, x))
+        return jnp.mean(model.apply(params, None, x).astype(F32))
+
+    model = hk.transform(network)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert_finds([network], with_haiku, params, X)
+
+
+def test_a_loss_in_a_library_is_named_by_the_line_of_the_report():
+    logits, labels = jnp.zeros(4, F16), jnp.zeros(4, F16)
+    fun = lambda x: optax.l2_loss(x.astype(F16)).astype(F32).sum()  # noqa: E731
+    (finding,) = precision_report(fun, jnp.ones(4)).findings
+    assert finding.rule == "half-square"
+    assert finding.line == line_of(fun)
+    report = precision_report(optax.safe_norm, logits, 1.0)
+    assert {f.file for f in report.findings} == {__file__}
+    del labels
+
+
+def test_transform_of_nnx():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(8, 8, param_dtype=F16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jnp.exp(self.linear(x.astype(F16))).astype(F32)  # !half-exp
+
+    def loss(model, x):  # !half-parameters
+        return jnp.mean(model(x))
+
+    transform = nnx.value_and_grad
+    assert_finds([Model, loss], loss, Model(), X, transform=transform)
+
+
+def test_transform_of_equinox():
+    model = eqx.nn.Linear(8, 8, dtype=F16, key=jax.random.key(0))
+
+    def loss(model, x):  # !half-parameters
+        y = jax.vmap(model)(x.astype(F16))
+        return jnp.mean(jnp.exp(y).astype(F32)), "aux"  # !half-exp
+
+    transform = eqx.filter_value_and_grad
+    assert_finds([loss], loss, model, X, has_aux=True, transform=transform)
+
+
+def test_shapes_stand_for_arrays_and_nothing_runs():
+    def loss(w, x, flag, name):
+        assert flag
+        assert name == "static"
+        jax.debug.callback(lambda: pytest.fail("it ran"))
+        return jnp.mean(jnp.exp(product(w, x)))
+
+    shapes = jax.ShapeDtypeStruct(W.shape, F32), jax.ShapeDtypeStruct(X.shape, F32)
+    report = precision_report(loss, *shapes, True, "static")
+    assert (report.findings, report.half_share) == ((), 1.0)
+
+
+def test_python_numbers_and_keys_are_arguments():
+    def loss(scale, w, key):
+        noise = jax.random.normal(key, w.shape, F16)
+        return scale * jnp.mean((noise * w.astype(F16)).astype(F32))
+
+    report = precision_report(loss, 2.0, W, jax.random.key(0))
+    assert report.findings == ()
+
+
+def test_values_of_arguments_do_not_matter():
+    def loss(w):
+        return jnp.mean(w.astype(F16).astype(F32) * 2)
+
+    reports = [precision_report(loss, w) for w in (W, W * np.nan, np.ones((8, 8)))]
+    assert [r.findings[0]._replace(line=0) for r in reports[1:]] == [
+        reports[0].findings[0]._replace(line=0)
+    ] * 2
+
+
+def test_it_can_be_called_while_tracing():
+    reports = []
+
+    @jax.jit
+    def step(w, x):
+        table = x.astype(F16)
+        reports.append(precision_report(lambda w: jnp.mean(product(w, table)), w))
+        return w
+
+    step(W, X)
+    assert reports[0].findings == ()
+
+
+def test_callbacks_and_pallas_kernels_are_not_looked_into():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.exp(x_ref[...])
+
+    def loss(w, x):
+        x = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, F32), x)
+        out = jax.ShapeDtypeStruct(x.shape, F16)
+        x = pl.pallas_call(kernel, out, interpret=True)(
+            lax.stop_gradient(x.astype(F16))
+        )
+        jax.debug.print("{}", x[0, 0])
+        return jnp.mean(product(w, x))
+
+    report = precision_report(loss, W, X)
+    first = line_of(loss)
+    assert report.findings == ()
+    assert report.not_looked_into == (
+        ("pure_callback", f"{__file__}:{first + 1}"),
+        ("pallas_call", f"{__file__}:{first + 3}"),
+    )
+    assert (
+        f"{__file__}:{first + 3}: note: pallas_call was not looked" in report.summary()
+    )
+
+
+def test_a_foreign_primitive_is_not_looked_into():
+    foreign = jax.extend.core.Primitive("foreign")
+    foreign.def_abstract_eval(lambda x, **params: x)
+
+    def loss(w, x):
+        x = foreign.bind(x, body=jax.make_jaxpr(lambda a, b: jnp.exp(a))(X, X))
+        x = foreign.bind(x, note="no jaxpr")
+        return jnp.mean(product(w, x))
+
+    report = precision_report(loss, W, X)
+    assert [name for name, _ in report.not_looked_into] == ["foreign", "foreign"]
+    assert report.half_share == 1.0
+
+
+def test_a_changed_layout_is_not_looked_into(monkeypatch):
+    rules_module = diagnostics._precision.walk
+    faults = rules_module.faults
+
+    def broken(step):
+        if step.name == "exp":
+            raise KeyError("renamed")
+        return faults(step)
+
+    monkeypatch.setattr(rules_module, "faults", broken)
+
+    def loss(w, x):
+        return jnp.mean(jnp.exp(product(w, x))) + jnp.mean(jnp.log(x.astype(F16)))
+
+    report = precision_report(loss, W, X)
+    assert [name for name, _ in report.not_looked_into] == ["exp"]
+    assert rules(report) == ["half-exp", "half-loss"][:1]
+
+
+def test_an_unreadable_scan_is_walked_through_and_said_to_be_unread(monkeypatch):
+    monkeypatch.setattr(diagnostics._precision.jaxpr, "_scan_layout", lambda eqn: None)
+
+    def loss(w, x):
+        step = lambda h, _: (jnp.exp(h @ w.astype(F16)), None)  # noqa: E731
+        return jnp.mean(lax.scan(step, x.astype(F16), None, length=3)[0].astype(F32))
+
+    report = precision_report(loss, W, X)
+    assert [name for name, _ in report.not_looked_into] == ["scan"]
+    assert rules(report) == ["half-exp"]
+
+
+def test_the_summary_reads_like_a_compiler():
+    def loss(w, x):
+        h = x.astype(F16) @ w.astype(F16)
+        return jnp.mean(jnp.where(h > 0, jnp.exp(h), -1e9).astype(F32))
+
+    summary = precision_report(loss, W, X).summary()
+    line = f"{__file__}:{line_of(loss) + 2}"
+    assert summary.splitlines()[:3] == [
+        f"{line}: warning: Exp in float16 keeps three digits and overflows at 65,504; "
+        "cast its argument to float32. [half-exp]",
+        f"{line}: error: The constant -1e+09 becomes minus infinity in float16; use "
+        "jnp.finfo(float16).min or .max, or compute this in float32. [half-constant]",
+        "1 error, 1 warning",
+    ]
+    assert "100.0 % of the matrix work is half precision" in summary
+    assert "dot_general" in summary
+
+
+def test_the_summary_of_a_clean_program():
+    assert precision_report(lambda w: jnp.mean(product(w, X)), W).summary().startswith(
+        "No findings."
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "words"),
+    [
+        ((W, X), {}, TypeError, "expected fun to be a function, got float32"),
+        ((product, W, X), {}, TypeError, r"real scalar loss, got float32\[16,8\]"),
+        ((lambda w: (w.sum(), w), W), {}, TypeError, "pass has_aux=True"),
+        ((jnp.sum, W), {"has_aux": True}, TypeError, r"\(loss, aux\) with has_aux"),
+        ((lambda w: w.astype(int).sum(), W), {}, TypeError, "loss, got int32"),
+        ((lambda w: "loss", W), {}, TypeError, "scalar loss, got str"),
+        ((jnp.sum,), {}, ValueError, "argnums of 0 arguments, got 0"),
+        ((jnp.sum, W), {"argnums": 1}, ValueError, "argnums of 1 arguments, got 1"),
+        ((jnp.sum, W), {"argnums": ()}, ValueError, "position in argnums"),
+        ((jnp.sum, {}), {}, TypeError, "argument 0, got no arrays"),
+        ((jnp.sum, {"n": 3}), {}, TypeError, r"got int at args\[0\]\['n'\]"),
+        ((jnp.sum, {"w": W, "n": np.int32(3)}), {}, TypeError, r"int32\[\] at args"),
+        ((jnp.sum, W), {"transform": "nnx"}, TypeError, "expected transform to be"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_function_and_the_cure(args, kwargs, error, words):
+    with pytest.raises(error, match=words) as raised:
+        precision_report(*args, **kwargs)
+    assert str(raised.value).startswith("precision_report: ")
+    assert ";" in str(raised.value)
+
+
+def test_errors_of_the_program_itself_pass_through():
+    def loss(w):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        precision_report(loss, W)

@@ -1,0 +1,402 @@
+"""`precision_report` is silent about programs that handle half precision well."""
+
+import time
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale
+from jmp_scale.diagnostics import precision_report
+
+F32 = jnp.float32
+DIM, HEADS, LENGTH, VOCABULARY = 32, 4, 16, 64
+
+
+@pytest.fixture(autouse=True)
+def _ranks_promote():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(params=["float16", "bfloat16"])
+def half(request):
+    return request.param
+
+
+@pytest.fixture
+def policy(half):
+    return jmp_scale.get_policy(f"params=float32,compute={half},output=float32")
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def assert_clean(fun, *args, half_share=1.0, **kwargs):
+    report = precision_report(fun, *args, **kwargs)
+    assert [f for f in report.findings if f.severity != "note"] == []
+    assert report.not_looked_into == ()
+    if half_share == 1.0:
+        assert report.findings == ()
+    assert report.half_share == pytest.approx(half_share, abs=1e-3)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def test_a_multilayer_perceptron_with_a_policy(policy):
+    def loss(params, batch):
+        x, half = policy.cast_to_compute((batch["x"], params))
+        for layer in half[:-1]:
+            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+        outputs = policy.cast_to_output(x @ half[-1]["w"])
+        penalty = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        return jnp.mean((outputs - batch["y"]) ** 2) + 1e-4 * penalty
+
+    params = [{"w": array(8, 8), "b": array(8)} for _ in range(3)]
+    assert_clean(loss, params, {"x": array(32, 8), "y": array(32, 8)})
+
+
+def test_a_convolutional_network(policy):
+    def loss(params, images, labels):
+        x, half = policy.cast_to_compute((images, params))
+        for kernel in half["kernels"]:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            x = lax.conv_general_dilated(
+                x, kernel, (2, 2), "SAME", dimension_numbers=numbers
+            )
+            x = jax.nn.gelu(x)
+            lowest = np.asarray(-np.inf, x.dtype)
+            x = lax.reduce_window(
+                x, lowest, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME"
+            )
+        return cross_entropy(
+            policy.cast_to_output(x.mean((1, 2)) @ half["head"]), labels
+        )
+
+    kernels = [array(3, 3, 3, 8), array(3, 3, 8, 16)]
+    images, labels = array(4, 16, 16, 3), array(4, dtype="int32")
+    assert_clean(loss, {"kernels": kernels, "head": array(16, 10)}, images, labels)
+
+
+def layer_norm(x, scale):
+    wide = x.astype(F32)
+    centred = wide - wide.mean(-1, keepdims=True)
+    variance = (centred**2).mean(-1, keepdims=True)
+    return (centred * lax.rsqrt(variance + 1e-6) * scale).astype(x.dtype)
+
+
+def block(policy, x, params):
+    half = policy.cast_to_compute(params)
+    heads = (*x.shape[:2], HEADS, DIM // HEADS)
+    mixed = layer_norm(x, params["norm1"]) @ half["qkv"]
+    q, k, v = (part.reshape(heads) for part in jnp.split(mixed, 3, -1))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(F32) / np.sqrt(DIM // HEADS)
+    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e9)).astype(x.dtype)
+    x = x + jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ half["out"]
+    hidden = jax.nn.gelu(layer_norm(x, params["norm2"]) @ half["up"])
+    return x + hidden @ half["down"]
+
+
+def block_params(*layers):
+    shapes = {
+        "norm1": (DIM,),
+        "norm2": (DIM,),
+        "qkv": (DIM, 3 * DIM),
+        "out": (DIM, DIM),
+        "up": (DIM, 4 * DIM),
+        "down": (4 * DIM, DIM),
+    }
+    return {name: array(*layers, *shape) for name, shape in shapes.items()}
+
+
+def transformer_loss(policy, over_layers):
+    def loss(params, tokens):
+        table, position = policy.cast_to_compute((params["table"], params["position"]))
+        x = over_layers(table[tokens[:, :-1]] + position, params["layers"])
+        logits = policy.cast_to_output(x @ policy.cast_to_compute(params["head"]))
+        return cross_entropy(logits, tokens[:, 1:])
+
+    return loss
+
+
+def transformer_args(layers):
+    params = {"table": array(VOCABULARY, DIM), "position": array(LENGTH, DIM),
+              "head": array(DIM, VOCABULARY), "layers": layers}  # fmt: skip
+    return params, array(2, LENGTH + 1, dtype="int32")
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scanned_transformer_of_24_layers_in_seconds(policy, remat):
+    def over_layers(x, layers):
+        def step(x, params):
+            return block(policy, x, params), None
+
+        return lax.scan(jax.checkpoint(step) if remat else step, x, layers)[0]
+
+    start = time.perf_counter()
+    loss = transformer_loss(policy, over_layers)
+    assert_clean(loss, *transformer_args(block_params(24)))
+    assert time.perf_counter() - start < 20  # about 0.3 on an idle machine
+
+
+def test_an_unrolled_transformer_of_12_layers_in_seconds(policy):
+    def over_layers(x, layers):
+        for params in layers:
+            x = block(policy, x, params)
+        return x
+
+    start = time.perf_counter()
+    layers = [block_params() for _ in range(12)]
+    assert_clean(transformer_loss(policy, over_layers), *transformer_args(layers))
+    assert time.perf_counter() - start < 20  # about 1.5 on an idle machine
+
+
+def test_recurrent_networks(policy):
+    def loss(params, xs):
+        half = policy.cast_to_compute(params)
+
+        def lstm(state, x):
+            h, c = state
+            i, f, g, o = jnp.split(h @ half["h"] + x @ half["x"], 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        def gru(h, x):
+            z, n = jnp.split(h @ half["h"][:, :64] + x @ half["x"][:, :64], 2, -1)
+            z = jax.nn.sigmoid(z)
+            return (1 - z) * h + z * jnp.tanh(n), None
+
+        zero = jnp.zeros((4, 32), policy.compute_dtype)
+        xs = policy.cast_to_compute(xs)
+        (h, _), _ = lax.scan(lstm, (zero, zero), xs)
+        h, _ = lax.scan(gru, h, xs)
+        return jnp.mean(policy.cast_to_output(h) ** 2)
+
+    assert_clean(loss, {"h": array(32, 128), "x": array(8, 128)}, array(16, 4, 8))
+
+
+def test_the_activations_of_jax_nn(policy):
+    functions = [
+        jax.nn.celu, jax.nn.elu, jax.nn.gelu, jax.nn.hard_swish, jax.nn.hard_tanh,
+        jax.nn.leaky_relu, jax.nn.log_sigmoid, jax.nn.mish, jax.nn.relu, jax.nn.relu6,
+        jax.nn.selu, jax.nn.sigmoid, jax.nn.silu, jax.nn.soft_sign, jax.nn.softplus,
+        jax.nn.squareplus, jnp.tanh, lambda x: jax.nn.gelu(x, approximate=False),
+    ]  # fmt: skip
+
+    def loss(w, x):
+        h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)
+        for function in functions:
+            h = function(h)
+        return jax.nn.logsumexp(jax.nn.softmax(policy.cast_to_output(h)))
+
+    assert_clean(loss, array(8, 8), array(16, 8))
+
+
+def test_masks_positions_and_noise_that_half_precision_holds(policy):
+    def loss(w, x, key):
+        h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)
+        dtype = h.dtype
+        h = jnp.where(h > 0, h, jnp.finfo(dtype).min) + jnp.where(h > 0, 0.0, -1e4)
+        h = jnp.maximum(h, jnp.full(h.shape, -jnp.inf, dtype))
+        h = h + jnp.arange(16, dtype=dtype)[:, None] + jnp.eye(16, 64, dtype=dtype)
+        h = h + jax.nn.one_hot(jnp.arange(5000) % 16, 64, dtype=dtype)[:16]
+        angles = jnp.arange(5000)[:, None] * jnp.exp(-jnp.arange(64) / 8.0)
+        h = h + jnp.sin(angles)[:16].astype(dtype)
+        h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0)
+        h = h + jax.random.normal(key, h.shape, dtype) * np.sqrt(0.5)
+        h = h / (jnp.abs(h) + 1e-3) + jnp.tanh(h) ** 2 + jax.nn.sigmoid(h) ** 3
+        return jnp.mean(policy.cast_to_output(h))
+
+    assert_clean(loss, array(64, 64), array(16, 64), jax.random.key(0))
+
+
+def test_a_mean_of_many_entries(policy):
+    def loss(w):
+        h = policy.cast_to_compute(w)
+        mean = jnp.mean(h, axis=0) + jnp.sum(h, axis=0, dtype=F32) / h.shape[0]
+        return jnp.sum(policy.cast_to_output(mean * 2))
+
+    report = precision_report(loss, array(100_000, 2))
+    assert report.findings == ()
+
+
+def test_a_program_in_float32():
+    def loss(w, x):
+        h = jnp.exp(x @ w) + jnp.arange(64) / 1e-9
+        return (
+            jnp.mean((h / (jnp.linalg.norm(h) + 1e-12)) ** 2) - jnp.log(h + 1e-20).sum()
+        )
+
+    assert_clean(loss, array(64, 64), array(16, 64), half_share=0.0)
+
+
+def test_attention_of_jax_nn(policy):
+    def loss(w, x):
+        h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)
+        q = h.reshape(2, 8, 4, 16)
+        y = jax.nn.dot_product_attention(q, q, q, is_causal=True)
+        return jnp.mean(policy.cast_to_output(y))
+
+    report = precision_report(loss, array(64, 64), array(2, 8, 64))
+    assert {f.rule for f in report.findings} <= {"full-matmul"}  # of its float32 logits
+
+
+def test_gradients_averaged_in_float32_in_shard_map(policy):
+    mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
+
+    def on_device(w, x):
+        h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)
+        return lax.pmean(jnp.mean(policy.cast_to_output(h) ** 2), "i")
+
+    def loss(w, x):
+        specs = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": False}
+        return jax.shard_map(on_device, mesh=mesh, **specs)(w, x)
+
+    assert_clean(loss, array(8, 8), array(16, 8))
+
+
+def test_flax_linen_with_batch_norm(half):
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for features in (8, 16):
+                x = nn.Conv(features, (3, 3), dtype=half)(x)
+                x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=half)(x))
+                x = nn.avg_pool(nn.max_pool(x, (2, 2)), (2, 2), (2, 2))
+            x = nn.Dropout(0.1, deterministic=False)(x.mean((1, 2)))
+            return nn.Dense(10, dtype=half)(x).astype(F32)
+
+    model, images = Network(), array(4, 16, 16, 3)
+    init = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.eval_shape(model.init, init, images)
+
+    def loss(params, statistics, images, labels, key):
+        logits, updates = model.apply(
+            {"params": params, "batch_stats": statistics},
+            images,
+            mutable=["batch_stats"],
+            rngs={"dropout": key},
+        )
+        return cross_entropy(logits, labels), updates
+
+    rest = (
+        variables["batch_stats"],
+        images,
+        array(4, dtype="int32"),
+        jax.random.key(0),
+    )
+    assert_clean(loss, variables["params"], *rest, has_aux=True)
+
+
+class LinenBlock(nn.Module):
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x, _):
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(64, dtype=self.dtype)(h))
+        return x + nn.Dense(32, dtype=self.dtype)(h), None
+
+
+def test_flax_linen_with_scan_and_remat(half):
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(64, 32, dtype=half)(tokens)
+            blocks = nn.scan(nn.remat(LinenBlock), variable_axes={"params": 0},
+                             split_rngs={"params": True}, length=6)  # fmt: skip
+            x, _ = blocks(half)(x, None)
+            x = nn.GroupNorm(4, dtype=half)(nn.RMSNorm(dtype=half)(x))
+            x = nn.RNN(nn.OptimizedLSTMCell(32, dtype=half))(x)
+            return nn.Dense(64, dtype=half)(x).astype(F32)
+
+    model, tokens = Network(), array(4, 8, dtype="int32")
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    assert_clean(lambda p, t: cross_entropy(model.apply(p, t), t), params, tokens)
+
+
+def test_flax_linen_attention_is_clean_with_a_float32_softmax_only(half):
+    def report(force):
+        model = nn.MultiHeadDotProductAttention(
+            4, dtype=half, force_fp32_for_softmax=force
+        )
+        mask = nn.make_causal_mask(jnp.ones((2, 8)))
+        x = array(2, 8, 32)
+        params = jax.eval_shape(model.init, jax.random.key(0), x, x)
+
+        def loss(params, x):
+            y = model.apply(params, x, x, mask=mask)
+            return jnp.mean(y.astype(F32) ** 2)
+
+        return precision_report(loss, params, x)
+
+    assert {f.rule for f in report(True).findings} <= {"full-matmul"}
+    (finding,) = (f for f in report(False).findings if f.severity != "note")
+    assert finding.rule == "half-exp"  # Flax's own choice, at the user's line
+    assert finding.file == __file__
+
+
+def test_flax_nnx(half):
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.conv = nnx.Conv(3, 16, (3, 3), dtype=half, rngs=rngs)
+            self.batch_norm = nnx.BatchNorm(16, dtype=half, rngs=rngs)
+            self.embed = nnx.Embed(10, 16, dtype=half, rngs=rngs)
+            self.layer_norm = nnx.LayerNorm(16, dtype=half, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+            self.out = nnx.Linear(16, 10, dtype=half, rngs=rngs)
+
+        def __call__(self, images, labels):
+            x = nnx.relu(self.batch_norm(self.conv(images)))
+            x = x.reshape(len(x), -1, 16) + self.embed(labels)[:, None]
+            return self.out(self.dropout(self.layer_norm(x).mean(1))).astype(F32)
+
+    def loss(model, images, labels):
+        return cross_entropy(model(images, labels), labels)
+
+    model, before = Network(nnx.Rngs(0)), None
+    before = jax.tree.map(lambda x: x, nnx.state(model, nnx.BatchStat))
+    args = (array(4, 8, 8, 3), array(4, dtype="int32"))
+    assert_clean(loss, model, *args, transform=nnx.value_and_grad)
+    after = nnx.state(model, nnx.BatchStat)  # nothing ran, nothing was written
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_equinox(policy):
+    model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    def loss(model, x, y):
+        half = policy.cast_to_compute(model)
+        outputs = policy.cast_to_output(jax.vmap(half)(policy.cast_to_compute(x)))
+        return jnp.mean((outputs - y) ** 2)
+
+    transform = eqx.filter_value_and_grad
+    assert_clean(loss, model, array(16, 8), array(16, 4), transform=transform)
+
+
+def test_haiku(policy):
+    def network(x):
+        return hk.nets.MLP([16, 4], activation=jax.nn.gelu)(x)
+
+    model = hk.without_apply_rng(hk.transform(network))
+    x = array(16, 8)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params, x):
+        outputs = model.apply(*policy.cast_to_compute((params, x)))
+        return jnp.mean(policy.cast_to_output(outputs) ** 2)
+
+    assert_clean(loss, params, x)

@@ -81,13 +81,18 @@ def stepper(tx):
     def step(params, state, grads):
         value = value_fn(params)
         extra = {"value": value, "grad": grads, "value_fn": value_fn}
-        extra |= {"obj_fn": value_fn}
-        try:
-            updates, state = tx.update(grads, state, params, **extra)
-        except TypeError as error:
-            if "unexpected keyword" not in str(error):
-                raise
-            updates, state = tx.update(grads, state, params)
+        for more in ({}, {"obj_fn": value_fn}):
+            try:
+                updates, state = tx.update(grads, state, params, **extra, **more)
+                break
+            except ValueError as error:  # Sophia asks for a function, others refuse it
+                if "obj_fn must be provided" not in str(error):
+                    raise
+            except TypeError as error:
+                if "unexpected keyword" not in str(error):
+                    raise
+                updates, state = tx.update(grads, state, params)
+                break
         return optax.apply_updates(params, updates), state
 
     return step

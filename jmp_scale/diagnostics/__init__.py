@@ -2,6 +2,7 @@
 
 Which one answers which question:
 
+- What does half precision do to my program, line by line? `precision_report`.
 - What does float16 lose of my gradients? `grad_report`, `exponent_histogram`.
 - Which loss scales work? `calibrate_loss_scale`.
 - Why was this step skipped? `diagnose_nonfinite`.

@@ -1,5 +1,8 @@
 """`precision_report` is silent about programs that handle half precision well."""
 
+import importlib
+import pathlib
+import re
 import time
 
 import equinox as eqx
@@ -400,3 +403,29 @@ def test_haiku(policy):
         return jnp.mean(policy.cast_to_output(outputs) ** 2)
 
     assert_clean(loss, params, x)
+
+
+def test_the_readme_and_the_models_of_the_examples(monkeypatch):
+    root = pathlib.Path(__file__).parents[2]
+    blocks = re.findall(
+        r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL
+    )
+    (code,) = (block for block in blocks if "cast_to_compute" in block)
+    model = {"model": lambda params, x: jnp.tanh(x @ params["w"])}
+    namespace = {"jmp_scale": jmp_scale, "jax": jax, "jnp": jnp, **model}
+    exec(code, namespace)
+    batch = {"x": array(32, 8), "y": array(32, 4)}
+    assert_clean(namespace["loss_fn"], {"w": array(8, 4)}, batch)
+
+    monkeypatch.syspath_prepend(root / "examples")
+    digits, diagnose = map(importlib.import_module, ("digits", "diagnose"))
+    language, transformer = map(
+        importlib.import_module, ("language", "nnx_transformer")
+    )
+    params, images = digits.init_autoencoder(), array(256, 64)
+    assert_clean(digits.reconstruction_loss, params, images)
+    (finding,) = precision_report(diagnose.bad_loss, params, images).findings
+    assert (finding.rule, finding.file) == ("half-exp", diagnose.__file__)
+    network = language.Transformer(jnp.float16, nnx.Rngs(0))
+    text = array(16, language.CONTEXT + 1, dtype="int32")
+    assert_clean(transformer.loss_fn, network, text, transform=nnx.value_and_grad)

@@ -1,0 +1,132 @@
+"""docs/half-precision.md: each recipe runs, and is clean by `precision_report`."""
+
+import pathlib
+import re
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jmp_scale
+from jmp_scale.diagnostics import precision_report
+
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/half-precision.md").read_text()
+RECIPES = dict(re.findall(r"## ([\w ]+)\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+TRANSFORMS = {"Flax NNX": nnx.value_and_grad, "Equinox": eqx.filter_value_and_grad}
+LIBRARIES = {"eqx": eqx, "hk": hk, "jax": jax, "jmp_scale": jmp_scale, "jnp": jnp,
+             "nn": nn, "nnx": nnx, "optax": optax}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _ranks_promote():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def batch():
+    keys = jax.random.split(jax.random.key(0))
+    labels = jax.random.randint(keys[1], (32,), 0, 10)
+    return {"x": jax.random.normal(keys[0], (32, 8)), "y": labels}
+
+
+def recipe(library, batch, dtype="float16"):
+    code = RECIPES[library].replace("float16", dtype)
+    namespace = {**LIBRARIES, "batch": batch}
+    exec(code, namespace)
+    shapes = {"w1": (8, 64), "b1": (64,), "w2": (64, 10), "b2": (10,)}
+    if library == "Plain JAX":
+        namespace["params"] = {
+            name: 0.1 * jax.random.normal(jax.random.key(0), shape)
+            for name, shape in shapes.items()
+        }
+    transform = TRANSFORMS.get(library, jax.value_and_grad)
+    return namespace["loss_fn"], namespace["params"], transform
+
+
+def float_arrays(tree):
+    tree = eqx.filter(tree, eqx.is_inexact_array)
+    return jax.tree.leaves(tree)
+
+
+def test_the_page_has_the_five_libraries():
+    names = ["Plain JAX", "Flax Linen", "Flax NNX", "Equinox", "Haiku"]
+    assert list(RECIPES) == names
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("library", RECIPES)
+def test_a_recipe_is_clean_and_wholly_in_half_precision(library, dtype, batch):
+    loss_fn, params, transform = recipe(library, batch, dtype)
+    report = precision_report(loss_fn, params, batch, transform=transform)
+    assert report.findings == ()
+    assert report.half_share == 1.0
+    products = [row for row in report.operations if row.flops]
+    assert {row.dtype for row in products} == {dtype}
+
+
+@pytest.mark.parametrize("library", RECIPES)
+def test_a_recipe_has_float32_masters_and_a_float32_loss(library, batch):
+    loss_fn, params, transform = recipe(library, batch)
+    loss_scale = jmp_scale.DynamicLossScale()
+    gradient = jmp_scale.value_and_grad(loss_fn, loss_scale, transform=transform)
+    loss, grads = gradient(params, batch)
+    plain, _ = transform(loss_fn)(params, batch)
+    assert loss.dtype == plain.dtype == jnp.float32
+    arrays = float_arrays(params) + float_arrays(grads)
+    assert {leaf.dtype for leaf in arrays} == {jnp.dtype("float32")}
+    assert jmp_scale.all_finite(grads)
+    assert loss < 2 * jnp.log(10.0)
+
+
+@pytest.mark.parametrize("library", ["Plain JAX", "Flax Linen", "Haiku"])
+def test_the_train_step_of_the_readme_takes_a_recipe(library, batch):
+    loss_fn, params, _ = recipe(library, batch)
+    tx = jmp_scale.with_loss_scale(optax.adam(1e-2), jmp_scale.DynamicLossScale())
+    opt_state, losses = tx.init(params), []
+
+    @jax.jit
+    def train_step(params, opt_state):
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
+            params, batch
+        )
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    for _ in range(10):
+        params, opt_state, loss = train_step(params, opt_state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+
+
+def test_haiku_takes_a_policy_for_its_norms():
+    half = jmp_scale.get_policy("params=float32,compute=float16,output=float32")
+    norm = jmp_scale.get_policy("params=float32,compute=float32,output=float16")
+
+    class Norm(hk.LayerNorm):
+        pass
+
+    def network(x):
+        return hk.Linear(4)(Norm(-1, True, True)(hk.Linear(8)(x)))
+
+    model = hk.without_apply_rng(hk.transform(network))
+    x = jnp.ones((2, 8))
+    params = model.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return half.cast_to_output(
+            model.apply(*half.cast_to_compute((params, x)))
+        ).sum()
+
+    assert [f.rule for f in precision_report(loss_fn, params, x).findings]
+    hk.mixed_precision.set_policy(Norm, norm)
+    try:
+        report = precision_report(loss_fn, params, x)
+    finally:
+        hk.mixed_precision.clear_policy(Norm)
+    assert [f.rule for f in report.findings] == []

@@ -1,0 +1,83 @@
+"""docs/myths.md: the programs behind the answers run, and print what the page says."""
+
+import contextlib
+import io
+import pathlib
+import re
+
+import jax
+import pytest
+
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/myths.md").read_text()
+BLOCK = r'## "([^"]+)"(.*?)(?=\n## |\Z)'
+SECTIONS = dict(re.findall(BLOCK, PAGE, re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What the program of each section prints: one after another, as on the page."""
+    namespace, outputs = {}, {}
+    with jax.numpy_rank_promotion("allow"):
+        for claim, text in SECTIONS.items():
+            (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(code, namespace)
+            outputs[claim] = out.getvalue()
+    return outputs
+
+
+def claimed(words):
+    """(name of a section, its output on the page)."""
+    (claim,) = (claim for claim in SECTIONS if words in claim)
+    (text,) = re.findall(r"```text\n(.*?)```", SECTIONS[claim], re.DOTALL) or [""]
+    return claim, text
+
+
+@pytest.mark.parametrize("words", ["underflow below", "dynamic loss scale"])
+def test_the_output_is_that_of_the_page(printed, words):
+    claim, text = claimed(words)
+    assert printed[claim] == text
+
+
+def test_only_the_deep_float16_model_needs_loss_scaling(printed):
+    claim, text = claimed("needs loss scaling")
+    for output in (printed[claim], text):
+        needed = ["not needed" not in line for line in output.splitlines()]
+        assert needed == [True, False, False]
+
+
+def test_the_real_backward_pass_loses_more_than_a_cast_shows(printed):
+    claim, text = claimed("Cast the gradients")
+    for output in (printed[claim], text):
+        shares = [
+            [int(n) for n in re.findall(r"(\d+)%", x)] for x in output.splitlines()
+        ]
+        assert len(shares) == 4
+        assert all(real >= cast for cast, real in shares)
+        assert shares[1][0] < 50 < 95 < shares[1][1]
+
+
+def test_powers_of_two_change_no_bit(printed):
+    claim, text = claimed("changes the gradients")
+    for output in (printed[claim], text):
+        differ = [int(n) for n in re.findall(r": (\d+) of 4096", output)]
+        assert differ[:2] == [0, 0]
+        assert differ[2] > 2048
+
+
+def test_only_what_is_kept_for_the_backward_pass_is_halved(printed):
+    claim, text = claimed("half the memory")
+    for output in (printed[claim], text):
+        figures = [float(n) for n in re.findall(r"[\d.]+(?= MB| kept)", output)]
+        masters, kept = figures[::2], figures[1::2]
+        assert set(masters) == {1.6}
+        large, small = kept[1] / kept[0], kept[3] / kept[2]
+        assert 0.4 < large < 0.6  # XLA's and JAX's choice of what to keep may change
+        assert 0.3 < small < 0.7
+        assert kept[2] < masters[0] < kept[1]
+
+
+def test_the_timing_command_runs(printed):
+    claim, _ = claimed("two to three times")
+    assert len(re.findall(r"float\d+ .*: [\d.]+ ms", printed[claim])) == 3

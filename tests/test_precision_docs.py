@@ -1,0 +1,73 @@
+"""docs/precision.md: each rule's program has the fault, and the mended one has not."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jmp_scale.diagnostics import precision_report
+
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/precision.md").read_text()
+PROGRAM = r"## ([\w-]+)\n\n```python\n(.*?)```"
+PROGRAMS = dict(re.findall(PROGRAM, PAGE, re.DOTALL))
+ROWS = dict(re.findall(r"^\| \[([\w-]+)\]\(#\1\) \| (\w+)", PAGE, re.MULTILINE))
+
+
+@pytest.fixture(autouse=True)
+def _ranks_promote():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def report(rule, name):
+    namespace = {"jax": jax, "jnp": jnp, "f16": jnp.float16, "f32": jnp.float32}
+    exec(PROGRAMS[rule], namespace)
+    half = rule == "half-parameters" and name == "loss"
+    w = jax.ShapeDtypeStruct((8,), jnp.float16 if half else jnp.float32)
+    rows = 70_000 if rule == "half-sum" else 16
+    x, fun = jax.ShapeDtypeStruct((rows, 8), jnp.float32), namespace[name]
+    if rule == "half-collective":
+        over_axis = jax.vmap(fun, axis_name="i", in_axes=(None, 0))
+        fun = lambda w, x: over_axis(w, x[None]).mean()  # noqa: E731
+    return precision_report(fun, w, x)
+
+
+def test_the_table_has_every_rule_and_its_section():
+    assert list(ROWS) == list(PROGRAMS)
+    assert len(ROWS) == 12
+
+
+@pytest.mark.parametrize("rule", PROGRAMS)
+def test_the_program_of_a_rule_has_its_fault_and_the_mended_one_does_not(rule):
+    findings = report(rule, "loss").findings
+    serious = [f for f in findings if f.severity != "note" or rule == "full-matmul"]
+    assert {f.rule for f in serious} == {rule}
+    assert ROWS[rule] in {f.severity for f in serious}
+    assert report(rule, "mended").findings == ()
+
+
+@pytest.mark.parametrize("rule", PROGRAMS)
+def test_programs_are_three_lines_each(rule):
+    functions = re.split(r"\n\n\n", PROGRAMS[rule].strip())
+    assert [len(function.splitlines()) for function in functions] == [3, 3]
+
+
+def test_the_figures_of_the_page():
+    f16, bf16 = jnp.float16, jnp.bfloat16
+    assert jnp.isinf(jnp.sum(jnp.ones(70_000, f16)))
+    assert jnp.isinf(f16(256) ** 2)
+    assert f16(1e-4) ** 2 == 0
+    assert jnp.isinf(jnp.exp(f16(11.1)))
+    assert jnp.nextafter(f16(10), f16(11)) - f16(10) == 2**-7
+    assert jnp.nextafter(bf16(10), bf16(11)) - bf16(10) == 2**-4
+    assert f16(2049) == f16(2048) != f16(2047)
+    assert bf16(257) == bf16(256) != bf16(255)
+
+
+def test_the_first_lines_of_the_page_run():
+    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    loss = functools.partial(jnp.mean)
+    exec(code, {"loss_fn": lambda p, b: loss(p * b), "params": 1.0, "batch": 2.0})

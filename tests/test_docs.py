@@ -12,6 +12,7 @@ import pytest
 
 import jmp_scale
 from jmp_scale import diagnostics
+from jmp_scale.diagnostics import _health
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -145,11 +146,16 @@ def test_the_first_block_of_the_site_is_that_of_the_readme():
     assert PYTHON.search(TEXTS["docs/index.md"])[2] == first[2]
 
 
-def test_every_kind_of_health_has_a_section_of_troubleshooting():
-    from jmp_scale.diagnostics import _health
-
-    sections = set(headings(TEXTS["docs/troubleshoot.md"]))
-    assert set(_health._SENTENCES) <= sections
+def test_every_sentence_of_health_has_a_section_that_begins_with_it():
+    sections = re.findall(
+        r"^### (.+)\n\n> (.+)$", TEXTS["docs/troubleshoot.md"], re.MULTILINE
+    )
+    assert [name for name, _ in sections] == list(_health._SENTENCES)
+    for name, quote in sections:
+        sentence = _health._SENTENCES[name].replace(
+            "{diagnose}", "diagnose_nonfinite(...)"
+        )
+        assert re.sub(r"\{[^}]*\}", "…", sentence).startswith(quote), name
 
 
 def test_every_rule_of_the_precision_report_has_a_section_of_troubleshooting():
@@ -185,3 +191,8 @@ def test_changelog_and_citation_know_the_version():
     assert (
         f"\nversion: {jmp_scale.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     )
+
+
+def test_doctests_stand_under_examples_as_the_reference_reads_them():
+    for path in pathlib.Path(jmp_scale.__file__).parent.rglob("*.py"):
+        assert not re.search(r"^\s*Example:$", path.read_text(), re.MULTILINE), path

@@ -27,7 +27,7 @@ class Diagnosis(NamedTuple):
         carries a NaN on to every layer before the one that made it, so look at the last
         of them in the order of the model.
       nonfinite_argument: the first leaf of `fun`'s arguments that is itself not finite,
-        such as "args[1]['x']": a broken batch or broken parameters. None if all are
+        such as `args[1]['x']`: a broken batch or broken parameters. None if all are
         finite.
     """
 

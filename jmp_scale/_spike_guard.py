@@ -40,7 +40,8 @@ class SpikeGuard(_pytree.Pytree):
     ```
 
     The mean and the standard deviation are exponential with `decay`, unbiased from the
-    first step on, and made of accepted steps only. The floor is 0.25 (bits) for the norm.
+    first step on, and made of accepted steps only (without those whose gradients are all
+    zero, once there were others). The floor is 0.25 (bits) for the norm.
     For the loss, which may be negative or zero, it depends on how irregular the run is:
 
     ```text
@@ -166,26 +167,29 @@ class SpikeGuard(_pytree.Pytree):
         """
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
-        seen = {"norm": (self._norm, log2_norm, has_norm)}
+        seen = {"norm": (self._norm, log2_norm, has_norm, has_norm)}
         if loss is not None:
             loss = jnp.clip(jnp.where(finite, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
-            seen["loss"] = (self._loss, loss, finite)
+            # Rare losses above zeros without gradients, as of a margin that is mostly
+            # kept, would be spikes for ever (test_a_loss_that_is_mostly_zero_...).
+            tells = has_norm | (finite & (self.norm_steps == 0))
+            seen["loss"] = (self._loss, loss, finite, tells)
 
         leaps = jnp.zeros_like(finite)
-        for statistics, x, known in seen.values():
+        for statistics, x, known, _ in seen.values():
             over = x > self._limit(statistics)
             leaps |= known & self._is_warm(statistics) & over
         spike = leaps & (self.in_a_row < self.max_in_a_row)
         accepted = finite & ~spike
 
         leaves = {}
-        for name, (statistics, x, known) in seen.items():
+        for name, (statistics, x, _, enters) in seen.items():
             # A leap that is accepted begins a new level: as if nothing had been seen.
             start = jax.tree.map(lambda s: jnp.where(leaps, 0, s), statistics)
             new = self._learned(_Statistics(*start), x)
             for field in ("mean", "deviation", "steps"):
                 a, b = getattr(new, field), getattr(statistics, field)
-                leaves[f"{name}_{field}"] = jnp.where(accepted & known, a, b)
+                leaves[f"{name}_{field}"] = jnp.where(accepted & enters, a, b)
         leaves["in_a_row"] = jnp.where(accepted, 0, self.in_a_row + spike)
         before = jnp.where(spike | ~leaps, self.accepted, 0)
         leaves["accepted"] = jnp.minimum(before + accepted, _LARGEST_COUNT)

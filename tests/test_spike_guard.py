@@ -72,7 +72,8 @@ def reference(
             norm.restart()
             accepted = 0
         in_a_row = 0
-        loss.learn(x)
+        if g > 0 or norm.steps == 0:
+            loss.learn(x)
         if g > 0:
             norm.learn(math.log2(g))
         accepted += 1
@@ -144,6 +145,17 @@ def test_a_loss_with_long_tails_is_not_a_spike(seed):
     norms[4000] *= 1e4
     spikes, _ = judged(SpikeGuard(), losses, norms)
     assert np.flatnonzero(spikes).tolist() == [4000]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.02])
+def test_a_loss_that_is_mostly_zero_without_gradients_is_not_a_spike(share):
+    # As of a hinge loss: only examples within the margin have a loss and gradients.
+    random = np.random.RandomState(0)
+    losses = np.exp(0.3 * random.randn(20_000))
+    losses[:3000][random.rand(3000) > 0.5] = 0
+    losses[3000:][random.rand(17_000) > share] = 0
+    spikes, _ = judged(SpikeGuard(), losses, 2 * losses)
+    assert not any(spikes)
 
 
 def test_a_loss_of_zero_all_the_time_is_no_spike():

@@ -40,27 +40,30 @@ class SpikeGuard(_pytree.Pytree):
     ```
 
     The mean and the standard deviation are exponential with `decay`, unbiased from the
-    first step on, and made of accepted steps only (without those whose gradients are all
-    zero, once there were others). The floor is 0.25 (bits) for the norm.
-    For the loss, which may be negative or zero, it depends on how irregular the run is:
+    first step on, and made of accepted steps only. Steps whose gradients are all zero
+    do not enter once there were others. The floor is 0.25 (bits) for the norm. For the
+    loss, which may be negative or zero, it depends on how irregular the run is:
 
     ```text
-    floor of the loss = max(loss_deviation, 0.02 |loss_mean|) max(1, norm_deviation / 0.25)
+    irregular         = max(1, norm_deviation / 0.25)
+    floor of the loss = irregular * max(loss_deviation, 0.02 |loss_mean|)
     ```
 
-    So in a run of even norms six deviations of the loss are a leap. In a run whose norms
-    vary (small batches, a classifier whose loss is near 0), losses have long tails, and
-    six deviations are exceeded on as many as one clean step in a hundred.
+    So in a run of even norms six deviations of the loss are a leap. In a run whose
+    norms vary (small batches, a classifier whose loss is near 0), losses have long
+    tails, and up to one clean step in a hundred exceeds six deviations.
 
-    A leap that would be the spike after `max_in_a_row` others is accepted: the new level
-    is taken as the truth, and the statistics start again with it, warm-up included. So a
-    guard cannot stop a run. Within the warm-up, where nothing is skipped, a leap enters
-    the statistics only as far as the threshold, and a leap down starts them again, so
-    that one huge step does not blind the guard. A non-finite step is not a spike and changes nothing here.
+    A leap that would be the spike after `max_in_a_row` others is accepted: the new
+    level is taken as the truth, and the statistics start again with it, warm-up
+    included. So leaps in a row cannot stop a run. Rare rewards can: leaps that come
+    back, each after ordinary steps, are all skipped. Within the warm-up, where nothing
+    is skipped, a leap enters the statistics only as far as the threshold, and a leap
+    down starts them again, so that one huge step does not blind the guard. A
+    non-finite step is not a spike and changes nothing here.
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
-    its leaves. On several devices all see the largest loss and norm of them, so that one
-    bad shard skips the step on all. Under `vmap` each member has its own statistics.
+    its leaves. On several devices all see the largest loss and norm of them, so that
+    one bad shard skips the step on all. Under `vmap` each member has its own statistics.
 
     Source: the rule follows OLMo-core's `SkipStepOptimizer` and MaxText's
     `skip_step_on_spikes` (means and deviations of a window of losses and norms), with
@@ -227,8 +230,8 @@ class SpikeGuard(_pytree.Pytree):
         # as if they had not been seen.
         first = (steps == 0) | (warming & (x < 2 * mean - limit))
         steps = jnp.where(first, 0, steps)
-        # A leap up enters up to the limit only: one huge loss would set a deviation that
-        # hides all that follow (test_a_huge_step_within_the_warm_up_...).
+        # A leap up enters up to the limit only: one huge loss would set a deviation
+        # that hides all that follow (test_a_huge_step_within_the_warm_up_...).
         x = jnp.where(warming & ~first, jnp.minimum(x, limit), x)
         # (1 - decay) / (1 - decay^n): the weight of the n-th step in an unbiased mean.
         # expm1, since 1 - decay^n has no digits left for a decay near 1.

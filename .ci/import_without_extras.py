@@ -1,4 +1,4 @@
-"""Fails unless the package works with its core dependencies alone, and names the extra that is missing."""
+"""Fails unless the package works without its extras, and names the missing one."""
 
 import importlib
 import sys

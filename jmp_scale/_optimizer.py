@@ -15,7 +15,7 @@ from ._tree import is_inexact, map_inexact, widen
 def guarded(
     applied: jax.Array, updates: Any, value: Any, extra_args: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what may not be finite, other arguments): functions return zeros unless applied."""
+    """What may not be finite, and the other arguments, whose functions are guarded."""
     inputs = {"updates": widen(updates)}
     if value is not None:
         inputs["value"] = jnp.asarray(value)
@@ -112,9 +112,10 @@ def _state_like(new: Any, old: Any) -> Any:
             continue
         got, expected = (f"{v.dtype}{list(v.shape)}" for v in (x, y))
         if got != expected:
+            leaf = jax.tree_util.keystr(path)
             raise ValueError(
-                "with_loss_scale: expected inner to keep the types of its state, but leaf "
-                f"{jax.tree_util.keystr(path)} is {expected} after init and {got} after "
-                "update; initialize it with parameters of a floating-point dtype"
+                "with_loss_scale: expected inner to keep the types of its state, but "
+                f"leaf {leaf} is {expected} after init and {got} after update; "
+                "initialize it with parameters of a floating-point dtype"
             )
     return new

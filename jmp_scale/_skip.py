@@ -9,9 +9,9 @@ Two paths give the same result, bit for bit:
   What is made of a NaN is dropped. On a CPU the state is also selected without a copy.
 
 The fast path is taken only where nothing can see a skipped step before it is dropped:
-in compiled code without effects, callbacks, runtime checks, branches and loops that wait
-for a condition, and not under `jax_debug_nans`. `checkify` does not look into it. The
-derivatives of both paths are those of a branch: what is dropped has none.
+in compiled code without effects, callbacks, runtime checks, branches and loops that
+wait for a condition, and not under `jax_debug_nans`. `checkify` does not look into it.
+The derivatives of both paths are those of a branch: what is dropped has none.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,8 +50,8 @@ def update_or_keep(
 
     Args:
       applied: bool[], whether the step is applied.
-      update: takes `inputs` and `old`, returns `(updates, new state)`. The new state has
-        the structure, shapes and dtypes of `old`.
+      update: takes `inputs` and `old`, returns `(updates, new state)`. The new state
+        has the structure, shapes and dtypes of `old`.
       inputs: pytree of what may not be finite: gradients, the loss.
       old: the state before the step.
       context: what else `update` depends on, such as the parameters.
@@ -59,8 +59,8 @@ def update_or_keep(
         returns True.
 
     Returns:
-      `(applied, updates, state)`. On a skipped step the updates are -0.0, which added to
-      a parameter changes no bit of it; 0.0 would turn -0.0 into 0.0.
+      `(applied, updates, state)`. On a skipped step the updates are -0.0, which added
+      to a parameter changes no bit of it; 0.0 would turn -0.0 into 0.0.
     """
     leaves = jax.tree.leaves((inputs, old))
     seen = (applied, *leaves, *jax.tree.leaves(context))
@@ -102,7 +102,7 @@ def _negative_zeros(update: Any) -> Any:
 
 
 def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
-    """The step as a function of lists of arrays: applied, inputs, old state, constants."""
+    """The step as a function of applied, inputs, old state and constants: lists."""
     is_plain = _is_plain_only(closed)
 
     def evaluate(inputs: list[Any], old: list[Any], consts: list[Any]) -> Any:
@@ -180,10 +180,10 @@ def _evaluate_selecting(
     """Evaluates an update, and selects each leaf of its state where it is computed.
 
     Two kernels read a leaf of the old state if it is selected after the update: the one
-    that writes the new leaf, and the one that computes the updates. XLA:CPU runs them in
-    either order, and so copies every donated leaf first. Here all that follows reads the
-    selected leaf: the new one on a finite step, and on a skipped step an old one, of
-    which nothing is kept. TPU and GPU compilers make one kernel of it in any case.
+    that writes the new leaf, and the one that computes the updates. XLA:CPU runs them
+    in either order, and so copies every donated leaf first. Here all that follows reads
+    the selected leaf: the new one on a finite step, and on a skipped step an old one,
+    of which nothing is kept. TPU and GPU compilers make one kernel of it in any case.
 
     Args:
       applied: bool[], whether the step is applied.

@@ -63,23 +63,24 @@ def with_loss_scale(
     before it. With `MultiSteps` inside, a skip drops one micro-batch from the window,
     and S is adjusted at each.
 
-    What is checked are the gradients, the loss, and with `grad_fn` what `inner` makes of
-    its gradients. An update that `inner` itself makes NaN out of finite gradients, such
-    as that of an infinite learning rate, is applied as Optax applies it: another look at
-    every update would cost another pass over the parameters.
+    What is checked are the gradients, the loss, and with `grad_fn` what `inner` makes
+    of its gradients. An update that `inner` itself makes NaN out of finite gradients,
+    such as that of an infinite learning rate, is applied as Optax applies it: another
+    look at every update would cost another pass over the parameters.
 
-    `inner` sees zeros in place of non-finite entries, and zeros everywhere on a skipped
-    step if it has loops, branches, callbacks or runtime checks. The derivatives of a
-    step (for meta-learning) are those of a branch: a skipped step is the identity. If
-    the derivative of the loss is itself infinite, so is a derivative through it.
+    On a skipped step `inner` sees gradients of zero if it has loops, branches,
+    callbacks or runtime checks, and otherwise the gradients as they came, since nothing that it
+    makes of them is kept. The derivatives of a step (for meta-learning) are those of a
+    branch: a skipped step is the identity. If the derivative of the loss is itself
+    infinite, so is a derivative through it.
 
     Args:
       inner: any Optax optimizer or chain.
       loss_scale: the initial loss scale; default `NoOpLossScale()`, a plain skip of
         non-finite steps.
       axis_name: mesh axes over which the skip is agreed: see `all_finite`.
-      guard: a `SpikeGuard` also skips finite steps whose loss or gradient norm leaps out
-        of the ordinary; default None.
+      guard: a `SpikeGuard` also skips finite steps whose loss or gradient norm leaps
+        out of the ordinary; default None.
 
     Returns:
       A transformation with state `LossScaleState`, whose
@@ -94,21 +95,23 @@ def with_loss_scale(
       (`value_fn`, `obj_fn`, `grad_fn`, `grad`).
 
     Raises:
-      TypeError: `inner` is not a gradient transformation, `loss_scale` not a loss scale,
-        or `guard` not a `SpikeGuard`.
+      TypeError: `inner` is not a gradient transformation, `loss_scale` not a loss
+        scale, or `guard` not a `SpikeGuard`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); `value` is
-        not a scalar, or `inner` changes the structure, shape or dtype of its state (from
-        `update`, while tracing).
+        not a scalar, or `inner` changes the structure, shape or dtype of its state
+        (from `update`, while tracing).
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.5), jmp_scale.DynamicLossScale(2.0**15))
+      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15)
+      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.5), loss_scale)
       >>> params = jnp.float32(1.0)
       >>> state = tx.init(params)
       >>> for g in (1.0, jnp.inf):
       ...     updates, state = tx.update(jnp.float32(g), state, params)
       ...     params = optax.apply_updates(params, updates)
-      ...     print(float(params), float(state.loss_scale.loss_scale), int(state.skipped))
+      ...     s = state.loss_scale.loss_scale
+      ...     print(float(params), float(s), int(state.skipped))
       0.5 32768.0 0
       0.5 16384.0 1
     """
@@ -229,15 +232,19 @@ def _next_state(
 def _refuse_nesting(inner_state: Any) -> None:
     nested = find_loss_scale_states(inner_state)
     if nested:
+        where = jax.tree_util.keystr(nested[0][0])
         raise ValueError(
             "with_loss_scale: expected an optimizer without a loss scale, got one with "
-            f"with_loss_scale within, at inner_state{jax.tree_util.keystr(nested[0][0])}; "
-            "its loss scale would never be used: wrap once, outermost"
+            f"with_loss_scale within, at inner_state{where}; its loss scale "
+            "would never be used: wrap once, outermost"
         )
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:
-    """Strongly typed arrays that share no buffer with the parameters or each other, for donation."""
+    """Strongly typed arrays for donation: no two of them share a buffer.
+
+    Nor does one share a buffer with the parameters.
+    """
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def fresh_leaf(leaf: Any) -> Any:

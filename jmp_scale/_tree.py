@@ -82,8 +82,8 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: `pred` is not a boolean scalar, or the trees differ in structure, shape
-        or dtype: nothing is ever broadcast or promoted.
+      ValueError: `pred` is not a boolean scalar, or the trees differ in structure,
+        shape or dtype: nothing is ever broadcast or promoted.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale

@@ -75,7 +75,7 @@ def value_fn(params):
 
 
 def stepper(tx):
-    """`(params, state, grads) -> (params, state)`, with all that any optimizer asks for."""
+    """`(params, state, grads) -> (params, state)`, with what any optimizer asks for."""
     tx = optax.with_extra_args_support(tx)
 
     def step(params, state, grads):

@@ -1,4 +1,4 @@
-"""The structure of the package: no import cycles, and optional packages stay optional."""
+"""The structure of the package: no import cycles, and optional packages stay so."""
 
 import ast
 import graphlib
@@ -32,7 +32,7 @@ MODULES = modules()
 
 
 def imports(name):
-    """(the package's own modules, other packages) that the source of a module imports."""
+    """(own modules, other packages) that the source of a module imports."""
     own, external = set(), set()
     path = MODULES[name]
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]

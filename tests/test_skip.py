@@ -118,7 +118,7 @@ QUICK = ["adafactor", "adafactor_factored", "adamax", "adamw", "lamb", "prodigy"
 
 
 def meta_gradient(tx, overflow_first):
-    """Derivative of the loss after two steps, one of them skipped, by all that is given."""
+    """Derivatives of the loss after two steps, one of them skipped."""
     p = jnp.linspace(0.5, 1.0, 8).reshape(2, 4)
     good, bad = jnp.sin(p), jnp.full_like(p, jnp.inf)
 
@@ -170,7 +170,7 @@ def test_checkify_is_quiet_on_a_skipped_step(name):
 
 
 def counter_of_steps(look):
-    """An optimizer that shows its new state, of 2 and 1 after the first step, to `look`."""
+    """An optimizer that shows its new state, 2 and 1 after a step, to `look`."""
 
     def init(params):
         return {"m": jax.tree.map(jnp.ones_like, params), "count": jnp.float32(0)}

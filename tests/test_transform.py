@@ -65,7 +65,7 @@ NEEDS_VALUE_FN = {"lbfgs", "backtracking"}
 
 
 def stepper(tx, name=""):
-    """A compiled step of `tx`; the gradients are given, so that any can be made non-finite."""
+    """A compiled step of `tx`; the gradients are given, so that any may be bad."""
 
     def step(params, state, grads, value):
         extra = {"value": value}
@@ -117,7 +117,7 @@ def test_finite_steps_are_those_of_the_plain_optimizer(name):
             plain_params, plain_state, GOOD, value_fn(plain_params)
         )
     assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
-    # Another program, so another fusion: the last bits may differ, more than that may not.
+    # Another program, so another fusion: only the last bits may differ.
     for actual, expected in ((params, plain_params), (state.inner_state, plain_state)):
         for a, b in zip(
             jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True

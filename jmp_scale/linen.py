@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import core, struct
@@ -41,12 +42,12 @@ class TrainState(train_state.TrainState):
 
     All other fields are Flax's; subclass it for more of them (`batch_stats: Any`).
 
-    **float8.** Where `params` has Flax's collection `_overwrite_with_gradient`, whose
-    "gradients" are the next scales and their amax histories, these are never unscaled.
-    They are replaced on an applied step and kept on a skipped one, and a step in which
-    one of them is not finite is skipped. Overflows within float8's own range are
-    invisible: float8 operations saturate (at 57344 in the backward pass) until their
-    scales have followed, so gradients are too small for some steps but finite.
+    **float8.** Where `params` has Flax's collection `_overwrite_with_gradient`, its
+    "gradients" are the next scales and histories of maxima, and are never unscaled. An
+    applied step replaces them, a skipped one keeps them, and a step in which one of them
+    becomes NaN or infinite is skipped. Overflows of float8's own range are invisible:
+    float8 operations saturate (at 57344 in the backward pass) until their scales have
+    followed, so the gradients of some steps are too small, but finite.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -143,31 +144,34 @@ class TrainState(train_state.TrainState):
           ValueError: a change differs from its field in structure, shape or dtype.
         """
         tx: Any = self.tx
-        gradients, trained = _gradients(grads), _trained(self.params)
-        updates, opt_state = tx.update(gradients, self.opt_state, trained, value=value)
+        trained = _trained(self.params)
+        updates, opt_state = tx.update(
+            _gradients(grads, self.params), self.opt_state, trained, value=value
+        )
         params = optax.apply_updates(trained, updates)
         if _has_overwritten(grads):
             params = _with_overwritten(self.params, params, grads, opt_state.applied)
-        selected, static = _split_changes(self, changes)
-        old = {name: getattr(self, name) for name in selected}
+        changes = _selected(opt_state.applied, changes, self)
         return self.replace(
-            step=self.step + 1,
-            params=params,
-            opt_state=opt_state,
-            **select_tree(opt_state.applied, selected, old),
-            **static,
+            step=self.step + 1, params=params, opt_state=opt_state, **changes
         )
 
 
-def _split_changes(
-    state: Any, changes: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The changes of fields that hold arrays, and all others."""
-    fields = dataclasses.fields(state)
+def _selected(
+    applied: Any, changes: dict[str, Any], state: TrainState
+) -> dict[str, Any]:
+    """The changes if `applied`, else the fields; those of static fields in any case."""
+    fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
     nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
-    selected = {name: value for name, value in changes.items() if name in nodes}
-    static = {name: value for name, value in changes.items() if name not in nodes}
-    return selected, static
+    new = {name: value for name, value in changes.items() if name in nodes}
+    old = {name: getattr(state, name) for name in new}
+    try:
+        return changes | select_tree(applied, new, old)
+    except ValueError as error:
+        raise ValueError(
+            "TrainState.apply_gradients: expected changes (on_true) like the fields "
+            f"that they replace (on_false): {error}"
+        ) from None
 
 
 def _has_overwritten(tree: Any) -> bool:
@@ -182,15 +186,21 @@ def _trained(params: Any) -> Any:
     return params["params"] if _has_overwritten(params) else params
 
 
-def _gradients(grads: Any) -> Any:
-    """What the optimizer sees: NaN if a new scale is not finite, so that it skips.
+def _gradients(grads: Any, params: Any) -> Any:
+    """What the optimizer sees: NaN if a float8 scale becomes so, for it to skip.
 
     An infinite maximum would otherwise stay in float8's history for its whole length,
     and the gradients do not show it, since float8 operations saturate.
     """
     if not _has_overwritten(grads):
         return grads
-    finite = all_finite(grads[OVERWRITE_WITH_GRADIENT])
+
+    def news(new: Any, old: Any) -> jax.Array:
+        # A history that Flax saved with an infinite maximum must not skip every step.
+        return jnp.where(jnp.isfinite(old).all(), new, jnp.zeros_like(new))
+
+    new, old = (core.unfreeze(x[OVERWRITE_WITH_GRADIENT]) for x in (grads, params))
+    finite = all_finite(map_inexact(news, new, old))
     return map_inexact(lambda g: jnp.where(finite, g, jnp.nan), grads["params"])
 
 

@@ -223,8 +223,14 @@ def test_a_change_that_is_no_field_is_refused():
 
 
 def test_a_change_of_another_structure_is_refused():
-    with pytest.raises(ValueError, match="structure"):
+    with pytest.raises(ValueError, match=r"TrainState.apply_gradients: .* structure"):
         make_state().apply_gradients(grads=make_state().params, batch_stats={})
+
+
+def test_a_change_of_another_dtype_is_refused_by_name():
+    ema = jax.tree.map(lambda x: x.astype(jnp.float16), make_state().ema)
+    with pytest.raises(ValueError, match=r"apply_gradients: .*'ema'.*float16"):
+        make_state().apply_gradients(grads=make_state().params, ema=ema)
 
 
 INNER_WRAPPERS = [
@@ -362,6 +368,18 @@ def test_an_infinite_input_that_float8_clips_skips_the_step():
     state = float8_step(float8_state(jmp_scale.DynamicLossScale()), float8_inputs())
     after = jax.jit(float8_step)(state, float8_inputs().at[0, 0].set(jnp.inf))
     assert_bitwise_equal(after.params, state.params)
+    assert int(after.opt_state.skipped) == 1
+
+
+def test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing():
+    state = float8_state(jmp_scale.DynamicLossScale())
+    params = flax.traverse_util.flatten_dict(state.params)
+    path = next(path for path in params if path[-1] == "input_amax_history")
+    params[path] = params[path].at[5].set(jnp.inf)
+    state = state.replace(params=flax.traverse_util.unflatten_dict(params))
+    after = jax.jit(float8_step)(state, float8_inputs())
+    assert int(after.opt_state.skipped) == 0
+    after = jax.jit(float8_step)(after, float8_inputs().at[0, 0].set(jnp.nan))
     assert int(after.opt_state.skipped) == 1
 
 

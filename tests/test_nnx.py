@@ -77,7 +77,7 @@ def run(sizes, model, optimizer, step=train_step):
 
 
 def snapshot(model, optimizer):
-    """All that training keeps but the loss scale's own state, as host arrays."""
+    """Everything that training keeps, except the loss scale's own state."""
     state = nnx.to_pure_dict(nnx.state((model, optimizer)))
     optimizer_state = state.pop(1)
     inner_state = optimizer_state["opt_state"].get("inner_state")

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(ROOT)): page for page in sorted(DOCS.rglob("*.md"))}
 TEXTS = {name: page.read_text() for name, page in PAGES.items()}
 FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
-# They train, or measure.
+# They train or measure, and the first two have tests of their own.
 SLOW = {"docs/quickstart.md", "docs/myths.md", "docs/which-half.md"}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -102,6 +102,15 @@ def test_the_page_on_checkpoints_restores_a_state_from_before_loss_scaling():
     state = run("docs/checkpoints.md")["state"]
     assert state["params"]["w"].tolist() == [0, 1, 2]
     assert state["opt_state"].loss_scale.loss_scale == 2**15
+
+
+def test_the_quick_start_loses_gradients_unless_there_is_a_loss_scale(capsys):
+    run("docs/quickstart.md")
+    without, with_ = (
+        int(share) for share in re.findall(r"(\d+)% of", capsys.readouterr().out)
+    )
+    assert without > 40
+    assert with_ < 10
 
 
 def test_the_page_on_how_it_works_saves_a_gradient_that_float16_loses():

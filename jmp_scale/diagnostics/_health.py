@@ -121,6 +121,11 @@ _SENTENCES = {
         "inside the loss (Policy.cast_to_compute), or small updates and Adam's "
         "epsilon are lost."
     ),
+    "bfloat16 moments": (
+        "{leaf} is bfloat16{others}{evidence}: with a b2 above 0.998 a second moment "
+        "in bfloat16 cannot decay, since each step's change is rounded away. "
+        "Initialize the optimizer on float32 parameters, or take a b2 of 0.99."
+    ),
 }
 _ORDER = {kind: place for place, kind in enumerate(_SENTENCES)}
 
@@ -131,7 +136,7 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     Runs on the host; returns an empty list if there is nothing to report. It
     distinguishes the expected warm-up of S, occasional and frequent overflows, S at its
     floor, losses that are not finite, spikes, every step skipped, S below 1, and
-    float16 parameters, and says what to run next. Given a history
+    parameters and moments of too few digits, and says what to run next. Given a history
     with losses and gradient norms it also sees a run that goes wrong with finite
     numbers: a loss that diverges or blew up, a gradient norm that grows steadily or has
     vanished, updates that are lost in rounding. How often these are right stands in the
@@ -227,7 +232,9 @@ def _findings(
         for finding in (skip_finding, spike_finding):
             findings.append((prefix, *finding(state, history)))
         findings.append((prefix, *scale_finding(state)))
-    findings += [("", *finding) for finding in leaf_findings(opt_state)]
+    # The recorded norms are those of one optimizer's gradients.
+    norms = history if len(states) == 1 else None
+    findings += [("", *finding) for finding in leaf_findings(opt_state, norms)]
     if history is not None:
         findings += [("", *finding) for finding in trend_findings(history)]
     findings = [finding for finding in findings if finding[1]]

@@ -185,9 +185,10 @@ def _outcomes(name, args, progress):
 def worst_ratio(losses, clean):
     """Largest ratio of the seeds; infinite for a NaN.
 
-    A loss that may be negative has no ratio. Its increase counts in units of 1.
+    A loss that may be negative has no ratio: where that of a seed is, the increases
+    count in units of 1.
     """
-    ratios = 1 + (losses - clean) / np.where(clean > 0, clean, 1.0)
+    ratios = 1 + (losses - clean) / (clean if (clean > 0).all() else 1.0)
     return float(np.where(np.isnan(ratios), np.inf, ratios).max())
 
 

@@ -63,7 +63,8 @@ class SpikeGuard(_pytree.Pytree):
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
     its leaves. On several devices all see the largest loss and norm of them, so that
-    one bad shard skips the step on all. Under `vmap` each member has its own statistics.
+    one bad shard skips the step on all. Under `vmap` each member has its own
+    statistics.
 
     Source: the rule follows OLMo-core's `SkipStepOptimizer` and MaxText's
     `skip_step_on_spikes` (means and deviations of a window of losses and norms), with

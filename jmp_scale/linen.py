@@ -44,10 +44,10 @@ class TrainState(train_state.TrainState):
 
     **float8.** Where `params` has Flax's collection `_overwrite_with_gradient`, its
     "gradients" are the next scales and histories of maxima, and are never unscaled. An
-    applied step replaces them, a skipped one keeps them, and a step in which one of them
-    becomes NaN or infinite is skipped. Overflows of float8's own range are invisible:
-    float8 operations saturate (at 57344 in the backward pass) until their scales have
-    followed, so the gradients of some steps are too small, but finite.
+    applied step replaces them, a skipped one keeps them, and a step in which one of
+    them becomes NaN or infinite is skipped. Overflows of float8's own range are
+    invisible: float8 operations saturate (at 57344 in the backward pass) until their
+    scales have followed, so the gradients of some steps are too small, but finite.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax

@@ -107,8 +107,11 @@ def on_shards(
             f"all_finite: specs names {unknown}, but mesh has the axes {mesh.axis_names}"
         )
 
+    # In the mesh's order: that of a set of strings is another one in each process, and
+    # with it the program, which the hosts of a run and the compilation cache share.
+    ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
     return jax.shard_map(
-        lambda *shards: fun(shards, tuple(axes)),
+        lambda *shards: fun(shards, ordered),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=PartitionSpec(),

@@ -254,6 +254,24 @@ def test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf():
     assert any(groups in hlo for groups in pairs)
 
 
+def test_axes_are_joined_in_the_order_of_the_mesh():
+    # A set's order differs between processes, and each host must build one program.
+    names = ("i", "model", "k", "data", "expert")
+    sizes = (2, 2, 2, 1, 1)
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * 5)
+    spec = P(("expert", "model"), ("data", "k", "i"))
+    seen = []
+
+    def joined(shards, axes):
+        seen.append(axes)
+        return lax.psum(shards[0].sum(), axes)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+        _mesh.on_shards(joined, [x], _mesh.sharding_specs([x]))
+    assert set(seen) == {names}
+
+
 def test_explicit_axes_are_found_eagerly_in_vmap_and_beside_manual_axes():
     clean, dirty = (
         sharded_tree(EXPLICIT_TWO, P(None, "j"), bad) for bad in (None, np.inf)

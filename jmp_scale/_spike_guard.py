@@ -194,9 +194,11 @@ class SpikeGuard(_pytree.Pytree):
             for field in ("mean", "deviation", "steps"):
                 a, b = getattr(new, field), getattr(statistics, field)
                 leaves[f"{name}_{field}"] = jnp.where(accepted & enters, a, b)
-        leaves["in_a_row"] = jnp.where(accepted, 0, self.in_a_row + spike)
+        in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
+        leaves["in_a_row"] = jnp.where(accepted, 0, in_a_row)
         before = jnp.where(spike | ~leaps, self.accepted, 0)
-        leaves["accepted"] = jnp.minimum(before + accepted, _LARGEST_COUNT)
+        count = jnp.where(accepted, before + 1, before)
+        leaves["accepted"] = jnp.minimum(count, _LARGEST_COUNT)
         return spike, _pytree.with_fields(self, **leaves)
 
     @property

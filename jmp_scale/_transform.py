@@ -223,8 +223,10 @@ def _next_state(
         applied=applied,
         skipped=jnp.where(applied, state.skipped, state.skipped + 1),
         skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),
-        nonfinite_losses=state.nonfinite_losses + jnp.logical_not(seen.loss_finite),
-        spikes=state.spikes + seen.spike,
+        nonfinite_losses=jnp.where(
+            seen.loss_finite, state.nonfinite_losses, state.nonfinite_losses + 1
+        ),
+        spikes=jnp.where(seen.spike, state.spikes + 1, state.spikes),
         guard=seen.guard,
     )
 

@@ -86,7 +86,10 @@ def _cast_like(tree: Any, like: Any) -> Any:
         castable = is_inexact(x) and is_inexact(y)
         return jnp.asarray(x).astype(jnp.result_type(y)) if castable else x
 
-    return jax.tree.map(cast_leaf, tree, like, is_leaf=lambda x: x is None)
+    def is_nothing(x: Any) -> bool:
+        return x is None or isinstance(x, optax.MaskedNode)
+
+    return jax.tree.map(cast_leaf, tree, like, is_leaf=is_nothing)
 
 
 def _dtypes(tree: Any) -> list[Any]:
@@ -108,9 +111,11 @@ def _state_like(new: Any, old: Any) -> Any:
     new = jax.tree.map(_mesh.reshard_like, _cast_like(new, old), old)
     pairs = jax.tree_util.tree_flatten_with_path(new)[0]
     for (path, x), y in zip(pairs, jax.tree.leaves(old), strict=True):
-        if not (hasattr(x, "dtype") and hasattr(y, "dtype")):
+        if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
             continue
-        got, expected = (f"{v.dtype}{list(v.shape)}" for v in (x, y))
+        # As JAX takes them: a NumPy float64 is a float32 to it, unless x64 is on.
+        types = (jax.typeof(v) for v in (x, y))
+        got, expected = (f"{t.dtype}{list(t.shape)}" for t in types)
         if got != expected:
             leaf = jax.tree_util.keystr(path)
             raise ValueError(

@@ -581,6 +581,46 @@ def test_a_state_whose_type_the_optimizer_changes_is_named():
         tx.update({"a": jnp.ones(3)}, tx.init(params), params)
 
 
+def test_a_learning_rate_set_as_a_numpy_float64_is_used():
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx = jmp_scale.with_loss_scale(inner)
+    state = tx.init(PARAMS)
+    state.inner_state.hyperparams["learning_rate"] = np.float64(0.5)
+    updates, _ = tx.update(GOOD, state, PARAMS)
+    np.testing.assert_array_equal(updates["b"], -0.5 * GOOD["b"])
+
+
+def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
+    inner = optax.GradientTransformation(
+        lambda params: {"n": np.int64(0), "m": np.ones(3)},
+        lambda g, s, params=None: (g, {"n": s["n"] + 1, "m": s["m"] * 0.5}),
+    )
+    tx = jmp_scale.with_loss_scale(inner)
+    state = tx.init(PARAMS)
+    for grads in (GOOD, BAD, GOOD):
+        _, state = tx.update(grads, state, PARAMS)
+    assert state.inner_state["n"] == 2
+    np.testing.assert_array_equal(state.inner_state["m"], np.full(3, 0.25))
+
+
+def test_gradients_of_frozen_parameters_may_be_masked_nodes():
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    masked = {**GOOD, "w": optax.MaskedNode()}
+    updates, _ = tx.update(masked, tx.init(masked), PARAMS)
+    assert updates["w"] == optax.MaskedNode()
+    np.testing.assert_allclose(updates["b"], -0.1 * np.sign(GOOD["b"]), rtol=1e-4)
+
+
+@pytest.mark.strict_promotion
+def test_the_wrapper_itself_promotes_nothing():
+    guard = jmp_scale.SpikeGuard(warmup=2)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(), guard=guard)
+    state = tx.init(PARAMS)
+    for grads in (GOOD, BAD):
+        _, state = tx.update(grads, state, PARAMS, value=jnp.bfloat16(1.0))
+    assert (state.skipped, state.nonfinite_losses, state.spikes) == (1, 0, 0)
+
+
 def test_a_state_whose_structure_the_optimizer_changes_is_an_error():
     inner = optax.GradientTransformation(
         lambda p: {"m": p}, lambda g, s, p=None: (g, {"m": g, "n": g})

@@ -1,5 +1,6 @@
-"""Whether all gradients are finite, with one answer on all devices."""
+"""Whether all gradients are finite, and their norm, with one answer on all devices."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from . import _mesh
-from ._tree import is_inexact, widen
+from ._reductions import HUGE, all_finite_here, finite_and_sums_here
+from ._tree import is_inexact
 
 
 def all_finite(
@@ -19,50 +22,51 @@ def all_finite(
 ) -> jax.Array:
     """Whether no entry of any leaf is NaN or infinite, with one answer for all replicas.
 
-    Only inexact leaves (real or complex floating point) are looked at.
+    Only inexact leaves (real or complex floating point) are looked at. NumPy arrays and
+    Python numbers are judged as they are, before JAX converts them: 1e300 is finite.
 
     Args:
       tree: any pytree.
-      axis_name: mesh axes over which the answer must agree. None (default) finds by itself every
-        manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas cannot diverge; a
-        name or tuple of names is used as it is (`vmap(axis_name=)` needs it); `()` opts out.
-      specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for auto-sharded `jit`:
-        each device then looks at its own shards, and exactly one scalar all-reduce joins the answers.
-        Without specs XLA reduces one boolean per leaf, combined into one all-reduce. Not needed on
-        Explicit mesh axes, where an array's type holds its spec.
-      mesh: the mesh of `specs`; default that of `jax.set_mesh`.
+      axis_name: mesh axes over which the answer must agree. None (default) finds every
+        manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas cannot
+        diverge; a name or a tuple of names is used as it is (`vmap(axis_name=)` needs
+        it); `()` opts out.
+      specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
+        auto-sharded `jit`: each device then looks at its own shards, and exactly one
+        scalar all-reduce joins the answers. Without specs that is so on TPUs and GPUs;
+        on CPUs XLA reduces one boolean per leaf, combined into one all-reduce. Not
+        needed on Explicit mesh axes, where an array's type holds its spec.
+      mesh: the mesh of `specs`; default that of the leaves, then that of
+        `jax.set_mesh`.
 
     Returns:
       bool[], True for a tree without inexact leaves.
 
     Raises:
-      TypeError: a leaf of `specs` is no `PartitionSpec`.
-      ValueError: `mesh` without `specs`, `specs` that do not fit `tree` or name an axis that the mesh
-        does not have, or no mesh to be found.
+      TypeError: a leaf of `specs` is not a `PartitionSpec`.
+      ValueError: `mesh` without `specs`, `specs` that do not fit `tree`, that do not
+        divide a leaf into shards of equal size, or that name an axis that the mesh does
+        not have, or no mesh is found.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
-      >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": jnp.array(3)}))
+      >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
       False
     """
     if specs is None and mesh is not None:
         raise ValueError(
-            "all_finite: mesh is given without specs, the PartitionSpecs of the leaves"
+            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
+            "got mesh alone"
         )
-    looked_at = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
-    leaves = [
-        jnp.asarray(leaf)
-        for leaf in itertools.compress(jax.tree.leaves(tree), looked_at)
-    ]
+    leaves = _inexact_arrays(tree)
     if specs is None:
         leaf_specs = _mesh.sharding_specs(leaves)
     else:
+        looked_at = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
         leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), looked_at))
-
-    def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> jax.Array:
-        return _mesh.agree(_all_finite_here(shards), axes)
-
-    return _mesh.agree(_mesh.on_shards(joined, leaves, leaf_specs, mesh), axis_name)
+        mesh = _mesh.checked_mesh(leaves, leaf_specs, mesh)
+    agreed = _compiled_if_eager(_all_finite_agreed, leaves)
+    return agreed(leaves, tuple(leaf_specs), mesh, _hashable(axis_name))
 
 
 def finite_and_norm(
@@ -70,14 +74,14 @@ def finite_and_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """`all_finite` and the global norm of the inexact leaves, in one pass over them.
 
-    The norm is exact to float32's rounding also where the squares overflow it, such as
-    for an entry of 1e30.
+    The norm is right to float32's rounding also where the squares overflow float32,
+    such as that of 1e30.
 
     Where the leaves are sharded under `jit` (Auto or Explicit mesh axes) the norm is
     that of the whole arrays. Inside `pmap` and `shard_map` it is the largest of the
-    devices' own norms. That is the global norm where all devices hold the same
-    gradients, as after an average, and else a number that one bad device is enough to
-    raise. Both results are equal on all devices.
+    devices' own norms: the global norm where all devices hold the same gradients, as
+    after an average, and otherwise a number that one bad device is enough to raise. Both
+    results are equal on all devices.
 
     Args:
       tree: any pytree.
@@ -88,101 +92,117 @@ def finite_and_norm(
       and imaginary parts). The norm is at most the largest float32, and infinity where
       the flag is False.
     """
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    specs = _mesh.sharding_specs(leaves)
+    leaves = _inexact_arrays(tree)
+    specs = tuple(_mesh.sharding_specs(leaves))
+    agreed = _compiled_if_eager(_finite_and_norm_agreed, leaves)
+    return agreed(leaves, specs, None, _hashable(axis_name))
 
+
+def _all_finite_agreed(
+    leaves: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
+    mesh: Any,
+    axis_name: _mesh.AxisName,
+) -> jax.Array:
+    def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> jax.Array:
+        return _mesh.agree(all_finite_here(shards), axes)
+
+    return _mesh.agree(_mesh.on_shards(joined, leaves, specs, mesh), axis_name)
+
+
+def _finite_and_norm_agreed(
+    leaves: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
+    mesh: Any,
+    axis_name: _mesh.AxisName,
+) -> tuple[jax.Array, jax.Array]:
     def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> Any:
-        finite = jnp.array(True)
-        wide = any(
-            leaf.dtype.itemsize > 8 or leaf.dtype == "float64" for leaf in shards
-        )
-        sums = jnp.zeros(2, "float64" if wide else "float32")
-        for shard, spec in zip(shards, specs, strict=True):
-            copies = lax.psum(1, tuple(set(axes) - _mesh.named_axes(spec)))
-            finite &= jnp.isfinite(shard).all()
-            sums += _sums_of_squares(shard).astype(sums.dtype) / copies
-        if axes:
-            # One all-reduce for the sums and the flag, which is a count here.
-            bad = jnp.where(finite, 0, 1).astype(sums.dtype)
-            *sums, bad = lax.psum(jnp.stack([*sums, bad]), axes)
-            return bad == 0, jnp.stack(sums)
-        return finite, sums
+        # A leaf that is not sharded over one of the axes is counted once per copy.
+        copies = [
+            lax.psum(1, tuple(set(axes) - _mesh.named_axes(spec))) for spec in specs
+        ]
+        finite, sums = finite_and_sums_here(shards, copies)
+        if not axes:
+            return finite, sums
+        # One all-reduce for the sums and the flag, which is a count here.
+        bad = jnp.where(finite, 0, 1).astype(sums.dtype)
+        *parts, bad = lax.psum(jnp.stack([*sums, bad]), axes)
+        return bad == 0, jnp.stack(parts)
 
-    finite, (total, total_of_huge) = _mesh.on_shards(joined, leaves, specs)
+    finite, (total, total_of_huge) = _mesh.on_shards(joined, leaves, specs, mesh)
     norm = jnp.where(
-        jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(total_of_huge) * _HUGE
+        jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(total_of_huge) * HUGE
     )
     norm = jnp.minimum(norm, float(np.finfo(np.float32).max)).astype(jnp.float32)
     norm = jnp.where(finite, norm, jnp.inf)
     return _mesh.agree(finite, axis_name), _mesh.largest(norm, axis_name)
 
 
-# The square of any float32 over this is far below the largest float32, and that of an
-# entry that matters in a norm of 2**64, where the plain squares overflow, is not lost.
-_HUGE = 2.0**96
+def _compiled_if_eager(fun: Any, leaves: Sequence[jax.Array]) -> Any:
+    """`fun`, compiled once per types of the leaves where nothing else compiles it.
 
-
-def _sums_of_squares(leaf: jax.Array) -> jax.Array:
-    """Sums of squares of the entries, and of the entries over `_HUGE`: shape (2,)."""
-    parts = [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
-    plain, over_huge = 0.0, 0.0
-    for part in map(widen, parts):
-        # Without the minimum, which changes no finite number, XLA multiplies the squares
-        # by 1 / _HUGE**2, which is 0: NaN where they overflow
-        # (test_the_norm_is_right_for_every_size_of_gradients).
-        reduced = jnp.minimum(jnp.abs(part) / _HUGE, 2.0**32)
-        plain += jnp.sum(part * part)
-        over_huge += jnp.sum(reduced * reduced)
-    return jnp.stack([plain, over_huge])
-
-
-def _all_finite_here(leaves: Sequence[jax.Array]) -> jax.Array:
-    if not leaves:
-        return jnp.array(True)
-    in_one_pass = _mesh.has_whole_arrays() and jax.default_backend() == "cpu"
-    flags_of = (
-        _flags_in_one_pass if in_one_pass else lambda leaf: [jnp.isfinite(leaf).all()]
-    )
-    flags = jnp.stack([flag for leaf in leaves for flag in flags_of(leaf)])
-    # The barrier keeps XLA from fusing this reduction into each of the update's kernels, which makes
-    # compile time quadratic in the number of leaves.
-    return jnp.all(lax.optimization_barrier(flags))
-
-
-def _flags_in_one_pass(leaf: jax.Array) -> Sequence[jax.Array]:
-    """`jnp.isfinite(leaf).all()`, twice, for a CPU.
-
-    XLA:CPU (of jax 0.10) writes a boolean for each entry to memory, and splits their reduction in several.
-    A reduction of two operands it leaves whole, and computes `isfinite` within it, if both results are
-    used: no temporaries (test_there_are_hardly_any_temporaries). Over one axis, since it is slow over
-    several short ones. Not for sharded arrays: XLA gathers both results of each leaf.
+    The choices between machines are branches, which JAX would trace and compile anew at
+    each eager call.
     """
-    finite = jnp.isfinite(leaf).ravel()
-    return lax.reduce(
-        (finite, finite), (np.bool_(True), np.bool_(True)), _and_pairwise, (0,)
+    is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+    return fun if is_traced else _compiled(fun)
+
+
+@functools.cache
+def _compiled(fun: Any) -> Any:
+    return jax.jit(fun, static_argnames=("specs", "mesh", "axis_name"))
+
+
+def _hashable(axis_name: _mesh.AxisName) -> _mesh.AxisName:
+    return (
+        axis_name if axis_name is None or isinstance(axis_name, str) else (*axis_name,)
     )
 
 
-def _and_pairwise(
-    x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array]
-) -> Any:
-    return x[0] & y[0], x[1] & y[1]
+def _inexact_arrays(tree: Any) -> list[jax.Array]:
+    return [_as_array(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+
+
+def _as_array(leaf: Any) -> jax.Array:
+    """An array of JAX's that is finite where `leaf` is.
+
+    Without 64-bit types JAX makes infinity of a host's finite 1e300: it is brought into
+    the range of what JAX makes of it.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf
+    host: Any = np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
+    if dtype == host.dtype:
+        return jnp.asarray(host)
+    largest = np.finfo(dtype).max
+
+    def narrowed(part: Any) -> Any:
+        return np.where(np.isfinite(part), np.clip(part, -largest, largest), part)
+
+    array: Any = np.empty(host.shape, dtype)
+    array.real = narrowed(host.real)
+    if np.iscomplexobj(host):
+        array.imag = narrowed(host.imag)
+    return jnp.asarray(array)
 
 
 def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
     def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec)
+        return isinstance(x, PartitionSpec) or x is None
 
     try:
-        leaves = jax.tree.leaves(
-            jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec
-        )
+        broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     except ValueError as error:
-        message = f"all_finite: expected specs of the structure of tree or of a prefix of it: {error}"
-        raise ValueError(message) from None
-    wrong = [leaf for leaf in leaves if not is_spec(leaf)]
+        raise ValueError(
+            "all_finite: expected specs of the structure of tree or of a prefix of it, "
+            f"got {specs!r}: {error}"
+        ) from None
+    leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, PartitionSpec)]
     if wrong:
         raise TypeError(
-            f"all_finite: expected a PartitionSpec for each leaf in specs, got {wrong[0]!r}"
+            "all_finite: expected a PartitionSpec for each leaf in specs, got "
+            f"{wrong[0]!r}; write PartitionSpec() for a leaf that is not sharded"
         )
     return leaves

@@ -3,11 +3,17 @@
 The only module that calls JAX interfaces whose names drift between releases.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 AxisName = str | Sequence[str] | None
@@ -54,16 +60,37 @@ def reshard_like(x: Any, like: Any) -> Any:
     return jax.sharding.reshard(x, wanted)
 
 
-def has_whole_arrays() -> bool:
-    """Whether an array of the current trace lies on one device: it is a shard, or there is no other device.
+def if_whole(
+    whole: Callable[..., Any], sharded: Callable[..., Any], *arrays: jax.Array
+) -> Any:
+    """`whole(*arrays)` if each array lies on one device, else `sharded(*arrays)`.
 
-    Under `jit` on several devices nothing is known of where an array lies. The devices are those of this
-    process's platform: a program exported from here for more of them pays collectives, with equal results.
+    The two give equal results; `whole` may use operations that XLA partitions badly.
+    Arrays are whole inside `pmap` and `shard_map` over all axes of the mesh, where they
+    are the shards of a device, and in a program for one device. If the arrays' types
+    name no mesh, that is known only when the program is lowered.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = _mesh_of(arrays)
     if mesh.empty:
-        return jax.device_count() == 1
-    return mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+        return lax.cond(_is_on_one_device.bind(), whole, sharded, *arrays)
+    is_whole = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+    return (whole if is_whole else sharded)(*arrays)
+
+
+# bool[], a constant of the program, from which XLA removes the branch that is not taken
+# (test_the_choice_between_whole_and_sharded_arrays_leaves_no_branch).
+_is_on_one_device = Primitive("is_on_one_device")
+_is_on_one_device.def_impl(lambda: np.True_)
+_is_on_one_device.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
+
+
+def _lower_is_on_one_device(context: Any) -> Any:
+    devices = getattr(context.module_context.axis_context, "num_devices", None)
+    constant = mlir.lower_fun(lambda: jnp.array(devices == 1), multiple_results=False)
+    return constant(context)
+
+
+mlir.register_lowering(_is_on_one_device, _lower_is_on_one_device)
 
 
 def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
@@ -84,29 +111,15 @@ def on_shards(
         the leaves), and returns arrays that are equal on all devices.
       leaves: arrays.
       specs: one `PartitionSpec` per leaf.
-      mesh: default that of the leaves' types (Explicit axes), then that of
-        `jax.set_mesh`.
+      mesh: default that of the leaves' types, then that of `jax.set_mesh`.
 
     Returns:
       The result of `fun`.
-
-    Raises:
-      ValueError: no mesh to be found, or an axis that it does not have.
     """
     axes = {axis for spec in specs for axis in named_axes(spec)}
     if not axes:
         return fun(leaves, ())
     mesh = _mesh_of(leaves) if mesh is None else mesh
-    if mesh.empty:
-        raise ValueError(
-            "all_finite: specs needs a mesh: give mesh= or set one with jax.set_mesh(mesh)"
-        )
-    if not axes <= set(mesh.axis_names):
-        unknown = sorted(axes - set(mesh.axis_names))
-        raise ValueError(
-            f"all_finite: specs names {unknown}, but mesh has the axes {mesh.axis_names}"
-        )
-
     # In the mesh's order: that of a set of strings is another one in each process, and
     # with it the program, which the hosts of a run and the compilation cache share.
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
@@ -117,6 +130,62 @@ def on_shards(
         out_specs=PartitionSpec(),
         axis_names=axes,
     )(*leaves)
+
+
+def checked_mesh(
+    leaves: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Any = None
+) -> Any:
+    """The mesh of `all_finite`'s `specs`, which must divide the leaves.
+
+    Args:
+      leaves: arrays.
+      specs: one `PartitionSpec` per leaf.
+      mesh: default that of the leaves' types, then that of `jax.set_mesh`.
+
+    Returns:
+      The mesh, or None if `specs` names no axis.
+
+    Raises:
+      ValueError: no mesh is found, or `specs` does not fit it or the leaves.
+    """
+    if not any(part is not None for spec in specs for part in spec):
+        return None
+    mesh = _mesh_of(leaves) if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError(
+            "all_finite: expected a mesh for specs, got none; give mesh= or set one "
+            "with jax.set_mesh(mesh)"
+        )
+    for leaf, spec in zip(leaves, specs, strict=True):
+        _check_spec(leaf.shape, spec, mesh)
+    return mesh
+
+
+def _check_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:
+    got = f"got {spec} for a leaf of shape {shape}"
+    if any(part is PartitionSpec.UNCONSTRAINED for part in spec):
+        raise ValueError(
+            f"all_finite: expected mesh axes or None in specs, {got}; write None for "
+            "dimensions that are not sharded, or leave specs out"
+        )
+    unknown = sorted(named_axes(spec) - set(mesh.axis_names))
+    if unknown:
+        raise ValueError(
+            f"all_finite: expected specs that name the mesh's axes {mesh.axis_names}, "
+            f"got {unknown}"
+        )
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"all_finite: expected specs of at most one entry per dimension, {got}"
+        )
+    for size, part in zip(shape, spec, strict=False):
+        shards = math.prod(mesh.shape[axis] for axis in _names(part))
+        if size % shards:
+            raise ValueError(
+                f"all_finite: expected specs that divide each leaf into shards of equal "
+                f"size, {got}, where {size} is not a multiple of {shards}; leave specs "
+                "out, and XLA finds the shards itself"
+            )
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:
@@ -136,7 +205,7 @@ def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
 
 def _names(part: Any) -> tuple[str, ...]:
     """The axes of an axis name, of several, or of one dimension of a PartitionSpec."""
-    if part is None or part is PartitionSpec.UNCONSTRAINED:
+    if part is None:
         return ()
     return (part,) if isinstance(part, str) else tuple(part)
 
@@ -151,14 +220,14 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
 def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
     # With check_vma=False and in pmap JAX does not track what varies: even the device's own index
     # counts as equal everywhere. On such an axis nothing is known, so the flag is always reduced.
-    known = _varying_axes(flag)
+    known = varying_axes(flag)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(
-        a for a in manual if a in known or a not in _varying_axes(lax.axis_index(a))
+        a for a in manual if a in known or a not in varying_axes(lax.axis_index(a))
     )
 
 
-def _varying_axes(x: jax.Array) -> frozenset[Any]:
+def varying_axes(x: jax.Array) -> frozenset[Any]:
     aval: Any = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying

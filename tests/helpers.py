@@ -1,6 +1,5 @@
 """Independent references in plain Python, and comparisons bit by bit."""
 
-import contextlib
 import re
 
 import jax
@@ -95,10 +94,8 @@ def varying(tree, axes):
 
 
 def on_devices(which):
-    """A context in which XLA may shard arrays over "eight devices", or has "one device" only."""
-    if which == "eight devices":
-        return contextlib.nullcontext()
+    """A context in which arrays lie on "one device" or may be sharded over "eight"."""
+    count = {"one device": 1, "eight devices": 8}[which]
     axis_types = (jax.sharding.AxisType.Auto,)
-    return jax.set_mesh(
-        jax.make_mesh((1,), ("i",), axis_types, devices=jax.devices()[:1])
-    )
+    devices = jax.devices()[:count]
+    return jax.set_mesh(jax.make_mesh((count,), ("i",), axis_types, devices=devices))

@@ -147,29 +147,58 @@ def test_manual_modes_reduce_one_scalar_boolean(mode):
     assert collectives(MANUAL[mode](finite), bad_on(5)) == [("all-reduce", "pred[]")]
 
 
-def test_only_a_shard_or_an_only_device_holds_whole_arrays():
-    def whole(mesh, axis_names):
-        def ask(x):
-            answers.append(_mesh.has_whole_arrays())
-            return x
+def which(x):
+    """1 if `x` is whole, 0 if it may be sharded."""
+    return _mesh.if_whole(lambda x: 0 * x.min() + 1, lambda x: 0 * x.min(), x)
 
-        answers = []
-        jax.shard_map(
-            ask, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axis_names
-        )(jnp.ones(8))
-        return answers[-1]
 
-    assert not _mesh.has_whole_arrays()
-    assert whole(TWO_AXES, {"i", "j"})
-    assert not whole(TWO_AXES, {"i"})
-    assert not whole(EXPLICIT_TWO, {"j"})
-    answers = []
-    jax.pmap(lambda x: answers.append(_mesh.has_whole_arrays()))(jnp.ones(8))
-    assert answers == [True]
-    with jax.set_mesh(TWO_AXES):
-        assert not _mesh.has_whole_arrays()
-    with jax.set_mesh(jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])):
-        assert _mesh.has_whole_arrays()
+def which_of_partial_shard_map(mesh, axis_names):
+    ask = jax.shard_map(
+        which, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axis_names
+    )
+    return jax.jit(ask)(jnp.ones(8))
+
+
+def which_under(mesh):
+    with jax.set_mesh(mesh):
+        return jax.jit(which)(jnp.ones(8))
+
+
+ONE_DEVICE = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
+IS_WHOLE = {
+    "eager": (lambda: which(jnp.ones(8)), 1),
+    "jit": (lambda: jax.jit(which)(jnp.ones(8)), 1),
+    "pmap": (lambda: jax.pmap(which)(jnp.ones(8))[0], 1),
+    "vmap": (lambda: jax.jit(jax.vmap(which))(jnp.ones(8))[0], 1),
+    "one device's mesh": (lambda: which_under(ONE_DEVICE), 1),
+    "shard_map": (lambda: which_of_partial_shard_map(TWO_AXES, {"i", "j"}), 1),
+    "partial shard_map": (lambda: which_of_partial_shard_map(TWO_AXES, {"i"}), 0),
+    "Explicit": (lambda: which_of_partial_shard_map(EXPLICIT_TWO, {"j"}), 0),
+    "eight devices' mesh": (lambda: which_under(ONE_AXIS), 0),
+    "sharded argument": (
+        lambda: jax.jit(which)(
+            jax.device_put(jnp.ones(8), NamedSharding(ONE_AXIS, P("i")))
+        ),
+        0,
+    ),
+    "in_shardings": (
+        lambda: jax.jit(which, in_shardings=NamedSharding(ONE_AXIS, P("i")))(
+            np.ones(8, np.float32)
+        ),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("where", IS_WHOLE)
+def test_arrays_are_whole_on_one_device_and_as_shards(where):
+    ask, expected = IS_WHOLE[where]
+    assert ask() == expected
+
+
+def test_the_choice_between_whole_and_sharded_arrays_leaves_no_branch():
+    hlo = jax.jit(which).lower(jnp.ones(8)).compile().as_text()
+    assert "conditional" not in hlo
 
 
 def test_a_flag_that_is_already_equal_is_not_reduced_again():
@@ -304,13 +333,13 @@ def test_specs_are_joined_whatever_the_axis_name(axis_name):
 
 
 def test_specs_without_any_mesh_are_an_error():
-    with pytest.raises(ValueError, match=r"give mesh= or set one with jax.set_mesh"):
+    with pytest.raises(ValueError, match=r"for specs, got none; give mesh= or set one"):
         jmp_scale.all_finite(jnp.ones(8), specs=P("i"))
 
 
 def test_specs_must_name_axes_of_the_mesh():
     with pytest.raises(
-        ValueError, match=r"specs names \['k'\], but mesh has the axes \('i', 'j'\)"
+        ValueError, match=r"specs that name the mesh's axes \('i', 'j'\), got \['k'\]"
     ):
         jmp_scale.all_finite(jnp.ones(8), specs=P(("i", "k")), mesh=TWO_AXES)
 

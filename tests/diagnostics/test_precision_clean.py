@@ -405,17 +405,16 @@ def test_haiku(policy):
     assert_clean(loss, params, x)
 
 
-def test_the_readme_and_the_models_of_the_examples(monkeypatch):
+def test_the_quick_start_and_the_models_of_the_examples(monkeypatch):
     root = pathlib.Path(__file__).parents[2]
-    blocks = re.findall(
-        r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL
-    )
-    (code,) = (block for block in blocks if "cast_to_compute" in block)
-    model = {"model": lambda params, x: jnp.tanh(x @ params["w"])}
-    namespace = {"jmp_scale": jmp_scale, "jax": jax, "jnp": jnp, **model}
-    exec(code, namespace)
+    page = (root / "docs" / "quickstart.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (block for block in blocks if "policy.cast_to_compute" in block)
+    namespace = {}
+    exec(code.split("def train(")[0], namespace)
+    params = {"layers": [array(8, 8), array(8, 8)], "last": array(8, 4)}
     batch = {"x": array(32, 8), "y": array(32, 4)}
-    assert_clean(namespace["loss_fn"], {"w": array(8, 4)}, batch)
+    assert_clean(namespace["loss_fn"], params, batch)
 
     monkeypatch.syspath_prepend(root / "examples")
     digits, diagnose = map(importlib.import_module, ("digits", "diagnose"))

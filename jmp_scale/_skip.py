@@ -109,6 +109,7 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         leaves = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, consts))(
             *inputs, *old
         )
+        leaves = [jnp.asarray(leaf) for leaf in leaves]  # jax 0.8 gives literals too
         count = len(leaves) - len(old)
         return leaves[:count], leaves[count:]
 
@@ -213,7 +214,7 @@ def _evaluate_selecting(
                 jnp.where(applied, value, old_of[var]) if var in old_of else value
             )
 
-    leaves = [values[v] if _is_var(v) else v.val for v in jaxpr.outvars]
+    leaves = [values[v] if _is_var(v) else jnp.asarray(v.val) for v in jaxpr.outvars]
     state = []
     for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
         # A select of a selected leaf would be one more operation in every kernel.

@@ -74,7 +74,8 @@ def skip_finding(
 
 
 def _last_is_spike(state: LossScaleState) -> bool:
-    return bool(state.grads_finite) and not bool(state.applied)
+    # int, since a Variable of Flax 0.12.0 has no truth value.
+    return int(state.grads_finite) == 1 and int(state.applied) == 0
 
 
 def _loss_not_finite(state: LossScaleState, history: LossScaleHistory | None) -> bool:

@@ -1,6 +1,6 @@
 """What goes wrong with loss scaling in practice, tried with every library that is installed.
 
-Every cell is a run: of a short training (`_trainers.py`), or of the one function that the row is about.
+Every cell is a run: of a short training (`_loops.py`), or of the one function that the row is about.
 `right` and `wrong` are what the run gave, an exception's name where there was one, `-` where it was not
 tried, mostly since the library leaves the matter to the training loop, and `not installed`.
 """
@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import _batch_norm
+import _calls
 import _harness
-import _subjects
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _trainers import TRAIN
+from _loops import TRAIN
 from tqdm import tqdm
 
 LIBRARIES = list(TRAIN)  # by the names of their modules
@@ -228,13 +228,13 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
     by_optax = {name: TRAIN[name] for name in TAKES_OPTAX}
     scales = {
         name: make
-        for name, make in _subjects.loss_scales(2.0**15).items()
+        for name, make in _calls.loss_scales(2.0**15).items()
         if name != "flax"
     }
     checks, gradients, wrappers = (
-        _subjects.finite_checks(),
-        _subjects.gradients(),
-        _subjects.wrappers(),
+        _calls.finite_checks(),
+        _calls.gradients(),
+        _calls.wrappers(),
     )
     return [
         (scaled, gradients_stay_true_when_s_grows),
@@ -247,37 +247,37 @@ def rows() -> list[tuple[dict[str, Any], Callable[[Any], bool]]]:
         (scaled, s_stays_a_power_of_two),
         (scaled, s_grows_on_the_period_th_finite_step),
         (scaled, s_recovers_from_200_bad_steps),
-        (_subjects.clipped_steps(), clipping_sees_the_true_gradient),
+        (_calls.clipped_steps(), clipping_sees_the_true_gradient),
         (by_optax | {"optax": TRAIN["optax"]}, a_schedule_does_not_count_skipped_steps),
         (
             by_optax | {"optax": TRAIN["optax"]},
             accumulation_leaves_out_an_overflowed_batch,
         ),
         (_batch_norm.after_an_overflow(), statistics_of_a_skipped_step_are_dropped),
-        (_subjects.float16_losses(), a_float16_loss_is_scaled_without_overflow),
+        (_calls.float16_losses(), a_float16_loss_is_scaled_without_overflow),
         (gradients, unscaling_float16_keeps_what_scaling_saved),
-        (_subjects.float16_loss_scales(), a_float16_s_is_adjusted),
+        (_calls.float16_loss_scales(), a_float16_s_is_adjusted),
         (scales, integers_pass_unscale_unchanged),
         (
-            _subjects.traces_of_four_steps(),
+            _calls.traces_of_four_steps(),
             a_step_is_traced_once_from_the_documented_start,
         ),
-        (_subjects.steps(), a_step_is_compiled_ahead_of_time),
-        (_subjects.steps(), leaves_have_names),
-        (_subjects.saved_and_restored(), a_saved_s_comes_back),
-        (_subjects.serialized_by_flax(), a_flax_checkpoint_keeps_s),
+        (_calls.steps(), a_step_is_compiled_ahead_of_time),
+        (_calls.steps(), leaves_have_names),
+        (_calls.saved_and_restored(), a_saved_s_comes_back),
+        (_calls.serialized_by_flax(), a_flax_checkpoint_keeps_s),
         (checks, an_empty_tree_is_finite),
         (checks, integers_and_keys_are_finite),
-        (_subjects.flags_of_replicas(), replicas_agree_without_an_axis_name),
-        (_subjects.selects(), functions_in_a_tree_are_selected),
+        (_calls.flags_of_replicas(), replicas_agree_without_an_axis_name),
+        (_calls.selects(), functions_in_a_tree_are_selected),
         (gradients, a_mean_over_replicas_does_not_overflow_float16),
         (gradients, complex_gradients_keep_their_imaginary_part),
-        (_subjects.adjusted_over_examples(), gradients_per_example_leave_one_s),
+        (_calls.adjusted_over_examples(), gradients_per_example_leave_one_s),
         (wrappers, float16_gradients_meet_float32_parameters),
         (wrappers, an_overflow_is_seen_before_clipping),
         (wrappers, large_float16_gradients_survive_a_global_norm),
         (wrappers, adam_of_zero_float16_gradients_is_finite),
-        (_subjects.signs_of_a_stuck_run(), a_run_that_only_skips_can_be_seen),
+        (_calls.signs_of_a_stuck_run(), a_run_that_only_skips_can_be_seen),
     ]
 
 

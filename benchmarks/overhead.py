@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import _harness
 import _models
-import _peers
+import _steps
 import jax
 import jax.numpy as jnp
 import optax
@@ -137,7 +137,7 @@ def optimizer_only(
 
 def build(peer: str, loss_fn: Any, params: Any) -> tuple[Any, Any]:
     """`(carry, step)` of a peer with AdamW, on buffers of its own."""
-    return _peers.PEERS[peer](
+    return _steps.PEERS[peer](
         loss_fn, optax.adamw(3e-4), jax.tree.map(jnp.copy, params)
     )
 
@@ -255,8 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--peers",
         nargs="+",
-        default=list(_peers.PEERS),
-        choices=list(_peers.PEERS),
+        default=list(_steps.PEERS),
+        choices=list(_steps.PEERS),
         help="steps to compare",
     )
     parser.add_argument(
@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _harness.round_as_written()
     pairs = 0 if args.no_times else args.pairs
     wanted = ["unscaled", *(peer for peer in args.peers if peer != "unscaled")]
-    peers, missing = _peers.installed(wanted)
+    peers, missing = _steps.installed(wanted)
     loss_fn, params, batch = optimizer_only(jnp.float32, {"w": jnp.ones(1)})
     carry, step = build("unscaled", loss_fn, params)
     compile_step(step, carry, batch)  # a process's first one takes longer

@@ -11,7 +11,7 @@ from typing import Any
 
 import _harness
 import _models
-import _peers
+import _steps
 import jax
 import jax.numpy as jnp
 import optax
@@ -35,12 +35,12 @@ MODELS: dict[str, dict[str, Callable[[], _models.Model]]] = {
 }
 HEADLINE = ("f16, no scaling", "f16 dynamic")
 CONFIGURATIONS = {  # name: (dtype, matrix product precision, step)
-    "f32 highest": (jnp.float32, "highest", _peers.unscaled),
-    "f32 default": (jnp.float32, "default", _peers.unscaled),
-    "bf16": (jnp.bfloat16, "default", _peers.unscaled),
-    "f16, no scaling": (jnp.float16, "default", _peers.unscaled),
-    "f16 static": (jnp.float16, "default", _peers.static),
-    "f16 dynamic": (jnp.float16, "default", _peers.with_loss_scale),
+    "f32 highest": (jnp.float32, "highest", _steps.unscaled),
+    "f32 default": (jnp.float32, "default", _steps.unscaled),
+    "bf16": (jnp.bfloat16, "default", _steps.unscaled),
+    "f16, no scaling": (jnp.float16, "default", _steps.unscaled),
+    "f16 static": (jnp.float16, "default", _steps.static),
+    "f16 dynamic": (jnp.float16, "default", _steps.with_loss_scale),
 }
 
 

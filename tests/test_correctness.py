@@ -3,7 +3,7 @@
 import correctness
 import jax.numpy as jnp
 import pytest
-from _trainers import Step, train_jmp_scale
+from _loops import Step, train_jmp_scale
 
 
 @pytest.mark.parametrize(

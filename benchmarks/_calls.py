@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from _trainers import MAX_CONSECUTIVE_ERRORS, TRAIN
+from _loops import MAX_CONSECUTIVE_ERRORS, TRAIN
 
 import jmp_scale
 

@@ -1,9 +1,11 @@
 """Figures of what `jmp_scale.diagnostics` reports; needs the extra `plot`.
 
-Each function draws into `ax`, or into the axes of a new figure, and returns the axes, whose title, limits and
-legend are free to be changed. Nothing is shown or written.
+Each function draws into the axes it is given, or into those of a new figure, and
+returns them: their titles, limits and legends are yours to change. Nothing is shown or
+written. All run on the host.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,11 @@ except ImportError as error:
         "jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'"
     ) from error
 
-# Of the palette of Okabe and Ito, which the color-blind can tell apart.
-_BLUE, _SKY, _ORANGE, _RED, _GREY = (
-    "#0072b2",
-    "#56b4e9",
-    "#e69f00",
-    "#d55e00",
-    "#999999",
-)
+# From the palette of Okabe and Ito, which the color-blind can tell apart. Each stands
+# out from white and from a dark page.
+_BLUE, _SKY, _ORANGE, _RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
+_PURPLE, _GREY = "#cc79a7", "#999999"
+_INK = "#7f7f7f"  # of text that has to be read on either
 
 _POWERS_OF_TWO = FuncFormatter(lambda log2, _: f"$2^{{{log2:g}}}$")
 
@@ -73,7 +72,7 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
             "skipped: gradients not finite",
             ~recorded["grads_finite"] & loss_finite,
         ),
-        ("X", "black", "skipped: the loss is not finite", ~loss_finite),
+        ("X", _PURPLE, "skipped: the loss is not finite", ~loss_finite),
     ):
         if skipped.any():
             points = {
@@ -96,20 +95,109 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def plot_spikes(
+    history: LossScaleHistory, axes: Sequence[Axes] | None = None
+) -> tuple[Axes, Axes]:
+    """The loss and the gradient norm, the guard's limits, and the steps it skipped.
+
+    Its colors can be read on a light and on a dark page, so that it may be saved with a
+    transparent background: `figure.savefig("spikes.png", transparent=True, dpi=200)`.
+
+    Args:
+      history: with at least one step with `loss` or `grad_norm`; with `guard` as well
+        for the limits. See `LossScaleHistory.push`.
+      axes: two axes to draw into, for the loss and for the norm; default those of a new
+        figure, one above the other.
+
+    Returns:
+      The two axes: steps by loss, and by gradient norm on a logarithmic axis. The title
+      of the first says how many steps were skipped.
+
+    Raises:
+      ValueError: a history without losses and norms, or not two axes.
+    """
+    recorded = history.to_dict()
+    known = [np.isfinite(recorded[name]).any() for name in ("loss", "grad_norm")]
+    if not any(known):
+        raise ValueError(
+            "plot_spikes: expected a history with losses or gradient norms, got none; "
+            "pass loss= and grad_norm= to push"
+        )
+    if axes is None:
+        figure = plt.figure(figsize=(7.0, 5.0), layout="constrained")
+        top = figure.add_subplot(2, 1, 1)
+        axes = top, figure.add_subplot(2, 1, 2, sharex=top)
+    if len(axes) != 2:
+        raise ValueError(f"plot_spikes: expected two axes, got {len(axes)}")
+    top, bottom = axes
+    spike = ~recorded["applied"] & recorded["grads_finite"]
+    for ax, name, limit, label in (
+        (top, "loss", "loss_limit", "loss"),
+        (bottom, "grad_norm", "norm_limit", "gradient norm"),
+    ):
+        _draw_limited(ax, recorded, name, limit, spike)
+        ax.set(ylabel=label)
+        _finish(ax, legend=ax is top)
+        _legible(ax)
+    bottom.set(xlabel="step", yscale="log")
+    steps = len(spike)
+    were = "step" if spike.sum() == 1 else "steps"
+    top.set_title(
+        f"The guard skipped {spike.sum()} {were} of {steps:,} as spikes", color=_INK
+    )
+    return top, bottom
+
+
+def _draw_limited(
+    ax: Axes, recorded: dict[str, Any], name: str, limit: str, spike: Any
+) -> None:
+    """A recorded number, the limit above which it is a spike, and the spikes."""
+    step, y = (
+        recorded["step"],
+        np.where(np.isfinite(recorded[name]), recorded[name], np.nan),
+    )
+    limits = np.where(np.isfinite(recorded[limit]), recorded[limit], np.nan)
+    applied = np.where(recorded["applied"], y, np.nan)
+    ax.plot(step, applied, color=_BLUE, linewidth=1.2, label="applied", zorder=2)
+    if np.isfinite(limits).any():
+        style = {"color": _ORANGE, "linestyle": "--", "linewidth": 1.4}
+        ax.plot(step, limits, **style, label="limit of the guard", zorder=3)
+    if spike.any():
+        points = {"marker": "v", "color": _RED, "s": 40, "linewidth": 0}
+        ax.scatter(step[spike], y[spike], **points, label="skipped", zorder=4)
+    if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
+        # A spike a thousand times the loss would leave nothing to see of the rest.
+        ax.set_yscale("log")
+
+
+def _legible(ax: Axes) -> None:
+    """Gives texts, ticks and spines a color that stands out from white and black."""
+    ax.tick_params(colors=_INK, which="both")
+    ax.xaxis.label.set_color(_INK)
+    ax.yaxis.label.set_color(_INK)
+    for spine in ax.spines.values():
+        spine.set_edgecolor(_INK)
+    ax.grid(color=_INK, alpha=0.25)
+    legend = ax.get_legend()
+    for text in legend.get_texts() if legend else ():
+        text.set_color(_INK)
+
+
 def plot_exponent_histogram(
     histogram: ExponentHistogram,
     log2_scale: int = 0,
     dtype: DTypeLike = "float16",
     ax: Axes | None = None,
 ) -> Axes:
-    """The magnitudes of all entries by power of two, before what a dtype can hold of them at S.
+    """All entries by power of two, before the range that a dtype has at S.
 
-    The figure of the Mixed Precision Training paper: raising S moves the range to smaller entries.
+    The figure of the Mixed Precision Training paper: raising S moves the range to
+    smaller entries.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
 
     Args:
-      histogram: of true gradients.
+      histogram: of unscaled gradients.
       log2_scale: log2 of S.
       dtype: see `grad_report`.
       ax: axes to draw into; default a new figure's.
@@ -177,7 +265,7 @@ def plot_exponent_histogram(
 
 
 def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axes:
-    """What S and the cast make of the entries of each leaf: flushed to zero, subnormal, not finite.
+    """What S and the cast lose of each leaf: flushed, subnormal, not finite.
 
     Args:
       report: of `grad_report`.
@@ -200,7 +288,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
     left = np.zeros(len(paths))
     for label, color, names in (
-        ("overflow or not finite", "black", ("overflow", "nonfinite")),
+        ("overflow or not finite", _PURPLE, ("overflow", "nonfinite")),
         ("flushed to zero", _RED, ("flushed",)),
         ("subnormal", _ORANGE, ("subnormal",)),
     ):
@@ -222,7 +310,8 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
     ax.set_title(
-        f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}: what is lost of each leaf",
+        f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}: "
+        "what is lost of each leaf",
         pad=28,
     )
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -238,7 +327,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
 
 
 def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
-    """The share of zero gradient entries of each leaf at each S, and the window of the S that work.
+    """The share of zero gradient entries at each S, and the window of S that work.
 
     Args:
       calibration: of `calibrate_loss_scale`.
@@ -298,7 +387,8 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
 def _window_title(low: float, high: float, best: float) -> str:
     if np.isnan(low):
         return "No loss scale works"
-    return f"Loss scales from {_power(low)} to {_power(high)} work; start from {_power(best)}"
+    window = f"Loss scales from {_power(low)} to {_power(high)} work"
+    return f"{window}; start from {_power(best)}"
 
 
 def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:

@@ -95,6 +95,78 @@ def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
     assert "skipped: gradients not finite (1)" in texts(ax)
 
 
+def spike_history(spikes=(3,), loss=2.0, limits=True):
+    """Ten steps, of which some were skipped as spikes."""
+    guard = jmp_scale.SpikeGuard(
+        warmup=1,
+        loss_mean=jnp.float32(2),
+        loss_steps=jnp.int32(9),
+        norm_mean=jnp.float32(-1),
+        norm_steps=jnp.int32(9),
+        accepted=jnp.int32(9),
+    )
+    recorded = diagnostics.LossScaleHistory.create(20)
+    for step in range(10):
+        factor = 100.0 if step in spikes else 1.0
+        recorded = recorded.push(
+            1.0,
+            True,
+            applied=step not in spikes,
+            loss=jnp.float32(loss * factor),
+            grad_norm=jnp.float32(0.5 * factor),
+            guard=guard if limits else None,
+        )
+    return recorded
+
+
+def test_spikes_are_drawn_above_the_limits_that_they_passed():
+    top, bottom = plotting.plot_spikes(spike_history())
+    assert top.get_title() == "The guard skipped 1 step of 10 as spikes"
+    (loss_spikes,), (norm_spikes,) = top.collections, bottom.collections
+    assert loss_spikes.get_offsets().tolist() == [[3, 200]]
+    assert norm_spikes.get_offsets().tolist() == [[3, 50]]
+    applied, limit = top.lines
+    assert np.isnan(applied.get_ydata()[3])
+    assert (limit.get_ydata() < 200).all()
+    assert (limit.get_ydata() > 2).all()
+    assert bottom.get_xlabel() == "step"
+
+
+def test_spikes_are_drawn_into_the_two_axes_that_are_given():
+    figure, axes = plt.subplots(1, 2)
+    assert plotting.plot_spikes(spike_history(), axes) == tuple(axes)
+    with pytest.raises(ValueError, match="plot_spikes: expected two axes, got 1"):
+        plotting.plot_spikes(spike_history(), axes[:1])
+    figure.canvas.draw()
+
+
+@pytest.mark.parametrize("loss", [2.0, -2.0])
+def test_a_run_without_spikes_and_limits_is_drawn_whatever_its_losses(loss):
+    top, bottom = plotting.plot_spikes(spike_history((), loss, limits=False))
+    assert top.get_title() == "The guard skipped 0 steps of 10 as spikes"
+    assert (len(top.lines), len(top.collections)) == (1, 0)
+    assert top.get_yscale() == ("log" if loss > 0 else "linear")
+    bottom.figure.canvas.draw()
+
+
+def relative_luminance(color):
+    """By the Web Content Accessibility Guidelines 2.1."""
+    rgb = np.array(mpl.colors.to_rgb(color))
+    linear = np.where(rgb <= 0.03928, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear @ [0.2126, 0.7152, 0.0722]
+
+
+def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
+    for ax in plotting.plot_spikes(spike_history()):
+        texts = [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.get_yticklabels()]
+        texts += ax.get_legend().get_texts() if ax.get_legend() else []
+        for text in filter(lambda text: text.get_text(), texts):
+            own = relative_luminance(text.get_color())
+            for page in ("white", "#0d1117"):  # GitHub's dark page
+                bright, dark = sorted([own, relative_luminance(page)], reverse=True)
+                assert (bright + 0.05) / (dark + 0.05) > 3  # large text, level AA
+
+
 def test_the_histogram_stands_before_the_range_of_the_dtype_at_that_scale():
     ax = FIGURES["histogram"](None)
     shares = {
@@ -160,6 +232,10 @@ def test_empty_reports_are_refused():
         ValueError, match="plot_flushed: expected a report of at least one leaf"
     ):
         plotting.plot_flushed(diagnostics.grad_report({}, 1.0))
+    with pytest.raises(
+        ValueError, match="plot_spikes: expected a history with losses or gradient norm"
+    ):
+        plotting.plot_spikes(history([1, 0], [1, 1]))
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):

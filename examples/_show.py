@@ -56,14 +56,15 @@ def scan(train_step, carry, inputs, name="training", chunk=50):
         for start in range(0, steps, chunk):
             part = slice(start, start + chunk)
             batches = jax.tree.map(operator.itemgetter(part), inputs)
-            carry, record = _run_chunk(train_step)(carry, batches)
+            carry, record = run_chunk(train_step)(carry, batches)
             records.append(jax.device_get(record))
             progress.update(min(chunk, steps - start))
     return carry, jax.tree.map(lambda *parts: np.concatenate(parts), *records)
 
 
 @functools.cache
-def _run_chunk(train_step):
+def run_chunk(train_step):
+    """`jax.lax.scan(train_step, ...)`, compiled once for each length."""
     return jax.jit(functools.partial(jax.lax.scan, train_step))
 
 

@@ -73,10 +73,10 @@ def reconstruction_loss(params, images, dtype="float16", weights=1.0):
     return jnp.mean(weights * (policy.cast_to_output(reconstructions) - images) ** 2)
 
 
-def leaky_network(params, x):
-    """Outputs in float32 of leaky layers that compute in float16."""
-    *hidden, last = jax.tree.map(lambda w: w.astype(jnp.float16), params)
-    x = x.astype(jnp.float16)
+def leaky_network(params, x, dtype="float16"):
+    """Outputs in float32 of leaky layers that compute in `dtype`."""
+    *hidden, last = jax.tree.map(lambda w: w.astype(dtype), params)
+    x = x.astype(dtype)
     for layer in hidden:
         x = jax.nn.leaky_relu(x @ layer["w"] + layer["b"], 0.2)
     return (x @ last["w"] + last["b"]).astype(jnp.float32)

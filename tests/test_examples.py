@@ -37,8 +37,8 @@ def main_of(script, *args):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         try:
             runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-        except SystemExit:
-            return out.getvalue() + errors.getvalue()
+        except SystemExit as end:
+            return f"{out.getvalue()}{errors.getvalue()}{end.code}\n"
         except BaseException:
             raise AssertionError(traceback.format_exc()) from None
     return out.getvalue()
@@ -227,6 +227,49 @@ def test_gradients_of_a_language_model_vanish_as_the_mean_grows(run, tmp_path):
 def test_a_resumed_run_is_bit_identical(run, tmp_path):
     text = run("resume.py", "--steps", 40, "--out", tmp_path)
     assert re.search(r"^0 of \d\d arrays differ in any bit", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("kill_at", [150, 300])
+def test_a_run_that_diverges_goes_back_and_one_that_is_killed_takes_the_same_way(
+    run, straight_rewind, kill_at, tmp_path
+):
+    _, went_back, loss = straight_rewind
+    killed = run("rewind.py", "--steps", 400, "--kill-at", kill_at, "--out", tmp_path)
+    assert f"batch {kill_at}: killed" in killed
+    resumed = run("rewind.py", "--steps", 400, "--resume", "--out", tmp_path)
+    assert f"batch {kill_at}: resumed" in resumed
+    assert went_back in killed + resumed
+    assert columns(resumed, ["with rewind"])["with rewind"] == [loss]
+
+
+@pytest.fixture(scope="module")
+def straight_rewind(run, tmp_path_factory):
+    """What a run prints that is not killed, its line of going back, its last loss."""
+    text = run("rewind.py", "--steps", 400, "--out", tmp_path_factory.mktemp("rewind"))
+    went_back = re.search(r"^batch \d+: the loss diverges, back to .*$", text, re.M)[0]
+    return text, went_back, columns(text, ["with rewind"])["with rewind"][0]
+
+
+def test_the_model_of_a_run_that_goes_back_is_not_spoilt(straight_rewind):
+    text, _, loss = straight_rewind
+    assert text.count("the loss diverges") == 1
+    assert float(loss) < 0.08
+    assert float(columns(text, ["without"])["without"][0]) > 0.2
+
+
+def test_a_phase_beyond_float16_is_trained_in_float32_and_left_again(run, tmp_path):
+    text = run("precision_fallback.py", "--steps", 300, "--out", tmp_path)
+    changes = re.findall(r"^step (\d+): from (\w+) to (\w+)$", text, re.M)
+    assert [change[1:] for change in changes] == [
+        ("float16", "float32"),
+        ("float32", "float16"),
+    ]
+    rows = columns(text, ("float16 alone", "with float32"))
+    assert rows["float16 alone"][2:] == ["300", "300"]
+    loss, _, skipped, in_a_row = rows["with float32"]
+    assert float(loss) < 1000  # 100,000 at the start
+    assert 50 <= int(skipped) < 75
+    assert int(in_a_row) < 10
 
 
 def test_four_ways_of_sharding_take_the_same_decisions(fresh_process):

@@ -1,4 +1,4 @@
-"""What is left in a BatchNorm after a step that overflowed in float16, for `correctness.py`."""
+"""What is left in a BatchNorm after an overflow in float16, for `correctness.py`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ import jmp_scale
 
 
 def after_an_overflow() -> dict[str, Callable[[], Any]]:
-    """() -> the running mean of a BatchNorm after a step in which the layer before it overflowed"""
+    """() -> the running mean of a BatchNorm after the layer before it overflowed"""
     return {
         "flax": _of_flax,
         "torch": _of_torch,
@@ -53,7 +53,7 @@ def _linen_state(train_state: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], 
 
 
 def _of_flax() -> Any:
-    """The step of Flax's ImageNet example, which selects parameters and optimizer state."""
+    """The step of Flax's ImageNet example: it selects parameters and optimizer state."""
     from flax.training.dynamic_scale import DynamicScale
     from flax.training.train_state import TrainState
 

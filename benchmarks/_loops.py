@@ -1,8 +1,8 @@
 """Training with the loss w * x, as each library's documentation writes it.
 
-The gradient of w is x, so that any step can be made to overflow. Every function takes the x of each
-step and returns the parameter and the loss scale after it. torch and keras run in the same way; the
-latter on JAX.
+The gradient of w is x, so that any step can be made to overflow. Every function takes
+the x of each step and returns the parameter and the loss scale after it. torch and
+keras run in the same way; the latter on JAX.
 """
 
 from collections.abc import Sequence
@@ -220,5 +220,12 @@ def _train_with_verbs(
     return steps
 
 
-TRAIN = {"jmp": train_jmp, "flax": train_flax, "mpx": train_mpx, "optax": train_optax, "torch": train_torch,
-         "keras": train_keras, "jmp_scale": train_jmp_scale}  # fmt: skip
+TRAIN = {
+    "jmp": train_jmp,
+    "flax": train_flax,
+    "mpx": train_mpx,
+    "optax": train_optax,
+    "torch": train_torch,
+    "keras": train_keras,
+    "jmp_scale": train_jmp_scale,
+}

@@ -1,7 +1,9 @@
-"""Models of the sizes that people train, in plain JAX: parameters as dictionaries, a loss of one batch.
+"""Models of the sizes that people train, in plain JAX.
 
-Written for these benchmarks, with synthetic data; nothing is drawn from a published implementation.
-Parameters are float32, and cast to `dtype` inside the loss; statistics and losses are float32.
+Parameters are dictionaries, and a loss is that of one batch. Written for these
+benchmarks, with synthetic data; nothing is taken from a published implementation.
+Parameters are float32, and cast to `dtype` inside the loss; statistics and losses are
+float32.
 """
 
 import dataclasses
@@ -30,7 +32,8 @@ class Transformer:
     """Sizes of a transformer with pre-normalization and tied embeddings.
 
     Attributes:
-      causal: predicts the next token (as GPT-2), or 15 % of the tokens, masked (as BERT).
+      causal: predicts the next token (as GPT-2), or else 15 % of the tokens, masked
+        (as BERT).
     """
 
     layers: int = 12
@@ -151,7 +154,7 @@ def resnet50(
     width: int = 64,
     blocks: tuple[int, ...] = (3, 4, 6, 3),
 ) -> Model:
-    """Bottleneck blocks, batch normalization with the batch's own statistics, 1000 classes."""
+    """Bottleneck blocks, batch normalization with batch statistics, 1000 classes."""
     rng = np.random.default_rng(0)
 
     def conv(size, inputs, outputs):

@@ -1,8 +1,9 @@
-"""What goes wrong with loss scaling in practice, tried with every library that is installed.
+"""What goes wrong with loss scaling, tried with every library that is installed.
 
-Every cell is a run: of a short training (`_loops.py`), or of the one function that the row is about.
-`right` and `wrong` are what the run gave, an exception's name where there was one, `-` where it was not
-tried, mostly since the library leaves the matter to the training loop, and `not installed`.
+Every cell is a run: of a short training (`_loops.py`), or of the one function that the
+row is about. `right` and `wrong` are what the run gave, an exception's name where there
+was one, `-` where it was not tried, mostly because the library leaves the matter to the
+training loop, and `not installed`.
 """
 
 import os
@@ -304,7 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if jax.device_count() < 2:
         parser.error(
-            "the rows about replicas need two devices: set JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2"
+            "the rows about replicas need two devices: set JAX_PLATFORMS=cpu "
+            "JAX_NUM_CPU_DEVICES=2"
         )
     table = _harness.Table("Right and wrong", ["what should hold", *args.libraries])
     with warnings.catch_warnings():

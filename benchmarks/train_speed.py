@@ -1,7 +1,8 @@
-"""Step time and memory of float32, bfloat16 and float16 training, and what the loss scale adds.
+"""Step time and memory of training in each precision, and what the loss scale adds.
 
-ResNet-50, BERT-base and GPT-2-small-sized models on synthetic data, with AdamW and donated state. The
-headline is the time of the float16 step with a dynamic loss scale over that of the same step without.
+ResNet-50, BERT-base and GPT-2-small-sized models in float32, bfloat16 and float16, on
+synthetic data, with AdamW and donated state. The headline is the time of the float16
+step with a dynamic loss scale over that of the same step without.
 """
 
 import statistics
@@ -95,7 +96,8 @@ def measure(
         )
     if not _harness.is_quiet(ratios["f32 default"]):
         table.notes.append(
-            "Rejected: busy machine, as the A/A control in the row of f32 default shows."
+            "Rejected: busy machine, as the A/A control in the row of f32 default "
+            "shows."
         )
     base, scaled = (
         compiled_step(model, configuration)[0] for configuration in HEADLINE
@@ -109,7 +111,7 @@ def measure(
 
 
 def step_time(run: Callable[[], Any], steps: int) -> str:
-    """Median and quartiles of single steps; not on a CPU, whose milliseconds are nobody else's."""
+    """Median and quartiles of single steps; "-" on a CPU, whose times say little."""
     if jax.default_backend() == "cpu":
         return "-"
     times = [1e3 * _harness.seconds(run, 1) for _ in range(steps)]
@@ -149,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Overhead of dynamic loss scaling, {args.size} size",
         ["model", "f16 dynamic over f16 without scaling", "A/A control before, after"],
         notes=[
-            "Medians with quartiles of the paired ratios of step times; rejected outside 0.9 to 1.1 of A/A."
+            "Medians with quartiles of the paired ratios of step times; rejected where "
+            "the A/A control is outside 0.9 to 1.1."
         ],
     )
     tables = [headline]
@@ -157,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         start = time.perf_counter()
         table, row = measure(name, args.size, args.steps, args.pairs)
         table.notes.append(
-            f"{time.perf_counter() - start:.0f} s in all. Peak memory as the compiler plans it."
+            f"{time.perf_counter() - start:.0f} s in all. "
+            "Peak memory as the compiler plans it."
         )
         headline.rows.append(row)
         tables.append(table)

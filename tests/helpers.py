@@ -55,7 +55,7 @@ def reference_rule(
 
 
 def assert_bitwise_equal(actual, expected):
-    """Same structure, and the same dtype, shape and bits (also of NaN and -0.0) in every leaf."""
+    """Same structure; same dtype, shape and bits (NaN and -0.0 too) in every leaf."""
     actual_leaves, actual_treedef = jax.tree.flatten(actual)
     expected_leaves, expected_treedef = jax.tree.flatten(expected)
     assert actual_treedef == expected_treedef
@@ -79,7 +79,7 @@ def count_traces(fun):
 
 
 def collectives(fun, *args):
-    """(operation, result type) of each collective in the optimized HLO of a jitted function."""
+    """(operation, result type) of each collective in a function's optimized HLO."""
     operations = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     hlo = fun.lower(*args).compile().as_text()
     found = re.findall(rf"= (.+?) ({operations})(?:-start)?\(", hlo)

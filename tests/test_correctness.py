@@ -1,4 +1,4 @@
-"""The benchmark of known mistakes: this library makes none, and one that makes them is seen."""
+"""The benchmark of known mistakes: we make none, and a library that does is seen."""
 
 import correctness
 import jax.numpy as jnp

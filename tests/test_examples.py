@@ -141,8 +141,9 @@ def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale(ru
     assert w["float32"] == pytest.approx(0.3, abs=2e-4)
     for name in names[2:]:
         assert gradient[name] == pytest.approx(-2.031e-5, rel=5e-3)
-    # Descent ends where the scaled gradient vanishes in float16: the larger S, the nearer
-    # to 0.3. Where exactly depends on whether w x - 0.3 x is rounded once or twice.
+    # Descent ends where the scaled gradient vanishes in float16: the larger S, the
+    # nearer to 0.3. Where exactly depends on whether w x - 0.3 x is rounded once or
+    # twice.
     assert 0.29 < w[names[2]] <= w[names[3]] <= w[names[4]] <= 0.3001
     assert w[names[4]] == pytest.approx(0.3, abs=5e-4)
 

@@ -305,9 +305,8 @@ def test_explicit_axes_are_found_eagerly_in_vmap_and_beside_manual_axes():
     clean, dirty = (
         sharded_tree(EXPLICIT_TWO, P(None, "j"), bad) for bad in (None, np.inf)
     )
-    partial = jax.jit(jax.shard_map(
-        jmp_scale.all_finite, mesh=EXPLICIT_TWO, in_specs=P(), out_specs=P(), axis_names={"i"}
-    ))  # fmt: skip
+    over_i = {"in_specs": P(), "out_specs": P(), "axis_names": {"i"}}
+    partial = jax.jit(jax.shard_map(jmp_scale.all_finite, mesh=EXPLICIT_TWO, **over_i))
     for finite in (jmp_scale.all_finite, partial):
         assert finite(clean)
         assert not finite(dirty)

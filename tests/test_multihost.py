@@ -30,7 +30,7 @@ ENVIRONMENT = os.environ | {
 
 @contextlib.contextmanager
 def processes(commands, folder):
-    """Started processes, of which none outlives the test; what they say goes to `folder`."""
+    """Started processes; none outlives the test, and their output goes to `folder`."""
     started = []
     with contextlib.ExitStack() as files:
         try:
@@ -81,7 +81,7 @@ def run(commands, folder):
 
 
 def reports(output):
-    """([S before and after each step], digest of weights and state), once, as all processes agree."""
+    """([S before and after each step], digest of the state), as all processes agree."""
     # mpirun may put the lines of two processes behind each other.
     histories = re.findall(r"S history \(step:S\) ((?: ?\d+:2\^-?\d+)+)", output)
     digests = re.findall(r"sha256 of the state ([0-9a-f]{64})", output)
@@ -101,11 +101,15 @@ def expected_history(steps, overflow_at, first_step=0):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """(checkpoints, last saved step, seconds that the survivor lived) of a run that lost a process."""
+    """A run that lost a process.
+
+    (checkpoints, last saved step, seconds that the survivor lived).
+    """
     folder = tmp_path_factory.mktemp("killed")
     endless = by_hand(
         2, "--steps=1000000", "--save-every=10", "--overflow-at", 5,
-        f"--heartbeat-timeout={HEARTBEAT_TIMEOUT}", "--checkpoint-dir", folder / "checkpoints",
+        f"--heartbeat-timeout={HEARTBEAT_TIMEOUT}",
+        "--checkpoint-dir", folder / "checkpoints",
     )  # fmt: skip
     with processes(endless, folder) as (survivor, lost):
         watchdog = threading.Timer(LIMIT, survivor.kill)
@@ -130,7 +134,7 @@ def killed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(killed):
-    """(steps, steps that overflow): one overflow before the last checkpoint, two after it."""
+    """(steps, steps that overflow): one before the last checkpoint, two after it."""
     _, last, _ = killed
     return last + 12, [5, last + 3, last + 4]
 
@@ -177,7 +181,8 @@ def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_ki
     shutil.copytree(checkpoints, tmp_path / "checkpoints")
     output = run(
         by_hand(
-            4, f"--steps={steps}", "--resume", "--save-every=1000000", "--overflow-at", *overflow_at,
+            4, f"--steps={steps}", "--resume", "--save-every=1000000",
+            "--overflow-at", *overflow_at,
             "--checkpoint-dir", tmp_path / "checkpoints",
         ),
         tmp_path / "run",
@@ -193,7 +198,8 @@ def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_ki
 )
 def test_mpirun_starts_the_same_run(tmp_path):
     mpirun = [
-        "mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
+        "mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe",
+        "--bind-to", "none",
         "--mca", "oob_tcp_if_include", "lo", "--mca", "btl", "self,tcp",
     ]  # fmt: skip
     command = [

@@ -1,4 +1,4 @@
-"""What skipping may cost, as the compiler counts it: the same on every run and machine."""
+"""What skipping may cost, as the compiler counts it: the same on every machine."""
 
 import _models
 import jax

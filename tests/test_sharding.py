@@ -1,4 +1,4 @@
-"""The whole step on eight devices: one bad device skips it on all, and S is the same everywhere."""
+"""The whole step on eight devices: one bad device skips it on all, and S agrees."""
 
 import functools
 
@@ -28,7 +28,7 @@ def count_compilations(event, *_, **__):
 
 
 def example(bad_device=None):
-    """Images f32[16, 8], two a device, and their weights: one too large for float16 gradients."""
+    """Images f32[16, 8], two a device, and weights: one too large for float16."""
     images = np.random.RandomState(0).uniform(size=(16, 8)).astype(np.float32)
     weights = np.ones(16, np.float32)
     if bad_device is not None:
@@ -55,7 +55,7 @@ def gathered_loss_fn(params, images, weights):
 
 
 def optimizer(axes=(), axis_name=None):
-    """Adam, which averages over `axes` only after the wrapper has looked at the local gradients."""
+    """Adam that averages over `axes`, after the wrapper has checked local gradients."""
     mean = optax.stateless(
         lambda updates, _: lax.pmean(updates, axes) if axes else updates
     )
@@ -75,7 +75,8 @@ def step(tx, state, images, weights, loss_fn=loss_fn, varying_over=()):
 
 
 def pmapped(**kwargs):
-    # Without a name there is nothing to average over: every replica learns from its own images.
+    # Without a name there is nothing to average over: every replica learns from its own
+    # images.
     tx = optimizer(("i",) if kwargs else ())
     copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
     # With the axis name of the step, or the second step would compile again.
@@ -126,7 +127,7 @@ def jitted(mesh, spec, loss_fn=loss_fn):
 
 
 def placed(mesh, tx, spec):
-    """State as the step returns it: `init` under `jax.set_mesh`, from parameters that are on the mesh."""
+    """State as the step returns it: `init` under `jax.set_mesh`, parameters on it."""
     params = jax.device_put(initial_params(), NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
         return params, tx.init(params)
@@ -194,7 +195,8 @@ def test_one_bad_device_skips_the_step_on_all_devices_and_compiles_nothing_again
     assert on_each_device(state[1].grads_finite) == [False] * 8
 
     state = train_step(state, *example())
-    # jax 0.8 invents an axis name for each pmap without one, so init and step differ in their placement.
+    # jax 0.8 invents an axis name for each pmap without one, so init and step differ in
+    # their placement.
     invented = mode == "pmap without axis name" and jax.__version_info__ < (0, 9)
     assert len(COMPILATIONS) == compiled_once + invented > 0
     again = jax.device_get(state)
@@ -267,7 +269,7 @@ def test_the_check_adds_no_other_collectives_than_these_to_a_step(mode):
 
 
 def linear(w, x):
-    """A loss whose gradient with respect to `w` is the float16 mean of `x`, in float32 or float16."""
+    """A loss whose gradient in `w` is the float16 mean of `x`."""
     return jnp.mean(w * x).astype(jnp.float32)
 
 

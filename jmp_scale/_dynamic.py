@@ -108,6 +108,9 @@ class DynamicLossScale(_pytree.Pytree):
         values = _validation.rule(arguments, _pytree.fields_of(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]
         s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
+        # Only the leaves of this configuration: without hysteresis, the default, a
+        # state has one leaf less in every checkpoint
+        # (test_hysteresis_costs_one_leaf_and_at_most_seven_operations).
         starts = {"counter": -values["growth_delay"]}
         if values["hysteresis"] > 1:
             starts["hysteresis_left"] = values["hysteresis"]
@@ -169,6 +172,8 @@ class DynamicLossScale(_pytree.Pytree):
         """
         self._check_flag("grads_finite", grads_finite)
         new = _select(grads_finite, self._after_finite(), self._after_overflow())
+        # The default is a Python True, which costs no second select
+        # (test_a_part_of_the_rule_that_is_not_used_costs_no_operation).
         if loss_finite is not True:
             self._check_flag("loss_finite", loss_finite)
             new = _select(loss_finite, new, self)
@@ -176,6 +181,9 @@ class DynamicLossScale(_pytree.Pytree):
 
     def _after_finite(self) -> "DynamicLossScale":
         s, counter = self.loss_scale, self.counter + 1
+        # Not `==`: a counter that is restored into a run with a shorter period may be
+        # beyond it already, and S would never grow again
+        # (test_a_counter_beyond_a_shorter_period_grows_at_once).
         grows = counter >= self.period
         grown = s * self.factor
         # Both ends are static, so each loss scale compiles only the part that it uses.
@@ -206,6 +214,9 @@ class DynamicLossScale(_pytree.Pytree):
         backed_off = jnp.where(backed_off > floor, backed_off, floor)
         leaves = {"loss_scale": backed_off, "counter": counter}
         if self.hysteresis > 1:
+            # Below 0 the comparison with 0 never holds again, and S does not back off:
+            # with a reset at growth, `left` stays at 0 in a row of overflows
+            # (test_every_configuration_follows_the_rule_in_plain_python).
             left = jnp.maximum(self.hysteresis_left - 1, 0)
             backs_off = left == 0
             leaves["loss_scale"] = jnp.where(backs_off, backed_off, s)

@@ -130,6 +130,9 @@ def _differentiated(
     kwargs: dict[str, Any],
 ) -> Callable[..., tuple[_Output, Any]]:
     """A function that returns what `fun` does, unscaled, and unscaled gradients."""
+    # Here, not at the first call: the traceback of an error then ends in the user's
+    # line
+    # (test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one).
     loss_scale = checked_loss_scale(function, loss_scale)
     if "axis_name" in kwargs:
         raise TypeError(
@@ -151,6 +154,8 @@ def _differentiated(
     def differentiated(*args: Any, **fun_kwargs: Any) -> tuple[_Output, Any]:
         result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
+        # Unscaling widens already, except for a NoOpLossScale, which returns the
+        # float16 gradients themselves (test_float16_parameters_get_float32_gradients).
         return output, widen_gradients(loss_scale.unscale(grads))
 
     return differentiated
@@ -189,6 +194,8 @@ def _checked_result(function: str, result: Any) -> tuple[_Output, Any]:
         (_, output), grads = result
     except (TypeError, ValueError):  # not pairs, or a tracer, which is not iterable
         output, grads = None, None
+    # Unpacking alone would take ((a, b), c) of a transform without a value for a result
+    # (test_a_transform_without_a_value_is_a_type_error).
     if not isinstance(output, _Output):
         raise TypeError(
             f"{function}: expected transform to return ((value, aux), grads) as "

@@ -139,6 +139,8 @@ def is_loss_scale_state(node: Any) -> bool:
     """
     if isinstance(node, Mapping):
         names = set(node)
+        # Names alone tell a state from any other mapping, so both bounds are needed: a
+        # parameter tree may well have a key `skipped`, and none of the others.
         always = {"grads_finite", "skipped", "skipped_in_a_row"}
         return always <= names <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)
@@ -198,6 +200,8 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
       ValueError: a number outside [2^-126, 2^126], or an S of a shape other than ().
     """
     value = number_of(loss_scale)
+    # A device array passes unchecked: reading it would wait for the device, or fail
+    # while tracing (test_a_report_is_the_same_in_jit_vmap_and_scan).
     if not isinstance(value, jax.Array):
         arguments = _validation.Arguments(function)
         value = _validation.static_loss_scale(arguments, value)

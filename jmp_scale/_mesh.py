@@ -20,12 +20,12 @@ AxisName = str | Sequence[str] | None
 
 
 def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
-    """Logical AND of a boolean over mesh axes, so that every replica reads the same answer.
+    """Logical AND of a boolean over mesh axes: every replica reads the same answer.
 
     Args:
       flag: bool[] (any shape works), possibly different on each device.
-      axis_name: a name or names to reduce over; `()` to leave the flag local; None to reduce over
-        every manual axis (`pmap`, `shard_map`) on which it may differ.
+      axis_name: a name or names to reduce over; `()` to leave the flag local; None to
+        reduce over every manual axis (`pmap`, `shard_map`) on which it may differ.
 
     Returns:
       bool of the same shape, equal along the reduced axes.
@@ -51,10 +51,13 @@ def largest(x: jax.Array, axis_name: AxisName = None) -> jax.Array:
 
 
 def reshard_like(x: Any, like: Any) -> Any:
-    """`x` with the sharding of `like`, where shardings are types (Explicit mesh axes)."""
+    """`x` with the sharding of `like`, where that is a type (Explicit mesh axes)."""
     if not (isinstance(x, jax.Array) and isinstance(like, jax.Array)):
         return x
     got, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
+    # Without this a state on Explicit axes comes back with the sharding of the
+    # gradients, which is another type: a scan refuses it
+    # (test_a_state_keeps_its_sharding_on_explicit_and_auto_axes).
     if x.shape != like.shape or wanted.mesh.empty or got.spec == wanted.spec:
         return x
     return jax.sharding.reshard(x, wanted)
@@ -73,6 +76,8 @@ def if_whole(
     mesh = _mesh_of(arrays)
     if mesh.empty:
         return lax.cond(_is_on_one_device.bind(), whole, sharded, *arrays)
+    # Of a mesh with an axis that is not manual, XLA still partitions the arrays along
+    # it (test_arrays_are_whole_on_one_device_and_as_shards).
     is_whole = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
     return (whole if is_whole else sharded)(*arrays)
 
@@ -94,7 +99,7 @@ mlir.register_lowering(_is_on_one_device, _lower_is_on_one_device)
 
 
 def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
-    """The leaves' own specs: empty, but on the Explicit axes of a mesh, where shardings are types."""
+    """The leaves' own specs: empty except on Explicit mesh axes, which types show."""
     return [jax.typeof(leaf).sharding.spec for leaf in leaves]
 
 
@@ -116,12 +121,16 @@ def on_shards(
     Returns:
       The result of `fun`.
     """
+    # Only axes that shard a leaf: over the others all devices have the same answer, and
+    # an all-reduce would be for nothing
+    # (test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf).
     axes = {axis for spec in specs for axis in named_axes(spec)}
     if not axes:
         return fun(leaves, ())
     mesh = _mesh_of(leaves) if mesh is None else mesh
-    # In the mesh's order: that of a set of strings is another one in each process, and
-    # with it the program, which the hosts of a run and the compilation cache share.
+    # In the mesh's order: that of a set of strings differs between processes, and with
+    # it the program, which the hosts of a run and the compilation cache share
+    # (test_axes_are_joined_in_the_order_of_the_mesh).
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
     return jax.shard_map(
         lambda *shards: fun(shards, ordered),
@@ -178,11 +187,13 @@ def _check_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:
         raise ValueError(
             f"all_finite: expected specs of at most one entry per dimension, {got}"
         )
+    # shard_map would say so too, but of its own arguments, which the user has not given
+    # (test_specs_must_fit_the_tree).
     for size, part in zip(shape, spec, strict=False):
         shards = math.prod(mesh.shape[axis] for axis in _names(part))
         if size % shards:
             raise ValueError(
-                f"all_finite: expected specs that divide each leaf into shards of equal "
+                "all_finite: expected specs that divide each leaf into shards of equal "
                 f"size, {got}, where {size} is not a multiple of {shards}; leave specs "
                 "out, and XLA finds the shards itself"
             )
@@ -194,7 +205,10 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 
 
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fun(x)` on every device, for a `fun` whose shardings JAX cannot tell on Explicit mesh axes."""
+    """`fun(x)` on every device.
+
+    For a `fun` whose shardings JAX cannot infer on Explicit mesh axes.
+    """
     sharding: Any = jax.typeof(x).sharding
     if not any(_names(part) for part in sharding.spec):
         return fun(x)
@@ -218,8 +232,9 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
 
 
 def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
-    # With check_vma=False and in pmap JAX does not track what varies: even the device's own index
-    # counts as equal everywhere. On such an axis nothing is known, so the flag is always reduced.
+    # With check_vma=False and in pmap JAX does not track what varies: even the device's
+    # own index counts as equal everywhere. On such an axis nothing is known, so the
+    # flag is always reduced (test_one_bad_device_is_known_to_all).
     known = varying_axes(flag)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(

@@ -140,6 +140,7 @@ def _from_string(spec: str) -> LossScale:
 
 def _from_dtype(dtype: Any, spec: Any) -> LossScale:
     try:
+        # NumPy takes None for float64.
         known = dtype is not None and jnp.dtype(dtype) in map(jnp.dtype, dtype_to_names)
     except TypeError as error:
         raise _unknown(spec) from error

@@ -52,6 +52,9 @@ def register(cls: type[Pytree]) -> None:
     _registered.add(cls)
     leaf_names = cls._leaf_names
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    # All the others, rather than a second list, in which a new field could be
+    # forgotten: it would fall back to its default in every `jit`
+    # (test_every_field_survives).
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
@@ -82,6 +85,8 @@ def register_serialization(cls: type[Pytree]) -> None:
 
 
 def _with_all_fields(cls: type, fields: dict[str, Any]) -> Any:
+    # No `__init__`, so no checks: while JAX flattens and maps, leaves are None,
+    # object() or a PartitionSpec (test_any_placeholder_may_stand_for_a_leaf).
     instance = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(instance, name, value)

@@ -44,10 +44,13 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
         return x * (1 / factor if inverse else factor)
 
     def multiply_leaf(leaf: Any) -> jax.Array:
+        # Before the product: a float16 loss of 3 times S = 2^15 is infinite
+        # (test_scaling_a_float16_loss_cannot_overflow).
         x = jnp.asarray(widen(leaf))
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
             return multiply_real(x)
-        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
+        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs
+        # (test_a_complex_leaf_keeps_its_imaginary_part_and_an_infinity_makes_no_nan).
         return jax.lax.complex(multiply_real(x.real), multiply_real(x.imag))
 
     return map_gradients(multiply_leaf, tree)
@@ -64,7 +67,7 @@ def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
     What JAX's transforms return for that collection of Flax's float8 layers are not
     gradients: they are the next values of its scales, which were never multiplied by
     S. Divided by S they are wrong by that factor, and another model is trained without
-    any error (test_gradients: "float8 scales").
+    any error (test_float8_scales_come_back_as_the_transform_gave_them).
     """
 
     def map_leaf(path: tuple[Any, ...], leaf: Any) -> Any:

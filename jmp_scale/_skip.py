@@ -68,14 +68,23 @@ def update_or_keep(
     has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
     has_interface = hasattr(core, "ClosedJaxpr") and hasattr(core, "jaxpr_as_fun")
     if _debugs_nans() and has_arrays_only and not is_traced and not applied:
-        # Op by op even 0 / 0 would raise, as in a clipped gradient of zero.
+        # Op by op even 0 / 0 would raise, as in a clipped gradient of zero
+        # (test_debug_nans_is_quiet_on_a_skipped_step).
         updates = jax.eval_shape(lambda: update(inputs, old)[0])
         return applied, jax.tree.map(_negative_zeros, updates), old
+    # Eagerly there is nothing to fuse; a jaxpr takes arrays only
+    # (test_a_state_with_leaves_that_are_not_arrays_is_kept); and a last look at the
+    # updates comes before the state can be selected
+    # (test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped).
     if is_good is not None or not (is_traced and has_arrays_only and has_interface):
         updates, new = update(zero_unless(applied, inputs), old)
         applied = applied if is_good is None else applied & is_good(updates)
         return applied, *_selected(applied, updates, new, old)
 
+    # What `update` closes over (parameters, a learning rate) becomes constants of the
+    # jaxpr. They are arguments below: a function with a rule of its own may not close
+    # over values that are differentiated
+    # (test_derivatives_of_a_skipped_step_are_those_of_a_branch).
     closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
     leaves = _update_leaves(closed)(
         applied, jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
@@ -130,13 +139,17 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         )
 
     def step(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+        # Zeros in place of NaN, for what the optimizer itself would notice: a loop that
+        # waits for a NaN to become small never ends
+        # (test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step).
         if is_plain:
             return late(applied, zero_unless(applied, inputs), old, consts)
         return _hidden_from_checkify(fast)(applied, inputs, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # Under vmap this becomes a select, whose derivative is 0 times that of the
-        # branch not taken: NaN for many an optimizer at a gradient of 0, hence 1.
+        # branch not taken: NaN for many optimizers at a gradient of 0, hence 1
+        # (test_derivatives_of_a_mapped_skipped_step_are_finite).
         inputs = map_inexact(lambda x: jnp.where(applied, x, jnp.ones_like(x)), inputs)
 
         def run() -> list[Any]:
@@ -148,11 +161,16 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
             updates = updates[: len(updates) - len(old)]
             return [*map(_negative_zeros, updates), *old]
 
+        # Not a select, whose derivative is 0 times that of the side not taken: NaN
+        # where that is infinite
+        # (test_derivatives_of_a_skipped_step_are_those_of_a_branch).
         return lax.cond(applied, run, keep)
 
     if closed.effects:  # which JAX does not allow in functions with rules of their own
         return step
     with_derivative = jax.custom_jvp(step)
+    # The rule differentiates the branch, so that a step that is not differentiated has
+    # no branch (test_the_compiled_step_has_no_branch_and_no_callback).
     with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
     return with_derivative
 
@@ -196,6 +214,7 @@ def _evaluate_selecting(
     Returns:
       (updates, leaves of the selected state).
     """
+    # A result of the jaxpr may be an argument or a literal, which no equation defines.
     count = len(jaxpr.outvars) - len(old)
     defined = {id(var) for equation in jaxpr.eqns for var in equation.outvars}
     old_of = {
@@ -218,6 +237,9 @@ def _evaluate_selecting(
     state = []
     for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
         # A select of a selected leaf would be one more operation in every kernel.
+        # `old_of` has one old leaf for each variable. Where an optimizer returns one
+        # value as two leaves, the other is selected here, from its own old leaf
+        # (test_two_leaves_of_one_new_value_keep_an_old_value_each).
         is_selected = new is leaf or (_is_var(var) and old_of.get(var) is leaf)
         state.append(new if is_selected else jnp.where(applied, new, leaf))
     return leaves[:count], state
@@ -226,6 +248,8 @@ def _evaluate_selecting(
 def _evaluate(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> list[Any]:
     """The results of one equation, computed as a jaxpr of its own."""
     invars = [v for v in equation.invars if _is_var(v)]
+    # Not `primitive.bind` with the equation's parameters: what has a jaxpr among them
+    # (custom_jvp_call, of jax.nn.relu) binds functions in its place.
     alone = jaxpr.replace(
         constvars=[], invars=invars, outvars=equation.outvars, eqns=[equation]
     )
@@ -239,6 +263,9 @@ def _is_var(var: Any) -> bool:
 def _is_plain_only(closed: Any) -> bool:
     if _debugs_nans() or closed.effects:
         return True
+    # By parts of names: there are io_callback, pure_callback and debug_callback, and a
+    # kernel of Pallas is pallas_call
+    # (test_pure_callbacks_see_a_state_of_one_piece_too).
     names = {equation.primitive.name for equation in equations(closed.jaxpr)}
     return any(part in name for name in names for part in _PLAIN_ONLY)
 

@@ -32,6 +32,8 @@ def _from_state_dict(target: Any, state: Any) -> Any:
     expected = _to_state_dict(target)
     path = sys.modules["flax.serialization"].current_path()
     where = f"{type(target).__name__} at path {path}"
+    # Flax compares names only for its own kinds of containers: without this a truncated
+    # state is a KeyError (test_a_foreign_or_truncated_state_dict_is_a_clear_error).
     if not isinstance(state, dict) or set(state) != set(expected):
         got = sorted(state) if isinstance(state, dict) else repr(state)
         raise ValueError(
@@ -46,5 +48,8 @@ def _from_state_dict(target: Any, state: Any) -> Any:
                 f"{where}: expected {name} of shape and dtype {wanted}, got {got}: "
                 f"{state[name]!r}"
             )
+    # Not by the constructor, which would refuse an S outside the bounds of the code
+    # that restores. And JAX arrays: what Flax reads from bytes are NumPy arrays, which
+    # cannot be donated.
     leaves = [jnp.asarray(state[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)

@@ -113,6 +113,9 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
         return _restore(function, load, state, _without_guard, _with_fields)
     except Exception as error:
         try:
+            # The older form comes second, and its error is only a note: most
+            # checkpoints are not of 0.1.0, and the first error is about the form that
+            # was expected (test_a_foreign_checkpoint_is_no_checkpoint_without_a_guard).
             return _restore(function, load, state, _first_form, _with_fields)
         except Exception as older_error:
             error.add_note(
@@ -147,6 +150,9 @@ def _restore(
         state,
         is_leaf=is_loss_scale_state,
     )
+    # Matched by name: a loader that ignores the template returns dicts with sorted
+    # keys, whose leaves are in another order
+    # (test_a_loader_without_a_template_may_return_plain_dicts).
     restored = _like(function, template, load(_pruned(template)))
     state = jax.tree.map(
         lambda x, old: merge(x, old) if is_loss_scale_state(x) else old,
@@ -154,6 +160,9 @@ def _restore(
         restored,
         is_leaf=is_loss_scale_state,
     )
+    # What is not on disk keeps its value of `state`, which must be one: an abstract S
+    # fails only in the first compiled step, far from here
+    # (test_an_abstract_loss_scale_is_refused).
     leaves = _named_leaves(state)
     abstract = [path for path, leaf in leaves.items() if _is_abstract(leaf)]
     if abstract:
@@ -190,6 +199,8 @@ class _FirstForm(NamedTuple):
 
 
 def _first_form(node: Any) -> Any:
+    # A mapping of NNX lacks the fields that hold no array
+    # (test_an_nnx_checkpoint_without_a_guard_is_restored).
     names = _FirstForm._fields
     if isinstance(node, Mapping):
         return type(node)({name: node[name] for name in names if name in node})  # pyright: ignore[reportCallIssue]
@@ -229,6 +240,9 @@ def _like(function: str, template: Any, restored: Any) -> Any:
     wanted, got = _named_leaves(template), _named_leaves(restored)
     data = {path for path, leaf in wanted.items() if _is_data(leaf)}
     missing, foreign = data - got.keys(), got.keys() - wanted.keys()
+    # Orbax's partial restore leaves the template's own ShapeDtypeStruct in place of
+    # what it did not read
+    # (test_leaves_that_a_partial_restore_left_abstract_never_reach_the_user).
     unread = {
         path
         for path in data & got.keys()
@@ -257,6 +271,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by path, in order; tuples with names, dicts and lists as on disk."""
 
     def name(key: Any) -> str:
+        # A dict's key, a list's index and a tuple's field name are all strings on disk.
         return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -265,6 +280,8 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 def _checked(function: str, path: str, value: Any, like: Any) -> Any:
     shapes = (jnp.shape(value), jnp.shape(like))
+    # A Python number has no dtype that could differ. JAX gives it one with the first
+    # step.
     python_number = not hasattr(value, "dtype") or not hasattr(like, "dtype")
     if shapes[0] != shapes[1] or not (python_number or value.dtype == like.dtype):
         raise ValueError(
@@ -272,6 +289,8 @@ def _checked(function: str, path: str, value: Any, like: Any) -> Any:
             f"{getattr(value, 'dtype', type(value))} in the checkpoint, but "
             f"{shapes[1]} and {getattr(like, 'dtype', type(like))} in state"
         )
+    # NumPy arrays cannot be donated, and float64 scalars are another type for `jit`
+    # (test_the_restored_state_trains_on_in_one_compilation).
     return jnp.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value
 
 

@@ -144,6 +144,7 @@ class TrainState(train_state.TrainState):
           ValueError: a change differs from its field in structure, shape or dtype.
         """
         tx: Any = self.tx
+        # The optimizer's state was made for these alone: see `create`.
         trained = _trained(self.params)
         updates, opt_state = tx.update(
             _gradients(grads, self.params), self.opt_state, trained, value=value
@@ -162,6 +163,9 @@ def _selected(
 ) -> dict[str, Any]:
     """The changes if `applied`, else the fields; those of static fields in any case."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
+    # Flax marks static fields so. They may hold functions, between which no compiled
+    # step can select
+    # (test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step).
     nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
     new = {name: value for name, value in changes.items() if name in nodes}
     old = {name: getattr(state, name) for name in new}
@@ -196,7 +200,8 @@ def _gradients(grads: Any, params: Any) -> Any:
         return grads
 
     def news(new: Any, old: Any) -> jax.Array:
-        # A history that Flax saved with an infinite maximum must not skip every step.
+        # A history that Flax saved with an infinite maximum must not skip every step
+        # (test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing).
         return jnp.where(jnp.isfinite(old).all(), new, jnp.zeros_like(new))
 
     new, old = (core.unfreeze(x[OVERWRITE_WITH_GRADIENT]) for x in (grads, params))

@@ -152,8 +152,11 @@ class Optimizer(nnx.Optimizer):
                 **kwargs,
             )
             nodes = graph_nodes(args)
+            # Before the call, which writes into the modules themselves.
             before = values_of(nodes)
             value, grads = fun(*args, **fun_kwargs)
+            # The loss too: its NaN is in the statistics even where a `where` keeps it
+            # out of the gradients.
             finite = all_finite((value[0] if has_aux else value, grads))
             written = written_since(nodes, before)
             put_back(finite, nodes, written)
@@ -187,6 +190,8 @@ class Optimizer(nnx.Optimizer):
         forward_pass = _FORWARD_PASSES.pop(self, None)
         updates = super().update(model, grads, value=value, **kwargs)
         applied = _array_of(self.opt_state.applied)
+        # nnx.Optimizer has counted the call already
+        # (test_a_skipped_step_leaves_all_that_training_keeps_bit_identical).
         self.step[...] = select_tree(applied, _array_of(self.step), step)
         if forward_pass is not None and forward_pass.step is step:
             put_back(applied, forward_pass.nodes, forward_pass.written)
@@ -241,6 +246,8 @@ def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) 
         return tuple(_diff_states(argnum, wrt, count, kwargs) for argnum in argnums)
     is_state = isinstance(argnums, nnx.DiffState)
     position, wrt = (argnums.argnum, argnums.filter) if is_state else (argnums, wrt)
+    # nnx.DiffState compares positions as they are, and -1 is none of them
+    # (test_argnums_may_be_several_negative_or_states).
     position = position + count if position < 0 else position
     if not is_state and _in_tree_mode(kwargs):
         return position

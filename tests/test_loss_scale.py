@@ -41,6 +41,12 @@ def test_s_grows_on_the_period_th_finite_step_in_a_row(period):
     assert history[period] == (32.0, 0) if period == 1 else (16.0, 1)
 
 
+def test_a_counter_beyond_a_shorter_period_grows_at_once():
+    # A run with a period of 50 is restored into one with a period of 3.
+    loss_scale = DynamicLossScale(8.0, 7, period=3).adjust(jnp.array(True))
+    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (16.0, 0)
+
+
 def test_the_documented_sequence():
     history = trajectory(DynamicLossScale(8.0, period=3), [True] * 6)
     assert [s for s, _ in history] == [8, 8, 16, 16, 16, 32]

@@ -40,6 +40,9 @@ def run_backward(
 
     S is a leaf, not configuration, so that a sweep over S is one compilation.
     """
+    # Not a StaticLossScale, whose S is configuration and cannot be traced: a sweep
+    # would compile once for each S
+    # (test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once).
     loss_scale = DynamicLossScale(
         jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
     )

@@ -132,6 +132,7 @@ def calibrate_loss_scale(
             finite = all_finite((found.loss, found.leaves))
             return dataclasses.replace(found, loss=None, leaves=shares), finite
 
+        # Not vmap, which would hold the activations of all S at once.
         return lax.map(at, jnp.asarray(scales))
 
     found, finite = sweep(arrays)
@@ -163,6 +164,8 @@ def _window(
     log2: np.ndarray, zero_fraction: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(log2_low, log2_high) of `Calibration`."""
+    # Zeros that every finite S leaves are no loss: dead units, padding, the other
+    # classes (test_entries_that_are_always_zero_do_not_count_as_lost).
     unavoidable = jnp.min(
         jnp.where(finite[:, None], zero_fraction, 1), axis=0, keepdims=True
     )

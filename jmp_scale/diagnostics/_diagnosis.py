@@ -121,6 +121,8 @@ def diagnose_nonfinite(
         )
     arrays, rejoin = split_arrays(args)
 
+    # S is an argument of the compiled function: one compilation for all S
+    # (test_a_diagnosis_compiles_the_loss_once_however_many_scales_it_tries).
     @jax.jit
     def flags(s: jax.Array, arrays: list[Any]) -> Backward:
         found = run_backward(fun, s, rejoin(arrays), argnums, has_aux)
@@ -144,10 +146,15 @@ def diagnose_nonfinite(
         return Diagnosis("none")
     if not loss_finite:
         return Diagnosis("forward", first, None, nonfinite, _nonfinite_argument(args))
+    # From the largest power of two below S. For a power of two itself that is half of
+    # it, since S has just been tried
+    # (test_an_overflow_is_finite_from_the_largest_smaller_scale_on).
     for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, log2_min - 1, -1):
         _, smaller = run(2.0**log2_scale)
         if not smaller:
             return Diagnosis("overflow", nonfinite[0], log2_scale, nonfinite)
+        # What is left at the smallest S that overflows is what overflows first as S
+        # grows (test_the_leaf_that_overflows_first_as_the_scale_grows_is_named).
         nonfinite = smaller
     return Diagnosis("nan", nonfinite[0], None, nonfinite, _nonfinite_argument(args))
 

@@ -223,6 +223,8 @@ def _findings(
     findings = []
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
+        # Of a replicated state every number below is an array, and `float` fails far
+        # from here (test_health_refuses_several_replicas_of_a_state).
         if shape != ():
             raise ValueError(
                 f"{function}: expected one state, got {shape} of them; index one with "

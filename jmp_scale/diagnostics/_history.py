@@ -117,6 +117,8 @@ class LossScaleHistory:
             )
         flags = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
         numbers = {name: jnp.full(capacity, jnp.nan, jnp.float32) for name in _NUMBERS}
+        # Copied below: two leaves of one buffer cannot be donated
+        # (test_a_history_keeps_its_types_and_buffers_through_a_donated_scan).
         nan = jnp.full([], jnp.nan, jnp.float32)
         zero = jnp.zeros([], jnp.int32)
         return cls(
@@ -169,6 +171,8 @@ class LossScaleHistory:
         if loss_finite is None:
             loss_finite = True if loss is None else jnp.isfinite(loss)
         values = {
+            # Exact for powers of two, which a device's own log2 need not be: `summary`
+            # counts every change of S as a growth or a backoff.
             "log2_scale": log2_magnitude(magnitude_bits(s)),
             "loss": nan if loss is None else loss,
             "grads_finite": grads_finite,
@@ -194,11 +198,15 @@ class LossScaleHistory:
         arrays = {}
         for name, value in values.items():
             buffer = getattr(self, name)
+            # The buffer's dtype, not that of a bfloat16 loss: a carry keeps its types
+            # (test_a_history_keeps_its_types_and_buffers_through_a_donated_scan).
             value = jnp.asarray(value).astype(buffer.dtype)
             arrays[name] = buffer.at[index].set(value)
             if name in ("loss", "grad_norm"):
                 first_name = "first_loss" if name == "loss" else "first_norm"
                 first = getattr(self, first_name)
+                # A first norm of 0 would make every later one a growth without bound
+                # (test_the_first_usable_loss_and_norm_stay).
                 usable = jnp.isfinite(value) & ((value != 0) | (name == "loss"))
                 is_first = jnp.isnan(first) & usable
                 arrays[first_name] = jnp.where(is_first, value, first)
@@ -224,6 +232,9 @@ class LossScaleHistory:
         log2_scale, skipped = recorded["log2_scale"], ~recorded["applied"]
         loss_nonfinite = ~recorded["loss_finite"]
         steps, changes = len(skipped), np.diff(log2_scale)
+        # With an applied step before the first and after the last, each run of skips is
+        # the gap between two neighbors
+        # (test_a_history_counts_skips_growths_and_backoffs).
         applied = np.flatnonzero(np.concatenate([[True], ~skipped, [True]]))
         return HistorySummary(
             steps=steps,
@@ -236,6 +247,7 @@ class LossScaleHistory:
             log2_scale_median=float(np.median(log2_scale)) if steps else float("nan"),
             log2_scale_last=float(log2_scale[-1]) if steps else float("nan"),
             spikes=int((skipped & recorded["grads_finite"]).sum()),
+            # A loss that is not finite makes its gradients so: one step, counted once.
             overflows=int((~recorded["grads_finite"] & ~loss_nonfinite).sum()),
         )
 

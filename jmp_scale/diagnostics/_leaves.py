@@ -12,8 +12,8 @@ from ._history import LossScaleHistory
 # What optimizers call their averages of squared gradients.
 _SECOND_MOMENTS = frozenset({"nu", "v"})
 
-# Half the distance between neighboring bfloat16 numbers is at least 2^-9 of them: with a
-# decay nearer to 1 than that each step's change is rounded away.
+# Half the distance between neighboring bfloat16 numbers is at least 2^-9 of them: with
+# a decay nearer to 1 than that each step's change is rounded away.
 _LARGEST_DECAY = 1 - 2.0**-9
 
 # A second moment that decays is, after so many steps without a larger gradient, no more
@@ -60,8 +60,8 @@ def _evidence(
     if ratio < _STALE:
         return None
     return {
-        "evidence": f", and the second moments are {ratio:.3g} times the mean square of "
-        f"the last {_QUIET_STEPS} gradients"
+        "evidence": f", and the second moments are {ratio:.3g} times the mean square "
+        f"of the last {_QUIET_STEPS} gradients"
     }
 
 

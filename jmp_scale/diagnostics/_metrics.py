@@ -86,6 +86,7 @@ def metrics(
         for name in _FIELDS:
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
         for name in _LIMITS:
+            # A mapping made by Flax has the guard's statistics, but not its threshold.
             if hasattr(state.guard, name):
                 scalars[prefix + name] = getattr(state.guard, name)
     if grads is not None:

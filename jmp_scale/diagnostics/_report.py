@@ -75,6 +75,7 @@ class GradReport:
     @property
     def flushed_share(self) -> jax.Array:
         """f32[L], `flushed` over the non-zero entries, 0 if there are none."""
+        # Subtracted as integers: float32 has no odd counts beyond 2^24.
         nonzero = (self.size - self.zero).astype(jnp.float32)
         return self.flushed.astype(jnp.float32) / jnp.maximum(nonzero, 1)
 
@@ -227,9 +228,12 @@ def _stacked_statistics(
 
 def _leaf_statistics(leaf: Any, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     bits = _casts.magnitude_bits(leaf)
+    # A uint32 count wraps silently: a leaf of 2^32 zeros would have none
+    # (test_a_leaf_too_large_for_its_counters_is_counted_in_pieces).
     pieces = -(-bits.size // _LARGEST_COUNT)
     if pieces <= 1:
         return _piece_statistics(bits, bounds)
+    # Along the largest axis: a short one may have fewer rows than there are pieces.
     parts = jnp.array_split(bits, pieces, axis=int(np.argmax(bits.shape)))
     amax, amin, counts = map(
         jnp.stack, zip(*(_piece_statistics(p, bounds) for p in parts), strict=True)
@@ -253,6 +257,8 @@ def _piece_statistics(
         jnp.where(nonzero, bits, _casts.INFINITY),
         *(mask.astype(jnp.uint32) for mask in reached),
     ]
+    # The minimum starts at infinity, and zeros count as that: the least non-zero
+    # magnitude of a leaf is not 0.
     starts = [np.int32(0), np.int32(_casts.INFINITY), *[np.uint32(0)] * len(reached)]
 
     def join(a: Any, b: Any) -> Any:

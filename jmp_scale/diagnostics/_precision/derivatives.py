@@ -41,6 +41,7 @@ class VjpRules(NamedTuple):
 def jvp_rule(eqn: Any) -> Traced | None:
     """The rule of a custom_jvp call, of (primals, tangents); None if unreadable."""
     with contextlib.suppress(Exception):
+        # JAX asks of each tangent whether it is zero: the rule is traced for none.
         primals = len(eqn.invars) - eqn.params["num_consts"]
         return _traced(eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals))
     return None

@@ -96,6 +96,7 @@ def of_dtype(dtype: str) -> Fact:
 def of_constant(value: Any, dtype: str) -> Fact:
     """What is known of a constant: its range, and its values if they are few."""
     array = constant(value)
+    # A NaN has no place between bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
         return of_dtype(dtype)
     values = np.unique(array)
@@ -140,6 +141,8 @@ def widened(old: Fact, new: Fact, dtype: str) -> Fact:
     both, top = join(old, new), of_dtype(dtype)
     return dataclasses.replace(
         both,
+        # A bound that moves once may move in each iteration: given up, so that the walk
+        # ends after three rounds.
         low=old.low if both.low >= old.low else top.low,
         high=old.high if both.high <= old.high else top.high,
         only=both.only and both.values == old.values,

@@ -97,6 +97,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A jaxpr and the values of its constants; jax 0.12 has only one kind of jaxpr."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     consts = list(getattr(jaxpr, "consts", ()) or ())
+    # A bare jaxpr names its constants without their values: they are unknown then.
     if len(consts) != len(inner.constvars):
         consts = [None] * len(inner.constvars)
     return inner, consts
@@ -141,6 +142,9 @@ def known_primitives() -> frozenset[str]:
         for primitive in vars(module).values()
         if isinstance(primitive, jax.extend.core.Primitive)
     }
+    # By name, since JAX has no list of its primitives. What is on neither list is said
+    # to be unread, instead of passing as clean
+    # (test_a_foreign_primitive_is_not_looked_into).
     return _UNLISTED | listed
 
 
@@ -168,6 +172,8 @@ def _scan_layout(eqn: Any) -> Loop | None:
     pairs = zip(eqn.outvars, inner.outvars, strict=True)
     same_out = [shape(a) == shape(b) for a, b in pairs]
     held, carry = sum(same_in), sum(same_out)
+    # The order is consts, carries, scanned; anything else is a layout that this does
+    # not know (test_an_unreadable_scan_is_walked_through_and_said_to_be_unread).
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
     trips = eqn.params.get("length")

@@ -54,6 +54,7 @@ def half_carries(loop: Loop, mechanical: bool) -> Iterator[tuple[Draft, Any]]:
         of what all iterations share, which harm only in long loops.
     """
     least = _LONG_BACKWARD_LOOP if mechanical else 2
+    # Of a loop that waits for a condition nobody knows the length: it may be long.
     if loop.trips is not None and loop.trips < least:
         return
     times = "each iteration" if loop.trips is None else f"{loop.trips:,} iterations"
@@ -182,6 +183,9 @@ def _takes_steps(
     eqn = _adding(result, made_by)
     if eqn.primitive.name not in ("add", "sub"):
         return False
+    # `x + f(x)` alone is a residual stream, which half precision bears. It is the size
+    # of the steps and their number that make an ODE solver of it
+    # (test_small_or_many_steps_accumulate_and_a_residual_stream_does_not).
     steps = [v for v in eqn.invars if _uncast(v, made_by) is not variable]
     if len(steps) != 1:
         return False

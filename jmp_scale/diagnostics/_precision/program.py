@@ -35,6 +35,8 @@ class Tracer:
         transformed = transform(self._checked_fun)
 
         def on_arrays(*arrays: Any) -> list[Any]:
+            # Other leaves (a model's functions, strings) stay as they are, as under a
+            # filtered jit.
             leaves = list(self._leaves)
             for place, array in zip(self._places, arrays, strict=True):
                 leaves[place] = array

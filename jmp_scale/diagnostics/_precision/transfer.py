@@ -48,12 +48,15 @@ def _convert(eqn: Any, x: Fact) -> Fact:
     if is_integer(dtype):
         top = of_dtype(dtype)
         low, high = max(x.low, top.low), min(x.high, top.high)
+        # A cast to integers cuts the fractions off: constants with one are other
+        # numbers.
         values = x.values if x.integral else frozenset()
         return Fact(low, high, values, only=x.only and x.integral, integral=True)
     if not is_half(dtype):
         return x
     return dataclasses.replace(
         x,
+        # The wider of the two, which holds before the rounding and after it.
         low=min(x.low, rounded(x.low, dtype)),
         high=max(x.high, rounded(x.high, dtype)),
         guard=None if x.guard is None else rounded(x.guard, dtype),
@@ -87,6 +90,7 @@ def _sub(eqn: Any, x: Fact, y: Fact) -> Fact:
 def _mul(eqn: Any, x: Fact, y: Fact) -> Fact:
     if eqn.invars[0] is eqn.invars[1]:
         return _square(eqn, x)
+    # All four: the signs of the bounds are not known.
     products = [_times(a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
     fact = _bounds(min(products), max(products), x, y)
     for other, factor in ((x, y), (y, x)):
@@ -96,6 +100,7 @@ def _mul(eqn: Any, x: Fact, y: Fact) -> Fact:
 
 
 def _times(a: float, b: float) -> float:
+    # 0 times an unknown bound, which is infinite, would be NaN.
     return 0.0 if a == 0 or b == 0 else a * b
 
 
@@ -127,8 +132,10 @@ def _integer_pow(eqn: Any, x: Fact) -> Fact:
 
 
 def _power(eqn: Any, x: Fact, exponent: int) -> Fact:
+    # 1/x and x^0 have no bounds that any rule asks for.
     if exponent < 2:
         return Fact()
+    # Python's own power raises OverflowError beyond 1e308.
     high = x.magnitude**exponent if x.magnitude < 1e30 else INF
     low = 0.0 if exponent % 2 == 0 or x.low >= 0 else -high
     if low == 0 and not x.may_be_zero:
@@ -171,6 +178,7 @@ def _clamp(eqn: Any, low: Fact, x: Fact, high: Fact) -> Fact:
 
 def _rem(eqn: Any, x: Fact, y: Fact) -> Fact:
     whole = x.integral and y.integral
+    # `positions % 512` is at most 511, so a table of 512 needs no warning.
     bound = max(y.magnitude - 1, 0.0) if whole else y.magnitude
     return _bounds(0.0 if x.low >= 0 else -bound, bound, x, y)
 

@@ -118,6 +118,9 @@ class Walk:
 
     def _pass(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact]:
         self.clock += 1
+        # JAX marks the backward pass in the names only. Of what it made itself by
+        # transposing, only sums (over entries, devices, iterations) can be at fault.
+        # All else is said at the forward line.
         transposed = "transpose(" in str(eqn.source_info.name_stack)
         scope = scope._replace(
             outer=_lazily(eqn, scope.outer),
@@ -153,6 +156,8 @@ class Walk:
             return outs
         if outs and outs[0].guard == 0 and starts_a_sum(eqn, ins, scope.outer):
             outs = [dataclasses.replace(outs[0], guard=None)]
+        # Places are found only where something is: to read the frames of every equation
+        # would take minutes (test_an_unrolled_transformer_of_12_layers_in_seconds).
         visit = Visit(eqn, scope.outer, scope.backward, scope.times, self.clock)
         self.visits.append(visit)
         if not outs or (self._mechanical_only and not scope.mechanical):
@@ -177,6 +182,8 @@ class Walk:
         """Gives equal names to results that are made alike from the same value."""
         for variable in eqn.outvars:
             self._names[id(variable)] = object()
+        # `h.astype(f32) * h.astype(f32)` are two casts of one value, and a square. JAX
+        # does not merge them in the trace.
         if eqn.primitive.name in _RENAMES:
             parameters = str(sorted(eqn.params.items()))
             name = (eqn.primitive.name, parameters, self._name_of(eqn.invars[0]))
@@ -188,6 +195,7 @@ class Walk:
     def _nested(
         self, eqn: Any, bodies: list[Any], ins: list[Fact], scope: Scope
     ) -> list[Fact]:
+        # In shard_map shapes are those of one device, but all of them compute.
         scope = scope._replace(times=scope.times * jaxprs.mesh_size(eqn))
         ruled = self._by_rules(eqn, ins, scope)
         if ruled is not None:
@@ -235,6 +243,7 @@ class Walk:
         if rule is None or not is_users(rule):
             return None
         self._kept.append(rule)
+        # The equation's constants come first, and the rule does not take them.
         primals = ins[len(ins) - len(rule.jaxpr.invars) // 2 :]
         tangents = [of_atom(v) for v in rule.jaxpr.invars[len(primals) :]]
         return self.run(rule, [*primals, *tangents], scope)[: len(eqn.outvars)]
@@ -261,6 +270,8 @@ class Walk:
                 self._note_operations(body, place)
 
     def _loop(self, eqn: Any, loop: Loop, ins: list[Fact], scope: Scope) -> list[Fact]:
+        # A cast before a loop and one back within it are not side by side: every
+        # iteration works on the half value.
         ins = [dataclasses.replace(fact, narrowed=False) for fact in ins]
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
@@ -284,6 +295,9 @@ class Walk:
         start, scanned = rest[: loop.carry], rest[loop.carry :]
         counters = {i: counted(loop, i, fact) for i, fact in enumerate(start)}
         carry = [counters[i] or fact for i, fact in enumerate(start)]
+        # What is known of a carry at first (a zero) holds in no other iteration. So the
+        # body is walked until its facts stay the same, without findings, and then once
+        # more with them (test_masks_positions_and_noise_that_half_precision_holds).
         self._silent += 1
         try:
             for _ in range(_ROUNDS):

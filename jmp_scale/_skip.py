@@ -161,9 +161,8 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
             updates = updates[: len(updates) - len(old)]
             return [*map(_negative_zeros, updates), *old]
 
-        # Not a select, whose derivative is 0 times that of the side not taken: NaN
-        # where that is infinite
-        # (test_derivatives_of_a_skipped_step_are_those_of_a_branch).
+        # Not a select, which differentiates the side not taken too, times 0. Inputs of 1
+        # make an infinite derivative rare there; in a branch it is not computed at all.
         return lax.cond(applied, run, keep)
 
     if closed.effects:  # which JAX does not allow in functions with rules of their own

@@ -350,6 +350,13 @@ def test_a_state_with_leaves_that_are_not_arrays_is_kept():
     assert new["name"] == "momentum"
     assert_bitwise_equal(new["m"], old["m"])
 
+    @jax.jit
+    def compiled(applied):
+        _, _, new = update_or_keep(applied, update, jnp.ones(2), old)
+        return new["m"]
+
+    assert_bitwise_equal(compiled(jnp.array(False)), old["m"])
+
 
 def test_without_jax_s_jaxpr_interface_the_skip_is_the_same(monkeypatch):
     monkeypatch.setattr(_skip, "core", object())

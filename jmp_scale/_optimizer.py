@@ -45,8 +45,14 @@ def runner(
             # (optax.contrib.sam) must not fail because of it.
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
+            refusal = error
         given.pop("value")
-        return inner.update(updates, state, params, **extra_args, **given)
+        try:
+            return inner.update(updates, state, params, **extra_args, **given)
+        except TypeError as error:
+            if "missing" in str(error) and "'value'" in str(error):
+                raise TypeError(_REFUSED_VALUE.format(refusal=refusal)) from error
+            raise
 
     def run(inputs: dict[str, Any], state: Any) -> tuple[Any, Any]:
         try:
@@ -54,10 +60,8 @@ def runner(
         except TypeError:
             # Branches and loops demand one dtype (optax.novograd's), and the state has
             # that of the parameters.
-            if params is None:
-                raise
-            narrow = _cast_like(inputs["updates"], params)
-            if _dtypes(narrow) == _dtypes(inputs["updates"]):
+            narrow = _narrowed(inputs["updates"], params)
+            if narrow is None:
                 raise
             new_updates, new_state = call(inputs | {"updates": narrow}, state)
         if params is not None:
@@ -65,6 +69,28 @@ def runner(
         return new_updates, _state_like(new_state, state)
 
     return run
+
+
+_REFUSED_VALUE = (
+    "with_loss_scale: expected all parts of inner to take value= or none to need it, "
+    "got one that refuses it ({refusal}) beside one that needs it; chain the first as "
+    "optax.GradientTransformation(part.init, part.update), to which optax.chain gives "
+    "no extra arguments"
+)
+
+
+def _narrowed(updates: Any, params: Any) -> Any:
+    """The updates in the dtypes of the parameters; None if that changes nothing."""
+    # optax.lookahead takes a pair of parameters, and hands one of them on.
+    while isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is None:
+        return None
+    try:
+        narrow = _cast_like(updates, params)
+    except ValueError:  # of another structure: the optimizer's own error says more
+        return None
+    return None if _dtypes(narrow) == _dtypes(updates) else narrow
 
 
 def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -533,6 +533,23 @@ def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(name, wrap):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_a_chain_that_both_refuses_and_needs_the_loss_is_an_error_with_a_cure():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    tx = jmp_scale.with_loss_scale(optax.chain(sam, plateau))
+    state, value = tx.init(PARAMS), jnp.float32(1)
+    with pytest.raises(TypeError, match=r"with_loss_scale: .*sam.*GradientTransf"):
+        tx.update(GOOD, state, PARAMS, value=value)
+
+    cured = optax.chain(optax.GradientTransformation(sam.init, sam.update), plateau)
+    updates, expected = (
+        jax.jit(tx.update)(GOOD, tx.init(PARAMS), PARAMS, value=value)[0]
+        for tx in (jmp_scale.with_loss_scale(cured), cured)
+    )
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def test_an_error_of_the_optimizer_itself_is_passed_on():
     def update(updates, state, params=None, *, value=None):
         raise TypeError("unsupported operand")
@@ -558,6 +575,22 @@ def test_an_optimizer_with_branches_works_on_half_precision_parameters(
         assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
         state = new
     assert state.skipped == 0
+
+
+@pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float32])
+def test_an_optimizer_with_branches_works_within_a_lookahead(grad_dtype):
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GOOD)
+    inner = optax.lookahead(optax.novograd(1e-2), sync_period=2, slow_step_size=0.5)
+    pair = optax.LookaheadParams.init_synced(params)
+    expected, _ = inner.update(grads, inner.init(pair), pair)
+    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
+    grads = jax.tree.map(lambda g: g.astype(grad_dtype), grads)
+    updates, state = jax.jit(tx.update)(grads, tx.init(pair), pair)
+    assert state.skipped == 0
+    assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, expected)
+    for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7)
 
 
 @pytest.mark.parametrize("nest", [

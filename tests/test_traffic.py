@@ -1,0 +1,227 @@
+"""The counter of a program's memory traffic, on programs whose traffic is known."""
+
+import _hlo
+import _traffic
+import jax
+import jax.numpy as jnp
+import pytest
+
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+
+
+def module(entry, others=""):
+    lines = "\n".join(f"  {line}" for line in entry.strip().splitlines())
+    return _hlo.parse(
+        f"HloModule test, is_scheduled=true\n{others}\n"
+        f"ENTRY %main (x: f32[1024]) -> f32[] {{\n{lines}\n}}\n"
+    )
+
+
+X = "%x = f32[1024]{0} parameter(0)\n"
+KNOWN = {
+    "a copy reads and writes": (X + "ROOT %c = f32[1024]{0} copy(%x)", "", 8192),
+    "a reduction reads its operand and writes a number": (
+        X + "%zero = f32[] constant(0)\n"
+        "ROOT %r = f32[] reduce(%x, %zero), dimensions={0}, to_apply=%add",
+        ADD,
+        4096 + 4 + 4,
+    ),
+    "a fusion reads its operands once, whatever it does with them": (
+        X + "ROOT %f = f32[1024]{0} fusion(%x, %x), kind=kLoop, calls=%fused",
+        """
+%fused (p: f32[1024], q: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  %q = f32[1024]{0} parameter(1)
+  %square = f32[1024]{0} multiply(%p, %q)
+  ROOT %sum = f32[1024]{0} add(%square, %p)
+}
+""",
+        3 * 4096,
+    ),
+    "a fusion of two results writes both": (
+        X + "ROOT %f = (f32[1024]{0}, pred[]) fusion(%x), kind=kInput, calls=%fused",
+        """
+%fused (p: f32[1024]) -> (f32[1024], pred[]) {
+  %p = f32[1024]{0} parameter(0)
+  %twice = f32[1024]{0} add(%p, %p)
+  %flag = pred[] constant(true)
+  ROOT %both = (f32[1024]{0}, pred[]) tuple(%twice, %flag)
+}
+""",
+        2 * 4096 + 1,
+    ),
+    "a fusion that slices reads the slice": (
+        X + "ROOT %f = f32[16]{0} fusion(%x), kind=kLoop, calls=%fused",
+        """
+%fused (p: f32[1024]) -> f32[16] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %s = f32[16]{0} slice(%p), slice={[0:16]}
+}
+""",
+        2 * 64,
+    ),
+    "an update in place writes what it changes": (
+        X + "%u = f32[16]{0} slice(%x), slice={[0:16]}\n"
+        "%i = s32[] constant(3)\n"
+        "ROOT %d = f32[1024]{0} dynamic-update-slice(%x, %u, %i)",
+        "",
+        2 * 64 + (64 + 4 + 64),
+    ),
+    "a custom call reads its operands and writes its results": (
+        X + "%y = f32[1024]{0} copy(%x)\n"
+        "ROOT %c = (f32[8,128]{1,0}, s8[64]{0}) custom-call(%x, %y), "
+        'custom_call_target="__cublas$gemm"',
+        "",
+        8192 + (8192 + 4096 + 64),
+    ),
+    "what moves nothing costs nothing": (
+        X + "%b = f32[8,128]{1,0} bitcast(%x)\n"
+        "%t = (f32[8,128]{1,0}, f32[1024]{0}) tuple(%b, %x)\n"
+        "%g = f32[8,128]{1,0} get-tuple-element(%t), index=0\n"
+        'ROOT %c = f32[8,128]{1,0} custom-call(%g), custom_call_target="ConcatBitcast"',
+        "",
+        0,
+    ),
+    "start and done count once": (
+        X + "%s = (f32[1024]{0}, f32[1024]{0}, u32[]) copy-start(%x)\n"
+        "ROOT %d = f32[1024]{0} copy-done(%s)",
+        "",
+        8192,
+    ),
+    "an asynchronous all-reduce reads and writes once": (
+        X + "%s = f32[1024]{0} all-reduce-start(%x), to_apply=%add\n"
+        "ROOT %d = f32[1024]{0} all-reduce-done(%s)",
+        ADD,
+        8192,
+    ),
+    "on-chip memory of a TPU is left out": (
+        "%x = f32[1024]{0:T(1024)} parameter(0)\n"
+        "%s = (f32[1024]{0:T(1024)S(1)}, f32[1024]{0:T(1024)}, u32[]{:S(2)}) "
+        "copy-start(%x)\n"
+        "%d = f32[1024]{0:T(1024)S(1)} copy-done(%s)\n"
+        "ROOT %c = f32[1024]{0:T(1024)S(1)} negate(%d)",
+        "",
+        4096,
+    ),
+    "an asynchronous slice reads what it fetches": (
+        "%x = f32[1024]{0:T(1024)} parameter(0)\n"
+        "%s = ((f32[1024]{0:T(1024)}), f32[64]{0:T(64)S(1)}, s32[]{:S(2)}) "
+        "slice-start(%x), slice={[0:64]}\n"
+        "ROOT %d = f32[64]{0:T(64)S(1)} slice-done(%s)",
+        "",
+        256,
+    ),
+    "a loop's body counts as often as it runs": (
+        X + "ROOT %w = f32[1024]{0} while(%x), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"5"}}',
+        """
+%cond (c: f32[1024]) -> pred[] {
+  %c = f32[1024]{0} parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+%body (b: f32[1024]) -> f32[1024] {
+  %b = f32[1024]{0} parameter(0)
+  ROOT %n = f32[1024]{0} negate(%b)
+}
+""",
+        5 * 8192,
+    ),
+    "of a conditional the larger branch counts": (
+        X + "%p = pred[] constant(true)\n"
+        "ROOT %c = f32[1024]{0} conditional(%p, %x, %x), "
+        "branch_computations={%small, %large}",
+        """
+%small (s: f32[1024]) -> f32[1024] {
+  ROOT %s = f32[1024]{0} parameter(0)
+}
+%large (l: f32[1024]) -> f32[1024] {
+  %l = f32[1024]{0} parameter(0)
+  ROOT %n = f32[1024]{0} negate(%l)
+}
+""",
+        8192,
+    ),
+    "half a byte is a half": (
+        "%x = s4[1024]{0} parameter(0)\nROOT %c = bf16[1024]{0} convert(%x)",
+        "",
+        512 + 2048,
+    ),
+}
+
+
+@pytest.mark.parametrize("program", KNOWN)
+def test_the_traffic_of_a_known_program(program):
+    entry, others, expected = KNOWN[program]
+    assert _traffic.traffic(module(entry, others)) == expected
+
+
+def test_kernels_are_what_computes_or_copies():
+    counted = {name: _traffic.kernels(module(*KNOWN[name][:2])) for name in KNOWN}
+    assert counted["what moves nothing costs nothing"] == 0
+    assert counted["start and done count once"] == 0
+    assert counted["an asynchronous all-reduce reads and writes once"] == 0
+    assert counted["a loop's body counts as often as it runs"] == 5
+    assert counted["a custom call reads its operands and writes its results"] == 2
+
+
+def test_copies_within_the_device_are_listed_and_prefetches_are_not():
+    within = module(*KNOWN["start and done count once"][:2])
+    prefetch = module(*KNOWN["on-chip memory of a TPU is left out"][:2])
+    assert list(map(str, _traffic.copies(within))) == ["f32[1024]"]
+    assert _traffic.copies(prefetch) == []
+
+
+def test_collectives_are_listed_with_their_operands():
+    program = module(*KNOWN["an asynchronous all-reduce reads and writes once"][:2])
+    assert _traffic.collectives(program) == [("all-reduce", ("f32[1024]",))]
+
+
+def test_branches_and_what_waits_for_the_host_are_counted():
+    branch = module(*KNOWN["of a conditional the larger branch counts"][:2])
+    assert (_traffic.conditionals(branch), _traffic.host_operations(branch)) == (1, 0)
+    callback = module(
+        X + "ROOT %c = f32[1024]{0} custom-call(%x), "
+        'custom_call_target="xla_ffi_python_gpu_callback"'
+    )
+    offloaded = module(X + "ROOT %c = f32[1024]{0:S(5)} copy(%x)")
+    assert _traffic.host_operations(callback) == 1
+    assert _traffic.host_operations(offloaded) == 1
+
+
+def test_cycles_are_summed_with_their_loops():
+    body = """
+%cond (c: f32[1024]) -> pred[] {
+  %c = f32[1024]{0} parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+%body (b: f32[1024]) -> f32[1024] {
+  %b = f32[1024]{0} parameter(0)
+  ROOT %n = f32[1024]{0} negate(%b), backend_config={"estimated_cycles":"70"}
+}
+"""
+    loop = "ROOT %w = f32[1024]{0} while(%x), condition=%cond, body=%body, "
+    entry = X + loop + 'backend_config={"known_trip_count":{"n":"3"}}'
+    assert _traffic.estimated_cycles(module(entry, body)) == 210
+
+
+def test_a_program_without_an_entry_is_an_error():
+    with pytest.raises(ValueError, match="expected HLO text with an ENTRY"):
+        _hlo.parse("HloModule empty")
+
+
+def test_programs_of_this_machine_can_be_read():
+    def step(x, y):
+        return jnp.tanh(x) @ y, jax.lax.fori_loop(0, 3, lambda i, v: v * 2, y)
+
+    x = jnp.ones((64, 64))
+    compiled = jax.jit(step).lower(x, x).compile()
+    program = _hlo.parse(compiled.as_text())
+    # At least the arguments and the results.
+    assert _traffic.traffic(program) >= 4 * x.nbytes
+    assert _traffic.kernels(program) >= 1

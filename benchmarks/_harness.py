@@ -1,4 +1,4 @@
-"""What all benchmarks share: one timing loop, one way to print tables, versions and JSON."""
+"""What all benchmarks share: a timing loop, and how tables are printed."""
 
 import argparse
 import dataclasses
@@ -17,10 +17,13 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+import jmp_scale
+
 PACKAGES = (
-    "jmp_scale",
     "jax",
     "jaxlib",
+    "libtpu",
+    "jax-cuda12-plugin",
     "optax",
     "flax",
     "jmp",
@@ -34,7 +37,7 @@ AA_LIMITS = (0.9, 1.1)
 
 @dataclasses.dataclass
 class Table:
-    """A title, column names, rows of strings and numbers, and notes that stand below."""
+    """A title, column names, rows of strings and numbers, and notes below them."""
 
     title: str
     columns: list[str]
@@ -75,10 +78,12 @@ def paired_ratio(
 ) -> Ratio:
     """Time of `run` over that of `base`, each pair measured as base, run, base.
 
-    The mean of the two outer times is the pair's base time, which cancels a linear drift of the clock.
+    The mean of the two outer times is the pair's base time, which cancels a linear
+    drift of the clock.
 
     Args:
-      run: one call of the program, with its own state; returns its results, which are waited for.
+      run: one call of the program, with its own state; returns its results, which are
+        waited for.
       base: the same for the program that it is compared with.
       pairs: number of B-A-B pairs, at least 9 for a result that is reported.
       label: what the progress bar shows.
@@ -98,7 +103,7 @@ def paired_ratio(
 
 
 def is_quiet(control: Ratio) -> bool:
-    """Whether an A/A control (a program against itself) shows a machine that times can be taken on."""
+    """Whether an A/A control (a program against itself) shows an idle machine."""
     return AA_LIMITS[0] <= control.median <= AA_LIMITS[1]
 
 
@@ -114,9 +119,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def round_as_written() -> None:
-    """Keeps XLA from leaving out a cast to float16 and back; before the first array is made.
+    """Keeps XLA from leaving out a cast to float16 and back.
 
-    On a GPU it may, and then nothing rounds or overflows.
+    On a GPU it may, and then nothing rounds or overflows. Call it before the first
+    array is made.
     """
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
@@ -136,14 +142,24 @@ def add_pairs(arguments: argparse.ArgumentParser) -> None:
     )
 
 
-def report(tables: Sequence[Table], json_path: pathlib.Path | None) -> None:
-    """Prints the tables as Markdown, below the machine and the versions, and writes them as JSON."""
+def report(
+    tables: Sequence[Table], json_path: pathlib.Path | None, device: str | None = None
+) -> None:
+    """Prints the tables as Markdown, below the machine and the versions.
+
+    Args:
+      tables: in order.
+      json_path: where to write them too, if anywhere.
+      device: default the devices of this machine.
+    """
+    if device is None:
+        kind = jax.devices()[0].device_kind
+        device = f"{jax.device_count()} x {kind} ({_processor()})"
     data = {
         "command": "python benchmarks/"
         + shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "processor": _processor(),
+        "device": device,
         "versions": {"python": platform.python_version()} | _versions(),
         "tables": [dataclasses.asdict(table) for table in tables],
     }
@@ -158,7 +174,7 @@ def render(data: dict[str, Any]) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in data["versions"].items()
     )
-    head = f"`{data['command']}`, {data['date']}, {data['device']} ({data['processor']}); {versions}."
+    head = f"`{data['command']}`, {data['date']}, {data['device']}; {versions}."
     return (
         "\n\n".join([head, *(Table(**table).markdown() for table in data["tables"])])
         + "\n"
@@ -176,7 +192,7 @@ def _cell(value: Any) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"jmp_scale": jmp_scale.__version__}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -1,0 +1,122 @@
+"""Programs as a compiler makes them, and what it says of them on every run."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import _hlo
+import _targets
+import _traffic
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What the compiler says of one program.
+
+    Attributes:
+      bytes_accessed: bytes read from and written to the device's memory: on the CPU as
+        `cost_analysis` counts them, for a target as `_traffic` does.
+      temporaries: bytes of temporary buffers.
+      copies: types of the copied buffers, such as `f32[256,256]`.
+      kernels: instructions that compute or copy; each is a launch on a GPU.
+      conditionals: branches.
+      transfers: callbacks and transfers from and to the host.
+      collectives: kind and operand types of each.
+      cycles: those that the TPU compiler's cost model estimates, else 0.
+      compile_seconds: processor seconds of the compilation.
+    """
+
+    bytes_accessed: float
+    temporaries: int
+    copies: list[str]
+    kernels: int
+    conditionals: int
+    transfers: int
+    collectives: list[tuple[str, tuple[str, ...]]]
+    cycles: int
+    compile_seconds: float
+
+    @property
+    def copied_arrays(self) -> int:
+        return sum("[]" not in copied for copied in self.copies)
+
+
+def compile_step(
+    step: Callable[..., Any],
+    carry: Any,
+    batch: Any,
+    target: _targets.Target | None = None,
+) -> tuple[jax.stages.Compiled, Figures]:
+    """The program of the carry's leaves, which are donated, and its figures.
+
+    Args:
+      step: (carry, batch) -> (carry, loss).
+      carry: parameters and state; for a target, sharded over its chips.
+      batch: for a target, sharded likewise.
+      target: default this machine.
+    """
+    leaves, treedef = jax.tree.flatten(carry)
+
+    def step_of_leaves(leaves, batch):  # jmp's loss scale cannot be lowered
+        carry, loss = step(jax.tree.unflatten(treedef, leaves), batch)
+        return jax.tree.leaves(carry), loss
+
+    options = {}
+    jitted = jax.jit(step_of_leaves, donate_argnums=0)
+    if target is not None:
+        leaves, batch = target.placed(leaves), target.placed(batch)
+        # The new state lies where the old one did, as in a training loop.
+        shardings = [leaf.sharding for leaf in leaves]
+        jitted = jax.jit(
+            step_of_leaves, donate_argnums=0, out_shardings=(shardings, None)
+        )
+        # Without this XLA:GPU may leave out a cast to float16 and back, so that nothing
+        # is rounded or overflows.
+        options = {"xla_allow_excess_precision": False}
+    lowered = jitted.lower(leaves, batch)
+    start = time.process_time()
+    compiled = lowered.compile(compiler_options=options)
+    return compiled, figures(compiled, target, time.process_time() - start)
+
+
+def figures(
+    compiled: jax.stages.Compiled,
+    target: _targets.Target | None = None,
+    compile_seconds: float = 0.0,
+) -> Figures:
+    """Reads what the compiler says of a program."""
+    module = _hlo.parse(compiled.as_text())
+    if target is None:
+        bytes_accessed = compiled.cost_analysis()["bytes accessed"]
+    else:
+        bytes_accessed = _traffic.traffic(module)
+    return Figures(
+        bytes_accessed=bytes_accessed,
+        temporaries=compiled.memory_analysis().temp_size_in_bytes,
+        copies=list(map(str, _traffic.copies(module))),
+        kernels=_traffic.kernels(module),
+        conditionals=_traffic.conditionals(module),
+        transfers=_traffic.host_operations(module),
+        collectives=_traffic.collectives(module),
+        cycles=_traffic.estimated_cycles(module),
+        compile_seconds=compile_seconds,
+    )
+
+
+def compilations(
+    step: Callable[..., Any], carry: Any, batch: Any, steps: int = 5
+) -> int:
+    """Compilations over `steps` steps, which may move nothing to or from the host."""
+    # Their number does not depend on the passes, and fusion is what takes the time.
+    jitted = jax.jit(
+        step, donate_argnums=0, compiler_options={"xla_disable_hlo_passes": "fusion"}
+    )
+    # The cache counts a NumPy array apart, though nothing is compiled.
+    carry = jax.tree.map(jnp.copy, carry)
+    with jax.transfer_guard("disallow"):
+        for _ in range(steps):
+            carry, _ = jitted(carry, batch)
+    return jitted._cache_size()

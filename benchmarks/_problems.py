@@ -1,0 +1,130 @@
+"""What the steps are taken on: sizes, optimizers, gradients that are given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import _models
+import _steps
+import jax
+import jax.numpy as jnp
+import optax
+
+DTYPES = {"f32": jnp.float32, "f16": jnp.float16}
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(3e-4),
+    "clip+adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(3e-4)
+    ),
+    "lion": lambda: optax.lion(1e-4),
+    "muon": lambda: optax.contrib.muon(1e-3),
+}
+
+
+@jax.custom_vjp
+def _given(params: Any, grads: Any) -> jax.Array:
+    del params, grads
+    return jnp.float32(0)
+
+
+_given.defvjp(
+    lambda params, grads: (jnp.float32(0), grads), lambda grads, _: (grads, None)
+)
+
+
+def given_gradients(dtype: Any) -> Callable[[Any, Any], jax.Array]:
+    """A loss whose scaled gradients are the batch, in `dtype`."""
+
+    def loss_fn(params, batch):
+        return _given(jax.tree.map(lambda p: p.astype(dtype), params), batch)
+
+    return loss_fn
+
+
+def optimizer_only(
+    dtype: Any, params: Any
+) -> tuple[Callable[[Any, Any], jax.Array], Any, Any]:
+    """`(loss, params, batch)` of a step that consists of the optimizer alone."""
+    return (
+        given_gradients(dtype),
+        params,
+        jax.tree.map(lambda p: jnp.full_like(p, 1e-2, dtype), params),
+    )
+
+
+def build(
+    peer: str,
+    loss_fn: Any,
+    params: Any,
+    optimizer: str = "adamw",
+    *,
+    types_only: bool = False,
+) -> tuple[Any, Any]:
+    """`(carry, step)` of a peer.
+
+    Args:
+      peer: one of `_steps.PEERS`.
+      loss_fn: (params, batch) -> loss.
+      params: arrays, which are copied, or their types.
+      optimizer: one of `OPTIMIZERS`.
+      types_only: the carry consists of types, and nothing is computed.
+    """
+    make, tx = _steps.PEERS[peer], OPTIMIZERS[optimizer]()
+    if not types_only:
+        return make(loss_fn, tx, jax.tree.map(jnp.copy, params))
+    made = {}
+
+    def carry_of(params: Any) -> Any:
+        carry, made["step"] = make(loss_fn, tx, params)
+        return carry
+
+    carry = jax.eval_shape(carry_of, params)
+    return carry, made["step"]
+
+
+def mixed_params() -> Any:
+    """Types of 33.7M parameters in 36 leaves: 8 large ones, and 28 of three sizes."""
+    shapes = {"large": ((4096, 1024), 8), "bias": ((1024,), 12), "wide": ((4096,), 8)}
+    shapes["small"] = ((64, 64), 8)
+    return {
+        f"{name}{i}": jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, (shape, count) in shapes.items()
+        for i in range(count)
+    }
+
+
+def problems(
+    name: str, *, layers: int = 12, width: int = 256, examples: int = 8
+) -> dict[str, tuple[str, tuple[Any, Any, Any]]]:
+    """Title and `(loss, types of the parameters, batch)` of each part.
+
+    Args:
+      name: of the gradients' dtype, a key of `DTYPES`.
+      layers: of the optimizer-only step's transformer.
+      width: of both transformers.
+      examples: of the train step's batch.
+    """
+    dtype = DTYPES[name]
+
+    def alone(params: Any) -> tuple[str, tuple[Any, Any, Any]]:
+        leaves = jax.tree.leaves(params)
+        millions = sum(leaf.size for leaf in leaves) / 1e6
+        size = f"{millions:.1f}M parameters in {len(leaves)} leaves"
+        grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
+        title = f"{{}} alone, {name} gradients, {size}"
+        return title, (given_gradients(dtype), params, grads)
+
+    def types(sizes: _models.Transformer) -> Any:
+        return jax.eval_shape(lambda: _models.transformer_params(sizes))
+
+    small = {"vocabulary": 8192, "context": 128}
+    sizes = _models.Transformer(3, width, 4, **small)
+    model = _models.transformer(sizes, batch_size=examples)
+    return {
+        "optimizer": alone(types(_models.Transformer(layers, width, 4, **small))),
+        "mixed": alone(mixed_params()),
+        "train": (
+            f"Train step ({{}}), {name} compute, transformer of {sizes.layers} layers, "
+            f"{examples} x {sizes.context} tokens",
+            (lambda p, b: model.loss(p, b, dtype), types(sizes), model.batch),
+        ),
+    }

@@ -1,6 +1,7 @@
-"""Single functions of each library, under one signature a kind, for the rows of `correctness.py`.
+"""Single functions of each library, for the rows of `correctness.py`.
 
-Every function here returns a dictionary from the libraries that have such a thing to how it is called.
+Every function here returns a dictionary from the libraries that have such a thing to
+how it is called; all of one kind have one signature.
 """
 
 import io
@@ -18,7 +19,7 @@ import jmp_scale
 
 
 def loss_scales(s: float) -> dict[str, Callable[[], Any]]:
-    """() -> a loss scale that starts at `s`, made as the library's documentation makes it"""
+    """() -> a loss scale that starts at `s`, made as in the library's documentation"""
 
     def jmp():
         import jmp
@@ -227,7 +228,7 @@ def traces_of_four_steps() -> dict[str, Callable[[], int]]:
 
 
 def clipped_steps() -> dict[str, Callable[[], float]]:
-    """() -> the parameter 1 after a step with gradient 5, clipped to norm 1, at learning rate 1"""
+    """() -> w = 1 after a step with gradient 5, clipped to norm 1, learning rate 1"""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
 
     def torch():
@@ -260,7 +261,10 @@ def clipped_steps() -> dict[str, Callable[[], float]]:
 
 
 def flags_of_replicas() -> dict[str, Callable[[Any], Any]]:
-    """x of each device -> whether the step with the gradient of w * x is applied there, with no axis named"""
+    """x of each device -> whether it applies the step with the gradient of w * x.
+
+    No axis is named.
+    """
 
     def flax(xs):
         from flax.training.dynamic_scale import DynamicScale
@@ -281,7 +285,7 @@ def flags_of_replicas() -> dict[str, Callable[[Any], Any]]:
 
 
 def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """() -> (S before, S after saving it and restoring it into a fresh one), in the library's own way"""
+    """() -> (S before, S restored into a fresh one), in the library's own way"""
 
     def jmp():
         used = loss_scales(2.0**15)["jmp"]().adjust(jnp.array(False))
@@ -329,7 +333,7 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
 
 
 def serialized_by_flax() -> dict[str, Callable[[], tuple[Any, Any]]]:
-    """() -> (S before, S after `flax.serialization`), for the libraries whose users train with Flax"""
+    """() -> (S before, S after `flax.serialization`), where users train with Flax"""
 
     def through(fresh, used, name):
         from flax import serialization

@@ -1,8 +1,8 @@
 """One training step as each library's documentation writes it.
 
-Every function takes the loss `(params, batch) -> loss`, an Optax optimizer and the parameters, and returns
-`(carry, step)` with `step(carry, batch) -> (carry, loss)`. Gradients come from a loss scaled by 2^15,
-but for the step without scaling.
+Every function takes the loss `(params, batch) -> loss`, an Optax optimizer and the
+parameters, and returns `(carry, step)` with `step(carry, batch) -> (carry, loss)`.
+Gradients are those of a loss scaled by 2^15, except in the step without scaling.
 """
 
 import importlib.util
@@ -93,7 +93,7 @@ def flax(
 def mpx(
     loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
 ) -> tuple[Any, Step]:
-    """The body of `filter_value_and_grad`, without its cast to float16, which `loss_fn` does."""
+    """The body of `filter_value_and_grad`; `loss_fn` does the cast to float16."""
     import mpx
 
     def step(carry, batch):

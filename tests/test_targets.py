@@ -1,0 +1,217 @@
+"""The step as the TPU and NVIDIA compilers make it, on machines that are not there."""
+
+import functools
+import os
+
+import _compiled
+import _hlo
+import _problems
+import _targets
+import _traffic
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale
+
+
+def compiles_for(*names):
+    """Parametrizes with targets, skipped where their compiler is not installed."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(
+                name,
+                marks=pytest.mark.skipif(
+                    _targets.missing(name) is not None,
+                    reason=f"{name}: {_targets.missing(name)}",
+                ),
+            )
+            for name in names
+        ],
+    )
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# Large leaves and small ones of three shapes, a transformer's proportions.
+PARAMS = {
+    **{f"kernel{i}": leaf(2048, 1024) for i in range(8)},
+    **{f"bias{i}": leaf(1024) for i in range(8)},
+    **{f"gain{i}": leaf(256) for i in range(8)},
+    **{f"small{i}": leaf(64, 64) for i in range(8)},
+}
+
+
+@functools.cache
+def figures(name, peer, dtype="f32", optimizer="adamw", chips=1):
+    grads = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, _problems.DTYPES[dtype]), PARAMS
+    )
+    loss_fn = _problems.given_gradients(_problems.DTYPES[dtype])
+    carry, step = _problems.build(peer, loss_fn, PARAMS, optimizer, types_only=True)
+    target = _targets.Target(name, chips)
+    return _compiled.compile_step(step, carry, grads, target)[1]
+
+
+def ratio(what, name, **kwargs):
+    """A figure of the wrapped step over that of the unscaled one."""
+    unscaled, scaled = (
+        getattr(figures(name, peer, **kwargs), what)
+        for peer in ("unscaled", "with_loss_scale")
+    )
+    return scaled / unscaled
+
+
+# AdamW reads gradients, parameters and two moments, and writes the last three: 8/7 of
+# the bytes with each gradient read once more, or 28/26 where gradients are float16.
+BYTES = {
+    ("h100", "f32"): 8 / 7 + 1e-3,
+    ("h100", "f16"): 28 / 26 + 1e-3,
+    # On-chip memory keeps most gradients between the check and the update.
+    ("tpu-v5e", "f32"): 1.04,
+    ("tpu-v5e", "f16"): 1.04,
+}
+
+
+@compiles_for("h100", "tpu-v5e")
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_adamw_reads_each_gradient_at_most_once_more(name, dtype):
+    assert ratio("bytes_accessed", name, dtype=dtype) <= BYTES[name, dtype]
+
+
+@compiles_for("h100", "tpu-v5e")
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_clipping_reads_the_gradients_once(name, dtype):
+    """The flag falls out of the pass that the norm takes."""
+    bytes_ratio = ratio("bytes_accessed", name, dtype=dtype, optimizer="clip+adamw")
+    assert bytes_ratio <= {"h100": 1.001, "tpu-v5e": 1.01}[name]
+
+
+@compiles_for("h100")
+@pytest.mark.parametrize(
+    ("optimizer", "limit"), [("adamw", 1.6), ("clip+adamw", 1.0), ("lion", 1.6)]
+)
+def test_a_gpu_launches_few_more_kernels(name, optimizer, limit):
+    assert ratio("kernels", name, optimizer=optimizer) <= limit
+
+
+@compiles_for("tpu-v5e")
+@pytest.mark.parametrize(("dtype", "limit"), [("f32", 1.18), ("f16", 1.15)])
+def test_a_tpu_takes_few_more_cycles(name, dtype, limit):
+    assert 1 < ratio("cycles", name, dtype=dtype) <= limit
+
+
+@compiles_for("h100", "tpu-v5e", "tpu-v6e")
+def test_nothing_is_copied_branched_or_sent_to_the_host(name):
+    scaled = figures(name, "with_loss_scale")
+    assert scaled.copied_arrays == 0
+    assert scaled.conditionals == 0
+    assert scaled.transfers == 0
+    assert scaled.collectives == []
+
+
+@compiles_for("tpu-v5e")
+def test_apply_if_finite_copies_and_branches_on_a_tpu(name):
+    """What this library avoids there is real."""
+    peer = figures(name, "optax.apply_if_finite")
+    assert peer.conditionals == 1
+    assert ratio("bytes_accessed", name) < 1.3
+    unscaled = figures(name, "unscaled").bytes_accessed
+    assert peer.bytes_accessed / unscaled > 1.3
+
+
+@compiles_for("h100", "tpu-v5e")
+@pytest.mark.parametrize("chips", [4, 256])
+def test_auto_mesh_axes_need_one_scalar_all_reduce_more(name, chips):
+    scaled = figures(name, "with_loss_scale", chips=chips)
+    flag = {"h100": "pred[]", "tpu-v5e": "u32[]"}[name]
+    assert figures(name, "unscaled", chips=chips).collectives == []
+    assert scaled.collectives == [("all-reduce", (flag,))]
+
+
+def finite_hlo(name, place, **jit_arguments):
+    leaves = [place(leaf(512, 256)) for _ in range(4)]
+    compiled = jax.jit(jmp_scale.all_finite, **jit_arguments).lower(leaves).compile()
+    return _hlo.parse(compiled.as_text())
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_a_chip_alone_reduces_leaves_of_one_shape_together(name):
+    mesh = _targets.Target(name).mesh
+    on_mesh = NamedSharding(mesh, P())
+    alone = SingleDeviceSharding(mesh.devices.flat[0])
+    for sharding in (on_mesh, alone):
+        module = finite_hlo(
+            name,
+            lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        )
+        # Four leaves of one megabyte on their own take 8 kernels on the GPU, 4 and the
+        # joining on the TPU; together 2 and the joining.
+        assert _traffic.kernels(module) <= {"h100": 4, "tpu-v5e": 12}[name]
+        assert _traffic.conditionals(module) == 0
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_shardings_that_only_jit_knows_give_the_scalar_all_reduce_too(name):
+    sharding = NamedSharding(_targets.Target(name, 4).mesh, P("chips"))
+    module = finite_hlo(name, lambda x: x, in_shardings=(sharding,))
+    assert [kind for kind, _ in _traffic.collectives(module)] == ["all-reduce"]
+    assert all(types in (("pred[]",), ("u32[]",)) for _, types in
+               _traffic.collectives(module))  # fmt: skip
+
+
+@pytest.mark.parametrize("platforms", [["cpu"], ["tpu"], ["cuda"], ["cpu", "tpu"]])
+def test_an_exported_program_holds_the_reduction_of_each_machine(platforms):
+    exported = jax.export.export(jax.jit(jmp_scale.all_finite), platforms=platforms)
+    text = exported([leaf(512, 512)] * 4).mlir_module()
+    # The CPU takes each leaf twice in one reduction, the TPU a matrix product.
+    assert ("stablehlo.dot_general" in text) == ("tpu" in platforms)
+    assert ("stablehlo.optimization_barrier" in text) == ("cpu" in platforms)
+
+
+def test_a_program_exported_for_several_machines_runs_on_this_one():
+    leaves = [np.ones((8, 8), np.float32), np.ones(3, np.float16)]
+    exported = jax.export.export(
+        jax.jit(jmp_scale.all_finite), platforms=["cpu", "tpu", "cuda"]
+    )(leaves)
+    restored = jax.export.deserialize(exported.serialize())
+    assert restored.call(leaves)
+    leaves[0][3, 4] = np.nan
+    assert not restored.call(leaves)
+
+
+@pytest.mark.parametrize(
+    "shape", [(512, 512), (3, 40, 1100), (16, 48, 256), (300_000,)]
+)
+@pytest.mark.parametrize("variant", ["_finite_on_tpu", "_finite_on_gpu"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])
+def test_the_other_machines_reductions_are_right(variant, shape, dtype):
+    """Run here: the operations are the same, whatever the machine."""
+    from jmp_scale import _reductions
+
+    finite = jax.jit(getattr(_reductions, variant))
+    good = np.ones(shape, dtype)
+    assert finite(good, np.ones(7, np.float32), good)
+    for bad in (np.nan, np.inf, -np.inf):
+        for place in (0, good.size // 2 + 17, good.size - 1):
+            array = good.copy()
+            array.reshape(-1)[place] = bad
+            assert not finite(good, np.ones(7, np.float32), array)
+
+
+def test_targets_say_which_extra_is_missing(monkeypatch):
+    monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
+    assert "jmp_scale[cuda-compile]" in _targets.missing("h100")
+    assert "jmp_scale[tpu-compile]" in _targets.missing("tpu-v6e")
+
+
+@compiles_for("tpu-v5e")
+def test_nothing_waits_for_a_cloud_machine(name):
+    assert _targets.Target(name, 4).mesh.size == 4
+    assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"

@@ -34,13 +34,13 @@ class DynamicLossScale(_pytree.Pytree):
     ```
 
     S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
-    after the third step and 32 after the sixth; an overflow halves S and starts the
-    count again. With a factor that is not a power of two, each change of S may differ
+    after the third step and 32 after the sixth; an overflow halves S and restarts the
+    count. With a factor that is not a power of two, each change of S may differ
     from this rule by 1 ulp under `jit`, where XLA multiplies by reciprocals.
 
     A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
     `hysteresis_left` with hysteresis). Everything else is static. The leaves have the
-    same types whatever is given, and `adjust` keeps them: one compilation, and a valid
+    same types whatever is passed, and `adjust` keeps them: one compilation, and a valid
     `lax.scan` carry. Under `vmap` the leaves may have a leading axis. Fields that a
     subclass adds are static.
 
@@ -51,14 +51,14 @@ class DynamicLossScale(_pytree.Pytree):
     Args:
       loss_scale: initial S, f32[]; 2^15 is the largest power of two that float16 holds.
         A Python or NumPy number must lie in [min_loss_scale, max_loss_scale], so give a
-        lower floor for an S below 1. A device array is not read: it is brought into
+        lower floor for an S below 1. A device array is not read: it is clipped to
         [2^-126, 2^126], and NaN becomes `min_loss_scale`.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks. A
         framework that grows one step late (`flax`, Cerebras, DreamerV3) has period + 1.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
-      min_loss_scale: floor of S. At S < 1 the forward pass itself is out of range,
-        which is allowed. Values below 2^-126 (0, say) mean 2^-126. Stored as float32.
+      min_loss_scale: floor of S. It may be below 1, for unscaled gradients that
+        overflow. Values below 2^-126 (0, say) mean 2^-126. Stored as float32.
       max_loss_scale: cap of S; float16 training gains nothing beyond 2^24. Values above
         2^126 mean 2^126. Stored as float32.
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
@@ -66,7 +66,7 @@ class DynamicLossScale(_pytree.Pytree):
       hysteresis: overflows until S backs off; 1 backs off at each.
       hysteresis_reset: what refills the hysteresis: "growth" of S, every "finite" step,
         or "finite_or_backoff".
-      at_max: "hold" makes no growth that would pass the cap, "clamp" ends at the cap.
+      at_max: "hold" skips a growth that would exceed the cap, "clamp" grows to the cap.
       hysteresis_left: overflows left until S backs off, i32[]; None is `hysteresis`.
         Not a leaf with hysteresis = 1.
 
@@ -102,8 +102,8 @@ class DynamicLossScale(_pytree.Pytree):
     hysteresis_left: Any = None
 
     def __post_init__(self) -> None:
-        # Only for what a user gives: unflattening, where JAX puts None, object(),
-        # PartitionSpec and the like in the place of leaves, does not come here.
+        # Only what a user gives is checked. Unflattening, where JAX puts None, object()
+        # or a PartitionSpec in place of leaves, does not come here.
         arguments = _validation.Arguments(type(self).__name__)
         values = _validation.rule(arguments, _pytree.fields_of(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]
@@ -208,8 +208,8 @@ class DynamicLossScale(_pytree.Pytree):
             backed_off = s / self.factor
         else:
             backed_off = s * self.backoff_factor
-        # Not jnp.maximum, which keeps a NaN: S would be NaN for ever, and with it every
-        # step skipped (test_a_nan_that_was_restored_ends_at_the_floor).
+        # Not jnp.maximum, which keeps a NaN: S would stay NaN, and every step would be
+        # skipped (test_a_nan_that_was_restored_ends_at_the_floor).
         floor = self.min_loss_scale
         backed_off = jnp.where(backed_off > floor, backed_off, floor)
         leaves = {"loss_scale": backed_off, "counter": counter}

@@ -44,7 +44,7 @@ def wrap_once(
 
     Raises:
       ValueError: `tx` is wrapped and a loss scale or a guard is given as well, or it is
-        wrapped in some inner place, where its loss scale would have no effect.
+        wrapped somewhere inside, where its loss scale would have no effect.
     """
     state = jax.eval_shape(tx.init, params)
     wrapped = isinstance(state, LossScaleState)

@@ -37,9 +37,9 @@ def value_and_grad(
     the gradients of replicated parameters over the axis: divide by its size there.
 
     Flax's float8 collection `_overwrite_with_gradient` comes back as `transform` gave
-    it, wherever it is in a tree: it holds new values, not gradients. A framework whose
-    own transform returns something else than JAX's does without this function: scale
-    the loss with `loss_scale.scale` and the gradients with `loss_scale.unscale`.
+    it, wherever it is in a tree: it holds new values, not gradients. For a framework
+    whose transform does not return what JAX's does, call `loss_scale.scale` on the loss
+    and `loss_scale.unscale` on the gradients instead of this function.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.

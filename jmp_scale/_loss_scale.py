@@ -124,8 +124,8 @@ jax.export.register_namedtuple_serialization(
 def find_loss_scale_states(tree: Any) -> list[tuple[Any, Any]]:
     """(key path, node) of every state of `with_loss_scale` in a pytree.
 
-    A node is a `LossScaleState`, or a mapping with the same names, which `nnx.state`
-    and state dicts make of it. What lies within a state is not searched.
+    A node is a `LossScaleState`, or a mapping with the same names, which is what
+    `nnx.state` and state dicts turn it into. The inside of a state is not searched.
     """
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_loss_scale_state)[0]
     return [(path, node) for path, node in nodes if is_loss_scale_state(node)]

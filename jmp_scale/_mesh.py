@@ -187,8 +187,8 @@ def _check_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:
         raise ValueError(
             f"all_finite: expected specs of at most one entry per dimension, {got}"
         )
-    # shard_map would say so too, but of its own arguments, which the user has not given
-    # (test_specs_must_fit_the_tree).
+    # shard_map would refuse it too, but its error is about its own arguments, which the
+    # user has not written.
     for size, part in zip(shape, spec, strict=False):
         shards = math.prod(mesh.shape[axis] for axis in _names(part))
         if size % shards:

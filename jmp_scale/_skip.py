@@ -6,7 +6,8 @@ Two paths give the same result, bit for bit:
   selects between old and new state afterwards. It is right under everything.
 - The *fast* path gives the update the gradients as they came, so that nothing waits for
   the flag: a norm that clips the gradients reads them in the pass of the finite check.
-  What is made of a NaN is dropped. On a CPU the state is also selected without a copy.
+  What follows from a NaN is dropped. On a CPU the state is also selected without a
+  copy.
 
 The fast path is taken only where nothing can see a skipped step before it is dropped:
 in compiled code without effects, callbacks, runtime checks, branches and loops that
@@ -25,7 +26,7 @@ from jax.extend import core
 
 from ._tree import is_inexact, map_inexact, select_tree
 
-# What waits for a condition, or lets the host see the values that it is given.
+# Primitives that wait for a condition, or that show their operands to the host.
 _PLAIN_ONLY = (
     "while",
     "cond",
@@ -161,8 +162,8 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
             updates = updates[: len(updates) - len(old)]
             return [*map(_negative_zeros, updates), *old]
 
-        # Not a select, which differentiates the side not taken too, times 0. Inputs of 1
-        # make an infinite derivative rare there; in a branch it is not computed at all.
+        # Not a select, which differentiates the side not taken too, times 0. Inputs of
+        # 1 make an infinite derivative rare there; a branch does not compute it at all.
         return lax.cond(applied, run, keep)
 
     if closed.effects:  # which JAX does not allow in functions with rules of their own
@@ -175,7 +176,7 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
 
 
 def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, whose NaNs checkify does not report: it is a primitive of its own there.
+    """`fun` as a single primitive, so that checkify does not report its NaNs.
 
     Otherwise `checkify.nan_checks` would stop a training at each skipped step
     (test_checkify_is_quiet_on_a_skipped_step).
@@ -199,7 +200,7 @@ def _evaluate_selecting(
 
     Two kernels read a leaf of the old state if it is selected after the update: the one
     that writes the new leaf, and the one that computes the updates. XLA:CPU runs them
-    in either order, and so copies every donated leaf first. Here all that follows reads
+    in either order, and so copies every donated leaf first. Here what follows reads
     the selected leaf: the new one on a finite step, and on a skipped step an old one,
     of which nothing is kept. TPU and GPU compilers make one kernel of it in any case.
 

@@ -93,12 +93,12 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
         got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
-        raise ValueError(f"select_tree: expected boolean scalar as pred, got {got}")
+        raise ValueError(f"select_tree: expected a boolean scalar as pred, got {got}")
     paths, treedef = jax.tree_util.tree_flatten_with_path(on_true)
     old_leaves, old_treedef = jax.tree.flatten(on_false)
     if treedef != old_treedef:
         raise ValueError(
-            "select_tree: on_true and on_false must have the same structure, got\n"
+            "select_tree: expected on_true and on_false of the same structure, got\n"
             f"  on_true:  {treedef}\n  on_false: {old_treedef}"
         )
     leaves = [

@@ -119,8 +119,8 @@ def float32_leaf(arguments: Arguments, value: Any, low: float, high: float) -> A
     if not _is_numeric(arguments, value):
         return value
     if isinstance(value, jax.Array):
-        # Brought into range rather than checked: reading it would block on the device.
-        # NaN has no place in an order, so a clip alone would keep it for ever.
+        # Clipped rather than checked: reading it would block on the device. A clip
+        # keeps NaN, with which every step would be skipped.
         s = jnp.asarray(value, jnp.float32)
         return jnp.clip(jnp.where(jnp.isnan(s), low, s), SMALLEST, LARGEST)
     ends = f"[{arguments.name('min_loss_scale')}, {arguments.name('max_loss_scale')}]"
@@ -170,8 +170,9 @@ def _bounds(arguments: Arguments, low: Any, high: Any) -> dict[str, float]:
     low, high = max(low, SMALLEST), min(high, LARGEST)
     allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
     arguments.require(low <= high, "min_loss_scale", given_low, allowed)
-    # S is float32, so its ends are too: a floor of 0.7 would refuse the 0.69999999 at
-    # which S then stands, when a run is resumed from float(S).
+    # S is float32, so its ends are too: when a run is resumed from float(S), a floor of
+    # 0.7 would refuse the 0.69999999 that S has there
+    # (test_a_run_resumes_from_the_float_of_any_floor).
     return {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 

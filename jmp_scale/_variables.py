@@ -78,7 +78,7 @@ def _select(keep: jax.Array, new: Any, old: Any) -> Any:
         if jax.typeof(old).dtype == dtype:
             return jnp.where(keep, new, old)
     if is_inexact(new):
-        # There is nothing to go back to, and a NaN in a statistic would stay for ever
+        # There is nothing to go back to, and a NaN in a statistic would never leave it
         # (test_what_the_forward_pass_makes_or_lets_grow_stays_and_is_finite_...).
         return jnp.where(keep | jnp.isfinite(new), new, jnp.zeros_like(new))
     return new

@@ -1,8 +1,8 @@
 """Checkpoints from before loss scaling, or from before a guard against spikes.
 
-A checkpoint of a state with a loss scale needs nothing from here: S and its counter are
-named leaves, which Orbax, `flax.serialization` and pickle save and restore like all
-others. Period, bounds and the like come from the code that restores.
+A checkpoint of a state with a loss scale needs nothing from this module: S and its
+counter are named leaves, which Orbax, `flax.serialization` and pickle save and restore
+like all others. Period, bounds and other arguments come from the code that restores.
 
 For an Optax state from before loss scaling, one line is enough. Restore into the state
 of the wrapped optimizer, and put that into the new state:
@@ -290,12 +290,12 @@ def _checked(function: str, path: str, value: Any, like: Any) -> Any:
             f"{shapes[1]} and {getattr(like, 'dtype', type(like))} in state"
         )
     # NumPy arrays cannot be donated, and float64 scalars are another type for `jit`
-    # (test_the_restored_state_trains_on_in_one_compilation).
+    # (test_an_old_flax_checkpoint_is_restored_too).
     return jnp.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def _is_data(leaf: Any) -> bool:
-    # Functions and the like, which an Equinox model has as leaves, are not saved.
+    # Functions, which an Equinox model has as leaves, are not saved.
     return is_data(leaf) or _is_abstract(leaf)
 
 

@@ -91,7 +91,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
           ValueError: `loss_scale` or `guard` is given and `tx` already is
-            `with_loss_scale(...)`, or that stands somewhere inside of `tx`.
+            `with_loss_scale(...)`, or contains it somewhere inside.
         """
         tx = _flax.wrap_once(
             "TrainState.create",
@@ -161,7 +161,7 @@ class TrainState(train_state.TrainState):
 def _selected(
     applied: Any, changes: dict[str, Any], state: TrainState
 ) -> dict[str, Any]:
-    """The changes if `applied`, else the fields; those of static fields in any case."""
+    """The changes if `applied`, else the fields; changes of static fields always."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
     # Flax marks static fields so. They may hold functions, between which no compiled
     # step can select

@@ -47,7 +47,7 @@ class Optimizer(nnx.Optimizer):
       changes a variable's structure or shape (`sow` appends to a tuple, a cache grows),
       that stays on a skipped step too: entries that were there before are put back, and
       new ones keep their values, with 0 in place of those that are not finite.
-    - `nnx.Intermediate` variables stay as they were sown, for you to look at.
+    - `nnx.Intermediate` variables stay as they were sown, for inspection.
     - `update` puts back what this optimizer's `value_and_grad` wrote in the same
       compiled function, or outside of any. If the two are called in different compiled
       functions, only `value_and_grad` puts back, so a spike leaves the statistics of
@@ -66,7 +66,7 @@ class Optimizer(nnx.Optimizer):
 
     Raises:
       ValueError: `loss_scale` or `guard` is given and `tx` already is
-        `with_loss_scale(...)`, or that stands somewhere inside of `tx`.
+        `with_loss_scale(...)`, or contains it somewhere inside.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax

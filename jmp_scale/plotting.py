@@ -27,7 +27,7 @@ except ImportError as error:
 # out from white and from a dark page.
 _BLUE, _SKY, _ORANGE, _RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 _PURPLE, _GREY = "#cc79a7", "#999999"
-_INK = "#7f7f7f"  # of text that has to be read on either
+_INK = "#7f7f7f"  # of text, which can be read on both
 
 _POWERS_OF_TWO = FuncFormatter(lambda log2, _: f"$2^{{{log2:g}}}$")
 
@@ -213,7 +213,7 @@ def plot_exponent_histogram(
         raise ValueError(
             "plot_exponent_histogram: expected finite non-zero entries, got none"
         )
-    cast, ax = limits(dtype), _axes(ax)
+    cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
     name, shares, exponents = (
         np.dtype(dtype).name,
         counts / counts.sum(),

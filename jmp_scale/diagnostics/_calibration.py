@@ -164,8 +164,8 @@ def _window(
     log2: np.ndarray, zero_fraction: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(log2_low, log2_high) of `Calibration`."""
-    # Zeros that every finite S leaves are no loss: dead units, padding, the other
-    # classes (test_entries_that_are_always_zero_do_not_count_as_lost).
+    # Zeros at every finite S are not a loss: dead units, padding, the other classes
+    # (test_entries_that_are_always_zero_do_not_count_as_lost).
     unavoidable = jnp.min(
         jnp.where(finite[:, None], zero_fraction, 1), axis=0, keepdims=True
     )
@@ -201,5 +201,6 @@ def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:
     else:
         return scales.astype(np.int32)
     raise ValueError(
-        f"calibrate_loss_scale: log2_scales must be {expected}, got {log2_scales!r}"
+        f"calibrate_loss_scale: expected log2_scales to be {expected}, got "
+        f"{log2_scales!r}"
     )

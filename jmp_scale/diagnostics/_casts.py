@@ -42,15 +42,16 @@ _LIMITS = {
 }
 
 
-def limits(dtype: DTypeLike) -> Limits:
-    """The limits of a cast from float32 to `dtype`.
+def limits(dtype: DTypeLike, function: str = "grad_report") -> Limits:
+    """The limits of a cast from float32 to `dtype`; errors name `function`.
 
     Raises:
       ValueError: a dtype other than float16, bfloat16, float8_e5m2, float8_e4m3fn.
     """
     name = jnp.dtype(dtype).name
     if name not in _LIMITS:
-        raise ValueError(f"dtype must be one of {', '.join(_LIMITS)}, got {name}")
+        known = ", ".join(_LIMITS)
+        raise ValueError(f"{function}: expected dtype to be one of {known}, got {name}")
     return _LIMITS[name]
 
 

@@ -117,7 +117,8 @@ def diagnose_nonfinite(
     """
     if operator.index(log2_min) not in range(-126, 127):
         raise ValueError(
-            f"diagnose_nonfinite: log2_min must be in [-126, 126], got {log2_min!r}"
+            "diagnose_nonfinite: expected log2_min to be in [-126, 126], got "
+            f"{log2_min!r}"
         )
     arrays, rejoin = split_arrays(args)
 

@@ -139,16 +139,16 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     parameters and moments of too few digits, and says what to run next. Given a history
     with losses and gradient norms it also sees a run that goes wrong with finite
     numbers: a loss that diverges or blew up, a gradient norm that grows steadily or has
-    vanished, updates that are lost in rounding. How often these are right stands in the
-    project's benchmarks, under "Health".
+    vanished, updates that are lost in rounding. How often each is right is measured in
+    the project's benchmarks, under "Health".
 
     Called every few hundred steps it waits for the device once. For one line per change
     rather than one per call, use `HealthLog`.
 
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree. If that holds
-        the parameters too (a Flax `TrainState`, a tuple), their dtypes are looked at as
-        well; otherwise the optimizer's moments stand for them.
+        the parameters too (a Flax `TrainState`, a tuple), their dtypes are checked
+        too; otherwise those of the optimizer's moments are.
       history: the last steps. Without it only the current run of skipped steps is
         known. The trends need 40 steps with `loss`, `grad_norm` or `lost_updates`. Do
         not record the losses of an adversarial training, which rise and fall by design.

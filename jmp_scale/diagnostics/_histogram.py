@@ -62,7 +62,7 @@ class ExponentHistogram:
           TypeError: `log2_scale` does not have an integer dtype.
           ValueError: another dtype.
         """
-        zero_up_to = int(np.log2(_casts.limits(dtype).zero_up_to))
+        zero_up_to = int(np.log2(_casts.limits(dtype, "flushed_share").zero_up_to))
         return self._share_below("flushed_share", log2_scale, zero_up_to, up_to=True)
 
     def subnormal_share(
@@ -72,7 +72,8 @@ class ExponentHistogram:
 
         Arguments, result and errors are those of `flushed_share`.
         """
-        subnormal_below = int(np.log2(_casts.limits(dtype).subnormal_below))
+        limits = _casts.limits(dtype, "subnormal_share")
+        subnormal_below = int(np.log2(limits.subnormal_below))
         below = self._share_below(
             "subnormal_share", log2_scale, subnormal_below, up_to=False
         )

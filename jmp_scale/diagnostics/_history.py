@@ -17,8 +17,7 @@ from ._updates import LostUpdates
 class HistorySummary(NamedTuple):
     """What `LossScaleHistory.summary` counts over the recorded steps.
 
-    Python numbers. The logarithms of S are here because S changes by factors: their
-    minimum and median say in one number each where it has been.
+    Python numbers. S is given as a logarithm, because it changes by factors.
 
     Attributes:
       steps: recorded steps, at most the capacity.
@@ -54,8 +53,8 @@ class LossScaleHistory:
 
     A pytree to carry beside the optimizer state, also through `lax.scan`. Make it with
     `create(N)`, and record each step with `push`, which returns the next history.
-    `push` works under `jit`; `to_dict` and `summary` run on the host. What was not
-    passed to `push` is NaN, or, of the flags, True.
+    `push` works under `jit`; `to_dict` and `summary` run on the host. Numbers that were
+    not passed to `push` are NaN, flags True.
 
     Attributes:
       log2_scale: f32[N], log2 of the S that scaled the loss of the step.
@@ -72,7 +71,7 @@ class LossScaleHistory:
       first_loss: f32[], the first finite loss of all, which stays when it has left the
         buffer: what there was to gain.
       first_norm: f32[], the first finite gradient norm that was not zero.
-      pushed: i32[], steps recorded in total; step i stands at index i modulo N.
+      pushed: i32[], steps recorded in total; step i is at index i modulo N.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -112,7 +111,7 @@ class LossScaleHistory:
         is_integer = isinstance(capacity, (int, np.integer))
         if isinstance(capacity, bool) or not is_integer or capacity < 1:
             raise ValueError(
-                "LossScaleHistory.create: capacity must be an integer >= 1, got "
+                "LossScaleHistory.create: expected capacity to be an integer >= 1, got "
                 f"{capacity!r}"
             )
         flags = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
@@ -141,7 +140,7 @@ class LossScaleHistory:
         """The history with one more step, which replaces the oldest once it is full.
 
         `health` needs `loss` and `grad_norm` to see a run that goes wrong with finite
-        numbers, and `lost_updates` to see one that stands still.
+        numbers, and `lost_updates` to see one that has stalled.
 
         Args:
           loss_scale: the loss scale that scaled the loss of this step, so the one
@@ -188,8 +187,8 @@ class LossScaleHistory:
         for name, value in values.items():
             if jnp.shape(value) != ():
                 raise ValueError(
-                    f"LossScaleHistory.push: {name} must be a scalar, got "
-                    f"{jnp.shape(value)}"
+                    f"LossScaleHistory.push: expected {name} to be a scalar, got shape "
+                    f"{jnp.shape(value)}; reduce it, or vmap push"
                 )
         return self._with_step(values)
 

@@ -1,4 +1,4 @@
-"""Leaves of a state that have too few digits for what they are."""
+"""Leaves of a state whose dtype has too few digits for their role."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The scalars of a loss-scale state, wherever it stands."""
+"""The scalars of a loss-scale state, wherever it is in a pytree."""
 
 from typing import Any
 
@@ -33,16 +33,16 @@ def metrics(
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree: a Flax
         `TrainState`, `nnx.state(optimizer)`, a tuple with the parameters.
-      grads: unscaled gradients of the step, if their norm is wanted.
+      grads: unscaled gradients of the step; adds their norm.
       params: parameters before the step, and
-      updates: what the optimizer returned for them, if what rounding loses of it is
-        wanted.
+      updates: what the optimizer returned for them; together they add what rounding
+        loses.
 
     Returns:
       A dictionary of scalars:
 
       - `loss_scale` f32[], of the next step. Missing where a mapping made by Flax does
-        not hold it, which is so for a constant S.
+        not hold it, as for a constant S.
       - `grads_finite`, `applied` bool[]; `skipped`, `skipped_in_a_row`,
         `nonfinite_losses`, `spikes` i32[]: the fields of `LossScaleState`. The
         overflows are `skipped - nonfinite_losses - spikes`.

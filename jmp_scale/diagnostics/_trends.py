@@ -18,9 +18,9 @@ _BLOCK = 20  # steps of a median, fewer in a short history
 _DIVERGED = 0.25
 _SLIPPED = 0.2
 
-# Of a gradient norm: doublings that make a trend if the loss slips too, if it is not
-# known, and whatever it does. Of a network that leaves a plateau it grows eightfold
-# while the loss falls.
+# Doublings of the gradient norm that make a trend: if the loss slips too, if the loss
+# is not known, and whatever the loss does. While a network leaves a plateau the norm
+# grows eightfold and the loss falls.
 _DOUBLINGS, _DOUBLINGS_ALONE, _DOUBLINGS_ANYWAY = 2.0, 4.0, 6.0
 _LEAST_FIT = 0.85  # share of the variance that a line through log2 of the norm explains
 _POINTS = 10  # of such a line
@@ -105,8 +105,8 @@ def loss_level(recorded: Recorded) -> Level | None:
 def diverges(recorded: Recorded, level: Level) -> dict[str, Any] | None:
     """Whether the loss has lost a quarter of what training had gained."""
     gained = recorded.first_loss - level.best
-    # In a fresh history of a trained model nothing is gained: a quarter of the loss
-    # itself. Where that is near zero, or negative: out of what scatters anyway.
+    # In a fresh history of a trained model nothing has been gained: then a quarter of
+    # the loss itself, and where that is near zero, six deviations of its scatter.
     limit = max(_DIVERGED * gained, _DIVERGED * abs(level.best), 6 * level.scatter)
     if level.current - level.best <= limit:
         return None

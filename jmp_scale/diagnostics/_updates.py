@@ -30,9 +30,9 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
     """The share of the updates that leave their parameter as it was.
 
     An update that is smaller than half the distance from its parameter to the next
-    number of the parameter's dtype is rounded away. With bfloat16 parameters that is so
-    for updates of less than about 2^-9 of the parameter, with float16 2^-12, with
-    float32 2^-25. A `magnitude` near 1 means that training stands still.
+    number of the parameter's dtype is rounded away. These are updates below about 2^-9
+    of the parameter in bfloat16, 2^-12 in float16 and 2^-25 in float32. A `magnitude`
+    near 1 means that training has stalled.
 
     Exact, ties included, and the same on all devices: it compares with the neighboring
     number, where `params + updates == params` may be computed without the rounding.
@@ -117,5 +117,6 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def _count(flags: jax.Array) -> jax.Array:
-    # As integers first: a float32 sum stands still at 2^24.
+    # As integers first: a float32 count stops at 2^24
+    # (test_a_share_of_more_than_two_to_the_24_entries_is_counted_exactly).
     return jnp.sum(flags, dtype=jnp.uint32).astype(jnp.float32)

@@ -191,7 +191,9 @@ def test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once():
     "scales", [[], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]]
 )
 def test_calibration_refuses_scales_that_do_not_increase(scales):
-    with pytest.raises(ValueError, match="calibrate_loss_scale: log2_scales must be"):
+    with pytest.raises(
+        ValueError, match="calibrate_loss_scale: expected log2_scales to be"
+    ):
         diagnostics.calibrate_loss_scale(
             forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
         )

@@ -107,7 +107,9 @@ def test_a_diagnosis_compiles_the_loss_once_however_many_scales_it_tries():
 
 
 def test_a_diagnosis_refuses_a_bad_search_range():
-    with pytest.raises(ValueError, match="diagnose_nonfinite: log2_min must be in"):
+    with pytest.raises(
+        ValueError, match="diagnose_nonfinite: expected log2_min to be in"
+    ):
         diagnostics.diagnose_nonfinite(out_of_range, 8, jnp.float32(1), log2_min=-127)
 
 

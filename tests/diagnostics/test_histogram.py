@@ -86,5 +86,5 @@ def test_a_histogram_refuses_scales_that_are_no_whole_powers_of_two():
         match="flushed_share: expected log2_scale of whole numbers, got float32",
     ):
         diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1.5)
-    with pytest.raises(ValueError, match="dtype must be one of"):
+    with pytest.raises(ValueError, match="flushed_share: expected dtype to be one"):
         diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1, "int8")

@@ -43,10 +43,10 @@ def test_an_empty_history_has_a_summary():
 
 def test_a_history_refuses_a_bad_capacity_and_batches():
     for capacity in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="capacity must be an integer >= 1"):
+        with pytest.raises(ValueError, match="expected capacity to be an integer"):
             diagnostics.LossScaleHistory.create(capacity)
     with pytest.raises(
-        ValueError, match=r"push: grads_finite must be a scalar, got \(2,\)"
+        ValueError, match=r"push: expected grads_finite to be a scalar, .*\(2,\)"
     ):
         diagnostics.LossScaleHistory.create(3).push(1.0, jnp.ones(2, bool))
 
@@ -126,5 +126,7 @@ def test_a_history_keeps_its_types_and_buffers_through_a_donated_scan():
 
 def test_a_push_refuses_numbers_for_several_steps():
     history = diagnostics.LossScaleHistory.create(3)
-    with pytest.raises(ValueError, match=r"push: loss must be a scalar, got \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"push: expected loss to be a scalar, .*\(2,\)"
+    ):
         history.push(1.0, True, loss=jnp.ones(2))

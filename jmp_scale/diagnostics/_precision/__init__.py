@@ -2,7 +2,7 @@
 
 From the top: `report` is the public function, `program` traces, `walk` goes through the
 equations with the `rules` of one operation and the `loops`, `facts` and `transfer` say
-what is known of a value, and `conclusions` holds the rules of a whole program.
+what is known about a value, and `conclusions` holds the rules of a whole program.
 `jaxpr`, `derivatives`, `source` and `matrix_work` read what JAX gives.
 """
 

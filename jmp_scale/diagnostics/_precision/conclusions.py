@@ -60,7 +60,7 @@ def half_loss(
 def without_cast_of_loss(
     found: list[Found], program: Any, loss_dtype: str, caller: Place
 ) -> list[Found]:
-    """Leaves the cast of the loss itself to `half-loss`, which says more of it."""
+    """Leaves the cast of the loss itself to `half-loss`, which says more about it."""
     if not is_half(loss_dtype):
         return found
     line = producer(program, 0, caller)[1][:2]
@@ -81,7 +81,8 @@ def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
         if not infinite or name in _COMPARISONS:
             continue
         dtype, place = dtype_name(infinite[0]), visit.place()
-        # What JAX has traced before is not cast again; then the text has to tell.
+        # JAX does not cast again what it has traced before: then only the source shows
+        # the number.
         written = any(math.isinf(rounded(n, dtype)) for n in numbers_at(place))
         if written or place[:2] in lines:
             message = (

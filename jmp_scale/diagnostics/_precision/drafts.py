@@ -51,12 +51,12 @@ class Found(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An equation, and what is known where it stands.
+    """An equation, and what is known about its operands there.
 
     Attributes:
       eqn: the equation.
-      ins: what is known of its inputs.
-      out: what is known of its first output.
+      ins: what is known about its inputs.
+      out: what is known about its first output.
       place: gives its place, which takes time.
       mechanical: whether JAX made it by transposing another: it has no line of its own,
         and only what accumulates can go wrong.

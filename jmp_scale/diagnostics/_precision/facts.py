@@ -1,4 +1,4 @@
-"""What is known of a traced value without running the program.
+"""What is known about a traced value without running the program.
 
 A `Fact` bounds the entries of an array and remembers the few things that decide whether
 half precision holds them: constants, sums, squares, and epsilons that guard a zero.
@@ -21,7 +21,7 @@ _SMALL_INTEGERS = {"int8", "uint8", "int16", "uint16"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of the entries of an array.
+    """What is known about the entries of an array.
 
     Attributes:
       low: no entry is smaller.
@@ -94,7 +94,7 @@ def of_dtype(dtype: str) -> Fact:
 
 
 def of_constant(value: Any, dtype: str) -> Fact:
-    """What is known of a constant: its range, and its values if they are few."""
+    """What is known about a constant: its range, and its values if they are few."""
     array = constant(value)
     # A NaN has no place between bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
@@ -111,7 +111,7 @@ def of_constant(value: Any, dtype: str) -> Fact:
 
 
 def of_atom(atom: Any) -> Fact:
-    """What is known of a literal, or of a variable of which only the type is known."""
+    """What is known about a literal, or about a variable by its type alone."""
     if is_literal(atom):
         fact = of_constant(atom.val, dtype_name(atom))
         return dataclasses.replace(fact, literal=True)
@@ -119,7 +119,7 @@ def of_atom(atom: Any) -> Fact:
 
 
 def join(a: Fact, b: Fact) -> Fact:
-    """What is known of a value that is one or the other, entry by entry."""
+    """What is known about a value that is one or the other, entry by entry."""
     if a == b:
         return a
     values = a.values | b.values

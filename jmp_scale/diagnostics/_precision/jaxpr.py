@@ -142,8 +142,8 @@ def known_primitives() -> frozenset[str]:
         for primitive in vars(module).values()
         if isinstance(primitive, jax.extend.core.Primitive)
     }
-    # By name, since JAX has no list of its primitives. What is on neither list is said
-    # to be unread, instead of passing as clean
+    # By name, since JAX has no list of its primitives. What is on neither list is
+    # reported as unread, instead of passing as clean
     # (test_a_foreign_primitive_is_not_looked_into).
     return _UNLISTED | listed
 

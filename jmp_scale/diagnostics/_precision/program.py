@@ -23,7 +23,7 @@ class Tracer:
     """
 
     def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], has_aux: bool):
-        """Takes a loss and its arguments; what is not an array in them is static."""
+        """Takes a loss and its arguments; leaves that are not arrays are static."""
         self.loss_dtype = ""
         self.gradients: Any = None
         self._fun, self._has_aux = fun, has_aux

@@ -87,7 +87,7 @@ def precision_report(
     makes an operation, not of JAX, Flax, Equinox, Haiku, Optax or this library.
 
     The rules, why each matters, and how to mend what they find are in
-    `docs/precision.md`. Loss scaling mends none of it: it saves small gradients, and
+    `docs/precision.md`. Loss scaling fixes none of this: it saves small gradients, and
     these programs compute something other than what they say.
 
     Args:

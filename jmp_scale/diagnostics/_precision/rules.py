@@ -1,6 +1,6 @@
 """The rules of `precision_report` that a single operation can break.
 
-Each rule looks at one equation of the traced program and at what is known of its
+Each rule looks at one equation of the traced program and at what is known about its
 inputs, and yields a draft for each fault. The table of the rules, with programs and
 cures, is docs/precision.md.
 """
@@ -128,7 +128,7 @@ def _half_integers(step: Step) -> Iterator[Draft]:
     if exact or not limit < fact.magnitude < math.inf:
         return
     if lost_constants(fact, step.result):
-        return  # said by half-constant
+        return  # reported by half-constant
     message = (
         f"integers up to {fact.magnitude:,.0f} are cast to {step.result}, which tells "
         f"them apart only up to {limit:,}; keep them integers or compute in float32"

@@ -1,4 +1,4 @@
-"""What is known of the output of an operation, given what is known of its inputs."""
+"""What is known about the output of an operation, given facts about its inputs."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from .jaxpr import dtype_name, shape, size
 
 
 def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
-    """What is known of the outputs of an equation without nested jaxprs."""
+    """What is known about the outputs of an equation without nested jaxprs."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or len(eqn.outvars) != 1:
         return [of_dtype(dtype_name(v)) for v in eqn.outvars]

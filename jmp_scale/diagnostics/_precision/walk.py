@@ -1,7 +1,7 @@
 """Walks through a traced program and applies the rules, equation by equation.
 
-Facts flow along: into nested jaxprs with what is known of their arguments, and around
-loops until what is known of their carries holds in every iteration.
+Facts flow along: into nested jaxprs with what is known about their arguments, and
+around loops until what is known about their carries holds in every iteration.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ _OPAQUE = words(
     "core_map custom_call ffi_call io_callback pallas_call pure_callback "
     "tpu_custom_call triton_call"
 )
-_ROUNDS = 3  # of a loop, after which what is known of its carries rarely changes
+_ROUNDS = 3  # of a loop, after which what is known about its carries rarely changes
 _CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
 _RENAMES = words("abs convert_element_type copy neg reshape squeeze transpose")
 
 
 class Scope(NamedTuple):
-    """Where a jaxpr stands.
+    """Where in the program a jaxpr is.
 
     Attributes:
       outer: gives the place of the equation that holds it.
@@ -98,7 +98,7 @@ class Walk:
         self._kept: list[Any] = []  # equations are told apart by their ids
 
     def run(self, jaxpr: Any, facts: Sequence[Fact], scope: Scope) -> list[Fact]:
-        """What is known of a jaxpr's outputs, given what is known of its inputs."""
+        """What is known about the outputs of a jaxpr, given facts about its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         known = {
             id(variable): of_constant(value, dtype_name(variable))
@@ -120,7 +120,7 @@ class Walk:
         self.clock += 1
         # JAX marks the backward pass in the names only. Of what it made itself by
         # transposing, only sums (over entries, devices, iterations) can be at fault.
-        # All else is said at the forward line.
+        # Everything else is reported at the forward line.
         transposed = "transpose(" in str(eqn.source_info.name_stack)
         scope = scope._replace(
             outer=_lazily(eqn, scope.outer),
@@ -239,7 +239,7 @@ class Walk:
 
     def _by_jvp_rule(self, eqn: Any, ins: list[Fact], scope: Scope) -> Any:
         rule = jvp_rule(eqn)
-        # The rules of jax.nn are not the user's to mend.
+        # The user cannot change the rules of jax.nn.
         if rule is None or not is_users(rule):
             return None
         self._kept.append(rule)
@@ -291,13 +291,14 @@ class Walk:
     def _steady(
         self, loop: Loop, consts: list[Fact], rest: list[Fact], scope: Scope
     ) -> tuple[list[Fact], list[Fact]]:
-        """What is known of carries in every iteration, and of the scanned inputs."""
+        """What is known about carries in every iteration, and of the scanned inputs."""
         start, scanned = rest[: loop.carry], rest[loop.carry :]
         counters = {i: counted(loop, i, fact) for i, fact in enumerate(start)}
         carry = [counters[i] or fact for i, fact in enumerate(start)]
-        # What is known of a carry at first (a zero) holds in no other iteration. So the
-        # body is walked until its facts stay the same, without findings, and then once
-        # more with them (test_masks_positions_and_noise_that_half_precision_holds).
+        # What is known about a carry at first (a zero) holds in no other iteration. So
+        # the body is walked until its facts stay the same, without findings, and then
+        # once more with them
+        # (test_masks_positions_and_noise_that_half_precision_holds).
         self._silent += 1
         try:
             for _ in range(_ROUNDS):

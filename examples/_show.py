@@ -19,14 +19,18 @@ os.environ["XLA_FLAGS"] = (
 STYLES = (("#0072b2", "-"), ("#d55e00", "-"), ("#009e73", "--"), ("#cc79a7", ":"))
 
 
-def parser(description, steps, *, seed=False, out=False):
-    """A command line with --steps, and on request --seed and --out."""
+def parser(description, steps, *, seeds=None, seed=False, out=False):
+    """A command line with --steps, and on request --seeds, --seed and --out."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--steps", type=positive_int, default=steps, help=f"training steps ({steps})"
     )
+    if seeds:
+        parser.add_argument(
+            "--seeds", type=positive_int, default=seeds, help=f"runs of each ({seeds})"
+        )
     if seed:
         parser.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
     if out:
@@ -76,6 +80,11 @@ def power(s):
 def mean(values):
     """The mean, or NaN of nothing."""
     return np.mean(values) if len(values) else np.nan
+
+
+def spread(values):
+    """The median, the least and the largest value, as texts."""
+    return [f"{of(values):.2g}" for of in (np.median, np.min, np.max)]
 
 
 def steps(flags):

@@ -28,14 +28,11 @@ TX = jmp_scale.with_loss_scale(
 
 def train_step(state, images):
     params, old, history = state["params"], state["opt_state"], state["history"]
-    value_and_grad = jmp_scale.value_and_grad(
-        digits.reconstruction_loss, old.loss_scale
-    )
-    loss, grads = value_and_grad(params, images)
+    scaled = jmp_scale.value_and_grad(digits.reconstruction_loss, old.loss_scale)
+    loss, grads = scaled(params, images)
     updates, new = TX.update(grads, old, params, value=loss)
-    history = history.push(
-        old.loss_scale, new.grads_finite, applied=new.applied, loss=loss
-    )
+    happened = {"applied": new.applied, "loss": loss}
+    history = history.push(old.loss_scale, new.grads_finite, **happened)
     params = optax.apply_updates(params, updates)
     return {"params": params, "opt_state": new, "history": history}, loss
 
@@ -45,40 +42,37 @@ def diverges(state):
     return any("diverges" in text or "blew up" in text for text in findings)
 
 
-def train(state, batches, checkpoints, kill_at=None):
-    """The last state and the loss of each batch; checkpoints are named by batch."""
-    batch, losses = 0, np.full(len(batches), np.nan)
-    if checkpoints and checkpoints.latest_step() is not None:
-        batch = checkpoints.latest_step()
-        state = restore(checkpoints, batch, state)
+def train(state, batches, checkpoints, args):
+    """The loss of each batch; a checkpoint has the number of the batch that is next."""
+    batch, losses = checkpoints.latest_step() or 0, np.full(len(batches), np.nan)
+    if batch:
+        state = restored(checkpoints, batch, state)
         print(f"batch {batch}: resumed")
     while batch < len(batches):
-        if kill_at is not None and batch >= kill_at:
+        if args.kill_at and batch >= args.kill_at:
             raise SystemExit(f"batch {batch}: killed")
         part = slice(batch, batch + CHUNK)
         state, losses[part] = _show.run_chunk(train_step)(state, batches[part])
         batch += len(losses[part])
-        if checkpoints:
-            if diverges(state) and checkpoints.all_steps():
-                good = min(checkpoints.all_steps())
-                state = restore(checkpoints, good, state)
-                print(f"batch {batch}: the loss diverges, back to the state of {good}")
-            checkpoints.save(batch, args=ocp.args.StandardSave(state))
+        if diverges(state) and checkpoints.all_steps():
+            good = min(checkpoints.all_steps())
+            state = restored(checkpoints, good, state)
+            print(f"the loss diverges: leaves out batches {good} to {batch - 1}")
+        checkpoints.save(batch, args=ocp.args.StandardSave(state))
     return losses
 
 
-def restore(checkpoints, batch, like):
+def restored(checkpoints, batch, like):
     return checkpoints.restore(batch, args=ocp.args.StandardRestore(like))
 
 
 def main(argv=None):
     parser = _show.parser(__doc__, 900, seed=True, out=True)
-    number = _show.positive_int
-    parser.add_argument("--kill-at", type=number, help="batch to stop at (none)")
+    text = "batch to stop at, as a crash would (none)"
+    parser.add_argument("--kill-at", type=_show.positive_int, help=text)
     parser.add_argument("--resume", action="store_true", help="a run that was killed")
     args = parser.parse_args(argv)
-    images, _ = digits.load_images(args.seed)
-    batches = digits.Batches(images, args.steps, 64, args.seed)[:]
+    batches = digits.Batches(digits.load_images(args.seed)[0], args.steps, 64)[:]
     batches[args.steps // 2 :][:60] *= 40
     params = digits.init_autoencoder(args.seed)
     history = diagnostics.LossScaleHistory.create(500)
@@ -87,17 +81,12 @@ def main(argv=None):
     folder = (args.out / "rewind_checkpoints").absolute()
     if not args.resume:
         shutil.rmtree(folder, ignore_errors=True)
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=3, enable_async_checkpointing=False
-    )
-    with ocp.CheckpointManager(folder, options=options) as checkpoints:
-        losses = {"with rewind": train(start, batches, checkpoints, args.kill_at)}
-    losses["without"] = train(start, batches, None)
+    keep = ocp.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=False)
+    with ocp.CheckpointManager(folder, options=keep) as checkpoints:
+        losses = {"with rewind": train(start, batches, checkpoints, args)}
+    losses["without"] = _show.scan(train_step, start, batches, "without")[1]
     rows = [[name, f"{loss[-CHUNK:].mean():.6f}"] for name, loss in losses.items()]
     _show.table(["", "last loss"], rows)
-    title, axes = "60 broken batches, with and without a way back", {"yscale": "log"}
-    panel = _show.curves(title, "loss", losses, xlabel="batch", **axes)
-    _show.figure(args.out / "rewind.png", [panel], columns=1)
 
 
 if __name__ == "__main__":

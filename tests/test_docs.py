@@ -145,6 +145,12 @@ def test_every_page_is_in_the_navigation():
     assert not missing
 
 
+def test_every_example_is_on_the_page_of_examples():
+    folder = ROOT / "examples"
+    scripts = {p.name for p in folder.glob("*.py") if "def main" in p.read_text()}
+    assert set(re.findall(r"`(\w+\.py)`", TEXTS["docs/examples.md"])) == scripts
+
+
 def test_the_site_asks_no_other_host_for_anything():
     configuration = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in configuration

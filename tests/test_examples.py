@@ -230,7 +230,7 @@ def test_a_resumed_run_is_bit_identical(run, tmp_path):
     assert re.search(r"^0 of \d\d arrays differ in any bit", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("kill_at", [150, 300])
+@pytest.mark.parametrize("kill_at", [pytest.param(150, marks=pytest.mark.slow), 300])
 def test_a_run_that_diverges_goes_back_and_one_that_is_killed_takes_the_same_way(
     run, straight_rewind, kill_at, tmp_path
 ):
@@ -247,19 +247,21 @@ def test_a_run_that_diverges_goes_back_and_one_that_is_killed_takes_the_same_way
 def straight_rewind(run, tmp_path_factory):
     """What a run prints that is not killed, its line of going back, its last loss."""
     text = run("rewind.py", "--steps", 400, "--out", tmp_path_factory.mktemp("rewind"))
-    went_back = re.search(r"^batch \d+: the loss diverges, back to .*$", text, re.M)[0]
+    went_back = re.search(r"^the loss diverges: leaves out .*$", text, re.M)[0]
     return text, went_back, columns(text, ["with rewind"])["with rewind"][0]
 
 
 def test_the_model_of_a_run_that_goes_back_is_not_spoilt(straight_rewind):
-    text, _, loss = straight_rewind
+    text, went_back, loss = straight_rewind
     assert text.count("the loss diverges") == 1
+    first, last = map(int, re.findall(r"\d+", went_back))
+    assert first <= 200 < last < 350  # 200 to 259 are broken
     assert float(loss) < 0.08
     assert float(columns(text, ["without"])["without"][0]) > 0.2
 
 
-def test_a_phase_beyond_float16_is_trained_in_float32_and_left_again(run, tmp_path):
-    text = run("precision_fallback.py", "--steps", 300, "--out", tmp_path)
+def test_a_phase_beyond_float16_is_trained_in_float32_and_left_again(run):
+    text = run("precision_fallback.py", "--steps", 300)
     changes = re.findall(r"^step (\d+): from (\w+) to (\w+)$", text, re.M)
     assert [change[1:] for change in changes] == [
         ("float16", "float32"),
@@ -267,8 +269,10 @@ def test_a_phase_beyond_float16_is_trained_in_float32_and_left_again(run, tmp_pa
     ]
     rows = columns(text, ("float16 alone", "with float32"))
     assert rows["float16 alone"][2:] == ["300", "300"]
-    loss, _, skipped, in_a_row = rows["with float32"]
-    assert float(loss) < 1000  # 100,000 at the start
+    right = {name: int(cells[0].removesuffix("%")) for name, cells in rows.items()}
+    assert right["float16 alone"] < 30  # 10 by chance
+    assert right["with float32"] > 80
+    _, _, skipped, in_a_row = rows["with float32"]
     assert 50 <= int(skipped) < 75
     assert int(in_a_row) < 10
 

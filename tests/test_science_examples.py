@@ -1,0 +1,87 @@
+"""The examples about science show what they say, and the spread over seeds.
+
+What is asserted holds by a wide margin: CPUs round float16 at different places.
+"""
+
+import concurrent.futures
+import contextlib
+import importlib
+import multiprocessing
+
+import jax
+import numpy as np
+import pytest
+from test_examples import ENVIRONMENT, EXAMPLES, columns, main_of
+
+DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of 2^40")
+MISMATCHES = [("float32", 0, 1e-5), ("float16", 1e-5, 5e-3), ("bfloat16", 1e-4, 5e-2)]
+
+
+@pytest.fixture(scope="module")
+def table():
+    """The rows that an example prints, in a process of its own, as a user starts it.
+
+    The flags of XLA that the examples set are read once in a process.
+    """
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        context = multiprocessing.get_context("spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(1, context)
+        stack.enter_context(pool)
+        yield lambda *args: columns(
+            pool.submit(main_of, *args).result(timeout=900), DTYPES
+        )
+
+
+@pytest.mark.slow
+def test_a_differential_equation_needs_loss_scaling_in_float16(table):
+    rows = table("pinn.py")
+    errors = {name: list(map(float, cells[:3])) for name, cells in rows.items()}
+    assert all(least <= mid <= largest for mid, least, largest in errors.values())
+    median = {name: values[0] for name, values in errors.items()}
+    for name in ("float16, dynamic", "float16, cap of 2^40"):
+        assert median[name] < 2 * median["float32"]
+        assert median[name] < median["float16"] / 2
+    last = {name: int(cells[3].removeprefix("2^")) for name, cells in rows.items()}
+    assert last["float16, dynamic"] == 24
+    assert last["float16, cap of 2^40"] > 24
+
+
+def test_each_way_of_solving_a_differential_equation_is_a_row(table):
+    rows = table("pinn.py", "--steps", 40, "--seeds", 1)
+    assert set(rows) == set(DTYPES)
+    assert [cells[3:] for cells in rows.values()][:3] == [["2^0", "0"]] * 3
+    # S doubles every second step: 20 times from 2^15, up to the cap.
+    assert rows["float16, dynamic"][3:] == ["2^24", "0"]
+
+
+@pytest.mark.slow
+def test_sampling_and_learning_differ_by_the_digits_of_the_dtype(table):
+    rows = table("policy_gradient.py", "--steps", 100, "--seeds", 2)
+    mismatch = {name: float(cells[0]) for name, cells in rows.items()}
+    assert mismatch["float32"] < 1e-5
+    assert 1e-4 < mismatch["float16"] < 2e-3
+    # Before training a loss scale has changed nothing.
+    assert mismatch["float16, dynamic"] == mismatch["float16"]
+    assert 3 < mismatch["bfloat16"] / mismatch["float16"] < 20  # three bits are 8
+    assert all(float(cells[1]) > 0.4 for cells in rows.values())  # 1/16 by chance
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), MISMATCHES)
+def test_the_cached_pass_is_the_same_function_up_to_rounding(
+    monkeypatch, dtype, least, most
+):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    transformer = importlib.import_module("transformer")
+    params = transformer.init_params(0)
+    key = jax.random.key(0)
+    sample, read = (
+        jax.jit(function, static_argnums=2)
+        for function in (transformer.sample, transformer.read)
+    )
+    with jax.numpy_rank_promotion("allow"):
+        tokens, cached = sample(params, key, dtype)
+        whole = read(params, tokens, dtype)
+    assert least <= np.abs(whole - cached).mean() < most

@@ -11,6 +11,20 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from ._figures import (
+    BLUE,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    draw_limited,
+    draw_skipped,
+    finish,
+    make_legible,
+    power,
+)
 from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
 from .diagnostics._casts import limits
 
@@ -23,13 +37,7 @@ except ImportError as error:
         "jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'"
     ) from error
 
-# From the palette of Okabe and Ito, which the color-blind can tell apart. Each stands
-# out from white and from a dark page.
-_BLUE, _SKY, _ORANGE, _RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
-_PURPLE, _GREY = "#cc79a7", "#999999"
-_INK = "#7f7f7f"  # of text, which can be read on both
-
-_POWERS_OF_TWO = FuncFormatter(lambda log2, _: f"$2^{{{log2:g}}}$")
+_POWERS_OF_TWO = FuncFormatter(lambda log2, _: power(log2))
 
 
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
@@ -46,52 +54,26 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
       ValueError: an empty history.
     """
     recorded = history.to_dict()
-    step, log2_scale, loss_finite = (
-        recorded["step"],
-        recorded["log2_scale"],
-        recorded["loss_finite"],
-    )
+    step, log2_scale = recorded["step"], recorded["log2_scale"]
     if step.size == 0:
         raise ValueError(
             "plot_loss_scale: expected a history of at least one step, got an empty one"
         )
     ax = _axes(ax)
-    ax.step(
-        step,
-        log2_scale,
-        where="post",
-        color=_BLUE,
-        linewidth=1.6,
-        label="loss scale S",
-        zorder=2,
-    )
-    for marker, color, label, skipped in (
-        (
-            "v",
-            _RED,
-            "skipped: gradients not finite",
-            ~recorded["grads_finite"] & loss_finite,
-        ),
-        ("X", _PURPLE, "skipped: the loss is not finite", ~loss_finite),
+    style = {"color": BLUE, "linewidth": 1.6, "label": "loss scale S", "zorder": 2}
+    ax.step(step, log2_scale, where="post", **style)
+    broken = ~recorded["loss_finite"]
+    overflow = ~recorded["grads_finite"] & ~broken
+    for skipped, marker, color, label in (
+        (overflow, "v", RED, "skipped: gradients not finite"),
+        (broken, "X", PURPLE, "skipped: the loss is not finite"),
     ):
-        if skipped.any():
-            points = {
-                "marker": marker,
-                "color": color,
-                "s": 36,
-                "zorder": 3,
-                "linewidth": 0,
-            }
-            ax.scatter(
-                step[skipped],
-                log2_scale[skipped],
-                label=f"{label} ({skipped.sum()})",
-                **points,
-            )
+        label = f"{label} ({skipped.sum()})"
+        draw_skipped(ax, step[skipped], log2_scale[skipped], marker, color, label=label)
     ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
     _power_of_two_axis(ax.yaxis)
     ax.margins(y=0.15)
-    _finish(ax, grid="both")
+    finish(ax, grid="both")
     return ax
 
 
@@ -135,52 +117,17 @@ def plot_spikes(
         (top, "loss", "loss_limit", "loss"),
         (bottom, "grad_norm", "norm_limit", "gradient norm"),
     ):
-        _draw_limited(ax, recorded, name, limit, spike)
+        draw_limited(ax, recorded, name, limit, spike)
         ax.set(ylabel=label)
-        _finish(ax, legend=ax is top)
-        _legible(ax)
+        finish(ax, legend=ax is top)
+        make_legible(ax)
     bottom.set(xlabel="step", yscale="log")
     steps = len(spike)
     were = "step" if spike.sum() == 1 else "steps"
     top.set_title(
-        f"The guard skipped {spike.sum()} {were} of {steps:,} as spikes", color=_INK
+        f"The guard skipped {spike.sum()} {were} of {steps:,} as spikes", color=INK
     )
     return top, bottom
-
-
-def _draw_limited(
-    ax: Axes, recorded: dict[str, Any], name: str, limit: str, spike: Any
-) -> None:
-    """A recorded number, the limit above which it is a spike, and the spikes."""
-    step, y = (
-        recorded["step"],
-        np.where(np.isfinite(recorded[name]), recorded[name], np.nan),
-    )
-    limits = np.where(np.isfinite(recorded[limit]), recorded[limit], np.nan)
-    applied = np.where(recorded["applied"], y, np.nan)
-    ax.plot(step, applied, color=_BLUE, linewidth=1.2, label="applied", zorder=2)
-    if np.isfinite(limits).any():
-        style = {"color": _ORANGE, "linestyle": "--", "linewidth": 1.4}
-        ax.plot(step, limits, **style, label="limit of the guard", zorder=3)
-    if spike.any():
-        points = {"marker": "v", "color": _RED, "s": 40, "linewidth": 0}
-        ax.scatter(step[spike], y[spike], **points, label="skipped", zorder=4)
-    if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
-        # A spike a thousand times the loss would leave nothing to see of the rest.
-        ax.set_yscale("log")
-
-
-def _legible(ax: Axes) -> None:
-    """Gives texts, ticks and spines a color that stands out from white and black."""
-    ax.tick_params(colors=_INK, which="both")
-    ax.xaxis.label.set_color(_INK)
-    ax.yaxis.label.set_color(_INK)
-    for spine in ax.spines.values():
-        spine.set_edgecolor(_INK)
-    ax.grid(color=_INK, alpha=0.25)
-    legend = ax.get_legend()
-    for text in legend.get_texts() if legend else ():
-        text.set_color(_INK)
 
 
 def plot_exponent_histogram(
@@ -214,53 +161,36 @@ def plot_exponent_histogram(
             "plot_exponent_histogram: expected finite non-zero entries, got none"
         )
     cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
-    name, shares, exponents = (
-        np.dtype(dtype).name,
-        counts / counts.sum(),
-        histogram.exponents,
-    )
+    shares, exponents = counts / counts.sum(), histogram.exponents
     flushed, normal, overflow = (
         np.log2(x) - log2_scale
         for x in (cast.zero_up_to, cast.subnormal_below, cast.overflow_from)
     )
     used = exponents[counts > 0]
     margin = 0.2 * (overflow - flushed)  # room for the words "zero" and "overflow"
-    left, right = (
-        min(used.min() - 1, flushed - margin),
-        max(used.max() + 2, overflow + margin),
-    )
+    left = min(used.min() - 1, flushed - margin)
+    right = max(used.max() + 2, overflow + margin)
+    # Shares of the height, so that the words stand under the top edge.
+    words = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top"}
     for start, end, color, label in (
-        (left, flushed, _RED, "zero"),
-        (flushed, normal, _ORANGE, "subnormal"),
-        (normal, overflow, _SKY, "normal"),
-        (overflow, right, _GREY, "overflow"),
+        (left, flushed, RED, "zero"),
+        (flushed, normal, ORANGE, "subnormal"),
+        (normal, overflow, SKY, "normal"),
+        (overflow, right, GREY, "overflow"),
     ):
         ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
-        ax.text(
-            (start + end) / 2,
-            0.975,
-            label,
-            transform=ax.get_xaxis_transform(),
-            ha="center",
-            va="top",
-            size="small",
-        )
+        ax.text((start + end) / 2, 0.975, label, size="small", **words)
     inside = (exponents >= left) & (exponents < right)
-    bars = {"width": 0.9, "align": "edge", "color": _BLUE, "zorder": 3}
+    bars = {"width": 0.9, "align": "edge", "color": BLUE, "zorder": 3}
     ax.bar(exponents[inside] + 0.05, shares[inside], **bars)
     lost = shares[exponents < flushed].sum()
-    ax.set(
-        xlim=(left, right),
-        ylim=(0, 1.22 * shares.max()),
-        ylabel="share of non-zero entries",
-    )
-    ax.set_xlabel("unscaled magnitude")
-    ax.set_title(
-        f"{name} at S = {_power(log2_scale)}: {lost:.1%} of the non-zero entries lost"
-    )
+    ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
+    ax.set(xlabel="unscaled magnitude", ylabel="share of non-zero entries")
+    place = f"{np.dtype(dtype).name} at S = {power(log2_scale)}"
+    ax.set_title(f"{place}: {lost:.1%} of the non-zero entries lost")
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _power_of_two_axis(ax.xaxis)
-    _finish(ax, legend=False)
+    finish(ax, legend=False)
     return ax
 
 
@@ -286,43 +216,26 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     worst = report.worst(k)
     paths = [path for path in rows if path in worst][::-1]
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
+    nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
     left = np.zeros(len(paths))
     for label, color, names in (
-        ("overflow or not finite", _PURPLE, ("overflow", "nonfinite")),
-        ("flushed to zero", _RED, ("flushed",)),
-        ("subnormal", _ORANGE, ("subnormal",)),
+        ("overflow or not finite", PURPLE, ("overflow", "nonfinite")),
+        ("flushed to zero", RED, ("flushed",)),
+        ("subnormal", ORANGE, ("subnormal",)),
     ):
-        nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
-        share = (
-            np.array([sum(rows[path][name] for name in names) for path in paths])
-            / nonzero
-        )
-        ax.barh(
-            range(len(paths)),
-            share,
-            left=left,
-            color=color,
-            label=label,
-            height=0.72,
-            zorder=3,
-        )
+        lost = [sum(rows[path][name] for name in names) for path in paths]
+        share = np.array(lost) / nonzero
+        style = {"color": color, "height": 0.72, "zorder": 3}
+        ax.barh(range(len(paths)), share, left=left, label=label, **style)
         left += share
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
-    ax.set_title(
-        f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}: "
-        "what is lost of each leaf",
-        pad=28,
-    )
+    place = f"{report.dtype} at S = {power(np.log2(float(report.loss_scale)))}"
+    ax.set_title(f"{place}: what is lost of each leaf", pad=28)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _finish(ax, grid="x", legend=False)
-    ax.legend(
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1),
-        ncols=3,
-        frameon=False,
-        handlelength=1,
-    )
+    finish(ax, grid="x", legend=False)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    ax.legend(**above, ncols=3, frameon=False, handlelength=1)
     return ax
 
 
@@ -338,47 +251,27 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     """
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     finite = np.asarray(calibration.finite)
-    low, high, best = (
-        float(x)
-        for x in (
-            calibration.log2_low,
-            calibration.log2_high,
-            calibration.recommended_log2_scale,
-        )
-    )
+    low, high = float(calibration.log2_low), float(calibration.log2_high)
+    best = float(calibration.recommended_log2_scale)
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
     middles = (log2_scales[1:] + log2_scales[:-1]) / 2
     edges = np.concatenate([[log2_scales[0] - 1], middles, [log2_scales[-1] + 1]])
     rows = np.arange(len(paths) + 1) - 0.5
     colors = np.asarray(calibration.zero_fraction).T
     mesh = ax.pcolormesh(edges, rows, colors, cmap="Blues", vmin=0, vmax=1)
-    ax.figure.colorbar(
-        mesh,
-        ax=ax,
-        format=PercentFormatter(1, decimals=0),
-        label="entries that are zero",
-        pad=0.02,
-    )
+    bar = ax.figure.colorbar(mesh, ax=ax, label="entries that are zero", pad=0.02)
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    hatched = {"facecolor": "0.85", "edgecolor": "0.6", "hatch": "///", "linewidth": 0}
     for column in np.flatnonzero(~finite):
-        ax.axvspan(
-            edges[column],
-            edges[column + 1],
-            facecolor="0.85",
-            edgecolor="0.6",
-            hatch="///",
-            linewidth=0,
-        )
+        ax.axvspan(edges[column], edges[column + 1], **hatched)
     if not np.isnan(low):
-        window = edges[
-            [np.searchsorted(log2_scales, low), np.searchsorted(log2_scales, high) + 1]
-        ]
-        ax.axvspan(*window, fill=False, edgecolor=_RED, linewidth=2.5, zorder=4)
-        ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
+        first, last = np.searchsorted(log2_scales, [low, high])
+        frame = {"fill": False, "edgecolor": RED, "linewidth": 2.5, "zorder": 4}
+        ax.axvspan(*edges[[first, last + 1]], **frame)
+        ax.axvline(best, color=RED, linestyle="--", linewidth=1.5, zorder=4)
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
-    ax.set(
-        xlabel="loss scale S (hatched: gradients overflow)",
-        ylim=(len(paths) - 0.5, -0.5),
-    )
+    ax.set_xlabel("loss scale S (hatched: gradients overflow)")
+    ax.set_ylim(len(paths) - 0.5, -0.5)
     ax.set_title(_window_title(low, high, best))
     _power_of_two_axis(ax.xaxis)
     return ax
@@ -387,8 +280,8 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
 def _window_title(low: float, high: float, best: float) -> str:
     if np.isnan(low):
         return "No loss scale works"
-    window = f"Loss scales from {_power(low)} to {_power(high)} work"
-    return f"{window}; start from {_power(best)}"
+    window = f"Loss scales from {power(low)} to {power(high)} work"
+    return f"{window}; start from {power(best)}"
 
 
 def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
@@ -400,15 +293,3 @@ def _power_of_two_axis(axis: Any) -> None:
         MaxNLocator(integer=True, min_n_ticks=3, steps=[1, 2, 4, 5, 10])
     )
     axis.set_major_formatter(_POWERS_OF_TWO)
-
-
-def _power(log2: float) -> str:
-    return f"$2^{{{log2:g}}}$"
-
-
-def _finish(ax: Axes, grid: Any = "y", legend: bool = True) -> None:
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis=grid, color="0.9", linewidth=0.8, zorder=0)
-    ax.set_axisbelow(True)
-    if legend:
-        ax.legend(frameon=False, loc="best")

@@ -300,7 +300,11 @@ def verdict(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = _harness.parser(__doc__)
     parser.add_argument(
-        "--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES, help="to try"
+        "--libraries",
+        nargs="+",
+        default=LIBRARIES,
+        choices=LIBRARIES,
+        help="libraries to try",
     )
     args = parser.parse_args(argv)
     if jax.device_count() < 2:

@@ -11,7 +11,10 @@ from jmp_scale import diagnostics
 def main(argv=None):
     arguments = parser(__doc__)
     arguments.add_argument(
-        "--entries", type=int, default=20_000_000, help="of the gradients, float32"
+        "--entries",
+        type=int,
+        default=20_000_000,
+        help="float32 entries of the gradients",
     )
     arguments.add_argument("--leaves", type=int, nargs="+", default=[1, 100])
     add_pairs(arguments)

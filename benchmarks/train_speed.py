@@ -127,20 +127,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--size",
         choices=list(MODELS),
         default="reduced" if on_cpu else "full",
-        help="of the models",
+        help="size of the models",
     )
     parser.add_argument(
         "--models",
         nargs="+",
         default=list(MODELS["full"]),
         choices=list(MODELS["full"]),
-        help="to run",
+        help="models to run",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=50,
-        help="single steps of each configuration to time, not on a CPU",
+        help="single steps of each configuration to time, except on a CPU",
     )
     _harness.add_pairs(parser)
     args = parser.parse_args(argv)

@@ -115,7 +115,7 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
         try:
             # The older form comes second, and its error is only a note: most
             # checkpoints are not of 0.1.0, and the first error is about the form that
-            # was expected (test_a_foreign_checkpoint_is_no_checkpoint_without_a_guard).
+            # was expected (test_a_foreign_checkpoint_is_not_one_without_a_guard).
             return _restore(function, load, state, _first_form, _with_fields)
         except Exception as older_error:
             error.add_note(

@@ -155,8 +155,8 @@ class Optimizer(nnx.Optimizer):
             # Before the call, which writes into the modules themselves.
             before = values_of(nodes)
             value, grads = fun(*args, **fun_kwargs)
-            # The loss too: its NaN is in the statistics even where a `where` keeps it
-            # out of the gradients.
+            # The loss too: an infinite term without a gradient leaves the gradients
+            # finite (test_a_loss_that_alone_is_not_finite_puts_the_statistics_back).
             finite = all_finite((value[0] if has_aux else value, grads))
             written = written_since(nodes, before)
             put_back(finite, nodes, written)
@@ -246,8 +246,6 @@ def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) 
         return tuple(_diff_states(argnum, wrt, count, kwargs) for argnum in argnums)
     is_state = isinstance(argnums, nnx.DiffState)
     position, wrt = (argnums.argnum, argnums.filter) if is_state else (argnums, wrt)
-    # nnx.DiffState compares positions as they are, and -1 is none of them
-    # (test_argnums_may_be_several_negative_or_states).
     position = position + count if position < 0 else position
     if not is_state and _in_tree_mode(kwargs):
         return position

@@ -614,7 +614,7 @@ def test_the_statistics_of_a_guard_come_back_bit_for_bit(round_trip):
     assert restored.opt_state.guard.warmup == 3
 
 
-def test_a_foreign_checkpoint_is_no_checkpoint_without_a_guard():
+def test_a_foreign_checkpoint_is_not_one_without_a_guard():
     foreign = used_state().replace(params={"v": jnp.ones(3)})
     with pytest.raises(ValueError, match="missing in the checkpoint: params/b") as info:
         restore_without_guard(lambda _: foreign, make_state(guard=GUARD))

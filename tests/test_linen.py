@@ -162,7 +162,7 @@ def test_dropout_keys_folded_from_step_differ_after_a_skipped_step():
     assert (mask(before) != mask(run([OVERFLOWS], before))).any()
 
 
-def test_gradients_are_true_and_float32():
+def test_gradients_are_unscaled_and_float32():
     state = TrainState.create(
         apply_fn=None,
         params={"w": jnp.ones(2, jnp.float16)},
@@ -217,7 +217,7 @@ def test_two_loss_scales_are_refused():
         make_state(loss_scale=jmp_scale.DynamicLossScale())
 
 
-def test_a_change_that_is_no_field_is_refused():
+def test_a_change_that_is_not_a_field_is_refused():
     with pytest.raises(TypeError, match="nonsense"):
         make_state().apply_gradients(grads=make_state().params, nonsense=1)
 
@@ -246,7 +246,7 @@ INNER_WRAPPERS = [
 
 @pytest.mark.parametrize("wrap", INNER_WRAPPERS)
 @pytest.mark.parametrize("loss_scale", [None, jmp_scale.StaticLossScale(8.0)])
-def test_a_loss_scale_inside_of_the_optimizer_is_refused(wrap, loss_scale):
+def test_a_loss_scale_inside_the_optimizer_is_refused(wrap, loss_scale):
     tx = wrap(jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale()))
     with pytest.raises(ValueError, match=r"TrainState.create: .* around the whole of"):
         TrainState.create(

@@ -416,6 +416,22 @@ def test_parameters_that_the_forward_pass_writes_are_put_back_too(compiled):
     assert model.w[...].tolist() == [3.0, 3.0]
 
 
+def test_a_loss_that_alone_is_not_finite_puts_the_statistics_back():
+    model, optimizer = make()
+    before = snapshot(model, optimizer)
+
+    def loss_of_infinity(model, x):
+        return loss_fn(model, x) + jnp.inf  # whose gradients are finite
+
+    @nnx.jit
+    def value_and_grad(model, x):
+        return optimizer.value_and_grad(loss_of_infinity)(model, x)
+
+    _, grads = value_and_grad(model, data(GOOD))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+    assert_bitwise_equal(snapshot(model, optimizer), before)
+
+
 class Statistics(nnx.Module):
     """A module without parameters whose forward pass keeps the last input."""
 
@@ -580,7 +596,7 @@ def test_no_tracer_outlives_a_compiled_forward_pass(closed_over):
         lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     ],
 )
-def test_a_loss_scale_inside_of_the_optimizer_is_refused(wrap):
+def test_a_loss_scale_inside_the_optimizer_is_refused(wrap):
     with pytest.raises(ValueError, match=r"nnx.Optimizer: .* around the whole of tx"):
         make(tx=wrap(TX))
 

@@ -123,7 +123,7 @@ def test_a_window_of_accumulation_is_a_scan_with_constant_types():
     close(params, run(wrap(optax.adam(0.1)), [GOOD])[-1][0], rtol=1e-5)
 
 
-def test_multi_steps_that_skips_by_itself_has_nothing_left_to_skip():
+def test_multi_steps_with_its_own_skip_has_nothing_left_to_skip():
     inner = optax.MultiSteps(
         optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite
     )

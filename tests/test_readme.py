@@ -1,4 +1,4 @@
-"""What the README says runs, and stands where a newcomer looks for it."""
+"""What the README says works, and is where a newcomer looks for it."""
 
 import pathlib
 import re

@@ -305,7 +305,7 @@ def test_shard_map_has_already_summed_gradients_of_replicated_parameters(s):
     assert float(total(np.float32(1), np.arange(8.0, dtype=np.float32))) == 28.0
 
 
-def test_what_shard_map_sums_by_itself_it_sums_in_the_dtype_of_the_computation():
+def test_what_shard_map_sums_automatically_is_summed_in_the_dtype_of_the_computation():
     @functools.partial(
         jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P()
     )

@@ -158,7 +158,7 @@ def test_a_loss_that_is_mostly_zero_without_gradients_is_not_a_spike(share):
     assert not any(spikes)
 
 
-def test_a_loss_of_zero_all_the_time_is_no_spike():
+def test_a_loss_that_is_always_zero_is_not_a_spike():
     spikes, _ = judged(SpikeGuard(), np.zeros(300), np.zeros(300))
     assert not any(spikes)
 

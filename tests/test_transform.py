@@ -258,7 +258,7 @@ def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
 @pytest.mark.parametrize(
     "value", [jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}]
 )
-def test_a_value_that_is_no_scalar_is_a_value_error(value):
+def test_a_value_that_is_not_a_scalar_is_a_value_error(value):
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
     with pytest.raises(ValueError, match="expected value to be the scalar loss"):
         tx.update(GOOD, tx.init(PARAMS), PARAMS, value=value)
@@ -301,7 +301,7 @@ def test_no_transform_inside_hides_an_overflow(clip):
     assert (state.skipped, state.loss_scale.loss_scale) == (1, 4)
 
 
-def test_clipping_sees_true_gradients():
+def test_clipping_sees_unscaled_gradients():
     tx = jmp_scale.with_loss_scale(
         optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), DynamicLossScale()
     )
@@ -451,12 +451,12 @@ def test_gradients_of_frozen_parameters_may_be_none():
 
 
 @pytest.mark.parametrize("loss_scale", [8.0, "dynamic", object()])
-def test_what_is_no_loss_scale_is_a_type_error(loss_scale):
+def test_anything_but_a_loss_scale_is_a_type_error(loss_scale):
     with pytest.raises(TypeError, match="expected a loss scale, got"):
         jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
 
 
-def test_what_is_no_optimizer_is_a_type_error():
+def test_anything_but_an_optimizer_is_a_type_error():
     with pytest.raises(TypeError, match=r"expected an optax.GradientTransformation"):
         jmp_scale.with_loss_scale(
             functools.partial(optax.sgd, 0.1), StaticLossScale(8.0)

@@ -87,7 +87,7 @@ def test_select_tree_refuses_trees_that_do_not_match(new, old, message):
 @pytest.mark.parametrize(
     "pred", [jnp.ones([1], bool), jnp.array(1), jnp.array(1.0), np.ones(2, bool), 1]
 )
-def test_select_tree_refuses_a_predicate_that_is_no_boolean_scalar(pred):
+def test_select_tree_refuses_a_predicate_that_is_not_a_boolean_scalar(pred):
     with pytest.raises(ValueError, match="expected a boolean scalar"):
         jmp_scale.select_tree(pred, None, None)
 

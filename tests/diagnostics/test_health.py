@@ -1,4 +1,4 @@
-"""What is said of a state and a history: each finding by one case of it."""
+"""What `health` says about a state and a history: one case for each finding."""
 
 import jax
 import jax.numpy as jnp

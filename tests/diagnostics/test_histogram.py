@@ -80,7 +80,7 @@ def test_reports_of_sharded_leaves_are_those_of_whole_ones(mode, wrap):
         chex.assert_trees_all_equal(wrap(report)(sharded), wrap(report)(whole))
 
 
-def test_a_histogram_refuses_scales_that_are_no_whole_powers_of_two():
+def test_a_histogram_refuses_scales_that_are_not_whole_powers_of_two():
     with pytest.raises(
         TypeError,
         match="flushed_share: expected log2_scale of whole numbers, got float32",

@@ -1,4 +1,4 @@
-"""What is said of the dtypes of parameters and moments."""
+"""What `health` says about the dtypes of parameters and moments."""
 
 import jax
 import jax.numpy as jnp

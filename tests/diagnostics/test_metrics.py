@@ -1,4 +1,4 @@
-"""The scalars of a loss-scale state, wherever it stands and in whatever form."""
+"""The scalars of a loss-scale state, wherever it is and in whatever form."""
 
 import flax.serialization
 import jax

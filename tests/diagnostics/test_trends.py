@@ -1,4 +1,4 @@
-"""What is said of losses and norms that go wrong though every number is finite."""
+"""What `health` says about losses and norms that go wrong with finite numbers."""
 
 import jax.numpy as jnp
 import numpy as np

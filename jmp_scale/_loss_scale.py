@@ -94,8 +94,8 @@ class LossScaleState(NamedTuple):
       grads_finite: bool[], whether the last step's gradients, and its loss if given as
         `value`, were all finite. True before the first step.
       applied: bool[], whether the last step was applied: `grads_finite`, and not a
-        spike. Select by it what else must not change on a skipped step (an EMA of the
-        parameters, BatchNorm statistics). True before the first step.
+        spike. Use it to select whatever else must not change on a skipped step (an EMA
+        of the parameters, BatchNorm statistics). True before the first step.
       skipped: i32[], skipped steps in total, for whatever reason.
       skipped_in_a_row: i32[], skipped steps since the last applied one.
       nonfinite_losses: i32[], how many of the skipped steps had a `value` that was NaN

@@ -14,8 +14,8 @@ from . import _state_dict
 class Pytree:
     """A frozen dataclass that is a pytree, and so is each subclass.
 
-    Its leaves are the fields named in `_leaf_names`. Every other field is static, those
-    that a subclass adds included, so that none can be forgotten.
+    Its leaves are the fields named in `_leaf_names`. Every other field is static,
+    including those that a subclass adds, so that none can be forgotten.
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()

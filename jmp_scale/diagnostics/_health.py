@@ -65,7 +65,7 @@ _SENTENCES = {
     ),
     "frequent spikes": (
         "{skips} of the last {steps} steps {were} skipped as {spikes} ({rate:.1%}; "
-        "{listed}), where one in a hundred is much: look at the data of those "
+        "{listed}), where one in a hundred is a lot: look at the data of those "
         "batches, or lower the learning rate."
     ),
     "spikes in a row": (

@@ -14,9 +14,8 @@ def keras(
     overflow; both factors are fixed.
 
     Trap: there is neither floor nor cap. S can reach infinity, and 0: on the JAX
-      backend
-    as soon as it is under 2^-126, since XLA flushes subnormal numbers; then a parameter
-    becomes NaN. Here S holds at the ends.
+    backend as soon as it is under 2^-126, since XLA flushes subnormal numbers; then a
+    parameter becomes NaN. Here S holds at the ends.
     """
     names = {"loss_scale": "initial_scale", "period": "dynamic_growth_steps"}
     arguments = Arguments("presets.keras", names)
@@ -28,7 +27,7 @@ def tf_keras(
 ) -> DynamicLossScale:
     """Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
 
-    As `keras`, but with a floor of 1, and a growth that would be infinite is not made.
+    As `keras`, but with a floor of 1, and a growth that would be infinite is skipped.
     Trap: with S at 1 and gradients that still overflow, every step is skipped and
     nothing says so; here `skipped_in_a_row` of `with_loss_scale` does.
     """
@@ -50,7 +49,7 @@ def tensorflow(
 
     S is multiplied by `multiplier` on the `increment_period`-th finite step in a row
     and divided by it at every overflow, with a floor of 1. A growth that would be
-    infinite is not made. Traps: as `tf_keras`.
+    infinite is skipped. Traps: as `tf_keras`.
     """
     names = {
         "loss_scale": "initial_loss_scale",
@@ -107,9 +106,8 @@ def mindspore(
 
     S is multiplied by `scale_factor` on the `scale_window`-th finite step in a row and
     divided by it at every overflow, with a floor of 1. A growth that would be infinite
-    is not made. The classes `DynamicLossScaleManager` (which raises after 1000
-    overflows in a row) and `DynamicLossScaleUpdateCell` have the same rule without the
-    cap.
+    is skipped. The classes `DynamicLossScaleManager` (which raises after 1000 overflows
+    in a row) and `DynamicLossScaleUpdateCell` have the same rule without the cap.
     Traps: as `tf_keras`.
     """
     names = {
@@ -140,7 +138,7 @@ def flax(
     2^-126).
 
     Differs from most: S grows one step late, on finite step `growth_interval` + 1,
-    because the counter is compared before it counts.
+    because the counter is compared before it is incremented.
 
     Traps: past float32's maximum Flax clamps S to 3.4e38, where 1/S is flushed to 0 and
     with it every gradient; here S holds at 2^126. From the default floor it takes 141
@@ -174,7 +172,7 @@ def jmp(
 
     S is multiplied by `factor` on the `period`-th finite step in a row and divided by
     it at every overflow, down to `min_loss_scale`. A growth that would be infinite is
-    not made. Differs from `DynamicLossScale` here only by its cap, 2^126 instead of
+    skipped. Differs from `DynamicLossScale` here only by its cap, 2^126 instead of
     2^24.
 
     Traps: under `jit` jmp forgets `min_loss_scale` and takes 1; here it is kept. An

@@ -18,7 +18,7 @@ def pytorch(
 
     S grows by `growth_factor` on the `growth_interval`-th unskipped iteration in a row
     and is multiplied by `backoff_factor` at every overflow. A growth that would be
-    infinite is not made.
+    infinite is skipped.
 
     Trap: there is no floor. From 2^16, 166 NaN steps in a row take S to 0, and the next
     finite step writes NaN or infinity into the parameters; here S ends at 2^-126 and
@@ -48,8 +48,8 @@ def apex(
     """NVIDIA Apex's `apex.amp`, dynamic (`apex/amp/scaler.py`, its last version).
 
     S doubles on the `scale_window`-th unskipped step in a row and halves at every
-    overflow, both fixed. It is clamped at `max_loss_scale`, where most others make no
-    growth past theirs, and so is `init_scale`.
+    overflow, both fixed. It is clamped at `max_loss_scale`, where most others skip a
+    growth past theirs, and `init_scale` is clamped too.
 
     Trap: `min_loss_scale=None` means that there is no floor; S ends at 0 with a
     ZeroDivisionError, and here at 2^-126. For `amp.initialize(num_losses=n)` hold n of
@@ -128,10 +128,9 @@ def megatron(
     overflows need not be in a row to use it up, and from then on each one backs off.
 
     Traps: from 2^32 the first steps of a float16 run are all skipped (17 of them until
-      S
-    is 2^16). A single bad example that keeps coming back before S can grow walks S down
-    to `min_scale`, though no S can help; pass the loss as `value=` to `with_loss_scale`
-    and it does not. There is no cap (S can be infinite): here 2^126.
+    S is 2^16). A single bad example that comes back before S can grow takes S down to
+    `min_scale`, though no S can help; pass the loss as `value=` to `with_loss_scale` to
+    avoid that. There is no cap (S can be infinite): here 2^126.
     """
     names = {
         "loss_scale": "initial_scale",
@@ -201,10 +200,9 @@ def fairseq(
     `threshold` is the floor (None: none, here 2^-126).
 
     Traps: at its `min_loss_scale` of 1e-4 fairseq raises FloatingPointError; here S
-      goes
-    on to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off only above
-    that share of overflows) is refused: the share depends on the steps since the last
-    change of S, which this rule does not count.
+    continues to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off only
+    above that share of overflows) is refused: the share depends on the steps since the
+    last change of S, which this rule does not count.
     """
     names = {
         "loss_scale": "init_scale",
@@ -247,8 +245,8 @@ def cerebras(
     of that form, 2e10 and above or 2e-10 and below, are read as powers of two, with a
     `UserWarning`.
 
-    Three arguments are there to be answered, with a `ValueError` that says what to
-    write: `overflow_tolerance` > 0 (0.05 by default in the TensorFlow class; the reason
+    Three arguments exist only for a `ValueError` that says what to write instead:
+    `overflow_tolerance` > 0 (0.05 by default in the TensorFlow class; the reason
     is that of `fairseq`), a `loss_scale` other than "dynamic", and `max_gradient_norm`,
     since clipping is a matter of the optimizer.
     """

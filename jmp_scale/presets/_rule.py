@@ -23,7 +23,7 @@ def dynamic(
     clamps_initial: bool = False,
     **rule: Any,
 ) -> DynamicLossScale:
-    """A loss scale whose initial S, floor and cap are brought into [2^-126, 2^126].
+    """A loss scale whose initial S, floor and cap are clipped to [2^-126, 2^126].
 
     Args:
       arguments: the preset's name, and its own names for the fields.
@@ -46,7 +46,7 @@ def dynamic(
     arguments.require(0 < s < math.inf, "loss_scale", initial, allowed)
     s = min(max(s, SMALLEST), LARGEST)
     rule |= {"min_loss_scale": floor, "max_loss_scale": cap, "at_max": at_max}
-    # Checked here already, where errors are under the framework's own names.
+    # Checked here already, where errors use the framework's own names.
     rule = _validation.rule(arguments, _DEFAULTS | rule | {"loss_scale": s})
     low, high = rule["min_loss_scale"], rule["max_loss_scale"]
     _validation.float32_leaf(arguments, s, low, high)
@@ -56,7 +56,7 @@ def dynamic(
 def one_late(arguments: Arguments, argument: str, interval: Any) -> int:
     """The period of a framework that grows S one step late.
 
-    It compares its counter with the interval before it counts the step.
+    It compares its counter with the interval before it increments the counter.
     """
     return arguments.integer(argument, interval, 0) + 1
 

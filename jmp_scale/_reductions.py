@@ -26,6 +26,8 @@ GPU_GROUP = 4
 TPU_GROUP = 8
 # Entries from which a TPU takes a matrix product instead of a reduction.
 TPU_PRODUCT_SIZE = 2**17
+# Most entries that a CPU sums one after the other.
+LONGEST_ROW = 4096
 
 
 def all_finite_here(arrays: Arrays) -> jax.Array:
@@ -41,44 +43,141 @@ def all_finite_here(arrays: Arrays) -> jax.Array:
     )
 
 
-def finite_and_sums_here(
-    arrays: Arrays, copies: Sequence[int]
-) -> tuple[jax.Array, jax.Array]:
-    """`all_finite_here`, and sums of squares over all entries of the arrays.
+def sums_of_squares_here(arrays: Arrays, copies: Sequence[int]) -> jax.Array:
+    """Sums of squares over all entries, from which norm and finite flag are read.
 
     Args:
       arrays: real or complex arrays.
       copies: by what each array's squares are divided.
 
     Returns:
-      (bool[], f32[2] or f64[2]): the flag; the sum of the squares and that of the
-      squares of the entries over `HUGE`.
+      f32[2] or f64[2]: the sum of the squares, and that of the squares of the entries
+      over `HUGE`, to which an entry that is not finite adds `NONFINITE`.
     """
-    finite = jnp.array(True)
     wide = any(array.real.dtype == np.float64 for array in arrays)
-    sums = jnp.zeros(2, np.float64 if wide else np.float32)
-    for array, count in zip(arrays, copies, strict=True):
-        finite &= jnp.isfinite(array).all()
-        sums += _sums_of_squares(array).astype(sums.dtype) / count
-    return finite, sums
+    dtype = np.float64 if wide else np.float32
+    if not arrays:
+        return jnp.zeros(2, dtype)
+    if all(array.ndim == 0 for array in arrays):
+        sums = _squares_each(*arrays)
+    else:
+        sums = lax.platform_dependent(
+            *arrays, cpu=_squares_on_cpu, tpu=_squares_on_tpu, default=_squares_on_gpu
+        )
+    shares = 1 / np.asarray(copies, dtype)
+    return (sums * shares[:, None]).sum(0)
 
 
 # The square of any float32 over this is far below the largest float32, and that of an
 # entry that matters in a norm of 2**64, where the plain squares overflow, is not lost.
 HUGE = 2.0**96
+# Not infinity, so that no machine's matrix unit is relied on to carry one. Sums of the
+# squares over HUGE are below its 2**17th part for all trees of up to 2**46 entries.
+NONFINITE = 2.0**127
 
 
-def _sums_of_squares(array: jax.Array) -> jax.Array:
+def _squares_on_cpu(*arrays: jax.Array) -> jax.Array:
+    def whole(*arrays: jax.Array) -> jax.Array:
+        # The barrier is that of _finite_on_cpu.
+        sums = [_sums_in_one_pass(_squares(array, shared=False)) for array in arrays]
+        return lax.optimization_barrier(_as_rows(sums))
+
+    def sharded(*arrays: jax.Array) -> jax.Array:
+        return lax.optimization_barrier(_squares_each(*arrays))
+
+    return _mesh.if_whole(whole, sharded, *arrays)
+
+
+def _squares_on_gpu(*arrays: jax.Array) -> jax.Array:
+    def whole(*arrays: jax.Array) -> jax.Array:
+        return _as_rows(_squares_in_groups(arrays, GPU_GROUP))
+
+    return _mesh.if_whole(whole, _squares_each, *arrays)
+
+
+def _squares_on_tpu(*arrays: jax.Array) -> jax.Array:
+    def whole(*arrays: jax.Array) -> jax.Array:
+        for_product = [_is_for_product(array) for array in arrays]
+        small = [a for a, large in zip(arrays, for_product, strict=True) if not large]
+        sums = iter(_squares_in_groups(small, TPU_GROUP))
+        return _as_rows(
+            [
+                _sums_by_product(_squares(array)) if large else next(sums)
+                for array, large in zip(arrays, for_product, strict=True)
+            ]
+        )
+
+    return _mesh.if_whole(whole, _squares_each, *arrays)
+
+
+def _squares_each(*arrays: jax.Array) -> jax.Array:
+    return _as_rows([[x.sum() for x in _squares(array)] for array in arrays])
+
+
+def _squares_in_groups(arrays: Arrays, size: int) -> list[Arrays]:
+    sums: dict[int, Arrays] = {}
+    for group in _of_one_shape(arrays, size):
+        reduced = _reduce(lax.add, [x for i in group for x in _squares(arrays[i])], 0)
+        sums |= {i: reduced[2 * k : 2 * k + 2] for k, i in enumerate(group)}
+    return [sums[i] for i in range(len(arrays))]
+
+
+def _as_rows(sums: Sequence[Arrays]) -> jax.Array:
+    """f32[n, 2], or f64[n, 2] if one of the pairs is."""
+    wide = any(x.dtype == np.float64 for pair in sums for x in pair)
+    dtype = np.float64 if wide else np.float32
+    return jnp.stack([x.astype(dtype) for pair in sums for x in pair]).reshape(-1, 2)
+
+
+def _squares(array: jax.Array, *, shared: bool = True) -> Arrays:
+    """The squares of an array's entries, and those of the entries over `HUGE`.
+
+    With `shared` the compiler may compute the first together with the squares of a norm
+    that clips the same gradients: a GPU then reads them once. XLA:CPU would write them
+    to memory (test_a_guard_reads_what_the_finite_check_reads).
+    """
     parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-    plain, over_huge = 0.0, 0.0
+    plain, over_huge = [], []
     for part in map(widen, parts):
-        # Without the minimum, which changes no finite number, XLA multiplies the squares
-        # by 1 / HUGE**2, which is 0: NaN where they overflow
+        # Without the minimum, which changes no finite float32, XLA multiplies the
+        # squares by 1 / HUGE**2, which is 0: NaN where they overflow
         # (test_the_norm_is_right_for_every_size_of_gradients).
         reduced = jnp.minimum(jnp.abs(part) / HUGE, 2.0**32)
-        plain += jnp.sum(part * part)
-        over_huge += jnp.sum(reduced * reduced)
-    return jnp.stack([plain, over_huge])
+        over_huge.append(jnp.where(jnp.isfinite(part), reduced * reduced, NONFINITE))
+        if not shared:  # a minimum that changes nothing, so that the squares differ
+            part = jnp.minimum(jnp.abs(part), np.finfo(part.dtype).max)
+        plain.append(part * part)
+    return [sum(plain[1:], plain[0]), sum(over_huge[1:], over_huge[0])]
+
+
+def _sums_in_one_pass(squares: Arrays) -> Arrays:
+    """Sums of arrays of one shape for a CPU, as `_flag_in_one_pass` reduces flags.
+
+    In rows: a float32 to which one square after the other is added stops growing at
+    2**24 equal ones (test_the_norm_of_many_entries_is_right).
+    """
+    size = squares[0].size
+    width = max(n for n in range(1, LONGEST_ROW + 1) if size % n == 0)
+    if size // width > 2**16:  # as of a prime number of entries
+        width = LONGEST_ROW
+    rest = size % width
+    flat = [x.ravel() for x in squares]
+    rows = [x[: size - rest].reshape(-1, width) for x in flat]
+    sums = [x.sum() for x in _reduce(lax.add, rows, 0, axes=(1,))]
+    if rest:
+        ends = _reduce(lax.add, [x[size - rest :] for x in flat], 0)
+        sums = [x + y for x, y in zip(sums, ends, strict=True)]
+    return sums
+
+
+def _sums_by_product(squares: Arrays) -> Arrays:
+    """Sums of arrays of one shape for a TPU, as `_flag_by_product` counts.
+
+    The matrix unit rounds each square to bfloat16, so a sum is right to 1 in 500.
+    """
+    ones = jnp.ones((8, squares[0].size // squares[0].shape[-1]), squares[0].dtype)
+    rows = [x.reshape(-1, x.shape[-1]) for x in squares]
+    return [jnp.dot(ones, x, precision=lax.Precision.DEFAULT)[0].sum() for x in rows]
 
 
 def _finite_on_cpu(*arrays: jax.Array) -> jax.Array:
@@ -99,8 +198,7 @@ def _finite_on_cpu(*arrays: jax.Array) -> jax.Array:
 
 def _finite_on_gpu(*arrays: jax.Array) -> jax.Array:
     def whole(*arrays: jax.Array) -> jax.Array:
-        groups = _of_one_shape(arrays, GPU_GROUP)
-        return jnp.stack([flag for group in groups for flag in _flags(group)]).all()
+        return jnp.stack(_flags_in_groups(arrays, GPU_GROUP)).all()
 
     return _mesh.if_whole(whole, _finite_each, *arrays)
 
@@ -109,8 +207,7 @@ def _finite_on_tpu(*arrays: jax.Array) -> jax.Array:
     def whole(*arrays: jax.Array) -> jax.Array:
         large = [array for array in arrays if _is_for_product(array)]
         small = [array for array in arrays if not _is_for_product(array)]
-        groups = _of_one_shape(small, TPU_GROUP)
-        flags = [flag for group in groups for flag in _flags(group)]
+        flags = _flags_in_groups(small, TPU_GROUP)
         return jnp.stack(flags + [_flag_by_product(array) for array in large]).all()
 
     return _mesh.if_whole(whole, _finite_each, *arrays)
@@ -136,15 +233,20 @@ def _flag_in_one_pass(array: jax.Array) -> Sequence[jax.Array]:
     return _reduce(lax.bitwise_and, (finite, finite), True)
 
 
-def _flags(arrays: Arrays) -> Sequence[jax.Array]:
-    """`jnp.isfinite(array).all()` of arrays of one shape, in one reduction."""
-    return _reduce(lax.bitwise_and, [jnp.isfinite(array) for array in arrays], True)
+def _flags_in_groups(arrays: Arrays, size: int) -> list[jax.Array]:
+    """`jnp.isfinite(array).all()` of all, in one reduction for arrays of one shape."""
+    flags = []
+    for group in _of_one_shape(arrays, size):
+        finite = [jnp.isfinite(arrays[i]) for i in group]
+        flags += _reduce(lax.bitwise_and, finite, True)
+    return flags
 
 
 def _is_for_product(array: jax.Array) -> bool:
     # Rows are merged below, which moves data unless the tiles of 16 rows stay whole.
     return (
         array.size >= TPU_PRODUCT_SIZE
+        and array.real.dtype != np.float64
         and array.ndim >= 2
         and (array.ndim == 2 or array.shape[-2] % 16 == 0)
     )
@@ -164,26 +266,30 @@ def _flag_by_product(array: jax.Array) -> jax.Array:
 
 
 def _reduce(
-    combine: Callable[[Any, Any], Any], arrays: Arrays, initial: Any
+    combine: Callable[[Any, Any], Any],
+    arrays: Arrays,
+    initial: Any,
+    axes: Sequence[int] | None = None,
 ) -> Sequence[jax.Array]:
-    """Each array reduced to a number, all in one reduction of several operands."""
+    """Each array reduced over `axes` (default all), in one reduction of several operands."""
     if arrays[0].ndim == 0:
         return arrays
-    start = np.asarray(initial, arrays[0].dtype)
     return lax.reduce(
         tuple(arrays),
-        (start,) * len(arrays),
+        tuple(np.asarray(initial, array.dtype) for array in arrays),
         lambda x, y: tuple(map(combine, x, y)),
-        tuple(range(arrays[0].ndim)),
+        tuple(range(arrays[0].ndim) if axes is None else axes),
     )
 
 
-def _of_one_shape(arrays: Arrays, size: int) -> list[list[jax.Array]]:
-    """The arrays in groups of at most `size` that one reduction can take."""
-    alike: dict[Any, list[jax.Array]] = {}
-    for array in arrays:
-        key = array.shape, _mesh.varying_axes(array)
-        alike.setdefault(key, []).append(array)
+def _of_one_shape(arrays: Arrays, size: int) -> list[list[int]]:
+    """Positions of the arrays, in groups of at most `size` that one reduction can take."""
+    alike: dict[Any, list[int]] = {}
+    for position, array in enumerate(arrays):
+        # All operands of a reduction have one type: float64 squares stay apart.
+        is_wide = array.dtype in (np.float64, np.complex128)
+        key = array.shape, is_wide, _mesh.varying_axes(array)
+        alike.setdefault(key, []).append(position)
     return [
         group[start : start + size]
         for group in alike.values()

@@ -16,6 +16,11 @@ from ._validation import Arguments
 _NORM_FLOOR = 0.25
 _LOSS_FLOOR = 0.02
 
+# How far a norm may leap beside an ordinary loss: 16 deviations at a threshold of 6,
+# but no more than 4 bits. Clean runs of 10,000 steps have single norms of 14 deviations
+# (benchmarks/spike-rules.md). A bad batch shows in the loss.
+_LONE_NORM, _LARGEST_LONE_NORM = 8 / 3, 2 / 3
+
 _FEWEST_STEPS = 20  # that a mean and a deviation must be made of
 _LARGEST_LOSS = 1e38  # so that no difference of two overflows float32
 _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
@@ -41,17 +46,21 @@ class SpikeGuard(_pytree.Pytree):
 
     The mean and the standard deviation are exponential with `decay`, unbiased from the
     first step on, and made of accepted steps only. Steps whose gradients are all zero
-    do not enter once there were others. The floor is 0.25 (bits) for the norm. For the
-    loss, which may be negative or zero, it depends on how irregular the run is:
+    do not enter once there were others. The floors, of the norm in bits:
 
     ```text
     irregular         = max(1, norm_deviation / 0.25)
     floor of the loss = irregular * max(loss_deviation, 0.02 |loss_mean|)
+    floor of the norm = 0.25, if there is no loss
+                      = max(0.25, min(8/3 norm_deviation, 2/3)), if there is
     ```
 
     So in a run of even norms six deviations of the loss are a leap. In a run whose
     norms vary (small batches, a classifier whose loss is near 0), losses have long
-    tails, and up to one clean step in a hundred exceeds six deviations.
+    tails, and up to one clean step in a hundred exceeds six deviations. Single norms
+    leap by up to 14 deviations there, while the loss stays. What is wrong with a batch
+    shows in the loss, so a norm alone has to leap further: by 1.5 to 4 bits, a factor
+    of 2.8 to 16.
 
     A leap that would be the spike after `max_in_a_row` others is accepted: the new
     level is taken as the truth, and the statistics start again with it, warm-up
@@ -153,7 +162,7 @@ class SpikeGuard(_pytree.Pytree):
     def norm_limit(self) -> jax.Array:
         """f32[], the same for the gradient norm (itself, not its logarithm)."""
         warm = self._is_warm(self._norm)
-        return jnp.where(warm, jnp.exp2(self._limit(self._norm)), jnp.inf)
+        return jnp.where(warm, jnp.exp2(self._log2_norm_limit), jnp.inf)
 
     def judge(
         self, loss: jax.Array | None, norm: jax.Array, finite: jax.Array
@@ -172,6 +181,7 @@ class SpikeGuard(_pytree.Pytree):
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
         seen = {"norm": (self._norm, log2_norm, has_norm, has_norm)}
+        limits = {"norm": self._log2_norm_limit, "loss": self._limit(self._loss)}
         if loss is not None:
             loss = jnp.clip(jnp.where(finite, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
             # Rare losses above zeros without gradients, as of a margin that is mostly
@@ -180,9 +190,8 @@ class SpikeGuard(_pytree.Pytree):
             seen["loss"] = (self._loss, loss, finite, tells)
 
         leaps = jnp.zeros_like(finite)
-        for statistics, x, known, _ in seen.values():
-            over = x > self._limit(statistics)
-            leaps |= known & self._is_warm(statistics) & over
+        for name, (statistics, x, known, _) in seen.items():
+            leaps |= known & self._is_warm(statistics) & (x > limits[name])
         spike = leaps & (self.in_a_row < self.max_in_a_row)
         accepted = finite & ~spike
 
@@ -215,6 +224,14 @@ class SpikeGuard(_pytree.Pytree):
     def _norm(self) -> "_Statistics":
         floor = jnp.full_like(self.norm_mean, _NORM_FLOOR)
         return _Statistics(self.norm_mean, self.norm_deviation, self.norm_steps, floor)
+
+    @property
+    def _log2_norm_limit(self) -> jax.Array:
+        lone = jnp.minimum(_LONE_NORM * self.norm_deviation, _LARGEST_LONE_NORM)
+        alone = self.norm_mean + self.threshold * lone
+        limit = self._limit(self._norm)
+        watches_loss = self._is_warm(self._loss)
+        return jnp.where(watches_loss, jnp.maximum(limit, alone), limit)
 
     def _is_warm(self, statistics: "_Statistics") -> jax.Array:
         # The second holds for a loss that is given later than the gradients, too.

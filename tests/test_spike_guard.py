@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, on_devices
+from helpers import assert_bitwise_equal
 from jax.sharding import PartitionSpec
 
 import jmp_scale
@@ -56,12 +56,19 @@ def reference(
 
     loss = Series(floor_of_the_loss)
     norm = Series(lambda mean, deviation: 0.25)
+
+    def norm_leaps(bits):
+        extra = 0
+        if loss.warm():  # a norm beside an ordinary loss has to leap further
+            extra = min(8 / 3 * math.sqrt(norm.variance), 2 / 3)
+        return norm.leaps(bits) and bits > norm.mean + threshold * extra
+
     in_a_row, accepted, spikes = 0, 0, []
     for step, (x, g) in enumerate(zip(losses, norms, strict=True)):
         if finite is not None and not finite[step]:
             spikes.append(False)
             continue
-        leaps = loss.leaps(x) or (g > 0 and norm.leaps(math.log2(g)))
+        leaps = loss.leaps(x) or (g > 0 and norm_leaps(math.log2(g)))
         spike = leaps and in_a_row < max_in_a_row
         spikes.append(spike)
         if spike:
@@ -168,6 +175,33 @@ def test_the_norm_may_leap_by_the_threshold_times_a_quarter_of_a_bit(bits, spike
     norms = np.append(np.ones(150), 2.0**bits)
     spikes, _ = judged(SpikeGuard(), np.ones(151), norms)
     assert spikes[-1] is spike
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("factor", "loss", "spikes"),
+    [(10, "ordinary", []), (20, "ordinary", [300]), (10, "high", [300])],
+)
+def test_a_norm_beside_an_ordinary_loss_has_to_leap_further(seed, factor, loss, spikes):
+    # As of the digits autoencoder late in training: single norms of 14 deviations.
+    losses, norms = noisy_run(seed)
+    norms = norms**0.8  # 0.24 bits
+    norms[300] = factor
+    losses[300] += 5 if loss == "high" else 0
+    seen, _ = judged(SpikeGuard(), losses, norms)
+    assert np.flatnonzero(seen).tolist() == spikes
+
+
+def test_a_norm_leaps_at_six_deviations_where_the_loss_is_not_known():
+    _, norms = noisy_run()
+    norms[300] = 10
+    guard = SpikeGuard()
+    spikes = []
+    judge = jax.jit(lambda guard, norm: guard.judge(None, norm, jnp.array(True)))
+    for norm in norms:
+        spike, guard = judge(guard, jnp.float32(norm))
+        spikes.append(bool(spike))
+    assert np.flatnonzero(spikes).tolist() == [300]
 
 
 @pytest.mark.parametrize(("step", "spike"), [(99, False), (100, True)])
@@ -388,30 +422,3 @@ def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
         assert all((u == 0).all() for u in jax.tree.leaves(updates))
         assert all((x == x[0]).all() for x in jax.tree.leaves(new.guard))
     assert sharded(state, one, one)[1].spikes.tolist() == [0] * 8
-
-
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_guard_reads_what_the_finite_check_reads(clips):
-    # As XLA:CPU counts the bytes. Nothing is fused at all without that pass.
-    inner = optax.adamw(1e-3)
-    if clips:
-        inner = optax.chain(optax.clip_by_global_norm(1.0), inner)
-    params = {f"layer{i}": jnp.ones((128, 128)) for i in range(4)}
-
-    def bytes_accessed(tx):
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        with on_devices("one device"):
-            step = jax.jit(step, donate_argnums=(0, 1))
-            cost = step.lower(params, tx.init(params), params).compile().cost_analysis()
-        return cost["bytes accessed"]
-
-    guarded = bytes_accessed(with_guard(inner))
-    assert guarded / bytes_accessed(inner) <= 1.11
-    assert guarded / bytes_accessed(jmp_scale.with_loss_scale(inner)) <= 1.01
-
-
-def with_guard(inner):
-    return jmp_scale.with_loss_scale(inner, guard=SpikeGuard())

@@ -148,29 +148,26 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         return _hidden_from_checkify(fast)(applied, inputs, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        # Under vmap this becomes a select, whose derivative is 0 times that of the
-        # branch not taken: NaN for many optimizers at a gradient of 0, hence 1
+        # What is dropped must not be differentiated either: its derivative may be
+        # infinite, and times 0 it is NaN. So all that the update reads is constant on a
+        # skipped step (test_an_infinite_derivative_of_what_is_dropped_is_not_seen). The
+        # gradients are 1 there: NaN in them is NaN in the derivatives of the state
         # (test_derivatives_of_a_mapped_skipped_step_are_finite).
+        def constant_unless(x: Any) -> Any:
+            return jnp.where(applied, x, lax.stop_gradient(x))
+
         inputs = map_inexact(lambda x: jnp.where(applied, x, jnp.ones_like(x)), inputs)
-
-        def run() -> list[Any]:
-            updates, new = evaluate(inputs, old, consts)
-            return [*updates, *new]
-
-        def keep() -> list[Any]:
-            updates = jax.eval_shape(run)
-            updates = updates[: len(updates) - len(old)]
-            return [*map(_negative_zeros, updates), *old]
-
-        # Not a select, which differentiates the side not taken too, times 0. Inputs of
-        # 1 make an infinite derivative rare there; a branch does not compute it at all.
-        return lax.cond(applied, run, keep)
+        updates, new = evaluate(
+            inputs, *map_inexact(constant_unless, (list(old), list(consts)))
+        )
+        updates, new = _selected(applied, updates, new, old)
+        return [*updates, *new]
 
     if closed.effects:  # which JAX does not allow in functions with rules of their own
         return step
+    # Selects rather than lax.cond, which fails where a map over steps is differentiated
+    # (test_a_map_over_steps_that_some_members_skip_has_a_derivative).
     with_derivative = jax.custom_jvp(step)
-    # The rule differentiates the branch, so that a step that is not differentiated has
-    # no branch (test_the_compiled_step_has_no_branch_and_no_callback).
     with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
     return with_derivative
 

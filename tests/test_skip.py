@@ -156,6 +156,40 @@ def test_derivatives_of_a_mapped_skipped_step_are_finite():
         np.testing.assert_allclose(a, jnp.stack([b, b]), rtol=1e-5)
 
 
+def test_an_infinite_derivative_of_what_is_dropped_is_not_seen():
+    def update(grads, state):
+        return grads * jnp.sqrt(state), state + grads
+
+    def total(state, applied):
+        _, updates, new = update_or_keep(applied, update, jnp.float32(1.0), state)
+        return updates + new
+
+    derivative = jax.jit(jax.grad(total))
+    assert derivative(jnp.float32(0.0), jnp.array(False)) == 1
+    assert derivative(jnp.float32(0.25), jnp.array(True)) == 2
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw", "lamb", "sgd"])
+def test_a_map_over_steps_that_some_members_skip_has_a_derivative(name):
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name])
+    p = jnp.linspace(0.5, 1.0, 8).reshape(2, 4)
+    is_finite = jnp.array([True, False])
+
+    def loss(p, is_finite):
+        grads = jnp.where(is_finite, jnp.sin(p), jnp.inf)
+        updates, _ = tx.update(grads, tx.init(p), p)
+        return jnp.sum(jnp.square(optax.apply_updates(p, updates)))
+
+    def sum_of_losses(p):
+        return jax.vmap(loss)(p, is_finite).sum()
+
+    applied, skipped = jax.jit(jax.grad(sum_of_losses))(jnp.stack([p, p]))
+    np.testing.assert_allclose(applied, jax.jit(jax.grad(loss))(p, True), rtol=1e-5)
+    np.testing.assert_allclose(skipped, 2 * p, rtol=1e-6)
+    mapped = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(p, is_finite)
+    np.testing.assert_allclose(mapped, [applied, skipped], rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_checkify_is_quiet_on_a_skipped_step(name):
     tx = jmp_scale.with_loss_scale(OPTIMIZERS[name])

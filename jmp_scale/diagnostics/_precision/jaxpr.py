@@ -172,8 +172,8 @@ def _scan_layout(eqn: Any) -> Loop | None:
     pairs = zip(eqn.outvars, inner.outvars, strict=True)
     same_out = [shape(a) == shape(b) for a, b in pairs]
     held, carry = sum(same_in), sum(same_out)
-    # The order is consts, carries, scanned; anything else is a layout that this does
-    # not know (test_an_unreadable_scan_is_walked_through_and_said_to_be_unread).
+    # The order is consts, carries, scanned. Anything else is a layout that is not known
+    # here, and its body is walked through without facts.
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
     trips = eqn.params.get("length")

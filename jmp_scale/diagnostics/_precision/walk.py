@@ -297,8 +297,7 @@ class Walk:
         carry = [counters[i] or fact for i, fact in enumerate(start)]
         # What is known about a carry at first (a zero) holds in no other iteration. So
         # the body is walked until its facts stay the same, without findings, and then
-        # once more with them
-        # (test_masks_positions_and_noise_that_half_precision_holds).
+        # once more with them.
         self._silent += 1
         try:
             for _ in range(_ROUNDS):

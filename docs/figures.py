@@ -15,9 +15,11 @@ import _show  # noqa: E402
 import diagnose  # noqa: E402
 import digits  # noqa: E402
 import jax  # noqa: E402
+import optax  # noqa: E402
 import train_digits  # noqa: E402
 
-from jmp_scale import diagnostics  # noqa: E402
+import jmp_scale  # noqa: E402
+from jmp_scale import diagnostics, plotting  # noqa: E402
 
 
 def how_it_works(path):
@@ -56,10 +58,45 @@ def _gradients(title, exponents, share, log2_scale):
     return panel
 
 
+def spikes(path, steps=600):
+    """The digits autoencoder in bfloat16 under a guard, with six bad batches."""
+    tx = jmp_scale.with_loss_scale(optax.adam(2e-3), guard=jmp_scale.SpikeGuard())
+    weights = np.ones(steps, np.float32)
+    weights[[220, 340, 341, 342, 430, 540]] = 1e3, 1e4, 300, 100, 1e5, 30
+
+    def step(carry, inputs):
+        params, old, history = carry
+        images, weight = inputs
+        loss, grads = jax.value_and_grad(digits.reconstruction_loss)(
+            params, images, "bfloat16", weight
+        )
+        updates, new = tx.update(grads, old, params, value=loss)
+        norm = diagnostics.metrics(new, grads)["grad_norm"]
+        history = history.push(
+            old.loss_scale,
+            new.grads_finite,
+            applied=new.applied,
+            loss=loss,
+            grad_norm=norm,
+            guard=old.guard,
+        )
+        return (optax.apply_updates(params, updates), new, history), None
+
+    params = digits.init_autoencoder()
+    history = diagnostics.LossScaleHistory.create(steps)
+    images = digits.Batches(digits.load_images()[0], steps, 64)[:]
+    start = params, tx.init(params), history
+    _, _, history = jax.lax.scan(step, start, (images, weights))[0]
+    top, _ = plotting.plot_spikes(history)
+    # Twice the pixels of a page of 700, and no background: for light and dark pages.
+    top.figure.savefig(path, dpi=200, transparent=True)
+
+
 def main():
     train_digits.main(["--out", str(DOCS)])
     diagnose.main(["--out", str(DOCS)])
     how_it_works(DOCS / "how_it_works.png")
+    spikes(DOCS / "spikes.png")
 
 
 if __name__ == "__main__":

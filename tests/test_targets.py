@@ -11,6 +11,7 @@ import _traffic
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -242,6 +243,27 @@ def test_shardings_that_only_jit_knows_give_the_scalar_all_reduce_too(name):
     assert [kind for kind, _ in _traffic.collectives(module)] == ["all-reduce"]
     assert all(types in (("pred[]",), ("u32[]",)) for _, types in
                _traffic.collectives(module))  # fmt: skip
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_a_step_exported_for_three_machines_is_the_one_compiled_for_each(name):
+    params = {f"w{i}": leaf(512, 512) for i in range(4)}
+    tx = jmp_scale.with_loss_scale(optax.adamw(1e-3), jmp_scale.DynamicLossScale())
+    state = jax.eval_shape(tx.init, params)
+    leaves, structure = jax.tree.flatten((params, state, params))
+
+    def step(*leaves):
+        return jax.tree.leaves(tx.update(*jax.tree.unflatten(structure, leaves)))
+
+    platforms = ["cpu", "tpu", "cuda"]
+    exported = jax.export.export(jax.jit(step), platforms=platforms)(*leaves)
+    restored = jax.export.deserialize(exported.serialize())
+    target = _targets.Target(name)
+    direct, through = (
+        _compiled.figures(jax.jit(f).lower(*target.placed(leaves)).compile(), target)
+        for f in (step, restored.call)
+    )
+    assert direct == through
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], ["tpu"], ["cuda"], ["cpu", "tpu"]])

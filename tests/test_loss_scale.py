@@ -59,6 +59,11 @@ def test_an_overflow_halves_s_and_starts_the_count_again():
     assert history == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0)]
 
 
+def test_a_counter_beyond_a_period_that_was_shortened_grows_at_the_next_step():
+    history = trajectory(DynamicLossScale(8.0, counter=10, period=3), [True] * 4)
+    assert history == [(16, 0), (16, 1), (16, 2), (32, 0)]
+
+
 def test_s_stops_at_its_floor():
     history = trajectory(DynamicLossScale(2.0, min_loss_scale=0.5), [False] * 4)
     assert [s for s, _ in history] == [1, 0.5, 0.5, 0.5]
@@ -356,6 +361,13 @@ def test_leaves_that_are_not_inexact_pass_unchanged(loss_scale):
 
 def test_python_floats_are_scaled_as_jmp_does():
     assert DynamicLossScale(8.0).scale({"loss": 1.5})["loss"] == 12
+
+
+@pytest.mark.parametrize("s", [2.0**20, 2.0**-30])
+def test_a_static_s_that_float16_does_not_hold_is_exact(s):
+    loss_scale, one = StaticLossScale(s), jnp.float32(1.0)
+    assert loss_scale.scale(one) == s
+    assert loss_scale.unscale(one) == 1 / s
 
 
 def test_the_no_op_returns_the_tree_itself():

@@ -201,6 +201,38 @@ def test_the_choice_between_whole_and_sharded_arrays_leaves_no_branch():
     assert "conditional" not in hlo
 
 
+SHARDED = jax.device_put(np.ones(8, np.float32), NamedSharding(EXPLICIT, P("i")))
+REPLICATED = jax.device_put(np.ones(8, np.float32), NamedSharding(EXPLICIT, P()))
+
+
+@pytest.mark.parametrize(
+    ("x", "like"),
+    [(SHARDED, REPLICATED), (REPLICATED, SHARDED)],
+    ids=["to P()", "to i"],
+)
+def test_an_array_takes_the_sharding_of_another_on_explicit_axes(x, like):
+    resharded = _mesh.reshard_like(x, like)
+    assert jax.typeof(resharded) == jax.typeof(like)
+    assert resharded.tolist() == x.tolist()
+
+
+@pytest.mark.parametrize(
+    ("x", "like"),
+    [
+        (1.0, SHARDED),
+        (SHARDED, 1.0),
+        (np.ones(8, np.float32), SHARDED),
+        (REPLICATED[:4], SHARDED),
+        (jnp.ones(8), jnp.zeros(8)),
+        (SHARDED, jnp.ones(8)),
+        (SHARDED, SHARDED + 1),
+    ],
+    ids=["number", "like a number", "NumPy", "shape", "no mesh", "like none", "same"],
+)
+def test_what_has_no_sharding_to_take_stays_as_it_is(x, like):
+    assert _mesh.reshard_like(x, like) is x
+
+
 def test_a_flag_that_is_already_equal_is_not_reduced_again():
     def finite(x):
         return jmp_scale.all_finite(lax.psum(x, "i"))

@@ -211,6 +211,18 @@ def test_the_first_accepted_steps_are_never_spikes(step, spike):
     assert judged(SpikeGuard(), np.ones(step + 1), norms)[0][-1] is spike
 
 
+@pytest.mark.parametrize(("count", "spike"), [(19, False), (20, True)])
+def test_a_loss_that_is_given_later_is_watched_after_twenty_steps(count, spike):
+    one, true = jnp.float32(1.0), jnp.array(True)
+    guard, _ = jax.lax.scan(
+        lambda guard, _: (guard.judge(None, one, true)[1], None),
+        SpikeGuard(warmup=30),
+        length=30,
+    )
+    spikes, _ = judged(guard, [1.0] * count + [2.0], [1.0] * (count + 1))
+    assert spikes == [False] * count + [spike]
+
+
 @pytest.mark.parametrize("step", [0, 1, 50, 99])
 @pytest.mark.parametrize("size", [1e3, 1e8, 1e30])
 def test_a_huge_step_within_the_warm_up_does_not_blind_the_guard(step, size):
@@ -278,6 +290,15 @@ def test_the_limits_are_those_that_the_next_step_is_held_to():
 def test_an_argument_out_of_its_range_is_named(name, value):
     with pytest.raises(ValueError, match=f"SpikeGuard: expected {name} to be"):
         SpikeGuard(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"threshold": 0.5}, {"decay": 0.001}, {"warmup": 0}, {"max_in_a_row": 1}],
+)
+def test_an_argument_near_the_end_of_its_range_is_taken(arguments):
+    guard = SpikeGuard(**arguments)
+    assert {name: getattr(guard, name) for name in arguments} == arguments
 
 
 @pytest.mark.parametrize("name", ["threshold", "decay", "warmup", "max_in_a_row"])

@@ -614,6 +614,16 @@ def test_a_state_whose_type_the_optimizer_changes_is_named():
         tx.update({"a": jnp.ones(3)}, tx.init(params), params)
 
 
+def test_a_type_that_changes_behind_a_leaf_that_is_kept_is_named():
+    inner = optax.GradientTransformation(
+        lambda params: {"kept": jnp.int32(0), "n": jnp.int32(0)},
+        lambda g, s, params=None: (g, s | {"n": jnp.float32(0)}),
+    )
+    tx = jmp_scale.with_loss_scale(inner)
+    with pytest.raises(ValueError, match=r"leaf \['n'\] is int32\[\] after init"):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS)
+
+
 def test_a_learning_rate_set_as_a_numpy_float64_is_used():
     inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     tx = jmp_scale.with_loss_scale(inner)

@@ -125,6 +125,7 @@ def test_widen_keeps_float64():
         (np.float16(1), True),
         (np.zeros(2, ml_dtypes.float8_e5m2), True),
         (jnp.zeros(2, jnp.bfloat16), True),
+        (jnp.zeros(2, jnp.complex64), True),
         (True, False),
         (3, False),
         (np.zeros(2, jax.dtypes.float0), False),

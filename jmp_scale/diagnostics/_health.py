@@ -241,7 +241,8 @@ def _findings(
         findings += [("", *finding) for finding in trend_findings(history)]
     findings = [finding for finding in findings if finding[1]]
     findings.sort(key=lambda finding: _ORDER[finding[1]])
-    return {
-        prefix + kind: prefix + _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
-        for prefix, kind, values in findings
-    }
+    sentences = {}
+    for prefix, kind, values in findings:
+        text = _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
+        sentences[prefix + kind] = f"{prefix}{text} [{kind}]"
+    return sentences

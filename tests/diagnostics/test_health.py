@@ -132,6 +132,20 @@ def test_each_finding_is_one_sentence(case):
     assert expected in sentences[0]
 
 
+@pytest.mark.parametrize("case", FINDINGS)
+def test_a_sentence_ends_with_the_name_of_its_section(case):
+    opt_state, _, _ = FINDINGS[case]
+    log = diagnostics.HealthLog()
+    for sentence, kind in zip(log(opt_state), log.kinds, strict=True):
+        assert sentence.endswith(f". [{kind}]")
+
+
+def test_a_sentence_on_one_of_several_states_ends_with_the_bare_name():
+    sentences = diagnostics.health({"a": spiked(1, 3), "b": state()})
+    assert sentences[0].startswith("['a']: The last step")
+    assert sentences[0].endswith(" [spike]")
+
+
 @pytest.mark.parametrize("in_a_row", [9, 10])
 def test_a_run_is_long_from_ten_steps_on(in_a_row):
     sentence = diagnostics.health(state(jmp_scale.DynamicLossScale(8.0), 50, in_a_row))[

@@ -366,6 +366,46 @@ def test_a_fault_in_a_jvp_rule():
         )
 
 
+def test_a_jvp_rule_that_calls_its_own_function():
+    def total(x):
+        return jnp.log(jnp.sum(jnp.exp(x)))  # !half-exp
+
+    logsumexp = jax.custom_jvp(total)
+
+    @logsumexp.defjvp
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return logsumexp(x), jnp.vdot(jax.nn.softmax(x.astype(F32)).astype(F16), t)
+
+    def loss(w, x):
+        h = x.astype(F16) @ w.astype(F16)
+        return jnp.mean(jax.vmap(logsumexp)(h).astype(F32))
+
+    for fun in (loss, jax.jit(loss)):
+        assert_finds([total], fun, W, X)
+
+
+def test_a_forward_rule_that_calls_its_own_function():
+    def swish(x):
+        return x / (1 + jnp.exp(-x))  # !half-exp
+
+    def forward(x):
+        return function(x), x
+
+    def backward(x, cotangent):
+        slope = jnp.log(jnp.abs(x) + 1)  # !half-exp
+        return (cotangent * slope,)
+
+    function = jax.custom_vjp(swish)
+    function.defvjp(forward, backward)
+
+    def loss(w, x):
+        return jnp.mean(function(x.astype(F16) @ w.astype(F16)).astype(F32))
+
+    for fun in (loss, jax.jit(loss)):
+        assert_finds([swish, backward], fun, W, X)
+
+
 def test_what_remains_when_the_rules_cannot_be_read(monkeypatch):
     walk = diagnostics._precision.walk
     monkeypatch.setattr(walk, "vjp_rules", lambda eqn: None)

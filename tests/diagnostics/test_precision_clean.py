@@ -225,6 +225,19 @@ def test_masks_positions_and_noise_that_half_precision_holds(policy):
     assert_clean(loss, array(64, 64), array(16, 64), jax.random.key(0))
 
 
+def test_a_norm_that_returns_half_precision_before_a_float32_loss(policy):
+    def norm(x, scale):
+        wide = x.astype(F32)
+        squares = jnp.mean(wide**2, -1, keepdims=True)
+        return (wide * lax.rsqrt(squares + 1e-6) * scale).astype(x.dtype)
+
+    def loss(w, scale, x):
+        h = norm(policy.cast_to_compute(x) @ policy.cast_to_compute(w), scale)
+        return jnp.mean(policy.cast_to_output(h) ** 2)
+
+    assert_clean(loss, array(8, 8), array(8), array(16, 8))
+
+
 def test_a_mean_of_many_entries(policy):
     def loss(w):
         h = policy.cast_to_compute(w)

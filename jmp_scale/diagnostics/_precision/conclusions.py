@@ -85,12 +85,26 @@ def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
         # the number.
         written = any(math.isinf(rounded(n, dtype)) for n in numbers_at(place))
         if written or place[:2] in lines:
-            message = (
-                f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min "
-                "or .max, or compute this in float32"
-            )
-            draft = Draft("half-constant", "error", message, dtype, ())
+            draft = _infinite_constant(dtype)
             yield Found(draft, place, name, visit.backward, visit.order)
+
+
+def overflowing_arrays(forward: Walk, lines: set[Line]) -> Iterator[Found]:
+    """Arrays of constants that were infinite before, at the lines that cast them."""
+    # Of an array that a program closes over, the trace does not say where it was made.
+    for dtype in forward.infinite_arrays:
+        for line in lines - {(None, None)}:
+            orders = [v.order for v in forward.visits if v.place()[:2] == line]
+            order = min(orders, default=-1)
+            yield Found(_infinite_constant(dtype), Place(*line), "", False, order)
+
+
+def _infinite_constant(dtype: str) -> Draft:
+    message = (
+        f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or .max, "
+        "or compute this in float32"
+    )
+    return Draft("half-constant", "error", message, dtype, ())
 
 
 def full_matmuls(backward: Walk) -> Iterator[Found]:

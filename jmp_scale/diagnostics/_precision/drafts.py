@@ -92,3 +92,39 @@ class Step(NamedTuple):
         atom = (*self.eqn.invars, *self.eqn.outvars)[0]
         dtype = self.result
         return Draft(rule, severity, message, dtype, shape(atom), narrowing)
+
+
+class Scope(NamedTuple):
+    """Where in the program a jaxpr is.
+
+    Attributes:
+      outer: gives the place of the equation that holds it.
+      backward: whether it is part of a backward pass.
+      mechanical: whether JAX made it by transposing another.
+      times: how often it runs.
+      rules: how many derivative rules it is within.
+    """
+
+    outer: Callable[[], Place]
+    backward: bool = False
+    mechanical: bool = False
+    times: int = 1
+    rules: int = 0
+
+
+class Visit(NamedTuple):
+    """An equation without nested jaxprs that the walk has passed.
+
+    Attributes:
+      eqn: the equation.
+      place: gives its place.
+      backward: whether it is part of a backward pass.
+      times: how often it runs.
+      order: position in the program.
+    """
+
+    eqn: Any
+    place: Callable[[], Place]
+    backward: bool
+    times: int
+    order: int

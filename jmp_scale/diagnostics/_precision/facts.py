@@ -34,7 +34,8 @@ class Fact:
       guarded_at: the equation that added it, 0 for a lower bound by `max`.
       summed: how many entries a float32 sum has added up into one, not yet divided.
       squared: whether the entries are squares or sums of squares in float32.
-      narrowed: whether the last operation was the user's own cast to half precision.
+      narrowed: the function of the user whose own cast to half precision was the last
+        operation; "" if it was another operation.
       literal: whether it is a number in the program text.
     """
 
@@ -47,7 +48,7 @@ class Fact:
     guarded_at: int = -1
     summed: int = 0
     squared: bool = False
-    narrowed: bool = False
+    narrowed: str = ""
     literal: bool = False
 
     @property

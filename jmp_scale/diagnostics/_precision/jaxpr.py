@@ -93,6 +93,13 @@ def constant(value: Any) -> np.ndarray | None:
     return None
 
 
+def has_infinite_entries(value: Any) -> bool:
+    """Whether a constant of any size is known to have infinite entries."""
+    with contextlib.suppress(Exception):
+        return not isinstance(value, Tracer) and bool(np.isinf(value).any())
+    return False
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A jaxpr and the values of its constants; jax 0.12 has only one kind of jaxpr."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)

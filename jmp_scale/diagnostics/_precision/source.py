@@ -18,6 +18,7 @@ from .jaxpr import loop_of, open_jaxpr, subjaxprs
 _OWN = pathlib.Path(__file__).parents[2]
 _LIBRARIES = "jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
 _NUMBER = r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
 _USER, _THIRD_PARTY, _CALLER = 2, 1, 0
 
 
@@ -32,6 +33,8 @@ class Place(NamedTuple):
       packages: the libraries that these functions belong to.
       rank: how much the line is the user's: 2 in the program, 1 in a package that is
         not known here, 0 for the line that called `precision_report`.
+      function: name of the function that the line is in; of a lambda or a generator,
+        of the function around it.
     """
 
     file: str | None
@@ -39,6 +42,7 @@ class Place(NamedTuple):
     calls: tuple[str, ...] = ()
     packages: frozenset[str] = frozenset()
     rank: int = _CALLER
+    function: str = ""
 
 
 _NOWHERE = Place(None, None)
@@ -65,7 +69,8 @@ def place_of(eqn: Any, outer: Place) -> Place:
         package = _package(file)
         if not package:
             rank = _USER if package is None else _THIRD_PARTY
-            here = Place(file, line, tuple(calls), frozenset(packages), rank)
+            name = _UNNAMED.sub("", function)
+            here = Place(file, line, tuple(calls), frozenset(packages), rank, name)
             if package is None:
                 return here
             third_party = third_party or here

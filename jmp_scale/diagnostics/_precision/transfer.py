@@ -23,7 +23,7 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
 
 
 def _same(eqn: Any, x: Fact, *rest: Fact) -> Fact:
-    return dataclasses.replace(x, narrowed=False, literal=False)
+    return dataclasses.replace(x, narrowed="", literal=False)
 
 
 def _marked(eqn: Any, x: Fact) -> Fact:
@@ -35,16 +35,16 @@ def _broadcast(eqn: Any, x: Fact, *sizes: Fact) -> Fact:
     # A sum that is spread over an array again is part of another computation.
     spread = size(eqn.invars[0]) != size(eqn.outvars[0])
     summed = 0 if spread else x.summed
-    return dataclasses.replace(x, narrowed=False, literal=False, summed=summed)
+    return dataclasses.replace(x, narrowed="", literal=False, summed=summed)
 
 
 def _gather(eqn: Any, x: Fact, indices: Fact) -> Fact:
-    return dataclasses.replace(x, narrowed=False, literal=False, summed=0)
+    return dataclasses.replace(x, narrowed="", literal=False, summed=0)
 
 
 def _convert(eqn: Any, x: Fact) -> Fact:
     dtype = dtype_name(eqn.outvars[0])
-    x = dataclasses.replace(x, narrowed=False, literal=False)
+    x = dataclasses.replace(x, narrowed="", literal=False)
     if is_integer(dtype):
         top = of_dtype(dtype)
         low, high = max(x.low, top.low), min(x.high, top.high)

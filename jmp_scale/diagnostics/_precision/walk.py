@@ -7,13 +7,13 @@ around loops until what is known about their carries holds in every iteration.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import jaxpr as jaxprs
 from .constants import starts_a_sum
 from .derivatives import jvp_rule, vjp_rules
-from .drafts import Draft, Found, Step
-from .facts import Fact, join, of_atom, of_constant, of_dtype, widened
+from .drafts import Draft, Found, Scope, Step, Visit
+from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, widened
 from .jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .loops import counted, half_carries
 from .rules import faults, is_narrowed_by_user
@@ -26,43 +26,10 @@ _OPAQUE = words(
     "core_map custom_call ffi_call io_callback pallas_call pure_callback "
     "tpu_custom_call triton_call"
 )
+_RULES = 3  # within each other; further in, the function itself is walked through
 _ROUNDS = 3  # of a loop, after which what is known about its carries rarely changes
 _CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
 _RENAMES = words("abs convert_element_type copy neg reshape squeeze transpose")
-
-
-class Scope(NamedTuple):
-    """Where in the program a jaxpr is.
-
-    Attributes:
-      outer: gives the place of the equation that holds it.
-      backward: whether it is part of a backward pass.
-      mechanical: whether JAX made it by transposing another.
-      times: how often it runs.
-    """
-
-    outer: Callable[[], Place]
-    backward: bool = False
-    mechanical: bool = False
-    times: int = 1
-
-
-class Visit(NamedTuple):
-    """An equation without nested jaxprs that the walk has passed.
-
-    Attributes:
-      eqn: the equation.
-      place: gives its place.
-      backward: whether it is part of a backward pass.
-      times: how often it runs.
-      order: position in the program.
-    """
-
-    eqn: Any
-    place: Callable[[], Place]
-    backward: bool
-    times: int
-    order: int
 
 
 class Walk:
@@ -74,6 +41,7 @@ class Walk:
       unread: (primitive, place) of what could not be looked into.
       in_backward_rules: keys of the operations in the user's backward rules, by the
         line of the call, which is where JAX has them in the differentiated program.
+      infinite_arrays: half dtypes of arrays of constants with infinite entries.
       clock: position in the program that the walk has come to.
     """
 
@@ -90,6 +58,7 @@ class Walk:
         self.visits: list[Visit] = []
         self.unread: list[tuple[str, Place]] = []
         self.in_backward_rules: set[Any] = set()
+        self.infinite_arrays: set[str] = set()
         self.clock = 0
         self._mechanical_only = mechanical_only
         self._skip = skip
@@ -103,6 +72,11 @@ class Walk:
         known = {
             id(variable): of_constant(value, dtype_name(variable))
             for variable, value in zip(inner.constvars, consts, strict=True)
+        }
+        self.infinite_arrays |= {
+            dtype_name(variable)
+            for variable, value in zip(inner.constvars, consts, strict=True)
+            if is_half(dtype_name(variable)) and jaxprs.has_infinite_entries(value)
         }
         known |= {id(v): fact for v, fact in zip(inner.invars, facts, strict=True)}
 
@@ -169,7 +143,7 @@ class Walk:
         for draft in faults(step):
             self._record(draft, eqn, scope, cause)
         if not scope.mechanical and is_narrowed_by_user(step):
-            outs = [dataclasses.replace(outs[0], narrowed=True)]
+            outs = [dataclasses.replace(outs[0], narrowed=step.place().function)]
         return outs
 
     def _record(self, draft: Draft, eqn: Any, scope: Scope, cause: int = -1) -> None:
@@ -229,8 +203,10 @@ class Walk:
 
     def _by_rules(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact] | None:
         """Walks through derivative rules, which run instead of the function itself."""
-        if self._mechanical_only or scope.mechanical:
+        # A rule may call the function that it is the rule of, and so on without end.
+        if self._mechanical_only or scope.mechanical or scope.rules >= _RULES:
             return None
+        scope = scope._replace(rules=scope.rules + 1)
         if eqn.primitive.name == "custom_jvp_call":
             return self._by_jvp_rule(eqn, ins, scope)
         if eqn.primitive.name == "custom_vjp_call":
@@ -272,7 +248,7 @@ class Walk:
     def _loop(self, eqn: Any, loop: Loop, ins: list[Fact], scope: Scope) -> list[Fact]:
         # A cast before a loop and one back within it are not side by side: every
         # iteration works on the half value.
-        ins = [dataclasses.replace(fact, narrowed=False) for fact in ins]
+        ins = [dataclasses.replace(fact, narrowed="") for fact in ins]
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         carry, scanned = self._steady(loop, consts, rest, scope)

@@ -11,12 +11,12 @@ import optax
 
 import jmp_scale
 
-x = jnp.linspace(-0.01, 0.01, 4096)
+x = jnp.linspace(-0.01, 0.01, 4000)
 
 
 def loss_fn(w):  # computed in float16; its gradient is about -2e-5
     w, x16 = w.astype(jnp.float16), x.astype(jnp.float16)
-    return jnp.mean((w * x16 - 0.3 * x16) ** 2).astype(jnp.float32)
+    return jnp.mean((w * x16 - 0.3 * x16).astype(jnp.float32) ** 2)
 
 
 tx = jmp_scale.with_loss_scale(optax.sgd(2e3), jmp_scale.DynamicLossScale())

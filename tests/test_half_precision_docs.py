@@ -1,5 +1,6 @@
 """docs/half-precision.md: each recipe runs, and is clean by `precision_report`."""
 
+import contextlib
 import pathlib
 import re
 
@@ -124,9 +125,35 @@ def test_haiku_takes_a_policy_for_its_norms():
         ).sum()
 
     assert [f.rule for f in precision_report(loss_fn, params, x).findings]
-    hk.mixed_precision.set_policy(Norm, norm)
-    try:
+    with haiku_policies({Norm: norm}):
         report = precision_report(loss_fn, params, x)
-    finally:
-        hk.mixed_precision.clear_policy(Norm)
     assert [f.rule for f in report.findings] == []
+
+
+def test_haiku_makes_float32_parameters_after_a_half_norm_only_with_a_policy():
+    half = jmp_scale.get_policy("params=float32,compute=float16,output=float16")
+    norm = jmp_scale.get_policy("params=float32,compute=float32,output=float16")
+
+    def network(x):
+        return hk.Linear(4)(hk.LayerNorm(-1, True, True)(x))
+
+    init, x = hk.transform(network).init, jnp.ones((2, 8))
+
+    def dtypes():
+        return {str(p.dtype) for p in jax.tree.leaves(init(jax.random.key(0), x))}
+
+    with haiku_policies({hk.LayerNorm: norm}):
+        assert dtypes() == {"float16", "float32"}
+    with haiku_policies({hk.LayerNorm: norm, hk.Linear: half}):
+        assert dtypes() == {"float32"}
+
+
+@contextlib.contextmanager
+def haiku_policies(policies):
+    for module, policy in policies.items():
+        hk.mixed_precision.set_policy(module, policy)
+    try:
+        yield
+    finally:
+        for module in policies:
+            hk.mixed_precision.clear_policy(module)

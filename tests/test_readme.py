@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jmp_scale
+from jmp_scale.diagnostics import precision_report
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -53,6 +54,12 @@ def test_the_first_block_prints_a_gradient_of_zero_and_the_right_one(capsys):
     # The CPU decides where float16 is rounded, and so the last digits.
     assert with_ == pytest.approx(-2e-5, rel=0.05)
     assert w == pytest.approx(0.3, abs=0.01)
+
+
+def test_the_first_block_breaks_no_rule_of_half_precision():
+    names = {}
+    exec(BLOCKS["quickstart"][1], names)
+    assert precision_report(names["loss_fn"], names["w"]).findings == ()
 
 
 def test_the_optax_lines_of_the_readme_train_a_float16_model():

@@ -214,6 +214,7 @@ def test_masks_positions_and_noise_that_half_precision_holds(policy):
         h = jnp.where(h > 0, h, jnp.finfo(dtype).min) + jnp.where(h > 0, 0.0, -1e4)
         h = jnp.maximum(h, jnp.full(h.shape, -jnp.inf, dtype))
         h = h + jnp.arange(16, dtype=dtype)[:, None] + jnp.eye(16, 64, dtype=dtype)
+        h = h + jnp.linspace(-1, 1, 5000, dtype=dtype)[:16, None]
         h = h + jax.nn.one_hot(jnp.arange(5000) % 16, 64, dtype=dtype)[:16]
         angles = jnp.arange(5000)[:, None] * jnp.exp(-jnp.arange(64) / 8.0)
         h = h + jnp.sin(angles)[:16].astype(dtype)
@@ -430,6 +431,8 @@ def test_the_quick_start_and_the_models_of_the_examples(monkeypatch):
     assert_clean(namespace["loss_fn"], params, batch)
 
     monkeypatch.syspath_prepend(root / "examples")
+    quickstart = importlib.import_module("quickstart")
+    assert_clean(quickstart.loss_fn, array(), half_share=0.0)
     digits, diagnose = map(importlib.import_module, ("digits", "diagnose"))
     language, transformer = map(
         importlib.import_module, ("language", "nnx_transformer")

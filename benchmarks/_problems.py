@@ -18,6 +18,12 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(1e-4),
     "muon": lambda: optax.contrib.muon(1e-3),
 }
+TITLES = {
+    "adamw": "AdamW",
+    "clip+adamw": "Clipping by the global norm and AdamW",
+    "lion": "Lion",
+    "muon": "Muon",
+}
 
 
 @jax.custom_vjp

@@ -26,7 +26,11 @@ PARTS = ("optimizer", "mixed", "train", "compile")
 
 
 def compare(
-    title: str, problem: tuple[Any, Any, Any], peers: Sequence[str], pairs: int
+    title: str,
+    problem: tuple[Any, Any, Any],
+    peers: Sequence[str],
+    optimizer: str,
+    pairs: int,
 ) -> _harness.Table:
     """One table: a row per peer, with the figures, and wall ratios if `pairs` > 0."""
     loss_fn, params, batch = problem
@@ -37,7 +41,7 @@ def compare(
     programs = {}
     base = None
     for peer in tqdm(peers, desc=title, leave=False):
-        carry, step = _problems.build(peer, loss_fn, params)
+        carry, step = _problems.build(peer, loss_fn, params, optimizer)
         programs[peer], found = compile_step(step, carry, batch)
         base = base or found
         table.rows.append([
@@ -58,7 +62,9 @@ def compare(
         "transfers in the program. compile s: of all processor cores."
     )
     if pairs:
-        carries = {peer: _problems.build(peer, loss_fn, params)[0] for peer in peers}
+        carries = {
+            peer: _problems.build(peer, loss_fn, params, optimizer)[0] for peer in peers
+        }
         add_times(table, programs, carries, batch, pairs)
     return table
 
@@ -217,28 +223,44 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _tables_here(name: str, args: Any, peers: Sequence[str]) -> list[_harness.Table]:
     pairs = 0 if args.no_times else args.pairs
     tables = []
-    for part in args.parts:
+    for part, optimizer in _parts(args):
         if part == "compile":
             tables.append(compile_times(name, args.leaf_counts, peers, args.repeats))
-        elif part != "mixed":
-            title, (loss_fn, params, batch) = _of(name, args)[part]
-            arrays = jax.tree.map(lambda x: jnp.full(x.shape, 1e-2, x.dtype), params)
-            if part == "optimizer":
-                batch = _problems.optimizer_only(_problems.DTYPES[name], arrays)[2]
-            problem = loss_fn, arrays, jax.device_put(batch)
-            tables.append(compare(title.format("AdamW"), problem, peers, pairs))
+            continue
+        title, (loss_fn, params, batch) = _of(name, args)[part]
+        params, batch = jax.tree.map(_filled, (params, batch))
+        title = title.format(_problems.TITLES[optimizer])
+        problem = loss_fn, params, jax.device_put(batch)
+        tables.append(compare(title, problem, peers, optimizer, pairs))
     return tables
+
+
+def _filled(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jnp.full(leaf.shape, 1e-2, leaf.dtype)
+    return leaf
 
 
 def _tables_of_target(
     name: str, args: Any, peers: Sequence[str], target: _targets.Target
 ) -> list[_harness.Table]:
+    tables = []
+    for part, optimizer in _parts(args):
+        if part != "compile":
+            title, problem = _of(name, args)[part]
+            title = title.format(_problems.TITLES[optimizer])
+            tables.append(compare_on(target, title, problem, peers, optimizer))
+    return tables
+
+
+def _parts(args: Any) -> list[tuple[str, str]]:
+    """The parts, each with its optimizers."""
     return [
-        compare_on(target, title.format(optimizer), problem, peers, optimizer)
+        (part, optimizer)
         for part in args.parts
-        if part != "compile"
-        for title, problem in [_of(name, args)[part]]
-        for optimizer in (args.optimizers if part != "train" else ["adamw"])
+        for optimizer in (
+            ["adamw"] if part in ("train", "compile") else args.optimizers
+        )
     ]
 
 
@@ -260,7 +282,7 @@ def _parser() -> Any:
     several("--parts", PARTS, ("optimizer", "train", "compile"), "tables to make")
     several("--dtypes", _problems.DTYPES, _problems.DTYPES, "of the gradients")
     several("--peers", _steps.PEERS, _steps.PEERS, "steps to compare")
-    several("--optimizers", _problems.OPTIMIZERS, ["adamw"], "with --target")
+    several("--optimizers", _problems.OPTIMIZERS, ["adamw"], "of the steps alone")
     parser.add_argument(
         "--target", choices=_targets.TARGETS, help="compile for this machine"
     )

@@ -665,12 +665,15 @@ def backward(model, optimizer, loss, grads):
     optimizer.update(model, grads, value=loss)
 
 
+JITTED |= {half: nnx.jit(half) for half in (forward, backward)}
+
+
 @pytest.mark.parametrize("outer", ["forward compiled", "update compiled", "both"])
 def test_across_compiled_functions_a_spike_leaves_finite_statistics_of_its_batch(outer):
     model, optimizer = guarded()
     run([GOOD] * 3, model, optimizer, guarded_step)
-    one = forward if outer == "update compiled" else nnx.jit(forward)
-    two = backward if outer == "forward compiled" else nnx.jit(backward)
+    one = forward if outer == "update compiled" else JITTED[forward]
+    two = backward if outer == "forward compiled" else JITTED[backward]
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
     statistics = np.asarray(model.norm.mean[...])
     with jax.checking_leaks():
@@ -686,9 +689,9 @@ def test_across_compiled_functions_a_spike_leaves_finite_statistics_of_its_batch
 def test_across_compiled_functions_an_overflow_is_put_back(outer):
     model, optimizer = guarded()
     run([GOOD] * 3, model, optimizer, guarded_step)
-    two = backward if outer == "forward compiled" else nnx.jit(backward)
+    two = backward if outer == "forward compiled" else JITTED[backward]
     before = snapshot(model, optimizer)
-    loss, grads = nnx.jit(forward)(model, optimizer, data(OVERFLOWS))
+    loss, grads = JITTED[forward](model, optimizer, data(OVERFLOWS))
     two(model, optimizer, loss, grads)
     assert_bitwise_equal(snapshot(model, optimizer), before)
 

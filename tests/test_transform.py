@@ -62,6 +62,8 @@ OPTIMIZERS = {
     ),
 }
 NEEDS_VALUE_FN = {"lbfgs", "backtracking"}
+# Of each kind of state one; all others are slow tests.
+DONATED = {"adamw", "add_noise", "lbfgs", "masked", "multi_steps", "schedule_free"}
 
 
 def stepper(tx, name=""):
@@ -77,10 +79,17 @@ def stepper(tx, name=""):
     return step
 
 
+@functools.cache
+def compiled(name):
+    """(optimizer, its compiled step, its traces): one compilation for several tests."""
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0, period=2))
+    step, traces = count_traces(stepper(tx, name))
+    return tx, jax.jit(step), traces
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_skipped_step_changes_no_bit_of_parameters_and_inner_state(name):
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
-    step = jax.jit(stepper(tx, name))
+    tx, step, _ = compiled(name)
     params, state, _ = step(PARAMS, tx.init(PARAMS), GOOD, value_fn(PARAMS))
     params = params | {"b": params["b"].at[0].set(-0.0)}
     for skips in (1, 2):
@@ -103,12 +112,9 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_inner_state(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_finite_steps_are_those_of_the_plain_optimizer(name):
-    tx, plain = (
-        jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0)),
-        OPTIMIZERS[name],
-    )
-    plain = optax.with_extra_args_support(plain)
-    step, plain_step = jax.jit(stepper(tx, name)), jax.jit(stepper(plain, name))
+    tx, step, _ = compiled(name)
+    plain = optax.with_extra_args_support(OPTIMIZERS[name])
+    plain_step = jax.jit(stepper(plain, name))
     params, state, updates = PARAMS, tx.init(PARAMS), None
     plain_params, plain_state = PARAMS, plain.init(PARAMS)
     for _ in range(3):
@@ -134,9 +140,8 @@ def test_finite_steps_are_those_of_the_plain_optimizer(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_keeps_its_types_and_one_trace_serves_any_history(name):
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0, period=2))
-    step, traces = count_traces(stepper(tx, name))
-    jitted, params, state = jax.jit(step), PARAMS, tx.init(PARAMS)
+    tx, jitted, traces = compiled(name)
+    params, state = PARAMS, tx.init(PARAMS)
     types = jax.tree.map(jax.typeof, state)
     for grads in (GOOD, BAD, GOOD, GOOD, BAD):
         params, state, _ = jitted(params, state, grads, value_fn(params))
@@ -373,7 +378,13 @@ def test_optax_finds_the_loss_scale_at_any_depth(nest):
         assert optax.tree.get(state, name).shape == ()
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DONATED else pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 def test_parameters_and_state_can_be_donated_from_the_first_step(name):
     tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
     step = jax.jit(stepper(tx, name), donate_argnums=(0, 1))

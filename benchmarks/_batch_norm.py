@@ -53,7 +53,7 @@ def _linen_state(train_state: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], 
 
 
 def _of_flax() -> Any:
-    """The step of Flax's ImageNet example: it selects parameters and optimizer state."""
+    """The step of Flax's ImageNet example, which selects parameters and state."""
     from flax.training.dynamic_scale import DynamicScale
     from flax.training.train_state import TrainState
 

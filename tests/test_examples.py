@@ -114,7 +114,9 @@ def test_the_quick_start_prints_a_gradient_of_zero_and_then_the_right_one(run):
     assert float(re.search(r"steps: (\S+),", text)[1]) == pytest.approx(0.3, abs=0.005)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, seed, tmp_path):
     table = run("train_digits.py", "--steps", 600, "--seed", seed, "--out", tmp_path)
     names = ("float32", "float16, no scaling", "float16, dynamic")
@@ -230,7 +232,8 @@ def test_a_resumed_run_is_bit_identical(run, tmp_path):
     assert re.search(r"^0 of \d\d arrays differ in any bit", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("kill_at", [pytest.param(150, marks=pytest.mark.slow), 300])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill_at", [150, 300])
 def test_a_run_that_diverges_goes_back_and_one_that_is_killed_takes_the_same_way(
     run, straight_rewind, kill_at, tmp_path
 ):

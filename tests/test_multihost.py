@@ -160,7 +160,7 @@ def test_four_processes_follow_the_rule(plan, never_killed):
     assert never_killed[0] == expected_history(*plan)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fewer_processes_have_the_same_history(count, plan, never_killed, tmp_path):
     steps, overflow_at = plan
     output = run(

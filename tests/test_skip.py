@@ -26,7 +26,7 @@ NO_REWRITES = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_lev
 
 
 def compiled(tx):
-    """`flags -> parameters and state after each step` of a run of good and bad steps."""
+    """`flags -> parameters and state after each step` of a compiled run."""
     step = stepper(tx)
 
     def body(carry, flag):

@@ -1,0 +1,173 @@
+"""Runs of `health_validation.py`: what is trained, what is done to it, what is kept."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _stability_tasks import tasks
+
+import jmp_scale
+from jmp_scale import diagnostics
+
+CHECK = 50  # steps between two looks at the health of a run
+# Shares of the steps at which batches are bad, by plan. A check that ends with a bad
+# batch finds the last step, or the last steps, skipped.
+PLANS = {
+    "none": (),
+    "rare spikes": ((0.45, 1), (0.65, 1)),
+    "frequent spikes": tuple((0.4 + 0.04 * i, 1) for i in range(12)),
+    "spike": ((0.6, -1),),
+    "spikes in a row": ((0.6, -3),),
+}
+
+
+class Setting(NamedTuple):
+    """What is done to a run, as numbers, so that many runs are one compilation.
+
+    Args:
+      learning_rate: constant.
+      growth: doublings of the loss in each step after the first fifth.
+      swelling: growth of the parameters in each step after the first fifth, as of a
+        weight decay with the wrong sign.
+      bad: which of `PLANS`, by its place: batches with the targets of others and
+        weights of 1,000.
+      kick: factor of the gradients of step 20.
+    """
+
+    learning_rate: float = 1e-3
+    growth: float = 0.0
+    swelling: float = 0.0
+    bad: int = 0
+    kick: float = 1.0
+
+
+class Optimizer(NamedTuple):
+    """What is compiled into a run."""
+
+    name: str = "adam"
+    b2: float = 0.999
+    parameters: str = "float32"
+    moments: str = "float32"
+    guard: bool = False
+
+
+class Run(NamedTuple):
+    """All losses and gradient norms of a run, and what health said at each check."""
+
+    setting: Setting
+    loss: np.ndarray
+    norm: np.ndarray
+    said: list[tuple[int, frozenset[str]]]
+    moment: float
+
+    def first(self, kind):
+        """The check at which a finding was first made, or None."""
+        return next((step for step, kinds in self.said if kind in kinds), None)
+
+
+def train(task, optimizer, settings, seed, steps):
+    """One `Run` for each setting, all with the same start and the same batches."""
+    stacked = Setting(*(jnp.asarray(column) for column in zip(*settings, strict=True)))
+    run = _compiled(task, optimizer, steps)
+    losses, norms, states, histories, moments = jax.device_get(run(stacked, seed))
+    runs = []
+    for i, setting in enumerate(settings):
+        log, said = diagnostics.HealthLog(), []
+        for check in range(steps // CHECK):
+            pick = functools.partial(jax.tree.map, lambda x: x[i, check])  # noqa: B023
+            log(pick(states), pick(histories))
+            said.append(((check + 1) * CHECK, log.kinds))
+        loss, norm = losses[i].ravel(), norms[i].ravel()
+        runs.append(Run(setting, loss, norm, said, float(moments[i, -1])))
+    return runs
+
+
+def bad_steps(plan, steps):
+    """Which of the steps have a bad batch, bool[steps]."""
+    bad = np.zeros(steps, bool)
+    for share, count in PLANS[plan]:
+        at = int(share * steps)
+        if count < 0:  # the last ones before a check
+            at = at // CHECK * CHECK + count
+        bad[at : at + abs(count)] = True
+    return jnp.asarray(bad)
+
+
+@functools.cache
+def _compiled(name, optimizer, steps):
+    task = tasks()[name]
+
+    def one(setting, seed):
+        tx = _transformation(optimizer, setting.learning_rate)
+        params = task.init(jax.random.key(seed))
+        opt_state = tx.init(_cast(params, optimizer.moments))
+        params = _cast(params, optimizer.parameters)
+        history = diagnostics.LossScaleHistory.create(steps)
+
+        def step(carry, k):
+            params, old, history = carry
+            loss, grads = _loss_and_grads(task, params, setting, seed, k, steps)
+            updates, new = tx.update(grads, old, params, value=loss)
+            scalars = diagnostics.metrics(new, grads)
+            history = history.push(
+                old.loss_scale,
+                new.grads_finite,
+                applied=new.applied,
+                loss=loss,
+                grad_norm=scalars["grad_norm"],
+                lost_updates=diagnostics.lost_updates(params, updates),
+                guard=old.guard,
+            )
+            params = optax.apply_updates(params, updates)
+            swelling = jnp.where(k > steps // 5, 1 + setting.swelling, 1)
+            params = jax.tree.map(lambda p: p * swelling.astype(p.dtype), params)
+            return (params, new, history), (loss, scalars["grad_norm"])
+
+        def chunk(carry, steps_of_chunk):
+            carry, (loss, norm) = jax.lax.scan(step, carry, steps_of_chunk)
+            _, opt_state, history = carry
+            return carry, (loss, norm, opt_state, history, _moment(opt_state))
+
+        chunks = jnp.arange(steps).reshape(-1, CHECK)
+        return jax.lax.scan(chunk, (params, opt_state, history), chunks)[1]
+
+    return jax.jit(jax.vmap(one, (0, None)))
+
+
+def _transformation(optimizer, learning_rate):
+    if optimizer.name == "adam":
+        inner = optax.adam(learning_rate, b2=optimizer.b2)
+    else:
+        inner = optax.sgd(learning_rate, momentum=0.9)
+    guard = jmp_scale.SpikeGuard() if optimizer.guard else None
+    return jmp_scale.with_loss_scale(inner, guard=guard)
+
+
+def _loss_and_grads(task, params, setting, seed, k, steps):
+    draw, shuffle = jax.random.split(jax.random.key(1000 + seed))
+    inputs, targets = task.examples(jax.random.fold_in(draw, k), task.batch)
+    is_bad = jnp.stack([bad_steps(plan, steps) for plan in PLANS])[setting.bad, k]
+    order = jax.random.permutation(jax.random.fold_in(shuffle, k), task.batch)
+    targets = jnp.where(is_bad, targets[order], targets)
+    weight = jnp.where(is_bad, 1000.0, 1.0)
+    weight *= jnp.exp2(setting.growth * jnp.maximum(k - steps // 5, 0))
+
+    def loss_fn(params):
+        return weight * jnp.mean(task.losses(_cast(params, "float32"), inputs, targets))
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    kick = jnp.where(k == 20, setting.kick, 1.0)
+    return loss, jax.tree.map(lambda g: g.astype(jnp.float32) * kick, grads)
+
+
+def _moment(opt_state: Any):
+    """The sum of Adam's second moment, f32[]."""
+    nu = optax.tree.get(opt_state.inner_state, "nu", {})
+    return sum((jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(nu)), 0.0)
+
+
+def _cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)

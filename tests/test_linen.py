@@ -30,6 +30,11 @@ class Net(nn.Module):
         return nn.Dense(1, dtype=jnp.float16)(x).astype(jnp.float32)
 
 
+# One object: `apply` of another is not equal to its own, and a state with it is
+# compiled again.
+NET = Net()
+
+
 class NetState(TrainState):
     batch_stats: Any
     ema: Any
@@ -46,7 +51,7 @@ TX = jmp_scale.with_loss_scale(
 
 @functools.cache
 def variables():
-    return jax.jit(Net().init)(
+    return jax.jit(NET.init)(
         {"params": jax.random.key(0), "dropout": jax.random.key(0)}, data(1.0)
     )
 
@@ -55,7 +60,7 @@ def make_state(tx=TX, **kwargs):
     params, batch_stats = variables()["params"], variables()["batch_stats"]
     params, batch_stats = jax.tree.map(jnp.copy, (params, batch_stats))
     return NetState.create(
-        apply_fn=Net().apply,
+        apply_fn=NET.apply,
         params=params,
         tx=tx,
         batch_stats=batch_stats,
@@ -110,7 +115,7 @@ def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(with_value
 
 def test_flax_itself_keeps_non_finite_statistics_on_the_same_batch():
     rngs = {"dropout": jax.random.key(0)}
-    _, updates = Net().apply(
+    _, updates = NET.apply(
         variables(), data(OVERFLOWS), mutable=["batch_stats"], rngs=rngs
     )
     assert not jmp_scale.all_finite(updates)

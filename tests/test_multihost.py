@@ -173,6 +173,7 @@ def test_fewer_processes_have_the_same_history(count, plan, never_killed, tmp_pa
         assert digest == never_killed[1]
 
 
+@pytest.mark.slow
 def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_killed(
     killed, plan, never_killed, tmp_path
 ):
@@ -192,6 +193,7 @@ def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_ki
     assert digest == never_killed[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("mpirun") is None,
     reason="mpirun is not installed (Debian: openmpi-bin)",

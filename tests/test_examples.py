@@ -208,6 +208,7 @@ def test_the_logged_metrics_are_one_row_a_step(run, tmp_path):
     assert [row.split(",")[0] for row in rows] == [str(step) for step in range(100)]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_the_statistics_of_a_resnet_finite(run, tmp_path):
     text = run("linen_resnet.py", "--steps", 4, "--out", tmp_path)
     skipped = [int(row[-1]) for row in columns(text, tuple("1234")).values()]
@@ -217,6 +218,7 @@ def test_a_skipped_step_leaves_the_statistics_of_a_resnet_finite(run, tmp_path):
     assert (tmp_path / "linen_resnet.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_gradients_of_a_language_model_vanish_as_the_mean_grows(run, tmp_path):
     text = run("nnx_transformer.py", "--steps", 2, "--out", tmp_path)
     names = [f"{2**n:,}" for n in (10, 14, 17, 19, 21)]
@@ -280,6 +282,7 @@ def test_a_phase_beyond_float16_is_trained_in_float32_and_left_again(run):
     assert int(in_a_row) < 10
 
 
+@pytest.mark.slow
 def test_four_ways_of_sharding_take_the_same_decisions(fresh_process):
     text = fresh_process()("data_parallel.py", "--steps", 20)
     ways = ("pmap", "jit, data-parallel", "jit, FSDP", "shard_map")

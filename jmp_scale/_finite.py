@@ -20,7 +20,7 @@ from ._tree import is_inexact
 def all_finite(
     tree: Any, axis_name: _mesh.AxisName = None, *, specs: Any = None, mesh: Any = None
 ) -> jax.Array:
-    """Whether no entry of any leaf is NaN or infinite, with one answer for all replicas.
+    """Whether all entries of all leaves are finite, with one answer for all replicas.
 
     Only inexact leaves (real or complex floating point) are looked at. NumPy arrays and
     Python numbers are judged as they are, before JAX converts them: 1e300 is finite.
@@ -28,9 +28,9 @@ def all_finite(
     Args:
       tree: any pytree.
       axis_name: mesh axes over which the answer must agree. None (default) finds every
-        manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas cannot
-        diverge; a name or a tuple of names is used as it is (`vmap(axis_name=)` needs
-        it); `()` opts out.
+        manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas
+        cannot diverge; a name or a tuple of names is used as it is
+        (`vmap(axis_name=)` needs it); `()` opts out.
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then looks at its own shards, and exactly one
         scalar all-reduce joins the answers. Without specs that is so on TPUs and GPUs;
@@ -43,7 +43,8 @@ def all_finite(
       bool[], True for a tree without inexact leaves.
 
     Raises:
-      TypeError: a leaf of `specs` is not a `PartitionSpec`.
+      TypeError: `axis_name` is not a name or a tuple of names, or a leaf of `specs` is
+        not a `PartitionSpec`.
       ValueError: `mesh` without `specs`, `specs` that do not fit `tree`, that do not
         divide a leaf into shards of equal size, or that name an axis that the mesh does
         not have, or no mesh is found.
@@ -53,6 +54,7 @@ def all_finite(
       >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
       False
     """
+    axis_name = _mesh.checked_axis_name("all_finite", axis_name)
     if specs is None and mesh is not None:
         raise ValueError(
             "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
@@ -66,7 +68,7 @@ def all_finite(
         leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), looked_at))
         mesh = _mesh.checked_mesh(leaves, leaf_specs, mesh)
     agreed = _compiled_if_eager(_all_finite_agreed, leaves)
-    return agreed(leaves, tuple(leaf_specs), mesh, _hashable(axis_name))
+    return agreed(leaves, tuple(leaf_specs), mesh, axis_name)
 
 
 def finite_and_norm(
@@ -95,7 +97,7 @@ def finite_and_norm(
     leaves = _inexact_arrays(tree)
     specs = tuple(_mesh.sharding_specs(leaves))
     agreed = _compiled_if_eager(_finite_and_norm_agreed, leaves)
-    return agreed(leaves, specs, None, _hashable(axis_name))
+    return agreed(leaves, specs, None, axis_name)
 
 
 def _all_finite_agreed(
@@ -147,12 +149,6 @@ def _compiled_if_eager(fun: Any, leaves: Sequence[jax.Array]) -> Any:
 @functools.cache
 def _compiled(fun: Any) -> Any:
     return jax.jit(fun, static_argnames=("specs", "mesh", "axis_name"))
-
-
-def _hashable(axis_name: _mesh.AxisName) -> _mesh.AxisName:
-    return (
-        axis_name if axis_name is None or isinstance(axis_name, str) else (*axis_name,)
-    )
 
 
 def _inexact_arrays(tree: Any) -> list[jax.Array]:

@@ -19,6 +19,32 @@ from jax.sharding import PartitionSpec
 AxisName = str | Sequence[str] | None
 
 
+def checked_axis_name(function: str, axis_name: Any) -> AxisName:
+    """`axis_name`, which must be a name, a tuple or a list of names, or None.
+
+    Args:
+      function: name of the caller's public function, for the error.
+      axis_name: what its user gave.
+
+    Returns:
+      None, a name, or a tuple of names.
+
+    Raises:
+      TypeError: anything else. A set, too: its order differs between processes, and
+        with it the program that they must have in common.
+    """
+    if axis_name is None or isinstance(axis_name, str):
+        return axis_name
+    is_sequence = isinstance(axis_name, (tuple, list))
+    if not is_sequence or not all(isinstance(name, str) for name in axis_name):
+        raise TypeError(
+            f"{function}: expected axis_name to be the name of a mesh axis, a tuple of "
+            f"names, or None, got {axis_name!r}; write axis_name='data' or "
+            "axis_name=('data', 'model')"
+        )
+    return tuple(axis_name)
+
+
 def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
     """Logical AND of a boolean over mesh axes: every replica reads the same answer.
 

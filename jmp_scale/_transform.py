@@ -69,8 +69,8 @@ def with_loss_scale(
     look at every update would cost another pass over the parameters.
 
     On a skipped step `inner` sees gradients of zero if it has loops, branches,
-    callbacks or runtime checks, and otherwise the gradients as they came, since nothing that it
-    makes of them is kept. The derivatives of a step (for meta-learning) are those of a
+    callbacks or runtime checks, and otherwise the gradients as they came, since nothing
+    that it makes of them is kept. The derivatives of a step (for meta-learning) are those of a
     branch: a skipped step is the identity. If the derivative of the loss is itself
     infinite, so is a derivative through it.
 
@@ -96,7 +96,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: `inner` is not a gradient transformation, `loss_scale` not a loss
-        scale, or `guard` not a `SpikeGuard`.
+        scale, `guard` not a `SpikeGuard`, or `axis_name` not a name or a tuple of names.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); `value` is
         not a scalar, or `inner` changes the structure, shape or dtype of its state
         (from `update`, while tracing).
@@ -118,6 +118,7 @@ def with_loss_scale(
     if loss_scale is None:
         loss_scale = NoOpLossScale()
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
+    axis_name = _mesh.checked_axis_name("with_loss_scale", axis_name)
     if guard is not None and not isinstance(guard, SpikeGuard):
         raise TypeError(
             f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}"

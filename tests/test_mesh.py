@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import collectives
 from jax import lax
@@ -135,6 +136,22 @@ def test_vmap_agrees_over_its_axis_only_by_name():
 def test_an_unknown_axis_name_is_an_error():
     with pytest.raises(NameError, match="unbound axis name: nowhere"):
         jax.jit(lambda x: jmp_scale.all_finite(x, "nowhere"))(bad_on(5))
+
+
+@pytest.mark.parametrize(
+    "axis_name", [{"i"}, frozenset({"i"}), {"i": 0}, 0, b"i", ("i", 0), object()]
+)
+def test_an_axis_name_of_another_type_is_an_error_that_names_the_argument(axis_name):
+    for function, call in (
+        ("all_finite", lambda: jmp_scale.all_finite(jnp.ones(2), axis_name)),
+        (
+            "with_loss_scale",
+            lambda: jmp_scale.with_loss_scale(optax.sgd(0.1), axis_name=axis_name),
+        ),
+    ):
+        message = f"^{function}: expected axis_name to be the name of a mesh axis"
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(

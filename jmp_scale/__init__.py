@@ -2,6 +2,7 @@
 
 from . import diagnostics as diagnostics
 from . import presets as presets
+from ._dot_general import dot_general as dot_general
 from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._finite import all_finite as all_finite
 from ._gradients import grad as grad

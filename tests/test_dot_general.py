@@ -1,0 +1,192 @@
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale
+
+PRODUCTS = {
+    "matrices": ((4, 3), (3, 2), (((1,), (0,)), ((), ()))),
+    "both transposed": ((3, 4), (2, 3), (((0,), (1,)), ((), ()))),
+    "a dense layer": ((2, 5, 3), (3, 4), (((2,), (0,)), ((), ()))),
+    "two dimensions": ((5, 4, 3), (3, 4, 2), (((2, 1), (0, 1)), ((), ()))),
+    "a batch": ((2, 5, 3), (2, 4, 3), (((2,), (2,)), ((0,), (0,)))),
+    "a batch elsewhere": ((5, 3, 2), (4, 2, 3), (((1,), (2,)), ((2,), (1,)))),
+    "nothing in common": ((2,), (3,), (((), ()), ((), ()))),
+    "vectors": ((3,), (3,), (((0,), (0,)), ((), ()))),
+}
+
+
+def normal(seed, shape, dtype):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_and_gradients_are_those_of_jax(name, dtype):
+    lhs_shape, rhs_shape, dims = PRODUCTS[name]
+    lhs, rhs = normal(0, lhs_shape, dtype), normal(1, rhs_shape, dtype)
+    expected, theirs = jax.vjp(lambda *xs: lax.dot_general(*xs, dims), lhs, rhs)
+    got, ours = jax.vjp(lambda *xs: jmp_scale.dot_general(*xs, dims), lhs, rhs)
+    np.testing.assert_array_equal(got, expected)
+    cotangent = normal(2, got.shape, dtype)
+    for a, b in zip(ours(cotangent), theirs(cotangent), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        # A unit in the last place of sums of a few numbers near 1.
+        tolerance = 8 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(
+            np.float32(a), np.float32(b), rtol=tolerance, atol=tolerance
+        )
+
+
+def test_the_result_may_be_wider_than_the_operands():
+    x, w = normal(0, (4, 3), jnp.float16), normal(1, (3, 2), jnp.float16)
+
+    def loss(w):
+        product = jmp_scale.dot_general(
+            x, w, PRODUCTS["matrices"][2], preferred_element_type=jnp.float32
+        )
+        assert product.dtype == jnp.float32
+        return product.sum()
+
+    grad = jax.grad(loss)(w)
+    assert grad.dtype == jnp.float16
+    expected = np.repeat(np.float32(x).sum(0)[:, None], 2, 1)
+    np.testing.assert_allclose(np.float32(grad), expected, rtol=2e-3, atol=2e-3)
+
+
+def loss_of(dot_general):
+    """Two layers in float16, float32 parameters: as Flax's `Dense` computes."""
+
+    def dense(x, w):
+        w = w.astype(jnp.float16)
+        return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+    def loss(params, x):
+        hidden = jnp.tanh(dense(x.astype(jnp.float16), params["in"]))
+        return jnp.square(dense(hidden, params["out"]).astype(jnp.float32)).mean()
+
+    return loss
+
+
+SHARDINGS = {  # of the parameters and of the batch
+    "data-parallel": ({"in": P(), "out": P()}, P("i")),
+    "fsdp": ({"in": P("i"), "out": P("i")}, P("i")),
+    "tensor-parallel": ({"in": P(None, "i"), "out": P("i")}, P()),
+}
+
+
+def sums_of_gradients(dot_general, sharding, directory):
+    """Types of the all-reduces right after XLA's partitioner, those of scalars left out.
+
+    XLA:CPU makes the float16 ones float32 later, which other compilers do not.
+    """
+    of_params, of_batch = SHARDINGS[sharding]
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+
+    def types(tree, specs):
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    params = {"in": jnp.ones((16, 32)), "out": jnp.ones((32, 16))}
+    given = types(params, of_params), types(jnp.ones((64, 16)), of_batch)
+    grad = jax.jit(
+        jax.grad(loss_of(dot_general), (0, 1)),
+        out_shardings=jax.tree.map(lambda x: x.sharding, given),
+    )
+    options = {"xla_dump_to": str(directory), "xla_dump_hlo_pass_re": "spmd-part.*"}
+    grad.lower(*given).compile(compiler_options=options)
+    (after,) = directory.glob("*after_spmd-partitioning*.txt")
+    found = re.findall(
+        r"= (\w+\[[\d,]+\])\S* (?:all-reduce|reduce-scatter)\(", after.read_text()
+    )
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("sharding", ["data-parallel", "fsdp"])
+def test_gradients_of_weights_are_summed_over_devices_in_float32(sharding, tmp_path):
+    plain, cured = tmp_path / "plain", tmp_path / "cured"
+    found = sums_of_gradients(lax.dot_general, sharding, plain)
+    assert found == ["f16[16,32]", "f16[32,16]"]
+    found = sums_of_gradients(jmp_scale.dot_general, sharding, cured)
+    assert found == ["f32[16,32]", "f32[32,16]"]
+
+
+def test_a_gradient_of_activations_is_summed_in_float32_where_weights_are_sharded(
+    tmp_path,
+):
+    # What is left in float16 is the sum of the activations of the forward pass.
+    plain, cured = tmp_path / "plain", tmp_path / "cured"
+    assert sums_of_gradients(lax.dot_general, "tensor-parallel", plain) == [
+        "f16[64,16]"
+    ]
+    found = sums_of_gradients(jmp_scale.dot_general, "tensor-parallel", cured)
+    assert found == ["f16[64,16]", "f32[64,16]"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_gradients_are_those_of_one_device(kind):
+    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(kind,) * 2)
+    x, w = normal(0, (8, 6), jnp.float16), normal(1, (6, 4), jnp.float16)
+
+    def grads(x, w):
+        product = jmp_scale.dot_general(x, w, PRODUCTS["matrices"][2])
+        return jnp.square(product.astype(jnp.float32)).sum()
+
+    expected = jax.grad(grads, (0, 1))(x, w)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("i")))
+        w = jax.device_put(w, NamedSharding(mesh, P(None, "j")))
+        got = jax.jit(jax.grad(grads, (0, 1)))(x, w)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=4e-3, atol=4e-3)
+
+
+def test_parts_that_float16_cannot_hold_are_summed_in_shard_map():
+    # Each device's part is beyond float16, and their sum is 0.
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+    sign = np.repeat([1, 1, 1, 1, -1, -1, -1, -1], 4)[:, None]
+    x = jnp.asarray(30000.0 * sign * np.ones(3), jnp.float16)
+    w = jnp.ones((3, 2), jnp.float16)
+
+    def grad(x, w):
+        def loss(w):
+            product = jmp_scale.dot_general(x, w, PRODUCTS["matrices"][2])
+            return product.astype(jnp.float32).sum()
+
+        return jax.grad(loss)(w)
+
+    given = {"mesh": mesh, "in_specs": (P("i"), P()), "out_specs": P()}
+    np.testing.assert_array_equal(jax.shard_map(grad, **given)(x, w), 0)
+
+
+def test_it_is_what_flax_s_dense_layers_take():
+    x = normal(0, (4, 3), jnp.float32)
+    options = {"dtype": jnp.float16, "dot_general": jmp_scale.dot_general}
+    linen = nn.Dense(2, **options)
+    params = linen.init(jax.random.key(0), x)
+    grads = jax.grad(lambda p: linen.apply(p, x).astype(jnp.float32).sum())(params)
+    assert grads["params"]["kernel"].dtype == jnp.float32
+
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), **options)
+    model.kernel[...] = params["params"]["kernel"]
+    grads_nnx = nnx.grad(lambda m: m(x).astype(jnp.float32).sum())(model)
+    np.testing.assert_array_equal(grads_nnx["kernel"][...], grads["params"]["kernel"])
+
+
+def test_einsum_takes_it():
+    x, w = normal(0, (4, 5, 3), jnp.float16), normal(1, (3, 2), jnp.float16)
+    got = jnp.einsum("abc,cd->abd", x, w, _dot_general=jmp_scale.dot_general)
+    np.testing.assert_array_equal(got, jnp.einsum("abc,cd->abd", x, w))

@@ -107,7 +107,7 @@ def collectives(module: Module) -> list[tuple[str, tuple[str, ...]]]:
     return [
         (kind, tuple(map(str, ran.operands)))
         for ran in executed(module)
-        if (kind := _collective(ran.instruction))
+        if (kind := collective(ran.instruction))
     ]
 
 
@@ -242,11 +242,11 @@ def _is_free(instruction: Instruction) -> bool:
 def _is_kernel(instruction: Instruction) -> bool:
     opcode = instruction.opcode
     asynchronous = opcode.endswith(("-start", "-update", "-done"))
-    called = opcode in CALLS or asynchronous or _collective(instruction)
+    called = opcode in CALLS or asynchronous or collective(instruction)
     return not (called or _is_free(instruction))
 
 
-def _collective(instruction: Instruction) -> str | None:
+def collective(instruction: Instruction) -> str | None:
     if instruction.opcode == "async-start":  # named after what it wraps
         names = [kind for kind in COLLECTIVES if instruction.name.startswith(kind)]
         return names[0] if names else None

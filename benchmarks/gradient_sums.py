@@ -1,0 +1,202 @@
+"""In which dtype gradients are summed over devices, and what float32 costs there.
+
+Two layers of 1024 -> 4096 -> 1024 with a bias, float16 compute and float32 parameters, 64
+x 128 rows a device, as the compilers of TPUs and of NVIDIA's GPUs make their step: with
+`lax.dot_general`, with `jmp_scale.dot_general`, and with that for the bias too, as a
+product with ones. Nothing is run on these machines; the error of a sum in float16 is
+computed here.
+"""
+
+from typing import Any
+
+import _hlo
+import _targets
+import _traffic
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _harness import Table, parser, report
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import jmp_scale
+
+SHAPES = {"in": (1024, 4096), "bias": (4096,), "out": (4096, 1024)}
+LAYERS, ROWS, TOKENS = 2, 64, 128  # rows of each device
+LOSS_SCALE = 1024.0
+
+# Of the parameters, by name, and of the batch.
+SHARDINGS = {
+    "data-parallel": ({"in": P(), "bias": P(), "out": P()}, P("chips")),
+    "FSDP": ({name: P("chips") for name in SHAPES}, P("chips")),
+    "tensor-parallel": (
+        {"in": P(None, "chips"), "bias": P("chips"), "out": P("chips", None)},
+        P(),
+    ),
+}
+PRODUCTS = ("lax.dot_general", "jmp_scale.dot_general", "and for the bias")
+
+
+def main(argv: Any = None) -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument(
+        "--targets",
+        nargs="+",
+        default=["h100:8", "tpu-v5e:4"],
+        metavar="NAME:CHIPS",
+        help=f"names: {', '.join(_targets.TARGETS)} (default: %(default)s)",
+    )
+    arguments.add_argument(
+        "--devices", type=int, nargs="+", default=[1, 8, 64], help="of the error table"
+    )
+    args = arguments.parse_args(argv)
+    tables = [error_table(args.devices)]
+    for given in args.targets:
+        name, _, chips = given.partition(":")
+        if name not in _targets.TARGETS or not chips.isdigit():
+            arguments.error(f"--targets: expected NAME:CHIPS, got {given!r}")
+        if reason := _targets.missing(name):
+            print(f"{given}: {reason}")
+            continue
+        tables.append(table_of(_targets.Target(name, int(chips))))
+    report(tables, args.json)
+
+
+def table_of(target: _targets.Target) -> Table:
+    """What is summed over the chips, and what it costs."""
+    columns = ["parameters", "product", "16-bit sums, MB", "float32 sums, MB"]
+    columns += ["device memory", "estimated cycles", "half operands"]
+    table = Table(f"{target.name}, {target.chips} chips", columns)
+    cases = [(s, p) for s in SHARDINGS for p in PRODUCTS]
+    base: Any = None
+    for sharding, product in tqdm(cases, f"{target.name}, {target.chips} chips"):
+        compiled = compile_step(target, sharding, product)
+        module = _hlo.parse(compiled.as_text())
+        figures = _traffic.traffic(module), _traffic.estimated_cycles(module)
+        base = figures if product == PRODUCTS[0] else base
+        half, full = summed_bytes(module)
+        cycles = figures[1] / base[1] if base[1] else "-"
+        table.rows.append(
+            [
+                *(sharding, product, half / 1e6, full / 1e6, figures[0] / base[0]),
+                *(cycles, half_operands(module)),
+            ]
+        )
+    table.notes.append(
+        "sums: operands of all-reduces and reduce-scatters. A TPU packs two 16-bit "
+        "numbers in a u32, and makes of a float32 reduce-scatter collective-permutes in "
+        "a loop, of which one turn is counted. Under tensor parallelism activations are "
+        "summed as well. device memory, estimated cycles: beside lax.dot_general. half "
+        "operands: products of two 16-bit operands, among all."
+    )
+    return table
+
+
+def loss(params: Any, batch: jax.Array, product: str) -> jax.Array:
+    dot_general = lax.dot_general
+    if product != PRODUCTS[0]:
+        dot_general = jmp_scale.dot_general
+
+    def dense(x: jax.Array, w: jax.Array) -> jax.Array:
+        return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+    x = batch.astype(jnp.float16)
+    for layer in params:
+        layer = {name: leaf.astype(jnp.float16) for name, leaf in layer.items()}
+        bias = layer["bias"]
+        if product == PRODUCTS[2]:
+            bias = dense(jnp.ones((*x.shape[:-1], 1), x.dtype), bias[None])
+        hidden = dense(x, layer["in"])
+        hidden = jax.nn.relu(hidden + jnp.broadcast_to(bias, hidden.shape))
+        x = x + dense(hidden, layer["out"])
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def compile_step(target: _targets.Target, sharding: str, product: str) -> Any:
+    of_params, of_batch = SHARDINGS[sharding]
+
+    def placed(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+        where = NamedSharding(target.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+    params = [{n: placed(SHAPES[n], of_params[n]) for n in SHAPES}] * LAYERS
+    rows = ROWS * (1 if of_batch == P() else target.chips)
+    batch = placed((rows, TOKENS, SHAPES["in"][0]), of_batch)
+
+    def step(params: Any, batch: Any) -> Any:
+        def scaled(params: Any) -> jax.Array:
+            return LOSS_SCALE * loss(params, batch, product)
+
+        grads = jax.grad(scaled)(params)
+        return jax.tree.map(lambda p, g: p - 1e-3 / LOSS_SCALE * g, params, grads)
+
+    out = jax.tree.map(lambda x: x.sharding, params)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+    options: Any = {"xla_allow_excess_precision": False}
+    return jitted.lower(params, batch).compile(compiler_options=options)
+
+
+def summed_bytes(module: _hlo.Module) -> tuple[int, int]:
+    """Bytes of 16-bit and of float32 operands that are summed over chips."""
+    half, full = 0, 0
+    for ran in _traffic.executed(module):
+        kind = _traffic.collective(ran.instruction)
+        if kind not in ("all-reduce", "reduce-scatter", "collective-permute"):
+            continue
+        for array in ran.operands:
+            if array.dtype in ("f16", "u32"):
+                half += array.bytes
+            elif array.dtype == "f32":
+                full += array.bytes
+    return half, full
+
+
+def half_operands(module: _hlo.Module) -> str:
+    """Products of two float16 operands, among all."""
+    half, total = 0, 0
+    for computation in module.computations.values():
+        for instruction in computation.values():
+            if instruction.opcode not in ("dot", "convolution"):
+                continue
+            types = {
+                array.dtype
+                for name in instruction.operands
+                for array in computation[name].results
+            }
+            total += 1
+            half += types == {"f16"}
+    return f"{half} of {total}"
+
+
+def error_table(devices: list[int]) -> Table:
+    """The error of one weight's gradient, of 64 x 128 rows dealt out to devices."""
+    columns = ["devices", "summed in float16", "summed in float32, rounded once"]
+    table = Table("Relative error of a gradient after the sum over devices", columns)
+    rng = np.random.RandomState(0)
+    x = rng.normal(size=(8192, 64)).astype(np.float16)
+    g = rng.normal(size=(8192, 64)).astype(np.float16)
+    exact = x.astype(np.float64).T @ g.astype(np.float64)
+    for count in devices:
+        shards = zip(np.split(x, count), np.split(g, count), strict=True)
+        parts = [a.astype(np.float32).T @ b.astype(np.float32) for a, b in shards]
+        in_half = parts[0].astype(np.float16)
+        for part in parts[1:]:
+            in_half = in_half + part.astype(np.float16)
+        in_full = np.sum(parts, 0, dtype=np.float32).astype(np.float16)
+        table.rows.append([count, *(_error(y, exact) for y in (in_half, in_full))])
+    table.notes.append(
+        "Norm of the difference from float64, over the norm. One rounding for each "
+        "addition, as in a ring."
+    )
+    return table
+
+
+def _error(got: np.ndarray, exact: np.ndarray) -> str:
+    difference = np.linalg.norm(got.astype(np.float64) - exact)
+    return f"{difference / np.linalg.norm(exact):.1e}"
+
+
+if __name__ == "__main__":
+    main()

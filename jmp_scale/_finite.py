@@ -82,8 +82,8 @@ def finite_and_norm(
     Where the leaves are sharded under `jit` (Auto or Explicit mesh axes) the norm is
     that of the whole arrays. Inside `pmap` and `shard_map` it is the largest of the
     devices' own norms: the global norm where all devices hold the same gradients, as
-    after an average, and otherwise a number that one bad device is enough to raise. Both
-    results are equal on all devices.
+    after an average, and otherwise a number that one bad device is enough to raise.
+    Both results are equal on all devices.
 
     Args:
       tree: any pytree.
@@ -109,6 +109,8 @@ def _all_finite_agreed(
     def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> jax.Array:
         return _mesh.agree(all_finite_here(shards), axes)
 
+    # Twice: over the axes that shard a leaf, and over the manual axes around this call
+    # (test_specs_are_joined_whatever_the_axis_name).
     return _mesh.agree(_mesh.on_shards(joined, leaves, specs, mesh), axis_name)
 
 
@@ -128,9 +130,14 @@ def _finite_and_norm_agreed(
 
     total, total_of_huge = _mesh.on_shards(joined, leaves, specs, mesh)
     finite = total_of_huge < NONFINITE / 2**17
+    # The plain squares overflow from 2**64 on, those over HUGE vanish below: each sum
+    # is right where the other is not
+    # (test_the_norm_is_right_for_every_size_of_gradients).
     norm = jnp.where(
         jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(total_of_huge) * HUGE
     )
+    # An infinite norm would say that a gradient is not finite
+    # (test_a_norm_beyond_float32_is_its_largest_number).
     norm = jnp.minimum(norm, float(np.finfo(np.float32).max)).astype(jnp.float32)
     norm = jnp.where(finite, norm, jnp.inf)
     return _mesh.agree(finite, axis_name), _mesh.largest(norm, axis_name)

@@ -182,9 +182,10 @@ def _sums_by_product(squares: Arrays) -> Arrays:
 
 def _finite_on_cpu(*arrays: jax.Array) -> jax.Array:
     def all_of(flags: Sequence[jax.Array]) -> jax.Array:
-        # Without the barrier XLA:CPU computes this reduction again in each kernel of the
-        # update, and compile time is quadratic in the number of leaves. GPUs and TPUs do
-        # not need it, and it would cost them the scalar all-reduce on Auto mesh axes.
+        # Without the barrier XLA:CPU computes this reduction again in each kernel of
+        # the update, and compile time is quadratic in the number of leaves. GPUs and
+        # TPUs do not need it, and it would cost them the scalar all-reduce on Auto mesh
+        # axes.
         return jnp.all(lax.optimization_barrier(jnp.stack(flags)))
 
     def whole(*arrays: jax.Array) -> jax.Array:
@@ -271,7 +272,7 @@ def _reduce(
     initial: Any,
     axes: Sequence[int] | None = None,
 ) -> Sequence[jax.Array]:
-    """Each array reduced over `axes` (default all), in one reduction of several operands."""
+    """Each array reduced over `axes` (default all), all in one reduction."""
     if arrays[0].ndim == 0:
         return arrays
     return lax.reduce(
@@ -283,7 +284,7 @@ def _reduce(
 
 
 def _of_one_shape(arrays: Arrays, size: int) -> list[list[int]]:
-    """Positions of the arrays, in groups of at most `size` that one reduction can take."""
+    """Positions of the arrays, in groups of at most `size` for one reduction each."""
     alike: dict[Any, list[int]] = {}
     for position, array in enumerate(arrays):
         # All operands of a reduction have one type: float64 squares stay apart.

@@ -70,9 +70,9 @@ def with_loss_scale(
 
     On a skipped step `inner` sees gradients of zero if it has loops, branches,
     callbacks or runtime checks, and otherwise the gradients as they came, since nothing
-    that it makes of them is kept. The derivatives of a step (for meta-learning) are those of a
-    branch: a skipped step is the identity. If the derivative of the loss is itself
-    infinite, so is a derivative through it.
+    that it computes from them is kept. The derivatives of a step (for meta-learning)
+    are those of a branch: a skipped step is the identity. If the derivative of the loss
+    is itself infinite, so is a derivative through it.
 
     Args:
       inner: any Optax optimizer or chain.
@@ -96,7 +96,7 @@ def with_loss_scale(
 
     Raises:
       TypeError: `inner` is not a gradient transformation, `loss_scale` not a loss
-        scale, `guard` not a `SpikeGuard`, or `axis_name` not a name or a tuple of names.
+        scale, `guard` not a `SpikeGuard`, or `axis_name` not a name or several.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); `value` is
         not a scalar, or `inner` changes the structure, shape or dtype of its state
         (from `update`, while tracing).
@@ -200,6 +200,9 @@ def _look_at(
         return _Seen(loss_finite, grads_finite, False, applied, None)
     grads_finite, norm = finite_and_norm(updates, axis_name)
     finite = grads_finite & loss_finite
+    # The largest loss of all devices, so that they judge alike: a replica that skips
+    # alone has other parameters ever after
+    # (test_one_bad_shard_skips_the_step_on_every_device).
     loss = None
     if value is not None:
         loss = _mesh.largest(jnp.asarray(value).astype(jnp.float32), axis_name)
@@ -215,6 +218,8 @@ def _next_state(
     grads_finite = seen.grads_finite & ~bad_within
     loss_scale = state.loss_scale.adjust(
         grads_finite,
+        # No S makes a spike smaller: for S it is like a loss that is not finite
+        # (test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays).
         loss_finite=jnp.logical_and(seen.loss_finite, ~jnp.asarray(seen.spike)),
     )
     return LossScaleState(
@@ -248,12 +253,16 @@ def fresh_buffers(state: Any, params: Any = ()) -> Any:
 
     Nor does one share a buffer with the parameters.
     """
+    # Optimizers that start from the parameters (an average of them) return the very
+    # arrays, and a buffer that is donated twice is an error
+    # (test_a_state_that_starts_as_the_parameters_can_be_donated_with_them).
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def fresh_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, (jax.Array, bool, int, float, complex)):
             return leaf
         array = jnp.asarray(leaf)
+        # A weak type becomes a strong one in the first step: another compilation.
         if getattr(array, "weak_type", False):  # typed keys have no such attribute
             array = jnp.asarray(array, array.dtype)
         array = jnp.copy(array) if id(array) in taken else array

@@ -30,7 +30,7 @@ def arrays(dtype=np.float32):
 
 
 def flag_and_norm(tree):
-    # A function of its own for each call: `jax.jit` would find another machine's program.
+    # A new function for each call: `jax.jit` would find another machine's program.
     return jax.jit(lambda tree: _finite.finite_and_norm(tree))(tree)
 
 

@@ -398,6 +398,15 @@ def test_parameters_and_state_can_be_donated_from_the_first_step(name):
     assert tx.init(PARAMS).loss_scale.loss_scale == 8
 
 
+def test_a_state_that_starts_as_the_parameters_can_be_donated_with_them():
+    inner = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+    tx = jmp_scale.with_loss_scale(inner)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    step = jax.jit(lambda p, s: tx.update(GOOD, s, p), donate_argnums=(0, 1))
+    _, state = step(params, tx.init(params))
+    assert_bitwise_equal(state.inner_state, PARAMS)
+
+
 def test_every_init_builds_its_own_buffers():
     tx = jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0))
     one, other = tx.init(PARAMS), tx.init(PARAMS)

@@ -255,7 +255,7 @@ def fresh_buffers(state: Any, params: Any = ()) -> Any:
     """
     # Optimizers that start from the parameters (an average of them) return the very
     # arrays, and a buffer that is donated twice is an error
-    # (test_a_state_that_starts_as_the_parameters_can_be_donated_with_them).
+    # (test_a_state_that_starts_as_the_parameters_has_its_own_buffers).
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def fresh_leaf(leaf: Any) -> Any:

@@ -31,6 +31,8 @@ def normal(seed, shape, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product_and_gradients_are_those_of_jax(name, dtype):
+    if dtype == jnp.bfloat16 and jax.__version_info__ < (0, 9):
+        pytest.skip("its CPU backend lacks bfloat16 products with a float32 result")
     lhs_shape, rhs_shape, dims = PRODUCTS[name]
     lhs, rhs = normal(0, lhs_shape, dtype), normal(1, rhs_shape, dtype)
     expected, theirs = jax.vjp(lambda *xs: lax.dot_general(*xs, dims), lhs, rhs)

@@ -272,6 +272,31 @@ def mask_of_numpy(x):
     return x.astype(F16) + bias
 
 
+def mask_by_scalar_type(x):
+    h = x.astype(F16)
+    floor = F16(-1e9)  # !half-constant
+    return jnp.where(h > 0, h, floor)
+
+
+def mask_by_asarray(x):
+    h = x.astype(F16)
+    floor = jnp.asarray(MASKED, h.dtype)  # !half-constant
+    return jnp.where(h > 0, h, floor)
+
+
+def mask_by_array_cast(x):
+    h = x.astype(F16)
+    floor = jnp.array(-1e9)
+    floor = floor.astype(h.dtype)  # !half-constant
+    return jnp.where(h > 0, h, floor)
+
+
+def mask_cast_by_numpy(x):
+    mask = np.where(np.tril(np.ones((64, 64))), 0, -1e9)
+    bias = mask.astype(np.float16)  # !half-constant
+    return x.astype(F16) + bias
+
+
 def lost_floor(x):
     h = x.astype(F16)
     return jnp.where(h > 0, h, 1e-8)  # !half-constant

@@ -213,6 +213,7 @@ def test_masks_positions_and_noise_that_half_precision_holds(policy):
         dtype = h.dtype
         h = jnp.where(h > 0, h, jnp.finfo(dtype).min) + jnp.where(h > 0, 0.0, -1e4)
         h = jnp.maximum(h, jnp.full(h.shape, -jnp.inf, dtype))
+        h = jnp.where(h > 0, h, jnp.asarray(-jnp.inf, dtype))
         h = h + jnp.arange(16, dtype=dtype)[:, None] + jnp.eye(16, 64, dtype=dtype)
         h = h + jnp.linspace(-1, 1, 5000, dtype=dtype)[:16, None]
         h = h + jax.nn.one_hot(jnp.arange(5000) % 16, 64, dtype=dtype)[:16]

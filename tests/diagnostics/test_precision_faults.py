@@ -21,6 +21,7 @@ SOME = [
     faults.softmax,
     faults.mask_constant,
     faults.mask_by_full,
+    faults.mask_by_scalar_type,
     faults.epsilon_in_a_division,
     faults.epsilon_in_a_root_below,
     faults.integers,

@@ -89,10 +89,11 @@ def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
             yield Found(draft, place, name, visit.backward, visit.order)
 
 
-def overflowing_arrays(forward: Walk, lines: set[Line]) -> Iterator[Found]:
-    """Arrays of constants that were infinite before, at the lines that cast them."""
-    # Of an array that a program closes over, the trace does not say where it was made.
-    for dtype in forward.infinite_arrays:
+def overflowing_casts(forward: Walk, lines: set[Line]) -> Iterator[Found]:
+    """The lines that made a constant infinite before it came into the trace."""
+    # The trace says where such a constant is used, not where it was made; and where it
+    # is the argument of a nested jaxpr, as of jnp.where, no operation uses it there.
+    for dtype in forward.infinite_constants:
         for line in lines - {(None, None)}:
             orders = [v.order for v in forward.visits if v.place()[:2] == line]
             order = min(orders, default=-1)

@@ -62,7 +62,7 @@ def noting_overflowing_casts(lines: set[Line]) -> Iterator[None]:
     """
 
     def note(kind: str, flag: int) -> None:
-        lines.add(place_of_caller(innermost="jax")[:2])
+        lines.add(place_of_caller()[:2])
 
     with np.errstate(over="call", call=note):
         yield

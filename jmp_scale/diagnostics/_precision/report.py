@@ -137,7 +137,7 @@ def precision_report(
         *conclusions.without_cast_of_loss(forward.found, *loss, caller),
         *conclusions.half_loss(forward, *loss, fun, caller),
         *conclusions.overflowing_constants(forward, overflows),
-        *conclusions.overflowing_arrays(forward, overflows),
+        *conclusions.overflowing_casts(forward, overflows),
         *backward.found,
         *conclusions.full_matmuls(backward),
     ]

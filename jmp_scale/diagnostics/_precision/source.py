@@ -82,17 +82,11 @@ def place_of(eqn: Any, outer: Place) -> Place:
     return outer._replace(calls=tuple(calls), packages=outer.packages | packages)
 
 
-def place_of_caller(innermost: str = "") -> Place:
-    """The line of user code that is running now.
-
-    Args:
-      innermost: a package; nowhere unless it is that package's code that called this.
-    """
+def place_of_caller() -> Place:
+    """The line of user code that is running now."""
     frame = sys._getframe(1)
     while frame is not None and _package(frame.f_code.co_filename) == "jmp_scale":
         frame = frame.f_back
-    if innermost and (frame is None or _package(frame.f_code.co_filename) != innermost):
-        return Place(None, None)
     while frame is not None and _package(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:

@@ -6,7 +6,7 @@ around loops until what is known about their carries holds in every iteration.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import jaxpr as jaxprs
@@ -41,7 +41,7 @@ class Walk:
       unread: (primitive, place) of what could not be looked into.
       in_backward_rules: keys of the operations in the user's backward rules, by the
         line of the call, which is where JAX has them in the differentiated program.
-      infinite_arrays: half dtypes of arrays of constants with infinite entries.
+      infinite_constants: half dtypes of constants that are infinite in the trace.
       clock: position in the program that the walk has come to.
     """
 
@@ -58,7 +58,7 @@ class Walk:
         self.visits: list[Visit] = []
         self.unread: list[tuple[str, Place]] = []
         self.in_backward_rules: set[Any] = set()
-        self.infinite_arrays: set[str] = set()
+        self.infinite_constants: set[str] = set()
         self.clock = 0
         self._mechanical_only = mechanical_only
         self._skip = skip
@@ -73,11 +73,7 @@ class Walk:
             id(variable): of_constant(value, dtype_name(variable))
             for variable, value in zip(inner.constvars, consts, strict=True)
         }
-        self.infinite_arrays |= {
-            dtype_name(variable)
-            for variable, value in zip(inner.constvars, consts, strict=True)
-            if is_half(dtype_name(variable)) and jaxprs.has_infinite_entries(value)
-        }
+        self._note_infinite(zip(inner.constvars, consts, strict=True))
         known |= {id(v): fact for v, fact in zip(inner.invars, facts, strict=True)}
 
         def fact_of(atom: Any) -> Fact:
@@ -85,10 +81,18 @@ class Walk:
             return of_atom(atom) if fact is None else fact
 
         for eqn in inner.eqns:
+            literals = [atom for atom in eqn.invars if is_literal(atom)]
+            self._note_infinite((atom, atom.val) for atom in literals)
             ins = [fact_of(atom) for atom in eqn.invars]
             outs = self._pass(eqn, ins, scope)
             known |= {id(v): fact for v, fact in zip(eqn.outvars, outs, strict=True)}
         return [fact_of(atom) for atom in inner.outvars]
+
+    def _note_infinite(self, constants: Iterable[tuple[Any, Any]]) -> None:
+        for atom, value in constants:
+            dtype = dtype_name(atom)
+            if is_half(dtype) and jaxprs.has_infinite_entries(value):
+                self.infinite_constants.add(dtype)
 
     def _pass(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact]:
         self.clock += 1

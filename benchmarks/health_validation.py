@@ -25,7 +25,11 @@ WRONG, WELL, BETWEEN = "wrong", "well", "between"
 
 def main(argv=None):
     arguments = parser(__doc__)
-    arguments.add_argument("--seeds", type=int, default=2, help="runs of each setting")
+    arguments.add_argument(
+        "--seeds",
+        type=int,
+        help="of each setting; default 7 where findings are several",
+    )
     arguments.add_argument("--first-seed", type=int, default=200)
     arguments.add_argument("--tasks", nargs="+", default=list(TASKS))
     arguments.add_argument("--experiments", nargs="+", default=list(EXPERIMENTS))
@@ -33,8 +37,11 @@ def main(argv=None):
     args = arguments.parse_args(argv)
     if args.steps < 200 or args.steps % 50:
         arguments.error(f"expected --steps >= 200 in steps of 50, got {args.steps}")
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    rounds = list(itertools.product(args.experiments, args.tasks, seeds))
+    rounds = [
+        (name, task, args.first_seed + i)
+        for name, task in itertools.product(args.experiments, args.tasks)
+        for i in range(args.seeds or (7 if len(EXPECTED[name]) > 1 else 2))
+    ]
     outcomes = {name: [] for name in args.experiments}
     for name, task, seed in tqdm(rounds, unit="sweep"):
         outcomes[name] += EXPERIMENTS[name](task, seed, args.steps)
@@ -121,7 +128,7 @@ EXPERIMENTS = {
 # The findings that each experiment is to bring out.
 EXPECTED = {
     "learning rate": FINITE,
-    "growth": ("gradient norm grows",),
+    "growth": ("gradient norm grows", "loss diverges"),
     "bad batches": SPIKES,
     "rounding": ("lost updates",),
     "moments": ("bfloat16 moments",),
@@ -142,13 +149,15 @@ def judged(run, best):
 
 def cases(run):
     """The findings of which a run that went wrong is a case, by all of its numbers."""
-    if run.setting.bad:
-        return {list(PLANS)[run.setting.bad]}
+    setting = run.setting
+    if setting.bad:
+        return {list(PLANS)[setting.bad]}
     first, last = run.loss[0], end(run)
     lowest = np.nanmin(run.loss.reshape(-1, 50).mean(1))
     late_norm = np.nanmean(run.norm[-len(run.norm) // 10 :])
     are = {
-        "loss diverges": last - lowest > max(first - lowest, abs(first) / 2) / 2,
+        "loss diverges": last - lowest > max(first - lowest, abs(lowest)) / 2,
+        "gradient norm grows": setting.growth > 0 or setting.swelling > 0,
         "loss blew up": np.nanmax(run.loss) > 3 * first,
         "gradients vanished": late_norm < 1e-3 * run.norm[0],
     }
@@ -169,6 +178,12 @@ def table(outcomes):
         others = {k for _, run in judged_runs for _, said in run.said for k in said}
         for kind in sorted(others - set(kinds)):
             result.rows.append([name, f"({kind})", *scores(judged_runs, {kind})])
+    pooled = [
+        run for name in ("learning rate", "growth") for run in outcomes.get(name, ())
+    ]
+    if pooled:
+        row = scores(pooled, {"loss diverges"}, "loss diverges")
+        result.rows.append(["learning rate, growth", "loss diverges", *row])
     result.notes.append(
         "precision: of the runs of which it was said and that are not between, those "
         "that went wrong. recall: of those that went wrong, those of which it was "

@@ -1,9 +1,9 @@
 """In which dtype gradients are summed over devices, and what float32 costs there.
 
-Two layers of 1024 -> 4096 -> 1024 with a bias, float16 compute and float32 parameters, 64
-x 128 rows a device, as the compilers of TPUs and of NVIDIA's GPUs make their step: with
-`lax.dot_general`, with `jmp_scale.dot_general`, and with that for the bias too, as a
-product with ones. Nothing is run on these machines; the error of a sum in float16 is
+Two layers of 1024 -> 4096 -> 1024 with a bias, float16 compute and float32 parameters,
+64 x 128 rows a device, as the compilers of TPUs and of NVIDIA's GPUs make their step:
+with `lax.dot_general`, with `jmp_scale.dot_general`, and with that for the bias too, as
+a product with ones. Nothing is run on these machines; the error of a sum in float16 is
 computed here.
 """
 
@@ -86,10 +86,10 @@ def table_of(target: _targets.Target) -> Table:
         )
     table.notes.append(
         "sums: operands of all-reduces and reduce-scatters. A TPU packs two 16-bit "
-        "numbers in a u32, and makes of a float32 reduce-scatter collective-permutes in "
-        "a loop, of which one turn is counted. Under tensor parallelism activations are "
-        "summed as well. device memory, estimated cycles: beside lax.dot_general. half "
-        "operands: products of two 16-bit operands, among all."
+        "numbers in a u32, and turns a float32 reduce-scatter into a loop of "
+        "collective-permutes, of which one turn is counted. Under tensor parallelism "
+        "activations are summed as well. device memory, estimated cycles: beside "
+        "lax.dot_general. half operands: products of two 16-bit operands, among all."
     )
     return table
 

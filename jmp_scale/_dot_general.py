@@ -35,9 +35,9 @@ def dot_general(
     those gradients cross the wire in 4 bytes per entry rather than 2.
 
     For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
-    place of `lax.dot_general`. A bias is no matrix product: its gradient is still summed
-    in its own dtype. With float32 operands nothing changes. It has a reverse-mode
-    derivative only.
+    place of `lax.dot_general`. A bias is not a matrix product: its gradient is still
+    summed in its own dtype. With float32 operands nothing changes. It has a
+    reverse-mode derivative only.
 
     Args:
       lhs: an array.
@@ -111,7 +111,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _labels(lhs_ndim: int, rhs_ndim: int, dimensions: Any) -> tuple[list[int], ...]:
-    """For each dimension of lhs, rhs and their product a number, as einsum takes them."""
+    """A number for each dimension of lhs, rhs and their product, as for einsum."""
     left, right, left_batch, right_batch = dimensions
     fresh = itertools.count(lhs_ndim)
     of_lhs = list(range(lhs_ndim))

@@ -33,7 +33,7 @@ def all_finite(
         (`vmap(axis_name=)` needs it); `()` opts out.
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then looks at its own shards, and exactly one
-        scalar all-reduce joins the answers. Without specs that is so on TPUs and GPUs;
+        scalar all-reduce joins the answers. Without specs this holds on TPUs and GPUs;
         on CPUs XLA reduces one boolean per leaf, combined into one all-reduce. Not
         needed on Explicit mesh axes, where an array's type holds its spec.
       mesh: the mesh of `specs`; default that of the leaves, then that of
@@ -165,8 +165,8 @@ def _inexact_arrays(tree: Any) -> list[jax.Array]:
 def _as_array(leaf: Any) -> jax.Array:
     """An array of JAX's that is finite where `leaf` is.
 
-    Without 64-bit types JAX makes infinity of a host's finite 1e300: it is brought into
-    the range of what JAX makes of it.
+    Without 64-bit types JAX turns a host's finite 1e300 into infinity: it is clipped to
+    the range of the dtype that JAX gives it.
     """
     if isinstance(leaf, jax.Array):
         return leaf

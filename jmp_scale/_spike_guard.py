@@ -1,4 +1,4 @@
-"""Finite steps that leap out of what a run has shown so far."""
+"""Detects finite steps that are far outside of what a run has shown so far."""
 
 import dataclasses
 import math
@@ -21,19 +21,19 @@ _LOSS_FLOOR = 0.02
 # (benchmarks/spike-rules.md). A bad batch shows in the loss.
 _LONE_NORM, _LARGEST_LONE_NORM = 8 / 3, 2 / 3
 
-_FEWEST_STEPS = 20  # that a mean and a deviation must be made of
+_FEWEST_STEPS = 20  # that a mean and a deviation need
 _LARGEST_LOSS = 1e38  # so that no difference of two overflows float32
 _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 
 
 @dataclasses.dataclass(frozen=True)
 class SpikeGuard(_pytree.Pytree):
-    """Tells spikes: finite steps whose loss or gradient norm leaps out of the ordinary.
+    """Detects spikes: finite steps whose loss or gradient norm is extraordinary.
 
     For `with_loss_scale(tx, guard=SpikeGuard())`, which skips a spike as it skips an
     overflow, except that the loss scale and its counter stay as they are. A bad batch
     then does no harm: neither to the parameters nor to the optimizer's moments, where
-    clipping would leave its trace.
+    clipping would leave a trace.
 
     Two numbers are watched: the loss, where it is given as `value`, and log2 of the
     global norm of the unscaled gradients. For each x of the two:
@@ -63,11 +63,11 @@ class SpikeGuard(_pytree.Pytree):
     of 2.8 to 16.
 
     A leap that would be the spike after `max_in_a_row` others is accepted: the new
-    level is taken as the truth, and the statistics start again with it, warm-up
-    included. So leaps in a row cannot stop a run. Rare rewards can: leaps that come
-    back, each after ordinary steps, are all skipped. Within the warm-up, where nothing
-    is skipped, a leap enters the statistics only as far as the threshold, and a leap
-    down starts them again, so that one huge step does not blind the guard. A
+    level is taken as normal, and the statistics start again with it, warm-up included.
+    So leaps in a row cannot stop a run. But leaps that return, each after ordinary
+    steps, are all skipped: those of rare rewards, for example. Within the warm-up,
+    where nothing is skipped, a leap enters the statistics only as far as the threshold,
+    and a leap down starts them again, so that one huge step does not blind the guard. A
     non-finite step is not a spike and changes nothing here.
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
@@ -185,7 +185,7 @@ class SpikeGuard(_pytree.Pytree):
         if loss is not None:
             loss = jnp.clip(jnp.where(finite, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
             # Rare losses above zeros without gradients, as of a margin that is mostly
-            # kept, would be spikes for ever (test_a_loss_that_is_mostly_zero_...).
+            # kept, would be spikes forever (test_a_loss_that_is_mostly_zero_...).
             tells = has_norm | (finite & (self.norm_steps == 0))
             seen["loss"] = (self._loss, loss, finite, tells)
 

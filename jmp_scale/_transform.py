@@ -58,10 +58,10 @@ def with_loss_scale(
     The loss scale is adjusted in either case.
 
     Make it the outermost wrapper. Clipping, `zero_nans`, `MultiSteps` and schedules
-    belong inside, where they see unscaled finite gradients and stand still on a skipped
-    step. It checks the gradients that it is given, so nothing may hide an overflow
-    before it. With `MultiSteps` inside, a skip drops one micro-batch from the window,
-    and S is adjusted at each.
+    belong inside, where they see unscaled finite gradients and do not advance on a
+    skipped step. It checks the gradients that it is given, so nothing may hide an
+    overflow before it. With `MultiSteps` inside, a skip drops one micro-batch from the
+    window, and S is adjusted at each.
 
     What is checked are the gradients, the loss, and with `grad_fn` what `inner` makes
     of its gradients. An update that `inner` itself makes NaN out of finite gradients,
@@ -201,7 +201,7 @@ def _look_at(
     grads_finite, norm = finite_and_norm(updates, axis_name)
     finite = grads_finite & loss_finite
     # The largest loss of all devices, so that they judge alike: a replica that skips
-    # alone has other parameters ever after
+    # alone has other parameters from then on
     # (test_one_bad_shard_skips_the_step_on_every_device).
     loss = None
     if value is not None:

@@ -86,7 +86,7 @@ SHARDINGS = {  # of the parameters and of the batch
 
 
 def sums_of_gradients(dot_general, sharding, directory):
-    """Types of the all-reduces right after XLA's partitioner, those of scalars left out.
+    """Types of the all-reduces right after XLA's partitioner, except those of scalars.
 
     XLA:CPU makes the float16 ones float32 later, which other compilers do not.
     """

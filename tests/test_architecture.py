@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -78,3 +79,14 @@ def test_importing_the_package_imports_neither_flax_nor_matplotlib():
     loaded = set(loaded.stdout.split())
     assert "jmp_scale" in loaded
     assert not loaded & {"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}
+
+
+def test_every_test_that_a_comment_names_exists():
+    files = list(pathlib.Path(__file__).parent.rglob("test_*.py"))
+    text = "".join(path.read_text() for path in files)
+    existing = {*re.findall(r"^def (test_\w+)", text, re.M), *(p.stem for p in files)}
+    sources = "".join(path.read_text() for path in MODULES.values())
+    named = re.findall(r"\b(test_\w+)(\.\.\.)?", sources)
+    assert len(named) > 50
+    for name, cut in named:
+        assert any(e.startswith(name) if cut else e == name for e in existing), name

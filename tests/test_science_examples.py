@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from test_examples import ENVIRONMENT, EXAMPLES, columns, main_of
 
+import jmp_scale
+
 DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of 2^40")
 MISMATCHES = [("float32", 0, 1e-5), ("float16", 1e-5, 5e-3), ("bfloat16", 1e-4, 5e-2)]
 
@@ -35,6 +37,13 @@ def table():
         )
 
 
+@pytest.fixture
+def example(monkeypatch):
+    """Imports a module of the examples into this process."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module
+
+
 @pytest.mark.slow
 def test_a_differential_equation_needs_loss_scaling_in_float16(table):
     rows = table("pinn.py")
@@ -49,12 +58,32 @@ def test_a_differential_equation_needs_loss_scaling_in_float16(table):
     assert last["float16, cap of 2^40"] > 24
 
 
+@pytest.mark.slow
 def test_each_way_of_solving_a_differential_equation_is_a_row(table):
     rows = table("pinn.py", "--steps", 40, "--seeds", 1)
     assert set(rows) == set(DTYPES)
     assert [cells[3:] for cells in rows.values()][:3] == [["2^0", "0"]] * 3
     # S doubles every second step: 20 times from 2^15, up to the cap.
     assert rows["float16, dynamic"][3:] == ["2^24", "0"]
+
+
+def test_a_loss_scale_saves_the_gradients_of_second_derivatives(example):
+    digits, pinn = example("digits"), example("pinn")
+    params = digits.init_layers([1, 24, 24, 1], jax.random.key(0))
+    x = jax.random.uniform(jax.random.key(1), (pinn.POINTS,))
+
+    @jax.jit
+    def zeros(s):
+        scale = jmp_scale.DynamicLossScale(s, min_loss_scale=2.0**-7)
+        return digits.zero_share(
+            jmp_scale.grad(pinn.loss_fn, scale)(params, x, "float16")
+        )
+
+    with jax.numpy_rank_promotion("allow"):
+        assert zeros(2.0**15) < 0.005
+        assert zeros(1.0) > 0.02
+        # As the fit gets better, the errors and with them all gradients become less.
+        assert zeros(2.0**-7) > 0.5
 
 
 @pytest.mark.slow
@@ -71,10 +100,9 @@ def test_sampling_and_learning_differ_by_the_digits_of_the_dtype(table):
 
 @pytest.mark.parametrize(("dtype", "least", "most"), MISMATCHES)
 def test_the_cached_pass_is_the_same_function_up_to_rounding(
-    monkeypatch, dtype, least, most
+    example, dtype, least, most
 ):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    transformer = importlib.import_module("transformer")
+    transformer = example("transformer")
     params = transformer.init_params(0)
     key = jax.random.key(0)
     sample, read = (

@@ -51,16 +51,17 @@ class SpikeGuard(_pytree.Pytree):
     ```text
     irregular         = max(1, norm_deviation / 0.25)
     floor of the loss = irregular * max(loss_deviation, 0.02 |loss_mean|)
-    floor of the norm = 0.25, if there is no loss
-                      = max(0.25, min(8/3 norm_deviation, 2/3)), if there is
+    floor of the norm = 0.25
+                      = max(0.25, min(8/3 norm_deviation, 2/3)), if the loss is ordinary
     ```
 
     So in a run of even norms six deviations of the loss are a leap. In a run whose
     norms vary (small batches, a classifier whose loss is near 0), losses have long
     tails, and up to one clean step in a hundred exceeds six deviations. Single norms
     leap by up to 14 deviations there, while the loss stays. What is wrong with a batch
-    shows in the loss, so a norm alone has to leap further: by 1.5 to 4 bits, a factor
-    of 2.8 to 16.
+    shows in the loss, so a norm beside an ordinary loss (known, and less than halfway
+    from the mean to its limit) has to leap further: by 1.5 to 4 bits, a factor of 2.8
+    to 16.
 
     A leap that would be the spike after `max_in_a_row` others is accepted: the new
     level is taken as normal, and the statistics start again with it, warm-up included.
@@ -160,7 +161,7 @@ class SpikeGuard(_pytree.Pytree):
 
     @property
     def norm_limit(self) -> jax.Array:
-        """f32[], the same for the gradient norm (itself, not its logarithm)."""
+        """f32[], the same for the gradient norm, itself, beside an ordinary loss."""
         warm = self._is_warm(self._norm)
         return jnp.where(warm, jnp.exp2(self._log2_norm_limit), jnp.inf)
 
@@ -181,13 +182,16 @@ class SpikeGuard(_pytree.Pytree):
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
         seen = {"norm": (self._norm, log2_norm, has_norm, has_norm)}
-        limits = {"norm": self._log2_norm_limit, "loss": self._limit(self._loss)}
+        limits = {"norm": self._limit(self._norm), "loss": self._limit(self._loss)}
         if loss is not None:
             loss = jnp.clip(jnp.where(finite, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
             # Rare losses above zeros without gradients, as of a margin that is mostly
             # kept, would be spikes forever (test_a_loss_that_is_mostly_zero_...).
             tells = has_norm | (finite & (self.norm_steps == 0))
             seen["loss"] = (self._loss, loss, finite, tells)
+            ordinary = loss <= self.loss_mean / 2 + limits["loss"] / 2
+            wide = self._log2_norm_limit
+            limits["norm"] = jnp.where(ordinary, wide, limits["norm"])
 
         leaps = jnp.zeros_like(finite)
         for name, (statistics, x, known, _) in seen.items():

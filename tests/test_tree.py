@@ -51,6 +51,12 @@ def test_select_tree_takes_every_leaf_from_one_side(pred):
     assert_bitwise_equal(selected, expected)
 
 
+def test_select_tree_passes_equal_leaves_that_hold_no_data():
+    new, old = "".join(["na", "me"]), "".join(["n", "ame"])
+    assert new is not old
+    assert jmp_scale.select_tree(jnp.array(True), new, old) == "name"
+
+
 def test_select_tree_returns_nan_and_negative_zero_untouched():
     old = jnp.array([-0.0, jnp.nan, 1e-45])
     assert_bitwise_equal(jmp_scale.select_tree(jnp.array(False), jnp.ones(3), old), old)

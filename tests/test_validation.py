@@ -93,6 +93,13 @@ def test_a_static_loss_scale_that_is_not_a_number_is_a_type_error(value):
         StaticLossScale(value)
 
 
+@pytest.mark.parametrize("convert", [int, np.asarray, jnp.asarray, np.float16])
+def test_a_static_loss_scale_given_as_an_array_becomes_a_hashable_number(convert):
+    loss_scale = StaticLossScale(convert(8.0))
+    assert type(loss_scale.loss_scale) is float
+    assert hash(loss_scale) == hash(StaticLossScale(8.0))
+
+
 @pytest.mark.parametrize(
     "convert", [np.asarray, jnp.asarray, np.float32, float, lambda x: x]
 )

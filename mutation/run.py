@@ -34,7 +34,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TESTS = {
     "_scaling": "test_loss_scale test_gradients",
     "_dynamic": "test_loss_scale test_validation",
-    "_loss_scale": "test_loss_scale test_validation test_gradients",
+    "_loss_scale": "test_loss_scale test_validation test_gradients "
+    "diagnostics/test_report test_state_dicts",
     "_tree": "test_tree test_policy",
     "_mesh": "test_mesh test_finite",
     "_finite": "test_finite test_mesh",
@@ -168,7 +169,7 @@ class Tests:
     def check(self, seconds: float) -> None:
         """Runs the tests without a mutant, and takes the times."""
         for name in self.names:
-            file = self.folder / f"{name}.json"
+            file = self.folder / f"{Path(name).name}.json"
             if not file.exists():
                 sys.dont_write_bytecode = False  # of the tests' rewritten asserts
                 status = self._run([name], 3600)

@@ -643,6 +643,16 @@ def test_a_type_that_changes_behind_a_leaf_that_is_kept_is_named():
         tx.update(GOOD, tx.init(PARAMS), PARAMS)
 
 
+def test_numbers_in_the_state_of_an_optimizer_become_strongly_typed_arrays():
+    start = {"rate": 0.5, "n": 1, "weak": jnp.asarray(2.0), "strong": jnp.float32(3.0)}
+    inner = optax.GradientTransformation(
+        lambda params: start, lambda g, s, params=None: (g, s)
+    )
+    state = jmp_scale.with_loss_scale(inner).init(PARAMS).inner_state
+    assert state == start
+    assert not any(leaf.weak_type for leaf in state.values())
+
+
 def test_a_learning_rate_set_as_a_numpy_float64_is_used():
     inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     tx = jmp_scale.with_loss_scale(inner)

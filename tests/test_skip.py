@@ -1,4 +1,5 @@
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -407,7 +408,21 @@ def test_a_state_with_leaves_that_are_not_arrays_is_kept():
     assert_bitwise_equal(compiled(jnp.array(False)), old["m"])
 
 
-def test_without_jax_s_jaxpr_interface_the_skip_is_the_same(monkeypatch):
-    monkeypatch.setattr(_skip, "core", object())
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_updates_of_integers_are_zero_on_a_skipped_step(wrap):
+    inner = optax.GradientTransformation(
+        lambda params: (), lambda g, s, params=None: ({"n": jnp.int32(3), "g": g}, s)
+    )
+    tx = jmp_scale.with_loss_scale(inner)
+    for g, expected in ((1.0, 3), (jnp.nan, 0)):
+        updates, _ = wrap(tx.update)(jnp.float32(g), tx.init(jnp.float32(0.0)))
+        assert updates["n"].dtype == jnp.int32
+        assert updates["n"] == expected
+
+
+@pytest.mark.parametrize("left", [(), ("ClosedJaxpr",), ("jaxpr_as_fun",)])
+def test_without_jax_s_jaxpr_interface_the_skip_is_the_same(left, monkeypatch):
+    interface = {name: getattr(_skip.core, name) for name in left}
+    monkeypatch.setattr(_skip, "core", types.SimpleNamespace(**interface))
     actual = jax.jit(step_of_average)(jnp.array(False), jnp.ones(8), STATE)
     assert_bitwise_equal(actual, expected_step(False, jnp.ones(8), STATE))

@@ -37,9 +37,9 @@ TESTS = {
     "_loss_scale": "test_loss_scale test_validation test_gradients "
     "diagnostics/test_report test_state_dicts",
     "_tree": "test_tree test_policy",
-    "_mesh": "test_mesh test_finite",
-    "_finite": "test_finite test_mesh",
-    "_reductions": "test_finite test_mesh",
+    "_mesh": "test_mesh",
+    "_finite": "test_finite",
+    "_reductions": "test_finite",
     "_gradients": "test_gradients",
     "_transform": "test_transform test_spike_guard",
     "_optimizer": "test_transform",

@@ -6,7 +6,7 @@ import pytest
 from helpers import on_devices
 
 import jmp_scale
-from jmp_scale import _finite
+from jmp_scale import _finite, _reductions
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -176,6 +176,25 @@ def test_the_flag_beside_the_norm_is_that_of_all_finite(bad, dtype):
     finite, norm = jax.jit(_finite.finite_and_norm)(tree)
     assert not finite
     assert norm == np.inf
+
+
+def test_the_norm_of_numbers_of_the_host_is_theirs():
+    tree = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}
+    finite, norm = _finite.finite_and_norm(tree)
+    assert (bool(finite), float(norm)) == (True, 10.0)
+
+
+@pytest.mark.parametrize("machine", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(("factor", "column"), [(1.0, 0), (_reductions.HUGE, 1)])
+def test_the_sums_of_squares_of_every_machine_are_right(machine, factor, column):
+    """Run here: the operations are the same, whatever the machine."""
+    shapes = [(7,), (512, 512), (3, 40), (7,), (7,), (), (512, 512), (7,), (7,)]
+    random = np.random.RandomState(0)
+    arrays = [np.asarray(random.randn(*shape), np.float32) for shape in shapes]
+    expected = [np.sum(array.astype(np.float64) ** 2) for array in arrays]
+    squares = jax.jit(getattr(_reductions, f"_squares_on_{machine}"))
+    rows = squares(*[array * np.float32(factor) for array in arrays])
+    np.testing.assert_allclose(rows[:, column], expected, rtol=1e-4)  # of 2**18 entries
 
 
 @pytest.mark.parametrize("tree", [None, {}, {"step": 3}, jnp.zeros((0, 2))])

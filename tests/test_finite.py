@@ -178,6 +178,14 @@ def test_the_flag_beside_the_norm_is_that_of_all_finite(bad, dtype):
     assert norm == np.inf
 
 
+@pytest.mark.parametrize("sign", [1, -1, 1j, -1j])
+def test_numbers_of_the_host_are_judged_as_they_are(sign):
+    assert jmp_scale.all_finite({"a": sign * 1e300, "b": np.array([sign * 1e300])})
+    for bad in (np.inf, np.nan):
+        assert not jmp_scale.all_finite({"a": sign * bad})
+        assert not jmp_scale.all_finite({"b": np.array([1.0, sign * bad])})
+
+
 def test_the_norm_of_numbers_of_the_host_is_theirs():
     tree = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}
     finite, norm = _finite.finite_and_norm(tree)

@@ -399,11 +399,20 @@ def test_specs_must_fit_the_tree():
         jmp_scale.all_finite({"a": jnp.ones(8)}, specs={"b": P("i")}, mesh=ONE_AXIS)
 
 
-def test_specs_must_be_partition_specs():
-    with pytest.raises(
-        TypeError, match="expected a PartitionSpec for each leaf in specs, got 'i'"
-    ):
-        jmp_scale.all_finite({"a": jnp.ones(8)}, specs={"a": "i"}, mesh=ONE_AXIS)
+@pytest.mark.parametrize("bad", [0.0, np.nan])
+def test_specs_may_leave_dimensions_and_leaves_whole(bad):
+    tree = {"a": np.zeros((8, 2), np.float32), "b": np.zeros(3, np.float32)}
+    tree["a"][7, 1] = bad
+    specs = {"a": P("i", None), "b": P(None)}
+    finite = jmp_scale.all_finite(tree, specs=specs, mesh=ONE_AXIS)
+    assert finite == np.isfinite(bad)
+
+
+@pytest.mark.parametrize("spec", ["i", None])
+def test_specs_must_be_partition_specs(spec):
+    message = f"expected a PartitionSpec for each leaf in specs, got {spec!r}"
+    with pytest.raises(TypeError, match=message):
+        jmp_scale.all_finite({"a": jnp.ones(8)}, specs={"a": spec}, mesh=ONE_AXIS)
 
 
 def test_all_bad_patterns_of_four_devices_are_seen():

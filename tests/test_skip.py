@@ -408,6 +408,17 @@ def test_a_state_with_leaves_that_are_not_arrays_is_kept():
     assert_bitwise_equal(compiled(jnp.array(False)), old["m"])
 
 
+def test_a_text_in_the_state_may_be_made_anew_at_each_step():
+    inner = optax.GradientTransformation(
+        lambda params: {"kind": "text"},
+        lambda g, s, params=None: (g, {"kind": "".join([*s["kind"]])}),
+    )
+    tx = jmp_scale.with_loss_scale(inner)
+    for g in (1.0, jnp.nan):
+        _, state = tx.update(jnp.float32(g), tx.init(jnp.float32(0.0)))
+        assert state.inner_state == {"kind": "text"}
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_updates_of_integers_are_zero_on_a_skipped_step(wrap):
     inner = optax.GradientTransformation(

@@ -5,6 +5,7 @@ decided when the program is lowered for a machine, so a program that is exported
 compiled on another machine is the one that the machine itself would make.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,18 +55,18 @@ def sums_of_squares_here(arrays: Arrays, copies: Sequence[int]) -> jax.Array:
       f32[2] or f64[2]: the sum of the squares, and that of the squares of the entries
       over `HUGE`, to which an entry that is not finite adds `NONFINITE`.
     """
-    wide = any(array.real.dtype == np.float64 for array in arrays)
-    dtype = np.float64 if wide else np.float32
     if not arrays:
-        return jnp.zeros(2, dtype)
+        return jnp.zeros(2, np.float32)
     if all(array.ndim == 0 for array in arrays):
-        sums = _squares_each(*arrays)
-    else:
-        sums = lax.platform_dependent(
-            *arrays, cpu=_squares_on_cpu, tpu=_squares_on_tpu, default=_squares_on_gpu
-        )
-    shares = 1 / np.asarray(copies, dtype)
-    return (sums * shares[:, None]).sum(0)
+        return _total(_rows(_squares_each(arrays)), copies)
+    variants: dict[str, Any] = {
+        "cpu": _squares_on_cpu,
+        "tpu": _squares_on_tpu,
+        "default": _squares_on_gpu,
+    }
+    for machine, variant in variants.items():
+        variants[machine] = functools.partial(variant, copies)
+    return lax.platform_dependent(*arrays, **variants)
 
 
 # The square of any float32 over this is far below the largest float32, and that of an
@@ -76,42 +77,62 @@ HUGE = 2.0**96
 NONFINITE = 2.0**127
 
 
-def _squares_on_cpu(*arrays: jax.Array) -> jax.Array:
+def _squares_on_cpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
+    # The barriers are that of _finite_on_cpu.
     def whole(*arrays: jax.Array) -> jax.Array:
-        # The barrier is that of _finite_on_cpu.
         sums = [_sums_in_one_pass(_squares(array, shared=False)) for array in arrays]
-        return lax.optimization_barrier(_as_rows(sums))
+        return _total(lax.optimization_barrier(_rows(sums)), copies)
 
     def sharded(*arrays: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(_squares_each(*arrays))
+        rows = _rows(_squares_each(arrays))
+        return _total(lax.optimization_barrier(rows), copies)
 
     return _mesh.if_whole(whole, sharded, *arrays)
 
 
-def _squares_on_gpu(*arrays: jax.Array) -> jax.Array:
+def _squares_on_gpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
     def whole(*arrays: jax.Array) -> jax.Array:
-        return _as_rows(_squares_in_groups(arrays, GPU_GROUP))
+        return _total(_rows(_squares_in_groups(arrays, GPU_GROUP)), copies)
 
-    return _mesh.if_whole(whole, _squares_each, *arrays)
+    return _mesh.if_whole(whole, _squares_in_parts(copies), *arrays)
 
 
-def _squares_on_tpu(*arrays: jax.Array) -> jax.Array:
+def _squares_on_tpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
     def whole(*arrays: jax.Array) -> jax.Array:
         for_product = [_is_for_product(array) for array in arrays]
         small = [a for a, large in zip(arrays, for_product, strict=True) if not large]
         sums = iter(_squares_in_groups(small, TPU_GROUP))
-        return _as_rows(
-            [
-                _sums_by_product(_squares(array)) if large else next(sums)
-                for array, large in zip(arrays, for_product, strict=True)
-            ]
+        pairs = [
+            _sums_by_product(_squares(array)) if large else next(sums)
+            for array, large in zip(arrays, for_product, strict=True)
+        ]
+        return _total(_rows(pairs), copies)
+
+    return _mesh.if_whole(whole, _squares_in_parts(copies), *arrays)
+
+
+def _squares_in_parts(copies: Sequence[int]) -> Callable[..., jax.Array]:
+    """Sums of the devices' parts, of which XLA makes a single all-reduce.
+
+    It finds that a sum of all-reduces is one of sums, but not through a stack.
+    """
+
+    def sharded(*arrays: jax.Array) -> jax.Array:
+        ordered, counts = _largest_first(arrays, copies)
+        shares = [
+            [x / count for x in pair]
+            for pair, count in zip(_squares_each(ordered), counts, strict=True)
+        ]
+        plain, over_huge = (
+            functools.reduce(jnp.add, sums) for sums in zip(*shares, strict=True)
         )
+        return jnp.stack([plain, over_huge])
 
-    return _mesh.if_whole(whole, _squares_each, *arrays)
+    return sharded
 
 
-def _squares_each(*arrays: jax.Array) -> jax.Array:
-    return _as_rows([[x.sum() for x in _squares(array)] for array in arrays])
+def _squares_each(arrays: Arrays) -> list[Arrays]:
+    return [[x.sum() for x in _squares(array)] for array in arrays]
 
 
 def _squares_in_groups(arrays: Arrays, size: int) -> list[Arrays]:
@@ -122,11 +143,14 @@ def _squares_in_groups(arrays: Arrays, size: int) -> list[Arrays]:
     return [sums[i] for i in range(len(arrays))]
 
 
-def _as_rows(sums: Sequence[Arrays]) -> jax.Array:
-    """f32[n, 2], or f64[n, 2] if one of the pairs is."""
-    wide = any(x.dtype == np.float64 for pair in sums for x in pair)
-    dtype = np.float64 if wide else np.float32
+def _rows(sums: Sequence[Arrays]) -> jax.Array:
+    """f32[n, 2], or f64[n, 2] if one of the pairs is float64."""
+    dtype = np.result_type(*(x.dtype for pair in sums for x in pair))
     return jnp.stack([x.astype(dtype) for pair in sums for x in pair]).reshape(-1, 2)
+
+
+def _total(rows: jax.Array, copies: Sequence[int]) -> jax.Array:
+    return (rows / np.asarray(copies, rows.dtype)[:, None]).sum(0)
 
 
 def _squares(array: jax.Array, *, shared: bool = True) -> Arrays:
@@ -219,7 +243,20 @@ def _finite_each(*arrays: jax.Array) -> jax.Array:
 
     Of a reduction of several operands it would gather the results of each device.
     """
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
+    ordered, _ = _largest_first(arrays, arrays)
+    return jnp.stack([jnp.isfinite(array).all() for array in ordered]).all()
+
+
+def _largest_first(
+    arrays: Arrays, others: Sequence[Any]
+) -> tuple[list[jax.Array], list[Any]]:
+    """The arrays and what belongs to each, in the order of one all-reduce.
+
+    XLA joins the all-reduces of neighbors, up to the first array that is not sharded,
+    which is a small one (test_replicated_leaves_leave_the_all_reduce_a_scalar).
+    """
+    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
+    return [arrays[i] for i in order], [others[i] for i in order]
 
 
 def _flag_in_one_pass(array: jax.Array) -> Sequence[jax.Array]:

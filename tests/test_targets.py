@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
-from jmp_scale import _reductions, _skip
+from jmp_scale import _finite, _reductions, _skip
 
 
 def compiles_for(*names):
@@ -51,11 +51,14 @@ PARAMS = {
 
 
 def compiled(name, peer, dtype="f32", optimizer="adamw", chips=1):
+    params = PARAMS
+    if chips > 64:  # which divide no dimension of 64: a whole leaf of middling size
+        params = PARAMS | {f"small{i}": leaf(16, 256) for i in range(8)}
     grads = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, _problems.DTYPES[dtype]), PARAMS
+        lambda p: jax.ShapeDtypeStruct(p.shape, _problems.DTYPES[dtype]), params
     )
     loss_fn = _problems.given_gradients(_problems.DTYPES[dtype])
-    carry, step = _problems.build(peer, loss_fn, PARAMS, optimizer, types_only=True)
+    carry, step = _problems.build(peer, loss_fn, params, optimizer, types_only=True)
     target = _targets.Target(name, chips)
     return _compiled.compile_step(step, carry, grads, target)[1]
 
@@ -313,3 +316,53 @@ def test_targets_say_which_extra_is_missing(monkeypatch):
 def test_nothing_waits_for_a_cloud_machine(name):
     assert _targets.Target(name, 4).mesh.size == 4
     assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
+
+
+def guarded(name, inner, chips=1):
+    """Figures of a step with a guard."""
+    tx = jmp_scale.with_loss_scale(inner, guard=jmp_scale.SpikeGuard())
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), jnp.float32(0)
+
+    carry = PARAMS, jax.eval_shape(tx.init, PARAMS)
+    return _compiled.compile_step(step, carry, PARAMS, _targets.Target(name, chips))[1]
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_a_guard_reads_what_the_finite_check_reads(name):
+    with_guard, without = (
+        guarded(name, optax.adamw(1e-3)),
+        figures(name, "with_loss_scale"),
+    )
+    # A TPU may keep a little less in its on-chip memory.
+    assert with_guard.bytes_accessed / without.bytes_accessed <= 1.02
+    if name == "h100":
+        assert with_guard.kernels <= without.kernels + 2
+    assert with_guard.conditionals == 0
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_a_guard_needs_one_all_reduce_of_two_numbers(name):
+    ((kind, types),) = guarded(name, optax.adamw(1e-3), chips=4).collectives
+    assert kind == "all-reduce"
+    assert types in (("f32[2]",), ("f32[]", "f32[]"))
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_replicated_leaves_leave_the_all_reduce_a_scalar(name):
+    mesh = _targets.Target(name, 4).mesh
+    biases, kernels = (NamedSharding(mesh, P(*axes)) for axes in ((), ("chips",)))
+    leaves = [jax.ShapeDtypeStruct((512,), jnp.float32, sharding=biases)] * 2
+    leaves += [jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=kernels)] * 4
+
+    def all_reduce(fun):
+        text = jax.jit(fun).lower(leaves).compile().as_text()
+        ((kind, types),) = _traffic.collectives(_hlo.parse(text))
+        assert kind == "all-reduce"
+        return types
+
+    assert all_reduce(jmp_scale.all_finite) in (("pred[]",), ("u32[]",))
+    assert all_reduce(_finite.finite_and_norm) in (("f32[2]",), ("f32[]", "f32[]"))

@@ -38,8 +38,8 @@ TESTS = {
     "diagnostics/test_report test_state_dicts",
     "_tree": "test_tree test_policy",
     "_mesh": "test_mesh",
-    "_finite": "test_finite",
-    "_reductions": "test_finite",
+    "_finite": "test_finite test_mesh",
+    "_reductions": "test_finite test_targets",
     "_gradients": "test_gradients",
     "_transform": "test_transform test_spike_guard",
     "_optimizer": "test_transform",
@@ -77,8 +77,13 @@ def _run_module(work: Path, module: str, arguments: argparse.Namespace) -> None:
     known = [row[:4] for row in _rows(results)]
     path = work / "jmp_scale" / f"{module}.py"
     original = path.read_text()
-    mutants = sample(original, arguments.sample, arguments.seed)
-    mutants = [m for m in mutants if [module, *m[:3]] not in known]
+    if arguments.survivors:
+        mutants = sample(original, sys.maxsize, arguments.seed)
+        again = [row[:4] for row in _rows(results) if not row[4]]
+        mutants = [m for m in mutants if [module, *m[:3]] in again]
+    else:
+        mutants = sample(original, arguments.sample, arguments.seed)
+        mutants = [m for m in mutants if [module, *m[:3]] not in known]
     tests = Tests(work, TESTS[module], arguments.folder)
     tests.check(arguments.seconds)
     seen = {"", meaning(original)}
@@ -109,6 +114,7 @@ def _arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=10, help="of tests per mutant (10)")
     add("--timeout", type=int, default=300, help="seconds until a mutant hangs (300)")
+    add("--survivors", action="store_true", help="run those again that survived")
     add("--folder", type=Path, default=Path("mutants"), help="of results; it resumes")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.resolve()
@@ -147,7 +153,8 @@ def _copy(work: Path) -> Path:
 
 def _rows(results: Path) -> list[list]:
     lines = results.read_text().splitlines() if results.exists() else []
-    return [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in lines]
+    return list({tuple(row[:4]): row for row in rows}.values())  # the last of each
 
 
 class Tests:

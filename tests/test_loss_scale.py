@@ -462,6 +462,16 @@ def test_every_field_survives(round_trip):
     assert fields_of(round_trip(FULL)) == fields_of(FULL)
 
 
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_an_exported_program_takes_and_returns_every_kind(loss_scale):
+    x = jnp.float32(2.0)
+    program = jax.jit(lambda loss_scale, x: (loss_scale, loss_scale.scale(x)))
+    exported = jax.export.export(program)(loss_scale, x).serialize()
+    kept, scaled = jax.export.deserialize(exported).call(loss_scale, x)
+    assert_bitwise_equal(kept, loss_scale)
+    assert scaled == loss_scale.scale(x)
+
+
 def test_the_test_above_changes_every_field():
     default = fields_of(DynamicLossScale())
     assert all(value != default[name] for name, value in fields_of(FULL).items())

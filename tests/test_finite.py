@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,11 +200,13 @@ def test_the_sums_of_squares_of_every_machine_are_right(machine, factor, column)
     """Run here: the operations are the same, whatever the machine."""
     shapes = [(7,), (512, 512), (3, 40), (7,), (7,), (), (512, 512), (7,), (7,)]
     random = np.random.RandomState(0)
-    arrays = [np.asarray(random.randn(*shape), np.float32) for shape in shapes]
-    expected = [np.sum(array.astype(np.float64) ** 2) for array in arrays]
-    squares = jax.jit(getattr(_reductions, f"_squares_on_{machine}"))
-    rows = squares(*[array * np.float32(factor) for array in arrays])
-    np.testing.assert_allclose(rows[:, column], expected, rtol=1e-4)  # of 2**18 entries
+    arrays = [np.asarray(random.randn(*shape)) for shape in shapes]
+    arrays = [np.float32(factor * x / np.sqrt(np.sum(x * x))) for x in arrays]
+    copies = range(1, 1 + len(arrays))
+    squares = getattr(_reductions, f"_squares_on_{machine}")
+    sums = jax.jit(functools.partial(squares, copies))(*arrays)
+    expected = sum(1 / count for count in copies)  # the squares of each sum to 1
+    np.testing.assert_allclose(sums[column], expected, rtol=1e-4)  # of 2**18 squares
 
 
 @pytest.mark.parametrize("tree", [None, {}, {"step": 3}, jnp.zeros((0, 2))])

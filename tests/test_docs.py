@@ -19,8 +19,8 @@ DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(ROOT)): page for page in sorted(DOCS.rglob("*.md"))}
 TEXTS = {name: page.read_text() for name, page in PAGES.items()}
 FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
-# They train or measure, and the first two have tests of their own.
-SLOW = {"docs/quickstart.md", "docs/myths.md", "docs/which-half.md"}
+# Run by default, as those that a newcomer reads first; all take half a minute.
+FIRST = {f"docs/{name}.md" for name in ("index", "choose", "optax", "flax", "spikes")}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -88,7 +88,7 @@ def run(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow])
         for name, text in TEXTS.items()
         if PYTHON.search(text)
     ],

@@ -114,9 +114,8 @@ def test_the_quick_start_prints_a_gradient_of_zero_and_then_the_right_one(run):
     assert float(re.search(r"steps: (\S+),", text)[1]) == pytest.approx(0.3, abs=0.005)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, seed, tmp_path):
     table = run("train_digits.py", "--steps", 600, "--seed", seed, "--out", tmp_path)
     names = ("float32", "float16, no scaling", "float16, dynamic")
@@ -150,6 +149,7 @@ def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale(ru
     assert w[names[4]] == pytest.approx(0.3, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_one_nan_image_moves_s_only_where_the_cause_is_not_looked_at(run, tmp_path):
     names = ("gradients alone", "Megatron's rule", "with the loss")
     table = run("nan_image.py", "--steps", 300, "--out", tmp_path)
@@ -167,6 +167,7 @@ def test_one_nan_image_moves_s_only_where_the_cause_is_not_looked_at(run, tmp_pa
     assert (tmp_path / "nan_image.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_path):
     table = run("gan.py", "--steps", 60, "--overflow-at", 20, "--out", tmp_path)
     rows = columns(table, ("generator", "discriminator"))
@@ -184,6 +185,7 @@ def test_each_loss_finds_a_scale_of_its_own(run):
     assert abs(powers["shared"] - powers["label"]) <= 2
 
 
+@pytest.mark.slow
 def test_each_run_that_goes_wrong_is_explained(run, tmp_path):
     text = run("diagnose.py", "--steps", 80, "--out", tmp_path)
     underflow, overflow, nan_image = re.split(r"^--- .* ---$", text, flags=re.M)[1:]
@@ -256,6 +258,7 @@ def straight_rewind(run, tmp_path_factory):
     return text, went_back, columns(text, ["with rewind"])["with rewind"][0]
 
 
+@pytest.mark.slow
 def test_the_model_of_a_run_that_goes_back_is_not_spoilt(straight_rewind):
     text, went_back, loss = straight_rewind
     assert text.count("the loss diverges") == 1
@@ -265,6 +268,7 @@ def test_the_model_of_a_run_that_goes_back_is_not_spoilt(straight_rewind):
     assert float(columns(text, ["without"])["without"][0]) > 0.2
 
 
+@pytest.mark.slow
 def test_a_phase_beyond_float16_is_trained_in_float32_and_left_again(run):
     text = run("precision_fallback.py", "--steps", 300)
     changes = re.findall(r"^step (\d+): from (\w+) to (\w+)$", text, re.M)

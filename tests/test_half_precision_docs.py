@@ -71,6 +71,7 @@ def test_a_recipe_is_clean_and_wholly_in_half_precision(library, dtype, batch):
     assert {row.dtype for row in products} == {dtype}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", RECIPES)
 def test_a_recipe_has_float32_masters_and_a_float32_loss(library, batch):
     loss_fn, params, transform = recipe(library, batch)
@@ -85,6 +86,7 @@ def test_a_recipe_has_float32_masters_and_a_float32_loss(library, batch):
     assert loss < 2 * jnp.log(10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["Plain JAX", "Flax Linen", "Haiku"])
 def test_the_train_step_of_the_readme_takes_a_recipe(library, batch):
     loss_fn, params, _ = recipe(library, batch)

@@ -16,6 +16,8 @@ import time
 import pytest
 from helpers import reference_rule
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = pathlib.Path(__file__).parents[1]
 COMMAND = [sys.executable, str(REPOSITORY / "examples" / "multihost.py")]
 DEVICES = 4
@@ -162,18 +164,16 @@ def test_a_survivor_ends_within_the_heartbeat_timeout(killed):
     assert seconds < HEARTBEAT_TIMEOUT + 10
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_any_number_of_processes_follows_the_rule(count, plan, never_killed):
     assert never_killed(count)[0] == expected_history(*plan)
 
 
-@pytest.mark.slow
 def test_two_and_four_processes_end_with_the_same_bits(never_killed):
     # A single process adds the gradients of its devices in another order.
     assert never_killed(2)[1] == never_killed(4)[1]
 
 
-@pytest.mark.slow
 def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_killed(
     killed, plan, never_killed, tmp_path
 ):
@@ -193,7 +193,6 @@ def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_ki
     assert digest == never_killed(4)[1]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("mpirun") is None,
     reason="mpirun is not installed (Debian: openmpi-bin)",

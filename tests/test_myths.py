@@ -34,6 +34,7 @@ def claimed(words):
     return claim, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["underflow below", "dynamic loss scale"])
 def test_the_output_is_that_of_the_page(printed, words):
     claim, text = claimed(words)

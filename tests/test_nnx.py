@@ -574,6 +574,7 @@ def test_a_forward_pass_without_an_update_is_forgotten_after_steps_elsewhere():
     assert float(model.other.last[...]) == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed_over", [True, False])
 def test_no_tracer_outlives_a_compiled_forward_pass(closed_over):
     model, outer = make()
@@ -668,7 +669,16 @@ def backward(model, optimizer, loss, grads):
 JITTED |= {half: nnx.jit(half) for half in (forward, backward)}
 
 
-@pytest.mark.parametrize("outer", ["forward compiled", "update compiled", "both"])
+@pytest.mark.parametrize(
+    "outer",
+    [
+        "both",
+        *(
+            pytest.param(half, marks=pytest.mark.slow)
+            for half in ("forward compiled", "update compiled")
+        ),
+    ],
+)
 def test_across_compiled_functions_a_spike_leaves_finite_statistics_of_its_batch(outer):
     model, optimizer = guarded()
     run([GOOD] * 3, model, optimizer, guarded_step)

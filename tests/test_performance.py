@@ -120,6 +120,7 @@ def test_the_verbs_select_late_but_read_less_than_jmp_s(dtype):
     assert verbs.kernels < jmp.kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "limit"), [("f32", 1.02), ("f16", 1.06)])
 def test_a_train_step_reads_and_writes_hardly_more_than_the_unscaled_one(dtype, limit):
     model = _models.transformer(

@@ -87,6 +87,7 @@ def test_accumulation_outside_would_keep_an_overflow_for_the_whole_window():
     )
 
 
+@pytest.mark.slow
 def test_multi_steps_outside_never_recovers_from_one_infinite_micro_batch():
     history = run(accumulated(dynamic(optax.sgd(1.0))), [BAD, *[ONES] * 39])
     _, state = history[-1]

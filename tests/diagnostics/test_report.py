@@ -230,6 +230,7 @@ def test_the_gradients_are_read_once():
     assert compiled.cost_analysis()["bytes accessed"] < 1.1 * size
 
 
+@pytest.mark.slow
 def test_counts_are_right_above_two_to_the_31_entries():
     def report():  # never in memory: XLA fuses the constant into the reduction
         return diagnostics.grad_report(jnp.full((2**20, 2**11 + 1), 2.0**-30), 1.0)

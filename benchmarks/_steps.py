@@ -23,13 +23,7 @@ SCALE = 2.0**15
 def unscaled(
     loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
 ) -> tuple[Any, Step]:
-    def step(carry, batch):
-        params, opt_state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    return (params, tx.init(params)), step
+    return _without_skip(jax.value_and_grad(loss_fn), tx, params)
 
 
 def static(
@@ -37,10 +31,16 @@ def static(
 ) -> tuple[Any, Step]:
     """A constant scale and no skip, which is the least that scaling can cost."""
     loss_scale = jmp_scale.StaticLossScale(SCALE)
+    grad_fn = jmp_scale.value_and_grad(loss_fn, loss_scale)
+    return _without_skip(grad_fn, tx, params)
 
+
+def _without_skip(
+    grad_fn: Callable[..., Any], tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, Step]:
     def step(carry, batch):
         params, opt_state = carry
-        loss, grads = jmp_scale.value_and_grad(loss_fn, loss_scale)(params, batch)
+        loss, grads = grad_fn(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 

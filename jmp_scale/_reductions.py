@@ -59,14 +59,12 @@ def sums_of_squares_here(arrays: Arrays, copies: Sequence[int]) -> jax.Array:
         return jnp.zeros(2, np.float32)
     if all(array.ndim == 0 for array in arrays):
         return _total(_rows(_squares_each(arrays)), copies)
-    variants: dict[str, Any] = {
-        "cpu": _squares_on_cpu,
-        "tpu": _squares_on_tpu,
-        "default": _squares_on_gpu,
-    }
-    for machine, variant in variants.items():
-        variants[machine] = functools.partial(variant, copies)
-    return lax.platform_dependent(*arrays, **variants)
+    return lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(_squares_on_cpu, copies),
+        tpu=functools.partial(_squares_on_tpu, copies),
+        default=functools.partial(_squares_on_gpu, copies),
+    )
 
 
 # The square of any float32 over this is far below the largest float32, and that of an

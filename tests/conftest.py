@@ -27,3 +27,16 @@ def dtype_promotion(request):
     strict = request.node.get_closest_marker("strict_promotion")
     with jax.numpy_dtype_promotion("strict" if strict else "standard"):
         yield
+
+
+@pytest.fixture
+def switched(monkeypatch):
+    """Replaces parts of the library; no program that JAX traced before is used."""
+
+    def switch(module, name, value):
+        monkeypatch.setattr(module, name, value)
+        jax.clear_caches()
+
+    yield switch
+    monkeypatch.undo()
+    jax.clear_caches()

@@ -82,19 +82,6 @@ def test_a_step_that_clips_reads_and_writes_little_more(dtype, limit):
     assert scaled.temporaries - unscaled.temporaries <= 0.01 * PARAM_BYTES
 
 
-@pytest.fixture
-def switched(monkeypatch):
-    """Replaces parts of the library; no program that JAX traced before is used."""
-
-    def switch(module, name, value):
-        monkeypatch.setattr(module, name, value)
-        jax.clear_caches()
-
-    yield switch
-    monkeypatch.undo()
-    jax.clear_caches()
-
-
 def test_without_the_reduction_of_two_operands_there_are_temporaries(switched):
     switched(
         _reductions, "_flag_in_one_pass", lambda array: [jnp.isfinite(array).all()]

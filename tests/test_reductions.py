@@ -1,5 +1,7 @@
 """Each machine's way to reduce, run on this one: the values do not depend on it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,3 +93,18 @@ def test_arrays_of_mixed_types_are_summed_in_the_widest():
     assert finite
     exact = np.sqrt(20 * (float(np.float16(3e4)) ** 2 + 1e-6 + 4))
     np.testing.assert_allclose(norm, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("factor", "column"), [(1.0, 0), (_reductions.HUGE, 1)])
+def test_the_sums_of_squares_of_every_machine_are_right(name, factor, column):
+    """Run here: the operations are the same, whatever the machine."""
+    shapes = [(7,), (512, 512), (3, 40), (7,), (7,), (), (512, 512), (7,), (7,)]
+    random = np.random.RandomState(0)
+    arrays = [np.asarray(random.randn(*shape)) for shape in shapes]
+    arrays = [np.float32(factor * x / np.sqrt(np.sum(x * x))) for x in arrays]
+    copies = range(1, 1 + len(arrays))
+    squares = getattr(_reductions, f"_squares_on_{name}")
+    sums = jax.jit(functools.partial(squares, copies))(*arrays)
+    expected = sum(1 / count for count in copies)  # the squares of each sum to 1
+    np.testing.assert_allclose(sums[column], expected, rtol=1e-4)  # of 2**18 squares

@@ -111,19 +111,6 @@ def test_a_tpu_takes_few_more_cycles(name, dtype, limit):
     assert 1 < ratio("cycles", name, dtype=dtype) <= limit
 
 
-@pytest.fixture
-def switched(monkeypatch):
-    """Replaces parts of the library; no program that JAX traced before is used."""
-
-    def switch(module, name, value):
-        monkeypatch.setattr(module, name, value)
-        jax.clear_caches()
-
-    yield switch
-    monkeypatch.undo()
-    jax.clear_caches()
-
-
 @compiles_for("h100")
 def test_a_gpu_needs_several_leaves_in_one_reduction(name, switched):
     switched(_reductions, "GPU_GROUP", 1)

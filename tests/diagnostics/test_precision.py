@@ -451,6 +451,15 @@ def test_findings_stand_in_the_order_of_the_program():
     ]
 
 
+@pytest.mark.parametrize("exponent", [64, 65, 300])
+def test_a_power_beyond_the_range_of_python_s_numbers_is_found(exponent):
+    def loss(x):
+        x = jnp.clip(x, 1, 6e4).astype(F16)
+        return jnp.mean((x**exponent).astype(F32))  # !half-square
+
+    assert_finds([loss], loss, jnp.ones(4))
+
+
 def test_code_of_a_library_is_named_by_the_line_that_calls_it():
     def loss(w, x):
         logits = x.astype(F16) @ w.astype(F16)

@@ -84,6 +84,14 @@ def rounded(value: float, dtype: str) -> float:
         return float(np.asarray(value, np.float64).astype(jnp.dtype(dtype)))
 
 
+def power(value: float, exponent: int) -> float:
+    """`value**exponent` for a `value` >= 0; infinite where Python would raise."""
+    try:
+        return value**exponent
+    except OverflowError:
+        return INF
+
+
 def of_dtype(dtype: str) -> Fact:
     """What the dtype alone says: small integer types and booleans have bounds."""
     if dtype == "bool":

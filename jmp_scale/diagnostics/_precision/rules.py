@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from .drafts import Draft, Step
-from .facts import Fact, is_half, is_integer, is_wide, rounded
+from .facts import Fact, is_half, is_integer, is_wide, power, rounded
 from .jaxpr import dtype_name, shape, words
 from .source import Place
 from .sums import half_collective, half_sum
@@ -148,12 +148,13 @@ def _half_square(step: Step) -> Iterator[Draft]:
         if squared and not is_cast_by_user(step.place()):
             yield _overflowing(step, "a square comes back in", 256, narrowing=True)
         return
-    power = _power_of_one_value(step)
-    if step.source != "float16" or power < 2:
+    times = _power_of_one_value(step)
+    if step.source != "float16" or times < 2:
         return
-    if step.ins[0].magnitude ** power > FLOAT16_MAX and not _is_safe(step.place()):
-        what = "a square is" if power == 2 else f"a power of {power} is"
-        largest = math.ceil(65520 ** (1 / power))
+    result = power(step.ins[0].magnitude, times)
+    if result > FLOAT16_MAX and not _is_safe(step.place()):
+        what = "a square is" if times == 2 else f"a power of {times} is"
+        largest = math.ceil(65520 ** (1 / times))
         yield _overflowing(step, f"{what} computed in", largest)
 
 

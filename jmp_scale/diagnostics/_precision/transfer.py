@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from .constants import with_guard, with_values
-from .facts import INF, Fact, is_half, is_integer, is_wide, join, of_dtype, rounded
+from .facts import (
+    INF,
+    Fact,
+    is_half,
+    is_integer,
+    is_wide,
+    join,
+    of_dtype,
+    power,
+    rounded,
+)
 from .jaxpr import dtype_name, shape, size
 
 
@@ -135,11 +145,10 @@ def _power(eqn: Any, x: Fact, exponent: int) -> Fact:
     # 1/x and x^0 have no bounds that any rule asks for.
     if exponent < 2:
         return Fact()
-    # Python's own power raises OverflowError beyond 1e308.
-    high = x.magnitude**exponent if x.magnitude < 1e30 else INF
+    high = power(x.magnitude, exponent)
     low = 0.0 if exponent % 2 == 0 or x.low >= 0 else -high
     if low == 0 and not x.may_be_zero:
-        low = min(abs(x.low), abs(x.high)) ** exponent
+        low = power(min(abs(x.low), abs(x.high)), exponent)
     wide = is_wide(dtype_name(eqn.outvars[0]))
     return Fact(low, high, integral=x.integral, squared=wide)
 

@@ -5,6 +5,7 @@ parameters, and returns `(carry, step)` with `step(carry, batch) -> (carry, loss
 Gradients are those of a loss scaled by 2^15, except in the step without scaling.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,9 +124,14 @@ def apply_if_finite(
 
 
 def with_loss_scale(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    params: Any,
+    *,
+    guard: jmp_scale.SpikeGuard | None = None,
 ) -> tuple[Any, Step]:
-    tx = jmp_scale.with_loss_scale(tx, jmp_scale.DynamicLossScale(SCALE))
+    loss_scale = jmp_scale.DynamicLossScale(SCALE)
+    tx = jmp_scale.with_loss_scale(tx, loss_scale, guard=guard)
 
     def step(carry, batch):
         params, opt_state = carry
@@ -166,6 +172,9 @@ PEERS = {
     "optax.apply_if_finite": apply_if_finite,
     "jmp_scale verbs": jmp_scale_verbs,
     "with_loss_scale": with_loss_scale,
+    "with_loss_scale, guard": functools.partial(
+        with_loss_scale, guard=jmp_scale.SpikeGuard()
+    ),
 }
 
 

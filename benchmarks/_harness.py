@@ -1,4 +1,4 @@
-"""What all benchmarks share: a timing loop, and how tables are printed."""
+"""What all benchmarks share: arguments, a timing loop, the report."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import _tables
 import jax
+from _tables import Table as Table
 from tqdm import tqdm
 
 import jmp_scale
@@ -33,23 +35,6 @@ PACKAGES = (
     "keras",
 )
 AA_LIMITS = (0.9, 1.1)
-
-
-@dataclasses.dataclass
-class Table:
-    """A title, column names, rows of strings and numbers, and notes below them."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[Any]] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
-
-    def markdown(self) -> str:
-        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
-        table = "\n".join(
-            "| " + " | ".join(_cell(c) for c in line) + " |" for line in lines
-        )
-        return "\n\n".join([f"### {self.title}", table, *self.notes])
 
 
 @dataclasses.dataclass
@@ -175,20 +160,14 @@ def render(data: dict[str, Any]) -> str:
         f"{name} {version}" for name, version in data["versions"].items()
     )
     head = f"`{data['command']}`, {data['date']}, {data['device']}; {versions}."
-    return (
-        "\n\n".join([head, *(Table(**table).markdown() for table in data["tables"])])
-        + "\n"
-    )
+    tables = _tables.markdown([Table(**table) for table in data["tables"]])
+    return f"{head}\n\n{tables}\n"
 
 
 def _warm_up(run: Callable[[], Any]) -> float:
     """Runs twice, the first time to compile; seconds of the second."""
     seconds(run, 1)
     return seconds(run, 1)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _versions() -> dict[str, str]:

@@ -103,6 +103,8 @@ def problems(
 ) -> dict[str, tuple[str, tuple[Any, Any, Any]]]:
     """Title and `(loss, types of the parameters, batch)` of each part.
 
+    A title has places for the optimizer's and for the dtype's name.
+
     Args:
       name: of the gradients' dtype, a key of `DTYPES`.
       layers: of the optimizer-only step's transformer.
@@ -116,7 +118,7 @@ def problems(
         millions = sum(leaf.size for leaf in leaves) / 1e6
         size = f"{millions:.1f}M parameters in {len(leaves)} leaves"
         grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-        title = f"{{}} alone, {name} gradients, {size}"
+        title = f"{{}} alone, {{}} gradients, {size}"
         return title, (given_gradients(dtype), params, grads)
 
     def types(sizes: _models.Transformer) -> Any:
@@ -129,7 +131,7 @@ def problems(
         "optimizer": alone(types(_models.Transformer(layers, width, 4, **small))),
         "mixed": alone(mixed_params()),
         "train": (
-            f"Train step ({{}}), {name} compute, transformer of {sizes.layers} layers, "
+            f"Train step ({{}}), {{}} compute, transformer of {sizes.layers} layers, "
             f"{examples} x {sizes.context} tokens",
             (lambda p, b: model.loss(p, b, dtype), types(sizes), model.batch),
         ),

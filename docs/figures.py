@@ -11,9 +11,9 @@ import numpy as np
 DOCS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent / "examples"))
 
+import _digits  # noqa: E402
 import _show  # noqa: E402
 import diagnose  # noqa: E402
-import digits  # noqa: E402
 import jax  # noqa: E402
 import optax  # noqa: E402
 import train_digits  # noqa: E402
@@ -24,9 +24,9 @@ from jmp_scale import diagnostics, plotting  # noqa: E402
 
 def how_it_works(path):
     """The gradients of the digits autoencoder beside float16's range, at two S."""
-    images, _ = digits.load_images()
-    params = digits.init_autoencoder()
-    grads = jax.grad(digits.reconstruction_loss)(params, images[:256], dtype="float32")
+    images, _ = _digits.load_images()
+    params = _digits.init_autoencoder()
+    grads = jax.grad(_digits.reconstruction_loss)(params, images[:256], dtype="float32")
     counts = diagnostics.exponent_histogram(grads)
     share = np.asarray(counts.counts.sum(0)) / counts.counts.sum()
     exponents = np.asarray(counts.exponents)
@@ -67,7 +67,7 @@ def spikes(path, steps=600):
     def step(carry, inputs):
         params, old, history = carry
         images, weight = inputs
-        loss, grads = jax.value_and_grad(digits.reconstruction_loss)(
+        loss, grads = jax.value_and_grad(_digits.reconstruction_loss)(
             params, images, "bfloat16", weight
         )
         updates, new = tx.update(grads, old, params, value=loss)
@@ -82,9 +82,9 @@ def spikes(path, steps=600):
         )
         return (optax.apply_updates(params, updates), new, history), None
 
-    params = digits.init_autoencoder()
+    params = _digits.init_autoencoder()
     history = diagnostics.LossScaleHistory.create(steps)
-    images = digits.Batches(digits.load_images()[0], steps, 64)[:]
+    images = _digits.Batches(_digits.load_images()[0], steps, 64)[:]
     start = params, tx.init(params), history
     _, _, history = jax.lax.scan(step, start, (images, weights))[0]
     top, _ = plotting.plot_spikes(history)

@@ -8,8 +8,8 @@ all devices skip that step. On a CPU the eight devices are virtual.
 
 import functools
 
+import _digits
 import _show
-import digits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +32,7 @@ TX = jmp_scale.with_loss_scale(
 def train_step(state, images, weights, mean=lambda x: x, local=lambda x: x):
     """The step of one device. Under jit the arrays are global: also that of eight."""
     params, opt_state = state
-    loss_fn = functools.partial(digits.reconstruction_loss, weights=weights)
+    loss_fn = functools.partial(_digits.reconstruction_loss, weights=weights)
     value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
     loss, grads = mean(value_and_grad(local(params), images))
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
@@ -94,10 +94,10 @@ WAYS = {
 
 def main(argv=None):
     args = _show.parser(__doc__, 100, seed=True).parse_args(argv)
-    images, _ = digits.load_images(args.seed)
-    batches, rows = digits.Batches(images, args.steps, 256, args.seed), []
+    images, _ = _digits.load_images(args.seed)
+    batches, rows = _digits.Batches(images, args.steps, 256, args.seed), []
     for name, way in WAYS.items():
-        state, step, put = way(digits.init_autoencoder(args.seed))
+        state, step, put = way(_digits.init_autoencoder(args.seed))
         losses = []
         for i in tqdm(range(args.steps), f"{name:24}"):
             weights = np.ones((256, 1), np.float32)

@@ -7,8 +7,8 @@ pass; (3) with one NaN image among 1,437. Prints what the tools say, and draws f
 
 import functools
 
+import _digits
 import _show
-import digits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +17,13 @@ import optax
 import jmp_scale
 from jmp_scale import diagnostics, plotting
 
-good_loss = digits.reconstruction_loss
+good_loss = _digits.reconstruction_loss
 
 
 def bad_loss(params, images):
     """Run 2's mistake: exp is infinite in float16 from 11.1 on, and pixels go to 16."""
     *hidden, last = jax.tree.map(lambda x: x.astype(jnp.float16), params)
-    logits = digits.autoencoder(hidden, images) @ last["w"] + last["b"]
+    logits = _digits.autoencoder(hidden, images) @ last["w"] + last["b"]
     entropy = jnp.log1p(jnp.exp(logits)) - images.astype(jnp.float16) * logits
     return jnp.mean(entropy.astype(jnp.float32))
 
@@ -54,9 +54,9 @@ def say(name, state, history, verdict, details=()):
 
 def main(argv=None):
     args = _show.parser(__doc__, 400, seed=True, out=True).parse_args(argv)
-    images, _ = digits.load_images(args.seed)
-    start = digits.init_autoencoder(args.seed)
-    take = functools.partial(digits.Batches, steps=args.steps, size=64, seed=args.seed)
+    images, _ = _digits.load_images(args.seed)
+    start = _digits.init_autoencoder(args.seed)
+    take = functools.partial(_digits.Batches, steps=args.steps, size=64, seed=args.seed)
     dynamic = jmp_scale.DynamicLossScale(2.0**15, period=50)
 
     # 1. Everything is finite, so only the report and the calibration see the harm.

@@ -6,8 +6,8 @@ discriminator loss is multiplied by 2^60, which is finite in float32, but whose 
 is infinite in float16. Prints a table, and draws samples and both loss scales.
 """
 
+import _digits
 import _show
-import digits
 import jax
 import numpy as np
 import optax
@@ -41,18 +41,20 @@ def train_step(players, batch):
 
 
 def generator_loss(params, discriminator, noise):
-    return digits.cross_entropy(
-        digits.leaky_network(discriminator, generate(params, noise)), 1
+    return _digits.cross_entropy(
+        _digits.leaky_network(discriminator, generate(params, noise)), 1
     )
 
 
 def discriminator_loss(params, images, fakes, spike):
-    loss = digits.cross_entropy(digits.leaky_network(params, images), 0.9)
-    return spike * (loss + digits.cross_entropy(digits.leaky_network(params, fakes), 0))
+    loss = _digits.cross_entropy(_digits.leaky_network(params, images), 0.9)
+    return spike * (
+        loss + _digits.cross_entropy(_digits.leaky_network(params, fakes), 0)
+    )
 
 
 def generate(params, noise):
-    return jax.nn.sigmoid(digits.leaky_network(params, noise))
+    return jax.nn.sigmoid(_digits.leaky_network(params, noise))
 
 
 def main(argv=None):
@@ -63,10 +65,12 @@ def main(argv=None):
     *keys, noise_key = jax.random.split(jax.random.key(args.seed), 3)
     widths = (16, 128, 128, 64), (64, 128, 64, 1)
     params = [
-        digits.init_layers(*x, "he_normal") for x in zip(widths, keys, strict=True)
+        _digits.init_layers(*x, "he_normal") for x in zip(widths, keys, strict=True)
     ]
     players = tuple((p, TX.init(p)) for p in params)
-    images = digits.Batches(digits.load_images(args.seed)[0], args.steps, 64, args.seed)
+    images = _digits.Batches(
+        _digits.load_images(args.seed)[0], args.steps, 64, args.seed
+    )
     spikes = np.where(np.arange(args.steps) + 1 == args.overflow_at, 2.0**60, 1)
     batches = images, jax.random.split(noise_key, args.steps), np.float32(spikes)
     (generator, _), records = _show.scan(train_step, players, batches)

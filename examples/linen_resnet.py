@@ -7,8 +7,8 @@ BatchNorm statistics stay finite.
 
 from typing import Any
 
+import _digits
 import _show
-import digits
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -59,8 +59,8 @@ class ResNet(nn.Module):
 
 def main(argv=None):
     args = _show.parser(__doc__, 200, out=True).parse_args(argv)
-    images, test_images = digits.load_images()
-    labels, test_labels = digits.load_labels()
+    images, test_images = _digits.load_images()
+    labels, test_labels = _digits.load_labels()
     model = ResNet()
     variables = model.init(jax.random.key(0), images[:1], True)
     state = State.create(
@@ -69,7 +69,7 @@ def main(argv=None):
         tx=optax.adam(3e-3),
         loss_scale=jmp_scale.DynamicLossScale(2.0**24, period=50),
     )
-    batches = [digits.Batches(x, args.steps, 128) for x in (images, labels)]
+    batches = [_digits.Batches(x, args.steps, 128) for x in (images, labels)]
     state, record = _show.scan(train_step, state, tuple(batches))
 
     _show.history(record)

@@ -11,7 +11,7 @@ import functools
 import _show
 import jax
 import optax
-from digits import Batches, init_autoencoder, load_images, reconstruction_loss
+from _digits import Batches, init_autoencoder, load_images, reconstruction_loss
 
 import jmp_scale
 from jmp_scale import diagnostics

@@ -18,8 +18,8 @@ as there are then.
 import functools
 import os
 
+import _digits
 import _processes
-import digits
 import jax
 import numpy as np
 import optax
@@ -37,7 +37,7 @@ LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID", "JOB_COMPLETION_INDEX")
 def train_step(tx, state, images, weights):
     """The step of one device: over a sharded batch, XLA takes the mean over all."""
     params, opt_state = state
-    loss_fn = functools.partial(digits.reconstruction_loss, weights=weights)
+    loss_fn = functools.partial(_digits.reconstruction_loss, weights=weights)
     value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
     loss, grads = value_and_grad(params, images)
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)
@@ -53,7 +53,7 @@ def main(argv=None):
     tx = jmp_scale.with_loss_scale(optax.adam(5e-3), dynamic)
 
     def start():
-        params = digits.init_autoencoder(args.seed)
+        params = _digits.init_autoencoder(args.seed)
         return params, tx.init(params)
 
     def on_devices(x):
@@ -67,7 +67,7 @@ def main(argv=None):
         first = checkpoints.latest_step()
         state = checkpoints.restore(first, args=ocp.args.StandardRestore(state))
 
-    images, _ = digits.load_images(args.seed)
+    images, _ = _digits.load_images(args.seed)
     step = jax.jit(functools.partial(train_step, tx), donate_argnums=0)
     scales, silent = [float(state[1].loss_scale.loss_scale)], jax.process_index() > 0
     for i in tqdm(range(first, args.steps), disable=silent):

@@ -7,8 +7,8 @@ Given the loss (`value=`), `with_loss_scale` leaves S as it is. A model that is 
 good is noticed all the same: `skipped_in_a_row` grows. Prints a table, draws a figure.
 """
 
+import _digits
 import _show
-import digits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,12 +24,12 @@ def trainer(loss_scale, pass_loss):
     def train_step(carry, images):
         params, opt_state = carry
         s = opt_state.loss_scale
-        loss_and_grad = jmp_scale.value_and_grad(digits.reconstruction_loss, s)
+        loss_and_grad = jmp_scale.value_and_grad(_digits.reconstruction_loss, s)
         loss, grads = loss_and_grad(params, images)
         value = {"value": loss} if pass_loss else {}
         updates, opt_state = tx.update(grads, opt_state, params, **value)
         s = opt_state.loss_scale.loss_scale
-        record = {"loss": loss, "S": s, "zeros": digits.zero_share(grads)}
+        record = {"loss": loss, "S": s, "zeros": _digits.zero_share(grads)}
         return (optax.apply_updates(params, updates), opt_state), record
 
     return tx, train_step
@@ -37,10 +37,10 @@ def trainer(loss_scale, pass_loss):
 
 def main(argv=None):
     args = _show.parser(__doc__, 2000, seed=True, out=True).parse_args(argv)
-    images, _ = digits.load_images(args.seed)
+    images, _ = _digits.load_images(args.seed)
     images[args.seed % len(images), 0] = np.nan
-    batches = digits.Batches(images, args.steps, 64, args.seed)
-    start = digits.init_autoencoder(args.seed)
+    batches = _digits.Batches(images, args.steps, 64, args.seed)
+    start = _digits.init_autoencoder(args.seed)
     nan_model = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), start)
     dynamic = jmp_scale.DynamicLossScale(period=200)
     megatron = jmp_scale.presets.megatron(growth_interval=200)

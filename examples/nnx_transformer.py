@@ -5,10 +5,10 @@ prints which share of the gradient entries float16 loses without a loss scale wh
 mean runs over more tokens: the loss of a batch is divided as if it were one of many.
 """
 
+import _language
 import _show
 import jax
 import jax.numpy as jnp
-import language
 import numpy as np
 import optax
 from flax import nnx
@@ -53,17 +53,17 @@ def main(argv=None):
         "--accumulate", type=number, default=2, help="batches a step (2)"
     )
     args = parser.parse_args(argv)
-    text, random = language.load_text(), np.random.RandomState(0)
-    model = language.Transformer(jnp.float16, nnx.Rngs(0))
-    exact_model = language.Transformer(jnp.float32, nnx.Rngs(0))
+    text, random = _language.load_text(), np.random.RandomState(0)
+    model = _language.Transformer(jnp.float16, nnx.Rngs(0))
+    exact_model = _language.Transformer(jnp.float32, nnx.Rngs(0))
     tx = optax.MultiSteps(optax.adam(3e-3), args.accumulate).gradient_transformation()
     dynamic = jmp_scale.DynamicLossScale(2.0**20, period=100)
     optimizer = Optimizer(model, tx, loss_scale=dynamic)
 
-    held_out = language.sample(text, random)
+    held_out = _language.sample(text, random)
     shares, losses = {"start": vanished(model, exact_model, held_out)}, []
     for _ in tqdm(range(args.steps), "training"):
-        loss = train_step(model, optimizer, language.sample(text, random))
+        loss = train_step(model, optimizer, _language.sample(text, random))
         losses.append(float(loss))
     shares["end"] = vanished(model, exact_model, held_out)
 

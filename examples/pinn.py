@@ -12,8 +12,8 @@ Prints the relative error of u (median, least and largest of all seeds) and the 
 
 import functools
 
+import _digits
 import _show
-import digits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +76,7 @@ def main(argv=None):
     for name, (dtype, loss_scale) in plans.items():
         schedule = optax.cosine_decay_schedule(1e-2, args.steps)
         tx = jmp_scale.with_loss_scale(optax.adam(schedule), loss_scale)
-        init = functools.partial(digits.init_layers, [1, 24, 24, 1])
+        init = functools.partial(_digits.init_layers, [1, 24, 24, 1])
         params = jax.vmap(init)(jax.random.split(jax.random.key(0), args.seeds))
         carry = params, jax.jit(jax.vmap(tx.init))(params)
         step = jax.vmap(functools.partial(train_step, tx, dtype))

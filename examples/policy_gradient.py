@@ -15,10 +15,10 @@ the mismatch is said to be what ends them.
 import functools
 
 import _show
+import _transformer
 import jax
 import jax.numpy as jnp
 import optax
-import transformer
 
 import jmp_scale
 
@@ -26,14 +26,14 @@ BATCH = 32
 
 
 def loss_fn(params, tokens, sampled, advantage, dtype):
-    log_probs = jax.vmap(transformer.read, (None, 0, None))(params, tokens, dtype)
+    log_probs = jax.vmap(_transformer.read, (None, 0, None))(params, tokens, dtype)
     mismatch = jnp.mean(jnp.abs(log_probs - sampled))
     return -jnp.mean(advantage * log_probs), mismatch
 
 
 def train_step(tx, dtype, carry, key):
     params, opt_state = carry
-    write = jax.vmap(transformer.sample, (None, 0, None))
+    write = jax.vmap(_transformer.sample, (None, 0, None))
     tokens, sampled = write(params, jax.random.split(key, BATCH), dtype)
     reward = earned(tokens)
     scaled = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale, has_aux=True)
@@ -46,7 +46,7 @@ def train_step(tx, dtype, carry, key):
 
 def earned(tokens):
     """1 for each token that is right, 0 for the others: right is 5 t + 3 after t."""
-    right = (5 * tokens[:, :-1] + 3) % transformer.TOKENS
+    right = (5 * tokens[:, :-1] + 3) % _transformer.TOKENS
     return (tokens[:, 1:] == right).astype(jnp.float32)
 
 
@@ -62,7 +62,7 @@ def main(argv=None):
     rows = []
     for name, (dtype, loss_scale) in plans.items():
         tx = jmp_scale.with_loss_scale(optax.adam(3e-3), loss_scale)
-        params = jax.vmap(transformer.init_params)(jnp.arange(args.seeds))
+        params = jax.vmap(_transformer.init_params)(jnp.arange(args.seeds))
         carry = params, jax.jit(jax.vmap(tx.init))(params)
         step = jax.vmap(functools.partial(train_step, tx, dtype))
         (_, state), record = _show.scan(step, carry, keys, name)

@@ -10,8 +10,8 @@ loss scales that work in float16 again. Prints both changes, and a table of both
 import dataclasses
 import functools
 
+import _digits
 import _show
-import digits
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,7 +25,7 @@ TX = jmp_scale.with_loss_scale(optax.adam(2e-2), LOSS_SCALE)
 
 
 def loss_fn(params, images, labels, dtype="float16"):
-    features = digits.leaky_network(params["layers"], images, dtype)
+    features = _digits.leaky_network(params["layers"], images, dtype)
     logits = features.astype(dtype) * jnp.exp(10 * params["t"]).astype(dtype)
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -73,13 +73,16 @@ def train(params, batches, fall_back):
 
 def main(argv=None):
     args = _show.parser(__doc__, 1000, seed=True).parse_args(argv)
-    images, labels = digits.load_images(args.seed)[0], digits.load_labels(args.seed)[0]
-    batches = [digits.Batches(x, args.steps, 64, args.seed) for x in (images, labels)]
-    layers = digits.init_layers((64, 128, 10), jax.random.key(args.seed))
+    images, labels = (
+        _digits.load_images(args.seed)[0],
+        _digits.load_labels(args.seed)[0],
+    )
+    batches = [_digits.Batches(x, args.steps, 64, args.seed) for x in (images, labels)]
+    layers = _digits.init_layers((64, 128, 10), jax.random.key(args.seed))
     start, rows = {"layers": layers, "t": jnp.float32(1.2)}, []
     for name, fall_back in {"float16 alone": False, "with float32": True}.items():
         params, state = train(start, batches, fall_back)
-        logits = digits.leaky_network(params["layers"], images)
+        logits = _digits.leaky_network(params["layers"], images)
         right = f"{jnp.mean(logits.argmax(1) == labels):.0%}"
         s = _show.power(state.loss_scale.loss_scale)
         rows.append([name, right, s, state.skipped, state.skipped_in_a_row])

@@ -7,8 +7,8 @@ growth period, after which everything is created anew and restored.
 
 import shutil
 
+import _digits
 import _show
-import digits
 import jax
 import numpy as np
 import optax
@@ -23,12 +23,12 @@ TX = jmp_scale.with_loss_scale(
 
 
 def init():
-    params = digits.init_layers((64, 128, 128, 10), jax.random.key(0))
+    params = _digits.init_layers((64, 128, 128, 10), jax.random.key(0))
     return {"params": params, "opt_state": TX.init(params)}
 
 
 def loss_fn(params, images, labels):
-    logits = digits.leaky_network(params, images)
+    logits = _digits.leaky_network(params, images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
@@ -53,8 +53,8 @@ def train(name, state, batches, steps):
 
 def main(argv=None):
     args = _show.parser(__doc__, 600, out=True).parse_args(argv)
-    data = digits.load_images()[0], digits.load_labels()[0]
-    batches = tuple(digits.Batches(x, args.steps, 128) for x in data)
+    data = _digits.load_images()[0], _digits.load_labels()[0]
+    batches = tuple(_digits.Batches(x, args.steps, 128) for x in data)
     steps, stop = range(args.steps), args.steps // 2 + 7
     path = (args.out / "resume_checkpoint").absolute()
     shutil.rmtree(path, ignore_errors=True)

@@ -9,8 +9,8 @@ that is killed (--kill-at) and started again (--resume) takes the same way.
 
 import shutil
 
+import _digits
 import _show
-import digits
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -28,7 +28,7 @@ TX = jmp_scale.with_loss_scale(
 
 def train_step(state, images):
     params, old, history = state["params"], state["opt_state"], state["history"]
-    scaled = jmp_scale.value_and_grad(digits.reconstruction_loss, old.loss_scale)
+    scaled = jmp_scale.value_and_grad(_digits.reconstruction_loss, old.loss_scale)
     loss, grads = scaled(params, images)
     updates, new = TX.update(grads, old, params, value=loss)
     happened = {"applied": new.applied, "loss": loss}
@@ -72,9 +72,9 @@ def main(argv=None):
     parser.add_argument("--kill-at", type=_show.positive_int, help=text)
     parser.add_argument("--resume", action="store_true", help="a run that was killed")
     args = parser.parse_args(argv)
-    batches = digits.Batches(digits.load_images(args.seed)[0], args.steps, 64)[:]
+    batches = _digits.Batches(_digits.load_images(args.seed)[0], args.steps, 64)[:]
     batches[args.steps // 2 :][:60] *= 40
-    params = digits.init_autoencoder(args.seed)
+    params = _digits.init_autoencoder(args.seed)
     history = diagnostics.LossScaleHistory.create(500)
     start = {"params": params, "opt_state": TX.init(params), "history": history}
 

@@ -11,8 +11,8 @@ digit, twice, in float16:
 
 import functools
 
+import _digits
 import _show
-import digits
 import jax
 import jax.numpy as jnp
 import optax
@@ -76,8 +76,8 @@ def total_loss(params, batch):
 
 def main(argv=None):
     args = _show.parser(__doc__, 3000, seed=True).parse_args(argv)
-    data = digits.load_images(args.seed)[0], digits.load_labels(args.seed)[0]
-    batches = tuple(digits.Batches(x, args.steps, 64, args.seed) for x in data)
+    data = _digits.load_images(args.seed)[0], _digits.load_labels(args.seed)[0]
+    batches = tuple(_digits.Batches(x, args.steps, 64, args.seed) for x in data)
     keys = jax.random.split(jax.random.key(args.seed), 3)
     shapes = {"encoder": (64, 32), "reconstruction": (32, 64), "label": (32, 10)}
     heads = {

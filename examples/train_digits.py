@@ -7,8 +7,8 @@ the network learns only the mean digit. Prints a table and draws a figure.
 
 import functools
 
+import _digits
 import _show
-import digits
 import jax.numpy as jnp
 import optax
 
@@ -18,7 +18,7 @@ import jmp_scale
 def fit(name, dtype, loss_scale, images, args):
     """Parameters and optimizer state after training, and a record of each step."""
     tx = jmp_scale.with_loss_scale(optax.adam(5e-3), loss_scale)
-    loss_fn = functools.partial(digits.reconstruction_loss, dtype=dtype)
+    loss_fn = functools.partial(_digits.reconstruction_loss, dtype=dtype)
 
     def train_step(carry, images):
         params, opt_state = carry
@@ -28,12 +28,12 @@ def fit(name, dtype, loss_scale, images, args):
         record = {
             "loss": loss,
             "S": s.scale(jnp.float32(1)),
-            "zeros": digits.zero_share(grads),
+            "zeros": _digits.zero_share(grads),
         }
         return (optax.apply_updates(params, updates), opt_state), record
 
-    params = digits.init_autoencoder(args.seed)
-    batches = digits.Batches(images, args.steps, 256, args.seed)
+    params = _digits.init_autoencoder(args.seed)
+    batches = _digits.Batches(images, args.steps, 256, args.seed)
     return _show.scan(train_step, (params, tx.init(params)), batches, name)
 
 
@@ -42,7 +42,7 @@ def main(argv=None):
     dtypes = ("float16", "bfloat16")
     parser.add_argument("--dtype", choices=dtypes, default="float16", help="(float16)")
     args = parser.parse_args(argv)
-    train, test = digits.load_images(args.seed)
+    train, test = _digits.load_images(args.seed)
     none, dynamic = jmp_scale.NoOpLossScale(), jmp_scale.DynamicLossScale(period=200)
     plans = {
         "float32": ("float32", none),
@@ -54,11 +54,11 @@ def main(argv=None):
         carry, record = fit(name, dtype, loss_scale, train, args)
         params, opt_state = carry
         losses[name] = record["loss"]
-        pictures[name] = digits.autoencoder(params, test[:10])
+        pictures[name] = _digits.autoencoder(params, test[:10])
         rows.append([
             name,
             f"{losses[name][-50:].mean():.4f}",
-            f"{digits.reconstruction_loss(params, test, dtype):.4f}",
+            f"{_digits.reconstruction_loss(params, test, dtype):.4f}",
             f"{record['zeros'].mean():.1%}",
             _show.power(record["S"][-1]),
             int(opt_state.skipped),

@@ -68,7 +68,7 @@ def test_each_way_of_solving_a_differential_equation_is_a_row(table):
 
 
 def test_a_loss_scale_saves_the_gradients_of_second_derivatives(example):
-    digits, pinn = example("digits"), example("pinn")
+    digits, pinn = example("_digits"), example("pinn")
     params = digits.init_layers([1, 24, 24, 1], jax.random.key(0))
     x = jax.random.uniform(jax.random.key(1), (pinn.POINTS,))
 
@@ -102,7 +102,7 @@ def test_sampling_and_learning_differ_by_the_digits_of_the_dtype(table):
 def test_the_cached_pass_is_the_same_function_up_to_rounding(
     example, dtype, least, most
 ):
-    transformer = example("transformer")
+    transformer = example("_transformer")
     params = transformer.init_params(0)
     key = jax.random.key(0)
     sample, read = (

@@ -434,9 +434,9 @@ def test_the_quick_start_and_the_models_of_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(root / "examples")
     quickstart = importlib.import_module("quickstart")
     assert_clean(quickstart.loss_fn, array(), half_share=0.0)
-    digits, diagnose = map(importlib.import_module, ("digits", "diagnose"))
+    digits, diagnose = map(importlib.import_module, ("_digits", "diagnose"))
     language, transformer = map(
-        importlib.import_module, ("language", "nnx_transformer")
+        importlib.import_module, ("_language", "nnx_transformer")
     )
     params, images = digits.init_autoencoder(), array(256, 64)
     assert_clean(digits.reconstruction_loss, params, images)

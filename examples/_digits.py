@@ -42,9 +42,30 @@ class Batches:
         return self.data[self.picks[steps]]
 
 
+def image_batches(steps, size, seed=0):
+    """Random training images, f32[size, 64] for each step."""
+    return Batches(load_images(seed)[0], steps, size, seed)
+
+
+def labelled_batches(steps, size, seed=0):
+    """The same images, and their labels, i32[size] for each step."""
+    labels = Batches(load_labels(seed)[0], steps, size, seed)
+    return image_batches(steps, size, seed), labels
+
+
+def weights(size, heavy):
+    """Of the images of a batch, f32[size, 1]; a heavy one overflows in float16."""
+    return np.float32([1] * (size - 1) + [2**40 if heavy else 1])[:, None]
+
+
 def init_autoencoder(seed=0):
     """Float32 parameters, Glorot normal and zero biases: [{"w": [i, o], "b": [o]}]."""
     return init_layers(WIDTHS, jax.random.key(seed))
+
+
+def init_classifier(seed=0):
+    """Parameters of a network of one hidden layer that names the digits."""
+    return init_layers((64, 128, 10), jax.random.key(seed))
 
 
 def init_layers(widths, key, initializer="glorot_normal"):
@@ -73,17 +94,59 @@ def reconstruction_loss(params, images, dtype="float16", weights=1.0):
     return jnp.mean(weights * (policy.cast_to_output(reconstructions) - images) ** 2)
 
 
-def leaky_network(params, x, dtype="float16"):
-    """Outputs in float32 of leaky layers that compute in `dtype`."""
+def leaky_relu(x):
+    return jax.nn.leaky_relu(x, 0.2)
+
+
+def network(params, x, dtype="float16", activation=leaky_relu):
+    """Outputs in float32 of dense layers that compute in `dtype`."""
     *hidden, last = jax.tree.map(lambda w: w.astype(dtype), params)
     x = x.astype(dtype)
     for layer in hidden:
-        x = jax.nn.leaky_relu(x @ layer["w"] + layer["b"], 0.2)
+        x = activation(x @ layer["w"] + layer["b"])
     return (x @ last["w"] + last["b"]).astype(jnp.float32)
 
 
-def cross_entropy(logits, label):
-    """Mean cross entropy of logits, f32[], where all labels are `label`."""
+def init_two_heads(seed=0):
+    """Float32 parameters of an encoder, and of a head for each of two losses."""
+    glorot = jax.nn.initializers.glorot_normal()
+    encoder, *heads = jax.random.split(jax.random.key(seed), 3)
+    widths = {"reconstruction": 64, "label": 10}
+    heads = {
+        name: glorot(key, (32, width))
+        for key, (name, width) in zip(heads, widths.items(), strict=True)
+    }
+    return {"encoder": glorot(encoder, (64, 32)), "heads": heads}
+
+
+def two_losses(params, images, labels):
+    """The mean squared error and the cross entropy, f32[], of a float16 network."""
+    params = jax.tree.map(lambda w: w.astype(jnp.float16), params)
+    hidden = jnp.tanh(images.astype(jnp.float16) @ params["encoder"])
+    output = {
+        name: (hidden @ head).astype(jnp.float32)
+        for name, head in params["heads"].items()
+    }
+    return {
+        "reconstruction": jnp.mean((output["reconstruction"] - images) ** 2),
+        "label": classification_loss(output["label"], labels),
+    }
+
+
+def classification_loss(logits, labels):
+    """Mean cross entropy of logits [batch, classes], f32[]."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def accuracy(params, batches):
+    """The share of all images of `labelled_batches` that a network names, f32[]."""
+    images, labels = batches
+    return jnp.mean(network(params, images.data).argmax(1) == labels.data)
+
+
+def verdict_loss(discriminator, images, label):
+    """Mean cross entropy, f32[], of a network that tells real images, 1, from fakes."""
+    logits = network(discriminator, images)
     labels = jnp.full_like(logits, label)
     return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
 

@@ -19,10 +19,12 @@ def load_text():
     return np.frombuffer(text.encode("ascii", "ignore"), np.uint8).astype(np.int32)
 
 
-def sample(text, random, batch_size=16):
-    """Random pieces of the text, i32[batch_size, CONTEXT + 1]."""
-    starts = random.randint(0, len(text) - CONTEXT - 1, batch_size)
-    return text[starts[:, None] + np.arange(CONTEXT + 1)]
+def batches(count, size=16):
+    """Random pieces of the text, i32[count, size, CONTEXT + 1]."""
+    text = load_text()
+    shape = (count, size, 1)
+    starts = np.random.RandomState(0).randint(0, len(text) - CONTEXT - 1, shape)
+    return text[starts + np.arange(CONTEXT + 1)]
 
 
 class Layer(nnx.Module):
@@ -62,3 +64,8 @@ class Transformer(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return self.out(self.norm(x)).astype(jnp.float32)
+
+
+def init(dtype):
+    """The same parameters for every `dtype`."""
+    return Transformer(dtype, nnx.Rngs(0))

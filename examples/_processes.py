@@ -1,11 +1,17 @@
-"""The command line of `multihost.py`, and what each of its processes reports."""
+"""The processes of `multihost.py`: their command line, their devices, their reports."""
 
 import hashlib
+import os
 import pathlib
 
 import _show
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# Set by Open MPI's mpirun (as in Azure ML), Slurm's srun, Kubernetes' indexed jobs.
+LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID", "JOB_COMPLETION_INDEX")
 
 
 def command_line(description):
@@ -22,6 +28,29 @@ def command_line(description):
     add("--heartbeat-timeout", type=number, default=30, help="seconds (30)")
     add("--cpu-devices", type=number, default=1, help="virtual, of each process (1)")
     return parser
+
+
+def start_jax(args):
+    """Joins the other processes, if any; called before JAX looks for devices."""
+    jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+    timeout = {"heartbeat_timeout_seconds": args.heartbeat_timeout}
+    if args.coordinator:
+        by_hand = args.coordinator, args.num_processes, args.process_id
+        jax.distributed.initialize(*by_hand, **timeout)
+    elif any(name in os.environ for name in LAUNCHERS):
+        jax.distributed.initialize(**timeout)
+
+
+def all_devices():
+    """The sharding of what lies on all devices, and a function that divides a batch."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    divided = NamedSharding(mesh, P("data"))
+
+    def on_devices(x):
+        """The global array of which each process holds its own devices' part."""
+        return jax.make_array_from_callback(x.shape, divided, lambda part: x[part])
+
+    return NamedSharding(mesh, P()), on_devices
 
 
 def report(state, scales, first):

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from jmp_scale import diagnostics
+
 # XLA may leave out roundings to float16, and does so on a GPU, which would hide what
 # float16 loses. The flag is read when JAX looks for devices, so after this import.
 os.environ["XLA_FLAGS"] = (
@@ -24,13 +26,9 @@ def parser(description, steps, *, seeds=None, seed=False, out=False):
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--steps", type=positive_int, default=steps, help=f"training steps ({steps})"
-    )
+    add_number(parser, "--steps", "training steps", steps)
     if seeds:
-        parser.add_argument(
-            "--seeds", type=positive_int, default=seeds, help=f"runs of each ({seeds})"
-        )
+        add_number(parser, "--seeds", "runs of each", seeds)
     if seed:
         parser.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
     if out:
@@ -38,6 +36,12 @@ def parser(description, steps, *, seeds=None, seed=False, out=False):
             "--out", type=pathlib.Path, default="out", help="folder to write to (out)"
         )
     return parser
+
+
+def add_number(parser, name, what, default=None):
+    """Adds an argument: a whole number of at least 1."""
+    what = f"{what} ({default or 'none'})"
+    parser.add_argument(name, type=positive_int, default=default, help=what)
 
 
 def positive_int(text):
@@ -67,9 +71,10 @@ def scan(train_step, carry, inputs, name="training", chunk=50):
 
 
 @functools.cache
-def run_chunk(train_step):
+def run_chunk(train_step, **static):
     """`jax.lax.scan(train_step, ...)`, compiled once for each length."""
-    return jax.jit(functools.partial(jax.lax.scan, train_step))
+    step = functools.partial(train_step, **static)
+    return jax.jit(functools.partial(jax.lax.scan, step))
 
 
 def power(s):
@@ -87,11 +92,6 @@ def spread(values):
     return [f"{of(values):.2g}" for of in (np.median, np.min, np.max)]
 
 
-def steps(flags):
-    """The first steps, counted from 1, at which a flag was set, as text."""
-    return " ".join(map(str, np.flatnonzero(flags)[:8] + 1)) or "-"
-
-
 def table(header, rows):
     """Prints rows of texts: the first column to the left, the others to the right."""
     rows = [[str(cell) for cell in row] for row in (header, *rows)]
@@ -100,6 +100,17 @@ def table(header, rows):
     for first, *others in rows:
         cells = zip(others, widths[1:], strict=True)
         print(f"{first:{widths[0]}}  " + "  ".join(f"{x:>{n}}" for x, n in cells))
+
+
+def players(records):
+    """Prints each player's loss, S, and first skipped steps, counted from 1."""
+    rows = []
+    for name, x in records.items():
+        loss, s = f"{np.median(x['loss'][-100:]):.3f}", power(x["S"][-1])
+        skipped = np.flatnonzero(x["skipped"]) + 1
+        first = " ".join(map(str, skipped[:8])) or "-"
+        rows.append([name, loss, s, len(skipped), first])
+    table(["", "loss", "last S", "skipped", "first skipped steps"], rows)
 
 
 def history(record, rows=10):
@@ -153,11 +164,38 @@ def scales(title, runs):
     return curves(title, "log2 S", log2_s, draw="step")
 
 
-def loss_scale(title, history):
-    """A panel of a `LossScaleHistory`."""
+def learning(path, titles, record):
+    """A figure of the loss and of the loss scale of one run."""
+    loss = curves(titles[0], "training loss", {"loss": record["loss"]})
+    figure(path, [loss, scales(titles[1], {"S": record["S"]})])
+
+
+def findings(name, state, history, *details):
+    """Prints what `health` says of a run, details, and as the last a verdict."""
+    health = " ".join(diagnostics.health(state, history)) or "nothing to report."
+    *others, verdict = details
+    lines = [f"health: {health}", *others, f"verdict: {verdict}"]
+    print(f"\n--- {name} ---", *lines, sep="\n")
+
+
+def diagnosis(path, grads, report, window, falls, stays):
+    """The figure of `diagnose.py`: gradients, calibration and two histories of S."""
     from jmp_scale import plotting
 
-    return lambda ax: plotting.plot_loss_scale(history, ax=ax).set_title(title)
+    entries, best = diagnostics.exponent_histogram(grads), window.recommended_log2_scale
+
+    def history(title, of):
+        return lambda ax: plotting.plot_loss_scale(of, ax=ax).set_title(title)
+
+    panels = [
+        lambda ax: plotting.plot_exponent_histogram(entries, 0, ax=ax),
+        lambda ax: plotting.plot_exponent_histogram(entries, int(best), ax=ax),
+        lambda ax: plotting.plot_calibration(window, ax=ax),
+        lambda ax: plotting.plot_flushed(report, ax=ax),
+        history("An overflow in the forward pass sends S to its floor", falls),
+        history("One NaN image leaves S as it is", stays),
+    ]
+    figure(path, panels)
 
 
 def images(title, rows):

@@ -5,8 +5,6 @@ on unnormalized pixels with a hand-written cross entropy that overflows in the f
 pass; (3) with one NaN image among 1,437. Prints what the tools say, and draws figures.
 """
 
-import functools
-
 import _digits
 import _show
 import jax
@@ -15,7 +13,7 @@ import numpy as np
 import optax
 
 import jmp_scale
-from jmp_scale import diagnostics, plotting
+from jmp_scale import diagnostics
 
 good_loss = _digits.reconstruction_loss
 
@@ -42,57 +40,39 @@ def train(loss_fn, loss_scale, params, batches, pass_loss=True):
         return (optax.apply_updates(params, updates), new, history), None
 
     history = diagnostics.LossScaleHistory.create(len(batches))
-    run = jax.jit(functools.partial(jax.lax.scan, train_step))
-    return run((params, tx.init(params), history), batches[:])[0]
-
-
-def say(name, state, history, verdict, details=()):
-    health = " ".join(diagnostics.health(state, history)) or "nothing to report."
-    lines = [f"health: {health}", *details, f"verdict: {verdict.summary()}"]
-    print(f"\n--- {name} ---", *lines, sep="\n")
+    carry = params, tx.init(params), history
+    return _show.run_chunk(train_step)(carry, batches)[0]
 
 
 def main(argv=None):
     args = _show.parser(__doc__, 400, seed=True, out=True).parse_args(argv)
-    images, _ = _digits.load_images(args.seed)
+    batches = _digits.image_batches(args.steps, 64, args.seed)[:]
     start = _digits.init_autoencoder(args.seed)
-    take = functools.partial(_digits.Batches, steps=args.steps, size=64, seed=args.seed)
     dynamic = jmp_scale.DynamicLossScale(2.0**15, period=50)
 
     # 1. Everything is finite, so only the report and the calibration see the harm.
-    none = jmp_scale.NoOpLossScale()
-    _, state, history = train(good_loss, none, start, take(images))
-    grads = jax.grad(good_loss)(start, images[:256], dtype="float32")
+    _, state, history = train(good_loss, None, start, batches)
+    images = _digits.load_images(args.seed)[0][:256]
+    grads = jax.grad(good_loss)(start, images, dtype="float32")
     report = diagnostics.grad_report(grads, 1.0)
-    window = diagnostics.calibrate_loss_scale(good_loss, start, images[:256])
-    say("underflow", state, history, window, [report.summary(4)])
+    window = diagnostics.calibrate_loss_scale(good_loss, start, images)
+    _show.findings("underflow", state, history, report.summary(4), window.summary())
 
     # 2. S falls to its floor, since this loop does not pass its loss to the optimizer.
-    pixels = take(16 * images)
+    pixels = 16 * batches
     params, state, falls = train(bad_loss, dynamic, start, pixels, pass_loss=False)
-    cause = diagnostics.diagnose_nonfinite(
-        bad_loss, state.loss_scale, params, pixels[-1]
-    )
-    say("overflow in the forward pass", state, falls, cause)
+    s, batch = state.loss_scale, pixels[-1]
+    cause = diagnostics.diagnose_nonfinite(bad_loss, s, params, batch)
+    _show.findings("overflow in the forward pass", state, falls, cause.summary())
 
     # 3. S stays, since the loss is passed; the skipped batches are the broken ones.
-    broken = take(images.copy())
-    broken.data[broken.picks[args.steps // 2, 0]] = np.nan
+    drawn = (batches == batches[args.steps // 2, 0]).all(axis=-1, keepdims=True)
+    broken = np.where(drawn, np.float32(np.nan), batches)
     _, state, stays = train(good_loss, dynamic, start, broken)
     batch = broken[np.argmin(stays.to_dict()["grads_finite"])]
     cause = diagnostics.diagnose_nonfinite(good_loss, 2.0**15, start, batch)
-    say("one NaN image", state, stays, cause)
-
-    entries, best = diagnostics.exponent_histogram(grads), window.recommended_log2_scale
-    panels = [
-        lambda ax: plotting.plot_exponent_histogram(entries, 0, ax=ax),
-        lambda ax: plotting.plot_exponent_histogram(entries, int(best), ax=ax),
-        lambda ax: plotting.plot_calibration(window, ax=ax),
-        lambda ax: plotting.plot_flushed(report, ax=ax),
-        _show.loss_scale("An overflow in the forward pass sends S to its floor", falls),
-        _show.loss_scale("One NaN image leaves S as it is", stays),
-    ]
-    _show.figure(args.out / "diagnose.png", panels)
+    _show.findings("one NaN image", state, stays, cause.summary())
+    _show.diagnosis(args.out / "diagnose.png", grads, report, window, falls, stays)
 
 
 if __name__ == "__main__":

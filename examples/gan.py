@@ -14,9 +14,8 @@ import optax
 
 import jmp_scale
 
-TX = jmp_scale.with_loss_scale(
-    optax.adam(5e-4, b1=0.5), jmp_scale.DynamicLossScale(period=200)
-)
+DYNAMIC = jmp_scale.DynamicLossScale(period=200)
+TX = jmp_scale.with_loss_scale(optax.adam(5e-4, b1=0.5), DYNAMIC)
 
 
 def update(player, loss_fn, *args):
@@ -41,46 +40,31 @@ def train_step(players, batch):
 
 
 def generator_loss(params, discriminator, noise):
-    return _digits.cross_entropy(
-        _digits.leaky_network(discriminator, generate(params, noise)), 1
-    )
+    return _digits.verdict_loss(discriminator, generate(params, noise), 1)
 
 
 def discriminator_loss(params, images, fakes, spike):
-    loss = _digits.cross_entropy(_digits.leaky_network(params, images), 0.9)
-    return spike * (
-        loss + _digits.cross_entropy(_digits.leaky_network(params, fakes), 0)
-    )
+    real = _digits.verdict_loss(params, images, 0.9)
+    return spike * (real + _digits.verdict_loss(params, fakes, 0))
 
 
 def generate(params, noise):
-    return jax.nn.sigmoid(_digits.leaky_network(params, noise))
+    return jax.nn.sigmoid(_digits.network(params, noise))
 
 
 def main(argv=None):
     parser = _show.parser(__doc__, 6000, seed=True, out=True)
-    number = _show.positive_int
-    parser.add_argument("--overflow-at", type=number, help="step that overflows (none)")
+    _show.add_number(parser, "--overflow-at", "step that overflows")
     args = parser.parse_args(argv)
-    *keys, noise_key = jax.random.split(jax.random.key(args.seed), 3)
-    widths = (16, 128, 128, 64), (64, 128, 64, 1)
-    params = [
-        _digits.init_layers(*x, "he_normal") for x in zip(widths, keys, strict=True)
-    ]
-    players = tuple((p, TX.init(p)) for p in params)
-    images = _digits.Batches(
-        _digits.load_images(args.seed)[0], args.steps, 64, args.seed
-    )
+    keys = jax.random.split(jax.random.key(args.seed), 3)
+    generator = _digits.init_layers((16, 128, 128, 64), keys[0], "he_normal")
+    discriminator = _digits.init_layers((64, 128, 64, 1), keys[1], "he_normal")
+    players = tuple((p, TX.init(p)) for p in (generator, discriminator))
+    images = _digits.image_batches(args.steps, 64, args.seed)
     spikes = np.where(np.arange(args.steps) + 1 == args.overflow_at, 2.0**60, 1)
-    batches = images, jax.random.split(noise_key, args.steps), np.float32(spikes)
+    batches = images, jax.random.split(keys[2], args.steps), np.float32(spikes)
     (generator, _), records = _show.scan(train_step, players, batches)
-
-    rows = [
-        [name, f"{np.median(x['loss'][-100:]):.3f}", _show.power(x["S"][-1]),
-         x["skipped"].sum(), _show.steps(x["skipped"])]
-        for name, x in records.items()
-    ]  # fmt: skip
-    _show.table(["", "loss", "last S", "skipped", "first skipped steps"], rows)
+    _show.players(records)
     noise = jax.random.normal(jax.random.key(1), (5, 8, 16))
     samples = {str(i): generate(generator[0], x) for i, x in enumerate(noise)}
     scales = {name: x["S"] for name, x in records.items()}

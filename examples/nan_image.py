@@ -37,9 +37,8 @@ def trainer(loss_scale, pass_loss):
 
 def main(argv=None):
     args = _show.parser(__doc__, 2000, seed=True, out=True).parse_args(argv)
-    images, _ = _digits.load_images(args.seed)
-    images[args.seed % len(images), 0] = np.nan
-    batches = _digits.Batches(images, args.steps, 64, args.seed)
+    batches = _digits.image_batches(args.steps, 64, args.seed)
+    batches.data[args.seed % len(batches.data), 0] = np.nan
     start = _digits.init_autoencoder(args.seed)
     nan_model = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), start)
     dynamic = jmp_scale.DynamicLossScale(period=200)
@@ -59,15 +58,10 @@ def main(argv=None):
         scales[name] = record["S"]
         zeros[name] = np.flatnonzero(finite), 100 * record["zeros"][finite]
         late = finite & (np.arange(args.steps) >= args.steps - 100)
-        rows.append([
-            name,
-            _show.power(record["S"][-1]),
-            _show.power(record["S"].min()),
-            int(state.skipped),
-            int(state.skipped_in_a_row),
-            f"{_show.mean(record['loss'][late]):.4f}",
-            f"{_show.mean(record['zeros'][late]):.1%}",
-        ])  # fmt: skip
+        loss = f"{_show.mean(record['loss'][late]):.4f}"
+        vanished = f"{_show.mean(record['zeros'][late]):.1%}"
+        s = [_show.power(s) for s in (scales[name][-1], scales[name].min())]
+        rows.append([name, *s, state.skipped, state.skipped_in_a_row, loss, vanished])
     header = ["", "last S", "least S", "skipped", "in a row", "loss", "zero grads"]
     _show.table(header, rows)
     panels = [

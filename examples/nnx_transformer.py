@@ -1,8 +1,8 @@
 """A character language model on Python's standard library in float16, with Flax NNX.
 
-Gradients are accumulated with `optax.MultiSteps`, inside the loss scale. At the end it
-prints which share of the gradient entries float16 loses without a loss scale when the
-mean runs over more tokens: the loss of a batch is divided as if it were one of many.
+Gradients are accumulated with `optax.MultiSteps`, inside the loss scale. Prints which
+share of the gradient entries float16 loses without a loss scale when the mean runs over
+more tokens: the loss of a batch is divided as if it were one of many.
 """
 
 import _language
@@ -34,7 +34,7 @@ def train_step(model, optimizer, text):
 
 @nnx.jit
 def vanished(model, exact_model, text):
-    """Shares of the gradient entries, not zero in float32, that are zero in float16."""
+    """Percentages of the gradient entries of float32 that are zero in float16."""
     nnx.update(exact_model, nnx.state(model, nnx.Param))
 
     def entries(model, share):
@@ -43,38 +43,30 @@ def vanished(model, exact_model, text):
 
     exist = entries(exact_model, 1.0) != 0
     lost = [(entries(model, TOKENS[0] / n) == 0) & exist for n in TOKENS]
-    return jnp.stack([x.sum() / exist.sum() for x in lost])
+    return 100 * jnp.stack([x.sum() / exist.sum() for x in lost])
 
 
 def main(argv=None):
     parser = _show.parser(__doc__, 100, out=True)
-    number = _show.positive_int
-    parser.add_argument(
-        "--accumulate", type=number, default=2, help="batches a step (2)"
-    )
+    _show.add_number(parser, "--accumulate", "batches a step", 2)
     args = parser.parse_args(argv)
-    text, random = _language.load_text(), np.random.RandomState(0)
-    model = _language.Transformer(jnp.float16, nnx.Rngs(0))
-    exact_model = _language.Transformer(jnp.float32, nnx.Rngs(0))
+    held_out, *batches = _language.batches(args.steps + 1)
+    model, exact_model = map(_language.init, (jnp.float16, jnp.float32))
     tx = optax.MultiSteps(optax.adam(3e-3), args.accumulate).gradient_transformation()
     dynamic = jmp_scale.DynamicLossScale(2.0**20, period=100)
     optimizer = Optimizer(model, tx, loss_scale=dynamic)
 
-    held_out = _language.sample(text, random)
-    shares, losses = {"start": vanished(model, exact_model, held_out)}, []
-    for _ in tqdm(range(args.steps), "training"):
-        loss = train_step(model, optimizer, _language.sample(text, random))
-        losses.append(float(loss))
-    shares["end"] = vanished(model, exact_model, held_out)
-
+    percent, losses = {"start": vanished(model, exact_model, held_out)}, []
+    for text in tqdm(batches, "training"):
+        losses.append(float(train_step(model, optimizer, text)))
+    percent["end"] = vanished(model, exact_model, held_out)
     s = _show.power(optimizer.loss_scale.loss_scale)
     skipped = int(optimizer.opt_state.skipped[...])
     print(f"\nloss {losses[0]:.2f} -> {losses[-1]:.2f}, {skipped} skipped, S {s}")
     print("Gradient entries that vanish in float16 without a loss scale:")
-    percent = {name: 100 * np.asarray(share) for name, share in shares.items()}
-    rows = [[f"{x:.1f}%" for x in column] for column in percent.values()]
-    rows = zip([f"{n:,}" for n in TOKENS], *rows, strict=True)
-    _show.table(["tokens in the mean", *shares], rows)
+    columns = [[f"{x:.1f}%" for x in column] for column in percent.values()]
+    rows = zip([f"{n:,}" for n in TOKENS], *columns, strict=True)
+    _show.table(["tokens in the mean", *percent], rows)
     lines = {name: (TOKENS, y) for name, y in percent.items()}
     axes = {"xlabel": "tokens in the mean", "xscale": "log"}
     panels = [

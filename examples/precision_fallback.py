@@ -2,17 +2,15 @@
 
 A classifier multiplies its logits by a learned factor, exp(10 t), which starts too
 large: the logits leave float16. No loss scale changes the forward pass, so in float16
-alone every step is skipped, for good. Here are two compiled steps with one state: after
-many skips in a row the loop takes the float32 step, until `calibrate_loss_scale` finds
-loss scales that work in float16 again. Prints both changes, and a table of both runs.
+alone every step is skipped. Here two compiled steps have one state: after many skips in
+a row the loop takes the float32 step, until `calibrate_loss_scale` finds loss scales
+that work in float16 again.
 """
 
 import dataclasses
-import functools
 
 import _digits
 import _show
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -25,22 +23,17 @@ TX = jmp_scale.with_loss_scale(optax.adam(2e-2), LOSS_SCALE)
 
 
 def loss_fn(params, images, labels, dtype="float16"):
-    features = _digits.leaky_network(params["layers"], images, dtype)
+    features = _digits.network(params["layers"], images, dtype)
     logits = features.astype(dtype) * jnp.exp(10 * params["t"]).astype(dtype)
-    logits = logits.astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return _digits.classification_loss(logits.astype(jnp.float32), labels)
 
 
-def train_step(carry, batch, dtype):
+def train_step(carry, batch, dtype="float16"):
     params, opt_state = carry
-    loss_in_dtype = functools.partial(loss_fn, dtype=dtype)
-    value_and_grad = jmp_scale.value_and_grad(loss_in_dtype, opt_state.loss_scale)
-    loss, grads = value_and_grad(params, *batch)
+    value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
+    loss, grads = value_and_grad(params, *batch, dtype)
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
     return (optax.apply_updates(params, updates), opt_state), loss
-
-
-STEPS = {d: functools.partial(train_step, dtype=d) for d in ("float16", "float32")}
 
 
 def next_dtype(dtype, carry, batch):
@@ -57,15 +50,13 @@ def next_dtype(dtype, carry, batch):
     return dtype, carry
 
 
-def train(params, batches, fall_back):
-    """The last parameters and state of the optimizer."""
-    carry, dtype = (params, TX.init(params)), "float16"
+def train(carry, batches):
+    dtype = "float16"
     for start in range(0, len(batches[0]), CHUNK):
         part = tuple(x[start : start + CHUNK] for x in batches)
-        carry, _ = _show.run_chunk(STEPS[dtype])(carry, part)
+        carry, _ = _show.run_chunk(train_step, dtype=dtype)(carry, part)
         before = dtype
-        if fall_back:
-            dtype, carry = next_dtype(dtype, carry, tuple(x[-1] for x in part))
+        dtype, carry = next_dtype(dtype, carry, tuple(x[-1] for x in part))
         if dtype != before:
             print(f"step {start + len(part[0])}: from {before} to {dtype}")
     return carry
@@ -73,17 +64,13 @@ def train(params, batches, fall_back):
 
 def main(argv=None):
     args = _show.parser(__doc__, 1000, seed=True).parse_args(argv)
-    images, labels = (
-        _digits.load_images(args.seed)[0],
-        _digits.load_labels(args.seed)[0],
-    )
-    batches = [_digits.Batches(x, args.steps, 64, args.seed) for x in (images, labels)]
-    layers = _digits.init_layers((64, 128, 10), jax.random.key(args.seed))
-    start, rows = {"layers": layers, "t": jnp.float32(1.2)}, []
-    for name, fall_back in {"float16 alone": False, "with float32": True}.items():
-        params, state = train(start, batches, fall_back)
-        logits = _digits.leaky_network(params["layers"], images)
-        right = f"{jnp.mean(logits.argmax(1) == labels):.0%}"
+    batches = _digits.labelled_batches(args.steps, 64, args.seed)
+    params = {"layers": _digits.init_classifier(args.seed), "t": jnp.float32(1.2)}
+    start, rows = (params, TX.init(params)), []
+    runs = {"float16 alone": _show.scan(train_step, start, batches)[0]}
+    runs["with float32"] = train(start, batches)
+    for name, (params, state) in runs.items():
+        right = f"{_digits.accuracy(params['layers'], batches):.0%}"
         s = _show.power(state.loss_scale.loss_scale)
         rows.append([name, right, s, state.skipped, state.skipped_in_a_row])
     _show.table(["", "right", "last S", "skipped", "in a row"], rows)

@@ -28,8 +28,7 @@ def init():
 
 
 def loss_fn(params, images, labels):
-    logits = _digits.leaky_network(params, images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return _digits.classification_loss(_digits.network(params, images), labels)
 
 
 @jax.jit
@@ -38,10 +37,8 @@ def train_step(state, batch):
     value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
     loss, grads = value_and_grad(params, *batch)
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
-    return {
-        "params": optax.apply_updates(params, updates),
-        "opt_state": opt_state,
-    }, loss
+    params = optax.apply_updates(params, updates)
+    return {"params": params, "opt_state": opt_state}, loss
 
 
 def train(name, state, batches, steps):
@@ -53,8 +50,7 @@ def train(name, state, batches, steps):
 
 def main(argv=None):
     args = _show.parser(__doc__, 600, out=True).parse_args(argv)
-    data = _digits.load_images()[0], _digits.load_labels()[0]
-    batches = tuple(_digits.Batches(x, args.steps, 128) for x in data)
+    batches = _digits.labelled_batches(args.steps, 128)
     steps, stop = range(args.steps), args.steps // 2 + 7
     path = (args.out / "resume_checkpoint").absolute()
     shutil.rmtree(path, ignore_errors=True)

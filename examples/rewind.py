@@ -7,23 +7,19 @@ checkpoints, and on with the next data. Whatever decides is in the checkpoint, s
 that is killed (--kill-at) and started again (--resume) takes the same way.
 """
 
-import shutil
-
+import _checkpoints
 import _digits
 import _show
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 import jmp_scale
 from jmp_scale import diagnostics
 
 CHUNK = 50  # batches between two looks at the run, and between two checkpoints
-TX = jmp_scale.with_loss_scale(
-    optax.adam(5e-3),
-    jmp_scale.DynamicLossScale(period=200),
-    guard=jmp_scale.SpikeGuard(warmup=50),
-)
+DYNAMIC = jmp_scale.DynamicLossScale(period=200)
+GUARD = jmp_scale.SpikeGuard(warmup=50)
+TX = jmp_scale.with_loss_scale(optax.adam(5e-3), DYNAMIC, guard=GUARD)
 
 
 def train_step(state, images):
@@ -42,48 +38,36 @@ def diverges(state):
     return any("diverges" in text or "blew up" in text for text in findings)
 
 
-def train(state, batches, checkpoints, args):
+def train(state, batches, checkpoints, kill_at):
     """The loss of each batch; a checkpoint has the number of the batch that is next."""
-    batch, losses = checkpoints.latest_step() or 0, np.full(len(batches), np.nan)
+    batch, losses = _checkpoints.latest(checkpoints), np.full(len(batches), np.nan)
     if batch:
-        state = restored(checkpoints, batch, state)
+        state = _checkpoints.restored(checkpoints, batch, state)
         print(f"batch {batch}: resumed")
     while batch < len(batches):
-        if args.kill_at and batch >= args.kill_at:
+        if kill_at and batch >= kill_at:
             raise SystemExit(f"batch {batch}: killed")
         part = slice(batch, batch + CHUNK)
         state, losses[part] = _show.run_chunk(train_step)(state, batches[part])
         batch += len(losses[part])
         if diverges(state) and checkpoints.all_steps():
             good = min(checkpoints.all_steps())
-            state = restored(checkpoints, good, state)
+            state = _checkpoints.restored(checkpoints, good, state)
             print(f"the loss diverges: leaves out batches {good} to {batch - 1}")
-        checkpoints.save(batch, args=ocp.args.StandardSave(state))
+        _checkpoints.save(checkpoints, batch, state)
     return losses
 
 
-def restored(checkpoints, batch, like):
-    return checkpoints.restore(batch, args=ocp.args.StandardRestore(like))
-
-
 def main(argv=None):
-    parser = _show.parser(__doc__, 900, seed=True, out=True)
-    text = "batch to stop at, as a crash would (none)"
-    parser.add_argument("--kill-at", type=_show.positive_int, help=text)
-    parser.add_argument("--resume", action="store_true", help="a run that was killed")
-    args = parser.parse_args(argv)
-    batches = _digits.Batches(_digits.load_images(args.seed)[0], args.steps, 64)[:]
+    args = _checkpoints.command_line(__doc__, 900).parse_args(argv)
+    batches = _digits.image_batches(args.steps, 64, args.seed)[:]
     batches[args.steps // 2 :][:60] *= 40
     params = _digits.init_autoencoder(args.seed)
     history = diagnostics.LossScaleHistory.create(500)
     start = {"params": params, "opt_state": TX.init(params), "history": history}
-
-    folder = (args.out / "rewind_checkpoints").absolute()
-    if not args.resume:
-        shutil.rmtree(folder, ignore_errors=True)
-    keep = ocp.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=False)
-    with ocp.CheckpointManager(folder, options=keep) as checkpoints:
-        losses = {"with rewind": train(start, batches, checkpoints, args)}
+    folder = _checkpoints.folder(args.out / "rewind_checkpoints", args.resume)
+    with _checkpoints.manager(folder, keep=3) as checkpoints:
+        losses = {"with rewind": train(start, batches, checkpoints, args.kill_at)}
     losses["without"] = _show.scan(train_step, start, batches, "without")[1]
     rows = [[name, f"{loss[-CHUNK:].mean():.6f}"] for name, loss in losses.items()]
     _show.table(["", "last loss"], rows)

@@ -5,6 +5,7 @@ one than on another. What is asserted holds on all: whether a run learns, window
 order.
 """
 
+import ast
 import concurrent.futures
 import contextlib
 import io
@@ -18,9 +19,8 @@ import traceback
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-SCRIPTS = sorted(
-    path.name for path in EXAMPLES.glob("*.py") if "def main" in path.read_text()
-)
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[!_]*.py"))
+LINES, STEP_BEFORE_LINE = 80, 45
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     # Compiles quickly rather than well.
@@ -90,10 +90,20 @@ def test_every_example_is_in_the_reading_order():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_is_one_page_with_its_train_step_near_the_top(script):
-    lines = (EXAMPLES / script).read_text().splitlines()
-    assert len(lines) <= 120
-    step = re.compile(r"\.(update|apply_gradients)\(")
-    assert next(i for i, line in enumerate(lines) if step.search(line)) < 45
+    source = (EXAMPLES / script).read_text()
+    assert len(source.splitlines()) <= LINES
+    functions = [x for x in ast.walk(ast.parse(source)) if type(x) is ast.FunctionDef]
+    step = min(x.lineno for x in functions if x.name.endswith("step"))
+    assert step < STEP_BEFORE_LINE
+    update = re.search(r"\.(update|apply_gradients)\(", source)
+    assert source[: update.start()].count("\n") < STEP_BEFORE_LINE
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_example_is_read_from_the_top_to_its_main(script):
+    *_, main, run = ast.parse((EXAMPLES / script).read_text()).body
+    assert main.name == "main"
+    assert ast.unparse(run) == "if __name__ == '__main__':\n    main()"
 
 
 def columns(text, names):
@@ -176,13 +186,24 @@ def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_pa
     assert (tmp_path / "gan.png").stat().st_size > 10_000
 
 
-def test_each_loss_finds_a_scale_of_its_own(run):
-    table = run("several_losses.py", "--steps", 600)
-    powers = dict(re.findall(r"(\w+) S +2\^(\d+)$", table, re.MULTILINE))
-    powers = {name: int(power) for name, power in powers.items()}
-    assert powers["reconstruction"] == 24
-    assert powers["label"] < 24
-    assert abs(powers["shared"] - powers["label"]) <= 2
+@pytest.fixture(scope="module")
+def scale_of_each_loss(run):
+    """log2 S of each loss that has an S of its own."""
+    text = run("several_losses.py", "--steps", 600)
+    rows = columns(text, ("reconstruction", "label"))
+    return {name: exponent(cells[1]) for name, cells in rows.items()}
+
+
+def test_each_loss_finds_a_scale_of_its_own(scale_of_each_loss):
+    assert scale_of_each_loss["reconstruction"] == 24
+    assert scale_of_each_loss["label"] < 24
+
+
+def test_two_optimizers_share_a_scale_that_suits_both(run, scale_of_each_loss):
+    text = run("shared_scale.py", "--steps", 600)
+    shared = int(re.search(r"^S of both: 2\^(\d+)$", text, re.MULTILINE)[1])
+    assert abs(shared - scale_of_each_loss["label"]) <= 2
+    assert set(columns(text, ("encoder", "heads"))) == {"encoder", "heads"}
 
 
 @pytest.mark.slow

@@ -116,12 +116,46 @@ _is_on_one_device.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
 
 
 def _lower_is_on_one_device(context: Any) -> Any:
-    devices = getattr(context.module_context.axis_context, "num_devices", None)
-    constant = mlir.lower_fun(lambda: jnp.array(devices == 1), multiple_results=False)
-    return constant(context)
+    return _constant(context, _device_count(context) == 1)
 
 
 mlir.register_lowering(_is_on_one_device, _lower_is_on_one_device)
+
+
+def no_dimension_divides(shape: Sequence[int]) -> jax.Array:
+    """Whether the program's devices divide no dimension: such arrays are not sharded.
+
+    Not over all devices; over some they may be.
+
+    Args:
+      shape: of an array.
+
+    Returns:
+      bool[], a constant that is known when the program is lowered.
+    """
+    return _no_dimension_divides.bind(shape=tuple(shape))
+
+
+_no_dimension_divides = Primitive("no_dimension_divides")
+_no_dimension_divides.def_impl(lambda shape: np.False_)
+_no_dimension_divides.def_abstract_eval(lambda shape: ShapedArray((), np.dtype(bool)))
+
+
+def _lower_no_dimension_divides(context: Any, *, shape: Sequence[int]) -> Any:
+    devices = _device_count(context) or 1
+    return _constant(context, all(size % devices for size in shape))
+
+
+mlir.register_lowering(_no_dimension_divides, _lower_no_dimension_divides)
+
+
+def _device_count(context: Any) -> int | None:
+    return getattr(context.module_context.axis_context, "num_devices", None)
+
+
+def _constant(context: Any, value: bool) -> Any:
+    constant = mlir.lower_fun(lambda: jnp.array(value), multiple_results=False)
+    return constant(context)
 
 
 def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:

@@ -6,6 +6,7 @@ compiled on another machine is the one that the machine itself would make.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,15 +117,13 @@ def _squares_in_parts(copies: Sequence[int]) -> Callable[..., jax.Array]:
     """
 
     def sharded(*arrays: jax.Array) -> jax.Array:
-        ordered, counts = _largest_first(arrays, copies)
         shares = [
             [x / count for x in pair]
-            for pair, count in zip(_squares_each(ordered), counts, strict=True)
+            for pair, count in zip(_squares_each(arrays), copies, strict=True)
         ]
-        plain, over_huge = (
-            functools.reduce(jnp.add, sums) for sums in zip(*shares, strict=True)
+        return jnp.stack(
+            [_joined(jnp.add, 0, sums, arrays) for sums in zip(*shares, strict=True)]
         )
-        return jnp.stack([plain, over_huge])
 
     return sharded
 
@@ -241,20 +240,32 @@ def _finite_each(*arrays: jax.Array) -> jax.Array:
 
     Of a reduction of several operands it would gather the results of each device.
     """
-    ordered, _ = _largest_first(arrays, arrays)
-    return jnp.stack([jnp.isfinite(array).all() for array in ordered]).all()
+    flags = [jnp.isfinite(array).all() for array in arrays]
+    return _joined(jnp.logical_and, True, flags, arrays)
 
 
-def _largest_first(
-    arrays: Arrays, others: Sequence[Any]
-) -> tuple[list[jax.Array], list[Any]]:
-    """The arrays and what belongs to each, in the order of one all-reduce.
+def _joined(
+    combine: Callable[[Any, Any], Any], neutral: Any, results: Arrays, arrays: Arrays
+) -> jax.Array:
+    """The results of the arrays, one scalar of each, combined to one.
 
-    XLA joins the all-reduces of neighbors, up to the first array that is not sharded,
-    which is a small one (test_replicated_leaves_leave_the_all_reduce_a_scalar).
+    XLA makes one all-reduce of those of neighbors, up to the first that is of an array
+    that is not sharded. So first come the arrays that the number of devices divides
+    (test_replicated_leaves_leave_the_all_reduce_a_scalar), and before those that take
+    less memory those that take more, arrays of one shape together: they are sharded
+    alike.
     """
-    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].size)
-    return [arrays[i] for i in order], [others[i] for i in order]
+    alike: dict[Any, list[jax.Array]] = {}
+    for result, array in zip(results, arrays, strict=True):
+        alike.setdefault(array.shape, []).append(result)
+    sharded, whole = [], []
+    # Of a result that does not belong to one of the two parts XLA leaves nothing.
+    for shape in sorted(alike, key=lambda shape: -math.prod(shape) * len(alike[shape])):
+        result = functools.reduce(combine, alike[shape])
+        is_whole = _mesh.no_dimension_divides(shape)
+        sharded.append(jnp.where(is_whole, neutral, result))
+        whole.append(jnp.where(is_whole, result, neutral))
+    return functools.reduce(combine, sharded + whole)
 
 
 def _flag_in_one_pass(array: jax.Array) -> Sequence[jax.Array]:

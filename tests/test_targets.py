@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
-from jmp_scale import _finite, _reductions, _scaling, _skip
+from jmp_scale import _finite, _mesh, _reductions, _scaling, _skip
 
 
 def compiles_for(*names):
@@ -51,14 +51,11 @@ PARAMS = {
 
 
 def compiled(name, peer, dtype="f32", optimizer="adamw", chips=1):
-    params = PARAMS
-    if chips > 64:  # which divide no dimension of 64: a whole leaf of middling size
-        params = PARAMS | {f"small{i}": leaf(16, 256) for i in range(8)}
     grads = jax.tree.map(
-        lambda p: jax.ShapeDtypeStruct(p.shape, _problems.DTYPES[dtype]), params
+        lambda p: jax.ShapeDtypeStruct(p.shape, _problems.DTYPES[dtype]), PARAMS
     )
     loss_fn = _problems.given_gradients(_problems.DTYPES[dtype])
-    carry, step = _problems.build(peer, loss_fn, params, optimizer, types_only=True)
+    carry, step = _problems.build(peer, loss_fn, PARAMS, optimizer, types_only=True)
     target = _targets.Target(name, chips)
     return _compiled.compile_step(step, carry, grads, target)[1]
 
@@ -205,7 +202,7 @@ def test_apply_if_finite_copies_and_branches_on_a_tpu(name):
 
 
 @compiles_for("h100", "tpu-v5e")
-@pytest.mark.parametrize("chips", [4, 64, 256])
+@pytest.mark.parametrize("chips", [4, 64, 256])  # 256 do not divide 64: whole arrays
 def test_auto_mesh_axes_need_one_scalar_all_reduce_more(name, chips):
     scaled = figures(name, "with_loss_scale", chips=chips)
     flag = {"h100": "pred[]", "tpu-v5e": "u32[]"}[name]
@@ -347,18 +344,60 @@ def test_a_guard_needs_one_all_reduce_of_two_numbers(name):
     assert types in (("f32[2]",), ("f32[]", "f32[]"))
 
 
+def all_reduce(name, fun, chips=4, **shapes):
+    """Types of the only collective, for leaves that are sharded and ones that are not.
+
+    Args:
+      sharded: shapes of leaves whose first dimension is sharded.
+      whole: shapes of leaves of which each chip has a copy.
+    """
+    mesh = _targets.Target(name, chips).mesh
+    specs = {"sharded": P("chips"), "whole": P()}
+    leaves = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[k]))
+        for k in sorted(shapes, reverse=True)
+        for shape in shapes[k]
+    ]
+    text = jax.jit(fun).lower(leaves).compile().as_text()
+    ((kind, types),) = _traffic.collectives(_hlo.parse(text))
+    assert kind == "all-reduce"
+    return types
+
+
 @compiles_for("h100", "tpu-v5e")
-def test_replicated_leaves_leave_the_all_reduce_a_scalar(name):
-    mesh = _targets.Target(name, 4).mesh
-    biases, kernels = (NamedSharding(mesh, P(*axes)) for axes in ((), ("chips",)))
-    leaves = [jax.ShapeDtypeStruct((512,), jnp.float32, sharding=biases)] * 2
-    leaves += [jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=kernels)] * 4
+@pytest.mark.parametrize("chips", [4, 64, 256])
+@pytest.mark.parametrize(
+    ("sharded", "whole"),
+    [
+        ([(512, 256)] * 4, [(512,)] * 2),
+        # Whole arrays that take more memory than some that are sharded.
+        ([(512, 256)] * 4 + [(512,)] * 2, [(257, 31)] * 3),
+        ([(512,)] * 2, [(1001, 333)]),
+    ],
+    ids=["small whole arrays", "larger ones that cannot be sharded", "the largest"],
+)
+def test_replicated_leaves_leave_the_all_reduce_a_scalar(name, chips, sharded, whole):
+    flag, sums = (
+        all_reduce(name, fun, chips, sharded=sharded, whole=whole)
+        for fun in (jmp_scale.all_finite, _finite.finite_and_norm)
+    )
+    assert flag in (("pred[]",), ("u32[]",))
+    assert sums in (("f32[2]",), ("f32[]", "f32[]"))
 
-    def all_reduce(fun):
-        text = jax.jit(fun).lower(leaves).compile().as_text()
-        ((kind, types),) = _traffic.collectives(_hlo.parse(text))
-        assert kind == "all-reduce"
-        return types
 
-    assert all_reduce(jmp_scale.all_finite) in (("pred[]",), ("u32[]",))
-    assert all_reduce(_finite.finite_and_norm) in (("f32[2]",), ("f32[]", "f32[]"))
+@compiles_for("h100", "tpu-v5e")
+def test_whole_leaves_between_sharded_ones_cost_a_flag_for_each_shape(name):
+    """Four devices could share them, but the user's shardings do not."""
+    sharded = [(512, 256)] * 8 + [(512,)] * 8
+    types = all_reduce(name, jmp_scale.all_finite, sharded=sharded, whole=[(1024,)] * 8)
+    assert types in (("pred[2]",), ("u32[]",) * 2)
+
+
+@compiles_for("h100", "tpu-v5e")
+def test_the_all_reduce_needs_to_know_the_number_of_devices(name, switched):
+    switched(_mesh, "no_dimension_divides", lambda shape: False)
+    sharded = [(512, 256)] * 4 + [(512,)] * 2
+    types = all_reduce(
+        name, jmp_scale.all_finite, sharded=sharded, whole=[(257, 31)] * 3
+    )
+    assert types not in (("pred[]",), ("u32[]",))

@@ -12,6 +12,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Most of the suite's time is spent in LLVM. JAX's own variable overrides this.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
+    if jax.__version_info__ < (0, 11):
+        # XLA's older emitters compile twice as fast. Newer versions have only one, and
+        # end at a flag that they do not know. Read when JAX looks for devices.
+        os.environ["XLA_FLAGS"] = (
+            os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+        )
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # pytest --hypothesis-profile=long

@@ -1,5 +1,7 @@
 """Flax NNX's Optimizer: what a skipped step keeps, and that it looks like NNX."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -670,23 +672,25 @@ JITTED |= {half: nnx.jit(half) for half in (forward, backward)}
 
 
 @pytest.mark.parametrize(
-    "outer",
+    ("outer", "checking_leaks"),
     [
-        "both",
+        ("both", contextlib.nullcontext),
         *(
-            pytest.param(half, marks=pytest.mark.slow)
-            for half in ("forward compiled", "update compiled")
+            pytest.param(outer, jax.checking_leaks, marks=pytest.mark.slow)
+            for outer in ("both", "forward compiled", "update compiled")
         ),
     ],
 )
-def test_across_compiled_functions_a_spike_leaves_finite_statistics_of_its_batch(outer):
+def test_across_compiled_functions_a_spike_leaves_finite_statistics_of_its_batch(
+    outer, checking_leaks
+):
     model, optimizer = guarded()
     run([GOOD] * 3, model, optimizer, guarded_step)
     one = forward if outer == "update compiled" else JITTED[forward]
     two = backward if outer == "forward compiled" else JITTED[backward]
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
     statistics = np.asarray(model.norm.mean[...])
-    with jax.checking_leaks():
+    with checking_leaks():
         loss, grads = one(model, optimizer, data(LEAPS))
         two(model, optimizer, loss, grads)
     assert int(optimizer.opt_state.spikes[...]) == 1

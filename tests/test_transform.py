@@ -392,9 +392,8 @@ def test_parameters_and_state_can_be_donated_from_the_first_step(name):
     params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(start)
     for grads in (GOOD, BAD):
         params, state, _ = step(params, state, grads, value_fn(PARAMS))
-    assert_bitwise_equal(
-        start, PARAMS
-    )  # init shares no buffer with the parameters that it was given
+    # init shares no buffer with the parameters that it was given.
+    assert_bitwise_equal(start, PARAMS)
     assert tx.init(PARAMS).loss_scale.loss_scale == 8
 
 
@@ -449,7 +448,7 @@ def test_several_runs_are_mapped_with_a_loss_scale_each():
     params = jnp.ones((2, 3))
     states = jax.vmap(tx.init)(params)
     grads = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
-    updates, states = jax.vmap(tx.update)(grads, states, params)
+    updates, states = jax.jit(jax.vmap(tx.update))(grads, states, params)
     assert states.loss_scale.loss_scale.tolist() == [8, 4]
     assert states.skipped.tolist() == [0, 1]
     assert (updates[0] != 0).all()
@@ -687,9 +686,9 @@ def test_gradients_of_frozen_parameters_may_be_masked_nodes():
 def test_the_wrapper_itself_promotes_nothing():
     guard = jmp_scale.SpikeGuard(warmup=2)
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(), guard=guard)
-    state = tx.init(PARAMS)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
     for grads in (GOOD, BAD):
-        _, state = tx.update(grads, state, PARAMS, value=jnp.bfloat16(1.0))
+        _, state = update(grads, state, PARAMS, value=jnp.bfloat16(1.0))
     assert (state.skipped, state.nonfinite_losses, state.spikes) == (1, 0, 0)
 
 
@@ -711,10 +710,10 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
     with jax.set_mesh(mesh):
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
         params = jax.device_put(jnp.ones((8, 4)), sharding)
-        state = tx.init(params)
+        state, update = tx.init(params), jax.jit(tx.update)
         grads = params * 0.1
         for factor in (1.0, jnp.inf):
-            _, new = jax.jit(tx.update)(grads * factor, state, params)
+            _, new = update(grads * factor, state, params)
             types = jax.tree.map(jax.typeof, state)
             assert jax.tree.map(jax.typeof, new) == types
             state = new

@@ -79,7 +79,7 @@ NONFINITE = 2.0**127
 def _squares_on_cpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
     # The barriers are that of _finite_on_cpu.
     def whole(*arrays: jax.Array) -> jax.Array:
-        sums = [_sums_in_one_pass(_squares(array, shared=False)) for array in arrays]
+        sums = [sums_in_one_pass(_squares(array, shared=False)) for array in arrays]
         return _total(lax.optimization_barrier(_rows(sums)), copies)
 
     def sharded(*arrays: jax.Array) -> jax.Array:
@@ -171,20 +171,26 @@ def _squares(array: jax.Array, *, shared: bool = True) -> Arrays:
     return [sum(plain[1:], plain[0]), sum(over_huge[1:], over_huge[0])]
 
 
-def _sums_in_one_pass(squares: Arrays) -> Arrays:
+def sums_in_one_pass(arrays: Arrays, lanes: int = 1) -> Arrays:
     """Sums of arrays of one shape for a CPU, as `_flag_in_one_pass` reduces flags.
 
     In rows: a float32 to which one square after the other is added stops growing at
-    2**24 equal ones (test_the_norm_of_many_entries_is_right).
+    2**24 equal ones (test_the_norm_of_many_entries_is_right). Of a row there are
+    `lanes` sums, since a processor adds to one of them only every fourth cycle; a
+    single array needs two of them, or XLA splits its reduction.
     """
-    size = squares[0].size
-    width = max(n for n in range(1, LONGEST_ROW + 1) if size % n == 0)
-    if size // width > 2**16:  # as of a prime number of entries
-        width = LONGEST_ROW
-    rest = size % width
-    flat = [x.ravel() for x in squares]
-    rows = [x[: size - rest].reshape(-1, width) for x in flat]
-    sums = [x.sum() for x in _reduce(lax.add, rows, 0, axes=(1,))]
+    size = arrays[0].size
+    longest = LONGEST_ROW // lanes
+    fits = [n for n in range(1, longest + 1) if size % (n * lanes) == 0]
+    # The sums of rows of less than 64 would be a part of the array that counts, and
+    # there are no others for a prime number of entries.
+    width = fits[-1] if fits and fits[-1] >= 64 else longest
+    rest = size % (width * lanes)
+    flat = [x.ravel() for x in arrays]
+    rows = [x[: size - rest].reshape(-1, lanes, width) for x in flat]
+    parts = [x[:, lane] for x in rows for lane in range(lanes)]
+    sums = jnp.stack([x.sum() for x in _reduce(lax.add, parts, 0, axes=(1,))])
+    sums = list(sums.reshape(-1, lanes).sum(1))
     if rest:
         ends = _reduce(lax.add, [x[size - rest :] for x in flat], 0)
         sums = [x + y for x, y in zip(sums, ends, strict=True)]

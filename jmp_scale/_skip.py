@@ -1,13 +1,14 @@
 """The skip: an optimizer's update that happens as a whole, or not at all.
 
-Two paths give the same result, bit for bit:
+Two paths give the same result, bit for bit (on a CPU, in arrays of more than 4,095
+entries, an applied step up to float32's rounding of sums and clipped gradients):
 
 - The *plain* path runs the update on gradients that are zero on a skipped step, and
   selects between old and new state afterwards. It is right under everything.
 - The *fast* path gives the update the gradients as they came, so that nothing waits for
   the flag: a norm that clips the gradients reads them in the pass of the finite check.
   What follows from a NaN is dropped. On a CPU the state is also selected without a
-  copy.
+  copy, and clipping writes nothing to memory (`_skip_on_cpu`).
 
 The fast path is taken only where nothing can see a skipped step before it is dropped:
 in compiled code without effects, callbacks, runtime checks, branches and loops that
@@ -24,6 +25,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend import core
 
+from ._skip_on_cpu import evaluate_selecting
 from ._tree import is_inexact, map_inexact, select_tree
 
 # Primitives that wait for a condition, or that show their operands to the host.
@@ -129,7 +131,7 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         return [*updates, *new]
 
     def early(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        updates, state = _evaluate_selecting(
+        updates, state = evaluate_selecting(
             applied, closed.jaxpr, consts, [*inputs, *old], old
         )
         return [*_or_negative_zeros(applied, updates), *state]
@@ -188,73 +190,6 @@ def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
         return out, jax.tree.map(lambda _: True, out)
 
     return hidden
-
-
-def _evaluate_selecting(
-    applied: jax.Array, jaxpr: Any, consts: list[Any], inputs: list[Any], old: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Evaluates an update, and selects each leaf of its state where it is computed.
-
-    Two kernels read a leaf of the old state if it is selected after the update: the one
-    that writes the new leaf, and the one that computes the updates. XLA:CPU runs them
-    in either order, and so copies every donated leaf first. Here what follows reads
-    the selected leaf: the new one on a finite step, and on a skipped step an old one,
-    of which nothing is kept. TPU and GPU compilers make one kernel of it in any case.
-
-    Args:
-      applied: bool[], whether the step is applied.
-      jaxpr: the update; its last outputs are the new state.
-      consts: its constants.
-      inputs: its arguments.
-      old: the leaves of the old state, in the order of the new ones.
-
-    Returns:
-      (updates, leaves of the selected state).
-    """
-    # A result of the jaxpr may be an argument or a literal, which no equation defines.
-    count = len(jaxpr.outvars) - len(old)
-    defined = {id(var) for equation in jaxpr.eqns for var in equation.outvars}
-    old_of = {
-        var: leaf
-        for var, leaf in zip(jaxpr.outvars[count:], old, strict=True)
-        # Scalars cost nothing if they are selected afterwards, as all else is.
-        if id(var) in defined and leaf.ndim
-    }
-    values = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
-    )
-    for equation in jaxpr.eqns:
-        results = _evaluate(jaxpr, equation, values)
-        for var, value in zip(equation.outvars, results, strict=True):
-            values[var] = (
-                jnp.where(applied, value, old_of[var]) if var in old_of else value
-            )
-
-    leaves = [values[v] if _is_var(v) else jnp.asarray(v.val) for v in jaxpr.outvars]
-    state = []
-    for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
-        # A select of a selected leaf would be one more operation in every kernel.
-        # `old_of` has one old leaf for each variable. Where an optimizer returns one
-        # value as two leaves, the other is selected here, from its own old leaf
-        # (test_two_leaves_of_one_new_value_keep_an_old_value_each).
-        is_selected = new is leaf or (_is_var(var) and old_of.get(var) is leaf)
-        state.append(new if is_selected else jnp.where(applied, new, leaf))
-    return leaves[:count], state
-
-
-def _evaluate(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> list[Any]:
-    """The results of one equation, computed as a jaxpr of its own."""
-    invars = [v for v in equation.invars if _is_var(v)]
-    # Not `primitive.bind` with the equation's parameters: what has a jaxpr among them
-    # (custom_jvp_call, of jax.nn.relu) binds functions in its place.
-    alone = jaxpr.replace(
-        constvars=[], invars=invars, outvars=equation.outvars, eqns=[equation]
-    )
-    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*[values[v] for v in invars])
-
-
-def _is_var(var: Any) -> bool:
-    return not isinstance(var, core.Literal)
 
 
 def _is_plain_only(closed: Any) -> bool:

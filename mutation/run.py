@@ -35,7 +35,7 @@ TESTS = {
     "_scaling": "test_loss_scale test_gradients",
     "_dynamic": "test_loss_scale test_validation",
     "_loss_scale": "test_loss_scale test_validation test_gradients "
-    "diagnostics/test_report test_state_dicts",
+    "diagnostics/test_report test_state_dict_docs",
     "_tree": "test_tree test_policy",
     "_mesh": "test_mesh",
     "_finite": "test_finite test_mesh",

@@ -50,6 +50,14 @@ def test_large_gradients_below_the_norm_keep_every_bit(shape):
     assert_bitwise_equal(update(jmp_scale.with_loss_scale(CLIP), grads)[0], grads)
 
 
+def test_large_arrays_stay_float32_where_there_is_float64():
+    tx = jmp_scale.with_loss_scale(CLIP)
+    with jax.enable_x64(True):
+        grads = gradients((4096,), norm=7.0)
+        updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {np.dtype(np.float32)}
+
+
 @pytest.mark.parametrize("size", [1e25, 1e30])
 def test_a_large_gradient_whose_square_overflows_is_clipped_as_in_optax(size):
     grads = gradients((4096,), norm=size)
@@ -92,7 +100,7 @@ def test_a_step_of_large_arrays_has_the_derivatives_of_the_optimizer():
     grads = gradients((4099,), norm=7.0)
 
     def loss(tx, factor):
-        scaled = jax.tree.map(lambda g: factor * g**2, grads)
+        scaled = jax.tree.map(lambda g: g + factor * g**2, grads)
         updates, _ = tx.update(scaled, tx.init(grads), grads)
         return optax.tree.sum(updates)
 
@@ -100,7 +108,7 @@ def test_a_step_of_large_arrays_has_the_derivatives_of_the_optimizer():
         jax.jit(jax.grad(functools.partial(loss, tx)))(2.0)
         for tx in (jmp_scale.with_loss_scale(CLIP), CLIP)
     ]
-    np.testing.assert_allclose(*derivatives, rtol=1e-5)
+    np.testing.assert_allclose(*derivatives, rtol=1e-4)
 
 
 def test_shards_of_large_arrays_are_clipped_inside_shard_map():

@@ -43,7 +43,7 @@ def compare(
     param_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     programs = {}
     base = None
-    for peer in tqdm(peers, desc=table.title, leave=False):
+    for peer in tqdm(peers, desc=table.title.format(table.case), leave=False):
         carry, step = _problems.build(peer, loss_fn, params, optimizer)
         programs[peer], found = compile_step(step, carry, batch)
         base = base or found
@@ -83,7 +83,7 @@ def compare_on(
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)
     )
     base = None
-    for peer in tqdm(peers, desc=table.title, leave=False):
+    for peer in tqdm(peers, desc=table.title.format(table.case), leave=False):
         carry, step = _problems.build(peer, loss_fn, params, optimizer, types_only=True)
         found = compile_step(step, carry, batch, target)[1]
         base = base or found

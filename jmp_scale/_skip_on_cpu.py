@@ -1,12 +1,14 @@
-"""An optimizer's update as XLA:CPU runs it best: what it would write is read again.
+"""An optimizer's update in the form in which XLA:CPU moves the fewest bytes.
 
 XLA:CPU writes an array to memory and reads it once more where TPU and GPU compilers
 make one kernel: gradients before their norm is taken, a quotient that two moments use,
 a state that is selected afterwards. The update is evaluated equation by equation, and
-three kinds of equations are computed in another way. Sums and products are those of the
-update up to float32's rounding, in large arrays; everything else is the same.
+three of these are computed in another way: the selects of the state, sums over large
+arrays, and what clips large arrays by a norm. The last two are right up to float32's
+rounding, and all else is computed as the optimizer writes it.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -80,11 +82,15 @@ def _is_large(var: Any) -> bool:
 
 
 def _is_large_sum(equation: Any) -> bool:
-    return (
-        equation.primitive.name == "reduce_sum"
-        and equation.outvars[0].aval.ndim == 0
-        and _is_large(equation.invars[0])
-    )
+    """Whether it sums all entries of an array, or the products of two vectors."""
+    name, arrays = equation.primitive.name, equation.invars
+    if name not in ("reduce_sum", "dot_general"):
+        return False
+    total = equation.outvars[0].aval
+    # Two matrices may have their axes paired in either order.
+    is_of_all = name == "reduce_sum" or arrays[0].aval.ndim == 1
+    is_one_number = total.ndim == 0 and total.dtype == np.float32
+    return is_of_all and is_one_number and all(map(_is_large, arrays))
 
 
 def _sum(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> jax.Array:
@@ -94,15 +100,15 @@ def _sum(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> jax.Array:
     be in memory: unscaled gradients are written for it, since more than their norm is
     computed from them (test_a_norm_needs_a_sum_in_one_pass).
     """
-    (var,) = equation.invars
 
-    def whole(array: jax.Array) -> jax.Array:
-        return sums_in_one_pass([array], lanes=4)[0]
+    def whole(*arrays: jax.Array) -> jax.Array:
+        return sums_in_one_pass([functools.reduce(jnp.multiply, arrays)], lanes=4)[0]
 
-    def sharded(array: jax.Array) -> jax.Array:
-        return _evaluate(jaxpr, equation, {var: array})[0]
+    def sharded(*arrays: jax.Array) -> jax.Array:
+        operands = dict(zip(equation.invars, arrays, strict=True))
+        return _evaluate(jaxpr, equation, operands)[0]
 
-    return _mesh.if_whole(whole, sharded, values[var])
+    return _mesh.if_whole(whole, sharded, *[values[v] for v in equation.invars])
 
 
 def _factors_unless(equation: Any, made_by: dict[Any, Any]) -> list[Any]:

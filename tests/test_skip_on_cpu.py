@@ -134,9 +134,40 @@ def test_a_step_of_large_arrays_is_exported_for_several_platforms():
     assert_bitwise_equal(exported.call(grads), step(grads))
 
 
+SUMS = {
+    "of squares": lambda x: (x * x).sum(),
+    "of a matrix": lambda x: jnp.abs(x.reshape(64, -1)).sum(),
+    "of products": lambda x: jnp.vdot(x, x),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_unscaled_gradients_are_not_written_for_a_sum_of_them(name):
+    def step(grads, s, momentum):
+        unscaled = grads * (1 / s)  # as unscale does
+        keep = functools.partial(
+            update_or_keep,
+            jnp.isfinite(s),
+            lambda g, m: (g / SUMS[name](g), 0.9 * m + g),
+        )
+        return keep(unscaled, momentum)
+
+    x = jnp.linspace(1.0, 2.0, 2**16)
+    compiled = jax.jit(step).lower(x, 2.0, x).compile()
+    # The gradients three times, momentum, and both results.
+    assert compiled.cost_analysis()["bytes accessed"] < 6.1 * x.nbytes
+    updates, momentum = compiled(x, 2.0, jnp.zeros_like(x))[1:]
+    np.testing.assert_allclose(updates, x / 2 / SUMS[name](x / 2), rtol=1e-6)
+    np.testing.assert_allclose(momentum, x / 2)
+
+
 X = jnp.linspace(1.0, 2.0, 4096)
 NOT_CLIPPED = {
     "a sum over one axis": lambda x: x.reshape(64, 64).sum(0).max() * x,
+    "a product of matrices": lambda x: jnp.vdot(x.reshape(8, -1), x.reshape(8, -1)) * x,
+    "pairs of axes": lambda x: (
+        jnp.einsum("ij,ji->", x.reshape(8, 512), x.reshape(512, 8)) * x
+    ),
     "float16": lambda x: (x.astype(jnp.float16) / 8).sum().astype(x.dtype) * x,
     "kept where it is larger": lambda x: lax.select(x.sum() > 1, x / 3, x),
     "entry by entry": lambda x: jnp.where(x > 1.5, x, x / 3),

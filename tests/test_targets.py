@@ -163,10 +163,17 @@ train_figures = functools.cache(train_step)
 
 
 @compiles_for("h100", "tpu-v5e")
-def test_a_train_step_moves_and_launches_little_more(name):
-    unscaled, scaled = (train_figures(name, p) for p in ("unscaled", "with_loss_scale"))
-    # The gradients are 1.43 % of the bytes.
-    limit = {"h100": 1.01, "tpu-v5e": 1.001}[name]
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.slow)])
+def test_a_train_step_moves_and_launches_little_more(name, dtype):
+    unscaled, scaled = (
+        train_figures(name, peer, dtype) for peer in ("unscaled", "with_loss_scale")
+    )
+    # The gradients are 1.43 % of the bytes. With float16 on a TPU they stay in on-chip
+    # memory until the flag is known, and XLA moves eight activations out of it (f16 of
+    # 8 x 128 x 256), in every library. With half the examples it moves none.
+    limit = {("tpu-v5e", "f32"): 1.001, ("tpu-v5e", "f16"): 1.075}.get(
+        (name, dtype), 1.01
+    )
     assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
     if name == "h100":
         assert scaled.kernels / unscaled.kernels <= 1.15
@@ -325,13 +332,16 @@ def guarded(name, inner, chips=1):
 
 
 @compiles_for("h100", "tpu-v5e")
-def test_a_guard_reads_what_the_finite_check_reads(name):
+@pytest.mark.parametrize("optimizer", ["adamw", "clip+adamw"])
+def test_a_guard_reads_what_the_finite_check_reads(name, optimizer):
     with_guard, without = (
-        guarded(name, optax.adamw(1e-3)),
-        figures(name, "with_loss_scale"),
+        guarded(name, _problems.OPTIMIZERS[optimizer]()),
+        figures(name, "with_loss_scale", optimizer=optimizer),
     )
-    # A TPU may keep a little less in its on-chip memory.
-    assert with_guard.bytes_accessed / without.bytes_accessed <= 1.02
+    # With a third kernel that reads each gradient a TPU may keep one of them less in
+    # its on-chip memory.
+    limit = {"h100": 1.001, "tpu-v5e": 1.02}[name]
+    assert with_guard.bytes_accessed / without.bytes_accessed <= limit
     if name == "h100":
         assert with_guard.kernels <= without.kernels + 2
     assert with_guard.conditionals == 0

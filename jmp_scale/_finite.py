@@ -33,9 +33,11 @@ def all_finite(
         (`vmap(axis_name=)` needs it); `()` opts out.
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then looks at its own shards, and exactly one
-        scalar all-reduce joins the answers. Without specs this holds on TPUs and GPUs;
-        on CPUs XLA reduces one boolean per leaf, combined into one all-reduce. Not
-        needed on Explicit mesh axes, where an array's type holds its spec.
+        scalar all-reduce joins the answers. Without specs this holds on TPUs and GPUs
+        if all leaves are sharded that the devices divide, or those that take most
+        memory; otherwise there may be one boolean per shape of leaves, combined into
+        one all-reduce. On CPUs there is one per leaf. Not needed on Explicit mesh axes,
+        where an array's type holds its spec.
       mesh: the mesh of `specs`; default that of the leaves, then that of
         `jax.set_mesh`.
 

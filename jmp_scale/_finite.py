@@ -78,8 +78,9 @@ def finite_and_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """`all_finite` and the global norm of the inexact leaves, in one pass over them.
 
-    The norm is right to float32's rounding (on a TPU to 1 in 1,000) also where the
-    squares overflow float32, such as that of 1e30.
+    The norm is right to float32's rounding, also where the squares overflow float32,
+    such as that of 1e30. On a TPU it is right to 1 in 1,000, and an entry over 2^40
+    counts as 2^40.
 
     Where the leaves are sharded under `jit` (Auto or Explicit mesh axes) the norm is
     that of the whole arrays. Inside `pmap` and `shard_map` it is the largest of the

@@ -28,6 +28,8 @@ GPU_GROUP = 4
 TPU_GROUP = 8
 # Entries from which a TPU takes a matrix product instead of a reduction.
 TPU_PRODUCT_SIZE = 2**17
+# Columns that a TPU computes side by side.
+TPU_LANES = 128
 # Most entries that a CPU sums one after the other.
 LONGEST_ROW = 4096
 
@@ -74,6 +76,8 @@ HUGE = 2.0**96
 # Not infinity, so that no machine's matrix unit is relied on to carry one. Sums of the
 # squares over HUGE are below its 2**17th part for all trees of up to 2**46 entries.
 NONFINITE = 2.0**127
+# Sums of 2**46 such squares are less than `NONFINITE`.
+LARGEST_ON_TPU = 2.0**40
 
 
 def _squares_on_cpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
@@ -98,14 +102,14 @@ def _squares_on_gpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
 
 def _squares_on_tpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
     def whole(*arrays: jax.Array) -> jax.Array:
-        for_product = [_is_for_product(array) for array in arrays]
-        small = [a for a, large in zip(arrays, for_product, strict=True) if not large]
-        sums = iter(_squares_in_groups(small, TPU_GROUP))
-        pairs = [
-            _sums_by_product(_squares(array)) if large else next(sums)
-            for array, large in zip(arrays, for_product, strict=True)
-        ]
-        return _total(_rows(pairs), copies)
+        squares = dict(enumerate(map(_bounded_squares, arrays)))
+        large = {i: x for i, x in squares.items() if _is_for_product(arrays[i])}
+        small = {i: x for i, x in squares.items() if i not in large}
+        sums = _sums_by_product(large) | _sums_in_groups(small, TPU_GROUP)
+        dtype = np.result_type(*(x.dtype for x in sums.values()))
+        plain = jnp.stack([sums[i].astype(dtype) for i in squares])
+        over_huge = jnp.where(plain < NONFINITE / 2, jnp.zeros_like(plain), NONFINITE)
+        return _total(jnp.stack([plain, over_huge], 1), copies)
 
     return _mesh.if_whole(whole, _squares_in_parts(copies), *arrays)
 
@@ -197,14 +201,50 @@ def sums_in_one_pass(arrays: Arrays, lanes: int = 1) -> Arrays:
     return sums
 
 
-def _sums_by_product(squares: Arrays) -> Arrays:
-    """Sums of arrays of one shape for a TPU, as `_flag_by_product` counts.
+def _bounded_squares(array: jax.Array) -> jax.Array:
+    """The squares of an array's entries, for a TPU; `NONFINITE` if not finite.
 
-    The matrix unit rounds each square to bfloat16, so a sum is right to 1 in 500.
+    One array instead of the two of `_squares`: gradients are read for the norm as they
+    are for the finite check (test_a_guard_reads_what_the_finite_check_reads). An entry
+    over `LARGEST_ON_TPU` counts as that.
     """
-    ones = jnp.ones((8, squares[0].size // squares[0].shape[-1]), squares[0].dtype)
-    rows = [x.reshape(-1, x.shape[-1]) for x in squares]
-    return [jnp.dot(ones, x, precision=lax.Precision.DEFAULT)[0].sum() for x in rows]
+    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+    squares = []
+    for part in map(widen, parts):
+        bounded = jnp.minimum(jnp.abs(part), LARGEST_ON_TPU)
+        squares.append(jnp.where(jnp.isfinite(part), bounded * bounded, NONFINITE))
+    return sum(squares[1:], squares[0])
+
+
+def _sums_by_product(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Sums of arrays for a TPU, as `_flag_by_product` counts.
+
+    The matrix unit rounds each entry to bfloat16, so a sum is right to 1 in 500.
+    """
+    columns: dict[tuple[int, int | None], dict[int, jax.Array]] = {}
+    for i, array in arrays.items():
+        rows = array.reshape(-1, array.shape[-1])
+        ones = jnp.ones((8, rows.shape[0]), rows.dtype)
+        products = jnp.dot(ones, rows, precision=lax.Precision.DEFAULT)
+        # Columns that fill all lanes are added in the kernel of the product, those of
+        # other arrays in one reduction. Otherwise XLA:TPU keeps fewer gradients on the
+        # chip (test_a_guard_needs_full_lanes_to_be_added_within_the_product).
+        alone = None if array.shape[-1] % TPU_LANES else i
+        columns.setdefault((array.shape[-1], alone), {})[i] = products[0]
+    sums = {}
+    for group in columns.values():
+        added = jnp.stack(list(group.values())).sum(1)
+        sums |= dict(zip(group, added, strict=True))
+    return sums
+
+
+def _sums_in_groups(arrays: dict[int, jax.Array], size: int) -> dict[int, jax.Array]:
+    sums = {}
+    for group in _of_one_shape(list(arrays.values()), size):
+        keys = [list(arrays)[i] for i in group]
+        reduced = _reduce(lax.add, [arrays[key] for key in keys], 0)
+        sums |= dict(zip(keys, reduced, strict=True))
+    return sums
 
 
 def _finite_on_cpu(*arrays: jax.Array) -> jax.Array:

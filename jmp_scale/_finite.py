@@ -13,7 +13,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from . import _mesh
-from ._reductions import HUGE, NONFINITE, all_finite_here, sums_of_squares_here
+from ._reductions import all_finite_here
+from ._squares import HUGE, NONFINITE, sums_of_squares_here
 from ._tree import is_inexact
 
 

@@ -1,4 +1,4 @@
-"""How each kind of machine reads many arrays once: finite flags and sums of squares.
+"""How each kind of machine reads many arrays once, for the finite check.
 
 The three variants give the same answers. Which of them becomes part of a program is
 decided when the program is lowered for a machine, so a program that is exported or
@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from . import _mesh
-from ._tree import widen
 
 Arrays = Sequence[jax.Array]
 
@@ -28,8 +27,6 @@ GPU_GROUP = 4
 TPU_GROUP = 8
 # Entries from which a TPU takes a matrix product instead of a reduction.
 TPU_PRODUCT_SIZE = 2**17
-# Columns that a TPU computes side by side.
-TPU_LANES = 128
 # Most entries that a CPU sums one after the other.
 LONGEST_ROW = 4096
 
@@ -45,134 +42,6 @@ def all_finite_here(arrays: Arrays) -> jax.Array:
     return lax.platform_dependent(
         *arrays, cpu=_finite_on_cpu, tpu=_finite_on_tpu, default=_finite_on_gpu
     )
-
-
-def sums_of_squares_here(arrays: Arrays, copies: Sequence[int]) -> jax.Array:
-    """Sums of squares over all entries, from which norm and finite flag are read.
-
-    Args:
-      arrays: real or complex arrays.
-      copies: by what each array's squares are divided.
-
-    Returns:
-      f32[2] or f64[2]: the sum of the squares, and that of the squares of the entries
-      over `HUGE`, to which an entry that is not finite adds `NONFINITE`.
-    """
-    if not arrays:
-        return jnp.zeros(2, np.float32)
-    if all(array.ndim == 0 for array in arrays):
-        return _total(_rows(_squares_each(arrays)), copies)
-    return lax.platform_dependent(
-        *arrays,
-        cpu=functools.partial(_squares_on_cpu, copies),
-        tpu=functools.partial(_squares_on_tpu, copies),
-        default=functools.partial(_squares_on_gpu, copies),
-    )
-
-
-# The square of any float32 over this is far below the largest float32, and that of an
-# entry that matters in a norm of 2**64, where the plain squares overflow, is not lost.
-HUGE = 2.0**96
-# Not infinity, so that no machine's matrix unit is relied on to carry one. Sums of the
-# squares over HUGE are below its 2**17th part for all trees of up to 2**46 entries.
-NONFINITE = 2.0**127
-# Sums of 2**46 such squares are less than `NONFINITE`.
-LARGEST_ON_TPU = 2.0**40
-
-
-def _squares_on_cpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
-    # The barriers are that of _finite_on_cpu.
-    def whole(*arrays: jax.Array) -> jax.Array:
-        sums = [sums_in_one_pass(_squares(array, shared=False)) for array in arrays]
-        return _total(lax.optimization_barrier(_rows(sums)), copies)
-
-    def sharded(*arrays: jax.Array) -> jax.Array:
-        rows = _rows(_squares_each(arrays))
-        return _total(lax.optimization_barrier(rows), copies)
-
-    return _mesh.if_whole(whole, sharded, *arrays)
-
-
-def _squares_on_gpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
-    def whole(*arrays: jax.Array) -> jax.Array:
-        return _total(_rows(_squares_in_groups(arrays, GPU_GROUP)), copies)
-
-    return _mesh.if_whole(whole, _squares_in_parts(copies), *arrays)
-
-
-def _squares_on_tpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
-    def whole(*arrays: jax.Array) -> jax.Array:
-        squares = dict(enumerate(map(_bounded_squares, arrays)))
-        large = {i: x for i, x in squares.items() if _is_for_product(arrays[i])}
-        small = {i: x for i, x in squares.items() if i not in large}
-        sums = _sums_by_product(large) | _sums_in_groups(small, TPU_GROUP)
-        dtype = np.result_type(*(x.dtype for x in sums.values()))
-        plain = jnp.stack([sums[i].astype(dtype) for i in squares])
-        over_huge = jnp.where(plain < NONFINITE / 2, jnp.zeros_like(plain), NONFINITE)
-        return _total(jnp.stack([plain, over_huge], 1), copies)
-
-    return _mesh.if_whole(whole, _squares_in_parts(copies), *arrays)
-
-
-def _squares_in_parts(copies: Sequence[int]) -> Callable[..., jax.Array]:
-    """Sums of the devices' parts, of which XLA makes a single all-reduce.
-
-    It finds that a sum of all-reduces is one of sums, but not through a stack.
-    """
-
-    def sharded(*arrays: jax.Array) -> jax.Array:
-        shares = [
-            [x / count for x in pair]
-            for pair, count in zip(_squares_each(arrays), copies, strict=True)
-        ]
-        return jnp.stack(
-            [_joined(jnp.add, 0, sums, arrays) for sums in zip(*shares, strict=True)]
-        )
-
-    return sharded
-
-
-def _squares_each(arrays: Arrays) -> list[Arrays]:
-    return [[x.sum() for x in _squares(array)] for array in arrays]
-
-
-def _squares_in_groups(arrays: Arrays, size: int) -> list[Arrays]:
-    sums: dict[int, Arrays] = {}
-    for group in _of_one_shape(arrays, size):
-        reduced = _reduce(lax.add, [x for i in group for x in _squares(arrays[i])], 0)
-        sums |= {i: reduced[2 * k : 2 * k + 2] for k, i in enumerate(group)}
-    return [sums[i] for i in range(len(arrays))]
-
-
-def _rows(sums: Sequence[Arrays]) -> jax.Array:
-    """f32[n, 2], or f64[n, 2] if one of the pairs is float64."""
-    dtype = np.result_type(*(x.dtype for pair in sums for x in pair))
-    return jnp.stack([x.astype(dtype) for pair in sums for x in pair]).reshape(-1, 2)
-
-
-def _total(rows: jax.Array, copies: Sequence[int]) -> jax.Array:
-    return (rows / np.asarray(copies, rows.dtype)[:, None]).sum(0)
-
-
-def _squares(array: jax.Array, *, shared: bool = True) -> Arrays:
-    """The squares of an array's entries, and those of the entries over `HUGE`.
-
-    With `shared` the compiler may compute the first together with the squares of a norm
-    that clips the same gradients: a GPU then reads them once. XLA:CPU would write them
-    to memory (test_a_guard_reads_what_the_finite_check_reads).
-    """
-    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-    plain, over_huge = [], []
-    for part in map(widen, parts):
-        # Without the minimum, which changes no finite float32, XLA multiplies the
-        # squares by 1 / HUGE**2, which is 0: NaN where they overflow
-        # (test_the_norm_is_right_for_every_size_of_gradients).
-        reduced = jnp.minimum(jnp.abs(part) / HUGE, 2.0**32)
-        over_huge.append(jnp.where(jnp.isfinite(part), reduced * reduced, NONFINITE))
-        if not shared:  # a minimum that changes nothing, so that the squares differ
-            part = jnp.minimum(jnp.abs(part), np.finfo(part.dtype).max)
-        plain.append(part * part)
-    return [sum(plain[1:], plain[0]), sum(over_huge[1:], over_huge[0])]
 
 
 def sums_in_one_pass(arrays: Arrays, lanes: int = 1) -> Arrays:
@@ -193,57 +62,11 @@ def sums_in_one_pass(arrays: Arrays, lanes: int = 1) -> Arrays:
     flat = [x.ravel() for x in arrays]
     rows = [x[: size - rest].reshape(-1, lanes, width) for x in flat]
     parts = [x[:, lane] for x in rows for lane in range(lanes)]
-    sums = jnp.stack([x.sum() for x in _reduce(lax.add, parts, 0, axes=(1,))])
+    sums = jnp.stack([x.sum() for x in reduce(lax.add, parts, 0, axes=(1,))])
     sums = list(sums.reshape(-1, lanes).sum(1))
     if rest:
-        ends = _reduce(lax.add, [x[size - rest :] for x in flat], 0)
+        ends = reduce(lax.add, [x[size - rest :] for x in flat], 0)
         sums = [x + y for x, y in zip(sums, ends, strict=True)]
-    return sums
-
-
-def _bounded_squares(array: jax.Array) -> jax.Array:
-    """The squares of an array's entries, for a TPU; `NONFINITE` if not finite.
-
-    One array instead of the two of `_squares`: gradients are read for the norm as they
-    are for the finite check (test_a_guard_reads_what_the_finite_check_reads). An entry
-    over `LARGEST_ON_TPU` counts as that.
-    """
-    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-    squares = []
-    for part in map(widen, parts):
-        bounded = jnp.minimum(jnp.abs(part), LARGEST_ON_TPU)
-        squares.append(jnp.where(jnp.isfinite(part), bounded * bounded, NONFINITE))
-    return sum(squares[1:], squares[0])
-
-
-def _sums_by_product(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Sums of arrays for a TPU, as `_flag_by_product` counts.
-
-    The matrix unit rounds each entry to bfloat16, so a sum is right to 1 in 500.
-    """
-    columns: dict[tuple[int, int | None], dict[int, jax.Array]] = {}
-    for i, array in arrays.items():
-        rows = array.reshape(-1, array.shape[-1])
-        ones = jnp.ones((8, rows.shape[0]), rows.dtype)
-        products = jnp.dot(ones, rows, precision=lax.Precision.DEFAULT)
-        # Columns that fill all lanes are added in the kernel of the product, those of
-        # other arrays in one reduction. Otherwise XLA:TPU keeps fewer gradients on the
-        # chip (test_a_guard_needs_full_lanes_to_be_added_within_the_product).
-        alone = None if array.shape[-1] % TPU_LANES else i
-        columns.setdefault((array.shape[-1], alone), {})[i] = products[0]
-    sums = {}
-    for group in columns.values():
-        added = jnp.stack(list(group.values())).sum(1)
-        sums |= dict(zip(group, added, strict=True))
-    return sums
-
-
-def _sums_in_groups(arrays: dict[int, jax.Array], size: int) -> dict[int, jax.Array]:
-    sums = {}
-    for group in _of_one_shape(list(arrays.values()), size):
-        keys = [list(arrays)[i] for i in group]
-        reduced = _reduce(lax.add, [arrays[key] for key in keys], 0)
-        sums |= dict(zip(keys, reduced, strict=True))
     return sums
 
 
@@ -273,8 +96,8 @@ def _finite_on_gpu(*arrays: jax.Array) -> jax.Array:
 
 def _finite_on_tpu(*arrays: jax.Array) -> jax.Array:
     def whole(*arrays: jax.Array) -> jax.Array:
-        large = [array for array in arrays if _is_for_product(array)]
-        small = [array for array in arrays if not _is_for_product(array)]
+        large = [array for array in arrays if is_for_product(array)]
+        small = [array for array in arrays if not is_for_product(array)]
         flags = _flags_in_groups(small, TPU_GROUP)
         return jnp.stack(flags + [_flag_by_product(array) for array in large]).all()
 
@@ -287,10 +110,10 @@ def _finite_each(*arrays: jax.Array) -> jax.Array:
     Of a reduction of several operands it would gather the results of each device.
     """
     flags = [jnp.isfinite(array).all() for array in arrays]
-    return _joined(jnp.logical_and, True, flags, arrays)
+    return joined(jnp.logical_and, True, flags, arrays)
 
 
-def _joined(
+def joined(
     combine: Callable[[Any, Any], Any], neutral: Any, results: Arrays, arrays: Arrays
 ) -> jax.Array:
     """The results of the arrays, one scalar of each, combined to one.
@@ -323,19 +146,19 @@ def _flag_in_one_pass(array: jax.Array) -> Sequence[jax.Array]:
     axis, since it is slow over several short ones.
     """
     finite = jnp.isfinite(array).ravel()
-    return _reduce(lax.bitwise_and, (finite, finite), True)
+    return reduce(lax.bitwise_and, (finite, finite), True)
 
 
 def _flags_in_groups(arrays: Arrays, size: int) -> list[jax.Array]:
     """`jnp.isfinite(array).all()` of all, in one reduction for arrays of one shape."""
     flags = []
-    for group in _of_one_shape(arrays, size):
+    for group in of_one_shape(arrays, size):
         finite = [jnp.isfinite(arrays[i]) for i in group]
-        flags += _reduce(lax.bitwise_and, finite, True)
+        flags += reduce(lax.bitwise_and, finite, True)
     return flags
 
 
-def _is_for_product(array: jax.Array) -> bool:
+def is_for_product(array: jax.Array) -> bool:
     # Rows are merged below, which moves data unless the tiles of 16 rows stay whole.
     return (
         array.size >= TPU_PRODUCT_SIZE
@@ -358,7 +181,7 @@ def _flag_by_product(array: jax.Array) -> jax.Array:
     return counts.max() == 0
 
 
-def _reduce(
+def reduce(
     combine: Callable[[Any, Any], Any],
     arrays: Arrays,
     initial: Any,
@@ -375,7 +198,7 @@ def _reduce(
     )
 
 
-def _of_one_shape(arrays: Arrays, size: int) -> list[list[int]]:
+def of_one_shape(arrays: Arrays, size: int) -> list[list[int]]:
     """Positions of the arrays, in groups of at most `size` for one reduction each."""
     alike: dict[Any, list[int]] = {}
     for position, array in enumerate(arrays):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_scale import _finite, _reductions
+from jmp_scale import _finite, _reductions, _squares
 
 MACHINES = ["cpu", "gpu", "tpu"]
 
@@ -67,7 +67,7 @@ def test_the_norm_is_right(size, machine):
     finite, norm = flag_and_norm(given)
     assert finite
     # On a TPU larger entries count as this one.
-    largest = _reductions.LARGEST_ON_TPU if machine == "tpu" else np.inf
+    largest = _squares.LARGEST_ON_TPU if machine == "tpu" else np.inf
     least = [np.minimum(np.abs(np.asarray(x, np.float64)), largest) for x in given]
     exact = np.sqrt(sum((x**2).sum() for x in least))
     # What a GPU and a TPU sum in a tree this machine adds one by one.
@@ -101,7 +101,7 @@ def test_arrays_of_mixed_types_are_summed_in_the_widest():
 @pytest.mark.parametrize(
     ("name", "factor", "column"),
     [(name, 1.0, 0) for name in MACHINES]
-    + [(name, _reductions.HUGE, 1) for name in MACHINES if name != "tpu"],
+    + [(name, _squares.HUGE, 1) for name in MACHINES if name != "tpu"],
 )
 def test_the_sums_of_squares_of_every_machine_are_right(name, factor, column):
     """Run here: the operations are the same, whatever the machine."""
@@ -110,7 +110,7 @@ def test_the_sums_of_squares_of_every_machine_are_right(name, factor, column):
     arrays = [np.asarray(random.randn(*shape)) for shape in shapes]
     arrays = [np.float32(factor * x / np.sqrt(np.sum(x * x))) for x in arrays]
     copies = range(1, 1 + len(arrays))
-    squares = getattr(_reductions, f"_squares_on_{name}")
+    squares = getattr(_squares, f"_squares_on_{name}")
     sums = jax.jit(functools.partial(squares, copies))(*arrays)
     expected = sum(1 / count for count in copies)  # the squares of each sum to 1
     np.testing.assert_allclose(sums[column], expected, rtol=1e-4)  # of 2**18 squares

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
-from jmp_scale import _finite, _mesh, _reductions, _scaling, _skip
+from jmp_scale import _finite, _mesh, _reductions, _scaling, _skip, _squares
 
 
 def compiles_for(*names):
@@ -346,7 +346,7 @@ def test_a_guard_reads_what_the_finite_check_reads(name, optimizer):
 
 @compiles_for("tpu-v5e")
 def test_a_guard_needs_full_lanes_to_be_added_within_the_product(name, switched):
-    switched(_reductions, "TPU_LANES", 2**40)
+    switched(_squares, "TPU_LANES", 2**40)
     with_guard = guarded(name, _problems.OPTIMIZERS["clip+adamw"]())
     without = figures(name, "with_loss_scale", optimizer="clip+adamw")
     assert with_guard.bytes_accessed / without.bytes_accessed > 1.01

@@ -9,6 +9,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 jax.config.update("jax_num_cpu_devices", 8)  # before JAX looks for devices
+# Steps one after the other: with fewer cores than devices, one that has begun on some
+# may leave no thread for another to end on the rest, and both would wait forever.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 EVERYWHERE, DIVIDED = P(), P("data")
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 

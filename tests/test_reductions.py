@@ -74,6 +74,14 @@ def test_the_norm_is_right(size, machine):
     np.testing.assert_allclose(norm, exact, rtol=1e-5 if machine == "cpu" else 1e-3)
 
 
+@pytest.mark.usefixtures("machine")
+def test_both_parts_of_complex_numbers_count():
+    given = [3 * array + 4j * array for array in arrays()]
+    parts = [part for array in given for part in (array.real, array.imag)]
+    exact = np.sqrt(sum((np.asarray(x, np.float64) ** 2).sum() for x in parts))
+    np.testing.assert_allclose(flag_and_norm(given)[1], exact, rtol=1e-3)
+
+
 @pytest.mark.parametrize("count", [2**25, 2**25 + 35, 1, 4097])  # 2**25 + 35 is prime
 def test_the_norm_of_many_entries_is_right(count):
     # One float32 to which ones are added does not grow beyond 2**24.

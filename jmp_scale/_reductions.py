@@ -62,10 +62,10 @@ def sums_in_one_pass(arrays: Arrays, lanes: int = 1) -> Arrays:
     flat = [x.ravel() for x in arrays]
     rows = [x[: size - rest].reshape(-1, lanes, width) for x in flat]
     parts = [x[:, lane] for x in rows for lane in range(lanes)]
-    sums = jnp.stack([x.sum() for x in reduce(lax.add, parts, 0, axes=(1,))])
+    sums = jnp.stack([x.sum() for x in _reduce(lax.add, parts, 0, axes=(1,))])
     sums = list(sums.reshape(-1, lanes).sum(1))
     if rest:
-        ends = reduce(lax.add, [x[size - rest :] for x in flat], 0)
+        ends = _reduce(lax.add, [x[size - rest :] for x in flat], 0)
         sums = [x + y for x, y in zip(sums, ends, strict=True)]
     return sums
 
@@ -146,16 +146,12 @@ def _flag_in_one_pass(array: jax.Array) -> Sequence[jax.Array]:
     axis, since it is slow over several short ones.
     """
     finite = jnp.isfinite(array).ravel()
-    return reduce(lax.bitwise_and, (finite, finite), True)
+    return _reduce(lax.bitwise_and, (finite, finite), True)
 
 
 def _flags_in_groups(arrays: Arrays, size: int) -> list[jax.Array]:
-    """`jnp.isfinite(array).all()` of all, in one reduction for arrays of one shape."""
-    flags = []
-    for group in of_one_shape(arrays, size):
-        finite = [jnp.isfinite(arrays[i]) for i in group]
-        flags += reduce(lax.bitwise_and, finite, True)
-    return flags
+    finite = [jnp.isfinite(array) for array in arrays]
+    return list(reduced_in_groups(lax.bitwise_and, finite, True, size).values())
 
 
 def is_for_product(array: jax.Array) -> bool:
@@ -181,7 +177,18 @@ def _flag_by_product(array: jax.Array) -> jax.Array:
     return counts.max() == 0
 
 
-def reduce(
+def reduced_in_groups(
+    combine: Callable[[Any, Any], Any], arrays: Arrays, initial: Any, size: int
+) -> dict[int, jax.Array]:
+    """Each array reduced, by its position; `size` of one shape share a reduction."""
+    results: dict[int, jax.Array] = {}
+    for group in _of_one_shape(arrays, size):
+        reduced = _reduce(combine, [arrays[i] for i in group], initial)
+        results |= dict(zip(group, reduced, strict=True))
+    return results
+
+
+def _reduce(
     combine: Callable[[Any, Any], Any],
     arrays: Arrays,
     initial: Any,
@@ -198,13 +205,12 @@ def reduce(
     )
 
 
-def of_one_shape(arrays: Arrays, size: int) -> list[list[int]]:
+def _of_one_shape(arrays: Arrays, size: int) -> list[list[int]]:
     """Positions of the arrays, in groups of at most `size` for one reduction each."""
     alike: dict[Any, list[int]] = {}
     for position, array in enumerate(arrays):
         # All operands of a reduction have one type: float64 squares stay apart.
-        is_wide = array.dtype in (np.float64, np.complex128)
-        key = array.shape, is_wide, _mesh.varying_axes(array)
+        key = array.shape, array.dtype == np.float64, _mesh.varying_axes(array)
         alike.setdefault(key, []).append(position)
     return [
         group[start : start + size]

@@ -16,8 +16,7 @@ from ._reductions import (
     Arrays,
     is_for_product,
     joined,
-    of_one_shape,
-    reduce,
+    reduced_in_groups,
     sums_in_one_pass,
 )
 from ._tree import widen
@@ -82,7 +81,11 @@ def _squares_on_tpu(copies: Sequence[int], *arrays: jax.Array) -> jax.Array:
         squares = dict(enumerate(map(_bounded_squares, arrays)))
         large = {i: x for i, x in squares.items() if is_for_product(arrays[i])}
         small = {i: x for i, x in squares.items() if i not in large}
-        sums = _sums_by_product(large) | _sums_in_groups(small, _reductions.TPU_GROUP)
+        reduced = reduced_in_groups(
+            lax.add, list(small.values()), 0, _reductions.TPU_GROUP
+        )
+        sums = _sums_by_product(large)
+        sums |= {i: reduced[k] for k, i in enumerate(small)}
         dtype = np.result_type(*(x.dtype for x in sums.values()))
         plain = jnp.stack([sums[i].astype(dtype) for i in squares])
         over_huge = jnp.where(plain < NONFINITE / 2, jnp.zeros_like(plain), NONFINITE)
@@ -114,11 +117,9 @@ def _squares_each(arrays: Arrays) -> list[Arrays]:
 
 
 def _squares_in_groups(arrays: Arrays, size: int) -> list[Arrays]:
-    sums: dict[int, Arrays] = {}
-    for group in of_one_shape(arrays, size):
-        reduced = reduce(lax.add, [x for i in group for x in _squares(arrays[i])], 0)
-        sums |= {i: reduced[2 * k : 2 * k + 2] for k, i in enumerate(group)}
-    return [sums[i] for i in range(len(arrays))]
+    squares = [x for array in arrays for x in _squares(array)]
+    sums = reduced_in_groups(lax.add, squares, 0, 2 * size)
+    return [[sums[i], sums[i + 1]] for i in range(0, len(squares), 2)]
 
 
 def _rows(sums: Sequence[Arrays]) -> jax.Array:
@@ -138,9 +139,8 @@ def _squares(array: jax.Array, *, shared: bool = True) -> Arrays:
     that clips the same gradients: a GPU then reads them once. XLA:CPU would write them
     to memory (test_a_guard_reads_what_the_finite_check_reads).
     """
-    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     plain, over_huge = [], []
-    for part in map(widen, parts):
+    for part in _real_parts(array):
         # Without the minimum, which changes no finite float32, XLA multiplies the
         # squares by 1 / HUGE**2, which is 0: NaN where they overflow
         # (test_the_norm_is_right_for_every_size_of_gradients).
@@ -159,12 +159,16 @@ def _bounded_squares(array: jax.Array) -> jax.Array:
     are for the finite check (test_a_guard_reads_what_the_finite_check_reads). An entry
     over `LARGEST_ON_TPU` counts as that.
     """
-    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
     squares = []
-    for part in map(widen, parts):
+    for part in _real_parts(array):
         bounded = jnp.minimum(jnp.abs(part), LARGEST_ON_TPU)
         squares.append(jnp.where(jnp.isfinite(part), bounded * bounded, NONFINITE))
     return sum(squares[1:], squares[0])
+
+
+def _real_parts(array: jax.Array) -> Arrays:
+    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+    return [widen(part) for part in parts]
 
 
 def _sums_by_product(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
@@ -186,13 +190,4 @@ def _sums_by_product(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     for group in columns.values():
         added = jnp.stack(list(group.values())).sum(1)
         sums |= dict(zip(group, added, strict=True))
-    return sums
-
-
-def _sums_in_groups(arrays: dict[int, jax.Array], size: int) -> dict[int, jax.Array]:
-    sums = {}
-    for group in of_one_shape(list(arrays.values()), size):
-        keys = [list(arrays)[i] for i in group]
-        reduced = reduce(lax.add, [arrays[key] for key in keys], 0)
-        sums |= dict(zip(keys, reduced, strict=True))
     return sums

@@ -624,7 +624,7 @@ def test_a_changed_layout_is_not_looked_into(monkeypatch):
 
 
 def test_an_unreadable_scan_is_walked_through_and_said_to_be_unread(monkeypatch):
-    monkeypatch.setattr(diagnostics._precision.jaxpr, "_scan_layout", lambda eqn: None)
+    monkeypatch.setattr(jmp_scale._jaxpr, "_scan_layout", lambda eqn: None)
 
     def loss(w, x):
         step = lambda h, _: (jnp.exp(h @ w.astype(F16)), None)  # noqa: E731

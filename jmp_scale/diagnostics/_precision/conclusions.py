@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
+from ..._jaxpr import dtype_name, is_literal, shape
 from .drafts import Draft, Found
 from .facts import is_half, of_atom, rounded
-from .jaxpr import dtype_name, is_literal, shape
 from .matrix_work import flops, is_narrow, is_of_vectors, operand_dtypes
 from .program import Line
 from .source import Place, line_in, numbers_at, place_of_function, producer

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..._jaxpr import dtype_name
 from .facts import MOST_VALUES, Fact, is_half, is_wide, rounded
-from .jaxpr import dtype_name
 from .source import Place, names_an_epsilon, numbers_at
 
 _LARGEST_EPSILON = 1e-2

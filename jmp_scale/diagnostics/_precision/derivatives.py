@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .jaxpr import open_jaxpr
+from ..._jaxpr import open_jaxpr
 from .source import begin_user_code
 
 

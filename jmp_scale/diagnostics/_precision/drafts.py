@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from ..._jaxpr import dtype_name, shape
 from .facts import Fact
-from .jaxpr import dtype_name, shape
 from .source import Place
 
 Severity = Literal["error", "warning", "note"]

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .jaxpr import constant, dtype_name, is_literal
+from ..._jaxpr import constant, dtype_name, is_literal
 
 INF = math.inf
 MOST_VALUES = 8

@@ -11,9 +11,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .drafts import Draft
-from .facts import Fact, is_half
-from .jaxpr import (
+from ..._jaxpr import (
     Loop,
     dtype_name,
     fits,
@@ -24,6 +22,8 @@ from .jaxpr import (
     subjaxprs,
     words,
 )
+from .drafts import Draft
+from .facts import Fact, is_half
 
 _LINEAR_IN_FIRST = words(
     "broadcast_in_dim convert_element_type copy expand_dims name neg "

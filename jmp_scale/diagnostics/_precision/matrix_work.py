@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from .jaxpr import dtype_name, shape, size, words
+from ..._jaxpr import dtype_name, shape, size, words
 
 _PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
 _FLOATING = ("float", "bfloat", "complex")

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..._jaxpr import dtype_name, open_jaxpr
 from . import conclusions, matrix_work
 from .drafts import Found, Severity
 from .facts import of_dtype
-from .jaxpr import dtype_name, open_jaxpr
 from .matrix_work import Operation
 from .program import Line, Tracer, check_arguments, noting_overflowing_casts
 from .source import Place, place_of_caller

@@ -8,9 +8,9 @@ cures, is docs/precision.md.
 import math
 from collections.abc import Iterator
 
+from ..._jaxpr import dtype_name, shape, words
 from .drafts import Draft, Step
 from .facts import Fact, is_half, is_integer, is_wide, power, rounded
-from .jaxpr import dtype_name, shape, words
 from .source import Place
 from .sums import half_collective, half_sum
 

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .jaxpr import loop_of, open_jaxpr, subjaxprs
+from ..._jaxpr import loop_of, open_jaxpr, subjaxprs
 
 _OWN = pathlib.Path(__file__).parents[2]
 _LIBRARIES = "jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"

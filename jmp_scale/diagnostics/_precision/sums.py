@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from ..._jaxpr import dtype_name, open_jaxpr, shape, size, subjaxprs
 from .drafts import Draft, Severity, Step
 from .facts import is_half, is_wide
-from .jaxpr import dtype_name, open_jaxpr, shape, size, subjaxprs
 
 _LONG, _ENDLESS = 4096, 65504
 _COLLECTIVES = ("psum", "reduce_scatter", "all_reduce", "unreduced_psum")

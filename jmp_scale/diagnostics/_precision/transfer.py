@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._jaxpr import dtype_name, shape, size
 from .constants import with_guard, with_values
 from .facts import (
     INF,
@@ -20,7 +21,6 @@ from .facts import (
     power,
     rounded,
 )
-from .jaxpr import dtype_name, shape, size
 
 
 def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:

@@ -9,12 +9,12 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from . import jaxpr as jaxprs
+from ... import _jaxpr as jaxprs
+from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .constants import starts_a_sum
 from .derivatives import jvp_rule, vjp_rules
 from .drafts import Draft, Found, Scope, Step, Visit
 from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, widened
-from .jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .loops import counted, half_carries
 from .rules import faults, is_narrowed_by_user
 from .source import Place, is_users, place_of

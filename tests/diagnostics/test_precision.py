@@ -408,7 +408,7 @@ def test_a_forward_rule_that_calls_its_own_function():
 
 def test_what_remains_when_the_rules_cannot_be_read(monkeypatch):
     walk = diagnostics._precision.walk
-    monkeypatch.setattr(walk, "vjp_rules", lambda eqn: None)
+    monkeypatch.setattr(walk, "vjp_rules", lambda eqn, call: None)
 
     @jax.custom_vjp
     def function(x):

@@ -3,7 +3,7 @@
 From the top: `report` is the public function, `program` traces, `walk` goes through the
 equations with the `rules` of one operation and the `loops`, `facts` and `transfer` say
 what is known about a value, and `conclusions` holds the rules of a whole program.
-`derivatives`, `source` and `matrix_work` read what JAX gives.
+`source` and `matrix_work` read what JAX gives.
 """
 
 from .matrix_work import Operation as Operation

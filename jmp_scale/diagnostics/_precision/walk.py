@@ -10,14 +10,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ... import _jaxpr as jaxprs
-from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
+from ..._jaxpr import (
+    Loop,
+    dtype_name,
+    fits,
+    is_literal,
+    jvp_rule,
+    open_jaxpr,
+    vjp_rules,
+    words,
+)
 from .constants import starts_a_sum
-from .derivatives import jvp_rule, vjp_rules
 from .drafts import Draft, Found, Scope, Step, Visit
 from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, widened
 from .loops import counted, half_carries
 from .rules import faults, is_narrowed_by_user
-from .source import Place, is_users, place_of
+from .source import Place, begin_user_code, is_users, place_of
 from .transfer import transfer
 
 # These have a jaxpr of scalars that says how two entries are combined.
@@ -229,7 +237,7 @@ class Walk:
         return self.run(rule, [*primals, *tangents], scope)[: len(eqn.outvars)]
 
     def _by_vjp_rules(self, eqn: Any, ins: list[Fact], scope: Scope) -> Any:
-        rules = vjp_rules(eqn)
+        rules = vjp_rules(eqn, begin_user_code)
         if rules is None:
             return None
         self._kept.append(rules)

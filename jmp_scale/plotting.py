@@ -11,20 +11,6 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._figures import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    draw_limited,
-    draw_skipped,
-    finish,
-    make_legible,
-    power,
-)
 from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
 from .diagnostics._casts import limits
 
@@ -37,7 +23,13 @@ except ImportError as error:
         "jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'"
     ) from error
 
-_POWERS_OF_TWO = FuncFormatter(lambda log2, _: power(log2))
+# From the palette of Okabe and Ito, which the color-blind can tell apart. Each stands
+# out from white and from a dark page.
+BLUE, SKY, ORANGE, RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
+PURPLE, GREY = "#cc79a7", "#999999"
+INK = "#7f7f7f"  # of text, which can be read on both
+
+_POWERS_OF_TWO = FuncFormatter(lambda log2, _: _power(log2))
 
 
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
@@ -69,11 +61,13 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
         (broken, "X", PURPLE, "skipped: the loss is not finite"),
     ):
         label = f"{label} ({skipped.sum()})"
-        draw_skipped(ax, step[skipped], log2_scale[skipped], marker, color, label=label)
+        _draw_skipped(
+            ax, step[skipped], log2_scale[skipped], marker, color, label=label
+        )
     ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
     _power_of_two_axis(ax.yaxis)
     ax.margins(y=0.15)
-    finish(ax, grid="both")
+    _finish(ax, grid="both")
     return ax
 
 
@@ -117,10 +111,10 @@ def plot_spikes(
         (top, "loss", "loss_limit", "loss"),
         (bottom, "grad_norm", "norm_limit", "gradient norm"),
     ):
-        draw_limited(ax, recorded, name, limit, spike)
+        _draw_limited(ax, recorded, name, limit, spike)
         ax.set(ylabel=label)
-        finish(ax, legend=ax is top)
-        make_legible(ax)
+        _finish(ax, legend=ax is top)
+        _make_legible(ax)
     bottom.set(xlabel="step", yscale="log")
     steps = len(spike)
     were = "step" if spike.sum() == 1 else "steps"
@@ -186,11 +180,11 @@ def plot_exponent_histogram(
     lost = shares[exponents < flushed].sum()
     ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
     ax.set(xlabel="unscaled magnitude", ylabel="share of non-zero entries")
-    place = f"{np.dtype(dtype).name} at S = {power(log2_scale)}"
+    place = f"{np.dtype(dtype).name} at S = {_power(log2_scale)}"
     ax.set_title(f"{place}: {lost:.1%} of the non-zero entries lost")
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _power_of_two_axis(ax.xaxis)
-    finish(ax, legend=False)
+    _finish(ax, legend=False)
     return ax
 
 
@@ -230,10 +224,10 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
         left += share
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
-    place = f"{report.dtype} at S = {power(np.log2(float(report.loss_scale)))}"
+    place = f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}"
     ax.set_title(f"{place}: what is lost of each leaf", pad=28)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    finish(ax, grid="x", legend=False)
+    _finish(ax, grid="x", legend=False)
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
     ax.legend(**above, ncols=3, frameon=False, handlelength=1)
     return ax
@@ -280,8 +274,8 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
 def _window_title(low: float, high: float, best: float) -> str:
     if np.isnan(low):
         return "No loss scale works"
-    window = f"Loss scales from {power(low)} to {power(high)} work"
-    return f"{window}; start from {power(best)}"
+    window = f"Loss scales from {_power(low)} to {_power(high)} work"
+    return f"{window}; start from {_power(best)}"
 
 
 def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
@@ -293,3 +287,57 @@ def _power_of_two_axis(axis: Any) -> None:
         MaxNLocator(integer=True, min_n_ticks=3, steps=[1, 2, 4, 5, 10])
     )
     axis.set_major_formatter(_POWERS_OF_TWO)
+
+
+def _power(log2: float) -> str:
+    """A power of two as mathematical text."""
+    return f"$2^{{{log2:g}}}$"
+
+
+def _finish(ax: Any, grid: str = "y", legend: bool = True) -> None:
+    """Removes two spines, and adds the grid and the legend."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis=grid, color="0.9", linewidth=0.8, zorder=0)
+    ax.set_axisbelow(True)
+    if legend:
+        ax.legend(frameon=False, loc="best")
+
+
+def _make_legible(ax: Any) -> None:
+    """Gives texts, ticks and spines a color that stands out from white and black."""
+    ax.tick_params(colors=INK, which="both")
+    ax.xaxis.label.set_color(INK)
+    ax.yaxis.label.set_color(INK)
+    for spine in ax.spines.values():
+        spine.set_edgecolor(INK)
+    ax.grid(color=INK, alpha=0.25)
+    legend = ax.get_legend()
+    for text in legend.get_texts() if legend else ():
+        text.set_color(INK)
+
+
+def _draw_skipped(ax: Any, step: Any, y: Any, marker: str, color: str, **style) -> None:
+    """Marks for skipped steps; nothing, and no entry in the legend, for none."""
+    if len(step):
+        style = {"s": 36, "linewidth": 0, "zorder": 4, **style}
+        ax.scatter(step, y, marker=marker, color=color, **style)
+
+
+def _draw_limited(
+    ax: Any, recorded: dict[str, Any], name: str, limit: str, spike: Any
+) -> None:
+    """A recorded number, the limit above which it is a spike, and the spikes."""
+    step = recorded["step"]
+    y, limits = (
+        np.where(np.isfinite(recorded[key]), recorded[key], np.nan)
+        for key in (name, limit)
+    )
+    applied = np.where(recorded["applied"], y, np.nan)
+    ax.plot(step, applied, color=BLUE, linewidth=1.2, label="applied", zorder=2)
+    if np.isfinite(limits).any():
+        style = {"color": ORANGE, "linestyle": "--", "linewidth": 1.4, "zorder": 3}
+        ax.plot(step, limits, label="limit of the guard", **style)
+    _draw_skipped(ax, step[spike], y[spike], "v", RED, s=40, label="skipped")
+    if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
+        # A spike a thousand times the loss would leave nothing to see of the rest.
+        ax.set_yscale("log")

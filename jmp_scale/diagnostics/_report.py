@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jax.typing import DTypeLike
 from .._loss_scale import scale_value
 from .._tree import named_inexact_leaves
 from . import _casts
-from ._text import report_table
+
+_SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
 
 # Doublings that a recommended loss scale leaves between the largest entry and overflow.
 MARGIN_BITS = 2
@@ -129,7 +131,7 @@ class GradReport:
     def summary(self, k: int | None = None) -> str:
         """A table of the k worst leaves, or of all in the order of the tree (host)."""
         report = self.to_dict()
-        return report_table(report, report["leaves"] if k is None else self.worst(k))
+        return _table(report, report["leaves"] if k is None else self.worst(k))
 
 
 def grad_report(
@@ -173,6 +175,11 @@ def grad_report(
     return GradReport(
         **_report_arrays(leaves, loss_scale, name), paths=paths, dtype=name
     )
+
+
+def power(s: float) -> str:
+    """S as a power of two: "2^15", or "nan", "inf" and "0" as they are."""
+    return f"2^{math.log2(s):.4g}" if 0 < s < math.inf else f"{s:g}"
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -292,3 +299,50 @@ def _recommended_log2_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
         - MARGIN_BITS
     )
     return jnp.where(largest > 0, log2.astype(jnp.float32), jnp.nan)
+
+
+def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+    """`GradReport.to_dict()` as a headline and a table of some of its leaves."""
+    lines = [_headline(report)]
+    if not rows:
+        return lines[0]
+    width = max(len(name) for name in ("leaf", *map(_leaf_name, rows)))
+    heads = "".join(f"{name:>12}" for name in (*_SHARES, "amax", "headroom", "range"))
+    lines += [f"{'leaf':{width}}{'entries':>12}{heads}"]
+    for path, row in rows.items():
+        cells = [_percent(row[name], row["size"]) for name in _SHARES]
+        # A leaf of zeros, or without finite entries, has neither headroom nor range.
+        cells += [f"{row['amax']:.2e}" if row["amax"] else "-"]
+        for name in ("headroom_bits", "dynamic_range_bits"):
+            # Adding 0.0 turns a rounded -0.0 into 0.0.
+            cells += [f"{round(row[name], 1) + 0.0:.1f} bits" if row["amax"] else "-"]
+        columns = "".join(f"{cell:>12}" for cell in cells)
+        lines += [f"{_leaf_name(path):{width}}{row['size']:>12,.0f}{columns}"]
+    return "\n".join(lines)
+
+
+def _headline(report: dict[str, Any]) -> str:
+    s, log2 = report["loss_scale"], report["recommended_log2_scale"]
+    start = f"gradients at loss scale {power(s)}, cast to {report['dtype']}"
+    leaves = list(report["leaves"])
+    if not leaves:
+        return f"{start}: no floating-point leaves"
+    finite = "all finite"
+    if not report["all_finite"]:
+        first = leaves[report["first_nonfinite"]]
+        finite = f"not finite from {_leaf_name(first)} on"
+    advice = f"recommended loss scale at most 2^{log2:g}"
+    if math.isnan(log2):
+        advice = "no loss scale to recommend, since no entry is finite and non-zero"
+    return f"{start}: {finite}; {advice}"
+
+
+def _leaf_name(path: str) -> str:
+    return path or "(the whole tree)"
+
+
+def _percent(count: float, size: float) -> str:
+    if count == 0 or size == 0:
+        return "0"
+    share = 100 * count / size
+    return f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"

@@ -30,14 +30,17 @@ def dot_general(
     weight's gradient, and XLA puts the all-reduce that adds the parts right behind the
     matrix product. In half precision the sum of N parts can overflow where no part
     does, and rounds once per addition. Here the parts are float32, and so is the
-    all-reduce, or the reduce-scatter; their sum is rounded once. The operands of all
-    products stay in half precision, as the tensor cores want them. It costs bytes:
-    those gradients cross the wire in 4 bytes per entry rather than 2.
+    all-reduce (or reduce-scatter); their sum is rounded once. It costs bytes: those
+    gradients cross the wire in 4 bytes per entry rather than 2.
+
+    The operands of all products stay in half precision, as tensor cores want them. A
+    float32 product of half operands (`preferred_element_type=float32`) has a float32
+    cotangent, which is kept as it is, as in `jax.lax.dot_general`.
 
     For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
     place of `lax.dot_general`. A bias is not a matrix product: its gradient is still
-    summed in its own dtype. With float32 operands nothing changes. It has a
-    reverse-mode derivative only.
+    summed in its own dtype. With float32 operands nothing changes. Only reverse-mode
+    derivatives are defined.
 
     Args:
       lhs: an array.
@@ -62,7 +65,7 @@ def dot_general(
     contracting, batch = dimension_numbers
     static = (
         tuple(tuple(map(int, part)) for part in (*contracting, *batch)),
-        precision,
+        tuple(precision) if isinstance(precision, list) else precision,
         preferred_element_type,
         tuple(sorted(options.items())),
     )
@@ -90,24 +93,26 @@ def _backward(static: Any, operands: Any, cotangent: jax.Array) -> Any:
     lhs, rhs = operands
     dimensions, precision, _, _ = static
     of_lhs, of_rhs, of_out = _labels(lhs.ndim, rhs.ndim, dimensions)
-    half = jnp.promote_types(lhs.dtype, rhs.dtype)
-    # A float32 cotangent would make these products float32 ones, without tensor cores.
-    cotangent = cotangent.astype(half)
 
     def gradient(other: jax.Array, labels: Any, operand: jax.Array, own: Any) -> Any:
-        wide = jnp.promote_types(half, jnp.float32)
         product = jnp.einsum(
             *(cotangent, of_out, other, labels, own),
             precision=precision,
-            preferred_element_type=wide,
+            preferred_element_type=_at_least_float32(cotangent, operand),
             out_sharding=_mesh.explicit_sharding(operand),
         )
         return _mesh.sum_where_equal(product, operand).astype(operand.dtype)
 
-    return gradient(rhs, of_rhs, lhs, of_lhs), gradient(lhs, of_lhs, rhs, of_rhs)
+    # The cotangent of a float32 product is float32, whatever the operands are.
+    with jax.numpy_dtype_promotion("standard"):
+        return gradient(rhs, of_rhs, lhs, of_lhs), gradient(lhs, of_lhs, rhs, of_rhs)
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _at_least_float32(*arrays: jax.Array) -> Any:
+    return jnp.result_type(jnp.float32, *(x for x in arrays if x.dtype.itemsize >= 4))
 
 
 def _labels(lhs_ndim: int, rhs_ndim: int, dimensions: Any) -> tuple[list[int], ...]:

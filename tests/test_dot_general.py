@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import assert_bitwise_equal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -54,20 +55,50 @@ def test_product_and_gradients_are_those_of_jax(name, dtype):
         )
 
 
-def test_the_result_may_be_wider_than_the_operands():
-    x, w = normal(0, (4, 3), jnp.float16), normal(1, (3, 2), jnp.float16)
+def grad_of_sum(dot_general, lhs, rhs, factor=1.0, **options):
+    """Of a sum over 4 x 3 and 3 x 2 matrices, with the gradients of both."""
 
-    def loss(w):
-        product = jmp_scale.dot_general(
-            x, w, PRODUCTS["matrices"][2], preferred_element_type=jnp.float32
-        )
-        assert product.dtype == jnp.float32
-        return product.sum()
+    def loss(lhs, rhs):
+        product = dot_general(lhs, rhs, PRODUCTS["matrices"][2], **options)
+        return (product.astype(jnp.float32) * factor).sum()
 
-    grad = jax.grad(loss)(w)
-    assert grad.dtype == jnp.float16
-    expected = np.repeat(np.float32(x).sum(0)[:, None], 2, 1)
-    np.testing.assert_allclose(np.float32(grad), expected, rtol=2e-3, atol=2e-3)
+    return jax.grad(loss, (0, 1))(lhs, rhs)
+
+
+# The cotangents, 1e5 and 1e-9, are infinite and 0 in float16, and the gradients of w
+# are not.
+@pytest.mark.parametrize(
+    ("x", "factor", "expected"), [(1e-3, 1e5, 400), (1e3, 1e-9, 4e-6)]
+)
+def test_the_cotangent_of_a_float32_product_stays_float32(x, factor, expected):
+    x, w = jnp.full((4, 3), x, jnp.float16), jnp.zeros((3, 2), jnp.float16)
+    wide = {"preferred_element_type": jnp.float32}
+    _, got = grad_of_sum(jmp_scale.dot_general, x, w, factor, **wide)
+    assert got.dtype == jnp.float16
+    # float16 is subnormal at 4e-6, with steps of 6e-8.
+    np.testing.assert_allclose(np.float32(got), expected, rtol=2e-3, atol=6e-8)
+
+
+FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+@pytest.mark.parametrize("result", [None, jnp.float32])
+@pytest.mark.parametrize("rhs", FLOAT8)
+def test_float8_operands_have_the_gradients_of_jax(rhs, result):
+    x, w = jnp.full((4, 3), 2.0, FLOAT8["e4m3"]), jnp.full((3, 2), 0.5, FLOAT8[rhs])
+    options = {"preferred_element_type": result}
+    expected = grad_of_sum(lax.dot_general, x, w, **options)
+    assert_bitwise_equal(grad_of_sum(jmp_scale.dot_general, x, w, **options), expected)
+
+
+@pytest.mark.strict_promotion
+@pytest.mark.parametrize("result", [None, jnp.float32])
+@pytest.mark.parametrize("precision", [None, "highest", ["highest", "default"]])
+def test_strict_promotion_and_lists_of_precisions_work_as_in_jax(precision, result):
+    x, w = jnp.full((4, 3), 2.0, jnp.float16), jnp.full((3, 2), 0.5, jnp.float16)
+    options = {"precision": precision, "preferred_element_type": result}
+    expected = grad_of_sum(lax.dot_general, x, w, **options)
+    assert_bitwise_equal(grad_of_sum(jmp_scale.dot_general, x, w, **options), expected)
 
 
 def loss_of(dot_general):

@@ -1,4 +1,4 @@
-"""Every optimizer of Optax, found by enumeration."""
+"""Every optimizer of Optax, found by enumeration, and ways to combine them."""
 
 import inspect
 import warnings
@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-# Optimizers that need more than a learning rate, or none at all.
+
+def schedule(count):
+    return 0.1 / (1 + count)
+
+
+# Optimizers that need more than a learning rate, or none at all, and combinations.
 SPECIAL = {
+    "multi_steps": lambda: optax.MultiSteps(
+        optax.adam(0.1), 2
+    ).gradient_transformation(),
     "adafactor_factored": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
     "adam_bf16_momentum": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
     "add_noise": lambda: optax.chain(
@@ -18,18 +26,28 @@ SPECIAL = {
     "backtracking": lambda: optax.chain(
         optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)
     ),
+    "clip": lambda: optax.chain(optax.clip(1.0), optax.sgd(0.1)),
     "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+    "conditional": lambda: optax.chain(
+        optax.conditionally_transform(optax.scale(0.0), lambda step: step % 2 == 1),
+        optax.sgd(0.1),
+    ),
+    "ema": lambda: optax.chain(optax.adam(0.1), optax.ema(0.9)),
+    "freeze": lambda: optax.chain(
+        optax.adam(0.1), optax.transforms.freeze({"w": False, "b": True})
+    ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
-        learning_rate=lambda n: 0.1 / (1 + n)
+        learning_rate=schedule
     ),
     "lbfgs_without_search": lambda: optax.lbfgs(0.1, linesearch=None),
     "masked": lambda: optax.chain(
-        optax.masked(optax.trace(0.9), {"w": True, "b": False}), optax.scale(-0.1)
+        optax.masked(
+            optax.masked(optax.trace(0.9), {"w": True, "b": False}),
+            lambda tree: jax.tree.map(lambda x: x.ndim > 0, tree),
+        ),
+        optax.scale(-0.1),
     ),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "multi_steps": lambda: optax.MultiSteps(
-        optax.adam(0.1), 2
-    ).gradient_transformation(),
     "partition": lambda: optax.partition(
         {"a": optax.adam(0.1), "s": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "b": "s"}
     ),
@@ -39,7 +57,15 @@ SPECIAL = {
     ),
     "rmsprop_centered": lambda: optax.rmsprop(0.1, centered=True, momentum=0.9),
     "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
+    "schedule": lambda: optax.sgd(schedule),
     "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(0.1), 0.1),
+    "selective_transform": lambda: optax.transforms.selective_transform(
+        optax.adam(0.1), freeze_mask={"w": False, "b": True}
+    ),
+    "set_to_zero": lambda: optax.partition(
+        {"train": optax.adam(0.1), "freeze": optax.set_to_zero()},
+        {"w": "train", "b": "freeze"},
+    ),
     "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1)),
 }
 

@@ -178,3 +178,14 @@ def test_a_model_that_stays_nan_is_noticed():
     flags, losses = [True] * 2 + [False] * 50, [0.5] * 2 + [np.nan] * 50
     states = list(train_on(flags, losses, DynamicLossScale()))
     assert [int(s.skipped_in_a_row) for s in states] == [0, 0, *range(1, 51)]
+
+
+def test_several_loss_scales_are_found_by_metrics_and_not_by_a_bare_name():
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DynamicLossScale(2.0**10))
+    params = jnp.ones(2)
+    states = {"generator": tx.init(params), "discriminator": tx.init(params)}
+    with pytest.raises(KeyError, match="multiple values"):
+        optax.tree.get(states, "loss_scale")
+    metrics = jmp_scale.diagnostics.metrics(states)
+    assert float(metrics["['generator'].loss_scale"]) == 2.0**10
+    assert float(metrics["['discriminator'].loss_scale"]) == 2.0**10

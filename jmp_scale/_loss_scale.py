@@ -83,6 +83,7 @@ class StaticLossScale(_pytree.Pytree):
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+"""One of the three loss scales, for annotations and `isinstance`."""
 
 
 class LossScaleState(NamedTuple):

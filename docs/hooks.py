@@ -1,0 +1,104 @@
+"""What MkDocs calls: links from names to their entries, and the table of all names.
+
+Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
+out, because the site is built without a network.
+"""
+
+import itertools
+import pathlib
+import re
+
+import griffe
+
+DOCS = pathlib.Path(__file__).parent
+OWN = {
+    name: name
+    for page in DOCS.glob("api/*.md")
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+}
+# `scale` or `grad` alone is mostly a method or an argument, `Optimizer` Flax's.
+NEVER_ALONE = {"scale", "grad", "adjust", "unscale", "Optimizer", "TrainState"}
+JAX = "https://docs.jax.dev/en/latest/_autosummary/"
+OPTAX = "https://optax.readthedocs.io/en/latest/api/"
+OPTAX_PAGES = {
+    "optimizer_wrappers": ("apply_if_finite", "MultiSteps", "masked"),
+    "combining_optimizers": ("multi_transform", "partition", "chain"),
+    "transformations": ("clip_by_global_norm", "zero_nans", "ema"),
+    "optimizers": ("adamw", "adam", "sgd"),
+}
+OTHERS = {
+    f"optax.{name}": f"{OPTAX}{page}.html#optax.{name}"
+    for page, names in OPTAX_PAGES.items()
+    for name in names
+} | {
+    name: f"{JAX}{name}.html"
+    for name in (
+        "jax.checkpoint",
+        "jax.debug_nans",
+        "jax.default_matmul_precision",
+        "jax.grad",
+        "jax.jit",
+        "jax.lax.dot_general",
+        "jax.lax.pmean",
+        "jax.lax.reduce_precision",
+        "jax.lax.scan",
+        "jax.pmap",
+        "jax.set_mesh",
+        "jax.shard_map",
+        "jax.ShapeDtypeStruct",
+        "jax.value_and_grad",
+        "jax.vmap",
+    )
+}
+
+
+def _short_names(identifier):
+    """`health` and `diagnostics.health` for `jmp_scale.diagnostics.health`."""
+    parts = identifier.split(".")[1:]  # without jmp_scale
+    if len(parts) > 1:
+        yield ".".join(parts)
+    if parts[0] != "presets" and parts[-1] not in NEVER_ALONE:
+        yield parts[-1]
+
+
+NAMES = OWN | {short: name for name in OWN for short in _short_names(name)}
+# Code, headings and links as they are; a code span of one name becomes a link.
+PARTS = re.compile(
+    r"<pre.*?</pre>|<h\d.*?</h\d>|<a[ >].*?</a>|<autoref.*?</autoref>"
+    r"|<code>(?P<name>[\w.]+)</code>",
+    re.DOTALL,
+)
+
+
+def on_page_markdown(markdown, page, **_):
+    """The page of all names gets its tables, from the first lines of docstrings."""
+    if page.file.src_uri != "api/index.md":
+        return markdown
+    package = griffe.load("jmp_scale", search_paths=[DOCS.parent])
+    tables = []
+    entries = sorted(OWN, key=lambda name: (name.rpartition(".")[0], name))
+    for module, names in itertools.groupby(entries, lambda n: n.rpartition(".")[0]):
+        tables.append(f"\n## {module}\n\n| name | |\n|---|---|")
+        for name in names:
+            docstring = package[name.removeprefix("jmp_scale.")].docstring
+            line = docstring.value.splitlines()[0]
+            tables.append(f"| [`{name.rpartition('.')[2]}`][{name}] | {line} |")
+    return markdown + "\n".join(tables)
+
+
+def on_page_content(html, page, **_):
+    """A code span that is a name becomes a link, the first time the page has it."""
+    own_page = DOCS / page.file.src_uri
+    seen = set(re.findall(r"^::: (\S+)$", own_page.read_text(), re.MULTILINE))
+
+    def linked(match):
+        name, whole = match["name"], match[0]
+        target = NAMES.get(name or "") or OTHERS.get(name or "")
+        if target is None or target in seen:
+            return whole
+        seen.add(target)
+        if target.startswith("http"):
+            return f'<a href="{target}">{whole}</a>'
+        return f'<autoref identifier="{target}" optional>{whole}</autoref>'
+
+    return PARTS.sub(linked, html)

@@ -1,6 +1,6 @@
 """Machines that are not there: JAX compiles for them, and nothing is run.
 
-The compilers come with the extras `tpu-compile` and `cuda-compile`; no driver, CUDA
+The compilers are the groups `tpu-compile` and `cuda-compile`; no driver, CUDA
 toolkit or device is needed. `jax.experimental.topologies` is called here alone.
 """
 
@@ -55,7 +55,7 @@ TPU_ENVIRONMENT = {
 }
 
 TARGETS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-tpu7x", "h100")
-EXTRAS = {
+GROUPS = {
     "tpu": ("tpu-compile", "libtpu"),
     "h100": ("cuda-compile", "jax_cuda12_plugin"),
 }
@@ -102,10 +102,10 @@ class Target:
 
 def missing(name: str) -> str | None:
     """Why programs cannot be compiled for a target here, None if they can."""
-    extra, module = EXTRAS["h100" if name == "h100" else "tpu"]
+    group, module = GROUPS["h100" if name == "h100" else "tpu"]
     if importlib.util.find_spec(module) is not None:
         return None
-    return f"needs the compiler: pip install 'jmp_scale[{extra}]'"
+    return f"needs the compiler: pip install --group {group}"
 
 
 @functools.cache

@@ -306,10 +306,10 @@ def test_the_other_machines_reductions_are_right(variant, shape, dtype):
             assert not finite(good, np.ones(7, np.float32), array)
 
 
-def test_targets_say_which_extra_is_missing(monkeypatch):
+def test_targets_say_which_group_is_missing(monkeypatch):
     monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
-    assert "jmp_scale[cuda-compile]" in _targets.missing("h100")
-    assert "jmp_scale[tpu-compile]" in _targets.missing("tpu-v6e")
+    assert "--group cuda-compile" in _targets.missing("h100")
+    assert "--group tpu-compile" in _targets.missing("tpu-v6e")
 
 
 @compiles_for("tpu-v5e")

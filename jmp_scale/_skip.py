@@ -1,14 +1,15 @@
 """The skip: an optimizer's update that happens as a whole, or not at all.
 
-Two paths give the same result, bit for bit (on a CPU, in arrays of more than 4,095
-entries, an applied step up to float32's rounding of sums and clipped gradients):
+An applied step is the optimizer's own: the operations that it traces to, each as it is.
+XLA may still fuse and contract them in another way than without the skip, which changes
+a last bit here and there. Two paths, which differ no more than that:
 
 - The *plain* path runs the update on gradients that are zero on a skipped step, and
   selects between old and new state afterwards. It is right under everything.
 - The *fast* path gives the update the gradients as they came, so that nothing waits for
   the flag: a norm that clips the gradients reads them in the pass of the finite check.
   What follows from a NaN is dropped. On a CPU the state is also selected without a
-  copy, and clipping writes nothing to memory (`_skip_on_cpu`).
+  copy (`_skip_on_cpu`).
 
 The fast path is taken only where nothing can see a skipped step before it is dropped:
 in compiled code without effects, callbacks, runtime checks, branches and loops that

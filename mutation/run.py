@@ -45,7 +45,6 @@ TESTS = {
     "_transform": "test_transform test_spike_guard",
     "_optimizer": "test_transform",
     "_skip": "test_skip",
-    "_skip_on_cpu": "test_skip_on_cpu test_skip",
     "_spike_guard": "test_spike_guard",
     "_policy": "test_policy test_jmp",
 }

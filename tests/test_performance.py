@@ -10,7 +10,7 @@ import pytest
 from helpers import on_devices
 
 import jmp_scale
-from jmp_scale import _reductions, _skip, _skip_on_cpu
+from jmp_scale import _reductions, _skip
 
 PARAMS = {
     f"layer{i}": {"kernel": jnp.ones((128, 128)), "bias": jnp.ones(128)}
@@ -70,30 +70,15 @@ def test_only_scalars_of_the_state_are_copied(steps):
     assert len(scaled.copies) <= sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state))
 
 
-# The unscaled step writes what Optax's norm reads, and clipped gradients.
-@pytest.mark.parametrize(("dtype", "limit"), [("f32", 0.81), ("f16", 0.68)])
-def test_a_step_that_clips_reads_and_writes_less_than_the_unscaled_one(dtype, limit):
+@pytest.mark.parametrize(("dtype", "limit"), [("f32", 1.21), ("f16", 1.04)])
+def test_a_step_that_clips_costs_one_more_pass_over_the_state(dtype, limit):
     unscaled, scaled = (
         of_adamw(peer, dtype, optimizer="clip+adamw")
         for peer in ("unscaled", "with_loss_scale")
     )
     assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
-    assert scaled.temporaries <= 0.03 * PARAM_BYTES
+    assert scaled.temporaries <= 1.01 * unscaled.temporaries
     assert scaled.copied_arrays == 0
-
-
-def test_a_norm_needs_a_sum_in_one_pass(switched):
-    switched(_skip_on_cpu, "_is_large_sum", lambda equation: False)
-    assert of_adamw("with_loss_scale", "f32", optimizer="clip+adamw").temporaries > (
-        0.9 * PARAM_BYTES
-    )
-
-
-def test_clipping_needs_products_with_scalars(switched):
-    switched(_skip_on_cpu, "_factors_unless", lambda equation, made_by: [])
-    assert of_adamw("with_loss_scale", "f32", optimizer="clip+adamw").temporaries > (
-        0.9 * PARAM_BYTES
-    )
 
 
 def test_without_the_reduction_of_two_operands_there_are_temporaries(switched):

@@ -1,4 +1,6 @@
+import collections
 import functools
+import re
 import types
 
 import jax
@@ -74,6 +76,22 @@ def test_both_paths_agree_bit_for_bit_and_skip_as_a_whole(name, monkeypatch):
     assert_bitwise_equal(after(3), after(2))
     assert state.skipped.tolist() == [1, 1, 1, 2, 2]
     assert state.applied.tolist() == list(FLAGS)
+
+
+def operations(tx, params):
+    """How often the step has each operation on a CPU, by name and types."""
+    step = jax.jit(lambda grads: tx.update(grads, tx.init(params), params))
+    program = jax.export.export(step, platforms=["cpu"])(params).mlir_module()
+    return collections.Counter(re.findall(r"stablehlo\.(\w+) .*: (.*) loc", program))
+
+
+@pytest.mark.parametrize("name", ["clip_adamw", "lamb"])
+def test_an_applied_step_computes_what_the_optimizer_does_operation_by_operation(name):
+    params = {"large": jnp.ones((16, 1024)), "small": jnp.ones(3)}
+    plain = optax.with_extra_args_support(OPTIMIZERS[name])
+    own = operations(plain, params)
+    assert own["divide", "tensor<16x1024xf32>"] > 1
+    assert own <= operations(jmp_scale.with_loss_scale(plain), params)
 
 
 QUICK = ["adafactor", "adafactor_factored", "adamax", "adamw", "lamb", "prodigy"]

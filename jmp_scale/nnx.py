@@ -1,23 +1,26 @@
 """Flax NNX: an `Optimizer` that skips a step as a whole."""
 
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from ._finite import all_finite
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
 from ._spike_guard import SpikeGuard
-from ._tree import select_tree
-from ._variables import Leaves, graph_nodes, put_back, values_of, written_since
+from ._transform import _look_at
+from ._tree import is_data, is_inexact, select_tree
+
+# The leaves of variables: by the variable's path in the nodes, then by the leaf's path
+# in the variable, because a variable may hold any pytree.
+_Leaves = Mapping[tuple[Any, ...], Mapping[Any, Any]]
 
 
 class Optimizer(nnx.Optimizer):
@@ -37,21 +40,20 @@ class Optimizer(nnx.Optimizer):
     and its `step` counts every call.
 
     **What the forward pass wrote.** The forward pass of an NNX model writes to the
-    model: BatchNorm statistics, random streams, caches. A skipped step puts all of it
-    back, in every module among the arguments of the loss function: `value_and_grad`
-    where the loss or a gradient is not finite, and `update` where it skips the step
-    for any other reason, such as a spike. Variables may hold anything: arrays, numbers,
-    dicts, None.
+    model: BatchNorm statistics, random streams, caches. Where the step will be skipped,
+    a spike included, `value_and_grad` puts all of it back, in every module among the
+    arguments of the loss function. Variables may hold anything: arrays, numbers, dicts,
+    None.
 
+    - `value_and_grad` decides as `update` will, from its own loss and gradients. It
+      cannot know what else `update` is given. If the gradients are changed or added up
+      in between, or `value` is another loss, a step can be skipped whose statistics
+      stay. They are finite in any case.
     - A compiled step has one structure. Where the forward pass makes a new variable, or
       changes a variable's structure or shape (`sow` appends to a tuple, a cache grows),
       that stays on a skipped step too: entries that were there before are put back, and
       new ones keep their values, with 0 in place of those that are not finite.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
-    - `update` puts back what this optimizer's `value_and_grad` wrote in the same
-      compiled function, or outside of any. If the two are called in different compiled
-      functions, only `value_and_grad` puts back, so a spike leaves the statistics of
-      its forward pass.
 
     To accumulate gradients, pass an `optax.MultiSteps` as `tx` instead of adding them:
     each micro-batch is then kept or skipped as a whole.
@@ -105,11 +107,7 @@ class Optimizer(nnx.Optimizer):
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next step, with plain arrays as leaves."""
-        return jax.tree.map(
-            lambda x: x[...] if _is_variable(x) else x,
-            self.opt_state.loss_scale,
-            is_leaf=_is_variable,
-        )
+        return _with_arrays(self.opt_state.loss_scale)
 
     def value_and_grad(
         self,
@@ -132,8 +130,8 @@ class Optimizer(nnx.Optimizer):
         Returns:
           A function of the arguments of `loss_fn` that returns `(loss, grads)` or
           `((loss, aux), grads)`: the unscaled loss and the unscaled float32 gradients
-          (a tuple of them for several positions). Where these are not all finite, what
-          the forward pass wrote to modules among the arguments is put back.
+          (a tuple of them for several positions). Where a step with these is skipped,
+          what the forward pass wrote to modules among the arguments is put back.
         """
 
         def value_and_grad_or_put_back(
@@ -151,16 +149,14 @@ class Optimizer(nnx.Optimizer):
                 transform=nnx.value_and_grad,
                 **kwargs,
             )
-            nodes = graph_nodes(args)
+            nodes = _graph_nodes(args)
             # Before the call, which writes into the modules themselves.
-            before = values_of(nodes)
+            before = _values_of(nodes)
             value, grads = fun(*args, **fun_kwargs)
-            # The loss too: an infinite term without a gradient leaves the gradients
-            # finite (test_a_loss_that_alone_is_not_finite_puts_the_statistics_back).
-            finite = all_finite((value[0] if has_aux else value, grads))
-            written = written_since(nodes, before)
-            put_back(finite, nodes, written)
-            self._remember(nodes, written)
+            loss, guard = value[0] if has_aux else value, self.opt_state.guard
+            # XLA merges this with the same decision in `update`.
+            applied = _look_at(grads, loss, _with_arrays(guard), None).applied
+            _put_back_unless(applied, nodes, before)
             return value, grads
 
         return value_and_grad_or_put_back
@@ -185,53 +181,32 @@ class Optimizer(nnx.Optimizer):
 
         Returns:
           What `nnx.Optimizer.update` returns: the updates, from Flax 0.12.1 on.
+
+        Raises:
+          TypeError: the gradients come before the model.
         """
+        if _has_modules(grads) and not _has_modules(model):
+            raise TypeError(
+                "nnx.Optimizer.update: expected the model before its gradients, got "
+                f"{type(model).__name__} and {type(grads).__name__}; write "
+                "optimizer.update(model, grads)"
+            )
         step = _array_of(self.step)
-        forward_pass = _FORWARD_PASSES.pop(self, None)
         updates = super().update(model, grads, value=value, **kwargs)
         applied = _array_of(self.opt_state.applied)
         # nnx.Optimizer has counted the call already
         # (test_a_skipped_step_leaves_all_that_training_keeps_bit_identical).
         self.step[...] = select_tree(applied, _array_of(self.step), step)
-        if forward_pass is not None and forward_pass.step is step:
-            put_back(applied, forward_pass.nodes, forward_pass.written)
         return updates
 
-    def _remember(self, nodes: Sequence[Any], written: Leaves) -> None:
-        """Keeps what the forward passes since the last `update` wrote, for `update`.
 
-        Not for an optimizer that a compiled function closes over: its record would
-        outlive the trace, with tracers in it. `update` cannot be called there either.
-        """
-        if not written or not self.step._trace_state.is_valid():
-            return
-        step, last = _array_of(self.step), _FORWARD_PASSES.get(self)
-        if last is not None and last.step is step and _same(last.nodes, nodes):
-            written = {**written, **last.written}  # the values before the first of them
-        _FORWARD_PASSES[self] = _ForwardPass(step, nodes, written)
+def _with_arrays(tree: Any) -> Any:
+    """`tree` with the arrays that its variables hold."""
 
+    def array(x: Any) -> Any:
+        return x[...] if isinstance(x, nnx.Variable) else x
 
-class _ForwardPass(NamedTuple):
-    """What forward passes wrote, and what stood there before.
-
-    An `update` in another compiled function leaves no trace here but in `step`: a
-    record of another step is stale.
-    """
-
-    step: jax.Array
-    nodes: Sequence[Any]
-    written: Leaves
-
-
-# Not an attribute, which NNX would take as part of the state. And gone with the
-# optimizer, which in a compiled function is a copy that lives as long as the trace.
-_FORWARD_PASSES: weakref.WeakKeyDictionary[Optimizer, _ForwardPass] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+    return jax.tree.map(array, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def _array_of(variable: nnx.Variable) -> jax.Array:
@@ -264,7 +239,64 @@ def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
     return False
 
 
-def _same(nodes: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(nodes) == len(others) and all(
-        a is b for a, b in zip(nodes, others, strict=True)
-    )
+def _has_modules(tree: Any) -> bool:
+    return any(isinstance(node, nnx.Pytree) for node in _graph_nodes(tree))
+
+
+def _graph_nodes(args: Any) -> list[Any]:
+    """The modules and lone variables among the arguments, in whatever containers."""
+
+    def is_node(x: Any) -> bool:
+        return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+    return [x for x in jax.tree.leaves(args, is_leaf=is_node) if is_node(x)]
+
+
+def _values_of(nodes: Sequence[Any]) -> _Leaves:
+    """Leaves of every variable that a forward pass may change.
+
+    Not the variables themselves, nor their values: the forward pass may write to a dict
+    or a list in place.
+    """
+    return {
+        path: dict(jax.tree_util.tree_leaves_with_path(variable))
+        for path, variable in _variables(nodes)
+    }
+
+
+def _put_back_unless(keep: jax.Array, nodes: Sequence[Any], before: _Leaves) -> None:
+    """Gives the variables that were written their values of before, unless `keep`."""
+    selected = []
+    for path, variable in _variables(nodes):
+        old = before.get(path, {})
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(variable)
+        new = [_select(keep, x, old.get(p)) for p, x in leaves]
+        if any(x is not y for x, (_, y) in zip(new, leaves, strict=True)):
+            selected.append((path, jax.tree.unflatten(treedef, new)))
+    if selected:
+        nnx.update(list(nodes), nnx.from_flat_state(selected))
+
+
+def _variables(nodes: Sequence[Any]) -> Any:
+    # Plain arrays among the attributes of a module are in the state as well.
+    state = nnx.state(list(nodes), nnx.Not(nnx.Intermediate))
+    return nnx.to_flat_state(state)
+
+
+def _select(keep: jax.Array, new: Any, old: Any) -> Any:
+    """`new` if `keep`, else `old`, or else the finite entries of `new` and zeros."""
+    # A leaf that nothing wrote to is the same object after `nnx.value_and_grad`, in a
+    # compiled function too: parameters cost no select.
+    if new is old or not is_data(new):
+        return new
+    if is_data(old) and jnp.shape(old) == jnp.shape(new):
+        dtype, old_dtype = jax.typeof(new).dtype, jax.typeof(old).dtype
+        if not any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, old_dtype)):
+            old = jnp.asarray(old).astype(dtype)
+        if jax.typeof(old).dtype == dtype:
+            return jnp.where(keep, new, old)
+    if is_inexact(new):
+        # There is nothing to go back to, and a NaN in a statistic would never leave it
+        # (test_what_the_forward_pass_makes_or_lets_grow_stays_and_is_finite_...).
+        return jnp.where(keep | jnp.isfinite(new), new, jnp.zeros_like(new))
+    return new

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
     "optax": {"_optimizer", "_transform", "_flax", "linen", "nnx"},
-    "flax": {"_flax", "_variables", "linen", "nnx"},
+    "flax": {"_flax", "linen", "nnx"},
     "matplotlib": {"plotting"},
 }
 

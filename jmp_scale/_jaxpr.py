@@ -1,4 +1,4 @@
-"""Reads traced programs: types, nested jaxprs, loops, and rules of derivatives.
+"""Reads traced programs: types, nested jaxprs and loops.
 
 The parameters of JAX's higher-order primitives are not an interface and change between
 releases, so their layout is inferred from shapes where that is possible. What cannot be
@@ -8,7 +8,7 @@ read is reported as not looked into.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -33,29 +33,6 @@ _UNLISTED = words(
     "random_wrap reduce_scatter ref reshard scaled_dot shard_map unreduced_psum "
     "xla_pmap"
 )
-
-
-class Traced(NamedTuple):
-    """A jaxpr with its constants, laid out as JAX's closed jaxprs are."""
-
-    jaxpr: Any
-    consts: list[Any]
-
-
-class VjpRules(NamedTuple):
-    """The rules of a custom_vjp function.
-
-    Attributes:
-      forward: the traced forward rule; it returns (new residuals, outputs).
-      backward: the traced backward rule, of (residuals, cotangents); None if it could
-        not be traced.
-      residuals: where each residual comes from: position i of the forward rule's
-        outputs, or -1 - i for its i-th input.
-    """
-
-    forward: Traced
-    backward: Any
-    residuals: tuple[int, ...]
 
 
 class Loop(NamedTuple):
@@ -153,40 +130,6 @@ def loop_of(eqn: Any) -> Loop | None:
     return None
 
 
-def jvp_rule(eqn: Any) -> Traced | None:
-    """The rule of a custom_jvp call, of (primals, tangents); None if unreadable."""
-    with contextlib.suppress(Exception):
-        # JAX asks of each tangent whether it is zero: the rule is traced for none.
-        primals = len(eqn.invars) - eqn.params["num_consts"]
-        return _traced(eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals))
-    return None
-
-
-def vjp_rules(eqn: Any, call: Callable[..., Any]) -> VjpRules | None:
-    """The rules of a custom_vjp call; None if they are unreadable.
-
-    In a differentiated program JAX gives the operations of such a rule the line of the
-    call. Traced apart from the program they have their own lines.
-
-    Args:
-      eqn: the call.
-      call: calls the backward rule with its arguments.
-    """
-    # These parameters are internals of JAX, the same from 0.8 to 0.12.
-    with contextlib.suppress(Exception):
-        inputs = list(eqn.invars)[eqn.params["num_consts"] :]
-        thunk = eqn.params["fwd_jaxpr_thunk"]
-        forward = _traced(thunk.call_wrapped(*[True] * len(inputs)))
-        residuals = _residuals(eqn, forward)
-        types = [
-            (forward.jaxpr.outvars[i] if i >= 0 else inputs[-1 - i]).aval
-            for i in residuals
-        ]
-        backward = _traced_backward(eqn, call, [*types, *(v.aval for v in eqn.outvars)])
-        return VjpRules(forward, backward, residuals)
-    return None
-
-
 def mesh_size(eqn: Any) -> int:
     """How many devices run the jaxpr of a `shard_map` or old `pmap`; 1 for others."""
     with contextlib.suppress(Exception):
@@ -256,31 +199,3 @@ def _while_layout(eqn: Any) -> Loop | None:
     if offset < 0 or len(inner.invars) < carry or len(inner.outvars) != carry:
         return None
     return Loop(body, len(inner.invars) - carry, carry, offset, None)
-
-
-def _traced(result: Any) -> Traced:
-    jaxpr, consts = result[:2]
-    return Traced(open_jaxpr(jaxpr)[0], list(consts))
-
-
-def _residuals(eqn: Any, forward: Traced) -> tuple[int, ...]:
-    # A residual that is an input of the function is not an output of its forward rule.
-    _, tree, forwarded = eqn.params["out_trees"]()
-    new = iter(range(len(forward.jaxpr.outvars) - len(eqn.outvars)))
-    return tuple(
-        next(new) if forwarded[i] is None else -1 - forwarded[i]
-        for i in range(tree.num_leaves)
-    )
-
-
-def _traced_backward(eqn: Any, call: Callable[..., Any], types: list[Any]) -> Any:
-    rule = eqn.params["bwd"]
-
-    def run(*args: Any) -> tuple[()]:
-        call(getattr(rule, "call_wrapped", rule), *args)
-        return ()
-
-    with contextlib.suppress(Exception):
-        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-        return jax.make_jaxpr(run)(*structs)
-    return None

@@ -144,6 +144,12 @@ def without_safe_roots(found: list[Found]) -> list[Found]:
     return [f for f in found if not says_nothing_new(f)]
 
 
+def without_repetitions(found: list[Found], forward: Walk) -> list[Found]:
+    """Drops what a derivative rule repeats of the function that it is the rule of."""
+    ruled = forward.ruled
+    return [f for f in found if f.draft.rule not in ruled.get(f.place[:2], ())]
+
+
 def in_order(found: list[Found], forward: Walk) -> list[Found]:
     """One finding for each line and rule, in the order of the forward pass."""
     groups: dict[Any, list[Found]] = {}

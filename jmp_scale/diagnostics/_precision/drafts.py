@@ -102,14 +102,12 @@ class Scope(NamedTuple):
       backward: whether it is part of a backward pass.
       mechanical: whether JAX made it by transposing another.
       times: how often it runs.
-      rules: how many derivative rules it is within.
     """
 
     outer: Callable[[], Place]
     backward: bool = False
     mechanical: bool = False
     times: int = 1
-    rules: int = 0
 
 
 class Visit(NamedTuple):

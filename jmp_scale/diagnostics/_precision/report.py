@@ -129,8 +129,7 @@ def precision_report(
         program = trace(lambda function: function)
         forward = _walk(Walk(), program, caller)
         differentiated = trace(lambda function: transform(function, **keywords))
-    skip = frozenset(forward.in_backward_rules)
-    backward = _walk(Walk(mechanical_only=True, skip=skip), differentiated, caller)
+    backward = _walk(Walk(mechanical_only=True), differentiated, caller)
     loss = (program, trace.loss_dtype)
     found = [
         *conclusions.half_parameters(trace.gradients, fun, caller),
@@ -138,7 +137,7 @@ def precision_report(
         *conclusions.half_loss(forward, *loss, fun, caller),
         *conclusions.overflowing_constants(forward, overflows),
         *conclusions.overflowing_casts(forward, overflows),
-        *backward.found,
+        *conclusions.without_repetitions(backward.found, forward),
         *conclusions.full_matmuls(backward),
     ]
     found = conclusions.in_order(conclusions.without_safe_roots(found), forward)

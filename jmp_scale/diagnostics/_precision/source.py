@@ -45,9 +45,6 @@ class Place(NamedTuple):
     function: str = ""
 
 
-_NOWHERE = Place(None, None)
-
-
 def begin_user_code(fun: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `fun`; frames outside of this one are not part of the traced program."""
     return fun(*args, **kwargs)
@@ -135,12 +132,6 @@ def producer(jaxpr: Any, index: int, outer: Place) -> tuple[Any, Place]:
                 return (found, inner_place) if found is not None else (eqn, place)
         return eqn, place
     return None, outer
-
-
-def is_users(jaxpr: Any) -> bool:
-    """Whether an operation of a jaxpr has a line of user code of its own."""
-    eqns = open_jaxpr(jaxpr)[0].eqns
-    return any(place_of(eqn, _NOWHERE).rank > _CALLER for eqn in eqns)
 
 
 def numbers_at(place: Place) -> list[float]:

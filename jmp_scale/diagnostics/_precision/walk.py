@@ -15,9 +15,7 @@ from ..._jaxpr import (
     dtype_name,
     fits,
     is_literal,
-    jvp_rule,
     open_jaxpr,
-    vjp_rules,
     words,
 )
 from .constants import starts_a_sum
@@ -25,7 +23,7 @@ from .drafts import Draft, Found, Scope, Step, Visit
 from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, widened
 from .loops import counted, half_carries
 from .rules import faults, is_narrowed_by_user
-from .source import Place, begin_user_code, is_users, place_of
+from .source import Place, place_of
 from .transfer import transfer
 
 # These have a jaxpr of scalars that says how two entries are combined.
@@ -34,7 +32,6 @@ _OPAQUE = words(
     "core_map custom_call ffi_call io_callback pallas_call pure_callback "
     "tpu_custom_call triton_call"
 )
-_RULES = 3  # within each other; further in, the function itself is walked through
 _ROUNDS = 3  # of a loop, after which what is known about its carries rarely changes
 _CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
 _RENAMES = words("abs convert_element_type copy neg reshape squeeze transpose")
@@ -47,32 +44,23 @@ class Walk:
       found: what the rules found, in the order of the walk.
       visits: the equations that were passed.
       unread: (primitive, place) of what could not be looked into.
-      in_backward_rules: keys of the operations in the user's backward rules, by the
-        line of the call, which is where JAX has them in the differentiated program.
+      ruled: rules that found something within functions with derivative rules of their
+        own, by the line of the call, where JAX has the operations of these rules.
       infinite_constants: half dtypes of constants that are infinite in the trace.
       clock: position in the program that the walk has come to.
     """
 
-    def __init__(
-        self, mechanical_only: bool = False, skip: frozenset[Any] = frozenset()
-    ):
-        """Starts a walk.
-
-        Args:
-          mechanical_only: whether the rules apply only to what JAX has transposed.
-          skip: keys of operations that another walk has seen on their own lines.
-        """
+    def __init__(self, mechanical_only: bool = False):
+        """Starts a walk; the rules may apply only to what JAX has transposed."""
         self.found: list[Found] = []
         self.visits: list[Visit] = []
         self.unread: list[tuple[str, Place]] = []
-        self.in_backward_rules: set[Any] = set()
+        self.ruled: dict[Any, set[str]] = {}
         self.infinite_constants: set[str] = set()
         self.clock = 0
         self._mechanical_only = mechanical_only
-        self._skip = skip
         self._silent = 0
         self._names: dict[int, Any] = {}
-        self._kept: list[Any] = []  # equations are told apart by their ids
 
     def run(self, jaxpr: Any, facts: Sequence[Fact], scope: Scope) -> list[Fact]:
         """What is known about the outputs of a jaxpr, given facts about its inputs."""
@@ -121,7 +109,12 @@ class Walk:
             if loop is not None:
                 return self._loop(eqn, loop, ins, scope)
             if bodies and not name.startswith(_COMBINE):
-                return self._nested(eqn, bodies, ins, scope)
+                before = len(self.found)
+                outs = self._nested(eqn, bodies, ins, scope)
+                if name.startswith(("custom_jvp", "custom_vjp")):
+                    rules = {f.draft.rule for f in self.found[before:]}
+                    self.ruled.setdefault(scope.outer()[:2], set()).update(rules)
+                return outs
             if name not in jaxprs.known_primitives():
                 self._leave_unread(eqn, scope)
             return self._operation(eqn, ins, scope)
@@ -160,9 +153,8 @@ class Walk:
 
     def _record(self, draft: Draft, eqn: Any, scope: Scope, cause: int = -1) -> None:
         place, name = scope.outer(), eqn.primitive.name
-        if not (scope.mechanical and _key(eqn, place) in self._skip):
-            found = Found(draft, place, name, scope.backward, self.clock, cause)
-            self.found.append(found)
+        found = Found(draft, place, name, scope.backward, self.clock, cause)
+        self.found.append(found)
 
     def _name_results(self, eqn: Any) -> None:
         """Gives equal names to results that are made alike from the same value."""
@@ -183,9 +175,6 @@ class Walk:
     ) -> list[Fact]:
         # In shard_map shapes are those of one device, but all of them compute.
         scope = scope._replace(times=scope.times * jaxprs.mesh_size(eqn))
-        ruled = self._by_rules(eqn, ins, scope)
-        if ruled is not None:
-            return ruled
         outputs = len(eqn.outvars)
         is_branch = eqn.primitive.name == "cond"
         if is_branch and all(fits(body, len(ins) - 1, outputs) for body in bodies):
@@ -212,50 +201,6 @@ class Walk:
         for variable, atom in zip(inner.invars, atoms, strict=True):
             self._names[id(variable)] = self._name_of(atom)
         return self.run(body, ins, scope)
-
-    def _by_rules(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact] | None:
-        """Walks through derivative rules, which run instead of the function itself."""
-        # A rule may call the function that it is the rule of, and so on without end.
-        if self._mechanical_only or scope.mechanical or scope.rules >= _RULES:
-            return None
-        scope = scope._replace(rules=scope.rules + 1)
-        if eqn.primitive.name == "custom_jvp_call":
-            return self._by_jvp_rule(eqn, ins, scope)
-        if eqn.primitive.name == "custom_vjp_call":
-            return self._by_vjp_rules(eqn, ins, scope)
-        return None
-
-    def _by_jvp_rule(self, eqn: Any, ins: list[Fact], scope: Scope) -> Any:
-        rule = jvp_rule(eqn)
-        # The user cannot change the rules of jax.nn.
-        if rule is None or not is_users(rule):
-            return None
-        self._kept.append(rule)
-        # The equation's constants come first, and the rule does not take them.
-        primals = ins[len(ins) - len(rule.jaxpr.invars) // 2 :]
-        tangents = [of_atom(v) for v in rule.jaxpr.invars[len(primals) :]]
-        return self.run(rule, [*primals, *tangents], scope)[: len(eqn.outvars)]
-
-    def _by_vjp_rules(self, eqn: Any, ins: list[Fact], scope: Scope) -> Any:
-        rules = vjp_rules(eqn, begin_user_code)
-        if rules is None:
-            return None
-        self._kept.append(rules)
-        inputs = ins[len(ins) - len(rules.forward.jaxpr.invars) :]
-        results = self.run(rules.forward, inputs, scope)
-        if rules.backward is not None:
-            known = [results[i] if i >= 0 else inputs[-1 - i] for i in rules.residuals]
-            cotangents = [of_dtype(dtype_name(v)) for v in eqn.outvars]
-            backward = scope._replace(backward=True)
-            self.run(rules.backward, [*known, *cotangents], backward)
-            self._note_operations(rules.backward, scope.outer())
-        return results[len(results) - len(eqn.outvars) :]
-
-    def _note_operations(self, jaxpr: Any, place: Place) -> None:
-        for eqn in open_jaxpr(jaxpr)[0].eqns:
-            self.in_backward_rules.add(_key(eqn, place))
-            for body in jaxprs.subjaxprs(eqn):
-                self._note_operations(body, place)
 
     def _loop(self, eqn: Any, loop: Loop, ins: list[Fact], scope: Scope) -> list[Fact]:
         # A cast before a loop and one back within it are not side by side: every
@@ -304,8 +249,3 @@ class Walk:
 
 def _lazily(eqn: Any, outer: Callable[[], Place]) -> Callable[[], Place]:
     return functools.cache(lambda: place_of(eqn, outer()))
-
-
-def _key(eqn: Any, place: Place) -> Any:
-    types = tuple(str(v.aval) for v in eqn.outvars)
-    return (place.file, place.line, eqn.primitive.name, types)

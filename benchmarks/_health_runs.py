@@ -1,7 +1,7 @@
 """Runs of `health_validation.py`: what is trained, what is done to it, what is kept."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,23 +34,19 @@ class Setting(NamedTuple):
         weight decay with the wrong sign.
       bad: which of `PLANS`, by its place: batches with the targets of others and
         weights of 1,000.
-      kick: factor of the gradients of step 20.
     """
 
     learning_rate: float = 1e-3
     growth: float = 0.0
     swelling: float = 0.0
     bad: int = 0
-    kick: float = 1.0
 
 
 class Optimizer(NamedTuple):
     """What is compiled into a run."""
 
     name: str = "adam"
-    b2: float = 0.999
     parameters: str = "float32"
-    moments: str = "float32"
     guard: bool = False
 
 
@@ -61,7 +57,6 @@ class Run(NamedTuple):
     loss: np.ndarray
     norm: np.ndarray
     said: list[tuple[int, frozenset[str]]]
-    moment: float
 
     def first(self, kind):
         """The check at which a finding was first made, or None."""
@@ -72,7 +67,7 @@ def train(task, optimizer, settings, seed, steps):
     """One `Run` for each setting, all with the same start and the same batches."""
     stacked = Setting(*(jnp.asarray(column) for column in zip(*settings, strict=True)))
     run = _compiled(task, optimizer, steps)
-    losses, norms, states, histories, moments = jax.device_get(run(stacked, seed))
+    losses, norms, states, histories = jax.device_get(run(stacked, seed))
     runs = []
     for i, setting in enumerate(settings):
         log, said = diagnostics.HealthLog(), []
@@ -81,7 +76,7 @@ def train(task, optimizer, settings, seed, steps):
             log(pick(states), pick(histories))
             said.append(((check + 1) * CHECK, log.kinds))
         loss, norm = losses[i].ravel(), norms[i].ravel()
-        runs.append(Run(setting, loss, norm, said, float(moments[i, -1])))
+        runs.append(Run(setting, loss, norm, said))
     return runs
 
 
@@ -103,7 +98,7 @@ def _compiled(name, optimizer, steps):
     def one(setting, seed):
         tx = _transformation(optimizer, setting.learning_rate)
         params = task.init(jax.random.key(seed))
-        opt_state = tx.init(_cast(params, optimizer.moments))
+        opt_state = tx.init(params)
         params = _cast(params, optimizer.parameters)
         history = diagnostics.LossScaleHistory.create(steps)
 
@@ -129,7 +124,7 @@ def _compiled(name, optimizer, steps):
         def chunk(carry, steps_of_chunk):
             carry, (loss, norm) = jax.lax.scan(step, carry, steps_of_chunk)
             _, opt_state, history = carry
-            return carry, (loss, norm, opt_state, history, _moment(opt_state))
+            return carry, (loss, norm, opt_state, history)
 
         chunks = jnp.arange(steps).reshape(-1, CHECK)
         return jax.lax.scan(chunk, (params, opt_state, history), chunks)[1]
@@ -139,7 +134,7 @@ def _compiled(name, optimizer, steps):
 
 def _transformation(optimizer, learning_rate):
     if optimizer.name == "adam":
-        inner = optax.adam(learning_rate, b2=optimizer.b2)
+        inner = optax.adam(learning_rate)
     else:
         inner = optax.sgd(learning_rate, momentum=0.9)
     guard = jmp_scale.SpikeGuard() if optimizer.guard else None
@@ -159,14 +154,7 @@ def _loss_and_grads(task, params, setting, seed, k, steps):
         return weight * jnp.mean(task.losses(_cast(params, "float32"), inputs, targets))
 
     loss, grads = jax.value_and_grad(loss_fn)(params)
-    kick = jnp.where(k == 20, setting.kick, 1.0)
-    return loss, jax.tree.map(lambda g: g.astype(jnp.float32) * kick, grads)
-
-
-def _moment(opt_state: Any):
-    """The sum of Adam's second moment, f32[]."""
-    nu = optax.tree.get(opt_state.inner_state, "nu", {})
-    return sum((jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(nu)), 0.0)
+    return loss, _cast(grads, "float32")
 
 
 def _cast(tree, dtype):

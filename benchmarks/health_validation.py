@@ -27,9 +27,7 @@ WRONG, WELL, BETWEEN = "wrong", "well", "between"
 def main(argv=None):
     arguments = parser(__doc__)
     arguments.add_argument(
-        "--seeds",
-        type=int,
-        help="of each setting; default 7 where findings are several",
+        "--seeds", type=int, help="of each setting; default 7, of rounding 2"
     )
     arguments.add_argument("--first-seed", type=int, default=200)
     arguments.add_argument("--tasks", nargs="+", default=list(TASKS))
@@ -41,7 +39,7 @@ def main(argv=None):
     rounds = [
         (name, task, args.first_seed + i)
         for name, task in itertools.product(args.experiments, args.tasks)
-        for i in range(args.seeds or (7 if len(EXPECTED[name]) > 1 else 2))
+        for i in range(args.seeds or (2 if name == "rounding" else 7))
     ]
     outcomes = {name: [] for name in args.experiments}
     for name, task, seed in tqdm(rounds, unit="sweep"):
@@ -104,35 +102,18 @@ def rounding(task, seed, steps):
     return outcomes
 
 
-def moments(task, seed, steps):
-    """Second moments in bfloat16: they end at twice those in float32, or more."""
-    outcomes = []
-    kicks = (1.0, 100.0, 300.0)
-    settings = [Setting(rate, kick=kick) for rate in (1e-3, 3e-3) for kick in kicks]
-    for b2 in (0.99, 0.999):
-        twins = train(task, Optimizer(b2=b2), settings, seed, 2 * steps)
-        coarse = Optimizer(b2=b2, moments="bfloat16")
-        runs = train(task, coarse, settings, seed, 2 * steps)
-        for twin, run in zip(twins, runs, strict=True):
-            kind = WRONG if run.moment >= 2 * twin.moment else WELL
-            outcomes += [(kind, run), (WELL, twin)]
-    return outcomes
-
-
 EXPERIMENTS = {
     "learning rate": learning_rates,
     "growth": growth,
     "bad batches": spikes,
     "rounding": rounding,
-    "moments": moments,
 }
 # The findings that each experiment is to bring out.
 EXPECTED = {
     "learning rate": FINITE,
-    "growth": ("gradient norm grows", "loss diverges"),
+    "growth": ("loss diverges",),
     "bad batches": SPIKES,
     "rounding": ("lost updates",),
-    "moments": ("bfloat16 moments",),
 }
 
 
@@ -158,7 +139,6 @@ def cases(run):
     late_norm = np.nanmean(run.norm[-len(run.norm) // 10 :])
     are = {
         "loss diverges": last - lowest > max(first - lowest, abs(lowest)) / 2,
-        "gradient norm grows": setting.growth > 0 or setting.swelling > 0,
         "loss blew up": np.nanmax(run.loss) > 3 * first,
         "gradients vanished": late_norm < 1e-3 * run.norm[0],
     }

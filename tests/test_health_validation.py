@@ -9,7 +9,7 @@ from _health_runs import CHECK, PLANS, Run, Setting, bad_steps
 def run(loss, norm=1.0, said=(), bad=0):
     loss = np.asarray(loss, float)
     norms = np.broadcast_to(np.asarray(norm, float), loss.shape)
-    return Run(Setting(bad=bad), loss, norms, [(CHECK, frozenset(said))], 0.0)
+    return Run(Setting(bad=bad), loss, norms, [(CHECK, frozenset(said))])
 
 
 FALLS = np.linspace(2, 1, 500)

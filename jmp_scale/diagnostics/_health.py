@@ -61,11 +61,6 @@ _SENTENCES = {
         "Start again with a lower learning rate; see calibrate_loss_scale if the "
         "gradients are computed in half precision."
     ),
-    "gradient norm grows": (
-        "The gradient norm grows steadily: from {begin} to {end} in the last {steps} "
-        "steps, doubling every {rate} steps. Lower the learning rate or clip the "
-        "gradients before the loss follows."
-    ),
     "lost updates": (
         "In the last {steps} steps {entries:.0%} of the updates, and {magnitude:.0%} "
         "of their size, were lost in rounding: they are too small beside the "
@@ -131,7 +126,7 @@ _SENTENCES = {
         "epsilon are lost."
     ),
     "bfloat16 moments": (
-        "{leaf} is bfloat16{others}{evidence}: with a b2 above 0.998 a second moment "
+        "{leaf} is bfloat16{others}: with a b2 above 0.998 a second moment "
         "in bfloat16 cannot decay, since each step's change is rounded away. "
         "Initialize the optimizer on float32 parameters, or take a b2 of 0.99."
     ),
@@ -151,11 +146,6 @@ _SECOND_MOMENTS = frozenset({"nu", "v"})
 # a decay nearer to 1 than that each step's change is rounded away.
 _LARGEST_DECAY = 1 - 2.0**-9
 
-# A second moment that decays is, after so many steps without a larger gradient, no more
-# than so many times the mean of their squares.
-_QUIET_STEPS = 500
-_STALE = 8.0
-
 
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
     """Describes the state of a run, one sentence per finding, most urgent first.
@@ -165,8 +155,8 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     floor, losses that are not finite, spikes, every step skipped, S below 1, and
     parameters and moments of too few digits, and says what to run next. Given a history
     with losses and gradient norms it also sees a run that goes wrong with finite
-    numbers: a loss that diverges or blew up, a gradient norm that grows steadily or has
-    vanished, updates that are lost in rounding. How often each is right is measured in
+    numbers: a loss that diverges or blew up, gradients that have vanished, updates that
+    are lost in rounding. How often each is right is measured in
     the project's benchmarks, under "Health".
 
     Called every few hundred steps it waits for the device once. For one line per change
@@ -261,9 +251,7 @@ def _findings(
         for finding in (_skip_finding, _spike_finding):
             findings.append((prefix, *finding(state, history)))
         findings.append((prefix, *_scale_finding(state)))
-    # The recorded norms are those of one optimizer's gradients.
-    norms = history if len(states) == 1 else None
-    findings += [("", *finding) for finding in _leaf_findings(opt_state, norms)]
+    findings += [("", *finding) for finding in _leaf_findings(opt_state)]
     if history is not None:
         findings += [("", *finding) for finding in trend_findings(history)]
     findings = [finding for finding in findings if finding[1]]
@@ -411,47 +399,23 @@ def _most_skips(rule: Any, start: float, end: float) -> int:
     return math.ceil(math.log(start / end) / -math.log(backoff)) * rule.hysteresis
 
 
-def _leaf_findings(
-    opt_state: Any, history: LossScaleHistory | None
-) -> list[tuple[str, dict[str, Any]]]:
+def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     """The findings on dtypes: float16 anywhere, bfloat16 in second moments."""
     pairs = jax.tree_util.tree_flatten_with_path(opt_state)[0]
     pairs = [p for p in pairs if is_inexact(p[1]) and hasattr(p[1], "dtype")]
     # bfloat16 has the range of float32, and is chosen on purpose for parameters.
     narrow = [p for p in pairs if jnp.finfo(p[1].dtype).maxexp < 128]
     findings = [("float16 parameters", _described(narrow))] if narrow else []
-    moments = [p for p in pairs if not _SECOND_MOMENTS.isdisjoint(_names(p[0]))]
-    coarse = [p for p in moments if p[1].dtype == jnp.bfloat16]
-    evidence = _evidence(pairs, moments, history) if coarse else None
-    if evidence is not None:
-        findings.append(("bfloat16 moments", {**_described(coarse), **evidence}))
-    return findings
-
-
-def _evidence(
-    pairs: list[Any], moments: list[Any], history: LossScaleHistory | None
-) -> dict[str, Any] | None:
-    """What is known of whether the second moments decay; None if they seem to."""
+    coarse = [
+        (path, leaf)
+        for path, leaf in pairs
+        if leaf.dtype == jnp.bfloat16 and not _SECOND_MOMENTS.isdisjoint(_names(path))
+    ]
+    # The decay is known only where the optimizer's state holds it.
     decays = [float(x) for path, x in pairs if _names(path) >= {"hyperparams", "b2"}]
-    if decays and max(decays) <= _LARGEST_DECAY:
-        return None
-    norms = np.zeros(0)
-    if history is not None:
-        arrays = history.to_dict()
-        norms = arrays["grad_norm"][arrays["applied"]]
-        norms = norms[np.isfinite(norms)].astype(np.float64)
-    if len(norms) == 0:
-        return {"evidence": ""}
-    if len(norms) < _QUIET_STEPS:
-        return None
-    total = sum(float(jnp.sum(x.astype(jnp.float32))) for _, x in moments)
-    ratio = total / max(np.mean(norms[-_QUIET_STEPS:] ** 2), np.finfo(np.float64).tiny)
-    if ratio < _STALE:
-        return None
-    return {
-        "evidence": f", and the second moments are {ratio:.3g} times the mean square "
-        f"of the last {_QUIET_STEPS} gradients"
-    }
+    if coarse and max(decays, default=1.0) > _LARGEST_DECAY:
+        findings.append(("bfloat16 moments", _described(coarse)))
+    return findings
 
 
 def _names(path: Any) -> set[Any]:

@@ -17,7 +17,7 @@ from ._updates import LostUpdates
 class HistorySummary(NamedTuple):
     """What `LossScaleHistory.summary` counts over the recorded steps.
 
-    Python numbers. S is given as a logarithm, because it changes by factors.
+    Python numbers.
 
     Attributes:
       steps: recorded steps, at most the capacity.
@@ -26,9 +26,6 @@ class HistorySummary(NamedTuple):
       growths: steps before which S grew.
       backoffs: steps before which S backed off.
       loss_nonfinite: steps whose loss was not finite, which no S changes.
-      log2_scale_min: log2 of the smallest S, NaN without steps.
-      log2_scale_median: log2 of the median S, NaN without steps.
-      log2_scale_last: log2 of the last S, NaN without steps.
       spikes: steps that were skipped although their loss and gradients were finite.
       overflows: steps whose gradients were not finite, although their loss was.
     """
@@ -39,9 +36,6 @@ class HistorySummary(NamedTuple):
     growths: int
     backoffs: int
     loss_nonfinite: int
-    log2_scale_min: float
-    log2_scale_median: float
-    log2_scale_last: float
     spikes: int
     overflows: int
 
@@ -242,9 +236,6 @@ class LossScaleHistory:
             growths=int((changes > 0).sum()),
             backoffs=int((changes < 0).sum()),
             loss_nonfinite=int(loss_nonfinite.sum()),
-            log2_scale_min=float(log2_scale.min()) if steps else float("nan"),
-            log2_scale_median=float(np.median(log2_scale)) if steps else float("nan"),
-            log2_scale_last=float(log2_scale[-1]) if steps else float("nan"),
             spikes=int((skipped & recorded["grads_finite"]).sum()),
             # A loss that is not finite makes its gradients so: one step, counted once.
             overflows=int((~recorded["grads_finite"] & ~loss_nonfinite).sum()),

@@ -14,16 +14,8 @@ from ._history import LossScaleHistory
 _LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
 _BLOCK = 20  # steps of a median, fewer in a short history
 
-# Shares of what training has gained, from the first loss down to the best.
+# The share of what training has gained, from the first loss down to the best.
 _DIVERGED = 0.25
-_SLIPPED = 0.2
-
-# Doublings of the gradient norm that make a trend: if the loss slips too, if the loss
-# is not known, and whatever the loss does. While a network leaves a plateau the norm
-# grows eightfold and the loss falls.
-_DOUBLINGS, _DOUBLINGS_ALONE, _DOUBLINGS_ANYWAY = 2.0, 4.0, 6.0
-_LEAST_FIT = 0.85  # share of the variance that a line through log2 of the norm explains
-_POINTS = 10  # of such a line
 
 _RECENT = 100  # steps that a finding on updates looks back
 _RECOVERY = 100  # steps after which a run that blew up could have recovered
@@ -62,7 +54,6 @@ def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]
         "loss diverges": level and diverges(recorded, level),
         "loss blew up": level and blew_up(recorded, level),
         "gradients vanished": level and vanished(recorded, level),
-        "gradient norm grows": grows(recorded, level),
         "lost updates": loses_updates(recorded),
     }
     return [(kind, values) for kind, values in found.items() if values]
@@ -140,31 +131,6 @@ def vanished(recorded: Recorded, level: Level) -> dict[str, Any] | None:
     return {**_values(recorded, level), "change": change}
 
 
-def grows(recorded: Recorded, level: Level | None) -> dict[str, Any] | None:
-    """Whether the gradient norm doubles again and again, and every how many steps."""
-    known = np.isfinite(recorded.norm) & (recorded.norm > 0)
-    log2_norm, step = np.log2(recorded.norm[known]), recorded.step[known]
-    doublings = _doublings_that_matter(recorded, level)
-    best = None
-    # Of all the windows that end now, the one that a line fits best.
-    for length in _windows(len(log2_norm)):
-        y = np.median(_blocks(log2_norm, _POINTS, length // _POINTS), 1)
-        x = np.median(_blocks(step, _POINTS, length // _POINTS), 1)
-        slope, start = np.polyfit(x, y, 1)
-        residuals = y - start - slope * x
-        fit = 1 - (residuals**2).mean() / max(y.var(), 1e-12)
-        # Short windows of a noisy norm show a trend now and then.
-        least = doublings + (length < 10 * _POINTS)
-        rises = y[:3].mean() < y[3:7].mean() < y[7:].mean()
-        trends = rises and fit >= _LEAST_FIT and slope * (x[-1] - x[0]) >= least
-        if trends and (best is None or fit > best[0]):
-            begin, end = _number(2 ** y[0]), _number(2 ** y[-1])
-            best = fit, {"begin": begin, "end": end, "steps": length, "rate": 1 / slope}
-    if best is None:
-        return None
-    return {**best[1], "rate": f"{best[1]['rate']:.3g}"}
-
-
 def loses_updates(recorded: Recorded) -> dict[str, Any] | None:
     """Whether most of the recent updates were rounded away while they were needed."""
     known = np.isfinite(recorded.lost_magnitude)
@@ -180,25 +146,6 @@ def loses_updates(recorded: Recorded) -> dict[str, Any] | None:
     steps = len(magnitude[-_RECENT:])
     entries = float(np.median(entries[-_RECENT:]))
     return {"entries": entries, "magnitude": share, "steps": steps}
-
-
-def _doublings_that_matter(recorded: Recorded, level: Level | None) -> float:
-    if level is None:
-        return _DOUBLINGS_ALONE
-    gained, lost = recorded.first_loss - level.best, level.current - level.best
-    is_flat = gained <= 4 * level.scatter
-    slips = lost >= _SLIPPED * gained
-    return _DOUBLINGS if is_flat or slips else _DOUBLINGS_ANYWAY
-
-
-def _windows(steps: int) -> list[int]:
-    lengths = {}
-    while steps >= _LEAST_STEPS:
-        for length in (steps, 3 * steps // 4):
-            if length >= _LEAST_STEPS:
-                lengths[length // _POINTS * _POINTS] = None
-        steps //= 2
-    return list(lengths)
 
 
 def _blocks(x: np.ndarray, count: int, length: int) -> np.ndarray:

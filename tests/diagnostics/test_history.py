@@ -19,8 +19,6 @@ def test_a_history_counts_skips_growths_and_backoffs():
     summary = history.summary()
     assert (summary.steps, summary.skip_rate, summary.longest_run) == (8, 3 / 8, 2)
     assert (summary.growths, summary.backoffs, summary.loss_nonfinite) == (1, 3, 0)
-    assert (summary.log2_scale_min, summary.log2_scale_median) == (13, 13.5)
-    assert summary.log2_scale_last == 13
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5, 11])
@@ -38,7 +36,6 @@ def test_a_full_history_keeps_the_last_steps_in_order(steps):
 def test_an_empty_history_has_a_summary():
     summary = diagnostics.LossScaleHistory.create(3).summary()
     assert (summary.steps, summary.skip_rate, summary.longest_run) == (0, 0.0, 0)
-    assert np.isnan(summary.log2_scale_last)
 
 
 def test_a_history_refuses_a_bad_capacity_and_batches():

@@ -55,7 +55,7 @@ def test_nothing_is_said_of_a_loss_that_falls_or_stays(name):
 def test_a_loss_and_gradients_that_grow_by_ten_orders_of_magnitude_are_reported():
     growth = np.float32(10.0) ** np.linspace(0, 10, 60, dtype=np.float32)
     history = history_of(loss=growth, grad_norm=0.1 * growth)
-    assert kinds(history) == {"loss diverges", "gradient norm grows"}
+    assert kinds(history) == {"loss diverges"}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -111,37 +111,6 @@ def test_gradients_that_are_zero_from_the_first_step_on_have_vanished_too():
     history = history_of(loss=stuck, grad_norm=np.zeros(200, np.float32))
     assert kinds(history) == {"gradients vanished"}
     assert "has been zero for 40 steps" in sentence(history, "gradient")
-
-
-@pytest.mark.parametrize("doubling", [5, 25, 60])
-def test_the_rate_at_which_a_gradient_norm_grows_is_right(doubling):
-    steps = 300
-    norm = 2.0 ** (np.arange(steps) / doubling) * noise(steps, 0.3)
-    history = history_of(loss=noise(steps, 0.01), grad_norm=np.float32(norm))
-    said = sentence(history, "The gradient norm grows steadily")
-    rate = float(said.split("doubling every ")[1].split()[0])
-    # A line through ten medians: a few percent of noise.
-    assert rate == pytest.approx(doubling, rel=0.1)
-
-
-def test_a_norm_that_grows_while_the_loss_falls_is_not_reported():
-    """As when a network leaves a plateau, unless it grows without end."""
-    steps, loss = 400, falling(400)
-    growth = 2.0 ** (4 * np.arange(steps) / steps) * noise(steps, 0.3)
-    assert kinds(history_of(loss=loss, grad_norm=np.float32(growth))) == frozenset()
-    endless = 2.0 ** (10 * np.arange(steps) / steps) * noise(steps, 0.3)
-    found = kinds(history_of(loss=loss, grad_norm=np.float32(endless)))
-    assert found == {"gradient norm grows"}
-
-
-def test_a_norm_is_enough_to_see_that_it_grows():
-    norm = 2.0 ** (np.arange(300) / 40) * noise(300, 0.3)
-    assert kinds(history_of(grad_norm=np.float32(norm))) == {"gradient norm grows"}
-
-
-def test_a_norm_that_jumps_does_not_grow_steadily():
-    norm = np.where(np.arange(400) < 300, 1.0, 100.0) * noise(400, 0.3)
-    assert kinds(history_of(loss=noise(400, 0.01), grad_norm=np.float32(norm))) == set()
 
 
 def lost(share, entries=0.9):

@@ -20,6 +20,8 @@ _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
 # Doublings that a recommended loss scale leaves between the largest entry and overflow.
 MARGIN_BITS = 2
 
+LARGEST_LOG2 = 126  # of an S that is a normal float32 number, and 1/S too
+
 # Counted in 32 bits up to here. A larger leaf is counted in pieces, joined in float32.
 _LARGEST_COUNT = 2**32 - 1
 
@@ -35,7 +37,8 @@ class GradReport:
     work under `jit`; `to_dict`, `worst` and `summary` run on the host.
 
     Attributes:
-      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one.
+      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one;
+        f64[L] if a leaf is wider than float32.
       size: entries.
       zero: entries that are zero themselves.
       flushed: non-zero entries that become zero when multiplied by S and cast.
@@ -51,9 +54,9 @@ class GradReport:
       all_finite: bool[], whether `nonfinite` is 0 everywhere.
       first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
       recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits`
-        is at least 2 in every leaf; NaN if no entry is finite and non-zero. An upper
-        bound, since gradients of activations may be larger than those of parameters:
-        see `calibrate_loss_scale`.
+        is at least 2 in every leaf, at most 126; NaN if there is none, or no entry is
+        finite and non-zero. An upper bound, because gradients of activations may be
+        larger than those of parameters: see `calibrate_loss_scale`.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """
@@ -146,7 +149,7 @@ def grad_report(
       grads: pytree of unscaled gradients, as `value_and_grad` gives them. Leaves that
         are not real or complex floating point are left out.
       loss_scale: a loss scale, or S as a number or f32[].
-      dtype: the dtype of the backward pass: float16 (default), bfloat16, float8_e5m2 or
+      dtype: the dtype of the backward pass: float16 (default), float8_e5m2 or
         float8_e4m3fn.
 
     Returns:
@@ -169,7 +172,13 @@ def grad_report(
       (13.0, True)
     """
     name = jnp.dtype(dtype).name
-    _casts.limits(name)
+    if name == "bfloat16":
+        raise ValueError(
+            "grad_report: expected dtype to be float16 or a float8, got bfloat16, "
+            "which has float32's range; for its smallest numbers use "
+            'exponent_histogram(grads).flushed_share(log2_scale, "bfloat16")'
+        )
+    _casts.limits(name, "grad_report")
     paths, leaves = named_inexact_leaves(grads)
     loss_scale = scale_value("grad_report", loss_scale)
     return GradReport(
@@ -186,79 +195,99 @@ def power(s: float) -> str:
 def _report_arrays(
     leaves: list[Any], loss_scale: jax.Array, dtype: str
 ) -> dict[str, jax.Array]:
-    bounds = _casts.bounds_at(loss_scale, dtype)
-    amax, amin, counts = _stacked_statistics(leaves, bounds)
-    size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = counts
-    log2_amax = _casts.log2_magnitude(amax)
+    limits = _casts.limits(dtype, "grad_report")
+    # With an empty leaf at the end, so that a tree without leaves needs no other code.
+    rows = [_leaf_row(leaf, loss_scale, limits) for leaf in [*leaves, jnp.zeros(0)]]
+    columns = map(_stacked, zip(*rows, strict=True))
+    amax, log2_amax, log2_amin, log2_most, counts = (c[: len(leaves)] for c in columns)
+    size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = counts.T
     log2_scale = _casts.log2_magnitude(_casts.magnitude_bits(loss_scale))
-    log2_largest = np.float32(np.log2(_casts.limits(dtype).largest))
+    most = jnp.min(log2_most, initial=jnp.inf)
+    some = jnp.isfinite(most) & (most >= -LARGEST_LOG2)
     return {
-        "amax": lax.bitcast_convert_type(amax, jnp.float32),
+        "amax": amax,
         "size": size,
         "zero": size - nonzero,
         "flushed": nonzero - not_flushed,
         "subnormal": not_flushed - not_subnormal,
         "overflow": infinite - nonfinite,
         "nonfinite": nonfinite,
-        "headroom_bits": log2_largest - log2_amax - log2_scale,
+        "headroom_bits": np.float32(np.log2(limits.largest)) - log2_amax - log2_scale,
         "dynamic_range_bits": jnp.where(
-            amax > 0, log2_amax - _casts.log2_magnitude(amin), 0.0
+            jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0
         ),
         "loss_scale": loss_scale,
         "all_finite": jnp.all(nonfinite == 0),
         "first_nonfinite": _first(nonfinite > 0),
-        "recommended_log2_scale": _recommended_log2_scale(
-            jnp.max(amax, initial=0), dtype
+        "recommended_log2_scale": jnp.where(
+            some, jnp.minimum(most, LARGEST_LOG2), jnp.nan
         ),
     }
 
 
-def _stacked_statistics(
-    leaves: list[Any], bounds: tuple[jax.Array, ...]
+def _stacked(column: tuple[jax.Array, ...]) -> jax.Array:
+    """The entries of a column in the dtype that holds all of them."""
+    dtypes = (x.dtype for x in column)
+    dtype = max(dtypes, key=lambda d: (jnp.issubdtype(d, jnp.floating), d.itemsize))
+    return jnp.stack([x.astype(dtype) for x in column])
+
+
+def _leaf_row(
+    leaf: Any, loss_scale: jax.Array, limits: _casts.Limits
 ) -> tuple[jax.Array, ...]:
-    """(amax, least non-zero), as bits, i32[L]; and the counts of `_piece_statistics`.
+    """What is known of a leaf.
 
-    The counts are [6, L], uint32, or float32 if a leaf was counted in pieces.
+    (amax; log2 of it, and of the least non-zero magnitude; log2 of the largest S with
+    `MARGIN_BITS` of headroom, infinite for zeros; the counts of `_piece_statistics`,
+    uint32[6], or float32[6] if the leaf was counted in pieces).
     """
-    if not leaves:
-        return (
-            jnp.zeros(0, jnp.int32),
-            jnp.zeros(0, jnp.int32),
-            jnp.zeros((6, 0), jnp.uint32),
-        )
-    columns = [_leaf_statistics(leaf, bounds) for leaf in leaves]
-    amax, amin, counts = zip(*columns, strict=True)
-    too_many = any(c.dtype == jnp.float32 for c in counts)
-    counts = [c.astype(jnp.float32) if too_many else c for c in counts]
-    return jnp.stack(amax), jnp.stack(amin), jnp.stack(counts, axis=1)
-
-
-def _leaf_statistics(leaf: Any, bounds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     bits = _casts.magnitude_bits(leaf)
+    scaled = _casts.magnitude_bits(leaf, loss_scale)
     # A uint32 count wraps silently: a leaf of 2^32 zeros would have none
     # (test_a_leaf_too_large_for_its_counters_is_counted_in_pieces).
     pieces = -(-bits.size // _LARGEST_COUNT)
     if pieces <= 1:
-        return _piece_statistics(bits, bounds)
-    # Along the largest axis: a short one may have fewer rows than there are pieces.
-    parts = jnp.array_split(bits, pieces, axis=int(np.argmax(bits.shape)))
-    amax, amin, counts = map(
-        jnp.stack, zip(*(_piece_statistics(p, bounds) for p in parts), strict=True)
-    )
-    return amax.max(), amin.min(), counts.astype(jnp.float32).sum(0)
+        amax, amin, counts = _piece_statistics(bits, scaled, limits)
+    else:
+        # Along the largest axis: a short one may have fewer rows than pieces.
+        split = functools.partial(
+            jnp.array_split,
+            indices_or_sections=pieces,
+            axis=int(np.argmax(bits.shape)),
+        )
+        parts = zip(split(bits), split(scaled), strict=True)
+        found = zip(*(_piece_statistics(*p, limits) for p in parts), strict=True)
+        amax, amin, counts = map(jnp.stack, found)
+        amax, amin = amax.max(), amin.min()
+        counts = counts.astype(jnp.float32).sum(0)
+    if jnp.result_type(leaf).itemsize <= 4 or jnp.result_type(leaf) == jnp.complex64:
+        value = lax.bitcast_convert_type(amax, jnp.float32)
+        log2_amax, log2_amin = _casts.log2_magnitude(jnp.stack([amax, amin]))
+        return value, log2_amax, log2_amin, _most_log2(amax, limits), counts
+    x = jnp.abs(_casts.real_parts(leaf))
+    finite = jnp.isfinite(x)
+    value = jnp.max(jnp.where(finite, x, 0), initial=0)
+    least = jnp.min(jnp.where(finite & (x > 0), x, jnp.inf), initial=jnp.inf)
+    log2_amax, log2_amin = jnp.log2(value), jnp.log2(least)
+    most = jnp.floor(np.log2(limits.largest) - MARGIN_BITS - log2_amax)
+    numbers = (x.astype(jnp.float32) for x in (log2_amax, log2_amin, most))
+    return value, *numbers, counts
 
 
 def _piece_statistics(
-    bits: jax.Array, bounds: tuple[jax.Array, ...]
+    bits: jax.Array, scaled: jax.Array, limits: _casts.Limits
 ) -> tuple[jax.Array, ...]:
-    """(amax, least non-zero, counts) of the bits of a leaf, or of a piece of one.
+    """(amax, least non-zero, counts) of a leaf, or of a piece of one.
 
-    The six counts are cumulative: all entries, then those that are at least the least
-    number, each of the three bounds, and infinity. Differences give the report's
-    counts.
+    From the bits of the entries and of their products with S. The six counts are
+    cumulative: all entries, those that are not zero, those that the cast leaves not
+    zero, normal, and makes infinite, and those that are not finite themselves.
+    Differences give the report's counts.
     """
+    bounds = np.array(limits[:3], np.float32).view(np.int32)
+    bounds[0] += 1
     finite, nonzero = bits < _casts.INFINITY, bits > 0
-    reached = [nonzero, *(bits >= bound for bound in bounds), ~finite]
+    reached = [nonzero, *(scaled >= bound for bound in bounds), ~finite]
     operands = [
         jnp.where(finite, bits, 0),
         jnp.where(nonzero, bits, _casts.INFINITY),
@@ -284,21 +313,17 @@ def _first(flags: jax.Array) -> jax.Array:
     return jnp.where(flags.any(), jnp.argmax(flags).astype(jnp.int32), -1)
 
 
-def _recommended_log2_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _most_log2(largest: jax.Array, limits: _casts.Limits) -> jax.Array:
     """The largest k with 2^k amax <= 2^-MARGIN_BITS max, from the bits of amax."""
     # Compared as integers: a float32 log2 of an amax just above a power of two rounds
     # down to it, and would recommend one doubling too many
     # (test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom).
-    limit = jnp.asarray(np.float32(_casts.limits(dtype).largest).view(np.int32))
+    limit = jnp.asarray(np.float32(limits.largest).view(np.int32))
     limit_exponent, limit_fraction = _casts.exponent_and_fraction(limit)
     exponent, fraction = _casts.exponent_and_fraction(largest)
-    log2 = (
-        limit_exponent
-        - exponent
-        - (fraction > limit_fraction).astype(jnp.int32)
-        - MARGIN_BITS
-    )
-    return jnp.where(largest > 0, log2.astype(jnp.float32), jnp.nan)
+    log2 = limit_exponent - exponent - (fraction > limit_fraction).astype(jnp.int32)
+    log2 = (log2 - MARGIN_BITS).astype(jnp.float32)
+    return jnp.where(largest > 0, log2, jnp.inf)
 
 
 def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
@@ -333,7 +358,7 @@ def _headline(report: dict[str, Any]) -> str:
         finite = f"not finite from {_leaf_name(first)} on"
     advice = f"recommended loss scale at most 2^{log2:g}"
     if math.isnan(log2):
-        advice = "no loss scale to recommend, since no entry is finite and non-zero"
+        advice = "no loss scale to recommend: no entry is finite and in range"
     return f"{start}: {finite}; {advice}"
 
 

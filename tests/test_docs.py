@@ -176,14 +176,13 @@ def test_every_sentence_of_health_has_a_section_that_begins_with_it():
         assert re.sub(r"\{[^}]*\}", "…", sentence).startswith(quote), name
 
 
-def test_every_rule_of_the_precision_report_has_a_section_of_troubleshooting():
-    sections = set(headings(TEXTS["docs/troubleshoot.md"]))
-    rules = set(headings(TEXTS["docs/precision.md"]))
-    named = {name for name in rules if re.match("half-|full-|round-", name)}
+def test_every_rule_of_the_precision_report_has_its_section_and_its_row():
+    page = TEXTS["docs/precision.md"]
+    rules = {name for name in headings(page) if re.match("half-|full-|round-", name)}
     folder = pathlib.Path(diagnostics.__file__).parent / "_precision"
     source = "\n".join(path.read_text() for path in folder.glob("*.py"))
-    assert named == set(re.findall(r'"((?:half|full|round)-[a-z]+)"', source))
-    assert named <= sections
+    assert rules == set(re.findall(r'"((?:half|full|round)-[a-z]+)"', source))
+    assert set(re.findall(r"^\| \[([a-z-]+)\]\(#\1\)", page, re.MULTILINE)) == rules
 
 
 def test_every_preset_is_in_the_table_of_presets():

@@ -1,6 +1,5 @@
 """What is left in a BatchNorm after an overflow in float16, for `correctness.py`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import optax
 import jmp_scale
 
 
-def after_an_overflow() -> dict[str, Callable[[], Any]]:
+def after_an_overflow():
     """() -> the running mean of a BatchNorm after the layer before it overflowed"""
     return {
         "flax": _of_flax,
@@ -21,25 +20,21 @@ def after_an_overflow() -> dict[str, Callable[[], Any]]:
     }
 
 
-def _linen_state(train_state: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], Any]]:
+def _linen_state(train_state, **kwargs):
     """A state of a Linen model with 300 x 300 = inf in float16, and its loss."""
     from flax import linen
 
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
-            x = linen.Dense(
-                1, dtype=jnp.float16, kernel_init=linen.initializers.constant(300.0)
-            )(x)
+            kernel = linen.initializers.constant(300.0)
+            x = linen.Dense(1, dtype=jnp.float16, kernel_init=kernel)(x)
             return linen.BatchNorm(use_running_average=False)(x).mean()
 
     net, x = Net(), jnp.full((4, 1), 300.0)
     variables = net.init(jax.random.key(0), 0 * x)
-    state_type = type(
-        "State",
-        (train_state,),
-        {"__annotations__": {"batch_stats": Any, "dynamic_scale": Any}},
-    )
+    fields = {"__annotations__": {"batch_stats": Any, "dynamic_scale": Any}}
+    state_type = type("State", (train_state,), fields)
     kwargs = {"dynamic_scale": None, "batch_stats": variables["batch_stats"]} | kwargs
     state = state_type.create(
         apply_fn=net.apply, params=variables["params"], tx=optax.sgd(0.1), **kwargs
@@ -52,7 +47,7 @@ def _linen_state(train_state: Any, **kwargs: Any) -> tuple[Any, Callable[[Any], 
     return state, loss_fn
 
 
-def _of_flax() -> Any:
+def _of_flax():
     """The step of Flax's ImageNet example, which selects parameters and state."""
     from flax.training.dynamic_scale import DynamicScale
     from flax.training.train_state import TrainState
@@ -73,7 +68,7 @@ def _of_flax() -> Any:
     return new.batch_stats["BatchNorm_0"]["mean"]
 
 
-def _of_linen_train_state() -> Any:
+def _of_linen_train_state():
     from jmp_scale.linen import TrainState
 
     state, loss_fn = _linen_state(TrainState, loss_scale=jmp_scale.DynamicLossScale())
@@ -84,14 +79,11 @@ def _of_linen_train_state() -> Any:
     return state.batch_stats["BatchNorm_0"]["mean"]
 
 
-def _of_torch() -> Any:
+def _of_torch():
     import torch
 
-    dense, norm, scaler = (
-        torch.nn.Linear(1, 1),
-        torch.nn.BatchNorm1d(1),
-        torch.amp.GradScaler("cpu"),
-    )
+    dense, norm = torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)
+    scaler = torch.amp.GradScaler("cpu")
     torch.nn.init.constant_(dense.weight, 300.0)
     optimizer = torch.optim.SGD([*dense.parameters(), *norm.parameters()], 0.1)
     with torch.autocast("cpu", torch.float16):
@@ -102,7 +94,7 @@ def _of_torch() -> Any:
     return norm.running_mean.numpy()
 
 
-def _of_keras() -> Any:
+def _of_keras():
     import keras
 
     norm = keras.layers.BatchNormalization(dtype="float32")

@@ -4,10 +4,10 @@ Every function here returns a dictionary from the libraries that have such a thi
 how it is called; all of one kind have one signature.
 """
 
+import importlib
 import io
 import math
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,50 +17,48 @@ from _loops import MAX_CONSECUTIVE_ERRORS, TRAIN
 
 import jmp_scale
 
+VERBS = ("jmp", "mpx", "jmp_scale")  # have jmp's functions
 
-def loss_scales(s: float) -> dict[str, Callable[[], Any]]:
+
+def verb(name):
+    """Library -> its function of that name, looked up when it is called."""
+
+    def of(library):
+        return lambda *args: getattr(importlib.import_module(library), name)(*args)
+
+    return {library: of(library) for library in VERBS}
+
+
+def flax_scale(**kwargs: Any):
+    from flax.training.dynamic_scale import DynamicScale
+
+    return DynamicScale(**kwargs)
+
+
+def loss_scales(s):
     """() -> a loss scale that starts at `s`, made as in the library's documentation"""
-
-    def jmp():
-        import jmp
-
-        return jmp.DynamicLossScale(jnp.asarray(s))
-
-    def flax():
-        from flax.training.dynamic_scale import DynamicScale
-
-        return DynamicScale(scale=s)
 
     def mpx():
         import mpx
 
-        return mpx.DynamicLossScaling(
-            jnp.float32(s), min_loss_scaling=jnp.ones((), jnp.float32)
-        )
+        floor = jnp.ones((), jnp.float32)
+        return mpx.DynamicLossScaling(jnp.float32(s), min_loss_scaling=floor)
 
     return {
-        "jmp": jmp,
-        "flax": flax,
+        "jmp": lambda: verb("DynamicLossScale")["jmp"](jnp.asarray(s)),
+        "flax": lambda: flax_scale(scale=s),
         "mpx": mpx,
         "jmp_scale": lambda: jmp_scale.DynamicLossScale(s),
     }
 
 
-def float16_loss_scales() -> dict[str, Callable[[], Any]]:
+def float16_loss_scales():
     """() -> a loss scale that starts at 2^15 in float16, as jmp's README makes it"""
-
-    def jmp():
-        import jmp
-
-        return jmp.DynamicLossScale(jnp.float16(2.0**15))
-
-    return {
-        "jmp": jmp,
-        "jmp_scale": lambda: jmp_scale.DynamicLossScale(jnp.float16(2.0**15)),
-    }
+    s, make = jnp.float16(2.0**15), verb("DynamicLossScale")
+    return {name: lambda name=name: make[name](s) for name in ("jmp", "jmp_scale")}
 
 
-def steps() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def steps():
     """(() -> a loss scale, loss scale -> that after a finite step)"""
 
     def adjusted(loss_scale):
@@ -69,46 +67,11 @@ def steps() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     def flax(dynamic_scale):
         return dynamic_scale.value_and_grad(lambda w: w * w)(jnp.float32(1))[0]
 
-    made = loss_scales(2.0**15)
-    return {
-        name: (make, flax if name == "flax" else adjusted)
-        for name, make in made.items()
-    }
+    makers = loss_scales(2.0**15).items()
+    return {name: (make, flax if name == "flax" else adjusted) for name, make in makers}
 
 
-def finite_checks() -> dict[str, Callable[[Any], Any]]:
-    """tree -> bool[]"""
-
-    def jmp(tree):
-        import jmp
-
-        return jmp.all_finite(tree)
-
-    def mpx(tree):
-        import mpx
-
-        return mpx.all_finite(tree)
-
-    return {"jmp": jmp, "mpx": mpx, "jmp_scale": jmp_scale.all_finite}
-
-
-def selects() -> dict[str, Callable[..., Any]]:
-    """(bool[], new, old) -> the one or the other"""
-
-    def jmp(*args):
-        import jmp
-
-        return jmp.select_tree(*args)
-
-    def mpx(*args):
-        import mpx
-
-        return mpx.select_tree(*args)
-
-    return {"jmp": jmp, "mpx": mpx, "jmp_scale": jmp_scale.select_tree}
-
-
-def wrappers() -> dict[str, Callable[[Any], Any]]:
+def wrappers():
     """An Optax optimizer -> one that skips."""
     return {
         "optax": lambda tx: optax.apply_if_finite(tx, MAX_CONSECUTIVE_ERRORS),
@@ -116,118 +79,102 @@ def wrappers() -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def gradients() -> dict[str, Callable[..., Any]]:
+def gradients():
     """(loss, w, S, axis name or None) -> unscaled gradient, averaged over the axis"""
 
-    def mean(grad, axis_name):
-        return grad if axis_name is None else jax.lax.pmean(grad, axis_name)
-
-    def jmp(loss_fn, w, s, axis_name=None):
+    def jmp(loss_fn, w, s):
         loss_scale = loss_scales(s)["jmp"]()
-        return mean(
-            loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(loss_fn(w)))(w)),
-            axis_name,
-        )
+        return loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(loss_fn(w)))(w))
 
-    def flax(loss_fn, w, s, axis_name=None):
-        return loss_scales(s)["flax"]().value_and_grad(loss_fn, axis_name=axis_name)(w)[
-            3
-        ]
-
-    def mpx(loss_fn, w, s, axis_name=None):
+    def mpx(loss_fn, w, s):
         import mpx
 
         scaling = loss_scales(s)["mpx"]()
-        return mean(
-            scaling.unscale(jax.grad(mpx.scaled(loss_fn, scaling))(w)), axis_name
-        )
+        return scaling.unscale(jax.grad(mpx.scaled(loss_fn, scaling))(w))
 
-    def ours(loss_fn, w, s, axis_name=None):
-        return mean(
-            jmp_scale.grad(loss_fn, jmp_scale.DynamicLossScale(s))(w), axis_name
-        )
+    def ours(loss_fn, w, s):
+        return jmp_scale.grad(loss_fn, jmp_scale.DynamicLossScale(s))(w)
 
-    return {"jmp": jmp, "flax": flax, "mpx": mpx, "jmp_scale": ours}
+    def flax(loss_fn, w, s, axis_name=None):
+        return flax_scale(scale=s).value_and_grad(loss_fn, axis_name=axis_name)(w)[3]
+
+    def averaged(grad_fn):
+        def grad(loss_fn, w, s, axis_name=None):
+            grad = grad_fn(loss_fn, w, s)
+            return grad if axis_name is None else jax.lax.pmean(grad, axis_name)
+
+        return grad
+
+    others = {"jmp": jmp, "mpx": mpx, "jmp_scale": ours}
+    return {name: averaged(fun) for name, fun in others.items()} | {"flax": flax}
 
 
-def float16_losses() -> dict[str, Callable[[], Any]]:
+def float16_losses():
     """() -> the unscaled loss of a step whose loss is 3 in float16, at S = 2^15"""
+    made = loss_scales(2.0**15)
 
     def loss_fn(w):
         return (3 * w).astype(jnp.float16)
 
     def by_verbs(name):
-        loss_scale = loss_scales(2.0**15)[name]()
+        loss_scale = made[name]()
         return loss_scale.unscale(loss_scale.scale(loss_fn(jnp.float32(1))))
 
-    return {
-        "jmp": lambda: by_verbs("jmp"),
-        "flax": lambda: loss_scales(2.0**15)["flax"]().value_and_grad(loss_fn)(
-            jnp.float32(1)
-        )[2],
-        "mpx": lambda: by_verbs("mpx"),
-        "jmp_scale": lambda: by_verbs("jmp_scale"),
-    }
+    def flax():
+        return made["flax"]().value_and_grad(loss_fn)(jnp.float32(1))[2]
+
+    return {name: lambda name=name: by_verbs(name) for name in VERBS} | {"flax": flax}
 
 
-def adjusted_over_examples() -> dict[str, Callable[[Any], Any]]:
+def adjusted_over_examples():
     """x of each example -> S after one step with the gradients of w * x"""
+    one = jnp.float32(1)
 
-    def by_verbs(library):
+    def by_verbs(library, name):
         def step(xs):
-            loss_scale = loss_scales(8.0)[library]()
-            grads = jax.vmap(
-                lambda x: gradients()[library](lambda w: w * x, jnp.float32(1), 8.0)
-            )(xs)
-            return loss_scale.adjust(finite_checks()[library](grads))
+            grad = gradients()[library]
+            grads = jax.vmap(lambda x: grad(lambda w: w * x, one, 8.0))(xs)
+            finite = verb("all_finite")[library](grads)
+            return getattr(loss_scales(8.0)[library]().adjust(finite), name)
 
         return step
 
     def flax(xs):
-        scale = loss_scales(8.0)["flax"]()
-        return jax.vmap(
-            lambda x: scale.value_and_grad(lambda w: w * x)(jnp.float32(1))[0]
-        )(xs).scale
+        scale = flax_scale(scale=8.0)
+        step = jax.vmap(lambda x: scale.value_and_grad(lambda w: w * x)(one)[0])
+        return step(xs).scale
 
     return {
-        "jmp": lambda xs: by_verbs("jmp")(xs).loss_scale,
+        "jmp": by_verbs("jmp", "loss_scale"),
         "flax": flax,
-        "mpx": lambda xs: by_verbs("mpx")(xs).loss_scaling,
-        "jmp_scale": lambda xs: by_verbs("jmp_scale")(xs).loss_scale,
+        "mpx": by_verbs("mpx", "loss_scaling"),
+        "jmp_scale": by_verbs("jmp_scale", "loss_scale"),
     }
 
 
-def traces_of_four_steps() -> dict[str, Callable[[], int]]:
+def traces_of_four_steps():
     """() -> how often a step is traced"""
 
     def counted(name):
-        def count():
-            make, adjust = steps()[name]
-            traces = []
+        make, adjust = steps()[name]
+        traces = []
 
-            def step(loss_scale):
-                traces.append(loss_scale)
-                return adjust(loss_scale)
+        def step(loss_scale):
+            traces.append(loss_scale)
+            return adjust(loss_scale)
 
-            jitted = jit_of(name)(step)
-            loss_scale = make()
-            for _ in range(4):
-                loss_scale = jitted(loss_scale)
-            return len(traces)
-
-        return count
-
-    def jit_of(name):
+        jit = jax.jit
         if name == "mpx":  # an Equinox module, jitted as its documentation does
-            import equinox
+            jit = importlib.import_module("equinox").filter_jit
+        jitted, loss_scale = jit(step), make()
+        for _ in range(4):
+            loss_scale = jitted(loss_scale)
+        return len(traces)
 
-            return equinox.filter_jit
-        return jax.jit
-
-    return {name: counted(name) for name in steps()}
+    return {name: lambda name=name: counted(name) for name in loss_scales(8.0)}
 
 
-def clipped_steps() -> dict[str, Callable[[], float]]:
+def clipped_steps():
     """() -> w = 1 after a step with gradient 5, clipped to norm 1, learning rate 1"""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
 
@@ -235,10 +182,8 @@ def clipped_steps() -> dict[str, Callable[[], float]]:
         import torch
 
         w = torch.tensor(1.0, requires_grad=True)
-        optimizer, scaler = (
-            torch.optim.SGD([w], 1.0),
-            torch.amp.GradScaler("cpu", init_scale=8.0),
-        )
+        optimizer = torch.optim.SGD([w], 1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(5 * w).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_([w], 1.0)
@@ -249,9 +194,10 @@ def clipped_steps() -> dict[str, Callable[[], float]]:
     def keras():
         import keras
 
-        return TRAIN["keras"](
-            [5.0], tx=lambda: keras.optimizers.SGD(1.0, global_clipnorm=1.0)
-        )[0].w
+        def clipped():
+            return keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+
+        return TRAIN["keras"]([5.0], tx=clipped)[0].w
 
     by_optax = {
         name: lambda name=name: TRAIN[name]([5.0], tx=tx)[0].w
@@ -260,31 +206,24 @@ def clipped_steps() -> dict[str, Callable[[], float]]:
     return by_optax | {"torch": torch, "keras": keras}
 
 
-def flags_of_replicas() -> dict[str, Callable[[Any], Any]]:
+def flags_of_replicas():
     """x of each device -> whether it applies the step with the gradient of w * x.
 
     No axis is named.
     """
 
-    def flax(xs):
-        from flax.training.dynamic_scale import DynamicScale
+    def flax(x):
+        return flax_scale().value_and_grad(lambda w: w * x)(jnp.float32(1))[1]
 
-        return jax.pmap(
-            lambda x: DynamicScale().value_and_grad(lambda w: w * x)(jnp.float32(1))[1]
-        )(xs)
+    def optax_(x):
+        tx = wrappers()["optax"](optax.sgd(1.0))
+        return tx.update(x, tx.init(x), x)[1].last_finite
 
-    def optax_(xs):
-        def applied(x):
-            tx = wrappers()["optax"](optax.sgd(1.0))
-            return tx.update(x, tx.init(x), x)[1].last_finite
-
-        return jax.pmap(applied)(xs)
-
-    by_check = {name: jax.pmap(check) for name, check in finite_checks().items()}
-    return by_check | {"flax": flax, "optax": optax_}
+    checks = verb("all_finite") | {"flax": flax, "optax": optax_}
+    return {name: jax.pmap(check) for name, check in checks.items()}
 
 
-def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
+def saved_and_restored():
     """() -> (S before, S restored into a fresh one), in the library's own way"""
 
     def jmp():
@@ -298,17 +237,14 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
         used = fresh.adjust(jnp.array(False))
         equinox.tree_serialise_leaves(file, used)
         file.seek(0)
-        return used.loss_scaling, equinox.tree_deserialise_leaves(
-            file, fresh
-        ).loss_scaling
+        restored = equinox.tree_deserialise_leaves(file, fresh)
+        return used.loss_scaling, restored.loss_scaling
 
     def torch():
         import torch
 
-        used, restored = (
-            torch.amp.GradScaler("cpu", init_scale=4.0),
-            torch.amp.GradScaler("cpu"),
-        )
+        used = torch.amp.GradScaler("cpu", init_scale=4.0)
+        restored = torch.amp.GradScaler("cpu")
         for scaler in (used, restored):
             scaler.scale(torch.tensor(1.0))  # makes S, which is lazy
         restored.load_state_dict(used.state_dict())
@@ -332,7 +268,7 @@ def saved_and_restored() -> dict[str, Callable[[], tuple[Any, Any]]]:
     return by_flax | {"jmp": jmp, "mpx": mpx, "torch": torch, "keras": keras}
 
 
-def serialized_by_flax() -> dict[str, Callable[[], tuple[Any, Any]]]:
+def serialized_by_flax():
     """() -> (S before, S after `flax.serialization`), where users train with Flax"""
 
     def through(fresh, used, name):
@@ -341,44 +277,37 @@ def serialized_by_flax() -> dict[str, Callable[[], tuple[Any, Any]]]:
         restored = serialization.from_bytes(fresh, serialization.to_bytes(used))
         return getattr(used, name), getattr(restored, name)
 
-    def flax():
-        from flax.training.dynamic_scale import DynamicScale
-
-        return through(DynamicScale(), DynamicScale(scale=jnp.float32(4)), "scale")
-
-    def adjusted(library, name):
+    def adjusted(library):
         import jmp_scale.linen  # noqa: F401, registers the loss scales
 
         fresh = loss_scales(2.0**15)[library]()
-        return through(fresh, fresh.adjust(jnp.array(False)), name)
+        return through(fresh, fresh.adjust(jnp.array(False)), "loss_scale")
 
     return {
-        "jmp": lambda: adjusted("jmp", "loss_scale"),
-        "flax": flax,
-        "jmp_scale": lambda: adjusted("jmp_scale", "loss_scale"),
+        "jmp": lambda: adjusted("jmp"),
+        "flax": lambda: through(
+            flax_scale(), flax_scale(scale=jnp.float32(4)), "scale"
+        ),
+        "jmp_scale": lambda: adjusted("jmp_scale"),
     }
 
 
-def signs_of_a_stuck_run() -> dict[str, Callable[[], Any]]:
+def signs_of_a_stuck_run():
     """() -> what there is to see after a run that skips every step"""
 
     def state_after_60(tx):
         w = jnp.float32(1)
-        state = tx.init(w)
+        state, update = tx.init(w), jax.jit(tx.update)
         for _ in range(60):
-            _, state = jax.jit(tx.update)(jnp.float32(math.nan), state, w)
+            _, state = update(jnp.float32(math.nan), state, w)
         return state
 
+    def optax_():
+        tx = optax.apply_if_finite(optax.sgd(1.0), 1000)
+        return state_after_60(tx).notfinite_count == 60
+
     def ours():
-        from jmp_scale import diagnostics
-
         tx = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale())
-        return diagnostics.health(state_after_60(tx))
+        return jmp_scale.diagnostics.health(state_after_60(tx))
 
-    return {
-        "optax": lambda: (
-            state_after_60(optax.apply_if_finite(optax.sgd(1.0), 1000)).notfinite_count
-            == 60
-        ),
-        "jmp_scale": ours,
-    }
+    return {"optax": optax_, "jmp_scale": ours}

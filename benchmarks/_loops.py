@@ -5,7 +5,6 @@ the x of each step and returns the parameter and the loss scale after it. torch 
 keras run in the same way; the latter on JAX.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +13,7 @@ import optax
 
 import jmp_scale
 
-MAX_CONSECUTIVE_ERRORS = (
-    50  # after which apply_if_finite applies the next one, as it says
-)
+MAX_CONSECUTIVE_ERRORS = 50  # after which apply_if_finite applies the next one
 
 
 class Step(NamedTuple):
@@ -26,105 +23,93 @@ class Step(NamedTuple):
     s: float
 
 
-def train_jmp(
-    xs: Sequence[float],
-    s: float = 8.0,
-    period: int = 2000,
-    min_loss_scale: float = 1.0,
-    tx: Any = None,
-) -> list[Step]:
+def train_jmp(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
     import jmp
 
+    tx = tx or optax.sgd(1.0)
     loss_scale = jmp.DynamicLossScale(
         jnp.asarray(s), period=period, min_loss_scale=jnp.asarray(min_loss_scale)
     )
-    return _train_with_verbs(jmp, loss_scale, xs, tx or optax.sgd(1.0))
+
+    def step(w, state, loss_scale, x):
+        grad = loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(w * x))(w))
+        finite = jmp.all_finite(grad)
+        updates, new_state = tx.update(grad, state, w)
+        new = optax.apply_updates(w, updates), new_state
+        return *jmp.select_tree(finite, new, (w, state)), loss_scale.adjust(finite)
+
+    return _train(step, tx, loss_scale, xs, "loss_scale")
 
 
-def train_mpx(
-    xs: Sequence[float],
-    s: float = 8.0,
-    period: int = 2000,
-    min_loss_scale: float = 1.0,
-    tx: Any = None,
-) -> list[Step]:
+def train_mpx(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
     import mpx
 
     tx = tx or optax.sgd(1.0)
-    w = jnp.float32(1)
-    state = tx.init(w)
     scaling = mpx.DynamicLossScaling(
         jnp.float32(s), jnp.float32(min_loss_scale), period=period
     )
 
-    @jax.jit
     def step(w, state, scaling, x):
-        _, scaling, finite, grad = mpx.filter_value_and_grad(
-            lambda w, x: w * x, scaling
-        )(w, x)
+        value_and_grad = mpx.filter_value_and_grad(lambda w, x: w * x, scaling)
+        _, scaling, finite, grad = value_and_grad(w, x)
         return *mpx.optimizer_update(w, tx, state, grad, finite), scaling
 
-    steps = []
-    for x in xs:
-        w, state, scaling = step(w, state, scaling, jnp.float32(x))
-        steps.append(Step(float(w), float(scaling.loss_scaling)))
-    return steps
+    return _train(step, tx, scaling, xs, "loss_scaling")
 
 
-def train_flax(
-    xs: Sequence[float],
-    s: float = 8.0,
-    period: int = 2000,
-    min_loss_scale: float | None = None,
-    tx: Any = None,
-) -> list[Step]:
+def train_flax(xs, s=8.0, period=2000, min_loss_scale=None, tx=None):
     from flax.training.dynamic_scale import DynamicScale
 
     tx = tx or optax.sgd(1.0)
-    w = jnp.float32(1)
-    state = tx.init(w)
-    scale = DynamicScale(
-        growth_interval=period,
-        scale=jnp.float32(s),
-        **({} if min_loss_scale is None else {"minimum_scale": min_loss_scale}),
-    )
+    floor = {} if min_loss_scale is None else {"minimum_scale": min_loss_scale}
+    scale = DynamicScale(growth_interval=period, scale=jnp.float32(s), **floor)
 
-    @jax.jit
     def step(w, state, scale, x):
         scale, finite, _, grad = scale.value_and_grad(lambda w, x: w * x)(w, x)
         updates, new_state = tx.update(grad, state, w)
-        new = (optax.apply_updates(w, updates), new_state)
-        return *jax.tree.map(
-            lambda a, b: jnp.where(finite, a, b), new, (w, state)
-        ), scale
+        new = optax.apply_updates(w, updates), new_state
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (w, state))
+        return *kept, scale
 
-    steps = []
+    return _train(step, tx, scale, xs, "scale")
+
+
+def train_optax(xs, tx=None):
+    tx = optax.apply_if_finite(tx or optax.sgd(1.0), MAX_CONSECUTIVE_ERRORS)
+
+    def step(w, state, s, x):
+        updates, state = tx.update(x, state, w)
+        return optax.apply_updates(w, updates), state, s
+
+    return _train(step, tx, jnp.float32(1), xs, "real")
+
+
+def train_jmp_scale(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
+    loss_scale = jmp_scale.DynamicLossScale(
+        s, None, period, 2, min_loss_scale, max_loss_scale=2.0**126
+    )
+    tx = jmp_scale.with_loss_scale(tx or optax.sgd(1.0), loss_scale)
+
+    def step(w, state, _, x):
+        value_and_grad = jmp_scale.value_and_grad(lambda w, x: w * x, state.loss_scale)
+        _, grad = value_and_grad(w, x)
+        updates, state = tx.update(grad, state, w)
+        return optax.apply_updates(w, updates), state, state.loss_scale
+
+    return _train(step, tx, loss_scale, xs, "loss_scale")
+
+
+def _train(step, tx, scale, xs, name):
+    """Runs `(w, state, scale, x) -> (w, state, scale)`, whose S has the given name."""
+    step, w, steps = jax.jit(step), jnp.float32(1), []
+    state = tx.init(w)
     for x in xs:
         w, state, scale = step(w, state, scale, jnp.float32(x))
-        steps.append(Step(float(w), float(scale.scale)))
+        steps.append(Step(float(w), float(getattr(scale, name))))
     return steps
 
 
-def train_optax(xs: Sequence[float], tx: Any = None) -> list[Step]:
-    tx = optax.apply_if_finite(tx or optax.sgd(1.0), MAX_CONSECUTIVE_ERRORS)
-    w = jnp.float32(1)
-    state = tx.init(w)
-
-    @jax.jit
-    def step(w, state, x):
-        updates, state = tx.update(x, state, w)
-        return optax.apply_updates(w, updates), state
-
-    steps = []
-    for x in xs:
-        w, state = step(w, state, jnp.float32(x))
-        steps.append(Step(float(w), 1.0))
-    return steps
-
-
-def train_torch(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None
-) -> list[Step]:
+def train_torch(xs, s=8.0, period=2000, tx: str | None = None):
     """`tx` is the name of a torch optimizer, default SGD."""
     import torch
 
@@ -141,9 +126,7 @@ def train_torch(
     return steps
 
 
-def train_keras(
-    xs: Sequence[float], s: float = 8.0, period: int = 2000, tx: Any = None
-) -> list[Step]:
+def train_keras(xs, s=8.0, period=2000, tx: Any = None):
     """`tx` is the name of a keras optimizer or makes one, default SGD."""
     import keras
 
@@ -155,9 +138,8 @@ def train_keras(
     variable = keras.Variable(1.0)
     optimizer.build([variable])
     state, w = [v.value for v in optimizer.variables], [variable.value]
-    where = next(
-        i for i, v in enumerate(optimizer.variables) if v is optimizer.dynamic_scale
-    )
+    is_scale = [v is optimizer.dynamic_scale for v in optimizer.variables]
+    where = is_scale.index(True)
 
     @jax.jit
     def step(w, state, x):
@@ -168,55 +150,6 @@ def train_keras(
     for x in xs:
         w, state = step(w, state, jnp.float32(x))
         steps.append(Step(float(w[0]), float(state[where])))
-    return steps
-
-
-def train_jmp_scale(
-    xs: Sequence[float],
-    s: float = 8.0,
-    period: int = 2000,
-    min_loss_scale: float = 1.0,
-    tx: Any = None,
-) -> list[Step]:
-    tx = jmp_scale.with_loss_scale(
-        tx or optax.sgd(1.0),
-        jmp_scale.DynamicLossScale(
-            s, None, period, 2, min_loss_scale, max_loss_scale=2.0**126
-        ),
-    )
-    w = jnp.float32(1)
-    state = tx.init(w)
-
-    @jax.jit
-    def step(w, state, x):
-        _, grad = jmp_scale.value_and_grad(lambda w, x: w * x, state.loss_scale)(w, x)
-        updates, state = tx.update(grad, state, w)
-        return optax.apply_updates(w, updates), state
-
-    steps = []
-    for x in xs:
-        w, state = step(w, state, jnp.float32(x))
-        steps.append(Step(float(w), float(state.loss_scale.loss_scale)))
-    return steps
-
-
-def _train_with_verbs(
-    library: Any, loss_scale: Any, xs: Sequence[float], tx: Any
-) -> list[Step]:
-    @jax.jit
-    def step(w, state, loss_scale, x):
-        grad = loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(w * x))(w))
-        finite = library.all_finite(grad)
-        updates, new_state = tx.update(grad, state, w)
-        new = (optax.apply_updates(w, updates), new_state)
-        return *library.select_tree(finite, new, (w, state)), loss_scale.adjust(finite)
-
-    w = jnp.float32(1)
-    state = tx.init(w)
-    steps = []
-    for x in xs:
-        w, state, loss_scale = step(w, state, loss_scale, jnp.float32(x))
-        steps.append(Step(float(w), float(loss_scale.loss_scale)))
     return steps
 
 

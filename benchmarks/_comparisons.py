@@ -1,13 +1,10 @@
 """The rows of `overhead.py`: a step's figures beside those of the unscaled one."""
 
 import collections
-import statistics
-from collections.abc import Sequence
-from typing import Any
+import functools
 
 import _harness
 import _problems
-import _targets
 import jax
 import jax.numpy as jnp
 from _compiled import Figures, compilations, compile_step
@@ -29,13 +26,7 @@ TEXTS = {
 }
 
 
-def compare(
-    table: _harness.Table,
-    problem: tuple[Any, Any, Any],
-    peers: Sequence[str],
-    optimizer: str,
-    pairs: int,
-) -> None:
+def compare(table, problem, peers, optimizer, pairs):
     """Adds a row per peer, with its figures, and time ratios if `pairs` > 0."""
     loss_fn, params, batch = problem
     table.columns = ["step", "bytes", "temporaries", "copied arrays", "scalars",
@@ -60,28 +51,19 @@ def compare(
         ])  # fmt: skip
     if pairs:
         table.columns.append("time ratio")
-        carries = {
-            peer: _problems.build(peer, loss_fn, params, optimizer)[0] for peer in peers
-        }
+        build = functools.partial(_problems.build, optimizer=optimizer)
+        carries = {peer: build(peer, loss_fn, params)[0] for peer in peers}
         add_times(table, programs, carries, batch, pairs)
 
 
-def compare_on(
-    target: _targets.Target,
-    table: _harness.Table,
-    problem: tuple[Any, Any, Any],
-    peers: Sequence[str],
-    optimizer: str,
-) -> None:
+def compare_on(target, table, problem, peers, optimizer):
     """Adds a row per peer, with the figures of a program compiled for a target."""
     loss_fn, params, batch = problem
     is_tpu = target.name.startswith("tpu")
     table.columns = ["step", "bytes", *["cycles"] * is_tpu, "kernels", "temporaries",
                      "copied arrays", "conditionals", "host operations",
                      "added collectives", "compile s"]  # fmt: skip
-    param_bytes = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)
-    )
+    param_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     base = None
     for peer in tqdm(peers, desc=table.title.format(table.case), leave=False):
         carry, step = _problems.build(peer, loss_fn, params, optimizer, types_only=True)
@@ -123,19 +105,11 @@ def added_collectives(found: Figures, base: Figures) -> str:
 
 
 def _short(types: tuple[str, ...]) -> str:
-    counted = collections.Counter(types)
-    return ", ".join(
-        f"{count} x {name}" if count > 1 else name for name, count in counted.items()
-    )
+    counted = collections.Counter(types).items()
+    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counted)
 
 
-def add_times(
-    table: _harness.Table,
-    programs: dict[str, Any],
-    carries: dict[str, Any],
-    batch: Any,
-    pairs: int,
-) -> None:
+def add_times(table, programs, carries, batch, pairs):
     """Adds time ratios to the rows, "rejected" where a control shows a busy machine."""
 
     def runner(peer):
@@ -162,29 +136,3 @@ def add_times(
     )
     for row in table.rows:
         row.append(str(ratios[row[0]]) if quiet else "rejected")
-
-
-def compile_times(
-    table: _harness.Table,
-    leaf_counts: Sequence[int],
-    peers: Sequence[str],
-    repeats: int,
-) -> None:
-    """Adds median seconds of compilation for numbers of leaves of 64 x 64 entries."""
-    table.columns = ["step", *map(str, leaf_counts)]
-    rows = {peer: [peer] for peer in peers}
-    for count in leaf_counts:
-        params = {f"leaf{i}": jnp.ones((64, 64)) for i in range(count)}
-        dtype = _problems.DTYPES[table.case]
-        loss_fn, params, batch = _problems.optimizer_only(dtype, params)
-        seconds: dict[str, list[float]] = {peer: [] for peer in peers}
-        label = f"{count} leaves, {table.case}"
-        for peer in tqdm(list(peers) * repeats, desc=label, leave=False):
-            carry, step = _problems.build(peer, loss_fn, params)
-            found = compile_step(step, carry, batch)[1]
-            seconds[peer].append(found.compile_seconds)
-        medians = {peer: statistics.median(seconds[peer]) for peer in peers}
-        for peer, median in medians.items():
-            rows[peer].append(_seconds(median, medians["unscaled"]))
-    table.rows = list(rows.values())
-    table.notes.append(f"Median of {repeats}, the steps in turn.")

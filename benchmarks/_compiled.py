@@ -2,11 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
 
 import _hlo
-import _targets
 import _traffic
 import jax
 import jax.numpy as jnp
@@ -44,12 +41,7 @@ class Figures:
         return sum("[]" not in copied for copied in self.copies)
 
 
-def compile_step(
-    step: Callable[..., Any],
-    carry: Any,
-    batch: Any,
-    target: _targets.Target | None = None,
-) -> tuple[jax.stages.Compiled, Figures]:
+def compile_step(step, carry, batch, target=None):
     """The program of the carry's leaves, which are donated, and its figures.
 
     Args:
@@ -70,9 +62,8 @@ def compile_step(
         leaves, batch = target.placed(leaves), target.placed(batch)
         # The new state lies where the old one did, as in a training loop.
         shardings = [leaf.sharding for leaf in leaves]
-        jitted = jax.jit(
-            step_of_leaves, donate_argnums=0, out_shardings=(shardings, None)
-        )
+        out = {"out_shardings": (shardings, None)}
+        jitted = jax.jit(step_of_leaves, donate_argnums=0, **out)
         # Without this XLA:GPU may leave out a cast to float16 and back, so that nothing
         # is rounded or overflows.
         options = {"xla_allow_excess_precision": False}
@@ -82,19 +73,13 @@ def compile_step(
     return compiled, figures(compiled, target, time.process_time() - start)
 
 
-def figures(
-    compiled: jax.stages.Compiled,
-    target: _targets.Target | None = None,
-    compile_seconds: float = 0.0,
-) -> Figures:
+def figures(compiled, target=None, compile_seconds=0.0) -> Figures:
     """Reads what the compiler says of a program."""
     module = _hlo.parse(compiled.as_text())
-    if target is None:
-        bytes_accessed = compiled.cost_analysis()["bytes accessed"]
-    else:
-        bytes_accessed = _traffic.traffic(module)
+    here = target is None
+    counted = compiled.cost_analysis()["bytes accessed"] if here else None
     return Figures(
-        bytes_accessed=bytes_accessed,
+        bytes_accessed=_traffic.traffic(module) if counted is None else counted,
         temporaries=compiled.memory_analysis().temp_size_in_bytes,
         copies=list(map(str, _traffic.copies(module))),
         kernels=_traffic.kernels(module),
@@ -106,9 +91,7 @@ def figures(
     )
 
 
-def compilations(
-    step: Callable[..., Any], carry: Any, batch: Any, steps: int = 5
-) -> int:
+def compilations(step, carry, batch, steps=5) -> int:
     """Compilations over `steps` steps, which may move nothing to or from the host."""
     # Their number does not depend on the passes, and fusion is what takes the time.
     jitted = jax.jit(

@@ -11,7 +11,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import _tables
@@ -21,19 +21,8 @@ from tqdm import tqdm
 
 import jmp_scale
 
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "optax",
-    "flax",
-    "jmp",
-    "mixed-precision-for-JAX",
-    "equinox",
-    "torch",
-    "keras",
-)
+PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"
+PACKAGES += " equinox torch keras"
 AA_LIMITS = (0.9, 1.1)
 
 
@@ -58,9 +47,7 @@ def seconds(run: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def paired_ratio(
-    run: Callable[[], Any], base: Callable[[], Any], pairs: int, label: str
-) -> Ratio:
+def paired_ratio(run, base, pairs, label) -> Ratio:
     """Time of `run` over that of `base`, each pair measured as base, run, base.
 
     The mean of the two outer times is the pair's base time, which cancels a linear
@@ -77,11 +64,7 @@ def paired_ratio(
     _warm_up(run)
     ratios = []
     for _ in tqdm(range(pairs), desc=label, leave=False):
-        before, own, after = (
-            seconds(base, calls),
-            seconds(run, calls),
-            seconds(base, calls),
-        )
+        before, own, after = (seconds(f, calls) for f in (base, run, base))
         ratios.append(2 * own / (before + after))
     low, median, high = statistics.quantiles(ratios, n=4)
     return Ratio(median, low, high)
@@ -97,9 +80,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    result.add_argument(
-        "--json", type=pathlib.Path, help="file to write tables and versions to"
-    )
+    text = "file to write tables and versions to"
+    result.add_argument("--json", type=pathlib.Path, help=text)
     return result
 
 
@@ -109,9 +91,8 @@ def round_as_written() -> None:
     On a GPU it may, and then nothing rounds or overflows. Call it before the first
     array is made.
     """
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
-    )
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = flags + " --xla_allow_excess_precision=false"
 
 
 def add_pairs(arguments: argparse.ArgumentParser) -> None:
@@ -127,9 +108,7 @@ def add_pairs(arguments: argparse.ArgumentParser) -> None:
     )
 
 
-def report(
-    tables: Sequence[Table], json_path: pathlib.Path | None, device: str | None = None
-) -> None:
+def report(tables, json_path, device=None):
     """Prints the tables as Markdown, below the machine and the versions.
 
     Args:
@@ -140,9 +119,9 @@ def report(
     if device is None:
         kind = jax.devices()[0].device_kind
         device = f"{jax.device_count()} x {kind} ({_processor()})"
+    command = shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
     data = {
-        "command": "python benchmarks/"
-        + shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": f"python benchmarks/{command}",
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
         "versions": {"python": platform.python_version()} | _versions(),
@@ -156,9 +135,7 @@ def report(
 
 def render(data: dict[str, Any]) -> str:
     """The Markdown of what `report` wrote."""
-    versions = ", ".join(
-        f"{name} {version}" for name, version in data["versions"].items()
-    )
+    versions = ", ".join(" ".join(pair) for pair in data["versions"].items())
     head = f"`{data['command']}`, {data['date']}, {data['device']}; {versions}."
     tables = _tables.markdown([Table(**table) for table in data["tables"]])
     return f"{head}\n\n{tables}\n"
@@ -172,7 +149,7 @@ def _warm_up(run: Callable[[], Any]) -> float:
 
 def _versions() -> dict[str, str]:
     found = {"jmp_scale": jmp_scale.__version__}
-    for name in PACKAGES:
+    for name in PACKAGES.split():
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -182,20 +159,11 @@ def _versions() -> dict[str, str]:
 
 def _processor() -> str:
     info = pathlib.Path("/proc/cpuinfo")
-    names = (
-        [
-            line.split(":")[1].strip()
-            for line in info.read_text().splitlines()
-            if "model name" in line
-        ]
-        if info.exists()
-        else []
-    )
-    return (
-        f"{len(names)} x {names[0]}"
-        if names
-        else platform.processor() or platform.machine()
-    )
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    if names:
+        return f"{len(names)} x {names[0]}"
+    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """What the steps are taken on: sizes, optimizers, gradients that are given."""
 
-from collections.abc import Callable
-from typing import Any
-
 import _models
 import _steps
 import jax
@@ -16,18 +13,16 @@ OPTIMIZERS = {
         optax.clip_by_global_norm(1.0), optax.adamw(3e-4)
     ),
     "lion": lambda: optax.lion(1e-4),
-    "muon": lambda: optax.contrib.muon(1e-3),
 }
 TITLES = {
     "adamw": "AdamW",
     "clip+adamw": "Clipping by the global norm and AdamW",
     "lion": "Lion",
-    "muon": "Muon",
 }
 
 
 @jax.custom_vjp
-def _given(params: Any, grads: Any) -> jax.Array:
+def _given(params, grads):
     del params, grads
     return jnp.float32(0)
 
@@ -37,7 +32,7 @@ _given.defvjp(
 )
 
 
-def given_gradients(dtype: Any) -> Callable[[Any, Any], jax.Array]:
+def given_gradients(dtype):
     """A loss whose scaled gradients are the batch, in `dtype`."""
 
     def loss_fn(params, batch):
@@ -46,25 +41,13 @@ def given_gradients(dtype: Any) -> Callable[[Any, Any], jax.Array]:
     return loss_fn
 
 
-def optimizer_only(
-    dtype: Any, params: Any
-) -> tuple[Callable[[Any, Any], jax.Array], Any, Any]:
+def optimizer_only(dtype, params):
     """`(loss, params, batch)` of a step that consists of the optimizer alone."""
-    return (
-        given_gradients(dtype),
-        params,
-        jax.tree.map(lambda p: jnp.full_like(p, 1e-2, dtype), params),
-    )
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-2, dtype), params)
+    return given_gradients(dtype), params, grads
 
 
-def build(
-    peer: str,
-    loss_fn: Any,
-    params: Any,
-    optimizer: str = "adamw",
-    *,
-    types_only: bool = False,
-) -> tuple[Any, Any]:
+def build(peer, loss_fn, params, optimizer="adamw", *, types_only=False):
     """`(carry, step)` of a peer.
 
     Args:
@@ -79,7 +62,7 @@ def build(
         return make(loss_fn, tx, jax.tree.map(jnp.copy, params))
     made = {}
 
-    def carry_of(params: Any) -> Any:
+    def carry_of(params):
         carry, made["step"] = make(loss_fn, tx, params)
         return carry
 
@@ -87,7 +70,7 @@ def build(
     return carry, made["step"]
 
 
-def mixed_params() -> Any:
+def mixed_params():
     """Types of 33.7M parameters in 36 leaves: 8 large ones, and 28 of three sizes."""
     shapes = {"large": ((4096, 1024), 8), "bias": ((1024,), 12), "wide": ((4096,), 8)}
     shapes["small"] = ((64, 64), 8)
@@ -98,9 +81,7 @@ def mixed_params() -> Any:
     }
 
 
-def problems(
-    name: str, *, layers: int = 12, width: int = 256, examples: int = 8
-) -> dict[str, tuple[str, tuple[Any, Any, Any]]]:
+def problems(name, *, layers=12, width=256, examples=8):
     """Title and `(loss, types of the parameters, batch)` of each part.
 
     A title has places for the optimizer's and for the dtype's name.
@@ -113,7 +94,7 @@ def problems(
     """
     dtype = DTYPES[name]
 
-    def alone(params: Any) -> tuple[str, tuple[Any, Any, Any]]:
+    def alone(params):
         leaves = jax.tree.leaves(params)
         millions = sum(leaf.size for leaf in leaves) / 1e6
         size = f"{millions:.1f}M parameters in {len(leaves)} leaves"
@@ -121,7 +102,7 @@ def problems(
         title = f"{{}} alone, {{}} gradients, {size}"
         return title, (given_gradients(dtype), params, grads)
 
-    def types(sizes: _models.Transformer) -> Any:
+    def types(sizes):
         return jax.eval_shape(lambda: _models.transformer_params(sizes))
 
     small = {"vocabulary": 8192, "context": 128}

@@ -7,8 +7,7 @@ Gradients are those of a loss scaled by 2^15, except in the step without scaling
 
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +15,21 @@ import optax
 
 import jmp_scale
 
-LossFn = Callable[[Any, Any], jax.Array]
-Step = Callable[[Any, Any], tuple[Any, jax.Array]]
 SCALE = 2.0**15
 
 
-def unscaled(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def unscaled(loss_fn, tx, params):
     return _without_skip(jax.value_and_grad(loss_fn), tx, params)
 
 
-def static(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def static(loss_fn, tx, params):
     """A constant scale and no skip, which is the least that scaling can cost."""
     loss_scale = jmp_scale.StaticLossScale(SCALE)
     grad_fn = jmp_scale.value_and_grad(loss_fn, loss_scale)
     return _without_skip(grad_fn, tx, params)
 
 
-def _without_skip(
-    grad_fn: Callable[..., Any], tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def _without_skip(grad_fn, tx, params):
     def step(carry, batch):
         params, opt_state = carry
         loss, grads = grad_fn(params, batch)
@@ -48,52 +39,40 @@ def _without_skip(
     return (params, tx.init(params)), step
 
 
-def jmp(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def jmp(loss_fn, tx, params):
     import jmp
 
     loss_scale = jmp.DynamicLossScale(jnp.float32(SCALE), counter=jnp.int32(0))
     return (params, tx.init(params), loss_scale), _verbs(jmp, loss_fn, tx)
 
 
-def jmp_scale_verbs(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def jmp_scale_verbs(loss_fn, tx, params):
     """The step of jmp's README, with this library under its name."""
     loss_scale = jmp_scale.DynamicLossScale(SCALE)
     return (params, tx.init(params), loss_scale), _verbs(jmp_scale, loss_fn, tx)
 
 
-def flax(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def flax(loss_fn, tx, params):
     from flax.training.dynamic_scale import DynamicScale
 
     def step(carry, batch):
         params, opt_state, dynamic_scale = carry
-        dynamic_scale, finite, loss, grads = dynamic_scale.value_and_grad(loss_fn)(
-            params, batch
-        )
+        value_and_grad = dynamic_scale.value_and_grad(loss_fn)
+        dynamic_scale, finite, loss, grads = value_and_grad(params, batch)
         updates, new_state = tx.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
 
         def keep(new, old):
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-        return (
-            keep(new_params, params),
-            keep(new_state, opt_state),
-            dynamic_scale,
-        ), loss
+        kept = keep(new_params, params), keep(new_state, opt_state)
+        return (*kept, dynamic_scale), loss
 
     scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))
     return (params, tx.init(params), scale), step
 
 
-def mpx(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def mpx(loss_fn, tx, params):
     """The body of `filter_value_and_grad`; `loss_fn` does the cast to float16."""
     import mpx
 
@@ -107,49 +86,35 @@ def mpx(
         return (params, opt_state, scaling), loss
 
     scaling = mpx.DynamicLossScaling(
-        loss_scaling=jnp.float32(SCALE),
-        min_loss_scaling=jnp.float32(1),
-        counter=jnp.int32(0),
+        jnp.float32(SCALE), min_loss_scaling=jnp.float32(1), counter=jnp.int32(0)
     )
     return (params, tx.init(params), scaling), step
 
 
-def apply_if_finite(
-    loss_fn: LossFn, tx: optax.GradientTransformation, params: Any
-) -> tuple[Any, Step]:
+def apply_if_finite(loss_fn, tx, params):
     """Optax has no scale of its own: a constant one is unscaled before."""
-    return static(
-        loss_fn, optax.apply_if_finite(tx, max_consecutive_errors=1000), params
-    )
+    return static(loss_fn, optax.apply_if_finite(tx, 1000), params)
 
 
-def with_loss_scale(
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
-    params: Any,
-    *,
-    guard: jmp_scale.SpikeGuard | None = None,
-) -> tuple[Any, Step]:
+def with_loss_scale(loss_fn, tx, params, *, guard=None):
     loss_scale = jmp_scale.DynamicLossScale(SCALE)
     tx = jmp_scale.with_loss_scale(tx, loss_scale, guard=guard)
 
     def step(carry, batch):
         params, opt_state = carry
-        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
-            params, batch
-        )
+        value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
+        loss, grads = value_and_grad(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return (optax.apply_updates(params, updates), opt_state), loss
 
     return (params, tx.init(params)), step
 
 
-def _verbs(library: Any, loss_fn: LossFn, tx: optax.GradientTransformation) -> Step:
+def _verbs(library, loss_fn, tx):
     def step(carry, batch):
         params, opt_state, loss_scale = carry
-        loss, grads = jax.value_and_grad(
-            lambda *args: loss_scale.scale(loss_fn(*args))
-        )(params, batch)
+        scaled = jax.value_and_grad(lambda *args: loss_scale.scale(loss_fn(*args)))
+        loss, grads = scaled(params, batch)
         loss, grads = loss_scale.unscale(loss), loss_scale.unscale(grads)
         finite = library.all_finite(grads)
         loss_scale = loss_scale.adjust(finite)
@@ -181,9 +146,6 @@ PEERS = {
 def installed(peers: Sequence[str]) -> tuple[list[str], list[str]]:
     """Those of `peers` that can run here, and the others."""
     modules = {"jmp": "jmp", "flax DynamicScale": "flax", "mpx": "mpx"}
-    missing = [
-        p
-        for p in peers
-        if importlib.util.find_spec(modules.get(p, "jmp_scale")) is None
-    ]
+    found = {p: importlib.util.find_spec(modules.get(p, "jmp_scale")) for p in peers}
+    missing = [peer for peer in peers if found[peer] is None]
     return [peer for peer in peers if peer not in missing], missing

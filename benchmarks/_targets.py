@@ -54,7 +54,7 @@ TPU_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-TARGETS = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu-tpu7x", "h100")
+TARGETS = ("tpu-v5e", "tpu-v6e", "h100")
 GROUPS = {
     "tpu": ("tpu-compile", "libtpu"),
     "h100": ("cuda-compile", "jax_cuda12_plugin"),
@@ -118,19 +118,6 @@ def _devices(name: str, chips: int) -> list[Any]:
     for variable, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     side = max(2, math.isqrt(chips))
-    generation = name.removeprefix("tpu-")
-    shape = f"{side}x{side}"
-    if generation in ("v4", "v5p", "tpu7x"):
-        shape = _three_dimensions(chips)
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{generation}:{shape}"
-    )
+    shape = f"{name.removeprefix('tpu-')}:{side}x{side}"
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=shape)
     return list(topology.devices)
-
-
-def _three_dimensions(chips: int) -> str:
-    """The shape of a three-dimensional torus, of at least 2 x 2 x 1 chips."""
-    sides = {1: "2x2x1", 4: "2x2x1", 16: "2x2x4", 64: "4x4x4", 256: "4x8x8"}
-    if chips not in sides:
-        raise ValueError(f"Target: expected {[*sides]} chips, got {chips}")
-    return sides[chips]

@@ -41,16 +41,11 @@ PRODUCTS = ("lax.dot_general", "jmp_scale.dot_general", "and for the bias")
 
 def main(argv: Any = None) -> None:
     arguments = parser(__doc__)
-    arguments.add_argument(
-        "--targets",
-        nargs="+",
-        default=["h100:8", "tpu-v5e:4"],
-        metavar="NAME:CHIPS",
-        help=f"names: {', '.join(_targets.TARGETS)} (default: %(default)s)",
-    )
-    arguments.add_argument(
-        "--devices", type=int, nargs="+", default=[1, 8, 64], help="of the error table"
-    )
+    text = f"NAME:CHIPS, of {', '.join(_targets.TARGETS)}"
+    default = ["h100:8", "tpu-v5e:4"]
+    arguments.add_argument("--targets", nargs="+", default=default, help=text)
+    devices = {"type": int, "default": [1, 8, 64], "help": "of the error table"}
+    arguments.add_argument("--devices", nargs="+", **devices)
     args = arguments.parse_args(argv)
     tables = [error_table(args.devices)]
     for given in args.targets:
@@ -76,14 +71,10 @@ def table_of(target: _targets.Target) -> Table:
         module = _hlo.parse(compiled.as_text())
         figures = _traffic.traffic(module), _traffic.estimated_cycles(module)
         base = figures if product == PRODUCTS[0] else base
-        half, full = summed_bytes(module)
-        cycles = figures[1] / base[1] if base[1] else "-"
-        table.rows.append(
-            [
-                *(sharding, product, half / 1e6, full / 1e6, figures[0] / base[0]),
-                *(cycles, half_operands(module)),
-            ]
-        )
+        megabytes = [size / 1e6 for size in summed_bytes(module)]
+        costs = [figures[0] / base[0], figures[1] / base[1] if base[1] else "-"]
+        row = [sharding, product, *megabytes, *costs, half_operands(module)]
+        table.rows.append(row)
     table.notes.append(
         "sums: operands of all-reduces and reduce-scatters. A TPU packs two 16-bit "
         "numbers in a u32, and turns a float32 reduce-scatter into a loop of "
@@ -160,11 +151,8 @@ def half_operands(module: _hlo.Module) -> str:
         for instruction in computation.values():
             if instruction.opcode not in ("dot", "convolution"):
                 continue
-            types = {
-                array.dtype
-                for name in instruction.operands
-                for array in computation[name].results
-            }
+            operands = [computation[name] for name in instruction.operands]
+            types = {array.dtype for found in operands for array in found.results}
             total += 1
             half += types == {"f16"}
     return f"{half} of {total}"

@@ -8,8 +8,6 @@ With `--target` the programs are compiled for a TPU or GPU that is not there, an
 figures are those compilers' own; see the README of this folder for what to install.
 """
 
-from collections.abc import Sequence
-from typing import Any
 
 import _comparisons
 import _harness
@@ -20,11 +18,10 @@ import jax
 import jax.numpy as jnp
 from _compiled import compile_step
 
-PARTS = ("optimizer", "mixed", "train", "compile")
-COMPILE_TITLE = "Compile seconds (and ratio) for numbers of leaves, {} gradients"
+PARTS = ("optimizer", "mixed", "train")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv=None):
     args = _parser().parse_args(argv)
     _harness.round_as_written()
     if args.target is not None:
@@ -57,38 +54,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     _harness.report(tables, args.json, device)
 
 
-def _table_here(
-    part: str, optimizer: str, name: str, args: Any, peers: Sequence[str]
-) -> _harness.Table:
-    if part == "compile":
-        table = _harness.Table(COMPILE_TITLE, [], case=name)
-        _comparisons.compile_times(table, args.leaf_counts, peers, args.repeats)
-        return table
+def _table_here(part, optimizer, name, args, peers):
     title, (loss_fn, params, batch) = _of(part, name, args)
-    table = _harness.Table(title.format(_problems.TITLES[optimizer], "{}"), [])
-    table.case = name
+    title = title.format(_problems.TITLES[optimizer], "{}")
+    table = _harness.Table(title, [], case=name)
     params, batch = jax.tree.map(_filled, (params, batch))
     problem = loss_fn, params, jax.device_put(batch)
-    _comparisons.compare(
-        table, problem, peers, optimizer, 0 if args.no_times else args.pairs
-    )
+    pairs = 0 if args.no_times else args.pairs
+    _comparisons.compare(table, problem, peers, optimizer, pairs)
     return table
 
 
-def _filled(leaf: Any) -> Any:
+def _filled(leaf):
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jnp.full(leaf.shape, 1e-2, leaf.dtype)
     return leaf
 
 
-def _table_of_target(
-    part: str,
-    optimizer: str,
-    name: str,
-    args: Any,
-    peers: Sequence[str],
-    target: _targets.Target,
-) -> _harness.Table:
+def _table_of_target(part, optimizer, name, args, peers, target):
     title, problem = _of(part, name, args)
     # Several numbers of chips stand side by side, else both dtypes.
     chips, dtype, case = target.chips, "{}", name
@@ -100,56 +83,41 @@ def _table_of_target(
     return table
 
 
-def _parts(args: Any) -> list[tuple[str, str]]:
-    """The parts, each with its optimizers; a target has no part `compile`."""
+def _parts(args):
+    """The parts, each with its optimizers."""
     return [
         (part, optimizer)
         for part in args.parts
-        if part != "compile" or args.target is None
-        for optimizer in (
-            ["adamw"] if part in ("train", "compile") else args.optimizers
-        )
+        for optimizer in (["adamw"] if part == "train" else args.optimizers)
     ]
 
 
-def _of(part: str, name: str, args: Any) -> Any:
-    examples = max(8, *args.chips)
-    return _problems.problems(
-        name, layers=args.layers, width=args.width, examples=examples
-    )[part]
+def _of(part, name, args):
+    sizes = {"layers": args.layers, "width": args.width}
+    return _problems.problems(name, **sizes, examples=max(8, *args.chips))[part]
 
 
-def _parser() -> Any:
+def _parser():
     parser = _harness.parser(__doc__)
 
-    def several(flag: str, choices: Sequence[str], default: Any, text: str) -> None:
-        parser.add_argument(
-            flag, nargs="+", choices=list(choices), default=list(default), help=text
-        )
+    def several(flag, choices, default, text):
+        choices = {"choices": list(choices), "default": list(default)}
+        parser.add_argument(flag, nargs="+", **choices, help=text)
 
-    default = "optimizer", "train", "compile"
-    several("--parts", PARTS, default, "tables to make; compile on this machine only")
+    several("--parts", PARTS, ("optimizer", "train"), "tables to make")
     several("--dtypes", _problems.DTYPES, _problems.DTYPES, "of the gradients")
     several("--peers", _steps.PEERS, _steps.PEERS, "steps to compare")
     several("--optimizers", _problems.OPTIMIZERS, ["adamw"], "of the steps alone")
     parser.add_argument("--columns", nargs="+", help="those to print, default all")
-    parser.add_argument(
-        "--target", choices=_targets.TARGETS, help="compile for this machine"
-    )
-    for flag, default, text in (
-        ("--chips", [1], "of the target, parameters sharded over all of them"),
-        ("--leaf-counts", [30, 100, 300], "of the compile table"),
-    ):
-        parser.add_argument(flag, nargs="+", type=int, default=default, help=text)
-    for flag, default, text in (
-        ("--layers", 12, "of the optimizer-only step's transformer"),
-        ("--width", 256, "of both transformers"),
-        ("--repeats", 3, "compilations of each step of the compile table"),
-    ):
-        parser.add_argument(flag, type=int, default=default, help=text)
-    parser.add_argument(
-        "--no-times", action="store_true", help="leave out the time ratios"
-    )
+    target = {"choices": _targets.TARGETS, "help": "compile for this machine"}
+    parser.add_argument("--target", **target)
+    text = "of the target, parameters sharded over all of them"
+    parser.add_argument("--chips", nargs="+", type=int, default=[1], help=text)
+    text = "of the optimizer-only step's transformer"
+    parser.add_argument("--layers", type=int, default=12, help=text)
+    text = "of both transformers"
+    parser.add_argument("--width", type=int, default=256, help=text)
+    parser.add_argument("--no-times", action="store_true", help="no time ratios")
     _harness.add_pairs(parser)
     return parser
 

@@ -8,17 +8,25 @@ With `--target` the programs are compiled for a TPU or GPU that is not there, an
 figures are those compilers' own; see the README of this folder for what to install.
 """
 
+import collections
 
-import _comparisons
 import _harness
 import _problems
 import _steps
 import _targets
 import jax
 import jax.numpy as jnp
-from _compiled import compile_step
+from _compiled import compilations, compile_step
+from tqdm import tqdm
 
 PARTS = ("optimizer", "mixed", "train")
+LEGEND = (
+    "bytes: read from and written to memory, over the unscaled step's. cycles: as the "
+    "TPU's compiler estimates them, likewise. kernels: and their ratio. temporaries: "
+    "over the bytes of the parameters. waits: branches, callbacks and transfers in the "
+    "program. compilations: over five steps. compile s: of all processor cores. time "
+    "ratio: with its quartiles."
+)
 
 
 def main(argv=None):
@@ -34,35 +42,81 @@ def main(argv=None):
     loss_fn, params, batch = _problems.optimizer_only(jnp.float32, {"w": jnp.ones(1)})
     carry, step = _problems.build("unscaled", loss_fn, params)
     targets = [_targets.Target(args.target, n) for n in args.chips if args.target]
-    for target in targets[:1] or [None]:
-        compile_step(step, carry, batch, target)
+    targets = targets or [None]
+    compile_step(step, carry, batch, targets[0])
 
     tables = []
-    for part, optimizer in _parts(args):
-        for name in args.dtypes:
-            if args.target is None:
-                tables.append(_table_here(part, optimizer, name, args, peers))
-            for target in targets:
-                made = _table_of_target(part, optimizer, name, args, peers, target)
-                tables.append(made)
+    for part in args.parts:
+        for optimizer in ["adamw"] if part == "train" else args.optimizers:
+            for dtype in args.dtypes:
+                for target in targets:
+                    table = _table(args, part, optimizer, dtype, target)
+                    tables.append(table)
+                    problem = _problem(args, part, dtype)[1]
+                    compare(table, problem, peers, optimizer, target, args)
     for table in tables:
         table.notes += [f"{peer}: not installed." for peer in missing]
         table.keep(args.columns)
         if table.title == tables[-1].title:  # which are printed as the last one
-            table.notes.append(_comparisons.legend(args.target))
+            table.notes.append(LEGEND)
     device = f"compiled for {args.target}, not run" if args.target else None
     _harness.report(tables, args.json, device)
 
 
-def _table_here(part, optimizer, name, args, peers):
-    title, (loss_fn, params, batch) = _of(part, name, args)
-    title = title.format(_problems.TITLES[optimizer], "{}")
-    table = _harness.Table(title, [], case=name)
-    params, batch = jax.tree.map(_filled, (params, batch))
-    problem = loss_fn, params, jax.device_put(batch)
-    pairs = 0 if args.no_times else args.pairs
-    _comparisons.compare(table, problem, peers, optimizer, pairs)
-    return table
+def _problem(args, part, dtype):
+    sizes = {"layers": args.layers, "width": args.width}
+    return _problems.problems(dtype, **sizes, examples=max(8, *args.chips))[part]
+
+
+def _table(args, part, optimizer, dtype, target):
+    title, _ = _problem(args, part, dtype)
+    if target is None:
+        where, case = "{}", dtype
+    elif len(args.chips) == 1:
+        where, case = f"{target.chips} x {target.name}: {{}}", dtype
+    else:  # several numbers of chips stand side by side, else both dtypes
+        where, case = f"{{{{}}}} x {target.name}: {{}}", str(target.chips)
+    of = dtype if case != dtype else "{}"
+    name = _problems.TITLES[optimizer]
+    return _harness.Table(where.format(title.format(name, of)), [], case=case)
+
+
+def compare(table, problem, peers, optimizer, target, args):
+    """Adds a row per peer, with its figures, and time ratios if they are wanted."""
+    loss_fn, params, batch = problem
+    here, programs, carries, base = target is None, {}, {}, None
+    chips = 1 if here else target.chips
+    is_tpu = not here and target.name.startswith("tpu")
+    table.columns = ["step", "bytes", *["cycles"] * is_tpu, "kernels", "temporaries"]
+    table.columns += ["copied arrays", "scalars", "waits"]
+    table.columns += ["compilations" if here else "added collectives", "compile s"]
+    param_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    if here:
+        params, batch = jax.tree.map(_filled, (params, batch))
+        batch = jax.device_put(batch)
+    for peer in tqdm(peers, desc=table.title.format(table.case), leave=False):
+        made = _problems.build(peer, loss_fn, params, optimizer, types_only=not here)
+        carries[peer], step = made
+        programs[peer], found = compile_step(step, carries[peer], batch, target)
+        base = base or found
+        if here:
+            last = compilations(step, carries[peer], batch)
+        else:
+            last = added_collectives(found, base)
+        table.rows.append([
+            peer,
+            f"{found.bytes_accessed / base.bytes_accessed:.3f}",
+            *[f"{found.cycles / max(base.cycles, 1):.3f}"] * is_tpu,
+            f"{found.kernels} ({found.kernels / base.kernels:.2f})",
+            f"{found.temporaries * chips / param_bytes:.3f}",
+            found.copied_arrays,
+            len(found.copies) - found.copied_arrays,
+            found.conditionals + found.transfers,
+            last,
+            f"{found.compile_seconds:.1f}",
+        ])  # fmt: skip
+    if here and not args.no_times:
+        add_times(table, programs, carries, batch, args.pairs)
 
 
 def _filled(leaf):
@@ -71,30 +125,46 @@ def _filled(leaf):
     return leaf
 
 
-def _table_of_target(part, optimizer, name, args, peers, target):
-    title, problem = _of(part, name, args)
-    # Several numbers of chips stand side by side, else both dtypes.
-    chips, dtype, case = target.chips, "{}", name
-    if len(args.chips) > 1:
-        chips, dtype, case = "{}", name, str(target.chips)
-    title = title.format(_problems.TITLES[optimizer], dtype)
-    table = _harness.Table(f"{chips} x {target.name}: {title}", [], case=case)
-    _comparisons.compare_on(target, table, problem, peers, optimizer)
-    return table
+def added_collectives(found, base):
+    """The collectives that a program has more than another, as text."""
+    more = collections.Counter(found.collectives)
+    more.subtract(collections.Counter(base.collectives))
+    parts = []
+    for (kind, types), count in more.items():
+        operands = collections.Counter(types).items()
+        short = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in operands)
+        parts += [f"{count} {kind} of {short}"] * (count > 0)
+    return "; ".join(parts) or "none"
 
 
-def _parts(args):
-    """The parts, each with its optimizers."""
-    return [
-        (part, optimizer)
-        for part in args.parts
-        for optimizer in (["adamw"] if part == "train" else args.optimizers)
-    ]
+def add_times(table, programs, carries, batch, pairs):
+    """Adds time ratios to the rows, "rejected" where a control shows a busy machine."""
 
+    def runner(peer):
+        leaves = jax.tree.map(jnp.copy, jax.tree.leaves(carries[peer]))
 
-def _of(part, name, args):
-    sizes = {"layers": args.layers, "width": args.width}
-    return _problems.problems(name, **sizes, examples=max(8, *args.chips))[part]
+        def run():
+            nonlocal leaves
+            leaves, loss = programs[peer](leaves, batch)
+            return leaves, loss
+
+        return run
+
+    base = runner("unscaled")
+    before = _harness.paired_ratio(runner("unscaled"), base, pairs, "A/A control")
+    ratios = {
+        row[0]: _harness.paired_ratio(runner(row[0]), base, pairs, row[0])
+        # The unscaled step, which is the first, comes last: a second control.
+        for row in reversed(table.rows)
+    }
+    quiet = _harness.is_quiet(before) and _harness.is_quiet(ratios["unscaled"])
+    table.notes.append(
+        f"{table.case}: A/A control {before} before and {ratios['unscaled']} after, "
+        f"{pairs} pairs." + " Rejected: busy machine." * (not quiet)
+    )
+    table.columns.append("time ratio")
+    for row in table.rows:
+        row.append(str(ratios[row[0]]) if quiet else "rejected")
 
 
 def _parser():
@@ -115,8 +185,7 @@ def _parser():
     parser.add_argument("--chips", nargs="+", type=int, default=[1], help=text)
     text = "of the optimizer-only step's transformer"
     parser.add_argument("--layers", type=int, default=12, help=text)
-    text = "of both transformers"
-    parser.add_argument("--width", type=int, default=256, help=text)
+    parser.add_argument("--width", type=int, default=256, help="of both transformers")
     parser.add_argument("--no-times", action="store_true", help="no time ratios")
     _harness.add_pairs(parser)
     return parser

@@ -18,11 +18,10 @@ takes a checkpoint that has a loss scale, but no `SpikeGuard`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._loss_scale import find_loss_scale_states, is_loss_scale_state
 from ._tree import is_data
@@ -76,17 +75,11 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint with a loss scale from before the optimizer had a guard.
 
     Everything comes from disk, S and its counter included, except the statistics of
-    the guard and whatever else the checkpoint does not know. These are those of
-    `state`: the guard begins with its warm-up. Nothing is written.
-
-    Checkpoints of jmp_scale 0.1.0, whose states had neither a guard nor the fields
-    `applied`, `nonfinite_losses` and `spikes`, are read as well, also into a state
-    without a guard.
+    the guard. These are those of `state`: the guard begins with its warm-up. Nothing is
+    written.
 
     Args:
-      load: reads the checkpoint into a template: see `restore_without_loss_scale`. It
-        is called once more, with a template of that older form, if the first call
-        raises or returns other leaves.
+      load: reads the checkpoint into a template: see `restore_without_loss_scale`.
       state: the new state, as the training code creates it.
 
     Returns:
@@ -108,20 +101,7 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale), int(opt_state.skipped)
       (16384.0, 1)
     """
-    function = "restore_without_guard"
-    try:
-        return _restore(function, load, state, _without_guard, _with_fields)
-    except Exception as error:
-        try:
-            # The older form comes second, and its error is only a note: most
-            # checkpoints are not of 0.1.0, and the first error is about the form that
-            # was expected (test_a_foreign_checkpoint_is_not_one_without_a_guard).
-            return _restore(function, load, state, _first_form, _with_fields)
-        except Exception as older_error:
-            error.add_note(
-                f"Read as one of jmp_scale 0.1.0 it fails too: {older_error}"
-            )
-            raise error from None
+    return _restore("restore_without_guard", load, state, _without_guard, _with_others)
 
 
 def _restore(
@@ -133,39 +113,33 @@ def _restore(
 ) -> T:
     """`state`, with what `load` reads into a template of an older form.
 
-    Args:
-      function: the name of the caller, for errors.
-      load: reads the checkpoint into the template.
-      state: the new state.
-      form: makes the older form of a loss-scale state.
-      merge: puts what was restored into a loss-scale state.
+    `form` makes the older form of a loss-scale state, and `merge` puts what was
+    restored into a loss-scale state.
     """
+
+    def at_states(fun: Callable[..., Any], other: Any, *trees: Any) -> Any:
+        return jax.tree.map(
+            lambda x, *rest: (
+                fun(x, *rest) if is_loss_scale_state(x) else other(x, *rest)
+            ),
+            *trees,
+            is_leaf=is_loss_scale_state,
+        )
+
     if not find_loss_scale_states(state):
         raise ValueError(
             f"{function}: state has no loss scale; expected the new state, whose "
             "optimizer is wrapped in with_loss_scale"
         )
-    template = jax.tree.map(
-        lambda x: form(x) if is_loss_scale_state(x) else x,
-        state,
-        is_leaf=is_loss_scale_state,
-    )
+    template = at_states(form, lambda x: x, state)
     # Matched by name: a loader that ignores the template returns dicts with sorted
-    # keys, whose leaves are in another order
-    # (test_a_loader_without_a_template_may_return_plain_dicts).
+    # keys, whose leaves are in another order.
     restored = _like(function, template, load(_pruned(template)))
-    state = jax.tree.map(
-        lambda x, old: merge(x, old) if is_loss_scale_state(x) else old,
-        state,
-        restored,
-        is_leaf=is_loss_scale_state,
-    )
+    state = at_states(merge, lambda _, old: old, state, restored)
     # What is not on disk keeps its value of `state`, which must be one: an abstract S
-    # fails only in the first compiled step, far from here
-    # (test_an_abstract_loss_scale_is_refused).
-    leaves = _named_leaves(state)
-    abstract = [path for path, leaf in leaves.items() if _is_abstract(leaf)]
-    if abstract:
+    # fails only in the first compiled step, far from here.
+    leaves = _named_leaves(state).items()
+    if abstract := [path for path, leaf in leaves if _is_abstract(leaf)]:
         raise ValueError(
             f"{function}: the loss scale of state is abstract: {_listed(abstract)}; "
             "expected one with values, as tx.init returns it"
@@ -173,49 +147,34 @@ def _restore(
     return state
 
 
-_NOTHING = object()  # where a mapping of NNX has no entry, since it would hold no array
+_NOTHING = object()  # marks an entry that NNX omits because it holds no array
 
 
 def _inner(node: Any) -> Any:
-    if isinstance(node, Mapping):
-        return node.get("inner_state", _NOTHING)  # SGD has no state
-    return node.inner_state
+    return _fields(node).get("inner_state", _NOTHING)  # SGD has no state
 
 
-def _with_inner(node: Any, inner_state: Any) -> Any:
-    if inner_state is _NOTHING:
-        return node
-    return _with_fields(node, {"inner_state": inner_state})
-
-
-class _FirstForm(NamedTuple):
-    """The state of `with_loss_scale` in jmp_scale 0.1.0."""
-
-    loss_scale: Any
-    inner_state: Any
-    grads_finite: Any
-    skipped: Any
-    skipped_in_a_row: Any
-
-
-def _first_form(node: Any) -> Any:
-    # A mapping of NNX lacks the fields that hold no array
-    # (test_an_nnx_checkpoint_without_a_guard_is_restored).
-    names = _FirstForm._fields
-    if isinstance(node, Mapping):
-        return type(node)({name: node[name] for name in names if name in node})  # pyright: ignore[reportCallIssue]
-    return _FirstForm(*(getattr(node, name) for name in names))
+def _with_inner(node: Any, inner: Any) -> Any:
+    return node if inner is _NOTHING else _with_fields(node, {"inner_state": inner})
 
 
 def _without_guard(node: Any) -> Any:
     if isinstance(node, Mapping):
-        return type(node)({name: node[name] for name in node if name != "guard"})  # pyright: ignore[reportCallIssue]
+        others = {name: value for name, value in node.items() if name != "guard"}
+        return type(node)(others)  # pyright: ignore[reportCallIssue]
     return node._replace(guard=None)
 
 
-def _with_fields(node: Any, fields: Any) -> Any:
-    fields = fields if isinstance(fields, Mapping) else fields._asdict()
-    fields = {name: value for name, value in fields.items() if name != "guard"}
+def _with_others(node: Any, restored: Any) -> Any:
+    others = {name: x for name, x in _fields(restored).items() if name != "guard"}
+    return _with_fields(node, others)
+
+
+def _fields(node: Any) -> dict[str, Any]:
+    return dict(node) if isinstance(node, Mapping) else node._asdict()
+
+
+def _with_fields(node: Any, fields: Mapping[str, Any]) -> Any:
     if isinstance(node, Mapping):
         return type(node)({**node, **fields})  # pyright: ignore[reportCallIssue]
     return node._replace(**fields)
@@ -241,17 +200,14 @@ def _like(function: str, template: Any, restored: Any) -> Any:
     data = {path for path, leaf in wanted.items() if _is_data(leaf)}
     missing, foreign = data - got.keys(), got.keys() - wanted.keys()
     # Orbax's partial restore leaves the template's own ShapeDtypeStruct in place of
-    # what it did not read
-    # (test_leaves_that_a_partial_restore_left_abstract_never_reach_the_user).
+    # what it did not read.
     unread = {
         path
         for path in data & got.keys()
         if not _is_data(got[path]) or _is_abstract(got[path])
     }
     if missing or foreign or unread:
-        older = (
-            "loss scaling" if function == "restore_without_loss_scale" else "a guard"
-        )
+        older = {"restore_without_guard": "a guard"}.get(function, "loss scaling")
         raise ValueError(
             f"{function}: expected a checkpoint from before {older}, got\n"
             f"  missing in the checkpoint: {_listed(missing)}\n"
@@ -289,9 +245,10 @@ def _checked(function: str, path: str, value: Any, like: Any) -> Any:
             f"{getattr(value, 'dtype', type(value))} in the checkpoint, but "
             f"{shapes[1]} and {getattr(like, 'dtype', type(like))} in state"
         )
-    # NumPy arrays cannot be donated, and float64 scalars are another type for `jit`
-    # (test_an_old_flax_checkpoint_is_restored_too).
-    return jnp.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value
+    # NumPy arrays cannot be donated, and Python numbers and float64 scalars are other
+    # types for `jit`.
+    is_array = isinstance(value, jax.Array) or not hasattr(like, "dtype")
+    return value if is_array else jnp.asarray(value, like.dtype)
 
 
 def _is_data(leaf: Any) -> bool:

@@ -1,10 +1,11 @@
-"""What MkDocs calls: links from names to their entries, and the table of all names.
+"""What MkDocs calls: links from names to entries, a table of names, the notebook.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
 """
 
 import itertools
+import json
 import pathlib
 import re
 
@@ -71,9 +72,30 @@ PARTS = re.compile(
 
 
 def on_page_markdown(markdown, page, **_):
-    """The page of all names gets its tables, from the first lines of docstrings."""
-    if page.file.src_uri != "api/index.md":
-        return markdown
+    """The page of all names gets its tables, and that of the notebook its cells."""
+    if "notebook" in page.meta:
+        first, *cells = _cells(DOCS / page.meta["notebook"])
+        return "\n\n".join([first, markdown, *cells])
+    if page.file.src_uri == "api/index.md":
+        return markdown + _tables()
+    return markdown
+
+
+def _cells(path):
+    """The Markdown of a notebook's cells, with the outputs that are stored in it."""
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"```py\n{source}\n```"
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                yield f"```text\n{''.join(output['text'])}\n```"
+            elif "image/png" in output.get("data", {}):
+                image = "".join(output["data"]["image/png"]).replace("\n", "")
+                yield f"![The figure of this cell](data:image/png;base64,{image})"
+
+
+def _tables():
+    """All public names by module, each with the first line of its docstring."""
     package = griffe.load("jmp_scale", search_paths=[DOCS.parent])
     tables = []
     entries = sorted(OWN, key=lambda name: (name.rpartition(".")[0], name))
@@ -83,7 +105,7 @@ def on_page_markdown(markdown, page, **_):
             docstring = package[name.removeprefix("jmp_scale.")].docstring
             line = docstring.value.splitlines()[0]
             tables.append(f"| [`{name.rpartition('.')[2]}`][{name}] | {line} |")
-    return markdown + "\n".join(tables)
+    return "\n".join(tables)
 
 
 def on_page_content(html, page, **_):

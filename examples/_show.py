@@ -18,6 +18,9 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 )
 
+# No background, and a grey that can be read on white and on a dark page.
+INK = "#7f7f7f"
+TEXT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLES = (("#0072b2", "-"), ("#d55e00", "-"), ("#009e73", "--"), ("#cc79a7", ":"))
 
 
@@ -131,14 +134,15 @@ def figure(path, panels, columns=2):
     import matplotlib.pyplot as plt
 
     rows = -(-len(panels) // columns)
-    figure = plt.figure(figsize=(5.6 * columns, 3.6 * rows), layout="constrained")
-    grid = figure.add_gridspec(rows, columns)
-    for i, panel in enumerate(panels):
-        row, column = divmod(i, columns)
-        end = columns if i == len(panels) - 1 else column + 1  # the last takes the rest
-        panel(figure.add_subplot(grid[row, column:end]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200)
+    with plt.rc_context(dict.fromkeys(TEXT, INK)):
+        figure = plt.figure(figsize=(5.6 * columns, 3.6 * rows), layout="constrained")
+        grid = figure.add_gridspec(rows, columns)
+        for i, panel in enumerate(panels):
+            row, column = divmod(i, columns)
+            end = columns if i == len(panels) - 1 else column + 1  # the last: the rest
+            panel(figure.add_subplot(grid[row, column:end]))
+        figure.savefig(path, dpi=200, transparent=True)
     plt.close(figure)
     print(f"figure: {path}")
 

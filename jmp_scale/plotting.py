@@ -297,7 +297,7 @@ def _power(log2: float) -> str:
 def _finish(ax: Any, grid: str = "y", legend: bool = True) -> None:
     """Removes two spines, and adds the grid and the legend."""
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis=grid, color="0.9", linewidth=0.8, zorder=0)
+    ax.grid(axis=grid, color=INK, alpha=0.25, linewidth=0.8, zorder=0)
     ax.set_axisbelow(True)
     if legend:
         ax.legend(frameon=False, loc="best")

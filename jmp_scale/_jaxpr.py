@@ -1,4 +1,4 @@
-"""Reads traced programs: types, nested jaxprs and loops.
+"""Reads and evaluates traced programs: types, nested jaxprs and loops.
 
 The parameters of JAX's higher-order primitives are not an interface and change between
 releases, so their layout is inferred from shapes where that is possible. What cannot be
@@ -8,14 +8,16 @@ read is reported as not looked into.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend
 import jax.extend.core.primitives
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import source_info_util
 
 _LARGEST_CONSTANT = 1 << 16
 
@@ -113,6 +115,64 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 def subjaxprs(eqn: Any) -> list[Any]:
     """All jaxprs among the parameters of an equation, whatever their names."""
     return [jaxpr for value in eqn.params.values() for jaxpr in _jaxprs_in(value)]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, including those of the jaxprs within them."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for part in subjaxprs(eqn):
+            yield from equations(part)
+
+
+def evaluate(eqn: Any, values: Sequence[Any], **params: Any) -> list[Any]:
+    """The results of one equation, with its source line and scopes.
+
+    Args:
+      eqn: the equation.
+      values: its operands, one for each of `eqn.invars`.
+      **params: parameters of its primitive to replace.
+
+    Returns:
+      One value for each of `eqn.outvars`.
+    """
+    # As `jax.core.eval_jaxpr` does it, which needs a jaxpr for each equation.
+    bound = eqn.primitive.get_bind_params({**eqn.params, **params})
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.8
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        results = eqn.primitive.bind(*functions, *values, **bound)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def evaluate_all(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Any],
+    change: Callable[[Any, Any], Any] = lambda var, value: value,
+) -> list[jax.Array]:
+    """The outputs of a jaxpr, evaluated equation by equation.
+
+    Args:
+      jaxpr: the jaxpr, without its constants.
+      consts: their values.
+      inputs: its arguments.
+      change: takes a variable and its value, returns the value that it gets.
+    """
+    arguments = [*consts, *inputs]
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = evaluate(eqn, [value_of(atom) for atom in eqn.invars])
+        for var, value in zip(eqn.outvars, results, strict=True):
+            values[var] = change(var, value)
+    return [jnp.asarray(value_of(atom)) for atom in jaxpr.outvars]
 
 
 def fits(jaxpr: Any, inputs: int, outputs: int) -> bool:

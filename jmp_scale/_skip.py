@@ -1,15 +1,15 @@
 """The skip: an optimizer's update that happens as a whole, or not at all.
 
 An applied step is the optimizer's own: the operations that it traces to, each as it is.
-XLA may still fuse and contract them in another way than without the skip, which changes
-a last bit here and there. Two paths, which differ no more than that:
+XLA may fuse and contract them in another way than without the skip, which can change
+the last bits of a result. Two paths, which differ by no more than that:
 
 - The *plain* path runs the update on gradients that are zero on a skipped step, and
   selects between old and new state afterwards. It is right under everything.
 - The *fast* path gives the update the gradients as they came, so that nothing waits for
   the flag: a norm that clips the gradients reads them in the pass of the finite check.
-  What follows from a NaN is dropped. On a CPU the state is also selected without a
-  copy (`_skip_on_cpu`).
+  What follows from a NaN is dropped. Each leaf of the state is selected where it is
+  computed, which saves a CPU a copy of it.
 
 The fast path is taken only where nothing can see a skipped step before it is dropped:
 in compiled code without effects, callbacks, runtime checks, branches and loops that
@@ -17,16 +17,15 @@ wait for a condition, and not under `jax_debug_nans`. `checkify` does not look i
 The derivatives of both paths are those of a branch: what is dropped has none.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend import core
 
-from ._skip_on_cpu import evaluate_selecting
+from ._jaxpr import equations, evaluate_all, is_literal
 from ._tree import is_inexact, map_inexact, select_tree
 
 # Primitives that wait for a condition, or that show their operands to the host.
@@ -41,7 +40,7 @@ _PLAIN_ONLY = (
 )
 
 
-def update_or_keep(
+def select_step(
     applied: jax.Array,
     update: Callable[[Any, Any], tuple[Any, Any]],
     inputs: Any,
@@ -70,17 +69,14 @@ def update_or_keep(
     seen = (applied, *leaves, *jax.tree.leaves(context))
     is_traced = any(isinstance(x, Tracer) for x in seen)
     has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
-    has_interface = hasattr(core, "ClosedJaxpr") and hasattr(core, "jaxpr_as_fun")
     if _debugs_nans() and has_arrays_only and not is_traced and not applied:
         # Op by op even 0 / 0 would raise, as in a clipped gradient of zero
         # (test_debug_nans_is_quiet_on_a_skipped_step).
         updates = jax.eval_shape(lambda: update(inputs, old)[0])
         return applied, jax.tree.map(_negative_zeros, updates), old
-    # Eagerly there is nothing to fuse; a jaxpr takes arrays only
-    # (test_a_state_with_leaves_that_are_not_arrays_is_kept); and a last look at the
-    # updates comes before the state can be selected
-    # (test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped).
-    if is_good is not None or not (is_traced and has_arrays_only and has_interface):
+    # Eagerly there is nothing to fuse; a jaxpr takes arrays only; and a last look at
+    # the updates comes before the state can be selected.
+    if is_good is not None or not (is_traced and has_arrays_only):
         updates, new = update(zero_unless(applied, inputs), old)
         applied = applied if is_good is None else applied & is_good(updates)
         return applied, *_selected(applied, updates, new, old)
@@ -118,36 +114,26 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
     """The step as a function of applied, inputs, old state and constants: lists."""
     is_plain = _is_plain_only(closed)
 
-    def evaluate(inputs: list[Any], old: list[Any], consts: list[Any]) -> Any:
-        leaves = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, consts))(
-            *inputs, *old
-        )
-        leaves = [jnp.asarray(leaf) for leaf in leaves]  # jax 0.8 gives literals too
+    def selected_late(
+        applied: Any, inputs: Any, old: Any, read: Any, consts: Any
+    ) -> list[Any]:
+        """The step that reads the state `read` and keeps `old`."""
+        leaves = evaluate_all(closed.jaxpr, consts, [*inputs, *read])
         count = len(leaves) - len(old)
-        return leaves[:count], leaves[count:]
-
-    def late(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        updates, new = evaluate(inputs, old, consts)
-        updates, new = _selected(applied, updates, new, old)
+        updates, new = _selected(applied, leaves[:count], leaves[count:], old)
         return [*updates, *new]
 
-    def early(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        updates, state = evaluate_selecting(
-            applied, closed.jaxpr, consts, [*inputs, *old], old
-        )
-        return [*_or_negative_zeros(applied, updates), *state]
-
     def fast(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        return lax.platform_dependent(
-            applied, inputs, old, consts, cpu=early, default=late
-        )
+        updates, state = _evaluate_selecting(applied, closed.jaxpr, consts, inputs, old)
+        return [*_or_negative_zeros(applied, updates), *state]
 
     def step(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # Zeros in place of NaN, for what the optimizer itself would notice: a loop that
         # waits for a NaN to become small never ends
         # (test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step).
         if is_plain:
-            return late(applied, zero_unless(applied, inputs), old, consts)
+            inputs = zero_unless(applied, inputs)
+            return selected_late(applied, inputs, old, old, consts)
         return _hidden_from_checkify(fast)(applied, inputs, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
@@ -160,11 +146,8 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
             return jnp.where(applied, x, lax.stop_gradient(x))
 
         inputs = map_inexact(lambda x: jnp.where(applied, x, jnp.ones_like(x)), inputs)
-        updates, new = evaluate(
-            inputs, *map_inexact(constant_unless, (list(old), list(consts)))
-        )
-        updates, new = _selected(applied, updates, new, old)
-        return [*updates, *new]
+        read, consts = map_inexact(constant_unless, (list(old), list(consts)))
+        return selected_late(applied, inputs, old, read, consts)
 
     if closed.effects:  # which JAX does not allow in functions with rules of their own
         return step
@@ -173,6 +156,42 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
     with_derivative = jax.custom_jvp(step)
     with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
     return with_derivative
+
+
+def _evaluate_selecting(
+    applied: jax.Array, jaxpr: Any, consts: list[Any], inputs: list[Any], old: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """(updates, state) of a jaxpr, with each leaf selected where it is computed.
+
+    Two kernels read a leaf of the old state if it is selected after the update: the one
+    that writes the new leaf, and the one that computes the updates. XLA:CPU runs them
+    in either order, and so copies every donated leaf first. Here what follows reads
+    the selected leaf: the new one on a finite step, and on a skipped step an old one,
+    of which nothing is kept.
+    """
+    # A result of the jaxpr may be an argument or a literal, which no equation defines.
+    count = len(jaxpr.outvars) - len(old)
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    old_of = {
+        var: leaf
+        for var, leaf in zip(jaxpr.outvars[count:], old, strict=True)
+        # Scalars cost nothing if they are selected afterwards.
+        if not is_literal(var) and var in made and leaf.ndim
+    }
+
+    def select(var: Any, value: Any) -> Any:
+        return jnp.where(applied, value, old_of[var]) if var in old_of else value
+
+    leaves = evaluate_all(jaxpr, consts, [*inputs, *old], select)
+    state = []
+    for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
+        # A select of a selected leaf would be one more operation in every kernel.
+        # `old_of` has one old leaf for each variable. Where an optimizer returns one
+        # value as two leaves, the other is selected here, from its own old leaf
+        # (test_two_leaves_of_one_new_value_keep_an_old_value_each).
+        is_selected = new is leaf or (not is_literal(var) and old_of.get(var) is leaf)
+        state.append(new if is_selected else jnp.where(applied, new, leaf))
+    return leaves[:count], state
 
 
 def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,22 +216,11 @@ def _is_plain_only(closed: Any) -> bool:
     if _debugs_nans() or closed.effects:
         return True
     # By parts of names: there are io_callback, pure_callback and debug_callback, and a
-    # kernel of Pallas is pallas_call
-    # (test_pure_callbacks_see_a_state_of_one_piece_too).
-    names = {equation.primitive.name for equation in equations(closed.jaxpr)}
+    # kernel of Pallas is pallas_call.
+    names = {eqn.primitive.name for eqn in equations(closed)}
     return any(part in name for name in names for part in _PLAIN_ONLY)
 
 
 def _debugs_nans() -> bool:
     config: Any = jax.config
     return config.jax_debug_nans or config.jax_debug_infs
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr, those of the jaxprs within them included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        parts = jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns"))
-        for part in parts:
-            if hasattr(part, "eqns"):
-                yield from equations(part)

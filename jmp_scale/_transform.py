@@ -19,7 +19,7 @@ from ._loss_scale import (
     find_loss_scale_states,
 )
 from ._optimizer import guarded, runner
-from ._skip import update_or_keep
+from ._skip import select_step
 from ._spike_guard import SpikeGuard
 
 
@@ -163,7 +163,7 @@ def with_loss_scale(
         # The overflow of a gradient that the optimizer asks for shows in its updates.
         looks_again = "grad_fn" in extra_args
         is_good = functools.partial(all_finite, axis_name=axis_name)
-        applied, new_updates, inner_state = update_or_keep(
+        applied, new_updates, inner_state = select_step(
             seen.applied,
             run,
             inputs,

@@ -144,7 +144,7 @@ def _differentiated(
         kwargs["argnums"] = argnums
 
     def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Output]:
-        output = _checked_output(function, fun(*args, **fun_kwargs), has_aux)
+        output = checked_output(function, fun(*args, **fun_kwargs), has_aux)
         # The unscaled loss leaves as auxiliary output: the scaled one may be infinite,
         # and dividing it by S would round where S is not a power of two.
         return loss_scale.scale(output.loss), output
@@ -161,13 +161,18 @@ def _differentiated(
     return differentiated
 
 
-def _checked_output(function: str, output: Any, has_aux: bool) -> _Output:
-    """The loss in float32 or wider, and the auxiliary output of `fun`."""
+def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
+    """The loss in float32 or wider, and the auxiliary output of `fun`.
+
+    Raises:
+      TypeError: `fun` did not return what `has_aux` says, or no scalar; the message
+        names `function`.
+    """
     loss, aux = output, None
     if has_aux:
         if not isinstance(output, (tuple, list)) or len(output) != 2:
             raise TypeError(
-                f"{function}: expected fun to return (loss, aux) since has_aux=True, "
+                f"{function}: expected fun to return (loss, aux) with has_aux=True, "
                 f"got {_described(output)}; return everything but the loss as one aux"
             )
         loss, aux = output

@@ -197,13 +197,15 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
     """S as f32[], of a loss scale, a number or an array.
 
     Raises:
-      TypeError: a value that is not a number.
+      TypeError: a value that is not a number; the message says how to get one from it.
       ValueError: a number outside [2^-126, 2^126], or an S of a shape other than ().
     """
     value = number_of(loss_scale)
     # A device array passes unchecked: reading it would wait for the device, or fail
     # while tracing (test_a_report_is_the_same_in_jit_vmap_and_scan).
     if not isinstance(value, jax.Array):
+        if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
+            checked_loss_scale(function, loss_scale)
         arguments = _validation.Arguments(function)
         value = _validation.static_loss_scale(arguments, value)
     if jnp.shape(value) != ():

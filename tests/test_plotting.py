@@ -204,10 +204,10 @@ def test_only_the_worst_leaves_are_drawn():
 
 def test_the_window_of_a_calibration_is_framed():
     ax = FIGURES["calibration"](None)
-    assert "from $2^{6}$ to $2^{32}$ work; start from $2^{30}$" in ax.get_title()
-    assert ax.lines[0].get_xdata() == [30, 30]
+    assert "from $2^{6}$ to $2^{24}$ work; start from $2^{22}$" in ax.get_title()
+    assert ax.lines[0].get_xdata() == [22, 22]
     frame = ax.patches[-1]
-    assert (frame.get_x(), frame.get_x() + frame.get_width()) == (5, 33)
+    assert (frame.get_x(), frame.get_x() + frame.get_width()) == (5, 25)
 
 
 def test_a_calibration_without_a_window_is_drawn_too():

@@ -1,4 +1,4 @@
-"""A loss and its gradients as a function of S, for the tools that run them again."""
+"""A loss with its arguments, as the tools take it that trace it or run it again."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._gradients import value_and_grad
+from .._gradients import checked_output, value_and_grad
 from .._loss_scale import DynamicLossScale
-from .._tree import named_inexact_leaves
+from .._tree import is_inexact, named_inexact_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -29,46 +29,139 @@ class Backward:
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
-def run_backward(
-    fun: Callable[..., Any],
-    s: Any,
-    args: Any,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-) -> Backward:
-    """Runs `value_and_grad` at the loss scale `s`, f32[], which may be traced.
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss and how it is differentiated, checked once for all tools.
 
-    S is a leaf, not configuration, so that a sweep over S is one compilation.
+    Attributes:
+      function: the name of the tool, for errors.
+      fun: the whole loss in low precision, as for `value_and_grad`.
+      args: its arguments.
+      argnums: positions of the differentiated arguments.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      transform: what differentiates, as for `value_and_grad`.
+
+    Raises:
+      TypeError: `fun` or `transform` is not a function, or an argument at `argnums`
+        cannot be differentiated.
+      ValueError: `argnums` is empty or out of range.
     """
-    # Not a StaticLossScale, whose S is configuration and cannot be traced: a sweep
-    # would compile once for each S
-    # (test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once).
-    loss_scale = DynamicLossScale(
-        jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
-    )
-    value, grads = value_and_grad(fun, loss_scale, argnums, has_aux)(*args)
-    paths, leaves = named_inexact_leaves(grads)
-    return Backward(value[0] if has_aux else value, leaves, paths)
+
+    function: str
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    argnums: int | Sequence[int]
+    has_aux: bool
+    transform: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        for name in ("fun", "transform"):
+            if not callable(value := getattr(self, name)):
+                raise TypeError(
+                    f"{self.function}: expected {name} to be a function, got "
+                    f"{_described(value)}; pass the function itself, not its result"
+                )
+        argnums = self.argnums
+        numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+        if not numbers:
+            raise ValueError(
+                f"{self.function}: expected a position in argnums, got none; "
+                "name the arguments to differentiate"
+            )
+        for number in numbers:
+            if isinstance(number, int):  # not a filter of NNX
+                self._check_differentiable(number)
+
+    def dtype_of(self, out: Any) -> str:
+        """The dtype of the loss in what `fun` returned, by name.
+
+        Raises:
+          TypeError: `out` is not a real scalar, or `(loss, aux)` with `has_aux`.
+        """
+        checked_output(self.function, out, self.has_aux)
+        loss = out[0] if self.has_aux else out
+        dtype = jnp.result_type(loss)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{self.function}: expected fun to return a real scalar loss, got "
+                f"{dtype}; return its real part, or cast it"
+            )
+        return dtype.name
+
+    def run(self, s: Any, args: tuple[Any, ...]) -> Backward:
+        """Runs `value_and_grad` at S = `s`, f32[], which may be traced."""
+
+        def checked(*args: Any) -> Any:
+            out = self.fun(*args)
+            self.dtype_of(out)
+            return out
+
+        # Not a StaticLossScale, whose S is configuration and cannot be traced: a sweep
+        # would compile once for each S.
+        loss_scale = DynamicLossScale(
+            jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
+        )
+        differentiated = value_and_grad(
+            checked, loss_scale, self.argnums, self.has_aux, transform=self.transform
+        )
+        value, grads = differentiated(*args)
+        paths, leaves = named_inexact_leaves(grads)
+        return Backward(value[0] if self.has_aux else value, leaves, paths)
+
+    def _check_differentiable(self, number: int) -> None:
+        if not -len(self.args) <= number < len(self.args):
+            raise ValueError(
+                f"{self.function}: expected argnums of {len(self.args)} arguments, got "
+                f"{number}; give fun all of its arguments"
+            )
+        pairs = jax.tree_util.tree_flatten_with_path(self.args[number])[0]
+        other = [(path, leaf) for path, leaf in pairs if not is_inexact(leaf)]
+        strict = self.transform is jax.value_and_grad
+        if len(other) < len(pairs) and not (strict and other):
+            return
+        got = "no arrays"
+        if other:
+            path, leaf = other[0]
+            place = f"args[{number}]{jax.tree_util.keystr(path)}"
+            got = f"{_described(leaf)} at {place}"
+        raise TypeError(
+            f"{self.function}: expected floating-point arrays in the differentiated "
+            f"argument {number}, got {got}; choose others with argnums, or a transform "
+            "that selects them, such as equinox.filter_value_and_grad or "
+            "flax.nnx.value_and_grad"
+        )
 
 
 def split_arrays(
     args: tuple[Any, ...],
-) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The arrays among the leaves of `args`, and a function that puts such arrays back.
 
-    Everything else (Python numbers, strings, functions) stays static.
+    Everything else (Python numbers, strings, functions) stays static. Modules are made
+    anew each time, so nothing that a forward pass writes to one reaches the user's.
     """
     leaves, treedef = jax.tree.flatten(args)
-    places = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-    ]
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def rejoin(arrays: list[Any]) -> Any:
+    def rejoin(arrays: Sequence[Any]) -> Any:
         new_leaves = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             new_leaves[place] = array
         return jax.tree.unflatten(treedef, new_leaves)
 
     return [leaves[place] for place in places], rejoin
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array for JAX, or stands for one."""
+    kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    if not isinstance(leaf, kinds):
+        return False
+    # NumPy's strings, objects and dates are not arrays for JAX. JAX's keys are.
+    return not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind not in "OSUMm"
+
+
+def _described(value: Any) -> str:
+    if is_array(value):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return f"a {type(value).__name__}"

@@ -10,13 +10,17 @@ import numpy as np
 from jax import lax
 
 from .._finite import all_finite
-from ._backward import run_backward, split_arrays
+from .._jaxpr import dtype_name, open_jaxpr, subjaxprs
+from ._backward import Loss, split_arrays
 from ._report import MARGIN_BITS
 
 # The share of a leaf's entries that a loss scale that works may lose. It is far below
 # what changes a training run, and above what single entries at the edge of the range
 # add.
 _TOLERATED = 2.0**-8
+
+# log2 of the smallest and largest S that `DynamicLossScale` takes by default.
+_LOWEST, _HIGHEST = 0, 24
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +41,11 @@ class Calibration:
       log2_low: f32[], the lowest loss scale of the window. NaN if none works.
       log2_high: f32[], the highest loss scale of the window. NaN if none works.
       recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below
-        `log2_low`. NaN if none works.
+        `log2_low`, and in [0, 24], because `DynamicLossScale` takes no other S unless
+        it is told to. NaN if no such S works.
       needs_scaling: bool[], whether S = 1 is outside the window; True if none works.
+      has_half_precision: whether anything in the loss is narrower than 32 bits. If not,
+        every other answer is about float32. Static.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
@@ -49,6 +56,7 @@ class Calibration:
     log2_high: jax.Array
     recommended_log2_scale: jax.Array
     needs_scaling: jax.Array
+    has_half_precision: bool = dataclasses.field(metadata={"static": True})
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def summary(self) -> str:
@@ -62,6 +70,8 @@ class Calibration:
                 "No loss scale of the sweep gives finite gradients: "
                 "run diagnose_nonfinite."
             )
+        if not self.has_half_precision:
+            return "Nothing in this loss is half precision: cast inside it first."
         if np.isnan(low):
             return "No loss scale of the sweep works for all leaves: try others."
         window = f"Loss scales from 2^{low:g} to 2^{high:g} work"
@@ -69,6 +79,11 @@ class Calibration:
             window = f"Of the loss scales tried, only 2^{low:g} works"
         if not bool(self.needs_scaling):
             return f"{window}, including 1: loss scaling is not needed here."
+        if np.isnan(best):
+            limit = "min_loss_scale" if high < _LOWEST else "max_loss_scale"
+            return (
+                f"{window}, which a DynamicLossScale takes only with another {limit}."
+            )
         return f"{window}: start from 2^{best:g}."
 
 
@@ -77,7 +92,8 @@ def calibrate_loss_scale(
     *args: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    log2_scales: Sequence[int] = range(-4, 33, 2),
+    transform: Callable[..., Any] = jax.value_and_grad,
+    log2_scales: Sequence[int] = range(-4, 25, 2),
     margin_bits: float = MARGIN_BITS,
 ) -> Calibration:
     """Runs the real low-precision backward pass at each loss scale of a sweep.
@@ -87,26 +103,34 @@ def calibrate_loss_scale(
     become zero so do the gradients of all layers before.
 
     Compatible with `jit`, `vmap` and `lax.scan`. One compiled call. The loss scales are
-    tried one after another, so it needs no more memory than one step.
+    tried one after another, so it needs no more memory than one step. Models among the
+    arguments stay as they are, whatever the forward pass writes to them (BatchNorm,
+    random streams).
+
+    If your step takes gradients per example (DP-SGD), `vmap` this function over the
+    examples as the step does: the gradient of their mean is smaller.
 
     Args:
-      fun: the whole loss in low precision, as for `value_and_grad`.
+      fun: the whole loss with its casts to low precision, as for `value_and_grad`.
       *args: its arguments: parameters, a typical batch. Non-array arguments are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      log2_scales: increasing whole numbers in [-126, 126]; default -4, -2, ..., 32.
-        Include 0 if you need `needs_scaling`.
+      transform: what differentiates: `jax.value_and_grad` (default),
+        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
+      log2_scales: increasing whole numbers in [-126, 126]; default -4, -2, ..., 24, up
+        to the cap of `DynamicLossScale`. Include 0 if you need `needs_scaling`.
       margin_bits: doublings that the recommendation stays below the first overflow,
-        since gradients are larger on some batches; default 2.
+        because gradients are larger on some batches; default 2.
 
     Returns:
       A `Calibration`. It holds for these parameters and this batch: gradients usually
       shrink as training goes on.
 
     Raises:
-      TypeError: the loss is not a scalar (while tracing).
+      TypeError: `fun` is not callable or does not return a real scalar loss, or
+        `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
       ValueError: `log2_scales` is empty, not increasing, not whole or out of range; or
-        nothing is differentiated.
+        `argnums` is.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -116,18 +140,19 @@ def calibrate_loss_scale(
       ...     # The gradient, 2^-30, is zero in float16.
       ...     return half.astype(jnp.float32).sum() * 2.0**-20
       >>> print(diagnostics.calibrate_loss_scale(loss, jnp.ones(3)).summary())
-      Loss scales from 2^6 to 2^32 work: start from 2^30.
+      Loss scales from 2^6 to 2^24 work: start from 2^22.
     """
+    loss = Loss("calibrate_loss_scale", fun, args, argnums, has_aux, transform)
     log2 = _checked_log2_scales(log2_scales)
     # On the host: exp2 on the device is a rounding away from most powers of two, and
-    # the sweep must try exactly what it reports (test_the_loss_scales_tried_are_exact).
+    # the sweep must try exactly what it reports.
     scales = np.ldexp(np.float32(1), log2)
     arrays, rejoin = split_arrays(args)
 
     @jax.jit
     def sweep(arrays: list[Any]) -> Any:
         def at(s: jax.Array) -> tuple[Any, jax.Array]:
-            found = run_backward(fun, s, rejoin(arrays), argnums, has_aux)
+            found = loss.run(s, rejoin(arrays))
             shares = [_zero_share(leaf) for leaf in found.leaves]
             finite = all_finite((found.loss, found.leaves))
             return dataclasses.replace(found, loss=None, leaves=shares), finite
@@ -135,12 +160,8 @@ def calibrate_loss_scale(
         # Not vmap, which would hold the activations of all S at once.
         return lax.map(at, jnp.asarray(scales))
 
+    program = sweep.trace(arrays).jaxpr
     found, finite = sweep(arrays)
-    if not found.paths:
-        raise ValueError(
-            "calibrate_loss_scale: the gradients have no floating-point leaf; give it "
-            f"parameters at argnums={argnums!r}"
-        )
     zero_fraction = jnp.stack(found.leaves, axis=1)
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
     return Calibration(
@@ -149,8 +170,9 @@ def calibrate_loss_scale(
         finite=finite,
         log2_low=low,
         log2_high=high,
-        recommended_log2_scale=jnp.maximum(high - margin_bits, low),
+        recommended_log2_scale=_recommended(low, high, margin_bits),
         needs_scaling=~((low <= 0) & (high >= 0)),
+        has_half_precision=_computes_in_half(program),
         paths=found.paths,
     )
 
@@ -164,8 +186,7 @@ def _window(
     log2: np.ndarray, zero_fraction: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(log2_low, log2_high) of `Calibration`."""
-    # Zeros at every finite S are not a loss: dead units, padding, the other classes
-    # (test_entries_that_are_always_zero_do_not_count_as_lost).
+    # Zeros at every finite S are not a loss: dead units, padding, the other classes.
     unavoidable = jnp.min(
         jnp.where(finite[:, None], zero_fraction, 1), axis=0, keepdims=True
     )
@@ -184,6 +205,24 @@ def _window(
         jnp.where(nothing, jnp.nan, scales[start]),
         jnp.where(nothing, jnp.nan, scales[end]),
     )
+
+
+def _recommended(low: jax.Array, high: jax.Array, margin_bits: float) -> jax.Array:
+    best = jnp.maximum(high - margin_bits, low)
+    # As near as the window allows to what a DynamicLossScale takes.
+    best = jnp.clip(best, jnp.maximum(low, _LOWEST), jnp.minimum(high, _HIGHEST))
+    return jnp.where((low <= _HIGHEST) & (high >= _LOWEST), best, jnp.nan)
+
+
+def _computes_in_half(jaxpr: Any) -> bool:
+    """Whether an operation gives floating-point numbers of fewer than 32 bits."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        names = {dtype_name(v) for v in eqn.outvars}
+        if any(name.startswith(("float16", "bfloat16", "float8")) for name in names):
+            return True
+        if any(map(_computes_in_half, subjaxprs(eqn))):
+            return True
+    return False
 
 
 def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:

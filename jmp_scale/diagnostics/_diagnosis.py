@@ -11,7 +11,7 @@ import numpy as np
 from .._finite import all_finite
 from .._loss_scale import scale_value
 from .._tree import named_inexact_leaves
-from ._backward import Backward, run_backward, split_arrays
+from ._backward import Backward, Loss, split_arrays
 
 
 class Diagnosis(NamedTuple):
@@ -71,12 +71,14 @@ def diagnose_nonfinite(
     *args: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    transform: Callable[..., Any] = jax.value_and_grad,
     log2_min: int = -14,
 ) -> Diagnosis:
     """Finds out why a step is not finite by running it again at smaller loss scales.
 
     Runs on the host: one call of one compiled backward pass for each S. Give it the
-    parameters and the batch of the step that was skipped. The causes are "none": the
+    parameters and the batch of the step that was skipped. Models among the arguments
+    stay as they are. The causes are "none": the
     step is finite; "forward": the loss itself is not, which no S changes; "overflow": a
     smaller S cures it; "nan": none does.
 
@@ -94,16 +96,20 @@ def diagnose_nonfinite(
       *args: its arguments: parameters, batch. Non-array arguments are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      log2_min: log2 of the smallest S to try; default -14, since some overflows persist
-        at S = 1.
+      transform: what differentiates: `jax.value_and_grad` (default),
+        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
+      log2_min: log2 of the smallest S to try; default -14, because some overflows
+        persist at S = 1.
 
     Returns:
       A `Diagnosis`.
 
     Raises:
-      TypeError: the loss is not a scalar, or `log2_min` or `loss_scale` is not a
-        number.
-      ValueError: `log2_min` is outside [-126, 126], or S is not positive and finite.
+      TypeError: `fun` is not callable or does not return a real scalar loss, or
+        `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated;
+        `loss_scale` is neither a loss scale nor a number, or `log2_min` not an integer.
+      ValueError: `argnums` is empty or out of range; `log2_min` is outside
+        [-126, 126], or S is not positive and finite.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -120,14 +126,14 @@ def diagnose_nonfinite(
             "diagnose_nonfinite: expected log2_min to be in [-126, 126], got "
             f"{log2_min!r}"
         )
+    s = scale_value("diagnose_nonfinite", loss_scale)
+    loss = Loss("diagnose_nonfinite", fun, args, argnums, has_aux, transform)
     arrays, rejoin = split_arrays(args)
 
-    # S is an argument of the compiled function: one compilation for all S
-    # (test_a_diagnosis_compiles_the_loss_once_however_many_scales_it_tries).
+    # S is an argument of the compiled function: one compilation for all S.
     @jax.jit
     def flags(s: jax.Array, arrays: list[Any]) -> Backward:
-        found = run_backward(fun, s, rejoin(arrays), argnums, has_aux)
-        return jax.tree.map(all_finite, found)
+        return jax.tree.map(all_finite, loss.run(s, rejoin(arrays)))
 
     def run(s: Any) -> tuple[bool, tuple[str, ...]]:
         """Whether the loss is finite at S = s, and the gradient leaves that are not."""
@@ -135,7 +141,6 @@ def diagnose_nonfinite(
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), tuple(path for path, flag in pairs if not flag)
 
-    s = scale_value("diagnose_nonfinite", loss_scale)
     if not 0 < float(s) < np.inf:
         raise ValueError(
             "diagnose_nonfinite: expected a positive finite loss scale, got "
@@ -147,15 +152,14 @@ def diagnose_nonfinite(
         return Diagnosis("none")
     if not loss_finite:
         return Diagnosis("forward", first, None, nonfinite, _nonfinite_argument(args))
-    # From the largest power of two below S. For a power of two itself that is half of
-    # it, since S has just been tried
-    # (test_an_overflow_is_finite_from_the_largest_smaller_scale_on).
+    # From the largest power of two below S: half of it for a power of two, because S
+    # itself has just been tried.
     for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, log2_min - 1, -1):
         _, smaller = run(2.0**log2_scale)
         if not smaller:
             return Diagnosis("overflow", nonfinite[0], log2_scale, nonfinite)
         # What is left at the smallest S that overflows is what overflows first as S
-        # grows (test_the_leaf_that_overflows_first_as_the_scale_grows_is_named).
+        # grows.
         nonfinite = smaller
     return Diagnosis("nan", nonfinite[0], None, nonfinite, _nonfinite_argument(args))
 

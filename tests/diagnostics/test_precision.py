@@ -583,31 +583,6 @@ def test_the_summary_of_a_clean_program():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "error", "words"),
-    [
-        ((W, X), {}, TypeError, "expected fun to be a function, got float32"),
-        ((product, W, X), {}, TypeError, r"real scalar loss, got float32\[16,8\]"),
-        ((lambda w: (w.sum(), w), W), {}, TypeError, "pass has_aux=True"),
-        ((jnp.sum, W), {"has_aux": True}, TypeError, r"\(loss, aux\) with has_aux"),
-        ((lambda w: w.astype(int).sum(), W), {}, TypeError, "loss, got int32"),
-        ((lambda w: "loss", W), {}, TypeError, "scalar loss, got str"),
-        ((jnp.sum,), {}, ValueError, "argnums of 0 arguments, got 0"),
-        ((jnp.sum, W), {"argnums": 1}, ValueError, "argnums of 1 arguments, got 1"),
-        ((jnp.sum, W), {"argnums": ()}, ValueError, "position in argnums"),
-        ((jnp.sum, {}), {}, TypeError, "argument 0, got no arrays"),
-        ((jnp.sum, {"n": 3}), {}, TypeError, r"got int at args\[0\]\['n'\]"),
-        ((jnp.sum, {"w": W, "n": np.int32(3)}), {}, TypeError, r"int32\[\] at args"),
-        ((jnp.sum, W), {"transform": "nnx"}, TypeError, "expected transform to be"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_function_and_the_cure(args, kwargs, error, words):
-    with pytest.raises(error, match=words) as raised:
-        precision_report(*args, **kwargs)
-    assert str(raised.value).startswith("precision_report: ")
-    assert ";" in str(raised.value)
-
-
 def test_errors_of_the_program_itself_pass_through():
     def loss(w):
         raise RuntimeError("mine")

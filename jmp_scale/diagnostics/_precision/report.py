@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._jaxpr import dtype_name, open_jaxpr
+from .._backward import Loss
 from . import conclusions, matrix_work
 from .drafts import Found, Severity
 from .facts import of_dtype
 from .matrix_work import Operation
-from .program import Line, Tracer, check_arguments, noting_overflowing_casts
+from .program import Line, Tracer, noting_overflowing_casts
 from .source import Place, place_of_caller
 from .walk import Scope, Walk
 
@@ -119,11 +120,11 @@ def precision_report(
       >>> report.half_share
       1.0
     """
-    check_arguments(fun, args, argnums, transform)
+    checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
     keywords: dict[str, Any] = {"has_aux": True} if has_aux else {}
     if not (isinstance(argnums, int) and argnums == 0):
         keywords["argnums"] = argnums  # Equinox takes none
-    caller, trace = place_of_caller(), Tracer(fun, args, has_aux)
+    caller, trace = place_of_caller(), Tracer(checked)
     overflows: set[Line] = set()
     with noting_overflowing_casts(overflows):
         program = trace(lambda function: function)

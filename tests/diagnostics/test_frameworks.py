@@ -1,0 +1,177 @@
+"""Every tool takes a loss as `value_and_grad` does: models, keys, auxiliary outputs."""
+
+import functools
+
+import equinox as eqx
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_scale
+from jmp_scale import diagnostics
+
+X = jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
+
+
+def calibrate(fun, *args, **kwargs):
+    return diagnostics.calibrate_loss_scale(fun, *args, **kwargs)
+
+
+def diagnose(fun, *args, **kwargs):
+    return diagnostics.diagnose_nonfinite(fun, 2.0**15, *args, **kwargs)
+
+
+TOOLS = {
+    "calibrate_loss_scale": calibrate,
+    "diagnose_nonfinite": diagnose,
+    "precision_report": diagnostics.precision_report,
+}
+tools = pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+
+
+class Network(nnx.Module):
+    """BatchNorm, Dropout and a count, all of which a forward pass writes."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 8, dtype=jnp.float16, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 1, dtype=jnp.float16, rngs=rngs)
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        h = self.norm(self.first(x).astype(jnp.float32))
+        return self.last(self.dropout(nnx.relu(h))).astype(jnp.float32)
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x) ** 2), model.calls[...]
+
+
+def equinox_loss(model, x):
+    y = jax.vmap(jmp_scale.cast_to_half(model))(jmp_scale.cast_to_half(x))
+    return jnp.mean(y.astype(jnp.float32) ** 2), y
+
+
+def models():
+    mlp = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
+    return {
+        "equinox": (equinox_loss, mlp, eqx.filter_value_and_grad),
+        "NNX": (nnx_loss, Network(nnx.Rngs(0)), nnx.value_and_grad),
+    }
+
+
+def values(tree):
+    leaves = (x for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in leaves]
+
+
+@tools
+@pytest.mark.parametrize("framework", ["equinox", "NNX"])
+def test_a_tool_takes_a_model_leaves_it_as_it_was_and_repeats_itself(tool, framework):
+    fun, model, transform = models()[framework]
+    before = values(model)
+    first, second = (
+        tool(fun, model, X, has_aux=True, transform=transform) for _ in range(2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, values(model), before)
+    assert first.summary() == second.summary()
+    jax.tree.map(np.testing.assert_array_equal, values(first), values(second))
+    fun(model, X)  # and it still works
+
+
+@pytest.mark.parametrize("framework", ["equinox", "NNX"])
+def test_a_bad_batch_is_found_before_any_model(framework):
+    fun, model, transform = models()[framework]
+    bad = X.at[1, 2].set(jnp.inf)
+    found = diagnose(fun, model, bad, has_aux=True, transform=transform)
+    assert (found.cause, found.nonfinite_argument) == ("forward", "args[1]")
+
+
+def test_the_window_of_a_model_is_that_of_its_arrays():
+    fun, model, transform = models()["equinox"]
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    split = lambda a, x: fun(eqx.combine(a, rest), x)[0]  # noqa: E731
+    found = calibrate(fun, model, X, has_aux=True, transform=transform)
+    expected = calibrate(split, arrays, X)
+    np.testing.assert_array_equal(found.zero_fraction, expected.zero_fraction)
+    assert found.has_half_precision
+
+
+def test_a_key_may_be_a_shape_too():
+    def loss(w, key):
+        noise = jax.random.normal(key, w.shape).astype(jnp.float16)
+        return jnp.mean((w.astype(jnp.float16) * noise).astype(jnp.float32))
+
+    w, key = jnp.ones(4), jax.random.key(0)
+    shapes = jax.eval_shape(lambda: (w, key))
+    assert shapes[1].dtype == key.dtype
+    found = diagnostics.precision_report(loss, *shapes)
+    assert found == diagnostics.precision_report(loss, w, key)
+
+
+def half(w):
+    return w.astype(jnp.float16).astype(jnp.float32).sum()
+
+
+W = jnp.ones((16, 8))
+MISTAKES = {
+    "not a function": ((W,), {}, TypeError, r"fun to be a function, got float32\[16,8"),
+    "not a transform": (
+        (half, W),
+        {"transform": "nnx"},
+        TypeError,
+        "transform to be a function, got a str",
+    ),
+    "a vector": ((lambda w: w, W), {}, TypeError, r"scalar loss, got shape \(16, 8\)"),
+    "aux": ((lambda w: (half(w), w), W), {}, TypeError, "pass has_aux=True"),
+    "no aux": ((half, W), {"has_aux": True}, TypeError, r"\(loss, aux\) with has_aux"),
+    "an integer": (
+        (lambda w: half(w).astype(int), W),
+        {},
+        TypeError,
+        "real scalar loss, got int",
+    ),
+    "text": ((lambda w: "loss", W), {}, TypeError, "scalar loss, got a str"),
+    "no arguments": ((half,), {}, ValueError, "argnums of 0 arguments, got 0"),
+    "argnums": ((half, W), {"argnums": 1}, ValueError, "argnums of 1 arguments, got 1"),
+    "no argnums": ((half, W), {"argnums": ()}, ValueError, "position in argnums"),
+    "nothing": ((half, {}), {}, TypeError, "argument 0, got no arrays"),
+    "a number": ((half, {"n": 3}), {}, TypeError, r"int at args\[0\]\['n'\]"),
+    "a function": (
+        (half, {"w": W, "f": jax.nn.relu}),
+        {},
+        TypeError,
+        r"at args\[0\]\['f'\]; .* equinox.filter_value_and_grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_has_one_text_that_names_the_tool_and_the_cure(tool, mistake):
+    args, kwargs, error, words = MISTAKES[mistake]
+    texts = {}
+    for name in TOOLS:
+        with pytest.raises(error, match=words) as raised:
+            TOOLS[name](*args, **kwargs)
+        texts[name] = str(raised.value).removeprefix(f"{name}: expected")
+    assert ";" in texts[tool]
+    assert set(texts.values()) == {texts[tool]}
+
+
+def test_a_state_in_place_of_its_loss_scale_is_an_error_that_says_where_it_is():
+    import optax
+
+    tx = jmp_scale.with_loss_scale(optax.adam(1e-3), jmp_scale.DynamicLossScale())
+    state = tx.init(W)
+    wrong = functools.partial(diagnostics.diagnose_nonfinite, half)
+    for call in (wrong, lambda s, w: diagnostics.grad_report(w, s)):
+        with pytest.raises(TypeError, match=r"got a LossScaleState; pass its \.loss_s"):
+            call(state, W)
+        with pytest.raises(TypeError, match=r"optax\.tree\.get\(opt_state"):
+            call((state,), W)

@@ -13,15 +13,6 @@ import jmp_scale
 from jmp_scale import diagnostics
 
 CHECK = 50  # steps between two looks at the health of a run
-# Shares of the steps at which batches are bad, by plan. A check that ends with a bad
-# batch finds the last step, or the last steps, skipped.
-PLANS = {
-    "none": (),
-    "rare spikes": ((0.45, 1), (0.65, 1)),
-    "frequent spikes": tuple((0.4 + 0.04 * i, 1) for i in range(12)),
-    "spike": ((0.6, -1),),
-    "spikes in a row": ((0.6, -3),),
-}
 
 
 class Setting(NamedTuple):
@@ -32,14 +23,11 @@ class Setting(NamedTuple):
       growth: doublings of the loss in each step after the first fifth.
       swelling: growth of the parameters in each step after the first fifth, as of a
         weight decay with the wrong sign.
-      bad: which of `PLANS`, by its place: batches with the targets of others and
-        weights of 1,000.
     """
 
     learning_rate: float = 1e-3
     growth: float = 0.0
     swelling: float = 0.0
-    bad: int = 0
 
 
 class Optimizer(NamedTuple):
@@ -47,7 +35,6 @@ class Optimizer(NamedTuple):
 
     name: str = "adam"
     parameters: str = "float32"
-    guard: bool = False
 
 
 class Run(NamedTuple):
@@ -80,23 +67,14 @@ def train(task, optimizer, settings, seed, steps):
     return runs
 
 
-def bad_steps(plan, steps):
-    """Which of the steps have a bad batch, bool[steps]."""
-    bad = np.zeros(steps, bool)
-    for share, count in PLANS[plan]:
-        at = int(share * steps)
-        if count < 0:  # the last ones before a check
-            at = at // CHECK * CHECK + count
-        bad[at : at + abs(count)] = True
-    return jnp.asarray(bad)
-
-
 @functools.cache
 def _compiled(name, optimizer, steps):
     task = tasks()[name]
 
     def one(setting, seed):
-        tx = _transformation(optimizer, setting.learning_rate)
+        adam, rate = optimizer.name == "adam", setting.learning_rate
+        inner = optax.adam(rate) if adam else optax.sgd(rate, momentum=0.9)
+        tx = jmp_scale.with_loss_scale(inner)
         params = task.init(jax.random.key(seed))
         opt_state = tx.init(params)
         params = _cast(params, optimizer.parameters)
@@ -132,23 +110,10 @@ def _compiled(name, optimizer, steps):
     return jax.jit(jax.vmap(one, (0, None)))
 
 
-def _transformation(optimizer, learning_rate):
-    if optimizer.name == "adam":
-        inner = optax.adam(learning_rate)
-    else:
-        inner = optax.sgd(learning_rate, momentum=0.9)
-    guard = jmp_scale.SpikeGuard() if optimizer.guard else None
-    return jmp_scale.with_loss_scale(inner, guard=guard)
-
-
 def _loss_and_grads(task, params, setting, seed, k, steps):
-    draw, shuffle = jax.random.split(jax.random.key(1000 + seed))
+    draw, _ = jax.random.split(jax.random.key(1000 + seed))
     inputs, targets = task.examples(jax.random.fold_in(draw, k), task.batch)
-    is_bad = jnp.stack([bad_steps(plan, steps) for plan in PLANS])[setting.bad, k]
-    order = jax.random.permutation(jax.random.fold_in(shuffle, k), task.batch)
-    targets = jnp.where(is_bad, targets[order], targets)
-    weight = jnp.where(is_bad, 1000.0, 1.0)
-    weight *= jnp.exp2(setting.growth * jnp.maximum(k - steps // 5, 0))
+    weight = jnp.exp2(setting.growth * jnp.maximum(k - steps // 5, 0))
 
     def loss_fn(params):
         return weight * jnp.mean(task.losses(_cast(params, "float32"), inputs, targets))

@@ -15,20 +15,18 @@ import itertools
 
 import numpy as np
 from _harness import Table, parser, report
-from _health_runs import PLANS, Optimizer, Setting, train
+from _health_runs import Optimizer, Setting, train
 from tqdm import tqdm
 
 TASKS = ("autoencoder", "classifier", "char-LM")
 FINITE = ("loss diverges", "loss blew up", "gradients vanished")
-SPIKES = ("spike", "spikes in a row", "rare spikes", "frequent spikes")
 WRONG, WELL, BETWEEN = "wrong", "well", "between"
 
 
 def main(argv=None):
     arguments = parser(__doc__)
-    arguments.add_argument(
-        "--seeds", type=int, help="of each setting; default 7, of rounding 2"
-    )
+    text = "of each setting; default 7, of rounding 2"
+    arguments.add_argument("--seeds", type=int, help=text)
     arguments.add_argument("--first-seed", type=int, default=200)
     arguments.add_argument("--tasks", nargs="+", default=list(TASKS))
     arguments.add_argument("--experiments", nargs="+", default=list(EXPERIMENTS))
@@ -70,15 +68,6 @@ def growth(task, seed, steps):
     return [(judged(run, end(runs[0])), run) for run in runs]
 
 
-def spikes(task, seed, steps):
-    """Bad batches under a guard: said is right of a run that has one."""
-    places = [*[list(PLANS).index("none")] * (len(PLANS) - 1), *range(1, len(PLANS))]
-    rates = (1e-3, 2e-3, 3e-3, 5e-3)
-    settings = [Setting(rates[i % 4], bad=bad) for i, bad in enumerate(places)]
-    runs = train(task, Optimizer(guard=True), settings, seed, steps)
-    return [(WRONG if run.setting.bad else WELL, run) for run in runs]
-
-
 def rounding(task, seed, steps):
     """Parameters of few digits: a tenth of what float32 gains is lost."""
     outcomes = []
@@ -105,14 +94,12 @@ def rounding(task, seed, steps):
 EXPERIMENTS = {
     "learning rate": learning_rates,
     "growth": growth,
-    "bad batches": spikes,
     "rounding": rounding,
 }
 # The findings that each experiment is to bring out.
 EXPECTED = {
     "learning rate": FINITE,
     "growth": ("loss diverges",),
-    "bad batches": SPIKES,
     "rounding": ("lost updates",),
 }
 
@@ -131,9 +118,6 @@ def judged(run, best):
 
 def cases(run):
     """The findings of which a run that went wrong is a case, by all of its numbers."""
-    setting = run.setting
-    if setting.bad:
-        return {list(PLANS)[setting.bad]}
     first, last = run.loss[0], end(run)
     lowest = np.nanmin(run.loss.reshape(-1, 50).mean(1))
     late_norm = np.nanmean(run.norm[-len(run.norm) // 10 :])
@@ -159,12 +143,9 @@ def table(outcomes):
         others = {k for _, run in judged_runs for _, said in run.said for k in said}
         for kind in sorted(others - set(kinds)):
             result.rows.append([name, f"({kind})", *scores(judged_runs, {kind})])
-    pooled = [
-        run for name in ("learning rate", "growth") for run in outcomes.get(name, ())
-    ]
-    if pooled:
-        row = scores(pooled, {"loss diverges"}, "loss diverges")
-        result.rows.append(["learning rate, growth", "loss diverges", *row])
+    pooled = outcomes.get("learning rate", []) + outcomes.get("growth", [])
+    row = scores(pooled, {"loss diverges"}, "loss diverges")
+    result.rows.append(["learning rate, growth", "loss diverges", *row])
     result.notes.append(
         "precision: of the runs of which it was said and that are not between, those "
         "that went wrong. recall: of those that went wrong, those of which it was "

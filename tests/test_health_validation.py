@@ -3,13 +3,13 @@
 import health_validation as validation
 import numpy as np
 import pytest
-from _health_runs import CHECK, PLANS, Run, Setting, bad_steps
+from _health_runs import CHECK, Run, Setting
 
 
-def run(loss, norm=1.0, said=(), bad=0):
+def run(loss, norm=1.0, said=()):
     loss = np.asarray(loss, float)
     norms = np.broadcast_to(np.asarray(norm, float), loss.shape)
-    return Run(Setting(bad=bad), loss, norms, [(CHECK, frozenset(said))])
+    return Run(Setting(), loss, norms, [(CHECK, frozenset(said))])
 
 
 FALLS = np.linspace(2, 1, 500)
@@ -43,24 +43,16 @@ def test_a_run_is_a_case_of_what_its_numbers_show(loss, norm, expected):
 
 
 def test_precision_leaves_out_runs_between_and_recall_is_of_a_kind_of_failure():
-    spike, row = (list(PLANS).index(plan) for plan in ("spike", "spikes in a row"))
+    grows, blows_up = np.append(FALLS, FALLS[::-1]), np.append([2, 1e4], FALLS[:498])
+    said = {"loss diverges"}
     outcomes = [
-        (validation.WRONG, run(FALLS, said={"spike"}, bad=spike)),
-        (validation.WRONG, run(FALLS, bad=spike)),
-        (validation.WRONG, run(FALLS, said={"spike"}, bad=row)),
-        (validation.WELL, run(FALLS, said={"spike"})),
-        (validation.BETWEEN, run(FALLS, said={"spike"})),
+        (validation.WRONG, run(grows, said=said)),
+        (validation.WRONG, run(grows)),
+        (validation.WRONG, run(blows_up, said=said)),
+        (validation.WELL, run(FALLS, said=said)),
+        (validation.BETWEEN, run(FALLS, said=said)),
     ]
     of_its_kind = [2, 1, 1, 2, 1, 1, "0.67", "0.50"]
-    assert validation.scores(outcomes, {"spike"}, "spike") == of_its_kind
-    assert validation.scores(outcomes, {"spike"}) == [3, 1, 1, 2, 1, 1, "0.67", "0.67"]
-    assert validation.scores([], {"spike"})[-2:] == ["-", "-"]
-
-
-def test_bad_batches_stand_where_their_sentence_is_due():
-    last = np.flatnonzero(bad_steps("spike", 500))
-    row = np.flatnonzero(bad_steps("spikes in a row", 500))
-    assert (last % CHECK).tolist() == [CHECK - 1]
-    assert (row % CHECK).tolist() == [CHECK - 3, CHECK - 2, CHECK - 1]
-    assert bad_steps("frequent spikes", 500).sum() == 12
-    assert not bad_steps("none", 500).any()
+    assert validation.scores(outcomes, said, "loss diverges") == of_its_kind
+    assert validation.scores(outcomes, said) == [3, 1, 1, 2, 1, 1, "0.67", "0.67"]
+    assert validation.scores([], said)[-2:] == ["-", "-"]

@@ -5,15 +5,12 @@ how it is called; all of one kind have one signature.
 """
 
 import importlib
-import io
-import math
-import pickle
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from _loops import MAX_CONSECUTIVE_ERRORS, TRAIN
+from _loops import MAX_CONSECUTIVE_ERRORS
 
 import jmp_scale
 
@@ -174,38 +171,6 @@ def traces_of_four_steps():
     return {name: lambda name=name: counted(name) for name in loss_scales(8.0)}
 
 
-def clipped_steps():
-    """() -> w = 1 after a step with gradient 5, clipped to norm 1, learning rate 1"""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-
-    def torch():
-        import torch
-
-        w = torch.tensor(1.0, requires_grad=True)
-        optimizer = torch.optim.SGD([w], 1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(5 * w).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_([w], 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        return w.item()
-
-    def keras():
-        import keras
-
-        def clipped():
-            return keras.optimizers.SGD(1.0, global_clipnorm=1.0)
-
-        return TRAIN["keras"]([5.0], tx=clipped)[0].w
-
-    by_optax = {
-        name: lambda name=name: TRAIN[name]([5.0], tx=tx)[0].w
-        for name in loss_scales(8.0)
-    }
-    return by_optax | {"torch": torch, "keras": keras}
-
-
 def flags_of_replicas():
     """x of each device -> whether it applies the step with the gradient of w * x.
 
@@ -221,51 +186,6 @@ def flags_of_replicas():
 
     checks = verb("all_finite") | {"flax": flax, "optax": optax_}
     return {name: jax.pmap(check) for name, check in checks.items()}
-
-
-def saved_and_restored():
-    """() -> (S before, S restored into a fresh one), in the library's own way"""
-
-    def jmp():
-        used = loss_scales(2.0**15)["jmp"]().adjust(jnp.array(False))
-        return used.loss_scale, pickle.loads(pickle.dumps(used)).loss_scale
-
-    def mpx():
-        import equinox
-
-        fresh, file = loss_scales(2.0**15)["mpx"](), io.BytesIO()
-        used = fresh.adjust(jnp.array(False))
-        equinox.tree_serialise_leaves(file, used)
-        file.seek(0)
-        restored = equinox.tree_deserialise_leaves(file, fresh)
-        return used.loss_scaling, restored.loss_scaling
-
-    def torch():
-        import torch
-
-        used = torch.amp.GradScaler("cpu", init_scale=4.0)
-        restored = torch.amp.GradScaler("cpu")
-        for scaler in (used, restored):
-            scaler.scale(torch.tensor(1.0))  # makes S, which is lazy
-        restored.load_state_dict(used.state_dict())
-        return used.get_scale(), restored.get_scale()
-
-    def keras():
-        import keras
-
-        used, restored = (
-            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=s)
-            for s in (4.0, 8.0)
-        )
-        store: dict[str, Any] = {}
-        for optimizer in (used, restored):
-            optimizer.build([keras.Variable(1.0)])
-        used.save_own_variables(store)
-        restored.load_own_variables(store)
-        return float(used.dynamic_scale), float(restored.dynamic_scale)
-
-    by_flax = {name: serialized_by_flax()[name] for name in ("flax", "jmp_scale")}
-    return by_flax | {"jmp": jmp, "mpx": mpx, "torch": torch, "keras": keras}
 
 
 def serialized_by_flax():
@@ -290,24 +210,3 @@ def serialized_by_flax():
         ),
         "jmp_scale": lambda: adjusted("jmp_scale"),
     }
-
-
-def signs_of_a_stuck_run():
-    """() -> what there is to see after a run that skips every step"""
-
-    def state_after_60(tx):
-        w = jnp.float32(1)
-        state, update = tx.init(w), jax.jit(tx.update)
-        for _ in range(60):
-            _, state = update(jnp.float32(math.nan), state, w)
-        return state
-
-    def optax_():
-        tx = optax.apply_if_finite(optax.sgd(1.0), 1000)
-        return state_after_60(tx).notfinite_count == 60
-
-    def ours():
-        tx = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale())
-        return jmp_scale.diagnostics.health(state_after_60(tx))
-
-    return {"optax": optax_, "jmp_scale": ours}

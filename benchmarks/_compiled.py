@@ -11,30 +11,18 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What the compiler says of one program.
+    """What the compiler says of one program."""
 
-    Attributes:
-      bytes_accessed: bytes read from and written to the device's memory: on the CPU as
-        `cost_analysis` counts them, for a target as `_traffic` does.
-      temporaries: bytes of temporary buffers.
-      copies: types of the copied buffers, such as `f32[256,256]`.
-      kernels: instructions that compute or copy; each is a launch on a GPU.
-      conditionals: branches.
-      transfers: callbacks and transfers from and to the host.
-      collectives: kind and operand types of each.
-      cycles: those that the TPU compiler's cost model estimates, else 0.
-      compile_seconds: processor seconds of the compilation.
-    """
-
+    # On the CPU as `cost_analysis` counts them, for a target as `_traffic` does.
     bytes_accessed: float
-    temporaries: int
-    copies: list[str]
-    kernels: int
+    temporaries: int  # bytes
+    copies: list[str]  # types of the copied buffers, such as `f32[256,256]`
+    kernels: int  # instructions that compute or copy; each is a launch on a GPU
     conditionals: int
-    transfers: int
-    collectives: list[tuple[str, tuple[str, ...]]]
-    cycles: int
-    compile_seconds: float
+    transfers: int  # callbacks and transfers from and to the host
+    collectives: list[tuple[str, tuple[str, ...]]]  # kind and operand types
+    cycles: int  # those that the TPU compiler's cost model estimates, else 0
+    compile_seconds: float  # of all processors
 
     @property
     def copied_arrays(self) -> int:
@@ -44,11 +32,8 @@ class Figures:
 def compile_step(step, carry, batch, target=None):
     """The program of the carry's leaves, which are donated, and its figures.
 
-    Args:
-      step: (carry, batch) -> (carry, loss).
-      carry: parameters and state; for a target, sharded over its chips.
-      batch: for a target, sharded likewise.
-      target: default this machine.
+    `step` is (carry, batch) -> (carry, loss). For a target both are sharded over its
+    chips.
     """
     leaves, treedef = jax.tree.flatten(carry)
 

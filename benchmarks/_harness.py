@@ -53,12 +53,6 @@ def paired_ratio(run, base, pairs, label) -> Ratio:
     The mean of the two outer times is the pair's base time, which cancels a linear
     drift of the clock.
 
-    Args:
-      run: one call of the program, with its own state; returns its results, which are
-        waited for.
-      base: the same for the program that it is compared with.
-      pairs: number of B-A-B pairs, at least 9 for a result that is reported.
-      label: what the progress bar shows.
     """
     calls = max(1, round(0.1 / max(_warm_up(base), 1e-5)))
     _warm_up(run)
@@ -97,25 +91,12 @@ def round_as_written() -> None:
 
 def add_pairs(arguments: argparse.ArgumentParser) -> None:
     """`--pairs`, for the benchmarks that take time ratios."""
-
-    def at_least_nine(text: str) -> int:
-        if int(text) < 9:
-            raise argparse.ArgumentTypeError(f"expected at least 9 pairs, got {text}")
-        return int(text)
-
-    arguments.add_argument(
-        "--pairs", type=at_least_nine, default=9, help="B-A-B pairs of each time ratio"
-    )
+    text = "B-A-B pairs of each time ratio"
+    arguments.add_argument("--pairs", type=int, default=9, help=text)
 
 
 def report(tables, json_path, device=None):
-    """Prints the tables as Markdown, below the machine and the versions.
-
-    Args:
-      tables: in order.
-      json_path: where to write them too, if anywhere.
-      device: default the devices of this machine.
-    """
+    """Prints the tables as Markdown, below the machine and the versions."""
     if device is None:
         kind = jax.devices()[0].device_kind
         device = f"{jax.device_count()} x {kind} ({_processor()})"
@@ -164,8 +145,3 @@ def _processor() -> str:
     if names:
         return f"{len(names)} x {names[0]}"
     return platform.processor() or platform.machine()
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(render(json.loads(pathlib.Path(name).read_text())))

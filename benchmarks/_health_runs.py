@@ -16,18 +16,11 @@ CHECK = 50  # steps between two looks at the health of a run
 
 
 class Setting(NamedTuple):
-    """What is done to a run, as numbers, so that many runs are one compilation.
+    """What is done to a run, as numbers, so that many runs are one compilation."""
 
-    Args:
-      learning_rate: constant.
-      growth: doublings of the loss in each step after the first fifth.
-      swelling: growth of the parameters in each step after the first fifth, as of a
-        weight decay with the wrong sign.
-    """
-
-    learning_rate: float = 1e-3
-    growth: float = 0.0
-    swelling: float = 0.0
+    learning_rate: float = 1e-3  # constant
+    growth: float = 0.0  # doublings of the loss in each step after the first fifth
+    swelling: float = 0.0  # of the parameters, likewise: a decay of the wrong sign
 
 
 class Optimizer(NamedTuple):

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import optax
 
 DTYPES = {"f32": jnp.float32, "f16": jnp.float16}
+CLIP = optax.clip_by_global_norm(1.0)
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(3e-4),
-    "clip+adamw": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(3e-4)
-    ),
+    "clip+adamw": lambda: optax.chain(CLIP, optax.adamw(3e-4)),
     "lion": lambda: optax.lion(1e-4),
 }
 TITLES = {
@@ -27,9 +26,7 @@ def _given(params, grads):
     return jnp.float32(0)
 
 
-_given.defvjp(
-    lambda params, grads: (jnp.float32(0), grads), lambda grads, _: (grads, None)
-)
+_given.defvjp(lambda _, grads: (jnp.float32(0), grads), lambda grads, _: (grads, None))
 
 
 def given_gradients(dtype):
@@ -48,15 +45,7 @@ def optimizer_only(dtype, params):
 
 
 def build(peer, loss_fn, params, optimizer="adamw", *, types_only=False):
-    """`(carry, step)` of a peer.
-
-    Args:
-      peer: one of `_steps.PEERS`.
-      loss_fn: (params, batch) -> loss.
-      params: arrays, which are copied, or their types.
-      optimizer: one of `OPTIMIZERS`.
-      types_only: the carry consists of types, and nothing is computed.
-    """
+    """`(carry, step)` of a peer, whose carry consists of types if `types_only`."""
     make, tx = _steps.PEERS[peer], OPTIMIZERS[optimizer]()
     if not types_only:
         return make(loss_fn, tx, jax.tree.map(jnp.copy, params))
@@ -84,13 +73,8 @@ def mixed_params():
 def problems(name, *, layers=12, width=256, examples=8):
     """Title and `(loss, types of the parameters, batch)` of each part.
 
-    A title has places for the optimizer's and for the dtype's name.
-
-    Args:
-      name: of the gradients' dtype, a key of `DTYPES`.
-      layers: of the optimizer-only step's transformer.
-      width: of both transformers.
-      examples: of the train step's batch.
+    A title has places for the optimizer's and for the dtype's name. `layers` are those
+    of the optimizer-only step's transformer, `examples` those of the train step.
     """
     dtype = DTYPES[name]
 

@@ -102,14 +102,11 @@ def olmo_core(schedule, b1=0.9, b2=0.999, eps=1e-8):
         count = old.count + within
         n = jnp.maximum(count, 1).astype(jnp.float32)
         mu = jax.tree.map(lambda m, g: m + factor * (1 - b1) * (g - m), old.mu, updates)
-        nu = jax.tree.map(
-            lambda v, g: v - factor * (1 - b2) * (v - g * g), old.nu, updates
-        )
-        rate = schedule(state.calls) / (1 - b1**n)
-        correction = jnp.sqrt(1 - b2**n)
-        new = jax.tree.map(
-            lambda m, v: -factor * rate * m / (jnp.sqrt(v) / correction + eps), mu, nu
-        )
+        squares = jax.tree.map(lambda v, g: v - g * g, old.nu, updates)
+        nu = jax.tree.map(lambda v, d: v - factor * (1 - b2) * d, old.nu, squares)
+        rate = -factor * schedule(state.calls) / (1 - b1**n)
+        root = jnp.sqrt(1 - b2**n)
+        new = jax.tree.map(lambda m, v: rate * m / (jnp.sqrt(v) / root + eps), mu, nu)
         adam = optax.ScaleByAdamState(count, mu, nu)
         return new, StepFactorState(window, state.calls + 1, adam)
 

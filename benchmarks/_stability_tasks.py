@@ -18,24 +18,17 @@ import optax
 from sklearn.datasets import load_digits
 
 CONTEXT, WIDTH = 16, 32
+LAYERS = ("attention", "layers")
 
 
 class Task(NamedTuple):
-    """One thing to train.
+    """One thing to train."""
 
-    Args:
-      init: parameters of a key.
-      examples: (inputs, targets) of a key and a number of examples.
-      losses: loss of each example, f32[n], of (parameters, inputs, targets).
-      learning_rate: peak of Adam's cosine schedule.
-      batch: examples of a step.
-    """
-
-    init: Callable[[jax.Array], Any]
-    examples: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
-    losses: Callable[[Any, jax.Array, jax.Array], jax.Array]
-    learning_rate: float
-    batch: int = 64
+    init: Callable[[jax.Array], Any]  # parameters of a key
+    examples: Callable[[jax.Array, int], Any]  # (inputs, targets) of a key and a number
+    losses: Callable[[Any, jax.Array, jax.Array], jax.Array]  # of each example, f32[n]
+    learning_rate: float  # peak of Adam's cosine schedule
+    batch: int = 64  # examples of a step
 
 
 @functools.cache
@@ -133,9 +126,7 @@ def _init_language_model(key):
 
 def _character_losses(params, x, y):
     """One block: causal attention of one head, and two layers; tied embeddings."""
-    table, (qkv, out), (up, down) = (
-        params[k] for k in ("characters", "attention", "layers")
-    )
+    table, (qkv, out), (up, down) = map(params.get, ("characters", *LAYERS))
     h = table[x] + params["positions"][None]
     q, k, v = jnp.split(_normalized(h) @ qkv, 3, axis=-1)
     scores = (q @ k.mT).astype(jnp.float32) / np.sqrt(WIDTH)

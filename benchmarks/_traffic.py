@@ -16,18 +16,8 @@ Computation = dict[str, Instruction]
 
 HOST_MEMORY = 5
 # Instructions that move no data.
-FREE = {
-    "add-dependency",
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-}
+FREE = {"add-dependency", "after-all", "bitcast", "constant", "get-tuple-element"}
+FREE |= {"opt-barrier", "parameter", "partition-id", "replica-id", "tuple"}
 FREE_CUSTOM_CALLS = {"AllocateBuffer", "ConcatBitcast", "Sharding"}
 # Instructions that run the computations that they name.
 CALLS = {"call", "conditional", "while"}
@@ -35,15 +25,8 @@ SLICES = {"dynamic-slice", "gather", "slice"}
 # Instructions whose result is their first operand, changed in places, and the position
 # of the operand that holds the changes.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast")
+COLLECTIVES += ("collective-permute", "ragged-all-to-all", "reduce-scatter")
 
 
 class Executed(NamedTuple):
@@ -191,15 +174,12 @@ def _traffic_of_fusion(module: Module, ran: Executed) -> int:
 def _as_fusion(ran: Executed) -> Computation:
     """The body of a fusion of one instruction."""
     names = dict.fromkeys(ran.instruction.operands)
+    as_parameter = {"opcode": "parameter", "operands": (), "is_root": False}
     body = {
         name: dataclasses.replace(
-            ran.computation[name],
-            opcode="parameter",
-            operands=(),
-            attributes=str(number),
-            is_root=False,
+            ran.computation[name], attributes=str(i), **as_parameter
         )
-        for number, name in enumerate(names)
+        for i, name in enumerate(names)
     }
     root = dataclasses.replace(ran.instruction, is_root=True)
     return body | {root.name: root}

@@ -39,7 +39,7 @@ SHARDINGS = {
 PRODUCTS = ("lax.dot_general", "jmp_scale.dot_general", "and for the bias")
 
 
-def main(argv: Any = None) -> None:
+def main(argv=None):
     arguments = parser(__doc__)
     text = f"NAME:CHIPS, of {', '.join(_targets.TARGETS)}"
     default = ["h100:8", "tpu-v5e:4"]
@@ -59,7 +59,7 @@ def main(argv: Any = None) -> None:
     report(tables, args.json)
 
 
-def table_of(target: _targets.Target) -> Table:
+def table_of(target):
     """What is summed over the chips, and what it costs."""
     columns = ["parameters", "product", "16-bit sums, MB", "float32 sums, MB"]
     columns += ["device memory", "estimated cycles", "half operands"]
@@ -85,12 +85,12 @@ def table_of(target: _targets.Target) -> Table:
     return table
 
 
-def loss(params: Any, batch: jax.Array, product: str) -> jax.Array:
+def loss(params, batch, product):
     dot_general = lax.dot_general
     if product != PRODUCTS[0]:
         dot_general = jmp_scale.dot_general
 
-    def dense(x: jax.Array, w: jax.Array) -> jax.Array:
+    def dense(x, w):
         return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
     x = batch.astype(jnp.float16)
@@ -105,10 +105,10 @@ def loss(params: Any, batch: jax.Array, product: str) -> jax.Array:
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
-def compile_step(target: _targets.Target, sharding: str, product: str) -> Any:
+def compile_step(target, sharding, product):
     of_params, of_batch = SHARDINGS[sharding]
 
-    def placed(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+    def placed(shape, spec):
         where = NamedSharding(target.mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
 
@@ -116,8 +116,8 @@ def compile_step(target: _targets.Target, sharding: str, product: str) -> Any:
     rows = ROWS * (1 if of_batch == P() else target.chips)
     batch = placed((rows, TOKENS, SHAPES["in"][0]), of_batch)
 
-    def step(params: Any, batch: Any) -> Any:
-        def scaled(params: Any) -> jax.Array:
+    def step(params, batch):
+        def scaled(params):
             return LOSS_SCALE * loss(params, batch, product)
 
         grads = jax.grad(scaled)(params)
@@ -129,7 +129,7 @@ def compile_step(target: _targets.Target, sharding: str, product: str) -> Any:
     return jitted.lower(params, batch).compile(compiler_options=options)
 
 
-def summed_bytes(module: _hlo.Module) -> tuple[int, int]:
+def summed_bytes(module):
     """Bytes of 16-bit and of float32 operands that are summed over chips."""
     half, full = 0, 0
     for ran in _traffic.executed(module):
@@ -144,7 +144,7 @@ def summed_bytes(module: _hlo.Module) -> tuple[int, int]:
     return half, full
 
 
-def half_operands(module: _hlo.Module) -> str:
+def half_operands(module):
     """Products of two float16 operands, among all."""
     half, total = 0, 0
     for computation in module.computations.values():
@@ -158,7 +158,7 @@ def half_operands(module: _hlo.Module) -> str:
     return f"{half} of {total}"
 
 
-def error_table(devices: list[int]) -> Table:
+def error_table(devices):
     """The error of one weight's gradient, of 64 x 128 rows dealt out to devices."""
     columns = ["devices", "summed in float16", "summed in float32, rounded once"]
     table = Table("Relative error of a gradient after the sum over devices", columns)
@@ -181,7 +181,7 @@ def error_table(devices: list[int]) -> Table:
     return table
 
 
-def _error(got: np.ndarray, exact: np.ndarray) -> str:
+def _error(got, exact):
     difference = np.linalg.norm(got.astype(np.float64) - exact)
     return f"{difference / np.linalg.norm(exact):.1e}"
 

@@ -343,7 +343,11 @@ def test_a_finite_loss_with_a_nan_gradient_is_skipped():
     assert state.skipped == 1
 
 
-def test_clipping_outside_would_hide_the_overflow():
+def test_clipping_inside_sees_the_true_gradient_and_outside_would_hide_an_overflow():
+    true = {"w": jnp.float32([3.0, 4.0])}
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    grads = jmp_scale.grad(lambda w: (w["w"] * true["w"]).sum(), StaticLossScale(2**15))
+    close(run(dynamic(clipped), [grads(W)])[-1][0], {"w": W["w"] - true["w"] / 5})
     _, state = run(optax.chain(optax.clip(1.0), dynamic(optax.sgd(1.0))), [OVERFLOW])[0]
     assert int(state[1].skipped) == 0
 

@@ -2,6 +2,8 @@
 
 from . import diagnostics as diagnostics
 from . import presets as presets
+from ._config import get_loss_scale as get_loss_scale
+from ._config import get_policy as get_policy
 from ._dot_general import dot_general as dot_general
 from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._finite import all_finite as all_finite
@@ -14,8 +16,6 @@ from ._loss_scale import StaticLossScale as StaticLossScale
 from ._loss_scale import adjust as adjust
 from ._loss_scale import scale as scale
 from ._loss_scale import unscale as unscale
-from ._parsing import get_loss_scale as get_loss_scale
-from ._parsing import get_policy as get_policy
 from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half

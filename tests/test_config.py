@@ -90,7 +90,7 @@ def test_a_dtype_with_the_range_of_float32_needs_none(spec):
 
 
 def test_the_half_type_of_a_tpu_needs_none(monkeypatch):
-    monkeypatch.setattr("jmp_scale._parsing.half_dtype", lambda: jnp.bfloat16)
+    monkeypatch.setattr("jmp_scale._config.half_dtype", lambda: jnp.bfloat16)
     assert get_loss_scale("half") == NoOpLossScale()
 
 

@@ -3,7 +3,6 @@
 from . import diagnostics as diagnostics
 from . import presets as presets
 from ._config import get_loss_scale as get_loss_scale
-from ._config import get_policy as get_policy
 from ._dot_general import dot_general as dot_general
 from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._finite import all_finite as all_finite
@@ -19,6 +18,7 @@ from ._loss_scale import unscale as unscale
 from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half
+from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
 from ._spike_guard import SpikeGuard as SpikeGuard
 from ._transform import LossScaleTransformation as LossScaleTransformation

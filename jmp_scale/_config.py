@@ -1,4 +1,4 @@
-"""Policies and loss scales from configuration files and flags."""
+"""Loss scales from configuration files and flags."""
 
 import math
 import re
@@ -9,17 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _sections
+from . import presets
 from ._dynamic import DynamicLossScale
 from ._loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from ._policy import Policy, dtype_to_names, half_dtype
+from ._policy import dtype_to_names, half_dtype, name_to_dtype
 from ._validation import Arguments, static_loss_scale
+from .presets._rule import require_no_tolerance
 
-_NAME_TO_DTYPE = {
-    name: dtype for dtype, names in dtype_to_names.items() for name in names
-}
-_POLICY_FIELDS = {"p": "param", "params": "param", "c": "compute", "compute": "compute",
-                  "o": "output", "output": "output"}  # fmt: skip
 _KNOWN = (
     '"none"; "dynamic" or "dynamic:2**16"; a number, "1024" or "static:2**10"; a dtype '
     'or its name ("half", "fp16", "bf16", "fp32", ...); a section of DeepSpeed\'s or '
@@ -28,40 +24,36 @@ _KNOWN = (
 _POWER = re.compile(r"\s*(\d+)(?:\.0*)?\s*\*\*\s*(-?\d+)(?:\.0*)?\s*")
 
 
-def get_policy(policy_name: str) -> Policy:
-    """Reads a policy from a configuration string.
+def _keys(unused: str, same: str = "", **renamed: str) -> dict[str, str]:
+    """Keys of a section, and the argument of its preset that each gives, or ""."""
+    return dict.fromkeys(unused.split(), "") | {k: k for k in same.split()} | renamed
 
-    `"float16"` is that dtype throughout; `"p=f32,c=f16,o=f32"` names each (also
-    `params`, `compute`, `output`). What is not named: `params` is f32, `compute`
-    follows `params`, `output` follows `compute`.
 
-    Args:
-      policy_name: dtypes are `full`/`f32`/`float32`/`fp32`, `half` (the backend's half
-        type), `f16`/`float16`/`fp16`, `bf16`/`bfloat16`, `f64`/`float64`.
-
-    Raises:
-      ValueError: an unknown key or dtype.
-
-    Examples:
-      >>> import jmp_scale
-      >>> print(jmp_scale.get_policy("c=f16,o=full"))
-      p=full,c=f16,o=full
-    """
-    if "=" not in policy_name:
-        dtype = _parse_dtype(policy_name)
-        return Policy(dtype, dtype, dtype)
-    dtypes = {}
-    for part in policy_name.split(","):
-        key, _, value = (word.strip() for word in part.partition("="))
-        if key not in _POLICY_FIELDS:
-            raise ValueError(
-                f"Unknown key '{key}' in '{policy_name}' should be 'params', 'compute' "
-                "or 'output' (or 'p', 'c', 'o')"
-            )
-        dtypes[_POLICY_FIELDS[key]] = _parse_dtype(value)
-    param = dtypes.get("param", jnp.float32)
-    compute = dtypes.get("compute", param)
-    return Policy(param, compute, dtypes.get("output", compute))
+_DEEPSPEED = _keys(
+    "enabled auto_cast fp16_master_weights_and_grads loss_scale",
+    "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale",
+)
+_CEREBRAS = _keys(
+    "enabled fp16_type precision_opt_level log_loss_scale max_gradient_norm "
+    "max_gradient_value overflow_tolerance",
+    "loss_scale initial_loss_scale steps_per_increase min_loss_scale max_loss_scale",
+    loss_scaling_factor="loss_scale",
+    init_scale="initial_loss_scale",
+)
+_PYTORCH = _keys(
+    "enabled device", "init_scale growth_factor backoff_factor growth_interval"
+)
+_MEGATRON = _keys(
+    "fp16 bf16 loss_scale",
+    "hysteresis",
+    initial_loss_scale="initial_scale",
+    min_loss_scale="min_scale",
+    loss_scale_window="growth_interval",
+)
+_READ = (_DEEPSPEED, _CEREBRAS)
+_LARGEST_OF = {"float16": 2.0**15, "cbfloat16": 2.0**31}
+_ARGUMENTS = Arguments("get_loss_scale")
 
 
 def get_loss_scale(spec: Any) -> LossScale:
@@ -79,7 +71,7 @@ def get_loss_scale(spec: Any) -> LossScale:
     | a section of Cerebras' YAML | `presets.cerebras(...)`, or static, or none |
     | a loss scale | itself |
 
-    Numbers and strings mean the same, since a flag is always a string and a
+    Numbers and strings mean the same, because a flag is always a string and a
     configuration file has both. A dtype is given as such or by a name that `get_policy`
     knows, so that `get_loss_scale(policy.compute_dtype)` fits a policy. Case and blanks
     do not matter. For the rule of another framework call the function of that name in
@@ -88,7 +80,8 @@ def get_loss_scale(spec: Any) -> LossScale:
     A section is a mapping, recognized by its keys. If `enabled` is missing, or
     Cerebras' `loss_scaling_factor`, the section counts as enabled and dynamic: the
     frameworks' own defaults would silently turn loss scaling off. Numbers may be
-    strings, which is how YAML reads 2e15.
+    strings, which is how YAML reads 2e15. For the arguments of PyTorch's `GradScaler`
+    and of Megatron-LM the error says which preset to call.
 
     Args:
       spec: a string, a number, a dtype, a mapping or a loss scale.
@@ -114,7 +107,7 @@ def get_loss_scale(spec: Any) -> LossScale:
         return _from_string(spec)
     # An empty mapping is of no framework, and unknown.
     if isinstance(spec, Mapping) and spec:
-        return _sections.loss_scale_of({k: _as_number(v) for k, v in spec.items()})
+        return _from_section({k: _as_number(v) for k, v in spec.items()})
     numbers = (int, float, np.generic, np.ndarray, jax.Array)
     if isinstance(spec, numbers) and not isinstance(spec, bool):
         return _static(spec)
@@ -133,8 +126,8 @@ def _from_string(spec: str) -> LossScale:
         return _static(_parse_number(argument, spec))
     if kind == "half" and not colon:
         return _from_dtype(half_dtype(), spec)
-    if kind in _NAME_TO_DTYPE and not colon:
-        return _from_dtype(_NAME_TO_DTYPE[kind], spec)
+    if kind in name_to_dtype and not colon:
+        return _from_dtype(name_to_dtype[kind], spec)
     return _static(_parse_number(spec, spec))
 
 
@@ -150,14 +143,14 @@ def _from_dtype(dtype: Any, spec: Any) -> LossScale:
 
 
 def _static(value: Any) -> StaticLossScale:
-    return StaticLossScale(static_loss_scale(Arguments("get_loss_scale"), value))
+    return StaticLossScale(static_loss_scale(_ARGUMENTS, value))
 
 
 def _parse_number(text: str, spec: str) -> float:
     """A decimal number, or a power such as `2**15`."""
     power = _POWER.fullmatch(text)
     try:
-        # math.pow, since `9**999999999` as an integer would take all memory.
+        # math.pow, because `9**999999999` as an integer would take all memory.
         return math.pow(int(power[1]), int(power[2])) if power else float(text)
     except (ValueError, OverflowError) as error:
         raise _unknown(spec) from error
@@ -179,10 +172,115 @@ def _unknown(spec: Any) -> ValueError:
     )
 
 
-def _parse_dtype(name: str) -> Any:
-    if name == "half":
-        return half_dtype()
-    if name not in _NAME_TO_DTYPE:
-        known = ", ".join(_NAME_TO_DTYPE)
-        raise ValueError(f"Unknown dtype '{name}' must be one of half, {known}")
-    return _NAME_TO_DTYPE[name]
+def _from_section(section: Mapping[str, Any]) -> LossScale:
+    """The loss scale of a section, in which keys that are None count as missing."""
+    section = {key: value for key, value in section.items() if value is not None}
+    _require_readable(section)
+    # `loss_scale` is a key of both, but a word only for Cerebras.
+    own = section.keys() & (_CEREBRAS.keys() - _DEEPSPEED.keys())
+    if own or isinstance(section.get("loss_scale"), str):
+        _require_known("Cerebras'", _CEREBRAS, section)
+        return _from_cerebras(section)
+    _require_known("DeepSpeed's fp16", _DEEPSPEED, section)
+    return _from_deepspeed(section)
+
+
+def _require_readable(section: Mapping[str, Any]) -> None:
+    """Raises for sections that are not read, and says first what to write instead."""
+    keys, cure = section.keys(), None
+    if "auto" in [value for value in section.values() if isinstance(value, str)]:
+        cure = (
+            'replace "auto" by what your trainer sets (for dynamic "enabled": True, '
+            '"loss_scale": 0)'
+        )
+    elif isinstance(section.get("fp16"), Mapping):
+        cure = "pass the section config['fp16']"
+    elif keys <= _PYTORCH.keys() and keys - _DEEPSPEED.keys():
+        enabled = section.get("enabled", True)
+        cure = f"for a GradScaler write {_call('pytorch', section, _PYTORCH, enabled)}"
+    elif (
+        keys <= _MEGATRON.keys()
+        and keys - _DEEPSPEED.keys()
+        and keys - _CEREBRAS.keys()
+    ):
+        enabled = section.get("fp16", not section.get("bf16"))
+        cure = f"for Megatron write {_call('megatron', section, _MEGATRON, enabled)}"
+    if cure is not None:
+        raise ValueError(f"get_loss_scale: {cure}; got {section!r}")
+
+
+def _call(
+    preset: str, section: Mapping[str, Any], known: Mapping[str, str], enabled: Any
+) -> str:
+    """What gives the loss scale of a section, as code."""
+    if not enabled:
+        return "jmp_scale.NoOpLossScale()"
+    if section.get("loss_scale"):
+        return f"jmp_scale.StaticLossScale({section['loss_scale']!r})"
+    given = [f"{known[key]}={x!r}" for key, x in section.items() if known[key]]
+    return f"jmp_scale.presets.{preset}({', '.join(given)})"
+
+
+def _require_known(
+    framework: str, known: Mapping[str, str], section: Mapping[str, Any]
+) -> None:
+    for key in section:
+        if key not in known:
+            raise ValueError(
+                f"get_loss_scale: expected a section of {framework} configuration, got "
+                f"the unknown key {key!r}; known are {', '.join(known)}"
+            )
+
+
+def _from_deepspeed(section: Mapping[str, Any]) -> LossScale:
+    if not _is_enabled(section):
+        return NoOpLossScale()
+    constant = section.get("loss_scale", 0)
+    if _ARGUMENTS.number("loss_scale", constant) != 0:  # 0 means dynamic
+        return _static(constant)
+    return presets.deepspeed(**_given(section, _DEEPSPEED))
+
+
+def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
+    half = section.get("fp16_type", "float16")
+    _ARGUMENTS.word("fp16_type", half, (*_LARGEST_OF, "bfloat16"))
+    clips = {"max_gradient_norm": "clip_by_global_norm", "max_gradient_value": "clip"}
+    for key, clip in clips.items():
+        if key in section:
+            message = _ARGUMENTS.message(key, "missing", section[key])
+            chain = f"optax.chain(optax.{clip}({section[key]!r}), tx)"
+            cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"
+            raise ValueError(f"{message}; {cure}")
+    if not _is_enabled(section) or half == "bfloat16":
+        return NoOpLossScale()
+    tolerance = section.get("overflow_tolerance", 0)
+    require_no_tolerance(_ARGUMENTS, "overflow_tolerance", tolerance)
+    given = {"max_loss_scale": _LARGEST_OF[half], **_given(section, _CEREBRAS)}
+    constant = given.pop("loss_scale", "dynamic")
+    if constant == "dynamic":
+        return presets.cerebras(**given)
+    if isinstance(constant, str):
+        allowed = '"dynamic" or the number of a constant loss scale, such as 1024'
+        key = "loss_scale" if "loss_scale" in section else "loss_scaling_factor"
+        raise ValueError(_ARGUMENTS.message(key, allowed, constant))
+    return _static(constant)
+
+
+def _given(section: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+    """What a section gives as arguments of its preset."""
+    given: dict[str, Any] = {}
+    for key, value in section.items():
+        argument = known[key]
+        if argument in given:
+            keys = " or ".join(other for other in known if known[other] == argument)
+            raise ValueError(_ARGUMENTS.message(keys, "given only once", section))
+        if argument:
+            given[argument] = value
+    return given
+
+
+def _is_enabled(section: Mapping[str, Any]) -> bool:
+    enabled = section.get("enabled", True)
+    allowed = "True or False"
+    _ARGUMENTS.require(isinstance(enabled, bool), "enabled", enabled, allowed)
+    return enabled

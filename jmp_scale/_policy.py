@@ -16,6 +16,11 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.float32: ("full", "f32", "float32", "fp32"),
     jnp.float64: ("f64", "float64"),
 }
+name_to_dtype = {
+    name: dtype for dtype, names in dtype_to_names.items() for name in names
+}
+_FIELDS = {"p": "param", "params": "param", "c": "compute", "compute": "compute",
+           "o": "output", "output": "output"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +64,42 @@ class Policy:
         return "p={},c={},o={}".format(*(dtype_to_names[d][0] for d in dtypes))
 
 
+def get_policy(policy_name: str) -> Policy:
+    """Reads a policy from a configuration string.
+
+    `"float16"` is that dtype throughout; `"p=f32,c=f16,o=f32"` names each (also
+    `params`, `compute`, `output`). What is not named: `params` is f32, `compute`
+    follows `params`, `output` follows `compute`.
+
+    Args:
+      policy_name: dtypes are `full`/`f32`/`float32`/`fp32`, `half` (the backend's half
+        type), `f16`/`float16`/`fp16`, `bf16`/`bfloat16`, `f64`/`float64`.
+
+    Raises:
+      ValueError: an unknown key or dtype.
+
+    Examples:
+      >>> import jmp_scale
+      >>> print(jmp_scale.get_policy("c=f16,o=full"))
+      p=full,c=f16,o=full
+    """
+    if "=" not in policy_name:
+        dtype = _parse_dtype(policy_name)
+        return Policy(dtype, dtype, dtype)
+    dtypes = {}
+    for part in policy_name.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in _FIELDS:
+            raise ValueError(
+                f"Unknown key '{key}' in '{policy_name}' should be 'params', 'compute' "
+                "or 'output' (or 'p', 'c', 'o')"
+            )
+        dtypes[_FIELDS[key]] = _parse_dtype(value)
+    param = dtypes.get("param", jnp.float32)
+    compute = dtypes.get("compute", param)
+    return Policy(param, compute, dtypes.get("output", compute))
+
+
 def cast_to_full(tree: T) -> T:
     """Casts floating-point arrays to float32; other leaves pass."""
     return cast_floating(tree, jnp.float32)
@@ -76,3 +117,12 @@ def half_dtype() -> Any:
     the documentation has a table of devices ("Which half, on which machine").
     """
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
+
+
+def _parse_dtype(name: str) -> Any:
+    if name == "half":
+        return half_dtype()
+    if name not in name_to_dtype:
+        known = ", ".join(name_to_dtype)
+        raise ValueError(f"Unknown dtype '{name}' must be one of half, {known}")
+    return name_to_dtype[name]

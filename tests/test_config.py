@@ -1,3 +1,4 @@
+import re
 import types
 
 import jax.numpy as jnp
@@ -213,15 +214,7 @@ def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation(conv
             "'scale'; known are .*max_loss",
         ),
         ({"steps_per_increase": 3, "hysteresis": 2}, "Cerebras' .*'hysteresis'; known"),
-        ({"growth_interval": 3}, "'growth_interval'; .*hysteresis.*steps_per_increase"),
-        (
-            {"fp16": {"enabled": True}},
-            r"'fp16'; .*; pass the section, config\['fp16'\]",
-        ),
-        (
-            {"enabled": "auto"},
-            "expected enabled to be True or False, got 'auto'; replace",
-        ),
+        ({"enabled": "yes"}, "expected enabled to be True or False, got 'yes'"),
         (
             {"enabled": True, "loss_scale": -2},
             "expected loss_scale to be a finite number",
@@ -230,7 +223,11 @@ def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation(conv
             {"enabled": True, "hysteresis": 0},
             "presets.deepspeed: expected hysteresis to",
         ),
-        ({"loss_scale": "dynamc"}, "expected loss_scale to be .dynamic., got 'dynamc'"),
+        ({"loss_scale": "dynamc"}, "expected loss_scale to be .dynamic. .*, got 'dyn"),
+        (
+            {"loss_scale": "dynamic", "overflow_tolerance": 0.05},
+            "expected overflow_tolerance to be 0, got 0.05; a tolerated share",
+        ),
         ({"fp16_type": "float8"}, "expected fp16_type to be one of 'float16', 'cbfl"),
         (
             {"loss_scaling_factor": "dynamic", "max_gradient_norm": 1.0},
@@ -242,13 +239,59 @@ def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation(conv
         ),
         (
             {"loss_scaling_factor": "dynamic", "loss_scale": "dynamic"},
-            "expected loss_scaling_factor or loss_scale to be given only once",
+            "expected loss_scale or loss_scaling_factor to be given only once",
         ),
     ],
 )
 def test_a_wrong_section_is_an_error_that_says_what_to_do(section, message):
     with pytest.raises(ValueError, match=message):
         get_loss_scale(section)
+
+
+GRAD_SCALER = {"init_scale": 2.0**14, "growth_factor": 4, "growth_interval": 10}
+MEGATRON = {"initial_loss_scale": 2**32, "loss_scale_window": 500, "hysteresis": 3}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"init_scale": 65536.0}, presets.pytorch(65536.0)),
+        (GRAD_SCALER | {"enabled": True}, presets.pytorch(2.0**14, 4, 0.5, 10)),
+        (GRAD_SCALER | {"enabled": False}, NoOpLossScale()),
+        (MEGATRON, presets.megatron(growth_interval=500, hysteresis=3)),
+        (
+            MEGATRON | {"fp16": True, "min_loss_scale": 2},
+            presets.megatron(min_scale=2, growth_interval=500, hysteresis=3),
+        ),
+        (MEGATRON | {"fp16": True, "loss_scale": 128}, StaticLossScale(128)),
+        (MEGATRON | {"bf16": True}, NoOpLossScale()),
+    ],
+)
+def test_the_section_of_another_framework_names_the_call_that_works(section, expected):
+    with pytest.raises(ValueError, match=r"^get_loss_scale: for .* write ") as error:
+        get_loss_scale(section)
+    (cure,) = re.findall(r" write (.*?); got", str(error.value))
+    actual = eval(cure, {"jmp_scale": jmp_scale})
+    assert configuration(actual) == configuration(expected)
+
+
+@pytest.mark.parametrize(
+    ("section", "cure", "works"),
+    [
+        ({"loss_scale": "auto"}, 'replace "auto" by', {"loss_scale": 0}),
+        ({"enabled": "auto"}, 'replace "auto" by', {"enabled": True}),
+        ({"loss_scaling_factor": "static"}, ".* number", {"loss_scaling_factor": 1024}),
+        (
+            {"fp16": {"enabled": True}, "zero_optimization": {}},
+            r"pass the section config\['fp16'\]",
+            {"enabled": True},
+        ),
+    ],
+)
+def test_a_section_that_cannot_be_read_says_first_what_to_do(section, cure, works):
+    with pytest.raises(ValueError, match=rf"^get_loss_scale: {cure}"):
+        get_loss_scale(section)
+    assert get_loss_scale(works) is not None
 
 
 @pytest.mark.parametrize("key", ["enabled", "loss_scale", "hysteresis"])

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jmp_scale import DynamicLossScale, presets
+from jmp_scale import DynamicLossScale, get_loss_scale, presets
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -64,7 +64,12 @@ def paddle_static(config):
 def cerebras_tf(config):
     config["steps_per_increase"] = config.pop("increment_period") - 1
     assert config.pop("multiplier") == 2
-    return presets.cerebras(**config)
+    return cerebras(config)
+
+
+def cerebras(config):
+    """By its section: the preset has no argument for a tolerated share of overflows."""
+    return get_loss_scale({"loss_scale": "dynamic"} | config)
 
 
 def openseq2seq(config):
@@ -82,7 +87,7 @@ BUILD = {
     "apex_amp_lossscaler": renamed(presets.apex, drop=["scale_factor"]),
     "apex_fp16utils": renamed(presets.fairseq, min_loss_scale="threshold"),
     "apex_update_scale_hysteresis": apex_hysteresis,
-    "cerebras": renamed(presets.cerebras, init_scale="initial_loss_scale"),
+    "cerebras": cerebras,
     "cerebras_tf_CSDynamicLossScale": cerebras_tf,
     "colossalai": renamed(presets.colossalai),
     "deepspeed_dynamic": lambda config: deepspeed(**config),
@@ -287,8 +292,7 @@ SIGNATURES = {
     "fairseq": "init_scale=2.**15, scale_factor=2., scale_window=2000, threshold=None, "
     "*, tolerance=0.",
     "cerebras": "initial_loss_scale=None, steps_per_increase=2000, "
-    "min_loss_scale=2.**-14, max_loss_scale=2.**15, *, overflow_tolerance=0., "
-    "loss_scale='dynamic', max_gradient_norm=None",
+    "min_loss_scale=2.**-14, max_loss_scale=2.**15",
     "paddle": "init_loss_scaling=65536., incr_ratio=2., decr_ratio=.5, "
     "incr_every_n_steps=2000, decr_every_n_nan_or_inf=1",
     "mindspore": "scale_value, scale_factor, scale_window",
@@ -493,26 +497,6 @@ def test_numbers_of_cerebras_documentation_are_powers_of_two(argument, written, 
 @pytest.mark.parametrize("value", [2e3, 2.5e15, 3e12, 2.0**15, 2.0**31])
 def test_other_numbers_are_what_they_are_for_cerebras(value):
     assert presets.cerebras(max_loss_scale=value).max_loss_scale == np.float32(value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"max_gradient_norm": 0.5},
-            r"max_gradient_norm to be None, got 0.5; clip in the optimizer: "
-            r"with_loss_scale\(optax.chain\(optax.clip_by_global_norm\(0.5\), tx\), ",
-        ),
-        (
-            {"loss_scale": 128.0},
-            r'loss_scale to be "dynamic", got 128.0; .*StaticLossScale\(128.0\)',
-        ),
-    ],
-)
-def test_arguments_of_cerebras_for_other_jobs_are_answered(arguments, message):
-    with pytest.raises(ValueError, match=f"^presets.cerebras: expected {message}"):
-        presets.cerebras(**arguments)
-    assert presets.cerebras(loss_scale="dynamic", max_gradient_norm=None).period == 2001
 
 
 def test_an_argument_that_is_not_a_number_is_a_type_error_under_its_own_name():

@@ -226,10 +226,6 @@ def cerebras(
     steps_per_increase: int = 2000,
     min_loss_scale: float = 2.0**-14,
     max_loss_scale: float = 2.0**15,
-    *,
-    overflow_tolerance: float = 0.0,
-    loss_scale: str = "dynamic",
-    max_gradient_norm: float | None = None,
 ) -> DynamicLossScale:
     """Cerebras' `cstorch.amp.GradScaler` (2.10), `loss_scale="dynamic"`.
 
@@ -245,15 +241,10 @@ def cerebras(
     of that form, 2e10 and above or 2e-10 and below, are read as powers of two, with a
     `UserWarning`.
 
-    Three arguments exist only for a `ValueError` that says what to write instead:
-    `overflow_tolerance` > 0 (0.05 by default in the TensorFlow class; the reason
-    is that of `fairseq`), a `loss_scale` other than "dynamic", and `max_gradient_norm`,
-    since clipping is a matter of the optimizer.
+    It has no `overflow_tolerance`, for the reason of `fairseq`.
     """
     names = {"loss_scale": "initial_loss_scale", "period": "steps_per_increase"}
     arguments = Arguments("presets.cerebras", names)
-    _require_no_other_job(loss_scale, max_gradient_norm)
-    _rule.require_no_tolerance(arguments, "overflow_tolerance", overflow_tolerance)
     floor = _meant(arguments, "min_loss_scale", min_loss_scale)
     cap = _meant(arguments, "max_loss_scale", max_loss_scale)
     initial = cap
@@ -268,19 +259,6 @@ def cerebras(
         clamps_initial=True,
         period=_rule.one_late(arguments, "steps_per_increase", steps_per_increase),
     )
-
-
-def _require_no_other_job(loss_scale: Any, max_gradient_norm: Any) -> None:
-    arguments = Arguments("presets.cerebras")
-    if not isinstance(loss_scale, str) or loss_scale != "dynamic":
-        message = arguments.message("loss_scale", '"dynamic"', loss_scale)
-        cure = f"a constant loss scale is jmp_scale.StaticLossScale({loss_scale!r})"
-        raise ValueError(f"{message}; {cure}")
-    if max_gradient_norm is not None:
-        message = arguments.message("max_gradient_norm", "None", max_gradient_norm)
-        clip = f"optax.clip_by_global_norm({max_gradient_norm!r})"
-        cure = f"with_loss_scale(optax.chain({clip}, tx), loss_scale)"
-        raise ValueError(f"{message}; clip in the optimizer: {cure}")
 
 
 def _meant(arguments: Arguments, argument: str, value: Any) -> float:

@@ -1,9 +1,15 @@
-"""Whether all gradients are finite, and their norm, with one answer on all devices."""
+"""Whether all gradients are finite, and their norm, with one answer on all devices.
+
+Both are read in one pass over the arrays. Which reductions that takes differs between
+kinds of machines, and which of them becomes part of a program is decided when the
+program is lowered: one that is exported or compiled on another machine is the one that
+the machine itself would make.
+"""
 
 import functools
-import itertools
-from collections.abc import Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +19,29 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from . import _mesh
-from ._reductions import all_finite_here
-from ._squares import HUGE, NONFINITE, sums_of_squares_here
-from ._tree import is_inexact
+from ._tree import is_inexact, widen
+
+Arrays = Sequence[jax.Array]
+
+# A GPU starts a kernel for each reduction: arrays of one shape share one. With more
+# than four XLA no longer fuses all of them with the reductions of
+# `optax.clip_by_global_norm`, and reads gradients twice
+# (test_clipping_reads_the_gradients_once).
+GPU_GROUP = 4
+# Entries from which a TPU takes a matrix product instead of a reduction.
+TPU_PRODUCT_SIZE = 2**17
+# Arrays of one type that are traced once, as one function.
+TRACED_TOGETHER = 8
+# Most entries that a CPU sums one after the other.
+LONGEST_ROW = 4096
+# The plain squares of gradients are right for norms between 2**-1 and 2**64. Those of
+# gradients times `TINY` are right below, where the plain ones vanish, and those of
+# gradients over `HUGE` above, where the plain ones overflow.
+TINY = 2.0**64
+HUGE = 2.0**96
+# Not infinity, which `jax_debug_infs` would report. Sums of the squares over HUGE are
+# below its 2**17th part for all trees of up to 2**46 entries.
+NONFINITE = 2.0**127
 
 
 def all_finite(
@@ -58,18 +84,8 @@ def all_finite(
       False
     """
     axis_name = _mesh.checked_axis_name("all_finite", axis_name)
-    if specs is None and mesh is not None:
-        raise ValueError(
-            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
-            "got mesh alone"
-        )
     leaves = _inexact_arrays(tree)
-    if specs is None:
-        leaf_specs = _mesh.sharding_specs(leaves)
-    else:
-        looked_at = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
-        leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), looked_at))
-        mesh = _mesh.checked_mesh(leaves, leaf_specs, mesh)
+    leaf_specs, mesh = _mesh.checked_specs(tree, leaves, specs, mesh)
     agreed = _compiled_if_eager(_all_finite_agreed, leaves)
     return agreed(leaves, tuple(leaf_specs), mesh, axis_name)
 
@@ -79,9 +95,8 @@ def finite_and_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """`all_finite` and the global norm of the inexact leaves, in one pass over them.
 
-    The norm is right to float32's rounding, also where the squares overflow float32,
-    such as that of 1e30. On a TPU it is right to 1 in 1,000, and an entry over 2^40
-    counts as 2^40.
+    The norm is right to float32's rounding, also where the squares overflow float32 or
+    vanish in it, such as those of 1e30 and 1e-30.
 
     Where the leaves are sharded under `jit` (Auto or Explicit mesh axes) the norm is
     that of the whole arrays. Inside `pmap` and `shard_map` it is the largest of the
@@ -105,46 +120,60 @@ def finite_and_norm(
 
 
 def _all_finite_agreed(
-    leaves: Sequence[jax.Array],
+    leaves: Arrays,
     specs: Sequence[PartitionSpec],
     mesh: Any,
     axis_name: _mesh.AxisName,
 ) -> jax.Array:
-    def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> jax.Array:
-        return _mesh.agree(all_finite_here(shards), axes)
+    def finite(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
+        return _mesh.all_devices_agree(_read(_FLAG, shards), axes)
 
     # Twice: over the axes that shard a leaf, and over the manual axes around this call
     # (test_specs_are_joined_whatever_the_axis_name).
-    return _mesh.agree(_mesh.on_shards(joined, leaves, specs, mesh), axis_name)
+    return _mesh.all_devices_agree(
+        _mesh.on_shards(finite, leaves, specs, mesh), axis_name
+    )
 
 
 def _finite_and_norm_agreed(
-    leaves: Sequence[jax.Array],
+    leaves: Arrays,
     specs: Sequence[PartitionSpec],
     mesh: Any,
     axis_name: _mesh.AxisName,
 ) -> tuple[jax.Array, jax.Array]:
-    def joined(shards: Sequence[jax.Array], axes: tuple[Any, ...]) -> Any:
+    def sums_of_squares(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         # A leaf that is not sharded over one of the axes is counted once per copy.
-        copies = [
-            lax.psum(1, tuple(set(axes) - _mesh.named_axes(spec))) for spec in specs
-        ]
-        sums = sums_of_squares_here(shards, copies)
-        return lax.psum(sums, axes) if axes else sums
+        by_copies: dict[Any, list[jax.Array]] = {}
+        for shard, spec in zip(shards, specs, strict=True):
+            copies = lax.psum(1, tuple(set(axes) - _mesh.named_axes(spec)))
+            by_copies.setdefault(copies, []).append(shard)
+        sums = [_read(_SQUARES, group) / n for n, group in by_copies.items()]
+        total = functools.reduce(operator.add, sums, jnp.zeros(3, jnp.float32))
+        return lax.psum(total, axes) if axes else total
 
-    total, total_of_huge = _mesh.on_shards(joined, leaves, specs, mesh)
-    finite = total_of_huge < NONFINITE / 2**17
-    # The plain squares overflow from 2**64 on, those over HUGE vanish below: each sum
-    # is right where the other is not
+    sums = _mesh.on_shards(sums_of_squares, leaves, specs, mesh)
+    finite, norm = _flag_and_norm(*sums)
+    return _mesh.all_devices_agree(finite, axis_name), _mesh.largest(norm, axis_name)
+
+
+def _flag_and_norm(
+    tiny: jax.Array, plain: jax.Array, huge: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The flag and the norm from the three sums of squares."""
+    finite = huge < NONFINITE / 2**17
+    # Each sum is right where the others are not
     # (test_the_norm_is_right_for_every_size_of_gradients).
-    norm = jnp.where(
-        jnp.isfinite(total), jnp.sqrt(total), jnp.sqrt(total_of_huge) * HUGE
-    )
+    is_tiny, is_huge = tiny < 2.0**126, ~jnp.isfinite(plain)
+    total = jnp.where(is_tiny, tiny, jnp.where(is_huge, huge, plain))
+    unit = jnp.where(is_tiny, 1 / TINY, jnp.where(is_huge, HUGE, 1.0))
+    # The root has an infinite derivative at 0.
+    is_zero = total == 0
+    root = jnp.sqrt(jnp.where(is_zero, 1.0, total))
+    norm = jnp.where(is_zero, 0.0, root * unit)
     # An infinite norm would say that a gradient is not finite
     # (test_a_norm_beyond_float32_is_its_largest_number).
-    norm = jnp.minimum(norm, float(np.finfo(np.float32).max)).astype(jnp.float32)
-    norm = jnp.where(finite, norm, jnp.inf)
-    return _mesh.agree(finite, axis_name), _mesh.largest(norm, axis_name)
+    norm = jnp.minimum(norm, float(np.finfo(np.float32).max))
+    return finite, jnp.where(finite, norm, jnp.inf)
 
 
 def _compiled_if_eager(fun: Any, leaves: Sequence[jax.Array]) -> Any:
@@ -190,22 +219,249 @@ def _as_array(leaf: Any) -> jax.Array:
     return jnp.asarray(array)
 
 
-def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec) or x is None
+class _Reading(NamedTuple):
+    """What is read of arrays, and how.
 
-    try:
-        broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(
-            "all_finite: expected specs of the structure of tree or of a prefix of it, "
-            f"got {specs!r}: {error}"
-        ) from None
-    leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
-    wrong = [leaf for leaf in leaves if not isinstance(leaf, PartitionSpec)]
-    if wrong:
-        raise TypeError(
-            "all_finite: expected a PartitionSpec for each leaf in specs, got "
-            f"{wrong[0]!r}; write PartitionSpec() for a leaf that is not sharded"
-        )
-    return leaves
+    Attributes:
+      parts: of an array, arrays of its shape that are reduced.
+      combine: reduces two entries to one.
+      initial: the entry that changes no other.
+      in_one_pass: of an array, its reduced parts, as a CPU reads it only once.
+      joined: of reduced parts [n, k], the result.
+    """
+
+    parts: Callable[[jax.Array], Arrays]
+    combine: Callable[[Any, Any], Any]
+    initial: Any
+    in_one_pass: Callable[[jax.Array], Arrays]
+    joined: Callable[[jax.Array], jax.Array]
+
+
+def _read(reading: _Reading, arrays: Arrays) -> jax.Array:
+    """The parts of all entries of all arrays, reduced.
+
+    Under `jit` on several devices the result is of the whole arrays, inside `shard_map`
+    and `pmap` of those of the current device.
+    """
+    if not arrays:
+        return reading.joined(jnp.full((0, 3), reading.initial))
+    sharded = functools.partial(_read_sharded, reading)
+    # What is divided into rows or groups by its size needs to have one.
+    has_sizes = all(isinstance(n, int) for array in arrays for n in array.shape)
+    if not has_sizes or all(array.ndim == 0 for array in arrays):
+        return sharded(*arrays)
+    return _mesh.if_on_one_device(
+        functools.partial(_read_alone, reading), sharded, *arrays
+    )
+
+
+def _read_alone(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+    def on_cpu(*arrays: jax.Array) -> jax.Array:
+        return _joined_on_cpu(reading, _by_type(_in_one_pass, reading, arrays))
+
+    def on_tpu(*arrays: jax.Array) -> jax.Array:
+        large = [array for array in arrays if _is_for_product(reading, array)]
+        small = [array for array in arrays if not _is_for_product(reading, array)]
+        blocks = _by_type(_by_product, reading, large)
+        blocks += _by_type(_in_groups, reading, small)
+        return reading.joined(lax.concatenate(blocks, 0))
+
+    def elsewhere(*arrays: jax.Array) -> jax.Array:
+        blocks = _by_type(_in_groups, reading, arrays)
+        return reading.joined(lax.concatenate(blocks, 0))
+
+    return lax.platform_dependent(*arrays, cpu=on_cpu, tpu=on_tpu, default=elsewhere)
+
+
+def _read_sharded(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+    """Reduces each array on its own, which is what XLA can partition.
+
+    Of a reduction of several operands it would gather the results of each device.
+    """
+
+    def on_cpu(*arrays: jax.Array) -> jax.Array:
+        return _joined_on_cpu(reading, _by_type(_each, reading, arrays))
+
+    def elsewhere(*arrays: jax.Array) -> jax.Array:
+        # XLA finds that a sum of all-reduces is one of sums, but not through a stack.
+        blocks = _by_type(_combined, reading, arrays)
+        combined = [
+            functools.reduce(reading.combine, parts)
+            for parts in zip(*blocks, strict=True)
+        ]
+        return reading.joined(jnp.stack(combined)[None])
+
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
+
+
+def _joined_on_cpu(reading: _Reading, blocks: Arrays) -> jax.Array:
+    # Without the barrier XLA:CPU computes this reduction again in each kernel of the
+    # update, and compile time is quadratic in the number of leaves. GPUs and TPUs do
+    # not need it, and it would cost them the scalar all-reduce on Auto mesh axes.
+    return reading.joined(lax.optimization_barrier(lax.concatenate(blocks, 0)))
+
+
+def _by_type(fun: Callable[..., Any], reading: _Reading, arrays: Arrays) -> list[Any]:
+    """What `fun` makes of the arrays, some of one type at a time."""
+    alike: dict[Any, list[jax.Array]] = {}
+    for array in arrays:
+        alike.setdefault(jax.typeof(array), []).append(array)
+    return [
+        fun(reading, *group[start : start + TRACED_TOGETHER])
+        for group in alike.values()
+        for start in range(0, len(group), TRACED_TOGETHER)
+    ]
+
+
+# Compiled functions are traced once for all arrays of a type, which is most of what
+# tracing a step costs where there are many.
+@functools.partial(jax.jit, static_argnums=0)
+def _in_one_pass(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+    return _rows([reading.in_one_pass(array) for array in arrays])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _in_groups(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+    rows = []
+    for start in range(0, len(arrays), GPU_GROUP):
+        group = [reading.parts(array) for array in arrays[start : start + GPU_GROUP]]
+        parts = [part for parts in group for part in parts]
+        reduced = _reduced(reading.combine, parts, reading.initial)
+        size = len(group[0])
+        rows += [reduced[i : i + size] for i in range(0, len(reduced), size)]
+    return _rows(rows)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _by_product(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+    """`_flags` by matrix products, for a TPU.
+
+    The matrix unit counts, for each column, the entries that are not finite. XLA:TPU
+    estimates a seventh of a reduction's cycles (v5e, an array in on-chip memory). Sums
+    of zeros and ones are zero if all summands are, and at least one otherwise, so the
+    answer is exact in bfloat16. Eight equal rows, because the unit has no fewer.
+    """
+    rows = []
+    for array in arrays:
+        (finite,) = reading.parts(array)
+        bad = (~finite).astype(jnp.bfloat16).reshape(-1, array.shape[-1])
+        counts = jnp.ones((8, bad.shape[0]), jnp.bfloat16) @ bad
+        rows.append([counts.max() == 0])
+    return _rows(rows)
+
+
+def _is_for_product(reading: _Reading, array: jax.Array) -> bool:
+    # Rows are merged, which moves data unless the tiles of 16 rows stay whole.
+    has_whole_tiles = array.ndim == 2 or (array.ndim > 2 and array.shape[-2] % 16 == 0)
+    return reading is _FLAG and array.size >= TPU_PRODUCT_SIZE and has_whole_tiles
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _each(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+    return _rows([_reduced_alone(reading, array) for array in arrays])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _combined(reading: _Reading, *arrays: jax.Array) -> Arrays:
+    rows = [_reduced_alone(reading, array) for array in arrays]
+    return [
+        _as_part(functools.reduce(reading.combine, parts))
+        for parts in zip(*rows, strict=True)
+    ]
+
+
+def _reduced_alone(reading: _Reading, array: jax.Array) -> Arrays:
+    parts = reading.parts(array)
+    return [_reduced(reading.combine, [part], reading.initial)[0] for part in parts]
+
+
+def _rows(rows: Sequence[Arrays]) -> jax.Array:
+    """bool[n, k] or f32[n, k]."""
+    return jnp.stack([_as_part(part) for row in rows for part in row]).reshape(
+        len(rows), -1
+    )
+
+
+def _as_part(part: jax.Array) -> jax.Array:
+    # Sums of float64 squares that float32 cannot hold are those for `HUGE`.
+    return part if part.dtype == bool else part.astype(jnp.float32)
+
+
+def _reduced(
+    combine: Callable[[Any, Any], Any],
+    arrays: Arrays,
+    initial: Any,
+    axes: Sequence[int] | None = None,
+) -> Arrays:
+    """Each array reduced over `axes` (default all), all in one reduction."""
+    if arrays[0].ndim == 0:
+        return arrays
+    return lax.reduce(
+        tuple(arrays),
+        tuple(np.asarray(initial, array.dtype) for array in arrays),
+        lambda x, y: tuple(map(combine, x, y)),
+        tuple(range(arrays[0].ndim) if axes is None else axes),
+    )
+
+
+def _flags(array: jax.Array) -> Arrays:
+    return [jnp.isfinite(array)]
+
+
+def _flag_in_one_pass(array: jax.Array) -> Arrays:
+    """`jnp.isfinite(array).all()`, twice, for a CPU.
+
+    XLA:CPU (of jax 0.10) writes a boolean for each entry to memory and splits their
+    reduction. A reduction of two operands it leaves whole, and computes `isfinite`
+    within it, if both results are used: test_there_are_hardly_any_temporaries. Over one
+    axis, because it is slow over several short ones.
+    """
+    finite = jnp.isfinite(array).ravel()
+    return _reduced(lax.bitwise_and, [finite, finite], True)
+
+
+def _squares(array: jax.Array) -> Arrays:
+    """The squares of an array's entries: times `TINY`, plain, over `HUGE`.
+
+    An entry that is not finite adds `NONFINITE` to the last.
+    """
+    # Without a minimum, which changes no sum that is used, XLA multiplies the squares
+    # by TINY**2 or 1 / HUGE**2, which are infinity and 0
+    # (test_the_norm_is_right_for_every_size_of_gradients).
+    squares = []
+    for part in [array.real, array.imag] if jnp.iscomplexobj(array) else [array]:
+        part = widen(part)
+        size = jnp.abs(part)
+        tiny = jnp.minimum(size * TINY, 2.0**63)
+        huge = jnp.minimum(size / HUGE, 2.0**32)
+        huge = jnp.where(jnp.isfinite(part), huge * huge, NONFINITE)
+        squares.append([tiny * tiny, part * part, huge])
+    return [
+        functools.reduce(operator.add, parts) for parts in zip(*squares, strict=True)
+    ]
+
+
+def _squares_in_one_pass(array: jax.Array) -> Arrays:
+    """Sums of `_squares` for a CPU, as `_flag_in_one_pass` reduces flags.
+
+    In rows: a float32 to which one square after the other is added stops growing at
+    2**24 equal ones (test_the_norm_of_many_entries_is_right).
+    """
+    squares = [x.ravel() for x in _squares(array)]
+    widths = range(LONGEST_ROW, 63, -1)  # shorter rows would be many
+    width = next((n for n in widths if array.size % n == 0), LONGEST_ROW)
+    in_rows = array.size - array.size % width
+    rows = [x[:in_rows].reshape(-1, width) for x in squares]
+    sums = [x.sum() for x in _reduced(lax.add, rows, 0, axes=(1,))]
+    if in_rows < array.size:
+        ends = _reduced(lax.add, [x[in_rows:] for x in squares], 0)
+        sums = [x + y for x, y in zip(sums, ends, strict=True)]
+    return sums
+
+
+def _sums(rows: jax.Array) -> jax.Array:
+    return rows.sum(0)
+
+
+_FLAG = _Reading(_flags, lax.bitwise_and, True, _flag_in_one_pass, jnp.all)
+_SQUARES = _Reading(_squares, lax.add, 0, _squares_in_one_pass, _sums)

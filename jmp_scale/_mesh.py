@@ -1,8 +1,6 @@
-"""What differs between devices: manual mesh axes, and one answer for all of them.
+"""Mesh axes: where devices may disagree, and how they reach one answer."""
 
-The only module that calls JAX interfaces whose names drift between releases.
-"""
-
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +13,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
+
+from ._tree import is_inexact
 
 AxisName = str | Sequence[str] | None
 
@@ -45,7 +45,7 @@ def checked_axis_name(function: str, axis_name: Any) -> AxisName:
     return tuple(axis_name)
 
 
-def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
+def all_devices_agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
     """Logical AND of a boolean over mesh axes: every replica reads the same answer.
 
     Args:
@@ -57,17 +57,17 @@ def agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
       bool of the same shape, equal along the reduced axes.
     """
     axes = _disagreeing_axes(flag) if axis_name is None else _names(axis_name)
-    # pmin, since it is idempotent: psum counts an already equal flag once per device,
+    # pmin, because it is idempotent: psum counts an already equal flag once per device,
     # and the result of all_gather is not known to be equal, as out_specs=P() requires.
     return lax.pmin(flag, axes) if axes else flag
 
 
 def largest(x: jax.Array, axis_name: AxisName = None) -> jax.Array:
-    """The maximum of a number over the mesh axes that `agree` reduces over.
+    """The maximum of a number over the mesh axes that `all_devices_agree` reduces over.
 
     Args:
       x: real number, possibly different on each device.
-      axis_name: as for `agree`.
+      axis_name: as for `all_devices_agree`.
 
     Returns:
       A number of the same shape and dtype, equal along the reduced axes.
@@ -89,73 +89,39 @@ def reshard_like(x: Any, like: Any) -> Any:
     return jax.sharding.reshard(x, wanted)
 
 
-def if_whole(
-    whole: Callable[..., Any], sharded: Callable[..., Any], *arrays: jax.Array
+def if_on_one_device(
+    alone: Callable[..., Any], sharded: Callable[..., Any], *arrays: jax.Array
 ) -> Any:
-    """`whole(*arrays)` if each array lies on one device, else `sharded(*arrays)`.
+    """`alone(*arrays)` if each array lies on one device, else `sharded(*arrays)`.
 
-    The two give equal results; `whole` may use operations that XLA partitions badly.
-    Arrays are whole inside `pmap` and `shard_map` over all axes of the mesh, where they
-    are the shards of a device, and in a program for one device. If the arrays' types
-    name no mesh, that is known only when the program is lowered.
+    The two give equal results; `alone` may use operations that XLA partitions badly.
+    Inside `pmap` and `shard_map` over all axes of the mesh the arrays are the shards of
+    a device, so they lie on one. If the arrays' types name no mesh, the number of
+    devices is known only when the program is lowered.
     """
     mesh = _mesh_of(arrays)
     if mesh.empty:
-        return lax.cond(_is_on_one_device.bind(), whole, sharded, *arrays)
-    # Of a mesh with an axis that is not manual, XLA still partitions the arrays along
-    # it (test_arrays_are_whole_on_one_device_and_as_shards).
-    is_whole = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
-    return (whole if is_whole else sharded)(*arrays)
+        return lax.cond(_is_for_one_device.bind(), alone, sharded, *arrays)
+    # If some axis is not manual, XLA still partitions the arrays along it
+    # (test_arrays_are_whole_on_one_device_and_as_shards).
+    is_alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+    return (alone if is_alone else sharded)(*arrays)
 
 
-# bool[], a constant of the program, from which XLA removes the branch that is not taken
+# bool[] constant at lowering time; XLA removes the untaken branch
 # (test_the_choice_between_whole_and_sharded_arrays_leaves_no_branch).
-_is_on_one_device = Primitive("is_on_one_device")
-_is_on_one_device.def_impl(lambda: np.True_)
-_is_on_one_device.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
+_is_for_one_device = Primitive("is_for_one_device")
+_is_for_one_device.def_impl(lambda: np.True_)
+_is_for_one_device.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
 
 
-def _lower_is_on_one_device(context: Any) -> Any:
-    return _constant(context, _device_count(context) == 1)
-
-
-mlir.register_lowering(_is_on_one_device, _lower_is_on_one_device)
-
-
-def no_dimension_divides(shape: Sequence[int]) -> jax.Array:
-    """Whether the program's devices divide no dimension: such arrays are not sharded.
-
-    Not over all devices; over some they may be.
-
-    Args:
-      shape: of an array.
-
-    Returns:
-      bool[], a constant that is known when the program is lowered.
-    """
-    return _no_dimension_divides.bind(shape=tuple(shape))
-
-
-_no_dimension_divides = Primitive("no_dimension_divides")
-_no_dimension_divides.def_impl(lambda shape: np.False_)
-_no_dimension_divides.def_abstract_eval(lambda shape: ShapedArray((), np.dtype(bool)))
-
-
-def _lower_no_dimension_divides(context: Any, *, shape: Sequence[int]) -> Any:
-    devices = _device_count(context) or 1
-    return _constant(context, all(size % devices for size in shape))
-
-
-mlir.register_lowering(_no_dimension_divides, _lower_no_dimension_divides)
-
-
-def _device_count(context: Any) -> int | None:
-    return getattr(context.module_context.axis_context, "num_devices", None)
-
-
-def _constant(context: Any, value: bool) -> Any:
-    constant = mlir.lower_fun(lambda: jnp.array(value), multiple_results=False)
+def _lower_is_for_one_device(context: Any) -> Any:
+    devices = getattr(context.module_context.axis_context, "num_devices", None)
+    constant = mlir.lower_fun(lambda: jnp.array(devices == 1), multiple_results=False)
     return constant(context)
+
+
+mlir.register_lowering(_is_for_one_device, _lower_is_for_one_device)
 
 
 def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
@@ -201,33 +167,68 @@ def on_shards(
     )(*leaves)
 
 
-def checked_mesh(
-    leaves: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Any = None
-) -> Any:
-    """The mesh of `all_finite`'s `specs`, which must divide the leaves.
+def checked_specs(
+    tree: Any, leaves: Sequence[jax.Array], specs: Any, mesh: Any
+) -> tuple[list[PartitionSpec], Any]:
+    """The specs of `all_finite`'s leaves, and their mesh.
 
     Args:
-      leaves: arrays.
-      specs: one `PartitionSpec` per leaf.
+      tree: any pytree.
+      leaves: its inexact leaves, as arrays.
+      specs: a `PartitionSpec` for each leaf of `tree` or for a prefix of it; default
+        the leaves' own.
       mesh: default that of the leaves' types, then that of `jax.set_mesh`.
 
     Returns:
-      The mesh, or None if `specs` names no axis.
+      One `PartitionSpec` per entry of `leaves`; and the mesh, or None if they name no
+      axis.
 
     Raises:
-      ValueError: no mesh is found, or `specs` does not fit it or the leaves.
+      TypeError: a leaf of `specs` is not a `PartitionSpec`.
+      ValueError: `mesh` without `specs`, no mesh is found, or `specs` does not fit it,
+        the tree or the leaves.
     """
-    if not any(part is not None for spec in specs for part in spec):
-        return None
+    if specs is None:
+        if mesh is None:
+            return sharding_specs(leaves), None
+        raise ValueError(
+            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
+            "got mesh alone"
+        )
+    is_read = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
+    leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), is_read))
+    if not any(part is not None for spec in leaf_specs for part in spec):
+        return leaf_specs, None
     mesh = _mesh_of(leaves) if mesh is None else mesh
     if mesh.empty:
         raise ValueError(
             "all_finite: expected a mesh for specs, got none; give mesh= or set one "
             "with jax.set_mesh(mesh)"
         )
-    for leaf, spec in zip(leaves, specs, strict=True):
+    for leaf, spec in zip(leaves, leaf_specs, strict=True):
         _check_spec(leaf.shape, spec, mesh)
-    return mesh
+    return leaf_specs, mesh
+
+
+def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, PartitionSpec) or x is None
+
+    try:
+        broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            "all_finite: expected specs of the structure of tree or of a prefix of it, "
+            f"got {specs!r}: {error}"
+        ) from None
+    leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, PartitionSpec)]
+    if wrong:
+        raise TypeError(
+            "all_finite: expected a PartitionSpec for each leaf in specs, got "
+            f"{wrong[0]!r}; write PartitionSpec() for a leaf that is not sharded"
+        )
+    return leaves
 
 
 def _check_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:

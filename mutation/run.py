@@ -39,8 +39,6 @@ TESTS = {
     "_tree": "test_tree test_policy",
     "_mesh": "test_mesh",
     "_finite": "test_finite test_mesh",
-    "_reductions": "test_finite test_reductions test_targets",
-    "_squares": "test_finite test_reductions test_targets",
     "_gradients": "test_gradients",
     "_transform": "test_transform test_spike_guard",
     "_optimizer": "test_transform",

@@ -1,4 +1,7 @@
+from typing import Any
+
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -129,28 +132,119 @@ def test_all_finite_can_be_mapped_over_examples():
     assert jax.vmap(jmp_scale.all_finite)(grads).tolist() == [True, False, True]
 
 
+@pytest.fixture(params=["cpu", "gpu", "tpu", "eight devices"])
+def machine(request, monkeypatch):
+    """Programs are as lowered for this machine, or as sharded over several of them."""
+
+    def of_machine(*args, default=None, **variants):
+        variant: Any = variants.get(request.param, default)
+        return variant(*args)
+
+    if request.param == "eight devices":
+        with on_devices("eight devices"):
+            yield
+    else:
+        monkeypatch.setattr(jax.lax, "platform_dependent", of_machine)
+        yield
+
+
+# More of one shape than a group holds, arrays for the TPU's matrix unit, and others.
+SHAPES = [(8, 3)] * 9 + [(512, 256), (2, 256, 384), (4099,), (5,), ()]
+
+
+def normal_arrays(dtype=np.float32):
+    rng = np.random.RandomState(0)
+    return [np.asarray(rng.normal(size=shape), dtype) for shape in SHAPES]
+
+
+def flag_and_norm(tree):
+    # A new function for each call: `jax.jit` would find another machine's program.
+    return jax.jit(lambda tree: _finite.finite_and_norm(tree))(tree)
+
+
 def reference_norm(*arrays):
     """The norm in float64."""
     squares = [np.sum(np.abs(np.asarray(x, np.complex128)) ** 2) for x in arrays]
     return np.sqrt(np.sum(squares))
 
 
-@pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("size", [1e-12, 1.0, 1e15, 1e19, 2e19, 1e30, 3.4e38 / 40])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
-def test_the_norm_is_right_for_every_size_of_gradients(size, dtype):
-    rng = np.random.RandomState(0)
-    tree = {
-        name: jnp.asarray(size * rng.normal(size=shape), dtype)
-        for name, shape in {"w": (40, 30), "b": (7,), "s": ()}.items()
-    }
-    if dtype == jnp.complex64:
-        tree["w"] = tree["w"] * jnp.complex64(0.6 + 0.8j)
-    finite, norm = jax.jit(_finite.finite_and_norm)(tree | {"step": jnp.int32(3)})
+@pytest.mark.usefixtures("machine")
+def test_one_bad_entry_of_any_array_is_seen_on_every_machine():
+    @jax.jit
+    def flags(given):
+        return jmp_scale.all_finite(given), _finite.finite_and_norm(given)
+
+    good = normal_arrays()
+    finite, (finite_too, _) = flags(good)
     assert finite
-    assert (norm.shape, norm.dtype) == ((), jnp.float32)
-    # Sums of 1,208 float32 squares, in any order.
-    np.testing.assert_allclose(norm, reference_norm(*tree.values()), rtol=1e-5)
+    assert finite_too
+    for position, bad in enumerate([np.nan, -np.inf] * 7):
+        given = [array.copy() for array in good]
+        given[position][(-1,) * given[position].ndim] = bad
+        finite, (finite_too, norm) = flags(given)
+        assert not finite
+        assert not finite_too
+        assert norm == np.inf
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_norm_is_right_for_every_size_of_gradients():
+    flag_and_norm = jax.jit(lambda tree: _finite.finite_and_norm(tree))
+    for size in (1e-36, 1e-20, 1e-10, 1.0, 1e19, 2e19, 1e30):
+        given = [np.float32(size) * array for array in normal_arrays()]
+        finite, norm = flag_and_norm(given)
+        assert finite
+        assert (norm.shape, norm.dtype) == ((), jnp.float32)
+        # What a GPU sums in a tree this machine adds one by one.
+        np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_norm_of_gradients_of_two_sizes_is_right():
+    flag_and_norm = jax.jit(lambda tree: _finite.finite_and_norm(tree))
+    for sizes in (
+        (1e-30, 1e-20),
+        (1e-20, 1e-9),
+        (1e-20, 1),
+        (1e-30, 1e30),
+        (9e18, 1e20),
+    ):
+        given = [np.full(4097, size, np.float32) for size in sizes]
+        finite, norm = flag_and_norm(given)
+        assert finite
+        np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
+def test_the_norm_is_right_in_every_dtype(dtype):
+    given = [jnp.asarray(array, dtype) for array in normal_arrays()]
+    if dtype == jnp.complex64:
+        given = [array * jnp.complex64(3 + 4j) for array in given]
+    norm = flag_and_norm([*given, jnp.int32(3)])[1]
+    np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("machine")
+def test_float64_gradients_have_a_norm_too():
+    given = [np.full((4, 5), 3e4, np.float16), np.full((4, 5), 1e4, np.float64)]
+    with jax.enable_x64(True):
+        finite, norm = flag_and_norm(given)
+        assert finite
+        np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-6)
+        finite, norm = flag_and_norm(np.full((2, 9), 1e300))
+        assert finite
+        assert (norm, norm.dtype) == (np.finfo(np.float32).max, jnp.float32)
+
+
+@pytest.mark.parametrize("count", [2**25, 2**25 + 35, 1, 4097])  # 2**25 + 35 is prime
+def test_the_norm_of_many_entries_is_right(count):
+    # One float32 to which ones are added does not grow beyond 2**24.
+    @jax.jit
+    def norm(x):
+        return _finite.finite_and_norm(jnp.broadcast_to(x, (count,)))[1]
+
+    np.testing.assert_allclose(norm(jnp.float32(1)), np.sqrt(count), rtol=1e-5)
 
 
 @pytest.mark.usefixtures("devices")
@@ -158,10 +252,21 @@ def test_a_norm_beyond_float32_is_its_largest_number():
     finite, norm = _finite.finite_and_norm(jnp.full(9, 3.0e38, jnp.float32))
     assert finite
     assert norm == np.finfo(np.float32).max
-    with jax.enable_x64(True):
-        finite, norm = _finite.finite_and_norm(jnp.full(9, 1e300, jnp.float64))
-        assert finite
-        assert (norm, norm.dtype) == (np.finfo(np.float32).max, jnp.float32)
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_derivative_of_the_norm_is_the_direction():
+    slope = jax.jit(jax.grad(lambda x: flag_and_norm({"a": x, "b": x[:1]})[1]))
+    for size in (1e-30, 1.0, 1e30):
+        x = np.float32(size) * np.arange(-1, 5000, dtype=np.float32)
+        expected = np.asarray(x, np.float64) * (1 + (np.arange(5001) == 0))
+        expected /= reference_norm(x, x[:1])
+        np.testing.assert_allclose(slope(x), expected, rtol=1e-4)
+
+
+def test_the_norm_of_zeros_has_the_derivative_zero():
+    slopes = jax.grad(lambda x: _finite.finite_and_norm(x)[1])(jnp.zeros(3))
+    assert slopes.tolist() == [0.0] * 3
 
 
 @pytest.mark.usefixtures("devices")
@@ -176,6 +281,41 @@ def test_the_flag_beside_the_norm_is_that_of_all_finite(bad, dtype):
     finite, norm = jax.jit(_finite.finite_and_norm)(tree)
     assert not finite
     assert norm == np.inf
+
+
+def update_of_sgd(tree):
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(0.5), jmp_scale.DynamicLossScale(), guard=jmp_scale.SpikeGuard()
+    )
+    return tx.update(tree, tx.init({"a": 0.0, "b": 0.0}))[1].grads_finite
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [jmp_scale.all_finite, lambda x: _finite.finite_and_norm(x)[0], update_of_sgd],
+    ids=["all_finite", "finite_and_norm", "with_loss_scale"],
+)
+def test_arrays_of_a_symbolic_size_can_be_exported(fun):
+    n, m = jax.export.symbolic_shape("n, m")
+    types = {
+        "a": jax.ShapeDtypeStruct((n, 4), jnp.float32),
+        "b": jax.ShapeDtypeStruct((m,), jnp.float16),
+    }
+    exported = jax.export.export(jax.jit(fun))(types)
+    tree = {"a": np.ones((5000, 4), np.float32), "b": np.ones(3, np.float16)}
+    assert exported.call(tree)
+    tree["a"][4999, 3] = np.nan
+    assert not exported.call(tree)
+
+
+def test_a_program_exported_for_several_machines_runs_on_this_one():
+    leaves = [np.ones((8, 8), np.float32), np.ones(3, np.float16)]
+    platforms = ["cpu", "tpu", "cuda"]
+    exported = jax.export.export(jax.jit(jmp_scale.all_finite), platforms=platforms)
+    restored = jax.export.deserialize(exported(leaves).serialize())
+    assert restored.call(leaves)
+    leaves[0][3, 4] = np.nan
+    assert not restored.call(leaves)
 
 
 @pytest.mark.parametrize("sign", [1, -1, 1j, -1j])

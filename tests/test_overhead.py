@@ -10,6 +10,8 @@ import _targets
 import overhead
 import pytest
 
+pytestmark = pytest.mark.targets
+
 SMALL = ["--parts", "optimizer", "--dtypes", "f16", "--layers", "1", "--width", "16"]
 SMALL += ["--peers", "with_loss_scale", "--no-times"]
 

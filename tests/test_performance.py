@@ -10,7 +10,9 @@ import pytest
 from helpers import on_devices
 
 import jmp_scale
-from jmp_scale import _reductions, _skip
+from jmp_scale import _finite, _skip
+
+pytestmark = pytest.mark.targets
 
 PARAMS = {
     f"layer{i}": {"kernel": jnp.ones((128, 128)), "bias": jnp.ones(128)}
@@ -82,10 +84,19 @@ def test_a_step_that_clips_costs_one_more_pass_over_the_state(dtype, limit):
 
 
 def test_without_the_reduction_of_two_operands_there_are_temporaries(switched):
-    switched(
-        _reductions, "_flag_in_one_pass", lambda array: [jnp.isfinite(array).all()]
-    )
+    reading = _finite._FLAG._replace(in_one_pass=lambda x: [jnp.isfinite(x).all()])
+    switched(_finite, "_FLAG", reading)
     assert of_adamw("with_loss_scale", "f32").temporaries > 0.2 * PARAM_BYTES
+
+
+@pytest.mark.parametrize(("optimizer", "limit"), [("adamw", 1.1), ("clip+adamw", 1.4)])
+def test_a_guard_reads_the_gradients_once_more(optimizer, limit):
+    unscaled, guarded = (
+        of_adamw(peer, "f32", optimizer=optimizer)
+        for peer in ("unscaled", "with_loss_scale, guard")
+    )
+    assert guarded.bytes_accessed / unscaled.bytes_accessed <= limit
+    assert guarded.temporaries <= 1.01 * unscaled.temporaries + 0.03 * PARAM_BYTES
 
 
 def test_without_the_early_select_arrays_are_copied(switched):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+pytestmark = pytest.mark.targets
+
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)

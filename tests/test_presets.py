@@ -352,125 +352,72 @@ def test_the_defaults_as_a_rule():
     }
 
 
-@pytest.mark.parametrize(
-    ("preset", "arguments", "start"),
-    [
-        (presets.apex, {"init_scale": 2.0**30}, 2.0**24),
-        (presets.apex, {"init_scale": math.inf}, 2.0**24),
-        (presets.apex, {"max_loss_scale": math.inf, "init_scale": 2.0**30}, 2.0**30),
-        (presets.cerebras, {}, 2.0**15),
-        (presets.cerebras, {"max_loss_scale": math.inf}, LARGEST),
-        (presets.cerebras, {"initial_loss_scale": 2.0**-20}, 2.0**-14),
-        (
-            presets.cerebras,
-            {"initial_loss_scale": 2.0**20, "max_loss_scale": 2.0**31},
-            2.0**20,
-        ),
-        (presets.mpx, {"loss_scaling": 2.0**17, "min_loss_scaling": 1}, 65504.0),
-        (presets.mpx, {"loss_scaling": 0.5, "min_loss_scaling": 1}, 1.0),
-        (presets.pytorch, {"init_scale": 2.0**127}, LARGEST),
-        (presets.pytorch, {"init_scale": 2.0**-140}, SMALLEST),
-    ],
-)
-def test_an_initial_s_beyond_the_ends_starts_at_the_end_where_the_framework_does(
-    preset, arguments, start
-):
-    assert preset(**arguments).loss_scale == start
+def call(text):
+    return eval(f"presets.{text}", {"presets": presets, "inf": math.inf})
 
 
-@pytest.mark.parametrize(
-    ("preset", "unbounded"),
-    [
-        (presets.apex, {"min_loss_scale": None, "max_loss_scale": math.inf}),
-        (presets.colossalai, {"min_scale": None, "max_scale": None}),
-        (presets.colossalai, {"min_scale": 0.0, "max_scale": 2.0**127}),
-        (presets.fairseq, {"threshold": None}),
-        (presets.flax, {"minimum_scale": None}),
-        (presets.flax, {"minimum_scale": 2.0**-140}),
-    ],
-)
-def test_ends_that_a_framework_leaves_open_are_those_of_the_range(preset, unbounded):
-    loss_scale = preset(**unbounded)
+STARTS = {
+    "apex(init_scale=2.**30)": 2.0**24,
+    "apex(init_scale=inf)": 2.0**24,
+    "apex(max_loss_scale=inf, init_scale=2.**30)": 2.0**30,
+    "cerebras()": 2.0**15,
+    "cerebras(max_loss_scale=inf)": LARGEST,
+    "cerebras(initial_loss_scale=2.**-20)": 2.0**-14,
+    "cerebras(initial_loss_scale=2.**20, max_loss_scale=2.**31)": 2.0**20,
+    "mpx(loss_scaling=2.**17, min_loss_scaling=1)": 65504.0,
+    "mpx(loss_scaling=.5, min_loss_scaling=1)": 1.0,
+    "pytorch(init_scale=2.**127)": LARGEST,
+    "pytorch(init_scale=2.**-140)": SMALLEST,
+}
+
+
+@pytest.mark.parametrize("text", STARTS)
+def test_an_initial_s_beyond_the_ends_starts_at_the_end_where_the_framework_does(text):
+    assert call(text).loss_scale == STARTS[text]
+
+
+UNBOUNDED = [
+    "apex(min_loss_scale=None, max_loss_scale=inf)",
+    "colossalai(min_scale=None, max_scale=None)",
+    "colossalai(min_scale=0., max_scale=2.**127)",
+    "fairseq(threshold=None)",
+    "flax(minimum_scale=None)",
+    "flax(minimum_scale=2.**-140)",
+]
+
+
+@pytest.mark.parametrize("text", UNBOUNDED)
+def test_ends_that_a_framework_leaves_open_are_those_of_the_range(text):
+    loss_scale = call(text)
     ends = loss_scale.min_loss_scale, loss_scale.max_loss_scale, loss_scale.at_max
     assert ends == (SMALLEST, LARGEST, "hold")
 
 
-@pytest.mark.parametrize(
-    ("preset", "arguments", "message"),
-    [
-        (
-            "pytorch",
-            {"growth_interval": 0},
-            "growth_interval to be an integer in .1, 2..31., got 0",
-        ),
-        (
-            "pytorch",
-            {"growth_factor": 1.0},
-            "growth_factor to be a finite number > 1, got 1",
-        ),
-        ("pytorch", {"init_scale": 0}, "init_scale to be a finite number > 0, got 0"),
-        (
-            "pytorch",
-            {"init_scale": math.nan},
-            "init_scale to be a finite number > 0, got nan",
-        ),
-        (
-            "pytorch",
-            {"init_scale": math.inf},
-            "init_scale to be a finite number > 0, got inf",
-        ),
-        (
-            "apex",
-            {"init_scale": -1.0},
-            "init_scale to be a finite number > 0, got -1",
-        ),
-        (
-            "apex",
-            {"max_loss_scale": math.nan},
-            "max_loss_scale to be a finite number > 0",
-        ),
-        (
-            "deepspeed",
-            {"initial_scale_power": 200},
-            "initial_scale_power to be in .-126, 126., got 200",
-        ),
-        (
-            "deepspeed",
-            {"hysteresis": 0},
-            "hysteresis to be an integer in .1, 2..31., got 0",
-        ),
-        ("megatron", {"min_scale": -1}, "min_scale to be a finite number >= 0"),
-        (
-            "megatron",
-            {"initial_scale": 0.5},
-            "initial_scale to be in .min_scale, max_loss_scale. = ",
-        ),
-        (
-            "flax",
-            {"growth_interval": -1},
-            "growth_interval to be an integer in .0, 2..31., got -1",
-        ),
-        (
-            "cerebras",
-            {"steps_per_increase": 2.5},
-            "steps_per_increase to be an integer in .0, 2..31., got 2.5",
-        ),
-        ("paddle", {"decr_ratio": 1}, "decr_ratio to be a number in"),
-        (
-            "paddle",
-            {"decr_every_n_nan_or_inf": 0},
-            "decr_every_n_nan_or_inf to be an integer in .1",
-        ),
-        (
-            "mpx",
-            {"loss_scaling": 8, "min_loss_scaling": 2.0**17},
-            "min_loss_scaling to be at most",
-        ),
-    ],
-)
-def test_an_error_names_the_frameworks_own_argument(preset, arguments, message):
-    with pytest.raises(ValueError, match=rf"^presets\.{preset}: expected {message}"):
-        getattr(presets, preset)(**arguments)
+ERRORS = {
+    "pytorch(growth_interval=0)": "growth_interval to be an integer in .1, 2..31.",
+    "pytorch(growth_factor=1.)": "growth_factor to be a finite number > 1, got 1",
+    "pytorch(init_scale=0)": "init_scale to be a finite number > 0, got 0",
+    "pytorch(init_scale=inf - inf)": "init_scale to be a finite number > 0, got nan",
+    "pytorch(init_scale=inf)": "init_scale to be a finite number > 0, got inf",
+    "apex(init_scale=-1.)": "init_scale to be a finite number > 0, got -1",
+    "apex(max_loss_scale=inf - inf)": "max_loss_scale to be a finite number > 0",
+    "deepspeed(initial_scale_power=200)": "initial_scale_power to be in .-126, 126.",
+    "deepspeed(hysteresis=0)": "hysteresis to be an integer in .1, 2..31., got 0",
+    "megatron(min_scale=-1)": "min_scale to be a finite number >= 0",
+    "megatron(initial_scale=.5)": "initial_scale to be in .min_scale, max_loss",
+    "flax(growth_interval=-1)": "growth_interval to be an integer in .0, 2..31.",
+    "cerebras(steps_per_increase=2.5)": "steps_per_increase to be an integer in .0, 2",
+    "paddle(decr_ratio=1)": "decr_ratio to be a number in",
+    "paddle(decr_every_n_nan_or_inf=0)": "decr_every_n_nan_or_inf to be an integer in",
+    "mpx(loss_scaling=8, min_loss_scaling=2.**17)": "min_loss_scaling to be at most",
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_an_error_names_the_frameworks_own_argument(text):
+    name, _, _ = text.partition("(")
+    with pytest.raises(ValueError, match=rf"^presets\.{name}: expected {ERRORS[text]}"):
+        call(text)
 
 
 @pytest.mark.parametrize(

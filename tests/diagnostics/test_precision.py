@@ -65,15 +65,14 @@ def test_only_differentiated_arguments_are_parameters():
     assert rules(precision_report(loss, *args, argnums=(0, 1))) == ["half-parameters"]
 
 
-def test_half_parameters_of_a_decorated_function_stand_at_its_name():
+def test_half_parameters_of_a_decorated_function_stand_at_its_first_line():
     @jax.jit
     @functools.partial(jax.named_call, name="loss")
     def loss(w):
         return jnp.mean(w.astype(F32))
 
     (finding,) = precision_report(loss, W.astype(BF16)).findings
-    inner = loss.__wrapped__.__wrapped__
-    assert finding.line == line_of(inner) + 2
+    assert finding.line == line_of(loss.__wrapped__.__wrapped__)
     assert finding.dtype == "bfloat16"
 
 

@@ -1,21 +1,18 @@
 """The rules that look at a whole program, and the order of what all rules found."""
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from ..._jaxpr import dtype_name, is_literal, shape
-from .drafts import Draft, Found
-from .facts import is_half, of_atom, rounded
-from .matrix_work import flops, is_narrow, is_of_vectors, operand_dtypes
-from .program import Line
-from .source import Place, line_in, numbers_at, place_of_function, producer
+from ..._jaxpr import open_jaxpr
+from .facts import is_half
+from .matrix_work import Line
+from .source import Place, line_in, place_of_function
+from .step import SEVERITIES, Finding, sentence
 from .walk import Walk
 
-SEVERITIES = ("note", "warning", "error")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+Found = tuple[int, Finding]
 
 
 def half_parameters(
@@ -33,8 +30,8 @@ def half_parameters(
         f"the parameters are {dtype} ({count}{first}), so that small updates round to "
         "nothing; keep float32 parameters and cast them inside the loss"
     )
-    draft = Draft("half-parameters", "error", message, dtype, ())
-    yield Found(draft, place_of_function(fun, caller), "", False, -1)
+    place = place_of_function(fun, caller)
+    yield -1, _at(place, "half-parameters", "error", message, dtype)
 
 
 def half_loss(
@@ -49,128 +46,72 @@ def half_loss(
         f"the loss leaves the function in {dtype}, where it keeps {digits} digits"
         f"{overflow}; cast to float32 before the last mean"
     )
-    draft = Draft("half-loss", "warning", message, dtype, ())
-    eqn, _ = producer(program, 0, caller)
-    place = line_in(eqn, fun) or place_of_function(fun, caller)
-    orders = [visit.order for visit in forward.visits if visit.eqn is eqn]
-    name = "" if eqn is None else eqn.primitive.name
-    yield Found(draft, place, name, False, max(orders, default=forward.clock))
-
-
-def without_cast_of_loss(
-    found: list[Found], program: Any, loss_dtype: str, caller: Place
-) -> list[Found]:
-    """Leaves the cast of the loss itself to `half-loss`, which says more about it."""
-    if not is_half(loss_dtype):
-        return found
-    line = producer(program, 0, caller)[1][:2]
-    return [f for f in found if not (f.draft.narrowing and f.place[:2] == line)]
+    step = forward.maker_of(open_jaxpr(program)[0].outvars[0])
+    line = None if step is None else line_in(step.eqn, fun)
+    place = line or place_of_function(fun, caller)
+    finding = _at(place, "half-loss", "warning", message, dtype)
+    if step is None:
+        yield len(forward.steps), finding
+        return
+    # The cast of the loss itself is at fault in no other way.
+    forward.found = [
+        (order, f)
+        for order, f in forward.found
+        if order != step.order or f.rule not in ("half-sum", "half-square")
+    ]
+    yield step.order, finding._replace(primitive=step.name)
 
 
 def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
     """Numbers that were infinite in half precision before they came into the trace."""
-    for visit in forward.visits:
-        name = visit.eqn.primitive.name
-        infinite = [
-            atom
-            for atom in visit.eqn.invars
-            if is_literal(atom)
-            and is_half(dtype_name(atom))
-            and of_atom(atom).magnitude == math.inf
-        ]
-        if not infinite or name in _COMPARISONS:
-            continue
-        dtype, place = dtype_name(infinite[0]), visit.place()
-        # JAX does not cast again what it has traced before: then only the source shows
-        # the number.
-        written = any(math.isinf(rounded(n, dtype)) for n in numbers_at(place))
-        if written or place[:2] in lines:
-            draft = _infinite_constant(dtype)
-            yield Found(draft, place, name, visit.backward, visit.order)
-
-
-def overflowing_casts(forward: Walk, lines: set[Line]) -> Iterator[Found]:
-    """The lines that made a constant infinite before it came into the trace."""
     # The trace says where such a constant is used, not where it was made; and where it
     # is the argument of a nested jaxpr, as of jnp.where, no operation uses it there.
-    for dtype in forward.infinite_constants:
-        for line in lines - {(None, None)}:
-            orders = [v.order for v in forward.visits if v.place()[:2] == line]
-            order = min(orders, default=-1)
-            yield Found(_infinite_constant(dtype), Place(*line), "", False, order)
-
-
-def _infinite_constant(dtype: str) -> Draft:
-    message = (
-        f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or .max, "
-        "or compute this in float32"
-    )
-    return Draft("half-constant", "error", message, dtype, ())
-
-
-def full_matmuls(backward: Walk) -> Iterator[Found]:
-    """Matrix products in float32, if there are others in half precision."""
-    products = [visit for visit in backward.visits if flops(visit.eqn)]
-    if not any(is_narrow(visit.eqn) for visit in products):
-        return
-    for visit in products:
-        eqn = visit.eqn
-        if is_narrow(eqn) or is_of_vectors(eqn):
-            continue
-        dtypes = " x ".join(operand_dtypes(eqn))
+    for dtype in forward.infinite:
         message = (
-            f"a matrix product runs in {dtypes} while others are half precision; cast "
-            "both operands if its time matters"
+            f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
+            ".max, or compute this in float32"
         )
-        draft = Draft("full-matmul", "note", message, "float32", shape(eqn.outvars[0]))
-        name = eqn.primitive.name
-        yield Found(draft, visit.place(), name, visit.backward, visit.order)
+        for line in lines - {(None, None)}:
+            orders = [s.order for s in forward.steps if s.place()[:2] == line]
+            finding = _at(Place(*line), "half-constant", "error", message, dtype)
+            yield min(orders, default=-1), finding
 
 
-def without_safe_roots(found: list[Found]) -> list[Found]:
-    """Drops a root whose epsilon is lost where something divides by it elsewhere."""
-    roots: dict[int, set[Any]] = {}
-    divisions: dict[int, set[Any]] = {}
-    for f in found:
-        if f.draft.rule == "half-division":
-            kind = roots if f.primitive == "sqrt" else divisions
-            kind.setdefault(f.cause, set()).add(f.place[:2])
-
-    def says_nothing_new(f: Found) -> bool:
-        at_root = f.place[:2] in roots.get(f.cause, ())
-        elsewhere = divisions.get(f.cause, set()) - roots.get(f.cause, set())
-        return f.draft.rule == "half-division" and at_root and bool(elsewhere)
-
-    return [f for f in found if not says_nothing_new(f)]
+def _at(place: Place, rule: str, severity: Any, message: str, dtype: str) -> Finding:
+    said = sentence(message, place)
+    return Finding(rule, severity, said, *place[:2], "", dtype, (), False)
 
 
-def without_repetitions(found: list[Found], forward: Walk) -> list[Found]:
+def of_rules(backward: Walk, forward: Walk) -> list[Found]:
     """Drops what a derivative rule repeats of the function that it is the rule of."""
     ruled = forward.ruled
-    return [f for f in found if f.draft.rule not in ruled.get(f.place[:2], ())]
+    return [
+        (order, f)
+        for order, f in backward.found
+        if f.rule not in ruled.get((f.file, f.line), ())
+    ]
 
 
-def in_order(found: list[Found], forward: Walk) -> list[Found]:
+def in_order(found: list[Found], forward: Walk) -> list[Finding]:
     """One finding for each line and rule, in the order of the forward pass."""
     groups: dict[Any, list[Found]] = {}
-    for f in found:
-        groups.setdefault((*f.place[:2], f.draft.rule), []).append(f)
+    for order, f in found:
+        groups.setdefault((f.file, f.line, f.rule), []).append((order, f))
     merged = [_merged(group) for group in groups.values()]
-    if any(f.backward for f in merged):
+    if any(f.backward for _, f in merged):
         orders: dict[Line, int] = {}
-        for visit in forward.visits:
-            orders.setdefault(visit.place()[:2], visit.order)
+        for step in forward.steps:
+            orders.setdefault(step.place()[:2], step.order)
+        last = len(orders) and max(orders.values())
         merged = [
-            f._replace(order=orders.get(f.place[:2], forward.clock))
-            if f.backward
-            else f
-            for f in merged
+            (orders.get((f.file, f.line), last) if f.backward else order, f)
+            for order, f in merged
         ]
-    return sorted(merged, key=lambda f: f.order)
+    return [f for _, f in sorted(merged, key=lambda pair: pair[0])]
 
 
 def _merged(group: list[Found]) -> Found:
-    worst = max(group, key=lambda f: SEVERITIES.index(f.draft.severity))
-    backward = all(f.backward for f in group)
-    order = min(f.order for f in group if f.backward == backward)
-    return worst._replace(backward=backward, order=order)
+    _, worst = max(group, key=lambda pair: SEVERITIES.index(pair[1].severity))
+    backward = all(f.backward for _, f in group)
+    order = min(order for order, f in group if f.backward == backward)
+    return order, worst._replace(backward=backward)

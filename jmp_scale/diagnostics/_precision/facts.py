@@ -1,21 +1,26 @@
-"""What is known about a traced value without running the program.
+"""What is known about traced values without running the program.
 
 A `Fact` bounds the entries of an array and remembers the few things that decide whether
-half precision holds them: constants, sums, squares, and epsilons that guard a zero.
+half precision holds them: constants, sums, squares, and epsilons that keep a value from
+0. `transfer` derives what is known about the output of an operation from its inputs.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr import constant, dtype_name, is_literal
+from ..._jaxpr import constant, dtype_name, is_literal, shape, size
 
 INF = math.inf
-MOST_VALUES = 8
+_MOST_VALUES = 8
+_LARGEST_EPSILON = 1e-2
+_FAR_OUT_OF_RANGE = 2e5
 _SMALL_INTEGERS = {"int8", "uint8", "int16", "uint16"}
 
 
@@ -29,13 +34,17 @@ class Fact:
       values: constants that entries may be equal to, at most eight.
       only: whether every entry is one of `values`.
       integral: whether every entry is an integer.
-      guard: the epsilon that was added to keep entries from 0; 0.0 once it is lost in a
-        half dtype; None without one.
-      guarded_at: the equation that added it, 0 for a lower bound by `max`.
+      epsilon: what was added to keep entries from 0; 0.0 once it is lost in a half
+        dtype; None without one.
+      epsilon_at: the equation that added it, 0 for a lower bound by `max`.
       summed: how many entries a float32 sum has added up into one, not yet divided.
       squared: whether the entries are squares or sums of squares in float32.
+      peak: the variable whose maximum the entries are, 0 for others.
       narrowed: the function of the user whose own cast to half precision was the last
         operation; "" if it was another operation.
+      cast: whether the entries are those that the user cast to half precision.
+      promoted: the equation at which half precision met float32 and became it; 0 if
+        the value does not depend on one.
       literal: whether it is a number in the program text.
     """
 
@@ -44,11 +53,14 @@ class Fact:
     values: frozenset[float] = frozenset()
     only: bool = False
     integral: bool = False
-    guard: float | None = None
-    guarded_at: int = -1
+    epsilon: float | None = None
+    epsilon_at: int = -1
     summed: int = 0
     squared: bool = False
+    peak: int = 0
     narrowed: str = ""
+    cast: bool = False
+    promoted: int = 0
     literal: bool = False
 
     @property
@@ -60,6 +72,11 @@ class Fact:
     def may_be_zero(self) -> bool:
         """Whether an entry can be 0 for all that is known."""
         return self.low <= 0 <= self.high
+
+    @property
+    def single(self) -> float | None:
+        """The value of all entries, if they are known to be equal."""
+        return next(iter(self.values)) if self.only and len(self.values) == 1 else None
 
 
 def is_half(dtype: str) -> bool:
@@ -109,7 +126,7 @@ def of_constant(value: Any, dtype: str) -> Fact:
     if array is None or array.size == 0 or np.isnan(array).any():
         return of_dtype(dtype)
     values = np.unique(array)
-    few = values.size <= MOST_VALUES
+    few = values.size <= _MOST_VALUES
     return Fact(
         float(values[0]),
         float(values[-1]),
@@ -132,7 +149,7 @@ def join(a: Fact, b: Fact) -> Fact:
     if a == b:
         return a
     values = a.values | b.values
-    if len(values) > MOST_VALUES:
+    if len(values) > _MOST_VALUES:
         values = frozenset()
     return Fact(
         min(a.low, b.low),
@@ -142,17 +159,314 @@ def join(a: Fact, b: Fact) -> Fact:
         integral=a.integral and b.integral,
         summed=max(a.summed, b.summed),
         squared=a.squared or b.squared,
+        promoted=a.promoted or b.promoted,
     )
 
 
-def widened(old: Fact, new: Fact, dtype: str) -> Fact:
-    """`join`, with bounds that still grow given up: what holds in every iteration."""
-    both, top = join(old, new), of_dtype(dtype)
+def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
+    """What is known about the outputs of an equation without nested jaxprs."""
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or len(eqn.outvars) != 1:
+        outs = [of_dtype(dtype_name(v)) for v in eqn.outvars]
+    else:
+        fact = _with_values(eqn, facts, rule(eqn, *facts))
+        outs = [_with_epsilon(eqn, facts, fact)]
+    promoted = next((fact.promoted for fact in facts if fact.promoted), 0)
+    if not promoted:
+        return outs
+    pairs = zip(outs, eqn.outvars, strict=True)
+    return [
+        dataclasses.replace(fact, promoted=promoted * is_wide(dtype_name(v)))
+        for fact, v in pairs
+    ]
+
+
+def _with_values(eqn: Any, facts: Sequence[Fact], fact: Fact) -> Fact:
+    """Adds the constants that the entries of an equation's output may be equal to."""
+    fun = _ARITHMETIC.get(eqn.primitive.name)
+    dtype = dtype_name(eqn.outvars[0])
+    if fun is None or not dtype.startswith(("float", "bfloat", "int", "uint")):
+        return fact
+    unknown = [f for f in facts if not f.only]
+    if not unknown:
+        values = _evaluated(fun, facts, dtype)
+        if not values:
+            return fact
+        low, high = min(values), max(values)
+        return dataclasses.replace(fact, low=low, high=high, values=values, only=True)
+    if eqn.primitive.name == "add":
+        # A mask of -1e9 stays far out of half's range whatever number is added.
+        values = frozenset().union(*(f.values for f in facts))
+        far = frozenset(v for v in values if _FAR_OUT_OF_RANGE < abs(v) < INF)
+        return dataclasses.replace(fact, values=far)
+    if len(unknown) == 1 and unknown[0].values:
+        return dataclasses.replace(fact, values=_evaluated(fun, facts, dtype))
+    return fact
+
+
+def _evaluated(
+    fun: Callable[..., Any], facts: Sequence[Fact], dtype: str
+) -> frozenset[float]:
+    """The results of all combinations of the inputs' values; empty if they are many."""
+    if math.prod(len(fact.values) for fact in facts) > _MOST_VALUES**2:
+        return frozenset()
+    with np.errstate(all="ignore"):
+        combinations = itertools.product(*(fact.values for fact in facts))
+        exact = [float(fun(*map(np.float64, values))) for values in combinations]
+        results = {v if is_integer(dtype) else rounded(v, dtype) for v in exact}
+    if len(results) > _MOST_VALUES or any(math.isnan(v) for v in results):
+        return frozenset()
+    return frozenset(results)
+
+
+def _with_epsilon(eqn: Any, facts: Sequence[Fact], fact: Fact) -> Fact:
+    """Notes the epsilon that an equation adds, as a number, to keep a value from 0."""
+    name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
+    if name not in ("add", "max") or not (is_half(dtype) or is_wide(dtype)):
+        return fact
+    for this, other in (facts, facts[::-1]):
+        epsilon = other.high
+        if not other.literal or this.literal or (is_wide(dtype) and epsilon == 0):
+            continue
+        if 0 <= epsilon < _LARGEST_EPSILON:
+            at = id(eqn) if name == "add" else 0
+            return dataclasses.replace(fact, epsilon=epsilon, epsilon_at=at)
+    return fact
+
+
+def _same(eqn: Any, x: Fact, *rest: Fact) -> Fact:
+    return dataclasses.replace(x, narrowed="", literal=False)
+
+
+def _moved(eqn: Any, x: Fact, *rest: Fact) -> Fact:
+    # A sum that is spread over an array again is part of another computation.
+    spread = size(eqn.invars[0]) != size(eqn.outvars[0])
+    return dataclasses.replace(_same(eqn, x), summed=0 if spread else x.summed)
+
+
+def _convert(eqn: Any, x: Fact) -> Fact:
+    dtype, x = dtype_name(eqn.outvars[0]), _same(eqn, x)
+    if is_integer(dtype):
+        top = of_dtype(dtype)
+        low, high = max(x.low, top.low), min(x.high, top.high)
+        # A cast to integers cuts fractions off: such constants become other numbers.
+        values = x.values if x.integral else frozenset()
+        return Fact(low, high, values, only=x.only and x.integral, integral=True)
+    if not is_half(dtype):
+        return x
     return dataclasses.replace(
-        both,
-        # A bound that moves once may move in each iteration: given up, so that the walk
-        # ends after three rounds.
-        low=old.low if both.low >= old.low else top.low,
-        high=old.high if both.high <= old.high else top.high,
-        only=both.only and both.values == old.values,
+        x,
+        # The wider of the two, which holds before the rounding and after it.
+        low=min(x.low, rounded(x.low, dtype)),
+        high=max(x.high, rounded(x.high, dtype)),
+        epsilon=None if x.epsilon is None else rounded(x.epsilon, dtype),
+        integral=False,
+        summed=0,
+        squared=False,
+        peak=0,
     )
+
+
+def _iota(eqn: Any) -> Fact:
+    dims, out = shape(eqn.outvars[0]), of_dtype(dtype_name(eqn.outvars[0]))
+    length = dims[eqn.params["dimension"]] if dims else 1
+    return Fact(0.0, min(float(max(length - 1, 0)), out.high), integral=True)
+
+
+def _bounds(low: float, high: float, *integral: Fact) -> Fact:
+    whole = bool(integral) and all(fact.integral for fact in integral)
+    if math.isnan(low) or math.isnan(high):
+        return Fact(integral=whole)
+    return Fact(low, high, integral=whole)
+
+
+def _add(eqn: Any, x: Fact, y: Fact) -> Fact:
+    return _bounds(x.low + y.low, x.high + y.high, x, y)
+
+
+def _sub(eqn: Any, x: Fact, y: Fact) -> Fact:
+    fact = _bounds(x.low - y.high, x.high - y.low, x, y)
+    # No entry is larger than the maximum of all, which softmax subtracts.
+    shifted = y.peak == id(eqn.invars[0])
+    return dataclasses.replace(fact, high=min(fact.high, 0.0)) if shifted else fact
+
+
+def _mul(eqn: Any, x: Fact, y: Fact) -> Fact:
+    if eqn.invars[0] is eqn.invars[1]:
+        return _power(eqn, x, 2)
+    # All four: the signs of the bounds are not known.
+    products = [_times(a, b) for a in (x.low, x.high) for b in (y.low, y.high)]
+    fact = _bounds(min(products), max(products), x, y)
+    for other, factor in ((x, y), (y, x)):
+        if factor.single is not None:
+            return _scaled(fact, other, abs(factor.single))
+    return fact
+
+
+def _times(a: float, b: float) -> float:
+    # 0 times an unknown bound, which is infinite, would be NaN.
+    return 0.0 if a == 0 or b == 0 else a * b
+
+
+def _div(eqn: Any, x: Fact, y: Fact) -> Fact:
+    if not y.single:
+        return Fact(low=0.0 if y.low >= 0 and x.low >= 0 else -INF)
+    ends = (x.low / y.single, x.high / y.single)
+    return _scaled(_bounds(min(ends), max(ends)), x, 1 / abs(y.single))
+
+
+def _scaled(fact: Fact, x: Fact, factor: float) -> Fact:
+    # A sum that is divided by its number of entries is a mean, in range again.
+    summed = int(x.summed * factor) if math.isfinite(factor) else 0
+    return _kept(x, dataclasses.replace(fact, summed=summed, squared=x.squared))
+
+
+def _kept(x: Fact, fact: Fact) -> Fact:
+    return dataclasses.replace(fact, epsilon=x.epsilon, epsilon_at=x.epsilon_at)
+
+
+def _power(eqn: Any, x: Fact, exponent: int) -> Fact:
+    # 1/x and x^0 have no bounds that any rule asks for.
+    if exponent < 2:
+        return Fact()
+    high = power(x.magnitude, exponent)
+    low = 0.0 if exponent % 2 == 0 or x.low >= 0 else -high
+    if low == 0 and not x.may_be_zero:
+        low = power(min(abs(x.low), abs(x.high)), exponent)
+    wide = is_wide(dtype_name(eqn.outvars[0]))
+    return Fact(low, high, integral=x.integral, squared=wide)
+
+
+def _sqrt(eqn: Any, x: Fact) -> Fact:
+    fact = _kept(x, Fact(math.sqrt(max(x.low, 0.0)), math.sqrt(max(x.high, 0.0))))
+    epsilon = None if x.epsilon is None else math.sqrt(x.epsilon)
+    return dataclasses.replace(fact, epsilon=epsilon)
+
+
+def _abs(eqn: Any, x: Fact) -> Fact:
+    low = 0.0 if x.may_be_zero else min(abs(x.low), abs(x.high))
+    return _kept(x, _bounds(low, x.magnitude, x))
+
+
+def _neg(eqn: Any, x: Fact) -> Fact:
+    values = frozenset(-value for value in x.values)
+    fact = _same(eqn, x)
+    return dataclasses.replace(fact, low=-x.high, high=-x.low, values=values, peak=0)
+
+
+def _max(eqn: Any, x: Fact, y: Fact) -> Fact:
+    fact = _bounds(max(x.low, y.low), max(x.high, y.high), x, y)
+    return dataclasses.replace(fact, peak=x.peak or y.peak)
+
+
+def _min(eqn: Any, x: Fact, y: Fact) -> Fact:
+    fact = _bounds(min(x.low, y.low), min(x.high, y.high), x, y)
+    return _kept(x if y.epsilon is None else y, fact)
+
+
+def _rem(eqn: Any, x: Fact, y: Fact) -> Fact:
+    whole = x.integral and y.integral
+    # `positions % 512` is at most 511, so a table of 512 needs no warning.
+    bound = max(y.magnitude - 1, 0.0) if whole else y.magnitude
+    return _bounds(0.0 if x.low >= 0 else -bound, bound, x, y)
+
+
+def _hull(eqn: Any, *facts: Fact) -> Fact:
+    return functools.reduce(join, facts)
+
+
+def _reduce_max(eqn: Any, x: Fact) -> Fact:
+    return dataclasses.replace(_same(eqn, x), peak=id(eqn.invars[0]))
+
+
+def _reduce_sum(eqn: Any, x: Fact) -> Fact:
+    return _added(eqn, x, size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1))
+
+
+def _cumsum(eqn: Any, x: Fact) -> Fact:
+    # Transposed it is reversed, and its sums are gradients, as large as any other.
+    length = 1 if eqn.params["reverse"] else shape(eqn.invars[0])[eqn.params["axis"]]
+    return join(_added(eqn, x, length), x)
+
+
+def _added(eqn: Any, x: Fact, count: int) -> Fact:
+    dtype = dtype_name(eqn.outvars[0])
+    fact = _bounds(_times(x.low, count), _times(x.high, count))
+    return dataclasses.replace(
+        fact,
+        integral=x.integral and is_integer(dtype),
+        summed=max(x.summed, 1) * count if is_wide(dtype) else 0,
+        squared=x.squared,
+    )
+
+
+def _index(eqn: Any, x: Fact) -> Fact:
+    length = math.prod(shape(eqn.invars[0])[axis] for axis in eqn.params["axes"])
+    return Fact(0.0, float(max(length - 1, 0)), integral=True)
+
+
+def _within(low: float, high: float) -> Callable[..., Fact]:
+    return lambda eqn, *facts: Fact(low, high)
+
+
+def _growing(fun: Callable[[float], Any], whole: bool = False) -> Callable[..., Fact]:
+    def rule(eqn: Any, x: Fact) -> Fact:
+        with np.errstate(all="ignore"):
+            return _bounds(float(fun(x.low)), float(fun(x.high)), Fact(integral=whole))
+
+    return rule
+
+
+_UNCHANGED = (
+    "transpose squeeze expand_dims rev copy copy_p stop_gradient reduce_min sort "
+    "cummax cummin reduce_precision real name reduce_window_max reduce_window_min "
+    "optimization_barrier device_put reshard sharding_constraint all_gather ppermute "
+    "pmax pmin all_to_all reshape slice dynamic_slice tile"
+)
+
+_RULES: dict[str, Callable[..., Fact]] = {
+    **dict.fromkeys(_UNCHANGED.split(), _same),
+    **dict.fromkeys(["broadcast_in_dim", "gather"], _moved),
+    # shard_map marks a number as varying over devices before it is used.
+    **dict.fromkeys(["pvary", "pcast", "pbroadcast"], lambda eqn, x: x),
+    **dict.fromkeys(["tanh", "sin", "cos", "erf", "sign"], _within(-1.0, 1.0)),
+    **dict.fromkeys(["argmax", "argmin"], _index),
+    **dict.fromkeys(["concatenate", "stack", "pad"], _hull),
+    "logistic": _within(0.0, 1.0),
+    "erfc": _within(0.0, 2.0),
+    "convert_element_type": _convert,
+    "iota": _iota,
+    "add": _add,
+    "add_any": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "square": lambda eqn, x: _power(eqn, x, 2),
+    "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
+    "exp": _growing(np.exp),
+    "exp2": _growing(np.exp2),
+    "floor": _growing(np.floor, whole=True),
+    "ceil": _growing(np.ceil, whole=True),
+    "round": _growing(np.round, whole=True),
+    "sqrt": _sqrt,
+    "abs": _abs,
+    "neg": _neg,
+    "max": _max,
+    "min": _min,
+    "clamp": lambda eqn, low, x, high: _min(eqn, _max(eqn, x, low), high),
+    "rem": _rem,
+    "select_n": lambda eqn, predicate, *cases: _hull(eqn, *cases),
+    "dynamic_update_slice": lambda eqn, x, update, *indices: join(x, update),
+    "scatter": lambda eqn, x, indices, update: join(x, update),
+    "reduce_max": _reduce_max,
+    "reduce_sum": _reduce_sum,
+    "cumsum": _cumsum,
+}
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "convert_element_type": lambda x: x,
+}

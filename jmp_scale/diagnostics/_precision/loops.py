@@ -22,7 +22,6 @@ from ..._jaxpr import (
     subjaxprs,
     words,
 )
-from .drafts import Draft
 from .facts import Fact, is_half
 
 _LINEAR_IN_FIRST = words(
@@ -45,21 +44,24 @@ class _Form(enum.IntEnum):
     OTHER = 3
 
 
-def half_carries(loop: Loop, mechanical: bool) -> Iterator[tuple[Draft, Any]]:
-    """The carries that accumulate in half precision, and the equations that add.
+def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
+    """The carries that accumulate in half precision.
 
     Args:
       loop: the loop.
-      mechanical: whether JAX made it by transposing another. Its carries are gradients
+      backward: whether JAX made it by transposing another. Its carries are gradients
         of what all iterations share, which harm only in long loops.
+
+    Yields:
+      What happens, the carry, and the equation that adds to it.
     """
-    least = _LONG_BACKWARD_LOOP if mechanical else 2
+    least = _LONG_BACKWARD_LOOP if backward else 2
     # Of a loop that waits for a condition nobody knows the length: it may be long.
     if loop.trips is not None and loop.trips < least:
         return
     times = "each iteration" if loop.trips is None else f"{loop.trips:,} iterations"
     cure = "keep the carry in float32 and add float32 values"
-    if mechanical:
+    if backward:
         cure = "cast what the iterations share to half precision inside the loop"
     for variable, eqn in _accumulating(loop):
         dtype = dtype_name(variable)
@@ -68,7 +70,32 @@ def half_carries(loop: Loop, mechanical: bool) -> Iterator[tuple[Draft, Any]]:
                 f"a carry adds up in {dtype} over {times} and loses what is small "
                 f"beside it; {cure}"
             )
-            yield Draft("half-carry", "warning", message, dtype, shape(variable)), eqn
+            yield message, variable, eqn
+
+
+def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Outputs beside the loss that accumulate in half precision, as `half_carries`.
+
+    A moving average that comes in as an argument and leaves as an output is the carry
+    of the loop that trains.
+    """
+    inner, _ = open_jaxpr(program)
+    made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
+    results = [(v, _adding(v, made_by)) for v in inner.outvars[1:] if id(v) in made_by]
+    for argument in inner.invars:
+        alike = [(v, e) for v, e in results if shape(v) == shape(argument)]
+        if not alike or not dtype_name(argument).startswith(("float", "bfloat")):
+            continue
+        forms = _forms(inner, {id(argument): _Form.CARRY})
+        for result, eqn in alike:
+            dtype = dtype_name(eqn.outvars[0])
+            if is_half(dtype) and forms.get(id(result)) is _Form.SUM:
+                message = (
+                    f"a state that leaves beside the loss adds up in {dtype} over the "
+                    "steps and loses what is small beside it; compute and keep it in "
+                    "float32"
+                )
+                yield message, eqn.outvars[0], eqn
 
 
 def counted(loop: Loop, index: int, start: Fact) -> Fact | None:

@@ -1,10 +1,13 @@
-"""Counts the floating-point operations of matrix products and convolutions."""
+"""Counts the work of matrix products, and finds what keeps it from half precision."""
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..._jaxpr import dtype_name, shape, size, words
+from ..._jaxpr import dtype_name, is_literal, shape, size, words
+from .facts import Fact, is_half, is_wide
+from .step import Finding, Step
 
 _PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
 _FLOATING = ("float", "bfloat", "complex")
@@ -15,6 +18,9 @@ _MOVES = words(
     "name ne optimization_barrier pad pcast pvary reshape rev select_n "
     "sharding_constraint slice split squeeze stack stop_gradient tile transpose unstack"
 )
+
+
+Line = tuple[str | None, int | None]
 
 
 class Operation(NamedTuple):
@@ -102,3 +108,96 @@ def half_share(executed: Iterable[tuple[Any, int]]) -> float:
         total += work
         half += work if work and is_narrow(eqn) else 0
     return half / total if total else 0.0
+
+
+class Promotions:
+    """Follows the values that float32 made of half precision to the matrix products.
+
+    Attributes:
+      products: the products in float32 that each promotion has led to, by equation.
+    """
+
+    def __init__(self, origin_of: Callable[[Any], str]):
+        """Takes what names the line that a variable comes from."""
+        self.products: dict[int, list[Step]] = {}
+        self._met: dict[int, Step] = {}
+        self._origins: dict[int, str] = {}
+        self._origin_of = origin_of
+
+    def follow(self, step: Step, outs: list[Fact]) -> list[Fact]:
+        """Marks the outputs of a step that promotes, and notes its matrix products."""
+        if flops(step.eqn):
+            self._note_product(step)
+        elif step.name == "convert_element_type" and is_half(step.source):
+            # JAX promotes by a function of this name; all else is deliberate.
+            calls = step.place().calls if is_wide(step.result) else ()
+            promotes = any("promote" in call for call in calls)
+            self._met[id(step.eqn)] = step
+            mark = {"promoted": id(step.eqn) if promotes else 0}
+            cast = promotes and step.ins[0].cast
+            return [dataclasses.replace(outs[0], cast=cast, **mark)]
+        else:
+            self._note_origin(step)
+        return outs
+
+    def findings(self) -> Iterator[tuple[int, Finding]]:
+        """The places at which casts lose their effect, with their order."""
+        for key, products in self.products.items():
+            step = self._met[key]
+            half = next(d for d in map(dtype_name, step.eqn.invars) if is_half(d))
+            runs = "a matrix product runs"
+            if len(products) > 1:
+                runs = f"{len(products)} matrix products run"
+            origin = self._origins.get(key, "an argument or a constant")
+            message = (
+                f"{half} meets float32 here, {origin}, so that {runs} in float32 and "
+                "casts have no effect; cast the float32 operand too"
+            )
+            finding = step.finding("full-matmul", "warning", message, dtype="float32")
+            yield step.order, finding
+
+    def _note_product(self, step: Step) -> None:
+        operands = list(zip(step.eqn.invars[:2], step.ins[:2], strict=True))
+        wide = [(v, fact) for v, fact in operands if is_wide(dtype_name(v))]
+        half = [fact for v, fact in operands if is_half(dtype_name(v))]
+        if not wide or is_of_vectors(step.eqn):
+            return
+        key = next((fact.promoted for _, fact in wide if half or fact.cast), 0)
+        if not key and any(fact.cast for fact in half):
+            key = id(step.eqn)
+            self._met[key] = step
+            self._origins[key] = self._origin_of(wide[0][0])
+        if key:
+            self.products.setdefault(key, []).append(step)
+
+    def _note_origin(self, step: Step) -> None:
+        """Notes the float32 operand that a half one has been promoted for."""
+        wide = [v for v in step.eqn.invars if is_wide(dtype_name(v))]
+        for fact in step.ins:
+            if fact.promoted and fact.promoted not in self._origins:
+                others = [
+                    v
+                    for v, other in zip(step.eqn.invars, step.ins, strict=True)
+                    if v in wide and not other.promoted and not is_literal(v)
+                ]
+                if others:
+                    self._origins[fact.promoted] = self._origin_of(others[0])
+
+
+def full_matmuls(
+    steps: Iterable[Step], told: set[Line]
+) -> Iterator[tuple[int, Finding]]:
+    """Matrix products in float32 while others are half precision, at new lines."""
+    products = [step for step in steps if flops(step.eqn)]
+    if not any(is_narrow(step.eqn) for step in products):
+        return
+    for step in products:
+        if is_narrow(step.eqn) or is_of_vectors(step.eqn) or step.place()[:2] in told:
+            continue
+        message = (
+            f"a matrix product runs in {' x '.join(operand_dtypes(step.eqn))} while "
+            "others are half precision; cast both operands if its time matters"
+        )
+        atom = step.eqn.outvars[0]
+        found = step.finding("full-matmul", "note", message, atom, "float32")
+        yield step.order, found

@@ -1,16 +1,19 @@
 """Traces a loss and its backward pass on the types of the arguments, with checks."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from .._backward import Loss, is_array, split_arrays
+from .matrix_work import Line
 from .source import begin_user_code, place_of_caller
 
-Line = tuple[str | None, int | None]
+_REPORTS = itertools.count()
 
 
 class Tracer:
@@ -47,18 +50,23 @@ class Tracer:
 
 
 @contextlib.contextmanager
-def noting_overflowing_casts(lines: set[Line]) -> Iterator[None]:
-    """Notes the lines at which JAX casts a number that its dtype cannot hold.
+def noting_lost_constants() -> Iterator[tuple[set[Line], set[Line]]]:
+    """Notes the lines at which a number becomes infinite, or 0, in its dtype.
 
-    The trace shows such a number only as an infinity, which may be the user's own. It
-    is NumPy that casts, and that can say so; without this it would warn.
+    The trace shows only what is left of it, which may be the user's own infinity. It is
+    NumPy that casts, and that can say so; without this it would warn.
     """
+    lines: dict[str, set[Line]] = {"overflow": set(), "underflow": set()}
 
     def note(kind: str, flag: int) -> None:
-        lines.add(place_of_caller()[:2])
+        lines[kind].add(place_of_caller()[:2])
 
-    with np.errstate(over="call", call=note):
-        yield
+    # JAX takes what it has traced before from a cache, and then NumPy casts nothing.
+    # With metadata of their own these traces are new, and no compiled program shares
+    # them.
+    fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
+    with fresh, np.errstate(over="call", under="call", call=note):
+        yield lines["overflow"], lines["underflow"]
 
 
 def _dtype(leaf: Any) -> str:

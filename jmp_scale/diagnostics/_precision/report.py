@@ -5,42 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._jaxpr import dtype_name, open_jaxpr
 from .._backward import Loss
 from . import conclusions, matrix_work
-from .drafts import Found, Severity
-from .facts import of_dtype
-from .matrix_work import Operation
-from .program import Line, Tracer, noting_overflowing_casts
-from .source import Place, place_of_caller
-from .walk import Scope, Walk
-
-
-class Finding(NamedTuple):
-    """A line of a program that half precision harms.
-
-    Attributes:
-      rule: name of the rule, such as "half-sum".
-      severity: "error" (wrong or non-finite for ordinary values), "warning" (loses
-        digits, or depends on the data) or "note" (cost).
-      message: what happens, and the cure.
-      file: path of the user's source file, or None if it is unknown.
-      line: line in that file, from 1, or None.
-      primitive: JAX's name of the operation; "" for `half-parameters`.
-      dtype: the dtype in question.
-      shape: shape of the array in question.
-      backward: whether it happens in the backward pass only.
-    """
-
-    rule: str
-    severity: Severity
-    message: str
-    file: str | None
-    line: int | None
-    primitive: str
-    dtype: str
-    shape: tuple[int, ...]
-    backward: bool
+from .matrix_work import Line, Operation
+from .program import Tracer, noting_lost_constants
+from .source import place_of_caller
+from .step import SEVERITIES, Finding
+from .walk import Walk
 
 
 class PrecisionReport(NamedTuple):
@@ -125,53 +96,31 @@ def precision_report(
     if not (isinstance(argnums, int) and argnums == 0):
         keywords["argnums"] = argnums  # Equinox takes none
     caller, trace = place_of_caller(), Tracer(checked)
-    overflows: set[Line] = set()
-    with noting_overflowing_casts(overflows):
+    with noting_lost_constants() as (infinite, zero):
         program = trace(lambda function: function)
-        forward = _walk(Walk(), program, caller)
+        loss = (program, trace.loss_dtype)
         differentiated = trace(lambda function: transform(function, **keywords))
-    backward = _walk(Walk(mechanical_only=True), differentiated, caller)
-    loss = (program, trace.loss_dtype)
+    forward = Walk(zero).through(program, caller)
+    backward = Walk(zero, differentiated=True).through(differentiated, caller)
+    promotions = forward.promotions
+    told = {p.place()[:2] for made in promotions.products.values() for p in made}
+    notes = matrix_work.full_matmuls(backward.steps, told)
     found = [
         *conclusions.half_parameters(trace.gradients, fun, caller),
-        *conclusions.without_cast_of_loss(forward.found, *loss, caller),
         *conclusions.half_loss(forward, *loss, fun, caller),
-        *conclusions.overflowing_constants(forward, overflows),
-        *conclusions.overflowing_casts(forward, overflows),
-        *conclusions.without_repetitions(backward.found, forward),
-        *conclusions.full_matmuls(backward),
+        *forward.found,
+        *conclusions.overflowing_constants(forward, infinite),
+        *conclusions.of_rules(backward, forward),
+        *promotions.findings(),
+        *notes,
     ]
-    found = conclusions.in_order(conclusions.without_safe_roots(found), forward)
-    executed = [(visit.eqn, visit.times) for visit in backward.visits]
+    executed = [(step.eqn, step.times) for step in backward.steps]
     unread = [(name, _location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
-        tuple(map(_finding, found)),
+        tuple(conclusions.in_order(found, forward)),
         matrix_work.operations(executed),
         matrix_work.half_share(executed),
         tuple(dict.fromkeys(unread)),
-    )
-
-
-def _walk(walk: Walk, jaxpr: Any, caller: Place) -> Walk:
-    inner, _ = open_jaxpr(jaxpr)
-    walk.run(
-        jaxpr, [of_dtype(dtype_name(v)) for v in inner.invars], Scope(lambda: caller)
-    )
-    return walk
-
-
-def _finding(found: Found) -> Finding:
-    draft, place = found.draft, found.place
-    return Finding(
-        rule=draft.rule,
-        severity=draft.severity,
-        message=f"{draft.message[0].upper()}{draft.message[1:]}.",
-        file=place.file,
-        line=place.line,
-        primitive=found.primitive,
-        dtype=draft.dtype,
-        shape=draft.shape,
-        backward=found.backward,
     )
 
 
@@ -180,10 +129,10 @@ def _location(line: Line) -> str:
 
 
 def _counts(findings: Sequence[Finding]) -> str:
-    counts = {s: sum(f.severity == s for f in findings) for s in conclusions.SEVERITIES}
+    counts = {s: sum(f.severity == s for f in findings) for s in SEVERITIES}
     parts = [
         f"{counts[s]} {s}{'s' if counts[s] > 1 else ''}"
-        for s in reversed(conclusions.SEVERITIES)
+        for s in reversed(SEVERITIES)
         if counts[s]
     ]
     return ", ".join(parts) or "No findings."

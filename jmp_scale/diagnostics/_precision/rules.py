@@ -1,23 +1,29 @@
 """The rules of `precision_report` that a single operation can break.
 
-Each rule looks at one equation of the traced program and at what is known about its
-inputs, and yields a draft for each fault. The table of the rules, with programs and
-cures, is docs/precision.md.
+Each rule looks at one step of the traced program and at what is known about its inputs,
+and yields a finding for each fault. The table of the rules, with programs and cures, is
+docs/precision.md.
 """
 
 import math
+import re
 from collections.abc import Iterator
+from typing import Any
 
-from ..._jaxpr import dtype_name, shape, words
-from .drafts import Draft, Step
+from ..._jaxpr import dtype_name, open_jaxpr, shape, size, subjaxprs, words
 from .facts import Fact, is_half, is_integer, is_wide, power, rounded
 from .source import Place
-from .sums import half_collective, half_sum
+from .step import Finding, Severity, Step
 
 FLOAT16_MAX = 65504
+_LONG = 4096
 _DISTINCT_INTEGERS = {"float16": 2048, "bfloat16": 256}
+_COLLECTIVES = ("psum", "reduce_scatter", "all_reduce", "unreduced_psum")
 _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
+_LARGEST_EXPONENT = 11
+_CONVOLUTION = re.compile(r"_?conv(?!ert)", re.IGNORECASE)
+_SHIFTED = ("softmax", "logsumexp", "logaddexp")  # they subtract the maximum before
 
 # Functions of jax.nn that handle the range of their argument themselves.
 _SAFE_FUNCTIONS = words(
@@ -30,19 +36,18 @@ _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
 
 
-def faults(step: Step) -> Iterator[Draft]:
-    """All rules that an equation breaks."""
-    yield from half_sum(step)
-    yield from half_collective(step)
-    # Transposing makes no square and no exp: there they are of a user's backward rule.
+def faults(step: Step) -> Iterator[Finding]:
+    """All rules that a step breaks."""
+    yield from _half_sum(step)
+    yield from _half_collective(step)
+    # Transposing makes no square and no exp: there, they are a user's backward rule's.
     yield from _half_square(step)
     yield from _half_exp(step)
-    if step.mechanical:
-        return
-    yield from _half_constant(step)
-    yield from _half_integers(step)
-    yield from _half_division(step)
-    yield from _round_trip(step)
+    if not step.backward:
+        yield from _half_constant(step)
+        yield from _half_integers(step)
+        yield from _half_division(step)
+        yield from _round_trip(step)
 
 
 def is_cast_by_user(place: Place) -> bool:
@@ -56,7 +61,7 @@ def is_cast_by_user(place: Place) -> bool:
 
 
 def is_narrowed_by_user(step: Step) -> bool:
-    """Whether an equation is a cast to half precision that the user wrote."""
+    """Whether a step is a cast to half precision that the user wrote."""
     return (
         step.name == "convert_element_type"
         and is_wide(step.source)
@@ -66,88 +71,106 @@ def is_narrowed_by_user(step: Step) -> bool:
     )
 
 
-def lost_constants(fact: Fact, dtype: str) -> list[float]:
-    """The constants among the entries of an array that a half dtype does not hold."""
-    return sorted(value for value in fact.values if _is_lost(value, dtype))
-
-
-def _is_lost(value: float, dtype: str) -> bool:
-    if value == 0 or not math.isfinite(value):
-        return False
-    held = rounded(value, dtype)
-    return held == 0 or not math.isfinite(held)
-
-
-def _half_constant(step: Step) -> Iterator[Draft]:
+def _half_sum(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
-    if step.name == "convert_element_type":
-        lost = lost_constants(step.ins[0], step.result)
-        if lost:
-            yield _lost(step, lost[0])
-    elif step.name in ("add", "sub", "mul", "div"):
-        for i, fact in enumerate(step.ins):
-            if fact.literal and (math.isinf(fact.high) or math.isinf(fact.low)):
-                yield _already_lost(step, "infinite")
-            elif fact.literal and fact.high == 0 and step.name == "div" and i == 1:
-                yield _already_lost(step, "0")
+    if step.name == "convert_element_type" and is_wide(step.source):
+        if step.ins[0].summed >= _LONG:
+            yield _cast_back(step, step.ins[0].summed)
+    elif step.name == "dot_general":
+        # A product with ones adds up in float32, as all matrix products do.
+        count = _summed_by_ones(step) if is_half(step.source) else 0
+        if count >= _LONG:
+            yield _cast_back(step, count)
+    elif is_half(step.source):
+        count = _entries_added(step.eqn)
+        if count >= _LONG:
+            yield _accumulated(step, count)
 
 
-def _lost(step: Step, value: float) -> Draft:
-    held = rounded(value, step.result)
-    becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
-    cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
-    if held == 0:
-        cure = "use a constant of at least 1e-6, or compute this in float32"
-    message = f"the constant {value:.6g} becomes {becomes} in {step.result}; {cure}"
-    return step.draft("half-constant", "error", message)
-
-
-def _already_lost(step: Step, state: str) -> Draft:
+def _cast_back(step: Step, count: int) -> Finding:
+    overflows = step.result == "float16"
+    severity: Severity = "error" if count >= FLOAT16_MAX and overflows else "warning"
+    harm = "overflows at 65,504" if overflows else "keeps two digits"
     message = (
-        f"the constant here is {state} in {step.result}; use one that {step.result} "
-        "holds, or compute this in float32"
+        f"a sum of {count:,} entries comes back in {step.result}, which {harm}; "
+        "sum with dtype=jnp.float32 and keep the result in float32"
     )
-    return step.draft("half-constant", "error", message)
+    return step.finding("half-sum", severity, message)
 
 
-def _half_integers(step: Step) -> Iterator[Draft]:
-    if not is_half(step.result):
-        return
-    if step.name == "iota":
-        if "linspace" in step.place().calls:
-            return  # its points are no integers, and as exact as half precision is
-        fact = step.out
-    elif step.name == "convert_element_type":
-        fact = step.ins[0]
-        # A float32 mask of 0 and -10,000 holds whole numbers, but counts nothing.
-        counts = is_wide(step.source) and fact.integral and not fact.only
-        if not (is_integer(step.source) or counts):
-            return
-    else:
-        return
-    limit = _DISTINCT_INTEGERS[step.result]
-    exact = fact.only and all(rounded(v, step.result) == v for v in fact.values)
-    if exact or not limit < fact.magnitude < math.inf:
-        return
-    if lost_constants(fact, step.result):
-        return  # reported by half-constant
+def _accumulated(step: Step, count: int) -> Finding:
+    severity: Severity = "error" if count >= FLOAT16_MAX else "warning"
+    harm = "overflows at 65,504 and " if step.result == "float16" else ""
+    cure = "sum with dtype=jnp.float32 and keep the result in float32"
+    if step.backward:
+        cure = "broadcast the smaller operand in float32, then cast it"
+        # From outside of Flax's or Equinox's convolution nobody can follow this.
+        if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
+            severity = "note"
     message = (
-        f"integers up to {fact.magnitude:,.0f} are cast to {step.result}, which tells "
-        f"them apart only up to {limit:,}; keep them integers or compute in float32"
+        f"a sum of {count:,} entries accumulates in {step.result}, which {harm}drops "
+        f"small terms; {cure}"
     )
-    yield step.draft("half-integers", "error", message)
+    return step.finding("half-sum", severity, message)
 
 
-def _half_square(step: Step) -> Iterator[Draft]:
+def _entries_added(eqn: Any) -> int:
+    """How many entries an equation adds into one, in the dtype of its operands."""
+    match eqn.primitive.name:
+        case "cumsum":
+            return shape(eqn.invars[0])[eqn.params["axis"]]
+        case "reduce_window_sum":
+            return math.prod(eqn.params["window_dimensions"])
+        case "reduce_window" if _adds(eqn):
+            return math.prod(eqn.params["window_dimensions"])
+        case "reduce_sum":
+            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
+        case "reduce" if _adds(eqn):
+            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
+        case "scatter-add":
+            # Some cell receives at least this many of the updates.
+            return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
+    return 0
+
+
+def _adds(eqn: Any) -> bool:
+    eqns = [e for body in subjaxprs(eqn) for e in open_jaxpr(body)[0].eqns]
+    return [e.primitive.name for e in eqns] == ["add"]
+
+
+def _summed_by_ones(step: Step) -> int:
+    for fact in step.ins:
+        if fact.single is not None:
+            (contracted, _), _ = step.eqn.params["dimension_numbers"]
+            length = math.prod(shape(step.eqn.invars[0])[axis] for axis in contracted)
+            return int(length * min(abs(fact.single), 1.0))
+    return 0
+
+
+def _half_collective(step: Step) -> Iterator[Finding]:
+    halves = [v for v in step.eqn.invars if is_half(dtype_name(v))]
+    if not halves or not step.name.startswith(_COLLECTIVES):
+        return
+    dtype = dtype_name(halves[0])
+    overflow = " and can overflow" if dtype == "float16" else ""
+    cure = "cast to float32 before the collective"
+    if step.backward:
+        # The gradients of parameters that all devices share, in shard_map.
+        cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
+    message = f"a sum over devices in {dtype} rounds at each addition{overflow}; {cure}"
+    yield step.finding("half-collective", "warning", message, halves[0], dtype)
+
+
+def _half_square(step: Step) -> Iterator[Finding]:
     if step.result != "float16":
         return
     if step.name == "convert_element_type":
         fact = step.ins[0]
         squared = is_wide(step.source) and fact.squared and fact.high > FLOAT16_MAX
         # A cast of the user's own is of a mean square that may well be in range.
-        if squared and not is_cast_by_user(step.place()):
-            yield _overflowing(step, "a square comes back in", 256, narrowing=True)
+        if squared and not step.backward and not is_cast_by_user(step.place()):
+            yield _overflowing(step, "a square comes back in", 256)
         return
     times = _power_of_one_value(step)
     if step.source != "float16" or times < 2:
@@ -176,48 +199,112 @@ def _power_of_one_value(step: Step) -> int:
     return 0
 
 
-def _overflowing(step: Step, what: str, largest: int, narrowing: bool = False) -> Draft:
+def _overflowing(step: Step, what: str, largest: int) -> Finding:
     message = (
         f"{what} float16, which overflows for entries of {largest} and more; cast to "
         "float32 first and keep the result there"
     )
-    return step.draft("half-square", "warning", message, narrowing)
+    return step.finding("half-square", "warning", message)
 
 
-def _half_exp(step: Step) -> Iterator[Draft]:
+def _half_exp(step: Step) -> Iterator[Finding]:
     if step.name not in _EXPONENTIALS or not is_half(step.result):
         return
     if _is_safe(step.place()):
         return
     digits = "three" if step.result == "float16" else "two"
-    overflows = step.result == "float16" and step.name in _OVERFLOWING
+    shifted = any(word in call for call in step.place().calls for word in _SHIFTED)
+    bounded = shifted or step.ins[0].high < _LARGEST_EXPONENT
+    overflows = step.result == "float16" and step.name in _OVERFLOWING and not bounded
     harm = " and overflows at 65,504" if overflows else ""
     message = (
         f"{step.name} in {step.result} keeps {digits} digits{harm}; "
         "cast its argument to float32"
     )
-    yield step.draft("half-exp", "warning", message)
+    yield step.finding("half-exp", "warning", message)
 
 
 def _is_safe(place: Place) -> bool:
     return any(call.rpartition(".")[2] in _SAFE_FUNCTIONS for call in place.calls)
 
 
-def _half_division(step: Step) -> Iterator[Draft]:
-    at = _inverted(step)
-    if at is None or step.ins[at].guard != 0.0 or not step.ins[at].may_be_zero:
+def _half_constant(step: Step) -> Iterator[Finding]:
+    if not is_half(step.result):
         return
-    what = {
-        "div": "this divides by",
-        "log": "this takes the log of",
-        "sqrt": "this takes the root, whose gradient is infinite at 0, of",
-    }.get(step.name, "this inverts")
+    if step.name == "convert_element_type":
+        lost = _lost_constants(step.ins[0], step.result)
+        if lost:
+            yield _lost(step, lost[0])
+    elif step.name == "div" and step.ins[1].literal and step.ins[1].high == 0:
+        message = (
+            f"the divisor is 0 in {step.result}; use one that it holds, or compute "
+            "this in float32"
+        )
+        yield step.finding("half-constant", "error", message)
+
+
+def _lost_constants(fact: Fact, dtype: str) -> list[float]:
+    """The constants among the entries of an array that a half dtype does not hold."""
+    return sorted(
+        value
+        for value in fact.values
+        if value != 0
+        and math.isfinite(value)
+        and (rounded(value, dtype) == 0 or math.isinf(rounded(value, dtype)))
+    )
+
+
+def _lost(step: Step, value: float) -> Finding:
+    held = rounded(value, step.result)
+    becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
+    cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
+    if held == 0:
+        cure = "use a constant of at least 1e-6, or compute this in float32"
+    message = f"the constant {value:.6g} becomes {becomes} in {step.result}; {cure}"
+    return step.finding("half-constant", "error", message)
+
+
+def _half_integers(step: Step) -> Iterator[Finding]:
+    if not is_half(step.result):
+        return
+    if step.name == "iota":
+        if "linspace" in step.place().calls:
+            return  # its points are not integers, and as exact as half precision is
+        fact = step.out
+    elif step.name == "convert_element_type":
+        fact = step.ins[0]
+        # A float32 mask of 0 and -10,000 holds whole numbers, but counts nothing.
+        counts = is_wide(step.source) and fact.integral and not fact.only
+        if not (is_integer(step.source) or counts):
+            return
+    else:
+        return
+    limit = _DISTINCT_INTEGERS[step.result]
+    exact = fact.only and all(rounded(v, step.result) == v for v in fact.values)
+    if exact or not limit < fact.magnitude < math.inf:
+        return
+    if _lost_constants(fact, step.result):
+        return  # reported by half-constant
     message = (
-        f"{what} a value whose epsilon half precision has lost, so that it may be 0; "
-        "use an epsilon of at least 1e-6, or compute this in float32"
+        f"integers up to {fact.magnitude:,.0f} are cast to {step.result}, which tells "
+        f"them apart only up to {limit:,}; keep them integers or compute in float32"
+    )
+    yield step.finding("half-integers", "error", message)
+
+
+def _half_division(step: Step) -> Iterator[Finding]:
+    at = _inverted(step)
+    if at is None or step.ins[at].epsilon != 0.0 or not step.ins[at].may_be_zero:
+        return
+    what = {"div": "division by", "log": "log of", "sqrt": "sqrt of"}
+    infinite = "; the gradient of sqrt is infinite there" if step.name == "sqrt" else ""
+    message = (
+        f"{what.get(step.name, 'the inverse of')} a value that can be 0, because its "
+        f"epsilon rounds to 0 in half precision{infinite}; use an epsilon of at least "
+        "1e-6, or compute this in float32"
     )
     atom = step.eqn.invars[at]
-    yield Draft("half-division", "warning", message, dtype_name(atom), shape(atom))
+    yield step.finding("half-division", "warning", message, atom, dtype_name(atom))
 
 
 def _inverted(step: Step) -> int | None:
@@ -227,7 +314,7 @@ def _inverted(step: Step) -> int | None:
             return 1
         case "rsqrt" | "log":
             return 0
-        case "sqrt" if step.ins[0].guarded_at != 0:
+        case "sqrt" if step.ins[0].epsilon_at != 0:
             return 0  # the root of relu(x) is meant to start at 0
         case "pow" if step.ins[1].high < 0:
             return 0
@@ -236,7 +323,7 @@ def _inverted(step: Step) -> int | None:
     return None
 
 
-def _round_trip(step: Step) -> Iterator[Draft]:
+def _round_trip(step: Step) -> Iterator[Finding]:
     if step.name != "convert_element_type" or not step.ins[0].narrowed:
         return
     if is_half(step.source) and is_wide(step.result) and is_cast_by_user(step.place()):
@@ -249,5 +336,4 @@ def _round_trip(step: Step) -> Iterator[Draft]:
             "be left out by XLA on a GPU; drop both casts, or round with "
             "jax.lax.reduce_precision"
         )
-        atom = step.eqn.invars[0]
-        yield Draft("round-trip", "warning", message, step.source, shape(atom))
+        yield step.finding("round-trip", "warning", message, dtype=step.source)

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import linecache
-import math
 import os
 import pathlib
 import re
@@ -13,13 +11,11 @@ import sysconfig
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..._jaxpr import loop_of, open_jaxpr, subjaxprs
-
 _OWN = pathlib.Path(__file__).parents[2]
 _LIBRARIES = "jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
-_NUMBER = r"(?<![\w.])(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
 _UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
-_USER, _THIRD_PARTY, _CALLER = 2, 1, 0
+_PACKAGES = re.compile(r".*(?:site|dist)-packages/")
 
 
 class Place(NamedTuple):
@@ -31,18 +27,18 @@ class Place(NamedTuple):
       calls: names of the library functions between that line and the operation, from
         the inside out.
       packages: the libraries that these functions belong to.
-      rank: how much the line is the user's: 2 in the program, 1 in a package that is
-        not known here, 0 for the line that called `precision_report`.
       function: name of the function that the line is in; of a lambda or a generator,
         of the function around it.
+      library: line of the library that the operation is in, as "flax/nnx/x.py:12"; ""
+        for the user's own code, and for JAX.
     """
 
     file: str | None
     line: int | None
     calls: tuple[str, ...] = ()
     packages: frozenset[str] = frozenset()
-    rank: int = _CALLER
     function: str = ""
+    library: str = ""
 
 
 def begin_user_code(fun: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,24 +55,23 @@ def place_of(eqn: Any, outer: Place) -> Place:
     """
     calls: list[str] = []
     packages: set[str] = set()
-    third_party: Place | None = None
+    library = ""
     for file, function, line in _frames(eqn):
         if _begins_program(file, function):
             break
         package = _package(file)
-        if not package:
-            rank = _USER if package is None else _THIRD_PARTY
+        if package is None:
             name = _UNNAMED.sub("", function)
-            here = Place(file, line, tuple(calls), frozenset(packages), rank, name)
-            if package is None:
-                return here
-            third_party = third_party or here
+            return Place(file, line, tuple(calls), frozenset(packages), name, library)
+        if not library and package not in _INTERNAL:
+            library = f"{_PACKAGES.split(file)[-1]}:{line}"
         calls.append(function)
         packages.add(package)
-    if third_party is not None and third_party.rank > outer.rank:
-        return third_party
-    calls.extend(outer.calls)
-    return outer._replace(calls=tuple(calls), packages=outer.packages | packages)
+    return outer._replace(
+        calls=(*calls, *outer.calls),
+        packages=outer.packages | packages,
+        library=library or outer.library,
+    )
 
 
 def place_of_caller() -> Place:
@@ -96,12 +91,7 @@ def place_of_function(fun: Any, otherwise: Place) -> Place:
     code = _code_of(fun)
     if code is None or _package(code.co_filename) is not None:
         return otherwise
-    first = code.co_firstlineno
-    for line in range(first, first + 20):  # decorators come before the name
-        text = linecache.getline(code.co_filename, line).lstrip()
-        if text.startswith(f"def {code.co_name}"):
-            return Place(code.co_filename, line, rank=_USER)
-    return Place(code.co_filename, first, rank=_USER)
+    return Place(code.co_filename, code.co_firstlineno)
 
 
 def line_in(eqn: Any, fun: Any) -> Place | None:
@@ -111,44 +101,8 @@ def line_in(eqn: Any, fun: Any) -> Place | None:
         return None
     for file, function, line in _frames(eqn):
         if file == code.co_filename and function == code.co_qualname:
-            return Place(file, line, rank=_USER)
+            return Place(file, line)
     return None
-
-
-def producer(jaxpr: Any, index: int, outer: Place) -> tuple[Any, Place]:
-    """The equation that makes an output of a jaxpr, inside of calls, and its place."""
-    inner, _ = open_jaxpr(jaxpr)
-    result = inner.outvars[index]
-    for eqn in inner.eqns:
-        position = next((i for i, v in enumerate(eqn.outvars) if v is result), None)
-        if position is None:
-            continue
-        place = place_of(eqn, outer)
-        bodies = subjaxprs(eqn)
-        if len(bodies) == 1 and loop_of(eqn) is None:
-            body, _ = open_jaxpr(bodies[0])
-            if len(body.outvars) == len(eqn.outvars):
-                found, inner_place = producer(bodies[0], position, place)
-                return (found, inner_place) if found is not None else (eqn, place)
-        return eqn, place
-    return None, outer
-
-
-def numbers_at(place: Place) -> list[float]:
-    """The numbers that are written at a place, without their signs."""
-    numbers = (float(number) for number in re.findall(_NUMBER, _text(place)))
-    return [number for number in numbers if math.isfinite(number)]
-
-
-def names_an_epsilon(place: Place) -> bool:
-    """Whether the source at a place speaks of an epsilon, by name."""
-    return "eps" in _text(place).lower()
-
-
-def _text(place: Place) -> str:
-    return (
-        linecache.getline(place.file, place.line) if place.file and place.line else ""
-    )
 
 
 def _frames(eqn: Any) -> Iterator[tuple[str, str, int]]:
@@ -173,7 +127,8 @@ def _package(file: str) -> str | None:
         return "python" if file.startswith(("<frozen", "<attrs", "<@")) else None
     for name, root in _library_roots().items():
         if file.startswith(root):
-            return name
+            # What autocast casts is not of the user's making.
+            return "" if "_autocast" in file[len(root) :] else name
     if "site-packages" in file or "dist-packages" in file:
         return ""
     return "python" if file.startswith(sysconfig.get_path("stdlib")) else None

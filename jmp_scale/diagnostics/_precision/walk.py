@@ -1,7 +1,7 @@
 """Walks through a traced program and applies the rules, equation by equation.
 
 Facts flow along: into nested jaxprs with what is known about their arguments, and
-around loops until what is known about their carries holds in every iteration.
+around loops with what holds in every iteration.
 """
 
 import dataclasses
@@ -10,21 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ... import _jaxpr as jaxprs
-from ..._jaxpr import (
-    Loop,
-    dtype_name,
-    fits,
-    is_literal,
-    open_jaxpr,
-    words,
-)
-from .constants import starts_a_sum
-from .drafts import Draft, Found, Scope, Step, Visit
-from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, widened
-from .loops import counted, half_carries
+from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
+from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, transfer
+from .loops import counted, half_carries, half_states
+from .matrix_work import Line, Promotions
 from .rules import faults, is_narrowed_by_user
 from .source import Place, place_of
-from .transfer import transfer
+from .step import Finding, Step
 
 # These have a jaxpr of scalars that says how two entries are combined.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
@@ -32,37 +24,62 @@ _OPAQUE = words(
     "core_map custom_call ffi_call io_callback pallas_call pure_callback "
     "tpu_custom_call triton_call"
 )
-_ROUNDS = 3  # of a loop, after which what is known about its carries rarely changes
 _CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
-_RENAMES = words("abs convert_element_type copy neg reshape squeeze transpose")
 
 
 class Walk:
     """One walk through one traced program.
 
     Attributes:
-      found: what the rules found, in the order of the walk.
-      visits: the equations that were passed.
+      found: what the rules found, each with its position in the program.
+      roots: roots of a value whose epsilon is lost, by the equation that added it.
+      divided: equations that added a lost epsilon to a divisor.
+      steps: the steps without nested jaxprs that were passed.
       unread: (primitive, place) of what could not be looked into.
-      ruled: rules that found something within functions with derivative rules of their
+      ruled: rules that found something in functions with derivative rules of their
         own, by the line of the call, where JAX has the operations of these rules.
-      infinite_constants: half dtypes of constants that are infinite in the trace.
-      clock: position in the program that the walk has come to.
+      infinite: half dtypes of constants that are infinite in the trace.
+      promotions: where float32 meets half precision.
     """
 
-    def __init__(self, mechanical_only: bool = False):
-        """Starts a walk; the rules may apply only to what JAX has transposed."""
-        self.found: list[Found] = []
-        self.visits: list[Visit] = []
-        self.unread: list[tuple[str, Place]] = []
-        self.ruled: dict[Any, set[str]] = {}
-        self.infinite_constants: set[str] = set()
-        self.clock = 0
-        self._mechanical_only = mechanical_only
-        self._silent = 0
-        self._names: dict[int, Any] = {}
+    def __init__(self, lost: set[Line], differentiated: bool = False):
+        """Starts a walk.
 
-    def run(self, jaxpr: Any, facts: Sequence[Fact], scope: Scope) -> list[Fact]:
+        Args:
+          lost: lines at which a number became 0 in half precision.
+          differentiated: whether the rules apply only to what JAX has transposed.
+        """
+        self.found: list[tuple[int, Finding]] = []
+        self.roots: dict[int, tuple[int, Finding]] = {}
+        self.divided: set[int] = set()
+        self.steps: list[Step] = []
+        self.unread: list[tuple[str, Place]] = []
+        self.ruled: dict[Line, set[str]] = {}
+        self.infinite: set[str] = set()
+        self.promotions = Promotions(self._origin_of)
+        self._lost = lost
+        self._differentiated = differentiated
+        self._order = 0
+        self._same_as: dict[int, int] = {}
+        self._made_by: dict[int, Step] = {}
+
+    def through(self, program: Any, caller: Place) -> "Walk":
+        """Walks through a whole program; gives the walk itself."""
+        inner, _ = open_jaxpr(program)
+        outer = Step(None, lambda: caller)
+        self._run(program, [of_dtype(dtype_name(v)) for v in inner.invars], outer)
+        if not self._differentiated:
+            self._record_carries(half_states(program), outer)
+            for cause, found in self.roots.items():
+                # The division by a root is at fault, if there is one.
+                self.found += [] if cause in self.divided else [found]
+        return self
+
+    def maker_of(self, atom: Any) -> Step | None:
+        """The step that made a variable, inside of calls; None for an argument."""
+        return self._made_by.get(self._name_of(atom))
+
+    def _run(self, jaxpr: Any, facts: Sequence[Fact], outer: Step) -> list[Fact]:
         """What is known about the outputs of a jaxpr, given facts about its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         known = {
@@ -79,8 +96,7 @@ class Walk:
         for eqn in inner.eqns:
             literals = [atom for atom in eqn.invars if is_literal(atom)]
             self._note_infinite((atom, atom.val) for atom in literals)
-            ins = [fact_of(atom) for atom in eqn.invars]
-            outs = self._pass(eqn, ins, scope)
+            outs = self._pass(eqn, [fact_of(atom) for atom in eqn.invars], outer)
             known |= {id(v): fact for v, fact in zip(eqn.outvars, outs, strict=True)}
         return [fact_of(atom) for atom in inner.outvars]
 
@@ -88,163 +104,153 @@ class Walk:
         for atom, value in constants:
             dtype = dtype_name(atom)
             if is_half(dtype) and jaxprs.has_infinite_entries(value):
-                self.infinite_constants.add(dtype)
+                self.infinite.add(dtype)
 
-    def _pass(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact]:
-        self.clock += 1
+    def _pass(self, eqn: Any, ins: list[Fact], outer: Step) -> list[Fact]:
+        self._order += 1
         # JAX marks the backward pass in the names only. Of what it made itself by
         # transposing, only sums (over entries, devices, iterations) can be at fault.
         # Everything else is reported at the forward line.
-        transposed = "transpose(" in str(eqn.source_info.name_stack)
-        scope = scope._replace(
-            outer=_lazily(eqn, scope.outer),
-            backward=scope.backward or transposed,
-            mechanical=scope.mechanical or transposed,
-        )
-        name, bodies = eqn.primitive.name, jaxprs.subjaxprs(eqn)
+        backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
+        place = _lazily(eqn, outer.place)
+        step = Step(eqn, place, backward, outer.times, self._order, ins)
+        bodies = jaxprs.subjaxprs(eqn)
         try:
-            if name in _OPAQUE:
-                raise NotImplementedError(f"{name} has no jaxpr to read")
+            if step.name in _OPAQUE:
+                raise NotImplementedError(f"{step.name} has no jaxpr to read")
             loop = jaxprs.loop_of(eqn)
             if loop is not None:
-                return self._loop(eqn, loop, ins, scope)
-            if bodies and not name.startswith(_COMBINE):
-                before = len(self.found)
-                outs = self._nested(eqn, bodies, ins, scope)
-                if name.startswith(("custom_jvp", "custom_vjp")):
-                    rules = {f.draft.rule for f in self.found[before:]}
-                    self.ruled.setdefault(scope.outer()[:2], set()).update(rules)
-                return outs
-            if name not in jaxprs.known_primitives():
-                self._leave_unread(eqn, scope)
-            return self._operation(eqn, ins, scope)
+                return self._loop(step, loop)
+            if bodies and not step.name.startswith(_COMBINE):
+                return self._nested(step, bodies)
+            if step.name not in jaxprs.known_primitives():
+                self._leave_unread(step)
+            return self._operation(step)
         except Exception:
             # Another JAX release may lay the parameters of an equation out differently.
-            self._leave_unread(eqn, scope)
+            self._leave_unread(step)
             return [of_dtype(dtype_name(v)) for v in eqn.outvars]
 
-    def _leave_unread(self, eqn: Any, scope: Scope) -> None:
-        silent = self._silent or self._mechanical_only
-        if not silent and "debug" not in eqn.primitive.name:
-            self.unread.append((eqn.primitive.name, scope.outer()))
+    def _leave_unread(self, step: Step) -> None:
+        if self._differentiated or "debug" in step.name:
+            return
+        # The callback of Equinox's `error_if` computes nothing.
+        if not any("error_if" in call for call in step.place().calls):
+            self.unread.append((step.name, step.place()))
 
-    def _operation(self, eqn: Any, ins: list[Fact], scope: Scope) -> list[Fact]:
-        outs = transfer(eqn, ins)
-        self._name_results(eqn)
-        if self._silent:
+    def _operation(self, step: Step) -> list[Fact]:
+        outs, eqn = transfer(step.eqn, step.ins), step.eqn
+        self.steps.append(step)
+        if not outs or (self._differentiated and not step.backward):
             return outs
-        if outs and outs[0].guard == 0 and starts_a_sum(eqn, ins, scope.outer):
-            outs = [dataclasses.replace(outs[0], guard=None)]
         # Places are found only where something is: to read the frames of every equation
         # would take minutes (test_an_unrolled_transformer_of_12_layers_in_seconds).
-        visit = Visit(eqn, scope.outer, scope.backward, scope.times, self.clock)
-        self.visits.append(visit)
-        if not outs or (self._mechanical_only and not scope.mechanical):
-            return outs
+        starts = outs[0].epsilon == 0 and step.ins[0].literal
+        if starts and step.place()[:2] not in self._lost:
+            # `0 + x` is Python's `sum([x])`.
+            outs = [dataclasses.replace(outs[0], epsilon=None)]
         names = [self._name_of(atom) for atom in eqn.invars[:2]]
         same = len(names) == 2 and names[0] == names[1]
-        step = Step(eqn, ins, outs[0], scope.outer, scope.mechanical, same)
-        cause = max((fact.guarded_at for fact in ins), default=-1)
-        for draft in faults(step):
-            self._record(draft, eqn, scope, cause)
-        if not scope.mechanical and is_narrowed_by_user(step):
-            outs = [dataclasses.replace(outs[0], narrowed=step.place().function)]
+        step = step._replace(out=outs[0], same=same)
+        for finding in faults(step):
+            self._record(finding, step)
+        if not step.backward:
+            self._made_by |= {id(v): step for v in eqn.outvars}
+            outs = self.promotions.follow(step, outs)
+            if is_narrowed_by_user(step):
+                function = step.place().function
+                outs = [dataclasses.replace(outs[0], narrowed=function, cast=True)]
         return outs
 
-    def _record(self, draft: Draft, eqn: Any, scope: Scope, cause: int = -1) -> None:
-        place, name = scope.outer(), eqn.primitive.name
-        found = Found(draft, place, name, scope.backward, self.clock, cause)
-        self.found.append(found)
+    def _record(self, finding: Finding, step: Step) -> None:
+        cause = max((fact.epsilon_at for fact in step.ins), default=-1)
+        if finding.rule == "half-division":
+            if step.name == "sqrt":
+                self.roots.setdefault(cause, (step.order, finding))
+                return
+            self.divided.add(cause)
+        self.found.append((step.order, finding))
 
-    def _name_results(self, eqn: Any) -> None:
-        """Gives equal names to results that are made alike from the same value."""
-        for variable in eqn.outvars:
-            self._names[id(variable)] = object()
-        # `h.astype(f32) * h.astype(f32)` are two casts of one value, and a square. JAX
-        # does not merge them in the trace.
-        if eqn.primitive.name in _RENAMES:
-            parameters = str(sorted(eqn.params.items()))
-            name = (eqn.primitive.name, parameters, self._name_of(eqn.invars[0]))
-            self._names[id(eqn.outvars[0])] = name
+    def _record_carries(self, carries: Iterable[Any], outer: Step) -> None:
+        for message, atom, eqn in carries:
+            step = outer._replace(eqn=eqn, place=_lazily(eqn, outer.place))
+            dtype = dtype_name(atom)
+            found = step.finding("half-carry", "warning", message, atom, dtype)
+            self._record(found, step._replace(order=self._order))
 
     def _name_of(self, atom: Any) -> Any:
-        return object() if is_literal(atom) else self._names.get(id(atom), id(atom))
+        key = id(atom)
+        return object() if is_literal(atom) else self._same_as.get(key, key)
 
-    def _nested(
-        self, eqn: Any, bodies: list[Any], ins: list[Fact], scope: Scope
-    ) -> list[Fact]:
+    def _origin_of(self, atom: Any) -> str:
+        step = self.maker_of(atom)
+        if step is None or step.place().line is None:
+            return "an argument or a constant"
+        place = step.place()
+        made_by = next(reversed(place.calls), step.name).rpartition(".")[2]
+        return f"made by {made_by} at line {place.line}"
+
+    def _nested(self, step: Step, bodies: list[Any]) -> list[Fact]:
+        eqn, ins, before = step.eqn, list(step.ins), len(self.found)
         # In shard_map shapes are those of one device, but all of them compute.
-        scope = scope._replace(times=scope.times * jaxprs.mesh_size(eqn))
+        step = step._replace(times=step.times * jaxprs.mesh_size(eqn))
         outputs = len(eqn.outvars)
-        is_branch = eqn.primitive.name == "cond"
+        is_branch = step.name == "cond"
         if is_branch and all(fits(body, len(ins) - 1, outputs) for body in bodies):
             results = [
-                self._call(body, eqn.invars[1:], ins[1:], scope) for body in bodies
+                self._call(body, eqn.invars[1:], ins[1:], step) for body in bodies
             ]
             cases = zip(*results, strict=True)
             return [functools.reduce(join, facts) for facts in cases]
-        if eqn.primitive.name in _CONTROL_FLOW:
-            self._leave_unread(eqn, scope)
+        if step.name in _CONTROL_FLOW:
+            self._leave_unread(step)
         elif len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
-            return self._call(bodies[0], eqn.invars, ins, scope)
-        elif eqn.primitive.name not in jaxprs.known_primitives():
-            self._leave_unread(eqn, scope)
+            outs = self._call(bodies[0], eqn.invars, ins, step)
+            made = [self.maker_of(v) for v in open_jaxpr(bodies[0])[0].outvars]
+            for variable, maker in zip(eqn.outvars, made, strict=True):
+                self._made_by |= {} if maker is None else {id(variable): maker}
+            if step.name.startswith(("custom_jvp", "custom_vjp")):
+                rules = {finding.rule for _, finding in self.found[before:]}
+                self.ruled.setdefault(step.place()[:2], set()).update(rules)
+            return outs
+        elif step.name not in jaxprs.known_primitives():
+            self._leave_unread(step)
         for body in bodies:
             inner, _ = open_jaxpr(body)
-            self.run(body, [of_atom(v) for v in inner.invars], scope)
+            self._run(body, [of_atom(v) for v in inner.invars], step)
         return [of_dtype(dtype_name(v)) for v in eqn.outvars]
 
     def _call(
-        self, body: Any, atoms: Sequence[Any], ins: list[Fact], scope: Scope
+        self, body: Any, atoms: Sequence[Any], ins: list[Fact], step: Step
     ) -> list[Fact]:
         inner, _ = open_jaxpr(body)
         for variable, atom in zip(inner.invars, atoms, strict=True):
-            self._names[id(variable)] = self._name_of(atom)
-        return self.run(body, ins, scope)
+            self._same_as[id(variable)] = self._name_of(atom)
+        return self._run(body, ins, step)
 
-    def _loop(self, eqn: Any, loop: Loop, ins: list[Fact], scope: Scope) -> list[Fact]:
+    def _loop(self, step: Step, loop: Loop) -> list[Fact]:
         # A cast before a loop and one back within it are not side by side: every
         # iteration works on the half value.
-        ins = [dataclasses.replace(fact, narrowed="") for fact in ins]
+        ins = [dataclasses.replace(fact, narrowed="") for fact in step.ins]
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
-        carry, scanned = self._steady(loop, consts, rest, scope)
-        inside = scope._replace(times=scope.times * (loop.trips or 1))
-        outs = self.run(loop.body, [*consts, *carry, *scanned], inside)
-        condition = eqn.params.get("cond_jaxpr")
+        # What is known about a carry at first (a zero) holds in no other iteration.
+        carry = [
+            counted(loop, i, rest[i])
+            or dataclasses.replace(
+                of_dtype(dtype_name(variable)), promoted=rest[i].promoted
+            )
+            for i, variable in enumerate(loop.carries)
+        ]
+        inside = step._replace(times=step.times * (loop.trips or 1))
+        outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)
+        condition = step.eqn.params.get("cond_jaxpr")
         if condition is not None:
-            self.run(condition, [*ins[: loop.offset], *carry], inside)
-        for draft, adding in half_carries(loop, scope.mechanical):
-            if not self._silent and (scope.mechanical or not self._mechanical_only):
-                place = _lazily(adding, scope.outer)
-                self._record(draft, adding, scope._replace(outer=place))
+            self._run(condition, [*ins[: loop.offset], *carry], inside)
+        if step.backward or not self._differentiated:
+            self._record_carries(half_carries(loop, step.backward), step)
         ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
         return [*ends, *outs[loop.carry :]]
-
-    def _steady(
-        self, loop: Loop, consts: list[Fact], rest: list[Fact], scope: Scope
-    ) -> tuple[list[Fact], list[Fact]]:
-        """What is known about carries in every iteration, and of the scanned inputs."""
-        start, scanned = rest[: loop.carry], rest[loop.carry :]
-        counters = {i: counted(loop, i, fact) for i, fact in enumerate(start)}
-        carry = [counters[i] or fact for i, fact in enumerate(start)]
-        # What is known about a carry at first (a zero) holds in no other iteration. So
-        # the body is walked until its facts stay the same, without findings, and then
-        # once more with them.
-        self._silent += 1
-        try:
-            for _ in range(_ROUNDS):
-                outs = self.run(loop.body, [*consts, *carry, *scanned], scope)
-                new = [
-                    counters[i] or widened(carry[i], outs[i], dtype_name(variable))
-                    for i, variable in enumerate(loop.carries)
-                ]
-                if new == carry:
-                    break
-                carry = new
-        finally:
-            self._silent -= 1
-        return carry, scanned
 
 
 def _lazily(eqn: Any, outer: Callable[[], Place]) -> Callable[[], Place]:

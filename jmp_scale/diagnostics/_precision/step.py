@@ -1,0 +1,107 @@
+"""A step of a traced program, and what the rules say about it: a `Finding`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from ..._jaxpr import dtype_name, shape
+from .facts import Fact
+from .source import Place
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES = ("note", "warning", "error")
+
+
+class Finding(NamedTuple):
+    """A line of a program that half precision harms.
+
+    Attributes:
+      rule: name of the rule, such as "half-sum".
+      severity: "error" (wrong or non-finite for ordinary values), "warning" (loses
+        digits, or depends on the data) or "note" (cost).
+      message: what happens, and the cure; within a library, its file and line too.
+      file: path of the user's source file, or None if it is unknown.
+      line: line in that file, from 1, or None.
+      primitive: JAX's name of the operation; "" for `half-parameters`.
+      dtype: the dtype in question.
+      shape: shape of the array in question.
+      backward: whether it happens in the backward pass only.
+    """
+
+    rule: str
+    severity: Severity
+    message: str
+    file: str | None
+    line: int | None
+    primitive: str
+    dtype: str
+    shape: tuple[int, ...]
+    backward: bool
+
+
+class Step(NamedTuple):
+    """An equation of the traced program in its place.
+
+    Attributes:
+      eqn: the equation.
+      place: gives its place, which takes time.
+      backward: whether JAX made it by transposing another. It has the line of the
+        other, and only what adds up can go wrong in it.
+      times: how often it runs.
+      order: position in the program.
+      ins: what is known about its inputs.
+      out: what is known about its first output.
+      same: whether its first two inputs are the same value.
+    """
+
+    eqn: Any
+    place: Callable[[], Place]
+    backward: bool = False
+    times: int = 1
+    order: int = 0
+    ins: Sequence[Fact] = ()
+    out: Fact = Fact()
+    same: bool = False
+
+    @property
+    def name(self) -> str:
+        """JAX's name of the operation."""
+        return self.eqn.primitive.name
+
+    @property
+    def source(self) -> str:
+        """Dtype of the first input, "" without inputs."""
+        return dtype_name(self.eqn.invars[0]) if self.eqn.invars else ""
+
+    @property
+    def result(self) -> str:
+        """Dtype of the first output, "" without outputs."""
+        return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
+
+    def finding(
+        self,
+        rule: str,
+        severity: Severity,
+        message: str,
+        atom: Any = None,
+        dtype: str = "",
+    ) -> Finding:
+        """What a rule found here, in an input of the equation, by default the first."""
+        atom = (*self.eqn.invars, *self.eqn.outvars)[0] if atom is None else atom
+        place = self.place()
+        return Finding(
+            rule,
+            severity,
+            sentence(message, place),
+            place.file,
+            place.line,
+            self.name,
+            dtype or self.result,
+            shape(atom),
+            self.backward,
+        )
+
+
+def sentence(message: str, place: Place) -> str:
+    """A message as a sentence; it names the line of a library that it is about."""
+    library = f" (in {place.library})" if place.library else ""
+    return f"{message[0].upper()}{message[1:]}{library}."

@@ -12,12 +12,8 @@ import jmp_scale
 
 def after_an_overflow():
     """() -> the running mean of a BatchNorm after the layer before it overflowed"""
-    return {
-        "flax": _of_flax,
-        "torch": _of_torch,
-        "keras": _of_keras,
-        "jmp_scale": _of_linen_train_state,
-    }
+    others = {"flax": _of_flax, "torch": _of_torch, "keras": _of_keras}
+    return others | {"jmp_scale": _of_linen_train_state}
 
 
 def _linen_state(train_state, **kwargs):
@@ -98,12 +94,11 @@ def _of_keras():
     import keras
 
     norm = keras.layers.BatchNormalization(dtype="float32")
-    dense = keras.layers.Dense(
-        1, kernel_initializer=keras.initializers.Constant(300.0), dtype="mixed_float16"
-    )
+    kernel = keras.initializers.Constant(300.0)
+    half = {"kernel_initializer": kernel, "dtype": "mixed_float16"}
+    dense = keras.layers.Dense(1, **half)
     model = keras.Sequential([keras.layers.Input((1,)), dense, norm])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    model.train_on_batch(
-        np.full((4, 1), 300.0, np.float32), np.zeros((4, 1), np.float32)
-    )
+    x = np.full((4, 1), 300.0, np.float32)
+    model.train_on_batch(x, 0 * x)
     return norm.moving_mean.numpy()

@@ -89,12 +89,6 @@ def round_as_written() -> None:
     os.environ["XLA_FLAGS"] = flags + " --xla_allow_excess_precision=false"
 
 
-def add_pairs(arguments: argparse.ArgumentParser) -> None:
-    """`--pairs`, for the benchmarks that take time ratios."""
-    text = "B-A-B pairs of each time ratio"
-    arguments.add_argument("--pairs", type=int, default=9, help=text)
-
-
 def report(tables, json_path, device=None):
     """Prints the tables as Markdown, below the machine and the versions."""
     if device is None:
@@ -108,18 +102,12 @@ def report(tables, json_path, device=None):
         "versions": {"python": platform.python_version()} | _versions(),
         "tables": [dataclasses.asdict(table) for table in tables],
     }
-    print(render(data))
+    versions = ", ".join(" ".join(pair) for pair in data["versions"].items())
+    print(f"`{data['command']}`, {data['date']}, {device}; {versions}.\n")
+    print(_tables.markdown(tables))
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(data, indent=1, default=str) + "\n")
-
-
-def render(data: dict[str, Any]) -> str:
-    """The Markdown of what `report` wrote."""
-    versions = ", ".join(" ".join(pair) for pair in data["versions"].items())
-    head = f"`{data['command']}`, {data['date']}, {data['device']}; {versions}."
-    tables = _tables.markdown([Table(**table) for table in data["tables"]])
-    return f"{head}\n\n{tables}\n"
 
 
 def _warm_up(run: Callable[[], Any]) -> float:

@@ -9,17 +9,11 @@ ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0}  # others end in their number o
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result.
+    """One array of an instruction's result."""
 
-    Attributes:
-      dtype: as XLA spells it, such as `f32`.
-      shape: its dimensions.
-      space: its memory: 0 is the device's, 5 the host's, all others are on the chip.
-    """
-
-    dtype: str
+    dtype: str  # as XLA spells it, such as `f32`
     shape: tuple[int, ...]
-    space: int
+    space: int  # of memory: 0 is the device's, 5 the host's, others are on the chip
 
     @property
     def bytes(self) -> int:
@@ -128,13 +122,7 @@ def attribute(attributes: str, name: str) -> str | None:
 
 def called_computations(attributes: str) -> list[str]:
     """The computations that an instruction names, in the order of its attributes."""
-    keys = (
-        "calls|to_apply|condition|body|branch_computations|true_computation"
-        "|false_computation"
-    )
+    keys = "calls|to_apply|condition|body|(?:branch|true|false)_computations?"
     found = re.findall(rf"\b(?:{keys})=(?:\{{([^}}]*)\}}|(%?[\w.\-~]+))", attributes)
-    return [
-        bare_name(name.strip())
-        for pair in found
-        for name in (pair[0] or pair[1]).split(",")
-    ]
+    names = [name for pair in found for name in (pair[0] or pair[1]).split(",")]
+    return [bare_name(name.strip()) for name in names]

@@ -8,7 +8,7 @@ and losses are float32.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,9 @@ import numpy as np
 import jmp_scale
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """Parameters, the loss `loss(params, batch, dtype) -> f32[]`, and a batch."""
-
+class Model(NamedTuple):
     params: Any
-    loss: Callable[[Any, Any, Any], jax.Array]
+    loss: Callable[[Any, Any, Any], jax.Array]  # of (params, batch, dtype), f32[]
     batch: Any
 
 

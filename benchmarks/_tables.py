@@ -24,13 +24,6 @@ class Table:
     notes: list[str] = dataclasses.field(default_factory=list)
     case: str = ""
 
-    def keep(self, names: Sequence[str] | None) -> None:
-        """Drops the columns that are not named, except the first; None keeps all."""
-        names = self.columns if names is None else names
-        kept = [0] + [i for i, name in enumerate(self.columns) if i and name in names]
-        lines = [[line[i] for i in kept] for line in [self.columns, *self.rows]]
-        self.columns, *self.rows = lines
-
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
         rows = ["| " + " | ".join(map(_cell, line)) + " |" for line in lines]

@@ -63,15 +63,10 @@ GROUPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Chips of one kind that a program is compiled for.
+    """Chips of one kind that a program is compiled for."""
 
-    Attributes:
-      name: one of `TARGETS`.
-      chips: their number, 1 or a power of 4 for TPUs.
-    """
-
-    name: str
-    chips: int = 1
+    name: str  # one of `TARGETS`
+    chips: int = 1  # or a power of 4 for TPUs
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -86,18 +81,19 @@ class Target:
     def replicated(self, tree: Any) -> Any:
         """Types of the leaves, of which each chip holds a copy."""
         sharding = NamedSharding(self.mesh, PartitionSpec())
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
+        place = functools.partial(_placed, sharding=sharding)
+        return jax.tree.map(place, tree)
 
     def _placed_leaf(self, leaf: Any) -> jax.ShapeDtypeStruct:
         sizes = [0 if size % self.chips else size for size in leaf.shape]
         where = sizes.index(max(sizes)) if any(sizes) else None
-        parts = [None] * where + ["chips"] if where is not None else []
-        if self.chips == 1:
-            parts = []
-        sharding = NamedSharding(self.mesh, PartitionSpec(*parts))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        divided = where is not None and self.chips > 1
+        parts = [None] * where + ["chips"] if divided else []
+        return _placed(leaf, NamedSharding(self.mesh, PartitionSpec(*parts)))
+
+
+def _placed(leaf, sharding):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def missing(name: str) -> str | None:

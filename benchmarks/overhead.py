@@ -56,7 +56,6 @@ def main(argv=None):
                     compare(table, problem, peers, optimizer, target, args)
     for table in tables:
         table.notes += [f"{peer}: not installed." for peer in missing]
-        table.keep(args.columns)
         if table.title == tables[-1].title:  # which are printed as the last one
             table.notes.append(LEGEND)
     device = f"compiled for {args.target}, not run" if args.target else None
@@ -178,7 +177,6 @@ def _parser():
     several("--dtypes", _problems.DTYPES, _problems.DTYPES, "of the gradients")
     several("--peers", _steps.PEERS, _steps.PEERS, "steps to compare")
     several("--optimizers", _problems.OPTIMIZERS, ["adamw"], "of the steps alone")
-    parser.add_argument("--columns", nargs="+", help="those to print, default all")
     target = {"choices": _targets.TARGETS, "help": "compile for this machine"}
     parser.add_argument("--target", **target)
     text = "of the target, parameters sharded over all of them"
@@ -187,7 +185,8 @@ def _parser():
     parser.add_argument("--layers", type=int, default=12, help=text)
     parser.add_argument("--width", type=int, default=256, help="of both transformers")
     parser.add_argument("--no-times", action="store_true", help="no time ratios")
-    _harness.add_pairs(parser)
+    text = "base, step, base, of each time ratio; at least 9 for a result"
+    parser.add_argument("--pairs", type=int, default=9, help=text)
     return parser
 
 

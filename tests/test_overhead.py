@@ -84,11 +84,6 @@ def test_dtypes_stand_side_by_side_where_they_differ(capsys):
     assert out.count("bytes: read") == 1
 
 
-def test_only_the_columns_that_are_wanted_are_printed(tmp_path):
-    (unscaled, _) = rows_of(tmp_path, "--columns", "kernels", "bytes")
-    assert list(unscaled) == ["step", "bytes", "kernels"]
-
-
 def test_cells_that_are_alike_in_several_cases_stand_once():
     columns = ["step", "x", "y"]
     one = _tables.Table("T {}", columns, [["a", 1, 2.0], ["b", 1, 3.0]], ["n"], "1")

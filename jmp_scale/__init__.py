@@ -2,6 +2,8 @@
 
 from . import diagnostics as diagnostics
 from . import presets as presets
+from ._autocast import autocast as autocast
+from ._autocast import keep_float32 as keep_float32
 from ._config import get_loss_scale as get_loss_scale
 from ._dot_general import dot_general as dot_general
 from ._dynamic import DynamicLossScale as DynamicLossScale

@@ -37,6 +37,13 @@ _UNLISTED = words(
 )
 
 
+class Traced(NamedTuple):
+    """A jaxpr with its constants, laid out as JAX's closed jaxprs are."""
+
+    jaxpr: Any
+    consts: list[Any]
+
+
 class Loop(NamedTuple):
     """A scan or while: its body, and how its operands are laid out.
 
@@ -190,6 +197,16 @@ def loop_of(eqn: Any) -> Loop | None:
     return None
 
 
+def jvp_rule(eqn: Any) -> Traced | None:
+    """The rule of a custom_jvp call, of (primals, tangents); None if unreadable."""
+    with contextlib.suppress(Exception):
+        # JAX asks of each tangent whether it is zero: the rule is traced for none.
+        primals = len(eqn.invars) - eqn.params["num_consts"]
+        result = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
+        return Traced(open_jaxpr(result[0])[0], list(result[1]))
+    return None
+
+
 def mesh_size(eqn: Any) -> int:
     """How many devices run the jaxpr of a `shard_map` or old `pmap`; 1 for others."""
     with contextlib.suppress(Exception):
@@ -198,6 +215,18 @@ def mesh_size(eqn: Any) -> int:
         if eqn.primitive.name == "xla_pmap":
             return int(eqn.params["global_axis_size"])
     return 1
+
+
+def part(jaxpr: Any, equations: Any, inputs: Any, outputs: Any) -> Any:
+    """A jaxpr of some equations of another one, with these inputs and outputs."""
+    return jaxpr.replace(
+        constvars=[], invars=[*inputs], outvars=[*outputs], eqns=[*equations]
+    )
+
+
+def variable(aval: Any) -> Any:
+    """A new variable of a type."""
+    return jax.extend.core.Var(aval)
 
 
 @functools.cache

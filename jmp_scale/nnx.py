@@ -1,8 +1,9 @@
 """Flax NNX: an `Optimizer` that skips a step as a whole."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
@@ -10,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
+from ._autocast import autocast as _autocast
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
 from ._spike_guard import SpikeGuard
@@ -21,6 +23,51 @@ from ._tree import is_data, is_inexact, select_tree
 # The leaves of variables: by the variable's path in the nodes, then by the leaf's path
 # in the variable, because a variable may hold any pytree.
 _Leaves = Mapping[tuple[Any, ...], Mapping[Any, Any]]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
+    """`jmp_scale.autocast` for a function of NNX modules.
+
+    What the forward pass writes to modules among the arguments is written: BatchNorm
+    statistics, random streams, caches.
+
+    Args:
+      fun: a function of modules, arrays and anything else.
+      dtype: float16 or bfloat16.
+      **options: `backward`, `recompute` and `keep_float32` of `jmp_scale.autocast`.
+
+    Returns:
+      A function with the arguments, results and result dtypes of `fun`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale.nnx
+      >>> from flax import nnx
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
+      >>> half(model, jnp.ones((4, 2))).shape
+      (4, 3)
+    """
+
+    @functools.wraps(fun)
+    def in_half_precision(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        nodes = {i: x for i, x in enumerate(leaves) if _is_node(x)}
+        graph, state = nnx.split(nodes)
+        rest = [None if i in nodes else x for i, x in enumerate(leaves)]
+
+        def pure(state: Any, rest: list[Any]) -> Any:
+            nodes = nnx.merge(graph, state)
+            own = [nodes.get(i, x) for i, x in enumerate(rest)]
+            args, kwargs = jax.tree.unflatten(tree, own)
+            return fun(*args, **kwargs), nnx.state(nodes)
+
+        out, written = _autocast(pure, dtype, **options)(state, rest)
+        nnx.update(nodes, written)
+        return out
+
+    return in_half_precision  # pyright: ignore[reportReturnType]
 
 
 class Optimizer(nnx.Optimizer):
@@ -245,11 +292,11 @@ def _has_modules(tree: Any) -> bool:
 
 def _graph_nodes(args: Any) -> list[Any]:
     """The modules and lone variables among the arguments, in whatever containers."""
+    return [x for x in jax.tree.leaves(args, is_leaf=_is_node) if _is_node(x)]
 
-    def is_node(x: Any) -> bool:
-        return isinstance(x, (nnx.Pytree, nnx.Variable))
 
-    return [x for x in jax.tree.leaves(args, is_leaf=is_node) if is_node(x)]
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def _values_of(nodes: Sequence[Any]) -> _Leaves:

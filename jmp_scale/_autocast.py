@@ -1,0 +1,427 @@
+"""A float32 function in, a mixed-precision one out."""
+
+import dataclasses
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from . import _jaxpr
+from ._autocast_plan import (
+    Plan,
+    Product,
+    Step,
+    is_float32,
+    kept_name,
+    make_plan,
+)
+from ._products import Dtypes, is_zero, multiply_wide, product
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Operations whose derivatives need nothing that they read.
+_LINEAR = _jaxpr.words(
+    "add add_any broadcast_in_dim concatenate convert_element_type copy expand_dims "
+    "neg reduce_sum reshape rev slice split squeeze sub transpose"
+)
+_ARRAY = object()  # in the place of an array
+
+
+def autocast(
+    fun: F,
+    dtype: DTypeLike,
+    *,
+    backward: DTypeLike | None = None,
+    recompute: bool = True,
+    keep_float32: Collection[str] = (),
+) -> F:
+    """`fun` with its matrix products and convolutions in half precision.
+
+    Everything else stays as it is: norms, softmax, activations, sums and losses are
+    computed in float32, and so are the parameters and their gradients.
+
+    ```
+    forward:   product(x, w) = half(x) half(w), in float32 again
+    backward:  of x in half precision; of w half(x) half(c), with a float32 result
+    the rest:  as traced; what is cheap, between two products, is computed once more in
+               the backward pass, from half-precision copies of what it reads
+    ```
+
+    What the user cast to half precision stays as cast. Products that stay float32:
+    those with `precision` HIGH or HIGHEST, sums (one operand is a vector), and those in
+    a `custom_vjp` function or a kernel. `diagnostics.precision_report` of the result
+    lists what runs in which dtype.
+
+    Args:
+      fun: a function of arrays and anything else; what is not an array is static.
+      dtype: float16 or bfloat16, a name or a dtype.
+      backward: dtype of the products of the backward pass; default `dtype`. With
+        "bfloat16" a float16 forward pass needs no loss scale, because bfloat16 has the
+        range of float32.
+      recompute: whether the backward pass computes cheap operations again, so that
+        only half-precision and small arrays are kept. False leaves the memory to the
+        caller's `jax.checkpoint`.
+      keep_float32: names of jitted functions, of others' code, that stay as they are.
+
+    Returns:
+      A function with the arguments, results and result dtypes of `fun`.
+
+    Raises:
+      ValueError: `dtype` or `backward` is not float16 or bfloat16.
+      TypeError: an argument is an NNX module, at the call.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> half = jmp_scale.autocast(lambda x, w: x @ w, "float16")
+      >>> half(jnp.full((2, 2), 1 / 3), jnp.eye(2)).dtype
+      dtype('float32')
+    """
+    forward = _checked_dtype("dtype", dtype)
+    back = forward if backward is None else _checked_dtype("backward", backward)
+    names = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
+    cast = _Cast(Dtypes(forward, back), bool(recompute), frozenset(names))
+
+    @functools.wraps(fun)
+    def in_half_precision(*args: Any, **kwargs: Any) -> Any:
+        flat = _Flat(fun, args, kwargs)
+        _refuse_modules(flat)
+        jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
+        held = [True] * len(flat.arrays)
+        return flat.result(cast.run(jaxpr, held, flat.arrays))
+
+    return in_half_precision  # pyright: ignore[reportReturnType]
+
+
+def keep_float32(fun: F) -> F:
+    """`fun`, as a part of a program that `autocast` leaves as it is.
+
+    Its products stay float32, and nothing of it is computed again in the backward pass.
+    Without `autocast` around it, it is `fun`.
+
+    Args:
+      fun: a function of arrays and anything else.
+
+    Returns:
+      A function with the arguments and results of `fun`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> exact = jmp_scale.keep_float32(jnp.dot)
+      >>> f = jmp_scale.autocast(lambda x: exact(x, x), "float16")
+      >>> float(f(jnp.full((2, 2), 1e-4))[0, 0])
+      1.9999999...e-08
+    """
+
+    @functools.wraps(fun)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(lax.full((), 0.0), Tracer):
+            return fun(*args, **kwargs)  # no trace that autocast could read
+        flat = _Flat(fun, args, kwargs)
+        flat.__name__ = kept_name(getattr(fun, "__name__", "fun"))
+        return flat.result(jax.jit(flat)(*flat.arrays))
+
+    return kept  # pyright: ignore[reportReturnType]
+
+
+class _Flat:
+    """A call as a function of its arrays alone, which returns arrays alone."""
+
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._fun = fun
+        self.leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+        self._where = [i for i, x in enumerate(self.leaves) if isinstance(x, jax.Array)]
+        self.arrays = [self.leaves[i] for i in self._where]
+        self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        leaves = list(self.leaves)
+        for i, array in zip(self._where, arrays, strict=True):
+            leaves[i] = array
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        out = self._fun(*args, **kwargs)
+        results, self._out_tree = jax.tree.flatten(out)
+        self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
+        return [x for x in results if isinstance(x, jax.Array)]
+
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """What the function returned, with these arrays in it."""
+        left = iter(arrays)
+        out = [next(left) if x is _ARRAY else x for x in self._out]
+        return jax.tree.unflatten(self._out_tree, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cast:
+    """How plans are run."""
+
+    dtypes: Dtypes
+    recompute: bool
+    keep: Collection[str]
+    in_loop: bool = False
+
+    def run(self, jaxpr: Any, held: Sequence[bool], values: Sequence[Any]) -> Any:
+        """The results of a program, for these values of its inputs."""
+        plan = make_plan(jaxpr, held, self.keep)
+        env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
+        copies: dict[Any, Any] = {}
+
+        def copy(v: Any) -> Any:
+            """What the backward pass keeps of a variable; None: the variable itself."""
+            if not is_float32(v) or (v in plan.kept and self.recompute):
+                return None
+            if v not in copies:
+                largest = float(jnp.finfo(self.dtypes.forward).max)
+                exact = v in plan.exact
+                x = env[v] if exact else lax.clamp(-largest, env[v], largest)
+                copies[v] = x.astype(self.dtypes.forward)
+            return copies[v]
+
+        for step in plan.steps:
+            inputs = [env[v] for v in step.jaxpr.invars]
+            if step.product:
+                halves = [copy(v) for v in step.jaxpr.invars[:2]]
+                results = self._product(step.product, inputs, halves)
+            elif step.kind == "island" and self.recompute and not _is_linear(step):
+                halves = [copy(v) for v in step.jaxpr.invars]
+                results = self._island(step.jaxpr, inputs, halves)
+            elif step.kind == "call":
+                results = self._call(step.jaxpr, inputs, plan)
+            else:
+                results = _evaluated(step.jaxpr, inputs)
+            env.update(zip(step.jaxpr.outvars, results, strict=True))
+        return [v.val if _jaxpr.is_literal(v) else env[v] for v in plan.jaxpr.outvars]
+
+    def _product(self, made: Product, inputs: Sequence[Any], copies: Any) -> Any:
+        eqn, (left, right) = made.equation, made.sides
+
+        def multiply(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> list[jax.Array]:
+            (lhs,), (rhs,) = _evaluated(left, [lhs]), _evaluated(right, [rhs])
+
+            def dot(lhs: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
+                values, params = [lhs, rhs, *inputs[2:]], {"precision": precision}
+                params["preferred_element_type"] = (
+                    dtype if lhs.dtype == rhs.dtype == dtype else np.dtype("float32")
+                )
+                return _jaxpr.evaluate(eqn, values, **params)[0]
+
+            if lhs.dtype == rhs.dtype:
+                result = dot(lhs, rhs, None)
+            else:
+                result = multiply_wide(dot, lhs, rhs, dtype)
+            return _evaluated(made.after, [result])
+
+        # The transposes of other products take operands of one dtype.
+        weights = made.weights if eqn.primitive.name == "dot_general" else (False,) * 2
+        return product(multiply, inputs[:2], copies, weights, self.dtypes)
+
+    def _island(self, jaxpr: Any, inputs: Sequence[Any], copies: Sequence[Any]) -> Any:
+        """Runs cheap equations; the backward pass runs them again on the copies."""
+        fun = functools.partial(_evaluated, jaxpr)
+        floats = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in jaxpr.outvars]
+
+        @jax.custom_jvp
+        def run(inputs: Any, copies: Any) -> Any:
+            return fun(inputs)
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            kept = [x if c is None else c for x, c in zip(*primals, strict=True)]
+            live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
+
+            def tangent(kept: Any, live: dict[int, Any]) -> Any:
+                if not self.in_loop:
+                    kept = _kept_apart(kept)
+                again = [
+                    x if c is None else x.astype(jnp.float32)
+                    for x, c in zip(kept, primals[1], strict=True)
+                ]
+
+                def of_live(*some: Any) -> Any:
+                    for i, x in zip(live, some, strict=True):
+                        again[i] = x
+                    return [x for x, f in zip(fun(again), floats, strict=True) if f]
+
+                at = tuple(again[i] for i in live)
+                return jax.jvp(of_live, at, tuple(live.values()))[1]
+
+            tangent = jax.checkpoint(tangent, prevent_cse=False, policy=_small_sums)
+            moved = iter(tangent(kept, live))
+            out = fun(primals[0])
+            return out, [
+                next(moved) if f else np.zeros(jnp.shape(x), jax.dtypes.float0)
+                for x, f in zip(out, floats, strict=True)
+            ]
+
+        run.defjvp(rule, symbolic_zeros=True)
+        return run([*inputs], [*copies])
+
+    def _body(self, jaxpr: Any, held: Sequence[bool], *, loop: bool = False) -> Any:
+        """A nested jaxpr as a function of its inputs."""
+        cast = dataclasses.replace(self, in_loop=True) if loop else self
+        return lambda *values: cast.run(jaxpr, held, values)
+
+    def _call(self, jaxpr: Any, inputs: Sequence[Any], plan: Plan) -> Any:
+        """Runs one equation whose nested jaxprs hold products."""
+        (eqn,) = jaxpr.eqns
+        env = dict(zip(jaxpr.invars, inputs, strict=True))
+        values = [v.val if _jaxpr.is_literal(v) else env[v] for v in eqn.invars]
+        held = [_jaxpr.is_literal(v) or v in plan.kept for v in eqn.invars]
+        run = getattr(self, "_" + eqn.primitive.name, None)
+        results = run and run(eqn, values, held)
+        if results is None:
+            name = eqn.params.get("name") or eqn.primitive.name
+            warnings.warn(
+                f"autocast: {name} holds matrix products and cannot be read, so they "
+                "stay in float32; cast inside it, or mark it with keep_float32",
+                stacklevel=2,
+            )
+            return _evaluated(jaxpr, inputs)
+        return results
+
+    def _scan(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+        loop = _jaxpr.loop_of(eqn)
+        if loop is None:
+            return None
+        first, last = loop.consts, loop.consts + loop.carry
+        held = [h and not first <= i < last for i, h in enumerate(held)]
+        body = self._body(loop.body, held, loop=True)
+
+        def step(carry: Any, xs: Any) -> Any:
+            results = body(*values[:first], *carry, *xs)
+            return results[: loop.carry], results[loop.carry :]
+
+        carry, ys = lax.scan(
+            step,
+            values[first:last],
+            values[last:],
+            length=loop.trips,
+            reverse=eqn.params.get("reverse", False),
+            unroll=eqn.params.get("unroll", 1),
+        )
+        return [*carry, *ys]
+
+    def _while(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+        loop, condition = _jaxpr.loop_of(eqn), eqn.params.get("cond_jaxpr")
+        if loop is None or condition is None:
+            return None
+        count = len(values) - len(held[loop.offset :])
+        first = loop.offset + loop.consts
+        body = self._body(loop.body, [False] * len(held[loop.offset :]), loop=True)
+        test = self._body(condition, [False] * (count + loop.carry), loop=True)
+        return lax.while_loop(
+            lambda carry: test(*values[:count], *carry)[0],
+            lambda carry: body(*values[loop.offset : first], *carry),
+            values[first:],
+        )
+
+    def _cond(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+        branches = [self._body(b, held[1:]) for b in eqn.params["branches"]]
+        return lax.switch(values[0], branches, *values[1:])
+
+    def _checkpoint(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+        body = self._body(_jaxpr.subjaxprs(eqn)[0], [True] * len(held))
+        policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
+        return jax.checkpoint(body, policy=policy, prevent_cse=prevent)(*values)
+
+    _remat = _remat2 = _checkpoint
+
+    def _custom_jvp_call(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+        traced = _jaxpr.jvp_rule(eqn)
+        if traced is None:
+            return None
+        fun = jax.custom_jvp(self._body(_jaxpr.subjaxprs(eqn)[0], held))
+        first, count = eqn.params["num_consts"], len(eqn.outvars)
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            inputs = [*primals[first:], *tangents[first:]]
+            results = self._body(traced, [False] * len(inputs))(*inputs)
+            return results[:count], results[count:]
+
+        fun.defjvp(rule)
+        return fun(*values)
+
+    def _shard_map(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+        params = eqn.params
+        axes = params.get("manual_axes", params.get("newly_manual_axes"))
+        body = self._body(_jaxpr.subjaxprs(eqn)[0], held)
+        return jax.shard_map(
+            lambda *shards: tuple(body(*shards)),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            check_vma=params["check_vma"],
+            axis_names=set(axes),
+        )(*values)
+
+
+def _evaluated(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    return _jaxpr.evaluate_all(jaxpr, [], values)
+
+
+def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Arrays from which XLA:GPU computes again what it has computed already.
+
+    It would take the float32 results of the forward pass instead, and keep those. TPUs
+    do so too, but with a barrier they need more cycles, because nothing fuses over it.
+    """
+
+    def apart(*arrays: jax.Array) -> list[jax.Array]:
+        # One for each: a common one would vary over all axes over which one does.
+        return [lax.optimization_barrier(x) for x in arrays]
+
+    def same(*arrays: jax.Array) -> list[jax.Array]:
+        return [*arrays]
+
+    return lax.platform_dependent(*arrays, cuda=apart, rocm=apart, default=same)
+
+
+def _small_sums(primitive: Any, *types: Any, **params: Any) -> bool:
+    """Keeps what sums, means and maxima of eight or more entries leave."""
+    if not primitive.name.startswith("reduce_") or primitive.name == "reduce_precision":
+        return False
+    axes = params.get("axes", ())
+    return any(math.prod(t.shape[d] for d in axes) >= 8 for t in types)
+
+
+def _is_linear(step: Step) -> bool:
+    """Whether the derivative of an island needs nothing that it reads."""
+    return all(eqn.primitive.name in _LINEAR for eqn in step.jaxpr.eqns)
+
+
+def _checked_dtype(name: str, dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in (jnp.float16, jnp.bfloat16):
+        raise ValueError(
+            f"autocast: expected {name} float16 or bfloat16, got {dtype!r}; for "
+            "float32 leave autocast out"
+        )
+    return found
+
+
+def _is_module(x: Any) -> bool:
+    return "flax" in sys.modules and any(
+        c.__module__.startswith("flax.nnx")
+        and c.__name__ in ("Module", "Object", "Pytree")
+        for c in type(x).__mro__
+    )
+
+
+def _refuse_modules(flat: _Flat) -> None:
+    for leaf in flat.leaves:
+        if _is_module(leaf):
+            raise TypeError(
+                "autocast: expected arguments without NNX modules, got a "
+                f"{type(leaf).__name__}; what it writes would be lost: use "
+                "jmp_scale.nnx.autocast"
+            )

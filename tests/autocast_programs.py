@@ -1,0 +1,506 @@
+"""Float32 programs with one construct of JAX each, for `autocast`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+PROGRAMS = {}
+N = 16
+
+
+def arrays(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=s) / 2, jnp.float32) for s in shapes]
+
+
+W, X, V, B3, IMAGE = arrays((N, N), (8, N), (N,), (4, 8, N), (2, 8, 8, 3))
+(ROWS,) = arrays((32, N))
+K3, K1 = arrays((3, 3, 3, 4), (1, 1, 3, 4))
+
+
+def program(fun=None, *, args=(W, X), halves=True, jit=True, **options):
+    """Registers a loss of weights and more; `halves`: no product stays float32."""
+    if fun is None:
+        return functools.partial(program, args=args, halves=halves, jit=jit, **options)
+    PROGRAMS[fun.__name__] = (fun, args, halves, jit, options)
+    return fun
+
+
+def mean_square(x):
+    return jnp.mean(jnp.square(x))
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+@program
+def one_product(w, x):
+    return mean_square(x @ w)
+
+
+@program
+def einsum_with_moves(w, x):
+    return mean_square(jnp.einsum("bn,mn->mb", x, w).reshape(4, -1))
+
+
+@program
+def transposed_and_reshaped_weight(w, x):
+    return mean_square(x.reshape(4, 2, N) @ w.T.reshape(N, 4, 4).reshape(N, N))
+
+
+@program
+def product_with_itself(w, x):
+    y = x @ w
+    return mean_square(y @ y.T)
+
+
+@program
+def shared_weight(w, x):
+    return mean_square(layer(w, layer(w, layer(w.T, x))))
+
+
+@program(args=(W, V, X))
+def layer_norm(w, g, x):
+    y = x @ w
+    m, v = jnp.mean(y, -1, keepdims=True), jnp.var(y, -1, keepdims=True)
+    return mean_square(((y - m) * lax.rsqrt(v + 1e-6) * g[None]) @ w)
+
+
+@program(args=(W, B3))
+def attention(w, x):
+    q, k, v = jnp.split(jnp.concatenate([x @ w, x @ w.T, x @ (w * w)], -1), 3, -1)
+    scores = q @ jnp.swapaxes(k, 1, 2) / 4
+    mask = jnp.tril(jnp.ones((8, 8), bool))[None]
+    return mean_square(jax.nn.softmax(jnp.where(mask, scores, -1e9)) @ v)
+
+
+@program(args=(W, B3[:, :, None]))
+def fused_attention(w, x):
+    return mean_square(jax.nn.dot_product_attention(x @ w, x, x, is_causal=True))
+
+
+@program
+def qkv_split_without_bias(w, x):
+    q, k = jnp.split(x @ w, 2, axis=-1)
+    return mean_square(q @ k.T)
+
+
+@program
+def jax_nn(w, x):
+    y = jax.nn.gelu(x @ w) + jax.nn.silu(x @ w.T)
+    y = jax.nn.softplus(jax.nn.leaky_relu(jax.nn.elu(y @ w)))
+    return jnp.mean(jax.nn.logsumexp(jax.nn.glu(jax.nn.relu6(y) @ w), -1))
+
+
+@program
+def cross_entropy(w, x):
+    logits = jax.nn.log_softmax(jax.nn.relu(x @ w) @ w)
+    return -jnp.mean(jnp.take_along_axis(logits, jnp.arange(8)[:, None], -1))
+
+
+@program(args=(W, jnp.arange(8)))
+def embedding(w, ids):
+    return mean_square(layer(w, w[ids]) @ w.T)
+
+
+@program
+def inner_jit(w, x):
+    return mean_square(jax.jit(layer)(w, jax.jit(lambda y: jax.jit(layer)(w, y))(x)))
+
+
+@program
+def scan_over_layers(w, x):
+    ws = jnp.stack([w, w.T, w * w])
+    y, zs = lax.scan(lambda y, w: (y + layer(w, y), y[0]), x, ws)
+    return mean_square(y) + mean_square(zs)
+
+
+@program
+def scan_reversed_and_unrolled(w, x):
+    def step(carry, y):
+        carry = layer(w, carry) + y
+        return carry, jnp.sum(carry)
+
+    last, sums = lax.scan(step, x, jnp.stack([x] * 5), reverse=True, unroll=2)
+    return mean_square(last) + jnp.mean(sums) / 100
+
+
+@program
+def scan_with_a_counter(w, x):
+    def step(carry, _):
+        i, y = carry
+        return (i + 1, layer(w, y) * (1 + i % 2)), i
+
+    (i, y), _ = lax.scan(step, (0, x), None, length=3)
+    return mean_square(y) + 0.0 * i
+
+
+@program
+def nested_scans(w, x):
+    def inner(y, _):
+        return layer(w, y), None
+
+    def outer(y, _):
+        return lax.scan(inner, y, None, length=2)[0] + x, None
+
+    return mean_square(lax.scan(outer, x, None, length=2)[0])
+
+
+@program
+def scan_without_products(w, x):
+    y, _ = lax.scan(lambda c, z: (jnp.sin(c) + z, None), x @ w, jnp.stack([x, x]))
+    return mean_square(layer(w, y))
+
+
+@program
+def fori_loop(w, x):
+    return mean_square(lax.fori_loop(0, 3, lambda i, y: layer(w, y) + i / 10, x))
+
+
+@program
+def while_loop(w, x):
+    def body(state):
+        return state[0] + 1, layer(w, state[1])
+
+    fixed = lax.stop_gradient(w)
+    body_of = lambda s: (s[0] + 1, layer(fixed, s[1]))  # noqa: E731
+    _, y = lax.while_loop(lambda s: s[0] < 3, body_of, (0, lax.stop_gradient(x)))
+    return mean_square(layer(w, y)) + mean_square(body((0, x))[1])
+
+
+@program
+def cond(w, x):
+    y = lax.cond(jnp.sum(x) > 0, layer, lambda w, y: 2 * layer(w.T, y), w, x)
+    return mean_square(y @ w)
+
+
+@program
+def switch(w, x):
+    branches = [layer, lambda w, y: y, lambda w, y: layer(w.T, y)]
+    return sum(mean_square(lax.switch(i, branches, w, x)) for i in range(3))
+
+
+@program
+def remat(w, x):
+    return mean_square(jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)))
+
+
+@program
+def remat_with_a_policy(w, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    f = jax.checkpoint(lambda w, y: layer(w, layer(w, y)), policy=policy)
+    return mean_square(f(w, x))
+
+
+@program
+def remat_in_scan(w, x):
+    f = jax.checkpoint(lambda y, w: (layer(w, y) + y, None))
+    return mean_square(lax.scan(f, x, jnp.stack([w, w.T]))[0])
+
+
+@jax.custom_jvp
+def product_with_a_rule(w, x):
+    return jnp.tanh(x @ w)
+
+
+@product_with_a_rule.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    y = product_with_a_rule(w, x)
+    return y, (1 - y**2) * (dx @ w + x @ dw)
+
+
+@program
+def custom_jvp(w, x):
+    return mean_square(product_with_a_rule(w, layer(w, x)))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.clip(x, -1, 1)
+
+
+clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (g * (jnp.abs(x) < 1),))
+
+
+@program
+def custom_vjp_without_products(w, x):
+    return mean_square(clipped(2 * x @ w) @ w)
+
+
+@jax.custom_vjp
+def opaque(w, x):
+    return x @ w
+
+
+opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
+
+
+@program(halves=False)
+def custom_vjp_with_products(w, x):
+    return mean_square(opaque(w, layer(w, x)))
+
+
+@program
+def vmap_of_a_function(w, x):
+    return mean_square(jax.vmap(lambda y: jax.nn.relu(w @ y) @ w)(x) @ w)
+
+
+@program
+def gradient_inside(w, x):
+    inner = jax.grad(lambda x: mean_square(layer(w, x)))(x)
+    return mean_square(x - 10 * inner)
+
+
+@program
+def jvp_inside(w, x):
+    y, dy = jax.jvp(lambda x: layer(w, x), (x,), (x + 1,))
+    return mean_square(y + dy)
+
+
+@program
+def hessian_inside(w, x):
+    hessian = jax.hessian(lambda y: mean_square(layer(w, jnp.outer(x[0], y))))(w[0])
+    return mean_square(hessian)
+
+
+@program
+def jacobians_inside(w, x):
+    f = lambda y: layer(w, jnp.stack([y, x[0]]))[0]  # noqa: E731
+    return mean_square(jax.jacfwd(f)(x[0])) + mean_square(jax.jacrev(f)(x[1]))
+
+
+@program
+def linearized_inside(w, x):
+    y, moved = jax.linearize(lambda x: layer(w, x), x)
+    return mean_square(y + moved(x))
+
+
+@program(args=(K3, IMAGE))
+def convolution(k, x):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers)
+    return mean_square(jax.nn.relu(y))
+
+
+@program(args=(K3, IMAGE))
+def convolution_with_strides_and_dilation(k, x):
+    return mean_square(
+        lax.conv_general_dilated(
+            *(x, k, (2, 1), ((1, 1), (1, 0)), (1, 2), (2, 2)),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+    )
+
+
+@program(args=(K3.reshape(3, 3, 1, 12)[..., :6], IMAGE))
+def grouped_convolution(k, x):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return mean_square(
+        lax.conv_general_dilated(
+            *(x, k, (1, 1), "SAME"), dimension_numbers=numbers, feature_group_count=3
+        )
+    )
+
+
+@program(args=(K1, K3, IMAGE))
+def transposed_convolution_and_batch_norm(k1, k3, x):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(x, k3, (1, 1), "SAME", dimension_numbers=numbers)
+    y = (y - y.mean((0, 1, 2))[None, None, None]) / jnp.sqrt(1e-5 + y.var())
+    y = jax.nn.relu(y)
+    return mean_square(lax.conv_transpose(y, jnp.swapaxes(k1, 2, 3), (2, 2), "SAME"))
+
+
+@program(args=(jnp.stack([W, W.T]), X))
+def ragged_dot(w, x):
+    return mean_square(lax.ragged_dot(x, w, jnp.array([3, 5])))
+
+
+@program
+def pooling(w, x):
+    y = jnp.tanh(x @ w)[None, :, :, None]
+    y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return mean_square(y[0, :, :, 0] @ w[:8])
+
+
+@program
+def associative_scan(w, x):
+    y = lax.associative_scan(jnp.multiply, 1 + layer(w, x) / 4, axis=0)
+    return mean_square(y @ w)
+
+
+@program
+def cumulative_sums(w, x):
+    return mean_square(jnp.cumsum(x @ w, 0) @ w + jnp.cumprod(x @ w, 1))
+
+
+@program
+def sort_and_top_k(w, x):
+    y = jnp.sort(x @ w, -1)
+    values, where = lax.top_k(y @ w, 4)
+    return mean_square(values) + 0.0 * jnp.sum(where)
+
+
+@program
+def scatter_and_gather(w, x):
+    y = x @ w
+    z = jnp.zeros((8, N)).at[jnp.arange(4)].add(y[::2]).at[0, 0].set(1.0)
+    return mean_square(z @ w) + mean_square(y[jnp.array([1, 3])])
+
+
+@program
+def dynamic_slices(w, x):
+    i = jnp.argmax(x[0]) % 4
+    y = lax.dynamic_slice(x @ w, (i, 0), (4, N))
+    y = lax.dynamic_update_slice(x, y @ w, (i, 0))
+    return mean_square(y)
+
+
+@program
+def fourier(w, x):
+    y = jnp.fft.rfft(x @ w).real + jnp.abs(jnp.fft.fft(x))[:, :9]
+    return mean_square(y @ w[:9])
+
+
+@program(halves=False)  # those of the derivatives of a solver
+def linear_algebra(w, x):
+    a = jnp.eye(N) * 4 + (w @ w.T)
+    y = jnp.linalg.solve(a, (x @ w).T)
+    return mean_square(y) + jnp.linalg.slogdet(a)[1] / 100
+
+
+@program(args=(W, X, jax.random.key(0)))
+def dropout(w, x, key):
+    keys = jax.random.split(key)
+    for key in keys:
+        x = layer(w, x)
+        x = jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0)
+    return mean_square(x + jax.random.normal(key, x.shape) @ w / 10)
+
+
+@program
+def integers_booleans_and_complex(w, x):
+    y = x @ w
+    counts = jnp.bincount((y > 0).sum(-1), length=N)
+    z = lax.complex(y, x) * (1 + 2j)
+    return mean_square(z.real @ w) + mean_square(z.imag) + 0 * jnp.sum(counts)
+
+
+@program(args=(W, X, jnp.zeros((0, N))))
+def zero_sized_arrays(w, x, nothing):
+    return mean_square(x @ w) + jnp.sum(jnp.tanh(nothing @ w) @ w)
+
+
+@program
+def closed_over_constants(w, x):
+    return mean_square(layer(W, layer(w, x + np.ones((1, N), np.float32))))
+
+
+@program
+def python_scalars_and_weak_types(w, x):
+    y = lax.fori_loop(0, 2, lambda i, c: c * 1.5, 1.0)
+    return mean_square(layer(w, x * y) * 2 + 1)
+
+
+@program
+def large_and_small_entries(w, x):
+    big = jnp.where(x > 0, 1e6, 1e-6) * (x @ w)
+    return mean_square(big / 1e6) + mean_square(jnp.log1p(jnp.exp(-(big**2))) @ w)
+
+
+@program
+def pvary_free_reductions(w, x):
+    y = layer(w, x)
+    return jnp.max(y) + jnp.min(y @ w) + jnp.prod(1 + y[0] / 8) + jnp.linalg.norm(y)
+
+
+@program(jit=True)
+def debug_print_and_callback(w, x):
+    jax.debug.callback(lambda y: None, x[0, 0])
+    return mean_square(layer(w, x))
+
+
+@program
+def reference(w, x):
+    ref = jax.new_ref(jnp.zeros((8, N)))
+    ref[...] = layer(w, x)
+    ref[0] = ref[0] * 2
+    return mean_square(ref[...] @ w)
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+
+@program
+def pallas_kernel(w, x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    double = pl.pallas_call(double_kernel, out_shape=shape, interpret=True)
+    return mean_square(layer(w, x) + double(lax.stop_gradient(x @ w)))
+
+
+@program(args=(W, ROWS))
+def shard_map(w, x):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    def loss(w, x):
+        return lax.pmean(mean_square(layer(w, jax.nn.gelu(x @ w) + x)), "d")
+
+    return loss(w, x)
+
+
+@program(args=(W, ROWS))
+def shard_map_without_checks(w, x):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(
+        *(jax.shard_map,),
+        mesh=mesh,
+        in_specs=(P(None, "d"), P("d", None)),
+        out_specs=P("d", None),
+        check_vma=False,
+    )
+    def f(w, x):
+        w = lax.all_gather(w, "d", axis=1, tiled=True)
+        return layer(w, x)
+
+    return mean_square(f(w, x) @ w)
+
+
+@program(args=(W, ROWS.reshape(8, 4, N)), jit=False)
+def pmap_inside(w, x):
+    return mean_square(jax.pmap(layer, in_axes=(None, 0))(w, x))
+
+
+@program
+def sharding_constraint(w, x):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, P("d"))
+    y = lax.with_sharding_constraint(x @ w, spec)
+    inner = jax.jit(layer, in_shardings=(None, spec), out_shardings=spec)
+    return mean_square(inner(w, y))
+
+
+@program
+def deep_program(w, x):
+    for i in range(300):
+        x = x + 0.001 * jnp.sin(x + i)
+        if i % 10 == 0:
+            x = layer(w / 4, x)
+    return mean_square(x)
+
+
+@program
+def named_scopes_and_names(w, x):
+    with jax.named_scope("block"):
+        y = checkpoint_name(x @ w, "y")
+    return mean_square(y @ w)

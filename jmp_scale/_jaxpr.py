@@ -35,6 +35,11 @@ _UNLISTED = words(
     "random_wrap reduce_scatter ref reshard scaled_dot shard_map unreduced_psum "
     "xla_pmap"
 )
+# Equinox's own, which mark values and compute nothing that could be read wrongly.
+_MARKS = words(
+    "announce_jaxpr maybe_set nonbatchable nondifferentiable_backward nontraceable "
+    "select_if_vmap unvmap_all unvmap_any unvmap_max vprim"
+)
 
 
 class Traced(NamedTuple):
@@ -241,7 +246,7 @@ def known_primitives() -> frozenset[str]:
     # By name, since JAX has no list of its primitives. What is on neither list is
     # reported as unread, instead of passing as clean
     # (test_a_foreign_primitive_is_not_looked_into).
-    return _UNLISTED | listed
+    return _UNLISTED | _MARKS | listed
 
 
 @functools.cache

@@ -221,6 +221,70 @@ def test_a_program_without_matrix_products_has_a_share_of_zero():
     assert "No matrix products" in report.summary()
 
 
+def promoted_by_zeros(w, x):
+    zeros = jnp.zeros((16, 1))
+    h = jnp.concatenate([x.astype(F16), zeros], 1)  # !full-matmul
+    for rows in (9, 8):
+        h = jnp.tanh(h @ jnp.ones((rows, 8), F16))
+    return jnp.mean(h @ w.astype(F16))
+
+
+def promoted_by_an_argument(w, x):
+    h = x.astype(F16).reshape(16, 8) + x  # !full-matmul
+    return jnp.mean(h @ w.astype(F16))
+
+
+def promoted_in_the_product(w, x):
+    return jnp.mean(x.astype(F16) @ w)  # !full-matmul
+
+
+@pytest.mark.parametrize(
+    ("loss", "origin", "products"),
+    [
+        (promoted_by_zeros, "made by zeros at line", "3 matrix products run"),
+        (promoted_by_an_argument, "an argument", "a matrix product runs"),
+        (promoted_in_the_product, "an argument", "a matrix product runs"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_cast_without_effect_is_a_warning_where_float32_comes_in(
+    loss, origin, products, wrap
+):
+    (finding,) = assert_finds([loss], wrap(loss), W, X).findings
+    assert origin in finding.message
+    assert products in finding.message
+
+
+def test_layers_that_promote_casts_of_the_user_and_a_head_in_float32():
+    layer, half = (nnx.Linear(8, 8, dtype=d, rngs=nnx.Rngs(0)) for d in (None, F16))
+
+    def without_effect(layer, x):
+        return jnp.mean(layer(x.astype(F16)))  # !full-matmul
+
+    def head(layers, x):
+        return jnp.mean(layers[1](layers[0](x)))
+
+    transform = nnx.value_and_grad
+    report = assert_finds(
+        [without_effect], without_effect, layer, X, transform=transform
+    )
+    assert "flax/nnx/" in report.findings[0].message
+    report = precision_report(head, [half, layer], X, transform=transform)
+    assert {f.severity for f in report.findings} == {"note"}
+
+
+def test_deliberate_float32_among_half_precision_is_not_a_warning():
+    def loss(w, x):
+        h = x
+        for _ in range(2):  # a residual stream in float32
+            h = h + jnp.tanh(h.astype(F16) @ w.astype(F16))
+        difference = h.astype(F16) - x
+        return jnp.mean(h @ w) + jnp.mean(difference @ difference.T)
+
+    findings = precision_report(loss, W, X).findings
+    assert {f.severity for f in findings} == {"note"}
+
+
 def test_inner_products_of_a_loss_are_not_left_in_float32():
     def loss(w, x):
         h = product(w, x).reshape(-1)
@@ -301,6 +365,63 @@ def test_accumulated_gradients_and_a_state_in_a_dict():
         return jnp.mean(state["total"].astype(F32))
 
     assert_finds([add_in_half], loss, W, jnp.ones((4, 16, 8)))
+
+
+def average_in_half(w, average, x):
+    h = x.astype(F16) @ w.astype(F16)
+    average = 0.99 * average + 0.01 * h.mean(0)  # !half-carry
+    return jnp.mean(h.astype(F32)), {"average": average, "logits": h}
+
+
+def average_computed_in_half(w, average, x):
+    h = x.astype(F16) @ w.astype(F16)
+    average = 0.9 * average.astype(F16) + 0.1 * h.mean(0)  # !half-carry
+    return jnp.mean(h.astype(F32)), average.astype(F32)
+
+
+def test_a_state_that_leaves_beside_the_loss_in_half_precision():
+    half, wide = jnp.ones(8, F16), jnp.ones(8)
+    assert_finds([average_in_half], average_in_half, W, half, X, has_aux=True)
+    computed = average_computed_in_half
+    assert_finds([computed], computed, W, wide, X, has_aux=True)
+    report = precision_report(average_in_half, W, wide, X, has_aux=True)
+    assert report.findings == ()
+
+
+def test_gradients_of_a_float32_sum_over_half_precision_are_no_finding():
+    def loss(x):
+        return jnp.cumsum(x.astype(F16), dtype=F32)[-1]
+
+    assert precision_report(loss, jnp.ones(65_536)).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("function", "overflows"),
+    [
+        (jnp.exp, True),
+        (lambda h: jnp.exp(jnp.minimum(h, 11)), False),
+        (lambda h: jnp.exp(h - jnp.max(h, -1, keepdims=True)), False),
+        (jax.nn.softmax, False),
+        (jax.nn.logsumexp, False),
+    ],
+)
+def test_only_an_exp_that_can_overflow_is_said_to(function, overflows):
+    def loss(w, x):
+        h = function(x.astype(F16) @ w.astype(F16))
+        return jnp.mean(h.astype(F32))
+
+    (finding,) = precision_report(loss, W, X).findings
+    assert (finding.rule, "overflow" in finding.message) == ("half-exp", overflows)
+
+
+def test_an_epsilon_may_stand_before_the_divisor_and_a_sum_of_a_list_has_none():
+    def loss(w, x):
+        h = x.astype(F16) @ w.astype(F16)
+        h = h / sum([jnp.max(h)])
+        h = h / (1e-8 + jnp.max(jnp.abs(h)))  # !half-division
+        return jnp.mean(h.astype(F32))
+
+    assert_finds([loss], loss, W, X)
 
 
 def test_faults_in_a_backward_rule_stand_at_the_line_of_the_call():
@@ -511,6 +632,37 @@ def test_callbacks_and_pallas_kernels_are_not_looked_into():
     assert (
         f"{__file__}:{first + 3}: note: pallas_call was not looked" in report.summary()
     )
+
+
+def test_what_equinox_marks_and_checks_is_not_listed():
+    def loss(w, x):
+        x = eqx.error_if(x, jnp.any(x > 5), "too large")
+        x = equinox_internal.nonbatchable(
+            jnp.where(eqx.internal.unvmap_any(x > 2), x, 1)
+        )
+        return jnp.mean(product(w, equinox_internal.nondifferentiable_backward(x)))
+
+    assert precision_report(loss, W, X).not_looked_into == ()
+
+
+@pytest.mark.parametrize("module", ["nnx", "equinox"])
+def test_the_bias_of_a_convolution_in_a_library_is_a_note_at_its_line(module):
+    if module == "nnx":
+        conv = nnx.Conv(1, 8, (3, 3), dtype=F16, rngs=nnx.Rngs(0))
+        transform, x = nnx.value_and_grad, jnp.ones((32, 14, 14, 1))
+    else:
+        conv = eqx.nn.Conv2d(1, 8, 3, key=jax.random.key(0))
+        transform, x = eqx.filter_value_and_grad, jnp.ones((32, 1, 14, 14))
+
+    def loss(conv, x):
+        half = conv if module == "nnx" else jmp_scale.cast_to_half(conv)
+        half = half if module == "nnx" else jax.vmap(half)
+        return jnp.mean(half(x.astype(F16)).astype(F32) ** 2)
+
+    (finding,) = precision_report(loss, conv, x, transform=transform).findings
+    assert (finding.rule, finding.severity) == ("half-sum", "note")
+    assert finding.file == __file__
+    assert f"(in {'flax' if module == 'nnx' else module}/" in finding.message
 
 
 def test_a_foreign_primitive_is_not_looked_into():

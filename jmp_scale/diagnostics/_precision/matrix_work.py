@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from ..._jaxpr import dtype_name, is_literal, shape, size, words
 from .facts import Fact, is_half, is_wide
+from .rules import is_cast_by_user
 from .step import Finding, Step
 
 _PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
-_MOVES = words(
+MOVES = words(
     "broadcast_in_dim concatenate convert_element_type copy copy_p device_put "
     "dynamic_slice dynamic_update_slice eq expand_dims gather ge gt is_finite le lt "
     "name ne optimization_barrier pad pcast pvary reshape rev select_n "
@@ -86,7 +87,7 @@ def operations(executed: Iterable[tuple[Any, int]]) -> tuple[Operation, ...]:
     counts: dict[tuple[str, str], list[int]] = {}
     for eqn, times in executed:
         dtypes = operand_dtypes(eqn)
-        moves = eqn.primitive.name in _MOVES
+        moves = eqn.primitive.name in MOVES
         if moves or not dtypes or not dtypes[0].startswith(_FLOATING):
             continue
         row = counts.setdefault((eqn.primitive.name, " x ".join(dtypes)), [0, 0])
@@ -129,9 +130,8 @@ class Promotions:
         if flops(step.eqn):
             self._note_product(step)
         elif step.name == "convert_element_type" and is_half(step.source):
-            # JAX promotes by a function of this name; all else is deliberate.
-            calls = step.place().calls if is_wide(step.result) else ()
-            promotes = any("promote" in call for call in calls)
+            # What the user did not write: JAX or a library promotes.
+            promotes = is_wide(step.result) and not is_cast_by_user(step.place())
             self._met[id(step.eqn)] = step
             mark = {"promoted": id(step.eqn) if promotes else 0}
             cast = promotes and step.ins[0].cast
@@ -150,8 +150,8 @@ class Promotions:
                 runs = f"{len(products)} matrix products run"
             origin = self._origins.get(key, "an argument or a constant")
             message = (
-                f"{half} meets float32 here, {origin}, so that {runs} in float32 and "
-                "casts have no effect; cast the float32 operand too"
+                f"a float32 operand, {origin}, makes float32 of {half} here, so that "
+                f"{runs} in float32 and casts have no effect; cast this operand too"
             )
             finding = step.finding("full-matmul", "warning", message, dtype="float32")
             yield step.order, finding

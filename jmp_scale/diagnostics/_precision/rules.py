@@ -214,7 +214,7 @@ def _half_exp(step: Step) -> Iterator[Finding]:
         return
     digits = "three" if step.result == "float16" else "two"
     shifted = any(word in call for call in step.place().calls for word in _SHIFTED)
-    bounded = shifted or step.ins[0].high < _LARGEST_EXPONENT
+    bounded = shifted or step.ins[0].high <= _LARGEST_EXPONENT
     overflows = step.result == "float16" and step.name in _OVERFLOWING and not bounded
     harm = " and overflows at 65,504" if overflows else ""
     message = (

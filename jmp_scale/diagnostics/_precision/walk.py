@@ -13,7 +13,7 @@ from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, transfer
 from .loops import counted, half_carries, half_states
-from .matrix_work import Line, Promotions
+from .matrix_work import MOVES, Line, Promotions
 from .rules import faults, is_narrowed_by_user
 from .source import Place, place_of
 from .step import Finding, Step
@@ -184,11 +184,13 @@ class Walk:
 
     def _origin_of(self, atom: Any) -> str:
         step = self.maker_of(atom)
+        while step and step.name in MOVES and not is_literal(step.eqn.invars[0]):
+            step = self.maker_of(step.eqn.invars[0])
         if step is None or step.place().line is None:
             return "an argument or a constant"
-        place = step.place()
-        made_by = next(reversed(place.calls), step.name).rpartition(".")[2]
-        return f"made by {made_by} at line {place.line}"
+        public = [c for c in step.place().calls if c.isidentifier() and c[0] != "_"]
+        made_by = public[-1] if public else step.name
+        return f"made by {made_by} at line {step.place().line}"
 
     def _nested(self, step: Step, bodies: list[Any]) -> list[Fact]:
         eqn, ins, before = step.eqn, list(step.ins), len(self.found)

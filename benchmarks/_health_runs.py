@@ -77,20 +77,13 @@ def _compiled(name, optimizer, steps):
             params, old, history = carry
             loss, grads = _loss_and_grads(task, params, setting, seed, k, steps)
             updates, new = tx.update(grads, old, params, value=loss)
-            scalars = diagnostics.metrics(new, grads)
-            history = history.push(
-                old.loss_scale,
-                new.grads_finite,
-                applied=new.applied,
-                loss=loss,
-                grad_norm=scalars["grad_norm"],
-                lost_updates=diagnostics.lost_updates(params, updates),
-                guard=old.guard,
-            )
+            norm = diagnostics.metrics(new, grads)["grad_norm"]
+            known = {"loss": loss, "grads": grads, "params": params, "updates": updates}
+            history = history.push(old, new, **known)
             params = optax.apply_updates(params, updates)
             swelling = jnp.where(k > steps // 5, 1 + setting.swelling, 1)
             params = jax.tree.map(lambda p: p * swelling.astype(p.dtype), params)
-            return (params, new, history), (loss, scalars["grad_norm"])
+            return (params, new, history), (loss, norm)
 
         def chunk(carry, steps_of_chunk):
             carry, (loss, norm) = jax.lax.scan(step, carry, steps_of_chunk)

@@ -71,15 +71,7 @@ def spikes(path, steps=600):
             params, images, "bfloat16", weight
         )
         updates, new = tx.update(grads, old, params, value=loss)
-        norm = diagnostics.metrics(new, grads)["grad_norm"]
-        history = history.push(
-            old.loss_scale,
-            new.grads_finite,
-            applied=new.applied,
-            loss=loss,
-            grad_norm=norm,
-            guard=old.guard,
-        )
+        history = history.push(old, new, loss=loss, grads=grads)
         return (optax.apply_updates(params, updates), new, history), None
 
     params = _digits.init_autoencoder()

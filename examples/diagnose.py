@@ -35,8 +35,7 @@ def train(loss_fn, loss_scale, params, batches, pass_loss=True):
         loss, grads = jmp_scale.value_and_grad(loss_fn, old.loss_scale)(params, images)
         value = {"value": loss} if pass_loss else {}
         updates, new = tx.update(grads, old, params, **value)
-        cause = {"loss_finite": jnp.isfinite(loss)} if pass_loss else {}
-        history = history.push(old.loss_scale, new.grads_finite, **cause)
+        history = history.push(old, new)
         return (optax.apply_updates(params, updates), new, history), None
 
     history = diagnostics.LossScaleHistory.create(len(batches))

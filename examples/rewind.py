@@ -27,8 +27,7 @@ def train_step(state, images):
     scaled = jmp_scale.value_and_grad(_digits.reconstruction_loss, old.loss_scale)
     loss, grads = scaled(params, images)
     updates, new = TX.update(grads, old, params, value=loss)
-    happened = {"applied": new.applied, "loss": loss}
-    history = history.push(old.loss_scale, new.grads_finite, **happened)
+    history = history.push(old, new, loss=loss)
     params = optax.apply_updates(params, updates)
     return {"params": params, "opt_state": new, "history": history}, loss
 

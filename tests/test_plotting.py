@@ -10,6 +10,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from runs import recorded, state
 
 import jmp_scale
 from jmp_scale import diagnostics, plotting
@@ -19,23 +20,6 @@ from jmp_scale import diagnostics, plotting
 def closed_figures():
     yield
     plt.close("all")
-
-
-def history(flags, loss_finite):
-    loss_scale, recorded = (
-        jmp_scale.DynamicLossScale(2.0**15),
-        diagnostics.LossScaleHistory.create(100),
-    )
-    for finite, loss_is_finite in zip(
-        map(bool, flags), map(bool, loss_finite), strict=True
-    ):
-        recorded = recorded.push(
-            loss_scale, jnp.array(finite), loss_finite=jnp.array(loss_is_finite)
-        )
-        loss_scale = loss_scale.adjust(
-            jnp.array(finite), loss_finite=jnp.array(loss_is_finite)
-        )
-    return recorded
 
 
 def half_loss(params):
@@ -49,7 +33,7 @@ GRADS = {
 }
 FIGURES = {
     "loss scale": lambda ax: plotting.plot_loss_scale(
-        history([1, 0, 1, 0], [1, 1, 1, 0]), ax=ax
+        recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0]), ax=ax
     ),
     "histogram": lambda ax: plotting.plot_exponent_histogram(
         diagnostics.exponent_histogram(GRADS), 3, ax=ax
@@ -105,18 +89,13 @@ def spike_history(spikes=(3,), loss=2.0, limits=True):
         norm_steps=jnp.int32(9),
         accepted=jnp.int32(9),
     )
-    recorded = diagnostics.LossScaleHistory.create(20)
+    before = state(jmp_scale.NoOpLossScale(), guard=guard if limits else None)
+    history = diagnostics.LossScaleHistory.create(20)
     for step in range(10):
-        factor = 100.0 if step in spikes else 1.0
-        recorded = recorded.push(
-            1.0,
-            True,
-            applied=step not in spikes,
-            loss=jnp.float32(loss * factor),
-            grad_norm=jnp.float32(0.5 * factor),
-            guard=guard if limits else None,
-        )
-    return recorded
+        after = before._replace(applied=jnp.array(step not in spikes))
+        factor = jnp.float32(100.0 if step in spikes else 1.0)
+        history = history.push(before, after, loss=loss * factor, grads=0.5 * factor)
+    return history
 
 
 def test_spikes_are_drawn_above_the_limits_that_they_passed():
@@ -235,7 +214,7 @@ def test_empty_reports_are_refused():
     with pytest.raises(
         ValueError, match="plot_spikes: expected a history with losses or gradient norm"
     ):
-        plotting.plot_spikes(history([1, 0], [1, 1]))
+        plotting.plot_spikes(recorded([1, 0]))
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):

@@ -1,7 +1,7 @@
 """What a run's state and its last steps show, in one sentence per finding."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 # By kind, the most urgent first.
 _SENTENCES = {
     "loss scale out of range": (
-        "The loss scale is {s}, which no step changes, so that all will be skipped: "
-        "put a new DynamicLossScale into the state, or go back to a checkpoint."
+        "The loss scale is {s}. No step can change that, so every step will be "
+        "skipped: put a new DynamicLossScale into the state, or go back to a "
+        "checkpoint."
     ),
     "loss not finite": (
         "{last}, and the loss scale stays at {s}: the loss itself is not finite, "
@@ -38,8 +39,8 @@ _SENTENCES = {
         "lower min_loss_scale cures."
     ),
     "every step skipped": (
-        "{last}, after others were not, and the loss scale is now {s}: something "
-        "broke. {diagnose} finds the cause."
+        "{last} ({causes}), and the loss scale is now {s}: something broke. {diagnose} "
+        "finds the cause."
     ),
     "every step skipped at a fixed loss scale": (
         "{last}, with a loss scale that does not adapt: take a DynamicLossScale, "
@@ -86,13 +87,13 @@ _SENTENCES = {
         "{listed}): normal if rare. Look at the data of {those}."
     ),
     "broken batches": (
-        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), most of them "
-        "since the loss itself was not finite: look for broken data in those batches."
+        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), mostly because "
+        "the loss itself was not finite: look for broken data in those batches."
     ),
     "frequent overflow": (
-        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), where a few "
-        "in a thousand are normal: see with grad_report which leaf overflows, and "
-        "take a longer period."
+        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), where one in a "
+        "hundred is a lot: see with grad_report which leaf overflows, and take a "
+        "longer period."
     ),
     "warm-up": (
         "{last}, the only ones so far, and the loss scale came down to {s}: an "
@@ -103,22 +104,24 @@ _SENTENCES = {
         "{last}, the only ones so far, and the loss scale is at its floor of {floor}: "
         "if the next step is skipped too, no loss scale is small enough."
     ),
-    "skipped step": (
-        "{last}, with a loss scale that does not adapt: normal if it stays the only "
-        "one."
-    ),
+    "skipped step": ("{last}; {causes}: normal if rare. {diagnose} finds the cause."),
     "occasional overflow": (
-        "{last}, {total} in total: normal if rare, since the loss scale grows until "
+        "{last}; {causes}: normal if rare, because the loss scale grows until "
         "gradients overflow."
     ),
     "normal rate of overflow": (
-        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}): normal, since "
-        "the loss scale grows until gradients overflow."
+        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}): normal, "
+        "because the loss scale grows until gradients overflow."
     ),
     "loss scale below 1": (
         "The loss scale is {s}, below 1: unscaled gradients overflow, so the forward "
         "pass is nearly out of range. Scale down its inputs or weights, or use "
         "bfloat16."
+    ),
+    "loss scale at its cap": (
+        "The loss scale is at its cap of {s} and has never overflowed. That can be "
+        "right; but do the gradients come from jmp_scale.value_and_grad? Those of "
+        "jax.value_and_grad never see the loss scale."
     ),
     "float16 parameters": (
         "{leaf} is {dtype}{others}: keep master parameters in float32 and cast them "
@@ -127,15 +130,15 @@ _SENTENCES = {
     ),
     "bfloat16 moments": (
         "{leaf} is bfloat16{others}: with a b2 above 0.998 a second moment "
-        "in bfloat16 cannot decay, since each step's change is rounded away. "
+        "in bfloat16 cannot decay, because each step's change is rounded away. "
         "Initialize the optimizer on float32 parameters, or take a b2 of 0.99."
     ),
 }
 _ORDER = {kind: place for place, kind in enumerate(_SENTENCES)}
 
-# Of steps. With the default period S itself causes about 0.0005 of overflows.
-_NORMAL_OVERFLOW_RATE = 0.05
-_NORMAL_SPIKE_RATE = 0.01
+# Of steps, of overflows and of spikes. With the default period S itself causes about
+# 0.0005 of overflows.
+_NORMAL_RATE = 0.01
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
 
@@ -147,17 +150,45 @@ _SECOND_MOMENTS = frozenset({"nu", "v"})
 _LARGEST_DECAY = 1 - 2.0**-9
 
 
+class _Skips(NamedTuple):
+    """Skipped steps by cause."""
+
+    overflows: int
+    losses: int
+    spikes: int
+
+    @classmethod
+    def of(cls, state: LossScaleState) -> "_Skips":
+        """All skips that a state has counted."""
+        losses, spikes = int(state.nonfinite_losses), int(state.spikes)
+        return cls(int(state.skipped) - losses - spikes, losses, spikes)
+
+    def since(self, seen: "_Skips") -> "_Skips":
+        """Those after `seen`; all of them if `seen` is of a later or another run."""
+        new = _Skips(*(now - before for now, before in zip(self, seen, strict=True)))
+        return new if min(new) >= 0 and any(new) else self
+
+    def __str__(self) -> str:
+        """The causes that occurred, as in "2 overflows, 1 broken loss"."""
+        names = ("overflow", "overflows"), ("broken loss", "broken losses")
+        pairs = zip(self, (*names, ("spike", "spikes")), strict=True)
+        return ", ".join(f"{n} {word[n > 1]}" for n, word in pairs if n)
+
+
+_NONE = _Skips(0, 0, 0)
+
+
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
     """Describes the state of a run, one sentence per finding, most urgent first.
 
     Runs on the host; returns an empty list if there is nothing to report. It
     distinguishes the expected warm-up of S, occasional and frequent overflows, S at its
-    floor, losses that are not finite, spikes, every step skipped, S below 1, and
+    floor or cap, losses that are not finite, spikes, every step skipped, S below 1, and
     parameters and moments of too few digits, and says what to run next. Given a history
     with losses and gradient norms it also sees a run that goes wrong with finite
     numbers: a loss that diverges or blew up, gradients that have vanished, updates that
-    are lost in rounding. How often each is right is measured in
-    the project's benchmarks, under "Health".
+    are lost in rounding. How often each is right is measured in the project's
+    benchmarks, under "Health".
 
     Called every few hundred steps it waits for the device once. For one line per change
     rather than one per call, use `HealthLog`.
@@ -167,8 +198,9 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
         the parameters too (a Flax `TrainState`, a tuple), their dtypes are checked
         too; otherwise those of the optimizer's moments are.
       history: the last steps. Without it only the current run of skipped steps is
-        known. The trends need 40 steps with `loss`, `grad_norm` or `lost_updates`. Do
-        not record the losses of an adversarial training, which rise and fall by design.
+        known, and its cause only if all skips so far had the same. The trends need 40
+        steps with `loss`, `grads` or `updates`. Do not record the losses of an
+        adversarial training, which rise and fall by design.
 
     Returns:
       Sentences, the most urgent first.
@@ -186,13 +218,14 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
       ...     print(sentence[:65], "...")
       The loss scale is 2^-3, below 1: unscaled gradients overflow, ...
     """
-    return list(_findings("health", opt_state, history).values())
+    return list(_findings("health", opt_state, history, {}).values())
 
 
 class HealthLog:
     """`health`, once per change: each finding when it begins, and a line when it ends.
 
-    A callable for the host, whose only memory is the findings of its last call.
+    A callable for the host. It remembers the findings of its last call, and the counts
+    of skipped steps, so that it can tell the cause of those that are new.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -202,13 +235,14 @@ class HealthLog:
       >>> for gradient in (jnp.nan, jnp.nan, 1.0):
       ...     _, state = tx.update(jnp.float32(gradient), state)
       ...     print([sentence[:26] for sentence in log(state)], sorted(log.kinds))
-      ['The last step was skipped,'] ['skipped step']
+      ['The last step was skipped;'] ['skipped step']
       [] ['skipped step']
       ['Over: skipped step.'] []
     """
 
     def __init__(self) -> None:
         self._kinds: frozenset[str] = frozenset()
+        self._seen: dict[str, _Skips] = {}
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -223,7 +257,7 @@ class HealthLog:
         self, opt_state: Any, history: LossScaleHistory | None = None
     ) -> list[str]:
         """New sentences since the last call; arguments and errors as in `health`."""
-        findings = _findings("HealthLog", opt_state, history)
+        findings = _findings("HealthLog", opt_state, history, self._seen)
         new = [
             sentence for kind, sentence in findings.items() if kind not in self._kinds
         ]
@@ -233,24 +267,28 @@ class HealthLog:
 
 
 def _findings(
-    function: str, opt_state: Any, history: LossScaleHistory | None
+    function: str,
+    opt_state: Any,
+    history: LossScaleHistory | None,
+    seen: dict[str, _Skips],
 ) -> dict[str, str]:
-    """Sentences by kind."""
+    """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
     states = find_states(function, opt_state)
     findings = []
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
         # Of a replicated state every number below is an array, and `float` fails far
-        # from here (test_health_refuses_several_replicas_of_a_state).
+        # from here.
         if shape != ():
             raise ValueError(
-                f"{function}: expected one state, got {shape} of them; index one with "
-                "jax.tree.map"
+                f"{function}: expected one state, got {shape} of them; take one of "
+                "them with jax.tree.map(lambda x: x[0], state)"
             )
         prefix = f"{path}: " if len(states) > 1 else ""
-        for finding in (_skip_finding, _spike_finding):
-            findings.append((prefix, *finding(state, history)))
-        findings.append((prefix, *_scale_finding(state)))
+        skip = _skip_finding(state, history, seen.get(path, _NONE))
+        spike = _spike_finding(state, history)
+        findings += [(prefix, *f) for f in (skip, spike, _scale_finding(state))]
+        seen[path] = _Skips.of(state)
     findings += [("", *finding) for finding in _leaf_findings(opt_state)]
     if history is not None:
         findings += [("", *finding) for finding in trend_findings(history)]
@@ -265,12 +303,18 @@ def _findings(
 
 def _scale_finding(state: LossScaleState) -> tuple[str, dict[str, Any]]:
     """The finding on S itself, or "" and nothing."""
-    s = number_of(state.loss_scale)
+    rule, s = state.loss_scale, number_of(state.loss_scale)
     if s is None:
         return "", {}
-    if not 0 < float(s) < math.inf:
-        return "loss scale out of range", {"s": power(float(s))}
-    return ("loss scale below 1" if float(s) < 1 else ""), {"s": power(float(s))}
+    s = float(s)
+    kind = ""
+    if not 0 < s < math.inf:
+        kind = "loss scale out of range"
+    elif s < 1:
+        kind = "loss scale below 1"
+    elif isinstance(rule, DynamicLossScale) and s * rule.factor > rule.max_loss_scale:
+        kind = "" if _Skips.of(state).overflows else "loss scale at its cap"
+    return kind, {"s": power(s)}
 
 
 def _spike_finding(
@@ -292,66 +336,62 @@ def _spike_finding(
     spikes = ~recorded["applied"] & recorded["grads_finite"]
     if not spikes.any():
         return "", {}
-    kind = "rare spikes" if spikes.mean() <= _NORMAL_SPIKE_RATE else "frequent spikes"
+    kind = "rare spikes" if _is_rare(spikes) else "frequent spikes"
     return kind, {**_share(spikes), "listed": _listed(recorded["step"][spikes])}
 
 
 def _skip_finding(
-    state: LossScaleState, history: LossScaleHistory | None
+    state: LossScaleState, history: LossScaleHistory | None, seen: _Skips
 ) -> tuple[str, dict[str, Any]]:
     """The finding on steps that were not finite: the present run, or the history's."""
-    in_a_row = int(state.skipped_in_a_row)
+    in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     if in_a_row == 0 or _last_is_spike(state):
         return _rate(history)
     last = "The last step was skipped"
     if in_a_row > 1:
         last = f"The last {in_a_row} steps were all skipped"
-    s = number_of(state.loss_scale)
+    s, skips = number_of(rule), _Skips.of(state)
     values = {"last": last, "s": "its value" if s is None else power(float(s))}
-    if _loss_not_finite(state, history):
+    values["causes"] = f"{skips} in total"
+    # Which of the causes are those of the present run: exactly, or since the last look.
+    skips = skips.since(seen) if history is None else _recorded_run(history, in_a_row)
+    if skips.overflows == 0:
         return "loss not finite", values
-    overflows = int(state.skipped) - int(state.nonfinite_losses) - int(state.spikes)
-    return _overflow_run(state, history, {**values, "total": overflows})
-
-
-def _last_is_spike(state: LossScaleState) -> bool:
-    # int, since a Variable of Flax 0.12.0 has no truth value.
-    return int(state.grads_finite) == 1 and int(state.applied) == 0
-
-
-def _loss_not_finite(state: LossScaleState, history: LossScaleHistory | None) -> bool:
-    """Whether the present run of skips is all due to losses that were not finite."""
-    if history is not None and int(history.pushed):
-        loss_finite = history.to_dict()["loss_finite"][-int(state.skipped_in_a_row) :]
-        return not loss_finite.any()
-    # The state has only totals, which say enough if there is no other cause.
-    return int(state.nonfinite_losses) == int(state.skipped)
-
-
-def _overflow_run(
-    state: LossScaleState, history: LossScaleHistory | None, values: dict[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     is_long = in_a_row >= _LONG_RUN
     if isinstance(rule, NoOpLossScale | StaticLossScale) or rule is None:
         run = "every step skipped at a fixed loss scale"
         return (run if is_long else "skipped step"), values
-    if not isinstance(rule, DynamicLossScale):  # its S, of a mapping without the rule
-        return ("every step skipped" if is_long else "occasional overflow"), values
-    s, floor = float(rule.loss_scale), float(rule.min_loss_scale)
-    more = _most_skips(rule, s, floor)
-    values |= {"floor": power(floor), "more": more}
-    if s <= floor and in_a_row > 1:
-        return "stuck at the floor", values
-    # More skips than can have lowered S: it stays, so the loss must be the cause.
-    if in_a_row > _most_skips(rule, rule.max_loss_scale, s) + _LONG_RUN:
-        return "loss not finite", values
     total = int(state.skipped)
-    if in_a_row == total and (history is None or int(history.pushed) in (0, total)):
-        return ("warm-up" if more else "warm-up to the floor"), values
+    if isinstance(rule, DynamicLossScale):
+        s, floor = float(rule.loss_scale), float(rule.min_loss_scale)
+        more = _most_skips(rule, s, floor)
+        values |= {"floor": power(floor), "more": more}
+        if s <= floor and in_a_row > 1:
+            return "stuck at the floor", values
+        is_all = history is None or int(history.pushed) in (0, total)
+        if in_a_row == total and is_all and not skips.losses:
+            return ("warm-up" if more else "warm-up to the floor"), values
     if is_long:
         return "every step skipped", values
-    return _rate(history) if history is not None else ("occasional overflow", values)
+    if skips.losses:
+        return "skipped step", values
+    rate = _rate(history)
+    return rate if rate[0] else ("occasional overflow", values)
+
+
+def _last_is_spike(state: LossScaleState) -> bool:
+    # int, because a Variable of Flax 0.12.0 has no truth value.
+    return int(state.grads_finite) == 1 and int(state.applied) == 0
+
+
+def _recorded_run(history: LossScaleHistory, in_a_row: int) -> _Skips:
+    """The skipped steps of the present run by cause, of those that are recorded."""
+    recorded = history.to_dict()
+    loss_finite = recorded["loss_finite"][-in_a_row:]
+    finite = recorded["grads_finite"][-in_a_row:]
+    losses, overflows = (~loss_finite).sum(), (loss_finite & ~finite).sum()
+    # A history without steps knows nothing: S follows overflows only.
+    return _Skips(int(overflows) or int(len(finite) == 0), int(losses), 0)
 
 
 def _rate(history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
@@ -361,15 +401,19 @@ def _rate(history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
     skipped, loss_finite = ~recorded["grads_finite"], recorded["loss_finite"]
     if skipped.size and recorded["step"][0] == 0:
         # Skips before the first applied step were to be expected.
-        warm_up = int(np.argmin(skipped))
+        warm_up = skipped.size if skipped.all() else int(np.argmin(skipped))
         skipped, loss_finite = skipped[warm_up:], loss_finite[warm_up:]
     if not skipped.any():
         return "", {}
     if loss_finite[skipped].mean() < 0.5:
         return "broken batches", _share(skipped)
-    normal = skipped.mean() <= _NORMAL_OVERFLOW_RATE
-    kind = "normal rate of overflow" if normal else "frequent overflow"
+    kind = "normal rate of overflow" if _is_rare(skipped) else "frequent overflow"
     return kind, _share(skipped)
+
+
+def _is_rare(flags: np.ndarray) -> bool:
+    """Whether so many steps are normal. One is, in a history of any length."""
+    return flags.sum() <= max(1, _NORMAL_RATE * flags.size)
 
 
 def _share(flags: np.ndarray) -> dict[str, Any]:

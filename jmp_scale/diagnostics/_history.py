@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._loss_scale import scale_value
+from .._finite import finite_and_norm
+from .._loss_scale import LossScaleState, number_of
 from ._casts import log2_magnitude, magnitude_bits
-from ._states import plain
-from ._updates import LostUpdates
+from ._states import find_states, share_variables
+from ._updates import lost_updates_of
 
 
 class HistorySummary(NamedTuple):
@@ -45,14 +46,13 @@ class HistorySummary(NamedTuple):
 class LossScaleHistory:
     """A ring buffer of the last N steps.
 
-    A pytree to carry beside the optimizer state, also through `lax.scan`. Make it with
+    A pytree to carry next to the optimizer state, also through `lax.scan`. Make it with
     `create(N)`, and record each step with `push`, which returns the next history.
-    `push` works under `jit`; `to_dict` and `summary` run on the host. Numbers that were
-    not passed to `push` are NaN, flags True.
+    `push` works under `jit`; `to_dict` and `summary` run on the host. Numbers that
+    `push` could not work out are NaN.
 
     Attributes:
       log2_scale: f32[N], log2 of the S that scaled the loss of the step.
-      amax: f32[N], the largest unscaled gradient magnitude.
       grads_finite: bool[N], whether gradients and loss were finite.
       loss_finite: bool[N], whether the loss was finite.
       applied: bool[N], whether the step was applied: `grads_finite`, and not a spike.
@@ -68,20 +68,21 @@ class LossScaleHistory:
       pushed: i32[], steps recorded in total; step i is at index i modulo N.
 
     Examples:
-      >>> import jax.numpy as jnp, jmp_scale
+      >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale import diagnostics
       >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)
-      >>> history = diagnostics.LossScaleHistory.create(100)
-      >>> for finite in (False, True, True, True):
-      ...     history = history.push(loss_scale, jnp.array(finite))
-      ...     loss_scale = loss_scale.adjust(jnp.array(finite))
+      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
+      >>> history, state = diagnostics.LossScaleHistory.create(), tx.init(jnp.ones(2))
+      >>> for g in (jnp.inf, 1.0, 1.0, 1.0):
+      ...     before = state
+      ...     _, state = tx.update(jnp.full(2, g), before)
+      ...     history = history.push(before, state)
       >>> summary = history.summary()
       >>> summary.skip_rate, summary.longest_run, summary.growths, summary.backoffs
       (0.25, 1, 1, 1)
     """
 
     log2_scale: jax.Array
-    amax: jax.Array
     grads_finite: jax.Array
     loss_finite: jax.Array
     applied: jax.Array
@@ -97,7 +98,7 @@ class LossScaleHistory:
 
     @classmethod
     def create(cls, capacity: int = 1000) -> "LossScaleHistory":
-        """An empty history of the last `capacity` steps; 1000 take 35 kB.
+        """An empty history of the last `capacity` steps; 1000 take 31 kB.
 
         Raises:
           ValueError: a capacity that is not an integer >= 1.
@@ -110,8 +111,7 @@ class LossScaleHistory:
             )
         flags = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
         numbers = {name: jnp.full(capacity, jnp.nan, jnp.float32) for name in _NUMBERS}
-        # Copied below: two leaves of one buffer cannot be donated
-        # (test_a_history_keeps_its_types_and_buffers_through_a_donated_scan).
+        # Copied below: two leaves of one buffer cannot be donated.
         nan = jnp.full([], jnp.nan, jnp.float32)
         zero = jnp.zeros([], jnp.int32)
         return cls(
@@ -120,86 +120,85 @@ class LossScaleHistory:
 
     def push(
         self,
-        loss_scale: Any,
-        grads_finite: ArrayLike,
+        before: Any,
+        after: Any,
         *,
-        loss_finite: ArrayLike | None = None,
-        amax: ArrayLike = float("nan"),
-        applied: ArrayLike | None = None,
         loss: ArrayLike | None = None,
-        grad_norm: ArrayLike | None = None,
-        lost_updates: LostUpdates | None = None,
-        guard: Any = None,
+        grads: Any = None,
+        params: Any = None,
+        updates: Any = None,
     ) -> "LossScaleHistory":
-        """The history with one more step, which replaces the oldest once it is full.
+        """Records a step, in place of the oldest if the buffer is full.
 
-        `health` needs `loss` and `grad_norm` to see a run that goes wrong with finite
-        numbers, and `lost_updates` to see one that has stalled.
+        `health` needs `loss` and `grads` to see a run that goes wrong with finite
+        numbers, and `params` and `updates` to see one that has stalled.
 
         Args:
-          loss_scale: the loss scale that scaled the loss of this step, so the one
-            before the update.
-          grads_finite: bool[], `LossScaleState.grads_finite` after the update.
-          loss_finite: bool[], whether the unscaled loss is finite; default None takes
-            it from `loss`, and True without one.
-          amax: f32[], the largest magnitude of the unscaled gradients:
-            `grad_report(...).amax.max()`.
-          applied: bool[], `LossScaleState.applied` after the update; default None takes
-            `grads_finite`.
+          before: the state of `with_loss_scale` before the step, or any pytree that
+            contains exactly one: an optimizer state, Linen's `TrainState`. An
+            `nnx.Optimizer` changes in place, and `nnx.state` of it too: take
+            `jax.tree.map(lambda x: x, nnx.state(optimizer))` before the update.
+          after: the same after the step. From the two come S, the flags, and the limits
+            of the guard.
           loss: f32[], the unscaled loss.
-          grad_norm: f32[], the norm of the unscaled gradients, before any clipping:
-            `metrics(opt_state, grads)["grad_norm"]` or `optax.global_norm(grads)`.
-          lost_updates: what `lost_updates(params, updates)` returns.
-          guard: `LossScaleState.guard` before the update, whose limits are recorded.
+          grads: unscaled gradients, before any clipping; their norm is recorded.
+          params: parameters before the step, and
+          updates: what the optimizer returned for them; together they show what
+            rounding loses, as in `lost_updates`.
 
         Returns:
           A history of the same structure, shapes and dtypes.
 
         Raises:
-          ValueError: a loss scale or an argument of a shape other than ().
+          ValueError: `before` or `after` does not contain exactly one state, both are
+            the same object, or they are states of several steps; a loss of a shape
+            other than (); only one of `params` and `updates`.
         """
-        s = scale_value("LossScaleHistory.push", loss_scale)
-        guard, nan = plain(guard), float("nan")
-        lost = (nan, nan) if lost_updates is None else lost_updates
-        if loss_finite is None:
-            loss_finite = True if loss is None else jnp.isfinite(loss)
+        if before is after or share_variables(before, after):
+            raise ValueError(
+                "LossScaleHistory.push: expected the states before and after a step, "
+                "got one state twice; an nnx.Optimizer changes in place, so take "
+                "jax.tree.map(lambda x: x, nnx.state(optimizer)) before the update"
+            )
+        old, new = _the_state("before", before), _the_state("after", after)
+        nan = jnp.float32(jnp.nan)
+        s = number_of(old.loss_scale)
+        loss_finite = jnp.asarray(new.nonfinite_losses == old.nonfinite_losses)
         values = {
             # Exact for powers of two, which a device's own log2 need not be: `summary`
             # counts every change of S as a growth or a backoff.
-            "log2_scale": log2_magnitude(magnitude_bits(s)),
+            "log2_scale": nan if s is None else log2_magnitude(magnitude_bits(s)),
+            "grads_finite": new.grads_finite,
+            "applied": new.applied,
             "loss": nan if loss is None else loss,
-            "grads_finite": grads_finite,
-            "loss_finite": loss_finite,
-            "amax": amax,
-            "applied": grads_finite if applied is None else applied,
-            "grad_norm": nan if grad_norm is None else grad_norm,
-            "lost_entries": lost[0],
-            "lost_magnitude": lost[1],
-            "loss_limit": nan if guard is None else guard.loss_limit,
-            "norm_limit": nan if guard is None else guard.norm_limit,
+            "loss_finite": loss_finite & (True if loss is None else jnp.isfinite(loss)),
+            "grad_norm": nan if grads is None else finite_and_norm(grads)[1],
+            # Of a mapping made by Flax the guard's configuration is not known.
+            "loss_limit": getattr(old.guard, "loss_limit", nan),
+            "norm_limit": getattr(old.guard, "norm_limit", nan),
         }
+        lost = lost_updates_of("LossScaleHistory.push", params, updates)
+        values |= {"lost_entries": lost[0], "lost_magnitude": lost[1]} if lost else {}
         for name, value in values.items():
             if jnp.shape(value) != ():
                 raise ValueError(
-                    f"LossScaleHistory.push: expected {name} to be a scalar, got shape "
+                    f"LossScaleHistory.push: expected one step, got {name} of shape "
                     f"{jnp.shape(value)}; reduce it, or vmap push"
                 )
-        return self._with_step(values)
+        return self._with_step(dict.fromkeys(_NUMBERS, nan) | values)
 
     def _with_step(self, values: dict[str, Any]) -> "LossScaleHistory":
         index = self.pushed % self.pushed.dtype.type(self.log2_scale.shape[0])
         arrays = {}
         for name, value in values.items():
             buffer = getattr(self, name)
-            # The buffer's dtype, not that of a bfloat16 loss: a carry keeps its types
-            # (test_a_history_keeps_its_types_and_buffers_through_a_donated_scan).
+            # The buffer's dtype, not that of a bfloat16 loss: a carry keeps its types.
             value = jnp.asarray(value).astype(buffer.dtype)
             arrays[name] = buffer.at[index].set(value)
             if name in ("loss", "grad_norm"):
                 first_name = "first_loss" if name == "loss" else "first_norm"
                 first = getattr(self, first_name)
-                # A first norm of 0 would make every later one a growth without bound
-                # (test_the_first_usable_loss_and_norm_stay).
+                # A first norm of 0 would make every later one a growth without bound.
                 usable = jnp.isfinite(value) & ((value != 0) | (name == "loss"))
                 is_first = jnp.isnan(first) & usable
                 arrays[first_name] = jnp.where(is_first, value, first)
@@ -226,8 +225,7 @@ class LossScaleHistory:
         loss_nonfinite = ~recorded["loss_finite"]
         steps, changes = len(skipped), np.diff(log2_scale)
         # With an applied step before the first and after the last, each run of skips is
-        # the gap between two neighbors
-        # (test_a_history_counts_skips_growths_and_backoffs).
+        # the gap between two neighbors.
         applied = np.flatnonzero(np.concatenate([[True], ~skipped, [True]]))
         return HistorySummary(
             steps=steps,
@@ -245,7 +243,6 @@ class LossScaleHistory:
 _FLAGS = ("grads_finite", "loss_finite", "applied")
 _NUMBERS = (
     "log2_scale",
-    "amax",
     "loss",
     "grad_norm",
     "lost_entries",
@@ -253,3 +250,14 @@ _NUMBERS = (
     "loss_limit",
     "norm_limit",
 )
+
+
+def _the_state(name: str, tree: Any) -> LossScaleState:
+    states = find_states("LossScaleHistory.push", tree, name)
+    if len(states) > 1:
+        paths = " and ".join(path for path, _ in states[:2])
+        raise ValueError(
+            f"LossScaleHistory.push: expected one state of with_loss_scale in {name}, "
+            f"got {len(states)}, at {paths}; give one, and keep a history for each"
+        )
+    return states[0][1]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from .._finite import finite_and_norm
 from .._loss_scale import number_of
 from ._states import find_states
-from ._updates import lost_updates
+from ._updates import lost_updates_of
 
 _FIELDS = (
     "skipped",
@@ -71,11 +71,7 @@ def metrics(
       >>> scalars["grad_norm"].item()
       5.0
     """
-    if (params is None) != (updates is None):
-        raise ValueError(
-            "metrics: expected both params and updates or neither, got only "
-            f"{'updates' if params is None else 'params'}"
-        )
+    lost = lost_updates_of("metrics", params, updates)
     states = find_states("metrics", opt_state)
     scalars = {}
     for path, state in states:
@@ -91,7 +87,6 @@ def metrics(
                 scalars[prefix + name] = getattr(state.guard, name)
     if grads is not None:
         scalars["grad_norm"] = finite_and_norm(grads)[1]
-    if params is not None:
-        lost = lost_updates(params, updates)
+    if lost is not None:
         scalars |= {"lost_entries": lost.entries, "lost_magnitude": lost.magnitude}
     return scalars

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from .._loss_scale import LossScale, LossScaleState, find_loss_scale_states
 
 
-def find_states(function: str, tree: Any) -> list[tuple[str, LossScaleState]]:
+def find_states(
+    function: str, tree: Any, name: str = "opt_state"
+) -> list[tuple[str, LossScaleState]]:
     """Paths and states of `with_loss_scale` in a pytree, with plain arrays.
 
     NNX variables are replaced by their arrays. `nnx.state` and state dicts turn a state
@@ -17,12 +19,13 @@ def find_states(function: str, tree: Any) -> list[tuple[str, LossScaleState]]:
     None where S is configuration itself, and `guard` the mapping of its statistics.
 
     Raises:
-      ValueError: there is no such state; the message names `function`.
+      ValueError: there is no such state; the message has the names of the function
+        and of its argument.
     """
     states = find_loss_scale_states(tree)
     if not states:
         raise ValueError(
-            f"{function}: found no state of with_loss_scale in opt_state; wrap the "
+            f"{function}: found no state of with_loss_scale in {name}; wrap the "
             "optimizer in it"
         )
     return [(jax.tree_util.keystr(path), _plain_state(node)) for path, node in states]
@@ -49,16 +52,27 @@ def _plain_state(node: Any) -> LossScaleState:
     )
 
 
+def share_variables(before: Any, after: Any) -> bool:
+    """Whether an NNX variable, which changes in place, is in the states of both."""
+
+    def variables(tree: Any) -> set[int]:
+        nodes = [node for _, node in find_loss_scale_states(tree)]
+        leaves = jax.tree.leaves(nodes, is_leaf=_is_variable)
+        return {id(x) for x in leaves if _is_variable(x)}
+
+    return not variables(before).isdisjoint(variables(after))
+
+
 def plain(node: Any) -> Any:
     """A pytree with an array for each leaf that is an NNX variable."""
-
-    def is_variable(x: Any) -> bool:
-        # NNX variables are pytrees of one leaf. Asked for by an attribute of theirs, so
-        # that Flax need not be imported.
-        return hasattr(x, "get_value")
-
     return jax.tree.map(
-        lambda x: jax.tree.leaves(x)[0] if is_variable(x) else x,
+        lambda x: jax.tree.leaves(x)[0] if _is_variable(x) else x,
         node,
-        is_leaf=is_variable,
+        is_leaf=_is_variable,
     )
+
+
+def _is_variable(x: Any) -> bool:
+    # NNX variables are pytrees of one leaf. Asked for by an attribute of theirs, so
+    # that Flax need not be imported.
+    return hasattr(x, "get_value")

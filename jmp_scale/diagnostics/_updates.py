@@ -70,6 +70,20 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
     return LostUpdates(shares[0], shares[1])
 
 
+def lost_updates_of(function: str, params: Any, updates: Any) -> LostUpdates | None:
+    """`lost_updates`, or None if neither is given.
+
+    Raises:
+      ValueError: only one of them is given; the message names `function`.
+    """
+    if (params is None) != (updates is None):
+        raise ValueError(
+            f"{function}: expected both params and updates or neither, got only "
+            f"{'updates' if params is None else 'params'}"
+        )
+    return None if params is None else lost_updates(params, updates)
+
+
 def _pairs(params: Any, updates: Any) -> list[tuple[jax.Array, jax.Array]]:
     if jax.tree.structure(params) != jax.tree.structure(updates):
         raise ValueError(
@@ -117,6 +131,5 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def _count(flags: jax.Array) -> jax.Array:
-    # As integers first: a float32 count stops at 2^24
-    # (test_a_share_of_more_than_two_to_the_24_entries_is_counted_exactly).
+    # As integers first: a float32 count stops at 2^24.
     return jnp.sum(flags, dtype=jnp.uint32).astype(jnp.float32)

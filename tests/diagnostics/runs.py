@@ -1,40 +1,55 @@
 """Loss-scale states and histories of runs given as lists of flags or numbers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jmp_scale
 from jmp_scale import diagnostics
 
 
-def recorded(flags, capacity=100, loss_finite=None, loss_scale=None):
-    """A history of steps with these flags, in which S follows its rule."""
-    loss_scale = loss_scale or jmp_scale.DynamicLossScale(2.0**15, period=3)
+def recorded(flags, capacity=100, loss_finite=None):
+    """A history of steps whose gradients and losses are finite as these flags say."""
+    loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=3)
+    tx = jmp_scale.with_loss_scale(optax.identity(), loss_scale)
     loss_finite = [True] * len(flags) if loss_finite is None else loss_finite
 
-    def step(carry, flag):
-        history, loss_scale = carry
-        finite, loss_is_finite = flag
-        history = history.push(loss_scale, finite, loss_finite=loss_is_finite, amax=2.0)
-        return (history, loss_scale.adjust(finite, loss_finite=loss_is_finite)), None
+    def step(carry, flags):
+        history, before = carry
+        g, loss = jnp.where(jnp.stack(flags), 1.0, jnp.inf)
+        _, after = tx.update(g, before, value=loss)
+        return (history.push(before, after), after), None
 
+    start = diagnostics.LossScaleHistory.create(capacity), tx.init(jnp.float32(0))
     flags = jnp.array(flags, bool), jnp.array(loss_finite, bool)
-    history = diagnostics.LossScaleHistory.create(capacity)
-    return jax.lax.scan(step, (history, loss_scale), flags)[0]
+    return jax.lax.scan(step, start, flags)[0][0]
 
 
-def history_of(capacity=1000, **columns):
-    """A history of steps whose arguments of `push` are given as columns."""
+def history_of(capacity=1000, lost_updates=None, **columns):
+    """A history of steps with these columns, as `to_dict` names them."""
     columns = jax.tree.map(jnp.asarray, columns)
-    steps = len(jax.tree.leaves(columns)[0])
+    steps = len(jax.tree.leaves((columns, lost_updates))[0])
     columns.setdefault("grads_finite", jnp.ones(steps, bool))
+    columns.setdefault("applied", columns["grads_finite"])
+    before = state()
 
     def step(history, row):
-        return history.push(1.0, row.pop("grads_finite"), **row), None
+        flags = {name: row[name] for name in ("grads_finite", "applied")}
+        more = {"loss": row.get("loss"), "grads": row.get("grad_norm")}
+        return history.push(before, before._replace(**flags), **more), None
 
     history = diagnostics.LossScaleHistory.create(capacity)
-    return jax.lax.scan(step, history, columns)[0]
+    history = jax.lax.scan(step, history, columns)[0]
+    if lost_updates is not None:
+        names = ("lost_entries", "lost_magnitude")
+        lost = dict(zip(names, lost_updates, strict=True))
+        old = {name: getattr(history, name) for name in names}
+        lost = {name: old[name].at[:steps].set(lost[name]) for name in names}
+        history = dataclasses.replace(history, **lost)
+    return history
 
 
 def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, **fields):

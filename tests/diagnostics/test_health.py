@@ -17,9 +17,9 @@ def test_nothing_is_said_when_all_is_well():
     assert diagnostics.health(state()) == []
     assert diagnostics.health(state(skipped=7)) == []
     assert diagnostics.health(state(jmp_scale.NoOpLossScale())) == []
-    assert diagnostics.health(state(), recorded([1] * 50)[0]) == []
+    assert diagnostics.health(state(), recorded([1] * 50)) == []
     assert (
-        diagnostics.health(state(skipped=2), recorded([0, 0, *[1] * 50])[0]) == []
+        diagnostics.health(state(skipped=2), recorded([0, 0, *[1] * 50])) == []
     )  # the warm-up is over
 
 
@@ -47,7 +47,7 @@ FINDINGS = {
         "warm-up",
     ),
     "occasional": (state(skipped=5, in_a_row=1), None, "normal if rare"),
-    "occasional, recorded": (state(skipped=1), [*[1] * 30, 0, 1], "(3.1%): normal"),
+    "one, recorded": (state(skipped=1), [*[1] * 30, 0, 1], "(3.1%): normal"),
     "frequent": (state(skipped=3), [*[1] * 5, 0, 1, 0, 1], "22.2%"),
     "broken batches": (
         state(skipped=2),
@@ -64,10 +64,15 @@ FINDINGS = {
         [1, 1, -1, -1],
         "the loss itself is not finite",
     ),
-    "loss, not recorded": (
-        state(skipped=60, in_a_row=60),
+    "cause unknown": (
+        state(skipped=3, in_a_row=1, nonfinite_losses=np.int32(1)),
         None,
-        "the loss itself is not finite",
+        "skipped; 2 overflows, 1 broken loss in total: normal if rare. diagnose_nonf",
+    ),
+    "cause unknown for long": (
+        state(skipped=20, in_a_row=12, nonfinite_losses=np.int32(8)),
+        None,
+        "skipped (12 overflows, 8 broken losses in total), and the loss scale is now",
     ),
     "every step": (
         state(jmp_scale.DynamicLossScale(8.0), 14, 12),
@@ -82,7 +87,7 @@ FINDINGS = {
     "one step, static": (
         state(jmp_scale.StaticLossScale(8), 1, 1),
         None,
-        "normal if it stays the only one",
+        "The last step was skipped; 1 overflow in total: normal if rare",
     ),
     "below 1": (
         state(jmp_scale.DynamicLossScale(0.25, min_loss_scale=0)),
@@ -99,10 +104,10 @@ FINDINGS = {
         None,
         "stays at 2^3: the loss itself is not finite",
     ),
-    "an overflow after losses": (
-        state(skipped=3, in_a_row=1, nonfinite_losses=np.int32(2)),
+    "cap": (
+        state(jmp_scale.DynamicLossScale(2.0**24)),
         None,
-        "1 in total: normal if rare",
+        "at its cap of 2^24 and has never overflowed. That can be right; but do the",
     ),
     "warm-up to the floor": (
         state(jmp_scale.DynamicLossScale(1.0), 1, 1),
@@ -124,7 +129,7 @@ def test_each_finding_is_one_sentence(case):
     opt_state, flags, expected = FINDINGS[case]
     history = None
     if flags is not None:  # -1: the loss itself is not finite
-        history, _ = recorded(
+        history = recorded(
             [flag > 0 for flag in flags], loss_finite=[flag >= 0 for flag in flags]
         )
     sentences = diagnostics.health(opt_state, history)
@@ -191,7 +196,8 @@ def test_a_tree_without_a_state_is_refused(function):
 def test_health_refuses_several_replicas_of_a_state():
     replicas = jax.tree.map(lambda x: jnp.stack([x, x]), state())
     with pytest.raises(
-        ValueError, match=r"health: expected one state, got \(2,\) of them"
+        ValueError,
+        match=r"got \(2,\) of .* jax.tree.map\(lambda x: x\[0\], state",
     ):
         diagnostics.health(replicas)
 
@@ -211,7 +217,7 @@ def test_a_loss_scale_below_its_floor_never_counts_skips_backwards(s, in_a_row):
 def test_a_loss_scale_that_is_not_a_positive_number_is_the_first_finding(s, in_a_row):
     broken = jax.tree.map(lambda _: jnp.float32(s), jmp_scale.DynamicLossScale())
     sentences = diagnostics.health(state(broken, in_a_row, in_a_row))
-    assert sentences[0].startswith(f"The loss scale is {float(s):g}, which no step")
+    assert sentences[0].startswith(f"The loss scale is {float(s):g}. No step can")
     assert "DynamicLossScale" in sentences[0]
 
 
@@ -272,14 +278,7 @@ def run_of(guard):
         loss, g = (1e4, 1e5) if step == 40 else (1.0, jnp.inf if step == 50 else 2.0)
         old, g, loss = opt_state, jnp.float32(g), jnp.float32(loss)
         _, opt_state = tx.update(g, old, value=loss)
-        history = history.push(
-            old.loss_scale,
-            opt_state.grads_finite,
-            applied=opt_state.applied,
-            loss=loss,
-            grad_norm=jnp.abs(g),
-            guard=old.guard,
-        )
+        history = history.push(old, opt_state, loss=loss, grads=g)
     return opt_state, history
 
 
@@ -306,3 +305,85 @@ def test_skips_of_a_mapping_without_the_rule_are_judged_by_their_number(
     as_dict["loss_scale"] = {"loss_scale": jnp.float32(8), "counter": jnp.int32(0)}
     (sentence,) = diagnostics.health({"opt_state": as_dict})
     assert expected in sentence
+
+
+def updated(opt_state, *causes):
+    """The state after steps that are fine, overflow, or have a broken loss."""
+    tx = jmp_scale.with_loss_scale(optax.identity(), jmp_scale.DynamicLossScale())
+    opt_state = opt_state or tx.init(jnp.float32(0))
+    for cause in causes:
+        g = jnp.float32(1.0 if cause == "fine" else jnp.inf)
+        loss = jnp.float32(jnp.nan if cause == "loss" else 1.0)
+        _, opt_state = tx.update(g, opt_state, value=loss)
+    return opt_state
+
+
+def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
+    log, opt_state, kinds = diagnostics.HealthLog(), None, []
+    for cause in ("overflow", "fine", "fine", "loss", "fine", "overflow"):
+        opt_state = updated(opt_state, cause)
+        log(opt_state)
+        kinds.append(set(log.kinds))
+    nothing = set()
+    loss, overflow = {"loss not finite"}, {"occasional overflow"}
+    assert kinds == [{"warm-up"}, nothing, nothing, loss, nothing, overflow]
+    # `health` has no last call, so it names no cause that the totals do not tell.
+    (said,) = diagnostics.health(opt_state)
+    assert "2 overflows, 1 broken loss in total" in said
+    assert said.endswith("[skipped step]")
+
+
+@pytest.mark.parametrize(
+    ("causes", "kind"),
+    [
+        (["loss"], "loss not finite"),
+        (["overflow", "loss"], "skipped step"),
+        (["loss", "fine", "loss", "loss"], "loss not finite"),
+        (["overflow", "fine", "overflow"], "occasional overflow"),
+    ],
+)
+def test_a_log_that_looks_rarely_names_only_a_cause_that_all_new_skips_have(
+    causes, kind
+):
+    log = diagnostics.HealthLog()
+    opt_state = updated(None, "fine", "loss", "overflow", "fine")
+    log(opt_state)
+    log(updated(opt_state, *causes))
+    assert log.kinds == {kind}
+
+
+def test_a_log_of_a_run_that_goes_back_to_a_checkpoint_starts_from_its_totals():
+    log, checkpoint = diagnostics.HealthLog(), updated(None, "fine")
+    log(updated(checkpoint, "overflow", "loss", "overflow"))
+    log(updated(checkpoint, "loss"))
+    assert log.kinds == {"loss not finite"}
+
+
+def test_plain_gradients_under_a_wrapped_optimizer_are_noticed_at_the_cap():
+    tx = jmp_scale.with_loss_scale(
+        optax.identity(), jmp_scale.DynamicLossScale(2.0**20, period=1)
+    )
+    opt_state = tx.init(jnp.float32(0))
+    log, kinds = diagnostics.HealthLog(), []
+    for _ in range(6):
+        _, opt_state = tx.update(jnp.float32(0), opt_state)
+        log(opt_state)
+        kinds.append(set(log.kinds))
+    assert kinds == [set()] * 3 + [{"loss scale at its cap"}] * 3
+    _, opt_state = tx.update(jnp.float32(jnp.inf), opt_state)
+    _, opt_state = tx.update(jnp.float32(0), opt_state)
+    assert float(opt_state.loss_scale.loss_scale) == 2.0**24
+    assert diagnostics.health(opt_state) == []  # it has overflowed
+
+
+@pytest.mark.parametrize(("skips", "is_normal"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize("cause", ["overflow", "spike"])
+def test_up_to_one_skip_in_a_hundred_is_normal(skips, is_normal, cause):
+    applied = np.ones(200, bool)
+    applied[10 : 10 + 20 * skips : 20] = False
+    columns = {"applied": applied}
+    if cause == "overflow":
+        columns["grads_finite"] = applied
+    (said,) = diagnostics.health(state(), history_of(**columns))
+    assert ("normal" in said) == is_normal
+    assert ("one in a hundred is a lot" in said) == (not is_normal)

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_bitwise_equal
-from runs import history_of, recorded
+from runs import history_of, recorded, state
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.strict_promotion
 
 
 def test_a_history_counts_skips_growths_and_backoffs():
-    history, _ = recorded([0, 0, 1, 1, 1, 1, 0, 1])
+    history = recorded([0, 0, 1, 1, 1, 1, 0, 1])
     assert history.to_dict()["log2_scale"].tolist() == [15, 14, 13, 13, 13, 14, 14, 13]
     summary = history.summary()
     assert (summary.steps, summary.skip_rate, summary.longest_run) == (8, 3 / 8, 2)
@@ -24,12 +25,12 @@ def test_a_history_counts_skips_growths_and_backoffs():
 @pytest.mark.parametrize("steps", [3, 4, 5, 11])
 def test_a_full_history_keeps_the_last_steps_in_order(steps):
     flags = [i % 3 > 0 for i in range(steps)]
-    history = recorded(flags, capacity=4)[0].to_dict()
+    history = recorded(flags, capacity=4).to_dict()
     assert history["step"].tolist() == list(range(steps))[-4:]
     assert history["grads_finite"].tolist() == flags[-4:]
     assert (
         history["log2_scale"].tolist()
-        == recorded(flags)[0].to_dict()["log2_scale"].tolist()[-4:]
+        == recorded(flags).to_dict()["log2_scale"].tolist()[-4:]
     )
 
 
@@ -42,14 +43,10 @@ def test_a_history_refuses_a_bad_capacity_and_batches():
     for capacity in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="expected capacity to be an integer"):
             diagnostics.LossScaleHistory.create(capacity)
-    with pytest.raises(
-        ValueError, match=r"push: expected grads_finite to be a scalar, .*\(2,\)"
-    ):
-        diagnostics.LossScaleHistory.create(3).push(1.0, jnp.ones(2, bool))
 
 
 def test_what_is_not_passed_is_unknown_and_flags_are_those_of_the_gradients():
-    history = recorded([1, 0, 1])[0].to_dict()
+    history = recorded([1, 0, 1]).to_dict()
     assert history["applied"].tolist() == [True, False, True]
     for name in ("loss", "grad_norm", "lost_entries", "lost_magnitude", "norm_limit"):
         assert np.isnan(history[name]).all()
@@ -66,7 +63,8 @@ def test_each_step_is_recorded_with_its_loss_norm_and_causes():
     history = history_of(**flags)
     arrays = history.to_dict()
     np.testing.assert_array_equal(arrays["loss"], flags["loss"])
-    np.testing.assert_array_equal(arrays["grad_norm"], flags["grad_norm"])
+    expected = [0.5, 9, np.inf, np.inf]  # a norm of NaN is infinite
+    np.testing.assert_allclose(arrays["grad_norm"], expected, rtol=1e-6)
     # Taken from the loss, which was given.
     assert arrays["loss_finite"].tolist() == [True, True, True, False]
     summary = history.summary()
@@ -74,10 +72,13 @@ def test_each_step_is_recorded_with_its_loss_norm_and_causes():
     assert (summary.skip_rate, summary.longest_run) == (3 / 4, 3)
 
 
-def test_a_loss_that_is_passed_does_not_override_the_flag_of_it():
+@pytest.mark.parametrize(("counted", "loss"), [(1, 2.0), (0, jnp.nan), (1, None)])
+def test_a_loss_is_not_finite_if_the_state_or_the_loss_says_so(counted, loss):
     history = diagnostics.LossScaleHistory.create(2)
-    history = history.push(1.0, True, loss=jnp.float32(2), loss_finite=False)
+    after = state(skipped=1, in_a_row=1, nonfinite_losses=np.int32(counted))
+    history = history.push(state(), after, loss=loss)
     assert history.to_dict()["loss_finite"].tolist() == [False]
+    assert history.push(after, after._replace()).to_dict()["loss_finite"][-1]
 
 
 def test_the_first_usable_loss_and_norm_stay():
@@ -101,29 +102,112 @@ def test_the_limits_of_a_guard_are_recorded():
         norm_steps=jnp.int32(9),
         accepted=jnp.int32(9),
     )
-    history = diagnostics.LossScaleHistory.create(2).push(1.0, True, guard=guard)
+    history = diagnostics.LossScaleHistory.create(2)
+    history = history.push(state(guard=guard), state())
     arrays = history.to_dict()
     assert arrays["loss_limit"].tolist() == [float(guard.loss_limit)]
     assert arrays["norm_limit"].tolist() == [float(guard.norm_limit)]
 
 
 def test_a_history_keeps_its_types_and_buffers_through_a_donated_scan():
-    lost = diagnostics.LostUpdates(jnp.float16(0.5), jnp.float32(0.25))
-
     def step(history, loss):
-        flags = {"applied": loss > 0, "loss": loss, "grad_norm": 2 * loss}
-        return history.push(1.0, loss > 0, **flags, lost_updates=lost), None
+        after = before._replace(applied=loss > 0)
+        sizes = {"params": loss.astype(jnp.bfloat16), "updates": loss}
+        return history.push(before, after, loss=loss, grads=2 * loss, **sizes), None
 
-    start = diagnostics.LossScaleHistory.create(4)
+    before, start = state(), diagnostics.LossScaleHistory.create(4)
     run = jax.jit(lambda h, x: jax.lax.scan(step, h, x)[0], donate_argnums=0)
     losses = jnp.arange(6, dtype=jnp.float32)
     expected = jax.lax.scan(step, start, losses)[0]
     assert_bitwise_equal(run(start, losses), expected)
 
 
-def test_a_push_refuses_numbers_for_several_steps():
-    history = diagnostics.LossScaleHistory.create(3)
-    with pytest.raises(
-        ValueError, match=r"push: expected loss to be a scalar, .*\(2,\)"
-    ):
-        history.push(1.0, True, loss=jnp.ones(2))
+def test_a_push_is_the_same_eagerly_under_jit_and_vmap():
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(0.5), jmp_scale.DynamicLossScale(), guard=jmp_scale.SpikeGuard()
+    )
+    params = {"w": jnp.float32([1, 2, 3])}
+
+    def step(g):
+        before, loss = tx.init(params), jnp.sum(g)
+        grads = {"w": g}
+        updates, after = tx.update(grads, before, params, value=loss)
+        numbers = {"loss": loss, "grads": grads, "params": params, "updates": updates}
+        return diagnostics.LossScaleHistory.create(3).push(before, after, **numbers)
+
+    gs = jnp.float32([[3, 4, 0], [1, jnp.inf, 0], [1e-9, 0, 0]])
+    with jax.numpy_dtype_promotion("standard"):  # on which optimizers rely
+        rows = [step(g) for g in gs]
+        batch = jax.jit(jax.vmap(step))(gs)
+    for i, row in enumerate(rows):
+        arrays = row.to_dict()
+        member = jax.tree.map(lambda x: x[i], batch)  # noqa: B023
+        for name, value in member.to_dict().items():
+            np.testing.assert_allclose(value, arrays[name], rtol=1e-6)
+    assert [row.to_dict()["grad_norm"][0] for row in rows[:2]] == [5, np.inf]
+    assert [row.to_dict()["applied"][0] for row in rows] == [True, False, True]
+    assert [row.to_dict()["lost_magnitude"][0] for row in rows] == [0, 0, 1]
+    assert [row.to_dict()["log2_scale"][0] for row in rows] == [15, 15, 15]
+
+
+def train_states():
+    """For each framework the states around a step that overflows, at S = 2^10."""
+    from flax import nnx
+
+    import jmp_scale.linen
+    import jmp_scale.nnx
+
+    scale = jmp_scale.DynamicLossScale(2.0**10)
+    params = {"w": jnp.ones(2)}
+    grads = {"w": jnp.float32([1, jnp.inf])}
+    linen = jmp_scale.linen.TrainState.create(
+        apply_fn=None, params=params, tx=optax.sgd(0.1), loss_scale=scale
+    )
+    yield linen, linen.apply_gradients(grads=grads)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), scale)
+    state = tx.init(params)
+    after = tx.update(grads, state, params)[1]
+    yield {"params": params, "nested": [(state,)]}, {"nested": [(after,)]}
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = jmp_scale.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=scale)
+    before = jax.tree.map(lambda x: x, nnx.state(optimizer))
+    bad = jax.tree.map(lambda x: x * jnp.inf, nnx.state(model, nnx.Param))
+    optimizer.update(model, bad)
+    yield before, nnx.state(optimizer)
+    yield before, optimizer
+    for same in ((optimizer, optimizer), (nnx.state(optimizer), optimizer)):
+        with pytest.raises(ValueError, match=r"take jax\.tree\.map\(lambda x: x, nnx"):
+            diagnostics.LossScaleHistory.create(3).push(*same)
+
+
+def test_the_states_of_every_framework_are_taken():
+    with jax.numpy_dtype_promotion("standard"):
+        for before, after in train_states():
+            history = diagnostics.LossScaleHistory.create(3).push(before, after)
+            arrays = history.to_dict()
+            assert arrays["log2_scale"].tolist() == [10]
+            assert arrays["applied"].tolist() == [False]
+            assert arrays["loss_finite"].tolist() == [True]
+            (said,) = diagnostics.health(after, history)
+            # nnx.state does not have the rule of S.
+            assert said.endswith(("[warm-up]", "[occasional overflow]"))
+
+
+S = state()
+TWO = jax.tree.map(lambda x: jnp.stack([x, x]), S)
+REFUSED = {
+    "one object": ((S, S), {}, "got one state twice"),
+    "nothing": ((S, {"w": 1.0}), {}, "no state of with_loss_scale in after"),
+    "two": (({"a": S, "b": S}, state()), {}, r"in before, got 2, at \['a'\] and"),
+    "a loss scale": ((S.loss_scale, S), {}, "no state of with_loss_scale in before"),
+    "a batch": ((TWO, state()), {}, r"one step, got log2_scale of shape \(2,\)"),
+    "losses": ((S, state()), {"loss": jnp.ones(2)}, r"got loss of shape \(2,\)"),
+    "updates": ((S, state()), {"updates": jnp.ones(2)}, "neither, got only updates"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_push_refuses_what_is_not_one_step(case):
+    args, kwargs, words = REFUSED[case]
+    with pytest.raises(ValueError, match=f"^LossScaleHistory.push: .*{words}"):
+        diagnostics.LossScaleHistory.create(3).push(*args, **kwargs)

@@ -43,8 +43,10 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
       The axes: steps by log2 S.
 
     Raises:
+      TypeError: something other than a `LossScaleHistory`, as in the other functions.
       ValueError: an empty history.
     """
+    _check("plot_loss_scale", history, LossScaleHistory)
     recorded = history.to_dict()
     step, log2_scale = recorded["step"], recorded["log2_scale"]
     if step.size == 0:
@@ -80,8 +82,8 @@ def plot_spikes(
     transparent background: `figure.savefig("spikes.png", transparent=True, dpi=200)`.
 
     Args:
-      history: with at least one step with `loss` or `grad_norm`; with `guard` as well
-        for the limits. See `LossScaleHistory.push`.
+      history: with at least one step with `loss` or `grads`, under a guard for the
+        limits. See `LossScaleHistory.push`.
       axes: two axes to draw into, for the loss and for the norm; default those of a new
         figure, one above the other.
 
@@ -92,12 +94,13 @@ def plot_spikes(
     Raises:
       ValueError: a history without losses and norms, or not two axes.
     """
+    _check("plot_spikes", history, LossScaleHistory)
     recorded = history.to_dict()
     known = [np.isfinite(recorded[name]).any() for name in ("loss", "grad_norm")]
     if not any(known):
         raise ValueError(
             "plot_spikes: expected a history with losses or gradient norms, got none; "
-            "pass loss= and grad_norm= to push"
+            "pass loss= and grads= to push"
         )
     if axes is None:
         figure = plt.figure(figsize=(7.0, 5.0), layout="constrained")
@@ -149,6 +152,7 @@ def plot_exponent_histogram(
     Raises:
       ValueError: another dtype, or a histogram without finite non-zero entries.
     """
+    _check("plot_exponent_histogram", histogram, ExponentHistogram)
     counts = np.asarray(histogram.counts, np.float64).sum(0)
     if not counts.any():
         raise ValueError(
@@ -202,6 +206,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     Raises:
       ValueError: a report without leaves.
     """
+    _check("plot_flushed", report, GradReport)
     rows = report.to_dict()["leaves"]
     if not rows:
         raise ValueError(
@@ -243,6 +248,7 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     Returns:
       The axes: log2 S by leaf.
     """
+    _check("plot_calibration", calibration, Calibration)
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     finite = np.asarray(calibration.finite)
     low, high = float(calibration.log2_low), float(calibration.log2_high)
@@ -271,11 +277,18 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     return ax
 
 
+def _check(function: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{function}: expected a {kind.__name__}, got a {type(value).__name__}"
+        )
+
+
 def _window_title(low: float, high: float, best: float) -> str:
     if np.isnan(low):
         return "No loss scale works"
     window = f"Loss scales from {_power(low)} to {_power(high)} work"
-    return f"{window}; start from {_power(best)}"
+    return window if np.isnan(best) else f"{window}; start from {_power(best)}"
 
 
 def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:

@@ -8,7 +8,6 @@ Which one answers which question:
 - Why was this step skipped? `diagnose_nonfinite`.
 - What happened so far? `LossScaleHistory`, `metrics`.
 - Is my run healthy? `health`, `HealthLog`, `lost_updates`.
-- What does half precision do to my program? `precision_report`.
 """
 
 from ._calibration import Calibration as Calibration

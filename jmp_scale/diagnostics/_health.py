@@ -96,13 +96,8 @@ _SENTENCES = {
         "longer period."
     ),
     "warm-up": (
-        "{last}, the only ones so far, and the loss scale came down to {s}: an "
-        "expected warm-up if this is the start. At most {more} more skips take it to "
-        "its floor of {floor}."
-    ),
-    "warm-up to the floor": (
-        "{last}, the only ones so far, and the loss scale is at its floor of {floor}: "
-        "if the next step is skipped too, no loss scale is small enough."
+        "{last}, the only ones so far, and the loss scale is now {s}: an expected "
+        "warm-up if this is the start. Its floor is {floor}."
     ),
     "skipped step": ("{last}; {causes}: normal if rare. {diagnose} finds the cause."),
     "occasional overflow": (
@@ -149,6 +144,9 @@ _SECOND_MOMENTS = frozenset({"nu", "v"})
 # a decay nearer to 1 than that each step's change is rounded away.
 _LARGEST_DECAY = 1 - 2.0**-9
 
+Finding = tuple[str, dict[str, Any]]  # the kind, and what stands in its sentence
+Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`
+
 
 class _Skips(NamedTuple):
     """Skipped steps by cause."""
@@ -173,9 +171,6 @@ class _Skips(NamedTuple):
         names = ("overflow", "overflows"), ("broken loss", "broken losses")
         pairs = zip(self, (*names, ("spike", "spikes")), strict=True)
         return ", ".join(f"{n} {word[n > 1]}" for n, word in pairs if n)
-
-
-_NONE = _Skips(0, 0, 0)
 
 
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
@@ -273,8 +268,8 @@ def _findings(
     seen: dict[str, _Skips],
 ) -> dict[str, str]:
     """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
-    states = find_states(function, opt_state)
-    findings = []
+    states, findings = find_states(function, opt_state), []
+    steps = None if history is None else history.to_dict()
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
         # Of a replicated state every number below is an array, and `float` fails far
@@ -285,10 +280,16 @@ def _findings(
                 "them with jax.tree.map(lambda x: x[0], state)"
             )
         prefix = f"{path}: " if len(states) > 1 else ""
-        skip = _skip_finding(state, history, seen.get(path, _NONE))
-        spike = _spike_finding(state, history)
-        findings += [(prefix, *f) for f in (skip, spike, _scale_finding(state))]
+        new = _Skips.of(state).since(seen.get(path, _Skips(0, 0, 0)))
         seen[path] = _Skips.of(state)
+        # int, because a Variable of Flax 0.12.0 has no truth value. A spike may
+        # overflow as well.
+        is_spike = int(state.grads_finite) > int(state.applied)
+        is_spike |= int(state.skipped_in_a_row) > 0 and new[:2] == (0, 0)
+        found = [_scale_finding(state)]
+        found.append(_spikes_now(state) if is_spike else _spikes_in(steps))
+        found.append(_rate(steps) if is_spike else _skip_finding(state, steps, new))
+        findings += [(prefix, *finding) for finding in found]
     findings += [("", *finding) for finding in _leaf_findings(opt_state)]
     if history is not None:
         findings += [("", *finding) for finding in trend_findings(history)]
@@ -301,13 +302,12 @@ def _findings(
     return sentences
 
 
-def _scale_finding(state: LossScaleState) -> tuple[str, dict[str, Any]]:
+def _scale_finding(state: LossScaleState) -> Finding:
     """The finding on S itself, or "" and nothing."""
     rule, s = state.loss_scale, number_of(state.loss_scale)
     if s is None:
         return "", {}
-    s = float(s)
-    kind = ""
+    s, kind = float(s), ""
     if not 0 < s < math.inf:
         kind = "loss scale out of range"
     elif s < 1:
@@ -317,89 +317,67 @@ def _scale_finding(state: LossScaleState) -> tuple[str, dict[str, Any]]:
     return kind, {"s": power(s)}
 
 
-def _spike_finding(
-    state: LossScaleState, history: LossScaleHistory | None
-) -> tuple[str, dict[str, Any]]:
-    """The finding on finite steps that a guard skipped, or "" and nothing."""
-    if _last_is_spike(state):
-        in_a_row, total = int(state.skipped_in_a_row), int(state.spikes)
-        limit = getattr(state.guard, "max_in_a_row", None)
-        values = {
-            "in_a_row": in_a_row,
-            "total": total,
-            "limit": limit or "max_in_a_row",
-        }
-        return ("spike" if in_a_row == 1 else "spikes in a row"), values
-    if history is None:
+def _spikes_now(state: LossScaleState) -> Finding:
+    """The finding on a last step that a guard skipped."""
+    in_a_row, total = int(state.skipped_in_a_row), int(state.spikes)
+    limit = getattr(state.guard, "max_in_a_row", "max_in_a_row")
+    values = {"in_a_row": in_a_row, "total": total, "limit": limit}
+    return ("spike" if in_a_row == 1 else "spikes in a row"), values
+
+
+def _spikes_in(steps: Steps) -> Finding:
+    """The finding on recorded steps that a guard skipped, or "" and nothing."""
+    if steps is None:
         return "", {}
-    recorded = history.to_dict()
-    spikes = ~recorded["applied"] & recorded["grads_finite"]
+    spikes = ~steps["applied"] & steps["grads_finite"]
     if not spikes.any():
         return "", {}
+    numbers = [str(step) for step in steps["step"][spikes]]
+    listed = ["..."] * (len(numbers) > _LISTED) + numbers[-_LISTED:]
+    listed = f"step{'s' * (len(numbers) > 1)} {', '.join(listed)}"
     kind = "rare spikes" if _is_rare(spikes) else "frequent spikes"
-    return kind, {**_share(spikes), "listed": _listed(recorded["step"][spikes])}
+    return kind, {**_share(spikes), "listed": listed}
 
 
-def _skip_finding(
-    state: LossScaleState, history: LossScaleHistory | None, seen: _Skips
-) -> tuple[str, dict[str, Any]]:
-    """The finding on steps that were not finite: the present run, or the history's."""
+def _skip_finding(state: LossScaleState, steps: Steps, new: _Skips) -> Finding:
+    """The finding on steps that were not finite: the present run, or those recorded."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
-    if in_a_row == 0 or _last_is_spike(state):
-        return _rate(history)
-    last = "The last step was skipped"
+    if in_a_row == 0:
+        return _rate(steps)
+    last, s = "The last step was skipped", number_of(rule)
     if in_a_row > 1:
         last = f"The last {in_a_row} steps were all skipped"
-    s, skips = number_of(rule), _Skips.of(state)
     values = {"last": last, "s": "its value" if s is None else power(float(s))}
-    values["causes"] = f"{skips} in total"
-    # Which of the causes are those of the present run: exactly, or since the last look.
-    skips = skips.since(seen) if history is None else _recorded_run(history, in_a_row)
-    if skips.overflows == 0:
+    values["causes"] = f"{_Skips.of(state)} in total"
+    if steps is not None and len(steps["step"]):  # which knows the cause of each
+        losses = ~steps["loss_finite"][-in_a_row:]
+        overflows = ~losses & ~steps["grads_finite"][-in_a_row:]
+        new = _Skips(int(overflows.sum()), int(losses.sum()), 0)
+    if new.overflows == 0:
         return "loss not finite", values
     is_long = in_a_row >= _LONG_RUN
     if isinstance(rule, NoOpLossScale | StaticLossScale) or rule is None:
         run = "every step skipped at a fixed loss scale"
         return (run if is_long else "skipped step"), values
-    total = int(state.skipped)
     if isinstance(rule, DynamicLossScale):
-        s, floor = float(rule.loss_scale), float(rule.min_loss_scale)
-        more = _most_skips(rule, s, floor)
-        values |= {"floor": power(floor), "more": more}
-        if s <= floor and in_a_row > 1:
+        values["floor"] = power(rule.min_loss_scale)
+        if float(rule.loss_scale) <= rule.min_loss_scale and in_a_row > 1:
             return "stuck at the floor", values
-        is_all = history is None or int(history.pushed) in (0, total)
-        if in_a_row == total and is_all and not skips.losses:
-            return ("warm-up" if more else "warm-up to the floor"), values
-    if is_long:
-        return "every step skipped", values
-    if skips.losses:
-        return "skipped step", values
-    rate = _rate(history)
+        is_all = steps is None or len(steps["step"]) in (0, in_a_row)
+        if in_a_row == int(state.skipped) and is_all and not new.losses:
+            return "warm-up", values
+    if is_long or new.losses:
+        return ("every step skipped" if is_long else "skipped step"), values
+    rate = _rate(steps)
     return rate if rate[0] else ("occasional overflow", values)
 
 
-def _last_is_spike(state: LossScaleState) -> bool:
-    # int, because a Variable of Flax 0.12.0 has no truth value.
-    return int(state.grads_finite) == 1 and int(state.applied) == 0
-
-
-def _recorded_run(history: LossScaleHistory, in_a_row: int) -> _Skips:
-    """The skipped steps of the present run by cause, of those that are recorded."""
-    recorded = history.to_dict()
-    loss_finite = recorded["loss_finite"][-in_a_row:]
-    finite = recorded["grads_finite"][-in_a_row:]
-    losses, overflows = (~loss_finite).sum(), (loss_finite & ~finite).sum()
-    # A history without steps knows nothing: S follows overflows only.
-    return _Skips(int(overflows) or int(len(finite) == 0), int(losses), 0)
-
-
-def _rate(history: LossScaleHistory | None) -> tuple[str, dict[str, Any]]:
-    if history is None:
+def _rate(steps: Steps) -> Finding:
+    """The finding on recorded steps that were not finite, or "" and nothing."""
+    if steps is None:
         return "", {}
-    recorded = history.to_dict()
-    skipped, loss_finite = ~recorded["grads_finite"], recorded["loss_finite"]
-    if skipped.size and recorded["step"][0] == 0:
+    skipped, loss_finite = ~steps["grads_finite"], steps["loss_finite"]
+    if skipped.size and steps["step"][0] == 0:
         # Skips before the first applied step were to be expected.
         warm_up = skipped.size if skipped.all() else int(np.argmin(skipped))
         skipped, loss_finite = skipped[warm_up:], loss_finite[warm_up:]
@@ -428,22 +406,7 @@ def _share(flags: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _listed(steps: np.ndarray) -> str:
-    """The last few of these step numbers, as in "steps ..., 12, 15"."""
-    more = "..., " if len(steps) > _LISTED else ""
-    numbers = ", ".join(str(step) for step in steps[-_LISTED:])
-    return f"step{'s' if len(steps) > 1 else ''} {more}{numbers}"
-
-
-def _most_skips(rule: Any, start: float, end: float) -> int:
-    """Overflows that bring S from `start` down to `end`, if each counts."""
-    if not 0 < end < start < math.inf:
-        return 0
-    backoff = rule.backoff_factor or 1 / rule.factor
-    return math.ceil(math.log(start / end) / -math.log(backoff)) * rule.hysteresis
-
-
-def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
+def _leaf_findings(opt_state: Any) -> list[Finding]:
     """The findings on dtypes: float16 anywhere, bfloat16 in second moments."""
     pairs = jax.tree_util.tree_flatten_with_path(opt_state)[0]
     pairs = [p for p in pairs if is_inexact(p[1]) and hasattr(p[1], "dtype")]
@@ -467,11 +430,7 @@ def _names(path: Any) -> set[Any]:
 
 
 def _described(leaves: list[tuple[Any, Any]]) -> dict[str, Any]:
-    path, leaf = leaves[0]
-    more = len(leaves) - 1
+    (path, leaf), more = leaves[0], len(leaves) - 1
     others = f", and so {'is 1 more leaf' if more == 1 else f'are {more} more leaves'}"
-    return {
-        "leaf": jax.tree_util.keystr(path),
-        "dtype": leaf.dtype,
-        "others": others if more else "",
-    }
+    name = jax.tree_util.keystr(path)
+    return {"leaf": name, "dtype": leaf.dtype, "others": others if more else ""}

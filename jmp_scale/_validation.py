@@ -74,7 +74,8 @@ class Arguments:
         """`value` as a Python integer in [least, 2^31)."""
         number = self.number(argument, value)
         valid = number.is_integer() and least <= number < 2**31
-        self.require(valid, argument, value, f"an integer in [{least}, 2**31)")
+        lowest = "-2**31" if least == -(2**31) else least
+        self.require(valid, argument, value, f"an integer in [{lowest}, 2**31)")
         return int(number)
 
     def word(self, argument: str, value: Any, words: tuple[str, ...]) -> str:
@@ -110,7 +111,9 @@ def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
         allowed = "a number in (0, 1), or None for 1 / factor"
         arguments.require(0 < number < 1, "backoff_factor", backoff, allowed)
     for field in ("loss_scale", "min_loss_scale"):
-        _warn_if_integer_array(field, given[field])
+        dtype = getattr(given[field], "dtype", jnp.float32)
+        if jnp.issubdtype(dtype, jnp.integer):
+            warn(f"Expected floating type for {field}, got {dtype}")
     return values | _bounds(arguments, given["min_loss_scale"], given["max_loss_scale"])
 
 
@@ -142,10 +145,7 @@ def int32_leaf(
         return value
     if not isinstance(value, jax.Array):
         for entry in np.ravel(np.asarray(value)).tolist():
-            number = arguments.number(argument, entry)
-            valid = number.is_integer() and -(2**31) <= number < 2**31
-            allowed = "an integer in [-2**31, 2**31)"
-            arguments.require(valid, argument, entry, allowed)
+            arguments.integer(argument, entry, -(2**31))
     leaf = jnp.asarray(value, jnp.int32)
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
@@ -171,8 +171,7 @@ def _bounds(arguments: Arguments, low: Any, high: Any) -> dict[str, float]:
     allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
     arguments.require(low <= high, "min_loss_scale", given_low, allowed)
     # S is float32, so its ends are too: when a run is resumed from float(S), a floor of
-    # 0.7 would refuse the 0.69999999 that S has there
-    # (test_a_run_resumes_from_the_float_of_any_floor).
+    # 0.7 would refuse the 0.69999999 that S has there.
     return {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 
@@ -188,8 +187,3 @@ def _is_numeric(arguments: Arguments, value: Any) -> bool:
         allowed = "numbers or arrays"
         raise TypeError(arguments.message("loss_scale and counter", allowed, value))
     return isinstance(value, (bool, int, float, *_ARRAYS))
-
-
-def _warn_if_integer_array(argument: str, value: Any) -> None:
-    if isinstance(value, _ARRAYS) and jnp.issubdtype(value.dtype, jnp.integer):
-        warn(f"Expected floating type for {argument}, got {value.dtype}")

@@ -96,7 +96,7 @@ class TrainState(train_state.TrainState):
         tx = _flax.wrap_once(
             "TrainState.create",
             tx,
-            _trained(params),
+            _without_float8(params)[0],
             loss_scale=loss_scale,
             guard=guard,
         )
@@ -144,14 +144,20 @@ class TrainState(train_state.TrainState):
           ValueError: a change differs from its field in structure, shape or dtype.
         """
         tx: Any = self.tx
-        # The optimizer's state was made for these alone: see `create`.
-        trained = _trained(self.params)
-        updates, opt_state = tx.update(
-            _gradients(grads, self.params), self.opt_state, trained, value=value
+        (params, old), (grads, new) = (
+            _without_float8(self.params),
+            _without_float8(grads),
         )
-        params = optax.apply_updates(trained, updates)
-        if _has_overwritten(grads):
-            params = _with_overwritten(self.params, params, grads, opt_state.applied)
+        if new is not None:
+            finite = _is_finite(new, old)
+            grads = map_inexact(lambda g: jnp.where(finite, g, jnp.nan), grads)
+        updates, opt_state = tx.update(grads, self.opt_state, params, value=value)
+        params = optax.apply_updates(params, updates)
+        if new is not None:
+            new = select_tree(opt_state.applied, new, old)
+            replaced = {"params": params, OVERWRITE_WITH_GRADIENT: new}
+            # Flax makes a dict of a FrozenDict, and a step that does cannot be scanned.
+            params = core.copy(self.params, replaced)
         changes = _selected(opt_state.applied, changes, self)
         return self.replace(
             step=self.step + 1, params=params, opt_state=opt_state, **changes
@@ -164,8 +170,7 @@ def _selected(
     """The changes if `applied`, else the fields; changes of static fields always."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
     # Flax marks static fields so. They may hold functions, between which no compiled
-    # step can select
-    # (test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step).
+    # step can select.
     nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
     new = {name: value for name, value in changes.items() if name in nodes}
     old = {name: getattr(state, name) for name in new}
@@ -178,46 +183,25 @@ def _selected(
         ) from None
 
 
-def _has_overwritten(tree: Any) -> bool:
-    """Whether a tree has Flax's float8 collection, whose "gradient" is its next value.
+def _without_float8(tree: Any) -> tuple[Any, Any]:
+    """What is trained, and Flax's float8 collection, or None where there is none.
 
     The optimizer sees the collection `params` alone then, as in Flax.
     """
-    return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
+    if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
+        return tree["params"], core.unfreeze(tree[OVERWRITE_WITH_GRADIENT])
+    return tree, None
 
 
-def _trained(params: Any) -> Any:
-    return params["params"] if _has_overwritten(params) else params
+def _is_finite(new: Any, old: Any) -> jax.Array:
+    """Whether no float8 scale or maximum becomes NaN or infinite.
 
-
-def _gradients(grads: Any, params: Any) -> Any:
-    """What the optimizer sees: NaN if a float8 scale becomes so, for it to skip.
-
-    An infinite maximum would otherwise stay in float8's history for its whole length,
-    and the gradients do not show it, since float8 operations saturate.
+    An infinite maximum would stay in float8's history for its whole length, and the
+    gradients do not show it, because float8 operations saturate.
     """
-    if not _has_overwritten(grads):
-        return grads
 
     def news(new: Any, old: Any) -> jax.Array:
-        # A history that Flax saved with an infinite maximum must not skip every step
-        # (test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing).
+        # A history that Flax saved with an infinite maximum must not skip every step.
         return jnp.where(jnp.isfinite(old).all(), new, jnp.zeros_like(new))
 
-    new, old = (core.unfreeze(x[OVERWRITE_WITH_GRADIENT]) for x in (grads, params))
-    finite = all_finite(map_inexact(news, new, old))
-    return map_inexact(lambda g: jnp.where(finite, g, jnp.nan), grads["params"])
-
-
-def _with_overwritten(params: Any, trained: Any, grads: Any, applied: Any) -> Any:
-    """`params` with trained parameters, and with the next step's float8 collection.
-
-    A dict stays a dict and a `FrozenDict` frozen, so that a step can be scanned; Flax
-    makes a dict of either.
-    """
-    name = OVERWRITE_WITH_GRADIENT
-    new, old = (core.unfreeze(tree[name]) for tree in (grads, params))
-    new_params = {**params, "params": trained, name: select_tree(applied, new, old)}
-    return (
-        core.freeze(new_params) if isinstance(params, core.FrozenDict) else new_params
-    )
+    return all_finite(map_inexact(news, new, old))

@@ -58,12 +58,14 @@ def test_a_value_out_of_range_is_a_value_error_that_names_argument_and_value(
         assert str(error.value).endswith(repr(value))
 
 
-def test_a_floor_above_the_cap_is_a_value_error():
-    with pytest.raises(
-        ValueError,
-        match=r"min_loss_scale to be at most max_loss_scale = 0.5, got 1.0",
-    ):
-        DynamicLossScale(0.5, max_loss_scale=0.5)
+@pytest.mark.parametrize("ends", [(1.0, 0.5), (0.8, 0.7)])
+def test_a_floor_above_the_cap_is_a_value_error(ends):
+    floor, cap = ends
+    # A cap that float32 cannot hold is not below itself.
+    DynamicLossScale(cap, min_loss_scale=cap, max_loss_scale=cap)
+    message = f"min_loss_scale to be at most max_loss_scale = {cap}, got {floor}"
+    with pytest.raises(ValueError, match=message):
+        DynamicLossScale(cap, min_loss_scale=floor, max_loss_scale=cap)
 
 
 @each_value(WRONG_TYPE)
@@ -113,29 +115,16 @@ def test_configuration_may_come_as_concrete_arrays(convert):
         max_loss_scale=convert(64.0),
         hysteresis=convert(2.0),
     )
-    fields = (
-        loss_scale.period,
-        loss_scale.factor,
-        loss_scale.min_loss_scale,
-        loss_scale.max_loss_scale,
-    )
-    assert fields == (20, 4, 0.25, 64)
-    assert [type(f) for f in (*fields, loss_scale.hysteresis)] == [
-        int,
-        float,
-        float,
-        float,
-        int,
-    ]
-    hash(fields)
+    names = ["period", "hysteresis", "factor", "min_loss_scale", "max_loss_scale"]
+    fields = [getattr(loss_scale, name) for name in names]
+    assert fields == [20, 2, 4, 0.25, 64]
+    assert [type(field) for field in fields] == [int, int, float, float, float]
 
 
 def test_bounds_beyond_the_normal_range_become_its_ends():
     loss_scale = DynamicLossScale(1.0, min_loss_scale=0.0, max_loss_scale=3.4e38)
-    assert (loss_scale.min_loss_scale, loss_scale.max_loss_scale) == (
-        2.0**-126,
-        2.0**126,
-    )
+    ends = loss_scale.min_loss_scale, loss_scale.max_loss_scale
+    assert ends == (2.0**-126, 2.0**126)
 
 
 @pytest.mark.parametrize("name", ["loss_scale", "min_loss_scale"])
@@ -159,28 +148,25 @@ def test_python_numbers_do_not_warn():
 def test_the_loss_scale_is_a_strong_float32_whatever_is_given(value):
     for x in (value, jnp.asarray(value, jnp.float16), jnp.asarray(float(value))):
         loss_scale = DynamicLossScale(x).loss_scale
-        assert (loss_scale.dtype, loss_scale.shape, loss_scale.weak_type) == (
-            jnp.float32,
-            (),
-            False,
-        )
+        assert_is_strong(loss_scale, jnp.float32)
         assert loss_scale == 2**15
+
+
+def assert_is_strong(x, dtype):
+    assert (x.dtype, x.shape, x.weak_type) == (dtype, (), False)
 
 
 @pytest.mark.parametrize("value", [None, 3, 3.0, np.int64(3), np.zeros((), np.int8)])
 def test_the_counter_is_a_strong_int32_whatever_is_given(value):
-    counter = DynamicLossScale(counter=value).counter
-    assert (counter.dtype, counter.shape, counter.weak_type) == (jnp.int32, (), False)
+    assert_is_strong(DynamicLossScale(counter=value).counter, jnp.int32)
 
 
 def test_leaves_keep_their_types_in_x64_mode():
     with jax.enable_x64(True):
         loss_scale = DynamicLossScale(np.float64(8), np.int64(0), period=1)
         for _ in range(2):
-            assert (loss_scale.loss_scale.dtype, loss_scale.counter.dtype) == (
-                jnp.float32,
-                jnp.int32,
-            )
+            assert_is_strong(loss_scale.loss_scale, jnp.float32)
+            assert_is_strong(loss_scale.counter, jnp.int32)
             loss_scale = loss_scale.adjust(jnp.array(True))
 
 
@@ -223,19 +209,13 @@ def test_a_run_resumes_from_the_float_of_any_cap(cap, at_max):
     assert resumed.loss_scale == s
 
 
-def test_a_floor_between_two_float32_numbers_is_not_above_a_cap_there():
-    assert DynamicLossScale(0.7, min_loss_scale=0.7, max_loss_scale=0.7) is not None
-    with pytest.raises(ValueError, match="min_loss_scale to be at most"):
-        DynamicLossScale(0.7, min_loss_scale=0.8, max_loss_scale=0.7)
-
-
 def test_a_counter_takes_the_shape_of_the_loss_scale():
     several = DynamicLossScale(np.full(3, 8.0), counter=1, hysteresis=2)
     assert several.counter.tolist() == [1, 1, 1]
     assert several.hysteresis_left.tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("value", [2**31, 2**40, -(2**31) - 1, 1e300, 10**400, NAN])
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 1e300, 10**400, NAN, 3.7])
 @pytest.mark.parametrize("name", ["counter", "hysteresis_left"])
 def test_a_counter_beyond_int32_is_a_value_error_that_names_it(name, value):
     with pytest.raises(ValueError, match=rf"expected {name} to be an integer in .*got"):
@@ -252,10 +232,3 @@ def test_an_integer_beyond_float64_is_a_value_error_that_names_the_argument(
     message = rf"expected {argument} to be .*, got an integer of \d+ bits"
     with pytest.raises(ValueError, match=message):
         DynamicLossScale(**{argument: value})
-
-
-def test_a_counter_that_is_not_a_whole_number_is_a_value_error():
-    with pytest.raises(
-        ValueError, match=r"expected counter to be an integer in .*, got 3\.7"
-    ):
-        DynamicLossScale(counter=3.7)

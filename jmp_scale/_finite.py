@@ -259,18 +259,17 @@ def _read_alone(reading: _Reading, *arrays: jax.Array) -> jax.Array:
     def on_cpu(*arrays: jax.Array) -> jax.Array:
         return _joined_on_cpu(reading, _by_type(_in_one_pass, reading, arrays))
 
+    def in_groups(*arrays: jax.Array, large: Arrays = ()) -> jax.Array:
+        blocks = _by_type(_by_product, reading, large)
+        blocks += _by_type(_in_groups, reading, arrays)
+        return reading.joined(lax.concatenate(blocks, 0))
+
     def on_tpu(*arrays: jax.Array) -> jax.Array:
         large = [array for array in arrays if _is_for_product(reading, array)]
         small = [array for array in arrays if not _is_for_product(reading, array)]
-        blocks = _by_type(_by_product, reading, large)
-        blocks += _by_type(_in_groups, reading, small)
-        return reading.joined(lax.concatenate(blocks, 0))
+        return in_groups(*small, large=large)
 
-    def elsewhere(*arrays: jax.Array) -> jax.Array:
-        blocks = _by_type(_in_groups, reading, arrays)
-        return reading.joined(lax.concatenate(blocks, 0))
-
-    return lax.platform_dependent(*arrays, cpu=on_cpu, tpu=on_tpu, default=elsewhere)
+    return lax.platform_dependent(*arrays, cpu=on_cpu, tpu=on_tpu, default=in_groups)
 
 
 def _read_sharded(reading: _Reading, *arrays: jax.Array) -> jax.Array:
@@ -317,37 +316,35 @@ def _by_type(fun: Callable[..., Any], reading: _Reading, arrays: Arrays) -> list
 # tracing a step costs where there are many.
 @functools.partial(jax.jit, static_argnums=0)
 def _in_one_pass(reading: _Reading, *arrays: jax.Array) -> jax.Array:
-    return _rows([reading.in_one_pass(array) for array in arrays])
+    parts = [part for array in arrays for part in reading.in_one_pass(array)]
+    return _stacked(parts, len(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _in_groups(reading: _Reading, *arrays: jax.Array) -> jax.Array:
-    rows = []
+    reduced: list[jax.Array] = []
     for start in range(0, len(arrays), GPU_GROUP):
-        group = [reading.parts(array) for array in arrays[start : start + GPU_GROUP]]
+        group = map(reading.parts, arrays[start : start + GPU_GROUP])
         parts = [part for parts in group for part in parts]
-        reduced = _reduced(reading.combine, parts, reading.initial)
-        size = len(group[0])
-        rows += [reduced[i : i + size] for i in range(0, len(reduced), size)]
-    return _rows(rows)
+        reduced += _reduced(reading.combine, parts, reading.initial)
+    return _stacked(reduced, len(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _by_product(reading: _Reading, *arrays: jax.Array) -> jax.Array:
-    """`_flags` by matrix products, for a TPU.
+    """Flags by matrix products, for a TPU.
 
     The matrix unit counts, for each column, the entries that are not finite. XLA:TPU
     estimates a seventh of a reduction's cycles (v5e, an array in on-chip memory). Sums
     of zeros and ones are zero if all summands are, and at least one otherwise, so the
     answer is exact in bfloat16. Eight equal rows, because the unit has no fewer.
     """
-    rows = []
-    for array in arrays:
-        (finite,) = reading.parts(array)
-        bad = (~finite).astype(jnp.bfloat16).reshape(-1, array.shape[-1])
+    flags = []
+    for finite in (part for array in arrays for part in reading.parts(array)):
+        bad = (~finite).astype(jnp.bfloat16).reshape(-1, finite.shape[-1])
         counts = jnp.ones((8, bad.shape[0]), jnp.bfloat16) @ bad
-        rows.append([counts.max() == 0])
-    return _rows(rows)
+        flags.append(counts.max() == 0)
+    return _stacked(flags, len(arrays))
 
 
 def _is_for_product(reading: _Reading, array: jax.Array) -> bool:
@@ -358,28 +355,27 @@ def _is_for_product(reading: _Reading, array: jax.Array) -> bool:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _each(reading: _Reading, *arrays: jax.Array) -> jax.Array:
-    return _rows([_reduced_alone(reading, array) for array in arrays])
+    parts = [part for array in arrays for part in reading.parts(array)]
+    return _stacked([_reduced_alone(reading, part) for part in parts], len(arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _combined(reading: _Reading, *arrays: jax.Array) -> Arrays:
-    rows = [_reduced_alone(reading, array) for array in arrays]
     return [
-        _as_part(functools.reduce(reading.combine, parts))
-        for parts in zip(*rows, strict=True)
+        functools.reduce(
+            reading.combine, [_as_part(_reduced_alone(reading, x)) for x in parts]
+        )
+        for parts in zip(*map(reading.parts, arrays), strict=True)
     ]
 
 
-def _reduced_alone(reading: _Reading, array: jax.Array) -> Arrays:
-    parts = reading.parts(array)
-    return [_reduced(reading.combine, [part], reading.initial)[0] for part in parts]
+def _reduced_alone(reading: _Reading, part: jax.Array) -> jax.Array:
+    return _reduced(reading.combine, [part], reading.initial)[0]
 
 
-def _rows(rows: Sequence[Arrays]) -> jax.Array:
-    """bool[n, k] or f32[n, k]."""
-    return jnp.stack([_as_part(part) for row in rows for part in row]).reshape(
-        len(rows), -1
-    )
+def _stacked(parts: Arrays, count: int) -> jax.Array:
+    """Reduced parts of `count` arrays: bool[count, k] or f32[count, k]."""
+    return jnp.stack(list(map(_as_part, parts))).reshape(count, -1)
 
 
 def _as_part(part: jax.Array) -> jax.Array:
@@ -402,10 +398,6 @@ def _reduced(
         lambda x, y: tuple(map(combine, x, y)),
         tuple(range(arrays[0].ndim) if axes is None else axes),
     )
-
-
-def _flags(array: jax.Array) -> Arrays:
-    return [jnp.isfinite(array)]
 
 
 def _flag_in_one_pass(array: jax.Array) -> Arrays:
@@ -459,9 +451,13 @@ def _squares_in_one_pass(array: jax.Array) -> Arrays:
     return sums
 
 
-def _sums(rows: jax.Array) -> jax.Array:
-    return rows.sum(0)
-
-
-_FLAG = _Reading(_flags, lax.bitwise_and, True, _flag_in_one_pass, jnp.all)
-_SQUARES = _Reading(_squares, lax.add, 0, _squares_in_one_pass, _sums)
+_FLAG = _Reading(
+    lambda array: [jnp.isfinite(array)],
+    lax.bitwise_and,
+    True,
+    _flag_in_one_pass,
+    jnp.all,
+)
+_SQUARES = _Reading(
+    _squares, lax.add, 0, _squares_in_one_pass, functools.partial(jnp.sum, axis=0)
+)

@@ -22,16 +22,8 @@ AxisName = str | Sequence[str] | None
 def checked_axis_name(function: str, axis_name: Any) -> AxisName:
     """`axis_name`, which must be a name, a tuple or a list of names, or None.
 
-    Args:
-      function: name of the caller's public function, for the error.
-      axis_name: what its user gave.
-
-    Returns:
-      None, a name, or a tuple of names.
-
-    Raises:
-      TypeError: anything else. A set, too: its order differs between processes, and
-        with it the program that they must have in common.
+    A set is refused, because its order differs between processes, and with it the
+    program that they must have in common. `function` is the caller's, for the error.
     """
     if axis_name is None or isinstance(axis_name, str):
         return axis_name
@@ -63,15 +55,7 @@ def all_devices_agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
 
 
 def largest(x: jax.Array, axis_name: AxisName = None) -> jax.Array:
-    """The maximum of a number over the mesh axes that `all_devices_agree` reduces over.
-
-    Args:
-      x: real number, possibly different on each device.
-      axis_name: as for `all_devices_agree`.
-
-    Returns:
-      A number of the same shape and dtype, equal along the reduced axes.
-    """
+    """The maximum of a number over the mesh axes that `all_devices_agree` reduces."""
     axes = _disagreeing_axes(x) if axis_name is None else _names(axis_name)
     return lax.pmax(x, axes) if axes else x
 
@@ -170,23 +154,9 @@ def on_shards(
 def checked_specs(
     tree: Any, leaves: Sequence[jax.Array], specs: Any, mesh: Any
 ) -> tuple[list[PartitionSpec], Any]:
-    """The specs of `all_finite`'s leaves, and their mesh.
+    """The specs of `all_finite`'s leaves, and their mesh: None if they name no axis.
 
-    Args:
-      tree: any pytree.
-      leaves: its inexact leaves, as arrays.
-      specs: a `PartitionSpec` for each leaf of `tree` or for a prefix of it; default
-        the leaves' own.
-      mesh: default that of the leaves' types, then that of `jax.set_mesh`.
-
-    Returns:
-      One `PartitionSpec` per entry of `leaves`; and the mesh, or None if they name no
-      axis.
-
-    Raises:
-      TypeError: a leaf of `specs` is not a `PartitionSpec`.
-      ValueError: `mesh` without `specs`, no mesh is found, or `specs` does not fit it,
-        the tree or the leaves.
+    Args and errors are those of `all_finite`; `leaves` are the inexact ones of `tree`.
     """
     if specs is None:
         if mesh is None:

@@ -46,18 +46,6 @@ KNOWN = {
 """,
         3 * 4096,
     ),
-    "a fusion of two results writes both": (
-        X + "ROOT %f = (f32[1024]{0}, pred[]) fusion(%x), kind=kInput, calls=%fused",
-        """
-%fused (p: f32[1024]) -> (f32[1024], pred[]) {
-  %p = f32[1024]{0} parameter(0)
-  %twice = f32[1024]{0} add(%p, %p)
-  %flag = pred[] constant(true)
-  ROOT %both = (f32[1024]{0}, pred[]) tuple(%twice, %flag)
-}
-""",
-        2 * 4096 + 1,
-    ),
     "a fusion that slices reads the slice": (
         X + "ROOT %f = f32[16]{0} fusion(%x), kind=kLoop, calls=%fused",
         """
@@ -111,14 +99,6 @@ KNOWN = {
         "",
         4096,
     ),
-    "an asynchronous slice reads what it fetches": (
-        "%x = f32[1024]{0:T(1024)} parameter(0)\n"
-        "%s = ((f32[1024]{0:T(1024)}), f32[64]{0:T(64)S(1)}, s32[]{:S(2)}) "
-        "slice-start(%x), slice={[0:64]}\n"
-        "ROOT %d = f32[64]{0:T(64)S(1)} slice-done(%s)",
-        "",
-        256,
-    ),
     "a loop's body counts as often as it runs": (
         X + "ROOT %w = f32[1024]{0} while(%x), condition=%cond, body=%body, "
         'backend_config={"known_trip_count":{"n":"5"}}',
@@ -148,11 +128,6 @@ KNOWN = {
 }
 """,
         8192,
-    ),
-    "half a byte is a half": (
-        "%x = s4[1024]{0} parameter(0)\nROOT %c = bf16[1024]{0} convert(%x)",
-        "",
-        512 + 2048,
     ),
 }
 
@@ -194,27 +169,6 @@ def test_branches_and_what_waits_for_the_host_are_counted():
     offloaded = module(X + "ROOT %c = f32[1024]{0:S(5)} copy(%x)")
     assert _traffic.host_operations(callback) == 1
     assert _traffic.host_operations(offloaded) == 1
-
-
-def test_cycles_are_summed_with_their_loops():
-    body = """
-%cond (c: f32[1024]) -> pred[] {
-  %c = f32[1024]{0} parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-%body (b: f32[1024]) -> f32[1024] {
-  %b = f32[1024]{0} parameter(0)
-  ROOT %n = f32[1024]{0} negate(%b), backend_config={"estimated_cycles":"70"}
-}
-"""
-    loop = "ROOT %w = f32[1024]{0} while(%x), condition=%cond, body=%body, "
-    entry = X + loop + 'backend_config={"known_trip_count":{"n":"3"}}'
-    assert _traffic.estimated_cycles(module(entry, body)) == 210
-
-
-def test_a_program_without_an_entry_is_an_error():
-    with pytest.raises(ValueError, match="expected HLO text with an ENTRY"):
-        _hlo.parse("HloModule empty")
 
 
 def test_programs_of_this_machine_can_be_read():

@@ -406,14 +406,6 @@ def test_finiteness_is_that_of_unscaled_gradients():
     assert not jmp_scale.all_finite(smallest.unscale(jnp.float32(1e10)))
 
 
-def test_growth_stops_at_a_scale_that_is_useful():
-    """jmp grows to 1.7e38, torch's sharded scaler to inf (flax#2547, pytorch#98828)."""
-    loss_scale, adjust = DynamicLossScale(period=1), jax.jit(jmp_scale.adjust)
-    for _ in range(300):
-        loss_scale = adjust(loss_scale, True)
-    assert loss_scale.loss_scale == 2.0**24
-
-
 def test_a_nan_that_no_scale_cures_is_found_with_debug_nans_at_scale_one():
     """With a loss scale an overflow is by design; at S = 1 what is left is the bug."""
 

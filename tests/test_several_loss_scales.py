@@ -66,14 +66,6 @@ def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
     assert len({a / b for a, b in history}) > 1
 
 
-def test_a_list_of_loss_scales_maps_as_a_dictionary_does():
-    loss_scales = [DynamicLossScale(8.0, period=1), DynamicLossScale(8.0)]
-    adjusted = map_over(
-        jmp_scale.adjust, loss_scales, [jnp.array(True), jnp.array(False)]
-    )
-    assert [float(s.loss_scale) for s in adjusted] == [16, 4]
-
-
 def test_loss_finite_is_given_for_each_loss():
     loss_scales = {"a": DynamicLossScale(8.0), "b": DynamicLossScale(8.0)}
     loss_finite = {"a": jnp.array(False), "b": jnp.array(True)}
@@ -143,41 +135,6 @@ def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both(
     # Each applied step subtracts a gradient of 1.
     assert [-int(p) for p in params] == FLAGS.sum(axis=0).tolist()
     assert [int(s.skipped) for s in states] == (~FLAGS).sum(axis=0).tolist()
-
-
-def train_on(flags, losses, loss_scale):
-    """States after gradients of 1 or infinity, with the losses that are not None."""
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
-    state = tx.init(jnp.float32(1.0))
-    update = jax.jit(tx.update)
-    for finite, loss in zip(flags, losses, strict=True):
-        value = {} if loss is None else {"value": jnp.float32(loss)}
-        _, state = update(gradient(finite), state, jnp.float32(1.0), **value)
-        yield state
-
-
-@pytest.mark.parametrize(
-    "loss_scale", [DynamicLossScale(2.0**10), jmp_scale.presets.megatron(2.0**10)]
-)
-def test_a_loss_that_is_nan_skips_the_step_and_moves_no_leaf_of_the_loss_scale(
-    loss_scale,
-):
-    *_, state = train_on([False] * 20, [np.nan] * 20, loss_scale)
-    assert_bitwise_equal(state.loss_scale, loss_scale)
-    assert (int(state.skipped), int(state.skipped_in_a_row)) == (20, 20)
-    *_, blind = train_on([False] * 20, [None] * 20, loss_scale)
-    assert blind.loss_scale.loss_scale == 1
-
-
-def test_an_overflow_with_a_finite_loss_still_backs_off():
-    *_, state = train_on([False] * 3, [0.5] * 3, DynamicLossScale(2.0**10))
-    assert state.loss_scale.loss_scale == 2.0**7
-
-
-def test_a_model_that_stays_nan_is_noticed():
-    flags, losses = [True] * 2 + [False] * 50, [0.5] * 2 + [np.nan] * 50
-    states = list(train_on(flags, losses, DynamicLossScale()))
-    assert [int(s.skipped_in_a_row) for s in states] == [0, 0, *range(1, 51)]
 
 
 def test_several_loss_scales_are_found_by_metrics_and_not_by_a_bare_name():

@@ -1,0 +1,233 @@
+"""Small models of every kind that are trained on this machine in half precision.
+
+Each is a float32 program, or cast by hand as its framework's users do it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from _half_models import cast, cross_entropy, wide
+from _stability_tasks import tasks
+from flax import nnx
+
+
+class Task(NamedTuple):
+    """Something to train.
+
+    Attributes:
+      init: parameters of a key.
+      examples: a batch of a key.
+      loss: of (parameters, batch, dtype), where None is float32.
+      tx: the optimizer, of a number of steps.
+      reported: the loss that counts, default `loss`.
+    """
+
+    init: Callable[[jax.Array], Any]
+    examples: Callable[[jax.Array], Any]
+    loss: Callable[[Any, Any, Any], jax.Array]
+    tx: Callable[[int], optax.GradientTransformation]
+    reported: Callable[[Any, Any, Any], jax.Array] | None = None
+
+
+def adam(rate: float, **options: Any) -> Callable[[int], Any]:
+    return lambda steps: optax.adam(optax.cosine_decay_schedule(rate, steps), **options)
+
+
+def _pictures(name: str, size: int = 64) -> Callable[[jax.Array], Any]:
+    task = tasks()[name]
+    return lambda key: task.examples(key, size)
+
+
+def _sigmoids(widths: tuple[int, ...]) -> Callable[[jax.Array], Any]:
+    glorot = jax.nn.initializers.glorot_normal()
+
+    def init(key: jax.Array) -> Any:
+        keys = jax.random.split(key, len(widths) - 1)
+        shapes = zip(keys, widths[:-1], widths[1:], strict=True)
+        return [
+            {"w": glorot(k, s, jnp.float32), "b": jnp.zeros(s[1])} for k, *s in shapes
+        ]
+
+    return init
+
+
+def _reconstructed(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
+    y, params = cast((x, params), dtype)
+    for layer in params:
+        y = jax.nn.sigmoid(y @ layer["w"] + layer["b"])
+    return jnp.square(wide(y) - x).mean(-1)
+
+
+def _reconstruction(params: Any, batch: Any, dtype: Any) -> jax.Array:
+    return _reconstructed(params, batch[0], dtype).mean()
+
+
+WIDTHS = (64, 128, 64, 32, 16, 32, 64, 128, 64)
+AUTOENCODER = Task(
+    _sigmoids(WIDTHS), _pictures("autoencoder"), _reconstruction, adam(5e-3)
+)
+
+
+def _resnet() -> Task:
+    class Net(nn.Module):
+        dtype: Any
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            conv = functools.partial(nn.Conv, 16, (3, 3), dtype=self.dtype)
+            x = conv()(x.reshape(-1, 8, 8, 1))
+            for _ in range(3):
+                y = x
+                for _ in range(2):
+                    y = nn.BatchNorm(False, momentum=0.9, dtype=self.dtype)(y)
+                    y = conv(use_bias=False)(nn.relu(y))
+                x = x + y
+            return nn.Dense(10, dtype=self.dtype)(x.mean((1, 2)))
+
+    def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
+        logits, _ = Net(dtype).apply(params, batch[0], mutable=["batch_stats"])
+        return cross_entropy(logits, batch[1])
+
+    init = lambda key: Net(None).init(key, jnp.zeros((1, 64)))  # noqa: E731
+    return Task(init, _pictures("classifier"), loss, adam(3e-3))
+
+
+def _transformer() -> Task:
+    class Net(nnx.Module):
+        def __init__(self, dtype: Any, rngs: nnx.Rngs):
+            make = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
+            self.embed = nnx.Embed(128, 32, dtype=dtype, rngs=rngs)
+            self.project, self.mix = make(32, 96), make(32, 32)
+            self.norms = nnx.List(
+                [nnx.LayerNorm(32, dtype=dtype, rngs=rngs) for _ in range(3)]
+            )
+            self.up, self.down, self.out = make(32, 128), make(128, 32), make(32, 128)
+
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            x = self.embed(ids)
+            q, k, v = jnp.split(self.project(self.norms[0](x)), 3, -1)
+            scores = wide(q @ k.mT) * 32**-0.5
+            mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+            weights = jax.nn.softmax(jnp.where(mask, scores, -1e9)).astype(x.dtype)
+            x = x + self.mix(weights @ v)
+            x = x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+            return self.out(self.norms[2](x))
+
+    def init(key: jax.Array) -> Any:
+        return nnx.state(Net(None, nnx.Rngs(key)), nnx.Param)
+
+    def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
+        net = nnx.eval_shape(lambda: Net(dtype, nnx.Rngs(0)))
+        graph, _ = nnx.split(net)
+        return cross_entropy(nnx.merge(graph, params)(batch[0]), batch[1])
+
+    return Task(init, _pictures("char-LM", 16), loss, adam(3e-3))
+
+
+def _convolutions() -> Task:
+    def init(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 3)
+        return [
+            eqx.nn.Conv2d(1, 16, 3, padding=1, key=keys[0]),
+            eqx.nn.Conv2d(16, 16, 3, 2, padding=1, key=keys[1]),
+            eqx.nn.MLP(256, 10, 64, 2, key=keys[2]),
+        ]
+
+    def arrays(key: jax.Array) -> Any:
+        return eqx.filter(init(key), eqx.is_array)
+
+    def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
+        static = eqx.filter(
+            eqx.filter_eval_shape(init, jax.random.key(0)), _is_array, inverse=True
+        )
+        first, second, mlp = eqx.combine(cast(params, dtype), static)
+
+        def logits(x: jax.Array) -> jax.Array:
+            x = jax.nn.relu(first(cast(x, dtype).reshape(1, 8, 8)))
+            return mlp(jax.nn.relu(second(x)).ravel())
+
+        return cross_entropy(jax.vmap(logits)(batch[0]), batch[1])
+
+    return Task(arrays, _pictures("classifier"), loss, adam(3e-3))
+
+
+def _is_array(x: Any) -> bool:
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _equation() -> Task:
+    """u'' = load at random points, where u is a network in half precision."""
+
+    def height(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
+        y, params = cast((x[None], params), dtype)
+        for layer in params[:-1]:
+            y = jnp.tanh(y @ layer["w"] + layer["b"])
+        y = wide(y @ params[-1]["w"] + params[-1]["b"])[0]
+        return x * (1 - x) * y
+
+    def loss(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
+        curvature = jax.vmap(jax.grad(jax.grad(height, 1), 1), (None, 0, None))
+        load = -10 * jnp.sin(3 * jnp.pi * x)
+        return jnp.mean((curvature(params, x, dtype) - load) ** 2)
+
+    points = lambda key: jax.random.uniform(key, (32,))  # noqa: E731
+    return Task(_sigmoids((1, 24, 24, 1)), points, loss, adam(1e-2))
+
+
+def _light() -> Task:
+    """Two autoencoders, and the weight of the one whose loss counts is 1e-10."""
+    init = _sigmoids(WIDTHS)
+
+    def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
+        heavy, light = (_reconstruction(p, batch, dtype) for p in params)
+        return heavy + 1e-10 * light
+
+    return AUTOENCODER._replace(
+        init=lambda key: [init(k) for k in jax.random.split(key)],
+        loss=loss,
+        tx=adam(5e-3, eps=1e-18),
+        reported=lambda params, batch, _: _reconstruction(params[1], batch, None),
+    )
+
+
+def _heavy() -> Task:
+    """One image in 50 batches has a weight of 2^40, and gradients are clipped."""
+
+    def examples(key: jax.Array) -> Any:
+        x, _ = AUTOENCODER.examples(key)
+        is_heavy = jax.random.bernoulli(key, 0.02)
+        return x, jnp.ones(len(x)).at[0].set(jnp.where(is_heavy, 2.0**40, 1.0))
+
+    def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
+        return jnp.mean(batch[1] * _reconstructed(params, batch[0], dtype))
+
+    return AUTOENCODER._replace(
+        examples=examples,
+        loss=loss,
+        tx=lambda steps: optax.chain(
+            optax.clip_by_global_norm(1.0), AUTOENCODER.tx(steps)
+        ),
+        reported=lambda params, batch, _: _reconstruction(params, batch, None),
+    )
+
+
+def deep() -> Task:
+    """32 sigmoid layers, whose gradients span 2^71."""
+    return AUTOENCODER._replace(init=_sigmoids((64,) * 33))
+
+
+TASKS = {
+    "autoencoder": lambda: AUTOENCODER,
+    "ResNet (Linen)": _resnet,
+    "transformer (NNX)": _transformer,
+    "convolutions (Equinox)": _convolutions,
+    "differential equation": _equation,
+    "a loss of weight 1e-10": _light,
+    "images of weight 2^40": _heavy,
+}

@@ -1,0 +1,212 @@
+"""What `autocast` makes of a float32 program, beside casting it by hand.
+
+Five models: what is kept for the backward pass and the dtype of all products, read from
+the traced program; memory, traffic and kernels or cycles as the compilers of GPUs and
+TPUs make value and gradient of the scaled loss, on machines that are not there; and the
+error of the gradient, which is computed here. Ratios are to casting by hand.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import _half_models
+import _harness
+import _targets
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _compiled import figures
+from _harness import Table
+from tqdm import tqdm
+
+import jmp_scale
+from jmp_scale._jaxpr import dtype_name, equations, is_literal, size
+
+LOSS_SCALE = 2.0**15
+HALF = {"f16": jnp.float16, "bf16": jnp.bfloat16}
+PRODUCTS = ("dot_general", "conv_general_dilated")
+BASE = "by hand"
+
+
+def program(make: Callable[..., Any], name: str, half: Any, large: bool) -> Any:
+    """A problem whose loss is that of one of `PROGRAMS`."""
+    problem = make(large, half if name.startswith(BASE) else None)
+    return problem._replace(loss=PROGRAMS[name](problem.loss, half))
+
+
+def _saving_products(loss: Any, half: Any) -> Any:
+    del half
+    return jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)
+
+
+PROGRAMS = {
+    BASE: lambda loss, half: loss,
+    "by hand, dots_saveable": _saving_products,
+    "float32": lambda loss, half: loss,
+    "autocast": jmp_scale.autocast,
+    "autocast, recompute=False": lambda loss, half: jmp_scale.autocast(
+        loss, half, recompute=False
+    ),
+    "autocast, backward=bf16": lambda loss, half: jmp_scale.autocast(
+        loss, half, backward="bfloat16"
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    tables = []
+    for name in args.dtypes if "traced" in args.parts else ():
+        tables.append(_traced(args, name))
+    for target in args.targets if "compiled" in args.parts else ():
+        if reason := _targets.missing(target):
+            print(f"{target}: {reason}")
+            continue
+        tables += [_compiled(args, _targets.Target(target), n) for n in args.dtypes]
+    if "error" in args.parts:
+        jax.config.update("jax_enable_x64", True)  # for the reference
+        tables += [_errors(args, name) for name in args.dtypes]
+    _harness.report(tables, args.json, "traced and compiled, not run")
+
+
+def _traced(args: Any, name: str) -> Table:
+    columns = ["model", "program", "residuals", "half products", "trace time"]
+    title = "Residuals, dtypes of products and trace time, {}"
+    table = Table(title, columns, case=name)
+    for model, row, problem, base in _cases(args, name):
+        step = _scaled(problem.loss)
+        seconds = _seconds(lambda: jax.make_jaxpr(step)(*problem[1:]))  # noqa: B023
+        values = residuals(problem), seconds
+        base.setdefault("values", values)
+        ratios = [a / b for a, b in zip(values, base["values"], strict=True)]
+        share = half_products(jax.make_jaxpr(step)(*problem[1:]), name)
+        table.rows.append([model, row, ratios[0], share, ratios[1]])
+    table.notes.append(
+        "residuals: bytes that the backward pass reads and that are neither parameters "
+        "nor batch. half products: products of two half-precision operands, of all, "
+        "forward and backward. trace time: median of five, of value and gradient."
+    )
+    return table
+
+
+def _compiled(args: Any, target: Any, name: str) -> Table:
+    is_gpu = target.name == "h100"
+    columns = ["model", "program", "temporaries", "bytes"]
+    columns += ["kernels" if is_gpu else "cycles", "compile time"]
+    table = Table(f"{target.name}, {{}}", columns, case=name)
+    for model, row, problem, base in _cases(args, name):
+        placed = target.replicated(problem[1:])
+        lowered = jax.jit(_scaled(problem.loss)).lower(*placed)
+        start = time.process_time()
+        # Without this XLA:GPU may leave out a cast to half precision and back.
+        options: Any = {"xla_allow_excess_precision": False} if is_gpu else {}
+        found = figures(lowered.compile(compiler_options=options), target)
+        seconds = time.process_time() - start
+        work = found.kernels if is_gpu else found.cycles
+        values = found.temporaries, found.bytes_accessed, work, seconds
+        base.setdefault("values", values)
+        ratios = [_ratio(a, b) for a, b in zip(values, base["values"], strict=True)]
+        table.rows.append([model, row, *ratios])
+    return table
+
+
+def _errors(args: Any, name: str) -> Table:
+    table = Table("Error of the gradient, {}", ["model", "program", "error"], case=name)
+    exact: Any = {}
+    for model, row, problem, _ in _cases(args, name, large=False):
+        if model not in exact:
+            reference = _half_models.MODELS[model](False, None)
+            exact[model] = _flat(reference, jnp.float64)
+        if row != "float32":
+            error = np.linalg.norm(_flat(problem) - exact[model])
+            error = error / np.linalg.norm(exact[model])
+            table.rows.append([model, row, f"{error:.2e}"])
+    table.notes.append(
+        "Norm of the difference from float64 over the norm, at S = 2^15, small models, "
+        "computed on a CPU."
+    )
+    return table
+
+
+def _cases(args: Any, name: str, large: bool = True) -> Any:
+    """(model, program's name, problem, dict of the model) of each program."""
+    cases = [(m, p) for m in args.models for p in PROGRAMS if p in args.programs]
+    bases: Any = {}
+    for model, row in tqdm(cases, name):
+        problem = program(_half_models.MODELS[model], row, HALF[name], large)
+        yield model, row, problem, bases.setdefault(model, {})
+
+
+def _scaled(loss: Any) -> Any:
+    return jax.value_and_grad(lambda *args: loss(*args) * LOSS_SCALE, allow_int=True)
+
+
+def residuals(problem: Any) -> int:
+    """Bytes kept for the backward pass that are neither parameters nor batch."""
+
+    def kept(params: Any, batch: Any) -> Any:
+        return jax.tree.leaves(jax.vjp(lambda p: problem.loss(p, batch), params)[1])
+
+    jaxpr = jax.make_jaxpr(kept)(*problem[1:]).jaxpr
+    found = {id(v): v for v in jaxpr.outvars if not is_literal(v)}
+    for v in jaxpr.invars:
+        found.pop(id(v), None)
+    return sum(size(v) * getattr(v.aval.dtype, "itemsize", 8) for v in found.values())
+
+
+def half_products(closed: Any, name: str) -> str:
+    """How many products have two half-precision operands, of all."""
+    half = jnp.dtype(HALF[name]).name
+    products = [
+        {dtype_name(v) for v in eqn.invars[:2]}
+        for eqn in equations(closed.jaxpr)
+        if eqn.primitive.name in PRODUCTS
+    ]
+    return f"{products.count({half})} of {len(products)}"
+
+
+def _flat(problem: Any, dtype: Any = None) -> np.ndarray:
+    params, batch = problem[1:]
+    if dtype is not None:
+        params, batch = jax.tree.map(
+            lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, (params, batch)
+        )
+    grads = jax.jit(_scaled(problem.loss))(params, batch)[1]
+    leaves = [np.ravel(np.asarray(g, np.float64)) for g in jax.tree.leaves(grads)]
+    return np.concatenate(leaves)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(5):
+        jax.clear_caches()
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return float(np.median(times))
+
+
+def _ratio(value: float, base: float) -> Any:
+    return value / base if base else ("-" if not value else math.inf)
+
+
+def _parser() -> Any:
+    parser = _harness.parser(__doc__)
+    for flag, choices, default, text in (
+        ("--models", _half_models.MODELS, _half_models.MODELS, "to compare"),
+        ("--programs", PROGRAMS, [p for p in PROGRAMS if "=" not in p], "of each"),
+        ("--dtypes", HALF, HALF, "half-precision dtypes"),
+        ("--targets", _targets.TARGETS, ["h100", "tpu-v5e"], "machines"),
+        ("--parts", *[("traced", "compiled", "error")] * 2, "tables to make"),
+    ):
+        parser.add_argument(
+            flag, nargs="+", choices=list(choices), default=list(default), help=text
+        )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

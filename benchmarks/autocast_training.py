@@ -134,8 +134,8 @@ def gradients(seeds: int) -> Table:
             worst.append(max(float(_error(a, b)) for a, b in pairs))
         table.rows.append([name, f"{np.median(worst):.2g}"])
     table.notes.append(
-        "Median over the seeds of the largest of all layers' errors beside float32: the "
-        "norm of the difference over the norm. S is 2^15."
+        "Median over the seeds of the largest of all layers' errors, relative to the "
+        "norm of float32's gradient. S is 2^15."
     )
     return table
 

@@ -179,7 +179,7 @@ class _Cast:
             if not is_float32(v) or (v in plan.kept and self.recompute):
                 return None
             if v not in copies:
-                largest = float(jnp.finfo(self.dtypes.forward).max)
+                largest = np.float32(jnp.finfo(self.dtypes.forward).max)
                 exact = v in plan.exact
                 x = env[v] if exact else lax.clamp(-largest, env[v], largest)
                 copies[v] = x.astype(self.dtypes.forward)

@@ -44,3 +44,12 @@ def test_a_program_has_the_value_and_gradient_of_the_float32_one(name):
     dtypes = products(jax.value_and_grad(cast), *args)
     assert (("float32", "float32") in dtypes) == (not halves)
     assert any("float16" in pair for pair in dtypes)
+
+
+@pytest.mark.parametrize("name", ["attention", "scan_over_layers", "remat"])
+def test_x64_changes_nothing_for_a_float32_program(name):
+    fun, args, *_ = PROGRAMS[name]
+    wanted = jax.value_and_grad(autocast(fun, "float16"))(*args)
+    with jax.enable_x64(True):
+        got = jax.value_and_grad(autocast(fun, "float16"))(*args)
+    assert_close(got, wanted, 1e-2)

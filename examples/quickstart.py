@@ -1,7 +1,7 @@
-"""Loss scaling in one page: a float16 gradient of 0, and the right one.
+"""The train step in one page: float16 products, and the loss scale that they need.
 
-Fits w so that w x = 0.3 x, by gradient descent. The numbers on the gradient's way are
-too small for float16, so it comes out as exactly 0, and w would never move.
+Ten sigmoid layers learn to reproduce their input. Each passes on at most a quarter of a
+gradient, so in float16 the first layer's is 0 unless the loss is scaled.
 """
 
 import _show
@@ -11,33 +11,42 @@ import optax
 
 import jmp_scale
 
-x = jnp.linspace(-0.01, 0.01, 4000)
+
+def loss_fn(params, x):  # a float32 program
+    h = x
+    for w in params:
+        h = jax.nn.sigmoid(h @ w)
+    return jnp.mean((h - x) ** 2)
 
 
-def loss_fn(w):  # computed in float16; its gradient is about -2e-5
-    w, x16 = w.astype(jnp.float16), x.astype(jnp.float16)
-    return jnp.mean((w * x16 - 0.3 * x16).astype(jnp.float32) ** 2)
-
-
-tx = jmp_scale.with_loss_scale(optax.sgd(2e3), jmp_scale.DynamicLossScale())
+half_loss = jmp_scale.autocast(loss_fn, "float16")
+tx = jmp_scale.with_loss_scale(optax.adam(1e-3), jmp_scale.DynamicLossScale())
 
 
 @jax.jit
-def train_step(w, opt_state):
-    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(w)
-    updates, opt_state = tx.update(grads, opt_state, w, value=loss)
-    return optax.apply_updates(w, updates), opt_state, grads
+def train_step(params, opt_state, x):
+    loss, grads = jmp_scale.value_and_grad(half_loss, opt_state.loss_scale)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state, loss, grads
+
+
+def lost(grads):
+    return f"{jnp.mean(grads[0] == 0):.0%} of the first layer's gradient is 0"
 
 
 def main(argv=None):
-    steps = _show.parser(__doc__, 400).parse_args(argv).steps
-    w = jnp.float32(0.0)
-    opt_state = tx.init(w)
-    print(f"gradient without a loss scale: {jax.grad(loss_fn)(w)}")
-    print(f"gradient with a loss scale:    {train_step(w, opt_state)[2]:.3g}")
+    steps = _show.parser(__doc__, 200).parse_args(argv).steps
+    *keys, key = jax.random.split(jax.random.key(0), 11)
+    params = [jax.random.normal(key, (32, 32)) / 6 for key in keys]
+    x = jax.random.uniform(key, (256, 32))
+    opt_state = tx.init(params)
+    print("without a loss scale:", lost(jax.grad(half_loss)(params, x)))
+    print("with a loss scale:   ", lost(train_step(params, opt_state, x)[3]))
+    print(f"loss {loss_fn(params, x):.4f}")
     for _ in range(steps):
-        w, opt_state, _ = train_step(w, opt_state)
-    print(f"w after {steps} steps: {w:.3f}, with S = {opt_state.loss_scale.loss_scale}")
+        params, opt_state, loss, _ = train_step(params, opt_state, x)
+    s = opt_state.loss_scale.loss_scale
+    print(f"loss {loss:.4f} after {steps} steps, with S = {_show.power(s)}")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,16 @@ import optax
 import jmp_scale
 
 
+def loss_in(dtype):
+    """The autoencoder's loss: as it is in float32, in half precision by `autocast`."""
+    loss_fn = functools.partial(_digits.reconstruction_loss, dtype="float32")
+    return loss_fn if dtype == "float32" else jmp_scale.autocast(loss_fn, dtype)
+
+
 def fit(name, dtype, loss_scale, images, args):
     """Parameters and optimizer state after training, and a record of each step."""
     tx = jmp_scale.with_loss_scale(optax.adam(5e-3), loss_scale)
-    loss_fn = functools.partial(_digits.reconstruction_loss, dtype=dtype)
+    loss_fn = loss_in(dtype)
 
     def train_step(carry, images):
         params, opt_state = carry
@@ -58,7 +64,7 @@ def main(argv=None):
         rows.append([
             name,
             f"{losses[name][-50:].mean():.4f}",
-            f"{_digits.reconstruction_loss(params, test, dtype):.4f}",
+            f"{loss_in(dtype)(params, test):.4f}",
             f"{record['zeros'].mean():.1%}",
             _show.power(record["S"][-1]),
             int(opt_state.skipped),

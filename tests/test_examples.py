@@ -116,12 +116,15 @@ def exponent(power):
     return int(power.removeprefix("2^"))
 
 
-def test_the_quick_start_prints_a_gradient_of_zero_and_then_the_right_one(run):
+def test_the_quick_start_loses_a_gradient_only_without_a_loss_scale(run):
     text = run("quickstart.py")
-    assert "gradient without a loss scale: 0.0\n" in text
-    gradient = re.search(r"gradient with a loss scale: +(\S+)", text)[1]
-    assert float(gradient) == pytest.approx(-2e-5, rel=0.02)
-    assert float(re.search(r"steps: (\S+),", text)[1]) == pytest.approx(0.3, abs=0.005)
+    without, with_ = (int(share) for share in re.findall(r"(\d+)% of", text))
+    assert without > 90
+    assert with_ < 10
+    start, end = (
+        float(loss) for loss in re.findall(r"^loss (\S+)", text, re.MULTILINE)
+    )
+    assert end < start
 
 
 @pytest.mark.slow

@@ -39,6 +39,9 @@ QUESTIONS = {
     "complex": "faq",
     # and twenty more
     "install": "quickstart",
+    "quick start": "quickstart",
+    "autocast": "autocast",
+    "mixed precision": "autocast",
     "initial loss scale": "choose-a-scale faq",
     "frozen parameters": "faq",
     "GradScaler": "coming-from/pytorch",

@@ -11,7 +11,6 @@ from ._finite import all_finite as all_finite
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
 from ._loss_scale import LossScale as LossScale
-from ._loss_scale import LossScaleState as LossScaleState
 from ._loss_scale import NoOpLossScale as NoOpLossScale
 from ._loss_scale import StaticLossScale as StaticLossScale
 from ._loss_scale import adjust as adjust
@@ -23,6 +22,7 @@ from ._policy import cast_to_half as cast_to_half
 from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
 from ._spike_guard import SpikeGuard as SpikeGuard
+from ._state import LossScaleState as LossScaleState
 from ._transform import LossScaleTransformation as LossScaleTransformation
 from ._transform import with_loss_scale as with_loss_scale
 from ._tree import select_tree as select_tree

@@ -86,6 +86,16 @@ class DynamicLossScale(_pytree.Pytree):
     """
 
     _leaf_names: ClassVar = ("loss_scale", "counter", "hysteresis_left")
+    _other_names: ClassVar = {
+        "init_scale": "loss_scale",
+        "initial_scale": "loss_scale",
+        "growth_interval": "period",
+        "growth_factor": "factor",
+        "scale_window": "period",
+        "scale_factor": "factor",
+        "min_scale": "min_loss_scale",
+        "max_scale": "max_loss_scale",
+    }
 
     loss_scale: Any = 2.0**15
     counter: Any = None

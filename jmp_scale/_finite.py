@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from . import _mesh
-from ._tree import is_inexact, widen
+from ._tree import is_inexact, promote_to_float32
 
 Arrays = Sequence[jax.Array]
 
@@ -422,7 +422,7 @@ def _squares(array: jax.Array) -> Arrays:
     # (test_the_norm_is_right_for_every_size_of_gradients).
     squares = []
     for part in [array.real, array.imag] if jnp.iscomplexobj(array) else [array]:
-        part = widen(part)
+        part = promote_to_float32(part)
         size = jnp.abs(part)
         tiny = jnp.minimum(size * TINY, 2.0**63)
         huge = jnp.minimum(size / HUGE, 2.0**32)

@@ -5,20 +5,19 @@ from typing import Any
 import jax
 import optax
 
-from . import _state_dict
+from . import _pytree
 from ._loss_scale import (
     DynamicLossScale,
     LossScale,
-    LossScaleState,
     NoOpLossScale,
     StaticLossScale,
-    find_loss_scale_states,
 )
 from ._spike_guard import SpikeGuard
+from ._state import LossScaleState, find_loss_scale_states
 from ._transform import with_loss_scale
 
 try:
-    import flax.serialization  # noqa: F401  (_state_dict looks for it)
+    import flax.serialization  # noqa: F401  (_pytree looks for it)
 except ImportError as error:
     raise ImportError(
         'jmp_scale.linen and jmp_scale.nnx need Flax: pip install "jmp_scale[flax]"'
@@ -66,4 +65,4 @@ def wrap_once(
 
 
 for _cls in (NoOpLossScale, StaticLossScale, DynamicLossScale, SpikeGuard):
-    _state_dict.register(_cls)  # those that were made before Flax was imported
+    _pytree.register_state_dict(_cls)  # those that were made before Flax was imported

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._loss_scale import LossScale, checked_loss_scale
 from ._scaling import widen_gradients
-from ._tree import widen
+from ._tree import promote_to_float32
 
 
 def value_and_grad(
@@ -133,6 +133,13 @@ def _differentiated(
     # Here, not at the first call: the traceback of an error then ends in the user's
     # line
     # (test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one).
+    numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
+    if numbers and all(type(number) is int for number in numbers):
+        raise TypeError(
+            f"{function}: expected a loss scale as the second argument, got "
+            f"{loss_scale!r}; argnums is the third: {function}(fun, loss_scale, "
+            f"{loss_scale!r}) with a loss scale such as DynamicLossScale()"
+        )
     loss_scale = checked_loss_scale(function, loss_scale)
     if "axis_name" in kwargs:
         raise TypeError(
@@ -191,7 +198,7 @@ def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
             f"{function}: expected fun to return a scalar loss, got shape "
             f"{jnp.shape(loss)}; take its mean or sum"
         )
-    return _Output(widen(loss), aux)
+    return _Output(promote_to_float32(loss), aux)
 
 
 def _checked_result(function: str, result: Any) -> tuple[_Output, Any]:

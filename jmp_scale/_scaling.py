@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from ._tree import is_inexact, widen
+from ._tree import is_inexact, promote_to_float32
 
 T = TypeVar("T")
 
@@ -42,7 +42,9 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
     gradients: list[jax.Array] = []
     # Before the product: a float16 loss of 3 times S = 2^15 is infinite
     # (test_scaling_a_float16_loss_cannot_overflow).
-    map_gradients(lambda leaf: gradients.append(jnp.asarray(widen(leaf))), tree)
+    map_gradients(
+        lambda leaf: gradients.append(jnp.asarray(promote_to_float32(leaf))), tree
+    )
     multiplied = iter((_divide if inverse else _times)(gradients, s))
     return map_gradients(lambda leaf: next(multiplied), tree)
 
@@ -93,7 +95,7 @@ def _map_real(
 
 def widen_gradients(tree: T) -> T:
     """Casts gradients narrower than 32 bits to float32; all other leaves pass."""
-    return map_gradients(widen, tree)
+    return map_gradients(promote_to_float32, tree)
 
 
 def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:

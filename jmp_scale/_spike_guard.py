@@ -1,4 +1,4 @@
-"""Detects finite steps that are far outside of what a run has shown so far."""
+"""Detects steps that are far outside of what a run has shown so far."""
 
 import dataclasses
 import math
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from . import _pytree
 from ._validation import Arguments
 
-# Least spreads. Without them a run of equal losses or norms makes any other a spike. Of
-# the norm: 0.25 bits, a factor of 1.19. Of the loss: a share of its mean's size, since
+# Least spreads. Without them a run of equal losses or norms makes any other a spike.
+# The norm's is 0.25 bits, a factor of 1.19. The loss's is a share of its mean, because
 # a loss does not have a scale of its own.
 _NORM_FLOOR = 0.25
 _LOSS_FLOOR = 0.02
@@ -28,48 +28,44 @@ _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 
 @dataclasses.dataclass(frozen=True)
 class SpikeGuard(_pytree.Pytree):
-    """Detects spikes: finite steps whose loss or gradient norm is extraordinary.
+    """Detects spikes: steps whose loss or gradient norm is extraordinary.
 
     For `with_loss_scale(tx, guard=SpikeGuard())`, which skips a spike as it skips an
     overflow, except that the loss scale and its counter stay as they are. A bad batch
     then does no harm: neither to the parameters nor to the optimizer's moments, where
     clipping would leave a trace.
 
-    Two numbers are watched: the loss, where it is given as `value`, and log2 of the
-    global norm of the unscaled gradients. For each x of the two:
+    Two numbers x are watched: the loss, where it is given as `value`, and log2 of the
+    global norm of the unscaled gradients, where they are finite and not all zero.
 
     ```text
-    leaps:     x > mean + threshold * max(deviation, floor)  after warmup accepted steps
-    spike:     finite, one of the two leaps, and in_a_row < max_in_a_row
-    accepted:  finite, and not a spike; x enters mean and deviation
+    leaps:     x > mean + threshold * max(deviation, floor), for one of the two
+    spike:     leaps, and in_a_row < max_in_a_row
+    accepted:  finite, and not a spike; every x enters its mean and deviation
+    start:     mean and deviation start again with an accepted leap
     ```
 
-    The mean and the standard deviation are exponential with `decay`, unbiased from the
-    first step on, and made of accepted steps only. Steps whose gradients are all zero
-    do not enter once there were others. The floors, of the norm in bits:
+    | x | floor |
+    | --- | --- |
+    | log2 of the norm | 0.25 bits |
+    | that beside an ordinary loss | `max(0.25, min(8/3 * norm_deviation, 2/3))` bits |
+    | the loss | `0.02 * abs(loss_mean)`, times `irregular` |
 
-    ```text
-    irregular         = max(1, norm_deviation / 0.25)
-    floor of the loss = irregular * max(loss_deviation, 0.02 |loss_mean|)
-    floor of the norm = 0.25
-                      = max(0.25, min(8/3 norm_deviation, 2/3)), if the loss is ordinary
-    ```
+    An ordinary loss is less than halfway from its mean to its limit. `irregular` is
+    `max(1, norm_deviation / 0.25)`, and the deviation of the loss is multiplied by it
+    too: where norms vary (small batches, a loss near 0), losses have long tails.
 
-    So in a run of even norms six deviations of the loss are a leap. In a run whose
-    norms vary (small batches, a classifier whose loss is near 0), losses have long
-    tails, and up to one clean step in a hundred exceeds six deviations. Single norms
-    leap by up to 14 deviations there, while the loss stays. What is wrong with a batch
-    shows in the loss, so a norm beside an ordinary loss (known, and less than halfway
-    from the mean to its limit) has to leap further: by 1.5 to 4 bits, a factor of 2.8
-    to 16.
+    Mean and deviation are exponential with `decay`, unbiased from the first step on.
+    Nothing leaps before `warmup` accepted steps. Within these a leap enters only as far
+    as the threshold, and a leap down starts the statistics again, so that one huge step
+    does not blind the guard. Steps without gradients enter only before all others, but
+    their loss can leap.
 
-    A leap that would be the spike after `max_in_a_row` others is accepted: the new
-    level is taken as normal, and the statistics start again with it, warm-up included.
-    So leaps in a row cannot stop a run. But leaps that return, each after ordinary
-    steps, are all skipped: those of rare rewards, for example. Within the warm-up,
-    where nothing is skipped, a leap enters the statistics only as far as the threshold,
-    and a leap down starts them again, so that one huge step does not blind the guard. A
-    non-finite step is not a spike and changes nothing here.
+    A finite loss that leaps is a spike also where its gradients overflow, because no S
+    would have helped. Any other non-finite step is not, and none changes the
+    statistics. After `max_in_a_row` spikes a leap is let through: if it is finite, it
+    is the new level, and if it overflows, S follows. So leaps in a row cannot stop a
+    run. Leaps that return after ordinary steps are all skipped: rare rewards, say.
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
     its leaves. On several devices all see the largest loss and norm of them, so that
@@ -171,7 +167,8 @@ class SpikeGuard(_pytree.Pytree):
         """Whether a step is a spike, and the guard after it.
 
         Args:
-          loss: f32, the unscaled loss, or None where it is not known.
+          loss: f32, the unscaled loss, NaN if it is not finite on all devices, or None
+            where it is not known.
           norm: f32, the global norm of the unscaled gradients.
           finite: bool, whether loss and gradients are finite.
 
@@ -184,11 +181,14 @@ class SpikeGuard(_pytree.Pytree):
         seen = {"norm": (self._norm, log2_norm, has_norm, has_norm)}
         limits = {"norm": self._limit(self._norm), "loss": self._limit(self._loss)}
         if loss is not None:
-            loss = jnp.clip(jnp.where(finite, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
-            # Rare losses above zeros without gradients, as of a margin that is mostly
-            # kept, would be spikes forever (test_a_loss_that_is_mostly_zero_...).
+            # Known also where the gradients overflow: a spike may do both.
+            known = jnp.isfinite(loss)
+            loss = jnp.where(known, loss, 0)
+            loss = jnp.clip(loss, -_LARGEST_LOSS, _LARGEST_LOSS)
+            # With a margin loss that is mostly 0 (no gradient), every rare non-zero
+            # loss would be a spike.
             tells = has_norm | (finite & (self.norm_steps == 0))
-            seen["loss"] = (self._loss, loss, finite, tells)
+            seen["loss"] = (self._loss, loss, known, tells)
             ordinary = loss <= self.loss_mean / 2 + limits["loss"] / 2
             wide = self._log2_norm_limit
             limits["norm"] = jnp.where(ordinary, wide, limits["norm"])
@@ -209,17 +209,16 @@ class SpikeGuard(_pytree.Pytree):
                 leaves[f"{name}_{field}"] = jnp.where(accepted & enters, a, b)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
         leaves["in_a_row"] = jnp.where(accepted, 0, in_a_row)
-        before = jnp.where(spike | ~leaps, self.accepted, 0)
-        count = jnp.where(accepted, before + 1, before)
-        leaves["accepted"] = jnp.minimum(count, _LARGEST_COUNT)
+        count = jnp.where(leaps, 1, self.accepted + 1)
+        count = jnp.minimum(count, _LARGEST_COUNT)
+        leaves["accepted"] = jnp.where(accepted, count, self.accepted)
         return spike, _pytree.with_fields(self, **leaves)
 
     @property
     def _loss(self) -> "_Statistics":
         mean, deviation = self.loss_mean, self.loss_deviation
         # The logarithm tames the tails of the norm, but a loss may be negative. How far
-        # the norm's logarithm varies tells how long the loss's tails are
-        # (test_a_loss_with_long_tails_is_not_a_spike).
+        # the norm's logarithm varies tells how long the loss's tails are.
         irregular = jnp.maximum(1, self.norm_deviation / _NORM_FLOOR)
         floor = irregular * jnp.maximum(deviation, _LOSS_FLOOR * jnp.abs(mean))
         return _Statistics(mean, deviation, self.loss_steps, floor)
@@ -250,15 +249,15 @@ class SpikeGuard(_pytree.Pytree):
         """Mean, deviation and steps after one more accepted x."""
         mean, deviation, steps, _ = statistics
         warming, limit = ~self._is_warm(statistics), self._limit(statistics)
-        # A leap down within the warm-up means that the steps before were the huge ones:
-        # as if they had not been seen.
+        # A drop within the warm-up means that the earlier steps were the huge ones:
+        # forget them.
         first = (steps == 0) | (warming & (x < 2 * mean - limit))
         steps = jnp.where(first, 0, steps)
         # A leap up enters up to the limit only: one huge loss would set a deviation
-        # that hides all that follow (test_a_huge_step_within_the_warm_up_...).
+        # that hides all that follow.
         x = jnp.where(warming & ~first, jnp.minimum(x, limit), x)
         # (1 - decay) / (1 - decay^n): the weight of the n-th step in an unbiased mean.
-        # expm1, since 1 - decay^n has no digits left for a decay near 1.
+        # expm1, because 1 - decay^n has no digits left for a decay near 1.
         bias = -jnp.expm1((steps + 1).astype(jnp.float32) * math.log(self.decay))
         weight = (1 - self.decay) / bias
         difference = x - mean

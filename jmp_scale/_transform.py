@@ -1,26 +1,24 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 from . import _mesh
+from ._extra_args import keywords_of, takes_value
 from ._finite import all_finite, finite_and_norm
-from ._loss_scale import (
-    LossScale,
-    LossScaleState,
-    NoOpLossScale,
-    checked_loss_scale,
-    find_loss_scale_states,
-)
-from ._optimizer import guarded, runner
-from ._skip import select_step
+from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
+from ._skip import select_step, zero_unless
 from ._spike_guard import SpikeGuard
+from ._state import LossScaleState, find_loss_scale_states
+from ._tree import is_inexact, map_inexact, promote_to_float32
 
 
 class _Update(Protocol):
@@ -86,20 +84,26 @@ def with_loss_scale(
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
       gradients of any dtype and returns updates of the dtypes of `params`, if given.
-      `inner` sees float32 in place of narrower gradients; an optimizer that cannot take
-      them beside half-precision parameters sees the dtypes of the parameters.
+      `inner` sees float32 in place of narrower gradients, except those that have the
+      dtype of their parameter.
 
       `value` is the unscaled loss, a scalar. When it is not finite the step is skipped
-      and S is left alone, since no S changes the forward pass. It is passed on to an
-      `inner` that takes it. The other extra arguments must be of the unscaled loss too
-      (`value_fn`, `obj_fn`, `grad_fn`, `grad`).
+      and S is left alone, because no S changes the forward pass. It is passed on to an
+      `inner` whose signature takes it. The other extra arguments must be of the
+      unscaled loss too (`value_fn`, `obj_fn`, `grad_fn`, `grad`).
 
     Raises:
       TypeError: `inner` is not a gradient transformation, `loss_scale` not a loss
-        scale, `guard` not a `SpikeGuard`, or `axis_name` not a name or several.
-      ValueError: `inner` contains another `with_loss_scale` (from `init`); `value` is
-        not a scalar, or `inner` changes the structure, shape or dtype of its state
-        (from `update`, while tracing).
+        scale, `guard` not a `SpikeGuard`, or `axis_name` not a name or several; from
+        `update`, a state that `init` did not make, or a loss under another name than
+        `value`.
+      ValueError: `inner` contains another `with_loss_scale` (from `init`); from
+        `update`, while tracing: `value` is not a scalar, the gradients have another
+        structure than the parameters, or `inner` changes the structure, shape or dtype
+        of its state.
+
+    Warns:
+      UserWarning: `init` of half-precision parameters, which lose small updates.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -115,6 +119,11 @@ def with_loss_scale(
       0.5 32768.0 0
       0.5 16384.0 1
     """
+    if isinstance(inner, LossScale) and not isinstance(loss_scale, LossScale | None):
+        raise TypeError(
+            "with_loss_scale: expected (inner, loss_scale), got the loss scale first; "
+            "pass the optimizer first"
+        )
     if loss_scale is None:
         loss_scale = NoOpLossScale()
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
@@ -129,8 +138,10 @@ def with_loss_scale(
             f"optax.MultiSteps, its gradient_transformation()), got {inner!r}"
         )
     inner = optax.with_extra_args_support(inner)
+    keywords = keywords_of(inner.update)
 
     def init(params: optax.Params) -> LossScaleState:
+        _warn_of_half_precision(params)
         inner_state = inner.init(params)
         _refuse_nesting(inner_state)
         zero = jnp.zeros([], jnp.int32)
@@ -153,30 +164,48 @@ def with_loss_scale(
         updates: optax.Updates,
         state: LossScaleState,
         params: optax.Params | None = None,
-        *,
+        *positional: Any,
         value: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
-        seen = _look_at(updates, value, state.guard, axis_name)
-        inputs, extra_args = guarded(seen.applied, updates, value, extra_args)
-        run = runner(inner, params, extra_args)
+        _check_arguments(updates, state, params, positional)
+        gives_value = takes_value(keywords, value, extra_args)
+        verdict = judge_step(updates, value, state.guard, axis_name)
+        inputs = {"updates": _promoted(updates, params)}
+        if value is not None and gives_value:
+            inputs["value"] = jnp.asarray(value)
+        if "grad" in extra_args:
+            inputs["grad"] = promote_to_float32(extra_args.pop("grad"))
+        for name in ("value_fn", "grad_fn", "obj_fn"):
+            if callable(extra_args.get(name)):
+                fun = extra_args[name]
+                extra_args[name] = _zero_fn_unless(verdict.applied, fun)
+
+        def run(inputs: dict[str, Any], inner_state: Any) -> tuple[Any, Any]:
+            given = {**extra_args, **inputs}
+            grads = given.pop("updates")
+            new_updates, new = inner.update(grads, inner_state, params, **given)
+            if params is not None:
+                new_updates = _cast_like(new_updates, params)
+            return new_updates, _state_like(new, inner_state)
+
         # The overflow of a gradient that the optimizer asks for shows in its updates.
         looks_again = "grad_fn" in extra_args
         is_good = functools.partial(all_finite, axis_name=axis_name)
         applied, new_updates, inner_state = select_step(
-            seen.applied,
+            verdict.applied,
             run,
             inputs,
             state.inner_state,
             context=(params, extra_args),
             is_good=is_good if looks_again else None,
         )
-        return new_updates, _next_state(state, seen, applied, inner_state)
+        return new_updates, _next_state(state, verdict, applied, inner_state)
 
     return LossScaleTransformation(init, update)  # pyright: ignore
 
 
-class _Seen(NamedTuple):
+class _Verdict(NamedTuple):
     """What is known of a step before the optimizer runs: booleans of shape []."""
 
     loss_finite: Any
@@ -186,54 +215,55 @@ class _Seen(NamedTuple):
     guard: SpikeGuard | None
 
 
-def _look_at(
+def judge_step(
     updates: Any, value: Any, guard: SpikeGuard | None, axis_name: _mesh.AxisName
-) -> _Seen:
+) -> _Verdict:
     if value is not None and [jnp.shape(x) for x in jax.tree.leaves(value)] != [()]:
         raise ValueError(
             f"with_loss_scale: expected value to be the scalar loss, got {value!r}"
         )
-    loss_finite = True if value is None else all_finite(value, axis_name)
+    loss_finite = jnp.array(True) if value is None else all_finite(value, axis_name)
     if guard is None:
         grads_finite = all_finite(updates, axis_name)
         applied = grads_finite & loss_finite
-        return _Seen(loss_finite, grads_finite, False, applied, None)
+        return _Verdict(loss_finite, grads_finite, jnp.array(False), applied, None)
+    # What is decided here has no derivative. That of a norm is infinite at 0, and times
+    # a zero that is asked for explicitly it is NaN.
+    guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
     grads_finite, norm = finite_and_norm(updates, axis_name)
     finite = grads_finite & loss_finite
     # The largest loss of all devices, so that they judge alike: a replica that skips
-    # alone has other parameters from then on
-    # (test_one_bad_shard_skips_the_step_on_every_device).
+    # alone has other parameters from then on.
     loss = None
     if value is not None:
         loss = _mesh.largest(jnp.asarray(value).astype(jnp.float32), axis_name)
+        loss = jnp.where(loss_finite, loss, jnp.nan)
     spike, guard = guard.judge(loss, norm, finite)
-    return _Seen(loss_finite, grads_finite, spike, finite & ~spike, guard)
+    return _Verdict(loss_finite, grads_finite, spike, finite & ~spike, guard)
 
 
 def _next_state(
-    state: LossScaleState, seen: _Seen, applied: jax.Array, inner_state: Any
+    state: LossScaleState, verdict: _Verdict, applied: jax.Array, inner_state: Any
 ) -> LossScaleState:
     # Gradients that turned out to be bad within the optimizer are an overflow too.
-    bad_within = seen.applied & ~applied
-    grads_finite = seen.grads_finite & ~bad_within
+    bad_within = verdict.applied & ~applied
+    grads_finite = verdict.grads_finite & ~bad_within
+    # No S makes a spike smaller: for S it is like a loss that is not finite.
     loss_scale = state.loss_scale.adjust(
-        grads_finite,
-        # No S makes a spike smaller: for S it is like a loss that is not finite
-        # (test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays).
-        loss_finite=jnp.logical_and(seen.loss_finite, ~jnp.asarray(seen.spike)),
+        grads_finite, loss_finite=verdict.loss_finite & ~verdict.spike
     )
     return LossScaleState(
         loss_scale=loss_scale,
         inner_state=inner_state,
-        grads_finite=grads_finite & seen.loss_finite,
+        grads_finite=grads_finite & verdict.loss_finite,
         applied=applied,
         skipped=jnp.where(applied, state.skipped, state.skipped + 1),
         skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),
         nonfinite_losses=jnp.where(
-            seen.loss_finite, state.nonfinite_losses, state.nonfinite_losses + 1
+            verdict.loss_finite, state.nonfinite_losses, state.nonfinite_losses + 1
         ),
-        spikes=jnp.where(seen.spike, state.spikes + 1, state.spikes),
-        guard=seen.guard,
+        spikes=jnp.where(verdict.spike, state.spikes + 1, state.spikes),
+        guard=verdict.guard,
     )
 
 
@@ -246,6 +276,67 @@ def _refuse_nesting(inner_state: Any) -> None:
             f"with_loss_scale within, at inner_state{where}; its loss scale "
             "would never be used: wrap once, outermost"
         )
+
+
+def _warn_of_half_precision(params: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16):
+            name = jax.tree_util.keystr(path) or "(the whole tree)"
+            warnings.warn(
+                f"with_loss_scale: expected float32 parameters, got {name} of "
+                f"{leaf.dtype}, which loses every update below its last digit; keep "
+                'them in float32 (jmp_scale.get_policy("params=float32,compute='
+                f'{leaf.dtype}").cast_to_param(params)) and cast them in the loss',
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> None:
+    expected = "with_loss_scale: expected update(grads, state, params, value=loss), got"
+    if positional:
+        raise TypeError(f"{expected} more than three positional arguments")
+    if isinstance(updates, LossScaleState):
+        raise TypeError(f"{expected} the state first; pass the gradients first")
+    if isinstance(params, LossScaleState):
+        raise TypeError(f"{expected} the state third; pass it second")
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            f"{expected} a {type(state).__name__} as state, not the LossScaleState "
+            "that init returns; of an optimizer without a loss scale, load it with "
+            "jmp_scale.checkpoints.restore_without_loss_scale"
+        )
+    while isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is not None:
+        try:
+            jax.tree.map(lambda *_: None, updates, params, is_leaf=_is_nothing)
+        except ValueError as error:
+            raise ValueError(
+                "with_loss_scale: expected gradients of the structure of the "
+                f"parameters, got\n  gradients:  {jax.tree.structure(updates)}\n"
+                f"  parameters: {jax.tree.structure(params)}"
+            ) from error
+
+
+def _promoted(updates: Any, params: Any) -> Any:
+    """Float32 in place of narrower gradients, but for those of their parameter's dtype.
+
+    An optimizer with branches (`optax.novograd`) demands one dtype of gradients and
+    state, and the state has that of the parameters.
+    """
+    while isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is None:
+        return promote_to_float32(updates)
+
+    def promote(x: Any, y: Any) -> Any:
+        is_alike = is_inexact(x) and is_inexact(y)
+        is_alike = is_alike and jnp.result_type(x) == jnp.result_type(y)
+        return x if is_alike else promote_to_float32(x)
+
+    return jax.tree.map(promote, updates, params, is_leaf=_is_nothing)
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:
@@ -270,3 +361,59 @@ def fresh_buffers(state: Any, params: Any = ()) -> Any:
         return array
 
     return jax.tree.map(fresh_leaf, state)
+
+
+def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, with values and gradients of zero unless `applied`."""
+
+    def constant_unless(x: Any) -> Any:
+        # Otherwise the gradient is 0 times that of `fun`: NaN where that is not finite.
+        return jnp.where(applied, x, lax.stop_gradient(x))
+
+    def zero_fn(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_inexact(constant_unless, (args, kwargs))
+        return zero_unless(applied, fun(*args, **kwargs))
+
+    return zero_fn
+
+
+def _cast_like(tree: Any, like: Any) -> Any:
+    def cast_leaf(x: Any, y: Any) -> Any:
+        castable = is_inexact(x) and is_inexact(y)
+        return jnp.asarray(x).astype(jnp.result_type(y)) if castable else x
+
+    return jax.tree.map(cast_leaf, tree, like, is_leaf=_is_nothing)
+
+
+def _is_nothing(x: Any) -> bool:
+    return x is None or isinstance(x, optax.MaskedNode)
+
+
+def _state_like(new: Any, old: Any) -> Any:
+    """A new state with the dtypes and shardings of the old one.
+
+    Raises:
+      ValueError: another difference, which names the leaf.
+    """
+    structures = jax.tree.structure(new), jax.tree.structure(old)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "with_loss_scale: expected inner to keep the structure of its state, got\n"
+            f"  from update: {structures[0]}\n  from init:   {structures[1]}"
+        )
+    new = jax.tree.map(_mesh.reshard_like, _cast_like(new, old), old)
+    pairs = jax.tree_util.tree_flatten_with_path(new)[0]
+    for (path, x), y in zip(pairs, jax.tree.leaves(old), strict=True):
+        if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
+            continue
+        # As JAX takes them: a NumPy float64 is a float32 to it, unless x64 is on.
+        types = (jax.typeof(v) for v in (x, y))
+        got, expected = (f"{t.dtype}{list(t.shape)}" for t in types)
+        if got != expected:
+            leaf = jax.tree_util.keystr(path)
+            raise ValueError(
+                "with_loss_scale: expected inner to keep the types of its state, but "
+                f"leaf {leaf} is {expected} after init and {got} after update; "
+                "initialize it with parameters of a floating-point dtype"
+            )
+    return new

@@ -46,7 +46,7 @@ def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     return tuple(path for path, _ in pairs), [leaf for _, leaf in pairs]
 
 
-def widen(tree: T) -> T:
+def promote_to_float32(tree: T) -> T:
     """Casts inexact leaves narrower than 32 bits to float32; all others pass."""
 
     def widen_leaf(leaf: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._loss_scale import find_loss_scale_states, is_loss_scale_state
+from ._state import find_loss_scale_states, is_loss_scale_state
 from ._tree import is_data
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from ._autocast import autocast as _autocast
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
 from ._spike_guard import SpikeGuard
-from ._transform import _look_at
+from ._transform import judge_step
 from ._tree import is_data, is_inexact, select_tree
 
 # The leaves of variables: by the variable's path in the nodes, then by the leaf's path
@@ -202,7 +202,7 @@ class Optimizer(nnx.Optimizer):
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
             # XLA merges this with the same decision in `update`.
-            applied = _look_at(grads, loss, _with_arrays(guard), None).applied
+            applied = judge_step(grads, loss, _with_arrays(guard), None).applied
             _put_back_unless(applied, nodes, before)
             return value, grads
 

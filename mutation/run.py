@@ -41,7 +41,6 @@ TESTS = {
     "_finite": "test_finite test_mesh",
     "_gradients": "test_gradients",
     "_transform": "test_transform test_spike_guard",
-    "_optimizer": "test_transform",
     "_skip": "test_skip",
     "_spike_guard": "test_spike_guard",
     "_policy": "test_policy test_jmp",

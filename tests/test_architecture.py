@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
-    "optax": {"_optimizer", "_transform", "_flax", "linen", "nnx"},
+    "optax": {"_extra_args", "_transform", "_flax", "linen", "nnx"},
     "flax": {"_flax", "linen", "nnx"},
     "matplotlib": {"plotting"},
 }

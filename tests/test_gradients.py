@@ -120,6 +120,12 @@ def test_a_float16_loss_does_not_overflow_by_being_scaled():
     assert (float(loss), float(grads)) == (3.0, 3.0)
 
 
+def test_the_loss_is_returned_as_fun_gives_it_whatever_s_is():
+    for value, s in ((3e38, 2.0**15), (0.1, 3.0), (1 / 3, 1000.0)):
+        fun = jmp_scale.value_and_grad(lambda w: w * 1.0, StaticLossScale(s))
+        assert fun(jnp.float32(value))[0] == np.float32(value)
+
+
 def test_gradients_are_unscaled_with_the_loss_scale_that_scaled_them():
     loss_scale, w = DynamicLossScale(8.0, period=1), jnp.float32(1.0)
     for _ in range(3):
@@ -348,6 +354,8 @@ def optimizer_state():
             r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",
         ),
         (lambda: {"a": NoOpLossScale()}, "got a dict; pass the loss scale in it"),
+        (lambda: 0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
+        (lambda: (0, 1), r"second argument, got \(0, 1\); argnums is the third"),
         (lambda: None, r"got a NoneType; pass DynamicLossScale\(\)"),
     ],
 )
@@ -355,7 +363,7 @@ def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
     function, given, message
 ):
     with pytest.raises(
-        TypeError, match=rf"^{function}: expected a loss scale, .*{message}"
+        TypeError, match=rf"^{function}: expected a loss scale.*{message}"
     ):
         getattr(jmp_scale, function)(lambda w: w, given())
 

@@ -41,12 +41,6 @@ def test_s_grows_on_the_period_th_finite_step_in_a_row(period):
     assert history[period] == (32.0, 0) if period == 1 else (16.0, 1)
 
 
-def test_a_counter_beyond_a_shorter_period_grows_at_once():
-    # A run with a period of 50 is restored into one with a period of 3.
-    loss_scale = DynamicLossScale(8.0, 7, period=3).adjust(jnp.array(True))
-    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (16.0, 0)
-
-
 def test_the_documented_sequence():
     history = trajectory(DynamicLossScale(8.0, period=3), [True] * 6)
     assert [s for s, _ in history] == [8, 8, 16, 16, 16, 32]
@@ -62,6 +56,14 @@ def test_an_overflow_halves_s_and_starts_the_count_again():
 def test_a_counter_beyond_a_period_that_was_shortened_grows_at_the_next_step():
     history = trajectory(DynamicLossScale(8.0, counter=10, period=3), [True] * 4)
     assert history == [(16, 0), (16, 1), (16, 2), (32, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("init_scale", "loss_scale"), ("growth_interval", "period")]
+)
+def test_an_argument_of_another_library_is_a_type_error_with_its_name_here(name, ours):
+    with pytest.raises(TypeError, match=f"expected {ours}, got {name}"):
+        DynamicLossScale(**{name: 8})
 
 
 def test_s_stops_at_its_floor():

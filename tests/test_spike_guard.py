@@ -66,14 +66,13 @@ def reference(
 
     in_a_row, accepted, spikes = 0, 0, []
     for step, (x, g) in enumerate(zip(losses, norms, strict=True)):
-        if finite is not None and not finite[step]:
-            spikes.append(False)
-            continue
-        leaps = loss.leaps(x) or (g > 0 and norm_leaps(math.log2(g), x))
+        is_finite = finite is None or finite[step]
+        by_norm = is_finite and g > 0 and norm_leaps(math.log2(g), x)
+        leaps = loss.leaps(x) or by_norm
         spike = leaps and in_a_row < max_in_a_row
         spikes.append(spike)
-        if spike:
-            in_a_row += 1
+        in_a_row += spike
+        if spike or not is_finite:
             continue
         if leaps:
             loss.restart()
@@ -271,6 +270,23 @@ def test_statistics_stay_right_over_a_million_steps():
     np.testing.assert_allclose(guard.norm_mean, math.log2(1e30) + 1.56, atol=0.01)
 
 
+def test_counts_end_before_int32_and_a_weight_never_exceeds_one():
+    many = jnp.int32(2**30)
+    fields = dict.fromkeys(("accepted", "loss_steps", "norm_steps"), many)
+    one = jnp.float32(1.0)
+    guard = SpikeGuard(decay=0.5, loss_mean=one, norm_mean=0 * one, **fields)
+    _, after = guard.judge(one, one, jnp.array(True))
+    assert {name: int(getattr(after, name)) for name in fields} == dict.fromkeys(
+        fields, 2**30
+    )
+    # The first weight is 1 up to rounding, and the root of 1 - weight must not be NaN.
+    for decay in np.linspace(0.01, 0.999, 200):
+        guard = SpikeGuard(decay=decay, warmup=0)
+        for loss in (1.0, 0.0, 3.0):
+            _, guard = guard.judge(jnp.float32(loss), one, jnp.array(True))
+        assert np.isfinite(guard.loss_deviation)
+
+
 def test_the_limits_are_those_that_the_next_step_is_held_to():
     _, guard = judged(SpikeGuard(), np.full(150, 2.0), np.full(150, 4.0))
     assert float(guard.loss_limit) == pytest.approx(2 + 6 * 0.02 * 2)
@@ -365,6 +381,78 @@ def test_a_huge_finite_gradient_is_a_spike_and_not_an_overflow():
     grads = GRADS | {"b": jnp.array([1e30, 0.5])}
     _, new = jax.jit(tx.update)(grads, state, PARAMS, value=jnp.float32(1.0))
     assert (new.spikes, new.skipped, new.loss_scale.loss_scale) == (1, 1, 8)
+
+
+def steps_with(tx, state, grads, value, count):
+    """State after each of several equal steps."""
+    step, states = jax.jit(tx.update), []
+    for _ in range(count):
+        _, state = step(grads, state, PARAMS, value=jnp.float32(value))
+        states.append(state)
+    return states
+
+
+def test_a_spike_that_overflows_keeps_s_until_the_new_level_is_let_through():
+    tx = jmp_scale.with_loss_scale(
+        optax.adam(0.1), DynamicLossScale(2.0**15), guard=GUARD
+    )
+    start, inf = warm_state(tx), jax.tree.map(lambda g: g * jnp.inf, GRADS)
+    states = steps_with(tx, start, inf, 1e6, 13)
+    assert [int(s.loss_scale.loss_scale) for s in states] == [
+        *[2**15] * 10, 2**14, 2**13, 2**12
+    ]  # fmt: skip
+    assert [int(s.spikes) for s in states] == [*range(1, 11), 10, 10, 10]
+    assert not any(s.applied | s.grads_finite for s in states)
+    last = states[-1]
+    assert_bitwise_equal(last.inner_state, start.inner_state)
+    assert last.guard.in_a_row == 10
+    with_start = jax.tree.map(lambda x: x, last.guard)
+    for name in ("loss_mean", "loss_deviation", "norm_mean", "accepted"):
+        assert_bitwise_equal(getattr(with_start, name), getattr(start.guard, name))
+    after = steps_with(tx, last, GRADS, 1e6, 1)[0]  # the level is finite at this S
+    assert (after.applied, after.guard.loss_mean) == (True, 1e6)
+
+
+@pytest.mark.parametrize("value", [1.0, jnp.nan, jnp.inf])
+def test_an_overflow_without_a_leap_of_the_loss_is_not_a_spike(value):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0), guard=GUARD)
+    inf = jax.tree.map(lambda g: g * jnp.inf, GRADS)
+    state = steps_with(tx, warm_state(tx), inf, value, 1)[0]
+    assert (state.spikes, state.skipped) == (0, 1)
+    assert state.loss_scale.loss_scale == (4 if value == 1 else 8)
+
+
+def test_a_leaping_loss_without_gradients_is_a_spike():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
+    zeros = jax.tree.map(jnp.zeros_like, GRADS)
+    assert steps_with(tx, warm_state(tx), zeros, 1e6, 1)[0].spikes == 1
+
+
+@pytest.mark.parametrize("guard", [None, GUARD])
+def test_the_derivatives_of_a_guarded_step_are_those_without_a_guard(guard):
+    params = jnp.ones(5)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=guard)
+
+    def step(grads, value):
+        return tx.update(grads, tx.init(params), params, value=value)
+
+    # Cotangents of zero for the whole state, as an exported step has them.
+    out, vjp = jax.vjp(step, 0.1 * params, jnp.float32(1.0))
+    zeros = jax.tree.map(
+        lambda x: (
+            jnp.zeros(x.shape, jax.dtypes.float0)
+            if not jnp.issubdtype(x.dtype, jnp.inexact)
+            else jnp.zeros_like(x)
+        ),
+        out,
+    )
+    by_grads, by_value = vjp((jnp.ones(5), zeros[1]))
+    np.testing.assert_allclose(by_grads, -0.1 * params)
+    assert by_value == 0
+    tangents = jax.jvp(step, (0.1 * params, 1.0), (params, 1.0))[1]
+    for tangent in jax.tree.leaves(tangents):
+        if tangent.dtype != jax.dtypes.float0:
+            assert np.isfinite(tangent).all()
 
 
 def test_skips_are_counted_by_cause():

@@ -354,6 +354,10 @@ def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():
     assert_bitwise_equal(new.inner_state, state.inner_state)
     assert (new.skipped, new.grads_finite, new.applied) == (1, False, False)
     assert new.loss_scale.loss_scale == 0.5
+    nan = jnp.array([jnp.nan])  # while the gradients of grad_fn are finite
+    _, bad = tx.update(nan, new, params, grad_fn=lambda p, _: jnp.zeros(1))
+    assert_bitwise_equal(bad.inner_state, state.inner_state)
+    assert (bad.skipped, bad.applied) == (2, False)
     new_params, new = step(new_params, new)
     assert (new.skipped_in_a_row, new.applied) == (0, True)
     assert (new_params < params).all()
@@ -377,7 +381,9 @@ def test_a_chain_that_both_refuses_and_needs_the_loss_is_an_error_with_a_cure():
     plateau = optax.contrib.reduce_on_plateau(patience=1)
     tx = jmp_scale.with_loss_scale(optax.chain(sam, plateau))
     state, value = tx.init(PARAMS), jnp.float32(1)
-    with pytest.raises(TypeError, match=r"with_loss_scale: .*sam.*GradientTransf"):
+    with pytest.raises(
+        TypeError, match=r"with_loss_scale: .*refuses it.*GradientTransf"
+    ):
         tx.update(GOOD, state, PARAMS, value=value)
 
     cured = optax.chain(optax.GradientTransformation(sam.init, sam.update), plateau)
@@ -389,23 +395,118 @@ def test_a_chain_that_both_refuses_and_needs_the_loss_is_an_error_with_a_cure():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_an_error_of_the_optimizer_itself_is_passed_on():
-    def update(updates, state, params=None, *, value=None):
-        raise TypeError("unsupported operand")
+def extra_args_optimizer(update):
+    return optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
 
-    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    "message",
+    ["unsupported operand", "helper() got an unexpected keyword argument 'value'"],
+)
+def test_a_type_error_of_the_optimizer_comes_out_after_one_run(message, dtype):
+    runs = []
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        runs.append(value)
+        raise TypeError(message)
+
+    tx = jmp_scale.with_loss_scale(extra_args_optimizer(update))
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    with pytest.raises(TypeError) as error:
+        tx.update(GOOD, tx.init(params), params, value=1.0)
+    assert str(error.value) == message
+    assert runs == [1.0]
+
+
+def by_loss(updates, state, params=None, *, loss):
+    return jax.tree.map(lambda u: u * loss, updates), state
+
+
+def by_any_loss(updates, state, params=None, **extra):
+    return jax.tree.map(lambda u: u * extra["loss"], updates), state
+
+
+SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+TAKES_LOSS = {
+    "plain": extra_args_optimizer(by_loss),
+    "any": extra_args_optimizer(by_any_loss),
+    "chain": optax.chain(extra_args_optimizer(by_loss), optax.scale(1.0)),
+    "named_chain": optax.named_chain(("a", extra_args_optimizer(by_any_loss))),
+    "masked": optax.masked(extra_args_optimizer(by_loss), True),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_LOSS)
+def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
+    tx = jmp_scale.with_loss_scale(TAKES_LOSS[name])
+    params = jnp.ones(2)
+    updates, _ = tx.update(params, tx.init(params), params, loss=3.0)
+    assert updates.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["loss", "val"])
+@pytest.mark.parametrize(
+    "inner",
+    [optax.adam(0.1), optax.chain(optax.clip(1.0), SAM), optax.with_extra_args_support(
+        optax.sgd(0.1)), optax.contrib.reduce_on_plateau()],
+)  # fmt: skip
+def test_a_loss_under_a_name_that_nobody_takes_is_an_error_with_the_right_one(
+    inner, name
+):
     tx = jmp_scale.with_loss_scale(inner)
-    with pytest.raises(TypeError, match="unsupported operand"):
-        tx.update(GOOD, tx.init(PARAMS), PARAMS, value=1.0)
+    with pytest.raises(TypeError, match=f"loss as value=, got {name}="):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS, **{name: 1.0})
+
+
+def adam_state():
+    return optax.adam(0.1).init(PARAMS)
+
+
+WRONG_CALLS = {
+    "state first": (lambda s: (s, GOOD), "the state first; pass the gradients first"),
+    "state third": (lambda s: (PARAMS, GOOD, s), "the state third; pass it second"),
+    "no state": (lambda s: (PARAMS, GOOD, PARAMS), "a dict as state"),
+    "bare state": (lambda s: (GOOD, adam_state(), PARAMS), "restore_without_loss_sc"),
+    "value fourth": (lambda s: (GOOD, s, PARAMS, 1.0), "more than three positional"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_arguments_of_update_in_a_wrong_place_are_a_type_error(name):
+    arguments, message = WRONG_CALLS[name]
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    expected = r"with_loss_scale: expected update\(grads, state, params, value=loss\)"
+    with pytest.raises(TypeError, match=f"{expected}, got .*{message}"):
+        tx.update(*arguments(tx.init(PARAMS)))
+
+
+def test_gradients_of_another_structure_than_the_parameters_are_an_error():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="gradients of the structure"):
+        tx.update({"w": GOOD["w"]}, tx.init(PARAMS), PARAMS)
+
+
+def test_an_optimizer_in_the_place_of_the_loss_scale_is_a_type_error():
+    with pytest.raises(TypeError, match="got the loss scale first; pass the optimizer"):
+        jmp_scale.with_loss_scale(DynamicLossScale(), optax.adam(0.1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_an_optimizer_with_branches_works_on_half_precision_parameters(
-    dtype, grad_dtype
-):
+def test_half_precision_parameters_are_warned_of_once_with_the_cure(dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    grads = jax.tree.map(lambda g: g.astype(grad_dtype), GOOD)
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    with pytest.warns(UserWarning, match=r"expected float32 .*cast_to_param") as seen:
+        tx.init(params)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_an_optimizer_with_branches_works_on_half_precision_parameters(dtype):
+    params, grads = (
+        jax.tree.map(lambda p: p.astype(dtype), tree) for tree in (PARAMS, GOOD)
+    )
     tx = jmp_scale.with_loss_scale(optax.novograd(1e-2), DynamicLossScale())
     state = tx.init(params)
     for _ in range(2):
@@ -416,15 +517,13 @@ def test_an_optimizer_with_branches_works_on_half_precision_parameters(
     assert state.skipped == 0
 
 
-@pytest.mark.parametrize("grad_dtype", [jnp.bfloat16, jnp.float32])
-def test_an_optimizer_with_branches_works_within_a_lookahead(grad_dtype):
+def test_an_optimizer_with_branches_works_within_a_lookahead():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GOOD)
     inner = optax.lookahead(optax.novograd(1e-2), sync_period=2, slow_step_size=0.5)
     pair = optax.LookaheadParams.init_synced(params)
     expected, _ = inner.update(grads, inner.init(pair), pair)
     tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
-    grads = jax.tree.map(lambda g: g.astype(grad_dtype), grads)
     updates, state = jax.jit(tx.update)(grads, tx.init(pair), pair)
     assert state.skipped == 0
     assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, expected)

@@ -115,12 +115,12 @@ def test_select_tree_is_traced_once_for_both_answers():
 def test_widen_casts_exactly_what_is_narrower_than_32_bits(dtype):
     x = jnp.ones(3, dtype)
     narrow = jnp.issubdtype(dtype, jnp.inexact) and x.dtype.itemsize < 4
-    assert _tree.widen(x).dtype == (jnp.float32 if narrow else dtype)
+    assert _tree.promote_to_float32(x).dtype == (jnp.float32 if narrow else dtype)
 
 
 def test_widen_keeps_float64():
     with jax.enable_x64(True):
-        assert _tree.widen(jnp.ones(2, jnp.float64)).dtype == jnp.float64
+        assert _tree.promote_to_float32(jnp.ones(2, jnp.float64)).dtype == jnp.float64
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import numpy as np
 
 from .._loss_scale import (
     DynamicLossScale,
-    LossScaleState,
     NoOpLossScale,
     StaticLossScale,
     number_of,
 )
+from .._state import LossScaleState
 from .._tree import is_inexact
 from ._history import LossScaleHistory
 from ._report import power

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._loss_scale import LossScale, LossScaleState, find_loss_scale_states
+from .._loss_scale import LossScale
+from .._state import LossScaleState, find_loss_scale_states
 
 
 def find_states(

@@ -1,0 +1,111 @@
+"""Which extra arguments an Optax optimizer takes, by the signatures of its parts."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+
+Keywords = tuple[frozenset[str] | None, ...]
+
+# What people call the loss, where `update` calls it `value`.
+_NAMES_OF_A_LOSS = ("loss", "loss_value", "losses", "val", "values")
+
+
+def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> bool:
+    """Whether `inner` is given the loss.
+
+    It is this library's own argument, so an optimizer whose signature refuses it
+    (`optax.contrib.sam`) must not fail because of it.
+    """
+
+    def is_taken(name: str) -> bool:
+        return any(taken is None or name in taken for taken in keywords)
+
+    misnamed = [k for k in _NAMES_OF_A_LOSS if k in extra_args and not is_taken(k)]
+    if value is None and misnamed:
+        raise TypeError(
+            f"with_loss_scale: expected the loss as value=, got {misnamed[0]}=, which "
+            "inner does not take; write update(grads, state, params, value=loss)"
+        )
+    known = [taken for taken in keywords if taken is not None]
+    refused = any(not taken & {"", "value"} for taken in known)
+    needed = any("value" in taken for taken in known)
+    if value is not None and refused and needed:
+        raise TypeError(
+            "with_loss_scale: expected all parts of inner to take value= or none to "
+            "need it, got one whose update refuses it beside one that needs it; chain "
+            "the first as optax.GradientTransformation(part.init, part.update), to "
+            "which optax.chain gives no extra arguments"
+        )
+    return not refused
+
+
+def keywords_of(update: Callable[..., Any]) -> Keywords:
+    """The keywords of each function at which extra arguments of `update` arrive.
+
+    A wrapper (a chain, a mask, a partition) takes any keyword, hands it on, and holds
+    the functions that it hands it to. So the functions that it holds are asked.
+
+    Returns:
+      The names for each function: with "" if it takes others and drops them, as Optax's
+      own functions do; None if it may use any.
+    """
+    return tuple(_keywords(update, set()))
+
+
+def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str] | None]:
+    function = inspect.unwrap(update)
+    parameters = _parameters(function)
+    seen.add(id(function))
+    if parameters is None:  # written in another language than Python
+        yield None
+        return
+    names = frozenset(p.name for p in parameters)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        yield names
+        return
+    within = [f for f in _updates_within(function) if id(inspect.unwrap(f)) not in seen]
+    is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
+    yield names | {""} if is_optax or within else None
+    for part in within:
+        yield from _keywords(part, seen)
+
+
+def _updates_within(function: Any) -> Iterator[Any]:
+    """The `update` functions that a function is given extra arguments for."""
+    cells = (getattr(function, "__closure__", None) or ()) if function else ()
+    held = []
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # an empty one
+            held.append(cell.cell_contents)
+    with contextlib.suppress(TypeError):  # the object of a method, which has no names
+        held += vars(getattr(function, "__self__", None)).values()
+    transformation = optax.GradientTransformation
+    for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, transformation)):
+        if isinstance(leaf, optax.GradientTransformationExtraArgs):
+            yield leaf.update
+        elif inspect.isroutine(leaf) and _is_update(leaf):
+            yield leaf
+
+
+def _is_update(function: Any) -> bool:
+    """Whether a function has the signature of an update with extra arguments."""
+    parameters = _parameters(function) or []
+    if len(parameters) < 4 or parameters[-1].kind not in (
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.VAR_KEYWORD,
+    ):
+        return False
+    _, state, params, *_ = parameters
+    has_params = params.name == "params" or params.default is None
+    return state.default is inspect.Parameter.empty and has_params
+
+
+def _parameters(function: Any) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None

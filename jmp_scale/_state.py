@@ -1,0 +1,70 @@
+"""The state of an optimizer with a loss scale, and how it is found in others."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+
+from ._loss_scale import LossScale
+
+
+class LossScaleState(NamedTuple):
+    """State of `with_loss_scale`; `optax.tree.get(opt_state, "loss_scale")` finds it.
+
+    Attributes:
+      loss_scale: the loss scale of the next step.
+      inner_state: state of the wrapped optimizer.
+      grads_finite: bool[], whether the last step's gradients, and its loss if given as
+        `value`, were all finite. True before the first step.
+      applied: bool[], whether the last step was applied: `grads_finite`, and not a
+        spike. Use it to select whatever else must not change on a skipped step (an EMA
+        of the parameters, BatchNorm statistics). True before the first step.
+      skipped: i32[], skipped steps in total, for whatever reason.
+      skipped_in_a_row: i32[], skipped steps since the last applied one.
+      nonfinite_losses: i32[], how many of the skipped steps had a `value` that was NaN
+        or infinite.
+      spikes: i32[], how many of them were skipped as spikes; 0 without a guard. The
+        rest of `skipped` are overflows.
+      guard: the `SpikeGuard` with its statistics, or None.
+    """
+
+    loss_scale: LossScale
+    inner_state: Any
+    grads_finite: jax.Array
+    applied: jax.Array
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+    nonfinite_losses: jax.Array
+    spikes: jax.Array
+    guard: Any
+
+
+jax.export.register_namedtuple_serialization(
+    LossScaleState, serialized_name="jmp_scale.LossScaleState"
+)
+
+
+def find_loss_scale_states(tree: Any) -> list[tuple[Any, Any]]:
+    """(key path, node) of every state of `with_loss_scale` in a pytree.
+
+    A node is a `LossScaleState`, or a mapping with the same names, which is what
+    `nnx.state` and state dicts turn it into. The inside of a state is not searched.
+    """
+    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_loss_scale_state)[0]
+    return [(path, node) for path, node in nodes if is_loss_scale_state(node)]
+
+
+def is_loss_scale_state(node: Any) -> bool:
+    """Whether a node is a `LossScaleState`, also in the form of a mapping.
+
+    A mapping made by NNX lacks the fields that hold no array: a guard of None, a
+    `NoOpLossScale`, the state of plain SGD.
+    """
+    if isinstance(node, Mapping):
+        names = set(node)
+        # Names alone tell a state from any other mapping, so both bounds are needed: a
+        # parameter tree may well have a key `skipped`, and none of the others.
+        always = {"grads_finite", "skipped", "skipped_in_a_row"}
+        return always <= names <= set(LossScaleState._fields)
+    return isinstance(node, LossScaleState)

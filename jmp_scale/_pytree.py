@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import json
+import operator
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -47,7 +49,7 @@ def fields_of(tree: Any) -> dict[str, Any]:
 
 def with_fields(tree: Any, /, **fields: Any) -> Any:
     """A copy with other fields, which are not checked, so they may be placeholders."""
-    return _with_all_fields(type(tree), fields_of(tree) | fields)
+    return _with_all_fields(type(tree), (fields_of(tree) | fields).items())
 
 
 def register(cls: type[Pytree]) -> None:
@@ -65,18 +67,23 @@ def register(cls: type[Pytree]) -> None:
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
 
+    leaves_of, static_of = _getter(leaf_names), _getter(static_names)
+    names = (*leaf_names, *static_names)
+
     def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        leaves = tuple(getattr(x, name) for name in leaf_names)
-        return leaves, tuple(getattr(x, name) for name in static_names)
+        return leaves_of(x), static_of(x)
 
     def flatten_with_keys(x: Any) -> tuple[Any, tuple[Any, ...]]:
-        leaves, static = flatten(x)
-        return tuple(zip(keys, leaves, strict=True)), static
+        return tuple(zip(keys, leaves_of(x), strict=True)), static_of(x)
+
+    has_slots = any("__slots__" in vars(c) for c in cls.__mro__[:-1])
 
     def unflatten(static: tuple[Any, ...], leaves: Any) -> Any:
-        names = (*leaf_names, *static_names)
-        fields = dict(zip(names, (*leaves, *static), strict=True))
-        return _with_all_fields(cls, fields)
+        if not has_slots:  # in C, for every call of a compiled step
+            instance = object.__new__(cls)
+            instance.__dict__.update(zip(names, (*leaves, *static), strict=True))
+            return instance
+        return _with_all_fields(cls, zip(names, (*leaves, *static), strict=True))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
@@ -105,13 +112,21 @@ def register_state_dict(cls: type) -> None:
         )
 
 
-def _with_all_fields(cls: type, fields: dict[str, Any]) -> Any:
+def _with_all_fields(cls: type, fields: Iterable[tuple[str, Any]]) -> Any:
     # No `__init__`, so no checks: while JAX flattens and maps, leaves are None,
     # object() or a PartitionSpec (test_any_placeholder_may_stand_for_a_leaf).
     instance = object.__new__(cls)
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
+    set_field = object.__setattr__
+    for name, value in fields:
+        set_field(instance, name, value)
     return instance
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Gets attributes as a tuple, in C where there are two or more."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda x: tuple(getattr(x, name) for name in names)
 
 
 def _to_state_dict(target: Any) -> dict[str, Any]:

@@ -192,8 +192,7 @@ class DynamicLossScale(_pytree.Pytree):
     def _after_finite(self) -> "DynamicLossScale":
         s, counter = self.loss_scale, self.counter + 1
         # Not `==`: a counter that is restored into a run with a shorter period may be
-        # beyond it already, and S would never grow again
-        # (test_a_counter_beyond_a_shorter_period_grows_at_once).
+        # beyond it already, and S would never grow again.
         grows = counter >= self.period
         grown = s * self.factor
         # Both ends are static, so each loss scale compiles only the part that it uses.

@@ -9,7 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._finite import finite_and_norm
-from .._loss_scale import LossScaleState, number_of
+from .._loss_scale import number_of
+from .._state import LossScaleState
 from ._casts import log2_magnitude, magnitude_bits
 from ._states import find_states, share_variables
 from ._updates import lost_updates_of

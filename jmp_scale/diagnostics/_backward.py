@@ -16,12 +16,9 @@ from .._tree import is_inexact, named_inexact_leaves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The results of one backward pass, which can leave `jit` with the leaves' names.
+    """The unscaled loss, the inexact leaves of the unscaled gradients, and their names.
 
-    Attributes:
-      loss: the unscaled loss, a scalar.
-      leaves: the L inexact leaves of the unscaled gradients.
-      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+    Such results can leave `jit`: the names are static.
     """
 
     loss: Any
@@ -31,15 +28,9 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss and how it is differentiated, checked once for all tools.
+    """A loss, its arguments and how it is differentiated, checked once for all tools.
 
-    Attributes:
-      function: the name of the tool, for errors.
-      fun: the whole loss in low precision, as for `value_and_grad`.
-      args: its arguments.
-      argnums: positions of the differentiated arguments.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      transform: what differentiates, as for `value_and_grad`.
+    The fields are those of `value_and_grad`; `function` is the tool's name, for errors.
 
     Raises:
       TypeError: `fun` or `transform` is not a function, or an argument at `argnums`
@@ -61,16 +52,15 @@ class Loss:
                     f"{self.function}: expected {name} to be a function, got "
                     f"{_described(value)}; pass the function itself, not its result"
                 )
-        argnums = self.argnums
-        numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+        numbers = self.argnums
+        numbers = numbers if isinstance(numbers, (tuple, list)) else (numbers,)
         if not numbers:
             raise ValueError(
                 f"{self.function}: expected a position in argnums, got none; "
                 "name the arguments to differentiate"
             )
-        for number in numbers:
-            if isinstance(number, int):  # not a filter of NNX
-                self._check_differentiable(number)
+        for number in (n for n in numbers if isinstance(n, int)):  # no filters of NNX
+            self._check_differentiable(number)
 
     def dtype_of(self, out: Any) -> str:
         """The dtype of the loss in what `fun` returned, by name.
@@ -122,8 +112,7 @@ class Loss:
         got = "no arrays"
         if other:
             path, leaf = other[0]
-            place = f"args[{number}]{jax.tree_util.keystr(path)}"
-            got = f"{_described(leaf)} at {place}"
+            got = f"{_described(leaf)} at args[{number}]{jax.tree_util.keystr(path)}"
         raise TypeError(
             f"{self.function}: expected floating-point arrays in the differentiated "
             f"argument {number}, got {got}; choose others with argnums, or a transform "

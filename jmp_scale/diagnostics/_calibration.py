@@ -164,13 +164,16 @@ def calibrate_loss_scale(
     found, finite = sweep(arrays)
     zero_fraction = jnp.stack(found.leaves, axis=1)
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
+    # As near to the margin as the window and a DynamicLossScale allow.
+    least, most = jnp.maximum(low, _LOWEST), jnp.minimum(high, _HIGHEST)
+    best = jnp.where(least <= most, jnp.clip(high - margin_bits, least, most), jnp.nan)
     return Calibration(
         log2_scales=jnp.asarray(log2),
         zero_fraction=zero_fraction,
         finite=finite,
         log2_low=low,
         log2_high=high,
-        recommended_log2_scale=_recommended(low, high, margin_bits),
+        recommended_log2_scale=best,
         needs_scaling=~((low <= 0) & (high >= 0)),
         has_half_precision=_computes_in_half(program),
         paths=found.paths,
@@ -205,13 +208,6 @@ def _window(
         jnp.where(nothing, jnp.nan, scales[start]),
         jnp.where(nothing, jnp.nan, scales[end]),
     )
-
-
-def _recommended(low: jax.Array, high: jax.Array, margin_bits: float) -> jax.Array:
-    best = jnp.maximum(high - margin_bits, low)
-    # As near as the window allows to what a DynamicLossScale takes.
-    best = jnp.clip(best, jnp.maximum(low, _LOWEST), jnp.minimum(high, _HIGHEST))
-    return jnp.where((low <= _HIGHEST) & (high >= _LOWEST), best, jnp.nan)
 
 
 def _computes_in_half(jaxpr: Any) -> bool:

@@ -93,25 +93,17 @@ class GradReport:
         Raises:
           ValueError: several reports, from `vmap` or `lax.scan`.
         """
-        names = [
-            f.name for f in dataclasses.fields(self) if f.name not in ("paths", "dtype")
-        ]
-        values = {
-            name: np.asarray(getattr(self, name)) for name in [*names, "flushed_share"]
-        }
-        if values["amax"].ndim != 1:
+        fields = [f.name for f in dataclasses.fields(self)[:-2]]  # all arrays
+        arrays = {n: np.asarray(getattr(self, n)) for n in [*fields, "flushed_share"]}
+        if arrays["amax"].ndim != 1:
             raise ValueError(
                 "to_dict: expected one report, got a batch "
-                f"{values['amax'].shape[:-1]} of them; index one with jax.tree.map"
+                f"{arrays['amax'].shape[:-1]} of them; index one with jax.tree.map"
             )
-        totals = {
-            name: value.item() for name, value in values.items() if value.ndim == 0
-        }
-        columns = {
-            name: value.tolist() for name, value in values.items() if value.ndim == 1
-        }
+        totals = {name: x.item() for name, x in arrays.items() if x.ndim == 0}
+        columns = {name: x.tolist() for name, x in arrays.items() if x.ndim == 1}
         rows = {
-            path: {n: c[i] for n, c in columns.items()}
+            path: {name: column[i] for name, column in columns.items()}
             for i, path in enumerate(self.paths)
         }
         return {"dtype": self.dtype, **totals, "leaves": rows}
@@ -243,23 +235,20 @@ def _leaf_row(
     """
     bits = _casts.magnitude_bits(leaf)
     scaled = _casts.magnitude_bits(leaf, loss_scale)
-    # A uint32 count wraps silently: a leaf of 2^32 zeros would have none
-    # (test_a_leaf_too_large_for_its_counters_is_counted_in_pieces).
+    # A uint32 count wraps silently: a leaf of 2^32 zeros would have none.
     pieces = -(-bits.size // _LARGEST_COUNT)
-    if pieces <= 1:
-        amax, amin, counts = _piece_statistics(bits, scaled, limits)
-    else:
-        # Along the largest axis: a short one may have fewer rows than pieces.
-        split = functools.partial(
-            jnp.array_split,
-            indices_or_sections=pieces,
-            axis=int(np.argmax(bits.shape)),
-        )
-        parts = zip(split(bits), split(scaled), strict=True)
-        found = zip(*(_piece_statistics(*p, limits) for p in parts), strict=True)
-        amax, amin, counts = map(jnp.stack, found)
-        amax, amin = amax.max(), amin.min()
-        counts = counts.astype(jnp.float32).sum(0)
+    # Along the largest axis: a short one may have fewer rows than there are pieces.
+    axis = int(np.argmax(bits.shape)) if pieces > 1 else 0
+    parts = [
+        jnp.array_split(x, pieces, axis=axis) if pieces > 1 else [x]
+        for x in (bits, scaled)
+    ]
+    found = [_piece_statistics(a, b, limits) for a, b in zip(*parts, strict=True)]
+    amax, amin, counts = found[0]
+    if pieces > 1:
+        amaxs, amins, pieces_counts = map(jnp.stack, zip(*found, strict=True))
+        amax, amin = amaxs.max(), amins.min()
+        counts = pieces_counts.astype(jnp.float32).sum(0)
     if jnp.result_type(leaf).itemsize <= 4 or jnp.result_type(leaf) == jnp.complex64:
         value = lax.bitcast_convert_type(amax, jnp.float32)
         log2_amax, log2_amin = _casts.log2_magnitude(jnp.stack([amax, amin]))
@@ -316,8 +305,7 @@ def _first(flags: jax.Array) -> jax.Array:
 def _most_log2(largest: jax.Array, limits: _casts.Limits) -> jax.Array:
     """The largest k with 2^k amax <= 2^-MARGIN_BITS max, from the bits of amax."""
     # Compared as integers: a float32 log2 of an amax just above a power of two rounds
-    # down to it, and would recommend one doubling too many
-    # (test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom).
+    # down to it, and would recommend one doubling too many.
     limit = jnp.asarray(np.float32(limits.largest).view(np.int32))
     limit_exponent, limit_fraction = _casts.exponent_and_fraction(limit)
     exponent, fraction = _casts.exponent_and_fraction(largest)

@@ -76,4 +76,4 @@ def plain(node: Any) -> Any:
 def _is_variable(x: Any) -> bool:
     # NNX variables are pytrees of one leaf. Asked for by an attribute of theirs, so
     # that Flax need not be imported.
-    return hasattr(x, "get_value")
+    return hasattr(x, "copy_from")

@@ -82,16 +82,6 @@ def _at(place: Place, rule: str, severity: Any, message: str, dtype: str) -> Fin
     return Finding(rule, severity, said, *place[:2], "", dtype, (), False)
 
 
-def of_rules(backward: Walk, forward: Walk) -> list[Found]:
-    """Drops what a derivative rule repeats of the function that it is the rule of."""
-    ruled = forward.ruled
-    return [
-        (order, f)
-        for order, f in backward.found
-        if f.rule not in ruled.get((f.file, f.line), ())
-    ]
-
-
 def in_order(found: list[Found], forward: Walk) -> list[Finding]:
     """One finding for each line and rule, in the order of the forward pass."""
     groups: dict[Any, list[Found]] = {}
@@ -99,10 +89,9 @@ def in_order(found: list[Found], forward: Walk) -> list[Finding]:
         groups.setdefault((f.file, f.line, f.rule), []).append((order, f))
     merged = [_merged(group) for group in groups.values()]
     if any(f.backward for _, f in merged):
-        orders: dict[Line, int] = {}
-        for step in forward.steps:
-            orders.setdefault(step.place()[:2], step.order)
-        last = len(orders) and max(orders.values())
+        steps = reversed(forward.steps)
+        orders = {step.place()[:2]: step.order for step in steps}
+        last = max(orders.values(), default=0)
         merged = [
             (orders.get((f.file, f.line), last) if f.backward else order, f)
             for order, f in merged

@@ -8,7 +8,7 @@ many steps is.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ..._jaxpr import (
@@ -100,24 +100,17 @@ def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
     """What is known in all iterations of a loop counter; None if a carry is not one."""
-    if loop.trips is None or not (start.only and len(start.values) == 1):
-        return None
-    step = _constant_step(loop, index)
-    if step is None or not start.integral or step != int(step):
-        return None
-    first = start.low
-    last = first + step * max(loop.trips - 1, 0)
-    return Fact(min(first, last), max(first, last), integral=True)
-
-
-def _constant_step(loop: Loop, index: int) -> float | None:
     inner, _ = open_jaxpr(loop.body)
     variable, result = loop.carries[index], inner.outvars[index]
+    if loop.trips is None or start.single is None or not start.integral:
+        return None
     for eqn in inner.eqns:
         if eqn.primitive.name == "add" and eqn.outvars[0] is result:
             for this, other in (eqn.invars, eqn.invars[::-1]):
                 if this is variable and is_literal(other) and shape(other) == ():
-                    return float(other.val)
+                    last = start.single + float(other.val) * max(loop.trips - 1, 0)
+                    low, high = sorted((start.single, last))
+                    return Fact(low, high, integral=last.is_integer())
     return None
 
 
@@ -153,18 +146,13 @@ def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
     arguments = ins[1:] if name == "cond" else ins
     readable = name not in ("scan", "while") and (name != "cond" or not ins[0])
     if bodies and readable and all(fits(b, len(arguments), outputs) for b in bodies):
-        branches = [_forms_of_call(body, arguments) for body in bodies]
-        return [max(forms) for forms in zip(*branches, strict=True)]
-    if outputs != 1:
-        return [_Form.OTHER] * outputs
-    return [_form_of_result(eqn, ins)]
-
-
-def _forms_of_call(body: Any, ins: Sequence[_Form]) -> list[_Form]:
-    inner, _ = open_jaxpr(body)
-    pairs = zip(inner.invars, ins, strict=True)
-    forms = _forms(inner, {id(v): form for v, form in pairs})
-    return [forms.get(id(v), _Form.CONSTANT) for v in inner.outvars]
+        results = []
+        for inner, _ in map(open_jaxpr, bodies):
+            pairs = zip(inner.invars, arguments, strict=True)
+            forms = _forms(inner, {id(v): form for v, form in pairs})
+            results.append([forms.get(id(v), _Form.CONSTANT) for v in inner.outvars])
+        return [max(forms) for forms in zip(*results, strict=True)]
+    return [_form_of_result(eqn, ins) if outputs == 1 else _Form.OTHER] * outputs
 
 
 def _form_of_result(eqn: Any, ins: list[_Form]) -> _Form:
@@ -208,27 +196,21 @@ def _takes_steps(
 ) -> bool:
     """Whether a carry moves by small steps or often, as that of an ODE solver does."""
     eqn = _adding(result, made_by)
-    if eqn.primitive.name not in ("add", "sub"):
-        return False
     # `x + f(x)` alone is a residual stream, which half precision bears. It is the size
-    # of the steps and their number that make an ODE solver of it
-    # (test_small_or_many_steps_accumulate_and_a_residual_stream_does_not).
+    # of the steps and their number that make an ODE solver of it.
     steps = [v for v in eqn.invars if _uncast(v, made_by) is not variable]
-    if len(steps) != 1:
+    if eqn.primitive.name not in ("add", "sub") or len(steps) != 1:
         return False
     if loop.trips is not None and loop.trips >= _MORE_THAN_LAYERS:
         return True
     # Layers that are scanned over have their weights among the scanned inputs.
     scanned = open_jaxpr(loop.body)[0].invars[loop.consts + loop.carry :]
-    return not any(len(shape(v)) > 1 for v in scanned) and _is_small(steps[0], made_by)
-
-
-def _is_small(step: Any, made_by: dict[int, Any]) -> bool:
-    eqn = made_by.get(id(_uncast(step, made_by)))
-    if eqn is None or eqn.primitive.name != "mul":
+    maker = made_by.get(id(_uncast(steps[0], made_by)))
+    if maker is None or maker.primitive.name != "mul":
         return False
-    factors = [float(v.val) for v in eqn.invars if is_literal(v) and shape(v) == ()]
-    return any(abs(factor) <= _SMALL_STEP for factor in factors)
+    factors = [float(v.val) for v in maker.invars if is_literal(v) and shape(v) == ()]
+    small = any(abs(factor) <= _SMALL_STEP for factor in factors)
+    return small and not any(len(shape(v)) > 1 for v in scanned)
 
 
 def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:

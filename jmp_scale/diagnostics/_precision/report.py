@@ -110,7 +110,8 @@ def precision_report(
         *conclusions.half_loss(forward, *loss, fun, caller),
         *forward.found,
         *conclusions.overflowing_constants(forward, infinite),
-        *conclusions.of_rules(backward, forward),
+        # A derivative rule often repeats the function that it is the rule of.
+        *((i, f) for i, f in backward.found if f.rule not in forward.ruled[f[3:5]]),
         *promotions.findings(),
         *notes,
     ]

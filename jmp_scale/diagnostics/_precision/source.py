@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
@@ -147,13 +148,12 @@ def _library_roots() -> dict[str, str]:
 
 def _code_of(fun: Any) -> Any:
     """The code of the Python function inside wrappers, partials and methods."""
-    for _ in range(20):
-        inner = getattr(fun, "__wrapped__", None) or getattr(fun, "__func__", None)
-        if inner is None and isinstance(fun, functools.partial):
-            inner = fun.func
-        if inner is None:
-            break
-        fun = inner
-    if not hasattr(fun, "__code__"):
-        fun = type(fun).__call__
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    fun = inspect.unwrap(fun)
+    fun = (
+        fun
+        if hasattr(fun, "__code__")
+        else getattr(fun, "__func__", type(fun).__call__)
+    )
     return getattr(fun, "__code__", None)

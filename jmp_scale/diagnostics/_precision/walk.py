@@ -4,6 +4,7 @@ Facts flow along: into nested jaxprs with what is known about their arguments, a
 around loops with what holds in every iteration.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +55,7 @@ class Walk:
         self.divided: set[int] = set()
         self.steps: list[Step] = []
         self.unread: list[tuple[str, Place]] = []
-        self.ruled: dict[Line, set[str]] = {}
+        self.ruled: dict[Line, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()
         self.promotions = Promotions(self._origin_of)
         self._lost = lost
@@ -197,8 +198,8 @@ class Walk:
         # In shard_map shapes are those of one device, but all of them compute.
         step = step._replace(times=step.times * jaxprs.mesh_size(eqn))
         outputs = len(eqn.outvars)
-        is_branch = step.name == "cond"
-        if is_branch and all(fits(body, len(ins) - 1, outputs) for body in bodies):
+        cond = step.name == "cond"
+        if cond and all(fits(body, len(ins) - 1, outputs) for body in bodies):
             results = [
                 self._call(body, eqn.invars[1:], ins[1:], step) for body in bodies
             ]
@@ -213,7 +214,7 @@ class Walk:
                 self._made_by |= {} if maker is None else {id(variable): maker}
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for _, finding in self.found[before:]}
-                self.ruled.setdefault(step.place()[:2], set()).update(rules)
+                self.ruled[step.place()[:2]] |= rules
             return outs
         elif step.name not in jaxprs.known_primitives():
             self._leave_unread(step)

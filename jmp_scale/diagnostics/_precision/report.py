@@ -130,12 +130,9 @@ def _location(line: Line) -> str:
 
 
 def _counts(findings: Sequence[Finding]) -> str:
-    counts = {s: sum(f.severity == s for f in findings) for s in SEVERITIES}
-    parts = [
-        f"{counts[s]} {s}{'s' if counts[s] > 1 else ''}"
-        for s in reversed(SEVERITIES)
-        if counts[s]
-    ]
+    severities = [f.severity for f in findings]
+    counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
+    parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
     return ", ".join(parts) or "No findings."
 
 

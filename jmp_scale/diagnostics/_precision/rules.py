@@ -74,45 +74,31 @@ def is_narrowed_by_user(step: Step) -> bool:
 def _half_sum(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
+    dtype, count, comes_back = step.result, 0, True
     if step.name == "convert_element_type" and is_wide(step.source):
-        if step.ins[0].summed >= _LONG:
-            yield _cast_back(step, step.ins[0].summed)
-    elif step.name == "dot_general":
+        count = step.ins[0].summed
+    elif is_half(step.source) and step.name == "dot_general":
         # A product with ones adds up in float32, as all matrix products do.
-        count = _summed_by_ones(step) if is_half(step.source) else 0
-        if count >= _LONG:
-            yield _cast_back(step, count)
+        count = _summed_by_ones(step)
     elif is_half(step.source):
-        count = _entries_added(step.eqn)
-        if count >= _LONG:
-            yield _accumulated(step, count)
-
-
-def _cast_back(step: Step, count: int) -> Finding:
-    overflows = step.result == "float16"
-    severity: Severity = "error" if count >= FLOAT16_MAX and overflows else "warning"
-    harm = "overflows at 65,504" if overflows else "keeps two digits"
-    message = (
-        f"a sum of {count:,} entries comes back in {step.result}, which {harm}; "
-        "sum with dtype=jnp.float32 and keep the result in float32"
-    )
-    return step.finding("half-sum", severity, message)
-
-
-def _accumulated(step: Step, count: int) -> Finding:
-    severity: Severity = "error" if count >= FLOAT16_MAX else "warning"
-    harm = "overflows at 65,504 and " if step.result == "float16" else ""
+        count, comes_back = _entries_added(step.eqn), False
+    if count < _LONG:
+        return
+    overflows = "overflows at 65,504" if dtype == "float16" else ""
+    wrong = count >= FLOAT16_MAX and (overflows or not comes_back)
+    severity: Severity = "error" if wrong else "warning"
     cure = "sum with dtype=jnp.float32 and keep the result in float32"
-    if step.backward:
+    how = f"comes back in {dtype}, which {overflows or 'keeps two digits'}"
+    if not comes_back:
+        harm = f"{overflows} and " if overflows else ""
+        how = f"accumulates in {dtype}, which {harm}drops small terms"
+    if step.backward and not comes_back:
         cure = "broadcast the smaller operand in float32, then cast it"
         # From outside of Flax's or Equinox's convolution nobody can follow this.
         if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
             severity = "note"
-    message = (
-        f"a sum of {count:,} entries accumulates in {step.result}, which {harm}drops "
-        f"small terms; {cure}"
-    )
-    return step.finding("half-sum", severity, message)
+    message = f"a sum of {count:,} entries {how}; {cure}"
+    yield step.finding("half-sum", severity, message)
 
 
 def _entries_added(eqn: Any) -> int:

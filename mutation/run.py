@@ -40,8 +40,8 @@ TESTS = {
     "_mesh": "test_mesh",
     "_finite": "test_finite test_mesh",
     "_gradients": "test_gradients",
-    "_transform": "test_transform test_spike_guard",
-    "_skip": "test_skip",
+    "_transform": "test_transform test_optimizers test_spike_guard",
+    "_skip": "test_skip test_optimizers",
     "_spike_guard": "test_spike_guard",
     "_policy": "test_policy test_jmp",
 }

@@ -185,6 +185,18 @@ def test_every_rule_of_the_precision_report_has_its_section_and_its_row():
     assert set(re.findall(r"^\| \[([a-z-]+)\]\(#\1\)", page, re.MULTILINE)) == rules
 
 
+def test_pages_and_findings_agree_on_what_is_normal_and_what_is_too_small():
+    assert _health._NORMAL_RATE == 0.01
+    assert "one step in a hundred is skipped" in TEXTS["docs/monitor.md"]
+    folder = pathlib.Path(diagnostics.__file__).parent / "_precision"
+    texts = [path.read_text() for path in folder.glob("*.py")]
+    texts.append(TEXTS["docs/precision.md"])
+    least = re.findall(r"\b(1e-\d+)(?:,| or more)", "\n".join(texts))
+    assert set(least) == {"1e-4"}
+    # A TPU flushes subnormal numbers: 1e-6 would be 0 there.
+    assert jax.lax.reduce_precision(float(least[0]), 5, 10) > 0
+
+
 def test_every_preset_is_in_the_table_of_presets():
     table = TEXTS["docs/coming-from/presets.md"]
     for name in public_names("jmp_scale.presets"):

@@ -245,7 +245,7 @@ def _lost(step: Step, value: float) -> Finding:
     becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
     cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
     if held == 0:
-        cure = "use a constant of at least 1e-6, or compute this in float32"
+        cure = "use a constant of at least 1e-4, or compute this in float32"
     message = f"the constant {value:.6g} becomes {becomes} in {step.result}; {cure}"
     return step.finding("half-constant", "error", message)
 
@@ -287,7 +287,7 @@ def _half_division(step: Step) -> Iterator[Finding]:
     message = (
         f"{what.get(step.name, 'the inverse of')} a value that can be 0, because its "
         f"epsilon rounds to 0 in half precision{infinite}; use an epsilon of at least "
-        "1e-6, or compute this in float32"
+        "1e-4, or compute this in float32"
     )
     atom = step.eqn.invars[at]
     yield step.finding("half-division", "warning", message, atom, dtype_name(atom))

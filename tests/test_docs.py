@@ -191,7 +191,8 @@ def test_pages_and_findings_agree_on_what_is_normal_and_what_is_too_small():
     folder = pathlib.Path(diagnostics.__file__).parent / "_precision"
     texts = [path.read_text() for path in folder.glob("*.py")]
     texts.append(TEXTS["docs/precision.md"])
-    least = re.findall(r"\b(1e-\d+)(?:,| or more)", "\n".join(texts))
+    told = r"(?:at least|epsilon of)[\s\"]+(1e-\d+)(?:,| or more)"
+    least = re.findall(told, "\n".join(texts))
     assert set(least) == {"1e-4"}
     # A TPU flushes subnormal numbers: 1e-6 would be 0 there.
     assert jax.lax.reduce_precision(float(least[0]), 5, 10) > 0

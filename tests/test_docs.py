@@ -146,6 +146,12 @@ def test_every_page_is_in_the_navigation():
     assert not missing
 
 
+def test_no_tab_of_the_site_opens_more_than_twelve_entries():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    tabs = re.split(r"^  - .*:$", navigation, flags=re.MULTILINE)[1:]
+    assert all(0 < tab.count(".md") <= 12 for tab in tabs)
+
+
 def test_every_example_is_on_the_page_of_examples():
     folder = ROOT / "examples"
     scripts = {path.name for path in folder.glob("[!_]*.py")}

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,18 @@ def test_the_linen_lines_of_the_readme_train_a_model():
 
 def test_the_nnx_lines_of_the_readme_train_a_model():
     assert run("nnx")["optimizer"].step[...] == 1
+
+
+def test_links_of_the_readme_are_absolute_on_a_package_index():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    shown = README
+    for rule in tools["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+        "substitutions"
+    ]:
+        shown = re.sub(rule["pattern"], rule["replacement"], shown)
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) > 10
+    assert all(link.startswith("https://") for link in links)
 
 
 @pytest.mark.parametrize("path", sorted(set(LINK.findall(README))))

@@ -13,6 +13,8 @@ from .step import Finding, Step
 _PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
+# Algorithms that compute with half precision whatever the operands' dtype.
+_ALGORITHMS = {"F16_F16_F32": "float16", "BF16_BF16_F32": "bfloat16"}
 MOVES = words(
     "broadcast_in_dim concatenate convert_element_type copy copy_p device_put "
     "dynamic_slice dynamic_update_slice eq expand_dims gather ge gt is_finite le lt "
@@ -63,6 +65,9 @@ def flops(eqn: Any) -> int:
 
 def operand_dtypes(eqn: Any) -> tuple[str, ...]:
     """The dtypes that an operation computes with, each once."""
+    algorithm = getattr(eqn.params.get("precision"), "name", "")
+    if algorithm in _ALGORITHMS:
+        return (_ALGORITHMS[algorithm],)
     operands = eqn.invars[:2] if eqn.primitive.name in _PRODUCTS else eqn.invars[:1]
     return tuple(dict.fromkeys(dtype_name(v) for v in operands))
 

@@ -104,7 +104,8 @@ def precision_report(
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     promotions = forward.promotions
     told = {p.place()[:2] for made in promotions.products.values() for p in made}
-    notes = matrix_work.full_matmuls(backward.steps, told)
+    steps = [step for step in backward.steps if step.times]
+    notes = matrix_work.full_matmuls(steps, told)
     found = [
         *conclusions.half_parameters(trace.gradients, fun, caller),
         *conclusions.half_loss(forward, *loss, fun, caller),
@@ -115,7 +116,7 @@ def precision_report(
         *promotions.findings(),
         *notes,
     ]
-    executed = [(step.eqn, step.times) for step in backward.steps]
+    executed = [(step.eqn, step.times) for step in steps]
     unread = [(name, _location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
         tuple(conclusions.in_order(found, forward)),

@@ -200,8 +200,12 @@ class Walk:
         outputs = len(eqn.outvars)
         cond = step.name == "cond"
         if cond and all(fits(body, len(ins) - 1, outputs) for body in bodies):
+            # Of branches for kinds of machines one runs: the first one's work counts.
+            platforms = eqn.params.get("branches_platforms")
+            rest = step._replace(times=0) if platforms else step
             results = [
-                self._call(body, eqn.invars[1:], ins[1:], step) for body in bodies
+                self._call(body, eqn.invars[1:], ins[1:], rest if i else step)
+                for i, body in enumerate(bodies)
             ]
             cases = zip(*results, strict=True)
             return [functools.reduce(join, facts) for facts in cases]

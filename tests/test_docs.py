@@ -170,16 +170,14 @@ def test_the_first_block_of_the_site_is_that_of_the_readme():
     assert PYTHON.search(TEXTS["docs/index.md"])[2] == first[2]
 
 
-def test_every_sentence_of_health_has_a_section_that_begins_with_it():
+def test_every_sentence_of_health_has_a_section_that_quotes_one():
     sections = re.findall(
         r"^### (.+)\n\n> (.+)$", TEXTS["docs/troubleshoot.md"], re.MULTILINE
     )
     assert [name for name, _ in sections] == list(_health._SENTENCES)
     for name, quote in sections:
-        sentence = _health._SENTENCES[name].replace(
-            "{diagnose}", "diagnose_nonfinite(...)"
-        )
-        assert re.sub(r"\{[^}]*\}", "…", sentence).startswith(quote), name
+        words = re.split(r"\{[^}]*\}", _health._SENTENCES[name])
+        assert re.fullmatch(".*".join(map(re.escape, words)), quote), name
 
 
 def test_every_rule_of_the_precision_report_has_its_section_and_its_row():

@@ -1,8 +1,7 @@
 """Presets for Keras, TensorFlow, PaddlePaddle, MindSpore, and for JAX's libraries."""
 
 from .._dynamic import DynamicLossScale
-from .._validation import Arguments
-from . import _rule
+from ._rule import dynamic, or_none
 
 
 def keras(
@@ -17,9 +16,11 @@ def keras(
     backend as soon as it is under 2^-126, since XLA flushes subnormal numbers; then a
     parameter becomes NaN. Here S holds at the ends.
     """
-    names = {"loss_scale": "initial_scale", "period": "dynamic_growth_steps"}
-    arguments = Arguments("presets.keras", names)
-    return _rule.dynamic(arguments, initial_scale, period=dynamic_growth_steps)
+    return dynamic(
+        "keras",
+        loss_scale=("initial_scale", initial_scale),
+        period=("dynamic_growth_steps", dynamic_growth_steps),
+    )
 
 
 def tf_keras(
@@ -31,12 +32,11 @@ def tf_keras(
     Trap: with S at 1 and gradients that still overflow, every step is skipped and
     nothing says so; here `skipped_in_a_row` of `with_loss_scale` does.
     """
-    names = {"loss_scale": "initial_scale", "period": "dynamic_growth_steps"}
-    return _rule.dynamic(
-        Arguments("presets.tf_keras", names),
-        initial_scale,
-        floor=1.0,
-        period=dynamic_growth_steps,
+    return dynamic(
+        "tf_keras",
+        loss_scale=("initial_scale", initial_scale),
+        period=("dynamic_growth_steps", dynamic_growth_steps),
+        min_loss_scale=1.0,
     )
 
 
@@ -51,17 +51,12 @@ def tensorflow(
     and divided by it at every overflow, with a floor of 1. A growth that would be
     infinite is skipped. Traps: as `tf_keras`.
     """
-    names = {
-        "loss_scale": "initial_loss_scale",
-        "period": "increment_period",
-        "factor": "multiplier",
-    }
-    return _rule.dynamic(
-        Arguments("presets.tensorflow", names),
-        initial_loss_scale,
-        floor=1.0,
-        period=increment_period,
-        factor=multiplier,
+    return dynamic(
+        "tensorflow",
+        loss_scale=("initial_loss_scale", initial_loss_scale),
+        period=("increment_period", increment_period),
+        factor=("multiplier", multiplier),
+        min_loss_scale=1.0,
     )
 
 
@@ -81,20 +76,13 @@ def paddle(
     Trap: there is neither floor nor cap, here 2^-126 and 2^126. The static graph's
     kernel has a floor of 1: `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
     """
-    names = {
-        "loss_scale": "init_loss_scaling",
-        "factor": "incr_ratio",
-        "backoff_factor": "decr_ratio",
-        "period": "incr_every_n_steps",
-        "hysteresis": "decr_every_n_nan_or_inf",
-    }
-    return _rule.dynamic(
-        Arguments("presets.paddle", names),
-        init_loss_scaling,
-        period=incr_every_n_steps,
-        factor=incr_ratio,
-        backoff_factor=decr_ratio,
-        hysteresis=decr_every_n_nan_or_inf,
+    return dynamic(
+        "paddle",
+        loss_scale=("init_loss_scaling", init_loss_scaling),
+        factor=("incr_ratio", incr_ratio),
+        backoff_factor=("decr_ratio", decr_ratio),
+        period=("incr_every_n_steps", incr_every_n_steps),
+        hysteresis=("decr_every_n_nan_or_inf", decr_every_n_nan_or_inf),
         hysteresis_reset="finite_or_backoff",
     )
 
@@ -110,17 +98,12 @@ def mindspore(
     in a row) and `DynamicLossScaleUpdateCell` have the same rule without the cap.
     Traps: as `tf_keras`.
     """
-    names = {
-        "loss_scale": "scale_value",
-        "factor": "scale_factor",
-        "period": "scale_window",
-    }
-    return _rule.dynamic(
-        Arguments("presets.mindspore", names),
-        scale_value,
-        floor=1.0,
-        period=scale_window,
-        factor=scale_factor,
+    return dynamic(
+        "mindspore",
+        loss_scale=("scale_value", scale_value),
+        factor=("scale_factor", scale_factor),
+        period=("scale_window", scale_window),
+        min_loss_scale=1.0,
     )
 
 
@@ -145,20 +128,14 @@ def flax(
     growths back to 2^15: a long stretch of NaN costs 282,141 steps. Raise
     `minimum_scale`, or pass `value=` to `with_loss_scale`.
     """
-    names = {
-        "loss_scale": "scale",
-        "factor": "growth_factor",
-        "period": "growth_interval",
-        "min_loss_scale": "minimum_scale",
-    }
-    arguments = Arguments("presets.flax", names)
-    return _rule.dynamic(
-        arguments,
-        scale,
-        floor=0.0 if minimum_scale is None else minimum_scale,
-        period=_rule.one_late(arguments, "growth_interval", growth_interval),
-        factor=growth_factor,
-        backoff_factor=backoff_factor,
+    return dynamic(
+        "flax",
+        loss_scale=("scale", scale),
+        factor=("growth_factor", growth_factor),
+        backoff_factor=("backoff_factor", backoff_factor),
+        period=("growth_interval", growth_interval),
+        min_loss_scale=("minimum_scale", or_none(minimum_scale, 0.0)),
+        grows_late=True,
     )
 
 
@@ -178,9 +155,12 @@ def jmp(
     Traps: under `jit` jmp forgets `min_loss_scale` and takes 1; here it is kept. An
     initial S below the floor is an error here; give a lower floor with it.
     """
-    arguments = Arguments("presets.jmp")
-    return _rule.dynamic(
-        arguments, loss_scale, floor=min_loss_scale, period=period, factor=factor
+    return dynamic(
+        "jmp",
+        loss_scale=("loss_scale", loss_scale),
+        period=("period", period),
+        factor=("factor", factor),
+        min_loss_scale=("min_loss_scale", min_loss_scale),
     )
 
 
@@ -197,14 +177,13 @@ def mpx(
     gradients are too small by `factor` whenever S grows; here the S that scaled also
     unscales.
     """
-    names = {"loss_scale": "loss_scaling", "min_loss_scale": "min_loss_scaling"}
-    return _rule.dynamic(
-        Arguments("presets.mpx", names),
-        loss_scaling,
-        floor=min_loss_scaling,
-        cap=65504.0,
+    return dynamic(
+        "mpx",
+        loss_scale=("loss_scaling", loss_scaling),
+        min_loss_scale=("min_loss_scaling", min_loss_scaling),
+        factor=("factor", factor),
+        period=("period", period),
+        max_loss_scale=65504.0,
         at_max="clamp",
         clamps_initial=True,
-        period=period,
-        factor=factor,
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from .._dynamic import DynamicLossScale
 from .._validation import Arguments, warn
-from . import _rule
+from ._rule import dynamic, or_none, require_no_tolerance
 
 
 def pytorch(
@@ -25,17 +25,12 @@ def pytorch(
     recovers. `ShardedGradScaler` on a CPU has no cap either. For one `GradScaler` with
     several optimizers take one loss scale, adjusted once by all flags.
     """
-    names = {
-        "loss_scale": "init_scale",
-        "factor": "growth_factor",
-        "period": "growth_interval",
-    }
-    return _rule.dynamic(
-        Arguments("presets.pytorch", names),
-        init_scale,
-        period=growth_interval,
-        factor=growth_factor,
-        backoff_factor=backoff_factor,
+    return dynamic(
+        "pytorch",
+        loss_scale=("init_scale", init_scale),
+        factor=("growth_factor", growth_factor),
+        backoff_factor=("backoff_factor", backoff_factor),
+        period=("growth_interval", growth_interval),
     )
 
 
@@ -56,16 +51,14 @@ def apex(
     these in a list or dictionary. The older `apex.fp16_utils.DynamicLossScaler` is
     `fairseq(2.0**32, scale_window=1000, threshold=1.0)` here.
     """
-    return _rule.dynamic(
-        Arguments(
-            "presets.apex", {"loss_scale": "init_scale", "period": "scale_window"}
-        ),
-        init_scale,
-        floor=0.0 if min_loss_scale is None else min_loss_scale,
-        cap=max_loss_scale,
+    return dynamic(
+        "apex",
+        loss_scale=("init_scale", init_scale),
+        period=("scale_window", scale_window),
+        min_loss_scale=("min_loss_scale", or_none(min_loss_scale, 0.0)),
+        max_loss_scale=("max_loss_scale", max_loss_scale),
         at_max="clamp",
         clamps_initial=True,
-        period=scale_window,
     )
 
 
@@ -93,20 +86,19 @@ def deepspeed(
     default; here S stays there and `skipped_in_a_row` grows. `FP16_Optimizer` and
     `FP16_UnfusedOptimizer` ignore hysteresis: give `hysteresis=1` for them.
     """
-    names = {"loss_scale": "2**initial_scale_power", "period": "loss_scale_window"}
-    arguments = Arguments("presets.deepspeed", names)
+    arguments = Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", initial_scale_power)
     in_range = -126 <= power <= 126
     arguments.require(
         in_range, "initial_scale_power", initial_scale_power, "in [-126, 126]"
     )
-    return _rule.dynamic(
-        arguments,
-        2.0**power,
-        floor=min_loss_scale,
-        period=loss_scale_window,
+    return dynamic(
+        "deepspeed",
+        loss_scale=("2**initial_scale_power", 2.0**power),
+        period=("loss_scale_window", loss_scale_window),
+        hysteresis=("hysteresis", hysteresis),
+        min_loss_scale=("min_loss_scale", min_loss_scale),
         growth_delay=1,
-        hysteresis=hysteresis,
         hysteresis_reset="finite" if consecutive_hysteresis else "growth",
     )
 
@@ -132,20 +124,14 @@ def megatron(
     `min_scale`, though no S can help; pass the loss as `value=` to `with_loss_scale` to
     avoid that. There is no cap (S can be infinite): here 2^126.
     """
-    names = {
-        "loss_scale": "initial_scale",
-        "min_loss_scale": "min_scale",
-        "factor": "growth_factor",
-        "period": "growth_interval",
-    }
-    return _rule.dynamic(
-        Arguments("presets.megatron", names),
-        initial_scale,
-        floor=min_scale,
-        period=growth_interval,
-        factor=growth_factor,
-        backoff_factor=backoff_factor,
-        hysteresis=hysteresis,
+    return dynamic(
+        "megatron",
+        loss_scale=("initial_scale", initial_scale),
+        min_loss_scale=("min_scale", min_scale),
+        factor=("growth_factor", growth_factor),
+        backoff_factor=("backoff_factor", backoff_factor),
+        period=("growth_interval", growth_interval),
+        hysteresis=("hysteresis", hysteresis),
     )
 
 
@@ -164,23 +150,16 @@ def colossalai(
     ends: a growth past `max_scale` is clamped to it. Trap: by default there is neither
     floor nor cap, so S can reach 0 and infinity; here it holds at 2^-126 and 2^126.
     """
-    names = {
-        "loss_scale": "initial_scale",
-        "min_loss_scale": "min_scale",
-        "max_loss_scale": "max_scale",
-        "factor": "growth_factor",
-        "period": "growth_interval",
-    }
-    return _rule.dynamic(
-        Arguments("presets.colossalai", names),
-        initial_scale,
-        floor=0.0 if min_scale is None else min_scale,
-        cap=math.inf if max_scale is None else max_scale,
+    return dynamic(
+        "colossalai",
+        loss_scale=("initial_scale", initial_scale),
+        factor=("growth_factor", growth_factor),
+        backoff_factor=("backoff_factor", backoff_factor),
+        period=("growth_interval", growth_interval),
+        min_loss_scale=("min_scale", or_none(min_scale, 0.0)),
+        max_loss_scale=("max_scale", or_none(max_scale, math.inf)),
+        hysteresis=("hysteresis", hysteresis),
         at_max="clamp",
-        period=growth_interval,
-        factor=growth_factor,
-        backoff_factor=backoff_factor,
-        hysteresis=hysteresis,
     )
 
 
@@ -204,20 +183,13 @@ def fairseq(
     above that share of overflows) is refused: the share depends on the steps since the
     last change of S, which this rule does not count.
     """
-    names = {
-        "loss_scale": "init_scale",
-        "factor": "scale_factor",
-        "period": "scale_window",
-        "min_loss_scale": "threshold",
-    }
-    arguments = Arguments("presets.fairseq", names)
-    _rule.require_no_tolerance(arguments, "tolerance", tolerance)
-    return _rule.dynamic(
-        arguments,
-        init_scale,
-        floor=0.0 if threshold is None else threshold,
-        period=scale_window,
-        factor=scale_factor,
+    require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
+    return dynamic(
+        "fairseq",
+        loss_scale=("init_scale", init_scale),
+        factor=("scale_factor", scale_factor),
+        period=("scale_window", scale_window),
+        min_loss_scale=("threshold", or_none(threshold, 0.0)),
     )
 
 
@@ -243,32 +215,30 @@ def cerebras(
 
     It has no `overflow_tolerance`, for the reason of `fairseq`.
     """
-    names = {"loss_scale": "initial_loss_scale", "period": "steps_per_increase"}
-    arguments = Arguments("presets.cerebras", names)
-    floor = _meant(arguments, "min_loss_scale", min_loss_scale)
-    cap = _meant(arguments, "max_loss_scale", max_loss_scale)
-    initial = cap
+    floor = _meant("min_loss_scale", min_loss_scale)
+    cap = initial = _meant("max_loss_scale", max_loss_scale)
     if initial_loss_scale is not None:
-        initial = _meant(arguments, "loss_scale", initial_loss_scale)
-    return _rule.dynamic(
-        arguments,
-        initial,
-        floor=floor,
-        cap=cap,
+        initial = _meant("initial_loss_scale", initial_loss_scale)
+    return dynamic(
+        "cerebras",
+        loss_scale=("initial_loss_scale", initial),
+        period=("steps_per_increase", steps_per_increase),
+        min_loss_scale=("min_loss_scale", floor),
+        max_loss_scale=("max_loss_scale", cap),
         at_max="clamp",
         clamps_initial=True,
-        period=_rule.one_late(arguments, "steps_per_increase", steps_per_increase),
+        grows_late=True,
     )
 
 
-def _meant(arguments: Arguments, argument: str, value: Any) -> float:
+def _meant(argument: str, value: Any) -> float:
     """The power of two that is meant by a number written as 2e15 or 2e-14."""
-    number = arguments.number(argument, value)
+    number = Arguments("presets.cerebras").number(argument, value)
     if not 0 < number < math.inf:
         return number
     exponent = round(math.log10(number / 2))
     if abs(exponent) < 10 or number != float(f"2e{exponent}"):
         return number
-    name = f"{arguments.function}: {arguments.name(argument)}"
-    warn(f"{name} = 2e{exponent} is read as 2**{exponent}; write 2.0**{exponent}")
+    meant = f"2e{exponent} is read as 2**{exponent}; write 2.0**{exponent}"
+    warn(f"presets.cerebras: {argument} = {meant}")
     return 2.0**exponent

@@ -68,26 +68,17 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    return _restore("restore_without_loss_scale", load, state, _inner, _with_inner)
+    return _restore("loss_scale", load, state)
 
 
 def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint with a loss scale from before the optimizer had a guard.
 
     Everything comes from disk, S and its counter included, except the statistics of
-    the guard. These are those of `state`: the guard begins with its warm-up. Nothing is
-    written.
+    the guard. These are those of `state`: the guard begins with its warm-up.
 
-    Args:
-      load: reads the checkpoint into a template: see `restore_without_loss_scale`.
-      state: the new state, as the training code creates it.
-
-    Returns:
-      A tree like `state`, of arrays only.
-
-    Raises:
-      ValueError: as `restore_without_loss_scale`, also for a checkpoint without a loss
-        scale. Whatever `load` raises passes through.
+    Args, results and errors are those of `restore_without_loss_scale`. A checkpoint
+    without a loss scale is a `ValueError` too.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -101,45 +92,35 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale), int(opt_state.skipped)
       (16384.0, 1)
     """
-    return _restore("restore_without_guard", load, state, _without_guard, _with_others)
+    return _restore("guard", load, state)
 
 
-def _restore(
-    function: str,
-    load: Callable[[Any], Any],
-    state: T,
-    form: Callable[[Any], Any],
-    merge: Callable[[Any, Any], Any],
-) -> T:
-    """`state`, with what `load` reads into a template of an older form.
-
-    `form` makes the older form of a loss-scale state, and `merge` puts what was
-    restored into a loss-scale state.
-    """
-
-    def at_states(fun: Callable[..., Any], other: Any, *trees: Any) -> Any:
-        return jax.tree.map(
-            lambda x, *rest: (
-                fun(x, *rest) if is_loss_scale_state(x) else other(x, *rest)
-            ),
-            *trees,
-            is_leaf=is_loss_scale_state,
-        )
-
+def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
+    function = f"restore_without_{without}"
     if not find_loss_scale_states(state):
         raise ValueError(
             f"{function}: state has no loss scale; expected the new state, whose "
             "optimizer is wrapped in with_loss_scale"
         )
-    template = at_states(form, lambda x: x, state)
-    # Matched by name: a loader that ignores the template returns dicts with sorted
-    # keys, whose leaves are in another order.
-    restored = _like(function, template, load(_pruned(template)))
-    state = at_states(merge, lambda _, old: old, state, restored)
+    leaves, structure = jax.tree.flatten(state)
+    # The form on disk, of the numbers of the leaves: what is read finds its place by
+    # its name there, because loaders that ignore the template sort by name.
+    numbers = jax.tree.map(
+        lambda x: _older(x, without) if is_loss_scale_state(x) else x,
+        jax.tree.unflatten(structure, range(len(leaves))),
+        is_leaf=is_loss_scale_state,
+    )
+    numbers = _pruned(numbers)
+    saved = _named_leaves(load(jax.tree.map(leaves.__getitem__, numbers)))
+    places = _named_leaves(numbers)
+    like = {name: leaves[i] for name, i in places.items()}
+    for name, leaf in _checked(function, saved, like).items():
+        leaves[places[name]] = leaf
+    state = jax.tree.unflatten(structure, leaves)
     # What is not on disk keeps its value of `state`, which must be one: an abstract S
     # fails only in the first compiled step, far from here.
-    leaves = _named_leaves(state).items()
-    if abstract := [path for path, leaf in leaves if _is_abstract(leaf)]:
+    named = _named_leaves(state)
+    if abstract := [name for name, leaf in named.items() if _is_abstract(leaf)]:
         raise ValueError(
             f"{function}: the loss scale of state is abstract: {_listed(abstract)}; "
             "expected one with values, as tx.init returns it"
@@ -150,34 +131,14 @@ def _restore(
 _NOTHING = object()  # marks an entry that NNX omits because it holds no array
 
 
-def _inner(node: Any) -> Any:
-    return _fields(node).get("inner_state", _NOTHING)  # SGD has no state
-
-
-def _with_inner(node: Any, inner: Any) -> Any:
-    return node if inner is _NOTHING else _with_fields(node, {"inner_state": inner})
-
-
-def _without_guard(node: Any) -> Any:
+def _older(node: Any, without: str) -> Any:
+    """A state of `with_loss_scale` as it was without the loss scale or the guard."""
     if isinstance(node, Mapping):
+        if without == "loss_scale":
+            return node.get("inner_state", _NOTHING)  # SGD has no state
         others = {name: value for name, value in node.items() if name != "guard"}
         return type(node)(others)  # pyright: ignore[reportCallIssue]
-    return node._replace(guard=None)
-
-
-def _with_others(node: Any, restored: Any) -> Any:
-    others = {name: x for name, x in _fields(restored).items() if name != "guard"}
-    return _with_fields(node, others)
-
-
-def _fields(node: Any) -> dict[str, Any]:
-    return dict(node) if isinstance(node, Mapping) else node._asdict()
-
-
-def _with_fields(node: Any, fields: Mapping[str, Any]) -> Any:
-    if isinstance(node, Mapping):
-        return type(node)({**node, **fields})  # pyright: ignore[reportCallIssue]
-    return node._replace(**fields)
+    return node.inner_state if without == "loss_scale" else node._replace(guard=None)
 
 
 def _pruned(tree: Any) -> Any:
@@ -194,35 +155,6 @@ def _pruned(tree: Any) -> Any:
     return jax.tree.map(prune, tree, is_leaf=has_nothing)
 
 
-def _like(function: str, template: Any, restored: Any) -> Any:
-    """The leaves of `restored` in the structure of `template`, matched by name."""
-    wanted, got = _named_leaves(template), _named_leaves(restored)
-    data = {path for path, leaf in wanted.items() if _is_data(leaf)}
-    missing, foreign = data - got.keys(), got.keys() - wanted.keys()
-    # Orbax's partial restore leaves the template's own ShapeDtypeStruct in place of
-    # what it did not read.
-    unread = {
-        path
-        for path in data & got.keys()
-        if not _is_data(got[path]) or _is_abstract(got[path])
-    }
-    if missing or foreign or unread:
-        older = {"restore_without_guard": "a guard"}.get(function, "loss scaling")
-        raise ValueError(
-            f"{function}: expected a checkpoint from before {older}, got\n"
-            f"  missing in the checkpoint: {_listed(missing)}\n"
-            f"  only in the checkpoint:    {_listed(foreign)}\n"
-            f"  named but not read:        {_listed(unread)}\n"
-            f"One that is not from before {older} is restored into the state as it is, "
-            "without this function."
-        )
-    leaves = [
-        _checked(function, path, got[path], leaf) if path in data else leaf
-        for path, leaf in wanted.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(template), leaves)
-
-
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by path, in order; tuples with names, dicts and lists as on disk."""
 
@@ -234,26 +166,41 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     return {"/".join(map(name, path)): leaf for path, leaf in paths}
 
 
-def _checked(function: str, path: str, value: Any, like: Any) -> Any:
-    shapes = (jnp.shape(value), jnp.shape(like))
+def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
+    # Functions, which an Equinox model has as leaves, are not saved.
+    data = {name: x for name, x in like.items() if is_data(x) or _is_abstract(x)}
+    missing, foreign = data.keys() - saved.keys(), saved.keys() - like.keys()
+    # Orbax's partial restore leaves the template's own ShapeDtypeStruct in place of
+    # what it did not read.
+    unread = {x for x in data.keys() & saved.keys() if not is_data(saved[x])}
+    if missing or foreign or unread:
+        raise ValueError(
+            f"{function}: expected a checkpoint of the older state, got\n"
+            f"  missing in the checkpoint: {_listed(missing)}\n"
+            f"  only in the checkpoint:    {_listed(foreign)}\n"
+            f"  named but not read:        {_listed(unread)}\n"
+            "One like state itself is restored into the state as it is, without this "
+            "function."
+        )
+    return {name: _array(function, name, saved[name], x) for name, x in data.items()}
+
+
+def _array(function: str, name: str, value: Any, like: Any) -> Any:
+    dtype, expected = (getattr(x, "dtype", None) for x in (value, like))
     # A Python number has no dtype that could differ. JAX gives it one with the first
     # step.
-    python_number = not hasattr(value, "dtype") or not hasattr(like, "dtype")
-    if shapes[0] != shapes[1] or not (python_number or value.dtype == like.dtype):
+    differs = None not in (dtype, expected) and dtype != expected
+    if differs or jnp.shape(value) != jnp.shape(like):
         raise ValueError(
-            f"{function}: {path} has shape {shapes[0]} and dtype "
-            f"{getattr(value, 'dtype', type(value))} in the checkpoint, but "
-            f"{shapes[1]} and {getattr(like, 'dtype', type(like))} in state"
+            f"{function}: {name} has shape {jnp.shape(value)} and dtype "
+            f"{dtype or type(value)} in the checkpoint, but {jnp.shape(like)} and "
+            f"{expected or type(like)} in state"
         )
     # NumPy arrays cannot be donated, and Python numbers and float64 scalars are other
     # types for `jit`.
-    is_array = isinstance(value, jax.Array) or not hasattr(like, "dtype")
-    return value if is_array else jnp.asarray(value, like.dtype)
-
-
-def _is_data(leaf: Any) -> bool:
-    # Functions, which an Equinox model has as leaves, are not saved.
-    return is_data(leaf) or _is_abstract(leaf)
+    is_array = isinstance(value, jax.Array) or expected is None
+    return value if is_array else jnp.asarray(value, expected)
 
 
 def _is_abstract(leaf: Any) -> bool:

@@ -57,7 +57,7 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     style = {"color": BLUE, "linewidth": 1.6, "label": "loss scale S", "zorder": 2}
     ax.step(step, log2_scale, where="post", **style)
     broken = ~recorded["loss_finite"]
-    overflow = ~recorded["grads_finite"] & ~broken
+    overflow = ~(recorded["grads_finite"] | broken | recorded["spike"])
     for skipped, marker, color, label in (
         (overflow, "v", RED, "skipped: gradients not finite"),
         (broken, "X", PURPLE, "skipped: the loss is not finite"),
@@ -109,7 +109,7 @@ def plot_spikes(
     if len(axes) != 2:
         raise ValueError(f"plot_spikes: expected two axes, got {len(axes)}")
     top, bottom = axes
-    spike = ~recorded["applied"] & recorded["grads_finite"]
+    spike = recorded["spike"]
     for ax, name, limit, label in (
         (top, "loss", "loss_limit", "loss"),
         (bottom, "grad_norm", "norm_limit", "gradient norm"),

@@ -92,7 +92,9 @@ def spike_history(spikes=(3,), loss=2.0, limits=True):
     before = state(jmp_scale.NoOpLossScale(), guard=guard if limits else None)
     history = diagnostics.LossScaleHistory.create(20)
     for step in range(10):
-        after = before._replace(applied=jnp.array(step not in spikes))
+        is_spike = jnp.array(step in spikes)
+        counted = before.spikes + is_spike
+        after = before._replace(applied=~is_spike, spikes=counted)
         factor = jnp.float32(100.0 if step in spikes else 1.0)
         history = history.push(before, after, loss=loss * factor, grads=0.5 * factor)
     return history

@@ -285,7 +285,10 @@ def _findings(
         # int, because a Variable of Flax 0.12.0 has no truth value. A spike may
         # overflow as well.
         is_spike = int(state.grads_finite) > int(state.applied)
-        is_spike |= int(state.skipped_in_a_row) > 0 and new[:2] == (0, 0)
+        if int(state.skipped_in_a_row) > 0:
+            is_spike |= new[:2] == (0, 0)
+            if steps is not None and len(steps["step"]):
+                is_spike = bool(steps["spike"][-1])
         found = [_scale_finding(state)]
         found.append(_spikes_now(state) if is_spike else _spikes_in(steps))
         found.append(_rate(steps) if is_spike else _skip_finding(state, steps, new))
@@ -329,7 +332,7 @@ def _spikes_in(steps: Steps) -> Finding:
     """The finding on recorded steps that a guard skipped, or "" and nothing."""
     if steps is None:
         return "", {}
-    spikes = ~steps["applied"] & steps["grads_finite"]
+    spikes = steps["spike"]
     if not spikes.any():
         return "", {}
     numbers = [str(step) for step in steps["step"][spikes]]
@@ -351,7 +354,7 @@ def _skip_finding(state: LossScaleState, steps: Steps, new: _Skips) -> Finding:
     values["causes"] = f"{_Skips.of(state)} in total"
     if steps is not None and len(steps["step"]):  # which knows the cause of each
         losses = ~steps["loss_finite"][-in_a_row:]
-        overflows = ~losses & ~steps["grads_finite"][-in_a_row:]
+        overflows = (~steps["grads_finite"] & ~steps["spike"])[-in_a_row:] & ~losses
         new = _Skips(int(overflows.sum()), int(losses.sum()), 0)
     if new.overflows == 0:
         return "loss not finite", values
@@ -376,7 +379,8 @@ def _rate(steps: Steps) -> Finding:
     """The finding on recorded steps that were not finite, or "" and nothing."""
     if steps is None:
         return "", {}
-    skipped, loss_finite = ~steps["grads_finite"], steps["loss_finite"]
+    skipped = ~steps["grads_finite"] & ~steps["spike"]
+    loss_finite = steps["loss_finite"]
     if skipped.size and steps["step"][0] == 0:
         # Skips before the first applied step were to be expected.
         warm_up = skipped.size if skipped.all() else int(np.argmin(skipped))

@@ -28,8 +28,8 @@ class HistorySummary(NamedTuple):
       growths: steps before which S grew.
       backoffs: steps before which S backed off.
       loss_nonfinite: steps whose loss was not finite, which no S changes.
-      spikes: steps that were skipped although their loss and gradients were finite.
-      overflows: steps whose gradients were not finite, although their loss was.
+      spikes: steps that a guard skipped as spikes, whether they overflowed or not.
+      overflows: the other steps whose gradients were not finite, but whose loss was.
     """
 
     steps: int
@@ -56,7 +56,8 @@ class LossScaleHistory:
       log2_scale: f32[N], log2 of the S that scaled the loss of the step.
       grads_finite: bool[N], whether gradients and loss were finite.
       loss_finite: bool[N], whether the loss was finite.
-      applied: bool[N], whether the step was applied: `grads_finite`, and not a spike.
+      applied: bool[N], whether the step was applied.
+      spike: bool[N], whether a guard skipped it as a spike.
       loss: f32[N], the unscaled loss.
       grad_norm: f32[N], the global norm of the unscaled gradients.
       lost_entries: f32[N], the share of the updates that was lost in rounding, and
@@ -87,6 +88,7 @@ class LossScaleHistory:
     grads_finite: jax.Array
     loss_finite: jax.Array
     applied: jax.Array
+    spike: jax.Array
     loss: jax.Array
     grad_norm: jax.Array
     lost_entries: jax.Array
@@ -99,7 +101,7 @@ class LossScaleHistory:
 
     @classmethod
     def create(cls, capacity: int = 1000) -> "LossScaleHistory":
-        """An empty history of the last `capacity` steps; 1000 take 31 kB.
+        """An empty history of the last `capacity` steps; 1000 take 32 kB.
 
         Raises:
           ValueError: a capacity that is not an integer >= 1.
@@ -171,6 +173,7 @@ class LossScaleHistory:
             "log2_scale": nan if s is None else log2_magnitude(magnitude_bits(s)),
             "grads_finite": new.grads_finite,
             "applied": new.applied,
+            "spike": jnp.asarray(new.spikes != old.spikes),
             "loss": nan if loss is None else loss,
             "loss_finite": loss_finite & (True if loss is None else jnp.isfinite(loss)),
             "grad_norm": nan if grads is None else finite_and_norm(grads)[1],
@@ -224,6 +227,7 @@ class LossScaleHistory:
         recorded = self.to_dict()
         log2_scale, skipped = recorded["log2_scale"], ~recorded["applied"]
         loss_nonfinite = ~recorded["loss_finite"]
+        overflowed = ~recorded["grads_finite"] & ~loss_nonfinite
         steps, changes = len(skipped), np.diff(log2_scale)
         # With an applied step before the first and after the last, each run of skips is
         # the gap between two neighbors.
@@ -235,13 +239,13 @@ class LossScaleHistory:
             growths=int((changes > 0).sum()),
             backoffs=int((changes < 0).sum()),
             loss_nonfinite=int(loss_nonfinite.sum()),
-            spikes=int((skipped & recorded["grads_finite"]).sum()),
+            spikes=int(recorded["spike"].sum()),
             # A loss that is not finite makes its gradients so: one step, counted once.
-            overflows=int((~recorded["grads_finite"] & ~loss_nonfinite).sum()),
+            overflows=int((overflowed & ~recorded["spike"]).sum()),
         )
 
 
-_FLAGS = ("grads_finite", "loss_finite", "applied")
+_FLAGS = ("grads_finite", "loss_finite", "applied", "spike")
 _NUMBERS = (
     "log2_scale",
     "loss",

@@ -34,10 +34,12 @@ def history_of(capacity=1000, lost_updates=None, **columns):
     steps = len(jax.tree.leaves((columns, lost_updates))[0])
     columns.setdefault("grads_finite", jnp.ones(steps, bool))
     columns.setdefault("applied", columns["grads_finite"])
+    columns.setdefault("spike", columns["grads_finite"] & ~columns["applied"])
     before = state()
 
     def step(history, row):
         flags = {name: row[name] for name in ("grads_finite", "applied")}
+        flags["spikes"] = row["spike"].astype(jnp.int32)
         more = {"loss": row.get("loss"), "grads": row.get("grad_norm")}
         return history.push(before, before._replace(**flags), **more), None
 

@@ -230,13 +230,14 @@ def test_recorded_spikes_are_listed_and_judged_by_their_rate(spikes, expected):
     assert ("normal if rare" in sentence) == (len(spikes) <= 2)
 
 
-def test_overflows_and_spikes_of_a_history_are_judged_apart():
-    flags, applied = np.ones(200, bool), np.ones(200, bool)
-    flags[[50, 90]] = False
-    applied[[50, 90, 120]] = False
-    found = diagnostics.health(state(), history_of(grads_finite=flags, applied=applied))
+def test_overflows_and_spikes_that_may_overflow_are_judged_apart():
+    steps = np.arange(200)
+    flags = {"grads_finite": ~np.isin(steps, [50, 90, 130])}
+    flags["applied"] = flags["grads_finite"] & (steps != 120)
+    flags["spike"] = np.isin(steps, [120, 130])
+    found = diagnostics.health(state(), history_of(**flags))
     assert len(found) == 2
-    assert "1 of the last 200 steps was skipped as a spike" in found[0]
+    assert "as spikes (1.0%; steps 120, 130)" in found[0]
     assert "2 of the last 200 steps were skipped (1.0%): normal" in found[1]
 
 
@@ -259,13 +260,14 @@ def test_a_log_names_its_findings_for_code_that_acts_on_them():
 
 
 def run_of(guard):
-    """State and history of a run with one bad batch and one that overflows."""
+    """State and history of a run with two bad batches and one that overflows."""
     tx = jmp_scale.with_loss_scale(
         optax.sgd(0.1), jmp_scale.DynamicLossScale(2.0**10), guard=guard
     )
     opt_state, history = tx.init(jnp.float32(0)), diagnostics.LossScaleHistory.create()
     for step in range(60):
-        loss, g = (1e4, 1e5) if step == 40 else (1.0, jnp.inf if step == 50 else 2.0)
+        loss, g = 1e4 if step in (40, 59) else 1.0, 1e5 if step == 40 else 2.0
+        g = jnp.inf if step in (50, 59) else g
         old, g, loss = opt_state, jnp.float32(g), jnp.float32(loss)
         _, opt_state = tx.update(g, old, value=loss)
         history = history.push(old, opt_state, loss=loss, grads=g)
@@ -276,12 +278,12 @@ def test_a_run_with_a_guard_is_counted_by_cause_from_end_to_end():
     with jax.numpy_dtype_promotion("standard"):  # on which optimizers rely
         opt_state, history = run_of(jmp_scale.SpikeGuard(warmup=20))
     summary = history.summary()
-    assert (summary.spikes, summary.overflows, summary.loss_nonfinite) == (1, 1, 0)
+    assert (summary.spikes, summary.overflows, summary.loss_nonfinite) == (2, 1, 0)
     recorded_limits = history.to_dict()["norm_limit"]
     assert np.isinf(recorded_limits[:20]).all()
     assert (recorded_limits[20:] < 10).all()
     found = diagnostics.health(opt_state, history)
-    assert "skipped as a spike (1.7%; step 40)" in found[0]
+    assert "last step was skipped as a spike" in found[0]  # and it overflows
     assert "1 of the last 60 steps was skipped (1.7%): normal" in found[1]
 
 

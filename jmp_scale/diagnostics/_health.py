@@ -24,110 +24,68 @@ _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 
 # By kind, the most urgent first.
 _SENTENCES = {
-    "loss scale out of range": (
-        "The loss scale is {s}. No step can change that, so every step will be "
-        "skipped: put a new DynamicLossScale into the state, or go back to a "
-        "checkpoint."
-    ),
-    "loss not finite": (
-        "{last}, and the loss scale stays at {s}: the loss itself is not finite, "
-        "which no loss scale changes. {diagnose} finds the broken batch or parameter."
-    ),
-    "stuck at the floor": (
-        "The loss scale is stuck at its floor of {floor}. {last}: {diagnose} "
-        "distinguishes a NaN, a forward pass out of range, and an overflow that a "
-        "lower min_loss_scale cures."
-    ),
-    "every step skipped": (
-        "{last} ({causes}), and the loss scale is now {s}: something broke. {diagnose} "
-        "finds the cause."
-    ),
-    "every step skipped at a fixed loss scale": (
-        "{last}, with a loss scale that does not adapt: take a DynamicLossScale, "
-        "unless {diagnose} finds a NaN."
-    ),
-    "loss diverges": (
-        "The loss diverges: it is {current}, after {best} around step {step} and "
-        "{first} at the start. Go back to a checkpoint from before, and lower the "
-        "learning rate or clip the gradients."
-    ),
-    "loss blew up": (
-        "The loss rose to {peak} at step {step}, and at {current} it has not come far "
-        "below its start of {first}: start again with a lower learning rate, a "
-        "warm-up or clipped gradients."
-    ),
-    "gradients vanished": (
-        "The gradient norm {change} while the loss stays near its start ({current} "
-        "after {first}): units are saturated or dead, or the gradients underflow. "
-        "Start again with a lower learning rate; see calibrate_loss_scale if the "
-        "gradients are computed in half precision."
-    ),
-    "lost updates": (
-        "In the last {steps} steps {entries:.0%} of the updates, and {magnitude:.0%} "
-        "of their size, were lost in rounding: they are too small beside the "
-        "parameters. Keep the parameters in float32 or, where they are, raise the "
-        "learning rate."
-    ),
-    "frequent spikes": (
-        "{skips} of the last {steps} steps {were} skipped as {spikes} ({rate:.1%}; "
-        "{listed}), where one in a hundred is a lot: look at the data of those "
-        "batches, or lower the learning rate."
-    ),
-    "spikes in a row": (
-        "The last {in_a_row} steps were all skipped as spikes of the loss or the "
-        "gradient norm, {total} in total: the data or the model changed. After "
-        "{limit} in a row the guard takes the new level for normal."
-    ),
-    "spike": (
-        "The last step was skipped as a spike of the loss or the gradient norm, "
-        "{total} in total: normal if rare. Look at the data of that batch."
-    ),
-    "rare spikes": (
-        "{skips} of the last {steps} steps {were} skipped as {spikes} ({rate:.1%}; "
-        "{listed}): normal if rare. Look at the data of {those}."
-    ),
-    "broken batches": (
-        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), mostly because "
-        "the loss itself was not finite: look for broken data in those batches."
-    ),
-    "frequent overflow": (
-        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), where one in a "
-        "hundred is a lot: see with grad_report which leaf overflows, and take a "
-        "longer period."
-    ),
-    "warm-up": (
-        "{last}, the only ones so far, and the loss scale is now {s}: an expected "
-        "warm-up if this is the start. Its floor is {floor}."
-    ),
-    "skipped step": ("{last}; {causes}: normal if rare. {diagnose} finds the cause."),
-    "occasional overflow": (
-        "{last}; {causes}: normal if rare, because the loss scale grows until "
-        "gradients overflow."
-    ),
-    "normal rate of overflow": (
-        "{skips} of the last {steps} steps {were} skipped ({rate:.1%}): normal, "
-        "because the loss scale grows until gradients overflow."
-    ),
-    "loss scale below 1": (
-        "The loss scale is {s}, below 1: unscaled gradients overflow, so the forward "
-        "pass is nearly out of range. Scale down its inputs or weights, or use "
-        "bfloat16."
-    ),
-    "loss scale at its cap": (
-        "The loss scale is at its cap of {s} and has never overflowed. That can be "
-        "right; but do the gradients come from jmp_scale.value_and_grad? Those of "
-        "jax.value_and_grad never see the loss scale."
-    ),
-    "float16 parameters": (
-        "{leaf} is {dtype}{others}: keep master parameters in float32 and cast them "
-        "inside the loss (Policy.cast_to_compute), or small updates and Adam's "
-        "epsilon are lost."
-    ),
-    "bfloat16 moments": (
-        "{leaf} is bfloat16{others}: with a b2 above 0.998 a second moment "
-        "in bfloat16 cannot decay, because each step's change is rounded away. "
-        "Initialize the optimizer on float32 parameters, or take a b2 of 0.99."
-    ),
+    "loss scale out of range": "The loss scale is {s}. No step can change that, so "
+    "every step will be skipped: put a new DynamicLossScale into the state, or go back "
+    "to a checkpoint.",
+    "loss not finite": "{last}, and the loss scale stays at {s}: the loss itself is "
+    "not finite, which no loss scale changes. {diagnose} finds the broken batch or "
+    "parameter.",
+    "stuck at the floor": "The loss scale is stuck at its floor of {floor}. {last}: "
+    "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
+    "a lower min_loss_scale cures.",
+    "every step skipped": "{last} ({causes}), and the loss scale is now {s}: something "
+    "broke. {diagnose} finds the cause.",
+    "every step skipped at a fixed loss scale": "{last}, with a loss scale that does "
+    "not adapt: take a DynamicLossScale, unless {diagnose} finds a NaN.",
+    "loss diverges": "The loss diverges: it is {current}, after {best} around step "
+    "{step} and {first} at the start. Go back to a checkpoint from before, and lower "
+    "the learning rate or clip the gradients.",
+    "loss blew up": "The loss rose to {peak} at step {step}, and at {current} it has "
+    "not come far below its start of {first}: start again with a lower learning rate, "
+    "a warm-up or clipped gradients.",
+    "gradients vanished": "The gradient norm {change} while the loss stays near its "
+    "start ({current} after {first}): units are saturated or dead, or the gradients "
+    "underflow. Start again with a lower learning rate; see calibrate_loss_scale if "
+    "the gradients are computed in half precision.",
+    "lost updates": "In the last {steps} steps {entries:.0%} of the updates, and "
+    "{magnitude:.0%} of their size, were lost in rounding: they are too small beside "
+    "the parameters. Keep the parameters in float32 or, where they are, raise the "
+    "learning rate.",
+    "frequent spikes": "{skips} of the last {steps} steps {were} skipped as {spikes} "
+    "({rate:.1%}; {listed}), where one in a hundred is a lot: look at the data of "
+    "those batches, or lower the learning rate.",
+    "spikes in a row": "The last {in_a_row} steps were all skipped as spikes of the "
+    "loss or the gradient norm, {total} in total: the data or the model changed. After "
+    "{limit} in a row the guard takes the new level for normal.",
+    "spike": "The last step was skipped as a spike of the loss or the gradient norm, "
+    "{total} in total: normal if rare. Look at the data of that batch.",
+    "rare spikes": "{skips} of the last {steps} steps {were} skipped as {spikes} "
+    "({rate:.1%}; {listed}): normal if rare. Look at the data of {those}.",
+    "broken batches": "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), "
+    "mostly because the loss itself was not finite: look for broken data in those "
+    "batches.",
+    "frequent overflow": "{skips} of the last {steps} steps {were} skipped "
+    "({rate:.1%}), where one in a hundred is a lot: see with grad_report which leaf "
+    "overflows, and take a longer period.",
+    "warm-up": "{last}, the only ones so far, and the loss scale is now {s}: an "
+    "expected warm-up if this is the start. Its floor is {floor}.",
+    "skipped step": "{last}; {causes}: normal if rare. {diagnose} finds the cause.",
+    "occasional overflow": "{last}; {causes}: normal if rare, because the loss scale "
+    "grows until gradients overflow.",
+    "normal rate of overflow": "{skips} of the last {steps} steps {were} skipped "
+    "({rate:.1%}): normal, because the loss scale grows until gradients overflow.",
+    "loss scale below 1": "The loss scale is {s}, below 1: unscaled gradients "
+    "overflow, so the forward pass is nearly out of range. Scale down its inputs or "
+    "weights, or use bfloat16.",
+    "loss scale at its cap": "The loss scale is at its cap of {s} and has never "
+    "overflowed. That can be right; but do the gradients come from "
+    "jmp_scale.value_and_grad? Those of jax.value_and_grad never see the loss scale.",
+    "float16 parameters": "{leaf} is {dtype}{others}: keep master parameters in "
+    "float32 and cast them inside the loss (Policy.cast_to_compute), or small updates "
+    "and Adam's epsilon are lost.",
+    "bfloat16 moments": "{leaf} is bfloat16{others}: with a b2 above 0.998 a second "
+    "moment in bfloat16 cannot decay, because each step's change is rounded away. "
+    "Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
 }
 _ORDER = {kind: place for place, kind in enumerate(_SENTENCES)}
 
@@ -137,23 +95,20 @@ _NORMAL_RATE = 0.01
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
 
-# What optimizers call their averages of squared gradients.
-_SECOND_MOMENTS = frozenset({"nu", "v"})
-
 # Half the distance between neighboring bfloat16 numbers is at least 2^-9 of them: with
 # a decay nearer to 1 than that each step's change is rounded away.
 _LARGEST_DECAY = 1 - 2.0**-9
 
 Finding = tuple[str, dict[str, Any]]  # the kind, and what stands in its sentence
-Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`
+Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
 
 
 class _Skips(NamedTuple):
     """Skipped steps by cause."""
 
-    overflows: int
-    losses: int
-    spikes: int
+    overflows: int = 0
+    losses: int = 0
+    spikes: int = 0
 
     @classmethod
     def of(cls, state: LossScaleState) -> "_Skips":
@@ -162,9 +117,9 @@ class _Skips(NamedTuple):
         return cls(int(state.skipped) - losses - spikes, losses, spikes)
 
     def since(self, seen: "_Skips") -> "_Skips":
-        """Those after `seen`; all of them if `seen` is of a later or another run."""
+        """Those after `seen`; none if `seen` is of a later or another run."""
         new = _Skips(*(now - before for now, before in zip(self, seen, strict=True)))
-        return new if min(new) >= 0 and any(new) else self
+        return new if min(new) >= 0 else _Skips()
 
     def __str__(self) -> str:
         """The causes that occurred, as in "2 overflows, 1 broken loss"."""
@@ -176,14 +131,13 @@ class _Skips(NamedTuple):
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
     """Describes the state of a run, one sentence per finding, most urgent first.
 
-    Runs on the host; returns an empty list if there is nothing to report. It
-    distinguishes the expected warm-up of S, occasional and frequent overflows, S at its
-    floor or cap, losses that are not finite, spikes, every step skipped, S below 1, and
-    parameters and moments of too few digits, and says what to run next. Given a history
-    with losses and gradient norms it also sees a run that goes wrong with finite
-    numbers: a loss that diverges or blew up, gradients that have vanished, updates that
-    are lost in rounding. How often each is right is measured in the project's
-    benchmarks, under "Health".
+    Runs on the host. It distinguishes the expected warm-up of S, occasional and
+    frequent overflows, S at its floor or cap, losses that are not finite, spikes, every
+    step skipped, S below 1, and parameters and moments of too few digits, and says what
+    to run next. A history with losses and gradient norms also shows a run that goes
+    wrong with finite numbers: a loss that diverges or blew up, gradients that have
+    vanished, updates that are lost in rounding. How often each is right is measured in
+    the project's benchmarks, under "Health".
 
     Called every few hundred steps it waits for the device once. For one line per change
     rather than one per call, use `HealthLog`.
@@ -198,7 +152,7 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
         adversarial training, which rise and fall by design.
 
     Returns:
-      Sentences, the most urgent first.
+      Sentences; an empty list if there is nothing to report.
 
     Raises:
       ValueError: there is no such state in `opt_state`, or it is one of several
@@ -220,7 +174,8 @@ class HealthLog:
     """`health`, once per change: each finding when it begins, and a line when it ends.
 
     A callable for the host. It remembers the findings of its last call, and the counts
-    of skipped steps, so that it can tell the cause of those that are new.
+    of skipped steps, so that it can tell the cause of those that are new, and of a
+    broken batch between two calls.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -253,9 +208,7 @@ class HealthLog:
     ) -> list[str]:
         """New sentences since the last call; arguments and errors as in `health`."""
         findings = _findings("HealthLog", opt_state, history, self._seen)
-        new = [
-            sentence for kind, sentence in findings.items() if kind not in self._kinds
-        ]
+        new = [text for kind, text in findings.items() if kind not in self._kinds]
         over = [f"Over: {kind}." for kind in sorted(self._kinds - findings.keys())]
         self._kinds = frozenset(findings)
         return new + over
@@ -270,6 +223,7 @@ def _findings(
     """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
     states, findings = find_states(function, opt_state), []
     steps = None if history is None else history.to_dict()
+    steps = steps if steps and len(steps["step"]) else None
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
         # Of a replicated state every number below is an array, and `float` fails far
@@ -280,23 +234,13 @@ def _findings(
                 "them with jax.tree.map(lambda x: x[0], state)"
             )
         prefix = f"{path}: " if len(states) > 1 else ""
-        new = _Skips.of(state).since(seen.get(path, _Skips(0, 0, 0)))
-        seen[path] = _Skips.of(state)
-        # int, because a Variable of Flax 0.12.0 has no truth value. A spike may
-        # overflow as well.
-        is_spike = int(state.grads_finite) > int(state.applied)
-        if int(state.skipped_in_a_row) > 0:
-            is_spike |= new[:2] == (0, 0)
-            if steps is not None and len(steps["step"]):
-                is_spike = bool(steps["spike"][-1])
-        found = [_scale_finding(state)]
-        found.append(_spikes_now(state) if is_spike else _spikes_in(steps))
-        found.append(_rate(steps) if is_spike else _skip_finding(state, steps, new))
-        findings += [(prefix, *finding) for finding in found]
+        skips = _Skips.of(state)
+        found = _state_findings(state, steps, skips.since(seen.get(path, skips)))
+        findings += [(prefix, *finding) for finding in found if finding]
+        seen[path] = skips
     findings += [("", *finding) for finding in _leaf_findings(opt_state)]
     if history is not None:
         findings += [("", *finding) for finding in trend_findings(history)]
-    findings = [finding for finding in findings if finding[1]]
     findings.sort(key=lambda finding: _ORDER[finding[1]])
     sentences = {}
     for prefix, kind, values in findings:
@@ -305,11 +249,30 @@ def _findings(
     return sentences
 
 
-def _scale_finding(state: LossScaleState) -> Finding:
-    """The finding on S itself, or "" and nothing."""
+def _state_findings(
+    state: LossScaleState, steps: Steps, new: _Skips
+) -> list[Finding | None]:
+    """The findings on S, on spikes and on other skips. `new`: since the last call."""
+    in_a_row, total = int(state.skipped_in_a_row), int(state.spikes)
+    # int, because a Variable of Flax 0.12.0 has no truth value.
+    is_spike = int(state.grads_finite) > int(state.applied)
+    if in_a_row and steps is not None:
+        is_spike |= bool(steps["spike"][-1])
+    elif in_a_row:  # a spike may overflow as well
+        is_spike |= (new if any(new) else _Skips.of(state))[:2] == (0, 0)
+    if not is_spike:
+        skips = _skip_finding(state, steps, new)
+        return [_scale_finding(state), _recorded_spikes(steps), skips]
+    limit = getattr(state.guard, "max_in_a_row", "max_in_a_row")
+    values = {"in_a_row": in_a_row, "total": total, "limit": limit}
+    spike = "spike" if in_a_row == 1 else "spikes in a row"
+    return [_scale_finding(state), (spike, values), _recorded_skips(steps)]
+
+
+def _scale_finding(state: LossScaleState) -> Finding | None:
     rule, s = state.loss_scale, number_of(state.loss_scale)
     if s is None:
-        return "", {}
+        return None
     s, kind = float(s), ""
     if not 0 < s < math.inf:
         kind = "loss scale out of range"
@@ -317,90 +280,82 @@ def _scale_finding(state: LossScaleState) -> Finding:
         kind = "loss scale below 1"
     elif isinstance(rule, DynamicLossScale) and s * rule.factor > rule.max_loss_scale:
         kind = "" if _Skips.of(state).overflows else "loss scale at its cap"
-    return kind, {"s": power(s)}
+    return (kind, {"s": power(s)}) if kind else None
 
 
-def _spikes_now(state: LossScaleState) -> Finding:
-    """The finding on a last step that a guard skipped."""
-    in_a_row, total = int(state.skipped_in_a_row), int(state.spikes)
-    limit = getattr(state.guard, "max_in_a_row", "max_in_a_row")
-    values = {"in_a_row": in_a_row, "total": total, "limit": limit}
-    return ("spike" if in_a_row == 1 else "spikes in a row"), values
-
-
-def _spikes_in(steps: Steps) -> Finding:
-    """The finding on recorded steps that a guard skipped, or "" and nothing."""
-    if steps is None:
-        return "", {}
-    spikes = steps["spike"]
-    if not spikes.any():
-        return "", {}
-    numbers = [str(step) for step in steps["step"][spikes]]
-    listed = ["..."] * (len(numbers) > _LISTED) + numbers[-_LISTED:]
-    listed = f"step{'s' * (len(numbers) > 1)} {', '.join(listed)}"
-    kind = "rare spikes" if _is_rare(spikes) else "frequent spikes"
-    return kind, {**_share(spikes), "listed": listed}
-
-
-def _skip_finding(state: LossScaleState, steps: Steps, new: _Skips) -> Finding:
-    """The finding on steps that were not finite: the present run, or those recorded."""
+def _skip_finding(state: LossScaleState, steps: Steps, new: _Skips) -> Finding | None:
+    """The finding on steps that were not finite: the present run, or those before."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
-    if in_a_row == 0:
-        return _rate(steps)
-    last, s = "The last step was skipped", number_of(rule)
+    is_fixed = isinstance(rule, NoOpLossScale | StaticLossScale) or rule is None
+    s, last = number_of(rule), "The last step was skipped"
     if in_a_row > 1:
         last = f"The last {in_a_row} steps were all skipped"
+    elif in_a_row == 0:
+        count = new.losses or new.overflows
+        were = "steps were" if count > 1 else "step was"
+        last = f"{count} {were} skipped since the last call"
     values = {"last": last, "s": "its value" if s is None else power(float(s))}
     values["causes"] = f"{_Skips.of(state)} in total"
-    if steps is not None and len(steps["step"]):  # which knows the cause of each
+    if in_a_row == 0:
+        # An S that adapts causes overflows itself: of those a rate would be needed.
+        if steps is not None or not (new.losses or (new.overflows and is_fixed)):
+            return _recorded_skips(steps)
+        return ("loss not finite" if new.losses else "skipped step"), values
+    if steps is not None:  # which knows the cause of each
         losses = ~steps["loss_finite"][-in_a_row:]
-        overflows = (~steps["grads_finite"] & ~steps["spike"])[-in_a_row:] & ~losses
-        new = _Skips(int(overflows.sum()), int(losses.sum()), 0)
+        finite = steps["grads_finite"] | steps["spike"]
+        overflows = ~(finite[-in_a_row:] | losses)
+        new = _Skips(int(overflows.sum()), int(losses.sum()))
+    elif not any(new):
+        new = _Skips.of(state)
     if new.overflows == 0:
         return "loss not finite", values
     is_long = in_a_row >= _LONG_RUN
-    if isinstance(rule, NoOpLossScale | StaticLossScale) or rule is None:
+    if is_fixed:
         run = "every step skipped at a fixed loss scale"
         return (run if is_long else "skipped step"), values
     if isinstance(rule, DynamicLossScale):
         values["floor"] = power(rule.min_loss_scale)
         if float(rule.loss_scale) <= rule.min_loss_scale and in_a_row > 1:
             return "stuck at the floor", values
-        is_all = steps is None or len(steps["step"]) in (0, in_a_row)
+        is_all = steps is None or len(steps["step"]) == in_a_row
         if in_a_row == int(state.skipped) and is_all and not new.losses:
             return "warm-up", values
     if is_long or new.losses:
         return ("every step skipped" if is_long else "skipped step"), values
-    rate = _rate(steps)
-    return rate if rate[0] else ("occasional overflow", values)
+    return _recorded_skips(steps) or ("occasional overflow", values)
 
 
-def _rate(steps: Steps) -> Finding:
-    """The finding on recorded steps that were not finite, or "" and nothing."""
+def _recorded_spikes(steps: Steps) -> Finding | None:
+    if steps is None or not steps["spike"].any():
+        return None
+    numbers = [str(step) for step in steps["step"][steps["spike"]]]
+    listed = ["..."] * (len(numbers) > _LISTED) + numbers[-_LISTED:]
+    is_rare, values = _rate(steps["spike"])
+    values["listed"] = f"step{'s' * (len(numbers) > 1)} {', '.join(listed)}"
+    return ("rare spikes" if is_rare else "frequent spikes"), values
+
+
+def _recorded_skips(steps: Steps) -> Finding | None:
+    """The finding on recorded steps that were not finite."""
     if steps is None:
-        return "", {}
-    skipped = ~steps["grads_finite"] & ~steps["spike"]
-    loss_finite = steps["loss_finite"]
-    if skipped.size and steps["step"][0] == 0:
-        # Skips before the first applied step were to be expected.
-        warm_up = skipped.size if skipped.all() else int(np.argmin(skipped))
-        skipped, loss_finite = skipped[warm_up:], loss_finite[warm_up:]
+        return None
+    skipped = ~(steps["grads_finite"] | steps["spike"])
+    # Skips before the first applied step were to be expected.
+    start = 0 if steps["step"][0] else int(np.argmin([*skipped, False]))
+    skipped, loss_finite = skipped[start:], steps["loss_finite"][start:]
     if not skipped.any():
-        return "", {}
+        return None
+    is_normal, values = _rate(skipped)
     if loss_finite[skipped].mean() < 0.5:
-        return "broken batches", _share(skipped)
-    kind = "normal rate of overflow" if _is_rare(skipped) else "frequent overflow"
-    return kind, _share(skipped)
+        return "broken batches", values
+    return ("normal rate of overflow" if is_normal else "frequent overflow"), values
 
 
-def _is_rare(flags: np.ndarray) -> bool:
-    """Whether so many steps are normal. One is, in a history of any length."""
-    return flags.sum() <= max(1, _NORMAL_RATE * flags.size)
-
-
-def _share(flags: np.ndarray) -> dict[str, Any]:
+def _rate(flags: np.ndarray) -> tuple[bool, dict[str, Any]]:
+    """Whether so many steps are normal (one is, of any number), and their rate."""
     count = int(flags.sum())
-    return {
+    values = {
         "skips": count,
         "steps": flags.size,
         "rate": count / flags.size,
@@ -408,6 +363,7 @@ def _share(flags: np.ndarray) -> dict[str, Any]:
         "spikes": "a spike" if count == 1 else "spikes",
         "those": "that batch" if count == 1 else "those batches",
     }
+    return count <= max(1, _NORMAL_RATE * flags.size), values
 
 
 def _leaf_findings(opt_state: Any) -> list[Finding]:
@@ -417,11 +373,8 @@ def _leaf_findings(opt_state: Any) -> list[Finding]:
     # bfloat16 has the range of float32, and is chosen on purpose for parameters.
     narrow = [p for p in pairs if jnp.finfo(p[1].dtype).maxexp < 128]
     findings = [("float16 parameters", _described(narrow))] if narrow else []
-    coarse = [
-        (path, leaf)
-        for path, leaf in pairs
-        if leaf.dtype == jnp.bfloat16 and not _SECOND_MOMENTS.isdisjoint(_names(path))
-    ]
+    coarse = [p for p in pairs if p[1].dtype == jnp.bfloat16]
+    coarse = [p for p in coarse if _names(p[0]) & {"nu", "v"}]  # squared gradients
     # The decay is known only where the optimizer's state holds it.
     decays = [float(x) for path, x in pairs if _names(path) >= {"hyperparams", "b2"}]
     if coarse and max(decays, default=1.0) > _LARGEST_DECAY:

@@ -299,9 +299,10 @@ def test_skips_of_a_mapping_without_the_rule_are_judged_by_their_number(
     assert expected in sentence
 
 
-def updated(opt_state, *causes):
+def updated(opt_state, *causes, loss_scale=None):
     """The state after steps that are fine, overflow, or have a broken loss."""
-    tx = jmp_scale.with_loss_scale(optax.identity(), jmp_scale.DynamicLossScale())
+    loss_scale = loss_scale or jmp_scale.DynamicLossScale()
+    tx = jmp_scale.with_loss_scale(optax.identity(), loss_scale)
     opt_state = opt_state or tx.init(jnp.float32(0))
     for cause in causes:
         g = jnp.float32(1.0 if cause == "fine" else jnp.inf)
@@ -332,16 +333,21 @@ def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
         (["overflow", "loss"], "skipped step"),
         (["loss", "fine", "loss", "loss"], "loss not finite"),
         (["overflow", "fine", "overflow"], "occasional overflow"),
+        (["loss", "fine"], "loss not finite"),  # between two calls
+        (["overflow", "fine"], None),  # as S grows
+        (["a constant S", "overflow", "fine"], "skipped step"),
     ],
 )
 def test_a_log_that_looks_rarely_names_only_a_cause_that_all_new_skips_have(
     causes, kind
 ):
-    log = diagnostics.HealthLog()
-    opt_state = updated(None, "fine", "loss", "overflow", "fine")
+    log, loss_scale = diagnostics.HealthLog(), None
+    if causes[0] == "a constant S":
+        causes, loss_scale = causes[1:], jmp_scale.StaticLossScale(8)
+    opt_state = updated(None, "fine", "loss", "overflow", "fine", loss_scale=loss_scale)
     log(opt_state)
-    log(updated(opt_state, *causes))
-    assert log.kinds == {kind}
+    log(updated(opt_state, *causes, loss_scale=loss_scale))
+    assert log.kinds == ({kind} if kind else set())
 
 
 def test_a_log_of_a_run_that_goes_back_to_a_checkpoint_starts_from_its_totals():

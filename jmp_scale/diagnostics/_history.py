@@ -17,9 +17,7 @@ from ._updates import lost_updates_of
 
 
 class HistorySummary(NamedTuple):
-    """What `LossScaleHistory.summary` counts over the recorded steps.
-
-    Python numbers.
+    """What `LossScaleHistory.summary` counts over the recorded steps (host).
 
     Attributes:
       steps: recorded steps, at most the capacity.
@@ -47,10 +45,9 @@ class HistorySummary(NamedTuple):
 class LossScaleHistory:
     """A ring buffer of the last N steps.
 
-    A pytree to carry next to the optimizer state, also through `lax.scan`. Make it with
-    `create(N)`, and record each step with `push`, which returns the next history.
-    `push` works under `jit`; `to_dict` and `summary` run on the host. Numbers that
-    `push` could not work out are NaN.
+    A pytree to carry next to the optimizer state, also through `lax.scan`: `create(N)`
+    makes it, and `push` records a step and returns the next history, also under `jit`.
+    `to_dict` and `summary` run on the host. Numbers that are not known are NaN.
 
     Attributes:
       log2_scale: f32[N], log2 of the S that scaled the loss of the step.
@@ -60,10 +57,10 @@ class LossScaleHistory:
       spike: bool[N], whether a guard skipped it as a spike.
       loss: f32[N], the unscaled loss.
       grad_norm: f32[N], the global norm of the unscaled gradients.
-      lost_entries: f32[N], the share of the updates that was lost in rounding, and
-      lost_magnitude: f32[N], of their size: see `lost_updates`.
+      lost_entries: f32[N], and
+      lost_magnitude: f32[N], of `lost_updates`.
       loss_limit: f32[N], the loss above which the step was a spike.
-      norm_limit: f32[N], the gradient norm above which the step was a spike.
+      norm_limit: f32[N], the same of the gradient norm.
       first_loss: f32[], the first finite loss of all, which stays when it has left the
         buffer: what there was to gain.
       first_norm: f32[], the first finite gradient norm that was not zero.
@@ -106,20 +103,18 @@ class LossScaleHistory:
         Raises:
           ValueError: a capacity that is not an integer >= 1.
         """
-        is_integer = isinstance(capacity, (int, np.integer))
+        is_integer = isinstance(capacity, int | np.integer)
         if isinstance(capacity, bool) or not is_integer or capacity < 1:
             raise ValueError(
                 "LossScaleHistory.create: expected capacity to be an integer >= 1, got "
                 f"{capacity!r}"
             )
-        flags = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
-        numbers = {name: jnp.full(capacity, jnp.nan, jnp.float32) for name in _NUMBERS}
-        # Copied below: two leaves of one buffer cannot be donated.
-        nan = jnp.full([], jnp.nan, jnp.float32)
-        zero = jnp.zeros([], jnp.int32)
-        return cls(
-            **flags, **numbers, first_loss=nan, first_norm=jnp.copy(nan), pushed=zero
-        )
+        # A buffer for each, because two leaves of one buffer cannot be donated.
+        arrays = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
+        for name in (*_NUMBERS, *_FIRST):
+            shape = capacity if name in _NUMBERS else ()
+            arrays[name] = jnp.full(shape, jnp.nan, jnp.float32)
+        return cls(**arrays, pushed=jnp.zeros([], jnp.int32))
 
     def push(
         self,
@@ -138,24 +133,22 @@ class LossScaleHistory:
 
         Args:
           before: the state of `with_loss_scale` before the step, or any pytree that
-            contains exactly one: an optimizer state, Linen's `TrainState`. An
-            `nnx.Optimizer` changes in place, and `nnx.state` of it too: take
+            contains exactly one, such as Linen's `TrainState`. An `nnx.Optimizer`
+            changes in place, and `nnx.state` of it too: take
             `jax.tree.map(lambda x: x, nnx.state(optimizer))` before the update.
-          after: the same after the step. From the two come S, the flags, and the limits
-            of the guard.
+          after: the same after the step. The two give S, the flags and the limits.
           loss: f32[], the unscaled loss.
           grads: unscaled gradients, before any clipping; their norm is recorded.
           params: parameters before the step, and
-          updates: what the optimizer returned for them; together they show what
-            rounding loses, as in `lost_updates`.
+          updates: what the optimizer returned for them: see `lost_updates`.
 
         Returns:
           A history of the same structure, shapes and dtypes.
 
         Raises:
-          ValueError: `before` or `after` does not contain exactly one state, both are
-            the same object, or they are states of several steps; a loss of a shape
-            other than (); only one of `params` and `updates`.
+          ValueError: `before` or `after` does not contain exactly one state of one
+            step, or they are the same object; a loss of a shape other than (); only one
+            of `params` and `updates`.
         """
         if before is after or share_variables(before, after):
             raise ValueError(
@@ -189,38 +182,26 @@ class LossScaleHistory:
                     f"LossScaleHistory.push: expected one step, got {name} of shape "
                     f"{jnp.shape(value)}; reduce it, or vmap push"
                 )
-        return self._with_step(dict.fromkeys(_NUMBERS, nan) | values)
-
-    def _with_step(self, values: dict[str, Any]) -> "LossScaleHistory":
         index = self.pushed % self.pushed.dtype.type(self.log2_scale.shape[0])
         arrays = {}
-        for name, value in values.items():
+        for name, value in (dict.fromkeys(_NUMBERS, nan) | values).items():
             buffer = getattr(self, name)
             # The buffer's dtype, not that of a bfloat16 loss: a carry keeps its types.
-            value = jnp.asarray(value).astype(buffer.dtype)
-            arrays[name] = buffer.at[index].set(value)
-            if name in ("loss", "grad_norm"):
-                first_name = "first_loss" if name == "loss" else "first_norm"
-                first = getattr(self, first_name)
-                # A first norm of 0 would make every later one a growth without bound.
-                usable = jnp.isfinite(value) & ((value != 0) | (name == "loss"))
-                is_first = jnp.isnan(first) & usable
-                arrays[first_name] = jnp.where(is_first, value, first)
+            values[name] = jnp.asarray(value).astype(buffer.dtype)
+            arrays[name] = buffer.at[index].set(values[name])
+        for first_name, name in _FIRST.items():
+            first, value = getattr(self, first_name), values[name]
+            # A first norm of 0 would make every later one a growth without bound.
+            usable = jnp.isfinite(value) & ((value != 0) | (name == "loss"))
+            arrays[first_name] = jnp.where(jnp.isnan(first) & usable, value, first)
         return dataclasses.replace(self, **arrays, pushed=self.pushed + 1)
 
     def to_dict(self) -> dict[str, np.ndarray]:
-        """The recorded steps, oldest first, as NumPy arrays (host).
-
-        Returns:
-          The arrays over the steps by name, and "step", counted from 0.
-        """
+        """The arrays over the steps by name, oldest first, and "step" from 0 (host)."""
         pushed, capacity = int(self.pushed), self.log2_scale.shape[0]
         steps = np.arange(max(pushed - capacity, 0), pushed)
-        arrays = {
-            name: np.asarray(getattr(self, name))[steps % capacity]
-            for name in (*_NUMBERS, *_FLAGS)
-        }
-        return {"step": steps, **arrays}
+        arrays = {n: np.asarray(getattr(self, n)) for n in (*_NUMBERS, *_FLAGS)}
+        return {"step": steps, **{n: x[steps % capacity] for n, x in arrays.items()}}
 
     def summary(self) -> HistorySummary:
         """Rates and counts over the recorded steps (host)."""
@@ -246,15 +227,9 @@ class LossScaleHistory:
 
 
 _FLAGS = ("grads_finite", "loss_finite", "applied", "spike")
-_NUMBERS = (
-    "log2_scale",
-    "loss",
-    "grad_norm",
-    "lost_entries",
-    "lost_magnitude",
-    "loss_limit",
-    "norm_limit",
-)
+_NUMBERS = ("log2_scale", "loss", "grad_norm", "lost_entries", "lost_magnitude")
+_NUMBERS += ("loss_limit", "norm_limit")
+_FIRST = {"first_loss": "loss", "first_norm": "grad_norm"}
 
 
 def _the_state(name: str, tree: Any) -> LossScaleState:

@@ -9,9 +9,6 @@ from jax import lax
 
 from .._tree import is_inexact
 
-# The unsigned integer of each width in bytes.
-_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
 
 class LostUpdates(NamedTuple):
     """What `lost_updates` found: two shares in [0, 1], f32[] each.
@@ -59,23 +56,19 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
       (0.33, 0.05)
     """
     # Entries, and sums of magnitudes: of the lost updates, of all.
-    lost, moved = jnp.zeros(2), jnp.zeros(2)
+    sums = jnp.zeros((2, 2))
     for param, update in _pairs(params, updates):
-        is_lost = _is_lost(param, update) & (update != 0)
-        size = jnp.abs(update).astype(jnp.float32)
-        lost_size = jnp.sum(jnp.where(is_lost, size, 0))
-        lost += jnp.stack([_count(is_lost), lost_size])
-        moved += jnp.stack([_count(update != 0), jnp.sum(size)])
-    shares = jnp.where(moved > 0, lost / moved, 0)
-    return LostUpdates(shares[0], shares[1])
+        moves = update != 0
+        for row, chosen in enumerate((_is_lost(param, update) & moves, moves)):
+            size = jnp.sum(jnp.where(chosen, jnp.abs(update).astype(jnp.float32), 0))
+            # As integers first: a float32 count stops at 2^24.
+            count = jnp.sum(chosen, dtype=jnp.uint32).astype(jnp.float32)
+            sums = sums.at[row].add(jnp.stack([count, size]))
+    return LostUpdates(*jnp.where(sums[1] > 0, sums[0] / sums[1], 0))
 
 
 def lost_updates_of(function: str, params: Any, updates: Any) -> LostUpdates | None:
-    """`lost_updates`, or None if neither is given.
-
-    Raises:
-      ValueError: only one of them is given; the message names `function`.
-    """
+    """`lost_updates`, or None without both; an error for one names `function`."""
     if (params is None) != (updates is None):
         raise ValueError(
             f"{function}: expected both params and updates or neither, got only "
@@ -85,29 +78,26 @@ def lost_updates_of(function: str, params: Any, updates: Any) -> LostUpdates | N
 
 
 def _pairs(params: Any, updates: Any) -> list[tuple[jax.Array, jax.Array]]:
-    if jax.tree.structure(params) != jax.tree.structure(updates):
+    params, structure = jax.tree.flatten(params)
+    updates, other = jax.tree.flatten(updates)
+    if structure != other:
         raise ValueError(
             "lost_updates: expected updates of the structure of params, got\n"
-            f"  params:  {jax.tree.structure(params)}\n"
-            f"  updates: {jax.tree.structure(updates)}"
+            f"  params:  {structure}\n  updates: {other}"
         )
-    pairs = []
-    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)
-    for param, update in leaves:
-        if not is_inexact(param) or jnp.iscomplexobj(param):
-            continue
-        param, update = jnp.asarray(param), jnp.asarray(update)
-        if param.shape != update.shape:
+    pairs = zip(params, updates, strict=True)
+    pairs = [p for p in pairs if is_inexact(p[0]) and not jnp.iscomplexobj(p[0])]
+    for param, update in pairs:
+        if jnp.shape(param) != jnp.shape(update):
             raise ValueError(
                 "lost_updates: expected updates of the shapes of params, got "
-                f"{update.shape} for {param.shape}"
+                f"{jnp.shape(update)} for {jnp.shape(param)}"
             )
-        pairs.append((param, update))
-    return pairs
+    return [(jnp.asarray(param), jnp.asarray(update)) for param, update in pairs]
 
 
 def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
-    bits_dtype = _BITS[param.dtype.itemsize]
+    bits_dtype = np.dtype(f"u{param.dtype.itemsize}").type
     wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
     bits = lax.bitcast_convert_type(param, bits_dtype)
     sign = bits_dtype(1 << (8 * param.dtype.itemsize - 1))
@@ -116,8 +106,7 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
     # The neighbor on the side of the update: the next larger magnitude if the update
     # has the parameter's sign, else the next smaller. Below a power of two it is half
     # as far (test_an_update_towards_zero_from_a_power_of_two_needs_half_the_size).
-    grows = (update < 0) == ((bits & sign) != 0)
-    grows |= magnitude == 0
+    grows = ((update < 0) == ((bits & sign) != 0)) | (magnitude == 0)
     neighbor = jnp.where(grows, magnitude + one, magnitude - one)
 
     def value(bits: jax.Array) -> jax.Array:
@@ -128,8 +117,3 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
     # Halfway between the two, the one whose last bit is zero is taken.
     is_even = (magnitude & one) == 0
     return (twice < distance) | ((twice == distance) & is_even)
-
-
-def _count(flags: jax.Array) -> jax.Array:
-    # As integers first: a float32 count stops at 2^24.
-    return jnp.sum(flags, dtype=jnp.uint32).astype(jnp.float32)

@@ -17,7 +17,7 @@ from .diagnostics._casts import limits
 try:
     import matplotlib.pyplot as plt
     from matplotlib.axes import Axes
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 except ImportError as error:
     raise ImportError(
         "jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'"
@@ -28,8 +28,6 @@ except ImportError as error:
 BLUE, SKY, ORANGE, RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 PURPLE, GREY = "#cc79a7", "#999999"
 INK = "#7f7f7f"  # of text, which can be read on both
-
-_POWERS_OF_TWO = FuncFormatter(lambda log2, _: _power(log2))
 
 
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
@@ -49,27 +47,23 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     _check("plot_loss_scale", history, LossScaleHistory)
     recorded = history.to_dict()
     step, log2_scale = recorded["step"], recorded["log2_scale"]
-    if step.size == 0:
-        raise ValueError(
-            "plot_loss_scale: expected a history of at least one step, got an empty one"
-        )
+    _check_some("plot_loss_scale", step.size, "a history of at least one step")
     ax = _axes(ax)
     style = {"color": BLUE, "linewidth": 1.6, "label": "loss scale S", "zorder": 2}
     ax.step(step, log2_scale, where="post", **style)
     broken = ~recorded["loss_finite"]
     overflow = ~(recorded["grads_finite"] | broken | recorded["spike"])
-    for skipped, marker, color, label in (
-        (overflow, "v", RED, "skipped: gradients not finite"),
-        (broken, "X", PURPLE, "skipped: the loss is not finite"),
+    for skipped, marker, color, reason in (
+        (overflow, "v", RED, "gradients not finite"),
+        (broken, "X", PURPLE, "the loss is not finite"),
     ):
-        label = f"{label} ({skipped.sum()})"
-        _draw_skipped(
-            ax, step[skipped], log2_scale[skipped], marker, color, label=label
-        )
+        label = f"skipped: {reason} ({skipped.sum()})"
+        _draw_skipped(ax, step, log2_scale, skipped, marker, color, label)
     ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
     _power_of_two_axis(ax.yaxis)
     ax.margins(y=0.15)
     _finish(ax, grid="both")
+    ax.legend(frameon=False)
     return ax
 
 
@@ -97,11 +91,8 @@ def plot_spikes(
     _check("plot_spikes", history, LossScaleHistory)
     recorded = history.to_dict()
     known = [np.isfinite(recorded[name]).any() for name in ("loss", "grad_norm")]
-    if not any(known):
-        raise ValueError(
-            "plot_spikes: expected a history with losses or gradient norms, got none; "
-            "pass loss= and grads= to push"
-        )
+    needed = "a history with losses or gradient norms (loss= and grads= of push)"
+    _check_some("plot_spikes", any(known), needed)
     if axes is None:
         figure = plt.figure(figsize=(7.0, 5.0), layout="constrained")
         top = figure.add_subplot(2, 1, 1)
@@ -116,14 +107,12 @@ def plot_spikes(
     ):
         _draw_limited(ax, recorded, name, limit, spike)
         ax.set(ylabel=label)
-        _finish(ax, legend=ax is top)
+        _finish(ax, grid="both")
         _make_legible(ax)
     bottom.set(xlabel="step", yscale="log")
-    steps = len(spike)
-    were = "step" if spike.sum() == 1 else "steps"
-    top.set_title(
-        f"The guard skipped {spike.sum()} {were} of {steps:,} as spikes", color=INK
-    )
+    steps = f"{spike.sum()} step" if spike.sum() == 1 else f"{spike.sum()} steps"
+    top.set_title(f"The guard skipped {steps} of {len(spike):,} as spikes", color=INK)
+    top.legend(frameon=False, labelcolor=INK)
     return top, bottom
 
 
@@ -154,10 +143,7 @@ def plot_exponent_histogram(
     """
     _check("plot_exponent_histogram", histogram, ExponentHistogram)
     counts = np.asarray(histogram.counts, np.float64).sum(0)
-    if not counts.any():
-        raise ValueError(
-            "plot_exponent_histogram: expected finite non-zero entries, got none"
-        )
+    _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
     cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
     shares, exponents = counts / counts.sum(), histogram.exponents
     flushed, normal, overflow = (
@@ -188,7 +174,7 @@ def plot_exponent_histogram(
     ax.set_title(f"{place}: {lost:.1%} of the non-zero entries lost")
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _power_of_two_axis(ax.xaxis)
-    _finish(ax, legend=False)
+    _finish(ax)
     return ax
 
 
@@ -208,10 +194,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     """
     _check("plot_flushed", report, GradReport)
     rows = report.to_dict()["leaves"]
-    if not rows:
-        raise ValueError(
-            "plot_flushed: expected a report of at least one leaf, got none"
-        )
+    _check_some("plot_flushed", rows, "a report of at least one leaf")
     worst = report.worst(k)
     paths = [path for path in rows if path in worst][::-1]
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
@@ -232,7 +215,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     place = f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}"
     ax.set_title(f"{place}: what is lost of each leaf", pad=28)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _finish(ax, grid="x", legend=False)
+    _finish(ax, grid="x")
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
     ax.legend(**above, ncols=3, frameon=False, handlelength=1)
     return ax
@@ -284,6 +267,11 @@ def _check(function: str, value: Any, kind: type) -> None:
         )
 
 
+def _check_some(function: str, some: Any, needed: str) -> None:
+    if not some:
+        raise ValueError(f"{function}: expected {needed}, got none")
+
+
 def _window_title(low: float, high: float, best: float) -> str:
     if np.isnan(low):
         return "No loss scale works"
@@ -296,10 +284,9 @@ def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
 
 
 def _power_of_two_axis(axis: Any) -> None:
-    axis.set_major_locator(
-        MaxNLocator(integer=True, min_n_ticks=3, steps=[1, 2, 4, 5, 10])
-    )
-    axis.set_major_formatter(_POWERS_OF_TWO)
+    steps = {"min_n_ticks": 3, "steps": [1, 2, 4, 5, 10]}
+    axis.set_major_locator(MaxNLocator(integer=True, **steps))
+    axis.set_major_formatter(lambda log2, _: _power(log2))
 
 
 def _power(log2: float) -> str:
@@ -307,33 +294,28 @@ def _power(log2: float) -> str:
     return f"$2^{{{log2:g}}}$"
 
 
-def _finish(ax: Any, grid: str = "y", legend: bool = True) -> None:
-    """Removes two spines, and adds the grid and the legend."""
+def _finish(ax: Any, grid: str = "y") -> None:
+    """Removes two spines, and adds the grid."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis=grid, color=INK, alpha=0.25, linewidth=0.8, zorder=0)
     ax.set_axisbelow(True)
-    if legend:
-        ax.legend(frameon=False, loc="best")
 
 
 def _make_legible(ax: Any) -> None:
-    """Gives texts, ticks and spines a color that stands out from white and black."""
+    """Gives labels, ticks and spines a color that stands out from white and black."""
     ax.tick_params(colors=INK, which="both")
     ax.xaxis.label.set_color(INK)
     ax.yaxis.label.set_color(INK)
-    for spine in ax.spines.values():
-        spine.set_edgecolor(INK)
-    ax.grid(color=INK, alpha=0.25)
-    legend = ax.get_legend()
-    for text in legend.get_texts() if legend else ():
-        text.set_color(INK)
+    ax.spines[:].set_edgecolor(INK)
 
 
-def _draw_skipped(ax: Any, step: Any, y: Any, marker: str, color: str, **style) -> None:
+def _draw_skipped(
+    ax: Any, step: Any, y: Any, skipped: Any, marker: str, color: str, label: str
+) -> None:
     """Marks for skipped steps; nothing, and no entry in the legend, for none."""
-    if len(step):
-        style = {"s": 36, "linewidth": 0, "zorder": 4, **style}
-        ax.scatter(step, y, marker=marker, color=color, **style)
+    if skipped.any():
+        style = {"s": 36, "color": color, "linewidth": 0, "zorder": 4}
+        ax.scatter(step[skipped], y[skipped], marker=marker, label=label, **style)
 
 
 def _draw_limited(
@@ -350,7 +332,7 @@ def _draw_limited(
     if np.isfinite(limits).any():
         style = {"color": ORANGE, "linestyle": "--", "linewidth": 1.4, "zorder": 3}
         ax.plot(step, limits, label="limit of the guard", **style)
-    _draw_skipped(ax, step[spike], y[spike], "v", RED, s=40, label="skipped")
+    _draw_skipped(ax, step, y, spike, "v", RED, "skipped")
     if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
         # A spike a thousand times the loss would leave nothing to see of the rest.
         ax.set_yscale("log")

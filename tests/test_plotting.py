@@ -48,11 +48,14 @@ FIGURES = {
 
 
 def texts(ax):
-    handles = ax.get_legend().get_texts() if ax.get_legend() else []
-    return " ".join(
-        [t.get_text() for t in [*ax.texts, *handles]]
-        + [ax.get_title(), ax.get_xlabel()]
-    )
+    """Whatever text the axes show, as matplotlib's objects."""
+    legend = ax.get_legend().get_texts() if ax.get_legend() else []
+    labels = [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.get_yticklabels()]
+    return [x for x in (*ax.texts, *legend, *labels) if x.get_text()]
+
+
+def words(ax):
+    return " ".join(x.get_text() for x in texts(ax))
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -72,11 +75,9 @@ def test_a_figure_is_drawn_into_the_axes_that_are_given_or_into_new_ones(
 def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
     ax = FIGURES["loss scale"](None)
     assert ax.lines[0].get_ydata().tolist() == [15, 15, 14, 14]
-    overflow, loss_not_finite = (
-        points.get_offsets().tolist() for points in ax.collections
-    )
-    assert (overflow, loss_not_finite) == ([[1, 15]], [[3, 14]])
-    assert "skipped: gradients not finite (1)" in texts(ax)
+    marks = [points.get_offsets().tolist() for points in ax.collections]
+    assert marks == [[[1, 15]], [[3, 14]]]  # gradients, loss
+    assert "skipped: gradients not finite (1)" in words(ax)
 
 
 def spike_history(spikes=(3,), loss=2.0, limits=True):
@@ -139,9 +140,7 @@ def relative_luminance(color):
 
 def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
     for ax in plotting.plot_spikes(spike_history()):
-        texts = [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.get_yticklabels()]
-        texts += ax.get_legend().get_texts() if ax.get_legend() else []
-        for text in filter(lambda text: text.get_text(), texts):
+        for text in texts(ax):
             own = relative_luminance(text.get_color())
             for page in ("white", "#0d1117"):  # GitHub's dark page
                 bright, dark = sorted([own, relative_luminance(page)], reverse=True)
@@ -150,37 +149,24 @@ def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
 
 def test_the_histogram_stands_before_the_range_of_the_dtype_at_that_scale():
     ax = FIGURES["histogram"](None)
-    shares = {
-        bar.get_x() - 0.05: bar.get_height()
-        for bar in ax.containers[0]
-        if bar.get_height()
-    }
-    assert shares == {
-        -30: pytest.approx(5 / 7),
-        -20: pytest.approx(1 / 7),
-        0: pytest.approx(1 / 7),
-    }
-    spans = [patch for patch in ax.patches if patch not in ax.containers[0]]
-    edges = [span.get_x() for span in spans[1:]]
+    bars = ax.containers[0]
+    shares = {x.get_x() - 0.05: 7 * x.get_height() for x in bars if x.get_height()}
+    assert shares == pytest.approx({-30: 5, -20: 1, 0: 1})
+    edges = [span.get_x() for span in ax.patches if span not in bars][1:]
     np.testing.assert_allclose(edges, [-25 - 3, -14 - 3, np.log2(65520) - 3])
-    assert "71.4% of the non-zero entries lost" in texts(ax)
+    assert "71.4% of the non-zero entries lost" in words(ax)
 
 
-def test_each_leaf_shows_what_of_it_is_flushed():
+def test_each_leaf_or_only_the_worst_shows_what_of_it_is_flushed():
     ax = FIGURES["flushed"](None)
+    names = [t.get_text() for t in ax.get_yticklabels()]
+    assert names == ["['mixed']", "['lost']"]  # from below
     overflow, flushed, subnormal = (
         [bar.get_width() for bar in bars] for bars in ax.containers
     )
-    assert [t.get_text() for t in ax.get_yticklabels()] == [
-        "['mixed']",
-        "['lost']",
-    ]  # from below
     assert (overflow, flushed, subnormal) == ([0.25, 0], [0.25, 1], [0.25, 0])
-
-
-def test_only_the_worst_leaves_are_drawn():
-    ax = plotting.plot_flushed(diagnostics.grad_report(GRADS, 1.0), k=1)
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["['mixed']"]
+    worst = plotting.plot_flushed(diagnostics.grad_report(GRADS, 1.0), k=1)
+    assert [t.get_text() for t in worst.get_yticklabels()] == names[:1]
 
 
 def test_the_window_of_a_calibration_is_framed():
@@ -200,23 +186,19 @@ def test_a_calibration_without_a_window_is_drawn_too():
     ax.figure.canvas.draw()
 
 
-def test_empty_reports_are_refused():
-    with pytest.raises(
-        ValueError, match="plot_loss_scale: expected a history of at least one step"
-    ):
-        plotting.plot_loss_scale(diagnostics.LossScaleHistory.create(3))
-    with pytest.raises(
-        ValueError, match="plot_exponent_histogram: expected finite non-zero entries"
-    ):
-        plotting.plot_exponent_histogram(diagnostics.exponent_histogram(jnp.zeros(3)))
-    with pytest.raises(
-        ValueError, match="plot_flushed: expected a report of at least one leaf"
-    ):
-        plotting.plot_flushed(diagnostics.grad_report({}, 1.0))
-    with pytest.raises(
-        ValueError, match="plot_spikes: expected a history with losses or gradient norm"
-    ):
-        plotting.plot_spikes(recorded([1, 0]))
+EMPTY = {
+    "loss_scale": (diagnostics.LossScaleHistory.create(3), "a history of at least one"),
+    "exponent_histogram": (diagnostics.exponent_histogram(jnp.zeros(3)), "finite non-"),
+    "flushed": (diagnostics.grad_report({}, 1.0), "a report of at least one leaf"),
+    "spikes": (recorded([1, 0]), "a history with losses or gradient norms"),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_reports_are_refused(name):
+    empty, expected = EMPTY[name]
+    with pytest.raises(ValueError, match=f"plot_{name}: expected {expected}"):
+        getattr(plotting, f"plot_{name}")(empty)
 
 
 @pytest.mark.parametrize(

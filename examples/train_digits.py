@@ -31,11 +31,8 @@ def fit(name, dtype, loss_scale, images, args):
         s = opt_state.loss_scale
         loss, grads = jmp_scale.value_and_grad(loss_fn, s)(params, images)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        record = {
-            "loss": loss,
-            "S": s.scale(jnp.float32(1)),
-            "zeros": _digits.zero_share(grads),
-        }
+        zeros = _digits.zero_share(grads)
+        record = {"loss": loss, "S": s.scale(jnp.float32(1)), "zeros": zeros}
         return (optax.apply_updates(params, updates), opt_state), record
 
     params = _digits.init_autoencoder(args.seed)
@@ -57,8 +54,7 @@ def main(argv=None):
     }
     rows, losses, pictures = [], {}, {"original": test[:10]}
     for name, (dtype, loss_scale) in plans.items():
-        carry, record = fit(name, dtype, loss_scale, train, args)
-        params, opt_state = carry
+        (params, opt_state), record = fit(name, dtype, loss_scale, train, args)
         losses[name] = record["loss"]
         pictures[name] = _digits.autoencoder(params, test[:10])
         rows.append([

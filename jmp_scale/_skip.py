@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
@@ -106,8 +107,9 @@ def _or_negative_zeros(applied: jax.Array, updates: Any) -> Any:
 
 
 def _negative_zeros(update: Any) -> Any:
-    zeros = jnp.zeros_like(update)
-    return -zeros if is_inexact(update) else zeros
+    if not is_inexact(update):
+        return jnp.zeros_like(update)
+    return jnp.full_like(update, -np.zeros([], jnp.result_type(update)))
 
 
 def _update_leaves(closed: Any) -> Callable[..., list[Any]]:

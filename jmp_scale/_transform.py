@@ -144,21 +144,19 @@ def with_loss_scale(
         _warn_of_half_precision(params)
         inner_state = inner.init(params)
         _refuse_nesting(inner_state)
-        zero = jnp.zeros([], jnp.int32)
-        return fresh_buffers(
-            LossScaleState(
-                loss_scale=jax.tree.map(jnp.copy, loss_scale),
-                inner_state=inner_state,
-                grads_finite=jnp.array(True),
-                applied=jnp.array(True),
-                skipped=zero,
-                skipped_in_a_row=zero,
-                nonfinite_losses=zero,
-                spikes=zero,
-                guard=jax.tree.map(jnp.copy, guard),
-            ),
-            params,
+        true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
+        state = LossScaleState(
+            loss_scale=loss_scale,
+            inner_state=inner_state,
+            grads_finite=true,
+            applied=true,
+            skipped=zero,
+            skipped_in_a_row=zero,
+            nonfinite_losses=zero,
+            spikes=zero,
+            guard=guard,
         )
+        return fresh_buffers(state, (params, loss_scale, guard))
 
     def update(
         updates: optax.Updates,
@@ -169,16 +167,15 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
+        inputs = {"updates": _promoted(updates, params)}
         gives_value = takes_value(keywords, value, extra_args)
         verdict = judge_step(updates, value, state.guard, axis_name)
-        inputs = {"updates": _promoted(updates, params)}
         if value is not None and gives_value:
             inputs["value"] = jnp.asarray(value)
         if "grad" in extra_args:
             inputs["grad"] = promote_to_float32(extra_args.pop("grad"))
         for name in ("value_fn", "grad_fn", "obj_fn"):
-            if callable(extra_args.get(name)):
-                fun = extra_args[name]
+            if callable(fun := extra_args.get(name)):
                 extra_args[name] = _zero_fn_unless(verdict.applied, fun)
 
         def run(inputs: dict[str, Any], inner_state: Any) -> tuple[Any, Any]:
@@ -307,17 +304,6 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
             "that init returns; of an optimizer without a loss scale, load it with "
             "jmp_scale.checkpoints.restore_without_loss_scale"
         )
-    while isinstance(params, optax.LookaheadParams):
-        params = params.fast
-    if params is not None:
-        try:
-            jax.tree.map(lambda *_: None, updates, params, is_leaf=_is_nothing)
-        except ValueError as error:
-            raise ValueError(
-                "with_loss_scale: expected gradients of the structure of the "
-                f"parameters, got\n  gradients:  {jax.tree.structure(updates)}\n"
-                f"  parameters: {jax.tree.structure(params)}"
-            ) from error
 
 
 def _promoted(updates: Any, params: Any) -> Any:
@@ -336,7 +322,14 @@ def _promoted(updates: Any, params: Any) -> Any:
         is_alike = is_alike and jnp.result_type(x) == jnp.result_type(y)
         return x if is_alike else promote_to_float32(x)
 
-    return jax.tree.map(promote, updates, params, is_leaf=_is_nothing)
+    try:
+        return jax.tree.map(promote, updates, params, is_leaf=_is_nothing)
+    except ValueError as error:
+        raise ValueError(
+            "with_loss_scale: expected gradients of the structure of the parameters, "
+            f"got\n  gradients:  {jax.tree.structure(updates)}\n"
+            f"  parameters: {jax.tree.structure(params)}"
+        ) from error
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:
@@ -378,11 +371,12 @@ def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[...
 
 
 def _cast_like(tree: Any, like: Any) -> Any:
-    def cast_leaf(x: Any, y: Any) -> Any:
-        castable = is_inexact(x) and is_inexact(y)
-        return jnp.asarray(x).astype(jnp.result_type(y)) if castable else x
+    return jax.tree.map(_cast_leaf, tree, like, is_leaf=_is_nothing)
 
-    return jax.tree.map(cast_leaf, tree, like, is_leaf=_is_nothing)
+
+def _cast_leaf(x: Any, like: Any) -> Any:
+    castable = is_inexact(x) and is_inexact(like)
+    return jnp.asarray(x).astype(jnp.result_type(like)) if castable else x
 
 
 def _is_nothing(x: Any) -> bool:
@@ -401,19 +395,24 @@ def _state_like(new: Any, old: Any) -> Any:
             "with_loss_scale: expected inner to keep the structure of its state, got\n"
             f"  from update: {structures[0]}\n  from init:   {structures[1]}"
         )
-    new = jax.tree.map(_mesh.reshard_like, _cast_like(new, old), old)
-    pairs = jax.tree_util.tree_flatten_with_path(new)[0]
-    for (path, x), y in zip(pairs, jax.tree.leaves(old), strict=True):
+
+    def leaf_like(path: Any, x: Any, y: Any) -> Any:
+        x = _mesh.reshard_like(_cast_leaf(x, y), y)
         if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
-            continue
+            return x
         # As JAX takes them: a NumPy float64 is a float32 to it, unless x64 is on.
-        types = (jax.typeof(v) for v in (x, y))
-        got, expected = (f"{t.dtype}{list(t.shape)}" for t in types)
+        got, expected = ((t.dtype, t.shape) for t in map(jax.typeof, (x, y)))
         if got != expected:
-            leaf = jax.tree_util.keystr(path)
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "
-                f"leaf {leaf} is {expected} after init and {got} after update; "
-                "initialize it with parameters of a floating-point dtype"
+                f"leaf {jax.tree_util.keystr(path)} is {_type_text(*expected)} after "
+                f"init and {_type_text(*got)} after update; initialize it with "
+                "parameters of a floating-point dtype"
             )
-    return new
+        return x
+
+    return jax.tree_util.tree_map_with_path(leaf_like, new, old)
+
+
+def _type_text(dtype: Any, shape: Any) -> str:
+    return f"{dtype}{list(shape)}"

@@ -15,22 +15,15 @@ _NAMES_OF_A_LOSS = ("loss", "loss_value", "losses", "val", "values")
 
 
 def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> bool:
-    """Whether `inner` is given the loss.
-
-    It is this library's own argument, so an optimizer whose signature refuses it
-    (`optax.contrib.sam`) must not fail because of it.
-    """
-
-    def is_taken(name: str) -> bool:
-        return any(taken is None or name in taken for taken in keywords)
-
-    misnamed = [k for k in _NAMES_OF_A_LOSS if k in extra_args and not is_taken(k)]
-    if value is None and misnamed:
-        raise TypeError(
-            f"with_loss_scale: expected the loss as value=, got {misnamed[0]}=, which "
-            "inner does not take; write update(grads, state, params, value=loss)"
-        )
+    """Whether `inner` is given the loss, whose signature may refuse it (SAM's)."""
     known = [taken for taken in keywords if taken is not None]
+    may_use_any = len(known) < len(keywords)
+    for name in _NAMES_OF_A_LOSS if value is None and not may_use_any else ():
+        if name in extra_args and not any(name in taken for taken in known):
+            raise TypeError(
+                f"with_loss_scale: expected the loss as value=, got {name}=, which "
+                "inner does not take; write update(grads, state, params, value=loss)"
+            )
     refused = any(not taken & {"", "value"} for taken in known)
     needed = any("value" in taken for taken in known)
     if value is not None and refused and needed:
@@ -60,12 +53,9 @@ def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str] | None]:
     function = inspect.unwrap(update)
     parameters = _parameters(function)
     seen.add(id(function))
-    if parameters is None:  # written in another language than Python
-        yield None
-        return
-    names = frozenset(p.name for p in parameters)
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        yield names
+    names = frozenset(p.name for p in parameters or ())
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters or ()):
+        yield None if parameters is None else names  # None: not written in Python
         return
     within = [f for f in _updates_within(function) if id(inspect.unwrap(f)) not in seen]
     is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
@@ -94,14 +84,12 @@ def _updates_within(function: Any) -> Iterator[Any]:
 def _is_update(function: Any) -> bool:
     """Whether a function has the signature of an update with extra arguments."""
     parameters = _parameters(function) or []
-    if len(parameters) < 4 or parameters[-1].kind not in (
-        inspect.Parameter.KEYWORD_ONLY,
-        inspect.Parameter.VAR_KEYWORD,
-    ):
+    if len(parameters) < 4:
         return False
-    _, state, params, *_ = parameters
+    _, state, params, *_, last = parameters
+    has_extra_args = last.kind in (last.KEYWORD_ONLY, last.VAR_KEYWORD)
     has_params = params.name == "params" or params.default is None
-    return state.default is inspect.Parameter.empty and has_params
+    return has_extra_args and state.default is state.empty and has_params
 
 
 def _parameters(function: Any) -> list[inspect.Parameter] | None:

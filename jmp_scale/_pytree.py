@@ -66,7 +66,6 @@ def register(cls: type[Pytree]) -> None:
     # (test_every_field_survives).
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
-
     leaves_of, static_of = _getter(leaf_names), _getter(static_names)
     names = (*leaf_names, *static_names)
 
@@ -79,11 +78,12 @@ def register(cls: type[Pytree]) -> None:
     has_slots = any("__slots__" in vars(c) for c in cls.__mro__[:-1])
 
     def unflatten(static: tuple[Any, ...], leaves: Any) -> Any:
-        if not has_slots:  # in C, for every call of a compiled step
-            instance = object.__new__(cls)
-            instance.__dict__.update(zip(names, (*leaves, *static), strict=True))
-            return instance
-        return _with_all_fields(cls, zip(names, (*leaves, *static), strict=True))
+        fields = zip(names, (*leaves, *static), strict=True)
+        if has_slots:
+            return _with_all_fields(cls, fields)
+        instance = object.__new__(cls)
+        instance.__dict__.update(fields)  # in C, for every call of a compiled step
+        return instance
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
@@ -101,9 +101,8 @@ def register_serialization(cls: type[Pytree]) -> None:
 def register_state_dict(cls: type) -> None:
     """Lets `flax.serialization` save and restore objects of a class.
 
-    Only if Flax is imported, which is not done here; so constructors call this. Flax
-    has no other way to learn of a class, and whoever serializes one has imported Flax,
-    nearly always at the top of the file, before the first object is made.
+    Only if Flax is imported already, so constructors call this: whoever serializes an
+    object has imported Flax, nearly always before the first one is made.
     """
     serialization: Any = sys.modules.get("flax.serialization")
     if serialization is not None and not serialization.is_serializable(cls):

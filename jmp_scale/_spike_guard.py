@@ -31,9 +31,8 @@ class SpikeGuard(_pytree.Pytree):
     """Detects spikes: steps whose loss or gradient norm is extraordinary.
 
     For `with_loss_scale(tx, guard=SpikeGuard())`, which skips a spike as it skips an
-    overflow, except that the loss scale and its counter stay as they are. A bad batch
-    then does no harm: neither to the parameters nor to the optimizer's moments, where
-    clipping would leave a trace.
+    overflow, except that the loss scale stays as it is. A bad batch then harms neither
+    the parameters nor the optimizer's moments, where clipping would leave a trace.
 
     Two numbers x are watched: the loss, where it is given as `value`, and log2 of the
     global norm of the unscaled gradients, where they are finite and not all zero.
@@ -63,18 +62,17 @@ class SpikeGuard(_pytree.Pytree):
 
     A finite loss that leaps is a spike also where its gradients overflow, because no S
     would have helped. Any other non-finite step is not, and none changes the
-    statistics. After `max_in_a_row` spikes a leap is let through: if it is finite, it
-    is the new level, and if it overflows, S follows. So leaps in a row cannot stop a
-    run. Leaps that return after ordinary steps are all skipped: rare rewards, say.
+    statistics. After `max_in_a_row` spikes a leap is let through, so that a new level
+    cannot stop a run; if it overflows, S follows. Leaps that return after ordinary
+    steps (rare rewards) are all skipped.
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
-    its leaves. On several devices all see the largest loss and norm of them, so that
-    one bad shard skips the step on all. Under `vmap` each member has its own
-    statistics.
+    its leaves, one set for each member under `vmap`. All devices see the largest loss
+    and norm of them, so that one bad shard skips the step on all.
 
-    Source: the rule follows OLMo-core's `SkipStepOptimizer` and MaxText's
-    `skip_step_on_spikes` (means and deviations of a window of losses and norms), with
-    exponential windows, one-sided, and of accepted steps only.
+    Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes` (means
+    and deviations of a window of losses and norms), here with exponential windows,
+    one-sided, and of accepted steps only.
 
     Args:
       threshold: deviations above the mean from which a step is a spike, > 0; 6.
@@ -129,23 +127,19 @@ class SpikeGuard(_pytree.Pytree):
     in_a_row: Any = None
 
     def __post_init__(self) -> None:
-        arguments = Arguments("SpikeGuard")
-        values: dict[str, Any] = {
-            name: arguments.number(name, getattr(self, name))
-            for name in ("threshold", "decay")
-        }
-        threshold, decay = values["threshold"], values["decay"]
-        allowed = "a finite number > 0"
-        arguments.require(0 < threshold < math.inf, "threshold", threshold, allowed)
-        arguments.require(0 < decay < 1, "decay", decay, "a number in (0, 1)")
+        arguments, values = Arguments("SpikeGuard"), _pytree.fields_of(self)
+        for name, end, allowed in (
+            ("threshold", math.inf, "a finite number > 0"),
+            ("decay", 1, "a number in (0, 1)"),
+        ):
+            value = values[name] = arguments.number(name, values[name])
+            arguments.require(0 < value < end, name, value, allowed)
         for name, least in {"warmup": 0, "max_in_a_row": 1}.items():
-            values[name] = arguments.integer(name, getattr(self, name), least)
+            values[name] = arguments.integer(name, values[name], least)
         for name in self._leaf_names:
-            if getattr(self, name) is None:
-                dtype = (
-                    jnp.float32 if name.endswith(("mean", "deviation")) else jnp.int32
-                )
-                values[name] = jnp.zeros([], dtype)
+            if values[name] is None:
+                is_float = name.endswith(("mean", "deviation"))
+                values[name] = jnp.zeros([], jnp.float32 if is_float else jnp.int32)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -168,13 +162,9 @@ class SpikeGuard(_pytree.Pytree):
 
         Args:
           loss: f32, the unscaled loss, NaN if it is not finite on all devices, or None
-            where it is not known.
+            where it is not known. All arguments must be equal on all devices.
           norm: f32, the global norm of the unscaled gradients.
           finite: bool, whether loss and gradients are finite.
-
-        Returns:
-          (bool, guard) of the shapes of the statistics. Both inputs must be equal on
-          all devices, and then so is the answer.
         """
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
@@ -183,8 +173,7 @@ class SpikeGuard(_pytree.Pytree):
         if loss is not None:
             # Known also where the gradients overflow: a spike may do both.
             known = jnp.isfinite(loss)
-            loss = jnp.where(known, loss, 0)
-            loss = jnp.clip(loss, -_LARGEST_LOSS, _LARGEST_LOSS)
+            loss = jnp.clip(jnp.where(known, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
             # With a margin loss that is mostly 0 (no gradient), every rare non-zero
             # loss would be a spike.
             tells = has_norm | (finite & (self.norm_steps == 0))
@@ -209,8 +198,7 @@ class SpikeGuard(_pytree.Pytree):
                 leaves[f"{name}_{field}"] = jnp.where(accepted & enters, a, b)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
         leaves["in_a_row"] = jnp.where(accepted, 0, in_a_row)
-        count = jnp.where(leaps, 1, self.accepted + 1)
-        count = jnp.minimum(count, _LARGEST_COUNT)
+        count = jnp.minimum(jnp.where(leaps, 0, self.accepted) + 1, _LARGEST_COUNT)
         leaves["accepted"] = jnp.where(accepted, count, self.accepted)
         return spike, _pytree.with_fields(self, **leaves)
 
@@ -231,10 +219,8 @@ class SpikeGuard(_pytree.Pytree):
     @property
     def _log2_norm_limit(self) -> jax.Array:
         lone = jnp.minimum(_LONE_NORM * self.norm_deviation, _LARGEST_LONE_NORM)
-        alone = self.norm_mean + self.threshold * lone
-        limit = self._limit(self._norm)
-        watches_loss = self._is_warm(self._loss)
-        return jnp.where(watches_loss, jnp.maximum(limit, alone), limit)
+        limit, alone = self._limit(self._norm), self.norm_mean + self.threshold * lone
+        return jnp.where(self._is_warm(self._loss), jnp.maximum(limit, alone), limit)
 
     def _is_warm(self, statistics: "_Statistics") -> jax.Array:
         # The second holds for a loss that is given later than the gradients, too.

@@ -52,25 +52,24 @@ def with_loss_scale(
     It takes unscaled gradients, as `value_and_grad` returns them. When all are finite,
     `inner` runs. When not, the updates are -0.0 (added to the parameters they change no
     bit, not even of -0.0) and `inner`'s whole state stays as it was: moments, step
-    counts, schedules, keys. Both are selects in one compiled program, without a branch.
-    The loss scale is adjusted in either case.
+    counts, schedules, keys. The loss scale is adjusted in either case. The program has
+    selects only, no branch.
 
-    Make it the outermost wrapper. Clipping, `zero_nans`, `MultiSteps` and schedules
-    belong inside, where they see unscaled finite gradients and do not advance on a
-    skipped step. It checks the gradients that it is given, so nothing may hide an
-    overflow before it. With `MultiSteps` inside, a skip drops one micro-batch from the
-    window, and S is adjusted at each.
+    Make it the outermost wrapper, so that nothing hides an overflow from it. Clipping,
+    `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
+    finite gradients and do not advance on a skipped step. With `MultiSteps` inside, a
+    skip drops one micro-batch from the window, and S is adjusted at each.
 
     What is checked are the gradients, the loss, and with `grad_fn` what `inner` makes
-    of its gradients. An update that `inner` itself makes NaN out of finite gradients,
-    such as that of an infinite learning rate, is applied as Optax applies it: another
-    look at every update would cost another pass over the parameters.
+    of its gradients. An update that `inner` itself makes NaN out of finite gradients
+    (an infinite learning rate) is applied as Optax applies it, because another look at
+    every update would cost another pass over the parameters.
 
     On a skipped step `inner` sees gradients of zero if it has loops, branches,
-    callbacks or runtime checks, and otherwise the gradients as they came, since nothing
-    that it computes from them is kept. The derivatives of a step (for meta-learning)
-    are those of a branch: a skipped step is the identity. If the derivative of the loss
-    is itself infinite, so is a derivative through it.
+    callbacks or runtime checks, and otherwise the gradients as they came, because
+    nothing that it computes from them is kept. The derivatives of a step are those of a
+    branch: a skipped step is the identity. If the derivative of the loss is infinite,
+    so is a derivative through it.
 
     Args:
       inner: any Optax optimizer or chain.
@@ -88,15 +87,13 @@ def with_loss_scale(
       dtype of their parameter.
 
       `value` is the unscaled loss, a scalar. When it is not finite the step is skipped
-      and S is left alone, because no S changes the forward pass. It is passed on to an
-      `inner` whose signature takes it. The other extra arguments must be of the
-      unscaled loss too (`value_fn`, `obj_fn`, `grad_fn`, `grad`).
+      and S stays, because no S changes the forward pass. An `inner` whose signature
+      takes it is given it. The other extra arguments must be of the unscaled loss too
+      (`value_fn`, `obj_fn`, `grad_fn`, `grad`).
 
     Raises:
-      TypeError: `inner` is not a gradient transformation, `loss_scale` not a loss
-        scale, `guard` not a `SpikeGuard`, or `axis_name` not a name or several; from
-        `update`, a state that `init` did not make, or a loss under another name than
-        `value`.
+      TypeError: an argument of another type; from `update`, a state that `init` did not
+        make, or a loss under another name than `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
         `update`, while tracing: `value` is not a scalar, the gradients have another
         structure than the parameters, or `inner` changes the structure, shape or dtype
@@ -124,8 +121,7 @@ def with_loss_scale(
             "with_loss_scale: expected (inner, loss_scale), got the loss scale first; "
             "pass the optimizer first"
         )
-    if loss_scale is None:
-        loss_scale = NoOpLossScale()
+    loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     axis_name = _mesh.checked_axis_name("with_loss_scale", axis_name)
     if guard is not None and not isinstance(guard, SpikeGuard):
@@ -187,7 +183,6 @@ def with_loss_scale(
             return new_updates, _state_like(new, inner_state)
 
         # The overflow of a gradient that the optimizer asks for shows in its updates.
-        looks_again = "grad_fn" in extra_args
         is_good = functools.partial(all_finite, axis_name=axis_name)
         applied, new_updates, inner_state = select_step(
             verdict.applied,
@@ -195,7 +190,7 @@ def with_loss_scale(
             inputs,
             state.inner_state,
             context=(params, extra_args),
-            is_good=is_good if looks_again else None,
+            is_good=is_good if "grad_fn" in extra_args else None,
         )
         return new_updates, _next_state(state, verdict, applied, inner_state)
 
@@ -242,25 +237,25 @@ def judge_step(
 def _next_state(
     state: LossScaleState, verdict: _Verdict, applied: jax.Array, inner_state: Any
 ) -> LossScaleState:
+    loss_finite, grads_finite, spike, expected, guard = verdict
     # Gradients that turned out to be bad within the optimizer are an overflow too.
-    bad_within = verdict.applied & ~applied
-    grads_finite = verdict.grads_finite & ~bad_within
+    grads_finite &= applied | ~expected
     # No S makes a spike smaller: for S it is like a loss that is not finite.
-    loss_scale = state.loss_scale.adjust(
-        grads_finite, loss_finite=verdict.loss_finite & ~verdict.spike
-    )
+    loss_scale = state.loss_scale.adjust(grads_finite, loss_finite=loss_finite & ~spike)
+
+    def count(counter: jax.Array, event: jax.Array) -> jax.Array:
+        return counter + event.astype(jnp.int32)
+
     return LossScaleState(
         loss_scale=loss_scale,
         inner_state=inner_state,
-        grads_finite=grads_finite & verdict.loss_finite,
+        grads_finite=grads_finite & loss_finite,
         applied=applied,
-        skipped=jnp.where(applied, state.skipped, state.skipped + 1),
+        skipped=count(state.skipped, ~applied),
         skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),
-        nonfinite_losses=jnp.where(
-            verdict.loss_finite, state.nonfinite_losses, state.nonfinite_losses + 1
-        ),
-        spikes=jnp.where(verdict.spike, state.spikes + 1, state.spikes),
-        guard=verdict.guard,
+        nonfinite_losses=count(state.nonfinite_losses, ~loss_finite),
+        spikes=count(state.spikes, spike),
+        guard=guard,
     )
 
 
@@ -276,34 +271,40 @@ def _refuse_nesting(inner_state: Any) -> None:
 
 
 def _warn_of_half_precision(params: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16):
-            name = jax.tree_util.keystr(path) or "(the whole tree)"
-            warnings.warn(
-                f"with_loss_scale: expected float32 parameters, got {name} of "
-                f"{leaf.dtype}, which loses every update below its last digit; keep "
-                'them in float32 (jmp_scale.get_policy("params=float32,compute='
-                f'{leaf.dtype}").cast_to_param(params)) and cast them in the loss',
-                UserWarning,
-                stacklevel=3,
-            )
-            return
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    half = (jnp.float16, jnp.bfloat16)
+    narrow = [(p, x.dtype) for p, x in leaves if getattr(x, "dtype", None) in half]
+    if narrow:
+        path, dtype = narrow[0]
+        name = jax.tree_util.keystr(path) or "(the whole tree)"
+        warnings.warn(
+            f"with_loss_scale: expected float32 parameters, got {name} of {dtype}, "
+            "which loses every update below its last digit; keep them in float32 "
+            f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
+            "params)) and cast them in the loss",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> None:
-    expected = "with_loss_scale: expected update(grads, state, params, value=loss), got"
     if positional:
-        raise TypeError(f"{expected} more than three positional arguments")
-    if isinstance(updates, LossScaleState):
-        raise TypeError(f"{expected} the state first; pass the gradients first")
-    if isinstance(params, LossScaleState):
-        raise TypeError(f"{expected} the state third; pass it second")
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            f"{expected} a {type(state).__name__} as state, not the LossScaleState "
-            "that init returns; of an optimizer without a loss scale, load it with "
+        got = "more than three positional arguments"
+    elif isinstance(updates, LossScaleState):
+        got = "the state first; pass the gradients first"
+    elif isinstance(params, LossScaleState):
+        got = "the state third; pass it second"
+    elif not isinstance(state, LossScaleState):
+        got = (
+            f"a {type(state).__name__} as state, not the LossScaleState that init "
+            "returns; of an optimizer without a loss scale, load it with "
             "jmp_scale.checkpoints.restore_without_loss_scale"
         )
+    else:
+        return
+    raise TypeError(
+        f"with_loss_scale: expected update(grads, state, params, value=loss), got {got}"
+    )
 
 
 def _promoted(updates: Any, params: Any) -> Any:
@@ -333,13 +334,11 @@ def _promoted(updates: Any, params: Any) -> Any:
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:
-    """Strongly typed arrays for donation: no two of them share a buffer.
+    """Strongly typed arrays that share no buffer with each other or with `params`.
 
-    Nor does one share a buffer with the parameters.
+    An optimizer may start from the very arrays of the parameters (an average of them),
+    and to donate a buffer twice is an error.
     """
-    # Optimizers that start from the parameters (an average of them) return the very
-    # arrays, and a buffer that is donated twice is an error
-    # (test_a_state_that_starts_as_the_parameters_has_its_own_buffers).
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def fresh_leaf(leaf: Any) -> Any:

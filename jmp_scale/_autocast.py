@@ -24,7 +24,7 @@ from ._autocast_plan import (
     kept_name,
     make_plan,
 )
-from ._products import Dtypes, is_zero, multiply_wide, product
+from ._products import Dtypes, is_zero, product, wide_dot_general
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -206,17 +206,14 @@ class _Cast:
         def multiply(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> list[jax.Array]:
             (lhs,), (rhs,) = _evaluated(left, [lhs]), _evaluated(right, [rhs])
 
-            def dot(lhs: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
-                values, params = [lhs, rhs, *inputs[2:]], {"precision": precision}
-                params["preferred_element_type"] = (
-                    dtype if lhs.dtype == rhs.dtype == dtype else np.dtype("float32")
-                )
-                return _jaxpr.evaluate(eqn, values, **params)[0]
-
             if lhs.dtype == rhs.dtype:
-                result = dot(lhs, rhs, None)
+                params = {"precision": None, "preferred_element_type": dtype}
+                values = [lhs, rhs, *inputs[2:]]
+                (result,) = _jaxpr.evaluate(eqn, values, **params)
             else:
-                result = multiply_wide(dot, lhs, rhs, dtype)
+                dimensions = eqn.params["dimension_numbers"]
+                out_sharding = eqn.params.get("out_sharding")
+                result = wide_dot_general(lhs, rhs, dimensions, out_sharding, dtype)
             return _evaluated(made.after, [result])
 
         # The transposes of other products take operands of one dtype.
@@ -225,39 +222,53 @@ class _Cast:
 
     def _island(self, jaxpr: Any, inputs: Sequence[Any], copies: Sequence[Any]) -> Any:
         """Runs cheap equations; the backward pass runs them again on the copies."""
-        fun = functools.partial(_evaluated, jaxpr)
+        # Means, variances and maxima are small, and kept as the forward pass has them.
+        sums = [v for eqn in jaxpr.eqns if _is_small_sum(eqn) for v in eqn.outvars]
+        with_sums = _jaxpr.part(
+            jaxpr, jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars, *sums]
+        )
+        count = len(jaxpr.outvars)
         floats = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in jaxpr.outvars]
 
         @jax.custom_jvp
         def run(inputs: Any, copies: Any) -> Any:
-            return fun(inputs)
+            return _evaluated(jaxpr, inputs)
 
         def rule(primals: Any, tangents: Any) -> Any:
-            kept = [x if c is None else c for x, c in zip(*primals, strict=True)]
             live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
 
-            def tangent(kept: Any, live: dict[int, Any]) -> Any:
-                if not self.in_loop:
-                    kept = _kept_apart(kept)
+            def tangent(kept: Any, known: Any, live: dict[int, Any]) -> Any:
+                kept = kept if self.in_loop else _kept_apart(kept)
                 again = [
                     x if c is None else x.astype(jnp.float32)
                     for x, c in zip(kept, primals[1], strict=True)
                 ]
+                known = dict(zip(sums, known, strict=True))
 
                 def of_live(*some: Any) -> Any:
                     for i, x in zip(live, some, strict=True):
                         again[i] = x
-                    return [x for x, f in zip(fun(again), floats, strict=True) if f]
+                    results = _jaxpr.evaluate_all(
+                        jaxpr,
+                        [],
+                        again,
+                        lambda v, x: _with_value(x, known[v]) if v in known else x,
+                    )
+                    return [x for x, f in zip(results, floats, strict=True) if f]
 
                 at = tuple(again[i] for i in live)
                 return jax.jvp(of_live, at, tuple(live.values()))[1]
 
-            tangent = jax.checkpoint(tangent, prevent_cse=False, policy=_small_sums)
-            moved = iter(tangent(kept, live))
-            out = fun(primals[0])
-            return out, [
+            # Rules of custom_jvp functions have sums of their own. Outside of loops the
+            # barrier would have the forward pass compute these twice.
+            policy = _is_sum if self.in_loop else None
+            tangent = jax.checkpoint(tangent, prevent_cse=False, policy=policy)
+            results = _evaluated(with_sums, primals[0])
+            kept = [x if c is None else c for x, c in zip(*primals, strict=True)]
+            moved = iter(tangent(kept, results[count:], live))
+            return results[:count], [
                 next(moved) if f else np.zeros(jnp.shape(x), jax.dtypes.float0)
-                for x, f in zip(out, floats, strict=True)
+                for x, f in zip(results[:count], floats, strict=True)
             ]
 
         run.defjvp(rule, symbolic_zeros=True)
@@ -366,6 +377,7 @@ def _evaluated(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     return _jaxpr.evaluate_all(jaxpr, [], values)
 
 
+@jax.jit
 def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
     """Arrays from which XLA:GPU computes again what it has computed already.
 
@@ -383,12 +395,26 @@ def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
     return lax.platform_dependent(*arrays, cuda=apart, rocm=apart, default=same)
 
 
-def _small_sums(primitive: Any, *types: Any, **params: Any) -> bool:
-    """Keeps what sums, means and maxima of eight or more entries leave."""
+@jax.custom_jvp
+def _with_value(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`value`, which is what `x` should be, with the derivative of `x`."""
+    return value
+
+
+_with_value.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+
+
+def _is_sum(primitive: Any, *types: Any, **params: Any) -> bool:
+    """Whether it reduces eight or more entries to one."""
     if not primitive.name.startswith("reduce_") or primitive.name == "reduce_precision":
         return False
     axes = params.get("axes", ())
     return any(math.prod(t.shape[d] for d in axes) >= 8 for t in types)
+
+
+def _is_small_sum(eqn: Any) -> bool:
+    types = [v.aval for v in eqn.invars]
+    return is_float32(eqn.outvars[0]) and _is_sum(eqn.primitive, *types, **eqn.params)
 
 
 def _is_linear(step: Step) -> bool:

@@ -77,7 +77,7 @@ class Plan(NamedTuple):
     """A program as a sequence of steps.
 
     Attributes:
-      jaxpr: the program, with calls inlined that hold products.
+      jaxpr: the program, with calls inlined that hold products or cheap equations.
       constants: values of its constants, by variable.
       steps: in the order in which they run.
       kept: variables that the backward pass may keep as they are: arguments, and what
@@ -161,7 +161,7 @@ def _free_sizes(eqn: Any) -> list[int]:
 
 
 def _inlined(jaxpr: Any, keep_float32: Collection[str]) -> tuple[Any, dict[Any, Any]]:
-    """A jaxpr with calls opened that hold products, and its constants."""
+    """A jaxpr with calls opened, and its constants. What costs more stays a call."""
     outer, values = _jaxpr.open_jaxpr(jaxpr)
     constants = dict(zip(outer.constvars, values, strict=True))
     equations: list[Any] = []
@@ -196,7 +196,7 @@ def _is_open(eqn: Any, keep_float32: Collection[str]) -> bool:
     if eqn.primitive.name not in _CALLS or is_kept(eqn, keep_float32):
         return False
     bodies = _jaxpr.subjaxprs(eqn)
-    return len(bodies) == 1 and has_product(bodies[0])
+    return len(bodies) == 1 and (is_cheap(eqn) or has_product(bodies[0]))
 
 
 class _Planner:
@@ -366,15 +366,23 @@ class _Planner:
         return _jaxpr.part(self.jaxpr, moves[::-1], [v], [operand])
 
     def _moves_after(self, result: Any) -> list[int]:
-        """What moves the entries of a product's result, where nothing else reads it."""
+        """What moves the entries of a product's result on their way to other products.
+
+        Elsewhere moves are left to the island that reads the result: an array whose
+        layout is that of the product is the cheapest to keep.
+        """
         found, todo = [], [result]
         while todo:
             v = todo.pop()
             readers = self.readers.get(v, [])
             moves = [_is_move(self.equations[i], _MOVES | _PARTS) for i in readers]
-            if v not in self.results and all(moves):
+            if v in self.results or not readers:
+                return []
+            if all(moves):
                 found += readers
                 todo += [o for i in readers for o in self.equations[i].outvars]
+            elif any(self.kinds[i] != "product" for i in readers):
+                return []
         return found
 
 

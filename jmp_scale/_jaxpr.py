@@ -184,7 +184,10 @@ def evaluate_all(
         results = evaluate(eqn, [value_of(atom) for atom in eqn.invars])
         for var, value in zip(eqn.outvars, results, strict=True):
             values[var] = change(var, value)
-    return [jnp.asarray(value_of(atom)) for atom in jaxpr.outvars]
+    return [
+        jnp.asarray(atom.val) if is_literal(atom) else values[atom]
+        for atom in jaxpr.outvars
+    ]
 
 
 def fits(jaxpr: Any, inputs: int, outputs: int) -> bool:

@@ -1,5 +1,6 @@
 """Products of half-precision numbers, whose gradients of weights are float32."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -68,16 +69,18 @@ def product(
                 [x[0] + x[1] if x[1:] else x[0] for x in zip(*terms, strict=True)]
             )
 
-        # Nothing in it is kept, casts to float32 and of weights above all.
-        tangent = jax.checkpoint(tangent, prevent_cse=False)
+        if any(weights) or None in primals[1] or dtypes.forward != dtypes.backward:
+            # Nothing in it is kept, casts and half-precision weights above all.
+            tangent = jax.checkpoint(tangent, prevent_cse=False)
         return run(*primals), tangent(_kept(*primals), live)
 
     run.defjvp(rule, symbolic_zeros=True)
     return run([*operands], [*copies])
 
 
-def multiply_wide(
-    multiply: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, dtype: Any
+@functools.partial(jax.jit, static_argnames=("dimensions", "out_sharding", "dtype"))
+def wide_dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimensions: Any, out_sharding: Any, dtype: Any
 ) -> jax.Array:
     """A matrix product of a half-precision and a float32 array, cast to half precision.
 
@@ -86,20 +89,28 @@ def multiply_wide(
     TPU computes in the same number of passes.
 
     Args:
-      multiply: `(lhs, rhs, precision)`, with a float32 result.
       lhs: an array.
       rhs: an array.
+      dimensions: as `jax.lax.dot_general` takes them.
+      out_sharding: the same.
       dtype: of the result.
     """
 
-    def on_nvidia(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return multiply(lhs, rhs, _ALGORITHMS[jnp.dtype(dtype).name]).astype(dtype)
-
-    def elsewhere(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return multiply(lhs, rhs, None).astype(dtype)
+    def dot(precision: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        product = lax.dot_general(
+            lhs,
+            rhs,
+            dimensions,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
+        )
+        return product.astype(dtype)
 
     # Decided when the program is lowered, which may be for another machine.
-    return lax.platform_dependent(lhs, rhs, cuda=on_nvidia, default=elsewhere)
+    with_algorithm = functools.partial(dot, _ALGORITHMS[jnp.dtype(dtype).name])
+    plain = functools.partial(dot, None)
+    return lax.platform_dependent(lhs, rhs, cuda=with_algorithm, default=plain)
 
 
 def _kept(operands: Any, copies: Any) -> list[jax.Array]:

@@ -96,7 +96,8 @@ def autocast(
         _refuse_modules(flat)
         jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
         held = [True] * len(flat.arrays)
-        return flat.result(cast.run(jaxpr, held, flat.arrays))
+        here = dataclasses.replace(cast, unread=set())
+        return flat.result(here.run(jaxpr, held, flat.arrays))
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 
@@ -166,6 +167,7 @@ class _Cast:
     dtypes: Dtypes
     recompute: bool
     keep: Collection[str]
+    unread: set[str] = dataclasses.field(default_factory=set)
     in_loop: bool = False
 
     def run(self, jaxpr: Any, held: Sequence[bool], values: Sequence[Any]) -> Any:
@@ -222,7 +224,7 @@ class _Cast:
 
     def _island(self, jaxpr: Any, inputs: Sequence[Any], copies: Sequence[Any]) -> Any:
         """Runs cheap equations; the backward pass runs them again on the copies."""
-        # Means, variances and maxima are small, and kept as the forward pass has them.
+        # Sums over more than rows, as of BatchNorm, are kept from the forward pass.
         sums = [v for eqn in jaxpr.eqns if _is_small_sum(eqn) for v in eqn.outvars]
         with_sums = _jaxpr.part(
             jaxpr, jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars, *sums]
@@ -259,10 +261,7 @@ class _Cast:
                 at = tuple(again[i] for i in live)
                 return jax.jvp(of_live, at, tuple(live.values()))[1]
 
-            # Rules of custom_jvp functions have sums of their own. Outside of loops the
-            # barrier would have the forward pass compute these twice.
-            policy = _is_sum if self.in_loop else None
-            tangent = jax.checkpoint(tangent, prevent_cse=False, policy=policy)
+            tangent = jax.checkpoint(tangent, prevent_cse=False, policy=_is_sum)
             results = _evaluated(with_sums, primals[0])
             kept = [x if c is None else c for x, c in zip(*primals, strict=True)]
             moved = iter(tangent(kept, results[count:], live))
@@ -288,14 +287,22 @@ class _Cast:
         run = getattr(self, "_" + eqn.primitive.name, None)
         results = run and run(eqn, values, held)
         if results is None:
-            name = eqn.params.get("name") or eqn.primitive.name
-            warnings.warn(
-                f"autocast: {name} holds matrix products and cannot be read, so they "
-                "stay in float32; cast inside it, or mark it with keep_float32",
-                stacklevel=2,
-            )
+            self._warn(eqn)
             return _evaluated(jaxpr, inputs)
         return results
+
+    def _warn(self, eqn: Any) -> None:
+        body = _jaxpr.subjaxprs(eqn)[0]
+        info = getattr(_jaxpr.open_jaxpr(body)[0], "debug_info", None)
+        name = eqn.params.get("name") or getattr(info, "func_name", "a function")
+        if name not in self.unread:
+            self.unread.add(name)
+            warnings.warn(
+                f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
+                "cannot be read, so they stay in float32; cast inside it, or mark it "
+                "with keep_float32",
+                stacklevel=2,
+            )
 
     def _scan(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
         loop = _jaxpr.loop_of(eqn)
@@ -334,6 +341,8 @@ class _Cast:
         )
 
     def _cond(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+        if eqn.params.get("branches_platforms"):
+            return None  # public functions cannot put these branches back
         branches = [self._body(b, held[1:]) for b in eqn.params["branches"]]
         return lax.switch(values[0], branches, *values[1:])
 
@@ -413,8 +422,13 @@ def _is_sum(primitive: Any, *types: Any, **params: Any) -> bool:
 
 
 def _is_small_sum(eqn: Any) -> bool:
+    # A GPU has kernels for softmax, which a maximum or a sum that leaves them breaks.
     types = [v.aval for v in eqn.invars]
-    return is_float32(eqn.outvars[0]) and _is_sum(eqn.primitive, *types, **eqn.params)
+    if not (
+        is_float32(eqn.outvars[0]) and _is_sum(eqn.primitive, *types, **eqn.params)
+    ):
+        return False
+    return tuple(eqn.params["axes"]) != (len(_jaxpr.shape(eqn.invars[0])) - 1,)
 
 
 def _is_linear(step: Step) -> bool:

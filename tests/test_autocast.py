@@ -1,11 +1,19 @@
 """`autocast`: products in half precision, the rest as it was, for whatever program."""
 
+import functools
+import importlib
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from autocast_programs import PROGRAMS
+from autocast_programs import PROGRAMS, N, W, X, layer, mean_square
+from jax import export, lax
+from jax.sharding import PartitionSpec as P
 
-from jmp_scale import _jaxpr, autocast
+import jmp_scale
+from jmp_scale import _jaxpr, autocast, keep_float32
+from jmp_scale._autocast_plan import make_plan
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
@@ -53,3 +61,342 @@ def test_x64_changes_nothing_for_a_float32_program(name):
     with jax.enable_x64(True):
         got = jax.value_and_grad(autocast(fun, "float16"))(*args)
     assert_close(got, wanted, 1e-2)
+
+
+def kept(fun, *args):
+    """Types of the arrays that the backward pass keeps, except arguments."""
+
+    def backward(*args):
+        return jax.tree.leaves(jax.vjp(fun, *args)[1])
+
+    jaxpr = jax.make_jaxpr(backward)(*args).jaxpr
+    results = [v for v in jaxpr.outvars if not _jaxpr.is_literal(v)]
+    return [v.aval for v in dict.fromkeys(results) if v not in jaxpr.invars]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float", "fp8", int, None, jnp.float32])
+def test_a_dtype_that_is_not_half_precision_is_an_error(dtype):
+    with pytest.raises(ValueError, match="expected dtype float16 or bfloat16"):
+        autocast(layer, dtype)
+    if dtype is not None:
+        with pytest.raises(ValueError, match="expected backward float16 or bfloat16"):
+            autocast(layer, "float16", backward=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
+def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype):
+    @functools.partial(autocast, dtype=dtype)
+    def decorated(w, x):
+        """What it does."""
+        return layer(w, x)
+
+    assert products(decorated, W, X) == [("bfloat16", "bfloat16")]
+    assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
+
+
+def test_a_plan_lists_products_and_islands_in_their_order():
+    jaxpr = jax.make_jaxpr(lambda w, x: mean_square(layer(w, layer(w, x))))(W, X)
+    plan = make_plan(jaxpr, [True, True])
+    kinds = [step.kind for step in plan.steps]
+    assert kinds == ["product", "island", "product", "island"]
+    assert [s.product.weights for s in plan.steps if s.product] == [
+        (True, True),
+        (False, True),
+    ]
+    assert plan.steps[-1].jaxpr.outvars == plan.jaxpr.outvars
+
+
+def test_only_half_precision_and_small_arrays_are_kept():
+    def loss(w, x):
+        for _ in range(3):
+            y = jax.nn.gelu(x @ w)
+            x = x + (y - y.mean(-1, keepdims=True)) * lax.rsqrt(
+                y.var(-1, keepdims=True) + 1e-6
+            )
+        return mean_square(x)
+
+    for aval in kept(autocast(loss, "float16"), W, X):
+        assert aval.dtype == jnp.float16 or aval.size <= X.size / 8
+    plain = kept(autocast(loss, "float16", recompute=False), W, X)
+    assert any(a.dtype == jnp.float32 and a.size == X.size for a in plain)
+
+
+def test_the_gradient_of_a_weight_neither_rounds_nor_overflows_in_half_precision():
+    x = jnp.full((512, N), 300.0)
+    loss = autocast(lambda w: jnp.sum(x @ w) * 400, "float16")
+    np.testing.assert_allclose(jax.grad(loss)(W), 512 * 300.0 * 400, rtol=1e-6)
+
+
+def test_a_bfloat16_backward_pass_needs_no_loss_scale():
+    def loss(w, x):
+        return mean_square(layer(w, layer(w, x))) * 1e-9
+
+    half = autocast(loss, "float16", backward="bfloat16")
+    forward = products(half, W, X)
+    assert forward == [("float16", "float16")] * 2
+    both = products(jax.grad(half), W, X)
+    assert both[:2] == forward
+    assert all("bfloat16" in pair for pair in both[2:])
+    wanted = jax.grad(loss)(W, X)
+    assert_close(
+        jax.tree.map(lambda g: g * 1e9, jax.grad(half)(W, X)), wanted * 1e9, 0.03
+    )
+    assert not jax.grad(autocast(loss, "float16"))(W, X).any()  # all of it underflows
+
+
+def test_what_is_marked_stays_float32():
+    def exact(x, transposed, *, factor=1.0, note=None):
+        assert transposed is False
+        assert note == "static"
+        return factor * (x @ (W.T if transposed else W)), note
+
+    def loss(w, x):
+        y, note = keep_float32(exact)(layer(w, x), False, factor=2.0, note="static")
+        assert note == "static"
+        return mean_square(y)
+
+    dtypes = products(autocast(loss, "float16"), W, X)
+    assert sorted(dtypes) == [("float16", "float16"), ("float32", "float32")]
+    assert keep_float32(exact)(X, False, note="static")[0].dtype == jnp.float32
+
+
+def test_jitted_functions_of_others_stay_float32_by_name():
+    loss = lambda w, x: mean_square(jax.jit(layer)(w, x) @ w)  # noqa: E731
+    for names in ("layer", ("layer",), ["layer"]):
+        dtypes = products(autocast(loss, "float16", keep_float32=names), W, X)
+        assert sorted(dtypes) == [("float16", "float16"), ("float32", "float32")]
+
+
+@pytest.mark.parametrize("precision", ["high", "highest", jax.lax.Precision.HIGH])
+def test_products_of_a_high_precision_stay_float32(precision):
+    f = autocast(lambda w, x: jnp.dot(x, w, precision=precision), "float16")
+    assert products(f, W, X) == [("float32", "float32")]
+
+
+def test_what_the_user_cast_stays_as_cast():
+    def f(w, x):
+        return jnp.sum((x.astype("bfloat16") @ w.astype("bfloat16")).astype("float32"))
+
+    half = autocast(f, "float16")
+    assert products(half, W, X) == [("bfloat16", "bfloat16")]
+    assert half(W, X) == f(W, X)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.tanh(x * w[0][None]).sum(),
+        lambda w, x: lax.scan(lambda c, y: (c + jnp.sin(y), c), x[0], x)[0].sum(),
+        lambda w, x: jnp.sort(jax.nn.softmax(x)) + jnp.vdot(w[0], x[0]),
+    ],
+)
+def test_a_program_without_products_stays_bit_for_bit(fun):
+    half, grad = autocast(fun, "float16"), lambda f: jax.grad(lambda *a: f(*a).sum())
+    np.testing.assert_array_equal(half(W, X), fun(W, X))
+    assert not any("16" in str(aval.dtype) for aval in kept(half, W, X))
+    np.testing.assert_array_equal(grad(half)(W, X), grad(fun)(W, X))
+
+
+def test_float64_programs_stay_as_they_are():
+    with jax.enable_x64(True):
+        w, x = np.float64(W), jnp.asarray(np.float64(X))
+        f = lambda x: layer(jnp.asarray(w), x)  # noqa: E731
+        np.testing.assert_array_equal(autocast(f, "float16")(x), f(x))
+
+
+def test_a_call_that_cannot_be_read_warns_once_and_stays_float32():
+    fun, args, *_ = PROGRAMS["custom_vjp_with_products"]
+    with pytest.warns(UserWarning, match="opaque .custom_vjp_call. holds") as caught:
+        autocast(lambda w, x: fun(w, x) + fun(w, 2 * x), "float16")(*args)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "barriers"), [("cuda", True), ("tpu", False), ("cpu", False)]
+)
+def test_the_barrier_is_chosen_when_the_program_is_lowered(platform, barriers):
+    loss = autocast(lambda w, x: mean_square(layer(w, layer(w, x))), "float16")
+    text = export.export(jax.jit(jax.grad(loss)), platforms=[platform])(W, X)
+    assert ("optimization_barrier" in text.mlir_module()) == barriers
+    assert ("dot_f16_f16_f32" in text.mlir_module().lower()) == barriers or barriers
+
+
+def test_there_is_no_barrier_in_a_loop():
+    def loss(w, x):
+        step = lambda y, _: (layer(w, jax.nn.gelu(y @ w)), None)  # noqa: E731
+        return jnp.sum(lax.scan(step, x, None, length=2)[0])
+
+    grad = jax.jit(jax.grad(autocast(loss, "float16")))
+    text = export.export(grad, platforms=["cuda"])(W, X).mlir_module()
+    assert "optimization_barrier" not in text
+
+
+AROUND = {
+    "jit": lambda f: jax.jit(jax.value_and_grad(f)),
+    "checkpoint": lambda f: jax.value_and_grad(jax.checkpoint(f)),
+    "vmap": lambda f: (
+        lambda w, x: jax.vmap(jax.value_and_grad(f), (None, 0))(
+            w, jnp.stack([x, 2 * x])
+        )
+    ),
+    "scan": lambda f: (
+        lambda w, x: lax.scan(
+            lambda c, y: (c + f(c, y), jax.grad(f)(c, y)), w, jnp.stack([x, 2 * x])
+        )
+    ),
+    "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, 2 * x)),
+    "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
+    "jacfwd": jax.jacfwd,
+    "hessian": lambda f: lambda w, x: jax.hessian(lambda v: f(v[:, None] * w, x))(w[0]),
+    "pmap": lambda f: (
+        lambda w, x: jax.pmap(jax.grad(f), in_axes=(None, 0))(w, jnp.stack([x] * 8))
+    ),
+    "itself": lambda f: jax.value_and_grad(autocast(f, "float16")),
+    "gradient": lambda f: autocast(jax.grad(f), "float16"),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_it_composes_with_what_is_around_it(around):
+    def loss(w, x):
+        return mean_square(layer(w, jax.nn.gelu(layer(w, x)) + x))
+
+    got = AROUND[around](autocast(loss, "float16"))(W, X)
+    assert_close(got, AROUND[around](loss)(W, X), 0.02)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_arrays_give_what_whole_ones_give(kind):
+    types = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=types)
+
+    def loss(w, x):
+        return mean_square(layer(w, jax.nn.gelu(x @ w)))
+
+    wanted = jax.value_and_grad(loss)(W, X)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, jax.NamedSharding(mesh, P(None)))
+        x = jax.device_put(X, jax.NamedSharding(mesh, P("d")))
+        got = jax.jit(jax.value_and_grad(autocast(loss, "float16")))(w, x)
+    assert_close(jax.device_get(got), jax.device_get(wanted), 0.02)
+
+
+def test_whatever_is_no_float_array_passes():
+    def f(w, x, key, flags, *, name, nothing=None):
+        assert name == "static"
+        assert flags["train"] is True
+        y = layer(w, x) + 0 * jax.random.uniform(key)
+        return {"y": y, "n": 3, "name": name, "nothing": nothing, "key": key}, None
+
+    args = (W, X, jax.random.key(0), {"train": True})
+    out, none = autocast(f, "float16")(*args, name="static")
+    assert (out["n"], out["name"], out["nothing"], none) == (3, "static", None, None)
+    assert out["key"] == args[2]
+    assert out["y"].dtype == jnp.float32
+
+
+def test_the_loss_scale_s_value_and_grad_takes_it():
+    def loss(x, w, bias):
+        y = layer(w, x) + bias["b"]
+        return mean_square(y), {"y": y, "step": jnp.int32(3)}
+
+    args, argnums = (X, W, {"b": jnp.zeros((1, N))}), (1, 2)
+    half = autocast(loss, "float16")
+    scale = jmp_scale.DynamicLossScale(2.0**15)
+    got = jmp_scale.value_and_grad(half, scale, argnums, has_aux=True)(*args)
+    wanted = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
+    assert_close(got, wanted, 0.01)
+
+
+def test_effects_keep_their_order():
+    seen = []
+
+    def f(w, x):
+        for i in range(4):
+            jax.debug.callback(lambda y, i=i: seen.append(i), x[0, 0], ordered=True)
+            x = layer(w, x)
+        return x
+
+    jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
+    jax.effects_barrier()
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_program_of_thousands_of_equations_is_planned():
+    def f(w, x):
+        for _ in range(1500):
+            x = jnp.sin(x) + 1e-3
+        return mean_square(x @ w)
+
+    assert jax.make_jaxpr(autocast(f, "float16"))(W, X).jaxpr.outvars
+
+
+def test_a_report_of_a_cast_program_has_no_finding():
+    def loss(w, x):
+        y = x
+        for _ in range(2):
+            y = y + jax.nn.gelu(y @ w)
+            y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(
+                y.var(-1, keepdims=True) + 1e-6
+            )
+        return -jnp.mean(jax.nn.log_softmax(y @ w)[:, 0])
+
+    report = jmp_scale.diagnostics.precision_report(autocast(loss, "float16"), W, X)
+    assert [f for f in report.findings if f.severity != "note"] == []
+    assert report.half_share == 1
+
+
+def bare_nnx_loss(model, x):
+    return mean_square(model(x))
+
+
+def test_nnx_modules_are_refused_and_the_right_function_is_named():
+    nnx = importlib.import_module("flax.nnx")
+    model = nnx.Linear(N, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"got a Linear.*jmp_scale\.nnx\.autocast"):
+        autocast(bare_nnx_loss, "float16")(model, X)
+    with pytest.raises(TypeError, match="got a Linear"):
+        autocast(lambda d: 0.0, "float16")({"models": [model]})
+
+
+def test_equinox_modules_with_static_leaves_pass_both_ways():
+    eqx = pytest.importorskip("equinox")
+    mlp = eqx.nn.MLP(N, 4, 32, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    def loss(model, x):
+        return mean_square(jax.vmap(model)(x)), model
+
+    half = autocast(loss, "float16")
+    (value, out), grads = eqx.filter_value_and_grad(half, has_aux=True)(mlp, X)
+    (wanted, _), true = eqx.filter_value_and_grad(loss, has_aux=True)(mlp, X)
+    assert out.activation is mlp.activation
+    assert_close((value, grads), (wanted, true), 0.01)
+    assert eqx.filter_jit(half)(mlp, X)[0].dtype == jnp.float32
+
+
+def test_linen_modules_update_their_collections():
+    nn = importlib.import_module("flax.linen")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(32)(x))
+            return nn.Dropout(0.5, deterministic=False)(nn.relu(x))
+
+    net = Net()
+    variables = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+
+    def loss(variables, x):
+        y, new = net.apply(
+            variables, x, mutable=["batch_stats"], rngs={"dropout": jax.random.key(1)}
+        )
+        return mean_square(y), new
+
+    got = jax.value_and_grad(autocast(loss, "float16"), has_aux=True)(variables, X)
+    wanted = jax.value_and_grad(loss, has_aux=True)(variables, X)
+    assert_close(got[0], wanted[0], 0.01)
+    assert_close(
+        got[1]["params"]["Dense_0"]["kernel"],
+        wanted[1]["params"]["Dense_0"]["kernel"],
+        0.05,
+    )

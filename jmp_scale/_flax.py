@@ -28,18 +28,10 @@ def wrap_once(
     function: str,
     tx: optax.GradientTransformation,
     params: Any,
-    *,
     loss_scale: LossScale | None,
     guard: SpikeGuard | None,
 ) -> optax.GradientTransformation:
     """`with_loss_scale(tx, loss_scale, guard=guard)`, or `tx` if it is wrapped already.
-
-    Args:
-      function: the name of the caller, for errors.
-      tx: an Optax optimizer.
-      params: the parameters that `tx` will be initialized with.
-      loss_scale: the initial loss scale, or None.
-      guard: the guard against spikes, or None.
 
     Raises:
       ValueError: `tx` is wrapped and a loss scale or a guard is given as well, or it is

@@ -94,16 +94,10 @@ class TrainState(train_state.TrainState):
           ValueError: `loss_scale` or `guard` is given and `tx` already is
             `with_loss_scale(...)`, or contains it somewhere inside.
         """
-        tx = _flax.wrap_once(
-            "TrainState.create",
-            tx,
-            _without_float8(params)[0],
-            loss_scale=loss_scale,
-            guard=guard,
-        )
-        return fresh_buffers(
-            super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-        )
+        trained, _ = _without_float8(params)
+        tx = _flax.wrap_once("TrainState.create", tx, trained, loss_scale, guard)
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        return fresh_buffers(state)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -117,10 +111,7 @@ class TrainState(train_state.TrainState):
         has_aux: bool = False,
         **kwargs: Any,
     ) -> Callable[..., tuple[Any, Any]]:
-        """`jmp_scale.value_and_grad` with this state's loss scale.
-
-        It returns the unscaled loss and the unscaled float32 gradients.
-        """
+        """`jmp_scale.value_and_grad` with this state's loss scale."""
         return value_and_grad(loss_fn, self.loss_scale, argnums, has_aux, **kwargs)
 
     def apply_gradients(
@@ -145,10 +136,7 @@ class TrainState(train_state.TrainState):
           ValueError: a change differs from its field in structure, shape or dtype.
         """
         tx: Any = self.tx
-        (params, old), (grads, new) = (
-            _without_float8(self.params),
-            _without_float8(grads),
-        )
+        (params, old), (grads, new) = map(_without_float8, (self.params, grads))
         if new is not None:
             finite = _is_finite(new, old)
             grads = map_inexact(lambda g: jnp.where(finite, g, jnp.nan), grads)
@@ -170,8 +158,6 @@ def _selected(
 ) -> dict[str, Any]:
     """The changes if `applied`, else the fields; changes of static fields always."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
-    # Flax marks static fields so. They may hold functions, between which no compiled
-    # step can select.
     nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
     new = {name: value for name, value in changes.items() if name in nodes}
     old = {name: getattr(state, name) for name in new}
@@ -185,10 +171,7 @@ def _selected(
 
 
 def _without_float8(tree: Any) -> tuple[Any, Any]:
-    """What is trained, and Flax's float8 collection, or None where there is none.
-
-    The optimizer sees the collection `params` alone then, as in Flax.
-    """
+    """What the optimizer sees, as in Flax, and the float8 collection or None."""
     if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
         return tree["params"], core.unfreeze(tree[OVERWRITE_WITH_GRADIENT])
     return tree, None
@@ -197,8 +180,7 @@ def _without_float8(tree: Any) -> tuple[Any, Any]:
 def _is_finite(new: Any, old: Any) -> jax.Array:
     """Whether no float8 scale or maximum becomes NaN or infinite.
 
-    An infinite maximum would stay in float8's history for its whole length, and the
-    gradients do not show it, because float8 operations saturate.
+    Gradients do not show it, because float8 operations saturate.
     """
 
     def news(new: Any, old: Any) -> jax.Array:

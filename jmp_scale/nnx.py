@@ -20,10 +20,6 @@ from ._spike_guard import SpikeGuard
 from ._transform import judge_step
 from ._tree import is_data, is_inexact, select_tree
 
-# The leaves of variables: by the variable's path in the nodes, then by the leaf's path
-# in the variable, because a variable may hold any pytree.
-_Leaves = Mapping[tuple[Any, ...], Mapping[Any, Any]]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -92,8 +88,9 @@ class Optimizer(nnx.Optimizer):
     arguments of the loss function. Variables may hold anything: arrays, numbers, dicts,
     None.
 
-    - `value_and_grad` decides as `update` will, from its own loss and gradients. It
-      cannot know what else `update` is given. If the gradients are changed or added up
+    - `value_and_grad` decides as `update` will, from its own loss and gradients. With a
+      guard, pass `value` to `update`: without it, `value_and_grad`, which knows the
+      loss, and `update` judge differently. Where the gradients are changed or added up
       in between, or `value` is another loss, a step can be skipped whose statistics
       stay. They are finite in any case.
     - A compiled step has one structure. Where the forward pass makes a new variable, or
@@ -142,13 +139,8 @@ class Optimizer(nnx.Optimizer):
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ) -> None:
-        tx = _flax.wrap_once(
-            "nnx.Optimizer",
-            tx,
-            nnx.state(model, wrt),
-            loss_scale=loss_scale,
-            guard=guard,
-        )
+        params = nnx.state(model, wrt)
+        tx = _flax.wrap_once("nnx.Optimizer", tx, params, loss_scale, guard)
         super().__init__(model, tx, wrt=wrt, **kwargs)
 
     @property
@@ -177,13 +169,10 @@ class Optimizer(nnx.Optimizer):
         Returns:
           A function of the arguments of `loss_fn` that returns `(loss, grads)` or
           `((loss, aux), grads)`: the unscaled loss and the unscaled float32 gradients
-          (a tuple of them for several positions). Where a step with these is skipped,
-          what the forward pass wrote to modules among the arguments is put back.
+          (a tuple of them for several positions).
         """
 
-        def value_and_grad_or_put_back(
-            *args: Any, **fun_kwargs: Any
-        ) -> tuple[Any, Any]:
+        def or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
             if fun_kwargs:  # nnx.value_and_grad takes arguments by position only
                 bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
                 bound.apply_defaults()
@@ -197,8 +186,7 @@ class Optimizer(nnx.Optimizer):
                 **kwargs,
             )
             nodes = _graph_nodes(args)
-            # Before the call, which writes into the modules themselves.
-            before = _values_of(nodes)
+            before = _leaves_of(nodes)  # the call writes into the modules themselves
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
             # XLA merges this with the same decision in `update`.
@@ -206,7 +194,7 @@ class Optimizer(nnx.Optimizer):
             _put_back_unless(applied, nodes, before)
             return value, grads
 
-        return value_and_grad_or_put_back
+        return or_put_back
 
     def update(
         self,
@@ -238,12 +226,12 @@ class Optimizer(nnx.Optimizer):
                 f"{type(model).__name__} and {type(grads).__name__}; write "
                 "optimizer.update(model, grads)"
             )
-        step = _array_of(self.step)
+        step = _with_arrays(self.step)
         updates = super().update(model, grads, value=value, **kwargs)
-        applied = _array_of(self.opt_state.applied)
+        applied = _with_arrays(self.opt_state.applied)
         # nnx.Optimizer has counted the call already
         # (test_a_skipped_step_leaves_all_that_training_keeps_bit_identical).
-        self.step[...] = select_tree(applied, _array_of(self.step), step)
+        self.step[...] = select_tree(applied, _with_arrays(self.step), step)
         return updates
 
 
@@ -251,15 +239,10 @@ def _with_arrays(tree: Any) -> Any:
     """`tree` with the arrays that its variables hold."""
 
     def array(x: Any) -> Any:
-        return x[...] if isinstance(x, nnx.Variable) else x
+        # `x[...]` is a copy in Flax 0.12.0.
+        return jax.tree.leaves(x)[0] if isinstance(x, nnx.Variable) else x
 
     return jax.tree.map(array, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-
-
-def _array_of(variable: nnx.Variable) -> jax.Array:
-    """Its array itself: `variable[...]` is a copy in Flax 0.12.0."""
-    (array,) = jax.tree.leaves(variable)
-    return array
 
 
 def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) -> Any:
@@ -299,19 +282,18 @@ def _is_node(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def _values_of(nodes: Sequence[Any]) -> _Leaves:
-    """Leaves of every variable that a forward pass may change.
+def _leaves_of(nodes: list[Any]) -> dict[Any, dict[Any, Any]]:
+    """Leaves, by path, of every variable that a forward pass may change, by path.
 
-    Not the variables themselves, nor their values: the forward pass may write to a dict
-    or a list in place.
+    Not their values: the forward pass may write to a dict or a list in place.
     """
-    return {
-        path: dict(jax.tree_util.tree_leaves_with_path(variable))
-        for path, variable in _variables(nodes)
-    }
+    variables = _variables(nodes)
+    return {path: dict(jax.tree_util.tree_leaves_with_path(x)) for path, x in variables}
 
 
-def _put_back_unless(keep: jax.Array, nodes: Sequence[Any], before: _Leaves) -> None:
+def _put_back_unless(
+    keep: jax.Array, nodes: list[Any], before: dict[Any, dict[Any, Any]]
+) -> None:
     """Gives the variables that were written their values of before, unless `keep`."""
     selected = []
     for path, variable in _variables(nodes):
@@ -321,13 +303,12 @@ def _put_back_unless(keep: jax.Array, nodes: Sequence[Any], before: _Leaves) -> 
         if any(x is not y for x, (_, y) in zip(new, leaves, strict=True)):
             selected.append((path, jax.tree.unflatten(treedef, new)))
     if selected:
-        nnx.update(list(nodes), nnx.from_flat_state(selected))
+        nnx.update(nodes, nnx.from_flat_state(selected))
 
 
-def _variables(nodes: Sequence[Any]) -> Any:
+def _variables(nodes: list[Any]) -> Any:
     # Plain arrays among the attributes of a module are in the state as well.
-    state = nnx.state(list(nodes), nnx.Not(nnx.Intermediate))
-    return nnx.to_flat_state(state)
+    return nnx.to_flat_state(nnx.state(nodes, nnx.Not(nnx.Intermediate)))
 
 
 def _select(keep: jax.Array, new: Any, old: Any) -> Any:

@@ -34,24 +34,22 @@ def equinox_model():
     return eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))  # its activation is a leaf
 
 
+def equinox_gradient(loss_scale):
+    transform = eqx.filter_value_and_grad
+    return jmp_scale.value_and_grad(equinox_loss, loss_scale, transform=transform)
+
+
 def equinox_step(model, opt_state, x):
-    value_and_grad = jmp_scale.value_and_grad(
-        equinox_loss, opt_state.loss_scale, transform=eqx.filter_value_and_grad
-    )
-    _, grads = value_and_grad(model, x)
-    updates, opt_state = TX.update(
-        grads, opt_state, eqx.filter(model, eqx.is_inexact_array)
-    )
+    _, grads = equinox_gradient(opt_state.loss_scale)(model, x)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    updates, opt_state = TX.update(grads, opt_state, params)
     return eqx.apply_updates(model, updates), opt_state
 
 
 def test_equinox_gradients_are_true():
     model = equinox_model()
-    loss, grads = jmp_scale.value_and_grad(
-        equinox_loss,
-        jmp_scale.StaticLossScale(2.0**8),
-        transform=eqx.filter_value_and_grad,
-    )(model, data(GOOD))
+    fun = equinox_gradient(jmp_scale.StaticLossScale(2.0**8))
+    loss, grads = fun(model, data(GOOD))
     expected_loss, expected = eqx.filter_value_and_grad(equinox_loss)(model, data(GOOD))
     assert_bitwise_equal(loss, expected_loss)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
@@ -74,22 +72,16 @@ def test_an_equinox_step_is_skipped_and_trains_on_in_one_compilation():
 
 
 def test_select_tree_takes_equinox_modules_with_functions_as_leaves():
-    old, new = (
-        equinox_model(),
-        jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, equinox_model()),
-    )
+    old = equinox_model()
+    new = jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, old)
     selected = jmp_scale.select_tree(jnp.array(False), new, old)
     assert selected.activation is old.activation
-    assert_bitwise_equal(
-        eqx.filter(selected, eqx.is_array), eqx.filter(old, eqx.is_array)
-    )
+    assert_bitwise_equal(*(eqx.filter(m, eqx.is_array) for m in (selected, old)))
 
 
 def haiku_net(x):
     h = hk.Linear(8)(x)
-    h = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.5)(
-        h, is_training=True
-    )
+    h = hk.BatchNorm(True, True, decay_rate=0.5)(h, is_training=True)
     return hk.Linear(1)(jax.nn.relu(h))
 
 
@@ -98,18 +90,15 @@ haiku_model = hk.transform_with_state(haiku_net)
 
 def haiku_loss(params, state, x):
     half = jmp_scale.get_policy("params=float32,compute=float16,output=float32")
-    y, state = haiku_model.apply(
-        half.cast_to_compute(params), state, None, half.cast_to_compute(x)
-    )
+    params, x = half.cast_to_compute((params, x))
+    y, state = haiku_model.apply(params, state, None, x)
     return jnp.mean((half.cast_to_output(y) - 1.0) ** 2), half.cast_to_param(state)
 
 
 @jax.jit
 def haiku_step(params, state, opt_state, x):
-    value_and_grad = jmp_scale.value_and_grad(
-        haiku_loss, opt_state.loss_scale, has_aux=True
-    )
-    (_, new_state), grads = value_and_grad(params, state, x)
+    fun = jmp_scale.value_and_grad(haiku_loss, opt_state.loss_scale, has_aux=True)
+    (_, new_state), grads = fun(params, state, x)
     updates, opt_state = TX.update(grads, opt_state, params)
     state = jmp_scale.select_tree(opt_state.applied, new_state, state)
     return optax.apply_updates(params, updates), state, opt_state

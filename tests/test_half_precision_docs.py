@@ -40,19 +40,13 @@ def recipe(library, batch, dtype="float16"):
     code = RECIPES[library].replace("float16", dtype)
     namespace = {**LIBRARIES, "batch": batch}
     exec(code, namespace)
-    shapes = {"w1": (8, 64), "b1": (64,), "w2": (64, 10), "b2": (10,)}
     if library == "Plain JAX":
-        namespace["params"] = {
-            name: 0.1 * jax.random.normal(jax.random.key(0), shape)
-            for name, shape in shapes.items()
-        }
+        shapes = {"w1": (8, 64), "b1": (64,), "w2": (64, 10), "b2": (10,)}
+        key = jax.random.key(0)
+        params = {k: 0.1 * jax.random.normal(key, s) for k, s in shapes.items()}
+        namespace["params"] = params
     transform = TRANSFORMS.get(library, jax.value_and_grad)
     return namespace["loss_fn"], namespace["params"], transform
-
-
-def float_arrays(tree):
-    tree = eqx.filter(tree, eqx.is_inexact_array)
-    return jax.tree.leaves(tree)
 
 
 def test_the_page_has_the_five_libraries():
@@ -80,7 +74,7 @@ def test_a_recipe_has_float32_masters_and_a_float32_loss(library, batch):
     loss, grads = gradient(params, batch)
     plain, _ = transform(loss_fn)(params, batch)
     assert loss.dtype == plain.dtype == jnp.float32
-    arrays = float_arrays(params) + float_arrays(grads)
+    arrays = jax.tree.leaves(eqx.filter((params, grads), eqx.is_inexact_array))
     assert {leaf.dtype for leaf in arrays} == {jnp.dtype("float32")}
     assert jmp_scale.all_finite(grads)
     assert loss < 2 * jnp.log(10.0)
@@ -95,9 +89,8 @@ def test_the_train_step_of_the_readme_takes_a_recipe(library, batch):
 
     @jax.jit
     def train_step(params, opt_state):
-        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
-            params, batch
-        )
+        fun = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
+        loss, grads = fun(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -122,14 +115,12 @@ def test_haiku_takes_a_policy_for_its_norms():
     params = model.init(jax.random.key(0), x)
 
     def loss_fn(params, x):
-        return half.cast_to_output(
-            model.apply(*half.cast_to_compute((params, x)))
-        ).sum()
+        y = model.apply(*half.cast_to_compute((params, x)))
+        return half.cast_to_output(y).sum()
 
-    assert [f.rule for f in precision_report(loss_fn, params, x).findings]
+    assert precision_report(loss_fn, params, x).findings
     with haiku_policies({Norm: norm}):
-        report = precision_report(loss_fn, params, x)
-    assert [f.rule for f in report.findings] == []
+        assert not precision_report(loss_fn, params, x).findings
 
 
 def test_haiku_makes_float32_parameters_after_a_half_norm_only_with_a_policy():

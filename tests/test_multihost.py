@@ -19,9 +19,10 @@ from helpers import reference_rule
 pytestmark = pytest.mark.slow
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
-COMMAND = [sys.executable, str(REPOSITORY / "examples" / "multihost.py")]
 DEVICES = 4
 PERIOD = 8
+SCRIPT = str(REPOSITORY / "examples" / "multihost.py")
+COMMAND = [sys.executable, SCRIPT, f"--period={PERIOD}"]
 HEARTBEAT_TIMEOUT = 10
 LIMIT = 240  # seconds for a run to end, of which it needs about 10
 ENVIRONMENT = os.environ | {
@@ -39,15 +40,8 @@ def processes(commands, folder):
         try:
             for i, command in enumerate(commands):
                 errors = files.enter_context((folder / f"stderr{i}").open("w"))
-                started.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        text=True,
-                        env=ENVIRONMENT,
-                    )
-                )
+                pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+                started.append(subprocess.Popen(command, env=ENVIRONMENT, **pipes))
             yield started
         finally:
             for process in started:
@@ -61,12 +55,7 @@ def by_hand(count, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = [
-        *COMMAND,
-        f"--period={PERIOD}",
-        f"--cpu-devices={DEVICES // count}",
-        *map(str, args),
-    ]
+    common = [*COMMAND, f"--cpu-devices={DEVICES // count}", *map(str, args)]
     if count == 1:
         return [common]
     distributed = [f"--coordinator=127.0.0.1:{port}", f"--num-processes={count}"]
@@ -96,18 +85,14 @@ def expected_history(steps, overflow_at, first_step=0):
     """The same by the rule in plain Python."""
     rule = reference_rule([i not in overflow_at for i in range(steps)], period=PERIOD)
     exponents = [15, *(round(math.log2(s)) for s, _, _ in rule)]
-    steps_of_change = [
-        i for i in range(first_step + 1, steps + 1) if exponents[i] != exponents[i - 1]
-    ]
-    return " ".join(f"{i}:2^{exponents[i]}" for i in [first_step, *steps_of_change])
+    later = range(first_step + 1, steps + 1)
+    changes = [i for i in later if exponents[i] != exponents[i - 1]]
+    return " ".join(f"{i}:2^{exponents[i]}" for i in [first_step, *changes])
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A run that lost a process.
-
-    (checkpoints, last saved step, seconds that the survivor lived).
-    """
+    """(checkpoints, last saved step, seconds the survivor lived) of a killed run."""
     folder = tmp_path_factory.mktemp("killed")
     endless = by_hand(
         2, "--steps=1000000", "--save-every=10", "--overflow-at", 5,
@@ -127,12 +112,9 @@ def killed(tmp_path_factory):
         survivor.wait(timeout=LIMIT)
         seconds = time.monotonic() - begin
         assert survivor.returncode != 0
-    saved = [
-        int(path.name)
-        for path in (folder / "checkpoints").iterdir()
-        if path.name.isdigit()
-    ]
-    return folder / "checkpoints", max(saved), seconds
+    checkpoints = folder / "checkpoints"
+    saved = [int(x.name) for x in checkpoints.iterdir() if x.name.isdigit()]
+    return checkpoints, max(saved), seconds
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +131,8 @@ def never_killed(plan, tmp_path_factory):
 
     @functools.cache
     def reports_of(count):
-        output = run(
-            by_hand(count, f"--steps={steps}", "--overflow-at", *overflow_at),
-            tmp_path_factory.mktemp("processes") / "run",
-        )
+        commands = by_hand(count, f"--steps={steps}", "--overflow-at", *overflow_at)
+        output = run(commands, tmp_path_factory.mktemp("processes") / "run")
         assert output.count("process") == 2 * count
         return reports(output)
 
@@ -164,14 +144,13 @@ def test_a_survivor_ends_within_the_heartbeat_timeout(killed):
     assert seconds < HEARTBEAT_TIMEOUT + 10
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_any_number_of_processes_follows_the_rule(count, plan, never_killed):
-    assert never_killed(count)[0] == expected_history(*plan)
-
-
-def test_two_and_four_processes_end_with_the_same_bits(never_killed):
+def test_any_number_of_processes_follows_the_rule_and_ends_with_the_same_bits(
+    plan, never_killed
+):
+    runs = {count: never_killed(count) for count in (1, 2, 4)}
+    assert {history for history, _ in runs.values()} == {expected_history(*plan)}
     # A single process adds the gradients of its devices in another order.
-    assert never_killed(2)[1] == never_killed(4)[1]
+    assert runs[2][1] == runs[4][1]
 
 
 def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_killed(
@@ -180,38 +159,23 @@ def test_a_restart_on_more_processes_is_bit_identical_to_a_run_that_was_never_ki
     checkpoints, last, _ = killed
     steps, overflow_at = plan
     shutil.copytree(checkpoints, tmp_path / "checkpoints")
-    output = run(
-        by_hand(
-            4, f"--steps={steps}", "--resume", "--save-every=1000000",
-            "--overflow-at", *overflow_at,
-            "--checkpoint-dir", tmp_path / "checkpoints",
-        ),
-        tmp_path / "run",
+    commands = by_hand(
+        4, f"--steps={steps}", "--resume", "--save-every=1000000",
+        "--overflow-at", *overflow_at, "--checkpoint-dir", tmp_path / "checkpoints",
     )  # fmt: skip
-    history, digest = reports(output)
+    history, digest = reports(run(commands, tmp_path / "run"))
     assert history == expected_history(steps, overflow_at, first_step=last)
     assert digest == never_killed(4)[1]
 
 
-@pytest.mark.skipif(
-    shutil.which("mpirun") is None,
-    reason="mpirun is not installed (Debian: openmpi-bin)",
-)
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun (openmpi-bin)")
 def test_mpirun_starts_the_same_run(tmp_path):
     mpirun = [
         "mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe",
         "--bind-to", "none",
         "--mca", "oob_tcp_if_include", "lo", "--mca", "btl", "self,tcp",
     ]  # fmt: skip
-    command = [
-        *mpirun,
-        *COMMAND,
-        f"--period={PERIOD}",
-        "--steps=20",
-        "--overflow-at",
-        "3",
-        "12",
-    ]
+    command = [*mpirun, *COMMAND, "--steps=20", "--overflow-at", "3", "12"]
     output = run([command], tmp_path / "run")
     assert "process 1 of 2" in output
     assert reports(output)[0] == expected_history(20, [3, 12])

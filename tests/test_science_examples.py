@@ -3,15 +3,12 @@
 What is asserted holds by a wide margin: CPUs round float16 at different places.
 """
 
-import concurrent.futures
-import contextlib
 import importlib
-import multiprocessing
 
 import jax
 import numpy as np
 import pytest
-from test_examples import ENVIRONMENT, EXAMPLES, columns, main_of
+from test_examples import EXAMPLES, columns, processes
 
 import jmp_scale
 
@@ -21,20 +18,13 @@ MISMATCHES = [("float32", 0, 1e-5), ("float16", 1e-5, 5e-3), ("bfloat16", 1e-4, 
 
 @pytest.fixture(scope="module")
 def table():
-    """The rows that an example prints, in a process of its own, as a user starts it.
+    """The rows that an example prints, in a process of its own.
 
     The flags of XLA that the examples set are read once in a process.
     """
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        context = multiprocessing.get_context("spawn")
-        pool = concurrent.futures.ProcessPoolExecutor(1, context)
-        stack.enter_context(pool)
-        yield lambda *args: columns(
-            pool.submit(main_of, *args).result(timeout=900), DTYPES
-        )
+    with processes() as start:
+        run = start()
+        yield lambda *args: columns(run(*args), DTYPES)
 
 
 @pytest.fixture
@@ -75,9 +65,8 @@ def test_a_loss_scale_saves_the_gradients_of_second_derivatives(example):
     @jax.jit
     def zeros(s):
         scale = jmp_scale.DynamicLossScale(s, min_loss_scale=2.0**-7)
-        return digits.zero_share(
-            jmp_scale.grad(pinn.loss_fn, scale)(params, x, "float16")
-        )
+        grads = jmp_scale.grad(pinn.loss_fn, scale)(params, x, "float16")
+        return digits.zero_share(grads)
 
     with jax.numpy_rank_promotion("allow"):
         assert zeros(2.0**15) < 0.005
@@ -104,12 +93,9 @@ def test_the_cached_pass_is_the_same_function_up_to_rounding(
 ):
     transformer = example("_transformer")
     params = transformer.init_params(0)
-    key = jax.random.key(0)
-    sample, read = (
-        jax.jit(function, static_argnums=2)
-        for function in (transformer.sample, transformer.read)
-    )
+    sample = jax.jit(transformer.sample, static_argnums=2)
+    read = jax.jit(transformer.read, static_argnums=2)
     with jax.numpy_rank_promotion("allow"):
-        tokens, cached = sample(params, key, dtype)
+        tokens, cached = sample(params, jax.random.key(0), dtype)
         whole = read(params, tokens, dtype)
     assert least <= np.abs(whole - cached).mean() < most

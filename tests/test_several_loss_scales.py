@@ -26,11 +26,8 @@ def gradient(finite):
 
 
 def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
-    loss_scales = {
-        "a": DynamicLossScale(8.0),
-        "b": StaticLossScale(2.0),
-        "c": NoOpLossScale(),
-    }
+    loss_scales = [DynamicLossScale(8.0), StaticLossScale(2.0), NoOpLossScale()]
+    loss_scales = dict(zip("abc", loss_scales, strict=True))
     losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
     scaled = map_over(jmp_scale.scale, loss_scales, losses)
     assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
@@ -77,31 +74,25 @@ def test_loss_finite_is_given_for_each_loss():
     assert {k: s.loss_scale for k, s in adjusted.items()} == {"a": 8, "b": 4}
 
 
-@pytest.mark.parametrize(("overflowing", "other"), ["ab", "ba"])
+@pytest.mark.parametrize(("bad", "good"), ["ab", "ba"])
 def test_an_overflow_in_one_of_two_optimizers_skips_and_backs_off_only_that_one(
-    overflowing, other
+    bad, good
 ):
-    tx = jmp_scale.with_loss_scale(
-        optax.adam(0.1), DynamicLossScale(2.0**10, period=100)
-    )
+    loss_scale = DynamicLossScale(2.0**10, period=100)
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), loss_scale)
     params = {"a": jnp.float32(1.0), "b": jnp.float32(1.0)}
     states = {name: tx.init(p) for name, p in params.items()}
     updates, after = {}, {}
-    for name, finite in ((overflowing, False), (other, True)):
-        updates[name], after[name] = tx.update(
-            gradient(finite), states[name], params[name]
-        )
+    for name, state in states.items():
+        grads = gradient(name == good)
+        updates[name], after[name] = tx.update(grads, state, params[name])
     stepped = optax.apply_updates(params, updates)
-    assert_bitwise_equal(stepped[overflowing], params[overflowing])
-    assert_bitwise_equal(
-        after[overflowing].inner_state, states[overflowing].inner_state
-    )
-    assert stepped[other] < params[other]
-    assert [after[name].loss_scale.loss_scale for name in (overflowing, other)] == [
-        2.0**9,
-        2.0**10,
-    ]
-    assert [after[name].skipped for name in (overflowing, other)] == [1, 0]
+    assert_bitwise_equal(stepped[bad], params[bad])
+    assert_bitwise_equal(after[bad].inner_state, states[bad].inner_state)
+    assert stepped[good] < params[good]
+    assert after[bad].loss_scale.loss_scale == 2.0**9
+    assert after[good].loss_scale.loss_scale == 2.0**10
+    assert (after[bad].skipped, after[good].skipped) == (1, 0)
 
 
 def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both():
@@ -109,29 +100,22 @@ def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both(
 
     @jax.jit
     def train_step(params, states, loss_scale, finite):
-        steps = [
-            tx.update(gradient(f), s, p)
-            for f, s, p in zip(finite, states, params, strict=True)
-        ]
-        params = [
-            optax.apply_updates(p, u) for p, (u, _) in zip(params, steps, strict=True)
-        ]
-        states = [state for _, state in steps]
+        grads = map(gradient, finite)
+        updates, states = zip(*map(tx.update, grads, states, params), strict=True)
+        params = [*map(optax.apply_updates, params, updates)]
         both_finite = states[0].grads_finite & states[1].grads_finite
         return params, states, loss_scale.adjust(both_finite)
 
     params = [jnp.float32(0.0), jnp.float32(0.0)]
-    states = [tx.init(p) for p in params]
+    states = tuple(map(tx.init, params))
     loss_scale = DynamicLossScale(2.0**10, period=2)
     history = []
     for finite in FLAGS:
-        params, states, loss_scale = train_step(
-            params, states, loss_scale, list(finite)
-        )
+        finite = list(finite)
+        params, states, loss_scale = train_step(params, states, loss_scale, finite)
         history.append(float(loss_scale.loss_scale))
-    assert history == [
-        s for s, *_ in reference_rule(FLAGS.all(axis=1), 2.0**10, period=2)
-    ]
+    rule = reference_rule(FLAGS.all(axis=1), 2.0**10, period=2)
+    assert history == [s for s, *_ in rule]
     # Each applied step subtracts a gradient of 1.
     assert [-int(p) for p in params] == FLAGS.sum(axis=0).tolist()
     assert [int(s.skipped) for s in states] == (~FLAGS).sum(axis=0).tolist()

@@ -96,37 +96,37 @@ def test_a_spike_hides_the_next_from_the_rule_of_a_window_and_not_from_the_guard
     assert np.flatnonzero(skips).tolist() == [200, 220, 240]
 
 
+def end(tx, params, grads, values):
+    """Parameters after the steps."""
+
+    def step(carry, inputs):
+        grads, value = inputs
+        updates, state = tx.update(grads, carry[1], carry[0], value=value)
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    carry, inputs = (params, tx.init(params)), (grads, values)
+    return jax.jit(lambda: jax.lax.scan(step, carry, inputs)[0][0])()
+
+
+SCHEDULE = optax.constant_schedule(0.01)
+
+
 @pytest.mark.parametrize("make", [rules.maxtext, rules.olmo_core])
 def test_the_rules_of_a_window_step_as_adam_does(make):
     grads = np.random.RandomState(0).randn(70, 3).astype(np.float32)
-
-    def run(tx):
-        def step(carry, g):
-            updates, state = tx.update(g, carry[1], carry[0], value=jnp.float32(1.0))
-            return (optax.apply_updates(carry[0], updates), state), None
-
-        start = jnp.zeros(3), tx.init(jnp.zeros(3))
-        return jax.jit(lambda: jax.lax.scan(step, start, grads)[0][0])()
-
-    schedule = optax.constant_schedule(0.01)
-    np.testing.assert_allclose(
-        run(make(schedule)), run(rules.nothing(schedule)), rtol=1e-4
+    ours, adams = (
+        end(make(SCHEDULE), jnp.zeros(3), grads, jnp.ones(70))
+        for make in (make, rules.nothing)
     )
-
-
-def after_a_nan(make):
-    """Parameters after 100 steps and one whose gradient and loss are NaN."""
-    tx, params = make(optax.constant_schedule(0.01)), jnp.zeros(2)
-
-    def step(carry, x):
-        updates, state = tx.update(x * jnp.ones(2), carry[1], carry[0], value=x)
-        return (optax.apply_updates(carry[0], updates), state), None
-
-    seen = jnp.append(jnp.ones(100), jnp.nan)
-    return jax.jit(lambda: jax.lax.scan(step, (params, tx.init(params)), seen)[0][0])()
+    np.testing.assert_allclose(ours, adams, rtol=1e-4)
 
 
 def test_a_factor_of_zero_does_not_keep_a_nan_out_and_a_select_does():
-    assert np.isnan(after_a_nan(rules.olmo_core)).all()
-    for make in (rules.maxtext, rules.apply_if_finite, rules.guard):
-        assert np.isfinite(after_a_nan(make)).all()
+    seen = jnp.append(jnp.ones(100), jnp.nan)  # gradients and losses
+    grads = seen[:, None] * jnp.ones((1, 2))
+    rest = (rules.maxtext, rules.apply_if_finite, rules.guard)
+    kept_out = [
+        np.isfinite(end(make(SCHEDULE), jnp.zeros(2), grads, seen)).all()
+        for make in (rules.olmo_core, *rest)
+    ]
+    assert kept_out == [False, True, True, True]

@@ -29,12 +29,12 @@ def evaluate(line, **names):
     return eval(compile(LINES[line], str(PAGE), "eval"), names)
 
 
-def torch_state(trace, k):
-    return {"scale": trace["scale"][k], "_growth_tracker": trace["counter"][k]}
+def torch_state(trace, k, s="scale", counter="_growth_tracker"):
+    return {s: trace["scale"][k], counter: trace["counter"][k]}
 
 
 def apex_state(trace, k):
-    return {"loss_scale": trace["scale"][k], "unskipped": trace["counter"][k]}
+    return torch_state(trace, k, "loss_scale", "unskipped")
 
 
 def deepspeed_state(trace, k):
@@ -105,12 +105,10 @@ CUT = [
 def with_the_start(trace):
     """The trace with its state before the first step in front of those after each."""
     config = trace["config"]
-    starts = [
-        config[k] for k in ("init_scale", "initial_scale", "scale") if k in config
-    ]
+    names = ("init_scale", "initial_scale", "scale", "loss_scale")
     hysteresis = config.get("hysteresis", config.get("delayed_shift"))
     first = {
-        "scale": next(iter(starts), config.get("loss_scale")),
+        "scale": next((config[x] for x in names if x in config), None),
         "counter": 0,
         "hysteresis_tracker": hysteresis,
         "cur_hysteresis": hysteresis,
@@ -136,9 +134,8 @@ def test_a_run_cut_anywhere_goes_on_as_it_would_have_there(name):
     preset, longer = build(peer, trace), with_the_start(trace)
     steps = len(trace["finite"])
     cuts = range(0, steps, 3)  # no multiple of the traces' growth interval of 5
-    resumed = [
-        evaluate(line, preset=preset, state=state_of(longer, cut)) for cut in cuts
-    ]
+    states = [state_of(longer, cut) for cut in cuts]
+    resumed = [evaluate(line, preset=preset, state=state) for state in states]
     assert jax.tree.structure(resumed[0]) == jax.tree.structure(preset)
     # Each run's flags are those from its cut on, and then padding.
     flags = as_flags(trace["finite"] + "1" * steps)
@@ -167,9 +164,8 @@ def test_a_scale_is_read_and_set_without_another_compilation():
     update, traces = count_traces(tx.update)
     opt_state, params = tx.init(jnp.ones(2)), jnp.ones(2)
     _, opt_state = jax.jit(update)(params, opt_state, params)
-    new = evaluate(
-        "`scaler.update(new_scale)`", loss_scale=opt_state.loss_scale, new_scale=512.0
-    )
+    names = {"loss_scale": opt_state.loss_scale, "new_scale": 512.0}
+    new = evaluate("`scaler.update(new_scale)`", **names)
     opt_state = opt_state._replace(loss_scale=new)
     assert evaluate("`scaler.get_scale()`", loss_scale=opt_state.loss_scale) == 512
     assert opt_state.loss_scale.counter == 1
@@ -196,17 +192,12 @@ def test_the_growth_interval_is_set_and_the_counter_kept():
     assert history == [8, 16, 16, 16, 16, 16, 32]
 
 
-@pytest.mark.parametrize(
-    ("line", "x", "finite", "expected"),
-    [
-        ("`scaler.set_growth_factor(x)`", 4.0, True, 32.0),
-        ("`scaler.set_backoff_factor(x)`", 0.25, False, 2.0),
-    ],
-)
-def test_the_factors_are_set(line, x, finite, expected):
+def test_the_factors_are_set():
     loss_scale = presets.pytorch(init_scale=8.0, growth_interval=1)
-    changed = evaluate(line, loss_scale=loss_scale, x=x)
-    assert changed.adjust(finite).loss_scale == expected
+    grows = evaluate("`scaler.set_growth_factor(x)`", loss_scale=loss_scale, x=4.0)
+    assert grows.adjust(True).loss_scale == 32.0
+    falls = evaluate("`scaler.set_backoff_factor(x)`", loss_scale=loss_scale, x=0.25)
+    assert falls.adjust(False).loss_scale == 2.0
 
 
 def test_the_example_of_the_page_runs():

@@ -18,11 +18,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 POSITIONS = {"optax": 0, "linen": 2, "nnx": 3}  # of blocks that have no name
 
-IMPORTS = {
-    "jax": "import jax",
-    "optax": "import optax",
+IMPORTS = {name: f"import {name}" for name in ("jax", "optax", "jmp_scale")} | {
     "nnx": "from flax import nnx",
-    "jmp_scale": "import jmp_scale",
     "TrainState": "from jmp_scale.linen import TrainState",
     "Optimizer": "from jmp_scale.nnx import Optimizer",
 }
@@ -134,13 +131,9 @@ def check(folder, mode):
     }
     (folder / "pyrightconfig.json").write_text(json.dumps(configuration))
     command = [sys.executable, "-m", "pyright", "--outputjson", "-p", str(folder)]
-    run = subprocess.run(
-        [*command, "--pythonpath", sys.executable],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
-    )
+    command += ["--pythonpath", sys.executable]
+    env = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     if run.returncode not in (0, 1):
         pytest.skip(f"pyright does not run here: {run.stderr.strip()[-200:]}")
     for found in json.loads(run.stdout)["generalDiagnostics"]:
@@ -152,10 +145,7 @@ def check(folder, mode):
         yield path.stem, start["line"] + 1, found["rule"], found["message"], source
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("pyright") is None,
-    reason="pyright is not installed (the dev extra)",
-)
+@pytest.mark.skipif(not importlib.util.find_spec("pyright"), reason="no pyright")
 @pytest.mark.parametrize("mode", ["basic", "strict"])
 def test_the_train_steps_of_the_readme_have_no_type_errors(mode, tmp_path):
     write_programs(tmp_path, strict=mode == "strict")

@@ -16,10 +16,7 @@ from .._tree import is_inexact, named_inexact_leaves
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The unscaled loss, the inexact leaves of the unscaled gradients, and their names.
-
-    Such results can leave `jit`: the names are static.
-    """
+    """The loss, the inexact leaves of the unscaled gradients, their names (static)."""
 
     loss: Any
     leaves: Any
@@ -28,14 +25,10 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss, its arguments and how it is differentiated, checked once for all tools.
+    """A loss and how it is differentiated, checked once for all tools.
 
-    The fields are those of `value_and_grad`; `function` is the tool's name, for errors.
-
-    Raises:
-      TypeError: `fun` or `transform` is not a function, or an argument at `argnums`
-        cannot be differentiated.
-      ValueError: `argnums` is empty or out of range.
+    The fields are those of `value_and_grad`; `function` is the tool's name, for errors,
+    which are those of `precision_report`.
     """
 
     function: str
@@ -53,7 +46,7 @@ class Loss:
                     f"{_described(value)}; pass the function itself, not its result"
                 )
         numbers = self.argnums
-        numbers = numbers if isinstance(numbers, (tuple, list)) else (numbers,)
+        numbers = numbers if isinstance(numbers, tuple | list) else (numbers,)
         if not numbers:
             raise ValueError(
                 f"{self.function}: expected a position in argnums, got none; "
@@ -63,11 +56,7 @@ class Loss:
             self._check_differentiable(number)
 
     def dtype_of(self, out: Any) -> str:
-        """The dtype of the loss in what `fun` returned, by name.
-
-        Raises:
-          TypeError: `out` is not a real scalar, or `(loss, aux)` with `has_aux`.
-        """
+        """The dtype of the loss in what `fun` returned, by name."""
         checked_output(self.function, out, self.has_aux)
         loss = out[0] if self.has_aux else out
         dtype = jnp.result_type(loss)

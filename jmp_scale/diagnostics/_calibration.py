@@ -14,9 +14,8 @@ from .._jaxpr import dtype_name, open_jaxpr, subjaxprs
 from ._backward import Loss, split_arrays
 from ._report import MARGIN_BITS
 
-# The share of a leaf's entries that a loss scale that works may lose. It is far below
-# what changes a training run, and above what single entries at the edge of the range
-# add.
+# The share of a leaf's entries that a loss scale that works may lose: far below what
+# changes a training run, above what single entries at the edge of the range add.
 _TOLERATED = 2.0**-8
 
 # log2 of the smallest and largest S that `DynamicLossScale` takes by default.
@@ -38,8 +37,8 @@ class Calibration:
       log2_scales: i32[K], the loss scales that were tried.
       zero_fraction: f32[K, L], share of the entries of each gradient that are zero.
       finite: bool[K], whether the loss and all gradients are finite.
-      log2_low: f32[], the lowest loss scale of the window. NaN if none works.
-      log2_high: f32[], the highest loss scale of the window. NaN if none works.
+      log2_low: f32[], the lowest loss scale of the window, NaN if none works, and
+      log2_high: f32[], the highest.
       recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below
         `log2_low`, and in [0, 24], because `DynamicLossScale` takes no other S unless
         it is told to. NaN if no such S works.
@@ -61,15 +60,9 @@ class Calibration:
 
     def summary(self) -> str:
         """The result as one sentence (host)."""
-        low, high, best = (
-            float(x)
-            for x in (self.log2_low, self.log2_high, self.recommended_log2_scale)
-        )
+        low, high = float(self.log2_low), float(self.log2_high)
         if not np.asarray(self.finite).any():
-            return (
-                "No loss scale of the sweep gives finite gradients: "
-                "run diagnose_nonfinite."
-            )
+            return "No loss scale gives finite gradients: run diagnose_nonfinite."
         if not self.has_half_precision:
             return "Nothing in this loss is half precision: cast inside it first."
         if np.isnan(low):
@@ -79,12 +72,11 @@ class Calibration:
             window = f"Of the loss scales tried, only 2^{low:g} works"
         if not bool(self.needs_scaling):
             return f"{window}, including 1: loss scaling is not needed here."
-        if np.isnan(best):
-            limit = "min_loss_scale" if high < _LOWEST else "max_loss_scale"
-            return (
-                f"{window}, which a DynamicLossScale takes only with another {limit}."
-            )
-        return f"{window}: start from 2^{best:g}."
+        best = float(self.recommended_log2_scale)
+        if not np.isnan(best):
+            return f"{window}: start from 2^{best:g}."
+        limit = "min_loss_scale" if high < _LOWEST else "max_loss_scale"
+        return f"{window}, which a DynamicLossScale takes only with another {limit}."
 
 
 def calibrate_loss_scale(
@@ -98,39 +90,31 @@ def calibrate_loss_scale(
 ) -> Calibration:
     """Runs the real low-precision backward pass at each loss scale of a sweep.
 
-    Nothing else shows what a loss scale saves. A cast of the float32 gradient misses
-    what is flushed on the way: the gradients of activations are smaller, and where they
-    become zero so do the gradients of all layers before.
+    Nothing else shows what a loss scale saves: a cast of the float32 gradient misses
+    what is flushed on the way, in the smaller gradients of activations.
 
-    Compatible with `jit`, `vmap` and `lax.scan`. One compiled call. The loss scales are
-    tried one after another, so it needs no more memory than one step. Models among the
-    arguments stay as they are, whatever the forward pass writes to them (BatchNorm,
-    random streams).
+    Compatible with `jit`, `vmap` and `lax.scan`. One compiled call, which tries the
+    loss scales one after another, so it needs no more memory than one step. Models
+    among the arguments stay as they are, whatever the forward pass writes to them.
 
     If your step takes gradients per example (DP-SGD), `vmap` this function over the
     examples as the step does: the gradient of their mean is smaller.
 
     Args:
-      fun: the whole loss with its casts to low precision, as for `value_and_grad`.
-      *args: its arguments: parameters, a typical batch. Non-array arguments are static.
-      argnums: positions of the differentiated arguments, as in JAX.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      transform: what differentiates: `jax.value_and_grad` (default),
-        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
+      fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
+        `has_aux` and `transform` are those of `precision_report`.
       log2_scales: increasing whole numbers in [-126, 126]; default -4, -2, ..., 24, up
         to the cap of `DynamicLossScale`. Include 0 if you need `needs_scaling`.
-      margin_bits: doublings that the recommendation stays below the first overflow,
-        because gradients are larger on some batches; default 2.
+      margin_bits: doublings that the recommendation stays below the first overflow, for
+        batches with larger gradients; default 2.
 
     Returns:
       A `Calibration`. It holds for these parameters and this batch: gradients usually
       shrink as training goes on.
 
     Raises:
-      TypeError: `fun` is not callable or does not return a real scalar loss, or
-        `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
-      ValueError: `log2_scales` is empty, not increasing, not whole or out of range; or
-        `argnums` is.
+      TypeError: as `precision_report`.
+      ValueError: also if `log2_scales` is empty, not increasing or not whole.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -144,8 +128,7 @@ def calibrate_loss_scale(
     """
     loss = Loss("calibrate_loss_scale", fun, args, argnums, has_aux, transform)
     log2 = _checked_log2_scales(log2_scales)
-    # On the host: exp2 on the device is a rounding away from most powers of two, and
-    # the sweep must try exactly what it reports.
+    # On the host, because the exp2 of a device is a rounding away from most powers.
     scales = np.ldexp(np.float32(1), log2)
     arrays, rejoin = split_arrays(args)
 
@@ -190,9 +173,7 @@ def _window(
 ) -> tuple[jax.Array, jax.Array]:
     """(log2_low, log2_high) of `Calibration`."""
     # Zeros at every finite S are not a loss: dead units, padding, the other classes.
-    unavoidable = jnp.min(
-        jnp.where(finite[:, None], zero_fraction, 1), axis=0, keepdims=True
-    )
+    unavoidable = jnp.where(finite[:, None], zero_fraction, 1).min(0, keepdims=True)
     tiny = jnp.finfo(jnp.float32).tiny
     lost = (zero_fraction - unavoidable) / jnp.maximum(1 - unavoidable, tiny)
     works = finite & (jnp.max(lost, axis=1) <= _TOLERATED)
@@ -202,12 +183,9 @@ def _window(
     run = places - lax.cummax(jnp.where(works, np.int32(-1), places))
     end = jnp.argmax(run).astype(jnp.int32)  # the first, so the lower of equal ones
     start = jnp.maximum(end - run[end] + 1, 0)
-    scales = jnp.asarray(log2)
-    nothing = ~works.any()
-    return (
-        jnp.where(nothing, jnp.nan, scales[start]),
-        jnp.where(nothing, jnp.nan, scales[end]),
-    )
+    window = jnp.asarray(log2)[jnp.stack([start, end])]
+    low, high = jnp.where(works.any(), window, jnp.nan)
+    return low, high
 
 
 def _computes_in_half(jaxpr: Any) -> bool:
@@ -223,13 +201,9 @@ def _computes_in_half(jaxpr: Any) -> bool:
 
 def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:
     scales = np.asarray(log2_scales)
-    is_whole = (
-        scales.ndim == 1
-        and scales.size > 0
-        and np.issubdtype(scales.dtype, np.number)
-        and np.array_equal(scales, np.round(scales))
-    )
-    if not is_whole:
+    is_list = scales.ndim == 1 and scales.size > 0
+    is_list &= np.issubdtype(scales.dtype, np.number)
+    if not is_list or np.any(scales != np.round(scales)):
         expected = "a non-empty sequence of whole numbers"
     elif np.any(np.diff(scales) <= 0) or scales[0] < -126 or scales[-1] > 126:
         expected = "increasing whole numbers in [-126, 126]"

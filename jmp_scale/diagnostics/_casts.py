@@ -29,8 +29,7 @@ class Limits(NamedTuple):
     largest: float
 
 
-# Ties go to the even neighbor: to zero, and to infinity except in float8_e4m3fn, where
-# 464 becomes 448.
+# Ties go to the even neighbor: to zero, to infinity, and 464 to 448 in float8_e4m3fn.
 _LIMITS = {
     "float16": Limits(2.0**-25, 2.0**-14, 65520.0, 65504.0),
     "bfloat16": Limits(
@@ -42,11 +41,7 @@ _LIMITS = {
 
 
 def limits(dtype: DTypeLike, function: str) -> Limits:
-    """The limits of a cast from float32 to `dtype`; errors name `function`.
-
-    Raises:
-      ValueError: a dtype other than float16, bfloat16, float8_e5m2, float8_e4m3fn.
-    """
+    """The limits of a cast from float32 to `dtype`; errors name `function`."""
     name = jnp.dtype(dtype).name
     if name not in _LIMITS:
         known = ", ".join(_LIMITS)
@@ -75,16 +70,14 @@ def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.
     if x.dtype.itemsize <= 4:
         return bits
     # Without the clip 1e300 would be counted as infinite, and 1e-300 as zero.
-    return jnp.where(
-        jnp.isfinite(x), jnp.clip(bits, (x != 0).astype(jnp.int32), INFINITY - 1), bits
-    )
+    clipped = jnp.clip(bits, (x != 0).astype(jnp.int32), INFINITY - 1)
+    return jnp.where(jnp.isfinite(x), clipped, bits)
 
 
 def exponent_and_fraction(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(e, f) with |x| = 2^e (1 + f 2^-23), i32. Meaningless for zero."""
-    # The bits of a subnormal have no implicit leading one: its exponent field is 0 for
-    # all magnitudes below 2^-126. Shifting the first one to bit 23 makes it a normal
-    # number whose exponent is too large by the shift.
+    # A subnormal has an exponent field of 0 and no implicit leading one. Shifting its
+    # first one to bit 23 makes it a normal number, with an exponent too large by that.
     shift = jnp.maximum(lax.clz(bits) - 8, 0)
     bits = bits << shift
     return (bits >> 23) - 127 - shift, bits & 0x7FFFFF

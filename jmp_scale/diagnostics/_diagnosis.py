@@ -23,12 +23,10 @@ class Diagnosis(NamedTuple):
         does; with "overflow" the first to overflow as S grows. None if all are finite.
       finite_at_log2: for "overflow", log2 of the largest power of two below S whose
         gradients are finite.
-      nonfinite_paths: all gradient leaves that are not finite there. The backward pass
-        carries a NaN on to every layer before the one that made it, so look at the last
-        of them in the order of the model.
-      nonfinite_argument: the first leaf of `fun`'s arguments that is itself not finite,
-        such as `args[1]['x']`: a broken batch or broken parameters. None if all are
-        finite.
+      nonfinite_paths: all gradient leaves that are not finite there. A NaN goes on to
+        every layer before the one that made it, so look at the model's last of them.
+      nonfinite_argument: the first leaf of `fun`'s arguments that is not finite itself,
+        such as `args[1]['x']`: a broken batch or parameter. None if all are finite.
     """
 
     cause: Literal["none", "forward", "overflow", "nan"]
@@ -49,15 +47,11 @@ class Diagnosis(NamedTuple):
                 f"scale 2^{self.finite_at_log2}{below}."
             )
         if self.nonfinite_argument is not None:
-            return (
-                f"{self.nonfinite_argument} is not finite itself. No loss scale helps: "
-                "fix the input."
-            )
+            what = f"{self.nonfinite_argument} is not finite itself"
+            return f"{what}. No loss scale helps: fix the input."
         if self.cause == "forward":
-            return (
-                "The loss itself is not finite. No loss scale helps: the forward pass "
-                "is out of range."
-            )
+            what = "The loss itself is not finite. No loss scale helps"
+            return f"{what}: the forward pass is out of range."
         return (
             f"The loss is finite, but the gradient of {self.path} is not at any loss "
             "scale: look for the derivative of sqrt, log or a division at zero, with "
@@ -78,9 +72,8 @@ def diagnose_nonfinite(
 
     Runs on the host: one call of one compiled backward pass for each S. Give it the
     parameters and the batch of the step that was skipped. Models among the arguments
-    stay as they are. The causes are "none": the
-    step is finite; "forward": the loss itself is not, which no S changes; "overflow": a
-    smaller S cures it; "nan": none does.
+    stay as they are. The causes are "none": the step is finite; "forward": the loss is
+    not, which no S changes; "overflow": a smaller S cures it; "nan": none does.
 
     To see the operation that makes a NaN, run the step at S = 1 under `jax.debug_nans`,
     where an overflow that the loss scale would have handled cannot raise first:
@@ -91,13 +84,9 @@ def diagnose_nonfinite(
     ```
 
     Args:
-      fun: the whole loss in low precision, as for `value_and_grad`.
+      fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
+        `has_aux` and `transform` are those of `precision_report`.
       loss_scale: the loss scale of that step, or its S as a number.
-      *args: its arguments: parameters, batch. Non-array arguments are static.
-      argnums: positions of the differentiated arguments, as in JAX.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      transform: what differentiates: `jax.value_and_grad` (default),
-        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
       log2_min: log2 of the smallest S to try; default -14, because some overflows
         persist at S = 1.
 
@@ -105,11 +94,9 @@ def diagnose_nonfinite(
       A `Diagnosis`.
 
     Raises:
-      TypeError: `fun` is not callable or does not return a real scalar loss, or
-        `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated;
-        `loss_scale` is neither a loss scale nor a number, or `log2_min` not an integer.
-      ValueError: `argnums` is empty or out of range; `log2_min` is outside
-        [-126, 126], or S is not positive and finite.
+      TypeError: as `precision_report`; also if `loss_scale` is neither a loss scale nor
+        a number, or `log2_min` not an integer.
+      ValueError: also if `log2_min` is not in [-126, 126], or S not above 0 or finite.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -148,18 +135,16 @@ def diagnose_nonfinite(
         )
     loss_finite, nonfinite = run(s)
     first = nonfinite[0] if nonfinite else None
-    if loss_finite and not nonfinite:
-        return Diagnosis("none")
     if not loss_finite:
         return Diagnosis("forward", first, None, nonfinite, _nonfinite_argument(args))
-    # From the largest power of two below S: half of it for a power of two, because S
-    # itself has just been tried.
+    if not nonfinite:
+        return Diagnosis("none")
+    # From the largest power of two below S, which has just been tried.
     for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, log2_min - 1, -1):
         _, smaller = run(2.0**log2_scale)
         if not smaller:
             return Diagnosis("overflow", nonfinite[0], log2_scale, nonfinite)
-        # What is left at the smallest S that overflows is what overflows first as S
-        # grows.
+        # What is left at the smallest S that overflows does so first as S grows.
         nonfinite = smaller
     return Diagnosis("nan", nonfinite[0], None, nonfinite, _nonfinite_argument(args))
 

@@ -37,16 +37,16 @@ _SENTENCES = {
     "broke. {diagnose} finds the cause.",
     "every step skipped at a fixed loss scale": "{last}, with a loss scale that does "
     "not adapt: take a DynamicLossScale, unless {diagnose} finds a NaN.",
-    "loss diverges": "The loss diverges: it is {current}, after {best} around step "
-    "{step} and {first} at the start. Go back to a checkpoint from before, and lower "
-    "the learning rate or clip the gradients.",
-    "loss blew up": "The loss rose to {peak} at step {step}, and at {current} it has "
-    "not come far below its start of {first}: start again with a lower learning rate, "
-    "a warm-up or clipped gradients.",
+    "loss diverges": "The loss diverges: it is {current:.3g}, after {best:.3g} around "
+    "step {best_step} and {first:.3g} at the start. Go back to a checkpoint from "
+    "before, and lower the learning rate or clip the gradients.",
+    "loss blew up": "The loss rose to {peak:.3g} at step {step}, and at {current:.3g} "
+    "it has not come far below its start of {first:.3g}: start again with a lower "
+    "learning rate, a warm-up or clipped gradients.",
     "gradients vanished": "The gradient norm {change} while the loss stays near its "
-    "start ({current} after {first}): units are saturated or dead, or the gradients "
-    "underflow. Start again with a lower learning rate; see calibrate_loss_scale if "
-    "the gradients are computed in half precision.",
+    "start ({current:.3g} after {first:.3g}): units are saturated or dead, or the "
+    "gradients underflow. Start again with a lower learning rate; see "
+    "calibrate_loss_scale if the gradients are computed in half precision.",
     "lost updates": "In the last {steps} steps {entries:.0%} of the updates, and "
     "{magnitude:.0%} of their size, were lost in rounding: they are too small beside "
     "the parameters. Keep the parameters in float32 or, where they are, raise the "
@@ -89,8 +89,7 @@ _SENTENCES = {
 }
 _ORDER = {kind: place for place, kind in enumerate(_SENTENCES)}
 
-# Of steps, of overflows and of spikes. With the default period S itself causes about
-# 0.0005 of overflows.
+# Of overflows and of spikes. With the default period S itself causes 0.0005.
 _NORMAL_RATE = 0.01
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
@@ -139,8 +138,7 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     vanished, updates that are lost in rounding. How often each is right is measured in
     the project's benchmarks, under "Health".
 
-    Called every few hundred steps it waits for the device once. For one line per change
-    rather than one per call, use `HealthLog`.
+    Call it every few hundred steps. For one line per change, use `HealthLog`.
 
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree. If that holds
@@ -226,8 +224,7 @@ def _findings(
     steps = steps if steps and len(steps["step"]) else None
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
-        # Of a replicated state every number below is an array, and `float` fails far
-        # from here.
+        # Of a replicated state every number below is an array, and `float` fails.
         if shape != ():
             raise ValueError(
                 f"{function}: expected one state, got {shape} of them; take one of "
@@ -253,7 +250,7 @@ def _state_findings(
     state: LossScaleState, steps: Steps, new: _Skips
 ) -> list[Finding | None]:
     """The findings on S, on spikes and on other skips. `new`: since the last call."""
-    in_a_row, total = int(state.skipped_in_a_row), int(state.spikes)
+    in_a_row = int(state.skipped_in_a_row)
     # int, because a Variable of Flax 0.12.0 has no truth value.
     is_spike = int(state.grads_finite) > int(state.applied)
     if in_a_row and steps is not None:
@@ -264,7 +261,7 @@ def _state_findings(
         skips = _skip_finding(state, steps, new)
         return [_scale_finding(state), _recorded_spikes(steps), skips]
     limit = getattr(state.guard, "max_in_a_row", "max_in_a_row")
-    values = {"in_a_row": in_a_row, "total": total, "limit": limit}
+    values = {"in_a_row": in_a_row, "total": int(state.spikes), "limit": limit}
     spike = "spike" if in_a_row == 1 else "spikes in a row"
     return [_scale_finding(state), (spike, values), _recorded_skips(steps)]
 

@@ -23,10 +23,8 @@ class ExponentHistogram:
     The fields and methods are arrays and pure functions that work under `jit`.
 
     Attributes:
-      counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), for e = -149 to
-        127.
-      powers_of_two: u32[L, 277], those of them that are exactly 2^e: the ties of a
-        cast.
+      counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), e = -149 to 127.
+      powers_of_two: u32[L, 277], those that are exactly 2^e: the ties of a cast.
       zero: u32[L], entries that are zero.
       nonfinite: u32[L], entries that are NaN or infinite.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
@@ -62,8 +60,8 @@ class ExponentHistogram:
           TypeError: `log2_scale` does not have an integer dtype.
           ValueError: another dtype.
         """
-        zero_up_to = int(np.log2(_casts.limits(dtype, "flushed_share").zero_up_to))
-        return self._share_below("flushed_share", log2_scale, zero_up_to, up_to=True)
+        limit = int(np.log2(_casts.limits(dtype, "flushed_share").zero_up_to))
+        return self._share_below("flushed_share", log2_scale, limit, up_to=True)
 
     def subnormal_share(
         self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
@@ -72,11 +70,8 @@ class ExponentHistogram:
 
         Arguments, result and errors are those of `flushed_share`.
         """
-        limits = _casts.limits(dtype, "subnormal_share")
-        subnormal_below = int(np.log2(limits.subnormal_below))
-        below = self._share_below(
-            "subnormal_share", log2_scale, subnormal_below, up_to=False
-        )
+        limit = int(np.log2(_casts.limits(dtype, "subnormal_share").subnormal_below))
+        below = self._share_below("subnormal_share", log2_scale, limit, up_to=False)
         return below - self.flushed_share(log2_scale, dtype)
 
     def _share_below(
@@ -89,31 +84,25 @@ class ExponentHistogram:
                 f"{function}: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        # S x < 2^limit for all entries of the columns before this one, and for no
-        # other.
+        # S x < 2^limit for all entries of the columns before this one, and no other.
         column = limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT
-        total = self.counts.sum(-1, keepdims=True, dtype=jnp.uint32)
-        cumulative = jnp.pad(
-            jnp.cumsum(self.counts, axis=-1, dtype=jnp.uint32), ((0, 0), (1, 0))
-        )
-        below = cumulative[:, jnp.clip(column, 0, len(_EXPONENTS))]
+        counts = jnp.pad(self.counts, ((0, 0), (1, 0)))
+        cumulative = jnp.cumsum(counts, axis=-1, dtype=jnp.uint32).T
+        below = cumulative[jnp.clip(column, 0, len(_EXPONENTS))]
         if up_to:
             # Of the next column, the powers of two alone: S x = 2^limit is a tie that a
-            # cast rounds to zero. Padded, since the column may lie outside of the
-            # range.
-            ties = jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
-            below += ties[:, jnp.clip(column + 1, 0, len(_EXPONENTS) + 1)]
-        total = jnp.broadcast_to(
-            jnp.maximum(total, np.uint32(1)), (len(self.paths), column.size)
-        )
-        return jnp.moveaxis(below / total.reshape(below.shape), 0, -1)
+            # cast rounds to zero. Padded, because the column may be out of range.
+            ties = jnp.pad(self.powers_of_two, ((0, 0), (1, 1))).T
+            below += ties[jnp.clip(column + 1, 0, len(_EXPONENTS) + 1)]
+        total = jnp.broadcast_to(cumulative[-1], below.shape)
+        return below / jnp.maximum(total, np.uint32(1))
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:
     """Counts entries by power of two, which shows what any S and dtype would flush.
 
-    One pass. Compatible with `jit`, `vmap` and `lax.scan`. It costs several times as
-    much as `grad_report`: take it every few hundred steps.
+    Compatible with `jit`, `vmap` and `lax.scan`. It costs several times as much as
+    `grad_report`: take it every few hundred steps.
 
     Args:
       tree: pytree, of unscaled gradients or of anything else. Leaves that are not real
@@ -158,9 +147,8 @@ def _counts(leaf: Any) -> jax.Array:
     """
     bits = _casts.magnitude_bits(leaf).ravel()
     exponent, fraction = _casts.exponent_and_fraction(bits)
-    column = (
-        exponent - _casts.LEAST_EXPONENT + jnp.where(fraction == 0, 0, len(_EXPONENTS))
-    )
-    column = jnp.where(bits == 0, 2 * len(_EXPONENTS), column)
-    column = jnp.where(bits >= _casts.INFINITY, 2 * len(_EXPONENTS) + 1, column)
-    return jnp.zeros(2 * len(_EXPONENTS) + 2, jnp.uint32).at[column].add(np.uint32(1))
+    n, column = len(_EXPONENTS), exponent - _casts.LEAST_EXPONENT
+    column += jnp.where(fraction == 0, 0, n)
+    column = jnp.where(bits == 0, 2 * n, column)
+    column = jnp.where(bits >= _casts.INFINITY, 2 * n + 1, column)
+    return jnp.zeros(2 * n + 2, jnp.uint32).at[column].add(np.uint32(1))

@@ -43,11 +43,10 @@ class HistorySummary(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScaleHistory:
-    """A ring buffer of the last N steps.
+    """A ring buffer of the last N steps, a pytree to carry next to the optimizer state.
 
-    A pytree to carry next to the optimizer state, also through `lax.scan`: `create(N)`
-    makes it, and `push` records a step and returns the next history, also under `jit`.
-    `to_dict` and `summary` run on the host. Numbers that are not known are NaN.
+    `create(N)` makes it; `push` records a step and returns the next history, also under
+    `jit` and `lax.scan`. Numbers that are not known are NaN.
 
     Attributes:
       log2_scale: f32[N], log2 of the S that scaled the loss of the step.

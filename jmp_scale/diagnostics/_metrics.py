@@ -10,14 +10,8 @@ from .._loss_scale import number_of
 from ._states import find_states
 from ._updates import lost_updates_of
 
-_FIELDS = (
-    "skipped",
-    "skipped_in_a_row",
-    "grads_finite",
-    "applied",
-    "nonfinite_losses",
-    "spikes",
-)
+_FIELDS = ("skipped", "skipped_in_a_row", "grads_finite", "applied")
+_FIELDS += ("nonfinite_losses", "spikes")
 _LIMITS = ("loss_limit", "norm_limit")
 
 
@@ -27,16 +21,14 @@ def metrics(
     """Scalars for any logger, which stay on the device until they are asked for.
 
     Compatible with `jit`, `vmap` and `lax.scan`: return them from the train step, and
-    convert them (with `float`, or `jax.device_get` for all at once) only at the steps
-    that are logged.
+    convert them (`float`, `jax.device_get`) only at steps that are logged.
 
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree: a Flax
         `TrainState`, `nnx.state(optimizer)`, a tuple with the parameters.
       grads: unscaled gradients of the step; adds their norm.
       params: parameters before the step, and
-      updates: what the optimizer returned for them; together they add what rounding
-        loses.
+      updates: what the optimizer returned for them; they add what rounding loses.
 
     Returns:
       A dictionary of scalars:

@@ -19,7 +19,6 @@ _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
 
 # Doublings that a recommended loss scale leaves between the largest entry and overflow.
 MARGIN_BITS = 2
-
 LARGEST_LOG2 = 126  # of an S that is a normal float32 number, and 1/S too
 
 # Counted in 32 bits up to here. A larger leaf is counted in pieces, joined in float32.
@@ -31,10 +30,9 @@ _LARGEST_COUNT = 2**32 - 1
 class GradReport:
     """What `grad_report` found: arrays with one entry for each of the L inexact leaves.
 
-    The counts `size`, `zero`, `flushed`, `subnormal`, `overflow` and `nonfinite` are
-    uint32[L] and exact (float32, to a relative 2^-24, if any leaf has 2^32 entries or
-    more). A complex entry counts as two. The fields and `flushed_share` are arrays that
-    work under `jit`; `to_dict`, `worst` and `summary` run on the host.
+    The counts, from `size` to `nonfinite`, are uint32[L] and exact (float32, to a
+    relative 2^-24, if any leaf has 2^32 entries or more); a complex entry counts as
+    two. `to_dict`, `worst` and `summary` run on the host, all else works under `jit`.
 
     Attributes:
       amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one;
@@ -42,21 +40,19 @@ class GradReport:
       size: entries.
       zero: entries that are zero themselves.
       flushed: non-zero entries that become zero when multiplied by S and cast.
-      subnormal: entries that S and the cast leave below the dtype's least normal
-        number, with fewer digits.
+      subnormal: entries that S and the cast leave below the least normal number.
       overflow: finite entries that become infinite (NaN in float8_e4m3fn).
       nonfinite: entries that are NaN or infinite themselves.
-      headroom_bits: f32[L], doublings of S until `amax` is the dtype's largest number:
-        log2(max / (S amax)). Infinite for a leaf of zeros.
-      dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero magnitude, 0 if
-        there is none.
+      headroom_bits: f32[L], log2(max / (S amax)), max being the dtype's largest number.
+        Infinite for a leaf of zeros.
+      dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero one, or 0.
       loss_scale: f32[], S.
       all_finite: bool[], whether `nonfinite` is 0 everywhere.
       first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
       recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits`
         is at least 2 in every leaf, at most 126; NaN if there is none, or no entry is
-        finite and non-zero. An upper bound, because gradients of activations may be
-        larger than those of parameters: see `calibrate_loss_scale`.
+        finite and non-zero. Gradients of activations may be larger and need a smaller
+        one: see `calibrate_loss_scale`.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """
@@ -85,10 +81,7 @@ class GradReport:
         return self.flushed.astype(jnp.float32) / jnp.maximum(nonzero, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain Python numbers (host).
-
-        Returns:
-          The scalars by name, "dtype", and under "leaves" a dictionary for each path.
+        """Python numbers: scalars by name, "dtype", "leaves": a dictionary for each.
 
         Raises:
           ValueError: several reports, from `vmap` or `lax.scan`.
@@ -102,17 +95,14 @@ class GradReport:
             )
         totals = {name: x.item() for name, x in arrays.items() if x.ndim == 0}
         columns = {name: x.tolist() for name, x in arrays.items() if x.ndim == 1}
-        rows = {
-            path: {name: column[i] for name, column in columns.items()}
-            for i, path in enumerate(self.paths)
-        }
-        return {"dtype": self.dtype, **totals, "leaves": rows}
+        rows = [{n: x[i] for n, x in columns.items()} for i in range(len(self.paths))]
+        leaves = dict(zip(self.paths, rows, strict=True))
+        return {"dtype": self.dtype, **totals, "leaves": leaves}
 
     def worst(self, k: int = 5) -> dict[str, dict[str, Any]]:
-        """The k leaves that lose most, worst first, as in `to_dict()["leaves"]` (host).
+        """The k leaves of `to_dict()["leaves"]` that lose most, worst first (host).
 
-        Ordered by the share of entries that are not finite, then of those that
-        overflow, are flushed, are subnormal.
+        By the share of entries not finite, then overflowed, flushed, subnormal.
         """
 
         def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
@@ -134,8 +124,7 @@ def grad_report(
 ) -> GradReport:
     """Counts, leaf by leaf, what a loss scale and a cast lose of a gradient.
 
-    One pass over the gradients. Compatible with `jit`, `vmap` and `lax.scan`. In
-    `shard_map` it is the report of the local shards.
+    One pass. Compatible with `jit`, `vmap`, `lax.scan`; in `shard_map` shard by shard.
 
     Args:
       grads: pytree of unscaled gradients, as `value_and_grad` gives them. Leaves that
@@ -145,9 +134,7 @@ def grad_report(
         float8_e4m3fn.
 
     Returns:
-      A `GradReport`. What the backward pass itself has flushed is no longer in these
-      gradients, and shows as `zero`: use `calibrate_loss_scale` to tell it from entries
-      that are always zero.
+      A `GradReport`. What the backward pass has flushed before shows as `zero`.
 
     Raises:
       TypeError: `loss_scale` is not a number.
@@ -166,20 +153,18 @@ def grad_report(
     name = jnp.dtype(dtype).name
     if name == "bfloat16":
         raise ValueError(
-            "grad_report: expected dtype to be float16 or a float8, got bfloat16, "
-            "which has float32's range; for its smallest numbers use "
-            'exponent_histogram(grads).flushed_share(log2_scale, "bfloat16")'
+            "grad_report: expected dtype to be float16 or float8, got bfloat16, which "
+            "has float32's range; for its smallest numbers use exponent_histogram"
         )
     _casts.limits(name, "grad_report")
     paths, leaves = named_inexact_leaves(grads)
     loss_scale = scale_value("grad_report", loss_scale)
-    return GradReport(
-        **_report_arrays(leaves, loss_scale, name), paths=paths, dtype=name
-    )
+    arrays = _report_arrays(leaves, loss_scale, name)
+    return GradReport(**arrays, paths=paths, dtype=name)
 
 
 def power(s: float) -> str:
-    """S as a power of two: "2^15", or "nan", "inf" and "0" as they are."""
+    """S as a power of two, "2^15"; or "nan", "inf" and "0" as they are."""
     return f"2^{math.log2(s):.4g}" if 0 < s < math.inf else f"{s:g}"
 
 
@@ -188,7 +173,7 @@ def _report_arrays(
     leaves: list[Any], loss_scale: jax.Array, dtype: str
 ) -> dict[str, jax.Array]:
     limits = _casts.limits(dtype, "grad_report")
-    # With an empty leaf at the end, so that a tree without leaves needs no other code.
+    # With an empty leaf at the end, because a tree may have no leaves.
     rows = [_leaf_row(leaf, loss_scale, limits) for leaf in [*leaves, jnp.zeros(0)]]
     columns = map(_stacked, zip(*rows, strict=True))
     amax, log2_amax, log2_amin, log2_most, counts = (c[: len(leaves)] for c in columns)
@@ -196,6 +181,10 @@ def _report_arrays(
     log2_scale = _casts.log2_magnitude(_casts.magnitude_bits(loss_scale))
     most = jnp.min(log2_most, initial=jnp.inf)
     some = jnp.isfinite(most) & (most >= -LARGEST_LOG2)
+    bad = nonfinite > 0
+    # With one more, because there may be no leaves to search.
+    first = jnp.argmax(jnp.append(bad, True))
+    range_bits = jnp.where(jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0)
     return {
         "amax": amax,
         "size": size,
@@ -205,15 +194,11 @@ def _report_arrays(
         "overflow": infinite - nonfinite,
         "nonfinite": nonfinite,
         "headroom_bits": np.float32(np.log2(limits.largest)) - log2_amax - log2_scale,
-        "dynamic_range_bits": jnp.where(
-            jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0
-        ),
+        "dynamic_range_bits": range_bits,
         "loss_scale": loss_scale,
-        "all_finite": jnp.all(nonfinite == 0),
-        "first_nonfinite": _first(nonfinite > 0),
-        "recommended_log2_scale": jnp.where(
-            some, jnp.minimum(most, LARGEST_LOG2), jnp.nan
-        ),
+        "all_finite": ~bad.any(),
+        "first_nonfinite": jnp.where(bad.any(), first, -1).astype(jnp.int32),
+        "recommended_log2_scale": jnp.where(some, most.clip(max=LARGEST_LOG2), jnp.nan),
     }
 
 
@@ -227,33 +212,29 @@ def _stacked(column: tuple[jax.Array, ...]) -> jax.Array:
 def _leaf_row(
     leaf: Any, loss_scale: jax.Array, limits: _casts.Limits
 ) -> tuple[jax.Array, ...]:
-    """What is known of a leaf.
+    """(amax; log2 of it, and of the least non-zero magnitude; log2 of the largest S).
 
-    (amax; log2 of it, and of the least non-zero magnitude; log2 of the largest S with
-    `MARGIN_BITS` of headroom, infinite for zeros; the counts of `_piece_statistics`,
-    uint32[6], or float32[6] if the leaf was counted in pieces).
+    And the counts of `_piece_statistics`, in float32 if it was counted in pieces.
     """
     bits = _casts.magnitude_bits(leaf)
     scaled = _casts.magnitude_bits(leaf, loss_scale)
     # A uint32 count wraps silently: a leaf of 2^32 zeros would have none.
     pieces = -(-bits.size // _LARGEST_COUNT)
-    # Along the largest axis: a short one may have fewer rows than there are pieces.
-    axis = int(np.argmax(bits.shape)) if pieces > 1 else 0
-    parts = [
-        jnp.array_split(x, pieces, axis=axis) if pieces > 1 else [x]
-        for x in (bits, scaled)
-    ]
-    found = [_piece_statistics(a, b, limits) for a, b in zip(*parts, strict=True)]
-    amax, amin, counts = found[0]
-    if pieces > 1:
-        amaxs, amins, pieces_counts = map(jnp.stack, zip(*found, strict=True))
-        amax, amin = amaxs.max(), amins.min()
-        counts = pieces_counts.astype(jnp.float32).sum(0)
-    if jnp.result_type(leaf).itemsize <= 4 or jnp.result_type(leaf) == jnp.complex64:
+    if pieces <= 1:
+        amax, amin, counts = _piece_statistics(bits, scaled, limits)
+    else:
+        # Along the largest axis: a short one may have fewer rows than pieces.
+        axis = int(np.argmax(bits.shape))
+        parts = (jnp.array_split(x, pieces, axis=axis) for x in (bits, scaled))
+        found = [_piece_statistics(a, b, limits) for a, b in zip(*parts, strict=True)]
+        amax, amin, counts = map(jnp.stack, zip(*found, strict=True))
+        amax, amin = amax.max(), amin.min()
+        counts = counts.astype(jnp.float32).sum(0)
+    x = jnp.abs(_casts.real_parts(leaf))
+    if x.dtype.itemsize <= 4:
         value = lax.bitcast_convert_type(amax, jnp.float32)
         log2_amax, log2_amin = _casts.log2_magnitude(jnp.stack([amax, amin]))
         return value, log2_amax, log2_amin, _most_log2(amax, limits), counts
-    x = jnp.abs(_casts.real_parts(leaf))
     finite = jnp.isfinite(x)
     value = jnp.max(jnp.where(finite, x, 0), initial=0)
     least = jnp.min(jnp.where(finite & (x > 0), x, jnp.inf), initial=jnp.inf)
@@ -266,12 +247,11 @@ def _leaf_row(
 def _piece_statistics(
     bits: jax.Array, scaled: jax.Array, limits: _casts.Limits
 ) -> tuple[jax.Array, ...]:
-    """(amax, least non-zero, counts) of a leaf, or of a piece of one.
+    """(amax, least non-zero, counts) from the bits of entries and of products with S.
 
-    From the bits of the entries and of their products with S. The six counts are
-    cumulative: all entries, those that are not zero, those that the cast leaves not
-    zero, normal, and makes infinite, and those that are not finite themselves.
-    Differences give the report's counts.
+    The six counts are cumulative, so that differences give the report's: all entries,
+    those that are not zero, those that the cast leaves not zero, normal, and makes
+    infinite, and those that are not finite themselves.
     """
     bounds = np.array(limits[:3], np.float32).view(np.int32)
     bounds[0] += 1
@@ -282,36 +262,28 @@ def _piece_statistics(
         jnp.where(nonzero, bits, _casts.INFINITY),
         *(mask.astype(jnp.uint32) for mask in reached),
     ]
-    # The minimum starts at infinity, and zeros count as that: the least non-zero
-    # magnitude of a leaf is not 0.
+    # Zeros count as infinity: the least non-zero magnitude of a leaf is not 0.
     starts = [np.int32(0), np.int32(_casts.INFINITY), *[np.uint32(0)] * len(reached)]
 
     def join(a: Any, b: Any) -> Any:
         counts = [x + y for x, y in zip(a[2:], b[2:], strict=True)]
         return jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]), *counts
 
-    # One reduction of seven values. XLA:CPU does not fuse seven reductions of one
-    # operand, and would read the leaf seven times (test_the_gradients_are_read_once).
+    # One reduction of seven values. XLA:CPU does not fuse seven reductions, and would
+    # read the leaf seven times (test_the_gradients_are_read_once).
     amax, amin, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
     return amax, amin, jnp.stack([jnp.asarray(np.uint32(bits.size)), *counts])
 
 
-def _first(flags: jax.Array) -> jax.Array:
-    if flags.size == 0:
-        return jnp.array(-1, jnp.int32)
-    return jnp.where(flags.any(), jnp.argmax(flags).astype(jnp.int32), -1)
-
-
 def _most_log2(largest: jax.Array, limits: _casts.Limits) -> jax.Array:
     """The largest k with 2^k amax <= 2^-MARGIN_BITS max, from the bits of amax."""
-    # Compared as integers: a float32 log2 of an amax just above a power of two rounds
-    # down to it, and would recommend one doubling too many.
+    # Compared as integers, because a float32 log2 just above a power of two rounds down
+    # to it, and would recommend one doubling too many.
     limit = jnp.asarray(np.float32(limits.largest).view(np.int32))
     limit_exponent, limit_fraction = _casts.exponent_and_fraction(limit)
     exponent, fraction = _casts.exponent_and_fraction(largest)
     log2 = limit_exponent - exponent - (fraction > limit_fraction).astype(jnp.int32)
-    log2 = (log2 - MARGIN_BITS).astype(jnp.float32)
-    return jnp.where(largest > 0, log2, jnp.inf)
+    return jnp.where(largest > 0, (log2 - MARGIN_BITS).astype(jnp.float32), jnp.inf)
 
 
 def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
@@ -320,8 +292,8 @@ def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     if not rows:
         return lines[0]
     width = max(len(name) for name in ("leaf", *map(_leaf_name, rows)))
-    heads = "".join(f"{name:>12}" for name in (*_SHARES, "amax", "headroom", "range"))
-    lines += [f"{'leaf':{width}}{'entries':>12}{heads}"]
+    heads = (*_SHARES, "amax", "headroom", "range")
+    table = [("leaf", "entries", *heads)]
     for path, row in rows.items():
         cells = [_percent(row[name], row["size"]) for name in _SHARES]
         # A leaf of zeros, or without finite entries, has neither headroom nor range.
@@ -329,22 +301,21 @@ def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
         for name in ("headroom_bits", "dynamic_range_bits"):
             # Adding 0.0 turns a rounded -0.0 into 0.0.
             cells += [f"{round(row[name], 1) + 0.0:.1f} bits" if row["amax"] else "-"]
-        columns = "".join(f"{cell:>12}" for cell in cells)
-        lines += [f"{_leaf_name(path):{width}}{row['size']:>12,.0f}{columns}"]
+        table += [(_leaf_name(path), f"{row['size']:,.0f}", *cells)]
+    for name, *cells in table:
+        lines += [f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells)]
     return "\n".join(lines)
 
 
 def _headline(report: dict[str, Any]) -> str:
-    s, log2 = report["loss_scale"], report["recommended_log2_scale"]
-    start = f"gradients at loss scale {power(s)}, cast to {report['dtype']}"
-    leaves = list(report["leaves"])
+    log2, leaves = report["recommended_log2_scale"], list(report["leaves"])
+    start = f"gradients at loss scale {power(report['loss_scale'])}"
+    start += f", cast to {report['dtype']}"
     if not leaves:
         return f"{start}: no floating-point leaves"
-    finite = "all finite"
+    finite, advice = "all finite", f"recommended loss scale at most 2^{log2:g}"
     if not report["all_finite"]:
-        first = leaves[report["first_nonfinite"]]
-        finite = f"not finite from {_leaf_name(first)} on"
-    advice = f"recommended loss scale at most 2^{log2:g}"
+        finite = f"not finite from {_leaf_name(leaves[report['first_nonfinite']])} on"
     if math.isnan(log2):
         advice = "no loss scale to recommend: no entry is finite and in range"
     return f"{start}: {finite}; {advice}"
@@ -355,7 +326,5 @@ def _leaf_name(path: str) -> str:
 
 
 def _percent(count: float, size: float) -> str:
-    if count == 0 or size == 0:
-        return "0"
-    share = 100 * count / size
-    return f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"
+    share = 100 * count / max(size, 1)
+    return "0" if share == 0 else f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"

@@ -17,11 +17,8 @@ def find_states(
 
     NNX variables are replaced by their arrays. `nnx.state` and state dicts turn a state
     into a mapping, which has no static configuration: `loss_scale` is then S alone, or
-    None where S is configuration itself, and `guard` the mapping of its statistics.
-
-    Raises:
-      ValueError: there is no such state; the message has the names of the function
-        and of its argument.
+    None where S is configuration itself, and `guard` the mapping of its statistics. An
+    error names the function and its argument.
     """
     states = find_loss_scale_states(tree)
     if not states:
@@ -74,6 +71,5 @@ def plain(node: Any) -> Any:
 
 
 def _is_variable(x: Any) -> bool:
-    # NNX variables are pytrees of one leaf. Asked for by an attribute of theirs, so
-    # that Flax need not be imported.
+    # A pytree of one leaf, known by an attribute, so that Flax need not be imported.
     return hasattr(x, "copy_from")

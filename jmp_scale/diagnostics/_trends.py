@@ -20,7 +20,6 @@ _DIVERGED = 0.25
 _RECENT = 100  # steps that a finding on updates looks back
 _RECOVERY = 100  # steps after which a run that blew up could have recovered
 _VANISHED = 2.0**-13
-
 _LOST = 0.7  # share of the updates' size
 _STILL_STEEP = 0.2  # share of the first gradient norm
 
@@ -64,12 +63,11 @@ def recorded_of(history: LossScaleHistory) -> Recorded:
     arrays = history.to_dict()
     keep = arrays["applied"]
     names = ("loss", "grad_norm", "lost_entries", "lost_magnitude")
-    return Recorded(
-        arrays["step"][keep],
-        *(arrays[name][keep].astype(np.float64) for name in names),
-        first_loss=float(history.first_loss),
-        first_norm=float(history.first_norm),
-    )
+    columns = (arrays[name][keep].astype(np.float64) for name in names)
+    first_loss, first_norm = float(history.first_loss), float(history.first_norm)
+    loss, norm, entries, magnitude = columns
+    step = arrays["step"][keep]
+    return Recorded(step, loss, norm, entries, magnitude, first_loss, first_norm)
 
 
 def loss_level(recorded: Recorded) -> Level | None:
@@ -79,12 +77,13 @@ def loss_level(recorded: Recorded) -> Level | None:
     if len(loss) < _LEAST_STEPS:
         return None
     block = max(3, min(_BLOCK, len(loss) // 10))
-    blocks = _blocks(loss, len(loss) // block, block)
+    left_over = len(loss) % block
+    blocks = loss[left_over:].reshape(-1, block)
     medians = np.median(blocks, 1)
     spreads = np.median(np.abs(blocks - medians[:, None]), 1)
     # The lower of two blocks, so that no single burst makes a level.
     current, earlier = float(medians[-2:].min()), medians[:-2]
-    last_steps = _blocks(step, len(loss) // block, block)[:, -1]
+    last_steps = step[left_over:].reshape(-1, block)[:, -1]
     return Level(
         current=current,
         best=float(min(earlier.min(), recorded.first_loss)),
@@ -101,7 +100,7 @@ def diverges(recorded: Recorded, level: Level) -> dict[str, Any] | None:
     limit = max(_DIVERGED * gained, _DIVERGED * abs(level.best), 6 * level.scatter)
     if level.current - level.best <= limit:
         return None
-    return {**_values(recorded, level), "step": level.best_step}
+    return {"first": recorded.first_loss, **level._asdict()}
 
 
 def blew_up(recorded: Recorded, level: Level) -> dict[str, Any] | None:
@@ -112,8 +111,8 @@ def blew_up(recorded: Recorded, level: Level) -> dict[str, Any] | None:
     stuck = first - level.current < 0.25 * abs(first)
     if not (rose and stuck and len(loss) - peak > _RECOVERY):
         return None
-    peak_values = {"peak": _number(loss[peak]), "step": int(recorded.step[peak])}
-    return {**_values(recorded, level), **peak_values}
+    values = {"first": first, "current": level.current, "peak": loss[peak]}
+    return {**values, "step": recorded.step[peak]}
 
 
 def vanished(recorded: Recorded, level: Level) -> dict[str, Any] | None:
@@ -127,8 +126,9 @@ def vanished(recorded: Recorded, level: Level) -> dict[str, Any] | None:
         return None
     change = f"has been zero for {_LEAST_STEPS} steps"
     if norm > 0:
-        change = f"fell from {_number(recorded.first_norm)} to {_number(norm)}"
-    return {**_values(recorded, level), "change": change}
+        change = f"fell from {recorded.first_norm:.3g} to {norm:.3g}"
+    first, current = recorded.first_loss, level.current
+    return {"first": first, "current": current, "change": change}
 
 
 def loses_updates(recorded: Recorded) -> dict[str, Any] | None:
@@ -146,17 +146,3 @@ def loses_updates(recorded: Recorded) -> dict[str, Any] | None:
     steps = len(magnitude[-_RECENT:])
     entries = float(np.median(entries[-_RECENT:]))
     return {"entries": entries, "magnitude": share, "steps": steps}
-
-
-def _blocks(x: np.ndarray, count: int, length: int) -> np.ndarray:
-    """The last `count * length` entries, in rows of `length`."""
-    return x[len(x) - count * length :].reshape(count, length)
-
-
-def _values(recorded: Recorded, level: Level) -> dict[str, Any]:
-    numbers = {"first": recorded.first_loss, **level._asdict()}
-    return {name: _number(numbers[name]) for name in ("first", "best", "current")}
-
-
-def _number(x: float) -> str:
-    return f"{x:.3g}"

@@ -26,10 +26,9 @@ class LostUpdates(NamedTuple):
 def lost_updates(params: Any, updates: Any) -> LostUpdates:
     """The share of the updates that leave their parameter as it was.
 
-    An update that is smaller than half the distance from its parameter to the next
-    number of the parameter's dtype is rounded away. These are updates below about 2^-9
-    of the parameter in bfloat16, 2^-12 in float16 and 2^-25 in float32. A `magnitude`
-    near 1 means that training has stalled.
+    An update below half the distance from its parameter to the next number of the dtype
+    is rounded away: below about 2^-9 of the parameter in bfloat16, 2^-12 in float16,
+    2^-25 in float32. A `magnitude` near 1 means that training has stalled.
 
     Exact, ties included, and the same on all devices: it compares with the neighboring
     number, where `params + updates == params` may be computed without the rounding.

@@ -16,11 +16,14 @@ from jmp_scale import diagnostics
 pytestmark = pytest.mark.strict_promotion
 
 
+def calibrated(scales):
+    w = x = jnp.ones(3)
+    return diagnostics.calibrate_loss_scale(forgetful, w, x, log2_scales=scales)
+
+
 def test_calibration_finds_the_window_that_the_backward_pass_has():
     scales = range(0, 42, 1)
-    found = diagnostics.calibrate_loss_scale(
-        forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
-    )
+    found = calibrated(scales)
     # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite in float16 from
     # 2^36 on.
     assert [float(x) for x in (found.log2_low, found.log2_high)] == [6, 35]
@@ -112,26 +115,20 @@ def relu_loss(params, images, labels):
     for w in hidden:
         x = jax.nn.relu(x @ w)
     logits = (x @ last).astype(jnp.float32)
-    return -jnp.mean(
-        jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
-    )
+    log_p = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
 
 
 def test_the_digits_autoencoder_needs_scaling_and_a_relu_classifier_does_not():
     def glorot(*widths):
         keys = jax.random.split(jax.random.key(0), len(widths) - 1)
         init = jax.nn.initializers.glorot_normal()
-        return [
-            init(k, shape)
-            for k, *shape in zip(keys, widths[:-1], widths[1:], strict=True)
-        ]
+        return [init(k, widths[i : i + 2]) for i, k in enumerate(keys)]
 
     digits = sklearn.datasets.load_digits()
     chosen = np.random.RandomState(0).randint(1437, size=256)
-    images, labels = (
-        np.float32(digits.data[chosen] / 16),
-        digits.target[chosen].astype(np.int32),
-    )
+    images = np.float32(digits.data[chosen] / 16)
+    labels = digits.target[chosen].astype(np.int32)
     deep = glorot(64, 128, 64, 32, 16, 32, 64, 128, 64)
     autoencoder = diagnostics.calibrate_loss_scale(sigmoid_loss, deep, images)
     assert bool(autoencoder.needs_scaling)
@@ -144,9 +141,8 @@ def test_the_digits_autoencoder_needs_scaling_and_a_relu_classifier_does_not():
 
 
 def test_entries_that_are_always_zero_do_not_count_as_lost():
-    found = diagnostics.calibrate_loss_scale(
-        forgetful, jnp.ones(3), jnp.float32([1, 0, 0])
-    )
+    x = jnp.float32([1, 0, 0])
+    found = diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), x)
     assert float(found.log2_low) == 6
     np.testing.assert_allclose(found.zero_fraction[-1], 2 / 3)
 
@@ -165,10 +161,8 @@ def test_calibration_takes_what_jax_grad_takes():
         assert name == "static"
         return (x * w["w"] ** power).sum(), {"aux": x}
 
-    args = jnp.ones(3), {"w": jnp.ones(3), "key": jnp.array(1)}, 2, "static"
-    found = diagnostics.calibrate_loss_scale(
-        loss, *args[:1], {"w": args[1]["w"]}, *args[2:], argnums=1, has_aux=True
-    )
+    args = jnp.ones(3), {"w": jnp.ones(3)}, 2, "static"
+    found = diagnostics.calibrate_loss_scale(loss, *args, argnums=1, has_aux=True)
     assert found.paths == ("['w']",)
     assert bool(found.finite.all())
 
@@ -176,27 +170,21 @@ def test_calibration_takes_what_jax_grad_takes():
 def test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once():
     counted, traces = count_traces(forgetful)
     xs = jnp.float32([[1, 1, 1], [2.0**-10, 1, 0]])
-    one_by_one = [
-        diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), x) for x in xs
-    ]
+    calibrate, w = diagnostics.calibrate_loss_scale, jnp.ones(3)
+    one_by_one = [calibrate(forgetful, w, x) for x in xs]
     expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
-    calibrate = functools.partial(
-        diagnostics.calibrate_loss_scale, counted, jnp.ones(3)
-    )
-    assert_bitwise_equal(jax.jit(jax.vmap(calibrate))(xs), expected)
+    batch = jax.jit(jax.vmap(functools.partial(calibrate, counted, w)))(xs)
+    assert_bitwise_equal(batch, expected)
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize(
-    "scales", [[], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]]
-)
+BAD_SCALES = [], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]
+
+
+@pytest.mark.parametrize("scales", BAD_SCALES)
 def test_calibration_refuses_scales_that_do_not_increase(scales):
-    with pytest.raises(
-        ValueError, match="calibrate_loss_scale: expected log2_scales to be"
-    ):
-        diagnostics.calibrate_loss_scale(
-            forgetful, jnp.ones(3), jnp.ones(3), log2_scales=scales
-        )
+    with pytest.raises(ValueError, match="calibrate_loss_scale: expected log2_scales"):
+        calibrated(scales)
 
 
 @pytest.mark.parametrize(

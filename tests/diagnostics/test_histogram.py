@@ -27,10 +27,9 @@ def test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype(values, dt
 
     @jax.jit
     def shares(x):
-        histogram = diagnostics.exponent_histogram({"w": x})
-        return histogram.flushed_share(log2_scales, dtype), histogram.subnormal_share(
-            log2_scales, dtype
-        )
+        found = diagnostics.exponent_histogram({"w": x})
+        subnormal = found.subnormal_share(log2_scales, dtype)
+        return found.flushed_share(log2_scales, dtype), subnormal
 
     for name, share in zip(("flushed", "subnormal"), shares(x), strict=True):
         counted = np.rint(np.float64(share[:, 0]) * nonzero)
@@ -51,15 +50,12 @@ def test_entries_are_counted_at_their_exponent():
 
 def test_a_histogram_is_the_same_in_vmap_and_scan_and_of_an_empty_tree():
     x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
-    expected = jax.tree.map(
-        lambda *rows: jnp.stack(rows), *map(diagnostics.exponent_histogram, x)
-    )
-    assert_bitwise_equal(jax.vmap(diagnostics.exponent_histogram)(x), expected)
-    scanned = jax.lax.scan(
-        lambda _, w: (None, diagnostics.exponent_histogram(w)), None, x
-    )[1]
+    histogram = diagnostics.exponent_histogram
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *map(histogram, x))
+    assert_bitwise_equal(jax.vmap(histogram)(x), expected)
+    scanned = jax.lax.scan(lambda _, w: (None, histogram(w)), None, x)[1]
     assert_bitwise_equal(scanned, expected)
-    assert diagnostics.exponent_histogram({}).flushed_share(3).shape == (0,)
+    assert histogram({}).flushed_share(3).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -70,21 +66,16 @@ def test_reports_of_sharded_leaves_are_those_of_whole_ones(mode, wrap):
     mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(mode, mode))
     spec = jax.sharding.PartitionSpec("i", "j")
     whole = {"w": everywhere()[:20_000].reshape(40, 500), "b": np.ones(3, np.float32)}
-    sharded = whole | {
-        "w": jax.device_put(whole["w"], jax.sharding.NamedSharding(mesh, spec))
-    }
-    for report in (
-        diagnostics.exponent_histogram,
-        lambda x: diagnostics.grad_report(x, 2.0**4),
-    ):
-        chex.assert_trees_all_equal(wrap(report)(sharded), wrap(report)(whole))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    sharded = whole | {"w": jax.device_put(whole["w"], sharding)}
+    report = lambda x: diagnostics.grad_report(x, 2.0**4)  # noqa: E731
+    for tool in (diagnostics.exponent_histogram, report):
+        chex.assert_trees_all_equal(wrap(tool)(sharded), wrap(tool)(whole))
 
 
 def test_a_histogram_refuses_scales_that_are_not_whole_powers_of_two():
-    with pytest.raises(
-        TypeError,
-        match="flushed_share: expected log2_scale of whole numbers, got float32",
-    ):
-        diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1.5)
+    histogram = diagnostics.exponent_histogram(jnp.ones(2))
+    with pytest.raises(TypeError, match="whole numbers, got float32"):
+        histogram.flushed_share(1.5)
     with pytest.raises(ValueError, match="flushed_share: expected dtype to be one"):
-        diagnostics.exponent_histogram(jnp.ones(2)).flushed_share(1, "int8")
+        histogram.flushed_share(1, "int8")

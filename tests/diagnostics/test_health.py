@@ -18,9 +18,8 @@ def test_nothing_is_said_when_all_is_well():
     assert diagnostics.health(state(skipped=7)) == []
     assert diagnostics.health(state(jmp_scale.NoOpLossScale())) == []
     assert diagnostics.health(state(), recorded([1] * 50)) == []
-    assert (
-        diagnostics.health(state(skipped=2), recorded([0, 0, *[1] * 50])) == []
-    )  # the warm-up is over
+    after_warm_up = recorded([0, 0, *[1] * 50])
+    assert diagnostics.health(state(skipped=2), after_warm_up) == []
 
 
 def spiked(in_a_row, spikes):
@@ -35,77 +34,50 @@ def spiked(in_a_row, spikes):
     )
 
 
+DYNAMIC, STATIC = jmp_scale.DynamicLossScale, jmp_scale.StaticLossScale
+ONE_LOSS, TWO_LOSSES, EIGHT_LOSSES = (
+    {"nonfinite_losses": np.int32(n)} for n in (1, 2, 8)
+)
+# A state, recorded flags (-1: the loss itself is not finite), words of the sentence.
 FINDINGS = {
-    "warm-up": (
-        state(jmp_scale.DynamicLossScale(2.0**12), 3, 3),
-        None,
-        "warm-up if this is the start. Its floor is 2^0",
-    ),
-    "warm-up, recorded": (
-        state(jmp_scale.DynamicLossScale(2.0**12), 3, 3),
-        [0, 0, 0],
-        "warm-up",
-    ),
-    "occasional": (state(skipped=5, in_a_row=1), None, "normal if rare"),
+    "warm-up": (state(DYNAMIC(2.0**12), 3, 3), None, "the start. Its floor is 2^0"),
+    "warm-up, recorded": (state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0], "warm-up"),
+    "occasional": (state(None, 5, 1), None, "normal if rare"),
     "one, recorded": (state(skipped=1), [*[1] * 30, 0, 1], "(3.1%): normal"),
     "frequent": (state(skipped=3), [*[1] * 5, 0, 1, 0, 1], "22.2%"),
-    "broken batches": (
-        state(skipped=2),
-        [*[1] * 5, -1, 1, -1, 1],
-        "loss itself was not finite",
-    ),
-    "floor": (
-        state(jmp_scale.DynamicLossScale(1.0), 40, 30),
-        None,
-        "stuck at its floor of 2^0",
-    ),
-    "loss": (
-        state(skipped=8, in_a_row=2),
-        [1, 1, -1, -1],
-        "the loss itself is not finite",
-    ),
+    "broken batches": (state(None, 2), [*[1] * 5, -1, 1, -1, 1], "itself was not fini"),
+    "floor": (state(DYNAMIC(1.0), 40, 30), None, "stuck at its floor of 2^0"),
+    "loss": (state(None, 8, 2), [1, 1, -1, -1], "the loss itself is not finite"),
     "cause unknown": (
-        state(skipped=3, in_a_row=1, nonfinite_losses=np.int32(1)),
+        state(None, 3, 1, **ONE_LOSS),
         None,
         "skipped; 2 overflows, 1 broken loss in total: normal if rare. diagnose_nonf",
     ),
     "cause unknown for long": (
-        state(skipped=20, in_a_row=12, nonfinite_losses=np.int32(8)),
+        state(None, 20, 12, **EIGHT_LOSSES),
         None,
         "skipped (12 overflows, 8 broken losses in total), and the loss scale is now",
     ),
-    "every step": (
-        state(jmp_scale.DynamicLossScale(8.0), 14, 12),
-        None,
-        "something broke",
-    ),
-    "every step, static": (
-        state(jmp_scale.StaticLossScale(8), 12, 12),
-        None,
-        "does not adapt: take",
-    ),
+    "every step": (state(DYNAMIC(8.0), 14, 12), None, "something broke"),
+    "every step, static": (state(STATIC(8), 12, 12), None, "does not adapt: take"),
     "one step, static": (
-        state(jmp_scale.StaticLossScale(8), 1, 1),
+        state(STATIC(8), 1, 1),
         None,
         "The last step was skipped; 1 overflow in total: normal if rare",
     ),
-    "below 1": (
-        state(jmp_scale.DynamicLossScale(0.25, min_loss_scale=0)),
-        None,
-        "2^-2, below 1",
-    ),
+    "below 1": (state(DYNAMIC(0.25, min_loss_scale=0)), None, "2^-2, below 1"),
     "float16": (
         state(inner={"mu": jnp.ones(2, jnp.float16)}),
         None,
         ".inner_state['mu'] is float16",
     ),
     "loss, counted": (
-        state(jmp_scale.StaticLossScale(8), 2, 2, nonfinite_losses=np.int32(2)),
+        state(STATIC(8), 2, 2, **TWO_LOSSES),
         None,
         "stays at 2^3: the loss itself is not finite",
     ),
     "cap": (
-        state(jmp_scale.DynamicLossScale(2.0**24)),
+        state(DYNAMIC(2.0**24)),
         None,
         "at its cap of 2^24 and has never overflowed. That can be right; but do the",
     ),
@@ -125,37 +97,21 @@ FINDINGS = {
 
 
 @pytest.mark.parametrize("case", FINDINGS)
-def test_each_finding_is_one_sentence(case):
+def test_each_finding_is_one_sentence_that_ends_with_the_name_of_its_section(case):
     opt_state, flags, expected = FINDINGS[case]
-    history = None
-    if flags is not None:  # -1: the loss itself is not finite
-        history = recorded(
-            [flag > 0 for flag in flags], loss_finite=[flag >= 0 for flag in flags]
-        )
-    sentences = diagnostics.health(opt_state, history)
-    assert len(sentences) == 1
-    assert expected in sentences[0]
-
-
-@pytest.mark.parametrize("case", FINDINGS)
-def test_a_sentence_ends_with_the_name_of_its_section(case):
-    opt_state, _, _ = FINDINGS[case]
-    log = diagnostics.HealthLog()
-    for sentence, kind in zip(log(opt_state), log.kinds, strict=True):
-        assert sentence.endswith(f". [{kind}]")
-
-
-def test_a_sentence_on_one_of_several_states_ends_with_the_bare_name():
-    sentences = diagnostics.health({"a": spiked(1, 3), "b": state()})
-    assert sentences[0].startswith("['a']: The last step")
-    assert sentences[0].endswith(" [spike]")
+    history, log = None, diagnostics.HealthLog()
+    if flags is not None:
+        loss_finite = [flag >= 0 for flag in flags]
+        history = recorded([flag > 0 for flag in flags], loss_finite=loss_finite)
+    (sentence,) = diagnostics.health(opt_state, history)
+    assert expected in sentence
+    assert log(opt_state, history) == [sentence]
+    assert sentence.endswith(f". [{', '.join(log.kinds)}]")
 
 
 @pytest.mark.parametrize("in_a_row", [9, 10])
 def test_a_run_is_long_from_ten_steps_on(in_a_row):
-    sentence = diagnostics.health(state(jmp_scale.DynamicLossScale(8.0), 50, in_a_row))[
-        0
-    ]
+    (sentence,) = diagnostics.health(state(DYNAMIC(8.0), 50, in_a_row))
     assert ("something broke" in sentence) == (in_a_row == 10)
 
 
@@ -174,12 +130,8 @@ def test_states_are_found_at_any_depth_and_told_apart():
         "gen": ((state(skipped=1),), jnp.ones(2)),
         "dis": [None, state(jmp_scale.StaticLossScale(0.5))],
     }
-    assert diagnostics.health(nested) == [
-        sentence
-        for sentence in diagnostics.health(nested)
-        if sentence.startswith("['dis'][1]: The loss scale is 2^-1")
-    ]
-    assert len(diagnostics.health(nested)) == 1
+    (sentence,) = diagnostics.health(nested)
+    assert sentence.startswith("['dis'][1]: The loss scale is 2^-1")
     scalars = diagnostics.metrics(nested)
     assert int(scalars["['gen'][0][0].skipped"]) == 1
     assert float(scalars["['dis'][1].loss_scale"]) == 0.5
@@ -187,18 +139,15 @@ def test_states_are_found_at_any_depth_and_told_apart():
 
 @pytest.mark.parametrize("function", [diagnostics.health, diagnostics.metrics])
 def test_a_tree_without_a_state_is_refused(function):
-    with pytest.raises(
-        ValueError, match=f"{function.__name__}: found no state of with_loss_scale"
-    ):
+    words = f"{function.__name__}: found no state of with_loss_scale"
+    with pytest.raises(ValueError, match=words):
         function({"mu": jnp.ones(2)})
 
 
 def test_health_refuses_several_replicas_of_a_state():
     replicas = jax.tree.map(lambda x: jnp.stack([x, x]), state())
-    with pytest.raises(
-        ValueError,
-        match=r"got \(2,\) of .* jax.tree.map\(lambda x: x\[0\], state",
-    ):
+    words = r"got \(2,\) of .* jax.tree.map\(lambda x: x\[0\], state"
+    with pytest.raises(ValueError, match=words):
         diagnostics.health(replicas)
 
 
@@ -211,17 +160,14 @@ def test_a_loss_scale_that_is_not_a_positive_number_is_the_first_finding(s, in_a
     assert "DynamicLossScale" in sentences[0]
 
 
-@pytest.mark.parametrize(
-    ("spikes", "expected"),
-    [
-        ([150], "1 of the last 200 steps was skipped as a spike (0.5%; step 150)"),
-        (
-            [99, 150],
-            "2 of the last 200 steps were skipped as spikes (1.0%; steps 99, 1",
-        ),
-        (range(0, 70, 7), "steps ..., 35, 42, 49, 56, 63), where one in a hundred"),
-    ],
-)
+RATES = {
+    (150,): "1 of the last 200 steps was skipped as a spike (0.5%; step 150)",
+    (99, 150): "2 of the last 200 steps were skipped as spikes (1.0%; steps 99, 1",
+    range(0, 70, 7): "steps ..., 35, 42, 49, 56, 63), where one in a hundred",
+}
+
+
+@pytest.mark.parametrize(("spikes", "expected"), RATES.items())
 def test_recorded_spikes_are_listed_and_judged_by_their_rate(spikes, expected):
     applied = np.ones(200, bool)
     applied[list(spikes)] = False
@@ -255,8 +201,10 @@ def test_a_log_names_its_findings_for_code_that_acts_on_them():
     assert log.kinds == frozenset()
     log(spiked(1, 1))
     assert log.kinds == {"spike"}
-    log({"a": spiked(1, 1), "b": state()})
+    (said,) = log({"a": spiked(1, 1), "b": state()})[:-1]  # and the end of the other
     assert log.kinds == {"['a']: spike"}
+    assert said.startswith("['a']: The last step")
+    assert said.endswith(" [spike]")
 
 
 def run_of(guard):

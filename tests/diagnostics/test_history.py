@@ -10,6 +10,7 @@ from runs import history_of, recorded, state
 
 import jmp_scale
 from jmp_scale import diagnostics
+from jmp_scale.diagnostics import LossScaleHistory
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -28,21 +29,16 @@ def test_a_full_history_keeps_the_last_steps_in_order(steps):
     history = recorded(flags, capacity=4).to_dict()
     assert history["step"].tolist() == list(range(steps))[-4:]
     assert history["grads_finite"].tolist() == flags[-4:]
-    assert (
-        history["log2_scale"].tolist()
-        == recorded(flags).to_dict()["log2_scale"].tolist()[-4:]
-    )
+    log2_scale = recorded(flags).to_dict()["log2_scale"].tolist()
+    assert history["log2_scale"].tolist() == log2_scale[-4:]
 
 
-def test_an_empty_history_has_a_summary():
-    summary = diagnostics.LossScaleHistory.create(3).summary()
+def test_an_empty_history_has_a_summary_and_a_capacity_of_at_least_one():
+    summary = LossScaleHistory.create(3).summary()
     assert (summary.steps, summary.skip_rate, summary.longest_run) == (0, 0.0, 0)
-
-
-def test_a_history_refuses_a_bad_capacity_and_batches():
     for capacity in (0, -1, 2.5, True):
         with pytest.raises(ValueError, match="expected capacity to be an integer"):
-            diagnostics.LossScaleHistory.create(capacity)
+            LossScaleHistory.create(capacity)
 
 
 def test_what_is_not_passed_is_unknown_and_flags_are_those_of_the_gradients():
@@ -53,16 +49,15 @@ def test_what_is_not_passed_is_unknown_and_flags_are_those_of_the_gradients():
 
 
 def test_each_step_is_recorded_with_its_loss_norm_and_causes():
-    flags = {
-        "grads_finite": [True, True, False, False],
-        "applied": [True, False, False, False],
-        "loss": jnp.float32([2.0, 8.0, 3.0, jnp.nan]),
-        "grad_norm": jnp.float32([0.5, 9.0, jnp.inf, jnp.nan]),
-    }
-    flags = {name: jnp.asarray(value) for name, value in flags.items()}
-    history = history_of(**flags)
+    loss = jnp.float32([2.0, 8.0, 3.0, jnp.nan])
+    history = history_of(
+        grads_finite=jnp.bool_([1, 1, 0, 0]),
+        applied=jnp.bool_([1, 0, 0, 0]),
+        loss=loss,
+        grad_norm=jnp.float32([0.5, 9.0, jnp.inf, jnp.nan]),
+    )
     arrays = history.to_dict()
-    np.testing.assert_array_equal(arrays["loss"], flags["loss"])
+    np.testing.assert_array_equal(arrays["loss"], loss)
     expected = [0.5, 9, np.inf, np.inf]  # a norm of NaN is infinite
     np.testing.assert_allclose(arrays["grad_norm"], expected, rtol=1e-6)
     # Taken from the loss, which was given.
@@ -74,7 +69,7 @@ def test_each_step_is_recorded_with_its_loss_norm_and_causes():
 
 @pytest.mark.parametrize(("counted", "loss"), [(1, 2.0), (0, jnp.nan), (1, None)])
 def test_a_loss_is_not_finite_if_the_state_or_the_loss_says_so(counted, loss):
-    history = diagnostics.LossScaleHistory.create(2)
+    history = LossScaleHistory.create(2)
     after = state(skipped=1, in_a_row=1, nonfinite_losses=np.int32(counted))
     history = history.push(state(), after, loss=loss)
     assert history.to_dict()["loss_finite"].tolist() == [False]
@@ -87,24 +82,16 @@ def test_the_first_usable_loss_and_norm_stay():
     norm = jnp.float32([inf, 0.0, nan, 0.0, 3.0, 4.0])
     history = history_of(capacity=2, loss=loss, grad_norm=norm)
     assert (float(history.first_loss), float(history.first_norm)) == (0, 3)
-    empty = diagnostics.LossScaleHistory.create(2)
+    empty = LossScaleHistory.create(2)
     assert np.isnan([empty.first_loss, empty.first_norm]).all()
 
 
 def test_the_limits_of_a_guard_are_recorded():
-    guard = jmp_scale.SpikeGuard(
-        warmup=1,
-        loss_mean=jnp.float32(2),
-        loss_deviation=jnp.float32(0.5),
-        loss_steps=jnp.int32(9),
-        norm_mean=jnp.float32(3),
-        norm_deviation=jnp.float32(1),
-        norm_steps=jnp.int32(9),
-        accepted=jnp.int32(9),
-    )
-    history = diagnostics.LossScaleHistory.create(2)
-    history = history.push(state(guard=guard), state())
-    arrays = history.to_dict()
+    means = {"loss_mean": 2, "loss_deviation": 0.5, "norm_mean": 3, "norm_deviation": 1}
+    steps = dict.fromkeys(("loss_steps", "norm_steps", "accepted"), jnp.int32(9))
+    means = {name: jnp.float32(value) for name, value in means.items()}
+    guard = jmp_scale.SpikeGuard(warmup=1, **means, **steps)
+    arrays = LossScaleHistory.create(2).push(state(guard=guard), state()).to_dict()
     assert arrays["loss_limit"].tolist() == [float(guard.loss_limit)]
     assert arrays["norm_limit"].tolist() == [float(guard.norm_limit)]
 
@@ -115,7 +102,7 @@ def test_a_history_keeps_its_types_and_buffers_through_a_donated_scan():
         sizes = {"params": loss.astype(jnp.bfloat16), "updates": loss}
         return history.push(before, after, loss=loss, grads=2 * loss, **sizes), None
 
-    before, start = state(), diagnostics.LossScaleHistory.create(4)
+    before, start = state(), LossScaleHistory.create(4)
     run = jax.jit(lambda h, x: jax.lax.scan(step, h, x)[0], donate_argnums=0)
     losses = jnp.arange(6, dtype=jnp.float32)
     expected = jax.lax.scan(step, start, losses)[0]
@@ -133,7 +120,7 @@ def test_a_push_is_the_same_eagerly_under_jit_and_vmap():
         grads = {"w": g}
         updates, after = tx.update(grads, before, params, value=loss)
         numbers = {"loss": loss, "grads": grads, "params": params, "updates": updates}
-        return diagnostics.LossScaleHistory.create(3).push(before, after, **numbers)
+        return LossScaleHistory.create(3).push(before, after, **numbers)
 
     gs = jnp.float32([[3, 4, 0], [1, jnp.inf, 0], [1e-9, 0, 0]])
     with jax.numpy_dtype_promotion("standard"):  # on which optimizers rely
@@ -177,13 +164,13 @@ def train_states():
     yield before, optimizer
     for same in ((optimizer, optimizer), (nnx.state(optimizer), optimizer)):
         with pytest.raises(ValueError, match=r"take jax\.tree\.map\(lambda x: x, nnx"):
-            diagnostics.LossScaleHistory.create(3).push(*same)
+            LossScaleHistory.create(3).push(*same)
 
 
 def test_the_states_of_every_framework_are_taken():
     with jax.numpy_dtype_promotion("standard"):
         for before, after in train_states():
-            history = diagnostics.LossScaleHistory.create(3).push(before, after)
+            history = LossScaleHistory.create(3).push(before, after)
             arrays = history.to_dict()
             assert arrays["log2_scale"].tolist() == [10]
             assert arrays["applied"].tolist() == [False]
@@ -210,4 +197,4 @@ REFUSED = {
 def test_a_push_refuses_what_is_not_one_step(case):
     args, kwargs, words = REFUSED[case]
     with pytest.raises(ValueError, match=f"^LossScaleHistory.push: .*{words}"):
-        diagnostics.LossScaleHistory.create(3).push(*args, **kwargs)
+        LossScaleHistory.create(3).push(*args, **kwargs)

@@ -29,9 +29,8 @@ class Calibration:
 
     A loss scale *works* if the loss and all gradients are finite, and if at most 2^-8
     of each leaf's entries are zero that are not zero at the best of the finite loss
-    scales. The window is the longest run of neighboring loss scales of the sweep that
-    all work; of two equally long ones, the lower. All works under `jit` except
-    `summary`.
+    scales. The window is the longest run of neighboring loss scales that all work; of
+    two equally long ones, the lower. All works under `jit` except `summary`.
 
     Attributes:
       log2_scales: i32[K], the loss scales that were tried.

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from . import _mesh
@@ -32,7 +31,7 @@ GPU_GROUP = 4
 TPU_PRODUCT_SIZE = 2**17
 # Arrays of one type that are traced once, as one function.
 TRACED_TOGETHER = 8
-# Most entries that a CPU sums one after the other.
+# Entries that a CPU adds one after the other.
 LONGEST_ROW = 4096
 # The plain squares of gradients are right for norms between 2**-1 and 2**64. Those of
 # gradients times `TINY` are right below, where the plain ones vanish, and those of
@@ -60,11 +59,9 @@ def all_finite(
         (`vmap(axis_name=)` needs it); `()` opts out.
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then looks at its own shards, and exactly one
-        scalar all-reduce joins the answers. Without specs this holds on TPUs and GPUs
-        if all leaves are sharded that the devices divide, or those that take most
-        memory; otherwise there may be one boolean per shape of leaves, combined into
-        one all-reduce. On CPUs there is one per leaf. Not needed on Explicit mesh axes,
-        where an array's type holds its spec.
+        scalar all-reduce joins the answers. Without specs the all-reduce may join up to
+        one boolean per leaf, and there may be one for each group of mesh axes. Not
+        needed on Explicit mesh axes, where an array's type holds its spec.
       mesh: the mesh of `specs`; default that of the leaves, then that of
         `jax.set_mesh`.
 
@@ -86,8 +83,7 @@ def all_finite(
     axis_name = _mesh.checked_axis_name("all_finite", axis_name)
     leaves = _inexact_arrays(tree)
     leaf_specs, mesh = _mesh.checked_specs(tree, leaves, specs, mesh)
-    agreed = _compiled_if_eager(_all_finite_agreed, leaves)
-    return agreed(leaves, tuple(leaf_specs), mesh, axis_name)
+    return _all_finite_agreed(leaves, tuple(leaf_specs), mesh, axis_name)
 
 
 def finite_and_norm(
@@ -115,10 +111,17 @@ def finite_and_norm(
     """
     leaves = _inexact_arrays(tree)
     specs = tuple(_mesh.sharding_specs(leaves))
-    agreed = _compiled_if_eager(_finite_and_norm_agreed, leaves)
-    return agreed(leaves, specs, None, axis_name)
+    return _finite_and_norm_agreed(leaves, specs, None, axis_name)
 
 
+# Compiled where nothing around it is: the choices between machines are branches, which
+# JAX would trace and compile anew at each eager call.
+_jit = functools.partial(
+    jax.jit, static_argnames=("specs", "mesh", "axis_name"), inline=True
+)
+
+
+@_jit
 def _all_finite_agreed(
     leaves: Arrays,
     specs: Sequence[PartitionSpec],
@@ -135,6 +138,7 @@ def _all_finite_agreed(
     )
 
 
+@_jit
 def _finite_and_norm_agreed(
     leaves: Arrays,
     specs: Sequence[PartitionSpec],
@@ -176,21 +180,6 @@ def _flag_and_norm(
     return finite, jnp.where(finite, norm, jnp.inf)
 
 
-def _compiled_if_eager(fun: Any, leaves: Sequence[jax.Array]) -> Any:
-    """`fun`, compiled once per types of the leaves where nothing else compiles it.
-
-    The choices between machines are branches, which JAX would trace and compile anew at
-    each eager call.
-    """
-    is_traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-    return fun if is_traced else _compiled(fun)
-
-
-@functools.cache
-def _compiled(fun: Any) -> Any:
-    return jax.jit(fun, static_argnames=("specs", "mesh", "axis_name"))
-
-
 def _inexact_arrays(tree: Any) -> list[jax.Array]:
     return [_as_array(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
@@ -226,14 +215,12 @@ class _Reading(NamedTuple):
       parts: of an array, arrays of its shape that are reduced.
       combine: reduces two entries to one.
       initial: the entry that changes no other.
-      in_one_pass: of an array, its reduced parts, as a CPU reads it only once.
       joined: of reduced parts [n, k], the result.
     """
 
     parts: Callable[[jax.Array], Arrays]
     combine: Callable[[Any, Any], Any]
     initial: Any
-    in_one_pass: Callable[[jax.Array], Arrays]
     joined: Callable[[jax.Array], jax.Array]
 
 
@@ -257,7 +244,8 @@ def _read(reading: _Reading, arrays: Arrays) -> jax.Array:
 
 def _read_alone(reading: _Reading, *arrays: jax.Array) -> jax.Array:
     def on_cpu(*arrays: jax.Array) -> jax.Array:
-        return _joined_on_cpu(reading, _by_type(_in_one_pass, reading, arrays))
+        rows = lax.concatenate(_by_type(_in_rows, reading, arrays), 0)
+        return _joined_on_cpu(reading, rows)
 
     def in_groups(*arrays: jax.Array, large: Arrays = ()) -> jax.Array:
         blocks = _by_type(_by_product, reading, large)
@@ -277,27 +265,23 @@ def _read_sharded(reading: _Reading, *arrays: jax.Array) -> jax.Array:
 
     Of a reduction of several operands it would gather the results of each device.
     """
-
-    def on_cpu(*arrays: jax.Array) -> jax.Array:
-        return _joined_on_cpu(reading, _by_type(_each, reading, arrays))
-
-    def elsewhere(*arrays: jax.Array) -> jax.Array:
-        # XLA finds that a sum of all-reduces is one of sums, but not through a stack.
-        blocks = _by_type(_combined, reading, arrays)
-        combined = [
-            functools.reduce(reading.combine, parts)
-            for parts in zip(*blocks, strict=True)
-        ]
-        return reading.joined(jnp.stack(combined)[None])
-
-    return lax.platform_dependent(*arrays, cpu=on_cpu, default=elsewhere)
+    # XLA finds that a sum of all-reduces is one of sums, but not through a stack.
+    blocks = _by_type(_combined, reading, arrays)
+    combined = [
+        functools.reduce(reading.combine, parts) for parts in zip(*blocks, strict=True)
+    ]
+    return lax.platform_dependent(
+        jnp.stack(combined)[None],
+        cpu=functools.partial(_joined_on_cpu, reading),
+        default=reading.joined,
+    )
 
 
-def _joined_on_cpu(reading: _Reading, blocks: Arrays) -> jax.Array:
+def _joined_on_cpu(reading: _Reading, parts: jax.Array) -> jax.Array:
     # Without the barrier XLA:CPU computes this reduction again in each kernel of the
     # update, and compile time is quadratic in the number of leaves. GPUs and TPUs do
     # not need it, and it would cost them the scalar all-reduce on Auto mesh axes.
-    return reading.joined(lax.optimization_barrier(lax.concatenate(blocks, 0)))
+    return reading.joined(lax.optimization_barrier(parts))
 
 
 def _by_type(fun: Callable[..., Any], reading: _Reading, arrays: Arrays) -> list[Any]:
@@ -315,9 +299,29 @@ def _by_type(fun: Callable[..., Any], reading: _Reading, arrays: Arrays) -> list
 # Compiled functions are traced once for all arrays of a type, which is most of what
 # tracing a step costs where there are many.
 @functools.partial(jax.jit, static_argnums=0)
-def _in_one_pass(reading: _Reading, *arrays: jax.Array) -> jax.Array:
-    parts = [part for array in arrays for part in reading.in_one_pass(array)]
-    return _stacked(parts, len(arrays))
+def _in_rows(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+    """Reduced rows of the arrays, [rows, k], for a CPU.
+
+    XLA:CPU (of jax 0.10) writes what it reduces to memory and splits the reduction. A
+    reduction of several operands it leaves whole, and computes them within it, if all
+    results are used: test_there_are_hardly_any_temporaries. In rows, because a float32
+    to which one square after the other is added stops growing at 2**24 equal ones
+    (test_the_norm_of_many_entries_is_right).
+    """
+    reduced = []
+    for array in arrays:
+        widths = range(LONGEST_ROW, 63, -1)  # shorter rows would be many, a pad is slow
+        width = next(
+            (n for n in widths if array.size % n == 0), min(array.size, LONGEST_ROW)
+        )
+        pad = functools.partial(
+            jnp.pad, pad_width=(0, -array.size % width), constant_values=reading.initial
+        )
+        parts = reading.parts(array)
+        parts = parts if len(parts) > 1 else [*parts, *parts]
+        rows = [pad(part.ravel()).reshape(-1, width) for part in parts]
+        reduced.append(jnp.stack(_reduced(reading, rows, axes=(1,)), axis=1))
+    return lax.concatenate(reduced, 0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -326,7 +330,7 @@ def _in_groups(reading: _Reading, *arrays: jax.Array) -> jax.Array:
     for start in range(0, len(arrays), GPU_GROUP):
         group = map(reading.parts, arrays[start : start + GPU_GROUP])
         parts = [part for parts in group for part in parts]
-        reduced += _reduced(reading.combine, parts, reading.initial)
+        reduced += _reduced(reading, parts)
     return _stacked(reduced, len(arrays))
 
 
@@ -354,66 +358,34 @@ def _is_for_product(reading: _Reading, array: jax.Array) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _each(reading: _Reading, *arrays: jax.Array) -> jax.Array:
-    parts = [part for array in arrays for part in reading.parts(array)]
-    return _stacked([_reduced_alone(reading, part) for part in parts], len(arrays))
-
-
-@functools.partial(jax.jit, static_argnums=0)
 def _combined(reading: _Reading, *arrays: jax.Array) -> Arrays:
     return [
-        functools.reduce(
-            reading.combine, [_as_part(_reduced_alone(reading, x)) for x in parts]
-        )
+        functools.reduce(reading.combine, [_reduced(reading, [x])[0] for x in parts])
         for parts in zip(*map(reading.parts, arrays), strict=True)
     ]
 
 
-def _reduced_alone(reading: _Reading, part: jax.Array) -> jax.Array:
-    return _reduced(reading.combine, [part], reading.initial)[0]
-
-
 def _stacked(parts: Arrays, count: int) -> jax.Array:
     """Reduced parts of `count` arrays: bool[count, k] or f32[count, k]."""
-    return jnp.stack(list(map(_as_part, parts))).reshape(count, -1)
-
-
-def _as_part(part: jax.Array) -> jax.Array:
-    # Sums of float64 squares that float32 cannot hold are those for `HUGE`.
-    return part if part.dtype == bool else part.astype(jnp.float32)
+    return jnp.stack(parts).reshape(count, -1)
 
 
 def _reduced(
-    combine: Callable[[Any, Any], Any],
-    arrays: Arrays,
-    initial: Any,
-    axes: Sequence[int] | None = None,
+    reading: _Reading, parts: Arrays, axes: Sequence[int] | None = None
 ) -> Arrays:
-    """Each array reduced over `axes` (default all), all in one reduction."""
-    if arrays[0].ndim == 0:
-        return arrays
+    """Each part reduced over `axes` (default all), all in one reduction."""
+    if parts[0].ndim == 0:
+        return parts
     return lax.reduce(
-        tuple(arrays),
-        tuple(np.asarray(initial, array.dtype) for array in arrays),
-        lambda x, y: tuple(map(combine, x, y)),
-        tuple(range(arrays[0].ndim) if axes is None else axes),
+        tuple(parts),
+        tuple(np.asarray(reading.initial, part.dtype) for part in parts),
+        lambda x, y: tuple(map(reading.combine, x, y)),
+        tuple(range(parts[0].ndim) if axes is None else axes),
     )
 
 
-def _flag_in_one_pass(array: jax.Array) -> Arrays:
-    """`jnp.isfinite(array).all()`, twice, for a CPU.
-
-    XLA:CPU (of jax 0.10) writes a boolean for each entry to memory and splits their
-    reduction. A reduction of two operands it leaves whole, and computes `isfinite`
-    within it, if both results are used: test_there_are_hardly_any_temporaries. Over one
-    axis, because it is slow over several short ones.
-    """
-    finite = jnp.isfinite(array).ravel()
-    return _reduced(lax.bitwise_and, [finite, finite], True)
-
-
 def _squares(array: jax.Array) -> Arrays:
-    """The squares of an array's entries: times `TINY`, plain, over `HUGE`.
+    """The squares of an array's entries: times `TINY`, plain, over `HUGE`, as float32.
 
     An entry that is not finite adds `NONFINITE` to the last.
     """
@@ -429,35 +401,10 @@ def _squares(array: jax.Array) -> Arrays:
         huge = jnp.where(jnp.isfinite(part), huge * huge, NONFINITE)
         squares.append([tiny * tiny, part * part, huge])
     return [
-        functools.reduce(operator.add, parts) for parts in zip(*squares, strict=True)
+        functools.reduce(operator.add, parts).astype(jnp.float32)
+        for parts in zip(*squares, strict=True)
     ]
 
 
-def _squares_in_one_pass(array: jax.Array) -> Arrays:
-    """Sums of `_squares` for a CPU, as `_flag_in_one_pass` reduces flags.
-
-    In rows: a float32 to which one square after the other is added stops growing at
-    2**24 equal ones (test_the_norm_of_many_entries_is_right).
-    """
-    squares = [x.ravel() for x in _squares(array)]
-    widths = range(LONGEST_ROW, 63, -1)  # shorter rows would be many
-    width = next((n for n in widths if array.size % n == 0), LONGEST_ROW)
-    in_rows = array.size - array.size % width
-    rows = [x[:in_rows].reshape(-1, width) for x in squares]
-    sums = [x.sum() for x in _reduced(lax.add, rows, 0, axes=(1,))]
-    if in_rows < array.size:
-        ends = _reduced(lax.add, [x[in_rows:] for x in squares], 0)
-        sums = [x + y for x, y in zip(sums, ends, strict=True)]
-    return sums
-
-
-_FLAG = _Reading(
-    lambda array: [jnp.isfinite(array)],
-    lax.bitwise_and,
-    True,
-    _flag_in_one_pass,
-    jnp.all,
-)
-_SQUARES = _Reading(
-    _squares, lax.add, 0, _squares_in_one_pass, functools.partial(jnp.sum, axis=0)
-)
+_FLAG = _Reading(lambda x: [jnp.isfinite(x)], lax.bitwise_and, True, jnp.all)
+_SQUARES = _Reading(_squares, lax.add, 0, functools.partial(jnp.sum, axis=0))

@@ -135,7 +135,9 @@ def machine(request, monkeypatch):
             yield
     else:
         monkeypatch.setattr(jax.lax, "platform_dependent", of_machine)
+        jax.clear_caches()
         yield
+        jax.clear_caches()
 
 
 # More of one shape than a group holds, arrays for the TPU's matrix unit, and others.

@@ -30,9 +30,9 @@ def _keys(unused: str, same: str = "", **renamed: str) -> dict[str, str]:
 
 
 _DEEPSPEED = _keys(
-    "enabled auto_cast fp16_master_weights_and_grads loss_scale",
-    "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale",
+    "enabled auto_cast fp16_master_weights_and_grads",
+    "loss_scale initial_scale_power loss_scale_window hysteresis "
+    "consecutive_hysteresis min_loss_scale",
 )
 _CEREBRAS = _keys(
     "enabled fp16_type precision_opt_level log_loss_scale max_gradient_norm "
@@ -51,7 +51,6 @@ _MEGATRON = _keys(
     min_loss_scale="min_scale",
     loss_scale_window="growth_interval",
 )
-_READ = (_DEEPSPEED, _CEREBRAS)
 _LARGEST_OF = {"float16": 2.0**15, "cbfloat16": 2.0**31}
 _ARGUMENTS = Arguments("get_loss_scale")
 
@@ -72,16 +71,13 @@ def get_loss_scale(spec: Any) -> LossScale:
     | a loss scale | itself |
 
     Numbers and strings mean the same, because a flag is always a string and a
-    configuration file has both. A dtype is given as such or by a name that `get_policy`
-    knows, so that `get_loss_scale(policy.compute_dtype)` fits a policy. Case and blanks
-    do not matter. For the rule of another framework call the function of that name in
-    `jmp_scale.presets`.
-
-    A section is a mapping, recognized by its keys. If `enabled` is missing, or
-    Cerebras' `loss_scaling_factor`, the section counts as enabled and dynamic: the
+    configuration file has both. Names of dtypes are those of `get_policy`; case and
+    blanks do not matter. A section is recognized by its keys. If `enabled` is missing,
+    or Cerebras' `loss_scaling_factor`, it counts as enabled and dynamic: the
     frameworks' own defaults would silently turn loss scaling off. Numbers may be
-    strings, which is how YAML reads 2e15. For the arguments of PyTorch's `GradScaler`
-    and of Megatron-LM the error says which preset to call.
+    strings, which is how YAML reads 2e15. For the rules of other frameworks see
+    `jmp_scale.presets`; for the arguments of PyTorch's `GradScaler` and of Megatron-LM
+    the error says which preset to call.
 
     Args:
       spec: a string, a number, a dtype, a mapping or a loss scale.
@@ -116,18 +112,13 @@ def get_loss_scale(spec: Any) -> LossScale:
 
 def _from_string(spec: str) -> LossScale:
     kind, colon, argument = (word.strip() for word in spec.lower().partition(":"))
-    if kind == "none" and not colon:
-        return NoOpLossScale()
-    if kind == "dynamic":
-        if not colon:
-            return DynamicLossScale()
-        return DynamicLossScale(_parse_number(argument, spec))
-    if kind == "static" and colon:
-        return _static(_parse_number(argument, spec))
-    if kind == "half" and not colon:
-        return _from_dtype(half_dtype(), spec)
-    if kind in name_to_dtype and not colon:
-        return _from_dtype(name_to_dtype[kind], spec)
+    if kind in ("dynamic", "static") and colon:
+        number = _parse_number(argument, spec)
+        return DynamicLossScale(number) if kind == "dynamic" else _static(number)
+    if not colon and kind in ("none", "dynamic"):
+        return NoOpLossScale() if kind == "none" else DynamicLossScale()
+    if not colon and kind in ("half", *name_to_dtype):
+        return _from_dtype(name_to_dtype.get(kind) or half_dtype(), spec)
     return _static(_parse_number(spec, spec))
 
 
@@ -179,15 +170,45 @@ def _from_section(section: Mapping[str, Any]) -> LossScale:
     # `loss_scale` is a key of both, but a word only for Cerebras.
     own = section.keys() & (_CEREBRAS.keys() - _DEEPSPEED.keys())
     if own or isinstance(section.get("loss_scale"), str):
-        _require_known("Cerebras'", _CEREBRAS, section)
         return _from_cerebras(section)
-    _require_known("DeepSpeed's fp16", _DEEPSPEED, section)
-    return _from_deepspeed(section)
+    given = _given(section, "DeepSpeed's fp16", _DEEPSPEED)
+    if not _is_enabled(section):
+        return NoOpLossScale()
+    constant = given.pop("loss_scale", 0)
+    if _ARGUMENTS.number("loss_scale", constant) != 0:  # 0 means dynamic
+        return _static(constant)
+    return presets.deepspeed(**given)
+
+
+def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
+    given = _given(section, "Cerebras'", _CEREBRAS)
+    half = section.get("fp16_type", "float16")
+    _ARGUMENTS.word("fp16_type", half, (*_LARGEST_OF, "bfloat16"))
+    clips = {"max_gradient_norm": "clip_by_global_norm", "max_gradient_value": "clip"}
+    for key in [key for key in clips if key in section]:
+        message = _ARGUMENTS.message(key, "missing", section[key])
+        chain = f"optax.chain(optax.{clips[key]}({section[key]!r}), tx)"
+        cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"
+        raise ValueError(f"{message}; {cure}")
+    if not _is_enabled(section) or half == "bfloat16":
+        return NoOpLossScale()
+    tolerance = section.get("overflow_tolerance", 0)
+    require_no_tolerance(_ARGUMENTS, "overflow_tolerance", tolerance)
+    constant = given.pop("loss_scale", "dynamic")
+    if constant == "dynamic":
+        given.setdefault("max_loss_scale", _LARGEST_OF[half])
+        return presets.cerebras(**given)
+    if isinstance(constant, str):
+        allowed = '"dynamic" or the number of a constant loss scale, such as 1024'
+        key = "loss_scale" if "loss_scale" in section else "loss_scaling_factor"
+        raise ValueError(_ARGUMENTS.message(key, allowed, constant))
+    return _static(constant)
 
 
 def _require_readable(section: Mapping[str, Any]) -> None:
     """Raises for sections that are not read, and says first what to write instead."""
     keys, cure = section.keys(), None
+    not_deepspeed = keys - _DEEPSPEED.keys()
     if "auto" in [value for value in section.values() if isinstance(value, str)]:
         cure = (
             'replace "auto" by what your trainer sets (for dynamic "enabled": True, '
@@ -195,14 +216,10 @@ def _require_readable(section: Mapping[str, Any]) -> None:
         )
     elif isinstance(section.get("fp16"), Mapping):
         cure = "pass the section config['fp16']"
-    elif keys <= _PYTORCH.keys() and keys - _DEEPSPEED.keys():
+    elif keys <= _PYTORCH.keys() and not_deepspeed:
         enabled = section.get("enabled", True)
         cure = f"for a GradScaler write {_call('pytorch', section, _PYTORCH, enabled)}"
-    elif (
-        keys <= _MEGATRON.keys()
-        and keys - _DEEPSPEED.keys()
-        and keys - _CEREBRAS.keys()
-    ):
+    elif keys <= _MEGATRON.keys() and not_deepspeed and keys - _CEREBRAS.keys():
         enabled = section.get("fp16", not section.get("bf16"))
         cure = f"for Megatron write {_call('megatron', section, _MEGATRON, enabled)}"
     if cure is not None:
@@ -217,65 +234,26 @@ def _call(
         return "jmp_scale.NoOpLossScale()"
     if section.get("loss_scale"):
         return f"jmp_scale.StaticLossScale({section['loss_scale']!r})"
-    given = [f"{known[key]}={x!r}" for key, x in section.items() if known[key]]
-    return f"jmp_scale.presets.{preset}({', '.join(given)})"
+    given = _given(section, preset, known).items()
+    return f"jmp_scale.presets.{preset}({', '.join(f'{k}={x!r}' for k, x in given)})"
 
 
-def _require_known(
-    framework: str, known: Mapping[str, str], section: Mapping[str, Any]
-) -> None:
-    for key in section:
+def _given(
+    section: Mapping[str, Any], framework: str, known: Mapping[str, str]
+) -> dict[str, Any]:
+    """What a section gives as arguments of its preset."""
+    given: dict[str, Any] = {}
+    for key, value in section.items():
         if key not in known:
             raise ValueError(
                 f"get_loss_scale: expected a section of {framework} configuration, got "
                 f"the unknown key {key!r}; known are {', '.join(known)}"
             )
-
-
-def _from_deepspeed(section: Mapping[str, Any]) -> LossScale:
-    if not _is_enabled(section):
-        return NoOpLossScale()
-    constant = section.get("loss_scale", 0)
-    if _ARGUMENTS.number("loss_scale", constant) != 0:  # 0 means dynamic
-        return _static(constant)
-    return presets.deepspeed(**_given(section, _DEEPSPEED))
-
-
-def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
-    half = section.get("fp16_type", "float16")
-    _ARGUMENTS.word("fp16_type", half, (*_LARGEST_OF, "bfloat16"))
-    clips = {"max_gradient_norm": "clip_by_global_norm", "max_gradient_value": "clip"}
-    for key, clip in clips.items():
-        if key in section:
-            message = _ARGUMENTS.message(key, "missing", section[key])
-            chain = f"optax.chain(optax.{clip}({section[key]!r}), tx)"
-            cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"
-            raise ValueError(f"{message}; {cure}")
-    if not _is_enabled(section) or half == "bfloat16":
-        return NoOpLossScale()
-    tolerance = section.get("overflow_tolerance", 0)
-    require_no_tolerance(_ARGUMENTS, "overflow_tolerance", tolerance)
-    given = {"max_loss_scale": _LARGEST_OF[half], **_given(section, _CEREBRAS)}
-    constant = given.pop("loss_scale", "dynamic")
-    if constant == "dynamic":
-        return presets.cerebras(**given)
-    if isinstance(constant, str):
-        allowed = '"dynamic" or the number of a constant loss scale, such as 1024'
-        key = "loss_scale" if "loss_scale" in section else "loss_scaling_factor"
-        raise ValueError(_ARGUMENTS.message(key, allowed, constant))
-    return _static(constant)
-
-
-def _given(section: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
-    """What a section gives as arguments of its preset."""
-    given: dict[str, Any] = {}
-    for key, value in section.items():
-        argument = known[key]
-        if argument in given:
-            keys = " or ".join(other for other in known if known[other] == argument)
+        if known[key] in given:
+            keys = " or ".join(other for other in known if known[other] == known[key])
             raise ValueError(_ARGUMENTS.message(keys, "given only once", section))
-        if argument:
-            given[argument] = value
+        if known[key]:
+            given[known[key]] = value
     return given
 
 

@@ -21,6 +21,17 @@ _WORDS = {
     "hysteresis_reset": ("growth", "finite", "finite_or_backoff"),
     "at_max": ("hold", "clamp"),
 }
+# The numbers between which another lies, and how an error says it.
+_BETWEEN = {
+    "factor": (1, math.inf, "a finite number > 1"),
+    "backoff_factor": (0, 1, "a number in (0, 1), or None for 1 / factor"),
+    "min_loss_scale": (
+        -math.ulp(0),
+        math.inf,
+        "a finite number >= 0 (0 means 2**-126)",
+    ),
+    "max_loss_scale": (0, math.inf, "a finite number > 0 (2.**126 means no cap)"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +52,11 @@ class Arguments:
 
     def message(self, argument: str, allowed: str, value: Any) -> str:
         """The text of an error about an argument."""
-        if isinstance(value, int) and abs(value) >= 2**1024:
-            value = f"an integer of {value.bit_length()} bits"  # too long to be printed
-        else:
-            value = repr(value)
-        expected = f"expected {self.name(argument)} to be {allowed}"
-        return f"{self.function}: {expected}, got {value}"
+        # Longer ones Python does not print.
+        is_long = isinstance(value, int) and abs(value) >= 2**1024
+        got = f"an integer of {value.bit_length()} bits" if is_long else repr(value)
+        argument = self.name(argument)
+        return f"{self.function}: expected {argument} to be {allowed}, got {got}"
 
     def require(self, condition: bool, argument: str, value: Any, allowed: str) -> None:
         """Raises a `ValueError` about `argument` unless `condition` holds."""
@@ -97,24 +107,26 @@ def static_loss_scale(arguments: Arguments, value: Any) -> float:
 
 def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
     """The static fields of a `DynamicLossScale` as Python numbers and strings."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"backoff_factor": None}
     for field, least in _LEAST_INTEGERS.items():
         values[field] = arguments.integer(field, given[field], least)
     for field, words in _WORDS.items():
         values[field] = arguments.word(field, given[field], words)
-    values["factor"] = factor = arguments.number("factor", given["factor"])
-    allowed = "a finite number > 1"
-    arguments.require(1 < factor < math.inf, "factor", given["factor"], allowed)
-    values["backoff_factor"] = backoff = given["backoff_factor"]
-    if backoff is not None:
-        values["backoff_factor"] = number = arguments.number("backoff_factor", backoff)
-        allowed = "a number in (0, 1), or None for 1 / factor"
-        arguments.require(0 < number < 1, "backoff_factor", backoff, allowed)
+    for field, (low, high, allowed) in _BETWEEN.items():
+        if given[field] is not None or field not in values:
+            values[field] = number = arguments.number(field, given[field])
+            arguments.require(low < number < high, field, given[field], allowed)
     for field in ("loss_scale", "min_loss_scale"):
         dtype = getattr(given[field], "dtype", jnp.float32)
         if jnp.issubdtype(dtype, jnp.integer):
             warn(f"Expected floating type for {field}, got {dtype}")
-    return values | _bounds(arguments, given["min_loss_scale"], given["max_loss_scale"])
+    low = max(values["min_loss_scale"], SMALLEST)
+    high = min(values["max_loss_scale"], LARGEST)
+    allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
+    arguments.require(low <= high, "min_loss_scale", given["min_loss_scale"], allowed)
+    # S is float32, so its ends are too: when a run is resumed from float(S), a floor of
+    # 0.7 would refuse the 0.69999999 that S has there.
+    return values | {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 
 def float32_leaf(arguments: Arguments, value: Any, low: float, high: float) -> Any:
@@ -157,22 +169,6 @@ def warn(message: str) -> None:
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-def _bounds(arguments: Arguments, low: Any, high: Any) -> dict[str, float]:
-    given_low, given_high = low, high
-    low = arguments.number("min_loss_scale", low)
-    high = arguments.number("max_loss_scale", high)
-    allowed = "a finite number >= 0 (0 means 2**-126)"
-    arguments.require(0 <= low < math.inf, "min_loss_scale", given_low, allowed)
-    allowed = "a finite number > 0 (2.**126 means no cap)"
-    arguments.require(0 < high < math.inf, "max_loss_scale", given_high, allowed)
-    low, high = max(low, SMALLEST), min(high, LARGEST)
-    allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
-    arguments.require(low <= high, "min_loss_scale", given_low, allowed)
-    # S is float32, so its ends are too: when a run is resumed from float(S), a floor of
-    # 0.7 would refuse the 0.69999999 that S has there.
-    return {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 
 def _float32(number: float) -> float:

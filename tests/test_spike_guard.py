@@ -195,12 +195,11 @@ def test_a_norm_beside_an_ordinary_loss_has_to_leap_further(seed, factor, loss, 
 def test_a_norm_leaps_at_six_deviations_where_the_loss_is_not_known():
     _, norms = noisy_run()
     norms[300] = 10
-    guard = SpikeGuard()
-    spikes = []
-    judge = jax.jit(lambda guard, norm: guard.judge(None, norm, jnp.array(True)))
-    for norm in norms:
-        spike, guard = judge(guard, jnp.float32(norm))
-        spikes.append(bool(spike))
+
+    def body(guard, norm):
+        return guard.judge(None, norm, jnp.array(True))[::-1]
+
+    _, spikes = jax.lax.scan(body, SpikeGuard(), jnp.float32(norms))
     assert np.flatnonzero(spikes).tolist() == [300]
 
 
@@ -244,10 +243,8 @@ def test_a_new_level_is_accepted_after_ten_spikes_and_guarded_in_its_turn():
 
 def test_a_step_that_is_not_finite_changes_no_bit_of_the_guard():
     _, guard = judged(SpikeGuard(), *noisy_run())
-    for loss, norm in ((jnp.nan, 1.0), (jnp.inf, jnp.inf), (1.0, jnp.nan)):
-        spike, after = guard.judge(
-            jnp.float32(loss), jnp.float32(norm), jnp.array(False)
-        )
+    for seen in ((jnp.nan, 1.0), (jnp.inf, jnp.inf), (1.0, jnp.nan)):
+        spike, after = guard.judge(*map(jnp.float32, seen), jnp.array(False))
         assert not spike
         assert_bitwise_equal(after, guard)
 
@@ -309,13 +306,10 @@ def test_an_argument_out_of_its_range_is_named(name, value):
         SpikeGuard(**{name: value})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"threshold": 0.5}, {"decay": 0.001}, {"warmup": 0}, {"max_in_a_row": 1}],
-)
-def test_an_argument_near_the_end_of_its_range_is_taken(arguments):
-    guard = SpikeGuard(**arguments)
-    assert {name: getattr(guard, name) for name in arguments} == arguments
+def test_arguments_near_the_ends_of_their_ranges_are_taken():
+    guard = SpikeGuard(threshold=0.5, decay=0.001, warmup=0, max_in_a_row=1)
+    taken = guard.threshold, guard.decay, guard.warmup, guard.max_in_a_row
+    assert taken == (0.5, 0.001, 0, 1)
 
 
 @pytest.mark.parametrize("name", ["threshold", "decay", "warmup", "max_in_a_row"])
@@ -332,12 +326,8 @@ def test_a_guard_is_a_pytree_of_named_leaves_that_keeps_its_arguments():
     ]
     assert len(paths) == 8
     assert ".loss_mean" in paths
-    for other in (
-        pickle.loads(pickle.dumps(guard)),
-        copy.deepcopy(guard),
-        jax.jit(lambda g: g)(guard),
-        jax.tree.map(jnp.asarray, guard),
-    ):
+    copies = pickle.loads(pickle.dumps(guard)), copy.deepcopy(guard)
+    for other in (*copies, jax.jit(lambda g: g)(guard)):
         assert_bitwise_equal(other, guard)
         assert (other.threshold, other.decay) == (5.0, 0.9)
         assert (other.warmup, other.max_in_a_row) == (20, 3)
@@ -357,15 +347,14 @@ def warm_state(tx, steps=15):
     return state
 
 
-@pytest.mark.parametrize("what", ["loss", "gradients"])
-def test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays(what):
+@pytest.mark.parametrize(("factor", "loss"), [(1, 1e3), (1e3, 1), (1e30, 1), (0, 1e6)])
+def test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays(factor, loss):
     tx = jmp_scale.with_loss_scale(
         optax.adamw(0.1), DynamicLossScale(8.0, period=100), guard=GUARD
     )
     state = warm_state(tx)
-    grads = jax.tree.map(lambda g: g * (1e3 if what == "gradients" else 1), GRADS)
-    value = jnp.float32(1e3 if what == "loss" else 1.0)
-    updates, new = jax.jit(tx.update)(grads, state, PARAMS, value=value)
+    grads = jax.tree.map(lambda g: g * factor, GRADS)
+    updates, new = jax.jit(tx.update)(grads, state, PARAMS, value=jnp.float32(loss))
     assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
     assert_bitwise_equal(new.inner_state, state.inner_state)
     assert_bitwise_equal(new.loss_scale, state.loss_scale)
@@ -373,14 +362,6 @@ def test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays(what):
     assert (new.skipped, new.skipped_in_a_row, new.spikes) == (1, 1, 1)
     assert new.nonfinite_losses == 0
     assert int(new.guard.in_a_row) == 1
-
-
-def test_a_huge_finite_gradient_is_a_spike_and_not_an_overflow():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0), guard=GUARD)
-    state = warm_state(tx)
-    grads = GRADS | {"b": jnp.array([1e30, 0.5])}
-    _, new = jax.jit(tx.update)(grads, state, PARAMS, value=jnp.float32(1.0))
-    assert (new.spikes, new.skipped, new.loss_scale.loss_scale) == (1, 1, 8)
 
 
 def steps_with(tx, state, grads, value, count):
@@ -406,9 +387,8 @@ def test_a_spike_that_overflows_keeps_s_until_the_new_level_is_let_through():
     last = states[-1]
     assert_bitwise_equal(last.inner_state, start.inner_state)
     assert last.guard.in_a_row == 10
-    with_start = jax.tree.map(lambda x: x, last.guard)
     for name in ("loss_mean", "loss_deviation", "norm_mean", "accepted"):
-        assert_bitwise_equal(getattr(with_start, name), getattr(start.guard, name))
+        assert_bitwise_equal(getattr(last.guard, name), getattr(start.guard, name))
     after = steps_with(tx, last, GRADS, 1e6, 1)[0]  # the level is finite at this S
     assert (after.applied, after.guard.loss_mean) == (True, 1e6)
 
@@ -422,10 +402,9 @@ def test_an_overflow_without_a_leap_of_the_loss_is_not_a_spike(value):
     assert state.loss_scale.loss_scale == (4 if value == 1 else 8)
 
 
-def test_a_leaping_loss_without_gradients_is_a_spike():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
-    zeros = jax.tree.map(jnp.zeros_like, GRADS)
-    assert steps_with(tx, warm_state(tx), zeros, 1e6, 1)[0].spikes == 1
+def tangent_dtype(x):
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return x.dtype if inexact else jax.dtypes.float0
 
 
 @pytest.mark.parametrize("guard", [None, GUARD])
@@ -438,14 +417,7 @@ def test_the_derivatives_of_a_guarded_step_are_those_without_a_guard(guard):
 
     # Cotangents of zero for the whole state, as an exported step has them.
     out, vjp = jax.vjp(step, 0.1 * params, jnp.float32(1.0))
-    zeros = jax.tree.map(
-        lambda x: (
-            jnp.zeros(x.shape, jax.dtypes.float0)
-            if not jnp.issubdtype(x.dtype, jnp.inexact)
-            else jnp.zeros_like(x)
-        ),
-        out,
-    )
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, tangent_dtype(x)), out)
     by_grads, by_value = vjp((jnp.ones(5), zeros[1]))
     np.testing.assert_allclose(by_grads, -0.1 * params)
     assert by_value == 0
@@ -498,9 +470,7 @@ def test_a_mapped_population_has_one_statistic_for_each_member():
     step = jax.jit(jax.vmap(lambda g, s, p: tx.update(g, s, p)))
     for step_index in range(13):
         factor = jnp.array([1.0, 1e3 if step_index == 12 else 1.0])
-        grads = jax.tree.map(
-            lambda g, f=factor: jnp.stack([g, g]) * f.reshape(2, *[1] * g.ndim), GRADS
-        )
+        grads = jax.vmap(lambda f: jax.tree.map(lambda g: g * f, GRADS))(factor)
         _, state = step(grads, state, members)
     assert state.spikes.tolist() == [0, 1]
     assert state.guard.norm_steps.tolist() == [13, 12]
@@ -516,15 +486,9 @@ def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
         grads = jax.tree.map(lambda g: g * factor[0], GRADS)
         return jax.tree.map(lambda x: x[None], tx.update(grads, state, value=value[0]))
 
-    sharded = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec("x"), PartitionSpec("x")),
-            out_specs=PartitionSpec("x"),
-            check_vma=check_vma,
-        )
-    )
+    whole, split = PartitionSpec(), PartitionSpec("x")
+    options = {"mesh": mesh, "in_specs": (whole, split, split), "out_specs": split}
+    sharded = jax.jit(jax.shard_map(step, **options, check_vma=check_vma))
     one, bad = jnp.ones(8), jnp.ones(8).at[3].set(1e4)
     for factor, value in ((bad, one), (one, bad)):
         updates, new = sharded(state, factor, value)
@@ -552,10 +516,6 @@ def test_a_guard_reads_what_the_finite_check_reads(clips):
             cost = step.lower(params, tx.init(params), params).compile().cost_analysis()
         return cost["bytes accessed"]
 
-    guarded = bytes_accessed(with_guard(inner))
+    guarded = bytes_accessed(jmp_scale.with_loss_scale(inner, guard=SpikeGuard()))
     assert guarded / bytes_accessed(inner) <= 1.11
     assert guarded / bytes_accessed(jmp_scale.with_loss_scale(inner)) <= 1.01
-
-
-def with_guard(inner):
-    return jmp_scale.with_loss_scale(inner, guard=SpikeGuard())

@@ -96,27 +96,17 @@ def test_one_bad_device_is_known_to_all(mode, inside):
 
 @pytest.mark.parametrize("mode", MANUAL)
 def test_an_empty_axis_name_leaves_the_answer_local(mode):
+    finite = MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))
     if "shard_map" in mode and "unchecked" not in mode:
         with pytest.raises(ValueError, match="out_specs"):
-            MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))(bad_on(5))
-        return
-    answers = on_each_device(
-        MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))(bad_on(5))
-    )
-    assert set(answers) == {True, False}
+            finite(bad_on(5))
+    else:
+        assert set(on_each_device(finite(bad_on(5)))) == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("axis_name", "bad_devices"),
-    [
-        ("i", {1, 3, 5, 7}),
-        ("j", {4, 5}),
-        (("i", "j"), set(range(8))),
-        (["j", "i"], set(range(8))),
-    ],
-)
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_named_axes_are_the_ones_that_agree(axis_name, bad_devices, check_vma):
+@pytest.mark.parametrize("axis_name", ["i", "j", ("i", "j"), ["j", "i"]], ids=str)
+def test_named_axes_are_the_ones_that_agree(axis_name, check_vma):
     finite = jax.shard_map(
         lambda x: jmp_scale.all_finite(x, axis_name)[None],
         mesh=TWO_AXES,
@@ -124,6 +114,7 @@ def test_named_axes_are_the_ones_that_agree(axis_name, bad_devices, check_vma):
         out_specs=P(("i", "j")),
         check_vma=check_vma,
     )(bad_on(5))
+    bad_devices = {"i": {1, 3, 5, 7}, "j": {4, 5}}.get(str(axis_name), set(range(8)))
     assert {device for device in range(8) if not finite[device]} == bad_devices
 
 
@@ -143,16 +134,11 @@ def test_an_unknown_axis_name_is_an_error():
     "axis_name", [{"i"}, frozenset({"i"}), {"i": 0}, 0, b"i", ("i", 0), object()]
 )
 def test_an_axis_name_of_another_type_is_an_error_that_names_the_argument(axis_name):
-    for function, call in (
-        ("all_finite", lambda: jmp_scale.all_finite(jnp.ones(2), axis_name)),
-        (
-            "with_loss_scale",
-            lambda: jmp_scale.with_loss_scale(optax.sgd(0.1), axis_name=axis_name),
-        ),
-    ):
-        message = f"^{function}: expected axis_name to be the name of a mesh axis"
-        with pytest.raises(TypeError, match=message):
-            call()
+    message = ": expected axis_name to be the name of a mesh axis"
+    with pytest.raises(TypeError, match=f"^all_finite{message}"):
+        jmp_scale.all_finite(jnp.ones(2), axis_name)
+    with pytest.raises(TypeError, match=f"^with_loss_scale{message}"):
+        jmp_scale.with_loss_scale(optax.sgd(0.1), axis_name=axis_name)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +169,7 @@ def which_under(mesh):
 
 
 ONE_DEVICE = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
+OVER_I = NamedSharding(ONE_AXIS, P("i"))
 IS_WHOLE = {
     "eager": (lambda: which(jnp.ones(8)), 1),
     "jit": (lambda: jax.jit(which)(jnp.ones(8)), 1),
@@ -194,17 +181,10 @@ IS_WHOLE = {
     "Explicit": (lambda: which_of_partial_shard_map(EXPLICIT_TWO, {"j"}), 0),
     "eight devices' mesh": (lambda: which_under(ONE_AXIS), 0),
     "sharded argument": (
-        lambda: jax.jit(which)(
-            jax.device_put(jnp.ones(8), NamedSharding(ONE_AXIS, P("i")))
-        ),
+        lambda: jax.jit(which)(jax.device_put(jnp.ones(8), OVER_I)),
         0,
     ),
-    "in_shardings": (
-        lambda: jax.jit(which, in_shardings=NamedSharding(ONE_AXIS, P("i")))(
-            np.ones(8, np.float32)
-        ),
-        0,
-    ),
+    "in_shardings": (lambda: jax.jit(which, in_shardings=OVER_I)(np.ones(8)), 0),
 }
 
 
@@ -219,35 +199,31 @@ def test_the_choice_between_whole_and_sharded_arrays_leaves_no_branch():
     assert "conditional" not in hlo
 
 
-SHARDED = jax.device_put(np.ones(8, np.float32), NamedSharding(EXPLICIT, P("i")))
+ON_EXPLICIT = jax.device_put(np.ones(8, np.float32), NamedSharding(EXPLICIT, P("i")))
 REPLICATED = jax.device_put(np.ones(8, np.float32), NamedSharding(EXPLICIT, P()))
 
 
-@pytest.mark.parametrize(
-    ("x", "like"),
-    [(SHARDED, REPLICATED), (REPLICATED, SHARDED)],
-    ids=["to P()", "to i"],
-)
-def test_an_array_takes_the_sharding_of_another_on_explicit_axes(x, like):
-    resharded = _mesh.reshard_like(x, like)
-    assert jax.typeof(resharded) == jax.typeof(like)
-    assert resharded.tolist() == x.tolist()
+def test_an_array_takes_the_sharding_of_another_on_explicit_axes():
+    for x, like in [(ON_EXPLICIT, REPLICATED), (REPLICATED, ON_EXPLICIT)]:
+        resharded = _mesh.reshard_like(x, like)
+        assert jax.typeof(resharded) == jax.typeof(like)
+        assert resharded.tolist() == x.tolist()
 
 
-@pytest.mark.parametrize(
-    ("x", "like"),
-    [
-        (1.0, SHARDED),
-        (SHARDED, 1.0),
-        (np.ones(8, np.float32), SHARDED),
-        (REPLICATED[:4], SHARDED),
-        (jnp.ones(8), jnp.zeros(8)),
-        (SHARDED, jnp.ones(8)),
-        (SHARDED, SHARDED + 1),
-    ],
-    ids=["number", "like a number", "NumPy", "shape", "no mesh", "like none", "same"],
-)
-def test_what_has_no_sharding_to_take_stays_as_it_is(x, like):
+STAYS = {
+    "number": (1.0, ON_EXPLICIT),
+    "like a number": (ON_EXPLICIT, 1.0),
+    "NumPy": (np.ones(8, np.float32), ON_EXPLICIT),
+    "shape": (REPLICATED[:4], ON_EXPLICIT),
+    "no mesh": (jnp.ones(8), jnp.zeros(8)),
+    "like none": (ON_EXPLICIT, jnp.ones(8)),
+    "same": (ON_EXPLICIT, ON_EXPLICIT + 1),
+}
+
+
+@pytest.mark.parametrize("case", STAYS)
+def test_what_has_no_sharding_to_take_stays_as_it_is(case):
+    x, like = STAYS[case]
     assert _mesh.reshard_like(x, like) is x
 
 
@@ -267,10 +243,8 @@ def sharded_tree(mesh, spec, bad=None):
         tree["leaf4"][7, 15] = bad
     return jax.device_put(
         tree | {"count": np.int32(3)},
-        {
-            name: NamedSharding(mesh, P() if name == "count" else spec)
-            for name in [*tree, "count"]
-        },
+        dict.fromkeys(tree, NamedSharding(mesh, spec))
+        | {"count": NamedSharding(mesh, P())},
     )
 
 
@@ -298,12 +272,10 @@ def test_with_specs_there_is_exactly_one_scalar_all_reduce(case, how):
 
     @jax.jit
     def finite(tree):
-        tree = (
-            tree if how == "tree" else {k: v for k, v in tree.items() if k != "count"}
-        )
-        return jmp_scale.all_finite(
-            tree, specs=specs, mesh=None if how == "context mesh" else mesh
-        )
+        if how != "tree":
+            tree = {k: v for k, v in tree.items() if k != "count"}
+        given = None if how == "context mesh" else mesh
+        return jmp_scale.all_finite(tree, specs=specs, mesh=given)
 
     with jax.set_mesh(mesh):
         assert collectives(finite, clean) == [("all-reduce", "pred[]")]
@@ -376,9 +348,7 @@ def test_specs_are_joined_whatever_the_axis_name(axis_name):
         )
         return agreed(jnp.stack([x, jnp.ones_like(x)]))
 
-    assert finite(x).tolist() == (
-        [False, False] if axis_name == "batch" else [False, True]
-    )
+    assert finite(x).tolist() == [False, axis_name != "batch"]
 
 
 @pytest.mark.parametrize(
@@ -386,27 +356,10 @@ def test_specs_are_joined_whatever_the_axis_name(axis_name):
     [
         ({"a": P("i")}, None, ValueError, "for specs, got none; give mesh= or set one"),
         (None, ONE_AXIS, ValueError, "expected specs.* with mesh; got mesh alone"),
-        (
-            P(("i", "k")),
-            TWO_AXES,
-            ValueError,
-            r"specs that name the mesh's axes \('i', 'j'\), got \['k'\]",
-        ),
-        (
-            {"b": P("i")},
-            ONE_AXIS,
-            ValueError,
-            "expected specs of the structure of tree or of a prefix",
-        ),
-        *[
-            (
-                {"a": spec},
-                ONE_AXIS,
-                TypeError,
-                f"expected a PartitionSpec for each leaf in specs, got {spec!r}",
-            )
-            for spec in ("i", None)
-        ],
+        (P(("i", "k")), TWO_AXES, ValueError, r"axes \('i', 'j'\), got \['k'\]"),
+        ({"b": P("i")}, ONE_AXIS, ValueError, "the structure of tree or of a prefix"),
+        ({"a": "i"}, ONE_AXIS, TypeError, "a PartitionSpec for each leaf .* got 'i'"),
+        ({"a": None}, ONE_AXIS, TypeError, "a PartitionSpec for each leaf .* got None"),
     ],
 )
 def test_specs_that_do_not_fit_are_an_error(specs, mesh, error, message):
@@ -441,19 +394,18 @@ def norms_on_each_device(norm):
     return np.concatenate([shard.reshape(-1) for shard in shards])
 
 
-@pytest.mark.parametrize(
-    ("mesh", "spec"),
-    [
-        (ONE_AXIS, P("i")),
-        (TWO_AXES, P("i", "j")),
-        (EXPLICIT, P("i")),
-        (EXPLICIT_TWO, P("j")),
-        (EXPLICIT_TWO, P(None, ("j", "i"))),
-        (EXPLICIT_TWO, P()),
-    ],
-    ids=str,
-)
-def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(mesh, spec):
+WHOLE_NORM = {
+    **{k: SHARDED[k] for k in ("1-D", "2-D")},
+    "Explicit": (EXPLICIT, P("i")),
+    "Explicit, one of two": (EXPLICIT_TWO, P("j")),
+    "Explicit, both": (EXPLICIT_TWO, P(None, ("j", "i"))),
+    "Explicit, whole": (EXPLICIT_TWO, P()),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_NORM)
+def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(case):
+    mesh, spec = WHOLE_NORM[case]
     tree = sharded_tree(mesh, spec)
     tree["count"] = jax.device_put(np.float32(2), NamedSharding(mesh, P()))
     finite, norm = jax.jit(finite_and_norm)(tree)

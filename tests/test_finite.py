@@ -13,14 +13,8 @@ from jmp_scale import _finite
 
 pytestmark = pytest.mark.strict_promotion
 
-FLOATS = [
-    jnp.float16,
-    jnp.bfloat16,
-    jnp.float32,
-    jnp.float8_e4m3fn,
-    jnp.float8_e5m2,
-    jnp.complex64,
-]
+FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
+FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, *FLOAT8, jnp.complex64]
 
 
 @pytest.fixture(params=["one device", "eight devices"])
@@ -33,7 +27,7 @@ def devices(request):
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_all_finite_sees_one_bad_entry_in_any_dtype(bad, dtype):
+def test_all_finite_and_the_norm_see_one_bad_entry_in_any_dtype(bad, dtype):
     if dtype == jnp.float8_e4m3fn and np.isinf(bad):
         bad = np.nan  # the type has no infinity
     clean = jnp.ones((3, 5), dtype)
@@ -41,6 +35,11 @@ def test_all_finite_sees_one_bad_entry_in_any_dtype(bad, dtype):
     assert jmp_scale.all_finite({"a": clean, "b": clean})
     assert not jmp_scale.all_finite({"a": clean, "b": dirty})
     assert not jax.jit(jmp_scale.all_finite)({"a": dirty, "b": clean})
+    tree = {"a": clean, "b": jnp.ones((), dtype)}
+    assert _finite.finite_and_norm(tree)[0]
+    finite, norm = jax.jit(_finite.finite_and_norm)(tree | {"a": dirty})
+    assert not finite
+    assert norm == np.inf
 
 
 @pytest.mark.usefixtures("devices")
@@ -64,9 +63,8 @@ def test_all_finite_sees_a_bad_entry_at_every_size(size, bad):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_all_finite_is_right_under_fast_math(bad):
     # Which makes x - x zero whatever x is; from jax 0.10 on without further flags.
-    finite = jax.jit(
-        jmp_scale.all_finite, compiler_options={"xla_cpu_enable_fast_math": True}
-    )
+    fast = {"xla_cpu_enable_fast_math": True}
+    finite = jax.jit(jmp_scale.all_finite, compiler_options=fast)
     assert not finite(jnp.ones(4099, jnp.float32).at[4098].set(bad))
 
 
@@ -182,28 +180,16 @@ def test_one_bad_entry_of_any_array_is_seen_on_every_machine():
 @pytest.mark.usefixtures("machine")
 def test_the_norm_is_right_for_every_size_of_gradients():
     flag_and_norm = jax.jit(lambda tree: _finite.finite_and_norm(tree))
-    for size in (1e-36, 1e-20, 1e-10, 1.0, 1e19, 2e19, 1e30):
-        given = [np.float32(size) * array for array in normal_arrays()]
+    sizes = (1e-36, 1e-20, 1e-10, 1.0, 1e19, 2e19, 1e30)
+    mixed = (1e-30, 1e-20), (1e-20, 1e-9), (1e-20, 1), (1e-30, 1e30), (9e18, 1e20)
+    for given in [
+        *([np.float32(size) * array for array in normal_arrays()] for size in sizes),
+        *([np.full(4097, size, np.float32) for size in pair] for pair in mixed),
+    ]:
         finite, norm = flag_and_norm(given)
         assert finite
         assert (norm.shape, norm.dtype) == ((), jnp.float32)
         # What a GPU sums in a tree this machine adds one by one.
-        np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
-
-
-@pytest.mark.usefixtures("machine")
-def test_the_norm_of_gradients_of_two_sizes_is_right():
-    flag_and_norm = jax.jit(lambda tree: _finite.finite_and_norm(tree))
-    for sizes in (
-        (1e-30, 1e-20),
-        (1e-20, 1e-9),
-        (1e-20, 1),
-        (1e-30, 1e30),
-        (9e18, 1e20),
-    ):
-        given = [np.full(4097, size, np.float32) for size in sizes]
-        finite, norm = flag_and_norm(given)
-        assert finite
         np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
 
 
@@ -261,20 +247,6 @@ def test_the_norm_of_zeros_has_the_derivative_zero():
     assert slopes.tolist() == [0.0] * 3
 
 
-@pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_flag_beside_the_norm_is_that_of_all_finite(bad, dtype):
-    if dtype == jnp.float8_e4m3fn and np.isinf(bad):
-        bad = np.nan  # the type has no infinity
-    tree = {"a": jnp.ones((3, 5), dtype), "b": jnp.ones((), dtype)}
-    assert _finite.finite_and_norm(tree)[0]
-    tree["a"] = tree["a"].at[2, 4].set(jnp.array(bad, dtype))
-    finite, norm = jax.jit(_finite.finite_and_norm)(tree)
-    assert not finite
-    assert norm == np.inf
-
-
 def update_of_sgd(tree):
     tx = jmp_scale.with_loss_scale(
         optax.sgd(0.5), jmp_scale.DynamicLossScale(), guard=jmp_scale.SpikeGuard()
@@ -318,13 +290,13 @@ def test_numbers_of_the_host_are_judged_as_they_are(sign):
         assert not jmp_scale.all_finite({"b": np.array([1.0, sign * bad])})
 
 
-def test_the_norm_of_numbers_of_the_host_is_theirs():
-    tree = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}
-    finite, norm = _finite.finite_and_norm(tree)
-    assert (bool(finite), float(norm)) == (True, 10.0)
+OF_HOST = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}
 
 
-@pytest.mark.parametrize("tree", [None, {}, {"step": 3}, jnp.zeros((0, 2))])
-def test_the_norm_of_no_gradients_is_zero(tree):
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [(OF_HOST, 10), (None, 0), ({}, 0), ({"step": 3}, 0), (jnp.zeros((0, 2)), 0)],
+)
+def test_the_norm_of_numbers_of_the_host_is_theirs_and_of_none_is_zero(tree, expected):
     finite, norm = _finite.finite_and_norm(tree)
-    assert (bool(finite), float(norm)) == (True, 0.0)
+    assert (bool(finite), float(norm)) == (True, expected)

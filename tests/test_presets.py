@@ -29,28 +29,18 @@ def renamed(preset, drop=(), **names):
     return build
 
 
-def deepspeed(
-    init_scale,
-    scale_window,
-    min_scale,
-    delayed_shift=1,
-    consecutive_hysteresis=False,
-    **_,
-):
-    power = math.log2(init_scale)
+def deepspeed(config):
     return presets.deepspeed(
-        power, scale_window, delayed_shift, consecutive_hysteresis, min_scale
+        math.log2(config["init_scale"]),
+        config["scale_window"],
+        config.get("delayed_shift", 1),
+        config.get("consecutive_hysteresis", False),
+        config["min_scale"],
     )
 
 
-def apex_hysteresis(config):
+def apex_hysteresis(**rule):
     # Apex' kernel for Megatron has no preset. Every finite step refills it.
-    names = {
-        "init_scale": "loss_scale",
-        "growth_interval": "period",
-        "growth_factor": "factor",
-    }
-    rule = {names.get(k, k): v for k, v in config.items()}
     return DynamicLossScale(
         **rule, min_loss_scale=0, max_loss_scale=LARGEST, hysteresis_reset="finite"
     )
@@ -72,35 +62,34 @@ def cerebras(config):
     return get_loss_scale({"loss_scale": "dynamic"} | config)
 
 
-def openseq2seq(config):
-    return DynamicLossScale(
-        config["scale_max"],
-        period=config["step_window"],
-        factor=config["step_factor"],
-        min_loss_scale=config["scale_min"],
-        max_loss_scale=config["scale_max"],
-        at_max="clamp",
-    )
+def openseq2seq(scale_max, scale_min, step_window, step_factor):
+    ends = {"min_loss_scale": scale_min, "max_loss_scale": scale_max}
+    rule = {"period": step_window, "factor": step_factor, "at_max": "clamp"}
+    return DynamicLossScale(scale_max, **ends, **rule)
 
 
+KERAS = renamed(presets.keras, drop=["growth_factor", "backoff_factor"])
 BUILD = {
     "apex_amp_lossscaler": renamed(presets.apex, drop=["scale_factor"]),
     "apex_fp16utils": renamed(presets.fairseq, min_loss_scale="threshold"),
-    "apex_update_scale_hysteresis": apex_hysteresis,
+    "apex_update_scale_hysteresis": renamed(
+        apex_hysteresis,
+        init_scale="loss_scale",
+        growth_interval="period",
+        growth_factor="factor",
+    ),
     "cerebras": cerebras,
     "cerebras_tf_CSDynamicLossScale": cerebras_tf,
     "colossalai": renamed(presets.colossalai),
-    "deepspeed_dynamic": lambda config: deepspeed(**config),
-    "deepspeed_fused_optimizer": lambda config: deepspeed(**config),
-    "deepspeed_unfused_optimizer": lambda config: deepspeed(**config),
+    "deepspeed_dynamic": deepspeed,
+    "deepspeed_fused_optimizer": deepspeed,
+    "deepspeed_unfused_optimizer": deepspeed,
     "eformer": renamed(presets.jmp),
     "fairseq": renamed(presets.fairseq, drop=["min_loss_scale"]),
     "flax_dynamic_scale": renamed(presets.flax),
     "jmp": renamed(presets.jmp),
-    "keras3_lso": renamed(presets.keras, drop=["growth_factor", "backoff_factor"]),
-    "keras3_lso_torchbackend": renamed(
-        presets.keras, drop=["growth_factor", "backoff_factor"]
-    ),
+    "keras3_lso": KERAS,
+    "keras3_lso_torchbackend": KERAS,
     "megatron": renamed(presets.megatron),
     "mindspore_DynamicLossScaleManager": renamed(
         presets.mindspore, drop=["min"], init_loss_scale="scale_value"
@@ -110,7 +99,9 @@ BUILD = {
     ),
     "mindspore_amp_DynamicLossScaler": renamed(presets.mindspore, drop=["min"]),
     "mpx": renamed(presets.mpx, drop=["hard_max"]),
-    "openseq2seq_backoff": openseq2seq,
+    "openseq2seq_backoff": lambda config: openseq2seq(
+        *(config[k] for k in ("scale_max", "scale_min", "step_window", "step_factor"))
+    ),
     "paddle_gradscaler": renamed(presets.paddle),
     "paddle_static_kernel": paddle_static,
     "tf1_DynamicLossScale": renamed(presets.tensorflow, drop=["min"]),
@@ -181,12 +172,8 @@ def step_by_step(adjust_all, loss_scales, flags):
     return jax.tree.map(lambda *leaves: np.stack(jax.device_get(leaves)), *states)
 
 
-def eager(loss_scales, flags):
-    return step_by_step(adjust_all, loss_scales, flags)
-
-
-def jit(loss_scales, flags):
-    return step_by_step(jax.jit(adjust_all), loss_scales, flags)
+eager = functools.partial(step_by_step, adjust_all)
+jit = functools.partial(step_by_step, jax.jit(adjust_all))
 
 
 def scan(loss_scales, flags):
@@ -331,13 +318,9 @@ def test_the_defaults_as_a_rule():
     assert rule(presets.apex()) == start | no_floor | {"at_max": "clamp"}
     late = {"growth_delay": 1, "counter": -1}
     assert rule(presets.deepspeed()) == start | no_cap | absorbs_one | late
-    assert (
-        rule(presets.megatron())
-        == {"loss_scale": 2.0**32} | halves | no_cap | absorbs_one
-    )
-    assert (
-        rule(presets.colossalai()) == start | halves | no_floor | no_cap | absorbs_one
-    )
+    megatron = halves | no_cap | absorbs_one
+    assert rule(presets.megatron()) == {"loss_scale": 2.0**32} | megatron
+    assert rule(presets.colossalai()) == start | no_floor | megatron
     assert rule(presets.fairseq()) == no_floor | no_cap
     ends = {"min_loss_scale": 2.0**-14, "max_loss_scale": 2.0**15, "at_max": "clamp"}
     assert rule(presets.cerebras()) == ends | {"period": 2001}
@@ -346,10 +329,8 @@ def test_the_defaults_as_a_rule():
     assert rule(presets.mindspore(2.0**15, 2, 2000)) == no_cap
     assert rule(presets.flax()) == start | halves | no_floor | no_cap | {"period": 2001}
     assert rule(presets.jmp(2.0**15)) == no_cap
-    assert rule(presets.mpx(2.0**15, 1.0)) == {
-        "max_loss_scale": 65504.0,
-        "at_max": "clamp",
-    }
+    cap = {"max_loss_scale": 65504.0, "at_max": "clamp"}
+    assert rule(presets.mpx(2.0**15, 1.0)) == cap
 
 
 def call(text):
@@ -447,15 +428,15 @@ def test_other_numbers_are_what_they_are_for_cerebras(value):
 
 
 def test_an_argument_that_is_not_a_number_is_a_type_error_under_its_own_name():
+    message = r"^presets\.{}: expected {} to be a real number"
     with pytest.raises(
-        TypeError,
-        match=r"^presets\.keras: expected dynamic_growth_steps to be a real number",
+        TypeError, match=message.format("keras", "dynamic_growth_steps")
     ):
         presets.keras(dynamic_growth_steps="2000")
-    with pytest.raises(
-        TypeError, match=r"^presets\.flax: expected growth_interval to be a real number"
-    ):
+    with pytest.raises(TypeError, match=message.format("flax", "growth_interval")):
         presets.flax(growth_interval=None)
+    with pytest.raises(TypeError, match=message.format("megatron", "backoff_factor")):
+        presets.megatron(backoff_factor=("backoff_factor", 0.5))
     with pytest.raises(TypeError, match="unexpected keyword argument 'period'"):
         presets.keras(period=3)
 
@@ -469,29 +450,19 @@ def test_completion_shows_the_presets_and_nothing_else():
 def test_the_recipe_for_a_framework_that_grows_one_step_late():
     """DreamerV3's rule: good steps are compared with 1000 before they count."""
     period = 5
-    loss_scale = DynamicLossScale(
-        1e4,
-        period=period + 1,
-        min_loss_scale=1e-4,
-        max_loss_scale=1e5,
-        at_max="clamp",
-    )
+    ends = {"min_loss_scale": 1e-4, "max_loss_scale": 1e5, "at_max": "clamp"}
+    loss_scale = DynamicLossScale(1e4, period=period + 1, **ends)
     s, good_steps = 1e4, 0
     for finite in np.random.default_rng(0).random(120) < [0.95] * 80 + [0.2] * 40:
         grows = finite and good_steps >= period
         s = min(max(s * 2 if grows else s if finite else s / 2, 1e-4), 1e5)
         good_steps = good_steps + 1 if finite and not grows else 0
         loss_scale = loss_scale.adjust(bool(finite))
-        assert (loss_scale.loss_scale, loss_scale.counter) == (
-            np.float32(s),
-            good_steps,
-        )
+        assert loss_scale.loss_scale == np.float32(s)
+        assert loss_scale.counter == good_steps
 
 
 def test_a_field_without_an_argument_is_replaced():
     floored = dataclasses.replace(presets.pytorch(), min_loss_scale=1.0)
-    assert (floored.min_loss_scale, floored.loss_scale, floored.period) == (
-        1.0,
-        2.0**16,
-        2000,
-    )
+    rest = floored.loss_scale, floored.period
+    assert (floored.min_loss_scale, *rest) == (1.0, 2.0**16, 2000)

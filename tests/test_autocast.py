@@ -400,3 +400,28 @@ def test_linen_modules_update_their_collections():
         wanted[1]["params"]["Dense_0"]["kernel"],
         0.05,
     )
+
+
+def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
+    nnx = importlib.import_module("flax.nnx")
+    nnx_autocast = importlib.import_module("jmp_scale.nnx").autocast
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(N, 32, rngs=rngs)
+            self.norm = nnx.BatchNorm(32, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(self.dense(x)))
+
+    def step(loss):
+        model = Net(nnx.Rngs(0))
+        result = nnx.jit(nnx.value_and_grad(loss))(model, X)
+        written = nnx.state(model, (nnx.BatchStat, nnx.RngCount))
+        return jax.tree.leaves((result, written))
+
+    wanted = step(bare_nnx_loss)
+    assert_close(step(nnx_autocast(bare_nnx_loss, "float16")), wanted, 0.02)
+    # The counter of the random stream is among them.
+    assert any(x.dtype == jnp.uint32 and x == 1 for x in wanted)

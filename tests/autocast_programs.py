@@ -492,7 +492,7 @@ def sharding_constraint(w, x):
 
 @program
 def deep_program(w, x):
-    for i in range(300):
+    for i in range(100):
         x = x + 0.001 * jnp.sin(x + i)
         if i % 10 == 0:
             x = layer(w / 4, x)

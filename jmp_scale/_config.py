@@ -216,6 +216,8 @@ def _require_readable(section: Mapping[str, Any]) -> None:
         )
     elif isinstance(section.get("fp16"), Mapping):
         cure = "pass the section config['fp16']"
+    elif isinstance(section.get("bf16"), Mapping):
+        cure = "bfloat16 needs no loss scale: write jmp_scale.NoOpLossScale()"
     elif keys <= _PYTORCH.keys() and not_deepspeed:
         enabled = section.get("enabled", True)
         cure = f"for a GradScaler write {_call('pytorch', section, _PYTORCH, enabled)}"

@@ -118,8 +118,8 @@ def keep_float32(fun: F) -> F:
       >>> import jax.numpy as jnp, jmp_scale
       >>> exact = jmp_scale.keep_float32(jnp.dot)
       >>> f = jmp_scale.autocast(lambda x: exact(x, x), "float16")
-      >>> float(f(jnp.full((2, 2), 1e-4))[0, 0])
-      1.9999999...e-08
+      >>> f"{float(f(jnp.full((2, 2), 1e-4))[0, 0]):.1e}"
+      '2.0e-08'
     """
 
     @functools.wraps(fun)

@@ -83,8 +83,8 @@ def with_loss_scale(
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
       gradients of any dtype and returns updates of the dtypes of `params`, if given.
-      `inner` sees float32 in place of narrower gradients, except those that have the
-      dtype of their parameter.
+      `inner` sees float32 in place of narrower gradients, unless it demands the dtype
+      of half-precision parameters, as `optax.novograd` does.
 
       `value` is the unscaled loss, a scalar. When it is not finite the step is skipped
       and S stays, because no S changes the forward pass. An `inner` whose signature
@@ -163,7 +163,7 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
-        inputs = {"updates": _promoted(updates, params)}
+        inputs, is_half = _promoted(updates, params)
         gives_value = takes_value(keywords, value, extra_args)
         verdict = judge_step(updates, value, state.guard, axis_name)
         if value is not None and gives_value:
@@ -182,6 +182,8 @@ def with_loss_scale(
                 new_updates = _cast_like(new_updates, params)
             return new_updates, _state_like(new, inner_state)
 
+        if is_half:
+            inputs["updates"] = _taken(inputs["updates"], updates, run, inputs, state)
         # The overflow of a gradient that the optimizer asks for shows in its updates.
         is_good = functools.partial(all_finite, axis_name=axis_name)
         applied, new_updates, inner_state = select_step(
@@ -307,30 +309,42 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
     )
 
 
-def _promoted(updates: Any, params: Any) -> Any:
-    """Float32 in place of narrower gradients, but for those of their parameter's dtype.
-
-    An optimizer with branches (`optax.novograd`) demands one dtype of gradients and
-    state, and the state has that of the parameters.
-    """
+def _promoted(updates: Any, params: Any) -> tuple[dict[str, Any], bool]:
+    """Float32 in place of narrower gradients, and whether a parameter is as narrow."""
     while isinstance(params, optax.LookaheadParams):
         params = params.fast
+    promoted = promote_to_float32(updates)
     if params is None:
-        return promote_to_float32(updates)
+        return {"updates": promoted}, False
 
-    def promote(x: Any, y: Any) -> Any:
-        is_alike = is_inexact(x) and is_inexact(y)
-        is_alike = is_alike and jnp.result_type(x) == jnp.result_type(y)
-        return x if is_alike else promote_to_float32(x)
+    def is_alike(x: Any, y: Any, z: Any) -> bool:
+        is_narrow = z is not x and is_inexact(x) and is_inexact(y)
+        return is_narrow and jnp.result_type(x) == jnp.result_type(y)
 
     try:
-        return jax.tree.map(promote, updates, params, is_leaf=_is_nothing)
+        alike = jax.tree.map(is_alike, updates, params, promoted, is_leaf=_is_nothing)
     except ValueError as error:
         raise ValueError(
             "with_loss_scale: expected gradients of the structure of the parameters, "
             f"got\n  gradients:  {jax.tree.structure(updates)}\n"
             f"  parameters: {jax.tree.structure(params)}"
         ) from error
+    return {"updates": promoted}, any(jax.tree.leaves(alike))
+
+
+def _taken(promoted: Any, narrow: Any, run: Any, inputs: Any, state: Any) -> Any:
+    """Gradients of half-precision parameters in a dtype that the optimizer takes.
+
+    One with branches (`optax.novograd`) demands that of its state, which is that of the
+    parameters. All others are given float32, because Adam of zero float16 gradients is
+    NaN. An error in both dtypes comes out of the run itself.
+    """
+    try:
+        given = inputs | {"updates": promoted}
+        jax.eval_shape(lambda: run(given, state.inner_state)[0])
+    except TypeError:
+        return narrow
+    return promoted
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:

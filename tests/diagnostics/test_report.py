@@ -192,12 +192,14 @@ def test_the_gradients_are_read_once():
 
 @pytest.mark.slow
 def test_counts_are_right_above_two_to_the_31_entries():
-    def report():  # never in memory: XLA fuses the constant into the reduction
-        return diagnostics.grad_report(jnp.full((2**20, 2**11 + 1), 2.0**-30), 1.0)
+    # Never in memory: XLA fuses the entry of all places into the reduction. A constant
+    # it would fold, and write out.
+    def report(entry):
+        return diagnostics.grad_report(jnp.full((2**20, 2**11 + 1), entry), 1.0)
 
-    shapes = jax.eval_shape(report)
-    assert shapes.zero.dtype == jnp.uint32
-    counts = counts_of(jax.jit(report)())
+    entry = jnp.float32(2.0**-30)
+    assert jax.eval_shape(report, entry).zero.dtype == jnp.uint32
+    counts = counts_of(jax.jit(report)(entry))
     assert counts["size"] == counts["flushed"] == 2**31 + 2**20
 
 

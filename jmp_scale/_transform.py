@@ -163,7 +163,8 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
-        inputs, is_half = _promoted(updates, params)
+        promoted, is_half = _promoted(updates, params)
+        inputs = {"updates": promoted}
         gives_value = takes_value(keywords, value, extra_args)
         verdict = judge_step(updates, value, state.guard, axis_name)
         if value is not None and gives_value:
@@ -182,8 +183,8 @@ def with_loss_scale(
                 new_updates = _cast_like(new_updates, params)
             return new_updates, _state_like(new, inner_state)
 
-        if is_half:
-            inputs["updates"] = _taken(inputs["updates"], updates, run, inputs, state)
+        if is_half and not _takes(run, inputs, state.inner_state):
+            inputs["updates"] = updates
         # The overflow of a gradient that the optimizer asks for shows in its updates.
         is_good = functools.partial(all_finite, axis_name=axis_name)
         applied, new_updates, inner_state = select_step(
@@ -309,13 +310,13 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
     )
 
 
-def _promoted(updates: Any, params: Any) -> tuple[dict[str, Any], bool]:
+def _promoted(updates: Any, params: Any) -> tuple[Any, bool]:
     """Float32 in place of narrower gradients, and whether a parameter is as narrow."""
     while isinstance(params, optax.LookaheadParams):
         params = params.fast
     promoted = promote_to_float32(updates)
     if params is None:
-        return {"updates": promoted}, False
+        return promoted, False
 
     def is_alike(x: Any, y: Any, z: Any) -> bool:
         is_narrow = z is not x and is_inexact(x) and is_inexact(y)
@@ -329,22 +330,21 @@ def _promoted(updates: Any, params: Any) -> tuple[dict[str, Any], bool]:
             f"got\n  gradients:  {jax.tree.structure(updates)}\n"
             f"  parameters: {jax.tree.structure(params)}"
         ) from error
-    return {"updates": promoted}, any(jax.tree.leaves(alike))
+    return promoted, any(jax.tree.leaves(alike))
 
 
-def _taken(promoted: Any, narrow: Any, run: Any, inputs: Any, state: Any) -> Any:
-    """Gradients of half-precision parameters in a dtype that the optimizer takes.
+def _takes(run: Callable[[Any, Any], Any], inputs: Any, inner_state: Any) -> bool:
+    """Whether the optimizer takes float32 gradients of half-precision parameters.
 
-    One with branches (`optax.novograd`) demands that of its state, which is that of the
-    parameters. All others are given float32, because Adam of zero float16 gradients is
-    NaN. An error in both dtypes comes out of the run itself.
+    One with branches (`optax.novograd`) demands the dtype of its state, which is that
+    of the parameters. All others are given float32, because Adam of zero float16
+    gradients is NaN. An error in both dtypes comes out of the run itself.
     """
     try:
-        given = inputs | {"updates": promoted}
-        jax.eval_shape(lambda: run(given, state.inner_state)[0])
+        jax.eval_shape(lambda: run(inputs, inner_state)[0])
     except TypeError:
-        return narrow
-    return promoted
+        return False
+    return True
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:

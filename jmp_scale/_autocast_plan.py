@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from . import _jaxpr
-from ._jaxpr import is_literal, words
+from ._jaxpr import PRODUCTS, is_literal, words
 
-_PRODUCTS = words("dot_general conv_general_dilated ragged_dot ragged_dot_general")
 # Linear operations on one array that only move its entries.
 _MOVES = words(
     "copy copy_p expand_dims reshape rev sharding_constraint squeeze transpose"
@@ -95,7 +94,7 @@ class Plan(NamedTuple):
 
 def is_product(eqn: Any) -> bool:
     """Whether an equation is a float32 product that becomes half precision."""
-    if eqn.primitive.name not in _PRODUCTS or _precision(eqn) - {"None", "DEFAULT"}:
+    if eqn.primitive.name not in PRODUCTS or _precision(eqn) - {"None", "DEFAULT"}:
         return False
     if eqn.primitive.name == "dot_general" and min(_free_sizes(eqn)) == 1:
         return False  # a sum of products, which stays float32
@@ -104,11 +103,7 @@ def is_product(eqn: Any) -> bool:
 
 def has_product(jaxpr: Any) -> bool:
     """Whether there is a product in a jaxpr, or in one nested in it."""
-    inner, _ = _jaxpr.open_jaxpr(jaxpr)
-    return any(
-        is_product(eqn) or any(map(has_product, _jaxpr.subjaxprs(eqn)))
-        for eqn in inner.eqns
-    )
+    return any(map(is_product, _jaxpr.equations(jaxpr)))
 
 
 def is_float32(atom: Any) -> bool:
@@ -400,8 +395,8 @@ def is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
 
 def _looks_up(eqn: Any) -> bool:
     """Whether it takes entries by index, as embeddings do."""
-    inner = (e for body in _jaxpr.subjaxprs(eqn) for e in body.eqns)
-    return eqn.primitive.name == "gather" or any(map(_looks_up, inner))
+    inner = (e for body in _jaxpr.subjaxprs(eqn) for e in _jaxpr.equations(body))
+    return any(e.primitive.name == "gather" for e in (eqn, *inner))
 
 
 def _is_move(eqn: Any, names: Collection[str]) -> bool:

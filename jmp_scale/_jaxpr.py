@@ -27,6 +27,8 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# Matrix products and convolutions.
+PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
 # Primitives of JAX that no public module lists.
 _UNLISTED = words(
     "add_any addupdate all_reduce checkpoint copy_p core_call custom_jvp_call_jaxpr "

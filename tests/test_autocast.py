@@ -20,15 +20,11 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gen
 
 def products(fun, *args):
     """The dtypes of both operands of each product, nested ones too."""
-
-    def of(jaxpr):
-        for eqn in _jaxpr.open_jaxpr(jaxpr)[0].eqns:
-            if eqn.primitive.name in PRODUCTS:
-                yield tuple(_jaxpr.dtype_name(v) for v in eqn.invars[:2])
-            for body in _jaxpr.subjaxprs(eqn):
-                yield from of(body)
-
-    return list(of(jax.make_jaxpr(fun)(*args)))
+    return [
+        tuple(_jaxpr.dtype_name(v) for v in eqn.invars[:2])
+        for eqn in _jaxpr.equations(jax.make_jaxpr(fun)(*args))
+        if eqn.primitive.name in PRODUCTS
+    ]
 
 
 def assert_close(got, wanted, tolerance):

@@ -5,12 +5,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..._jaxpr import dtype_name, is_literal, shape, size, words
+from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
 from .facts import Fact, is_half, is_wide
 from .rules import is_cast_by_user
 from .step import Finding, Step
 
-_PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute with half precision whatever the operands' dtype.
@@ -48,7 +47,7 @@ class Operation(NamedTuple):
 def flops(eqn: Any) -> int:
     """Multiplications and additions of one matrix product or convolution; else 0."""
     name = eqn.primitive.name
-    if name not in _PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
+    if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
         return 0
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
     if name == "dot_general":
@@ -68,7 +67,7 @@ def operand_dtypes(eqn: Any) -> tuple[str, ...]:
     algorithm = getattr(eqn.params.get("precision"), "name", "")
     if algorithm in _ALGORITHMS:
         return (_ALGORITHMS[algorithm],)
-    operands = eqn.invars[:2] if eqn.primitive.name in _PRODUCTS else eqn.invars[:1]
+    operands = eqn.invars[:2] if eqn.primitive.name in PRODUCTS else eqn.invars[:1]
     return tuple(dict.fromkeys(dtype_name(v) for v in operands))
 
 

@@ -22,11 +22,11 @@ from _harness import Table
 from tqdm import tqdm
 
 import jmp_scale
-from jmp_scale._jaxpr import dtype_name, equations, is_literal, size
+from jmp_scale._jaxpr import is_literal, size
+from jmp_scale.diagnostics import precision_report
 
 LOSS_SCALE = 2.0**15
 HALF = {"f16": jnp.float16, "bf16": jnp.bfloat16}
-PRODUCTS = ("dot_general", "conv_general_dilated")
 BASE = "by hand"
 
 
@@ -82,12 +82,13 @@ def _traced(args: Any, name: str) -> Table:
         values = residuals(problem), seconds
         base.setdefault("values", values)
         ratios = [a / b for a, b in zip(values, base["values"], strict=True)]
-        share = half_products(jax.make_jaxpr(step)(*problem[1:]), name)
+        share = precision_report(problem.loss, *problem[1:]).half_share
         table.rows.append([model, row, ratios[0], share, ratios[1]])
     table.notes.append(
         "residuals: bytes that the backward pass reads and that are neither parameters "
-        "nor batch. half products: products of two half-precision operands, of all, "
-        "forward and backward. trace time: median of five, of value and gradient."
+        "nor batch. half products: share of the matrix work with half-precision "
+        "operands, forward and backward. trace time: median of five, of value and "
+        "gradient."
     )
     return table
 
@@ -155,17 +156,6 @@ def residuals(problem: Any) -> int:
     for v in jaxpr.invars:
         found.pop(id(v), None)
     return sum(size(v) * getattr(v.aval.dtype, "itemsize", 8) for v in found.values())
-
-
-def half_products(closed: Any, name: str) -> str:
-    """How many products have two half-precision operands, of all."""
-    half = jnp.dtype(HALF[name]).name
-    products = [
-        {dtype_name(v) for v in eqn.invars[:2]}
-        for eqn in equations(closed.jaxpr)
-        if eqn.primitive.name in PRODUCTS
-    ]
-    return f"{products.count({half})} of {len(products)}"
 
 
 def _flat(problem: Any, dtype: Any = None) -> np.ndarray:

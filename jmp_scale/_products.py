@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 # Of a GPU's matrix units: half-precision operands, float32 sums and results.
-_ALGORITHMS = {
+ALGORITHMS = {
     "float16": lax.DotAlgorithmPreset.F16_F16_F32,
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
 }
@@ -108,7 +108,7 @@ def wide_dot_general(
         return product.astype(dtype)
 
     # Decided when the program is lowered, which may be for another machine.
-    with_algorithm = functools.partial(dot, _ALGORITHMS[jnp.dtype(dtype).name])
+    with_algorithm = functools.partial(dot, ALGORITHMS[jnp.dtype(dtype).name])
     plain = functools.partial(dot, None)
     return lax.platform_dependent(lhs, rhs, cuda=with_algorithm, default=plain)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
+from ..._products import ALGORITHMS
 from .facts import Fact, is_half, is_wide
 from .rules import is_cast_by_user
 from .step import Finding, Step
@@ -13,7 +14,7 @@ from .step import Finding, Step
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute with half precision whatever the operands' dtype.
-_ALGORITHMS = {"F16_F16_F32": "float16", "BF16_BF16_F32": "bfloat16"}
+_DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
 MOVES = words(
     "broadcast_in_dim concatenate convert_element_type copy copy_p device_put "
     "dynamic_slice dynamic_update_slice eq expand_dims gather ge gt is_finite le lt "
@@ -64,9 +65,9 @@ def flops(eqn: Any) -> int:
 
 def operand_dtypes(eqn: Any) -> tuple[str, ...]:
     """The dtypes that an operation computes with, each once."""
-    algorithm = getattr(eqn.params.get("precision"), "name", "")
-    if algorithm in _ALGORITHMS:
-        return (_ALGORITHMS[algorithm],)
+    algorithm = eqn.params.get("precision")
+    if algorithm in _DTYPES:
+        return (_DTYPES[algorithm],)
     operands = eqn.invars[:2] if eqn.primitive.name in PRODUCTS else eqn.invars[:1]
     return tuple(dict.fromkeys(dtype_name(v) for v in operands))
 

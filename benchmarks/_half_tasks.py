@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from _half_models import cast, cross_entropy, wide
-from _stability_tasks import tasks
+from _stability_tasks import dense, tasks
 from flax import nnx
 
 
@@ -44,23 +44,10 @@ def _pictures(name: str, size: int = 64) -> Callable[[jax.Array], Any]:
     return lambda key: task.examples(key, size)
 
 
-def _sigmoids(widths: tuple[int, ...]) -> Callable[[jax.Array], Any]:
-    glorot = jax.nn.initializers.glorot_normal()
-
-    def init(key: jax.Array) -> Any:
-        keys = jax.random.split(key, len(widths) - 1)
-        shapes = zip(keys, widths[:-1], widths[1:], strict=True)
-        return [
-            {"w": glorot(k, s, jnp.float32), "b": jnp.zeros(s[1])} for k, *s in shapes
-        ]
-
-    return init
-
-
 def _reconstructed(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
     y, params = cast((x, params), dtype)
-    for layer in params:
-        y = jax.nn.sigmoid(y @ layer["w"] + layer["b"])
+    for w, b in params:
+        y = jax.nn.sigmoid(y @ w + b)
     return jnp.square(wide(y) - x).mean(-1)
 
 
@@ -69,9 +56,7 @@ def _reconstruction(params: Any, batch: Any, dtype: Any) -> jax.Array:
 
 
 WIDTHS = (64, 128, 64, 32, 16, 32, 64, 128, 64)
-AUTOENCODER = Task(
-    _sigmoids(WIDTHS), _pictures("autoencoder"), _reconstruction, adam(5e-3)
-)
+AUTOENCODER = Task(dense(WIDTHS), _pictures("autoencoder"), _reconstruction, adam(5e-3))
 
 
 def _resnet() -> Task:
@@ -166,9 +151,10 @@ def _equation() -> Task:
 
     def height(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
         y, params = cast((x[None], params), dtype)
-        for layer in params[:-1]:
-            y = jnp.tanh(y @ layer["w"] + layer["b"])
-        y = wide(y @ params[-1]["w"] + params[-1]["b"])[0]
+        *hidden, (last, bias) = params
+        for w, b in hidden:
+            y = jnp.tanh(y @ w + b)
+        y = wide(y @ last + bias)[0]
         return x * (1 - x) * y
 
     def loss(params: Any, x: jax.Array, dtype: Any) -> jax.Array:
@@ -177,12 +163,12 @@ def _equation() -> Task:
         return jnp.mean((curvature(params, x, dtype) - load) ** 2)
 
     points = lambda key: jax.random.uniform(key, (32,))  # noqa: E731
-    return Task(_sigmoids((1, 24, 24, 1)), points, loss, adam(1e-2))
+    return Task(dense((1, 24, 24, 1)), points, loss, adam(1e-2))
 
 
 def _light() -> Task:
     """Two autoencoders, and the weight of the one whose loss counts is 1e-10."""
-    init = _sigmoids(WIDTHS)
+    init = dense(WIDTHS)
 
     def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
         heavy, light = (_reconstruction(p, batch, dtype) for p in params)
@@ -219,7 +205,7 @@ def _heavy() -> Task:
 
 def deep() -> Task:
     """32 sigmoid layers, whose gradients span 2^71."""
-    return AUTOENCODER._replace(init=_sigmoids((64,) * 33))
+    return AUTOENCODER._replace(init=dense((64,) * 33))
 
 
 TASKS = {

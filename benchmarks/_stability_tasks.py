@@ -53,10 +53,10 @@ def tasks() -> dict[str, Task]:
 
     autoencoder = (64, 128, 64, 32, 16, 32, 64, 128, 64)
     return {
-        "autoencoder": Task(_dense(autoencoder), pictures, _squared_errors, 5e-3),
-        "classifier": Task(_dense((64, 64, 10)), labeled, _cross_entropies, 3e-3),
+        "autoencoder": Task(dense(autoencoder), pictures, _squared_errors, 5e-3),
+        "classifier": Task(dense((64, 64, 10)), labeled, _cross_entropies, 3e-3),
         "char-LM": Task(_init_language_model, snippets, _character_losses, 3e-3, 8),
-        "likelihood": Task(_dense((2, 64, 2)), _waves, _negative_log_likelihoods, 3e-3),
+        "likelihood": Task(dense((2, 64, 2)), _waves, _negative_log_likelihoods, 3e-3),
     }
 
 
@@ -68,7 +68,7 @@ def _text():
     return jnp.asarray(codes.astype(np.int32))
 
 
-def _dense(widths):
+def dense(widths):
     def init(key):
         keys = jax.random.split(key, len(widths) - 1)
         glorot = jax.nn.initializers.glorot_normal()

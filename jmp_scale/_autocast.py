@@ -56,6 +56,9 @@ def autocast(
                the backward pass, from half-precision copies of what it reads
     ```
 
+    The weights of convolutions and of `ragged_dot` are the exception: the products that
+    make their gradients return half precision.
+
     What the user cast to half precision stays as cast. Products that stay float32:
     those with `precision` HIGH or HIGHEST, sums (one operand is a vector), and those in
     a `custom_vjp` function or a kernel. `diagnostics.precision_report` of the result

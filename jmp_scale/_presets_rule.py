@@ -4,9 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
-from .. import _validation
-from .._dynamic import DynamicLossScale
-from .._validation import LARGEST, SMALLEST, Arguments
+from . import _validation
+from ._dynamic import DynamicLossScale
+from ._validation import LARGEST, SMALLEST, Arguments
 
 _DEFAULTS = {
     field.name: field.default for field in dataclasses.fields(DynamicLossScale)

@@ -1,7 +1,7 @@
 """Presets for Keras, TensorFlow, PaddlePaddle, MindSpore, and for JAX's libraries."""
 
-from .._dynamic import DynamicLossScale
-from ._rule import dynamic, or_none
+from ._dynamic import DynamicLossScale
+from ._presets_rule import dynamic, or_none
 
 
 def keras(

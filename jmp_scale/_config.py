@@ -13,8 +13,7 @@ from . import presets
 from ._dynamic import DynamicLossScale
 from ._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ._policy import dtype_to_names, half_dtype, name_to_dtype
-from ._presets_rule import require_no_tolerance
-from ._validation import Arguments, static_loss_scale
+from ._validation import Arguments, require_no_tolerance, static_loss_scale
 
 _KNOWN = (
     '"none"; "dynamic" or "dynamic:2**16"; a number, "1024" or "static:2**10"; a dtype '

@@ -1,16 +1,16 @@
 """Other frameworks' loss scales, with their own argument names and defaults.
 
 A run that moves here keeps its loss scale to the step. Each function takes what that
-framework takes and returns the `DynamicLossScale` with the same S after every step; its
-docstring has the one rule. In all of them an overflow starts the count of finite steps
-again, also where hysteresis absorbs it.
+framework takes and returns the `DynamicLossScale` with the same S after every step.
+"After n finite steps" means that S grows on the n-th finite step in a row. In all of
+them an overflow starts the count again, also where hysteresis absorbs it.
 
 They differ from their originals in one thing. S and 1/S are always normal float32
 numbers here, so a floor, a cap or an initial S beyond [2^-126, 2^126] becomes that end,
-where S then holds. It is never 0, NaN or infinite, which most originals allow and which
-silently makes every gradient zero or NaN. S is float32 even where an original computes
-with Python numbers: the same for powers of two, and otherwise within 1e-5 over hundreds
-of steps.
+where S then holds, and so does a missing floor or cap. S is never 0, NaN or infinite,
+which most originals allow and which silently makes every gradient zero or NaN. S is
+float32 even where an original computes with Python numbers: the same for powers of two,
+and otherwise within 1e-5 over hundreds of steps.
 
 All raise `TypeError` for an argument that is not a number, and `ValueError` for one out
 of range, under its own name. `dataclasses.replace(preset, min_loss_scale=1.0)` sets
@@ -36,20 +36,26 @@ Examples:
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from . import _presets_others
+from . import _validation
 from ._dynamic import DynamicLossScale
-from ._presets_others import flax as flax
-from ._presets_others import jmp as jmp
-from ._presets_others import keras as keras
-from ._presets_others import mindspore as mindspore
-from ._presets_others import mpx as mpx
-from ._presets_others import paddle as paddle
-from ._presets_others import tensorflow as tensorflow
-from ._presets_others import tf_keras as tf_keras
-from ._presets_rule import dynamic, or_none, require_no_tolerance
-from ._validation import Arguments, warn
+from ._validation import LARGEST, SMALLEST, Arguments, require_no_tolerance
+
+# What frameworks call the fields of `DynamicLossScale`, where they call them otherwise.
+_NAMES = {
+    "loss_scale": "init_scale initial_scale 2**initial_scale_power scale scale_value "
+    "initial_loss_scale init_loss_scaling loss_scaling",
+    "factor": "growth_factor scale_factor incr_ratio multiplier",
+    "backoff_factor": "decr_ratio",
+    "period": "growth_interval scale_window loss_scale_window steps_per_increase "
+    "dynamic_growth_steps increment_period incr_every_n_steps",
+    "hysteresis": "decr_every_n_nan_or_inf",
+    "min_loss_scale": "min_scale minimum_scale min_loss_scaling threshold",
+    "max_loss_scale": "max_scale",
+}
+_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
 
 
 def pytorch(
@@ -60,22 +66,15 @@ def pytorch(
 ) -> DynamicLossScale:
     """PyTorch's `torch.amp.GradScaler` (2.13).
 
-    S grows by `growth_factor` on the `growth_interval`-th unskipped iteration in a row
-    and is multiplied by `backoff_factor` at every overflow. A growth that would be
-    infinite is skipped.
+    S is multiplied by `growth_factor` after `growth_interval` unskipped iterations and
+    by `backoff_factor` at every overflow.
 
     Trap: there is no floor. From 2^16, 166 NaN steps in a row take S to 0, and the next
     finite step writes NaN or infinity into the parameters; here S ends at 2^-126 and
     recovers. `ShardedGradScaler` on a CPU has no cap either. For one `GradScaler` with
     several optimizers take one loss scale, adjusted once by all flags.
     """
-    return dynamic(
-        "pytorch",
-        loss_scale=("init_scale", init_scale),
-        factor=("growth_factor", growth_factor),
-        backoff_factor=("backoff_factor", backoff_factor),
-        period=("growth_interval", growth_interval),
-    )
+    return _dynamic("pytorch", locals())
 
 
 def apex(
@@ -86,24 +85,17 @@ def apex(
 ) -> DynamicLossScale:
     """NVIDIA Apex's `apex.amp`, dynamic (`apex/amp/scaler.py`, its last version).
 
-    S doubles on the `scale_window`-th unskipped step in a row and halves at every
-    overflow, both fixed. It is clamped at `max_loss_scale`, where most others skip a
-    growth past theirs, and `init_scale` is clamped too.
+    S doubles after `scale_window` unskipped steps and halves at every overflow. It is
+    clamped at `max_loss_scale`, where most others skip a growth past theirs, and
+    `init_scale` is clamped too.
 
     Trap: `min_loss_scale=None` means that there is no floor; S ends at 0 with a
-    ZeroDivisionError, and here at 2^-126. For `amp.initialize(num_losses=n)` hold n of
-    these in a list or dictionary. The older `apex.fp16_utils.DynamicLossScaler` is
+    ZeroDivisionError. For `amp.initialize(num_losses=n)` hold n of these in a list or
+    dictionary. The older `apex.fp16_utils.DynamicLossScaler` is
     `fairseq(2.0**32, scale_window=1000, threshold=1.0)` here.
     """
-    return dynamic(
-        "apex",
-        loss_scale=("init_scale", init_scale),
-        period=("scale_window", scale_window),
-        min_loss_scale=("min_loss_scale", or_none(min_loss_scale, 0.0)),
-        max_loss_scale=("max_loss_scale", max_loss_scale),
-        at_max="clamp",
-        clamps_initial=True,
-    )
+    min_loss_scale = 0.0 if min_loss_scale is None else min_loss_scale
+    return _dynamic("apex", locals(), at_max="clamp", clamps_initial=True)
 
 
 def deepspeed(
@@ -121,7 +113,7 @@ def deepspeed(
     overflow halves S. `get_loss_scale` reads the section itself.
 
     Differs from all others: the first growth after the start or an overflow is late by
-    one step, since that step is not counted. The growths that follow are
+    one step, because that step is not counted. The growths that follow are
     `loss_scale_window` steps apart.
 
     Traps: `initial_scale_power` is an exponent. With 0 or 1, S starts at 1 or 2, so
@@ -132,19 +124,16 @@ def deepspeed(
     """
     arguments = Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", initial_scale_power)
-    in_range = -126 <= power <= 126
-    arguments.require(
-        in_range, "initial_scale_power", initial_scale_power, "in [-126, 126]"
-    )
-    return dynamic(
-        "deepspeed",
-        loss_scale=("2**initial_scale_power", 2.0**power),
-        period=("loss_scale_window", loss_scale_window),
-        hysteresis=("hysteresis", hysteresis),
-        min_loss_scale=("min_loss_scale", min_loss_scale),
-        growth_delay=1,
-        hysteresis_reset="finite" if consecutive_hysteresis else "growth",
-    )
+    valid, allowed = -126 <= power <= 126, "in [-126, 126]"
+    arguments.require(valid, "initial_scale_power", initial_scale_power, allowed)
+    given = {
+        "2**initial_scale_power": 2.0**power,
+        "loss_scale_window": loss_scale_window,
+        "hysteresis": hysteresis,
+        "min_loss_scale": min_loss_scale,
+    }
+    reset = "finite" if consecutive_hysteresis else "growth"
+    return _dynamic("deepspeed", given, growth_delay=1, hysteresis_reset=reset)
 
 
 def megatron(
@@ -157,8 +146,8 @@ def megatron(
 ) -> DynamicLossScale:
     """Megatron-LM's `DynamicGradScaler` (`--initial-loss-scale`, ...).
 
-    S grows on the `growth_interval`-th finite step in a row and backs off at the
-    `hysteresis`-th overflow, with a floor of `min_scale`.
+    S grows after `growth_interval` finite steps and backs off at the `hysteresis`-th
+    overflow, with a floor of `min_scale`.
 
     Differs from Apex and Paddle: only a growth of S refills the hysteresis. So
     overflows need not be in a row to use it up, and from then on each one backs off.
@@ -166,17 +155,9 @@ def megatron(
     Traps: from 2^32 the first steps of a float16 run are all skipped (17 of them until
     S is 2^16). A single bad example that comes back before S can grow takes S down to
     `min_scale`, though no S can help; pass the loss as `value=` to `with_loss_scale` to
-    avoid that. There is no cap (S can be infinite): here 2^126.
+    avoid that. There is no cap: S can be infinite.
     """
-    return dynamic(
-        "megatron",
-        loss_scale=("initial_scale", initial_scale),
-        min_loss_scale=("min_scale", min_scale),
-        factor=("growth_factor", growth_factor),
-        backoff_factor=("backoff_factor", backoff_factor),
-        period=("growth_interval", growth_interval),
-        hysteresis=("hysteresis", hysteresis),
-    )
+    return _dynamic("megatron", locals())
 
 
 def colossalai(
@@ -190,21 +171,13 @@ def colossalai(
 ) -> DynamicLossScale:
     """ColossalAI's `DynamicGradScaler`.
 
-    As `megatron`, with hysteresis refilled by growth only, a lower start and optional
-    ends: a growth past `max_scale` is clamped to it. Trap: by default there is neither
-    floor nor cap, so S can reach 0 and infinity; here it holds at 2^-126 and 2^126.
+    As `megatron`, with a lower start and optional ends: a growth past `max_scale` is
+    clamped to it. Trap: by default there is neither floor nor cap, so S can reach 0 and
+    infinity.
     """
-    return dynamic(
-        "colossalai",
-        loss_scale=("initial_scale", initial_scale),
-        factor=("growth_factor", growth_factor),
-        backoff_factor=("backoff_factor", backoff_factor),
-        period=("growth_interval", growth_interval),
-        min_loss_scale=("min_scale", or_none(min_scale, 0.0)),
-        max_loss_scale=("max_scale", or_none(max_scale, math.inf)),
-        hysteresis=("hysteresis", hysteresis),
-        at_max="clamp",
-    )
+    min_scale = 0.0 if min_scale is None else min_scale
+    max_scale = math.inf if max_scale is None else max_scale
+    return _dynamic("colossalai", locals(), at_max="clamp")
 
 
 def fairseq(
@@ -218,23 +191,19 @@ def fairseq(
     """fairseq's `DynamicLossScaler`, with the class's defaults.
 
     The command line starts at `--fp16-init-scale` 2^7 with a window of
-    2^14 / world size / update_freq. S is multiplied by `scale_factor` on the
-    `scale_window`-th finite step in a row and divided by it at every overflow;
-    `threshold` is the floor (None: none, here 2^-126).
+    2^14 / world size / update_freq. S is multiplied by `scale_factor` after
+    `scale_window` finite steps and divided by it at every overflow; `threshold` is the
+    floor (None: none).
 
     Traps: at its `min_loss_scale` of 1e-4 fairseq raises FloatingPointError; here S
     continues to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off only
-    above that share of overflows) is refused: the share depends on the steps since the
-    last change of S, which this rule does not count.
+    above that share of overflows) is refused: the share depends on the steps that have
+    passed after the last change of S, which this rule does not count.
     """
-    require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
-    return dynamic(
-        "fairseq",
-        loss_scale=("init_scale", init_scale),
-        factor=("scale_factor", scale_factor),
-        period=("scale_window", scale_window),
-        min_loss_scale=("threshold", or_none(threshold, 0.0)),
-    )
+    given = locals() | {"threshold": 0.0 if threshold is None else threshold}
+    arguments = Arguments("presets.fairseq")
+    require_no_tolerance(arguments, "tolerance", given.pop("tolerance"))
+    return _dynamic("fairseq", given)
 
 
 def cerebras(
@@ -259,20 +228,193 @@ def cerebras(
 
     It has no `overflow_tolerance`, for the reason of `fairseq`.
     """
-    floor = _meant("min_loss_scale", min_loss_scale)
-    cap = initial = _meant("max_loss_scale", max_loss_scale)
-    if initial_loss_scale is not None:
-        initial = _meant("initial_loss_scale", initial_loss_scale)
-    return dynamic(
-        "cerebras",
-        loss_scale=("initial_loss_scale", initial),
-        period=("steps_per_increase", steps_per_increase),
-        min_loss_scale=("min_loss_scale", floor),
-        max_loss_scale=("max_loss_scale", cap),
-        at_max="clamp",
-        clamps_initial=True,
-        grows_late=True,
+    min_loss_scale = _meant("min_loss_scale", min_loss_scale)
+    max_loss_scale = _meant("max_loss_scale", max_loss_scale)
+    initial = max_loss_scale if initial_loss_scale is None else initial_loss_scale
+    given = {
+        "initial_loss_scale": _meant("initial_loss_scale", initial),
+        "steps_per_increase": steps_per_increase,
+        "min_loss_scale": min_loss_scale,
+        "max_loss_scale": max_loss_scale,
+    }
+    return _dynamic(
+        "cerebras", given, at_max="clamp", clamps_initial=True, grows_late=True
     )
+
+
+def keras(
+    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+) -> DynamicLossScale:
+    """Keras 3's `keras.optimizers.LossScaleOptimizer` (3.15).
+
+    S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
+
+    Trap: there is neither floor nor cap. S can reach infinity, and 0: on the JAX
+    backend as soon as it is under 2^-126, because XLA flushes subnormal numbers; then a
+    parameter becomes NaN.
+    """
+    return _dynamic("keras", locals())
+
+
+def tf_keras(
+    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+) -> DynamicLossScale:
+    """Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
+
+    As `keras`, but with a floor of 1. Trap: with S at 1 and gradients that still
+    overflow, every step is skipped and nothing says so; here `skipped_in_a_row` of
+    `with_loss_scale` does.
+    """
+    return _dynamic("tf_keras", locals(), min_loss_scale=1.0)
+
+
+def tensorflow(
+    initial_loss_scale: float = 2.0**15,
+    increment_period: int = 2000,
+    multiplier: float = 2.0,
+) -> DynamicLossScale:
+    """TensorFlow 1's `tf.compat.v1.mixed_precision.DynamicLossScale` (2.21).
+
+    S is multiplied by `multiplier` after `increment_period` finite steps and divided by
+    it at every overflow, with a floor of 1. Trap: as `tf_keras`.
+    """
+    return _dynamic("tensorflow", locals(), min_loss_scale=1.0)
+
+
+def paddle(
+    init_loss_scaling: float = 65536.0,
+    incr_ratio: float = 2.0,
+    decr_ratio: float = 0.5,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+) -> DynamicLossScale:
+    """PaddlePaddle's `paddle.amp.GradScaler` (3.3, dynamic graph).
+
+    S is multiplied by `incr_ratio` after `incr_every_n_steps` finite steps and by
+    `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row. Differs from
+    Megatron and DeepSpeed: that count starts again at every finite step and at every
+    backoff.
+
+    Trap: there is neither floor nor cap. The static graph's kernel has a floor of 1:
+    `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
+    """
+    return _dynamic("paddle", locals(), hysteresis_reset="finite_or_backoff")
+
+
+def mindspore(
+    scale_value: float, scale_factor: float, scale_window: int
+) -> DynamicLossScale:
+    """MindSpore's `mindspore.amp.DynamicLossScaler` (2.10), which has no defaults.
+
+    S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
+    it at every overflow, with a floor of 1. The classes `DynamicLossScaleManager`
+    (which raises after 1000 overflows in a row) and `DynamicLossScaleUpdateCell` have
+    the same rule; in theirs S can be infinite. Trap: as `tf_keras`.
+    """
+    return _dynamic("mindspore", locals(), min_loss_scale=1.0)
+
+
+def flax(
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    scale: float = 65536.0,
+    minimum_scale: float | None = 2.0**-126,
+) -> DynamicLossScale:
+    """Flax's `flax.training.dynamic_scale.DynamicScale` (0.12).
+
+    S is multiplied by `growth_factor` after `growth_interval` finite steps and by
+    `backoff_factor` at every overflow, down to `minimum_scale` (None: no floor).
+
+    Differs from most: S grows one step late, on finite step `growth_interval` + 1,
+    because the counter is compared before it is incremented.
+
+    Traps: past float32's maximum Flax clamps S to 3.4e38, where 1/S is flushed to 0 and
+    with it every gradient. From the default floor it takes 141 growths back to 2^15: a
+    long stretch of NaN costs 282,141 steps. Raise `minimum_scale`, or pass `value=` to
+    `with_loss_scale`.
+    """
+    minimum_scale = 0.0 if minimum_scale is None else minimum_scale
+    return _dynamic("flax", locals(), grows_late=True)
+
+
+def jmp(
+    loss_scale: float,
+    period: int = 2000,
+    factor: float = 2,
+    min_loss_scale: float = 1.0,
+) -> DynamicLossScale:
+    """jmp's `DynamicLossScale` (0.0.4): this library's first five arguments.
+
+    S is multiplied by `factor` after `period` finite steps and divided by it at every
+    overflow, down to `min_loss_scale`. Differs from `DynamicLossScale` here only by its
+    cap, 2^126 instead of 2^24.
+
+    Traps: under `jit` jmp forgets `min_loss_scale` and takes 1; here it is kept. An
+    initial S below the floor is an error here; give a lower floor with it.
+    """
+    return _dynamic("jmp", locals())
+
+
+def mpx(
+    loss_scaling: float, min_loss_scaling: float, factor: float = 2, period: int = 2000
+) -> DynamicLossScale:
+    """MPX's `DynamicLossScaling` (mixed_precision_for_jax 0.1.8).
+
+    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start; 65504 is
+    the largest float16.
+
+    Traps: 65504 is not a power of two, so from there on scaling rounds. Take `jmp`, or
+    `apex` with a cap of 2^15, for a new run. MPX unscales by the adjusted S, so its
+    gradients are too small by `factor` whenever S grows; here the S that scaled also
+    unscales.
+    """
+    fixed = {"max_loss_scale": 65504.0, "at_max": "clamp"}
+    return _dynamic("mpx", locals(), **fixed, clamps_initial=True)
+
+
+def _dynamic(
+    preset: str,
+    given: Mapping[str, Any],
+    *,
+    clamps_initial: bool = False,
+    grows_late: bool = False,
+    **fixed: Any,
+) -> DynamicLossScale:
+    """The loss scale of a framework's arguments, with errors in its own words.
+
+    Args:
+      preset: the name of the preset.
+      given: its arguments, by the framework's names.
+      clamps_initial: whether the framework clamps an initial S beyond floor or cap,
+        which is an error otherwise.
+      grows_late: whether it compares its counter with the period before it increments
+        the counter, so that S grows one step late.
+      **fixed: fields of `DynamicLossScale` for which it has no argument.
+    """
+    names = {_FIELDS.get(name, name): name for name in given}
+    # Neither floor nor cap, unless the framework has them.
+    fields = {"min_loss_scale": 0.0, "max_loss_scale": math.inf} | fixed
+    fields |= {field: given[name] for field, name in names.items()}
+    arguments = Arguments(f"presets.{preset}", names)
+    s = arguments.number("loss_scale", fields["loss_scale"])
+    floor = arguments.number("min_loss_scale", fields["min_loss_scale"])
+    cap = arguments.number("max_loss_scale", fields["max_loss_scale"])
+    if cap > LARGEST:
+        cap, fields["at_max"] = LARGEST, "hold"
+    if clamps_initial and s > 0:
+        s = min(max(s, floor), cap)
+    allowed = "a finite number > 0"
+    arguments.require(0 < s < math.inf, "loss_scale", fields["loss_scale"], allowed)
+    s = min(max(s, SMALLEST), LARGEST)
+    if grows_late:
+        fields["period"] = arguments.integer("period", fields["period"], 0) + 1
+    fields |= {"loss_scale": s, "min_loss_scale": floor, "max_loss_scale": cap}
+    # Checked here already, where errors use the framework's own names.
+    rule = _validation.rule(arguments, vars(DynamicLossScale) | fields)
+    ends = rule["min_loss_scale"], rule["max_loss_scale"]
+    _validation.float32_leaf(arguments, s, *ends)
+    return DynamicLossScale(s, **rule)
 
 
 def _meant(argument: str, value: Any) -> float:
@@ -284,12 +426,11 @@ def _meant(argument: str, value: Any) -> float:
     if abs(exponent) < 10 or number != float(f"2e{exponent}"):
         return number
     meant = f"2e{exponent} is read as 2**{exponent}; write 2.0**{exponent}"
-    warn(f"presets.cerebras: {argument} = {meant}")
+    _validation.warn(f"presets.cerebras: {argument} = {meant}")
     return 2.0**exponent
 
 
 def __dir__() -> list[str]:
     # Completion shows the presets and nothing else.
-    homes = (__name__, _presets_others.__name__)
-    names = (n for n, x in globals().items() if getattr(x, "__module__", "") in homes)
-    return [name for name in names if not name.startswith("_")]
+    own = (n for n, x in globals().items() if getattr(x, "__module__", "") == __name__)
+    return [name for name in own if not name.startswith("_")]

@@ -8,25 +8,24 @@ from typing import Any
 import jax
 import optax
 
-Keywords = tuple[frozenset[str] | None, ...]
+Keywords = tuple[frozenset[str], ...]
 
 # What people call the loss, where `update` calls it `value`.
 _NAMES_OF_A_LOSS = ("loss", "loss_value", "losses", "val", "values")
+# Of a function that may use any keyword.
+_ANY = frozenset({"", *_NAMES_OF_A_LOSS})
 
 
 def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> bool:
     """Whether `inner` is given the loss, whose signature may refuse it (SAM's)."""
-    known = [taken for taken in keywords if taken is not None]
-    may_use_any = len(known) < len(keywords)
-    for name in _NAMES_OF_A_LOSS if value is None and not may_use_any else ():
-        if name in extra_args and not any(name in taken for taken in known):
+    for name in _NAMES_OF_A_LOSS if value is None else ():
+        if name in extra_args and not any(name in taken for taken in keywords):
             raise TypeError(
                 f"with_loss_scale: expected the loss as value=, got {name}=, which "
                 "inner does not take; write update(grads, state, params, value=loss)"
             )
-    refused = any(not taken & {"", "value"} for taken in known)
-    needed = any("value" in taken for taken in known)
-    if value is not None and refused and needed:
+    refused = any(not taken & {"", "value"} for taken in keywords)
+    if value is not None and refused and any("value" in taken for taken in keywords):
         raise TypeError(
             "with_loss_scale: expected all parts of inner to take value= or none to "
             "need it, got one whose update refuses it beside one that needs it; chain "
@@ -43,36 +42,36 @@ def keywords_of(update: Callable[..., Any]) -> Keywords:
     the functions that it hands it to. So the functions that it holds are asked.
 
     Returns:
-      The names for each function: with "" if it takes others and drops them, as Optax's
-      own functions do; None if it may use any.
+      The names for each function, with "" if it takes others as well: Optax's own
+      functions drop those, and of another's any name of a loss may be used.
     """
     return tuple(_keywords(update, set()))
 
 
-def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str] | None]:
+def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str]]:
     function = inspect.unwrap(update)
-    parameters = _parameters(function)
     seen.add(id(function))
-    names = frozenset(p.name for p in parameters or ())
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters or ()):
-        yield None if parameters is None else names  # None: not written in Python
+    parameters = _parameters(function)
+    if parameters is None:  # not written in Python
+        yield _ANY
+        return
+    names = frozenset(p.name for p in parameters)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        yield names
         return
     within = [f for f in _updates_within(function) if id(inspect.unwrap(f)) not in seen]
     is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
-    yield names | {""} if is_optax or within else None
+    yield names | ({""} if is_optax or within else _ANY)
     for part in within:
         yield from _keywords(part, seen)
 
 
 def _updates_within(function: Any) -> Iterator[Any]:
-    """The `update` functions that a function is given extra arguments for."""
-    cells = (getattr(function, "__closure__", None) or ()) if function else ()
-    held = []
-    for cell in cells:
+    """The `update` functions that a function or method holds."""
+    held = list(getattr(getattr(function, "__self__", None), "__dict__", {}).values())
+    for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty one
             held.append(cell.cell_contents)
-    with contextlib.suppress(TypeError):  # the object of a method, which has no names
-        held += vars(getattr(function, "__self__", None)).values()
     transformation = optax.GradientTransformation
     for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, transformation)):
         if isinstance(leaf, optax.GradientTransformationExtraArgs):
@@ -93,7 +92,6 @@ def _is_update(function: Any) -> bool:
 
 
 def _parameters(function: Any) -> list[inspect.Parameter] | None:
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
+    return None

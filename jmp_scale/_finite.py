@@ -21,6 +21,7 @@ from . import _mesh
 from ._tree import is_inexact, promote_to_float32
 
 Arrays = Sequence[jax.Array]
+_Specs = tuple[PartitionSpec, ...]
 
 # A GPU starts a kernel for each reduction: arrays of one shape share one. With more
 # than four XLA no longer fuses all of them with the reductions of
@@ -80,14 +81,22 @@ def all_finite(
       >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
       False
     """
-    axis_name = _mesh.checked_axis_name("all_finite", axis_name)
+    agree = _mesh.agreement("all_finite", axis_name)
     leaves = _inexact_arrays(tree)
     leaf_specs, mesh = _mesh.checked_specs(tree, leaves, specs, mesh)
-    return _all_finite_agreed(leaves, tuple(leaf_specs), mesh, axis_name)
+    # Twice: over the axes that shard a leaf, and over the manual axes around this call
+    # (test_specs_are_joined_whatever_the_axis_name).
+    return agree(lax.pmin, _all_finite(leaves, tuple(leaf_specs), mesh))
+
+
+def finite(tree: Any, agree: _mesh.Agreement) -> jax.Array:
+    """`all_finite` over the axes of an agreement."""
+    leaves = _inexact_arrays(tree)
+    return agree(lax.pmin, _all_finite(leaves, _mesh.sharding_specs(leaves)))
 
 
 def finite_and_norm(
-    tree: Any, axis_name: _mesh.AxisName = None
+    tree: Any, agree: _mesh.Agreement | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """`all_finite` and the global norm of the inexact leaves, in one pass over them.
 
@@ -100,50 +109,33 @@ def finite_and_norm(
     after an average, and otherwise a number that one bad device is enough to raise.
     Both results are equal on all devices.
 
-    Args:
-      tree: any pytree.
-      axis_name: mesh axes over which the results must agree, as for `all_finite`.
-
     Returns:
       (bool[], f32[]): the flag, and the square root of the sum of all squares (of real
       and imaginary parts). The norm is at most the largest float32, and infinity where
       the flag is False.
     """
-    leaves = _inexact_arrays(tree)
-    specs = tuple(_mesh.sharding_specs(leaves))
-    return _finite_and_norm_agreed(leaves, specs, None, axis_name)
+    leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
+    finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))
+    return agree(lax.pmin, finite), agree(lax.pmax, norm)
 
 
 # Compiled where nothing around it is: the choices between machines are branches, which
 # JAX would trace and compile anew at each eager call.
-_jit = functools.partial(
-    jax.jit, static_argnames=("specs", "mesh", "axis_name"), inline=True
-)
+_jit = functools.partial(jax.jit, static_argnames=("specs", "mesh"), inline=True)
 
 
 @_jit
-def _all_finite_agreed(
-    leaves: Arrays,
-    specs: Sequence[PartitionSpec],
-    mesh: Any,
-    axis_name: _mesh.AxisName,
-) -> jax.Array:
+def _all_finite(leaves: Arrays, specs: _Specs, mesh: Any = None) -> jax.Array:
     def finite(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
-        return _mesh.all_devices_agree(_read(_FLAG, shards), axes)
+        flag = _read(_FLAG, shards)
+        return lax.pmin(flag, axes) if axes else flag
 
-    # Twice: over the axes that shard a leaf, and over the manual axes around this call
-    # (test_specs_are_joined_whatever_the_axis_name).
-    return _mesh.all_devices_agree(
-        _mesh.on_shards(finite, leaves, specs, mesh), axis_name
-    )
+    return _mesh.on_shards(finite, leaves, specs, mesh)
 
 
 @_jit
-def _finite_and_norm_agreed(
-    leaves: Arrays,
-    specs: Sequence[PartitionSpec],
-    mesh: Any,
-    axis_name: _mesh.AxisName,
+def _finite_and_norm(
+    leaves: Arrays, specs: _Specs, mesh: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     def sums_of_squares(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         # A leaf that is not sharded over one of the axes is counted once per copy.
@@ -155,15 +147,7 @@ def _finite_and_norm_agreed(
         total = functools.reduce(operator.add, sums, jnp.zeros(3, jnp.float32))
         return lax.psum(total, axes) if axes else total
 
-    sums = _mesh.on_shards(sums_of_squares, leaves, specs, mesh)
-    finite, norm = _flag_and_norm(*sums)
-    return _mesh.all_devices_agree(finite, axis_name), _mesh.largest(norm, axis_name)
-
-
-def _flag_and_norm(
-    tiny: jax.Array, plain: jax.Array, huge: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The flag and the norm from the three sums of squares."""
+    tiny, plain, huge = _mesh.on_shards(sums_of_squares, leaves, specs, mesh)
     finite = huge < NONFINITE / 2**17
     # Each sum is right where the others are not
     # (test_the_norm_is_right_for_every_size_of_gradients).
@@ -190,22 +174,18 @@ def _as_array(leaf: Any) -> jax.Array:
     Without 64-bit types JAX turns a host's finite 1e300 into infinity: it is clipped to
     the range of the dtype that JAX gives it.
     """
-    if isinstance(leaf, jax.Array):
-        return leaf
-    host: Any = np.asarray(leaf)
+    host: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
     if dtype == host.dtype:
         return jnp.asarray(host)
-    largest = np.finfo(dtype).max
 
-    def narrowed(part: Any) -> Any:
-        return np.where(np.isfinite(part), np.clip(part, -largest, largest), part)
+    def narrowed(part: Any) -> jax.Array:
+        clipped = np.clip(part, np.finfo(dtype).min, np.finfo(dtype).max)
+        return jnp.asarray(np.where(np.isfinite(part), clipped, part))
 
-    array: Any = np.empty(host.shape, dtype)
-    array.real = narrowed(host.real)
     if np.iscomplexobj(host):
-        array.imag = narrowed(host.imag)
-    return jnp.asarray(array)
+        return lax.complex(narrowed(host.real), narrowed(host.imag))
+    return narrowed(host)
 
 
 class _Reading(NamedTuple):
@@ -227,8 +207,7 @@ class _Reading(NamedTuple):
 def _read(reading: _Reading, arrays: Arrays) -> jax.Array:
     """The parts of all entries of all arrays, reduced.
 
-    Under `jit` on several devices the result is of the whole arrays, inside `shard_map`
-    and `pmap` of those of the current device.
+    Inside `shard_map` and `pmap` that is of the arrays of the current device.
     """
     if not arrays:
         return reading.joined(jnp.full((0, 3), reading.initial))
@@ -311,15 +290,13 @@ def _in_rows(reading: _Reading, *arrays: jax.Array) -> jax.Array:
     reduced = []
     for array in arrays:
         widths = range(LONGEST_ROW, 63, -1)  # shorter rows would be many, a pad is slow
-        width = next(
-            (n for n in widths if array.size % n == 0), min(array.size, LONGEST_ROW)
-        )
-        pad = functools.partial(
-            jnp.pad, pad_width=(0, -array.size % width), constant_values=reading.initial
-        )
+        longest = min(array.size, LONGEST_ROW)
+        width = next((n for n in widths if array.size % n == 0), longest)
+        pad, fill = (0, -array.size % width), reading.initial
         parts = reading.parts(array)
         parts = parts if len(parts) > 1 else [*parts, *parts]
-        rows = [pad(part.ravel()).reshape(-1, width) for part in parts]
+        flat = [jnp.pad(part.ravel(), pad, constant_values=fill) for part in parts]
+        rows = [part.reshape(-1, width) for part in flat]
         reduced.append(jnp.stack(_reduced(reading, rows, axes=(1,)), axis=1))
     return lax.concatenate(reduced, 0)
 

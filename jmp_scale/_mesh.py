@@ -18,46 +18,41 @@ from ._tree import is_inexact
 
 AxisName = str | Sequence[str] | None
 
+# Takes a reduction (`lax.pmin`: all agree, `lax.pmax`: the largest) and a number that
+# may differ between devices, and returns what all of them go on with.
+Agreement = Callable[[Callable[..., Any], jax.Array], jax.Array]
 
-def checked_axis_name(function: str, axis_name: Any) -> AxisName:
-    """`axis_name`, which must be a name, a tuple or a list of names, or None.
 
-    A set is refused, because its order differs between processes, and with it the
-    program that they must have in common. `function` is the caller's, for the error.
+def agreement(function: str = "", axis_name: Any = None) -> Agreement:
+    """How devices reach one answer.
+
+    Args:
+      function: the caller's public function, for the error.
+      axis_name: a name, or a tuple or list of names, to reduce over; `()` to leave the
+        answer local; None to reduce over every manual axis (`pmap`, `shard_map`) on
+        which it may differ.
+
+    Raises:
+      TypeError: `axis_name` is something else. A set is refused, because its order
+        differs between processes, and with it the program that they must have in
+        common.
     """
-    if axis_name is None or isinstance(axis_name, str):
-        return axis_name
-    is_sequence = isinstance(axis_name, (tuple, list))
-    if not is_sequence or not all(isinstance(name, str) for name in axis_name):
+    is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
+    if not is_valid or not all(isinstance(name, str) for name in _names(axis_name)):
         raise TypeError(
             f"{function}: expected axis_name to be the name of a mesh axis, a tuple of "
             f"names, or None, got {axis_name!r}; write axis_name='data' or "
             "axis_name=('data', 'model')"
         )
-    return tuple(axis_name)
 
+    # A minimum or maximum is idempotent: a sum counts an already equal number once per
+    # device, and the result of all_gather is not known to be equal, as out_specs=P()
+    # requires.
+    def agree(reduction: Callable[..., Any], x: jax.Array) -> jax.Array:
+        axes = _disagreeing_axes(x) if axis_name is None else _names(axis_name)
+        return reduction(x, axes) if axes else x
 
-def all_devices_agree(flag: jax.Array, axis_name: AxisName = None) -> jax.Array:
-    """Logical AND of a boolean over mesh axes: every replica reads the same answer.
-
-    Args:
-      flag: bool[] (any shape works), possibly different on each device.
-      axis_name: a name or names to reduce over; `()` to leave the flag local; None to
-        reduce over every manual axis (`pmap`, `shard_map`) on which it may differ.
-
-    Returns:
-      bool of the same shape, equal along the reduced axes.
-    """
-    axes = _disagreeing_axes(flag) if axis_name is None else _names(axis_name)
-    # pmin, because it is idempotent: psum counts an already equal flag once per device,
-    # and the result of all_gather is not known to be equal, as out_specs=P() requires.
-    return lax.pmin(flag, axes) if axes else flag
-
-
-def largest(x: jax.Array, axis_name: AxisName = None) -> jax.Array:
-    """The maximum of a number over the mesh axes that `all_devices_agree` reduces."""
-    axes = _disagreeing_axes(x) if axis_name is None else _names(axis_name)
-    return lax.pmax(x, axes) if axes else x
+    return agree
 
 
 def reshard_like(x: Any, like: Any) -> Any:
@@ -108,9 +103,9 @@ def _lower_is_for_one_device(context: Any) -> Any:
 mlir.register_lowering(_is_for_one_device, _lower_is_for_one_device)
 
 
-def sharding_specs(leaves: Sequence[Any]) -> list[PartitionSpec]:
+def sharding_specs(leaves: Sequence[Any]) -> tuple[PartitionSpec, ...]:
     """The leaves' own specs: empty except on Explicit mesh axes, which types show."""
-    return [jax.typeof(leaf).sharding.spec for leaf in leaves]
+    return tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
 
 
 def on_shards(
@@ -127,9 +122,6 @@ def on_shards(
       leaves: arrays.
       specs: one `PartitionSpec` per leaf.
       mesh: default that of the leaves' types, then that of `jax.set_mesh`.
-
-    Returns:
-      The result of `fun`.
     """
     # Only axes that shard a leaf: over the others all devices have the same answer, and
     # an all-reduce would be for nothing
@@ -153,10 +145,10 @@ def on_shards(
 
 def checked_specs(
     tree: Any, leaves: Sequence[jax.Array], specs: Any, mesh: Any
-) -> tuple[list[PartitionSpec], Any]:
-    """The specs of `all_finite`'s leaves, and their mesh: None if they name no axis.
+) -> tuple[Sequence[PartitionSpec], Any]:
+    """The specs of `all_finite`'s inexact leaves, and their mesh: None if without axes.
 
-    Args and errors are those of `all_finite`; `leaves` are the inexact ones of `tree`.
+    Arguments and errors are those of `all_finite`.
     """
     if specs is None:
         if mesh is None:
@@ -214,20 +206,16 @@ def _check_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:
             f"all_finite: expected specs that name the mesh's axes {mesh.axis_names}, "
             f"got {unknown}"
         )
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"all_finite: expected specs of at most one entry per dimension, {got}"
-        )
     # shard_map would refuse it too, but its error is about its own arguments, which the
     # user has not written.
-    for size, part in zip(shape, spec, strict=False):
-        shards = math.prod(mesh.shape[axis] for axis in _names(part))
-        if size % shards:
-            raise ValueError(
-                "all_finite: expected specs that divide each leaf into shards of equal "
-                f"size, {got}, where {size} is not a multiple of {shards}; leave specs "
-                "out, and XLA finds the shards itself"
-            )
+    shards = [math.prod(mesh.shape[axis] for axis in _names(part)) for part in spec]
+    sizes = zip(shape, shards, strict=False)
+    if len(spec) > len(shape) or any(size % count for size, count in sizes):
+        raise ValueError(
+            "all_finite: expected specs that divide the dimensions of each leaf into "
+            f"shards of equal size, {got}, which asks for {shards} of them; leave "
+            "specs out, and XLA finds the shards itself"
+        )
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from . import _mesh
 from ._extra_args import keywords_of, takes_value
-from ._finite import all_finite, finite_and_norm
+from ._finite import finite, finite_and_norm
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._skip import select_step, zero_unless
 from ._spike_guard import SpikeGuard
@@ -123,7 +123,7 @@ def with_loss_scale(
         )
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
-    axis_name = _mesh.checked_axis_name("with_loss_scale", axis_name)
+    agree = _mesh.agreement("with_loss_scale", axis_name)
     if guard is not None and not isinstance(guard, SpikeGuard):
         raise TypeError(
             f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}"
@@ -166,7 +166,7 @@ def with_loss_scale(
         promoted, is_half = _promoted(updates, params)
         inputs = {"updates": promoted}
         gives_value = takes_value(keywords, value, extra_args)
-        verdict = judge_step(updates, value, state.guard, axis_name)
+        verdict = judge_step(updates, value, state.guard, agree)
         if value is not None and gives_value:
             inputs["value"] = jnp.asarray(value)
         if "grad" in extra_args:
@@ -186,7 +186,7 @@ def with_loss_scale(
         if is_half and not _takes(run, inputs, state.inner_state):
             inputs["updates"] = updates
         # The overflow of a gradient that the optimizer asks for shows in its updates.
-        is_good = functools.partial(all_finite, axis_name=axis_name)
+        is_good = functools.partial(finite, agree=agree)
         applied, new_updates, inner_state = select_step(
             verdict.applied,
             run,
@@ -211,30 +211,31 @@ class _Verdict(NamedTuple):
 
 
 def judge_step(
-    updates: Any, value: Any, guard: SpikeGuard | None, axis_name: _mesh.AxisName
+    updates: Any, value: Any, guard: SpikeGuard | None, agree: _mesh.Agreement | None
 ) -> _Verdict:
+    agree = agree or _mesh.agreement()
     if value is not None and [jnp.shape(x) for x in jax.tree.leaves(value)] != [()]:
         raise ValueError(
             f"with_loss_scale: expected value to be the scalar loss, got {value!r}"
         )
-    loss_finite = jnp.array(True) if value is None else all_finite(value, axis_name)
+    loss_finite = jnp.array(True) if value is None else finite(value, agree)
     if guard is None:
-        grads_finite = all_finite(updates, axis_name)
+        grads_finite = finite(updates, agree)
         applied = grads_finite & loss_finite
         return _Verdict(loss_finite, grads_finite, jnp.array(False), applied, None)
     # What is decided here has no derivative. That of a norm is infinite at 0, and times
     # a zero that is asked for explicitly it is NaN.
     guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
-    grads_finite, norm = finite_and_norm(updates, axis_name)
-    finite = grads_finite & loss_finite
+    grads_finite, norm = finite_and_norm(updates, agree)
+    is_finite = grads_finite & loss_finite
     # The largest loss of all devices, so that they judge alike: a replica that skips
     # alone has other parameters from then on.
     loss = None
     if value is not None:
-        loss = _mesh.largest(jnp.asarray(value).astype(jnp.float32), axis_name)
+        loss = agree(lax.pmax, jnp.asarray(value).astype(jnp.float32))
         loss = jnp.where(loss_finite, loss, jnp.nan)
-    spike, guard = guard.judge(loss, norm, finite)
-    return _Verdict(loss_finite, grads_finite, spike, finite & ~spike, guard)
+    spike, guard = guard.judge(loss, norm, is_finite)
+    return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
 
 
 def _next_state(

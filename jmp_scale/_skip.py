@@ -26,19 +26,11 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ._jaxpr import equations, evaluate_all, is_literal
+from ._jaxpr import equations, evaluate_all, is_literal, words
 from ._tree import is_inexact, map_inexact, select_tree
 
 # Primitives that wait for a condition, or that show their operands to the host.
-_PLAIN_ONLY = (
-    "while",
-    "cond",
-    "check",
-    "callback",
-    "ffi_call",
-    "custom_call",
-    "pallas",
-)
+_PLAIN_ONLY = words("while cond check callback ffi_call custom_call pallas")
 
 
 def select_step(
@@ -98,6 +90,11 @@ def zero_unless(applied: jax.Array, tree: Any) -> Any:
     return map_inexact(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), tree)
 
 
+def constant_unless(applied: jax.Array, tree: Any) -> Any:
+    """A tree whose inexact leaves have no derivative unless `applied`."""
+    return map_inexact(lambda x: jnp.where(applied, x, lax.stop_gradient(x)), tree)
+
+
 def _selected(applied: jax.Array, updates: Any, new: Any, old: Any) -> tuple[Any, Any]:
     return _or_negative_zeros(applied, updates), select_tree(applied, new, old)
 
@@ -144,11 +141,8 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         # skipped step (test_an_infinite_derivative_of_what_is_dropped_is_not_seen). The
         # gradients are 1 there: NaN in them is NaN in the derivatives of the state
         # (test_derivatives_of_a_mapped_skipped_step_are_finite).
-        def constant_unless(x: Any) -> Any:
-            return jnp.where(applied, x, lax.stop_gradient(x))
-
         inputs = map_inexact(lambda x: jnp.where(applied, x, jnp.ones_like(x)), inputs)
-        read, consts = map_inexact(constant_unless, (list(old), list(consts)))
+        read, consts = constant_unless(applied, (old, consts))
         return selected_late(applied, inputs, old, read, consts)
 
     if closed.effects:  # which JAX does not allow in functions with rules of their own

@@ -1,9 +1,8 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +14,18 @@ from . import _mesh
 from ._extra_args import keywords_of, takes_value
 from ._finite import finite, finite_and_norm
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
-from ._skip import select_step, zero_unless
+from ._skip import constant_unless, select_step, zero_unless
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState, find_loss_scale_states
 from ._tree import is_inexact, map_inexact, promote_to_float32
-
-
-class _Update(Protocol):
-    def __call__(
-        self,
-        updates: Any,
-        state: LossScaleState,
-        params: Any = None,
-        *,
-        value: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]: ...
+from ._validation import warn
 
 
 class LossScaleTransformation(optax.GradientTransformationExtraArgs):
     """What `with_loss_scale` returns: an Optax transformation whose state is typed."""
 
     init: Callable[[Any], LossScaleState]  # pyright: ignore
-    update: _Update  # pyright: ignore
+    update: Callable[..., tuple[Any, LossScaleState]]  # pyright: ignore
 
 
 def with_loss_scale(
@@ -65,11 +53,8 @@ def with_loss_scale(
     (an infinite learning rate) is applied as Optax applies it, because another look at
     every update would cost another pass over the parameters.
 
-    On a skipped step `inner` sees gradients of zero if it has loops, branches,
-    callbacks or runtime checks, and otherwise the gradients as they came, because
-    nothing that it computes from them is kept. The derivatives of a step are those of a
-    branch: a skipped step is the identity. If the derivative of the loss is infinite,
-    so is a derivative through it.
+    The derivatives of a step are those of a branch: a skipped step is the identity. If
+    the derivative of the loss is infinite, so is a derivative through it.
 
     Args:
       inner: any Optax optimizer or chain.
@@ -116,10 +101,11 @@ def with_loss_scale(
       0.5 32768.0 0
       0.5 16384.0 1
     """
-    if isinstance(inner, LossScale) and not isinstance(loss_scale, LossScale | None):
+    if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            "with_loss_scale: expected (inner, loss_scale), got the loss scale first; "
-            "pass the optimizer first"
+            "with_loss_scale: expected inner to be an optax.GradientTransformation (of "
+            f"an optax.MultiSteps, its gradient_transformation()), got {inner!r}; pass "
+            "the optimizer first, the loss scale second"
         )
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
@@ -127,11 +113,6 @@ def with_loss_scale(
     if guard is not None and not isinstance(guard, SpikeGuard):
         raise TypeError(
             f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}"
-        )
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_loss_scale: expected an optax.GradientTransformation (of an "
-            f"optax.MultiSteps, its gradient_transformation()), got {inner!r}"
         )
     inner = optax.with_extra_args_support(inner)
     keywords = keywords_of(inner.update)
@@ -163,8 +144,7 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
-        promoted, is_half = _promoted(updates, params)
-        inputs = {"updates": promoted}
+        inputs = {"updates": promote_to_float32(updates)}
         gives_value = takes_value(keywords, value, extra_args)
         verdict = judge_step(updates, value, state.guard, agree)
         if value is not None and gives_value:
@@ -180,9 +160,12 @@ def with_loss_scale(
             grads = given.pop("updates")
             new_updates, new = inner.update(grads, inner_state, params, **given)
             if params is not None:
-                new_updates = _cast_like(new_updates, params)
+                new_updates = jax.tree.map(
+                    _cast_leaf, new_updates, params, is_leaf=_is_nothing
+                )
             return new_updates, _state_like(new, inner_state)
 
+        is_half = _half_leaves(updates) and _half_leaves(params)
         if is_half and not _takes(run, inputs, state.inner_state):
             inputs["updates"] = updates
         # The overflow of a gradient that the optimizer asks for shows in its updates.
@@ -207,7 +190,7 @@ class _Verdict(NamedTuple):
     grads_finite: Any
     spike: Any
     applied: Any
-    guard: SpikeGuard | None
+    guard: SpikeGuard | None = None
 
 
 def judge_step(
@@ -220,9 +203,8 @@ def judge_step(
         )
     loss_finite = jnp.array(True) if value is None else finite(value, agree)
     if guard is None:
-        grads_finite = finite(updates, agree)
-        applied = grads_finite & loss_finite
-        return _Verdict(loss_finite, grads_finite, jnp.array(False), applied, None)
+        grads_finite, spike = finite(updates, agree), jnp.array(False)
+        return _Verdict(loss_finite, grads_finite, spike, grads_finite & loss_finite)
     # What is decided here has no derivative. That of a norm is infinite at 0, and times
     # a zero that is asked for explicitly it is NaN.
     guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
@@ -275,23 +257,25 @@ def _refuse_nesting(inner_state: Any) -> None:
 
 
 def _warn_of_half_precision(params: Any) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    half = (jnp.float16, jnp.bfloat16)
-    narrow = [(p, x.dtype) for p, x in leaves if getattr(x, "dtype", None) in half]
-    if narrow:
-        path, dtype = narrow[0]
-        name = jax.tree_util.keystr(path) or "(the whole tree)"
-        warnings.warn(
-            f"with_loss_scale: expected float32 parameters, got {name} of {dtype}, "
+    for path, dtype in _half_leaves(params)[:1]:
+        warn(
+            "with_loss_scale: expected float32 parameters, got "
+            f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
             "which loses every update below its last digit; keep them in float32 "
             f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-            "params)) and cast them in the loss",
-            UserWarning,
-            stacklevel=3,
+            "params)) and cast them in the loss"
         )
 
 
+def _half_leaves(tree: Any) -> list[tuple[Any, Any]]:
+    """The paths and dtypes of leaves in half precision."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    half = (jnp.float16, jnp.bfloat16)
+    return [(p, x.dtype) for p, x in leaves if getattr(x, "dtype", None) in half]
+
+
 def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> None:
+    got = None
     if positional:
         got = "more than three positional arguments"
     elif isinstance(updates, LossScaleState):
@@ -304,42 +288,31 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
             "returns; of an optimizer without a loss scale, load it with "
             "jmp_scale.checkpoints.restore_without_loss_scale"
         )
-    else:
-        return
-    raise TypeError(
-        f"with_loss_scale: expected update(grads, state, params, value=loss), got {got}"
-    )
-
-
-def _promoted(updates: Any, params: Any) -> tuple[Any, bool]:
-    """Float32 in place of narrower gradients, and whether a parameter is as narrow."""
+    if got:
+        raise TypeError(
+            "with_loss_scale: expected update(grads, state, params, value=loss), got "
+            f"{got}"
+        )
     while isinstance(params, optax.LookaheadParams):
         params = params.fast
-    promoted = promote_to_float32(updates)
     if params is None:
-        return promoted, False
-
-    def is_alike(x: Any, y: Any, z: Any) -> bool:
-        is_narrow = z is not x and is_inexact(x) and is_inexact(y)
-        return is_narrow and jnp.result_type(x) == jnp.result_type(y)
-
+        return
     try:
-        alike = jax.tree.map(is_alike, updates, params, promoted, is_leaf=_is_nothing)
+        jax.tree.map(lambda *_: None, updates, params, is_leaf=_is_nothing)
     except ValueError as error:
         raise ValueError(
             "with_loss_scale: expected gradients of the structure of the parameters, "
             f"got\n  gradients:  {jax.tree.structure(updates)}\n"
             f"  parameters: {jax.tree.structure(params)}"
         ) from error
-    return promoted, any(jax.tree.leaves(alike))
 
 
 def _takes(run: Callable[[Any, Any], Any], inputs: Any, inner_state: Any) -> bool:
     """Whether the optimizer takes float32 gradients of half-precision parameters.
 
-    One with branches (`optax.novograd`) demands the dtype of its state, which is that
-    of the parameters. All others are given float32, because Adam of zero float16
-    gradients is NaN. An error in both dtypes comes out of the run itself.
+    One with branches (`optax.novograd`) demands the dtype of its state. All others are
+    given float32, because Adam of zero float16 gradients is NaN. An error in both
+    dtypes comes out of the run itself.
     """
     try:
         jax.eval_shape(lambda: run(inputs, inner_state)[0])
@@ -373,19 +346,12 @@ def fresh_buffers(state: Any, params: Any = ()) -> Any:
 def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun`, with values and gradients of zero unless `applied`."""
 
-    def constant_unless(x: Any) -> Any:
-        # Otherwise the gradient is 0 times that of `fun`: NaN where that is not finite.
-        return jnp.where(applied, x, lax.stop_gradient(x))
-
     def zero_fn(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_inexact(constant_unless, (args, kwargs))
+        # Otherwise the gradient is 0 times that of `fun`: NaN where that is not finite.
+        args, kwargs = constant_unless(applied, (args, kwargs))
         return zero_unless(applied, fun(*args, **kwargs))
 
     return zero_fn
-
-
-def _cast_like(tree: Any, like: Any) -> Any:
-    return jax.tree.map(_cast_leaf, tree, like, is_leaf=_is_nothing)
 
 
 def _cast_leaf(x: Any, like: Any) -> Any:
@@ -415,18 +381,14 @@ def _state_like(new: Any, old: Any) -> Any:
         if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
             return x
         # As JAX takes them: a NumPy float64 is a float32 to it, unless x64 is on.
-        got, expected = ((t.dtype, t.shape) for t in map(jax.typeof, (x, y)))
+        types = jax.typeof(y), jax.typeof(x)
+        expected, got = (f"{t.dtype}{list(t.shape)}" for t in types)
         if got != expected:
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "
-                f"leaf {jax.tree_util.keystr(path)} is {_type_text(*expected)} after "
-                f"init and {_type_text(*got)} after update; initialize it with "
-                "parameters of a floating-point dtype"
+                f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "
+                "after update; initialize it with parameters of a floating-point dtype"
             )
         return x
 
     return jax.tree_util.tree_map_with_path(leaf_like, new, old)
-
-
-def _type_text(dtype: Any, shape: Any) -> str:
-    return f"{dtype}{list(shape)}"

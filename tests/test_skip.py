@@ -345,6 +345,19 @@ def test_two_leaves_of_one_new_value_keep_an_old_value_each():
     assert_bitwise_equal(jax.jit(run)(jnp.array(True), a, b), (3 * a, 3 * a, b, a))
 
 
+@pytest.mark.parametrize("applied", [True, False])
+def test_an_update_that_writes_into_a_mutable_array_is_kept_or_dropped(applied):
+    def update(grads, state):
+        ref = jax.new_ref(state)
+        ref[...] += grads
+        return -ref[...], ref[...]
+
+    step = jax.jit(functools.partial(select_step, update=update))
+    _, updates, new = step(jnp.array(applied), inputs=jnp.ones(2), old=jnp.full(2, 3.0))
+    u, s = (-4.0, 4.0) if applied else (-0.0, 3.0)
+    assert_bitwise_equal((updates, new), (jnp.full(2, u), jnp.full(2, s)))
+
+
 def test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step():
     def update(grads, state):  # on a NaN, or on the old value of 0, it would never end
         new = state + 1.0 + grads

@@ -567,7 +567,7 @@ WRONG = {
     "text": ((optax.sgd(0.1), "dynamic"), "a loss scale, got 'dynamic'"),
     "object": ((optax.sgd(0.1), object()), "a loss scale, got a"),
     "class": ((functools.partial(optax.sgd, 0.1),), "an optax.GradientTransformation"),
-    "swapped": ((DynamicLossScale(), optax.sgd(0.1)), "first; pass the optimizer fir"),
+    "swapped": ((DynamicLossScale(), optax.sgd(0.1)), "pass the optimizer first"),
     "guard": ((optax.sgd(0.1), None, 6.0), "guard to be a SpikeGuard, got 6"),
 }
 

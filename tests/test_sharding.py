@@ -242,38 +242,24 @@ BOOLEAN_ALL_REDUCES = {
 
 @pytest.mark.parametrize("mode", BOOLEAN_ALL_REDUCES)
 def test_the_check_adds_no_other_collectives_than_these_to_a_step(mode):
-    def all_of(wrapped):
-        state, _, train_step, _ = first_step(mode)
-        if not wrapped:
-            inner_tx = optax.adam(0.1)
-            state = (state[0], state[1].inner_state[1])
+    state, _, train_step, _ = first_step(mode)
+    loss = gathered_loss_fn if mode == "jit FSDP, Explicit" else loss_fn
+    inner_tx = optax.adam(0.1)
 
-            def bare_step(state, *batch):
-                loss = (
-                    gathered_loss_fn
-                    if "Explicit" in mode and "FSDP" in mode
-                    else loss_fn
-                )
-                grads = jax.grad(loss)(state[0], *batch)
-                updates, opt_state = inner_tx.update(grads, state[1])
-                return (
-                    optax.apply_updates(state[0], updates),
-                    opt_state,
-                    loss(state[0], *batch),
-                )
+    def bare_step(state, *batch):
+        value, grads = jax.value_and_grad(loss)(state[0], *batch)
+        updates, opt_state = inner_tx.update(grads, state[1])
+        return optax.apply_updates(state[0], updates), opt_state, value
 
-            jitted_step = jax.jit(bare_step)
-        else:
-            jitted_step = train_step.jitted
-        mesh = state[0]["a"].sharding.mesh
-        batch = jax.device_put(example(), NamedSharding(mesh, P(mesh.axis_names)))
-        with jax.set_mesh(mesh):
-            return collectives(jitted_step, state, *batch)
-
-    found = all_of(wrapped=True)
+    mesh = state[0]["a"].sharding.mesh
+    batch = jax.device_put(example(), NamedSharding(mesh, P(mesh.axis_names)))
+    with jax.set_mesh(mesh):
+        found = collectives(train_step.jitted, state, *batch)
+        bare_state = (state[0], state[1].inner_state[1])
+        bare = collectives(jax.jit(bare_step), bare_state, *batch)
     booleans = [shape for _, shape in found if "pred" in shape]
     assert booleans == BOOLEAN_ALL_REDUCES[mode]
-    assert len(found) - len(booleans) <= len(all_of(wrapped=False))
+    assert len(found) - len(booleans) <= len(bare)
 
 
 def linear(w, x):
@@ -330,3 +316,25 @@ def test_what_shard_map_sums_automatically_is_summed_in_the_dtype_of_the_computa
     x = np.full(8, 60000, np.float16)
     gradient, is_finite = total(np.float32(1), x)
     assert (float(gradient), bool(is_finite)) == (np.inf, False)
+
+
+@pytest.mark.parametrize(("axis", "again"), [("batch", 0), ("other", 1)])
+def test_a_replicated_state_under_pmap_compiles_once_on_a_mesh_of_its_axis_name(
+    axis, again
+):
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), LOSS_SCALE)
+
+    def train_step(params, opt_state, x):
+        grads = lax.pmean(params * x, "batch")
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, replicated = jnp.ones(2), jax.make_mesh((8,), (axis,), (AxisType.Auto,))
+    replicated = NamedSharding(replicated, P())
+    state = jax.device_put((params, tx.init(params)), replicated)
+    train_step = jax.pmap(train_step, "batch", in_axes=(None, None, 0), out_axes=None)
+    state = train_step(*state, jnp.ones((8, 1)))
+    COMPILATIONS.clear()
+    for _ in range(2):
+        state = train_step(*state, jnp.ones((8, 1)))
+    assert len(COMPILATIONS) == again

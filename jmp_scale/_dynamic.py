@@ -119,8 +119,7 @@ class DynamicLossScale(_pytree.Pytree):
         low, high = values["min_loss_scale"], values["max_loss_scale"]
         s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
         # Only the leaves of this configuration: without hysteresis, the default, a
-        # state has one leaf less in every checkpoint
-        # (test_hysteresis_costs_one_leaf_and_at_most_seven_operations).
+        # state has one leaf less in every checkpoint.
         starts = {"counter": -values["growth_delay"]}
         if values["hysteresis"] > 1:
             starts["hysteresis_left"] = values["hysteresis"]
@@ -224,8 +223,7 @@ class DynamicLossScale(_pytree.Pytree):
         leaves = {"loss_scale": backed_off, "counter": counter}
         if self.hysteresis > 1:
             # Below 0 the comparison with 0 never holds again, and S does not back off:
-            # with a reset at growth, `left` stays at 0 in a row of overflows
-            # (test_every_configuration_follows_the_rule_in_plain_python).
+            # with a reset at growth, `left` stays at 0 in a row of overflows.
             left = jnp.maximum(self.hysteresis_left - 1, 0)
             backs_off = left == 0
             leaves["loss_scale"] = jnp.where(backs_off, backed_off, s)

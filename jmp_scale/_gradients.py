@@ -131,8 +131,7 @@ def _differentiated(
 ) -> Callable[..., tuple[_Output, Any]]:
     """A function that returns what `fun` does, unscaled, and unscaled gradients."""
     # Here, not at the first call: the traceback of an error then ends in the user's
-    # line
-    # (test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one).
+    # line.
     numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
     if numbers and all(type(number) is int for number in numbers):
         raise TypeError(
@@ -162,7 +161,7 @@ def _differentiated(
         result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
         # Unscaling widens already, except for a NoOpLossScale, which returns the
-        # float16 gradients themselves (test_float16_parameters_get_float32_gradients).
+        # float16 gradients themselves.
         return output, widen_gradients(loss_scale.unscale(grads))
 
     return differentiated

@@ -62,8 +62,7 @@ def register(cls: type[Pytree]) -> None:
     leaf_names = cls._leaf_names
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     # All the others, rather than a second list, in which a new field could be
-    # forgotten: it would fall back to its default in every `jit`
-    # (test_every_field_survives).
+    # forgotten: it would fall back to its default in every `jit`.
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
     leaves_of, static_of = _getter(leaf_names), _getter(static_names)

@@ -40,8 +40,7 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
         )
 
     gradients: list[jax.Array] = []
-    # Before the product: a float16 loss of 3 times S = 2^15 is infinite
-    # (test_scaling_a_float16_loss_cannot_overflow).
+    # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
     map_gradients(
         lambda leaf: gradients.append(jnp.asarray(promote_to_float32(leaf))), tree
     )

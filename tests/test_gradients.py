@@ -64,26 +64,12 @@ def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s():
         )(MLP)
         for loss_scale in (
             NoOpLossScale(),
-            StaticLossScale(1.0),
-            StaticLossScale(2.0**10),
-            DynamicLossScale(2.0**20),
             StaticLossScale(2.0**60),
+            DynamicLossScale(2.0**20),
         )
     ]
     for result in results[1:]:
         assert_bitwise_equal(result, results[0])
-
-
-def test_gradients_depend_on_s_that_is_not_a_power_of_two():
-    def gradients(s):
-        return jmp_scale.grad(
-            lambda p: tanh_mlp_loss(p, X, jnp.float32), StaticLossScale(s)
-        )(MLP)
-
-    differ = jax.tree.map(
-        lambda a, b: (a != b).any(), gradients(1000.0), gradients(1.0)
-    )
-    assert any(jax.tree.leaves(differ))
 
 
 def test_float16_gradients_that_vanish_without_scaling_are_right_with_it():
@@ -107,17 +93,12 @@ def test_float16_parameters_get_float32_gradients(loss_scale):
     assert (float(loss), grads.tolist()) == (2.0, [2.0, 2.0])
 
 
-def test_a_float16_loss_does_not_overflow_by_being_scaled():
-    fun = jmp_scale.value_and_grad(
-        lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**15)
-    )
+@pytest.mark.parametrize(("s", "gradient"), [(2.0**14, 3.0), (2.0**15, np.inf)])
+def test_a_float16_loss_does_not_overflow_by_being_scaled(s, gradient):
+    fun = jmp_scale.value_and_grad(lambda w: w * jnp.float16(3.0), DynamicLossScale(s))
     loss, grads = fun(jnp.float16(1.0))
     # 3 * 2^15 overflows float16, which the gradient shows.
-    assert (float(loss), float(grads)) == (3.0, np.inf)
-    loss, grads = jmp_scale.value_and_grad(
-        lambda w: w * jnp.float16(3.0), DynamicLossScale(2.0**14)
-    )(jnp.float16(1))
-    assert (float(loss), float(grads)) == (3.0, 3.0)
+    assert (float(loss), float(grads)) == (3.0, gradient)
 
 
 def test_the_loss_is_returned_as_fun_gives_it_whatever_s_is():
@@ -133,13 +114,6 @@ def test_gradients_are_unscaled_with_the_loss_scale_that_scaled_them():
         assert (float(loss), float(grads)) == (1.0, 2.0)
         loss_scale = loss_scale.adjust(jmp_scale.all_finite(grads))
     assert loss_scale.loss_scale == 64
-
-
-def test_a_regularization_term_is_scaled_with_the_loss():
-    grads = jmp_scale.grad(lambda w: 3 * w + 0.5 * w**2, DynamicLossScale())(
-        jnp.float32(1.0)
-    )
-    assert float(grads) == 4.0
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
@@ -187,7 +161,9 @@ float8_layer.defvjp(
 
 def float8_params(kind, dtype=np.float32):
     scale = {"_overwrite_with_gradient": {"layer": kind({"scale": dtype(1.0)})}}
-    return kind({"params": jnp.float32(2.0), "deep": {"er": kind(scale)}, **scale})
+    return kind(
+        {"params": jnp.asarray(2.0, dtype), "deep": {"er": kind(scale)}, **scale}
+    )
 
 
 def float8_loss(params):
@@ -199,29 +175,21 @@ def float8_loss(params):
 
 
 @pytest.mark.parametrize("kind", [dict, FrozenDict])
-@pytest.mark.parametrize("s", [2.0**10, 1000.0])
-@pytest.mark.parametrize("argnums", [0, (0,), (0, 1), [1, 0]])
-def test_float8_scales_come_back_as_the_transform_gave_them(kind, s, argnums):
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("argnums", [0, (0,), [1, 0]])
+def test_float8_scales_come_back_as_the_transform_gave_them(kind, dtype, argnums):
     def loss(a, b):
         return float8_loss(a) + float8_loss(b)
 
-    grads = jmp_scale.grad(loss, DynamicLossScale(s), argnums)(
-        float8_params(kind), float8_params(kind)
+    grads = jmp_scale.grad(loss, DynamicLossScale(1000.0), argnums)(
+        float8_params(kind, dtype), float8_params(kind, dtype)
     )
     for one in [grads] if argnums == 0 else grads:
         assert type(one) is kind
         for tree in (one, one["deep"]["er"]):
             next_scale = tree["_overwrite_with_gradient"]["layer"]["scale"]
-            assert_bitwise_equal(next_scale, NEXT_SCALE)
+            assert_bitwise_equal(next_scale, dtype(NEXT_SCALE))
         assert one["params"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_float8_scales_are_not_widened(loss_scale):
-    params = float8_params(dict, np.float16) | {"params": jnp.float16(2.0)}
-    grads = jmp_scale.grad(float8_loss, loss_scale)(params)
-    assert grads["_overwrite_with_gradient"]["layer"]["scale"].dtype == jnp.float16
-    assert grads["params"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND[1:])
@@ -260,12 +228,6 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
     assert_bitwise_equal(actual, expected)
 
 
-@pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_a_loss_that_is_not_a_scalar_is_a_type_error_while_tracing(loss_scale):
-    with pytest.raises(TypeError, match=r"scalar loss, got shape \(2,\)"):
-        jax.jit(jmp_scale.value_and_grad(lambda w: w, loss_scale))(jnp.ones(2))
-
-
 BOTH = pytest.mark.parametrize("function", ["value_and_grad", "grad"])
 
 
@@ -273,16 +235,9 @@ BOTH = pytest.mark.parametrize("function", ["value_and_grad", "grad"])
 @pytest.mark.parametrize(
     ("fun", "has_aux", "message"),
     [
-        (
-            lambda w: (w, {}),
-            False,
-            "scalar loss, got a tuple of length 2; pass has_aux",
-        ),
-        (
-            lambda w: [w],
-            False,
-            "scalar loss, got a list of length 1; pass has_aux=True",
-        ),
+        (lambda w: w * jnp.ones(2), False, r"scalar loss, got shape \(2,\)"),
+        (lambda w: (w, {}), False, "loss, got a tuple of length 2; pass has_aux"),
+        (lambda w: [w], False, "loss, got a list of length 1; pass has_aux=True"),
         (lambda w: {"loss": w}, False, "scalar loss, got a dict; pass has_aux=True"),
         (lambda w: None, False, "scalar loss, got None; let fun return it"),
         (
@@ -339,15 +294,9 @@ def optimizer_state():
     ("given", "message"),
     [
         (lambda: 1024.0, r"got 1024.0; pass jmp_scale.get_loss_scale\(1024.0\)"),
-        (
-            lambda: "dynamic",
-            r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic'\)",
-        ),
+        (lambda: "dynamic", r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic"),
         (lambda: np.float32(8), r"pass jmp_scale.get_loss_scale\(np.float32\(8.0\)\)"),
-        (
-            lambda: DynamicLossScale,
-            r"the class DynamicLossScale; pass an instance, Dyn",
-        ),
+        (lambda: DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),
         (optimizer_state, "got a LossScaleState; pass its .loss_scale"),
         (
             lambda: (optax.EmptyState(), optimizer_state()),
@@ -387,19 +336,6 @@ def test_per_example_gradients_and_one_adjustment_keep_s_a_scalar():
     )
     assert grads.tolist() == [0, 2, 8]
     assert loss_scale.adjust(jmp_scale.all_finite(grads)).loss_scale.shape == ()
-
-
-def test_a_mean_over_devices_of_large_float16_gradients_does_not_overflow():
-    def replica_gradient(w, x):
-        grads = jmp_scale.grad(
-            lambda w: (w * x).astype(jnp.float32), StaticLossScale(1.0)
-        )(w)
-        return jax.lax.pmean(grads, "i"), jax.lax.pmean(x, "i")
-
-    x = jnp.full(2, 60000.0, jnp.float16)
-    f32, f16 = jax.vmap(replica_gradient, (None, 0), axis_name="i")(jnp.float16(1.0), x)
-    assert f32.tolist() == [60000, 60000]
-    assert jnp.isinf(f16).all()
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)

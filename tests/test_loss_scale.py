@@ -33,17 +33,10 @@ def trajectory(loss_scale, finite, loss_finite=None):
     return list(zip(s.tolist(), counter.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("period", [1, 2, 3, 10])
-def test_s_grows_on_the_period_th_finite_step_in_a_row(period):
-    history = trajectory(DynamicLossScale(8.0, period=period), [True] * (period + 1))
-    assert [s for s, _ in history[: period - 1]] == [8.0] * (period - 1)
-    assert history[period - 1] == (16.0, 0)
-    assert history[period] == (32.0, 0) if period == 1 else (16.0, 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "finite", "expected"),
     [
+        ({"loss_scale": 8.0, "period": 1}, "++", [16, 32]),
         ({"loss_scale": 8.0, "period": 3}, "+++++++", [8, 8, 16, 16, 16, 32, 32]),
         ({"loss_scale": 8.0, "period": 3}, "++-+++", [8, 8, 4, 4, 4, 8]),
         ({"loss_scale": 8.0, "period": 3, "counter": 10}, "++++", [16, 16, 16, 32]),
@@ -147,35 +140,6 @@ def test_under_jit_a_change_of_s_differs_by_at_most_1_ulp(factor):
         np.testing.assert_array_max_ulp(np.asarray(jitted), np.asarray(expected), 1)
 
 
-def test_every_mode_gives_the_same_trajectory():
-    finite = [True, True, False, True, True, True, False, False, True]
-    rule = {"loss_scale": 8.0, "period": 2, "hysteresis": 2}
-    start = DynamicLossScale(**rule)
-    expected = [(s, c) for s, c, _ in reference_rule(finite, **rule)]
-
-    def mapped(*args):
-        args = jax.tree.map(lambda x: jnp.stack([x, x]), args)
-        return jax.tree.map(lambda x: x[1], jax.vmap(jmp_scale.adjust)(*args))
-
-    mesh, specs = jax.make_mesh((8,), ("i",)), PartitionSpec()
-    sharded = jax.shard_map(
-        jmp_scale.adjust, mesh=mesh, in_specs=specs, out_specs=specs
-    )
-    modes = {
-        "eager": jmp_scale.adjust,
-        "jit": jax.jit(jmp_scale.adjust),
-        "vmap": mapped,
-        "shard_map": jax.jit(sharded),
-    }
-    for name, adjust in modes.items():
-        loss_scale, history = start, []
-        for flag in finite:
-            loss_scale = adjust(loss_scale, jnp.array(flag))
-            history.append((float(loss_scale.loss_scale), int(loss_scale.counter)))
-        assert history == expected, name
-    assert trajectory(start, finite) == expected
-
-
 def primitives(fun, *args):
     """The names of all operations of `fun`, those inside nested jits included."""
 
@@ -185,12 +149,6 @@ def primitives(fun, *args):
             yield from [eqn.primitive.name] if inner is None else names(inner.jaxpr)
 
     return sorted(names(jax.make_jaxpr(fun)(*args).jaxpr))
-
-
-def adjust_primitives(**configuration):
-    return primitives(
-        lambda ls, f: ls.adjust(f), DynamicLossScale(**configuration), jnp.array(True)
-    )
 
 
 def plain_rule(s, counter, finite):
@@ -216,16 +174,9 @@ def plain_rule(s, counter, finite):
 )
 def test_a_part_of_the_rule_that_is_not_used_costs_no_operation(unused):
     plain = primitives(plain_rule, jnp.float32(8.0), jnp.int32(0), jnp.array(True))
-    assert len(jax.tree.leaves(DynamicLossScale(**unused))) == 2
-    assert len(adjust_primitives(**unused)) <= len(plain)
-
-
-@pytest.mark.parametrize("reset", ["growth", "finite", "finite_or_backoff"])
-def test_hysteresis_costs_one_leaf_and_at_most_seven_operations(reset):
-    configuration = {"hysteresis": 2, "hysteresis_reset": reset}
-    assert len(jax.tree.leaves(DynamicLossScale(**configuration))) == 3
-    paid = len(adjust_primitives(**configuration)) - len(adjust_primitives())
-    assert 0 < paid <= 7
+    loss_scale = DynamicLossScale(**unused)
+    assert len(jax.tree.leaves(loss_scale)) == 2
+    assert len(primitives(jmp_scale.adjust, loss_scale, jnp.array(True))) <= len(plain)
 
 
 @pytest.mark.parametrize(
@@ -253,25 +204,17 @@ def test_a_constant_loss_scale_adjusts_to_itself(loss_scale):
     assert loss_scale.adjust(False, loss_finite=False) is loss_scale
 
 
-def test_scaling_a_float16_loss_cannot_overflow():
-    gradient = jnp.array(1e-3, jnp.float16)
-    for loss_scale in (StaticLossScale(2.0**15), DynamicLossScale(2.0**15)):
-        for loss in (jnp.float16(3.0), np.float16(3.0)):
-            assert float(loss_scale.scale(loss)) == 98304.0
-        assert float(loss_scale.unscale(gradient)) == float(np.float16(1e-3)) / 2**15
-
-
 @pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
 @pytest.mark.parametrize(
     "dtype",
     ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "complex64"],
 )
-def test_both_verbs_widen_to_float32_and_keep_complex(kind, dtype):
+def test_both_verbs_widen_to_float32_first_and_keep_complex(kind, dtype):
     expected = "complex64" if dtype == "complex64" else "float32"
-    x = jnp.array([1.0, -2.0], dtype)
-    for verb, factor in ((kind(4.0).scale, 4), (kind(4.0).unscale, 0.25)):
-        assert verb(x).dtype == expected
-        assert verb(x).tolist() == [factor, -2 * factor]
+    x, s = jnp.array([1.0, -3.0], dtype), kind(2.0**20)  # not of float16
+    for verb, factor in ((s.scale, 2.0**20), (s.unscale, 2.0**-20)):
+        assert verb(x).dtype == verb(np.asarray(x)).dtype == expected
+        assert verb(x).tolist() == [factor, -3 * factor]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
@@ -312,13 +255,6 @@ def test_python_floats_are_scaled_as_jmp_does():
     assert DynamicLossScale(8.0).scale({"loss": 1.5})["loss"] == 12
 
 
-@pytest.mark.parametrize("s", [2.0**20, 2.0**-30])
-def test_a_static_s_that_float16_does_not_hold_is_exact(s):
-    loss_scale, one = StaticLossScale(s), jnp.float32(1.0)
-    assert loss_scale.scale(one) == s
-    assert loss_scale.unscale(one) == 1 / s
-
-
 def test_the_no_op_returns_the_tree_itself():
     tree = {"a": jnp.ones(2, jnp.float16)}
     assert NoOpLossScale().scale(tree) is tree
@@ -349,26 +285,6 @@ def test_an_array_of_loss_scales_is_refused_outside_vmap():
     scaled = jax.vmap(jmp_scale.scale, in_axes=(0, None))(several, jnp.float32(1.0))
     assert scaled.tolist() == [8, 16]
     assert several.adjust(jnp.array([True, False])).loss_scale.tolist() == [8, 8]
-
-
-def test_the_module_level_verbs_map_over_several_loss_scales():
-    scales = {
-        "a": DynamicLossScale(8.0, period=1),
-        "b": StaticLossScale(2.0),
-        "c": NoOpLossScale(),
-    }
-    x = dict.fromkeys(scales, jnp.float32(1.0))
-
-    def over_scales(verb, *trees):
-        return jax.tree.map(
-            verb, scales, *trees, is_leaf=lambda s: isinstance(s, jmp_scale.LossScale)
-        )
-
-    assert over_scales(jmp_scale.scale, x) == {"a": 8, "b": 2, "c": 1}
-    assert over_scales(jmp_scale.unscale, over_scales(jmp_scale.scale, x)) == x
-    adjusted = over_scales(jmp_scale.adjust, dict.fromkeys(scales, jnp.array(True)))
-    assert adjusted["a"].loss_scale == 16
-    assert (adjusted["b"], adjusted["c"]) == (scales["b"], scales["c"])
 
 
 FULL = DynamicLossScale(
@@ -439,11 +355,6 @@ class PlainSubclass(DynamicLossScale):
         return super().adjust(grads_finite, loss_finite=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class SubclassWithAField(DynamicLossScale):
-    note: str = "a static field"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubclassWithSlots(DynamicLossScale):
     note: str = "a static field"
@@ -459,9 +370,7 @@ class RegisteredByHand(DynamicLossScale):
         return cls(*leaves, period=period)
 
 
-@pytest.mark.parametrize(
-    "cls", [PlainSubclass, SubclassWithAField, SubclassWithSlots, RegisteredByHand]
-)
+@pytest.mark.parametrize("cls", [PlainSubclass, SubclassWithSlots, RegisteredByHand])
 def test_a_subclass_is_a_pytree_like_its_base(cls):
     loss_scale = cls(8.0, period=1)
     assert len(jax.tree.leaves(loss_scale)) == 2
@@ -504,13 +413,6 @@ def test_placeholders_may_be_given_by_hand():
     assert jax.tree.leaves(DynamicLossScale(None)) == []
 
 
-def test_eval_shape_and_ahead_of_time_compilation_work():
-    loss_scale = DynamicLossScale(8.0, period=1)
-    shapes = jax.eval_shape(lambda: (loss_scale, jnp.array(True)))
-    compiled = jax.jit(lambda ls, f: ls.adjust(f)).lower(*shapes).compile()
-    assert compiled(loss_scale, jnp.array(True)).loss_scale == 16
-
-
 @pytest.mark.parametrize(
     "loss_scale",
     [DynamicLossScale(8, period=2), FULL, StaticLossScale(2), NoOpLossScale()],
@@ -534,32 +436,3 @@ def test_adjust_is_traced_once_for_any_history_and_start(start):
     for finite in (True, True, False, True, False, False):
         loss_scale = jitted(loss_scale, jnp.array(finite))
     assert len(traces) == jitted._cache_size() == 1
-
-
-@pytest.mark.parametrize("carry", ["scan", "while_loop", "cond"])
-def test_a_loss_scale_is_a_valid_carry(carry):
-    start = DynamicLossScale(8.0, period=2)
-
-    def step(loss_scale):
-        return loss_scale.adjust(jnp.array(True))
-
-    if carry == "scan":
-        end, _ = jax.lax.scan(lambda ls, _: (step(ls), None), start, length=2)
-    elif carry == "while_loop":
-        _, end = jax.lax.while_loop(
-            lambda c: c[0] < 2, lambda c: (c[0] + 1, step(c[1])), (0, start)
-        )
-    else:
-        end = jax.lax.cond(
-            jnp.array(True), lambda ls: step(step(ls)), lambda ls: ls, start
-        )
-    assert (float(end.loss_scale), int(end.counter)) == (16, 0)
-
-
-def test_the_step_moves_nothing_between_host_and_device():
-    adjust = jax.jit(lambda ls, g: ls.adjust(jmp_scale.all_finite(ls.unscale(g))))
-    loss_scale, grads = DynamicLossScale(8.0, period=1), jnp.ones(3)
-    with jax.transfer_guard("disallow"):
-        for _ in range(2):
-            loss_scale = adjust(loss_scale, grads)
-    assert loss_scale.loss_scale == 32

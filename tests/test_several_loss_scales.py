@@ -34,15 +34,6 @@ def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
     assert map_over(jmp_scale.unscale, loss_scales, scaled) == losses
 
 
-def test_gradients_of_several_losses_are_unscaled_with_the_s_of_each():
-    loss_scales = {"a": DynamicLossScale(2.0**10), "b": DynamicLossScale(2.0**3)}
-    losses = {"a": lambda w: 3 * w**2, "b": lambda w: -w}
-    grads = map_over(
-        lambda ls, f: jmp_scale.grad(f, ls)(jnp.float32(2.0)), loss_scales, losses
-    )
-    assert grads == {"a": 12, "b": -1}
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
     def adjust_all(loss_scales, finite):
@@ -61,17 +52,6 @@ def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
     expected_b = [s for s, *_ in reference_rule(FLAGS[:, 1], 2.0**5, period=3)]
     assert history == list(map(list, zip(expected_a, expected_b, strict=True)))
     assert len({a / b for a, b in history}) > 1
-
-
-def test_loss_finite_is_given_for_each_loss():
-    loss_scales = {"a": DynamicLossScale(8.0), "b": DynamicLossScale(8.0)}
-    loss_finite = {"a": jnp.array(False), "b": jnp.array(True)}
-
-    def adjust(loss_scale, finite):
-        return jmp_scale.adjust(loss_scale, jnp.array(False), loss_finite=finite)
-
-    adjusted = map_over(adjust, loss_scales, loss_finite)
-    assert {k: s.loss_scale for k, s in adjusted.items()} == {"a": 8, "b": 4}
 
 
 @pytest.mark.parametrize(("bad", "good"), ["ab", "ba"])

@@ -1,6 +1,5 @@
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -144,23 +143,6 @@ def test_widen_keeps_float64():
 def test_a_leaf_is_inexact_if_it_holds_floating_point_numbers(leaf, inexact):
     assert _tree.is_inexact(leaf) is inexact
     assert not _tree.is_inexact(jax.random.key(0))
-
-
-class TreeVariants(chex.TestCase):
-    @chex.variants(
-        with_jit=True, without_jit=True, with_device=True, without_device=True
-    )
-    def test_all_finite_and_select_tree_in_every_mode(self):
-        @self.variant
-        def keep_finite(new, old):
-            return jmp_scale.select_tree(jmp_scale.all_finite(new), new, old)
-
-        old = {"a": jnp.zeros(2), "b": jnp.zeros((), jnp.float16)}
-        new = {"a": jnp.ones(2), "b": jnp.array(jnp.inf, jnp.float16)}
-        chex.assert_trees_all_equal(keep_finite(new, old), old)
-        chex.assert_trees_all_equal(
-            keep_finite(jax.tree.map(jnp.ones_like, old), old)["a"], new["a"]
-        )
 
 
 def test_map_inexact_applies_to_the_inexact_leaves_of_the_first_tree_only():

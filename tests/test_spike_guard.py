@@ -1,4 +1,5 @@
 import copy
+import functools
 import math
 import pickle
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, on_devices
+from helpers import assert_bitwise_equal
 from jax.sharding import PartitionSpec
 
 import jmp_scale
@@ -89,15 +90,19 @@ def reference(
 
 def judged(guard, losses, norms, finite=None):
     """Spikes of a run, and the guard after it, in one compiled scan."""
-    finite = np.ones(len(norms), bool) if finite is None else np.asarray(finite)
+    # Up to 512 steps, of which those after the run change nothing: one program.
+    steps, missing = len(norms), (0, max(512 - len(norms), 0))
+    finite = np.pad(np.ones(steps, bool) if finite is None else finite, missing)
+    seen = [
+        np.pad(np.float32(x), missing, constant_values=np.nan) for x in (losses, norms)
+    ]
+    guard, spikes = scanned(guard, (*map(jnp.asarray, seen), jnp.asarray(finite)))
+    return np.asarray(spikes).tolist()[:steps], guard
 
-    def body(guard, seen):
-        spike, guard = guard.judge(*seen)
-        return guard, spike
 
-    seen = (jnp.float32(losses), jnp.float32(norms), jnp.asarray(finite))
-    guard, spikes = jax.jit(lambda g, x: jax.lax.scan(body, g, x))(guard, seen)
-    return np.asarray(spikes).tolist(), guard
+@jax.jit
+def scanned(guard, seen):
+    return jax.lax.scan(lambda guard, seen: guard.judge(*seen)[::-1], guard, seen)
 
 
 def noisy_run(seed=0, steps=400, spikes=()):
@@ -154,7 +159,7 @@ def test_a_loss_with_long_tails_is_not_a_spike(seed):
     assert np.flatnonzero(spikes).tolist() == [4000]
 
 
-@pytest.mark.parametrize("share", [0.3, 0.02])
+@pytest.mark.parametrize("share", [0.3, 0.02, 0.0])
 def test_a_loss_that_is_mostly_zero_without_gradients_is_not_a_spike(share):
     # As of a hinge loss: only examples within the margin have a loss and gradients.
     random = np.random.RandomState(0)
@@ -162,11 +167,6 @@ def test_a_loss_that_is_mostly_zero_without_gradients_is_not_a_spike(share):
     losses[:3000][random.rand(3000) > 0.5] = 0
     losses[3000:][random.rand(17_000) > share] = 0
     spikes, _ = judged(SpikeGuard(), losses, 2 * losses)
-    assert not any(spikes)
-
-
-def test_a_loss_that_is_always_zero_is_not_a_spike():
-    spikes, _ = judged(SpikeGuard(), np.zeros(300), np.zeros(300))
     assert not any(spikes)
 
 
@@ -277,7 +277,7 @@ def test_counts_end_before_int32_and_a_weight_never_exceeds_one():
         fields, 2**30
     )
     # The first weight is 1 up to rounding, and the root of 1 - weight must not be NaN.
-    for decay in np.linspace(0.01, 0.999, 200):
+    for decay in np.linspace(0.01, 0.999, 25):
         guard = SpikeGuard(decay=decay, warmup=0)
         for loss in (1.0, 0.0, 3.0):
             _, guard = guard.judge(jnp.float32(loss), one, jnp.array(True))
@@ -304,12 +304,6 @@ def test_the_limits_are_those_that_the_next_step_is_held_to():
 def test_an_argument_out_of_its_range_is_named(name, value):
     with pytest.raises(ValueError, match=f"SpikeGuard: expected {name} to be"):
         SpikeGuard(**{name: value})
-
-
-def test_arguments_near_the_ends_of_their_ranges_are_taken():
-    guard = SpikeGuard(threshold=0.5, decay=0.001, warmup=0, max_in_a_row=1)
-    taken = guard.threshold, guard.decay, guard.warmup, guard.max_in_a_row
-    assert taken == (0.5, 0.001, 0, 1)
 
 
 @pytest.mark.parametrize("name", ["threshold", "decay", "warmup", "max_in_a_row"])
@@ -339,22 +333,32 @@ GRADS = jax.tree.map(lambda p: jnp.full_like(p, 0.5), PARAMS)
 GUARD = SpikeGuard(warmup=10)
 
 
-def warm_state(tx, steps=15):
-    step = jax.jit(lambda s: tx.update(GRADS, s, PARAMS, value=jnp.float32(1.0))[1])
-    state = tx.init(PARAMS)
-    for _ in range(steps):
-        state = step(state)
-    return state
+TX = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0), guard=GUARD)
+compiled = functools.cache(lambda tx: jax.jit(tx.update))
+
+
+def times(factor):
+    return jax.tree.map(lambda g: g * factor, GRADS)
+
+
+def steps_with(tx, state, grads, value, count):
+    """State after each of several equal steps."""
+    states = []
+    for _ in range(count):
+        _, state = compiled(tx)(grads, state, PARAMS, value=jnp.float32(value))
+        states.append(state)
+    return states
+
+
+@functools.cache
+def warm_state(tx):
+    return steps_with(tx, tx.init(PARAMS), GRADS, 1.0, 15)[-1]
 
 
 @pytest.mark.parametrize(("factor", "loss"), [(1, 1e3), (1e3, 1), (1e30, 1), (0, 1e6)])
 def test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays(factor, loss):
-    tx = jmp_scale.with_loss_scale(
-        optax.adamw(0.1), DynamicLossScale(8.0, period=100), guard=GUARD
-    )
-    state = warm_state(tx)
-    grads = jax.tree.map(lambda g: g * factor, GRADS)
-    updates, new = jax.jit(tx.update)(grads, state, PARAMS, value=jnp.float32(loss))
+    state = warm_state(TX)
+    updates, new = compiled(TX)(times(factor), state, PARAMS, value=jnp.float32(loss))
     assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
     assert_bitwise_equal(new.inner_state, state.inner_state)
     assert_bitwise_equal(new.loss_scale, state.loss_scale)
@@ -364,21 +368,12 @@ def test_a_spike_is_skipped_as_a_whole_and_the_loss_scale_stays(factor, loss):
     assert int(new.guard.in_a_row) == 1
 
 
-def steps_with(tx, state, grads, value, count):
-    """State after each of several equal steps."""
-    step, states = jax.jit(tx.update), []
-    for _ in range(count):
-        _, state = step(grads, state, PARAMS, value=jnp.float32(value))
-        states.append(state)
-    return states
-
-
 def test_a_spike_that_overflows_keeps_s_until_the_new_level_is_let_through():
     tx = jmp_scale.with_loss_scale(
         optax.adam(0.1), DynamicLossScale(2.0**15), guard=GUARD
     )
-    start, inf = warm_state(tx), jax.tree.map(lambda g: g * jnp.inf, GRADS)
-    states = steps_with(tx, start, inf, 1e6, 13)
+    start = warm_state(tx)
+    states = steps_with(tx, start, times(jnp.inf), 1e6, 13)
     assert [int(s.loss_scale.loss_scale) for s in states] == [
         *[2**15] * 10, 2**14, 2**13, 2**12
     ]  # fmt: skip
@@ -391,15 +386,6 @@ def test_a_spike_that_overflows_keeps_s_until_the_new_level_is_let_through():
         assert_bitwise_equal(getattr(last.guard, name), getattr(start.guard, name))
     after = steps_with(tx, last, GRADS, 1e6, 1)[0]  # the level is finite at this S
     assert (after.applied, after.guard.loss_mean) == (True, 1e6)
-
-
-@pytest.mark.parametrize("value", [1.0, jnp.nan, jnp.inf])
-def test_an_overflow_without_a_leap_of_the_loss_is_not_a_spike(value):
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0), guard=GUARD)
-    inf = jax.tree.map(lambda g: g * jnp.inf, GRADS)
-    state = steps_with(tx, warm_state(tx), inf, value, 1)[0]
-    assert (state.spikes, state.skipped) == (0, 1)
-    assert state.loss_scale.loss_scale == (4 if value == 1 else 8)
 
 
 def tangent_dtype(x):
@@ -428,14 +414,21 @@ def test_the_derivatives_of_a_guarded_step_are_those_without_a_guard(guard):
 
 
 def test_skips_are_counted_by_cause():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(8.0), guard=GUARD)
-    step, state = jax.jit(tx.update), warm_state(tx)
-    inf = jax.tree.map(lambda g: g * jnp.inf, GRADS)
-    huge = jax.tree.map(lambda g: g * 1e4, GRADS)
-    for grads, value in ((inf, 1.0), (huge, 1.0), (GRADS, jnp.nan), (inf, jnp.nan)):
-        _, state = step(grads, state, PARAMS, value=jnp.float32(value))
-    assert (state.skipped, state.spikes, state.nonfinite_losses) == (4, 1, 2)
-    assert state.loss_scale.loss_scale == 4
+    state, seen = warm_state(TX), []
+    for factor, value in (
+        *[(jnp.inf, 1.0), (1e4, 1.0), (1.0, jnp.nan)],
+        *[(jnp.inf, jnp.nan), (jnp.inf, jnp.inf)],
+    ):
+        state = steps_with(TX, state, times(factor), value, 1)[0]
+        counts = state.skipped, state.spikes, state.nonfinite_losses
+        seen.append((*map(int, counts), int(state.loss_scale.loss_scale)))
+    assert seen == [
+        (1, 0, 0, 4),
+        (2, 1, 0, 4),
+        (3, 1, 1, 4),
+        (4, 1, 2, 4),
+        (5, 1, 3, 4),
+    ]
 
 
 def test_the_guard_does_without_a_loss_and_with_every_loss_scale():
@@ -446,7 +439,7 @@ def test_the_guard_does_without_a_loss_and_with_every_loss_scale():
             _, state = tx.update(GRADS, state, PARAMS)
         assert int(state.guard.norm_steps) == 12
         assert int(state.guard.loss_steps) == 0
-        _, state = tx.update(jax.tree.map(lambda g: g * 1e3, GRADS), state, PARAMS)
+        _, state = tx.update(times(1e3), state, PARAMS)
         assert state.spikes == 1
 
 
@@ -455,9 +448,8 @@ def test_the_state_keeps_its_types_and_its_buffers_can_be_donated():
     state = tx.init(PARAMS)
     types = jax.tree.map(jax.typeof, state)
     step = jax.jit(tx.update, donate_argnums=1)
-    for scale in (1.0, 1e3, jnp.inf):
-        grads = jax.tree.map(lambda g, scale=scale: g * scale, GRADS)
-        _, state = step(grads, state, PARAMS, value=jnp.float32(1.0))
+    for factor in (1.0, 1e3, jnp.inf):
+        _, state = step(times(factor), state, PARAMS, value=jnp.float32(1.0))
         assert jax.tree.map(jax.typeof, state) == types
     assert step._cache_size() == 1
     assert tx.init(PARAMS).guard.in_a_row == 0
@@ -470,8 +462,7 @@ def test_a_mapped_population_has_one_statistic_for_each_member():
     step = jax.jit(jax.vmap(lambda g, s, p: tx.update(g, s, p)))
     for step_index in range(13):
         factor = jnp.array([1.0, 1e3 if step_index == 12 else 1.0])
-        grads = jax.vmap(lambda f: jax.tree.map(lambda g: g * f, GRADS))(factor)
-        _, state = step(grads, state, members)
+        _, state = step(jax.vmap(times)(factor), state, members)
     assert state.spikes.tolist() == [0, 1]
     assert state.guard.norm_steps.tolist() == [13, 12]
 
@@ -483,8 +474,8 @@ def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
     state = warm_state(tx)
 
     def step(state, factor, value):
-        grads = jax.tree.map(lambda g: g * factor[0], GRADS)
-        return jax.tree.map(lambda x: x[None], tx.update(grads, state, value=value[0]))
+        stepped = tx.update(times(factor[0]), state, value=value[0])
+        return jax.tree.map(lambda x: x[None], stepped)
 
     whole, split = PartitionSpec(), PartitionSpec("x")
     options = {"mesh": mesh, "in_specs": (whole, split, split), "out_specs": split}
@@ -496,23 +487,3 @@ def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
         assert all((u == 0).all() for u in jax.tree.leaves(updates))
         assert all((x == x[0]).all() for x in jax.tree.leaves(new.guard))
     assert sharded(state, one, one)[1].spikes.tolist() == [0] * 8
-
-
-def test_a_guard_reads_what_the_finite_check_reads():
-    # As XLA:CPU counts the bytes. Nothing is fused at all without that pass.
-    inner = optax.adamw(1e-3)
-    params = {f"layer{i}": jnp.ones((128, 128)) for i in range(4)}
-
-    def bytes_accessed(tx):
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        with on_devices("one device"):
-            step = jax.jit(step, donate_argnums=(0, 1))
-            cost = step.lower(params, tx.init(params), params).compile().cost_analysis()
-        return cost["bytes accessed"]
-
-    guarded = bytes_accessed(jmp_scale.with_loss_scale(inner, guard=SpikeGuard()))
-    assert guarded / bytes_accessed(inner) <= 1.11
-    assert guarded / bytes_accessed(jmp_scale.with_loss_scale(inner)) <= 1.01

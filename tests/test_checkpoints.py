@@ -98,36 +98,25 @@ def loader(request, tmp_path):
     return lambda state: request.param(state, tmp_path)
 
 
-def test_the_whole_state_comes_back_bit_for_bit(round_trip):
-    state = make_state(advanced(7)).apply_gradients(grads=GRADS)
-    check_equal(round_trip(state, make_state()), state)
-
-
-def check_equal(actual, expected):
-    for field in ("step", "params", "opt_state"):
-        assert_bitwise_equal(getattr(actual, field), getattr(expected, field))
-
-
-@pytest.mark.parametrize(
-    ("steps", "after"), [(1999, (2.0**11, 0)), (1998, (2.0**10, 1999))]
-)
-def test_a_restored_loss_scale_doubles_on_the_2000th_finite_step(
-    round_trip, steps, after
+def test_all_leaves_come_back_bit_for_bit_and_configuration_is_that_of_the_code(
+    round_trip,
 ):
-    restored = round_trip(make_state(advanced(steps)), make_state())
-    loss_scale = restored.apply_gradients(grads=GRADS).loss_scale
-    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == after
-
-
-def test_the_configuration_is_that_of_the_code_that_restores(round_trip):
-    saved = make_state(advanced(7, period=50, hysteresis=2))
+    saved = make_state(advanced(7, period=50, hysteresis=2), guard=GUARD)
+    for factor in (jnp.inf, 1.0):
+        grads = jax.tree.map(lambda g, factor=factor: g * factor, GRADS)
+        saved = saved.apply_gradients(grads=grads, value=jnp.float32(0.0))
     target = jmp_scale.DynamicLossScale(
         8.0, period=3, hysteresis=2, max_loss_scale=2.0**20
     )
-    loss_scale = round_trip(saved, make_state(target)).loss_scale
+    new = make_state(target, guard=jmp_scale.SpikeGuard(warmup=3))
+    restored = round_trip(saved, new)
+    for field in ("step", "params", "opt_state"):
+        leaves = (jax.tree.leaves(getattr(x, field)) for x in (restored, saved))
+        assert_bitwise_equal(*leaves)
+    assert jax.tree.structure(restored) == jax.tree.structure(new)
+    loss_scale = restored.loss_scale
     assert (loss_scale.period, loss_scale.max_loss_scale) == (3, 2.0**20)
-    leaves = (loss_scale.loss_scale, loss_scale.counter, loss_scale.hysteresis_left)
-    assert [float(x) for x in leaves] == [2.0**11, 7, 1]
+    assert restored.opt_state.guard.warmup == 3
 
 
 def test_an_nnx_optimizer_comes_back(round_trip):
@@ -138,20 +127,6 @@ def test_an_nnx_optimizer_comes_back(round_trip):
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     optimizer.update(model, grads)
     assert float(optimizer.loss_scale.loss_scale) == 2.0**11
-
-
-def test_a_pickled_object_keeps_its_values_and_its_configuration():
-    loss_scale = advanced(7, period=50)
-    copy = pickle.loads(pickle.dumps(loss_scale))
-    assert_bitwise_equal(copy, loss_scale)
-
-
-@pytest.mark.parametrize(
-    "loss_scale", [jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(8.0)]
-)
-def test_loss_scales_without_leaves_save_nothing(loss_scale, round_trip):
-    state = make_state(loss_scale)
-    check_equal(round_trip(state, make_state(loss_scale)), state)
 
 
 ORDERS = {
@@ -347,18 +322,9 @@ def test_a_damaged_orbax_checkpoint_is_an_error_and_stays_as_it_is(tmp_path):
     assert files(tmp_path) == before
 
 
-def used_state(**kwargs):
-    """A state with a skip and a finite step behind it."""
-    state = make_state(advanced(7), **kwargs)
-    for factor in (jnp.inf, 1.0):
-        grads = jax.tree.map(lambda g, factor=factor: g * factor, GRADS)
-        state = state.apply_gradients(grads=grads, value=jnp.float32(0.0))
-    return state
-
-
 @pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
 def test_a_checkpoint_without_a_guard_is_restored(loader, guard, tmp_path):
-    saved = used_state()
+    saved = make_state(advanced(7)).apply_gradients(grads=GRADS)
     load, before = loader(saved), files(tmp_path)
     state = restore_without_guard(load, make_state(guard=guard))
     assert_bitwise_equal(state.opt_state._replace(guard=None), saved.opt_state)
@@ -379,9 +345,14 @@ def test_an_optax_state_without_a_guard_is_restored_at_any_depth(tmp_path):
     assert int(state["states"][1].spikes) == 0
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1)], ids=["adam", "sgd"])
-@pytest.mark.parametrize("loss_scale", [jmp_scale.DynamicLossScale(8.0), None])
-@pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
+@pytest.mark.parametrize(
+    ("tx", "loss_scale", "guard"),
+    [
+        (optax.adam(0.1), jmp_scale.DynamicLossScale(8.0), GUARD),
+        (optax.sgd(0.1), None, GUARD),
+        (optax.sgd(0.1), jmp_scale.DynamicLossScale(8.0), None),
+    ],
+)
 @pytest.mark.parametrize("on_disk", [True, False], ids=["orbax", "variables"])
 def test_an_nnx_state_without_a_guard_is_restored(
     tx, loss_scale, guard, on_disk, tmp_path
@@ -396,19 +367,3 @@ def test_an_nnx_state_without_a_guard_is_restored(
     assert_bitwise_equal(optimizer.loss_scale, saved.loss_scale)
     optimizer.update(model, grads)
     assert int(optimizer.step[...]) == 1
-
-
-def test_the_statistics_of_a_guard_come_back_bit_for_bit(round_trip):
-    state = used_state(guard=GUARD)
-    restored = round_trip(state, make_state(guard=jmp_scale.SpikeGuard(warmup=3)))
-    leaves = (jax.tree.leaves(s.opt_state.guard) for s in (restored, state))
-    assert_bitwise_equal(*leaves)
-    assert restored.opt_state.guard.warmup == 3
-
-
-def test_a_missing_checkpoint_is_the_loaders_error(tmp_path):
-    def load(template):
-        raise FileNotFoundError("nowhere")
-
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        restore_without_guard(load, make_state(guard=GUARD))

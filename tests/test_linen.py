@@ -119,14 +119,6 @@ def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(with_value
     assert float(after.loss_scale.loss_scale) == (s if with_value else s / 2)
 
 
-def test_flax_itself_keeps_non_finite_statistics_on_the_same_batch():
-    rngs = {"dropout": jax.random.key(0)}
-    _, updates = NET.apply(
-        variables(), data(OVERFLOWS), mutable=["batch_stats"], rngs=rngs
-    )
-    assert not jmp_scale.all_finite(updates)
-
-
 def test_step_counts_calls_and_the_optimizer_only_applied_steps():
     state = run([GOOD, OVERFLOWS, GOOD])
     assert int(state.step) == 3
@@ -211,15 +203,7 @@ def test_a_change_that_is_not_like_its_field_is_refused(change, error, message):
         state.apply_gradients(grads=state.params, **change)
 
 
-INNER_WRAPPERS = [
-    lambda tx: optax.chain(optax.clip_by_global_norm(1.0), optax.chain(tx)),
-    lambda tx: optax.apply_if_finite(tx, 3),
-    lambda tx: optax.MultiSteps(tx, 2),
-    lambda tx: optax.partition({"all": tx}, {"w": "all"}),
-]
-
-
-@pytest.mark.parametrize("wrap", INNER_WRAPPERS)
+@pytest.mark.parametrize("wrap", [optax.chain, lambda tx: optax.MultiSteps(tx, 2)])
 @pytest.mark.parametrize("loss_scale", [None, jmp_scale.StaticLossScale(8.0)])
 def test_a_loss_scale_inside_the_optimizer_is_refused(wrap, loss_scale):
     tx = wrap(jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale()))
@@ -256,12 +240,18 @@ FLOAT8_OPS = [
 ]
 
 
-def float8_state(loss_scale=None, frozen=False, guard=None, **dense):
-    model = nn.Dense(4, **(dense or FLOAT8_OPS[0]))
+@functools.cache
+def float8_model(op, frozen):
+    model = nn.Dense(4, **FLOAT8_OPS[op])
     variables = model.init(jax.random.key(0), jnp.ones((8, 16)))
+    return model, flax.core.freeze(variables) if frozen else variables
+
+
+def float8_state(loss_scale=None, frozen=False, guard=None, op=0):
+    model, variables = float8_model(op, frozen)
     return TrainState.create(
         apply_fn=model.apply,
-        params=flax.core.freeze(variables) if frozen else variables,
+        params=jax.tree.map(jnp.copy, variables),
         tx=optax.sgd(0.0 if guard else 0.1),
         loss_scale=loss_scale,
         guard=guard,
@@ -291,12 +281,12 @@ def float8_inputs(size=1.0):
 
 
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
-@pytest.mark.parametrize("argnums", [0, (0,), (0, 1)])
-@pytest.mark.parametrize("dense", FLOAT8_OPS)
-@pytest.mark.parametrize("s", [2.0**10, 1000.0])
-def test_float8_scales_are_replaced_not_unscaled(argnums, dense, s):
+@pytest.mark.parametrize(
+    ("argnums", "op", "s"), [(0, 0, 2.0**10), ((0, 1), 0, 1000.0), ((0,), 1, 1000.0)]
+)
+def test_float8_scales_are_replaced_not_unscaled(argnums, op, s):
     plain, scaled = (
-        float8_state(loss_scale, **dense)
+        float8_state(loss_scale, op=op)
         for loss_scale in (jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(s))
     )
     for _ in range(2):
@@ -323,9 +313,13 @@ def test_float8_scales_stay_on_a_skipped_step(frozen):
     assert int(after.opt_state.skipped) == 1
 
 
-@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize(
-    "name", ["input_amax_history", "kernel_scale", "output_grad_amax_history"]
+    ("name", "bad"),
+    [
+        ("input_amax_history", jnp.inf),
+        ("kernel_scale", jnp.nan),
+        ("output_grad_amax_history", jnp.nan),
+    ],
 )
 def test_a_non_finite_float8_scale_or_maximum_skips_the_step(name, bad):
     loss_scale = jmp_scale.DynamicLossScale(2.0**10)

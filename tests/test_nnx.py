@@ -65,12 +65,6 @@ guarded_step = stepper(leaping_loss)
 odd_step = stepper(lambda model, x: model(x))
 
 
-def plain_train_step(model, optimizer, x):
-    loss_scale = optimizer.opt_state.loss_scale
-    fun = jmp_scale.value_and_grad(loss_fn, loss_scale, transform=nnx.value_and_grad)
-    optimizer.update(model, fun(model, x)[1])
-
-
 jitted = functools.cache(nnx.jit)
 
 
@@ -131,15 +125,6 @@ def test_jax_jit_with_split_and_merge_skips_too():
     nnx.update((model, optimizer), step(state, data(OVERFLOWS)))
     assert_bitwise_equal(snapshot(model, optimizer), before)
     assert int(optimizer.opt_state.skipped[...]) == 1
-
-
-def test_the_plain_nnx_optimizer_keeps_parameters_but_also_the_non_finite_statistics():
-    model, optimizer = make(nnx.Optimizer, wrt=nnx.Param)
-    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
-    run([OVERFLOWS], model, optimizer, jitted(plain_train_step))
-    assert_bitwise_equal(jax.tree.map(np.asarray, nnx.state(model, nnx.Param)), before)
-    assert not jmp_scale.all_finite(nnx.state(model, nnx.BatchStat))
-    assert int(optimizer.step[...]) == 1
 
 
 def test_the_loss_scale_follows_the_rule():

@@ -253,7 +253,7 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
 def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
     # With check_vma=False and in pmap JAX does not track what varies: even the device's
     # own index counts as equal everywhere. On such an axis nothing is known, so the
-    # flag is always reduced (test_one_bad_device_is_known_to_all).
+    # flag is always reduced (test_one_bad_device_is_known_to_all_and_...).
     known = varying_axes(flag)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(

@@ -154,25 +154,22 @@ def sums_of_gradients(dot_general, sharding, directory):
     return sorted(set(found))
 
 
-@pytest.mark.parametrize("sharding", ["data-parallel", "fsdp"])
-def test_gradients_of_weights_are_summed_over_devices_in_float32(sharding, tmp_path):
-    plain, cured = tmp_path / "plain", tmp_path / "cured"
-    found = sums_of_gradients(lax.dot_general, sharding, plain)
-    assert found == ["f16[16,32]", "f16[32,16]"]
-    found = sums_of_gradients(jmp_scale.dot_general, sharding, cured)
-    assert found == ["f32[16,32]", "f32[32,16]"]
+WEIGHTS = ["[16,32]", "[32,16]"]
+# What is left in float16 is the sum of the activations of the forward pass.
+SUMS = {
+    "data-parallel": ([f"f16{x}" for x in WEIGHTS], [f"f32{x}" for x in WEIGHTS]),
+    "fsdp": ([f"f16{x}" for x in WEIGHTS], [f"f32{x}" for x in WEIGHTS]),
+    "tensor-parallel": (["f16[64,16]"], ["f16[64,16]", "f32[64,16]"]),
+}
 
 
-def test_a_gradient_of_activations_is_summed_in_float32_where_weights_are_sharded(
-    tmp_path,
-):
-    # What is left in float16 is the sum of the activations of the forward pass.
-    plain, cured = tmp_path / "plain", tmp_path / "cured"
-    assert sums_of_gradients(lax.dot_general, "tensor-parallel", plain) == [
-        "f16[64,16]"
-    ]
-    found = sums_of_gradients(jmp_scale.dot_general, "tensor-parallel", cured)
-    assert found == ["f16[64,16]", "f32[64,16]"]
+@pytest.mark.parametrize("sharding", SUMS)
+def test_gradients_are_summed_over_devices_in_float32(sharding, tmp_path):
+    plain, cured = (
+        sums_of_gradients(dot_general, sharding, tmp_path / name)
+        for name, dot_general in (("a", lax.dot_general), ("b", jmp_scale.dot_general))
+    )
+    assert (plain, cured) == SUMS[sharding]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

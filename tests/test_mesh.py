@@ -51,28 +51,6 @@ MANUAL = {
 }
 
 
-def in_scan(x):
-    return lax.scan(
-        lambda finite, v: (finite & jmp_scale.all_finite(v), None), True, x[None]
-    )[0]
-
-
-def in_grad(x):
-    return jax.grad(lambda x: (x.sum(), jmp_scale.all_finite(x)), has_aux=True)(x)[1]
-
-
-def in_vmap(x):
-    return jax.vmap(jmp_scale.all_finite)(jnp.stack([x, jnp.ones_like(x)]))[0]
-
-
-INSIDE = {
-    "directly": jmp_scale.all_finite,
-    "in scan": in_scan,
-    "in grad": in_grad,
-    "in vmap": in_vmap,
-}
-
-
 def on_each_device(flag):
     """The answers that the eight devices hold."""
     return [bool(np.asarray(shard.data).all()) for shard in flag.addressable_shards]
@@ -82,16 +60,26 @@ def bad_on(device):
     return np.where(np.arange(8) == device, np.inf, 1).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("mode", "inside"),
-    [(mode, "directly") for mode in MANUAL]
-    + [("shard_map", inside) for inside in INSIDE if inside != "directly"],
-)
-def test_one_bad_device_is_known_to_all(mode, inside):
-    finite = MANUAL[mode](INSIDE[inside])
-    assert on_each_device(finite(np.ones(8, np.float32))) == [True] * 8
+def everything_of(x):
+    """The flag of `all_finite`, within `vmap` and at once, and flag and norm."""
+    mapped = jax.vmap(jmp_scale.all_finite)(jnp.stack([x, jnp.ones_like(x)]))[0]
+    return jmp_scale.all_finite(x), mapped, finite_and_norm(x)
+
+
+@pytest.mark.parametrize("mode", MANUAL)
+def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
+    answers = MANUAL[mode](everything_of)
+    flag, mapped, (finite, norm) = answers(np.arange(8, dtype=np.float32))
+    for answer in (flag, mapped, finite):
+        assert on_each_device(answer) == [True] * 8
+    # On partly manual meshes a device of the manual axis holds two numbers.
+    expected = np.hypot(6, 7) if "partial" in mode else 7.0
+    np.testing.assert_allclose(norms_on_each_device(norm), expected, rtol=1e-6)
     for device in (0, 5, 7):
-        assert on_each_device(finite(bad_on(device))) == [False] * 8
+        flag, mapped, (finite, norm) = answers(bad_on(device))
+        for answer in (flag, mapped, finite):
+            assert on_each_device(answer) == [False] * 8
+        assert np.unique(norms_on_each_device(norm)).size == 1
 
 
 @pytest.mark.parametrize("mode", MANUAL)
@@ -208,23 +196,6 @@ def test_an_array_takes_the_sharding_of_another_on_explicit_axes():
         resharded = _mesh.reshard_like(x, like)
         assert jax.typeof(resharded) == jax.typeof(like)
         assert resharded.tolist() == x.tolist()
-
-
-STAYS = {
-    "number": (1.0, ON_EXPLICIT),
-    "like a number": (ON_EXPLICIT, 1.0),
-    "NumPy": (np.ones(8, np.float32), ON_EXPLICIT),
-    "shape": (REPLICATED[:4], ON_EXPLICIT),
-    "no mesh": (jnp.ones(8), jnp.zeros(8)),
-    "like none": (ON_EXPLICIT, jnp.ones(8)),
-    "same": (ON_EXPLICIT, ON_EXPLICIT + 1),
-}
-
-
-@pytest.mark.parametrize("case", STAYS)
-def test_what_has_no_sharding_to_take_stays_as_it_is(case):
-    x, like = STAYS[case]
-    assert _mesh.reshard_like(x, like) is x
 
 
 def test_a_flag_that_is_already_equal_is_not_reduced_again():
@@ -374,19 +345,6 @@ def test_specs_may_leave_dimensions_and_leaves_whole(bad):
     specs = {"a": P("i", None), "b": P(None)}
     finite = jmp_scale.all_finite(tree, specs=specs, mesh=ONE_AXIS)
     assert finite == np.isfinite(bad)
-
-
-@pytest.mark.parametrize("mode", MANUAL)
-def test_the_norm_is_the_largest_of_the_devices_and_equal_on_all(mode):
-    flag = MANUAL[mode](lambda x: finite_and_norm(x)[0])
-    norm = MANUAL[mode](lambda x: finite_and_norm(x)[1])
-    x = np.arange(8, dtype=np.float32)
-    assert on_each_device(flag(x)) == [True] * 8
-    # On partly manual meshes a device of the manual axis holds two numbers.
-    expected = np.hypot(6, 7) if "partial" in mode else 7.0
-    np.testing.assert_allclose(norms_on_each_device(norm(x)), expected, rtol=1e-6)
-    assert on_each_device(flag(bad_on(5))) == [False] * 8
-    assert np.unique(norms_on_each_device(norm(bad_on(5)))).size == 1
 
 
 def norms_on_each_device(norm):

@@ -36,6 +36,13 @@ def dtype_promotion(request):
 
 
 @pytest.fixture
+def ranks_promote():
+    """As in a user's program."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def switched(monkeypatch):
     """Replaces parts of the library; no program that JAX traced before is used."""
 

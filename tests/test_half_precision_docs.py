@@ -1,6 +1,5 @@
 """docs/half-precision.md: each recipe runs, and is clean by `precision_report`."""
 
-import contextlib
 import pathlib
 import re
 
@@ -16,17 +15,13 @@ from flax import nnx
 import jmp_scale
 from jmp_scale.diagnostics import precision_report
 
+pytestmark = pytest.mark.usefixtures("ranks_promote")
+
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/half-precision.md").read_text()
 RECIPES = dict(re.findall(r"## ([\w ]+)\n\n```python\n(.*?)```", PAGE, re.DOTALL))
 TRANSFORMS = {"Flax NNX": nnx.value_and_grad, "Equinox": eqx.filter_value_and_grad}
 LIBRARIES = {"eqx": eqx, "hk": hk, "jax": jax, "jmp_scale": jmp_scale, "jnp": jnp,
              "nn": nn, "nnx": nnx, "optax": optax}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _ranks_promote():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture
@@ -119,34 +114,5 @@ def test_haiku_takes_a_policy_for_its_norms():
         return half.cast_to_output(y).sum()
 
     assert precision_report(loss_fn, params, x).findings
-    with haiku_policies({Norm: norm}):
-        assert not precision_report(loss_fn, params, x).findings
-
-
-def test_haiku_makes_float32_parameters_after_a_half_norm_only_with_a_policy():
-    half = jmp_scale.get_policy("params=float32,compute=float16,output=float16")
-    norm = jmp_scale.get_policy("params=float32,compute=float32,output=float16")
-
-    def network(x):
-        return hk.Linear(4)(hk.LayerNorm(-1, True, True)(x))
-
-    init, x = hk.transform(network).init, jnp.ones((2, 8))
-
-    def dtypes():
-        return {str(p.dtype) for p in jax.tree.leaves(init(jax.random.key(0), x))}
-
-    with haiku_policies({hk.LayerNorm: norm}):
-        assert dtypes() == {"float16", "float32"}
-    with haiku_policies({hk.LayerNorm: norm, hk.Linear: half}):
-        assert dtypes() == {"float32"}
-
-
-@contextlib.contextmanager
-def haiku_policies(policies):
-    for module, policy in policies.items():
-        hk.mixed_precision.set_policy(module, policy)
-    try:
-        yield
-    finally:
-        for module in policies:
-            hk.mixed_precision.clear_policy(module)
+    hk.mixed_precision.set_policy(Norm, norm)
+    assert not precision_report(loss_fn, params, x).findings

@@ -10,16 +10,12 @@ import pytest
 
 from jmp_scale.diagnostics import precision_report
 
+pytestmark = pytest.mark.usefixtures("ranks_promote")
+
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/precision.md").read_text()
 PROGRAM = r"## ([\w-]+)\n\n```python\n(.*?)```"
 PROGRAMS = dict(re.findall(PROGRAM, PAGE, re.DOTALL))
 ROWS = dict(re.findall(r"^\| \[([\w-]+)\]\(#\1\) \| (\w+)", PAGE, re.MULTILINE))
-
-
-@pytest.fixture(autouse=True)
-def _ranks_promote():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def report(rule, name):

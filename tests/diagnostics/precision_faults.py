@@ -1,7 +1,8 @@
 """Programs with planted faults, each at the line that a comment `# !rule` marks.
 
-Every function takes a float32 vector and returns an array; `# !rule:severity` gives a
-severity other than the rule's usual one. What is not marked must not be reported.
+Every function takes a float32 vector, or one of the dtype that its argument is
+annotated with, and returns an array; `# !rule:severity` gives a severity other than the
+rule's usual one. What is not marked must not be reported.
 """
 
 import jax
@@ -14,45 +15,39 @@ EPSILON = 1e-8
 MASKED = -1e9
 
 
-def sum_in_float16(x):
-    h = x.astype(F16)
+def sum_in_float16(h: F16):
     return jnp.sum(jnp.tile(h, 100))  # !half-sum
 
 
-def sum_of_many_in_float16(x):
-    h = jnp.tile(x.astype(F16), 2000)
-    return h.sum()  # !half-sum:error
+def sum_of_many_in_float16(x: F16):
+    return jnp.tile(x, 2000).sum()  # !half-sum:error
 
 
-def sum_of_many_in_bfloat16(x):
-    h = jnp.tile(x.astype(BF16), 2000)
-    return h.sum()  # !half-sum
+def sum_of_many_in_bfloat16(x: BF16):
+    return jnp.tile(x, 2000).sum()  # !half-sum
 
 
-def accumulator_in_bfloat16(x):
-    h = jnp.tile(x.astype(BF16), 2000)
+def accumulator_in_bfloat16(x: BF16):
+    h = jnp.tile(x, 2000)
     return lax.reduce(h, np.asarray(0, BF16), lax.add, (0,))  # !half-sum:error
 
 
-def einsum_sum(x):
-    h = jnp.tile(x.astype(F16), 100)
-    return jnp.einsum("i->", h)  # !half-sum
+def einsum_sum(x: F16):
+    return jnp.einsum("i->", jnp.tile(x, 100))  # !half-sum
 
 
-def mean_with_a_half_accumulator(x):
-    h = jnp.tile(x.astype(F16), 100)
+def mean_with_a_half_accumulator(x: F16):
+    h = jnp.tile(x, 100)
     total = lax.reduce(h, np.float16(0), lax.add, (0,))  # !half-sum
     return total / F16(100)
 
 
-def sum_by_a_product_with_ones(x):
-    h = jnp.tile(x.astype(F16), 100)
-    return h @ jnp.ones(6400, F16)  # !half-sum
+def sum_by_a_product_with_ones(x: F16):
+    return jnp.tile(x, 100) @ jnp.ones(6400, F16)  # !half-sum
 
 
-def cumulative_sum(x):
-    h = jnp.tile(x.astype(F16), 100)
-    return jnp.cumsum(h)[-1]  # !half-sum
+def cumulative_sum(x: F16):
+    return jnp.cumsum(jnp.tile(x, 100))[-1]  # !half-sum
 
 
 def cumulative_sum_cast_back(x):
@@ -65,20 +60,19 @@ def sum_cast_back(x):
     return jnp.sin(wide.astype(F16))  # !half-sum
 
 
-def sum_over_a_window(x):
-    h = jnp.tile(x.astype(F16), 128)
+def sum_over_a_window(x: F16):
+    h = jnp.tile(x, 128)
     zero = np.float16(0)
     return lax.reduce_window(h, zero, lax.add, (8192,), (1,), "VALID")  # !half-sum
 
 
-def sum_with_a_mask(x):
-    h = jnp.tile(x.astype(F16), 100)
+def sum_with_a_mask(x: F16):
+    h = jnp.tile(x, 100)
     return jnp.sum(h, where=h > 0)  # !half-sum
 
 
-def segment_sum(x):
-    h = jnp.tile(x.astype(F16), 200)
-    return jax.ops.segment_sum(h, jnp.zeros(12800, int), 2)  # !half-sum
+def segment_sum(x: F16):
+    return jax.ops.segment_sum(jnp.tile(x, 200), jnp.zeros(12800, int), 2)  # !half-sum
 
 
 def gradient_of_a_broadcast_bias(x):
@@ -96,149 +90,123 @@ def gradient_of_a_factor(x):
     return rows * x[:2].astype(F16)  # !half-sum
 
 
-def square(x):
-    h = x.astype(F16)
+def square(h: F16):
     return h**2  # !half-square
 
 
-def square_by_product(x):
-    h = x.astype(F16)
+def square_by_product(h: F16):
     return h * h  # !half-square
 
 
-def square_function(x):
-    h = x.astype(F16)
+def square_function(h: F16):
     return jnp.square(h)  # !half-square
 
 
-def cube(x):
-    h = x.astype(F16)
+def cube(h: F16):
     return h**3  # !half-square
 
 
-def norm(x):
-    h = x.astype(F16)
+def norm(h: F16):
     return jnp.linalg.norm(h)  # !half-square
 
 
-def inner_product(x):
-    h = x.astype(F16)
+def inner_product(h: F16):
     return h @ h  # !half-square
 
 
-def inner_products(x):
-    h = x.astype(F16).reshape(8, 8)
+def inner_products(x: F16):
+    h = x.reshape(8, 8)
     return jnp.einsum("ij,ij->i", h, h)  # !half-square
 
 
-def vdot(x):
-    h = x.astype(F16)
+def vdot(h: F16):
     return jnp.vdot(h, h)  # !half-square
 
 
-def square_of_absolute(x):
-    h = jnp.abs(x.astype(F16))
-    return jnp.mean(h**2)  # !half-square
+def square_of_absolute(x: F16):
+    return jnp.mean(jnp.abs(x) ** 2)  # !half-square
 
 
-def variance(x):
-    h = x.astype(F16)
+def variance(h: F16):
     return jnp.var(h)  # !half-square
 
 
-def standard_deviation(x):
-    h = x.astype(F16)
+def standard_deviation(h: F16):
     return jnp.std(h)  # !half-square
 
 
-def squared_error(x):
-    h = x.astype(F16)
+def squared_error(h: F16):
     error = h - jnp.mean(h)
     return jnp.mean(error * error)  # !half-square
 
 
-def exponential(x):
-    h = x.astype(F16)
+def exponential(h: F16):
     return jnp.exp(h)  # !half-exp
 
 
-def exponential_in_bfloat16(x):
-    h = x.astype(BF16)
+def exponential_in_bfloat16(h: BF16):
     return jnp.exp(h)  # !half-exp
 
 
-def logarithm(x):
-    h = jnp.abs(x.astype(F16)) + 1
+def logarithm(x: F16):
+    h = jnp.abs(x) + 1
     return jnp.log(h)  # !half-exp
 
 
-def logarithm_of_one_plus(x):
-    h = jnp.abs(x.astype(BF16))
-    return jnp.log1p(h)  # !half-exp
+def logarithm_of_one_plus(x: BF16):
+    return jnp.log1p(jnp.abs(x))  # !half-exp
 
 
-def power(x):
-    h = jnp.abs(x.astype(F16))
-    return h**0.7  # !half-exp
+def power(x: F16):
+    return jnp.abs(x) ** 0.7  # !half-exp
 
 
-def power_function(x):
-    h = jnp.abs(x.astype(F16)) + 1
+def power_function(x: F16):
+    h = jnp.abs(x) + 1
     return jnp.power(h, h)  # !half-exp
 
 
-def logsumexp(x):
-    h = x.astype(F16)
+def logsumexp(h: F16):
     return jax.nn.logsumexp(h)  # !half-exp
 
 
-def logsumexp_in_bfloat16(x):
-    h = x.astype(BF16)
+def logsumexp_in_bfloat16(h: BF16):
     return jax.scipy.special.logsumexp(h)  # !half-exp
 
 
-def softmax(x):
-    h = x.astype(F16)
+def softmax(h: F16):
     return jax.nn.softmax(h)  # !half-exp
 
 
-def log_softmax(x):
-    h = x.astype(BF16)
+def log_softmax(h: BF16):
     return jax.nn.log_softmax(h)  # !half-exp
 
 
-def logaddexp(x):
-    h = x.astype(F16)
+def logaddexp(h: F16):
     return jnp.logaddexp(h, F16(0))  # !half-exp
 
 
-def exp2(x):
-    h = x.astype(F16)
+def exp2(h: F16):
     return jnp.exp2(h)  # !half-exp
 
 
-def mask_constant(x):
-    h = x.astype(F16)
+def mask_constant(h: F16):
     return jnp.where(h > 0, h, -1e9)  # !half-constant
 
 
-def mask_constant_by_name(x):
-    h = x.astype(F16)
+def mask_constant_by_name(h: F16):
     return jnp.where(h > 0, h, MASKED)  # !half-constant
 
 
-def mask_of_the_least_float32(x):
-    h = x.astype(F16)
+def mask_of_the_least_float32(h: F16):
     return jnp.where(h > 0, h, float(jnp.finfo(F32).min))  # !half-constant
 
 
-def mask_of_the_least_float32_in_bfloat16(x):
-    h = x.astype(BF16)
+def mask_of_the_least_float32_in_bfloat16(h: BF16):
     return jnp.where(h > 0, h, float(jnp.finfo(F32).min))  # !half-constant
 
 
-def mask_times_constant(x):
-    h = x.astype(F16)
+def mask_times_constant(h: F16):
     mask = (h > 0).astype(F16)
     return h + (1 - mask) * -1e9  # !half-constant
 
@@ -254,113 +222,96 @@ def mask_array_cast(x):
     return x.astype(F16) + half
 
 
-def mask_by_full(x):
-    h = x.astype(F16)
+def mask_by_full(h: F16):
     floor = jnp.full(h.shape, -1e9, F16)  # !half-constant
     return jnp.where(h > 0, h, floor)
 
 
-def mask_by_full_like(x):
-    h = x.astype(F16)
+def mask_by_full_like(h: F16):
     floor = jnp.full_like(h, MASKED)  # !half-constant
     return jnp.where(h > 0, h, floor)
 
 
-def mask_of_numpy(x):
+def mask_of_numpy(x: F16):
     mask = np.where(np.tril(np.ones((300, 300))), 0, -1e9)
     bias = jnp.asarray(mask[:64, :64], F16)  # !half-constant
-    return x.astype(F16) + bias
+    return x + bias
 
 
-def mask_by_scalar_type(x):
-    h = x.astype(F16)
+def mask_by_scalar_type(h: F16):
     floor = F16(-1e9)  # !half-constant
     return jnp.where(h > 0, h, floor)
 
 
-def mask_by_asarray(x):
-    h = x.astype(F16)
+def mask_by_asarray(h: F16):
     floor = jnp.asarray(MASKED, h.dtype)  # !half-constant
     return jnp.where(h > 0, h, floor)
 
 
-def mask_by_array_cast(x):
-    h = x.astype(F16)
+def mask_by_array_cast(h: F16):
     floor = jnp.array(-1e9)
     floor = floor.astype(h.dtype)  # !half-constant
     return jnp.where(h > 0, h, floor)
 
 
-def mask_cast_by_numpy(x):
+def mask_cast_by_numpy(x: F16):
     mask = np.where(np.tril(np.ones((64, 64))), 0, -1e9)
     bias = mask.astype(np.float16)  # !half-constant
-    return x.astype(F16) + bias
+    return x + bias
 
 
-def lost_floor(x):
-    h = x.astype(F16)
+def lost_floor(h: F16):
     return jnp.where(h > 0, h, 1e-8)  # !half-constant
 
 
-def lost_clip(x):
-    h = x.astype(F16)
+def lost_clip(h: F16):
     return jnp.clip(h, 1e-8, 1.0)  # !half-constant
 
 
-def large_clip(x):
-    h = x.astype(F16)
+def large_clip(h: F16):
     return jnp.clip(h, -1e5, 1e5)  # !half-constant
 
 
-def large_factor(x):
-    h = x.astype(F16)
+def large_factor(h: F16):
     return h * 1e5  # !half-constant
 
 
-def division_by_a_tiny_constant(x):
-    h = x.astype(F16)
+def division_by_a_tiny_constant(h: F16):
     return h / 1e-8  # !half-constant
 
 
-def epsilon_in_a_division(x):
-    h = x.astype(F16)
+def epsilon_in_a_division(h: F16):
     return h / (jnp.sum(h) + 1e-8)  # !half-division
 
 
-def epsilon_by_name(x):
-    h = x.astype(F16)
+def epsilon_by_name(h: F16):
     total = jnp.sum(jnp.abs(h)) + EPSILON
     return h / total  # !half-division
 
 
-def epsilon_in_a_reciprocal(x):
-    h = x.astype(F16)
+def epsilon_in_a_reciprocal(h: F16):
     return 1 / (jnp.abs(h) + 1e-12)  # !half-division
 
 
-def epsilon_in_rsqrt(x):
-    h = x.astype(F16)
+def epsilon_in_rsqrt(h: F16):
     return lax.rsqrt(jnp.abs(h) + 1e-8)  # !half-division
 
 
-def epsilon_in_a_root_below(x):
-    h = x.astype(F16)
+def epsilon_in_a_root_below(h: F16):
     root = jnp.sqrt(jnp.mean(jnp.abs(h)) + 1e-8)
     return h / root  # !half-division
 
 
-def epsilon_in_a_root_alone(x):
-    h = x.astype(F16)
+def epsilon_in_a_root_alone(h: F16):
     return jnp.sqrt(jnp.abs(h) + 1e-12)  # !half-division
 
 
-def epsilon_in_a_log(x):
-    h = jax.nn.sigmoid(x.astype(F16))
+def epsilon_in_a_log(x: F16):
+    h = jax.nn.sigmoid(x)
     return jnp.log((h + 1e-20).astype(F32))  # !half-division
 
 
-def epsilon_in_maximum(x):
-    h = x.astype(F16)
+def epsilon_in_maximum(h: F16):
     return h / jnp.maximum(jnp.abs(h), 1e-8)  # !half-division
 
 
@@ -416,8 +367,8 @@ def integers_of_16_bits(x):
     return x.astype(F16) * samples.astype(F16)  # !half-integers
 
 
-def index_of_maximum(x):
-    h = jnp.tile(x.astype(F16), 100)
+def index_of_maximum(x: F16):
+    h = jnp.tile(x, 100)
     return h[0] + jnp.argmax(h).astype(F16)  # !half-integers
 
 
@@ -428,22 +379,21 @@ def loop_counter(x):
     return lax.fori_loop(0, 5000, body, x[0].astype(F16))
 
 
-def running_sum(x):
+def running_sum(x: F16):
     def body(total, row):
         return total + row, None  # !half-carry
 
-    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+    return lax.scan(body, jnp.zeros((), F16), x)[0]
 
 
-def running_sum_in_bfloat16(x):
+def running_sum_in_bfloat16(x: BF16):
     def body(total, row):
         return total + row, None  # !half-carry
 
-    return lax.scan(body, jnp.zeros((), BF16), x.astype(BF16))[0]
+    return lax.scan(body, jnp.zeros((), BF16), x)[0]
 
 
-def running_sum_in_fori(x):
-    h = x.astype(F16)
+def running_sum_in_fori(h: F16):
     return lax.fori_loop(0, 64, lambda i, t: t + h[i], F16(0))  # !half-carry
 
 
@@ -457,20 +407,20 @@ def running_sum_in_while(x):
     return lax.while_loop(lambda s: s[0] < 64, body, (0, F16(0)))[1]
 
 
-def moving_average(x):
+def moving_average(x: F16):
     def body(average, row):
         average = 0.99 * average + 0.01 * row  # !half-carry
         return average, None
 
-    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+    return lax.scan(body, jnp.zeros((), F16), x)[0]
 
 
-def moving_average_by_difference(x):
+def moving_average_by_difference(x: F16):
     def body(average, row):
         average = average + 0.01 * (row - average)  # !half-carry
         return average, average
 
-    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+    return lax.scan(body, jnp.zeros((), F16), x)[0]
 
 
 def sum_computed_in_float32_but_carried_in_half(x):
@@ -480,11 +430,11 @@ def sum_computed_in_float32_but_carried_in_half(x):
     return lax.scan(body, jnp.zeros((), F16), x)[0]
 
 
-def masked_running_sum(x):
+def masked_running_sum(x: F16):
     def body(total, row):
         return jnp.where(row > 0, total + row, total), None  # !half-carry
 
-    return lax.scan(body, jnp.zeros((), F16), x.astype(F16))[0]
+    return lax.scan(body, jnp.zeros((), F16), x)[0]
 
 
 def round_trip(x):

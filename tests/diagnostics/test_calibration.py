@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sklearn.datasets
 from helpers import assert_bitwise_equal, count_traces
 from losses import forgetful
 
@@ -99,45 +98,6 @@ def test_calibration_needs_no_scaling_where_nothing_is_lost_at_one():
     assert not bool(found.needs_scaling)
     assert found.paths == ("['a']",)
     assert "not needed" in found.summary()
-
-
-def sigmoid_loss(params, images):
-    """The autoencoder of the examples, in float16."""
-    x = images.astype(jnp.float16)
-    for w in params:
-        x = jax.nn.sigmoid(x @ w.astype(jnp.float16))
-    return jnp.mean((x.astype(jnp.float32) - images) ** 2)
-
-
-def relu_loss(params, images, labels):
-    *hidden, last = (w.astype(jnp.float16) for w in params)
-    x = images.astype(jnp.float16)
-    for w in hidden:
-        x = jax.nn.relu(x @ w)
-    logits = (x @ last).astype(jnp.float32)
-    log_p = jax.nn.log_softmax(logits)
-    return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
-
-
-def test_the_digits_autoencoder_needs_scaling_and_a_relu_classifier_does_not():
-    def glorot(*widths):
-        keys = jax.random.split(jax.random.key(0), len(widths) - 1)
-        init = jax.nn.initializers.glorot_normal()
-        return [init(k, widths[i : i + 2]) for i, k in enumerate(keys)]
-
-    digits = sklearn.datasets.load_digits()
-    chosen = np.random.RandomState(0).randint(1437, size=256)
-    images = np.float32(digits.data[chosen] / 16)
-    labels = digits.target[chosen].astype(np.int32)
-    deep = glorot(64, 128, 64, 32, 16, 32, 64, 128, 64)
-    autoencoder = diagnostics.calibrate_loss_scale(sigmoid_loss, deep, images)
-    assert bool(autoencoder.needs_scaling)
-    assert 14 <= float(autoencoder.log2_low) <= 18
-    assert 20 <= float(autoencoder.log2_high) <= 24
-    classifier = diagnostics.calibrate_loss_scale(
-        relu_loss, glorot(64, 64, 64, 10), images, labels
-    )
-    assert not bool(classifier.needs_scaling)
 
 
 def test_entries_that_are_always_zero_do_not_count_as_lost():

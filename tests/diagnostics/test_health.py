@@ -38,69 +38,61 @@ DYNAMIC, STATIC = jmp_scale.DynamicLossScale, jmp_scale.StaticLossScale
 ONE_LOSS, TWO_LOSSES, EIGHT_LOSSES = (
     {"nonfinite_losses": np.int32(n)} for n in (1, 2, 8)
 )
-# A state, recorded flags (-1: the loss itself is not finite), words of the sentence.
+# Words of the sentence, a state, recorded flags (-1: the loss itself is not finite).
 FINDINGS = {
-    "warm-up": (state(DYNAMIC(2.0**12), 3, 3), None, "the start. Its floor is 2^0"),
-    "warm-up, recorded": (state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0], "warm-up"),
-    "occasional": (state(None, 5, 1), None, "normal if rare"),
-    "one, recorded": (state(skipped=1), [*[1] * 30, 0, 1], "(3.1%): normal"),
-    "frequent": (state(skipped=3), [*[1] * 5, 0, 1, 0, 1], "22.2%"),
-    "broken batches": (state(None, 2), [*[1] * 5, -1, 1, -1, 1], "itself was not fini"),
-    "floor": (state(DYNAMIC(1.0), 40, 30), None, "stuck at its floor of 2^0"),
-    "loss": (state(None, 8, 2), [1, 1, -1, -1], "the loss itself is not finite"),
+    "warm-up": ("the start. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
+    "warm-up, recorded": ("warm-up", state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0]),
+    "occasional": ("normal if rare", state(None, 5, 1)),
+    "one, recorded": ("(3.1%): normal", state(skipped=1), [*[1] * 30, 0, 1]),
+    "frequent": ("22.2%", state(skipped=3), [*[1] * 5, 0, 1, 0, 1]),
+    "broken batches": ("was not fini", state(None, 2), [*[1] * 5, -1, 1, -1, 1]),
+    "floor": ("stuck at its floor of 2^0", state(DYNAMIC(1.0), 40, 30)),
+    "loss": ("the loss itself is not finite", state(None, 8, 2), [1, 1, -1, -1]),
     "cause unknown": (
-        state(None, 3, 1, **ONE_LOSS),
-        None,
         "skipped; 2 overflows, 1 broken loss in total: normal if rare. diagnose_nonf",
+        state(None, 3, 1, **ONE_LOSS),
     ),
     "cause unknown for long": (
-        state(None, 20, 12, **EIGHT_LOSSES),
-        None,
         "skipped (12 overflows, 8 broken losses in total), and the loss scale is now",
+        state(None, 20, 12, **EIGHT_LOSSES),
     ),
-    "every step": (state(DYNAMIC(8.0), 14, 12), None, "something broke"),
-    "every step, static": (state(STATIC(8), 12, 12), None, "does not adapt: take"),
+    "every step": ("something broke", state(DYNAMIC(8.0), 14, 12)),
+    "every step, static": ("does not adapt: take", state(STATIC(8), 12, 12)),
     "one step, static": (
-        state(STATIC(8), 1, 1),
-        None,
         "The last step was skipped; 1 overflow in total: normal if rare",
+        state(STATIC(8), 1, 1),
     ),
-    "below 1": (state(DYNAMIC(0.25, min_loss_scale=0)), None, "2^-2, below 1"),
+    "below 1": ("2^-2, below 1", state(DYNAMIC(0.25, min_loss_scale=0))),
     "float16": (
-        state(inner={"mu": jnp.ones(2, jnp.float16)}),
-        None,
         ".inner_state['mu'] is float16",
+        state(inner={"mu": jnp.ones(2, jnp.float16)}),
     ),
     "loss, counted": (
-        state(STATIC(8), 2, 2, **TWO_LOSSES),
-        None,
         "stays at 2^3: the loss itself is not finite",
+        state(STATIC(8), 2, 2, **TWO_LOSSES),
     ),
     "cap": (
-        state(DYNAMIC(2.0**24)),
-        None,
         "at its cap of 2^24 and has never overflowed. That can be right; but do the",
+        state(DYNAMIC(2.0**24)),
     ),
     "a spike that overflows": (
-        spiked(1, 3)._replace(grads_finite=jnp.array(False)),
-        None,
         "skipped as a spike",
+        spiked(1, 3)._replace(grads_finite=jnp.array(False)),
     ),
-    "spike": (spiked(1, 3), None, "skipped as a spike"),
-    "spikes in a row": (spiked(4, 4), None, "After 10 in a row the guard takes"),
+    "spike": ("skipped as a spike", spiked(1, 3)),
+    "spikes in a row": ("After 10 in a row the guard takes", spiked(4, 4)),
     "spikes in a row, of a mapping": (
-        spiked(4, 4)._replace(guard={})._asdict(),
-        None,
         "After max_in_a_row in a row",
+        spiked(4, 4)._replace(guard={})._asdict(),
     ),
 }
 
 
 @pytest.mark.parametrize("case", FINDINGS)
 def test_each_finding_is_one_sentence_that_ends_with_the_name_of_its_section(case):
-    opt_state, flags, expected = FINDINGS[case]
+    expected, opt_state, *recorded_flags = FINDINGS[case]
     history, log = None, diagnostics.HealthLog()
-    if flags is not None:
+    for flags in recorded_flags:
         loss_finite = [flag >= 0 for flag in flags]
         history = recorded([flag > 0 for flag in flags], loss_finite=loss_finite)
     (sentence,) = diagnostics.health(opt_state, history)

@@ -21,14 +21,10 @@ import jmp_scale
 from jmp_scale import diagnostics
 from jmp_scale.diagnostics import precision_report
 
+pytestmark = pytest.mark.usefixtures("ranks_promote")
+
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
-
-
-@pytest.fixture(autouse=True)
-def _ranks_promote():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def product(w, x, dtype=F16):
@@ -136,13 +132,9 @@ def test_a_mean_over_devices_in_half_precision():
 def test_a_mean_over_devices_in_pmap_and_over_a_vmapped_axis():
     in_pmap = jax.pmap(mean_over_devices, axis_name="i", in_axes=(None, 0))
     in_vmap = jax.vmap(mean_over_devices, axis_name="i", in_axes=(None, 0))
-    for function in (in_pmap, in_vmap):
-        assert_finds(
-            [mean_over_devices],
-            lambda w, x, function=function: function(w, x.reshape(4, 4, 8)).mean(),
-            W,
-            X,
-        )
+    for mapped in (in_pmap, in_vmap):
+        loss = lambda w, x, f=mapped: f(w, x.reshape(4, 4, 8)).mean()  # noqa: E731
+        assert_finds([mean_over_devices], loss, W, X)
 
 
 def test_a_reduce_scatter_in_bfloat16():
@@ -178,19 +170,10 @@ def test_the_half_share_counts_forward_and_backward():
     (finding,) = report.findings
     assert (finding.rule, finding.severity) == ("full-matmul", "note")
     assert report.half_share == 0.5
-    half, full = sorted(report.operations[:2], key=lambda row: row.dtype)
-    assert (half.primitive, half.dtype, half.executions) == (
-        "dot_general",
-        "float16",
-        3,
-    )
-    assert (full.primitive, full.dtype, full.executions) == (
-        "dot_general",
-        "float32",
-        3,
-    )
-    assert half.flops == full.flops == 3 * 2 * 16 * 8 * 8
-    assert half.share == full.share == 0.5
+    rows = sorted(report.operations[:2], key=lambda row: row.dtype)
+    for row, dtype in zip(rows, ("float16", "float32"), strict=True):
+        assert (row.primitive, row.dtype, row.executions) == ("dot_general", dtype, 3)
+        assert (row.flops, row.share) == (3 * 2 * 16 * 8 * 8, 0.5)
 
 
 def test_a_scan_counts_its_iterations():
@@ -301,35 +284,23 @@ def test_inner_products_of_a_loss_are_not_left_in_float32():
     assert rules(precision_report(loss, W, X)) == []
 
 
-def test_a_float32_program_has_no_notes_of_full_products():
-    assert rules(precision_report(lambda w: jnp.mean(w @ w), W)) == []
-
-
-def test_weights_cast_outside_of_a_long_loop_accumulate_their_gradients():
-    def loss(length, w, x):
-        half = w.astype(F16)
+def test_only_weights_cast_outside_of_a_long_loop_accumulate_their_gradients():
+    def loss(length, outside, w, x):
+        half = w.astype(F16) if outside else w
 
         def step(h, _):
-            return jnp.tanh(h @ half), None
+            return jnp.tanh(h @ half.astype(F16)), None
 
         h, _ = lax.scan(step, x.astype(F16), None, length=length)
         return jnp.mean(h.astype(F32))
 
-    (finding,) = precision_report(functools.partial(loss, 64), W, X).findings
+    def found(*given):
+        return precision_report(functools.partial(loss, *given), W, X).findings
+
+    (finding,) = found(64, True)
     assert (finding.rule, finding.backward) == ("half-carry", True)
     assert line_of(loss) < finding.line < line_of(loss) + 8
-    assert rules(precision_report(functools.partial(loss, 16), W, X)) == []
-
-
-def test_weights_cast_inside_a_long_loop_do_not():
-    def loss(w, x):
-        def step(h, _):
-            return jnp.tanh(h @ w.astype(F16)), None
-
-        h, _ = lax.scan(step, x.astype(F16), None, length=64)
-        return jnp.mean(h.astype(F32))
-
-    assert rules(precision_report(loss, W, X)) == []
+    assert found(16, True) == found(64, False) == ()
 
 
 def test_the_gradient_of_an_indexed_array_does_not_accumulate():
@@ -537,40 +508,12 @@ def test_haiku_layers_are_named_by_the_line_that_calls_them():
 
 
 def test_a_loss_in_a_library_is_named_by_the_line_of_the_report():
-    logits, labels = jnp.zeros(4, F16), jnp.zeros(4, F16)
     fun = lambda x: optax.l2_loss(x.astype(F16)).astype(F32).sum()  # noqa: E731
     (finding,) = precision_report(fun, jnp.ones(4)).findings
     assert finding.rule == "half-square"
     assert finding.line == line_of(fun)
-    report = precision_report(optax.safe_norm, logits, 1.0)
+    report = precision_report(optax.safe_norm, jnp.zeros(4, F16), 1.0)
     assert {f.file for f in report.findings} == {__file__}
-    del labels
-
-
-def test_transform_of_nnx():
-    class Model(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(8, 8, param_dtype=F16, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return jnp.exp(self.linear(x.astype(F16))).astype(F32)  # !half-exp
-
-    def loss(model, x):  # !half-parameters
-        return jnp.mean(model(x))
-
-    transform = nnx.value_and_grad
-    assert_finds([Model, loss], loss, Model(), X, transform=transform)
-
-
-def test_transform_of_equinox():
-    model = eqx.nn.Linear(8, 8, dtype=F16, key=jax.random.key(0))
-
-    def loss(model, x):  # !half-parameters
-        y = jax.vmap(model)(x.astype(F16))
-        return jnp.mean(jnp.exp(y).astype(F32)), "aux"  # !half-exp
-
-    transform = eqx.filter_value_and_grad
-    assert_finds([loss], loss, model, X, has_aux=True, transform=transform)
 
 
 def test_shapes_stand_for_arrays_and_nothing_runs():
@@ -592,16 +535,6 @@ def test_python_numbers_and_keys_are_arguments():
 
     report = precision_report(loss, 2.0, W, jax.random.key(0))
     assert report.findings == ()
-
-
-def test_values_of_arguments_do_not_matter():
-    def loss(w):
-        return jnp.mean(w.astype(F16).astype(F32) * 2)
-
-    reports = [precision_report(loss, w) for w in (W, W * np.nan, np.ones((8, 8)))]
-    assert [r.findings[0]._replace(line=0) for r in reports[1:]] == [
-        reports[0].findings[0]._replace(line=0)
-    ] * 2
 
 
 def test_it_can_be_called_while_tracing():
@@ -631,15 +564,10 @@ def test_callbacks_and_pallas_kernels_are_not_looked_into():
         return jnp.mean(product(w, x))
 
     report = precision_report(loss, W, X)
-    first = line_of(loss)
+    first, third = (f"{__file__}:{line_of(loss) + n}" for n in (1, 3))
     assert report.findings == ()
-    assert report.not_looked_into == (
-        ("pure_callback", f"{__file__}:{first + 1}"),
-        ("pallas_call", f"{__file__}:{first + 3}"),
-    )
-    assert (
-        f"{__file__}:{first + 3}: note: pallas_call was not looked" in report.summary()
-    )
+    assert report.not_looked_into == (("pure_callback", first), ("pallas_call", third))
+    assert f"{third}: note: pallas_call was not looked" in report.summary()
 
 
 def test_what_equinox_marks_and_checks_is_not_listed():
@@ -703,7 +631,7 @@ def test_a_changed_layout_is_not_looked_into(monkeypatch):
 
     report = precision_report(loss, W, X)
     assert [name for name, _ in report.not_looked_into] == ["exp"]
-    assert rules(report) == ["half-exp", "half-loss"][:1]
+    assert rules(report) == ["half-exp"]
 
 
 def test_an_unreadable_scan_is_walked_through_and_said_to_be_unread(monkeypatch):
@@ -740,11 +668,3 @@ def test_the_summary_of_a_clean_program():
     assert precision_report(lambda w: jnp.mean(product(w, X)), W).summary().startswith(
         "No findings."
     )  # fmt: skip
-
-
-def test_errors_of_the_program_itself_pass_through():
-    def loss(w):
-        raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        precision_report(loss, W)

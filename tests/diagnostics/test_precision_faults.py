@@ -1,5 +1,7 @@
 """`precision_report` finds planted faults at their lines, wherever they run."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import precision_faults as faults
@@ -9,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from precision_checks import assert_finds, planted
 
 from jmp_scale.diagnostics import precision_report
+
+pytestmark = pytest.mark.usefixtures("ranks_promote")
 
 # One or two of each rule: the others differ in the operation, not in where it runs.
 SOME = [
@@ -30,12 +34,6 @@ SOME = [
     faults.moving_average,
     faults.round_trip,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _ranks_promote():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def mean(array):
@@ -84,8 +82,16 @@ def in_shard_map(fault):
     return on_devices
 
 
+def of_float32(fault):
+    """The fault, after a cast of a float32 vector to the dtype that it takes."""
+    (argument,) = inspect.signature(fault).parameters.values()
+    if argument.annotation is argument.empty:
+        return fault
+    return lambda x: fault(x.astype(argument.annotation))
+
+
 def assert_found(fault, wrap=lambda fault: fault):
-    wrapped = wrap(fault)
+    wrapped = wrap(of_float32(fault))
     return assert_finds([fault], lambda x: mean(wrapped(x)), jnp.ones(64))
 
 
@@ -108,19 +114,21 @@ def test_a_fault_is_found_wherever_it_runs(fault, wrap):
 
 
 def test_faults_are_found_in_a_while_loop():
+    found = [faults.square, faults.softmax, faults.mask_by_full]
+
     def until_three(x):
         def body(state):
-            total = faults.square(x) + faults.softmax(x) + faults.mask_by_full(x)
+            total = sum(of_float32(fault)(x) for fault in found)
             return state[0] + 1, jnp.maximum(state[1], mean(total))
 
         return lax.while_loop(lambda s: s[0] < 3, body, (0, 0.0))[1]
 
-    found = [faults.square, faults.softmax, faults.mask_by_full]
     assert_finds(found, lambda x: until_three(lax.stop_gradient(x)), jnp.ones(64))
 
 
 def test_a_second_report_of_a_jitted_function_says_the_same():
-    jitted = jax.jit(lambda x: mean(faults.mask_by_full(x) + jax.nn.gelu(x)))
+    masked = of_float32(faults.mask_by_full)
+    jitted = jax.jit(lambda x: mean(masked(x) + jax.nn.gelu(x)))
     first = precision_report(jitted, jnp.ones(64))
     assert first.findings == precision_report(jitted, jnp.ones(64)).findings
     assert [f.rule for f in first.findings] == ["half-constant"]

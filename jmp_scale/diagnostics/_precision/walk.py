@@ -145,7 +145,7 @@ class Walk:
         if not outs or (self._differentiated and not step.backward):
             return outs
         # Places are found only where something is: to read the frames of every equation
-        # would take minutes (test_an_unrolled_transformer_of_12_layers_in_seconds).
+        # would take minutes (test_a_deep_transformer_in_seconds).
         starts = outs[0].epsilon == 0 and step.ins[0].literal
         if starts and step.place()[:2] not in self._lost:
             # `0 + x` is Python's `sum([x])`.

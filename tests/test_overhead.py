@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 
 import _compiled
 import _tables
@@ -75,15 +74,6 @@ def test_only_the_collectives_that_a_step_adds_are_named():
     assert overhead.added_collectives(more, base) == text
 
 
-def test_dtypes_stand_side_by_side_where_they_differ(capsys):
-    overhead.main([*SMALL, "--dtypes", "f32", "f16"])
-    out = capsys.readouterr().out
-    assert out.count("###") == 1
-    assert "### AdamW alone, f32 / f16 gradients" in out
-    assert re.search(r"^\| with_loss_scale \| 1\.\d+ / 1\.\d+ \| \d+ ", out, re.M)
-    assert out.count("bytes: read") == 1
-
-
 def test_cells_that_are_alike_in_several_cases_stand_once():
     columns = ["step", "x", "y"]
     one = _tables.Table("T {}", columns, [["a", 1, 2.0], ["b", 1, 3.0]], ["n"], "1")
@@ -92,8 +82,3 @@ def test_cells_that_are_alike_in_several_cases_stand_once():
     assert (folded.title, folded.columns) == ("T 1 / 4", columns)
     assert folded.rows == [["a", "1", "2 / 2.5"], ["b", "1", "3"]]
     assert folded.notes == ["n"]
-
-
-def test_tables_of_one_title_without_a_case_stay_apart():
-    tables = [_tables.Table("Title", ["step"], [["a"]]) for _ in range(2)]
-    assert _tables.markdown(tables).count("### Title") == 2

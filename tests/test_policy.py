@@ -20,7 +20,6 @@ F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
     [
         ("full", (F32, F32, F32)),
         ("f16", (F16, F16, F16)),
-        ("half", (F16, F16, F16)),
         ("c=f16", (F32, F16, F16)),
         ("p=f16,c=bf16", (F16, BF16, BF16)),
         ("params=f32,compute=float16,output=f32", (F32, F16, F32)),

@@ -1,9 +1,11 @@
 """Programs with planted faults, each at the line that a comment `# !rule` marks.
 
-Every function takes a float32 vector, or one of the dtype that its argument is
-annotated with, and returns an array; `# !rule:severity` gives a severity other than the
+Every function takes a vector, float32 unless its argument is annotated or its table has
+another name, and returns an array; `# !rule:severity` gives a severity other than the
 rule's usual one. What is not marked must not be reported.
 """
+
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +16,57 @@ F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 EPSILON = 1e-8
 MASKED = -1e9
 
-
-def sum_in_float16(h: F16):
-    return jnp.sum(jnp.tile(h, 100))  # !half-sum
-
-
-def sum_of_many_in_float16(x: F16):
-    return jnp.tile(x, 2000).sum()  # !half-sum:error
-
-
-def sum_of_many_in_bfloat16(x: BF16):
-    return jnp.tile(x, 2000).sum()  # !half-sum
+# Faults of one line, by the dtype of the vector that they take.
+OF_FLOAT16 = {
+    "sum_in_float16": lambda h: jnp.sum(jnp.tile(h, 100)),  # !half-sum
+    "sum_of_many_in_float16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum:error
+    "einsum_sum": lambda h: jnp.einsum("i->", jnp.tile(h, 100)),  # !half-sum
+    "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
+    "square": lambda h: h**2,  # !half-square
+    "square_by_product": lambda h: h * h,  # !half-square
+    "square_function": lambda h: jnp.square(h),  # !half-square
+    "cube": lambda h: h**3,  # !half-square
+    "norm": lambda h: jnp.linalg.norm(h),  # !half-square
+    "inner_product": lambda h: h @ h,  # !half-square
+    "vdot": lambda h: jnp.vdot(h, h),  # !half-square
+    "square_of_absolute": lambda h: jnp.mean(jnp.abs(h) ** 2),  # !half-square
+    "variance": lambda h: jnp.var(h),  # !half-square
+    "standard_deviation": lambda h: jnp.std(h),  # !half-square
+    "exponential": lambda h: jnp.exp(h),  # !half-exp
+    "power": lambda h: jnp.abs(h) ** 0.7,  # !half-exp
+    "logsumexp": lambda h: jax.nn.logsumexp(h),  # !half-exp
+    "softmax": lambda h: jax.nn.softmax(h),  # !half-exp
+    "logaddexp": lambda h: jnp.logaddexp(h, F16(0)),  # !half-exp
+    "exp2": lambda h: jnp.exp2(h),  # !half-exp
+    "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
+    "mask_constant_by_name": lambda h: jnp.where(h > 0, h, MASKED),  # !half-constant
+    "lost_floor": lambda h: jnp.where(h > 0, h, 1e-8),  # !half-constant
+    "lost_clip": lambda h: jnp.clip(h, 1e-8, 1.0),  # !half-constant
+    "large_clip": lambda h: jnp.clip(h, -1e5, 1e5),  # !half-constant
+    "large_factor": lambda h: h * 1e5,  # !half-constant
+    "division_by_a_tiny_constant": lambda h: h / 1e-8,  # !half-constant
+    "epsilon_in_a_division": lambda h: h / (jnp.sum(h) + 1e-8),  # !half-division
+    "epsilon_in_a_reciprocal": lambda h: 1 / (jnp.abs(h) + 1e-12),  # !half-division
+    "epsilon_in_rsqrt": lambda h: lax.rsqrt(jnp.abs(h) + 1e-8),  # !half-division
+    "epsilon_in_a_root_alone": lambda h: jnp.sqrt(jnp.abs(h) + 1e-12),  # !half-division
+    "epsilon_in_maximum": lambda h: h / jnp.maximum(jnp.abs(h), 1e-8),  # !half-division
+}
+OF_BFLOAT16 = {
+    "sum_of_many_in_bfloat16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum
+    "exponential_in_bfloat16": lambda h: jnp.exp(h),  # !half-exp
+    "logarithm_of_one_plus": lambda h: jnp.log1p(jnp.abs(h)),  # !half-exp
+    "logsumexp_in_bfloat16": lambda h: jax.scipy.special.logsumexp(h),  # !half-exp
+    "log_softmax": lambda h: jax.nn.log_softmax(h),  # !half-exp
+}
+OF_FLOAT32 = {
+    "round_trip": lambda x: x.astype(F16).astype(F32),  # !round-trip
+    "round_trip_by_asarray": lambda x: jnp.asarray(jnp.float16(x), F32),  # !round-trip
+}
 
 
 def accumulator_in_bfloat16(x: BF16):
     h = jnp.tile(x, 2000)
     return lax.reduce(h, np.asarray(0, BF16), lax.add, (0,))  # !half-sum:error
-
-
-def einsum_sum(x: F16):
-    return jnp.einsum("i->", jnp.tile(x, 100))  # !half-sum
 
 
 def mean_with_a_half_accumulator(x: F16):
@@ -44,10 +77,6 @@ def mean_with_a_half_accumulator(x: F16):
 
 def sum_by_a_product_with_ones(x: F16):
     return jnp.tile(x, 100) @ jnp.ones(6400, F16)  # !half-sum
-
-
-def cumulative_sum(x: F16):
-    return jnp.cumsum(jnp.tile(x, 100))[-1]  # !half-sum
 
 
 def cumulative_sum_cast_back(x):
@@ -90,49 +119,9 @@ def gradient_of_a_factor(x):
     return rows * x[:2].astype(F16)  # !half-sum
 
 
-def square(h: F16):
-    return h**2  # !half-square
-
-
-def square_by_product(h: F16):
-    return h * h  # !half-square
-
-
-def square_function(h: F16):
-    return jnp.square(h)  # !half-square
-
-
-def cube(h: F16):
-    return h**3  # !half-square
-
-
-def norm(h: F16):
-    return jnp.linalg.norm(h)  # !half-square
-
-
-def inner_product(h: F16):
-    return h @ h  # !half-square
-
-
 def inner_products(x: F16):
     h = x.reshape(8, 8)
     return jnp.einsum("ij,ij->i", h, h)  # !half-square
-
-
-def vdot(h: F16):
-    return jnp.vdot(h, h)  # !half-square
-
-
-def square_of_absolute(x: F16):
-    return jnp.mean(jnp.abs(x) ** 2)  # !half-square
-
-
-def variance(h: F16):
-    return jnp.var(h)  # !half-square
-
-
-def standard_deviation(h: F16):
-    return jnp.std(h)  # !half-square
 
 
 def squared_error(h: F16):
@@ -140,62 +129,14 @@ def squared_error(h: F16):
     return jnp.mean(error * error)  # !half-square
 
 
-def exponential(h: F16):
-    return jnp.exp(h)  # !half-exp
-
-
-def exponential_in_bfloat16(h: BF16):
-    return jnp.exp(h)  # !half-exp
-
-
 def logarithm(x: F16):
     h = jnp.abs(x) + 1
     return jnp.log(h)  # !half-exp
 
 
-def logarithm_of_one_plus(x: BF16):
-    return jnp.log1p(jnp.abs(x))  # !half-exp
-
-
-def power(x: F16):
-    return jnp.abs(x) ** 0.7  # !half-exp
-
-
 def power_function(x: F16):
     h = jnp.abs(x) + 1
     return jnp.power(h, h)  # !half-exp
-
-
-def logsumexp(h: F16):
-    return jax.nn.logsumexp(h)  # !half-exp
-
-
-def logsumexp_in_bfloat16(h: BF16):
-    return jax.scipy.special.logsumexp(h)  # !half-exp
-
-
-def softmax(h: F16):
-    return jax.nn.softmax(h)  # !half-exp
-
-
-def log_softmax(h: BF16):
-    return jax.nn.log_softmax(h)  # !half-exp
-
-
-def logaddexp(h: F16):
-    return jnp.logaddexp(h, F16(0))  # !half-exp
-
-
-def exp2(h: F16):
-    return jnp.exp2(h)  # !half-exp
-
-
-def mask_constant(h: F16):
-    return jnp.where(h > 0, h, -1e9)  # !half-constant
-
-
-def mask_constant_by_name(h: F16):
-    return jnp.where(h > 0, h, MASKED)  # !half-constant
 
 
 def mask_of_the_least_float32(h: F16):
@@ -260,41 +201,9 @@ def mask_cast_by_numpy(x: F16):
     return x + bias
 
 
-def lost_floor(h: F16):
-    return jnp.where(h > 0, h, 1e-8)  # !half-constant
-
-
-def lost_clip(h: F16):
-    return jnp.clip(h, 1e-8, 1.0)  # !half-constant
-
-
-def large_clip(h: F16):
-    return jnp.clip(h, -1e5, 1e5)  # !half-constant
-
-
-def large_factor(h: F16):
-    return h * 1e5  # !half-constant
-
-
-def division_by_a_tiny_constant(h: F16):
-    return h / 1e-8  # !half-constant
-
-
-def epsilon_in_a_division(h: F16):
-    return h / (jnp.sum(h) + 1e-8)  # !half-division
-
-
 def epsilon_by_name(h: F16):
     total = jnp.sum(jnp.abs(h)) + EPSILON
     return h / total  # !half-division
-
-
-def epsilon_in_a_reciprocal(h: F16):
-    return 1 / (jnp.abs(h) + 1e-12)  # !half-division
-
-
-def epsilon_in_rsqrt(h: F16):
-    return lax.rsqrt(jnp.abs(h) + 1e-8)  # !half-division
 
 
 def epsilon_in_a_root_below(h: F16):
@@ -302,17 +211,9 @@ def epsilon_in_a_root_below(h: F16):
     return h / root  # !half-division
 
 
-def epsilon_in_a_root_alone(h: F16):
-    return jnp.sqrt(jnp.abs(h) + 1e-12)  # !half-division
-
-
 def epsilon_in_a_log(x: F16):
     h = jax.nn.sigmoid(x)
     return jnp.log((h + 1e-20).astype(F32))  # !half-division
-
-
-def epsilon_in_maximum(h: F16):
-    return h / jnp.maximum(jnp.abs(h), 1e-8)  # !half-division
 
 
 def epsilon_cast_after(x):
@@ -437,17 +338,9 @@ def masked_running_sum(x: F16):
     return lax.scan(body, jnp.zeros((), F16), x)[0]
 
 
-def round_trip(x):
-    return x.astype(F16).astype(F32)  # !round-trip
-
-
 def round_trip_on_two_lines(x):
     h = x.astype(BF16)
     return h.astype(F32)  # !round-trip
-
-
-def round_trip_by_asarray(x):
-    return jnp.asarray(jnp.float16(x), F32)  # !round-trip
 
 
 def round_trip_by_lax(x):
@@ -455,8 +348,16 @@ def round_trip_by_lax(x):
     return lax.convert_element_type(half, F32)  # !round-trip
 
 
-FAULTS = [
-    function
-    for function in list(globals().values())
-    if getattr(function, "__module__", "") == __name__
-]
+def dtype_of(function):
+    (argument,) = inspect.signature(function).parameters.values()
+    return F32 if argument.annotation is argument.empty else argument.annotation
+
+
+# (function, dtype of its argument) by name.
+FAULTS = {
+    name: (function, dtype_of(function))
+    for name, function in list(globals().items())
+    if getattr(function, "__module__", "") == __name__ and name != "dtype_of"
+}
+for table, dtype in ((OF_FLOAT16, F16), (OF_BFLOAT16, BF16), (OF_FLOAT32, F32)):
+    FAULTS |= {name: (function, dtype) for name, function in table.items()}

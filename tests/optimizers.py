@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+import pytest
 
 
 def schedule(count):
@@ -94,6 +95,12 @@ def every_optimizer():
                 continue
         optimizers[name] = tx
     return optimizers | {name: make() for name, make in SPECIAL.items()}
+
+
+def by_name(quick, others=()):
+    """Parametrizes with names of optimizers; those of `others` are slow tests."""
+    slow = [pytest.param(x, marks=pytest.mark.slow) for x in others if x not in quick]
+    return pytest.mark.parametrize("name", [*sorted(quick), *slow])
 
 
 def value_fn(params):

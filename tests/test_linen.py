@@ -136,17 +136,6 @@ def test_steps_with_donation_are_one_compilation_also_across_a_skip_and_a_growth
     assert np.isfinite(float(loss))
 
 
-def test_gradients_are_unscaled_and_float32():
-    loss_scale = jmp_scale.StaticLossScale(2.0**10)
-    state = simple_state({"w": jnp.ones(2, jnp.float16)}, loss_scale=loss_scale)
-    loss, grads = state.value_and_grad(
-        lambda params: (params["w"] * 3).astype(jnp.float32).sum()
-    )(state.params)
-    assert_bitwise_equal(
-        (loss, grads), (jnp.float32(6.0), {"w": jnp.full(2, 3.0, jnp.float32)})
-    )
-
-
 @pytest.mark.parametrize("guard", [None, jmp_scale.SpikeGuard(warmup=2)])
 def test_create_wraps_the_optimizer_with_loss_scale_and_guard(guard):
     loss_scale = jmp_scale.DynamicLossScale(8.0, period=7)

@@ -127,17 +127,6 @@ def test_jax_jit_with_split_and_merge_skips_too():
     assert int(optimizer.opt_state.skipped[...]) == 1
 
 
-def test_the_loss_scale_follows_the_rule():
-    model, optimizer = make()
-    history = []
-    for size in [GOOD, GOOD, OVERFLOWS, GOOD]:
-        run([size], model, optimizer)
-        loss_scale = optimizer.loss_scale
-        history.append((float(loss_scale.loss_scale), int(loss_scale.counter)))
-    assert history == [(2.0**10, 1), (2.0**11, 0), (2.0**10, 0), (2.0**10, 1)]
-    assert int(optimizer.step[...]) == 3  # only applied steps
-
-
 @pytest.mark.parametrize("guard", [None, GUARD])
 def test_steps_with_donation_are_one_compilation_also_across_skips_and_a_growth(guard):
     model, optimizer = guarded(guard)

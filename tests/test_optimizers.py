@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_bitwise_equal, count_traces
-from optimizers import every_optimizer, stepper
+from optimizers import by_name, every_optimizer, stepper
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, StaticLossScale, _skip
@@ -44,13 +44,7 @@ NO_REWRITES = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_lev
 
 
 def each_optimizer(quick=TYPICAL):
-    return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=() if name in quick else pytest.mark.slow)
-            for name in OPTIMIZERS
-        ],
-    )
+    return by_name(quick, OPTIMIZERS)
 
 
 def history_of(step, params, state, gradients):
@@ -140,6 +134,7 @@ def test_without_jit_a_skip_is_whole_and_a_step_is_that_of_the_optimizer(name):
     tx, inner = jmp_scale.with_loss_scale(OPTIMIZERS[name]), OPTIMIZERS[name]
     with jax.disable_jit():
         start = PARAMS, tx.init(PARAMS)
+        assert start[1].loss_scale == jmp_scale.NoOpLossScale()  # the default
         _, skipped, applied = history_of(stepper(tx), *start, [BAD, GOOD])
         expected, _ = stepper(inner)(PARAMS, inner.init(PARAMS), GOOD)
     assert_bitwise_equal(skipped[0], PARAMS)

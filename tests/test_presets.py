@@ -455,8 +455,3 @@ def test_the_recipe_for_a_framework_that_grows_one_step_late():
         loss_scale = loss_scale.adjust(bool(finite))
         assert loss_scale.loss_scale == np.float32(s)
         assert loss_scale.counter == good_steps
-
-
-def test_a_field_without_an_argument_is_replaced():
-    floored = dataclasses.replace(presets.pytorch(), min_loss_scale=1.0)
-    assert (floored.min_loss_scale, floored.loss_scale) == (1.0, 2.0**16)

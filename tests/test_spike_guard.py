@@ -455,16 +455,17 @@ def test_the_state_keeps_its_types_and_its_buffers_can_be_donated():
     assert tx.init(PARAMS).guard.in_a_row == 0
 
 
-def test_a_mapped_population_has_one_statistic_for_each_member():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
-    members = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
-    state = jax.vmap(tx.init)(members)
-    step = jax.jit(jax.vmap(lambda g, s, p: tx.update(g, s, p)))
+def test_members_of_a_mapped_population_have_statistics_and_an_s_of_their_own():
+    members = jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS)
+    state = jax.vmap(TX.init)(members)
+    step = jax.jit(jax.vmap(TX.update))
     for step_index in range(13):
-        factor = jnp.array([1.0, 1e3 if step_index == 12 else 1.0])
-        _, state = step(jax.vmap(times)(factor), state, members)
-    assert state.spikes.tolist() == [0, 1]
-    assert state.guard.norm_steps.tolist() == [13, 12]
+        factor = jnp.array([1.0, 1e3, jnp.inf] if step_index == 12 else [1.0] * 3)
+        updates, state = step(jax.vmap(times)(factor), state, members)
+    assert state.spikes.tolist() == [0, 1, 0]
+    assert state.guard.norm_steps.tolist() == [13, 12, 12]
+    assert state.loss_scale.loss_scale.tolist() == [8, 8, 4]
+    assert updates["b"].any(1).tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -11,7 +11,7 @@ from helpers import assert_bitwise_equal
 from optimizers import SPECIAL
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, NoOpLossScale, SpikeGuard
+from jmp_scale import DynamicLossScale, SpikeGuard
 
 PARAMS = {"w": jnp.array([[1.0, -0.0], [0.5, 2.0]]), "b": jnp.array([-0.0, 0.25])}
 GOOD = jax.tree.map(lambda p: jnp.full_like(p, 0.5) + p, PARAMS)
@@ -35,15 +35,6 @@ def extra_args_optimizer(update):
 def assert_close(actual, expected, rtol=1e-6):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol)
-
-
-def test_the_default_is_a_plain_skip_of_non_finite_steps():
-    tx = jmp_scale.with_loss_scale(optax.sgd(1.0))
-    state = tx.init(PARAMS)
-    assert state.loss_scale == NoOpLossScale()
-    updates, state = tx.update(BAD, state, PARAMS)
-    assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
-    assert state.skipped == 1
 
 
 def test_the_inner_optimizer_never_sees_a_nan():
@@ -155,18 +146,6 @@ def test_a_step_compiled_ahead_of_time_has_no_branch_and_moves_nothing_to_the_ho
     with jax.transfer_guard("disallow"):
         for grads in (GOOD, BAD, GOOD):
             params, state = step(params, state, grads)
-
-
-def test_several_runs_are_mapped_with_a_loss_scale_each():
-    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0))
-    params = jnp.ones((2, 3))
-    states = jax.vmap(tx.init)(params)
-    grads = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
-    updates, states = jax.jit(jax.vmap(tx.update))(grads, states, params)
-    assert states.loss_scale.loss_scale.tolist() == [8, 4]
-    assert states.skipped.tolist() == [0, 1]
-    assert (updates[0] != 0).all()
-    assert (updates[1] == 0).all()
 
 
 def test_the_state_survives_pickling():

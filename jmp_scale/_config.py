@@ -1,5 +1,6 @@
 """Loss scales from configuration files and flags."""
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -15,11 +16,6 @@ from ._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from ._policy import dtype_to_names, half_dtype, name_to_dtype
 from ._validation import Arguments, require_no_tolerance, static_loss_scale
 
-_KNOWN = (
-    '"none"; "dynamic" or "dynamic:2**16"; a number, "1024" or "static:2**10"; a dtype '
-    'or its name ("half", "fp16", "bf16", "fp32", ...); a section of DeepSpeed\'s or '
-    "Cerebras' configuration; a loss scale"
-)
 _POWER = re.compile(r"\s*(\d+)(?:\.0*)?\s*\*\*\s*(-?\d+)(?:\.0*)?\s*")
 
 
@@ -69,14 +65,12 @@ def get_loss_scale(spec: Any) -> LossScale:
     | a section of Cerebras' YAML | `presets.cerebras(...)`, or static, or none |
     | a loss scale | itself |
 
-    Numbers and strings mean the same, because a flag is always a string and a
-    configuration file has both. Names of dtypes are those of `get_policy`; case and
-    blanks do not matter. A section is recognized by its keys. If `enabled` is missing,
-    or Cerebras' `loss_scaling_factor`, it counts as enabled and dynamic: the
-    frameworks' own defaults would silently turn loss scaling off. Numbers may be
-    strings, which is how YAML reads 2e15. For the rules of other frameworks see
-    `jmp_scale.presets`; for the arguments of PyTorch's `GradScaler` and of Megatron-LM
-    the error says which preset to call.
+    Numbers may be strings everywhere: a flag is one, and YAML reads 2e15 as one. Names
+    of dtypes are as for `get_policy`; case and blanks do not matter. A section is
+    recognized by its keys. If `enabled` is missing, or Cerebras' `loss_scaling_factor`,
+    it counts as enabled and dynamic: the frameworks' own defaults would silently turn
+    loss scaling off. For the arguments of PyTorch's `GradScaler` and of Megatron-LM the
+    error says which of `jmp_scale.presets` to call.
 
     Args:
       spec: a string, a number, a dtype, a mapping or a loss scale.
@@ -100,8 +94,7 @@ def get_loss_scale(spec: Any) -> LossScale:
         return spec
     if isinstance(spec, str):
         return _from_string(spec)
-    # An empty mapping is of no framework, and unknown.
-    if isinstance(spec, Mapping) and spec:
+    if isinstance(spec, Mapping) and spec:  # an empty one is unknown
         return _from_section({k: _as_number(v) for k, v in spec.items()})
     numbers = (int, float, np.generic, np.ndarray, jax.Array)
     if isinstance(spec, numbers) and not isinstance(spec, bool):
@@ -122,14 +115,11 @@ def _from_string(spec: str) -> LossScale:
 
 
 def _from_dtype(dtype: Any, spec: Any) -> LossScale:
-    try:
-        # NumPy takes None for float64.
-        known = dtype is not None and jnp.dtype(dtype) in map(jnp.dtype, dtype_to_names)
-    except TypeError as error:
-        raise _unknown(spec) from error
-    if not known:
-        raise _unknown(spec)
-    return DynamicLossScale() if jnp.dtype(dtype) == jnp.float16 else NoOpLossScale()
+    for known in dtype_to_names:
+        with contextlib.suppress(TypeError):  # of what is not a dtype
+            if dtype is not None and jnp.dtype(dtype) == known:  # None means float64
+                return DynamicLossScale() if known == jnp.float16 else NoOpLossScale()
+    raise _unknown(spec)
 
 
 def _static(value: Any) -> StaticLossScale:
@@ -137,7 +127,6 @@ def _static(value: Any) -> StaticLossScale:
 
 
 def _parse_number(text: str, spec: str) -> float:
-    """A decimal number, or a power such as `2**15`."""
     power = _POWER.fullmatch(text)
     try:
         # math.pow, because `9**999999999` as an integer would take all memory.
@@ -148,17 +137,17 @@ def _parse_number(text: str, spec: str) -> float:
 
 def _as_number(value: Any) -> Any:
     """A number that is written as a string; anything else unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return _parse_number(value, value)
-    except ValueError:
-        return value
+    with contextlib.suppress(ValueError):
+        return _parse_number(value, value) if isinstance(value, str) else value
+    return value
 
 
 def _unknown(spec: Any) -> ValueError:
     return ValueError(
-        f"get_loss_scale: unknown loss scale {spec!r}; known are {_KNOWN}"
+        f'get_loss_scale: unknown loss scale {spec!r}; known are "none"; "dynamic" or '
+        '"dynamic:2**16"; a number, "1024" or "static:2**10"; a dtype or its name '
+        '("half", "fp16", "bf16", "fp32", ...); a section of DeepSpeed\'s or '
+        "Cerebras' configuration; a loss scale"
     )
 
 
@@ -184,7 +173,7 @@ def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
     half = section.get("fp16_type", "float16")
     _ARGUMENTS.word("fp16_type", half, (*_LARGEST_OF, "bfloat16"))
     clips = {"max_gradient_norm": "clip_by_global_norm", "max_gradient_value": "clip"}
-    for key in [key for key in clips if key in section]:
+    for key in clips.keys() & section.keys():
         message = _ARGUMENTS.message(key, "missing", section[key])
         chain = f"optax.chain(optax.{clips[key]}({section[key]!r}), tx)"
         cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"

@@ -6,12 +6,7 @@ import jax
 import optax
 
 from . import _pytree
-from ._loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState, find_loss_scale_states
 from ._transform import with_loss_scale
@@ -34,8 +29,8 @@ def wrap_once(
     """`with_loss_scale(tx, loss_scale, guard=guard)`, or `tx` if it is wrapped already.
 
     Raises:
-      ValueError: `tx` is wrapped and a loss scale or a guard is given as well, or it is
-        wrapped somewhere inside, where its loss scale would have no effect.
+      ValueError: `tx` is wrapped and a loss scale or a guard is given too, or something
+        inside `tx` is wrapped, where its loss scale has no effect.
     """
     state = jax.eval_shape(tx.init, params)
     wrapped = isinstance(state, LossScaleState)

@@ -16,9 +16,7 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.float32: ("full", "f32", "float32", "fp32"),
     jnp.float64: ("f64", "float64"),
 }
-name_to_dtype = {
-    name: dtype for dtype, names in dtype_to_names.items() for name in names
-}
+name_to_dtype = {name: d for d, names in dtype_to_names.items() for name in names}
 _FIELDS = {"p": "param", "params": "param", "c": "compute", "compute": "compute",
            "o": "output", "output": "output"}  # fmt: skip
 
@@ -72,8 +70,8 @@ def get_policy(policy_name: str) -> Policy:
     follows `params`, `output` follows `compute`.
 
     Args:
-      policy_name: dtypes are `full`/`f32`/`float32`/`fp32`, `half` (the backend's half
-        type), `f16`/`float16`/`fp16`, `bf16`/`bfloat16`, `f64`/`float64`.
+      policy_name: dtypes are `full`/`f32`/`float32`/`fp32`, `half` (see `half_dtype`),
+        `f16`/`float16`/`fp16`, `bf16`/`bfloat16`, `f64`/`float64`.
 
     Raises:
       ValueError: an unknown key or dtype.

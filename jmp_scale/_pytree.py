@@ -17,7 +17,8 @@ class Pytree:
     """A frozen dataclass that is a pytree, and so is each subclass.
 
     Its leaves are the fields named in `_leaf_names`. Every other field is static,
-    including those that a subclass adds, so that none can be forgotten.
+    including those that a subclass adds: one that was forgotten would fall back to its
+    default in every `jit`.
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()
@@ -30,8 +31,7 @@ class Pytree:
                 f"{cls.__name__}: expected {cls._other_names[name]}, got {name}, "
                 "its name in another library"
             )
-        # At the first instance rather than in __init_subclass__: only then is a
-        # subclass a dataclass with all its fields, or registered by its author.
+        # Not in __init_subclass__, where a subclass is not a dataclass yet.
         if cls not in _registered:
             with contextlib.suppress(ValueError):  # registered by its author
                 register(cls)
@@ -61,8 +61,6 @@ def register(cls: type[Pytree]) -> None:
     _registered.add(cls)
     leaf_names = cls._leaf_names
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    # All the others, rather than a second list, in which a new field could be
-    # forgotten: it would fall back to its default in every `jit`.
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
     leaves_of, static_of = _getter(leaf_names), _getter(static_names)
@@ -98,10 +96,10 @@ def register_serialization(cls: type[Pytree]) -> None:
 
 
 def register_state_dict(cls: type) -> None:
-    """Lets `flax.serialization` save and restore objects of a class.
+    """Lets `flax.serialization` save and restore objects of a class, if it is imported.
 
-    Only if Flax is imported already, so constructors call this: whoever serializes an
-    object has imported Flax, nearly always before the first one is made.
+    Whoever serializes an object has imported Flax, nearly always before making it, so
+    constructors call this.
     """
     serialization: Any = sys.modules.get("flax.serialization")
     if serialization is not None and not serialization.is_serializable(cls):

@@ -20,30 +20,19 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def map_inexact(fun: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """`jax.tree.map` over the inexact leaves of `tree`; all others pass unchanged.
+    """`jax.tree.map` over the inexact leaves of `tree`; all others pass unchanged."""
 
-    Args:
-      fun: takes an inexact leaf, and the corresponding leaves of `rest`.
-      tree: any pytree. Its leaves decide what `fun` is applied to.
-      *rest: pytrees of which `tree` is a prefix, as for `jax.tree.map`.
+    def map_leaf(leaf: Any, *others: Any) -> Any:
+        return fun(leaf, *others) if is_inexact(leaf) else leaf
 
-    Returns:
-      A pytree of the structure of `tree`.
-    """
-    return jax.tree.map(
-        lambda leaf, *others: fun(leaf, *others) if is_inexact(leaf) else leaf,
-        tree,
-        *rest,
-    )
+    return jax.tree.map(map_leaf, tree, *rest)
 
 
 def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Paths and leaves of those leaves of a tree that hold floating-point numbers."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    pairs = [
-        (jax.tree_util.keystr(path), leaf) for path, leaf in pairs if is_inexact(leaf)
-    ]
-    return tuple(path for path, _ in pairs), [leaf for _, leaf in pairs]
+    """The paths of the inexact leaves of a tree, and these leaves."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    pairs = [(path, leaf) for path, leaf in pairs if is_inexact(leaf)]
+    return tuple(jax.tree_util.keystr(p) for p, _ in pairs), [leaf for _, leaf in pairs]
 
 
 def promote_to_float32(tree: T) -> T:

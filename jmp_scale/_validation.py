@@ -25,29 +25,20 @@ _WORDS = {
 _BETWEEN = {
     "factor": (1, math.inf, "a finite number > 1"),
     "backoff_factor": (0, 1, "a number in (0, 1), or None for 1 / factor"),
-    "min_loss_scale": (
-        -math.ulp(0),
-        math.inf,
-        "a finite number >= 0 (0 means 2**-126)",
-    ),
+    "min_loss_scale": (-5e-324, math.inf, "a finite number >= 0 (0 means 2**-126)"),
     "max_loss_scale": (0, math.inf, "a finite number > 0 (2.**126 means no cap)"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Checks the arguments of one public function.
-
-    Attributes:
-      function: the name of that function, with which each error begins.
-      names: what errors call an argument, where this differs from its name here.
-    """
+    """Checks the arguments of one public function, with whose name errors begin."""
 
     function: str
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def name(self, argument: str) -> str:
-        """What errors call an argument."""
+        """The name that errors give an argument."""
         return self.names.get(argument, argument)
 
     def message(self, argument: str, allowed: str, value: Any) -> str:
@@ -55,8 +46,8 @@ class Arguments:
         # Longer ones Python does not print.
         is_long = isinstance(value, int) and abs(value) >= 2**1024
         got = f"an integer of {value.bit_length()} bits" if is_long else repr(value)
-        argument = self.name(argument)
-        return f"{self.function}: expected {argument} to be {allowed}, got {got}"
+        name = self.name(argument)
+        return f"{self.function}: expected {name} to be {allowed}, got {got}"
 
     def require(self, condition: bool, argument: str, value: Any, allowed: str) -> None:
         """Raises a `ValueError` about `argument` unless `condition` holds."""
@@ -64,11 +55,7 @@ class Arguments:
             raise ValueError(self.message(argument, allowed, value))
 
     def number(self, argument: str, value: Any) -> float:
-        """`value` as a Python number, infinite if it is beyond float64.
-
-        Raises:
-          TypeError: `value` is not a number, or not known while tracing.
-        """
+        """`value` as a Python number, infinite if it is beyond float64."""
         is_number = isinstance(value, (int, float, *_ARRAYS))
         if not is_number or isinstance(value, (bool, np.bool_)):
             raise TypeError(self.message(argument, "a real number", value))

@@ -1,8 +1,8 @@
 """Checkpoints from before loss scaling, or from before a guard against spikes.
 
-A checkpoint of a state with a loss scale needs nothing from this module: S and its
-counter are named leaves, which Orbax, `flax.serialization` and pickle save and restore
-like all others. Period, bounds and other arguments come from the code that restores.
+A checkpoint of a state with a loss scale needs nothing from this module: Orbax,
+`flax.serialization` and pickle save and restore S and its counter like all other
+leaves. Period, bounds and other arguments come from the code that restores.
 
 For an Optax state from before loss scaling, one line is enough. Restore into the state
 of the wrapped optimizer, and put that into the new state:
@@ -53,9 +53,8 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     Raises:
       ValueError: `state` has no loss scale or an abstract one; the checkpoint has other
         leaves than the template (it is foreign, incomplete, or already has a loss
-        scale), or leaves of another shape or dtype, or leaves that were not read
-        (Orbax's partial restore leaves a `ShapeDtypeStruct`). Whatever `load` raises
-        passes through.
+        scale), of another shape or dtype, or some that were not read (Orbax's partial
+        restore). Whatever `load` raises passes through.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -103,8 +102,8 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
             "optimizer is wrapped in with_loss_scale"
         )
     leaves, structure = jax.tree.flatten(state)
-    # The form on disk, of the numbers of the leaves: what is read finds its place by
-    # its name there, because loaders that ignore the template sort by name.
+    # The form on disk, with the leaves' numbers: loaders that ignore the template sort
+    # by name, so what is read finds its place by its name there.
     numbers = jax.tree.map(
         lambda x: _older(x, without) if is_loss_scale_state(x) else x,
         jax.tree.unflatten(structure, range(len(leaves))),
@@ -117,8 +116,7 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
     for name, leaf in _checked(function, saved, like).items():
         leaves[places[name]] = leaf
     state = jax.tree.unflatten(structure, leaves)
-    # What is not on disk keeps its value of `state`, which must be one: an abstract S
-    # fails only in the first compiled step, far from here.
+    # What is not on disk stays: an abstract S would fail only in the first step.
     named = _named_leaves(state)
     if abstract := [name for name, leaf in named.items() if _is_abstract(leaf)]:
         raise ValueError(
@@ -156,23 +154,17 @@ def _pruned(tree: Any) -> Any:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path, in order; tuples with names, dicts and lists as on disk."""
-
-    def name(key: Any) -> str:
-        # A dict's key, a list's index and a tuple's field name are all strings on disk.
-        return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(map(name, path)): leaf for path, leaf in paths}
+    """Leaves by path. On disk keys, indices and names of fields are all strings."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
 
 
 def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
-    # Functions, which an Equinox model has as leaves, are not saved.
+    # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or _is_abstract(x)}
     missing, foreign = data.keys() - saved.keys(), saved.keys() - like.keys()
-    # Orbax's partial restore leaves the template's own ShapeDtypeStruct in place of
-    # what it did not read.
+    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
     unread = {x for x in data.keys() & saved.keys() if not is_data(saved[x])}
     if missing or foreign or unread:
         raise ValueError(
@@ -188,8 +180,7 @@ def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, An
 
 def _array(function: str, name: str, value: Any, like: Any) -> Any:
     dtype, expected = (getattr(x, "dtype", None) for x in (value, like))
-    # A Python number has no dtype that could differ. JAX gives it one with the first
-    # step.
+    # A Python number has no dtype before the first step.
     differs = None not in (dtype, expected) and dtype != expected
     if differs or jnp.shape(value) != jnp.shape(like):
         raise ValueError(
@@ -197,8 +188,7 @@ def _array(function: str, name: str, value: Any, like: Any) -> Any:
             f"{dtype or type(value)} in the checkpoint, but {jnp.shape(like)} and "
             f"{expected or type(like)} in state"
         )
-    # NumPy arrays cannot be donated, and Python numbers and float64 scalars are other
-    # types for `jit`.
+    # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
     is_array = isinstance(value, jax.Array) or expected is None
     return value if is_array else jnp.asarray(value, expected)
 

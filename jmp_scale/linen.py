@@ -26,8 +26,8 @@ from ._tree import map_inexact, select_tree
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` with a loss scale: a skipped step leaves all as it was.
 
-    A train step is the one of Flax's examples with two lines changed: the gradients
-    come from `state.value_and_grad`, and whatever else the step computed is given to
+    The train step of Flax's examples changes in two lines: the gradients come from
+    `state.value_and_grad`, and whatever else the step computed is given to
     `apply_gradients`, which drops all of it on a skipped step.
 
     ```python
@@ -43,8 +43,8 @@ class TrainState(train_state.TrainState):
 
     All other fields are Flax's; subclass it for more of them (`batch_stats: Any`).
 
-    **float8.** Where `params` has Flax's collection `_overwrite_with_gradient`, its
-    "gradients" are the next scales and histories of maxima, and are never unscaled. An
+    **float8.** The "gradients" of Flax's collection `_overwrite_with_gradient` in
+    `params` are the next scales and histories of maxima, and are never unscaled. An
     applied step replaces them, a skipped one keeps them, and a step in which one of
     them becomes NaN or infinite is skipped. Overflows of float8's own range are
     invisible: float8 operations saturate (at 57344 in the backward pass) until their
@@ -178,10 +178,7 @@ def _without_float8(tree: Any) -> tuple[Any, Any]:
 
 
 def _is_finite(new: Any, old: Any) -> jax.Array:
-    """Whether no float8 scale or maximum becomes NaN or infinite.
-
-    Gradients do not show it, because float8 operations saturate.
-    """
+    """Whether no float8 scale or maximum becomes NaN or infinite."""
 
     def news(new: Any, old: Any) -> jax.Array:
         # A history that Flax saved with an infinite maximum must not skip every step.

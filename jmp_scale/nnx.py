@@ -69,8 +69,8 @@ def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
 class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` with a loss scale: a skipped step leaves all as it was.
 
-    A train step is the one of Flax's examples with two lines changed: the gradients
-    come from `optimizer.value_and_grad`, and `update` is passed the loss.
+    The train step of Flax's examples changes in two lines: the gradients come from
+    `optimizer.value_and_grad`, and `update` is passed the loss.
 
     ```python
     loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)
@@ -84,19 +84,16 @@ class Optimizer(nnx.Optimizer):
 
     **What the forward pass wrote.** The forward pass of an NNX model writes to the
     model: BatchNorm statistics, random streams, caches. Where the step will be skipped,
-    a spike included, `value_and_grad` puts all of it back, in every module among the
-    arguments of the loss function. Variables may hold anything: arrays, numbers, dicts,
-    None.
+    `value_and_grad` puts all of it back, in every module among the arguments of the
+    loss function, whatever its variables hold.
 
     - `value_and_grad` decides as `update` will, from its own loss and gradients. With a
-      guard, pass `value` to `update`: without it, `value_and_grad`, which knows the
-      loss, and `update` judge differently. Where the gradients are changed or added up
-      in between, or `value` is another loss, a step can be skipped whose statistics
-      stay. They are finite in any case.
-    - A compiled step has one structure. Where the forward pass makes a new variable, or
-      changes a variable's structure or shape (`sow` appends to a tuple, a cache grows),
-      that stays on a skipped step too: entries that were there before are put back, and
-      new ones keep their values, with 0 in place of those that are not finite.
+      guard, pass `value` to `update`, which otherwise judges without the loss. Where
+      the gradients are changed or added up in between, or `value` is another loss, a
+      step can be skipped whose statistics stay. They are finite in any case.
+    - A compiled step has one structure. A new variable, or a new structure or shape of
+      one (`sow` appends to a tuple, a cache grows), stays on a skipped step too: its
+      old entries are put back, and 0 stands for new ones that are not finite.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
 
     To accumulate gradients, pass an `optax.MultiSteps` as `tx` instead of adding them:
@@ -229,8 +226,7 @@ class Optimizer(nnx.Optimizer):
         step = _with_arrays(self.step)
         updates = super().update(model, grads, value=value, **kwargs)
         applied = _with_arrays(self.opt_state.applied)
-        # nnx.Optimizer has counted the call already
-        # (test_a_skipped_step_leaves_all_that_training_keeps_bit_identical).
+        # nnx.Optimizer has counted the call already.
         self.step[...] = select_tree(applied, _with_arrays(self.step), step)
         return updates
 
@@ -249,24 +245,19 @@ def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) 
     """`argnums` with the filter `wrt` for plain positions, none of them negative."""
     if isinstance(argnums, Sequence):
         return tuple(_diff_states(argnum, wrt, count, kwargs) for argnum in argnums)
-    is_state = isinstance(argnums, nnx.DiffState)
-    position, wrt = (argnums.argnum, argnums.filter) if is_state else (argnums, wrt)
-    position = position + count if position < 0 else position
-    if not is_state and _in_tree_mode(kwargs):
-        return position
-    return nnx.DiffState(position, wrt)
+    if isinstance(argnums, nnx.DiffState):
+        return argnums
+    position = argnums + count if argnums < 0 else argnums
+    return position if _in_tree_mode(kwargs) else nnx.DiffState(position, wrt)
 
 
 def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
     """Whether `nnx.value_and_grad` takes positions only, in a mode of newer Flax."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
-    for argument, switch in modes.items():
-        value = kwargs.get(argument)
-        if value is None and hasattr(nnx, switch):
-            value = getattr(nnx, switch).current_value()
-        if value is False:
-            return True
-    return False
+    known = {name: mode for name, mode in modes.items() if hasattr(nnx, mode)}
+    values = {name: getattr(nnx, mode).current_value() for name, mode in known.items()}
+    values |= {name: x for name, x in kwargs.items() if name in known and x is not None}
+    return False in values.values()
 
 
 def _has_modules(tree: Any) -> bool:
@@ -283,11 +274,8 @@ def _is_node(x: Any) -> bool:
 
 
 def _leaves_of(nodes: list[Any]) -> dict[Any, dict[Any, Any]]:
-    """Leaves, by path, of every variable that a forward pass may change, by path.
-
-    Not their values: the forward pass may write to a dict or a list in place.
-    """
-    variables = _variables(nodes)
+    """Leaves, by path, of every variable that a forward pass may change, by path."""
+    variables = _variables(nodes)  # leaves: a dict may be written in place
     return {path: dict(jax.tree_util.tree_leaves_with_path(x)) for path, x in variables}
 
 
@@ -318,13 +306,11 @@ def _select(keep: jax.Array, new: Any, old: Any) -> Any:
     if new is old or not is_data(new):
         return new
     if is_data(old) and jnp.shape(old) == jnp.shape(new):
-        dtype, old_dtype = jax.typeof(new).dtype, jax.typeof(old).dtype
-        if not any(jnp.issubdtype(d, jax.dtypes.extended) for d in (dtype, old_dtype)):
+        dtype = jax.typeof(new).dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys are not cast
             old = jnp.asarray(old).astype(dtype)
-        if jax.typeof(old).dtype == dtype:
-            return jnp.where(keep, new, old)
+        return jnp.where(keep, new, old)
     if is_inexact(new):
-        # There is nothing to go back to, and a NaN in a statistic would never leave it
-        # (test_what_the_forward_pass_makes_or_lets_grow_stays_and_is_finite_...).
+        # There is nothing to go back to, and a NaN in a statistic would never leave it.
         return jnp.where(keep | jnp.isfinite(new), new, jnp.zeros_like(new))
     return new

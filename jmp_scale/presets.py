@@ -383,14 +383,8 @@ def _dynamic(
 ) -> DynamicLossScale:
     """The loss scale of a framework's arguments, with errors in its own words.
 
-    Args:
-      preset: the name of the preset.
-      given: its arguments, by the framework's names.
-      clamps_initial: whether the framework clamps an initial S beyond floor or cap,
-        which is an error otherwise.
-      grows_late: whether it compares its counter with the period before it increments
-        the counter, so that S grows one step late.
-      **fixed: fields of `DynamicLossScale` for which it has no argument.
+    An initial S beyond floor or cap is an error, or with `clamps_initial` that end.
+    With `grows_late` the counter is compared with the period before it is incremented.
     """
     names = {_FIELDS.get(name, name): name for name in given}
     # Neither floor nor cap, unless the framework has them.

@@ -55,8 +55,8 @@ def with_fields(tree: Any, /, **fields: Any) -> Any:
 def register(cls: type[Pytree]) -> None:
     """Makes a class a pytree.
 
-    By hand rather than with `jax.tree_util.register_dataclass`, whose unflatten calls
-    `__init__`: that checks leaves, for which JAX puts None, object() and the like.
+    Not by `jax.tree_util.register_dataclass`, whose unflatten calls `__init__`: that
+    checks leaves, for which JAX puts None, object() or a PartitionSpec.
     """
     _registered.add(cls)
     leaf_names = cls._leaf_names
@@ -109,8 +109,6 @@ def register_state_dict(cls: type) -> None:
 
 
 def _with_all_fields(cls: type, fields: Iterable[tuple[str, Any]]) -> Any:
-    # No `__init__`, so no checks: while JAX flattens and maps, leaves are None,
-    # object() or a PartitionSpec (test_any_placeholder_may_stand_for_a_leaf).
     instance = object.__new__(cls)
     set_field = object.__setattr__
     for name, value in fields:
@@ -136,8 +134,7 @@ def _from_state_dict(target: Any, state: Any) -> Any:
     expected = _to_state_dict(target)
     path = sys.modules["flax.serialization"].current_path()
     where = f"{type(target).__name__} at path {path}"
-    # Flax compares names only for its own kinds of containers: without this a truncated
-    # state is a KeyError (test_a_foreign_or_truncated_state_dict_is_a_clear_error).
+    # Flax compares names only for its own kinds of containers.
     if not isinstance(state, dict) or set(state) != set(expected):
         got = sorted(state) if isinstance(state, dict) else repr(state)
         raise ValueError(
@@ -152,8 +149,7 @@ def _from_state_dict(target: Any, state: Any) -> Any:
                 f"{where}: expected {name} of shape and dtype {wanted}, got {got}: "
                 f"{state[name]!r}"
             )
-    # Not by the constructor, which would refuse an S outside the bounds of the code
-    # that restores. And JAX arrays: what Flax reads from bytes are NumPy arrays, which
-    # cannot be donated.
+    # Not by the constructor, which refuses an S outside the bounds of the code that
+    # restores. JAX arrays, because the NumPy arrays of Flax cannot be donated.
     leaves = [jnp.asarray(state[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)

@@ -4,17 +4,9 @@ A checkpoint of a state with a loss scale needs nothing from this module: Orbax,
 `flax.serialization` and pickle save and restore S and its counter like all other
 leaves. Period, bounds and other arguments come from the code that restores.
 
-For an Optax state from before loss scaling, one line is enough. Restore into the state
-of the wrapped optimizer, and put that into the new state:
-
-```python
-restored = load({"params": params, "opt_state": opt_state.inner_state})
-opt_state = opt_state._replace(inner_state=restored["opt_state"])
-```
-
-`restore_without_loss_scale` does the same at any depth, also for a `TrainState` and
-for `nnx.state(optimizer)`, and checks that nothing is missing. `restore_without_guard`
-takes a checkpoint that has a loss scale, but no `SpikeGuard`.
+`restore_without_loss_scale` takes a checkpoint of the optimizer alone, at any depth of
+the state, also for a `TrainState` and for `nnx.state(optimizer)`.
+`restore_without_guard` takes one that has a loss scale, but no `SpikeGuard`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -145,7 +145,7 @@ class TrainState(train_state.TrainState):
         if new is not None:
             new = select_tree(opt_state.applied, new, old)
             replaced = {"params": params, OVERWRITE_WITH_GRADIENT: new}
-            # Flax makes a dict of a FrozenDict, and a step that does cannot be scanned.
+            # A step that turns a FrozenDict into a dict, as Flax's, cannot be scanned.
             params = core.copy(self.params, replaced)
         changes = _selected(opt_state.applied, changes, self)
         return self.replace(

@@ -78,9 +78,8 @@ class Optimizer(nnx.Optimizer):
     ```
 
     A skipped step leaves parameters, optimizer state and `step` bit-identical; `step`
-    counts applied steps here. `nnx.Optimizer(model, jmp_scale.with_loss_scale(tx,
-    loss_scale), wrt=nnx.Param)` skips too, but keeps non-finite BatchNorm statistics,
-    and its `step` counts every call.
+    counts applied steps here. A plain `nnx.Optimizer` of `with_loss_scale(tx, ...)`
+    skips too, but keeps non-finite BatchNorm statistics and counts every call.
 
     **What the forward pass wrote.** The forward pass of an NNX model writes to the
     model: BatchNorm statistics, random streams, caches. Where the step will be skipped,
@@ -156,10 +155,10 @@ class Optimizer(nnx.Optimizer):
 
         Args:
           loss_fn: the whole loss, a function of the model and more.
-          argnums: position of the model among the arguments of `loss_fn`, or several
-            positions, as for `nnx.value_and_grad`. Of a module, only the variables of
-            `wrt` are differentiated; `nnx.DiffState(position, filter)` says otherwise.
-            In Flax's tree mode (`graph=False`), which has no filters, all of them are.
+          argnums: position of the model among the arguments of `loss_fn`, or several.
+            Of a module, only the variables of `wrt` are differentiated, unless an
+            `nnx.DiffState(position, filter)` says otherwise. In Flax's tree mode
+            (`graph=False`), which has no filters, all of them are.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           **kwargs: further arguments of `nnx.value_and_grad`.
 

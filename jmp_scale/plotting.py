@@ -2,7 +2,7 @@
 
 Each function draws into the axes it is given, or into those of a new figure, and
 returns them: their titles, limits and legends are yours to change. Nothing is shown or
-written. All run on the host.
+written. All run on the host, and raise `TypeError` for a report of another kind.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,6 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
       The axes: steps by log2 S.
 
     Raises:
-      TypeError: something other than a `LossScaleHistory`, as in the other functions.
       ValueError: an empty history.
     """
     _check("plot_loss_scale", history, LossScaleHistory)
@@ -164,9 +163,8 @@ def plot_exponent_histogram(
     ):
         ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
         ax.text((start + end) / 2, 0.975, label, size="small", **words)
-    inside = (exponents >= left) & (exponents < right)
     bars = {"width": 0.9, "align": "edge", "color": BLUE, "zorder": 3}
-    ax.bar(exponents[inside] + 0.05, shares[inside], **bars)
+    ax.bar(exponents + 0.05, shares, **bars)
     lost = shares[exponents < flushed].sum()
     ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
     ax.set(xlabel="unscaled magnitude", ylabel="share of non-zero entries")

@@ -17,10 +17,8 @@ of range, under its own name. `dataclasses.replace(preset, min_loss_scale=1.0)` 
 what a preset has no argument for. It keeps `loss_scale`, `counter` and
 `hysteresis_left`: give these too if the start changes.
 
-A framework without a preset is written as a `DynamicLossScale`. If its counter is
-compared with the interval before it counts the step, S grows one step late, which is
-`period` + 1. DreamerV3 is an example: `DynamicLossScale(1e4, period=1001,
-min_loss_scale=1e-4, max_loss_scale=1e5, at_max="clamp")`.
+A framework without a preset is written as a `DynamicLossScale`. If S grows one step
+late there, its `period` is the framework's interval plus 1.
 
 Examples:
   >>> from jmp_scale import presets
@@ -214,29 +212,22 @@ def cerebras(
 ) -> DynamicLossScale:
     """Cerebras' `cstorch.amp.GradScaler` (2.10), `loss_scale="dynamic"`.
 
-    S doubles after `steps_per_increase` finite steps, halves at every overflow, and is
-    clamped to [min_loss_scale, max_loss_scale], also at the start (None: at the cap).
-    For cbfloat16 the cap is 2^31. `get_loss_scale` reads a section of its YAML.
-
-    Differs from most: as in `flax`, S grows one step late, on finite step
-    `steps_per_increase` + 1. The TensorFlow class `CSDynamicLossScale` does not: take
-    one less for it.
+    S doubles after `steps_per_increase` finite steps, one step late as in `flax`,
+    halves at every overflow, and is clamped to [min_loss_scale, max_loss_scale], also
+    at the start (None: at the cap). For cbfloat16 the cap is 2^31. `get_loss_scale`
+    reads a section of its YAML. The TensorFlow class `CSDynamicLossScale` is not late:
+    take one step less for it.
 
     Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Numbers
     of that form, 2e10 and above or 2e-10 and below, are read as powers of two, with a
-    `UserWarning`.
-
-    It has no `overflow_tolerance`, for the reason of `fairseq`.
+    `UserWarning`. It has no `overflow_tolerance`, for the reason of `fairseq`.
     """
     min_loss_scale = _meant("min_loss_scale", min_loss_scale)
     max_loss_scale = _meant("max_loss_scale", max_loss_scale)
     initial = max_loss_scale if initial_loss_scale is None else initial_loss_scale
-    given = {
-        "initial_loss_scale": _meant("initial_loss_scale", initial),
-        "steps_per_increase": steps_per_increase,
-        "min_loss_scale": min_loss_scale,
-        "max_loss_scale": max_loss_scale,
-    }
+    initial_loss_scale = _meant("initial_loss_scale", initial)
+    given = locals()
+    del given["initial"]
     return _dynamic(
         "cerebras", given, at_max="clamp", clamps_initial=True, grows_late=True
     )

@@ -16,7 +16,6 @@ import jax.extend
 import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend import source_info_util
 
 _LARGEST_CONSTANT = 1 << 16
@@ -42,6 +41,9 @@ _MARKS = words(
     "announce_jaxpr maybe_set nonbatchable nondifferentiable_backward nontraceable "
     "select_if_vmap unvmap_all unvmap_any unvmap_max vprim"
 )
+
+
+_text = functools.cache(str)  # the name of a dtype takes NumPy a microsecond
 
 
 class Traced(NamedTuple):
@@ -93,14 +95,11 @@ def size(atom: Any) -> int:
 
 def dtype_name(atom: Any) -> str:
     """Name of a variable's dtype, such as "float16"; "" if its type has none."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return "" if dtype is None else _name(dtype)
+    return _text(getattr(atom.aval, "dtype", ""))
 
 
 def constant(value: Any) -> np.ndarray | None:
     """A constant as a float64 array; None if it is large, or not a concrete number."""
-    if value is None or isinstance(value, Tracer):
-        return None
     with contextlib.suppress(Exception):
         if getattr(value, "size", 1) <= _LARGEST_CONSTANT:
             array = np.asarray(value)
@@ -112,7 +111,7 @@ def constant(value: Any) -> np.ndarray | None:
 def has_infinite_entries(value: Any) -> bool:
     """Whether a constant of any size is known to have infinite entries."""
     with contextlib.suppress(Exception):
-        return not isinstance(value, Tracer) and bool(np.isinf(value).any())
+        return bool(np.isinf(value).any())
     return False
 
 
@@ -140,15 +139,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def evaluate(eqn: Any, values: Sequence[Any], **params: Any) -> list[Any]:
-    """The results of one equation, with its source line and scopes.
+    """The results of one equation of these operands, with its source line and scopes.
 
-    Args:
-      eqn: the equation.
-      values: its operands, one for each of `eqn.invars`.
-      **params: parameters of its primitive to replace.
-
-    Returns:
-      One value for each of `eqn.outvars`.
+    `params` replace parameters of its primitive.
     """
     # As `jax.core.eval_jaxpr` does it, which needs a jaxpr for each equation.
     bound = eqn.primitive.get_bind_params({**eqn.params, **params})
@@ -168,13 +161,9 @@ def evaluate_all(
     inputs: Sequence[Any],
     change: Callable[[Any, Any], Any] = lambda var, value: value,
 ) -> list[jax.Array]:
-    """The outputs of a jaxpr, evaluated equation by equation.
+    """The outputs of a bare jaxpr, evaluated equation by equation.
 
-    Args:
-      jaxpr: the jaxpr, without its constants.
-      consts: their values.
-      inputs: its arguments.
-      change: takes a variable and its value, returns the value that it gets.
+    `change` takes a variable and its value, and returns the value that it gets.
     """
     arguments = [*consts, *inputs]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
@@ -203,7 +192,9 @@ def loop_of(eqn: Any) -> Loop | None:
     if eqn.primitive.name == "scan":
         return _scan_layout(eqn)
     if eqn.primitive.name == "while":
-        return _while_layout(eqn)
+        names = "body_jaxpr", "body_nconsts", "cond_nconsts"
+        body, consts, offset = (eqn.params[name] for name in names)
+        return Loop(body, consts, len(eqn.outvars), offset, None)
     return None
 
 
@@ -248,15 +239,8 @@ def known_primitives() -> frozenset[str]:
         for primitive in vars(module).values()
         if isinstance(primitive, jax.extend.core.Primitive)
     }
-    # By name, since JAX has no list of its primitives. What is on neither list is
-    # reported as unread, instead of passing as clean
-    # (test_a_foreign_primitive_is_not_looked_into).
+    # By name, because JAX has no list of its primitives.
     return _UNLISTED | _MARKS | listed
-
-
-@functools.cache
-def _name(dtype: Any) -> str:
-    return str(dtype)
 
 
 def _jaxprs_in(value: Any) -> Iterator[Any]:
@@ -282,19 +266,4 @@ def _scan_layout(eqn: Any) -> Loop | None:
     # here, and its body is walked through without facts.
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
-    trips = eqn.params.get("length")
-    if not isinstance(trips, int):
-        stacked = [shape(a)[0] for a in (*eqn.invars[held:], *eqn.outvars[carry:])]
-        trips = stacked[0] if stacked else None
-    return Loop(bodies[0], held - carry, carry, 0, trips)
-
-
-def _while_layout(eqn: Any) -> Loop | None:
-    carry, body = len(eqn.outvars), eqn.params.get("body_jaxpr")
-    if body is None:
-        return None
-    inner, _ = open_jaxpr(body)
-    offset = len(eqn.invars) - len(inner.invars)
-    if offset < 0 or len(inner.invars) < carry or len(inner.outvars) != carry:
-        return None
-    return Loop(body, len(inner.invars) - carry, carry, offset, None)
+    return Loop(bodies[0], held - carry, carry, 0, eqn.params["length"])

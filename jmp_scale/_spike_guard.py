@@ -22,7 +22,6 @@ _LOSS_FLOOR = 0.02
 _LONE_NORM, _LARGEST_LONE_NORM = 8 / 3, 2 / 3
 
 _FEWEST_STEPS = 20  # that a mean and a deviation need
-_LARGEST_LOSS = 1e38  # so that no difference of two overflows float32
 _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 
 
@@ -58,17 +57,12 @@ class SpikeGuard(_pytree.Pytree):
     Nothing leaps before `warmup` accepted steps. Within these a leap enters only as far
     as the threshold, and a leap down starts the statistics again, so that one huge step
     does not blind the guard. Steps without gradients enter only before all others, but
-    their loss can leap.
-
-    A finite loss that leaps is a spike also where its gradients overflow, because no S
-    would have helped. Any other non-finite step is not, and none changes the
-    statistics. After `max_in_a_row` spikes a leap is let through, so that a new level
-    cannot stop a run; if it overflows, S follows. Leaps that return after ordinary
-    steps (rare rewards) are all skipped.
+    their loss can leap. So can that of gradients that overflow; no other step that is
+    not finite is a spike, and none changes the statistics.
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
-    its leaves, one set for each member under `vmap`. All devices see the largest loss
-    and norm of them, so that one bad shard skips the step on all.
+    its leaves. All devices see the largest loss and norm of them, so that one bad shard
+    skips the step on all.
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes` (means
     and deviations of a window of losses and norms), here with exponential windows,
@@ -160,9 +154,8 @@ class SpikeGuard(_pytree.Pytree):
     ) -> tuple[jax.Array, "SpikeGuard"]:
         """Whether a step is a spike, and the guard after it.
 
-        Args:
-          loss: f32, the unscaled loss, NaN if it is not finite on all devices, or None
-            where it is not known. All arguments must be equal on all devices.
+        Args (equal on all devices):
+          loss: f32, the unscaled loss, NaN if it is not finite, None if not known.
           norm: f32, the global norm of the unscaled gradients.
           finite: bool, whether loss and gradients are finite.
         """
@@ -173,7 +166,7 @@ class SpikeGuard(_pytree.Pytree):
         if loss is not None:
             # Known also where the gradients overflow: a spike may do both.
             known = jnp.isfinite(loss)
-            loss = jnp.clip(jnp.where(known, loss, 0), -_LARGEST_LOSS, _LARGEST_LOSS)
+            loss = jnp.where(known, loss, 0)
             # With a margin loss that is mostly 0 (no gradient), every rare non-zero
             # loss would be a spike.
             tells = has_norm | (finite & (self.norm_steps == 0))
@@ -193,8 +186,7 @@ class SpikeGuard(_pytree.Pytree):
             # A leap that is accepted begins a new level: as if nothing had been seen.
             start = jax.tree.map(lambda s: jnp.where(leaps, 0, s), statistics)
             new = self._learned(_Statistics(*start), x)
-            for field in ("mean", "deviation", "steps"):
-                a, b = getattr(new, field), getattr(statistics, field)
+            for field, a, b in zip(new._fields[:3], new, statistics, strict=False):
                 leaves[f"{name}_{field}"] = jnp.where(accepted & enters, a, b)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
         leaves["in_a_row"] = jnp.where(accepted, 0, in_a_row)

@@ -1,6 +1,7 @@
 """The dynamic loss scale: it follows the overflows."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -34,15 +35,15 @@ class DynamicLossScale(_pytree.Pytree):
     ```
 
     S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
-    after the third step and 32 after the sixth; an overflow halves S and restarts the
-    count. With a factor that is not a power of two, each change of S may differ
-    from this rule by 1 ulp under `jit`, where XLA multiplies by reciprocals.
+    after the third step and 32 after the sixth. With a factor that is not a power of
+    two, each change of S may differ from this rule by 1 ulp under `jit`, where XLA
+    multiplies by reciprocals.
 
     A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
-    `hysteresis_left` with hysteresis). Everything else is static. The leaves have the
-    same types whatever is passed, and `adjust` keeps them: one compilation, and a valid
-    `lax.scan` carry. Under `vmap` the leaves may have a leading axis. Fields that a
-    subclass adds are static.
+    `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`. All
+    other fields are static, also those that a subclass adds. The leaves have the same
+    types whatever is passed, and `adjust` keeps them: one compilation, and a valid
+    `lax.scan` carry.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
     first five arguments are those of jmp 0.0.4; hysteresis is that of Megatron-LM,
@@ -150,16 +151,8 @@ class DynamicLossScale(_pytree.Pytree):
         """Divides by S, in float32 or wider, so that what scaling saved is kept.
 
         Give it the gradients of the loss that this very S scaled: before `adjust`, and
-        before any mean over devices or micro-batches.
-
-        Args:
-          tree: pytree; the same leaves as in `scale` pass unchanged.
-
-        Returns:
-          The same structure and dtypes as from `scale`. Exact when S is a power of two.
-
-        Raises:
-          ValueError: S has a shape other than ().
+        before any mean over devices or micro-batches. Leaves, dtypes and errors are
+        those of `scale`. Exact when S is a power of two.
         """
         return multiply("unscale", tree, self.loss_scale, inverse=True)
 
@@ -180,12 +173,13 @@ class DynamicLossScale(_pytree.Pytree):
           ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.
         """
         self._check_flag("grads_finite", grads_finite)
-        new = _select(grads_finite, self._after_finite(), self._after_overflow())
+        cases = self._after_finite(), self._after_overflow()
+        new = jax.tree.map(functools.partial(jnp.where, grads_finite), *cases)
         # The default is a Python True, which costs no second select
         # (test_a_part_of_the_rule_that_is_not_used_costs_no_operation).
         if loss_finite is not True:
             self._check_flag("loss_finite", loss_finite)
-            new = _select(loss_finite, new, self)
+            new = jax.tree.map(functools.partial(jnp.where, loss_finite), new, self)
         return new
 
     def _after_finite(self) -> "DynamicLossScale":
@@ -240,15 +234,6 @@ class DynamicLossScale(_pytree.Pytree):
                 f"loss_scale, got {jnp.result_type(flag)}{list(shape)}; reduce it with "
                 "all_finite, or vmap adjust"
             )
-
-
-def _select(
-    pred: ArrayLike, on_true: DynamicLossScale, on_false: DynamicLossScale
-) -> DynamicLossScale:
-    def select_leaf(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(pred, a, b)
-
-    return jax.tree.map(select_leaf, on_true, on_false)
 
 
 _pytree.register(DynamicLossScale)

@@ -189,19 +189,12 @@ def _as_array(leaf: Any) -> jax.Array:
 
 
 class _Reading(NamedTuple):
-    """What is read of arrays, and how.
+    """What is read of arrays, and how."""
 
-    Attributes:
-      parts: of an array, arrays of its shape that are reduced.
-      combine: reduces two entries to one.
-      initial: the entry that changes no other.
-      joined: of reduced parts [n, k], the result.
-    """
-
-    parts: Callable[[jax.Array], Arrays]
-    combine: Callable[[Any, Any], Any]
-    initial: Any
-    joined: Callable[[jax.Array], jax.Array]
+    parts: Callable[[jax.Array], Arrays]  # of an array, those that are reduced
+    combine: Callable[[Any, Any], Any]  # two entries
+    initial: Any  # the entry that changes no other
+    joined: Callable[[jax.Array], jax.Array]  # reduced parts [n, k] to the result
 
 
 def _read(reading: _Reading, arrays: Arrays) -> jax.Array:
@@ -308,7 +301,7 @@ def _in_groups(reading: _Reading, *arrays: jax.Array) -> jax.Array:
         group = map(reading.parts, arrays[start : start + GPU_GROUP])
         parts = [part for parts in group for part in parts]
         reduced += _reduced(reading, parts)
-    return _stacked(reduced, len(arrays))
+    return jnp.stack(reduced).reshape(len(arrays), -1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -325,7 +318,7 @@ def _by_product(reading: _Reading, *arrays: jax.Array) -> jax.Array:
         bad = (~finite).astype(jnp.bfloat16).reshape(-1, finite.shape[-1])
         counts = jnp.ones((8, bad.shape[0]), jnp.bfloat16) @ bad
         flags.append(counts.max() == 0)
-    return _stacked(flags, len(arrays))
+    return jnp.stack(flags)[:, None]
 
 
 def _is_for_product(reading: _Reading, array: jax.Array) -> bool:
@@ -340,11 +333,6 @@ def _combined(reading: _Reading, *arrays: jax.Array) -> Arrays:
         functools.reduce(reading.combine, [_reduced(reading, [x])[0] for x in parts])
         for parts in zip(*map(reading.parts, arrays), strict=True)
     ]
-
-
-def _stacked(parts: Arrays, count: int) -> jax.Array:
-    """Reduced parts of `count` arrays: bool[count, k] or f32[count, k]."""
-    return jnp.stack(parts).reshape(count, -1)
 
 
 def _reduced(

@@ -37,9 +37,7 @@ def value_and_grad(
     the gradients of replicated parameters over the axis: divide by its size there.
 
     Flax's float8 collection `_overwrite_with_gradient` comes back as `transform` gave
-    it, wherever it is in a tree: it holds new values, not gradients. For a framework
-    whose transform does not return what JAX's does, call `loss_scale.scale` on the loss
-    and `loss_scale.unscale` on the gradients instead of this function.
+    it: it holds new values, not gradients.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -71,15 +69,9 @@ def value_and_grad(
       >>> float(loss), grads.tolist()
       (2.0, [2.0, 2.0])
     """
-    differentiated = _differentiated(
+    return _differentiated(
         "value_and_grad", fun, loss_scale, argnums, has_aux, transform, kwargs
     )
-
-    def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
-        output, grads = differentiated(*args, **fun_kwargs)
-        return (tuple(output) if has_aux else output.loss), grads
-
-    return unscaled_value_and_grad
 
 
 def grad(
@@ -107,8 +99,8 @@ def grad(
     )
 
     def unscaled_grad(*args: Any, **fun_kwargs: Any) -> Any:
-        output, grads = differentiated(*args, **fun_kwargs)
-        return (grads, output.aux) if has_aux else grads
+        value, grads = differentiated(*args, **fun_kwargs)
+        return (grads, value[1]) if has_aux else grads
 
     return unscaled_grad
 
@@ -128,8 +120,8 @@ def _differentiated(
     has_aux: bool,
     transform: Callable[..., Any],
     kwargs: dict[str, Any],
-) -> Callable[..., tuple[_Output, Any]]:
-    """A function that returns what `fun` does, unscaled, and unscaled gradients."""
+) -> Callable[..., tuple[Any, Any]]:
+    """`value_and_grad`, whose errors name `function`."""
     # Here, not at the first call: the traceback of an error then ends in the user's
     # line.
     numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
@@ -157,14 +149,15 @@ def _differentiated(
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
-    def differentiated(*args: Any, **fun_kwargs: Any) -> tuple[_Output, Any]:
+    def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
         result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
         # Unscaling widens already, except for a NoOpLossScale, which returns the
         # float16 gradients themselves.
-        return output, widen_gradients(loss_scale.unscale(grads))
+        value = tuple(output) if has_aux else output.loss
+        return value, widen_gradients(loss_scale.unscale(grads))
 
-    return differentiated
+    return unscaled_value_and_grad
 
 
 def checked_output(function: str, output: Any, has_aux: bool) -> _Output:

@@ -104,13 +104,13 @@ def adjust(
 def checked_loss_scale(function: str, value: Any) -> LossScale:
     """`value`, which must be a loss scale.
 
-    Args:
-      function: name of the caller's public function, for the error.
-      value: what its user gave.
-
     Raises:
-      TypeError: `value` is not a loss scale; the message says how to get one from it.
+      TypeError: it is not; the message names `function` and says how to get one.
     """
+
+    def is_loss_scale(x: Any) -> bool:
+        return isinstance(x, LossScale)
+
     if isinstance(value, LossScale):
         return value
     got, cure = f"a {type(value).__name__}", "pass DynamicLossScale() or another one"
@@ -122,7 +122,7 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
         cure = f"pass jmp_scale.get_loss_scale({value!r})"
     elif isinstance(getattr(value, "loss_scale", None), LossScale):
         cure = "pass its .loss_scale"
-    elif any(isinstance(x, LossScale) for x in _leaves_and_loss_scales(value)):
+    elif any(map(is_loss_scale, jax.tree.leaves(value, is_leaf=is_loss_scale))):
         cure = (
             "pass the loss scale in it, for an optimizer state "
             'optax.tree.get(opt_state, "loss_scale")'
@@ -156,10 +156,6 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
 def number_of(loss_scale: Any) -> Any:
     """S of a loss scale, or what is given in place of one: a number or an array."""
     return getattr(loss_scale, "loss_scale", loss_scale)
-
-
-def _leaves_and_loss_scales(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScale))
 
 
 for _cls in (NoOpLossScale, StaticLossScale):

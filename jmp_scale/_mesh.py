@@ -168,7 +168,14 @@ def checked_specs(
             "with jax.set_mesh(mesh)"
         )
     for leaf, spec in zip(leaves, leaf_specs, strict=True):
-        _check_spec(leaf.shape, spec, mesh)
+        # shard_map would refuse it too, but its error is about its own arguments.
+        if not _divides(spec, leaf.shape, mesh):
+            raise ValueError(
+                "all_finite: expected specs of axes of the mesh that divide each leaf "
+                f"into shards of equal size, got {spec} for a leaf of shape "
+                f"{leaf.shape} on a mesh of {dict(mesh.shape)}; leave specs out, and "
+                "XLA finds the shards itself"
+            )
     return leaf_specs, mesh
 
 
@@ -193,29 +200,14 @@ def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
     return leaves
 
 
-def _check_spec(shape: tuple[int, ...], spec: PartitionSpec, mesh: Any) -> None:
-    got = f"got {spec} for a leaf of shape {shape}"
-    if any(part is PartitionSpec.UNCONSTRAINED for part in spec):
-        raise ValueError(
-            f"all_finite: expected mesh axes or None in specs, {got}; write None for "
-            "dimensions that are not sharded, or leave specs out"
-        )
-    unknown = sorted(named_axes(spec) - set(mesh.axis_names))
-    if unknown:
-        raise ValueError(
-            f"all_finite: expected specs that name the mesh's axes {mesh.axis_names}, "
-            f"got {unknown}"
-        )
-    # shard_map would refuse it too, but its error is about its own arguments, which the
-    # user has not written.
-    shards = [math.prod(mesh.shape[axis] for axis in _names(part)) for part in spec]
-    sizes = zip(shape, shards, strict=False)
-    if len(spec) > len(shape) or any(size % count for size, count in sizes):
-        raise ValueError(
-            "all_finite: expected specs that divide the dimensions of each leaf into "
-            f"shards of equal size, {got}, which asks for {shards} of them; leave "
-            "specs out, and XLA finds the shards itself"
-        )
+def _divides(spec: PartitionSpec, shape: tuple[int, ...], mesh: Any) -> bool:
+    """Whether a spec divides an array into shards of equal size."""
+    is_known = PartitionSpec.UNCONSTRAINED not in spec
+    if not (is_known and named_axes(spec) <= set(mesh.axis_names)):
+        return False
+    counts = [math.prod(mesh.shape[axis] for axis in _names(part)) for part in spec]
+    sizes = zip(shape, counts, strict=False)
+    return len(spec) <= len(shape) and not any(size % n for size, n in sizes)
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:

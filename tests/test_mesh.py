@@ -327,7 +327,9 @@ def test_specs_are_joined_whatever_the_axis_name(axis_name):
     [
         ({"a": P("i")}, None, ValueError, "for specs, got none; give mesh= or set one"),
         (None, ONE_AXIS, ValueError, "expected specs.* with mesh; got mesh alone"),
-        (P(("i", "k")), TWO_AXES, ValueError, r"axes \('i', 'j'\), got \['k'\]"),
+        (P(("i", "k")), TWO_AXES, ValueError, r"\(8,\) on a mesh of {'i': 4, 'j': 2}"),
+        (P("i", "j"), TWO_AXES, ValueError, "shards of equal size, got P.*'i', 'j'"),
+        (P(P.UNCONSTRAINED, "i"), TWO_AXES, ValueError, "shards of equal size, got P"),
         ({"b": P("i")}, ONE_AXIS, ValueError, "the structure of tree or of a prefix"),
         ({"a": "i"}, ONE_AXIS, TypeError, "a PartitionSpec for each leaf .* got 'i'"),
         ({"a": None}, ONE_AXIS, TypeError, "a PartitionSpec for each leaf .* got None"),

@@ -492,9 +492,9 @@ def sharding_constraint(w, x):
 
 @program
 def deep_program(w, x):
-    for i in range(100):
+    for i in range(40):
         x = x + 0.001 * jnp.sin(x + i)
-        if i % 10 == 0:
+        if i % 4 == 0:
             x = layer(w / 4, x)
     return mean_square(x)
 

@@ -129,13 +129,12 @@ def test_an_nnx_optimizer_comes_back(round_trip):
     assert float(optimizer.loss_scale.loss_scale) == 2.0**11
 
 
-ORDERS = {
-    "flax first": "import flax.serialization; import jmp_scale as jmp",
-    "flax last": "import jmp_scale as jmp; import flax.serialization",
-}
+FLAX_FIRST = "import flax.serialization; import jmp_scale as jmp"
+FLAX_LAST = "import jmp_scale as jmp; import flax.serialization"
+ORDERS = [pytest.param(FLAX_FIRST, marks=pytest.mark.slow), FLAX_LAST]
 
 
-@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("imports", ORDERS)
 def test_flax_serialization_knows_loss_scales_also_without_our_flax_modules(imports):
     code = f"""
 {imports}

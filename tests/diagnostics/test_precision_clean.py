@@ -23,7 +23,7 @@ F32 = jnp.float32
 DIM, HEADS, LENGTH, VOCABULARY = 32, 4, 16, 64
 
 
-@pytest.fixture(params=["float16", "bfloat16"])
+@pytest.fixture(params=["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def half(request):
     return request.param
 
@@ -354,6 +354,7 @@ def test_flax_nnx(half):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
+@pytest.mark.slow
 def test_the_quick_start_and_the_models_of_the_examples(monkeypatch):
     root = pathlib.Path(__file__).parents[2]
     monkeypatch.syspath_prepend(root / "examples")

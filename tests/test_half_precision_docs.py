@@ -49,7 +49,9 @@ def test_the_page_has_the_five_libraries():
     assert list(RECIPES) == names
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("library", RECIPES)
 def test_a_recipe_is_clean_and_wholly_in_half_precision(library, dtype, batch):
     loss_fn, params, transform = recipe(library, batch, dtype)
@@ -107,7 +109,7 @@ def test_haiku_takes_a_policy_for_its_norms():
 
     model = hk.without_apply_rng(hk.transform(network))
     x = jnp.ones((2, 8))
-    params = model.init(jax.random.key(0), x)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
 
     def loss_fn(params, x):
         y = model.apply(*half.cast_to_compute((params, x)))

@@ -128,7 +128,7 @@ def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
     assert_bitwise_equal(history_of(step, PARAMS, start, STEPS), runs(name)[0])
 
 
-@each_optimizer(quick={"sam"})
+@each_optimizer(quick={"momentum"})
 def test_without_jit_a_skip_is_whole_and_a_step_is_that_of_the_optimizer(name):
     tx, inner = jmp_scale.with_loss_scale(OPTIMIZERS[name]), OPTIMIZERS[name]
     with jax.disable_jit():

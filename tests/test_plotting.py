@@ -1,5 +1,6 @@
 """The figures show the numbers of the reports, in the axes that are given."""
 
+import functools
 import sys
 
 import jax.numpy as jnp
@@ -80,6 +81,7 @@ def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
     assert "skipped: gradients not finite (1)" in words(ax)
 
 
+@functools.cache
 def spike_history(spikes=(3,), loss=2.0, limits=True):
     """Ten steps, of which some were skipped as spikes."""
     guard = jmp_scale.SpikeGuard(

@@ -104,6 +104,7 @@ def end(tx, params, grads, values):
 SCHEDULE = optax.constant_schedule(0.01)
 
 
+@pytest.mark.slow
 def test_a_factor_of_zero_does_not_keep_a_nan_out_and_a_select_does():
     seen = jnp.append(jnp.ones(100), jnp.nan)  # gradients and losses
     grads = seen[:, None] * jnp.ones((1, 2))

@@ -8,6 +8,8 @@ import re
 import jax
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/myths.md").read_text()
 BLOCK = r'## "([^"]+)"(.*?)(?=\n## |\Z)'
 SECTIONS = dict(re.findall(BLOCK, PAGE, re.DOTALL))
@@ -34,7 +36,6 @@ def claimed(words):
     return claim, text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", ["underflow below", "dynamic loss scale"])
 def test_the_output_is_that_of_the_page(printed, words):
     claim, text = claimed(words)

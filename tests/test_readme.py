@@ -57,12 +57,12 @@ def test_the_first_block_keeps_gradients_skips_an_overflow_and_breaks_no_rule(ca
     # The CPU decides where float16 is rounded, and so the last percents.
     assert int(without) > 90
     assert int(with_) < 10
+    assert names["train_step"]._cache_size() == 1
     params, opt_state, x = names["params"], names["opt_state"], names["x"]
     assert opt_state.skipped < 5
     kept, skipped, *_ = names["train_step"](params, opt_state, x * jnp.inf)
     assert skipped.skipped == opt_state.skipped + 1
     assert all((a == b).all() for a, b in zip(kept, params, strict=True))
-    assert names["train_step"]._cache_size() == 1
     report = precision_report(names["half_loss"], params, x)
     assert {finding.severity for finding in report.findings} <= {"note"}
 

@@ -197,7 +197,8 @@ def test_debug_nans_is_quiet_on_a_skipped_step(wrap):
     tx = jmp_scale.with_loss_scale(OPTIMIZERS["clip_adamw"])
     state = tx.init(PARAMS)
     with jax.debug_nans(True):
-        _, state = wrap(lambda g, s: tx.update(g, s, PARAMS))(BAD, state)
+        updates, state = wrap(lambda g, s: tx.update(g, s, PARAMS))(BAD, state)
+    assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
     assert state.skipped == 1
 
 

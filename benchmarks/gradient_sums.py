@@ -2,11 +2,12 @@
 
 Two layers of 1024 -> 4096 -> 1024 with a bias, float16 compute and float32 parameters,
 64 x 128 rows a device, as the compilers of TPUs and of NVIDIA's GPUs make their step:
-with `lax.dot_general`, with `jmp_scale.dot_general`, and with that for the bias too, as
-a product with ones. Nothing is run on these machines; the error of a sum in float16 is
-computed here.
+with `lax.dot_general`, with `jmp_scale.dot_general`, with that for the bias too, as a
+product with ones, and as a float32 program in `jmp_scale.autocast`. Nothing is run on
+these machines; the error of a sum in float16 is computed here.
 """
 
+import functools
 from typing import Any
 
 import _hlo
@@ -36,7 +37,9 @@ SHARDINGS = {
         P(),
     ),
 }
-PRODUCTS = ("lax.dot_general", "jmp_scale.dot_general", "and for the bias")
+PRODUCTS = ("lax.dot_general", "jmp_scale.dot_general", "and for the bias", "autocast")
+SUMS = ("all-reduce", "reduce-scatter", "collective-permute")
+GATHERS = ("all-gather",)
 
 
 def main(argv=None):
@@ -62,6 +65,7 @@ def main(argv=None):
 def table_of(target):
     """What is summed over the chips, and what it costs."""
     columns = ["parameters", "product", "16-bit sums, MB", "float32 sums, MB"]
+    columns += ["16-bit gathers, MB", "float32 gathers, MB"]
     columns += ["device memory", "estimated cycles", "half operands"]
     table = Table(f"{target.name}, {target.chips} chips", columns)
     cases = [(s, p) for s in SHARDINGS for p in PRODUCTS]
@@ -71,12 +75,14 @@ def table_of(target):
         module = _hlo.parse(compiled.as_text())
         figures = _traffic.traffic(module), _traffic.estimated_cycles(module)
         base = figures if product == PRODUCTS[0] else base
-        megabytes = [size / 1e6 for size in summed_bytes(module)]
+        sizes = moved_bytes(module, SUMS) + moved_bytes(module, GATHERS)
+        megabytes = [size / 1e6 for size in sizes]
         costs = [figures[0] / base[0], figures[1] / base[1] if base[1] else "-"]
         row = [sharding, product, *megabytes, *costs, half_operands(module)]
         table.rows.append(row)
     table.notes.append(
-        "sums: operands of all-reduces and reduce-scatters. A TPU packs two 16-bit "
+        "sums: operands of all-reduces and reduce-scatters. gathers: results of "
+        "all-gathers. A TPU packs two 16-bit "
         "numbers in a u32, and turns a float32 reduce-scatter into a loop of "
         "collective-permutes, of which one turn is counted. Under tensor parallelism "
         "activations are summed as well. device memory, estimated cycles: beside "
@@ -87,15 +93,16 @@ def table_of(target):
 
 def loss(params, batch, product):
     dot_general = lax.dot_general
-    if product != PRODUCTS[0]:
+    if product in PRODUCTS[1:3]:
         dot_general = jmp_scale.dot_general
 
     def dense(x, w):
         return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
-    x = batch.astype(jnp.float16)
+    dtype = jnp.float32 if product == "autocast" else jnp.float16
+    x = batch.astype(dtype)
     for layer in params:
-        layer = {name: leaf.astype(jnp.float16) for name, leaf in layer.items()}
+        layer = {name: leaf.astype(dtype) for name, leaf in layer.items()}
         bias = layer["bias"]
         if product == PRODUCTS[2]:
             bias = dense(jnp.ones((*x.shape[:-1], 1), x.dtype), bias[None])
@@ -116,9 +123,13 @@ def compile_step(target, sharding, product):
     rows = ROWS * (1 if of_batch == P() else target.chips)
     batch = placed((rows, TOKENS, SHAPES["in"][0]), of_batch)
 
+    program = functools.partial(loss, product=product)
+    if product == "autocast":
+        program = jmp_scale.autocast(program, "float16")
+
     def step(params, batch):
         def scaled(params):
-            return LOSS_SCALE * loss(params, batch, product)
+            return LOSS_SCALE * program(params, batch)
 
         grads = jax.grad(scaled)(params)
         return jax.tree.map(lambda p, g: p - 1e-3 / LOSS_SCALE * g, params, grads)
@@ -129,14 +140,17 @@ def compile_step(target, sharding, product):
     return jitted.lower(params, batch).compile(compiler_options=options)
 
 
-def summed_bytes(module):
-    """Bytes of 16-bit and of float32 operands that are summed over chips."""
+def moved_bytes(module, kinds):
+    """Bytes of 16-bit and of float32 arrays in collectives of some kinds.
+
+    Of sums the operands count, of gathers the results.
+    """
     half, full = 0, 0
     for ran in _traffic.executed(module):
-        kind = _traffic.collective(ran.instruction)
-        if kind not in ("all-reduce", "reduce-scatter", "collective-permute"):
+        if _traffic.collective(ran.instruction) not in kinds:
             continue
-        for array in ran.operands:
+        gathered = ran.instruction.results[-len(ran.operands) :]
+        for array in gathered if kinds == GATHERS else ran.operands:
             if array.dtype in ("f16", "u32"):
                 half += array.bytes
             elif array.dtype == "f32":

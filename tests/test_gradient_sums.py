@@ -28,8 +28,12 @@ def test_no_gradient_is_summed_in_float16_on_a_gpu_or_tpu(
         compiled = gradient_sums.compile_step(
             _targets.Target(name, chips), sharding, product
         )
-        found[product] = gradient_sums.summed_bytes(_hlo.parse(compiled.as_text()))[0]
-    plain, weights, biases_too = found.values()
+        module = _hlo.parse(compiled.as_text())
+        found[product] = gradient_sums.moved_bytes(module, gradient_sums.SUMS)[0]
+        if product == "autocast":
+            gathers = gradient_sums.moved_bytes(module, gradient_sums.GATHERS)
+            assert gathers[1] <= 4 * 1024  # weights cross the wire in half precision
+    plain, weights, biases_too, automatic = found.values()
     assert plain >= 2 * 2 * 512 * 1024
     assert weights == 2 * 1024  # the bias alone
-    assert biases_too == 0
+    assert biases_too == automatic == 0

@@ -28,9 +28,9 @@ def batches(count, size=16):
 
 
 class Layer(nnx.Module):
-    def __init__(self, dtype, rngs):
-        linear = functools.partial(nnx.Linear, dtype=dtype, rngs=rngs)
-        norm = functools.partial(nnx.LayerNorm, WIDTH, dtype=dtype, rngs=rngs)
+    def __init__(self, rngs):
+        linear = functools.partial(nnx.Linear, rngs=rngs)
+        norm = functools.partial(nnx.LayerNorm, WIDTH, rngs=rngs)
         self.norms = nnx.List([norm(), norm()])
         self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
         self.up, self.down = linear(WIDTH, 4 * WIDTH), linear(4 * WIDTH, WIDTH)
@@ -42,30 +42,24 @@ class Layer(nnx.Module):
 
 
 def attend(q, k, v):
-    """Causal attention of [batch, CONTEXT, heads, n]; the softmax is in float32."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
-    scores = scores / np.sqrt(q.shape[-1])
+    """Causal attention of [batch, CONTEXT, heads, n]."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
     weights = jax.nn.softmax(jnp.where(jnp.tri(CONTEXT, dtype=bool), scores, -jnp.inf))
-    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 class Transformer(nnx.Module):
-    """Logits in float32 of the next character; layers compute in `dtype`."""
+    """Logits of the next character."""
 
-    def __init__(self, dtype, rngs):
-        embed = functools.partial(nnx.Embed, features=WIDTH, dtype=dtype, rngs=rngs)
+    def __init__(self, rngs):
+        embed = functools.partial(nnx.Embed, features=WIDTH, rngs=rngs)
         self.characters, self.positions = embed(128), embed(CONTEXT)
-        self.layers = nnx.List([Layer(dtype, rngs) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs)
-        self.out = nnx.Linear(WIDTH, 128, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 128, rngs=rngs)
 
     def __call__(self, text):
         x = self.characters(text) + self.positions(jnp.arange(CONTEXT))[None]
         for layer in self.layers:
             x = layer(x)
-        return self.out(self.norm(x)).astype(jnp.float32)
-
-
-def init(dtype):
-    """The same parameters for every `dtype`."""
-    return Transformer(dtype, nnx.Rngs(0))
+        return self.out(self.norm(x))

@@ -14,8 +14,7 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
-import jmp_scale
-from jmp_scale.nnx import Optimizer
+import jmp_scale.nnx
 
 TOKENS = 2 ** np.array([10, 14, 17, 19, 21])  # in a mean; a batch has 2^10
 
@@ -27,22 +26,23 @@ def loss_fn(model, text):
 
 @nnx.jit
 def train_step(model, optimizer, text):
-    loss, grads = optimizer.value_and_grad(loss_fn)(model, text)  # changed
+    half_loss = jmp_scale.nnx.autocast(loss_fn, "float16")  # changed
+    loss, grads = optimizer.value_and_grad(half_loss)(model, text)  # changed
     optimizer.update(model, grads, value=loss)  # changed
     return loss
 
 
 @nnx.jit
-def vanished(model, exact_model, text):
+def vanished(model, text):
     """Percentages of the gradient entries of float32 that are zero in float16."""
-    nnx.update(exact_model, nnx.state(model, nnx.Param))
+    half_loss = jmp_scale.nnx.autocast(loss_fn, "float16")
 
-    def entries(model, share):
+    def entries(loss_fn, share):
         grads = nnx.grad(lambda model: loss_fn(model, text) * share)(model)
         return jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)])
 
-    exist = entries(exact_model, 1.0) != 0
-    lost = [(entries(model, TOKENS[0] / n) == 0) & exist for n in TOKENS]
+    exist = entries(loss_fn, 1.0) != 0
+    lost = [(entries(half_loss, TOKENS[0] / n) == 0) & exist for n in TOKENS]
     return 100 * jnp.stack([x.sum() / exist.sum() for x in lost])
 
 
@@ -51,15 +51,15 @@ def main(argv=None):
     _show.add_number(parser, "--accumulate", "batches a step", 2)
     args = parser.parse_args(argv)
     held_out, *batches = _language.batches(args.steps + 1)
-    model, exact_model = map(_language.init, (jnp.float16, jnp.float32))
+    model = _language.Transformer(nnx.Rngs(0))
     tx = optax.MultiSteps(optax.adam(3e-3), args.accumulate).gradient_transformation()
     dynamic = jmp_scale.DynamicLossScale(2.0**20, period=100)
-    optimizer = Optimizer(model, tx, loss_scale=dynamic)
+    optimizer = jmp_scale.nnx.Optimizer(model, tx, loss_scale=dynamic)
 
-    percent, losses = {"start": vanished(model, exact_model, held_out)}, []
+    percent, losses = {"start": vanished(model, held_out)}, []
     for text in tqdm(batches, "training"):
         losses.append(float(train_step(model, optimizer, text)))
-    percent["end"] = vanished(model, exact_model, held_out)
+    percent["end"] = vanished(model, held_out)
     s = _show.power(optimizer.loss_scale.loss_scale)
     skipped = int(optimizer.opt_state.skipped[...])
     print(f"\nloss {losses[0]:.2f} -> {losses[-1]:.2f}, {skipped} skipped, S {s}")

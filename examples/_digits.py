@@ -84,14 +84,15 @@ def autoencoder(params, images):
     return x
 
 
-def reconstruction_loss(params, images, dtype="float16", weights=1.0):
-    """Mean squared error over batch and pixels, f32[], of a model run in `dtype`.
+def reconstruction_loss(params, images, weights=1.0):
+    """Mean squared error over batch and pixels, f32[].
 
     `weights` [batch, 1] multiply the errors of each image.
     """
-    policy = jmp_scale.get_policy(f"params=float32,compute={dtype},output=float32")
-    reconstructions = autoencoder(policy.cast_to_compute(params), images)
-    return jnp.mean(weights * (policy.cast_to_output(reconstructions) - images) ** 2)
+    return jnp.mean(weights * (autoencoder(params, images) - images) ** 2)
+
+
+half_loss = jmp_scale.autocast(reconstruction_loss, "float16")
 
 
 def leaky_relu(x):

@@ -26,7 +26,7 @@ TX = jmp_scale.with_loss_scale(optax.adam(5e-3), DYNAMIC)
 def train_step(state, images, weights, mean=lambda x: x, local=lambda x: x):
     """The step of one device. Under jit the arrays are global: also that of eight."""
     params, opt_state = state
-    loss_fn = functools.partial(_digits.reconstruction_loss, weights=weights)
+    loss_fn = functools.partial(_digits.half_loss, weights=weights)
     value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
     loss, grads = mean(value_and_grad(local(params), images))
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
@@ -50,7 +50,7 @@ def with_jit(spec, params):
 
 def with_shard_map(params):
     """JAX checks that what the step of one device returns is equal on all."""
-    # Without `varying` JAX sums the gradients itself: in float16, and still scaled.
+    # Without `varying` JAX sums the gradients itself, and they are still scaled.
     step = functools.partial(step_of_one_device, local=_devices.varying)
     specs = {"in_specs": (EVERYWHERE, DIVIDED, DIVIDED), "out_specs": EVERYWHERE}
     step = jax.jit(jax.shard_map(step, mesh=_devices.MESH, **specs))

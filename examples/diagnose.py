@@ -15,9 +15,6 @@ import optax
 import jmp_scale
 from jmp_scale import diagnostics
 
-good_loss = _digits.reconstruction_loss
-
-
 def bad_loss(params, images):
     """Run 2's mistake: exp is infinite in float16 from 11.1 on, and pixels go to 16."""
     *hidden, last = jax.tree.map(lambda x: x.astype(jnp.float16), params)
@@ -50,11 +47,11 @@ def main(argv=None):
     dynamic = jmp_scale.DynamicLossScale(2.0**15, period=50)
 
     # 1. Everything is finite, so only the report and the calibration see the harm.
-    _, state, history = train(good_loss, None, start, batches)
+    _, state, history = train(_digits.half_loss, None, start, batches)
     images = _digits.load_images(args.seed)[0][:256]
-    grads = jax.grad(good_loss)(start, images, dtype="float32")
+    grads = jax.grad(_digits.reconstruction_loss)(start, images)
     report = diagnostics.grad_report(grads, 1.0)
-    window = diagnostics.calibrate_loss_scale(good_loss, start, images)
+    window = diagnostics.calibrate_loss_scale(_digits.half_loss, start, images)
     _show.findings("underflow", state, history, report.summary(4), window.summary())
 
     # 2. S falls to its floor, since this loop does not pass its loss to the optimizer.
@@ -67,9 +64,9 @@ def main(argv=None):
     # 3. S stays, since the loss is passed; the skipped batches are the broken ones.
     drawn = (batches == batches[args.steps // 2, 0]).all(axis=-1, keepdims=True)
     broken = np.where(drawn, np.float32(np.nan), batches)
-    _, state, stays = train(good_loss, dynamic, start, broken)
+    _, state, stays = train(_digits.half_loss, dynamic, start, broken)
     batch = broken[np.argmin(stays.to_dict()["grads_finite"])]
-    cause = diagnostics.diagnose_nonfinite(good_loss, 2.0**15, start, batch)
+    cause = diagnostics.diagnose_nonfinite(_digits.half_loss, 2.0**15, start, batch)
     _show.findings("one NaN image", state, stays, cause.summary())
     _show.diagnosis(args.out / "diagnose.png", grads, report, window, falls, stays)
 

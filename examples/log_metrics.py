@@ -11,7 +11,7 @@ import functools
 import _show
 import jax
 import optax
-from _digits import Batches, init_autoencoder, load_images, reconstruction_loss
+from _digits import Batches, half_loss, init_autoencoder, load_images
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -26,7 +26,7 @@ def train_step(carry, images):
     """One step, and its scalars as arrays on the device."""
     params, opt_state = carry
     loss_scale = opt_state.loss_scale
-    loss, grads = jmp_scale.value_and_grad(reconstruction_loss, loss_scale)(
+    loss, grads = jmp_scale.value_and_grad(half_loss, loss_scale)(
         params, images
     )
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)

@@ -30,7 +30,7 @@ import jmp_scale
 def train_step(tx, state, images, weights):
     """The step of one device: over a sharded batch, XLA takes the mean over all."""
     params, opt_state = state
-    loss_fn = functools.partial(_digits.reconstruction_loss, weights=weights)
+    loss_fn = functools.partial(_digits.half_loss, weights=weights)
     value_and_grad = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
     loss, grads = value_and_grad(params, images)
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)

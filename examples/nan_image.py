@@ -24,7 +24,7 @@ def trainer(loss_scale, pass_loss):
     def train_step(carry, images):
         params, opt_state = carry
         s = opt_state.loss_scale
-        loss_and_grad = jmp_scale.value_and_grad(_digits.reconstruction_loss, s)
+        loss_and_grad = jmp_scale.value_and_grad(_digits.half_loss, s)
         loss, grads = loss_and_grad(params, images)
         value = {"value": loss} if pass_loss else {}
         updates, opt_state = tx.update(grads, opt_state, params, **value)

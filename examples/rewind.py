@@ -24,7 +24,7 @@ TX = jmp_scale.with_loss_scale(optax.adam(5e-3), DYNAMIC, guard=GUARD)
 
 def train_step(state, images):
     params, old, history = state["params"], state["opt_state"], state["history"]
-    scaled = jmp_scale.value_and_grad(_digits.reconstruction_loss, old.loss_scale)
+    scaled = jmp_scale.value_and_grad(_digits.half_loss, old.loss_scale)
     loss, grads = scaled(params, images)
     updates, new = TX.update(grads, old, params, value=loss)
     history = history.push(old, new, loss=loss)

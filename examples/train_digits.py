@@ -5,8 +5,6 @@ and on the same batches. Without scaling, float16 loses the first layers' gradie
 the network learns only the mean digit. Prints a table and draws a figure.
 """
 
-import functools
-
 import _digits
 import _show
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ import jmp_scale
 
 def loss_in(dtype):
     """The autoencoder's loss: as it is in float32, in half precision by `autocast`."""
-    loss_fn = functools.partial(_digits.reconstruction_loss, dtype="float32")
+    loss_fn = _digits.reconstruction_loss
     return loss_fn if dtype == "float32" else jmp_scale.autocast(loss_fn, dtype)
 
 

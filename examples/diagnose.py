@@ -15,6 +15,7 @@ import optax
 import jmp_scale
 from jmp_scale import diagnostics
 
+
 def bad_loss(params, images):
     """Run 2's mistake: exp is infinite in float16 from 11.1 on, and pixels go to 16."""
     *hidden, last = jax.tree.map(lambda x: x.astype(jnp.float16), params)

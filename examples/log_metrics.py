@@ -26,9 +26,7 @@ def train_step(carry, images):
     """One step, and its scalars as arrays on the device."""
     params, opt_state = carry
     loss_scale = opt_state.loss_scale
-    loss, grads = jmp_scale.value_and_grad(half_loss, loss_scale)(
-        params, images
-    )
+    loss, grads = jmp_scale.value_and_grad(half_loss, loss_scale)(params, images)
     updates, opt_state = TX.update(grads, opt_state, params, value=loss)
     scalars = {"loss": loss, **diagnostics.metrics(opt_state, grads)}
     return (optax.apply_updates(params, updates), opt_state), scalars

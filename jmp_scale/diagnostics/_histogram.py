@@ -1,4 +1,4 @@
-"""Entries of a tree by power of two: what every loss scale and dtype would flush."""
+"""Entries of a tree by power of two, and what each loss scale and dtype would flush."""
 
 import dataclasses
 from typing import Any
@@ -84,14 +84,14 @@ class ExponentHistogram:
                 f"{function}: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        # S x < 2^limit for all entries of the columns before this one, and no other.
+        # S x < 2^limit holds for the columns before this one, and for no other.
         column = limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT
         counts = jnp.pad(self.counts, ((0, 0), (1, 0)))
         cumulative = jnp.cumsum(counts, axis=-1, dtype=jnp.uint32).T
         below = cumulative[jnp.clip(column, 0, len(_EXPONENTS))]
         if up_to:
-            # Of the next column, the powers of two alone: S x = 2^limit is a tie that a
-            # cast rounds to zero. Padded, because the column may be out of range.
+            # And the powers of two in this column: S x = 2^limit is a tie, which a cast
+            # rounds to zero. Padded, because the column may be out of range.
             ties = jnp.pad(self.powers_of_two, ((0, 0), (1, 1))).T
             below += ties[jnp.clip(column + 1, 0, len(_EXPONENTS) + 1)]
         total = jnp.broadcast_to(cumulative[-1], below.shape)
@@ -105,8 +105,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     `grad_report`: take it every few hundred steps.
 
     Args:
-      tree: pytree, of unscaled gradients or of anything else. Leaves that are not real
-        or complex floating point are left out; a complex entry counts as two.
+      tree: pytree, typically of unscaled gradients. Leaves that are not real or
+        complex floating point are left out; a complex entry counts as two.
 
     Returns:
       An `ExponentHistogram`.
@@ -141,9 +141,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
 def _counts(leaf: Any) -> jax.Array:
     """u32[2 * 277 + 2]: powers of two and other numbers by exponent; zeros; non-finite.
 
-    A cast flushes a tie at half its least number, which is a power of two, but keeps
-    the numbers above, which have the same exponent. So the two are counted apart
-    (test_one_histogram_has_the_flushed_share_of_every_scale_and_dtype).
+    They are counted apart because a cast flushes a tie at half its least number, a
+    power of two, but keeps the larger numbers with the same exponent.
     """
     bits = _casts.magnitude_bits(leaf).ravel()
     exponent, fraction = _casts.exponent_and_fraction(bits)

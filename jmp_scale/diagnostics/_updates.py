@@ -14,9 +14,9 @@ class LostUpdates(NamedTuple):
     """What `lost_updates` found: two shares in [0, 1], f32[] each.
 
     Attributes:
-      entries: of the non-zero updates, the share that is lost.
-      magnitude: of the sum of their absolute values, the share that is lost. Where most
-        updates are small beside a few large ones, as with SGD, this is what counts.
+      entries: share of the non-zero updates that is lost.
+      magnitude: share of the sum of their absolute values that is lost. This one counts
+        where most updates are much smaller than a few large ones, as with SGD.
     """
 
     entries: jax.Array
@@ -36,7 +36,7 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
 
     Args:
       params: pytree of parameters before the step.
-      updates: what the optimizer returned for them: the same structure and shapes.
+      updates: the optimizer's updates of them, of the same structure and shapes.
         Leaves that are not real floating point are left out.
 
     Returns:
@@ -54,7 +54,7 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
       >>> round(float(lost.entries), 2), round(float(lost.magnitude), 2)
       (0.33, 0.05)
     """
-    # Entries, and sums of magnitudes: of the lost updates, of all.
+    # Rows: the lost updates, all updates. Columns: entries, sum of magnitudes.
     sums = jnp.zeros((2, 2))
     for param, update in _pairs(params, updates):
         moves = update != 0
@@ -103,8 +103,8 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
     magnitude, one = bits & ~sign, bits_dtype(1)
 
     # The neighbor on the side of the update: the next larger magnitude if the update
-    # has the parameter's sign, else the next smaller. Below a power of two it is half
-    # as far (test_an_update_towards_zero_from_a_power_of_two_needs_half_the_size).
+    # has the parameter's sign, else the next smaller, which is half as far below a
+    # power of two.
     grows = ((update < 0) == ((bits & sign) != 0)) | (magnitude == 0)
     neighbor = jnp.where(grows, magnitude + one, magnitude - one)
 
@@ -113,6 +113,6 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
 
     distance = jnp.abs(value(neighbor) - value(magnitude))
     twice = 2 * jnp.abs(update.astype(wide))
-    # Halfway between the two, the one whose last bit is zero is taken.
+    # A tie between the two goes to the one whose last bit is zero.
     is_even = (magnitude & one) == 0
     return (twice < distance) | ((twice == distance) & is_even)

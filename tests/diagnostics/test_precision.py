@@ -305,21 +305,19 @@ def test_the_gradient_of_an_indexed_array_does_not_accumulate():
     assert rules(precision_report(loss, jnp.ones((100, 8)))) == []
 
 
-def test_small_or_many_steps_accumulate_and_a_residual_stream_does_not():
-    def loss(length, scale, w, x):
+def test_many_steps_accumulate_and_a_residual_stream_does_not():
+    def loss(length, w, x):
         def step(h, _):
-            update = jnp.tanh(h @ w.astype(F16))
-            return h + (update if scale is None else scale * update), None
+            return h + jnp.tanh(h @ w.astype(F16)), None
 
         h, _ = lax.scan(step, x.astype(F16), None, length=length)
         return jnp.mean(h.astype(F32))
 
-    def found(length, scale):
-        return rules(precision_report(functools.partial(loss, length, scale), W, X))
+    def found(length):
+        return rules(precision_report(functools.partial(loss, length), W, X))
 
-    assert found(24, None) == []
-    assert found(24, 0.01) == ["half-carry"]
-    assert found(1000, None) == ["half-carry"]
+    assert found(255) == []
+    assert found(256) == ["half-carry"]
 
 
 def test_accumulated_gradients_and_a_state_in_a_dict():

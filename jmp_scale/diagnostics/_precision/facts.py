@@ -65,12 +65,10 @@ class Fact:
 
     @property
     def magnitude(self) -> float:
-        """No entry is larger in absolute value."""
         return max(abs(self.low), abs(self.high))
 
     @property
     def may_be_zero(self) -> bool:
-        """Whether an entry can be 0 for all that is known."""
         return self.low <= 0 <= self.high
 
     @property
@@ -80,17 +78,14 @@ class Fact:
 
 
 def is_half(dtype: str) -> bool:
-    """Whether a dtype is one of the two half precisions, by name."""
     return dtype in ("float16", "bfloat16")
 
 
 def is_wide(dtype: str) -> bool:
-    """Whether a dtype is float32 or float64, by name."""
     return dtype in ("float32", "float64")
 
 
 def is_integer(dtype: str) -> bool:
-    """Whether a dtype is an integer type, by name; bool is not."""
     return dtype.startswith(("int", "uint"))
 
 
@@ -174,9 +169,8 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
     promoted = next((fact.promoted for fact in facts if fact.promoted), 0)
     if not promoted:
         return outs
-    wide = [is_wide(dtype_name(v)) for v in eqn.outvars]
-    pairs = zip(outs, wide, strict=True)
-    return [dataclasses.replace(f, promoted=promoted * w) for f, w in pairs]
+    keys = [promoted if is_wide(dtype_name(v)) else 0 for v in eqn.outvars]
+    return [dataclasses.replace(f, promoted=k) for f, k in zip(outs, keys, strict=True)]
 
 
 def _with_values(eqn: Any, facts: Sequence[Fact], fact: Fact) -> Fact:
@@ -266,9 +260,9 @@ def _convert(eqn: Any, x: Fact) -> Fact:
 
 
 def _iota(eqn: Any) -> Fact:
-    dims, out = shape(eqn.outvars[0]), of_dtype(dtype_name(eqn.outvars[0]))
-    length = dims[eqn.params["dimension"]] if dims else 1
-    return Fact(0.0, min(float(max(length - 1, 0)), out.high), integral=True)
+    length = shape(eqn.outvars[0])[eqn.params["dimension"]]
+    top = of_dtype(dtype_name(eqn.outvars[0])).high
+    return Fact(0.0, min(float(max(length - 1, 0)), top), integral=True)
 
 
 def _bounds(low: float, high: float, *integral: Fact) -> Fact:
@@ -336,9 +330,9 @@ def _power(eqn: Any, x: Fact, exponent: int) -> Fact:
 
 
 def _sqrt(eqn: Any, x: Fact) -> Fact:
-    fact = _kept(x, Fact(math.sqrt(max(x.low, 0.0)), math.sqrt(max(x.high, 0.0))))
+    low, high = math.sqrt(max(x.low, 0.0)), math.sqrt(max(x.high, 0.0))
     epsilon = None if x.epsilon is None else math.sqrt(x.epsilon)
-    return dataclasses.replace(fact, epsilon=epsilon)
+    return Fact(low, high, epsilon=epsilon, epsilon_at=x.epsilon_at)
 
 
 def _abs(eqn: Any, x: Fact) -> Fact:
@@ -368,10 +362,6 @@ def _hull(eqn: Any, *facts: Fact) -> Fact:
 
 def _reduce_max(eqn: Any, x: Fact) -> Fact:
     return dataclasses.replace(_same(eqn, x), peak=id(eqn.invars[0]))
-
-
-def _reduce_sum(eqn: Any, x: Fact) -> Fact:
-    return _added(eqn, x, size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1))
 
 
 def _cumsum(eqn: Any, x: Fact) -> Fact:
@@ -433,7 +423,9 @@ _RULES: dict[str, Callable[..., Fact]] = {
     "dynamic_update_slice": lambda eqn, x, update, *indices: join(x, update),
     "scatter": lambda eqn, x, indices, update: join(x, update),
     "reduce_max": _reduce_max,
-    "reduce_sum": _reduce_sum,
+    "reduce_sum": lambda eqn, x: _added(
+        eqn, x, size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
+    ),
     "cumsum": _cumsum,
 }
 

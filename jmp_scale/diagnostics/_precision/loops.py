@@ -3,25 +3,16 @@
 A carry accumulates if each iteration makes it `a * carry + b` with a number `a` and a
 `b` that does not depend on the carry: a sum, a mean, an exponential moving average,
 accumulated gradients. The state of an LSTM, whose factor is an array, is not of this
-form. A residual stream `x + f(x)` is not either, but a solver that takes small or very
-many steps is.
+form. A residual stream `x + f(x)` is not either, but a solver that takes very many
+steps is.
 """
 
 import enum
 from collections.abc import Iterator
 from typing import Any
 
-from ..._jaxpr import (
-    Loop,
-    dtype_name,
-    fits,
-    is_literal,
-    open_jaxpr,
-    shape,
-    size,
-    subjaxprs,
-    words,
-)
+from ... import _jaxpr as jaxprs
+from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, shape, size, words
 from .facts import Fact, is_half
 
 _LINEAR_IN_FIRST = words(
@@ -31,7 +22,6 @@ _LINEAR_IN_FIRST = words(
 )
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _MORE_THAN_LAYERS = 256
-_SMALL_STEP = 0.1
 _LONG_BACKWARD_LOOP = 64
 
 
@@ -47,13 +37,8 @@ class _Form(enum.IntEnum):
 def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
     """The carries that accumulate in half precision.
 
-    Args:
-      loop: the loop.
-      backward: whether JAX made it by transposing another. Its carries are gradients
-        of what all iterations share, which harm only in long loops.
-
-    Yields:
-      What happens, the carry, and the equation that adds to it.
+    Yields what happens, the carry, and the equation that adds to it. Backward, carries
+    are gradients of what all iterations share, which harm only in long loops.
     """
     least = _LONG_BACKWARD_LOOP if backward else 2
     # Of a loop that waits for a condition nobody knows the length: it may be long.
@@ -122,9 +107,15 @@ def _accumulating(loop: Loop) -> Iterator[tuple[Any, Any]]:
         if id(result) not in made_by or _adds_a_slice(result, made_by):
             continue
         form = _forms(inner, {id(variable): _Form.CARRY}).get(id(result))
-        steps = form is _Form.OTHER and _takes_steps(loop, variable, result, made_by)
-        if form is _Form.SUM or steps:
-            yield variable, _adding(result, made_by)
+        eqn = _adding(result, made_by)
+        if form is _Form.OTHER and (loop.trips or 0) >= _MORE_THAN_LAYERS:
+            # `x + f(x)`: layers are a residual stream, which half precision bears.
+            # More steps than a network has layers are those of a solver.
+            steps = [v for v in eqn.invars if _uncast(v, made_by) is not variable]
+            adds = eqn.primitive.name in ("add", "sub") and len(steps) == 1
+            form = _Form.SUM if adds else form
+        if form is _Form.SUM:
+            yield variable, eqn
 
 
 def _forms(jaxpr: Any, forms: dict[int, _Form]) -> dict[int, _Form]:
@@ -142,7 +133,7 @@ def _forms(jaxpr: Any, forms: dict[int, _Form]) -> dict[int, _Form]:
 
 def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
     name, outputs = eqn.primitive.name, len(eqn.outvars)
-    bodies = subjaxprs(eqn)
+    bodies = jaxprs.subjaxprs(eqn)
     arguments = ins[1:] if name == "cond" else ins
     readable = name not in ("scan", "while") and (name != "cond" or not ins[0])
     if bodies and readable and all(fits(b, len(arguments), outputs) for b in bodies):
@@ -180,37 +171,12 @@ def _is_number(factor: Any, eqn: Any) -> bool:
 
 
 def _adds_a_slice(result: Any, made_by: dict[int, Any]) -> bool:
-    """Whether JAX fills in a part of a gradient, as that of `x[i]`.
-
-    Each iteration of a loop then adds to other entries, and nothing builds up.
-    """
+    """Whether each iteration adds to other entries, as in the gradient of `x[i]`."""
     eqn = made_by[id(result)]
     if eqn.primitive.name != "add_any":
         return False
     makers = [made_by.get(id(v)) for v in eqn.invars]
     return any(m is not None and m.primitive.name in _SLICE_GRADIENTS for m in makers)
-
-
-def _takes_steps(
-    loop: Loop, variable: Any, result: Any, made_by: dict[int, Any]
-) -> bool:
-    """Whether a carry moves by small steps or often, as that of an ODE solver does."""
-    eqn = _adding(result, made_by)
-    # `x + f(x)` alone is a residual stream, which half precision bears. It is the size
-    # of the steps and their number that make an ODE solver of it.
-    steps = [v for v in eqn.invars if _uncast(v, made_by) is not variable]
-    if eqn.primitive.name not in ("add", "sub") or len(steps) != 1:
-        return False
-    if loop.trips is not None and loop.trips >= _MORE_THAN_LAYERS:
-        return True
-    # Layers that are scanned over have their weights among the scanned inputs.
-    scanned = open_jaxpr(loop.body)[0].invars[loop.consts + loop.carry :]
-    maker = made_by.get(id(_uncast(steps[0], made_by)))
-    if maker is None or maker.primitive.name != "mul":
-        return False
-    factors = [float(v.val) for v in maker.invars if is_literal(v) and shape(v) == ()]
-    small = any(abs(factor) <= _SMALL_STEP for factor in factors)
-    return small and not any(len(shape(v)) > 1 for v in scanned)
 
 
 def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:

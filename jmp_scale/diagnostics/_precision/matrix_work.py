@@ -22,7 +22,6 @@ MOVES = words(
     "sharding_constraint slice split squeeze stack stop_gradient tile transpose unstack"
 )
 
-
 Line = tuple[str | None, int | None]
 
 
@@ -108,23 +107,18 @@ def operations(executed: Iterable[tuple[Any, int]]) -> tuple[Operation, ...]:
 
 def half_share(executed: Iterable[tuple[Any, int]]) -> float:
     """Share of the matrix work whose operands are half precision; 0 without any."""
-    half = total = 0
-    for eqn, times in executed:
-        work = times * flops(eqn)
-        total += work
-        half += work if work and is_narrow(eqn) else 0
-    return half / total if total else 0.0
+    work = [(times * flops(eqn), is_narrow(eqn)) for eqn, times in executed]
+    return sum(n for n, narrow in work if narrow) / max(sum(n for n, _ in work), 1)
 
 
 class Promotions:
     """Follows the values that float32 made of half precision to the matrix products.
 
-    Attributes:
-      products: the products in float32 that each promotion has led to, by equation.
+    `products` are those in float32 that each promotion has led to, by equation;
+    `origin_of` names the line that a variable comes from.
     """
 
     def __init__(self, origin_of: Callable[[Any], str]):
-        """Takes what names the line that a variable comes from."""
         self.products: dict[int, list[Step]] = {}
         self._met: dict[int, Step] = {}
         self._origins: dict[int, str] = {}
@@ -150,9 +144,10 @@ class Promotions:
         for key, products in self.products.items():
             step = self._met[key]
             half = next(d for d in map(dtype_name, step.eqn.invars) if is_half(d))
-            runs = "a matrix product runs"
-            if len(products) > 1:
-                runs = f"{len(products)} matrix products run"
+            count = len(products)
+            runs = (
+                f"{count} matrix products run" if count > 1 else "a matrix product runs"
+            )
             origin = self._origins.get(key, "an argument or a constant")
             message = (
                 f"a float32 operand, {origin}, makes float32 of {half} here, so that "
@@ -177,16 +172,12 @@ class Promotions:
 
     def _note_origin(self, step: Step) -> None:
         """Notes the float32 operand that a half one has been promoted for."""
-        wide = [v for v in step.eqn.invars if is_wide(dtype_name(v))]
-        for fact in step.ins:
-            if fact.promoted and fact.promoted not in self._origins:
-                others = [
-                    v
-                    for v, other in zip(step.eqn.invars, step.ins, strict=True)
-                    if v in wide and not other.promoted and not is_literal(v)
-                ]
-                if others:
-                    self._origins[fact.promoted] = self._origin_of(others[0])
+        keys = {fact.promoted for fact in step.ins} - {0}
+        for v, fact in zip(step.eqn.invars, step.ins, strict=True):
+            is_origin = is_wide(dtype_name(v)) and not fact.promoted
+            if is_origin and not is_literal(v):
+                for key in keys - self._origins.keys():
+                    self._origins[key] = self._origin_of(v)
 
 
 def full_matmuls(

@@ -25,7 +25,6 @@ class Tracer:
     """
 
     def __init__(self, loss: Loss):
-        """Takes a loss and its arguments; leaves that are not arrays are static."""
         self.loss_dtype = ""
         self.gradients: Any = None
         self._loss = loss
@@ -61,9 +60,8 @@ def noting_lost_constants() -> Iterator[tuple[set[Line], set[Line]]]:
     def note(kind: str, flag: int) -> None:
         lines[kind].add(place_of_caller()[:2])
 
-    # JAX takes what it has traced before from a cache, and then NumPy casts nothing.
-    # With metadata of their own these traces are new, and no compiled program shares
-    # them.
+    # For what JAX finds in its cache of traces NumPy casts nothing. With metadata of
+    # their own these traces are new, and no compiled program shares them.
     fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
     with fresh, np.errstate(over="call", under="call", call=note):
         yield lines["overflow"], lines["underflow"]

@@ -103,16 +103,14 @@ def _half_sum(step: Step) -> Iterator[Finding]:
 
 def _entries_added(eqn: Any) -> int:
     """How many entries an equation adds into one, in the dtype of its operands."""
+    if eqn.primitive.name in ("reduce", "reduce_window") and not _adds(eqn):
+        return 0
     match eqn.primitive.name:
         case "cumsum":
             return shape(eqn.invars[0])[eqn.params["axis"]]
-        case "reduce_window_sum":
+        case "reduce_window_sum" | "reduce_window":
             return math.prod(eqn.params["window_dimensions"])
-        case "reduce_window" if _adds(eqn):
-            return math.prod(eqn.params["window_dimensions"])
-        case "reduce_sum":
-            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
-        case "reduce" if _adds(eqn):
+        case "reduce_sum" | "reduce":
             return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
         case "scatter-add":
             # Some cell receives at least this many of the updates.
@@ -251,23 +249,19 @@ def _lost(step: Step, value: float) -> Finding:
 
 
 def _half_integers(step: Step) -> Iterator[Finding]:
-    if not is_half(step.result):
+    if not is_half(step.result) or step.name not in ("iota", "convert_element_type"):
         return
     if step.name == "iota":
-        if "linspace" in step.place().calls:
-            return  # its points are not integers, and as exact as half precision is
         fact = step.out
-    elif step.name == "convert_element_type":
+        counts = "linspace" not in step.place().calls  # whose points are not integers
+    else:
         fact = step.ins[0]
         # A float32 mask of 0 and -10,000 holds whole numbers, but counts nothing.
         counts = is_wide(step.source) and fact.integral and not fact.only
-        if not (is_integer(step.source) or counts):
-            return
-    else:
-        return
+        counts = counts or is_integer(step.source)
     limit = _DISTINCT_INTEGERS[step.result]
     exact = fact.only and all(rounded(v, step.result) == v for v in fact.values)
-    if exact or not limit < fact.magnitude < math.inf:
+    if not counts or exact or not limit < fact.magnitude < math.inf:
         return
     if _lost_constants(fact, step.result):
         return  # reported by half-constant

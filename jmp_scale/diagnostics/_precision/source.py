@@ -78,8 +78,6 @@ def place_of(eqn: Any, outer: Place) -> Place:
 def place_of_caller() -> Place:
     """The line of user code that is running now."""
     frame = sys._getframe(1)
-    while frame is not None and _package(frame.f_code.co_filename) == "jmp_scale":
-        frame = frame.f_back
     while frame is not None and _package(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
@@ -151,9 +149,6 @@ def _code_of(fun: Any) -> Any:
     while isinstance(fun, functools.partial):
         fun = fun.func
     fun = inspect.unwrap(fun)
-    fun = (
-        fun
-        if hasattr(fun, "__code__")
-        else getattr(fun, "__func__", type(fun).__call__)
-    )
+    if not hasattr(fun, "__code__"):
+        fun = getattr(fun, "__func__", type(fun).__call__)
     return getattr(fun, "__code__", None)

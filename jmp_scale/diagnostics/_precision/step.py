@@ -44,8 +44,7 @@ class Step(NamedTuple):
     Attributes:
       eqn: the equation.
       place: gives its place, which takes time.
-      backward: whether JAX made it by transposing another. It has the line of the
-        other, and only what adds up can go wrong in it.
+      backward: whether JAX made it by transposing another, whose line it has.
       times: how often it runs.
       order: position in the program.
       ins: what is known about its inputs.
@@ -64,7 +63,6 @@ class Step(NamedTuple):
 
     @property
     def name(self) -> str:
-        """JAX's name of the operation."""
         return self.eqn.primitive.name
 
     @property
@@ -87,18 +85,9 @@ class Step(NamedTuple):
     ) -> Finding:
         """What a rule found here, in an input of the equation, by default the first."""
         atom = (*self.eqn.invars, *self.eqn.outvars)[0] if atom is None else atom
-        place = self.place()
-        return Finding(
-            rule,
-            severity,
-            sentence(message, place),
-            place.file,
-            place.line,
-            self.name,
-            dtype or self.result,
-            shape(atom),
-            self.backward,
-        )
+        place, dtype = self.place(), dtype or self.result
+        where = (*place[:2], self.name, dtype, shape(atom), self.backward)
+        return Finding(rule, severity, sentence(message, place), *where)
 
 
 def sentence(message: str, place: Place) -> str:

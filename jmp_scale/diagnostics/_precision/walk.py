@@ -41,15 +41,12 @@ class Walk:
         own, by the line of the call, where JAX has the operations of these rules.
       infinite: half dtypes of constants that are infinite in the trace.
       promotions: where float32 meets half precision.
+
+    `lost` are the lines at which a number became 0. In a `differentiated` program the
+    rules apply only to what JAX has transposed.
     """
 
     def __init__(self, lost: set[Line], differentiated: bool = False):
-        """Starts a walk.
-
-        Args:
-          lost: lines at which a number became 0 in half precision.
-          differentiated: whether the rules apply only to what JAX has transposed.
-        """
         self.found: list[tuple[int, Finding]] = []
         self.roots: dict[int, tuple[int, Finding]] = {}
         self.divided: set[int] = set()
@@ -144,8 +141,8 @@ class Walk:
         self.steps.append(step)
         if not outs or (self._differentiated and not step.backward):
             return outs
-        # Places are found only where something is: to read the frames of every equation
-        # would take minutes (test_a_deep_transformer_in_seconds).
+        # To find the place of every equation would take minutes
+        # (test_a_deep_transformer_in_seconds).
         starts = outs[0].epsilon == 0 and step.ins[0].literal
         if starts and step.place()[:2] not in self._lost:
             # `0 + x` is Python's `sum([x])`.
@@ -242,13 +239,11 @@ class Walk:
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         # What is known about a carry at first (a zero) holds in no other iteration.
-        carry = [
-            counted(loop, i, rest[i])
-            or dataclasses.replace(
-                of_dtype(dtype_name(variable)), promoted=rest[i].promoted
-            )
-            for i, variable in enumerate(loop.carries)
-        ]
+        carry = []
+        for i, (variable, start) in enumerate(zip(loop.carries, rest, strict=False)):
+            plain = of_dtype(dtype_name(variable))
+            plain = dataclasses.replace(plain, promoted=start.promoted)
+            carry.append(counted(loop, i, start) or plain)
         inside = step._replace(times=step.times * (loop.trips or 1))
         outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)
         condition = step.eqn.params.get("cond_jaxpr")

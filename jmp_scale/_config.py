@@ -66,11 +66,10 @@ def get_loss_scale(spec: Any) -> LossScale:
     | a loss scale | itself |
 
     Numbers may be strings everywhere: a flag is one, and YAML reads 2e15 as one. Names
-    of dtypes are as for `get_policy`; case and blanks do not matter. A section is
-    recognized by its keys. If `enabled` is missing, or Cerebras' `loss_scaling_factor`,
-    it counts as enabled and dynamic: the frameworks' own defaults would silently turn
-    loss scaling off. For the arguments of PyTorch's `GradScaler` and of Megatron-LM the
-    error says which of `jmp_scale.presets` to call.
+    of dtypes are as for `get_policy`; case and blanks do not matter. A section without
+    `enabled`, or Cerebras' `loss_scaling_factor`, counts as enabled and dynamic: the
+    frameworks' own defaults would silently turn loss scaling off. For the arguments of
+    PyTorch's `GradScaler` and of Megatron-LM the error says which preset to call.
 
     Args:
       spec: a string, a number, a dtype, a mapping or a loss scale.
@@ -160,7 +159,7 @@ def _from_section(section: Mapping[str, Any]) -> LossScale:
     if own or isinstance(section.get("loss_scale"), str):
         return _from_cerebras(section)
     given = _given(section, "DeepSpeed's fp16", _DEEPSPEED)
-    if not _is_enabled(section):
+    if not section.get("enabled", True):
         return NoOpLossScale()
     constant = given.pop("loss_scale", 0)
     if _ARGUMENTS.number("loss_scale", constant) != 0:  # 0 means dynamic
@@ -178,7 +177,7 @@ def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
         chain = f"optax.chain(optax.{clips[key]}({section[key]!r}), tx)"
         cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"
         raise ValueError(f"{message}; {cure}")
-    if not _is_enabled(section) or half == "bfloat16":
+    if not section.get("enabled", True) or half == "bfloat16":
         return NoOpLossScale()
     tolerance = section.get("overflow_tolerance", 0)
     require_no_tolerance(_ARGUMENTS, "overflow_tolerance", tolerance)
@@ -196,7 +195,7 @@ def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
 def _require_readable(section: Mapping[str, Any]) -> None:
     """Raises for sections that are not read, and says first what to write instead."""
     keys, cure = section.keys(), None
-    not_deepspeed = keys - _DEEPSPEED.keys()
+    enabled, not_deepspeed = section.get("enabled", True), keys - _DEEPSPEED.keys()
     if "auto" in [value for value in section.values() if isinstance(value, str)]:
         cure = (
             'replace "auto" by what your trainer sets (for dynamic "enabled": True, '
@@ -207,19 +206,18 @@ def _require_readable(section: Mapping[str, Any]) -> None:
     elif isinstance(section.get("bf16"), Mapping):
         cure = "bfloat16 needs no loss scale: write jmp_scale.NoOpLossScale()"
     elif keys <= _PYTORCH.keys() and not_deepspeed:
-        enabled = section.get("enabled", True)
         cure = f"for a GradScaler write {_call('pytorch', section, _PYTORCH, enabled)}"
     elif keys <= _MEGATRON.keys() and not_deepspeed and keys - _CEREBRAS.keys():
-        enabled = section.get("fp16", not section.get("bf16"))
-        cure = f"for Megatron write {_call('megatron', section, _MEGATRON, enabled)}"
+        fp16 = section.get("fp16", not section.get("bf16"))
+        cure = f"for Megatron write {_call('megatron', section, _MEGATRON, fp16)}"
     if cure is not None:
         raise ValueError(f"get_loss_scale: {cure}; got {section!r}")
+    is_bool = isinstance(enabled, bool)
+    _ARGUMENTS.require(is_bool, "enabled", enabled, "True or False")
 
 
-def _call(
-    preset: str, section: Mapping[str, Any], known: Mapping[str, str], enabled: Any
-) -> str:
-    """What gives the loss scale of a section, as code."""
+def _call(preset: str, section: Any, known: Mapping[str, str], enabled: Any) -> str:
+    """The code that makes the loss scale of a section."""
     if not enabled:
         return "jmp_scale.NoOpLossScale()"
     if section.get("loss_scale"):
@@ -228,10 +226,8 @@ def _call(
     return f"jmp_scale.presets.{preset}({', '.join(f'{k}={x!r}' for k, x in given)})"
 
 
-def _given(
-    section: Mapping[str, Any], framework: str, known: Mapping[str, str]
-) -> dict[str, Any]:
-    """What a section gives as arguments of its preset."""
+def _given(section: Any, framework: str, known: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of its preset that a section gives."""
     given: dict[str, Any] = {}
     for key, value in section.items():
         if key not in known:
@@ -245,10 +241,3 @@ def _given(
         if known[key]:
             given[known[key]] = value
     return given
-
-
-def _is_enabled(section: Mapping[str, Any]) -> bool:
-    enabled = section.get("enabled", True)
-    allowed = "True or False"
-    _ARGUMENTS.require(isinstance(enabled, bool), "enabled", enabled, allowed)
-    return enabled

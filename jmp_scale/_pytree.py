@@ -110,16 +110,14 @@ def register_state_dict(cls: type) -> None:
 
 def _with_all_fields(cls: type, fields: Iterable[tuple[str, Any]]) -> Any:
     instance = object.__new__(cls)
-    set_field = object.__setattr__
     for name, value in fields:
-        set_field(instance, name, value)
+        object.__setattr__(instance, name, value)
     return instance
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Gets attributes as a tuple, in C where there are two or more."""
     if len(names) > 1:
-        return operator.attrgetter(*names)
+        return operator.attrgetter(*names)  # in C
     return lambda x: tuple(getattr(x, name) for name in names)
 
 

@@ -120,6 +120,4 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
 
 
 def is_data(leaf: Any) -> bool:
-    return isinstance(
-        leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-    )
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The loss scales S for which S and 1/S are normal float32 numbers. Beyond them XLA
-# flushes one of the two to zero, and every gradient with it.
+# Where S and 1/S are normal float32 numbers. Beyond it XLA flushes one of the two to
+# zero, and every gradient with it.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
@@ -38,11 +38,9 @@ class Arguments:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def name(self, argument: str) -> str:
-        """The name that errors give an argument."""
         return self.names.get(argument, argument)
 
     def message(self, argument: str, allowed: str, value: Any) -> str:
-        """The text of an error about an argument."""
         # Longer ones Python does not print.
         is_long = isinstance(value, int) and abs(value) >= 2**1024
         got = f"an integer of {value.bit_length()} bits" if is_long else repr(value)
@@ -50,7 +48,6 @@ class Arguments:
         return f"{self.function}: expected {name} to be {allowed}, got {got}"
 
     def require(self, condition: bool, argument: str, value: Any, allowed: str) -> None:
-        """Raises a `ValueError` about `argument` unless `condition` holds."""
         if not condition:
             raise ValueError(self.message(argument, allowed, value))
 
@@ -85,7 +82,6 @@ class Arguments:
 
 
 def require_no_tolerance(arguments: Arguments, argument: str, tolerance: Any) -> None:
-    """Raises a `ValueError` for a tolerated share of overflows, with the reason."""
     if arguments.number(argument, tolerance) != 0:
         message = arguments.message(argument, "0", tolerance)
         raise ValueError(
@@ -122,8 +118,7 @@ def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
     high = min(values["max_loss_scale"], LARGEST)
     allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
     arguments.require(low <= high, "min_loss_scale", given["min_loss_scale"], allowed)
-    # S is float32, so its ends are too: when a run is resumed from float(S), a floor of
-    # 0.7 would refuse the 0.69999999 that S has there.
+    # Rounded as S is: resumed from float(S), a floor of 0.7 would refuse 0.69999999.
     return values | {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 
@@ -149,8 +144,7 @@ def int32_leaf(
 ) -> Any:
     """A counter as int32 of the shape of S, strongly typed; None becomes `start`."""
     follows = _is_numeric(arguments, loss_scale)
-    if value is None and follows:
-        value = start
+    value = start if value is None and follows else value
     if not _is_numeric(arguments, value):
         return value
     if not isinstance(value, jax.Array):

@@ -24,8 +24,8 @@ T = TypeVar("T")
 def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint from before the optimizer was wrapped in `with_loss_scale`.
 
-    Everything comes from disk except the loss scale, its flags and counts and the
-    guard, which are those of `state`. Nothing is written.
+    The loss scale, its flags and counts and the guard are those of `state`; everything
+    else comes from disk.
 
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
@@ -35,8 +35,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
         `inner_state`. A `load` that ignores it may return nested dicts and lists with
         the same names.
       state: the new state, as the training code creates it, with a loss scale at any
-        depth: an Optax state, a `TrainState`, `nnx.state(optimizer)`, or a tree of
-        these. Its other leaves may be abstract (`jax.ShapeDtypeStruct`, with the
+        depth. Its other leaves may be abstract (`jax.ShapeDtypeStruct`, with the
         sharding to restore to).
 
     Returns:
@@ -66,7 +65,7 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint with a loss scale from before the optimizer had a guard.
 
     Everything comes from disk, S and its counter included, except the statistics of
-    the guard. These are those of `state`: the guard begins with its warm-up.
+    the guard, which begins with its warm-up.
 
     Args, results and errors are those of `restore_without_loss_scale`. A checkpoint
     without a loss scale is a `ValueError` too.
@@ -94,14 +93,19 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
             "optimizer is wrapped in with_loss_scale"
         )
     leaves, structure = jax.tree.flatten(state)
+
     # The form on disk, with the leaves' numbers: loaders that ignore the template sort
     # by name, so what is read finds its place by its name there.
+    def is_new(x: Any) -> bool:
+        entries = x.values() if isinstance(x, Mapping) else ()
+        omits = without == "loss_scale" and any(map(_has_nothing, entries))
+        return omits or is_loss_scale_state(x)
+
     numbers = jax.tree.map(
-        lambda x: _older(x, without) if is_loss_scale_state(x) else x,
+        lambda x: _older(x, without) if is_new(x) else x,
         jax.tree.unflatten(structure, range(len(leaves))),
-        is_leaf=is_loss_scale_state,
+        is_leaf=is_new,
     )
-    numbers = _pruned(numbers)
     saved = _named_leaves(load(jax.tree.map(leaves.__getitem__, numbers)))
     places = _named_leaves(numbers)
     like = {name: leaves[i] for name, i in places.items()}
@@ -118,31 +122,23 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
     return state
 
 
-_NOTHING = object()  # marks an entry that NNX omits because it holds no array
-
-
 def _older(node: Any, without: str) -> Any:
     """A state of `with_loss_scale` as it was without the loss scale or the guard."""
-    if isinstance(node, Mapping):
-        if without == "loss_scale":
-            return node.get("inner_state", _NOTHING)  # SGD has no state
-        others = {name: value for name, value in node.items() if name != "guard"}
-        return type(node)(others)  # pyright: ignore[reportCallIssue]
-    return node.inner_state if without == "loss_scale" else node._replace(guard=None)
+    if not isinstance(node, Mapping):
+        return node._replace(guard=None) if without == "guard" else node.inner_state
+    if without == "guard":
+        rest = {name: x for name, x in node.items() if name != "guard"}
+    elif is_loss_scale_state(node):
+        return node.get("inner_state", {})
+    else:
+        rest = {name: x for name, x in node.items() if not _has_nothing(x)}
+    return type(node)(rest)  # pyright: ignore[reportCallIssue]
 
 
-def _pruned(tree: Any) -> Any:
-    """`tree` without the entries that are nothing: a loader would look for them."""
-
-    def has_nothing(x: Any) -> bool:
-        return isinstance(x, Mapping) and any(v is _NOTHING for v in x.values())
-
-    def prune(x: Any) -> Any:
-        if not has_nothing(x):
-            return x
-        return type(x)({k: _pruned(v) for k, v in x.items() if v is not _NOTHING})
-
-    return jax.tree.map(prune, tree, is_leaf=has_nothing)
+def _has_nothing(node: Any) -> bool:
+    """Whether NNX omits the inner state, as of SGD, because it holds no array."""
+    is_state = isinstance(node, Mapping) and is_loss_scale_state(node)
+    return is_state and "inner_state" not in node
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

@@ -153,9 +153,7 @@ class TrainState(train_state.TrainState):
         )
 
 
-def _selected(
-    applied: Any, changes: dict[str, Any], state: TrainState
-) -> dict[str, Any]:
+def _selected(applied: Any, changes: dict[str, Any], state: TrainState) -> Any:
     """The changes if `applied`, else the fields; changes of static fields always."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
     nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}

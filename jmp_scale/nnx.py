@@ -278,10 +278,7 @@ def _leaves_of(nodes: list[Any]) -> dict[Any, dict[Any, Any]]:
     return {path: dict(jax.tree_util.tree_leaves_with_path(x)) for path, x in variables}
 
 
-def _put_back_unless(
-    keep: jax.Array, nodes: list[Any], before: dict[Any, dict[Any, Any]]
-) -> None:
-    """Gives the variables that were written their values of before, unless `keep`."""
+def _put_back_unless(keep: jax.Array, nodes: list[Any], before: Any) -> None:
     selected = []
     for path, variable in _variables(nodes):
         old = before.get(path, {})

@@ -56,8 +56,9 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
         (overflow, "v", RED, "gradients not finite"),
         (broken, "X", PURPLE, "the loss is not finite"),
     ):
+        style = {"marker": marker, "color": color}
         label = f"skipped: {reason} ({skipped.sum()})"
-        _draw_skipped(ax, step, log2_scale, skipped, marker, color, label)
+        _draw_skipped(ax, step, log2_scale, skipped, label=label, **style)
     ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
     _power_of_two_axis(ax.yaxis)
     ax.margins(y=0.15)
@@ -99,16 +100,18 @@ def plot_spikes(
     if len(axes) != 2:
         raise ValueError(f"plot_spikes: expected two axes, got {len(axes)}")
     top, bottom = axes
-    spike = recorded["spike"]
     for ax, name, limit, label in (
         (top, "loss", "loss_limit", "loss"),
         (bottom, "grad_norm", "norm_limit", "gradient norm"),
     ):
-        _draw_limited(ax, recorded, name, limit, spike)
-        ax.set(ylabel=label)
+        _draw_limited(ax, recorded, name, limit)
+        ax.set_ylabel(label, color=INK)
+        ax.xaxis.label.set_color(INK)
+        ax.tick_params(colors=INK, which="both")
+        ax.spines[:].set_edgecolor(INK)
         _finish(ax, grid="both")
-        _make_legible(ax)
     bottom.set(xlabel="step", yscale="log")
+    spike = recorded["spike"]
     steps = f"{spike.sum()} step" if spike.sum() == 1 else f"{spike.sum()} steps"
     top.set_title(f"The guard skipped {steps} of {len(spike):,} as spikes", color=INK)
     top.legend(frameon=False, labelcolor=INK)
@@ -123,8 +126,7 @@ def plot_exponent_histogram(
 ) -> Axes:
     """All entries by power of two, before the range that a dtype has at S.
 
-    The figure of the Mixed Precision Training paper: raising S moves the range to
-    smaller entries.
+    Raising S moves the range to smaller entries.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
 
@@ -231,7 +233,6 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     """
     _check("plot_calibration", calibration, Calibration)
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
-    finite = np.asarray(calibration.finite)
     low, high = float(calibration.log2_low), float(calibration.log2_high)
     best = float(calibration.recommended_log2_scale)
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
@@ -243,7 +244,7 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     bar = ax.figure.colorbar(mesh, ax=ax, label="entries that are zero", pad=0.02)
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     hatched = {"facecolor": "0.85", "edgecolor": "0.6", "hatch": "///", "linewidth": 0}
-    for column in np.flatnonzero(~finite):
+    for column in np.flatnonzero(~np.asarray(calibration.finite)):
         ax.axvspan(edges[column], edges[column + 1], **hatched)
     if not np.isnan(low):
         first, last = np.searchsorted(log2_scales, [low, high])
@@ -288,38 +289,21 @@ def _power_of_two_axis(axis: Any) -> None:
 
 
 def _power(log2: float) -> str:
-    """A power of two as mathematical text."""
     return f"$2^{{{log2:g}}}$"
 
 
 def _finish(ax: Any, grid: str = "y") -> None:
-    """Removes two spines, and adds the grid."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis=grid, color=INK, alpha=0.25, linewidth=0.8, zorder=0)
     ax.set_axisbelow(True)
 
 
-def _make_legible(ax: Any) -> None:
-    """Gives labels, ticks and spines a color that stands out from white and black."""
-    ax.tick_params(colors=INK, which="both")
-    ax.xaxis.label.set_color(INK)
-    ax.yaxis.label.set_color(INK)
-    ax.spines[:].set_edgecolor(INK)
-
-
-def _draw_skipped(
-    ax: Any, step: Any, y: Any, skipped: Any, marker: str, color: str, label: str
-) -> None:
-    """Marks for skipped steps; nothing, and no entry in the legend, for none."""
+def _draw_skipped(ax: Any, step: Any, y: Any, skipped: Any, **style: Any) -> None:
     if skipped.any():
-        style = {"s": 36, "color": color, "linewidth": 0, "zorder": 4}
-        ax.scatter(step[skipped], y[skipped], marker=marker, label=label, **style)
+        ax.scatter(step[skipped], y[skipped], s=36, linewidth=0, zorder=4, **style)
 
 
-def _draw_limited(
-    ax: Any, recorded: dict[str, Any], name: str, limit: str, spike: Any
-) -> None:
-    """A recorded number, the limit above which it is a spike, and the spikes."""
+def _draw_limited(ax: Any, recorded: dict[str, Any], name: str, limit: str) -> None:
     step = recorded["step"]
     y, limits = (
         np.where(np.isfinite(recorded[key]), recorded[key], np.nan)
@@ -330,7 +314,8 @@ def _draw_limited(
     if np.isfinite(limits).any():
         style = {"color": ORANGE, "linestyle": "--", "linewidth": 1.4, "zorder": 3}
         ax.plot(step, limits, label="limit of the guard", **style)
-    _draw_skipped(ax, step, y, spike, "v", RED, "skipped")
+    style = {"marker": "v", "color": RED, "label": "skipped"}
+    _draw_skipped(ax, step, y, recorded["spike"], **style)
     if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
         # A spike a thousand times the loss would leave nothing to see of the rest.
         ax.set_yscale("log")

@@ -83,9 +83,8 @@ def apex(
 ) -> DynamicLossScale:
     """NVIDIA Apex's `apex.amp`, dynamic (`apex/amp/scaler.py`, its last version).
 
-    S doubles after `scale_window` unskipped steps and halves at every overflow. It is
-    clamped at `max_loss_scale`, where most others skip a growth past theirs, and
-    `init_scale` is clamped too.
+    S doubles after `scale_window` unskipped steps, halves at every overflow, and is
+    clamped at `max_loss_scale`, also at the start; most others skip a growth past it.
 
     Trap: `min_loss_scale=None` means that there is no floor; S ends at 0 with a
     ZeroDivisionError. For `amp.initialize(num_losses=n)` hold n of these in a list or
@@ -120,17 +119,12 @@ def deepspeed(
     default; here S stays there and `skipped_in_a_row` grows. `FP16_Optimizer` and
     `FP16_UnfusedOptimizer` ignore hysteresis: give `hysteresis=1` for them.
     """
-    arguments = Arguments("presets.deepspeed")
-    power = arguments.number("initial_scale_power", initial_scale_power)
+    given, arguments = dict(locals()), Arguments("presets.deepspeed")
+    power = arguments.number("initial_scale_power", given.pop("initial_scale_power"))
     valid, allowed = -126 <= power <= 126, "in [-126, 126]"
     arguments.require(valid, "initial_scale_power", initial_scale_power, allowed)
-    given = {
-        "2**initial_scale_power": 2.0**power,
-        "loss_scale_window": loss_scale_window,
-        "hysteresis": hysteresis,
-        "min_loss_scale": min_loss_scale,
-    }
-    reset = "finite" if consecutive_hysteresis else "growth"
+    given["2**initial_scale_power"] = 2.0**power
+    reset = "finite" if given.pop("consecutive_hysteresis") else "growth"
     return _dynamic("deepspeed", given, growth_delay=1, hysteresis_reset=reset)
 
 
@@ -152,8 +146,8 @@ def megatron(
 
     Traps: from 2^32 the first steps of a float16 run are all skipped (17 of them until
     S is 2^16). A single bad example that comes back before S can grow takes S down to
-    `min_scale`, though no S can help; pass the loss as `value=` to `with_loss_scale` to
-    avoid that. There is no cap: S can be infinite.
+    `min_scale`, though no S can help: pass `value=` to `with_loss_scale` against that.
+    There is no cap: S can be infinite.
     """
     return _dynamic("megatron", locals())
 
@@ -188,10 +182,9 @@ def fairseq(
 ) -> DynamicLossScale:
     """fairseq's `DynamicLossScaler`, with the class's defaults.
 
-    The command line starts at `--fp16-init-scale` 2^7 with a window of
-    2^14 / world size / update_freq. S is multiplied by `scale_factor` after
-    `scale_window` finite steps and divided by it at every overflow; `threshold` is the
-    floor (None: none).
+    S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
+    it at every overflow, down to `threshold` (None: no floor). The command line starts
+    at 2^7 with a window of 2^14 / world size / update_freq.
 
     Traps: at its `min_loss_scale` of 1e-4 fairseq raises FloatingPointError; here S
     continues to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off only
@@ -224,12 +217,11 @@ def cerebras(
     """
     min_loss_scale = _meant("min_loss_scale", min_loss_scale)
     max_loss_scale = _meant("max_loss_scale", max_loss_scale)
-    initial = max_loss_scale if initial_loss_scale is None else initial_loss_scale
-    initial_loss_scale = _meant("initial_loss_scale", initial)
-    given = locals()
-    del given["initial"]
+    if initial_loss_scale is None:
+        initial_loss_scale = max_loss_scale
+    initial_loss_scale = _meant("initial_loss_scale", initial_loss_scale)
     return _dynamic(
-        "cerebras", given, at_max="clamp", clamps_initial=True, grows_late=True
+        "cerebras", locals(), at_max="clamp", clamps_initial=True, grows_late=True
     )
 
 
@@ -341,8 +333,8 @@ def jmp(
     overflow, down to `min_loss_scale`. Differs from `DynamicLossScale` here only by its
     cap, 2^126 instead of 2^24.
 
-    Traps: under `jit` jmp forgets `min_loss_scale` and takes 1; here it is kept. An
-    initial S below the floor is an error here; give a lower floor with it.
+    Traps: under `jit` jmp forgets `min_loss_scale` and takes 1. An initial S below the
+    floor is an error here; give a lower floor with it.
     """
     return _dynamic("jmp", locals())
 

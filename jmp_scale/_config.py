@@ -115,7 +115,7 @@ def _from_string(spec: str) -> LossScale:
 
 def _from_dtype(dtype: Any, spec: Any) -> LossScale:
     for known in dtype_to_names:
-        with contextlib.suppress(TypeError):  # of what is not a dtype
+        with contextlib.suppress(TypeError):  # not a dtype
             if dtype is not None and jnp.dtype(dtype) == known:  # None means float64
                 return DynamicLossScale() if known == jnp.float16 else NoOpLossScale()
     raise _unknown(spec)

@@ -1,4 +1,4 @@
-"""What `linen` and `nnx` share: Flax itself, the wrapped optimizer, state dicts."""
+"""Shared by `linen` and `nnx`: Flax itself, the wrapped optimizer, state dicts."""
 
 from typing import Any
 

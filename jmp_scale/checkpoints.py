@@ -24,8 +24,8 @@ T = TypeVar("T")
 def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint from before the optimizer was wrapped in `with_loss_scale`.
 
-    The loss scale, its flags and counts and the guard are those of `state`; everything
-    else comes from disk.
+    The loss scale, its flags and counts and the guard come from `state`, everything
+    else from disk.
 
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
@@ -67,7 +67,7 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     Everything comes from disk, S and its counter included, except the statistics of
     the guard, which begins with its warm-up.
 
-    Args, results and errors are those of `restore_without_loss_scale`. A checkpoint
+    Takes, returns and raises the same as `restore_without_loss_scale`. A checkpoint
     without a loss scale is a `ValueError` too.
 
     Examples:
@@ -136,7 +136,7 @@ def _older(node: Any, without: str) -> Any:
 
 
 def _has_nothing(node: Any) -> bool:
-    """Whether NNX omits the inner state, as of SGD, because it holds no array."""
+    """Whether NNX omits the inner state, as with SGD, because it holds no array."""
     is_state = isinstance(node, Mapping) and is_loss_scale_state(node)
     return is_state and "inner_state" not in node
 

@@ -68,7 +68,7 @@ class ExponentHistogram:
     ) -> jax.Array:
         """Share of the finite non-zero entries left subnormal, but not flushed.
 
-        Arguments, result and errors are those of `flushed_share`.
+        Takes, returns and raises the same as `flushed_share`.
         """
         limit = int(np.log2(_casts.limits(dtype, "subnormal_share").subnormal_below))
         below = self._share_below("subnormal_share", log2_scale, limit, up_to=False)

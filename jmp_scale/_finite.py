@@ -107,12 +107,10 @@ def finite_and_norm(
     that of the whole arrays. Inside `pmap` and `shard_map` it is the largest of the
     devices' own norms: the global norm where all devices hold the same gradients, as
     after an average, and otherwise a number that one bad device is enough to raise.
-    Both results are equal on all devices.
 
     Returns:
-      (bool[], f32[]): the flag, and the square root of the sum of all squares (of real
-      and imaginary parts). The norm is at most the largest float32, and infinity where
-      the flag is False.
+      bool[] and f32[], equal on all devices. The norm is at most the largest float32,
+      and infinity where the flag is False.
     """
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
     finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))

@@ -161,12 +161,7 @@ def _differentiated(
 
 
 def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
-    """The loss in float32 or wider, and the auxiliary output of `fun`.
-
-    Raises:
-      TypeError: `fun` did not return what `has_aux` says, or no scalar; the message
-        names `function`.
-    """
+    """The loss in float32 or wider, and the auxiliary output of `fun`."""
     loss, aux = output, None
     if has_aux:
         if not isinstance(output, (tuple, list)) or len(output) != 2:

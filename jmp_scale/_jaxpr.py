@@ -54,21 +54,13 @@ class Traced(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A scan or while: its body, and how its operands are laid out.
+    """A scan or while: its body, and how its operands are laid out."""
 
-    Attributes:
-      body: the jaxpr that runs in each iteration.
-      consts: number of leading inputs that are the same in each iteration.
-      carry: number of inputs, after these, that an iteration hands to the next.
-      offset: position of the body's first input among the operands of the equation.
-      trips: number of iterations, or None if it depends on the data.
-    """
-
-    body: Any
-    consts: int
-    carry: int
-    offset: int
-    trips: int | None
+    body: Any  # the jaxpr that runs in each iteration
+    consts: int  # leading inputs that are the same in each iteration
+    carry: int  # inputs after these, which an iteration hands to the next
+    offset: int  # position of the body's first input among the equation's operands
+    trips: int | None  # iterations; None if their number depends on the data
 
     @property
     def carries(self) -> list[Any]:

@@ -131,12 +131,7 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
 
 
 def scale_value(function: str, loss_scale: Any) -> jax.Array:
-    """S as f32[], of a loss scale, a number or an array.
-
-    Raises:
-      TypeError: a value that is not a number; the message says how to get one from it.
-      ValueError: a number outside [2^-126, 2^126], or an S of a shape other than ().
-    """
+    """S as f32[], of a loss scale, a number in [2^-126, 2^126] or a scalar array."""
     value = number_of(loss_scale)
     # A device array passes unchecked: reading it would wait for the device, or fail
     # while tracing (test_a_report_is_the_same_in_jit_vmap_and_scan).

@@ -24,18 +24,12 @@ Agreement = Callable[[Callable[..., Any], jax.Array], jax.Array]
 
 
 def agreement(function: str = "", axis_name: Any = None) -> Agreement:
-    """How devices reach one answer.
-
-    Args:
-      function: the caller's public function, for the error.
-      axis_name: a name, or a tuple or list of names, to reduce over; `()` to leave the
-        answer local; None to reduce over every manual axis (`pmap`, `shard_map`) on
-        which it may differ.
+    """How devices reach one answer, over the `axis_name` of `all_finite`.
 
     Raises:
-      TypeError: `axis_name` is something else. A set is refused, because its order
-        differs between processes, and with it the program that they must have in
-        common.
+      TypeError: it is neither a name nor a tuple or list of names; the message names
+        `function`. A set is refused, because its order differs between processes, and
+        with it the program that they must have in common.
     """
     is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
     if not is_valid or not all(isinstance(name, str) for name in _names(axis_name)):
@@ -116,12 +110,8 @@ def on_shards(
 ) -> Any:
     """What `fun` makes of the leaves' shards on each device, and joins over the axes.
 
-    Args:
-      fun: takes the shards and the mesh axes that `specs` names (none: the shards are
-        the leaves), and returns arrays that are equal on all devices.
-      leaves: arrays.
-      specs: one `PartitionSpec` per leaf.
-      mesh: default that of the leaves' types, then that of `jax.set_mesh`.
+    `fun` takes the shards and the mesh axes that the leaves' `specs` name (none: the
+    shards are the leaves), and returns arrays that are equal on all devices.
     """
     # Only axes that shard a leaf: over the others all devices have the same answer, and
     # an all-reduce would be for nothing

@@ -51,8 +51,7 @@ def select_step(
       inputs: pytree of what may not be finite: gradients, the loss.
       old: the state before the step.
       context: what else `update` depends on, such as the parameters.
-      is_good: if given, a last look at the updates: the step is skipped unless it
-        returns True.
+      is_good: a last look at the updates, without which the step is skipped.
 
     Returns:
       `(applied, updates, state)`. On a skipped step the updates are -0.0, which added

@@ -148,7 +148,7 @@ def _finite_and_norm(
     tiny, plain, huge = _mesh.on_shards(sums_of_squares, leaves, specs, mesh)
     finite = huge < NONFINITE / 2**17
     # Each sum is right where the others are not
-    # (test_the_norm_is_right_for_every_size_of_gradients).
+    # (test_the_norm_is_right_on_every_machine_and_...).
     is_tiny, is_huge = tiny < 2.0**126, ~jnp.isfinite(plain)
     total = jnp.where(is_tiny, tiny, jnp.where(is_huge, huge, plain))
     unit = jnp.where(is_tiny, 1 / TINY, jnp.where(is_huge, HUGE, 1.0))
@@ -354,7 +354,7 @@ def _squares(array: jax.Array) -> Arrays:
     """
     # Without a minimum, which changes no sum that is used, XLA multiplies the squares
     # by TINY**2 or 1 / HUGE**2, which are infinity and 0
-    # (test_the_norm_is_right_for_every_size_of_gradients).
+    # (test_the_norm_is_right_on_every_machine_and_...).
     squares = []
     for part in [array.real, array.imag] if jnp.iscomplexobj(array) else [array]:
         part = promote_to_float32(part)

@@ -25,22 +25,15 @@ def test_a_library_that_unscales_with_the_wrong_s_is_seen():
 
 def test_an_exception_is_an_answer_and_a_missing_function_is_none():
     check = correctness.an_empty_tree_is_finite
-    assert (
-        correctness.verdict(
-            "jmp_scale", {"jmp_scale": lambda tree: tree["absent"]}, check
-        )
-        == "**KeyError**"
-    )
+    raising = {"jmp_scale": lambda tree: tree["absent"]}
+    assert correctness.verdict("jmp_scale", raising, check) == "**KeyError**"
     assert correctness.verdict("jmp_scale", {"other": jnp.isfinite}, check) == "-"
 
 
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
-        (
-            correctness.a_floor_below_one_is_kept_under_jit,
-            "**wrong**",
-        ),  # jmp's issue 44
+        (correctness.a_floor_below_one_is_kept_under_jit, "**wrong**"),  # its issue 44
         (correctness.integers_pass_unscale_unchanged, "**wrong**"),
         (correctness.gradients_stay_true_when_s_grows, "right"),
         (correctness.s_grows_on_the_period_th_finite_step, "right"),

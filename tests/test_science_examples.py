@@ -13,7 +13,11 @@ from test_examples import EXAMPLES, columns, processes
 import jmp_scale
 
 DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of 2^40")
-MISMATCHES = [("float32", 0, 1e-5), ("float16", 1e-5, 5e-3), ("bfloat16", 1e-4, 5e-2)]
+MISMATCHES = [
+    pytest.param("float32", 0, 1e-5, marks=pytest.mark.slow),
+    ("float16", 1e-5, 5e-3),
+    pytest.param("bfloat16", 1e-4, 5e-2, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")

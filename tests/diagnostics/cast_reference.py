@@ -15,14 +15,9 @@ ALL_F16 = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 def everywhere(seed=0, n=20_000):
     """Random float32 bit patterns: every exponent, infinities, NaNs, both zeros."""
-    bits = (
-        np.random.RandomState(seed)
-        .randint(0, 2**32, n, dtype=np.uint64)
-        .astype(np.uint32)
-    )
-    return np.concatenate(
-        [bits.view(np.float32), np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45])]
-    )
+    bits = np.random.RandomState(seed).randint(0, 2**32, n, dtype=np.uint64)
+    special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45])
+    return np.concatenate([bits.astype(np.uint32).view(np.float32), special])
 
 
 def near_ties(dtype, loss_scale):

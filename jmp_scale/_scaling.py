@@ -17,21 +17,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
-    """`tree` times S, or times 1/S.
-
-    Args:
-      function: name of the caller's public function, for errors.
-      tree: any pytree; what `map_gradients` leaves alone passes unchanged.
-      s: S, f32[].
-      inverse: whether to divide by S.
-
-    Returns:
-      The same structure. Leaves narrower than 32 bits come back as float32; float64 and
-      complex leaves keep their dtype.
-
-    Raises:
-      ValueError: S has a shape other than ().
-    """
+    """`tree` times S, f32[], or times 1/S: as `DynamicLossScale.scale` says."""
     if jnp.shape(s) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "

@@ -38,10 +38,10 @@ TESTS = {
     "diagnostics/test_report test_state_dict_docs",
     "_tree": "test_tree test_policy",
     "_mesh": "test_mesh",
-    "_finite": "test_finite test_mesh",
+    "_finite": "test_finite test_mesh test_sharding",
     "_gradients": "test_gradients",
     "_transform": "test_transform test_optimizers test_spike_guard",
-    "_skip": "test_skip test_optimizers",
+    "_skip": "test_skip test_optimizers test_transform",
     "_spike_guard": "test_spike_guard",
     "_policy": "test_policy test_jmp",
 }

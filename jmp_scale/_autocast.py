@@ -1,9 +1,9 @@
 """A float32 function in, a mixed-precision one out."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -16,23 +16,11 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from . import _jaxpr
-from ._autocast_plan import (
-    Plan,
-    Product,
-    Step,
-    is_float32,
-    kept_name,
-    make_plan,
-)
-from ._products import Dtypes, is_zero, product, wide_dot_general
+from ._autocast_plan import KEPT, Plan, Step, is_float32, make_plan
+from ._dot_general import bilinear, wide_dot_general
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Operations whose derivatives need nothing that they read.
-_LINEAR = _jaxpr.words(
-    "add add_any broadcast_in_dim concatenate convert_element_type copy expand_dims "
-    "neg reduce_sum reshape rev slice split squeeze sub transpose"
-)
 _ARRAY = object()  # in the place of an array
 
 
@@ -46,9 +34,6 @@ def autocast(
 ) -> F:
     """`fun` with its matrix products and convolutions in half precision.
 
-    Everything else stays as it is: norms, softmax, activations, sums and losses are
-    computed in float32, and so are the parameters and their gradients.
-
     ```
     forward:   product(x, w) = half(x) half(w), in float32 again
     backward:  of x in half precision; of w half(x) half(c), with a float32 result
@@ -56,13 +41,12 @@ def autocast(
                the backward pass, from half-precision copies of what it reads
     ```
 
-    The weights of convolutions and of `ragged_dot` are the exception: the products that
-    make their gradients return half precision.
-
-    What the user cast to half precision stays as cast. Products that stay float32:
-    those with `precision` HIGH or HIGHEST, sums (one operand is a vector), and those in
-    a `custom_vjp` function or a kernel. `diagnostics.precision_report` of the result
-    lists what runs in which dtype.
+    So norms, softmax, activations, losses, parameters and their gradients are float32.
+    The gradients of weights of convolutions and of `ragged_dot` are half precision
+    before they become float32. What the user cast to half precision stays as cast.
+    Products that stay float32: those with `precision` HIGH or HIGHEST, sums (one
+    operand is a vector), and those in a `custom_vjp` function or a kernel.
+    `diagnostics.precision_report` of the result lists what runs in which dtype.
 
     Args:
       fun: a function of arrays and anything else; what is not an array is static.
@@ -91,12 +75,12 @@ def autocast(
     forward = _checked_dtype("dtype", dtype)
     back = forward if backward is None else _checked_dtype("backward", backward)
     names = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
-    cast = _Cast(Dtypes(forward, back), bool(recompute), frozenset(names))
+    cast = _Cast(forward, back, bool(recompute), frozenset(names))
 
     @functools.wraps(fun)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
         flat = _Flat(fun, args, kwargs)
-        _refuse_modules(flat)
+        _refuse_modules(flat.leaves)
         jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
         held = [True] * len(flat.arrays)
         here = dataclasses.replace(cast, unread=set())
@@ -130,7 +114,7 @@ def keep_float32(fun: F) -> F:
         if not isinstance(lax.full((), 0.0), Tracer):
             return fun(*args, **kwargs)  # no trace that autocast could read
         flat = _Flat(fun, args, kwargs)
-        flat.__name__ = kept_name(getattr(fun, "__name__", "fun"))
+        flat.__name__ = KEPT + flat.__name__
         return flat.result(jax.jit(flat)(*flat.arrays))
 
     return kept  # pyright: ignore[reportReturnType]
@@ -167,7 +151,8 @@ class _Flat:
 class _Cast:
     """How plans are run."""
 
-    dtypes: Dtypes
+    forward: Any  # dtype of the products of the forward pass
+    backward: Any
     recompute: bool
     keep: Collection[str]
     unread: set[str] = dataclasses.field(default_factory=set)
@@ -178,26 +163,28 @@ class _Cast:
         plan = make_plan(jaxpr, held, self.keep)
         env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
         copies: dict[Any, Any] = {}
+        # Half precision already, or to be as a cast by hand makes it: not clipped.
+        products = [s.jaxpr for s in plan.steps if s.kind == "product"]
+        exact = {v for p in products for v in (*p.invars[:2], *p.outvars)}
 
         def copy(v: Any) -> Any:
-            """What the backward pass keeps of a variable; None: the variable itself."""
+            """What the backward pass keeps of a variable."""
             if not is_float32(v) or (v in plan.kept and self.recompute):
-                return None
+                return env[v]
             if v not in copies:
-                largest = np.float32(jnp.finfo(self.dtypes.forward).max)
-                exact = v in plan.exact
-                x = env[v] if exact else lax.clamp(-largest, env[v], largest)
-                copies[v] = x.astype(self.dtypes.forward)
+                largest = np.float32(jnp.finfo(self.forward).max)
+                x = env[v] if v in exact else lax.clamp(-largest, env[v], largest)
+                copies[v] = x.astype(self.forward)
             return copies[v]
 
         for step in plan.steps:
             inputs = [env[v] for v in step.jaxpr.invars]
-            if step.product:
+            if step.kind == "product":
                 halves = [copy(v) for v in step.jaxpr.invars[:2]]
-                results = self._product(step.product, inputs, halves)
-            elif step.kind == "island" and self.recompute and not _is_linear(step):
-                halves = [copy(v) for v in step.jaxpr.invars]
-                results = self._island(step.jaxpr, inputs, halves)
+                results = [self._product(step, inputs, halves)]
+            elif step.kind == "island" and self.recompute:
+                kept = [copy(v) for v in step.jaxpr.invars]
+                results = self._island(step.jaxpr, inputs, kept)
             elif step.kind == "call":
                 results = self._call(step.jaxpr, inputs, plan)
             else:
@@ -205,76 +192,57 @@ class _Cast:
             env.update(zip(step.jaxpr.outvars, results, strict=True))
         return [v.val if _jaxpr.is_literal(v) else env[v] for v in plan.jaxpr.outvars]
 
-    def _product(self, made: Product, inputs: Sequence[Any], copies: Any) -> Any:
-        eqn, (left, right) = made.equation, made.sides
+    def _product(self, step: Step, inputs: list[Any], copies: list[Any]) -> jax.Array:
+        eqn = step.jaxpr.eqns[-1]
+        # The transposes of other products take operands of one dtype.
+        is_dot = eqn.primitive.name == "dot_general"
+        weights = [is_weight and is_dot for is_weight in step.weights]
 
-        def multiply(lhs: jax.Array, rhs: jax.Array, dtype: Any) -> list[jax.Array]:
-            (lhs,), (rhs,) = _evaluated(left, [lhs]), _evaluated(right, [rhs])
-
-            if lhs.dtype == rhs.dtype:
+        def multiply(dtype: Any, wide: int | None, *pair: jax.Array) -> jax.Array:
+            """In half precision; only the operand `wide` stays float32."""
+            halves = [x if i == wide else x.astype(dtype) for i, x in enumerate(pair)]
+            lhs, rhs = (
+                _evaluated(side, [x])[0]
+                for side, x in zip(step.sides, halves, strict=True)
+            )
+            if wide is None:
                 params = {"precision": None, "preferred_element_type": dtype}
                 values = [lhs, rhs, *inputs[2:]]
                 (result,) = _jaxpr.evaluate(eqn, values, **params)
             else:
                 dimensions = eqn.params["dimension_numbers"]
-                out_sharding = eqn.params.get("out_sharding")
-                result = wide_dot_general(lhs, rhs, dimensions, out_sharding, dtype)
-            return _evaluated(made.after, [result])
+                params = dimensions, dtype, None, eqn.params.get("out_sharding")
+                result = wide_dot_general(lhs, rhs, *params)
+            return result.astype(jnp.float32)
 
-        # The transposes of other products take operands of one dtype.
-        weights = made.weights if eqn.primitive.name == "dot_general" else (False,) * 2
-        return product(multiply, inputs[:2], copies, weights, self.dtypes)
+        def term(side: int, *pair: jax.Array) -> jax.Array:
+            return multiply(self.backward, side if weights[side] else None, *pair)
 
-    def _island(self, jaxpr: Any, inputs: Sequence[Any], copies: Sequence[Any]) -> Any:
+        product = functools.partial(multiply, self.forward, None)
+        return bilinear(product, term, inputs[:2], copies)
+
+    def _island(self, jaxpr: Any, inputs: list[Any], copies: list[Any]) -> list[Any]:
         """Runs cheap equations; the backward pass runs them again on the copies."""
         # Sums over more than rows, as of BatchNorm, are kept from the forward pass.
-        sums = [v for eqn in jaxpr.eqns if _is_small_sum(eqn) for v in eqn.outvars]
-        with_sums = _jaxpr.part(
-            jaxpr, jaxpr.eqns, jaxpr.invars, [*jaxpr.outvars, *sums]
-        )
-        count = len(jaxpr.outvars)
-        floats = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in jaxpr.outvars]
+        sums = {v for eqn in jaxpr.eqns if _is_small_sum(eqn) for v in eqn.outvars}
+        known: dict[Any, Any] = {}
 
-        @jax.custom_jvp
-        def run(inputs: Any, copies: Any) -> Any:
-            return _evaluated(jaxpr, inputs)
+        def as_known(v: Any, x: Any) -> Any:
+            return _with_value(x, known.setdefault(v, x)) if v in sums else x
 
-        def rule(primals: Any, tangents: Any) -> Any:
-            live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
+        run = functools.partial(_jaxpr.evaluate_all, jaxpr, [], change=as_known)
 
-            def tangent(kept: Any, known: Any, live: dict[int, Any]) -> Any:
-                kept = kept if self.in_loop else _kept_apart(kept)
-                again = [
-                    x if c is None else x.astype(jnp.float32)
-                    for x, c in zip(kept, primals[1], strict=True)
-                ]
-                known = dict(zip(sums, known, strict=True))
-
-                def of_live(*some: Any) -> Any:
-                    for i, x in zip(live, some, strict=True):
-                        again[i] = x
-                    results = _jaxpr.evaluate_all(
-                        jaxpr,
-                        [],
-                        again,
-                        lambda v, x: _with_value(x, known[v]) if v in known else x,
-                    )
-                    return [x for x, f in zip(results, floats, strict=True) if f]
-
-                at = tuple(again[i] for i in live)
-                return jax.jvp(of_live, at, tuple(live.values()))[1]
-
-            tangent = jax.checkpoint(tangent, prevent_cse=False, policy=_is_sum)
-            results = _evaluated(with_sums, primals[0])
-            kept = [x if c is None else c for x, c in zip(*primals, strict=True)]
-            moved = iter(tangent(kept, results[count:], live))
-            return results[:count], [
-                next(moved) if f else np.zeros(jnp.shape(x), jax.dtypes.float0)
-                for x, f in zip(results[:count], floats, strict=True)
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def again() -> list[Any]:
+            kept = copies if self.in_loop else _kept_apart(copies)
+            wide = [
+                c.astype(jnp.float32) if is_float32(v) else c
+                for v, c in zip(jaxpr.invars, kept, strict=True)
             ]
+            return run(_with_values(inputs, wide))
 
-        run.defjvp(rule, symbolic_zeros=True)
-        return run([*inputs], [*copies])
+        results = run(list(map(_without_derivative, inputs)))
+        return _with_values(again(), results)
 
     def _body(self, jaxpr: Any, held: Sequence[bool], *, loop: bool = False) -> Any:
         """A nested jaxpr as a function of its inputs."""
@@ -289,15 +257,11 @@ class _Cast:
         held = [_jaxpr.is_literal(v) or v in plan.kept for v in eqn.invars]
         run = getattr(self, "_" + eqn.primitive.name, None)
         results = run and run(eqn, values, held)
-        if results is None:
-            self._warn(eqn)
-            return _evaluated(jaxpr, inputs)
-        return results
+        return results or self._as_traced(eqn, values)
 
-    def _warn(self, eqn: Any) -> None:
-        body = _jaxpr.subjaxprs(eqn)[0]
-        info = getattr(_jaxpr.open_jaxpr(body)[0], "debug_info", None)
-        name = eqn.params.get("name") or getattr(info, "func_name", "a function")
+    def _as_traced(self, eqn: Any, values: list[Any]) -> list[Any]:
+        body, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
+        name = eqn.params.get("name") or getattr(body.debug_info, "func_name", "")
         if name not in self.unread:
             self.unread.add(name)
             warnings.warn(
@@ -306,6 +270,7 @@ class _Cast:
                 "with keep_float32",
                 stacklevel=2,
             )
+        return _jaxpr.evaluate(eqn, values)
 
     def _scan(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
         loop = _jaxpr.loop_of(eqn)
@@ -333,13 +298,12 @@ class _Cast:
         loop, condition = _jaxpr.loop_of(eqn), eqn.params.get("cond_jaxpr")
         if loop is None or condition is None:
             return None
-        count = len(values) - len(held[loop.offset :])
-        first = loop.offset + loop.consts
-        body = self._body(loop.body, [False] * len(held[loop.offset :]), loop=True)
+        count, first = loop.offset, loop.offset + loop.consts
+        body = self._body(loop.body, [False] * (len(held) - count), loop=True)
         test = self._body(condition, [False] * (count + loop.carry), loop=True)
         return lax.while_loop(
             lambda carry: test(*values[:count], *carry)[0],
-            lambda carry: body(*values[loop.offset : first], *carry),
+            lambda carry: body(*values[count:first], *carry),
             values[first:],
         )
 
@@ -397,74 +361,69 @@ def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
     do so too, but with a barrier they need more cycles, because nothing fuses over it.
     """
 
-    def apart(*arrays: jax.Array) -> list[jax.Array]:
-        # One for each: a common one would vary over all axes over which one does.
-        return [lax.optimization_barrier(x) for x in arrays]
+    # One for each: a common one would vary over all axes over which one does.
+    apart = functools.partial(jax.tree.map, lax.optimization_barrier)
+    return lax.platform_dependent(arrays, cuda=apart, rocm=apart, default=list)
 
-    def same(*arrays: jax.Array) -> list[jax.Array]:
-        return [*arrays]
 
-    return lax.platform_dependent(*arrays, cuda=apart, rocm=apart, default=same)
+def _with_values(arrays: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """`values`, which are what `arrays` should be, with the derivatives of these."""
+    # One by one: what a derivative is linear in stays apart from what it is not.
+    return [_with_value(x, v) for x, v in zip(arrays, values, strict=True)]
 
 
 @jax.custom_jvp
-def _with_value(x: jax.Array, value: jax.Array) -> jax.Array:
-    """`value`, which is what `x` should be, with the derivative of `x`."""
+def _with_value(array: Any, value: Any) -> Any:
     return value
 
 
-_with_value.defjvp(lambda primals, tangents: (primals[1], tangents[0]))
+_with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
 
 
-def _is_sum(primitive: Any, *types: Any, **params: Any) -> bool:
-    """Whether it reduces eight or more entries to one."""
-    if not primitive.name.startswith("reduce_") or primitive.name == "reduce_precision":
-        return False
-    axes = params.get("axes", ())
-    return any(math.prod(t.shape[d] for d in axes) >= 8 for t in types)
+@jax.custom_jvp
+def _without_derivative(x: Any) -> Any:
+    """`x`; `stop_gradient` cannot be transposed in a rule for derivatives."""
+    return x
+
+
+_without_derivative.defjvp(
+    lambda primals, _: (
+        primals[0],
+        jax.custom_derivatives.SymbolicZero.from_primal_value(primals[0]),
+    ),
+    symbolic_zeros=True,
+)
 
 
 def _is_small_sum(eqn: Any) -> bool:
-    # A GPU has kernels for softmax, which a maximum or a sum that leaves them breaks.
-    types = [v.aval for v in eqn.invars]
-    if not (
-        is_float32(eqn.outvars[0]) and _is_sum(eqn.primitive, *types, **eqn.params)
-    ):
+    """Whether it reduces eight or more entries to one, not only along rows."""
+    axes = tuple(eqn.params.get("axes", ()))
+    if not (eqn.primitive.name.startswith("reduce_") and is_float32(eqn.outvars[0])):
         return False
-    return tuple(eqn.params["axes"]) != (len(_jaxpr.shape(eqn.invars[0])) - 1,)
-
-
-def _is_linear(step: Step) -> bool:
-    """Whether the derivative of an island needs nothing that it reads."""
-    return all(eqn.primitive.name in _LINEAR for eqn in step.jaxpr.eqns)
+    dims = _jaxpr.shape(eqn.invars[0])
+    # A GPU has kernels for softmax, which a maximum or a sum that leaves them breaks.
+    return axes != (len(dims) - 1,) and math.prod(dims[d] for d in axes) >= 8
 
 
 def _checked_dtype(name: str, dtype: Any) -> Any:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found not in (jnp.float16, jnp.bfloat16):
-        raise ValueError(
-            f"autocast: expected {name} float16 or bfloat16, got {dtype!r}; for "
-            "float32 leave autocast out"
-        )
-    return found
-
-
-def _is_module(x: Any) -> bool:
-    return "flax" in sys.modules and any(
-        c.__module__.startswith("flax.nnx")
-        and c.__name__ in ("Module", "Object", "Pytree")
-        for c in type(x).__mro__
+    with contextlib.suppress(TypeError):
+        if jnp.dtype(dtype) in (jnp.float16, jnp.bfloat16):
+            return jnp.dtype(dtype)
+    raise ValueError(
+        f"autocast: expected {name} float16 or bfloat16, got {dtype!r}; for float32 "
+        "leave autocast out"
     )
 
 
-def _refuse_modules(flat: _Flat) -> None:
-    for leaf in flat.leaves:
-        if _is_module(leaf):
-            raise TypeError(
-                "autocast: expected arguments without NNX modules, got a "
-                f"{type(leaf).__name__}; what it writes would be lost: use "
-                "jmp_scale.nnx.autocast"
-            )
+def _is_module(x: Any) -> bool:
+    bases = [c.__name__ for c in type(x).__mro__ if c.__module__.startswith("flax.nnx")]
+    return not {"Module", "Object", "Pytree"}.isdisjoint(bases)
+
+
+def _refuse_modules(leaves: Sequence[Any]) -> None:
+    for module in filter(_is_module, leaves):
+        raise TypeError(
+            "autocast: expected arguments without NNX modules, got a "
+            f"{type(module).__name__}; what it writes would be lost: use "
+            "jmp_scale.nnx.autocast"
+        )

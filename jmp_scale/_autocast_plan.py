@@ -34,27 +34,10 @@ _CHEAP = (
     """)
 )
 _CALLS = words("closed_call core_call jit pjit")
-_RANDOM = ("random_", "rng_", "threefry")
 # What is computed from arguments alone is computed again in each island that reads it,
 # if it takes no more operations than these.
 _MOST_REPEATED = 32
-_KEPT = "keep_float32:"
-
-
-class Product(NamedTuple):
-    """A matrix product or convolution, with the moves around it.
-
-    Attributes:
-      sides: for each operand a jaxpr that moves the entries of one array.
-      equation: the product itself.
-      after: a jaxpr that moves the entries of its result.
-      weights: for each operand, whether it is computed from arguments alone.
-    """
-
-    sides: tuple[Any, Any]
-    equation: Any
-    after: Any
-    weights: tuple[bool, bool]
+KEPT = "keep_float32:"  # with what the name of a call that stays as it is begins
 
 
 class Step(NamedTuple):
@@ -63,13 +46,16 @@ class Step(NamedTuple):
     Attributes:
       kind: "product"; "island", of cheap equations that the backward pass repeats;
         "call", one equation whose nested jaxprs hold products; "other", as traced.
-      jaxpr: the equations. Its inputs and outputs are variables of the program.
-      product: details of a product.
+      jaxpr: the equations, a product's last. Its inputs and outputs are variables of
+        the program.
+      sides: for each operand of a product a jaxpr that moves the entries of one array.
+      weights: for each operand, whether it is computed from arguments alone.
     """
 
     kind: Literal["product", "island", "call", "other"]
     jaxpr: Any
-    product: Product | None = None
+    sides: tuple[Any, ...] = ()
+    weights: tuple[bool, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -81,18 +67,15 @@ class Plan(NamedTuple):
       steps: in the order in which they run.
       kept: variables that the backward pass may keep as they are: arguments, and what
         is small beside the arrays of its island.
-      exact: float32 variables whose cast to half precision is not clipped: results of
-        products, and operands of products.
     """
 
     jaxpr: Any
     constants: dict[Any, Any]
     steps: list[Step]
     kept: Collection[Any]
-    exact: Collection[Any]
 
 
-def is_product(eqn: Any) -> bool:
+def _is_product(eqn: Any) -> bool:
     """Whether an equation is a float32 product that becomes half precision."""
     if eqn.primitive.name not in PRODUCTS or _precision(eqn) - {"None", "DEFAULT"}:
         return False
@@ -101,24 +84,19 @@ def is_product(eqn: Any) -> bool:
     return all(map(is_float32, (*eqn.invars[:2], eqn.outvars[0])))
 
 
-def has_product(jaxpr: Any) -> bool:
+def _has_product(jaxpr: Any) -> bool:
     """Whether there is a product in a jaxpr, or in one nested in it."""
-    return any(map(is_product, _jaxpr.equations(jaxpr)))
+    return any(map(_is_product, _jaxpr.equations(jaxpr)))
 
 
 def is_float32(atom: Any) -> bool:
     return _jaxpr.dtype_name(atom) == "float32"
 
 
-def is_kept(eqn: Any, names: Collection[str]) -> bool:
+def _is_kept(eqn: Any, names: Collection[str]) -> bool:
     """Whether a call is one that the user wants in float32."""
     name = str(eqn.params.get("name", ""))
-    return name.startswith(_KEPT) or name in names
-
-
-def kept_name(name: str) -> str:
-    """The name of a call that `is_kept`."""
-    return _KEPT + name
+    return name.startswith(KEPT) or name in names
 
 
 def make_plan(
@@ -157,41 +135,39 @@ def _free_sizes(eqn: Any) -> list[int]:
 
 def _inlined(jaxpr: Any, keep_float32: Collection[str]) -> tuple[Any, dict[Any, Any]]:
     """A jaxpr with calls opened, and its constants. What costs more stays a call."""
-    outer, values = _jaxpr.open_jaxpr(jaxpr)
-    constants = dict(zip(outer.constvars, values, strict=True))
+    constants: dict[Any, Any] = {}
     equations: list[Any] = []
 
-    def add(inner: Any, names: dict[Any, Any]) -> list[Any]:
-        def named(atom: Any) -> Any:
-            return atom if is_literal(atom) else names.get(atom, atom)
+    def add(body: Any, inputs: Sequence[Any]) -> list[Any]:
+        inner, values = _jaxpr.open_jaxpr(body)
+        fresh = [_jaxpr.variable(v.aval) for v in inner.constvars]
+        constants.update(zip(fresh, values, strict=True))
+        names = dict(zip(inner.constvars, fresh, strict=True))
+        names |= zip(inner.invars, inputs, strict=True)
+
+        def named(atoms: Iterable[Any]) -> list[Any]:
+            return [v if is_literal(v) else names[v] for v in atoms]
 
         for eqn in inner.eqns:
-            inputs = [named(v) for v in eqn.invars]
+            inputs = named(eqn.invars)
             if _is_open(eqn, keep_float32):
-                body, values = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
-                fresh = [_jaxpr.variable(v.aval) for v in body.constvars]
-                constants.update(zip(fresh, values, strict=True))
-                inputs = [*fresh, *inputs]
-                within = dict(zip([*body.constvars, *body.invars], inputs, strict=True))
-                outputs = add(body, within)
-                names.update(zip(eqn.outvars, outputs, strict=True))
-                continue
-            if inner is not outer:  # whose body may be inlined once more
-                fresh = [_jaxpr.variable(v.aval) for v in eqn.outvars]
-                names.update(zip(eqn.outvars, fresh, strict=True))
-                eqn = eqn.replace(outvars=fresh)
-            equations.append(eqn.replace(invars=inputs))
-        return [named(v) for v in inner.outvars]
+                outputs = add(_jaxpr.subjaxprs(eqn)[0], inputs)
+            else:
+                outputs = [_jaxpr.variable(v.aval) for v in eqn.outvars]
+                equations.append(eqn.replace(invars=inputs, outvars=outputs))
+            names.update(zip(eqn.outvars, outputs, strict=True))
+        return named(inner.outvars)
 
-    outputs = add(outer, {})
+    outer, _ = _jaxpr.open_jaxpr(jaxpr)
+    outputs = add(jaxpr, outer.invars)
     return _jaxpr.part(outer, equations, outer.invars, outputs), constants
 
 
 def _is_open(eqn: Any, keep_float32: Collection[str]) -> bool:
-    if eqn.primitive.name not in _CALLS or is_kept(eqn, keep_float32):
+    if eqn.primitive.name not in _CALLS or _is_kept(eqn, keep_float32):
         return False
     bodies = _jaxpr.subjaxprs(eqn)
-    return len(bodies) == 1 and (is_cheap(eqn) or has_product(bodies[0]))
+    return len(bodies) == 1 and (_is_cheap(eqn) or _has_product(bodies[0]))
 
 
 class _Planner:
@@ -203,125 +179,87 @@ class _Planner:
     """
 
     def __init__(self, jaxpr: Any, given: set[Any], keep: Collection[str]) -> None:
-        self.jaxpr, self.given, self.keep = jaxpr, given, keep
-        self.equations = jaxpr.eqns
+        self.jaxpr, self.given, self.equations = jaxpr, given, jaxpr.eqns
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-        self.readers: dict[Any, list[int]] = {}
-        for index, eqn in enumerate(jaxpr.eqns):
-            for v in _variables(eqn.invars):
-                self.readers.setdefault(v, []).append(index)
-        self.results = {*_variables(jaxpr.outvars)}
         self.level = dict.fromkeys([*jaxpr.invars, *given], 0)
-        self.differentiable = {v for v in self.level if is_float32(v)}
-        self.weights = {*given}
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
-        self.kinds: list[str] = []
+        self.kinds: list[Any] = []
         self.starts: list[int] = []  # level of an equation's inputs
-        self.moved: set[int] = set()  # moves that belong to a product
-        self._classify()
+        self._classify(keep)
 
-    def _classify(self) -> None:
-        random: set[Any] = set()
+    def _classify(self, keep: Collection[str]) -> None:
+        differentiable = {v for v in self.level if is_float32(v)}
         last_effect = 0
         for eqn in self.equations:
-            inputs = _variables(eqn.invars)
-            level = max([self.level[v] for v in inputs], default=0)
-            kind = self._kind(eqn)
-            floats = bool(self.differentiable.intersection(inputs))
-            if kind in ("cheap", "other") and not (floats or eqn.effects):
-                kind, level = f"{kind}, not differentiated", 0
+            inputs, kind = _variables(eqn.invars), _kind(eqn, keep)
+            start = max([self.level[v] for v in inputs], default=0)
+            if kind == "island" and all(v in self.repeats for v in inputs):
+                count = 1 + sum(self.repeats[v] for v in inputs)
+                if count <= _MOST_REPEATED:
+                    self.repeats.update(dict.fromkeys(eqn.outvars, count))
             if eqn.effects:  # which keep their order
-                level = max(level, last_effect)
-                last_effect = level + 1
+                start = max(start, last_effect)
+                last_effect = start + 1
+            floats = bool(differentiable.intersection(inputs))
+            if kind in ("island", "other") and not (floats or eqn.effects):
+                kind, start = "other", -1  # as masks, which run first
+            else:
+                differentiable.update(eqn.outvars)
             self.kinds.append(kind)
-            self.starts.append(level)
-            cheap = kind.startswith("cheap")
-            made = level if kind.endswith("not differentiated") else level + (not cheap)
-            self.level.update(dict.fromkeys(eqn.outvars, made))
-            if not kind.endswith("not differentiated"):
-                self.differentiable.update(eqn.outvars)
-            if eqn.primitive.name.startswith(_RANDOM) or random.intersection(inputs):
-                random.update(eqn.outvars)
-            elif cheap:
-                self._note_repeatable(eqn, inputs)
-
-    def _kind(self, eqn: Any) -> str:
-        if is_product(eqn):
-            return "product"
-        if is_cheap(eqn, self.keep):
-            return "cheap"
-        holds_product = any(map(has_product, _jaxpr.subjaxprs(eqn)))
-        return "call" if holds_product and not is_kept(eqn, self.keep) else "other"
-
-    def _note_repeatable(self, eqn: Any, inputs: Sequence[Any]) -> None:
-        if self.weights.issuperset(inputs) and not _looks_up(eqn):
-            self.weights.update(eqn.outvars)
-        if all(v in self.repeats for v in inputs):
-            count = 1 + sum(self.repeats[v] for v in inputs)
-            if count <= _MOST_REPEATED:
-                self.repeats.update(dict.fromkeys(eqn.outvars, count))
+            self.starts.append(start)
+            level = start if kind == "island" else start + 1
+            self.level.update(dict.fromkeys(eqn.outvars, level))
 
     def plan(self, constants: dict[Any, Any]) -> Plan:
         """Makes the steps, the last one first: what nobody reads is left out."""
         steps: list[Step] = []
-        wanted, exact, kept = {*self.results}, set[Any](), {*self.given}
-        products = [i for i, kind in enumerate(self.kinds) if kind == "product"]
-        after = {i: self._moves_after(self.equations[i].outvars[0]) for i in products}
-        self.moved = {i for moves in after.values() for i in moves}
-        products = {i: self._product(i, after[i]) for i in products}
-        for *_, what in sorted(self._order(), key=lambda x: x[:3], reverse=True):
-            if isinstance(what, list):
-                step = self._island(what, wanted)
+        wanted, kept = {*_variables(self.jaxpr.outvars)}, {*self.given}
+        for members in reversed(self._groups()):
+            kind, eqn = self.kinds[members[0]], self.equations[members[0]]
+            if kind == "island":
+                step = Step(kind, self._part(members, wanted))
                 kept.update(_small(step.jaxpr))
-            elif what in products:
-                step = products[what]
-                exact.update(step.jaxpr.outvars, step.jaxpr.invars[:2])
+            elif kind == "product":
+                step = self._product(eqn)
             else:
-                eqn = self.equations[what]
-                kind = "call" if self.kinds[what] == "call" else "other"
                 inputs = dict.fromkeys(_variables(eqn.invars))
                 step = Step(kind, _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars))
-            effects = any(eqn.effects for eqn in step.jaxpr.eqns)
-            if effects or wanted.intersection(step.jaxpr.outvars):
+            if eqn.effects or wanted.intersection(step.jaxpr.outvars):
                 steps.append(step)
                 wanted.update(step.jaxpr.invars)
-        plain = [i for i, k in enumerate(self.kinds) if k.endswith("differentiated")]
-        first = self._part(plain, wanted)
-        if first.outvars:
-            steps.append(Step("other", first))
-        return Plan(self.jaxpr, constants, steps[::-1], kept, exact)
+        return Plan(self.jaxpr, constants, steps[::-1], kept)
 
-    def _order(self) -> Iterable[tuple[int, int, int, Any]]:
-        """(level, islands first, position, equation or island), for all steps."""
-        parts = _Parts()
+    def _groups(self) -> list[list[int]]:
+        """Which equations run together, in the order in which they run."""
+        groups: dict[int, list[int]] = {}
         for index, eqn in enumerate(self.equations):
-            if self.kinds[index] != "cheap" or index in self.moved:
-                continue
-            parts.add(index)
-            for v in _variables(eqn.invars):
-                maker = self.maker.get(v, -1)
-                if maker in parts and self.level[v] == self.starts[index]:
-                    parts.join(index, maker)
-        for group in parts.groups():
-            yield self.starts[group[0]], 0, group[0], group
-        for index, kind in enumerate(self.kinds):
-            if kind in ("product", "call", "other"):
-                yield self.starts[index], 1, index, index
+            groups[index] = [index]
+            for maker in {self.maker.get(v, index) for v in _variables(eqn.invars)}:
+                one_island = (
+                    self.kinds[maker] == self.kinds[index] == "island"
+                    and self.starts[maker] == self.starts[index]
+                )
+                if one_island and groups[maker] is not groups[index]:
+                    few, many = sorted((groups[maker], groups[index]), key=len)
+                    many += few
+                    groups.update(dict.fromkeys(few, many))
 
-    def _island(self, members: list[int], wanted: set[Any]) -> Step:
-        return Step("island", self._part(members, wanted, self.repeats))
+        def when(group: list[int]) -> tuple[int, bool, int]:
+            first = group[0]
+            return self.starts[first], self.kinds[first] != "island", first
 
-    def _part(
-        self, members: list[int], wanted: set[Any], repeats: Collection[Any] = ()
-    ) -> Any:
-        """The equations among `members` that what is wanted needs, as a jaxpr."""
+        found = {id(group): sorted(group) for group in groups.values()}
+        return sorted(found.values(), key=when)
+
+    def _part(self, members: list[int], wanted: set[Any]) -> Any:
+        """What of an island is wanted, with what it computes from arguments alone."""
         outputs = [v for i in members for v in self.equations[i].outvars if v in wanted]
         allowed, needed, todo = {*members}, set[int](), [*outputs]
         inputs: dict[Any, None] = {}
         while todo:
             v = todo.pop()
             maker = self.maker.get(v)
-            if maker is None or not (maker in allowed or v in repeats):
+            if maker is None or not (maker in allowed or v in self.repeats):
                 inputs[v] = None
             elif maker not in needed:
                 needed.add(maker)
@@ -329,79 +267,45 @@ class _Planner:
         equations = [self.equations[i] for i in sorted(needed)]
         return _jaxpr.part(self.jaxpr, equations, inputs, outputs)
 
-    def _product(self, index: int, after: list[int]) -> Step:
-        eqn = self.equations[index]
-        sides = [self._moves_before(v) for v in eqn.invars[:2]]
-        moves = [self.equations[i] for i in sorted(after)]
-        made = [v for e in moves for v in e.outvars] or [eqn.outvars[0]]
-        outputs = [
-            v
-            for v in made
-            if v in self.results or not {*self.readers.get(v, ())} <= {*after}
-        ]
-        product = Product(
-            (sides[0], sides[1]),
-            eqn,
-            _jaxpr.part(self.jaxpr, moves, [eqn.outvars[0]], outputs),
-            (eqn.invars[0] in self.weights, eqn.invars[1] in self.weights),
-        )
-        inputs = [*(s.invars[0] for s in sides), *_variables(eqn.invars[2:])]
-        equations = [*sides[0].eqns, *sides[1].eqns, eqn, *moves]
-        part = _jaxpr.part(self.jaxpr, equations, inputs, outputs)
-        return Step("product", part, product)
+    def _product(self, eqn: Any) -> Step:
+        operands, others = eqn.invars[:2], _variables(eqn.invars[2:])
+        sides = tuple(map(self._side, operands))
+        inputs = [*(s.invars[0] for s in sides), *others]
+        equations = [*sides[0].eqns, *sides[1].eqns, eqn]
+        part = _jaxpr.part(self.jaxpr, equations, inputs, eqn.outvars)
+        return Step("product", part, sides, tuple(v in self.repeats for v in operands))
 
-    def _moves_before(self, operand: Any) -> Any:
+    def _side(self, operand: Any) -> Any:
         """What moves an array's entries before a product, from its first form on."""
         moves, v = [], operand
-        while (i := self.maker.get(v)) is not None and i not in self.moved:
-            if not _is_move(self.equations[i], _MOVES):
+        while (i := self.maker.get(v)) is not None:
+            eqn = self.equations[i]
+            if eqn.primitive.name not in _MOVES or len(_variables(eqn.invars)) != 1:
                 break
-            moves.append(self.equations[i])
-            v = moves[-1].invars[0]
+            moves.append(eqn)
+            v = eqn.invars[0]
         return _jaxpr.part(self.jaxpr, moves[::-1], [v], [operand])
 
-    def _moves_after(self, result: Any) -> list[int]:
-        """What moves the entries of a product's result on their way to other products.
 
-        Elsewhere moves are left to the island that reads the result: an array whose
-        layout is that of the product is the cheapest to keep.
-        """
-        found, todo = [], [result]
-        while todo:
-            v = todo.pop()
-            readers = self.readers.get(v, [])
-            moves = [_is_move(self.equations[i], _MOVES | _PARTS) for i in readers]
-            if v in self.results or not readers:
-                return []
-            if all(moves):
-                found += readers
-                todo += [o for i in readers for o in self.equations[i].outvars]
-            elif any(self.kinds[i] != "product" for i in readers):
-                return []
-        return found
+def _kind(eqn: Any, keep: Collection[str]) -> str:
+    if _is_product(eqn):
+        return "product"
+    if _is_cheap(eqn, keep):
+        return "island"
+    holds_product = any(map(_has_product, _jaxpr.subjaxprs(eqn)))
+    return "call" if holds_product and not _is_kept(eqn, keep) else "other"
 
 
-def is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
+def _is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
     """Whether an equation costs less to compute again than to keep."""
     bodies, name = _jaxpr.subjaxprs(eqn), eqn.primitive.name
-    if eqn.effects or is_kept(eqn, keep_float32):
+    if eqn.effects or _is_kept(eqn, keep_float32):
         return False
     if not bodies:
         return name in _CHEAP
     return (name in _CALLS or name == "custom_jvp_call") and all(
-        is_cheap(inner) for body in bodies for inner in _jaxpr.open_jaxpr(body)[0].eqns
+        _is_cheap(inner) for body in bodies for inner in _jaxpr.open_jaxpr(body)[0].eqns
     )
-
-
-def _looks_up(eqn: Any) -> bool:
-    """Whether it takes entries by index, as embeddings do."""
-    inner = (e for body in _jaxpr.subjaxprs(eqn) for e in _jaxpr.equations(body))
-    return any(e.primitive.name == "gather" for e in (eqn, *inner))
-
-
-def _is_move(eqn: Any, names: Collection[str]) -> bool:
-    # The sum that is the derivative of a broadcast belongs to float32.
-    return eqn.primitive.name in names and len(_variables(eqn.invars)) == 1
 
 
 def _small(jaxpr: Any) -> list[Any]:
@@ -412,32 +316,3 @@ def _small(jaxpr: Any) -> list[Any]:
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not is_literal(v)]
-
-
-class _Parts:
-    """Numbers, joined into groups."""
-
-    def __init__(self) -> None:
-        self._parent: dict[int, int] = {}
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._parent
-
-    def add(self, number: int) -> None:
-        self._parent[number] = number
-
-    def join(self, a: int, b: int) -> None:
-        self._parent[self._root(a)] = self._root(b)
-
-    def groups(self) -> Iterable[list[int]]:
-        found: dict[int, list[int]] = {}
-        for number in self._parent:
-            found.setdefault(self._root(number), []).append(number)
-        return found.values()
-
-    def _root(self, number: int) -> int:
-        parent = self._parent
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number

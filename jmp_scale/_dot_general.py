@@ -1,16 +1,18 @@
-"""A matrix product whose gradients are summed over devices in float32."""
+"""Products in half precision, whose gradients are summed in float32."""
 
 import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _mesh
-
+# Of a GPU's matrix units: half-precision operands, float32 sums and results.
+ALGORITHMS = {
+    "float16": lax.DotAlgorithmPreset.F16_F16_F32,
+    "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+}
 DimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
@@ -39,8 +41,7 @@ def dot_general(
 
     For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
     place of `lax.dot_general`. A bias is not a matrix product: its gradient is still
-    summed in its own dtype. With float32 operands nothing changes. Only reverse-mode
-    derivatives are defined.
+    summed in its own dtype. With float32 operands nothing changes.
 
     Args:
       lhs: an array.
@@ -63,65 +64,101 @@ def dot_general(
       (dtype('float16'), 4.0)
     """
     contracting, batch = dimension_numbers
-    static = (
-        tuple(tuple(map(int, part)) for part in (*contracting, *batch)),
-        tuple(precision) if isinstance(precision, list) else precision,
-        preferred_element_type,
-        tuple(sorted(options.items())),
-    )
-    return _product(static, lhs, rhs)
+    dimensions = _numbers(contracting), _numbers(batch)
+    if isinstance(precision, list):
+        precision = tuple(precision)
+
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        given = lhs, rhs, dimensions, precision, preferred_element_type
+        return lax.dot_general(*given, **options)
+
+    def term(side: int, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        pair = [lhs, rhs]
+        pair[side] = pair[side].astype(_at_least_float32(pair[side]))
+        params = dimensions, dtype, precision, options.get("out_sharding")
+        return wide_dot_general(*pair, *params)
+
+    dtype = jax.eval_shape(product, lhs, rhs).dtype
+    return bilinear(product, term, (lhs, rhs), (lhs, rhs))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(static: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    (left, right, left_batch, right_batch), precision, dtype, options = static
-    return lax.dot_general(
-        lhs,
-        rhs,
-        ((left, right), (left_batch, right_batch)),
-        precision=precision,
-        preferred_element_type=dtype,
-        **dict(options),
-    )
+def bilinear(
+    product: Callable[[jax.Array, jax.Array], jax.Array],
+    term: Callable[[int, jax.Array, jax.Array], jax.Array],
+    operands: Sequence[jax.Array],
+    copies: Sequence[jax.Array],
+) -> jax.Array:
+    """A product of copies of two arrays, whose derivative is one of the arrays.
+
+    Args:
+      product: computes it from both copies.
+      term: `(side, lhs, rhs)`, a term of its derivative: the product in which the
+        tangent of the operand `side` stands for that operand.
+      operands: what is differentiated.
+      copies: what is read, and kept for the backward pass.
+    """
+
+    @jax.custom_jvp
+    def run(operands: Any, copies: Any) -> jax.Array:
+        return product(*copies)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        # A copy's tangent is the operand's once more.
+        live = {s: t for s, t in enumerate(tangents[0]) if not is_zero(t)}
+
+        def derivative(copies: Any, live: dict[int, jax.Array]) -> jax.Array:
+            pairs = {s: [*copies[:s], t, *copies[s + 1 :]] for s, t in live.items()}
+            return functools.reduce(jnp.add, [term(s, *p) for s, p in pairs.items()])
+
+        # What it casts is not kept.
+        derivative = jax.checkpoint(derivative, prevent_cse=False)
+        return run(*primals), derivative(primals[1], live)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run((*operands,), (*copies,))
 
 
-def _forward(static: Any, lhs: jax.Array, rhs: jax.Array) -> Any:
-    return _product(static, lhs, rhs), (lhs, rhs)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def wide_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimensions: Any,
+    dtype: Any,
+    precision: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """A matrix product of a half-precision and a float32 array, cast to `dtype`.
 
+    Its transpose is a product of half-precision numbers with a float32 result: on an
+    NVIDIA GPU by the algorithm of that name, elsewhere as a float32 product, which a
+    TPU computes in the same number of passes. So the float32 array's gradient is
+    neither rounded to half precision nor overflows there, and over devices it is summed
+    in float32. It is a derivative like any other, in all of JAX's modes.
+    """
+    wide = _at_least_float32(lhs, rhs)
 
-def _backward(static: Any, operands: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs = operands
-    dimensions, precision, _, _ = static
-    of_lhs, of_rhs, of_out = _labels(lhs.ndim, rhs.ndim, dimensions)
+    def dot(precision: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        given = lhs, rhs, dimensions, precision, wide
+        return lax.dot_general(*given, out_sharding=out_sharding).astype(dtype)
 
-    def gradient(other: jax.Array, labels: Any, operand: jax.Array, own: Any) -> Any:
-        product = jnp.einsum(
-            *(cotangent, of_out, other, labels, own),
-            precision=precision,
-            preferred_element_type=_at_least_float32(cotangent, operand),
-            out_sharding=_mesh.explicit_sharding(operand),
-        )
-        return _mesh.sum_where_equal(product, operand).astype(operand.dtype)
-
-    # The cotangent of a float32 product is float32, whatever the operands are.
-    with jax.numpy_dtype_promotion("standard"):
-        return gradient(rhs, of_rhs, lhs, of_lhs), gradient(lhs, of_lhs, rhs, of_rhs)
-
-
-_product.defvjp(_forward, _backward)
+    algorithm = ALGORITHMS.get(jnp.dtype(dtype).name)
+    plain = functools.partial(dot, precision)
+    if precision is not None or algorithm is None:
+        return plain(lhs, rhs)
+    # Decided when the program is lowered, which may be for another machine.
+    with_algorithm = functools.partial(dot, algorithm)
+    return lax.platform_dependent(lhs, rhs, cuda=with_algorithm, default=plain)
 
 
 def _at_least_float32(*arrays: jax.Array) -> Any:
     return jnp.result_type(jnp.float32, *(x for x in arrays if x.dtype.itemsize >= 4))
 
 
-def _labels(lhs_ndim: int, rhs_ndim: int, dimensions: Any) -> tuple[list[int], ...]:
-    """A number for each dimension of lhs, rhs and their product, as for einsum."""
-    left, right, left_batch, right_batch = dimensions
-    fresh = itertools.count(lhs_ndim)
-    of_lhs = list(range(lhs_ndim))
-    shared = dict(zip((*right, *right_batch), (*left, *left_batch), strict=True))
-    of_rhs = [shared[d] if d in shared else next(fresh) for d in range(rhs_ndim)]
-    own = [label for d, label in enumerate(of_lhs) if d not in (*left, *left_batch)]
-    others = [label for d, label in enumerate(of_rhs) if d not in shared]
-    return of_lhs, of_rhs, [*left_batch, *own, *others]
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent is zero in itself, as that of what is not differentiated."""
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _numbers(pair: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    left, right = pair
+    return tuple(map(int, left)), tuple(map(int, right))

@@ -248,20 +248,3 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying
     return aval.vma  # until jax 0.9
-
-
-def sum_where_equal(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x`, summed over the manual axes over which it varies and `like` does not.
-
-    What JAX does with the derivative of an operand that is equal on all devices;
-    functions with derivatives of their own must do it themselves.
-    """
-    axes = varying_axes(x) - varying_axes(like)
-    return lax.psum(x, tuple(sorted(axes, key=str))) if axes else x
-
-
-def explicit_sharding(array: jax.Array) -> Any:
-    """An array's sharding where shardings are types (Explicit mesh axes), else None."""
-    sharding: Any = jax.typeof(array).sharding
-    explicit = jax.sharding.AxisType.Explicit
-    return sharding if explicit in sharding.mesh.axis_types else None

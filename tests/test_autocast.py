@@ -96,7 +96,7 @@ def test_a_plan_lists_products_and_islands_in_their_order():
     plan = make_plan(jaxpr, [True, True])
     kinds = [step.kind for step in plan.steps]
     assert kinds == ["product", "island", "product", "island"]
-    assert [s.product.weights for s in plan.steps if s.product] == [
+    assert [s.weights for s in plan.steps if s.kind == "product"] == [
         (True, True),
         (False, True),
     ]

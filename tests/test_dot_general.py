@@ -62,6 +62,26 @@ def test_product_and_gradients_are_those_of_jax(name, dtype):
         )
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_forward_mode_gives_what_jax_gives(name):
+    lhs_shape, rhs_shape, dims = PRODUCTS[name]
+    operands = normal(0, lhs_shape, "float16"), normal(1, rhs_shape, "float16")
+    moved = normal(2, lhs_shape, "float16"), normal(3, rhs_shape, "float16")
+
+    def derivatives(dot_general):
+        def f(lhs, rhs):
+            return jnp.square(dot_general(lhs, rhs, dims).astype(jnp.float32)).sum()
+
+        return [*jax.jvp(f, operands, moved), *jax.hessian(f, 1)(*operands)]
+
+    pairs = zip(
+        *map(derivatives, (jmp_scale.dot_general, lax.dot_general)), strict=True
+    )
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), 0.02, 0.02)
+
+
 def grad_of_sum(dot_general, lhs, rhs, factor=1.0, **options):
     """Of a sum over 4 x 3 and 3 x 2 matrices, with the gradients of both."""
 

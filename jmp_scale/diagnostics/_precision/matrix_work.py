@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
-from ..._products import ALGORITHMS
 from .facts import Fact, is_half, is_wide
 from .rules import is_cast_by_user
 from .step import Finding, Step

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 
 from ._tree import is_inexact, promote_to_float32
 
@@ -25,57 +24,22 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
             "with all_finite of all gradients"
         )
 
-    gradients: list[jax.Array] = []
-    # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
-    map_gradients(
-        lambda leaf: gradients.append(jnp.asarray(promote_to_float32(leaf))), tree
-    )
-    multiplied = iter((_divide if inverse else _times)(gradients, s))
-    return map_gradients(lambda leaf: next(multiplied), tree)
+    def times(x: jax.Array) -> jax.Array:
+        factor = s.astype(x.dtype)
+        # Not a quotient, which XLA:CPU computes only once and keeps: another copy of
+        # the gradients (test_performance counts the bytes).
+        return x * (1 / factor if inverse else factor)
 
-
-def _divide(gradients: list[jax.Array], s: jax.Array) -> list[jax.Array]:
-    if not any(isinstance(x, Tracer) for x in (*gradients, s)):
-        return _times_reciprocal(gradients, s)  # eagerly a choice would be compiled
-    return lax.platform_dependent(
-        gradients,
-        s,
-        cpu=_times_reciprocal,
-        tpu=_times_reciprocal,
-        default=_over,
-    )
-
-
-def _times(gradients: list[jax.Array], s: jax.Array) -> list[jax.Array]:
-    return _map_real(lambda x: x * s.astype(x.dtype), gradients)
-
-
-def _times_reciprocal(gradients: list[jax.Array], s: jax.Array) -> list[jax.Array]:
-    # XLA:CPU computes a quotient only once and keeps it, which is another copy of the
-    # gradients (test_performance counts the bytes).
-    return _map_real(lambda x: x * (1 / s.astype(x.dtype)), gradients)
-
-
-def _over(gradients: list[jax.Array], s: jax.Array) -> list[jax.Array]:
-    # XLA:GPU computes a product wherever it is used, and with it the sum of partial
-    # products (or of the gradients of several uses) that the gradient is. It would read
-    # the parts twice, for the finite check and for the update. A quotient it computes
-    # once, and writes (test_a_train_step_moves_and_launches_little_more). Gradients
-    # that are in memory it still reads as they are.
-    return _map_real(lambda x: x / s.astype(x.dtype), gradients)
-
-
-def _map_real(
-    fun: Callable[[jax.Array], jax.Array], arrays: list[jax.Array]
-) -> list[jax.Array]:
-    def map_array(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return fun(x)
+    def multiply_leaf(leaf: Any) -> jax.Array:
+        # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
+        x = jnp.asarray(promote_to_float32(leaf))
+        if not jnp.iscomplexobj(x):
+            return times(x)
         # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs
         # (test_a_complex_leaf_keeps_its_imaginary_part_and_an_infinity_makes_no_nan).
-        return lax.complex(fun(x.real), fun(x.imag))
+        return lax.complex(times(x.real), times(x.imag))
 
-    return [map_array(x) for x in arrays]
+    return map_gradients(multiply_leaf, tree)
 
 
 def widen_gradients(tree: T) -> T:

@@ -80,11 +80,14 @@ def autocast(
     @functools.wraps(fun)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
         flat = _Flat(fun, args, kwargs)
-        _refuse_modules(flat.leaves)
+        for module in filter(_is_module, flat.leaves):
+            raise TypeError(
+                "autocast: expected arguments without NNX modules, got a "
+                f"{type(module).__name__}; what it writes would be lost: use "
+                "jmp_scale.nnx.autocast"
+            )
         jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
-        held = [True] * len(flat.arrays)
-        here = dataclasses.replace(cast, unread=set())
-        return flat.result(here.run(jaxpr, held, flat.arrays))
+        return flat.result(cast.run(jaxpr, [True] * len(flat.arrays), flat.arrays))
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 
@@ -126,8 +129,8 @@ class _Flat:
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._fun = fun
         self.leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-        self._where = [i for i, x in enumerate(self.leaves) if isinstance(x, jax.Array)]
-        self.arrays = [self.leaves[i] for i in self._where]
+        where = [i for i, x in enumerate(self.leaves) if isinstance(x, jax.Array)]
+        self._where, self.arrays = where, [self.leaves[i] for i in where]
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
 
     def __call__(self, *arrays: Any) -> list[Any]:
@@ -188,21 +191,18 @@ class _Cast:
             elif step.kind == "call":
                 results = self._call(step.jaxpr, inputs, plan)
             else:
-                results = _evaluated(step.jaxpr, inputs)
+                results = _jaxpr.evaluate_all(step.jaxpr, inputs)
             env.update(zip(step.jaxpr.outvars, results, strict=True))
         return [v.val if _jaxpr.is_literal(v) else env[v] for v in plan.jaxpr.outvars]
 
     def _product(self, step: Step, inputs: list[Any], copies: list[Any]) -> jax.Array:
         eqn = step.jaxpr.eqns[-1]
-        # The transposes of other products take operands of one dtype.
-        is_dot = eqn.primitive.name == "dot_general"
-        weights = [is_weight and is_dot for is_weight in step.weights]
 
         def multiply(dtype: Any, wide: int | None, *pair: jax.Array) -> jax.Array:
             """In half precision; only the operand `wide` stays float32."""
             halves = [x if i == wide else x.astype(dtype) for i, x in enumerate(pair)]
             lhs, rhs = (
-                _evaluated(side, [x])[0]
+                _jaxpr.evaluate_all(side, [x])[0]
                 for side, x in zip(step.sides, halves, strict=True)
             )
             if wide is None:
@@ -216,7 +216,7 @@ class _Cast:
             return result.astype(jnp.float32)
 
         def term(side: int, *pair: jax.Array) -> jax.Array:
-            return multiply(self.backward, side if weights[side] else None, *pair)
+            return multiply(self.backward, side if step.weights[side] else None, *pair)
 
         product = functools.partial(multiply, self.forward, None)
         return bilinear(product, term, inputs[:2], copies)
@@ -230,7 +230,8 @@ class _Cast:
         def as_known(v: Any, x: Any) -> Any:
             return _with_value(x, known.setdefault(v, x)) if v in sums else x
 
-        run = functools.partial(_jaxpr.evaluate_all, jaxpr, [], change=as_known)
+        def run(values: Any) -> list[Any]:
+            return _jaxpr.evaluate_all(jaxpr, values, change=as_known)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def again() -> list[Any]:
@@ -239,10 +240,10 @@ class _Cast:
                 c.astype(jnp.float32) if is_float32(v) else c
                 for v, c in zip(jaxpr.invars, kept, strict=True)
             ]
-            return run(_with_values(inputs, wide))
+            return run(list(map(_with_value, inputs, wide)))
 
         results = run(list(map(_without_derivative, inputs)))
-        return _with_values(again(), results)
+        return list(map(_with_value, again(), results))
 
     def _body(self, jaxpr: Any, held: Sequence[bool], *, loop: bool = False) -> Any:
         """A nested jaxpr as a function of its inputs."""
@@ -277,21 +278,16 @@ class _Cast:
         if loop is None:
             return None
         first, last = loop.consts, loop.consts + loop.carry
-        held = [h and not first <= i < last for i, h in enumerate(held)]
+        held[first:last] = [False] * loop.carry
         body = self._body(loop.body, held, loop=True)
 
         def step(carry: Any, xs: Any) -> Any:
             results = body(*values[:first], *carry, *xs)
             return results[: loop.carry], results[loop.carry :]
 
-        carry, ys = lax.scan(
-            step,
-            values[first:last],
-            values[last:],
-            length=loop.trips,
-            reverse=eqn.params.get("reverse", False),
-            unroll=eqn.params.get("unroll", 1),
-        )
+        options = {k: eqn.params[k] for k in ("reverse", "unroll") if k in eqn.params}
+        inputs = values[first:last], values[last:], loop.trips
+        carry, ys = lax.scan(step, *inputs, **options)
         return [*carry, *ys]
 
     def _while(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
@@ -341,16 +337,9 @@ class _Cast:
         body = self._body(_jaxpr.subjaxprs(eqn)[0], held)
         return jax.shard_map(
             lambda *shards: tuple(body(*shards)),
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=tuple(params["out_specs"]),
-            check_vma=params["check_vma"],
             axis_names=set(axes),
+            **{k: params[k] for k in ("mesh", "in_specs", "out_specs", "check_vma")},
         )(*values)
-
-
-def _evaluated(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    return _jaxpr.evaluate_all(jaxpr, [], values)
 
 
 @jax.jit
@@ -366,14 +355,9 @@ def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
     return lax.platform_dependent(arrays, cuda=apart, rocm=apart, default=list)
 
 
-def _with_values(arrays: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """`values`, which are what `arrays` should be, with the derivatives of these."""
-    # One by one: what a derivative is linear in stays apart from what it is not.
-    return [_with_value(x, v) for x, v in zip(arrays, values, strict=True)]
-
-
 @jax.custom_jvp
 def _with_value(array: Any, value: Any) -> Any:
+    """`value`, which is what `array` should be, with its derivative."""
     return value
 
 
@@ -386,12 +370,9 @@ def _without_derivative(x: Any) -> Any:
     return x
 
 
+_no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
 _without_derivative.defjvp(
-    lambda primals, _: (
-        primals[0],
-        jax.custom_derivatives.SymbolicZero.from_primal_value(primals[0]),
-    ),
-    symbolic_zeros=True,
+    lambda primals, _: (primals[0], _no_tangent(primals[0])), symbolic_zeros=True
 )
 
 
@@ -418,12 +399,3 @@ def _checked_dtype(name: str, dtype: Any) -> Any:
 def _is_module(x: Any) -> bool:
     bases = [c.__name__ for c in type(x).__mro__ if c.__module__.startswith("flax.nnx")]
     return not {"Module", "Object", "Pytree"}.isdisjoint(bases)
-
-
-def _refuse_modules(leaves: Sequence[Any]) -> None:
-    for module in filter(_is_module, leaves):
-        raise TypeError(
-            "autocast: expected arguments without NNX modules, got a "
-            f"{type(module).__name__}; what it writes would be lost: use "
-            "jmp_scale.nnx.autocast"
-        )

@@ -16,12 +16,8 @@ from ._jaxpr import PRODUCTS, is_literal, words
 _MOVES = words(
     "copy copy_p expand_dims reshape rev sharding_constraint squeeze transpose"
 )
-_PARTS = words("slice split")
 # What costs less to compute again than to keep.
-_CHEAP = (
-    _MOVES
-    | _PARTS
-    | words("""
+_CHEAP = _MOVES | words("""
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
     bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate conj
     convert_element_type cos cosh digamma div dynamic_slice eq erf erf_inv erfc exp exp2
@@ -29,10 +25,9 @@ _CHEAP = (
     logistic lt max min mul name ne neg nextafter not optimization_barrier or pad
     pbroadcast pcast population_count pow pvary real reduce_and reduce_max reduce_min
     reduce_or reduce_precision reduce_prod reduce_sum rem reshard round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor
-    """)
-)
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt
+    square stop_gradient sub tan tanh xor
+""")
 _CALLS = words("closed_call core_call jit pjit")
 # What is computed from arguments alone is computed again in each island that reads it,
 # if it takes no more operations than these.
@@ -49,7 +44,8 @@ class Step(NamedTuple):
       jaxpr: the equations, a product's last. Its inputs and outputs are variables of
         the program.
       sides: for each operand of a product a jaxpr that moves the entries of one array.
-      weights: for each operand, whether it is computed from arguments alone.
+      weights: for each operand of a matrix product, whether it is computed from
+        arguments alone. The transposes of other products take operands of one dtype.
     """
 
     kind: Literal["product", "island", "call", "other"]
@@ -85,7 +81,6 @@ def _is_product(eqn: Any) -> bool:
 
 
 def _has_product(jaxpr: Any) -> bool:
-    """Whether there is a product in a jaxpr, or in one nested in it."""
     return any(map(_is_product, _jaxpr.equations(jaxpr)))
 
 
@@ -109,9 +104,6 @@ def make_plan(
       held: for each input, whether it is alive during the backward pass in any case, as
         arguments of a loss are.
       keep_float32: names of calls that stay as they are.
-
-    Returns:
-      Its plan.
     """
     flat, constants = _inlined(jaxpr, keep_float32)
     given = {v for v, is_held in zip(flat.invars, held, strict=True) if is_held}
@@ -174,8 +166,8 @@ class _Planner:
     """Facts about the equations of a program without calls that hold products.
 
     The level of a value is the largest number of equations that are not cheap on a path
-    to it. Cheap equations of one level that read each other are an island: whatever
-    lies between two of them is of their level too, so the islands have an order.
+    to it. The cheap equations of one level are an island: whatever lies between two of
+    them is of their level too, so the islands have an order.
     """
 
     def __init__(self, jaxpr: Any, given: set[Any], keep: Collection[str]) -> None:
@@ -231,25 +223,12 @@ class _Planner:
 
     def _groups(self) -> list[list[int]]:
         """Which equations run together, in the order in which they run."""
-        groups: dict[int, list[int]] = {}
-        for index, eqn in enumerate(self.equations):
-            groups[index] = [index]
-            for maker in {self.maker.get(v, index) for v in _variables(eqn.invars)}:
-                one_island = (
-                    self.kinds[maker] == self.kinds[index] == "island"
-                    and self.starts[maker] == self.starts[index]
-                )
-                if one_island and groups[maker] is not groups[index]:
-                    few, many = sorted((groups[maker], groups[index]), key=len)
-                    many += few
-                    groups.update(dict.fromkeys(few, many))
-
-        def when(group: list[int]) -> tuple[int, bool, int]:
-            first = group[0]
-            return self.starts[first], self.kinds[first] != "island", first
-
-        found = {id(group): sorted(group) for group in groups.values()}
-        return sorted(found.values(), key=when)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, kind in enumerate(self.kinds):
+            # The island of a level runs before what else reads its values.
+            key = self.starts[index], -1 if kind == "island" else index
+            groups.setdefault(key, []).append(index)
+        return [groups[key] for key in sorted(groups)]
 
     def _part(self, members: list[int], wanted: set[Any]) -> Any:
         """What of an island is wanted, with what it computes from arguments alone."""
@@ -269,11 +248,12 @@ class _Planner:
 
     def _product(self, eqn: Any) -> Step:
         operands, others = eqn.invars[:2], _variables(eqn.invars[2:])
-        sides = tuple(map(self._side, operands))
-        inputs = [*(s.invars[0] for s in sides), *others]
-        equations = [*sides[0].eqns, *sides[1].eqns, eqn]
-        part = _jaxpr.part(self.jaxpr, equations, inputs, eqn.outvars)
-        return Step("product", part, sides, tuple(v in self.repeats for v in operands))
+        lhs, rhs = map(self._side, operands)
+        inputs, equations = [*lhs.invars, *rhs.invars, *others], [*lhs.eqns, *rhs.eqns]
+        part = _jaxpr.part(self.jaxpr, [*equations, eqn], inputs, eqn.outvars)
+        is_dot = eqn.primitive.name == "dot_general"
+        weights = tuple(is_dot and v in self.repeats for v in operands)
+        return Step("product", part, (lhs, rhs), weights)
 
     def _side(self, operand: Any) -> Any:
         """What moves an array's entries before a product, from its first form on."""
@@ -311,7 +291,7 @@ def _is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
 def _small(jaxpr: Any) -> list[Any]:
     """Inputs with no more than an eighth of the entries of the largest array."""
     sizes = [_jaxpr.size(v) for eqn in jaxpr.eqns for v in eqn.outvars]
-    return [v for v in jaxpr.invars if _jaxpr.size(v) * 8 <= max(sizes)]
+    return [v for v in jaxpr.invars if _jaxpr.size(v) * 8 <= max(sizes, default=0)]
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:

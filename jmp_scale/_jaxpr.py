@@ -31,10 +31,10 @@ PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general
 # Primitives of JAX that no public module lists.
 _UNLISTED = words(
     "add_any addupdate all_reduce checkpoint copy_p core_call custom_jvp_call_jaxpr "
-    "custom_lin custom_vjp_call_jaxpr freeze new_ref pbroadcast pcast pjit psum2 "
-    "psum_invariant pvary ragged_dot ragged_dot_general random_clone random_unwrap "
-    "random_wrap reduce_scatter ref reshard scaled_dot shard_map unreduced_psum "
-    "xla_pmap"
+    "custom_lin custom_vjp_call_jaxpr freeze new_ref pbroadcast pcast pjit "
+    "platform_index psum2 psum_invariant pvary ragged_dot ragged_dot_general "
+    "random_clone random_unwrap random_wrap reduce_scatter ref reshard scaled_dot "
+    "shard_map unreduced_psum xla_pmap"
 )
 # Equinox's own, which mark values and compute nothing that could be read wrongly.
 _MARKS = words(
@@ -149,8 +149,8 @@ def evaluate(eqn: Any, values: Sequence[Any], **params: Any) -> list[Any]:
 
 def evaluate_all(
     jaxpr: Any,
-    consts: Sequence[Any],
     inputs: Sequence[Any],
+    consts: Sequence[Any] = (),
     change: Callable[[Any, Any], Any] = lambda var, value: value,
 ) -> list[jax.Array]:
     """The outputs of a bare jaxpr, evaluated equation by equation.

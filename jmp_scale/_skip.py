@@ -116,7 +116,7 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         applied: Any, inputs: Any, old: Any, read: Any, consts: Any
     ) -> list[Any]:
         """The step that reads the state `read` and keeps `old`."""
-        leaves = evaluate_all(closed.jaxpr, consts, [*inputs, *read])
+        leaves = evaluate_all(closed.jaxpr, [*inputs, *read], consts)
         count = len(leaves) - len(old)
         updates, new = _selected(applied, leaves[:count], leaves[count:], old)
         return [*updates, *new]
@@ -177,7 +177,7 @@ def _evaluate_selecting(
     def select(var: Any, value: Any) -> Any:
         return jnp.where(applied, value, old_of[var]) if var in old_of else value
 
-    leaves = evaluate_all(jaxpr, consts, [*inputs, *old], select)
+    leaves = evaluate_all(jaxpr, [*inputs, *old], consts, select)
     state = []
     for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
         # A select of a selected leaf would be one more operation in every kernel.

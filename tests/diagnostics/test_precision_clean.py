@@ -1,5 +1,6 @@
 """`precision_report` is silent about programs that handle half precision well."""
 
+import functools
 import importlib
 import pathlib
 import time
@@ -355,19 +356,64 @@ def test_flax_nnx(half):
 
 
 @pytest.mark.slow
-def test_the_quick_start_and_the_models_of_the_examples(monkeypatch):
-    root = pathlib.Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(root / "examples")
-    quickstart = importlib.import_module("quickstart")
+def test_the_models_of_the_examples_cast_by_autocast(monkeypatch):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
+    example = importlib.import_module
+    quickstart, digits, language = map(example, ["quickstart", "_digits", "_language"])
+    images, labels = array(256, 64), array(256, dtype="int32")
+    classifier = digits.init_classifier()
     assert_clean(quickstart.half_loss, [array(8, 8)] * 3, array(32, 8))
-    digits, diagnose = map(importlib.import_module, ("_digits", "diagnose"))
-    language, transformer = map(
-        importlib.import_module, ("_language", "nnx_transformer")
+    assert_clean(digits.half_loss, digits.init_autoencoder(), images)
+
+    def in_half(fun, *args, **kwargs):
+        assert_clean(jmp_scale.autocast(fun, "float16"), *args, **kwargs)
+
+    def classify(params, images, labels):
+        return digits.classification_loss(
+            digits.network(params, images, "float32"), labels
+        )
+
+    in_half(classify, classifier, images, labels)
+    params = {"layers": classifier, "t": array()}
+    fallback = functools.partial(
+        example("precision_fallback").loss_fn, dtype=jnp.float32
     )
-    params, images = digits.init_autoencoder(), array(256, 64)
-    assert_clean(digits.reconstruction_loss, params, images)
-    (finding,) = precision_report(diagnose.bad_loss, params, images).findings
-    assert (finding.rule, finding.file) == ("half-exp", diagnose.__file__)
-    network = language.Transformer(jnp.float16, nnx.Rngs(0))
+    in_half(fallback, params, images, labels)
+    wire = digits.init_layers([1, 16, 16, 1], jax.random.key(0))
+    # Of a network with one input, some products are sums, which stay float32.
+    bent = functools.partial(example("pinn").loss_fn, dtype="float32")
+    in_half(bent, wire, array(32), half_share=0.956)
+    transformer, policy = example("_transformer"), example("policy_gradient")
+    tokens = array(4, transformer.LENGTH + 1, dtype="int32")
+    rewards = [array(4, transformer.LENGTH)] * 2
+    in_half(
+        lambda *args: policy.loss_fn(*args, F32)[0],
+        transformer.init_params(0),
+        tokens,
+        *rewards,
+    )
+    resnet = example("linen_resnet").ResNet()
+    variables = resnet.init(jax.random.key(0), jnp.ones((2, 64)), True)
+
+    def resnet_loss(params, images, labels):
+        logits, _ = resnet.apply(
+            {**variables, "params": params}, images, True, mutable="batch_stats"
+        )
+        return digits.classification_loss(logits, labels)
+
+    in_half(resnet_loss, variables["params"], images, labels)
     text = array(16, language.CONTEXT + 1, dtype="int32")
-    assert_clean(transformer.loss_fn, network, text, transform=nnx.value_and_grad)
+    network, loss_fn = (
+        language.Transformer(nnx.Rngs(0)),
+        example("nnx_transformer").loss_fn,
+    )
+    half_loss = jmp_scale.nnx.autocast(loss_fn, "float16")
+    assert_clean(half_loss, network, text, transform=nnx.value_and_grad)
+
+
+def test_the_fault_of_the_example_of_diagnosis_is_found(monkeypatch):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
+    digits, diagnose = map(importlib.import_module, ("_digits", "diagnose"))
+    params = digits.init_autoencoder()
+    (finding,) = precision_report(diagnose.bad_loss, params, array(256, 64)).findings
+    assert (finding.rule, finding.file) == ("half-exp", diagnose.__file__)

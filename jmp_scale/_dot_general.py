@@ -13,9 +13,8 @@ ALGORITHMS = {
     "float16": lax.DotAlgorithmPreset.F16_F16_F32,
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
 }
-DimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
+_Pair = tuple[Sequence[int], Sequence[int]]
+DimensionNumbers = tuple[_Pair, _Pair]
 
 
 def dot_general(

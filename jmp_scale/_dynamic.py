@@ -35,25 +35,21 @@ class DynamicLossScale(_pytree.Pytree):
     ```
 
     S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
-    after the third step and 32 after the sixth. With a factor that is not a power of
-    two, each change of S may differ from this rule by 1 ulp under `jit`, where XLA
-    multiplies by reciprocals.
+    after the third step and 32 after the sixth. If the factor is not a power of two, S
+    may differ from this by 1 ulp under `jit`, where XLA multiplies by reciprocals.
 
     A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
     `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`. All
-    other fields are static, also those that a subclass adds. The leaves have the same
-    types whatever is passed, and `adjust` keeps them: one compilation, and a valid
-    `lax.scan` carry.
+    other fields are static, also those of a subclass. The leaves have the same types
+    whatever is passed, and `adjust` keeps them, as `jit` and `lax.scan` want.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
-    first five arguments are those of jmp 0.0.4; hysteresis is that of Megatron-LM,
-    DeepSpeed, Apex and Paddle.
+    first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
 
     Args:
       loss_scale: initial S, f32[]; 2^15 is the largest power of two that float16 holds.
-        A Python or NumPy number must lie in [min_loss_scale, max_loss_scale], so give a
-        lower floor for an S below 1. A device array is not read: it is clipped to
-        [2^-126, 2^126], and NaN becomes `min_loss_scale`.
+        A Python or NumPy number must lie in [min_loss_scale, max_loss_scale]: for S < 1
+        give a lower floor. A device array is clipped to 2^±126, and NaN to the floor.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks. A
         framework that grows one step late (`flax`, Cerebras, DreamerV3) has period + 1.
@@ -65,11 +61,9 @@ class DynamicLossScale(_pytree.Pytree):
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
-      hysteresis_reset: what refills the hysteresis: "growth" of S, every "finite" step,
-        or "finite_or_backoff".
+      hysteresis_reset: what refills it: "growth", "finite" or "finite_or_backoff".
       at_max: "hold" skips a growth that would exceed the cap, "clamp" grows to the cap.
-      hysteresis_left: overflows left until S backs off, i32[]; None is `hysteresis`.
-        Not a leaf with hysteresis = 1.
+      hysteresis_left: overflows left until S backs off, i32[], if hysteresis > 1.
 
     Raises:
       TypeError: an argument is not a number (or not a string, for the two words).
@@ -119,8 +113,7 @@ class DynamicLossScale(_pytree.Pytree):
         values = _validation.rule(arguments, _pytree.fields_of(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]
         s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
-        # Only the leaves of this configuration: without hysteresis, the default, a
-        # state has one leaf less in every checkpoint.
+        # Without hysteresis, the default, each checkpoint has one leaf less.
         starts = {"counter": -values["growth_delay"]}
         if values["hysteresis"] > 1:
             starts["hysteresis_left"] = values["hysteresis"]
@@ -184,8 +177,7 @@ class DynamicLossScale(_pytree.Pytree):
 
     def _after_finite(self) -> "DynamicLossScale":
         s, counter = self.loss_scale, self.counter + 1
-        # Not `==`: a counter that is restored into a run with a shorter period may be
-        # beyond it already, and S would never grow again.
+        # Not `==`: past a restored counter, a shorter period would never end.
         grows = counter >= self.period
         grown = s * self.factor
         # Both ends are static, so each loss scale compiles only the part that it uses.

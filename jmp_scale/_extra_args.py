@@ -67,7 +67,6 @@ def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str]]:
 
 
 def _updates_within(function: Any) -> Iterator[Any]:
-    """The `update` functions that a function or method holds."""
     held = list(getattr(getattr(function, "__self__", None), "__dict__", {}).values())
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty one
@@ -81,7 +80,6 @@ def _updates_within(function: Any) -> Iterator[Any]:
 
 
 def _is_update(function: Any) -> bool:
-    """Whether a function has the signature of an update with extra arguments."""
     parameters = _parameters(function) or []
     if len(parameters) < 4:
         return False

@@ -1,9 +1,8 @@
 """Whether all gradients are finite, and their norm, with one answer on all devices.
 
 Both are read in one pass over the arrays. Which reductions that takes differs between
-kinds of machines, and which of them becomes part of a program is decided when the
-program is lowered: one that is exported or compiled on another machine is the one that
-the machine itself would make.
+machines, and is decided when a program is lowered: one that is exported or compiled
+elsewhere is what the machine itself would make.
 """
 
 import functools
@@ -63,18 +62,15 @@ def all_finite(
         scalar all-reduce joins the answers. Without specs the all-reduce may join up to
         one boolean per leaf, and there may be one for each group of mesh axes. Not
         needed on Explicit mesh axes, where an array's type holds its spec.
-      mesh: the mesh of `specs`; default that of the leaves, then that of
-        `jax.set_mesh`.
+      mesh: the mesh of `specs`; default the leaves' own, then that of `jax.set_mesh`.
 
     Returns:
       bool[], True for a tree without inexact leaves.
 
     Raises:
-      TypeError: `axis_name` is not a name or a tuple of names, or a leaf of `specs` is
-        not a `PartitionSpec`.
-      ValueError: `mesh` without `specs`, `specs` that do not fit `tree`, that do not
-        divide a leaf into shards of equal size, or that name an axis that the mesh does
-        not have, or no mesh is found.
+      TypeError: `axis_name` or a leaf of `specs` is of another type.
+      ValueError: `mesh` without `specs`, no mesh, or `specs` that do not fit `tree`, do
+        not divide a leaf equally, or name an axis that the mesh lacks.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -266,8 +262,7 @@ def _by_type(fun: Callable[..., Any], reading: _Reading, arrays: Arrays) -> list
     ]
 
 
-# Compiled functions are traced once for all arrays of a type, which is most of what
-# tracing a step costs where there are many.
+# Compiled functions are traced once for all arrays of a type: most of a step's cost.
 @functools.partial(jax.jit, static_argnums=0)
 def _in_rows(reading: _Reading, *arrays: jax.Array) -> jax.Array:
     """Reduced rows of the arrays, [rows, k], for a CPU.

@@ -22,9 +22,8 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` that scales the loss inside; its results are unscaled.
 
-    The loss is multiplied by S, differentiated, and the gradients are divided by the
-    same S in float32. A power-of-two S changes no bit of the result unless something
-    over- or underflowed.
+    The loss is multiplied by S, and its gradients are divided by the same S in float32.
+    A power-of-two S changes no bit unless something over- or underflowed.
 
     `fun` is the whole loss, regularization terms included; never scale anything in it
     yourself. End it in float32 (`.astype(jnp.float32)` before the last mean): the
@@ -36,8 +35,7 @@ def value_and_grad(
     `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed
     the gradients of replicated parameters over the axis: divide by its size there.
 
-    Flax's float8 collection `_overwrite_with_gradient` comes back as `transform` gave
-    it: it holds new values, not gradients.
+    Flax's float8 collection `_overwrite_with_gradient` comes back as it is.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -49,9 +47,8 @@ def value_and_grad(
       **kwargs: further arguments of `transform` (`holomorphic`, `allow_int`, ...).
 
     Returns:
-      A function of `fun`'s own arguments that returns `(loss, grads)` or
-      `((loss, aux), grads)`. The loss is float32 (float64 if it was), and so are the
-      gradients of leaves narrower than that.
+      A function of `fun`'s own arguments that returns `(loss, grads)` or `((loss, aux),
+      grads)`. Loss and gradients are float32 where they were narrower.
 
     Raises:
       TypeError: at once if `loss_scale` is not a loss scale, or if `axis_name` is
@@ -85,8 +82,7 @@ def grad(
 ) -> Callable[..., Any]:
     """`jax.grad` that scales the loss inside: unscaled float32 gradients.
 
-    Arguments (`transform` too), errors and dtypes are those of `value_and_grad`. With
-    `has_aux` the result is `(grads, aux)`.
+    As `value_and_grad`, but it returns `grads`, or `(grads, aux)` with `has_aux`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -122,8 +118,7 @@ def _differentiated(
     kwargs: dict[str, Any],
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad`, whose errors name `function`."""
-    # Here, not at the first call: the traceback of an error then ends in the user's
-    # line.
+    # Here, not at the first call: an error's traceback then ends in the user's line.
     numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
     if numbers and all(type(number) is int for number in numbers):
         raise TypeError(
@@ -152,8 +147,7 @@ def _differentiated(
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
         result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
-        # Unscaling widens already, except for a NoOpLossScale, which returns the
-        # float16 gradients themselves.
+        # A NoOpLossScale returns float16 gradients as they are.
         value = tuple(output) if has_aux else output.loss
         return value, widen_gradients(loss_scale.unscale(grads))
 

@@ -218,7 +218,6 @@ def part(jaxpr: Any, equations: Any, inputs: Any, outputs: Any) -> Any:
 
 
 def variable(aval: Any) -> Any:
-    """A new variable of a type."""
     return jax.extend.core.Var(aval)
 
 

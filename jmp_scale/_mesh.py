@@ -39,9 +39,8 @@ def agreement(function: str = "", axis_name: Any = None) -> Agreement:
             "axis_name=('data', 'model')"
         )
 
-    # A minimum or maximum is idempotent: a sum counts an already equal number once per
-    # device, and the result of all_gather is not known to be equal, as out_specs=P()
-    # requires.
+    # A minimum or maximum is idempotent: a sum counts an equal number once per device,
+    # and the result of all_gather is not known to be equal, as out_specs=P() requires.
     def agree(reduction: Callable[..., Any], x: jax.Array) -> jax.Array:
         axes = _disagreeing_axes(x) if axis_name is None else _names(axis_name)
         return reduction(x, axes) if axes else x
@@ -54,8 +53,7 @@ def reshard_like(x: Any, like: Any) -> Any:
     if not (isinstance(x, jax.Array) and isinstance(like, jax.Array)):
         return x
     got, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
-    # Without this a state on Explicit axes comes back with the sharding of the
-    # gradients, which is another type: a scan refuses it
+    # Otherwise a state on Explicit axes gets the gradients' sharding, another type
     # (test_a_state_keeps_its_sharding_on_explicit_and_auto_axes).
     if x.shape != like.shape or wanted.mesh.empty or got.spec == wanted.spec:
         return x
@@ -68,9 +66,8 @@ def if_on_one_device(
     """`alone(*arrays)` if each array lies on one device, else `sharded(*arrays)`.
 
     The two give equal results; `alone` may use operations that XLA partitions badly.
-    Inside `pmap` and `shard_map` over all axes of the mesh the arrays are the shards of
-    a device, so they lie on one. If the arrays' types name no mesh, the number of
-    devices is known only when the program is lowered.
+    Inside `pmap` and `shard_map` over all mesh axes the arrays are a device's shards,
+    so they lie on one. If their types name no mesh, it is decided in lowering.
     """
     mesh = _mesh_of(arrays)
     if mesh.empty:
@@ -113,16 +110,14 @@ def on_shards(
     `fun` takes the shards and the mesh axes that the leaves' `specs` name (none: the
     shards are the leaves), and returns arrays that are equal on all devices.
     """
-    # Only axes that shard a leaf: over the others all devices have the same answer, and
-    # an all-reduce would be for nothing
+    # Only axes that shard a leaf: over the others all devices have the same answer
     # (test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf).
     axes = {axis for spec in specs for axis in named_axes(spec)}
     if not axes:
         return fun(leaves, ())
     mesh = _mesh_of(leaves) if mesh is None else mesh
-    # In the mesh's order: that of a set of strings differs between processes, and with
-    # it the program, which the hosts of a run and the compilation cache share
-    # (test_axes_are_joined_in_the_order_of_the_mesh).
+    # In the mesh's order: that of a set differs between processes, and the program with
+    # it (test_axes_are_joined_in_the_order_of_the_mesh).
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
     return jax.shard_map(
         lambda *shards: fun(shards, ordered),
@@ -191,7 +186,6 @@ def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
 
 
 def _divides(spec: PartitionSpec, shape: tuple[int, ...], mesh: Any) -> bool:
-    """Whether a spec divides an array into shards of equal size."""
     is_known = PartitionSpec.UNCONSTRAINED not in spec
     if not (is_known and named_axes(spec) <= set(mesh.axis_names)):
         return False
@@ -201,7 +195,6 @@ def _divides(spec: PartitionSpec, shape: tuple[int, ...], mesh: Any) -> bool:
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that a `PartitionSpec` names."""
     return {axis for part in spec for axis in _names(part)}
 
 

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 class Pytree:
     """A frozen dataclass that is a pytree, and so is each subclass.
 
-    Its leaves are the fields named in `_leaf_names`. Every other field is static,
-    including those that a subclass adds: one that was forgotten would fall back to its
-    default in every `jit`.
+    Its leaves are the fields named in `_leaf_names`. All others are static, also those
+    of a subclass: a forgotten one would fall back to its default in every `jit`.
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()
@@ -98,8 +97,7 @@ def register_serialization(cls: type[Pytree]) -> None:
 def register_state_dict(cls: type) -> None:
     """Lets `flax.serialization` save and restore objects of a class, if it is imported.
 
-    Whoever serializes an object has imported Flax, nearly always before making it, so
-    constructors call this.
+    Constructors call this: nearly always Flax is imported before an object is made.
     """
     serialization: Any = sys.modules.get("flax.serialization")
     if serialization is not None and not serialization.is_serializable(cls):

@@ -26,8 +26,7 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
 
     def times(x: jax.Array) -> jax.Array:
         factor = s.astype(x.dtype)
-        # Not a quotient, which XLA:CPU computes only once and keeps: another copy of
-        # the gradients (test_performance counts the bytes).
+        # Not a quotient: XLA:CPU keeps a copy of the gradients (test_performance).
         return x * (1 / factor if inverse else factor)
 
     def multiply_leaf(leaf: Any) -> jax.Array:

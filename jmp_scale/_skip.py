@@ -8,8 +8,7 @@ the last bits of a result. Two paths, which differ by no more than that:
   selects between old and new state afterwards. It is right under everything.
 - The *fast* path gives the update the gradients as they came, so that nothing waits for
   the flag: a norm that clips the gradients reads them in the pass of the finite check.
-  What follows from a NaN is dropped. Each leaf of the state is selected where it is
-  computed, which saves a CPU a copy of it.
+  What follows from a NaN is dropped. Leaves of the state are selected where they arise.
 
 The fast path is taken only where nothing can see a skipped step before it is dropped:
 in compiled code without effects, callbacks, runtime checks, branches and loops that
@@ -62,8 +61,7 @@ def select_step(
     is_traced = any(isinstance(x, Tracer) for x in seen)
     has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
     if _debugs_nans() and has_arrays_only and not is_traced and not applied:
-        # Op by op even 0 / 0 would raise, as in a clipped gradient of zero
-        # (test_debug_nans_is_quiet_on_a_skipped_step).
+        # Op by op even 0 / 0 would raise (test_debug_nans_is_quiet_on_a_skipped_step).
         updates = jax.eval_shape(lambda: update(inputs, old)[0])
         return applied, jax.tree.map(_negative_zeros, updates), old
     # Eagerly there is nothing to fuse; a jaxpr takes arrays only; and a last look at
@@ -73,9 +71,8 @@ def select_step(
         applied = applied if is_good is None else applied & is_good(updates)
         return applied, *_selected(applied, updates, new, old)
 
-    # What `update` closes over (parameters, a learning rate) becomes constants of the
-    # jaxpr. They are arguments below: a function with a rule of its own may not close
-    # over values that are differentiated
+    # What `update` closes over (parameters, a learning rate) is passed as an argument:
+    # a function with a rule of its own may not close over what is differentiated
     # (test_derivatives_of_a_skipped_step_are_those_of_a_branch).
     closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
     leaves = _update_leaves(closed)(
@@ -160,9 +157,8 @@ def _evaluate_selecting(
 
     Two kernels read a leaf of the old state if it is selected after the update: the one
     that writes the new leaf, and the one that computes the updates. XLA:CPU runs them
-    in either order, and so copies every donated leaf first. Here what follows reads
-    the selected leaf: the new one on a finite step, and on a skipped step an old one,
-    of which nothing is kept.
+    in either order, and so copies every donated leaf first. Here what follows reads the
+    selected leaf: on a skipped step the old one, and nothing of it is kept.
     """
     # A result of the jaxpr may be an argument or a literal, which no equation defines.
     count = len(jaxpr.outvars) - len(old)
@@ -210,8 +206,7 @@ def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _is_plain_only(closed: Any) -> bool:
     if _debugs_nans() or closed.effects:
         return True
-    # By parts of names: there are io_callback, pure_callback and debug_callback, and a
-    # kernel of Pallas is pallas_call.
+    # By parts of names: io_callback, pure_callback, debug_callback; pallas_call.
     names = {eqn.primitive.name for eqn in equations(closed)}
     return any(part in name for name in names for part in _PLAIN_ONLY)
 

@@ -11,8 +11,7 @@ from . import _pytree
 from ._validation import Arguments
 
 # Least spreads. Without them a run of equal losses or norms makes any other a spike.
-# The norm's is 0.25 bits, a factor of 1.19. The loss's is a share of its mean, because
-# a loss does not have a scale of its own.
+# The norm's is 0.25 bits, a factor of 1.19. The loss's is a share of its mean.
 _NORM_FLOOR = 0.25
 _LOSS_FLOOR = 0.02
 
@@ -54,15 +53,13 @@ class SpikeGuard(_pytree.Pytree):
     too: where norms vary (small batches, a loss near 0), losses have long tails.
 
     Mean and deviation are exponential with `decay`, unbiased from the first step on.
-    Nothing leaps before `warmup` accepted steps. Within these a leap enters only as far
-    as the threshold, and a leap down starts the statistics again, so that one huge step
-    does not blind the guard. Steps without gradients enter only before all others, but
-    their loss can leap. So can that of gradients that overflow; no other step that is
-    not finite is a spike, and none changes the statistics.
+    Nothing leaps before `warmup` accepted steps, in which a leap enters up to the
+    threshold, and a leap down starts the statistics again: one huge step does not blind
+    the guard. Steps without gradients enter only before all others, but their loss can
+    leap, as can that of gradients that overflow. No other non-finite step counts.
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
-    its leaves. All devices see the largest loss and norm of them, so that one bad shard
-    skips the step on all.
+    its leaves. All devices see the largest loss and norm, so they skip together.
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes` (means
     and deviations of a window of losses and norms), here with exponential windows,
@@ -70,8 +67,7 @@ class SpikeGuard(_pytree.Pytree):
 
     Args:
       threshold: deviations above the mean from which a step is a spike, > 0; 6.
-      decay: of the mean and the deviation, for each accepted step, in (0, 1); 0.99
-        remembers about 100 steps.
+      decay: of mean and deviation, per step, in (0, 1); 0.99 remembers about 100.
       warmup: accepted steps that are never spikes, while the statistics form; 100.
       max_in_a_row: spikes in a row after which the next step is accepted; 10.
       loss_mean: f32[], of the loss; default None starts at 0, as in all that follow.
@@ -85,8 +81,7 @@ class SpikeGuard(_pytree.Pytree):
 
     Raises:
       TypeError: an argument that is not a number.
-      ValueError: an argument out of its range; the message names it, its value and what
-        is allowed.
+      ValueError: an argument out of its range; the message says what is allowed.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -167,8 +162,7 @@ class SpikeGuard(_pytree.Pytree):
             # Known also where the gradients overflow: a spike may do both.
             known = jnp.isfinite(loss)
             loss = jnp.where(known, loss, 0)
-            # With a margin loss that is mostly 0 (no gradient), every rare non-zero
-            # loss would be a spike.
+            # Each value of a margin loss, mostly 0 (no gradient), would be a spike.
             tells = has_norm | (finite & (self.norm_steps == 0))
             seen["loss"] = (self._loss, loss, known, tells)
             ordinary = loss <= self.loss_mean / 2 + limits["loss"] / 2
@@ -224,15 +218,12 @@ class SpikeGuard(_pytree.Pytree):
         return mean + self.threshold * jnp.maximum(deviation, floor)
 
     def _learned(self, statistics: "_Statistics", x: jax.Array) -> "_Statistics":
-        """Mean, deviation and steps after one more accepted x."""
         mean, deviation, steps, _ = statistics
         warming, limit = ~self._is_warm(statistics), self._limit(statistics)
-        # A drop within the warm-up means that the earlier steps were the huge ones:
-        # forget them.
+        # A drop in the warm-up means that the earlier steps were huge: forget them.
         first = (steps == 0) | (warming & (x < 2 * mean - limit))
         steps = jnp.where(first, 0, steps)
-        # A leap up enters up to the limit only: one huge loss would set a deviation
-        # that hides all that follow.
+        # A leap up enters up to the limit: a huge deviation would hide all others.
         x = jnp.where(warming & ~first, jnp.minimum(x, limit), x)
         # (1 - decay) / (1 - decay^n): the weight of the n-th step in an unbiased mean.
         # expm1, because 1 - decay^n has no digits left for a decay near 1.

@@ -22,10 +22,8 @@ class LossScaleState(NamedTuple):
         of the parameters, BatchNorm statistics). True before the first step.
       skipped: i32[], skipped steps in total, for whatever reason.
       skipped_in_a_row: i32[], skipped steps since the last applied one.
-      nonfinite_losses: i32[], how many of the skipped steps had a `value` that was NaN
-        or infinite.
-      spikes: i32[], how many of them were skipped as spikes; 0 without a guard. The
-        rest of `skipped` are overflows.
+      nonfinite_losses: i32[], skipped steps whose `value` was NaN or infinite.
+      spikes: i32[], steps skipped as spikes; the rest of `skipped` are overflows.
       guard: the `SpikeGuard` with its statistics, or None.
     """
 

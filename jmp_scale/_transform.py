@@ -38,31 +38,27 @@ def with_loss_scale(
     """Wraps an Optax optimizer: skips a step that overflowed, and adjusts S.
 
     It takes unscaled gradients, as `value_and_grad` returns them. When all are finite,
-    `inner` runs. When not, the updates are -0.0 (added to the parameters they change no
-    bit, not even of -0.0) and `inner`'s whole state stays as it was: moments, step
-    counts, schedules, keys. The loss scale is adjusted in either case. The program has
-    selects only, no branch.
+    `inner` runs. When not, the updates are -0.0 (added to parameters they change no
+    bit, not even of -0.0) and `inner`'s whole state stays: moments, counts, schedules,
+    keys. The loss scale is adjusted in either case. The program has no branch.
 
-    Make it the outermost wrapper, so that nothing hides an overflow from it. Clipping,
-    `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
-    finite gradients and do not advance on a skipped step. With `MultiSteps` inside, a
-    skip drops one micro-batch from the window, and S is adjusted at each.
+    Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
+    `zero_nans`, `MultiSteps`, schedules belong inside, where they see unscaled finite
+    gradients and do not advance on a skipped step. With `MultiSteps` inside, a skip
+    drops one micro-batch from the window, and S is adjusted at each.
 
-    What is checked are the gradients, the loss, and with `grad_fn` what `inner` makes
-    of its gradients. An update that `inner` itself makes NaN out of finite gradients
-    (an infinite learning rate) is applied as Optax applies it, because another look at
-    every update would cost another pass over the parameters.
+    Checked are the gradients, the loss, and with `grad_fn` what `inner` makes of them.
+    What `inner` itself makes NaN out of finite gradients (an infinite learning rate) is
+    applied as in Optax: another look would cost a pass over all parameters.
 
     The derivatives of a step are those of a branch: a skipped step is the identity. If
     the derivative of the loss is infinite, so is a derivative through it.
 
     Args:
       inner: any Optax optimizer or chain.
-      loss_scale: the initial loss scale; default `NoOpLossScale()`, a plain skip of
-        non-finite steps.
+      loss_scale: initial; default `NoOpLossScale()`, a plain skip of non-finite steps.
       axis_name: mesh axes over which the skip is agreed: see `all_finite`.
-      guard: a `SpikeGuard` also skips finite steps whose loss or gradient norm leaps
-        out of the ordinary; default None.
+      guard: a `SpikeGuard` also skips steps whose loss or gradient norm leaps.
 
     Returns:
       A transformation with state `LossScaleState`, whose
@@ -72,17 +68,14 @@ def with_loss_scale(
       of half-precision parameters, as `optax.novograd` does.
 
       `value` is the unscaled loss, a scalar. When it is not finite the step is skipped
-      and S stays, because no S changes the forward pass. An `inner` whose signature
-      takes it is given it. The other extra arguments must be of the unscaled loss too
-      (`value_fn`, `obj_fn`, `grad_fn`, `grad`).
+      and S stays: no S changes the forward pass. `inner` gets it if its signature takes
+      it. `value_fn`, `obj_fn`, `grad_fn`, `grad` must be of the unscaled loss too.
 
     Raises:
-      TypeError: an argument of another type; from `update`, a state that `init` did not
-        make, or a loss under another name than `value`.
+      TypeError: a wrong type; from `update`, a foreign state, or a loss not in `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
-        `update`, while tracing: `value` is not a scalar, the gradients have another
-        structure than the parameters, or `inner` changes the structure, shape or dtype
-        of its state.
+        `update`, while tracing: `value` is not a scalar, gradients and parameters
+        differ in structure, or `inner` changes structure, shape or dtype of its state.
 
     Warns:
       UserWarning: `init` of half-precision parameters, which lose small updates.
@@ -121,18 +114,10 @@ def with_loss_scale(
         _warn_of_half_precision(params)
         inner_state = inner.init(params)
         _refuse_nesting(inner_state)
-        true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
-        state = LossScaleState(
-            loss_scale=loss_scale,
-            inner_state=inner_state,
-            grads_finite=true,
-            applied=true,
-            skipped=zero,
-            skipped_in_a_row=zero,
-            nonfinite_losses=zero,
-            spikes=zero,
-            guard=guard,
-        )
+        flags = dict.fromkeys(("grads_finite", "applied"), jnp.array(True))
+        names = "skipped", "skipped_in_a_row", "nonfinite_losses", "spikes"
+        counts = dict.fromkeys(names, jnp.zeros([], jnp.int32))
+        state = LossScaleState(loss_scale, inner_state, **flags, **counts, guard=guard)
         return fresh_buffers(state, (params, loss_scale, guard))
 
     def update(
@@ -158,25 +143,20 @@ def with_loss_scale(
         def run(inputs: dict[str, Any], inner_state: Any) -> tuple[Any, Any]:
             given = {**extra_args, **inputs}
             grads = given.pop("updates")
-            new_updates, new = inner.update(grads, inner_state, params, **given)
+            out, new = inner.update(grads, inner_state, params, **given)
             if params is not None:
-                new_updates = jax.tree.map(
-                    _cast_leaf, new_updates, params, is_leaf=_is_nothing
-                )
-            return new_updates, _state_like(new, inner_state)
+                out = jax.tree.map(_cast_leaf, out, params, is_leaf=_is_nothing)
+            return out, _state_like(new, inner_state)
 
         is_half = _half_leaves(updates) and _half_leaves(params)
         if is_half and not _takes(run, inputs, state.inner_state):
             inputs["updates"] = updates
+        options: dict[str, Any] = {"context": (params, extra_args)}
         # The overflow of a gradient that the optimizer asks for shows in its updates.
-        is_good = functools.partial(finite, agree=agree)
+        if "grad_fn" in extra_args:
+            options["is_good"] = functools.partial(finite, agree=agree)
         applied, new_updates, inner_state = select_step(
-            verdict.applied,
-            run,
-            inputs,
-            state.inner_state,
-            context=(params, extra_args),
-            is_good=is_good if "grad_fn" in extra_args else None,
+            verdict.applied, run, inputs, state.inner_state, **options
         )
         return new_updates, _next_state(state, verdict, applied, inner_state)
 
@@ -205,13 +185,11 @@ def judge_step(
     if guard is None:
         grads_finite, spike = finite(updates, agree), jnp.array(False)
         return _Verdict(loss_finite, grads_finite, spike, grads_finite & loss_finite)
-    # What is decided here has no derivative. That of a norm is infinite at 0, and times
-    # a zero that is asked for explicitly it is NaN.
+    # What is decided here has no derivative: a norm's is infinite at 0, times 0 NaN.
     guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
     grads_finite, norm = finite_and_norm(updates, agree)
     is_finite = grads_finite & loss_finite
-    # The largest loss of all devices, so that they judge alike: a replica that skips
-    # alone has other parameters from then on.
+    # The largest loss of all devices: a replica must not skip alone.
     loss = None
     if value is not None:
         loss = agree(lax.pmax, jnp.asarray(value).astype(jnp.float32))
@@ -268,7 +246,6 @@ def _warn_of_half_precision(params: Any) -> None:
 
 
 def _half_leaves(tree: Any) -> list[tuple[Any, Any]]:
-    """The paths and dtypes of leaves in half precision."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     half = (jnp.float16, jnp.bfloat16)
     return [(p, x.dtype) for p, x in leaves if getattr(x, "dtype", None) in half]
@@ -310,9 +287,8 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
 def _takes(run: Callable[[Any, Any], Any], inputs: Any, inner_state: Any) -> bool:
     """Whether the optimizer takes float32 gradients of half-precision parameters.
 
-    One with branches (`optax.novograd`) demands the dtype of its state. All others are
-    given float32, because Adam of zero float16 gradients is NaN. An error in both
-    dtypes comes out of the run itself.
+    One with branches (`optax.novograd`) demands the dtype of its state. All others get
+    float32: Adam of zero float16 gradients is NaN. Errors in both come out of the run.
     """
     try:
         jax.eval_shape(lambda: run(inputs, inner_state)[0])
@@ -324,8 +300,7 @@ def _takes(run: Callable[[Any, Any], Any], inputs: Any, inner_state: Any) -> boo
 def fresh_buffers(state: Any, params: Any = ()) -> Any:
     """Strongly typed arrays that share no buffer with each other or with `params`.
 
-    An optimizer may start from the very arrays of the parameters (an average of them),
-    and to donate a buffer twice is an error.
+    An optimizer may start from the very parameters, and a buffer is donated only once.
     """
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 

@@ -29,7 +29,6 @@ def map_inexact(fun: Callable[..., Any], tree: T, *rest: Any) -> T:
 
 
 def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """The paths of the inexact leaves of a tree, and these leaves."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     pairs = [(path, leaf) for path, leaf in pairs if is_inexact(leaf)]
     return tuple(jax.tree_util.keystr(p) for p, _ in pairs), [leaf for _, leaf in pairs]

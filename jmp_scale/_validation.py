@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Where S and 1/S are normal float32 numbers. Beyond it XLA flushes one of the two to
-# zero, and every gradient with it.
+# Where S and 1/S are normal in float32. Beyond, XLA flushes gradients to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
@@ -127,8 +126,7 @@ def float32_leaf(arguments: Arguments, value: Any, low: float, high: float) -> A
     if not _is_numeric(arguments, value):
         return value
     if isinstance(value, jax.Array):
-        # Clipped rather than checked: reading it would block on the device. A clip
-        # keeps NaN, with which every step would be skipped.
+        # Not checked: reading it would block. A clip keeps NaN, which skips every step.
         s = jnp.asarray(value, jnp.float32)
         return jnp.clip(jnp.where(jnp.isnan(s), low, s), SMALLEST, LARGEST)
     ends = f"[{arguments.name('min_loss_scale')}, {arguments.name('max_loss_scale')}]"

@@ -24,19 +24,16 @@ T = TypeVar("T")
 def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint from before the optimizer was wrapped in `with_loss_scale`.
 
-    The loss scale, its flags and counts and the guard come from `state`, everything
-    else from disk.
+    The loss scale, its flags, counts and guard come from `state`, all else from disk.
 
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
         `lambda template: ocp.load(path, template)`, for Flax
         `lambda template: flax.serialization.from_bytes(template, data)`. The template
-        is `state` as it was before: each `LossScaleState` in it is replaced by its
-        `inner_state`. A `load` that ignores it may return nested dicts and lists with
-        the same names.
+        is `state` with each `LossScaleState` replaced by its `inner_state`. A `load`
+        that ignores it may return nested dicts and lists with the same names.
       state: the new state, as the training code creates it, with a loss scale at any
-        depth. Its other leaves may be abstract (`jax.ShapeDtypeStruct`, with the
-        sharding to restore to).
+        depth. Its other leaves may be `jax.ShapeDtypeStruct`s, with shardings.
 
     Returns:
       A tree like `state`, of arrays only.
@@ -64,11 +61,9 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
 def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint with a loss scale from before the optimizer had a guard.
 
-    Everything comes from disk, S and its counter included, except the statistics of
-    the guard, which begins with its warm-up.
+    Everything, S included, comes from disk, except the guard, which warms up again.
 
-    Takes, returns and raises the same as `restore_without_loss_scale`. A checkpoint
-    without a loss scale is a `ValueError` too.
+    As `restore_without_loss_scale`; without a loss scale also a `ValueError`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax

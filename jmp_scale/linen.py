@@ -45,10 +45,10 @@ class TrainState(train_state.TrainState):
 
     **float8.** The "gradients" of Flax's collection `_overwrite_with_gradient` in
     `params` are the next scales and histories of maxima, and are never unscaled. An
-    applied step replaces them, a skipped one keeps them, and a step in which one of
-    them becomes NaN or infinite is skipped. Overflows of float8's own range are
-    invisible: float8 operations saturate (at 57344 in the backward pass) until their
-    scales have followed, so the gradients of some steps are too small, but finite.
+    applied step replaces them, a skipped one keeps them; one that makes them NaN or
+    infinite is skipped. Overflows of float8's own range are invisible: float8
+    operations saturate (at 57344 in the backward pass) until their scales have
+    followed, so the gradients of some steps are too small, but finite.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -87,12 +87,12 @@ class TrainState(train_state.TrainState):
           tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
           loss_scale: the initial loss scale; default `NoOpLossScale()`.
           guard: a `SpikeGuard` skips steps whose loss or gradient norm leaps, too.
-          **kwargs: the subclass's own fields. A buffer that is in two fields (an EMA
-            that starts as `params`) is copied, so that the whole state can be donated.
+          **kwargs: the subclass's own fields. A buffer in two of them (an EMA that
+            starts as `params`) is copied: the whole state can be donated.
 
         Raises:
           ValueError: `loss_scale` or `guard` is given and `tx` already is
-            `with_loss_scale(...)`, or contains it somewhere inside.
+            `with_loss_scale(...)`, or contains it.
         """
         trained, _ = _without_float8(params)
         tx = _flax.wrap_once("TrainState.create", tx, trained, loss_scale, guard)
@@ -176,8 +176,6 @@ def _without_float8(tree: Any) -> tuple[Any, Any]:
 
 
 def _is_finite(new: Any, old: Any) -> jax.Array:
-    """Whether no float8 scale or maximum becomes NaN or infinite."""
-
     def news(new: Any, old: Any) -> jax.Array:
         # A history that Flax saved with an infinite maximum must not skip every step.
         return jnp.where(jnp.isfinite(old).all(), new, jnp.zeros_like(new))

@@ -26,8 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
     """`jmp_scale.autocast` for a function of NNX modules.
 
-    What the forward pass writes to modules among the arguments is written: BatchNorm
-    statistics, random streams, caches.
+    BatchNorm statistics, random streams and caches of modules are written as usual.
 
     Args:
       fun: a function of modules, arrays and anything else.
@@ -83,16 +82,15 @@ class Optimizer(nnx.Optimizer):
 
     **What the forward pass wrote.** The forward pass of an NNX model writes to the
     model: BatchNorm statistics, random streams, caches. Where the step will be skipped,
-    `value_and_grad` puts all of it back, in every module among the arguments of the
-    loss function, whatever its variables hold.
+    `value_and_grad` puts all of it back, in every module that the loss function takes.
 
     - `value_and_grad` decides as `update` will, from its own loss and gradients. With a
       guard, pass `value` to `update`, which otherwise judges without the loss. Where
       the gradients are changed or added up in between, or `value` is another loss, a
       step can be skipped whose statistics stay. They are finite in any case.
     - A compiled step has one structure. A new variable, or a new structure or shape of
-      one (`sow` appends to a tuple, a cache grows), stays on a skipped step too: its
-      old entries are put back, and 0 stands for new ones that are not finite.
+      one (`sow`, a growing cache), stays on a skipped step too: its old entries are put
+      back, and new ones that are not finite become 0.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
 
     To accumulate gradients, pass an `optax.MultiSteps` as `tx` instead of adding them:
@@ -156,16 +154,14 @@ class Optimizer(nnx.Optimizer):
         Args:
           loss_fn: the whole loss, a function of the model and more.
           argnums: position of the model among the arguments of `loss_fn`, or several.
-            Of a module, only the variables of `wrt` are differentiated, unless an
-            `nnx.DiffState(position, filter)` says otherwise. In Flax's tree mode
-            (`graph=False`), which has no filters, all of them are.
+            Of a module, only the variables of `wrt` are differentiated, or those of an
+            `nnx.DiffState(position, filter)`; in Flax's tree mode (`graph=False`) all.
           has_aux: whether `loss_fn` returns `(loss, aux)`.
           **kwargs: further arguments of `nnx.value_and_grad`.
 
         Returns:
           A function of the arguments of `loss_fn` that returns `(loss, grads)` or
-          `((loss, aux), grads)`: the unscaled loss and the unscaled float32 gradients
-          (a tuple of them for several positions).
+          `((loss, aux), grads)`: unscaled, the gradients float32 (a tuple for several).
         """
 
         def or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
@@ -297,8 +293,7 @@ def _variables(nodes: list[Any]) -> Any:
 
 def _select(keep: jax.Array, new: Any, old: Any) -> Any:
     """`new` if `keep`, else `old`, or else the finite entries of `new` and zeros."""
-    # A leaf that nothing wrote to is the same object after `nnx.value_and_grad`, in a
-    # compiled function too: parameters cost no select.
+    # A leaf that nothing wrote to is the same object, so parameters cost no select.
     if new is old or not is_data(new):
         return new
     if is_data(old) and jnp.shape(old) == jnp.shape(new):
@@ -307,6 +302,6 @@ def _select(keep: jax.Array, new: Any, old: Any) -> Any:
             old = jnp.asarray(old).astype(dtype)
         return jnp.where(keep, new, old)
     if is_inexact(new):
-        # There is nothing to go back to, and a NaN in a statistic would never leave it.
+        # There is nothing to go back to, and a NaN in a statistic would stay.
         return jnp.where(keep | jnp.isfinite(new), new, jnp.zeros_like(new))
     return new

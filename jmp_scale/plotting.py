@@ -23,8 +23,7 @@ except ImportError as error:
         "jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'"
     ) from error
 
-# From the palette of Okabe and Ito, which the color-blind can tell apart. Each stands
-# out from white and from a dark page.
+# Of Okabe and Ito, for the color-blind too, on white and on a dark page.
 BLUE, SKY, ORANGE, RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 PURPLE, GREY = "#cc79a7", "#999999"
 INK = "#7f7f7f"  # of text, which can be read on both
@@ -76,14 +75,11 @@ def plot_spikes(
     transparent background: `figure.savefig("spikes.png", transparent=True, dpi=200)`.
 
     Args:
-      history: with at least one step with `loss` or `grads`, under a guard for the
-        limits. See `LossScaleHistory.push`.
-      axes: two axes to draw into, for the loss and for the norm; default those of a new
-        figure, one above the other.
+      history: of at least one step with `loss` or `grads`, and a guard for the limits.
+      axes: two to draw into, for the loss and for the norm; default a new figure's.
 
     Returns:
-      The two axes: steps by loss, and by gradient norm on a logarithmic axis. The title
-      of the first says how many steps were skipped.
+      The two axes: steps by loss, and by gradient norm on a logarithmic axis.
 
     Raises:
       ValueError: a history without losses and norms, or not two axes.

@@ -64,8 +64,7 @@ def pytorch(
 ) -> DynamicLossScale:
     """PyTorch's `torch.amp.GradScaler` (2.13).
 
-    S is multiplied by `growth_factor` after `growth_interval` unskipped iterations and
-    by `backoff_factor` at every overflow.
+    S grows after `growth_interval` unskipped iterations, backs off at every overflow.
 
     Trap: there is no floor. From 2^16, 166 NaN steps in a row take S to 0, and the next
     finite step writes NaN or infinity into the parameters; here S ends at 2^-126 and
@@ -110,14 +109,13 @@ def deepspeed(
     overflow halves S. `get_loss_scale` reads the section itself.
 
     Differs from all others: the first growth after the start or an overflow is late by
-    one step, because that step is not counted. The growths that follow are
-    `loss_scale_window` steps apart.
+    one step, which is not counted. Further growths are `loss_scale_window` steps apart.
 
-    Traps: `initial_scale_power` is an exponent. With 0 or 1, S starts at 1 or 2, so
-    small gradients stay zero until S has grown (15,000 steps to 2^15 with the default
-    window), and it has no room to back off. At `min_loss_scale` DeepSpeed raises by
-    default; here S stays there and `skipped_in_a_row` grows. `FP16_Optimizer` and
-    `FP16_UnfusedOptimizer` ignore hysteresis: give `hysteresis=1` for them.
+    Traps: `initial_scale_power` is an exponent. With 0 or 1, S starts at 1 or 2: small
+    gradients stay zero until S has grown (15,000 steps to 2^15 by default), and it
+    cannot back off. At `min_loss_scale` DeepSpeed raises by default; here S stays there
+    and `skipped_in_a_row` grows. `FP16_Optimizer` and `FP16_UnfusedOptimizer` ignore
+    hysteresis: give `hysteresis=1` for them.
     """
     given, arguments = dict(locals()), Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", given.pop("initial_scale_power"))
@@ -144,10 +142,9 @@ def megatron(
     Differs from Apex and Paddle: only a growth of S refills the hysteresis. So
     overflows need not be in a row to use it up, and from then on each one backs off.
 
-    Traps: from 2^32 the first steps of a float16 run are all skipped (17 of them until
-    S is 2^16). A single bad example that comes back before S can grow takes S down to
-    `min_scale`, though no S can help: pass `value=` to `with_loss_scale` against that.
-    There is no cap: S can be infinite.
+    Traps: from 2^32 the first steps of a float16 run are skipped (17 until S is 2^16).
+    A bad example that comes back before S can grow takes S down to `min_scale`, though
+    no S can help: pass `value=` against that. Without a cap S can be infinite.
     """
     return _dynamic("megatron", locals())
 
@@ -164,8 +161,7 @@ def colossalai(
     """ColossalAI's `DynamicGradScaler`.
 
     As `megatron`, with a lower start and optional ends: a growth past `max_scale` is
-    clamped to it. Trap: by default there is neither floor nor cap, so S can reach 0 and
-    infinity.
+    clamped to it. Trap: by default without floor and cap, S can reach 0 and infinity.
     """
     min_scale = 0.0 if min_scale is None else min_scale
     max_scale = math.inf if max_scale is None else max_scale
@@ -187,9 +183,8 @@ def fairseq(
     at 2^7 with a window of 2^14 / world size / update_freq.
 
     Traps: at its `min_loss_scale` of 1e-4 fairseq raises FloatingPointError; here S
-    continues to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off only
-    above that share of overflows) is refused: the share depends on the steps that have
-    passed after the last change of S, which this rule does not count.
+    continues to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off
+    above that share of overflows) is refused: steps since S changed are not counted.
     """
     given = locals() | {"threshold": 0.0 if threshold is None else threshold}
     arguments = Arguments("presets.fairseq")
@@ -208,8 +203,7 @@ def cerebras(
     S doubles after `steps_per_increase` finite steps, one step late as in `flax`,
     halves at every overflow, and is clamped to [min_loss_scale, max_loss_scale], also
     at the start (None: at the cap). For cbfloat16 the cap is 2^31. `get_loss_scale`
-    reads a section of its YAML. The TensorFlow class `CSDynamicLossScale` is not late:
-    take one step less for it.
+    reads its YAML. For TensorFlow's `CSDynamicLossScale` take one step less.
 
     Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Numbers
     of that form, 2e10 and above or 2e-10 and below, are read as powers of two, with a
@@ -233,8 +227,7 @@ def keras(
     S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
 
     Trap: there is neither floor nor cap. S can reach infinity, and 0: on the JAX
-    backend as soon as it is under 2^-126, because XLA flushes subnormal numbers; then a
-    parameter becomes NaN.
+    backend below 2^-126, as XLA flushes subnormals; then parameters become NaN.
     """
     return _dynamic("keras", locals())
 
@@ -275,8 +268,7 @@ def paddle(
 
     S is multiplied by `incr_ratio` after `incr_every_n_steps` finite steps and by
     `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row. Differs from
-    Megatron and DeepSpeed: that count starts again at every finite step and at every
-    backoff.
+    Megatron and DeepSpeed: that count starts again at every finite step and backoff.
 
     Trap: there is neither floor nor cap. The static graph's kernel has a floor of 1:
     `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
@@ -314,24 +306,19 @@ def flax(
 
     Traps: past float32's maximum Flax clamps S to 3.4e38, where 1/S is flushed to 0 and
     with it every gradient. From the default floor it takes 141 growths back to 2^15: a
-    long stretch of NaN costs 282,141 steps. Raise `minimum_scale`, or pass `value=` to
-    `with_loss_scale`.
+    long stretch of NaN costs 282,141 steps. Raise `minimum_scale`, or pass `value=`.
     """
     minimum_scale = 0.0 if minimum_scale is None else minimum_scale
     return _dynamic("flax", locals(), grows_late=True)
 
 
 def jmp(
-    loss_scale: float,
-    period: int = 2000,
-    factor: float = 2,
-    min_loss_scale: float = 1.0,
+    loss_scale: float, period: int = 2000, factor: float = 2, min_loss_scale: float = 1
 ) -> DynamicLossScale:
     """jmp's `DynamicLossScale` (0.0.4): this library's first five arguments.
 
     S is multiplied by `factor` after `period` finite steps and divided by it at every
-    overflow, down to `min_loss_scale`. Differs from `DynamicLossScale` here only by its
-    cap, 2^126 instead of 2^24.
+    overflow, down to `min_loss_scale`. `DynamicLossScale` with a cap of 2^126.
 
     Traps: under `jit` jmp forgets `min_loss_scale` and takes 1. An initial S below the
     floor is an error here; give a lower floor with it.
@@ -344,13 +331,11 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `DynamicLossScaling` (mixed_precision_for_jax 0.1.8).
 
-    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start; 65504 is
-    the largest float16.
+    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start.
 
-    Traps: 65504 is not a power of two, so from there on scaling rounds. Take `jmp`, or
-    `apex` with a cap of 2^15, for a new run. MPX unscales by the adjusted S, so its
-    gradients are too small by `factor` whenever S grows; here the S that scaled also
-    unscales.
+    Traps: 65504, float16's largest, is not a power of two: from there on scaling
+    rounds. Take `jmp`, or `apex` with a cap of 2^15, for a new run. MPX unscales by the
+    adjusted S: its gradients are too small by `factor` whenever S grows, unlike here.
     """
     fixed = {"max_loss_scale": 65504.0, "at_max": "clamp"}
     return _dynamic("mpx", locals(), **fixed, clamps_initial=True)

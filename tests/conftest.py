@@ -1,5 +1,6 @@
 """Eight CPU devices, and JAX's strict modes, for the whole suite."""
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,13 +13,18 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Most of the suite's time is spent in LLVM. JAX's own variable overrides this.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
+    flags = [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
     if jax.__version_info__ < (0, 11):
         # XLA's older emitters compile twice as fast. Newer versions have only one, and
         # end at a flag that they do not know. Read when JAX looks for devices.
-        os.environ["XLA_FLAGS"] = (
-            os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
-        )
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# What JAX traced is looked through for garbage, most of which would be found alive.
+gc.set_threshold(100_000, 50, 1000)
 
 # pytest --hypothesis-profile=long
 hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)

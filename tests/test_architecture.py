@@ -1,6 +1,7 @@
 """The structure of the package: no import cycles, and optional packages stay so."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
@@ -69,14 +70,41 @@ def test_nothing_else_is_imported():
     assert set.union(*(imports(name)[1] for name in MODULES)) <= allowed
 
 
-def test_importing_the_package_imports_neither_flax_nor_matplotlib():
-    code = (
-        "import sys, jmp_scale; print(*sorted(m for m in sys.modules if '.' not in m))"
-    )
-    loaded = subprocess.run(
+FLAX_FIRST = "import flax.serialization; import jmp_scale as jmp"
+FLAX_LAST = "import jmp_scale as jmp; print(*sys.modules); import flax.serialization"
+ORDERS = [pytest.param(FLAX_FIRST, marks=pytest.mark.slow), FLAX_LAST]
+
+
+@functools.cache
+def lines_of_a_process(imports):
+    """What a process prints that saves and restores loss scales with Flax."""
+    code = f"""
+import sys
+{imports}
+import optax
+from jax import numpy as jnp
+states = {{"dynamic": jmp.DynamicLossScale(8.0), "static": jmp.StaticLossScale(4.0),
+          "wrapped": jmp.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))}}
+data = flax.serialization.to_bytes(states)
+states["dynamic"] = jmp.DynamicLossScale(2.0, period=5)
+restored = flax.serialization.from_bytes(states, data)
+assert not {{"jmp_scale.linen", "jmp_scale.nnx", "jmp_scale._flax"}} & set(sys.modules)
+print(restored["dynamic"].loss_scale, restored["dynamic"].period, restored["static"])
+"""
+    run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
-    loaded = set(loaded.stdout.split())
+    return [line.split() for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("imports", ORDERS)
+def test_flax_serialization_knows_loss_scales_also_without_our_flax_modules(imports):
+    *_, restored = lines_of_a_process(imports)
+    assert restored == ["8.0", "5", "StaticLossScale(loss_scale=4.0)"]
+
+
+def test_importing_the_package_imports_neither_flax_nor_matplotlib():
+    loaded = set(lines_of_a_process(FLAX_LAST)[0])
     assert "jmp_scale" in loaded
     assert not loaded & {"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}
 

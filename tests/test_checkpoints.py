@@ -2,8 +2,6 @@
 
 import dataclasses
 import pickle
-import subprocess
-import sys
 
 import flax.serialization
 import jax
@@ -127,31 +125,6 @@ def test_an_nnx_optimizer_comes_back(round_trip):
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     optimizer.update(model, grads)
     assert float(optimizer.loss_scale.loss_scale) == 2.0**11
-
-
-FLAX_FIRST = "import flax.serialization; import jmp_scale as jmp"
-FLAX_LAST = "import jmp_scale as jmp; import flax.serialization"
-ORDERS = [pytest.param(FLAX_FIRST, marks=pytest.mark.slow), FLAX_LAST]
-
-
-@pytest.mark.parametrize("imports", ORDERS)
-def test_flax_serialization_knows_loss_scales_also_without_our_flax_modules(imports):
-    code = f"""
-{imports}
-import sys, optax
-from jax import numpy as jnp
-states = {{"dynamic": jmp.DynamicLossScale(8.0), "static": jmp.StaticLossScale(4.0),
-          "wrapped": jmp.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))}}
-data = flax.serialization.to_bytes(states)
-states["dynamic"] = jmp.DynamicLossScale(2.0, period=5)
-restored = flax.serialization.from_bytes(states, data)
-assert not {{"jmp_scale.linen", "jmp_scale.nnx", "jmp_scale._flax"}} & set(sys.modules)
-print(restored["dynamic"].loss_scale, restored["dynamic"].period, restored["static"])
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert run.stdout.split() == ["8.0", "5", "StaticLossScale(loss_scale=4.0)"]
 
 
 def test_a_loss_scale_of_the_users_own_class_is_saved_by_flax():

@@ -109,7 +109,11 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad(s
     assert (value, slope.min(initial=1.0)) == (clean.sum(), 1.0)
 
 
-@pytest.fixture(params=["cpu", "gpu", "tpu", "eight devices"])
+MACHINES = ["cpu", "gpu", "tpu", "eight devices"]
+SLOW_MACHINES = [pytest.param(name, marks=pytest.mark.slow) for name in MACHINES[1:]]
+
+
+@pytest.fixture(params=MACHINES)
 def machine(request, monkeypatch):
     """Programs are as lowered for this machine, or as sharded over several of them."""
 
@@ -211,8 +215,8 @@ def test_a_norm_beyond_float32_is_its_largest_number():
     assert norm == np.finfo(np.float32).max
 
 
-@pytest.mark.usefixtures("machine")
-def test_the_derivative_of_the_norm_is_the_direction():
+@pytest.mark.parametrize("machine", ["cpu", *SLOW_MACHINES], indirect=True)
+def test_the_derivative_of_the_norm_is_the_direction(machine):
     slope = jax.jit(jax.grad(lambda x: flag_and_norm({"a": x, "b": x[:1]})[1]))
     for size in (1e-30, 1.0, 1e30):
         x = np.float32(size) * np.arange(-1, 5000, dtype=np.float32)

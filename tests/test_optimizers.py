@@ -32,7 +32,7 @@ STEPS = (POISONS[0], GOOD, POISONS[1], GOOD, POISONS[2], POISONS[0], GOOD)
 
 OPTIMIZERS = every_optimizer()
 # Those that differ most in what they compute; all others are slow tests.
-TYPICAL = {"adafactor_factored", "add_noise", "inject_hyperparams", "lamb", "masked"}
+TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "masked"}
 TYPICAL |= {"multi_steps", "sam", "schedule_free_adamw"}
 DTYPES = ("float32", "float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself

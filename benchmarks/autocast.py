@@ -6,7 +6,6 @@ TPUs make value and gradient of the scaled loss, on machines that are not there;
 error of the gradient, which is computed here. Ratios are to casting by hand.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,7 +80,7 @@ def _traced(args: Any, name: str) -> Table:
         seconds = _seconds(lambda: jax.make_jaxpr(step)(*problem[1:]))  # noqa: B023
         values = residuals(problem), seconds
         base.setdefault("values", values)
-        ratios = [a / b for a, b in zip(values, base["values"], strict=True)]
+        ratios = list(map(_ratio, values, base["values"]))
         share = precision_report(problem.loss, *problem[1:]).half_share
         table.rows.append([model, row, ratios[0], share, ratios[1]])
     table.notes.append(
@@ -109,7 +108,7 @@ def _compiled(args: Any, target: Any, name: str) -> Table:
         work = found.kernels if is_gpu else found.cycles
         values = found.temporaries, found.bytes_accessed, work, seconds
         base.setdefault("values", values)
-        ratios = [_ratio(a, b) for a, b in zip(values, base["values"], strict=True)]
+        ratios = list(map(_ratio, values, base["values"]))
         table.rows.append([model, row, *ratios])
     return table
 
@@ -179,8 +178,8 @@ def _seconds(run: Callable[[], Any]) -> float:
     return float(np.median(times))
 
 
-def _ratio(value: float, base: float) -> Any:
-    return value / base if base else ("-" if not value else math.inf)
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.3f}" if base else ("inf" if value else "-")
 
 
 def _parser() -> Any:

@@ -187,7 +187,8 @@ class _Planner:
             start = max([self.level[v] for v in inputs], default=0)
             if kind == "island" and all(v in self.repeats for v in inputs):
                 count = 1 + sum(self.repeats[v] for v in inputs)
-                if count <= _MOST_REPEATED:
+                # What a table gives is an activation, as of embeddings.
+                if count <= _MOST_REPEATED and eqn.primitive.name != "gather":
                     self.repeats.update(dict.fromkeys(eqn.outvars, count))
             if eqn.effects:  # which keep their order
                 start = max(start, last_effect)

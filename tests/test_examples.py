@@ -1,8 +1,7 @@
 """Every example runs, and shows what it says.
 
 CPUs round float16 at different places, so a run leaves a plateau some steps earlier on
-one than on another. What is asserted holds on all: whether a run learns, windows,
-order.
+one than on another. What is asserted holds on all.
 """
 
 import ast
@@ -157,8 +156,7 @@ def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale(ru
     for name in names[2:]:
         assert gradient[name] == pytest.approx(-2.031e-5, rel=5e-3)
     # Descent ends where the scaled gradient vanishes in float16: the larger S, the
-    # nearer to 0.3. Where exactly depends on whether w x - 0.3 x is rounded once or
-    # twice.
+    # nearer to 0.3. Where exactly depends on how often w x - 0.3 x is rounded.
     assert 0.29 < w[names[2]] <= w[names[3]] <= w[names[4]] <= 0.3001
     assert w[names[4]] == pytest.approx(0.3, abs=5e-4)
 

@@ -32,8 +32,7 @@ class Net(nn.Module):
         return nn.Dense(1, dtype=jnp.float16)(x).astype(jnp.float32)
 
 
-# One object: `apply` of another is not equal to its own, and a state with it is
-# compiled again.
+# One object: `apply` of another is not equal to its own, and is compiled again.
 NET = Net()
 
 

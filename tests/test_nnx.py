@@ -457,11 +457,11 @@ def backward(model, optimizer, loss, grads):
     optimizer.update(model, grads, value=loss)
 
 
+BACKWARD = pytest.param("backward", marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("size", [LEAPS, OVERFLOWS])
-@pytest.mark.parametrize(
-    "compiled_parts",
-    ["forward", pytest.param("backward", marks=pytest.mark.slow), "both"],
-)
+@pytest.mark.parametrize("compiled_parts", ["forward", BACKWARD, "both"])
 def test_a_skip_is_put_back_across_compiled_functions(compiled_parts, size):
     model, optimizer = make(GUARDED)
     run([GOOD] * 3, model, optimizer, jitted(guarded_step))

@@ -37,8 +37,7 @@ TYPICAL |= {"multi_steps", "sam", "schedule_free_adamw"}
 DTYPES = ("float32", "float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself
 
-# Without these, XLA fuses two programs in different ways, and contracts a * b + c in
-# some of them.
+# Otherwise XLA fuses two programs in different ways, and contracts a * b + c.
 NO_REWRITES = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}
 
 

@@ -75,8 +75,7 @@ def step(tx, state, images, weights, loss_fn=loss_fn, varying_over=()):
 
 
 def pmapped(**kwargs):
-    # Without a name there is nothing to average over: every replica learns from its own
-    # images.
+    # Without a name there is nothing to average over: each replica has its own images.
     tx = optimizer(("i",) if kwargs else ())
     copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
     # With the axis name of the step, or the second step would compile again.
@@ -202,7 +201,7 @@ def test_one_bad_device_skips_the_step_on_all_devices_and_compiles_nothing_again
 
     state = train_step(state, *example())
     # jax 0.8 invents an axis name for each pmap without one, so init and step differ in
-    # their placement.
+    # placement.
     invented = mode == "pmap without axis name" and jax.__version_info__ < (0, 9)
     assert len(COMPILATIONS) == invented
     again = jax.device_get(state)

@@ -23,8 +23,7 @@ def calibrated(scales):
 def test_calibration_finds_the_window_that_the_backward_pass_has():
     scales = range(0, 42, 1)
     found = calibrated(scales)
-    # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite in float16 from
-    # 2^36 on.
+    # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite from 2^36 on.
     assert [float(x) for x in (found.log2_low, found.log2_high)] == [6, 35]
     assert float(found.recommended_log2_scale) == 24  # not 33: see below
     assert bool(found.needs_scaling)

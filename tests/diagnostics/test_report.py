@@ -193,7 +193,7 @@ def test_the_gradients_are_read_once():
 @pytest.mark.slow
 def test_counts_are_right_above_two_to_the_31_entries():
     # Never in memory: XLA fuses the entry of all places into the reduction. A constant
-    # it would fold, and write out.
+    # it would fold.
     def report(entry):
         return diagnostics.grad_report(jnp.full((2**20, 2**11 + 1), entry), 1.0)
 

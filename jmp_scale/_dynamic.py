@@ -61,9 +61,11 @@ class DynamicLossScale(_pytree.Pytree):
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
-      hysteresis_reset: what refills it: "growth", "finite" or "finite_or_backoff".
+      hysteresis_reset: what refills the hysteresis: "growth" of S, every "finite" step,
+        or "finite_or_backoff".
       at_max: "hold" skips a growth that would exceed the cap, "clamp" grows to the cap.
-      hysteresis_left: overflows left until S backs off, i32[], if hysteresis > 1.
+      hysteresis_left: overflows left until S backs off, i32[]; None is `hysteresis`.
+        Not a leaf with hysteresis = 1.
 
     Raises:
       TypeError: an argument is not a number (or not a string, for the two words).

@@ -35,7 +35,8 @@ def value_and_grad(
     `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed
     the gradients of replicated parameters over the axis: divide by its size there.
 
-    Flax's float8 collection `_overwrite_with_gradient` comes back as it is.
+    Flax's float8 collection `_overwrite_with_gradient` comes back as `transform` gave
+    it: it holds new values, not gradients.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.

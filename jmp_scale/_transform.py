@@ -72,7 +72,8 @@ def with_loss_scale(
       it. `value_fn`, `obj_fn`, `grad_fn`, `grad` must be of the unscaled loss too.
 
     Raises:
-      TypeError: a wrong type; from `update`, a foreign state, or a loss not in `value`.
+      TypeError: an argument of another type; from `update`, a state that `init` did not
+        make, or a loss under another name than `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
         `update`, while tracing: `value` is not a scalar, gradients and parameters
         differ in structure, or `inner` changes structure, shape or dtype of its state.

@@ -228,6 +228,17 @@ def test_there_is_no_barrier_in_a_loop():
     assert "optimization_barrier" not in text
 
 
+def on_devices(f):
+    """The mean over eight devices, each with an x of its own."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def mean(w, x):
+        return jax.tree.map(lambda y: lax.pmean(y, "d"), f(w, x[0]))
+
+    run = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    return lambda w, x: run(w, jnp.stack([x * i for i in range(8)]))
+
+
 AROUND = {
     "jit": lambda f: jax.jit(jax.value_and_grad(f)),
     "checkpoint": lambda f: jax.value_and_grad(jax.checkpoint(f)),
@@ -248,6 +259,8 @@ AROUND = {
     "pmap": lambda f: (
         lambda w, x: jax.pmap(jax.grad(f), in_axes=(None, 0))(w, jnp.stack([x] * 8))
     ),
+    "shard_map": lambda f: jax.value_and_grad(on_devices(f)),
+    "in shard_map": lambda f: on_devices(jax.grad(f)),
     "itself": lambda f: jax.value_and_grad(autocast(f, "float16")),
     "gradient": lambda f: autocast(jax.grad(f), "float16"),
 }
@@ -304,6 +317,29 @@ def test_the_loss_scale_s_value_and_grad_takes_it():
     got = jmp_scale.value_and_grad(half, scale, argnums, has_aux=True)(*args)
     wanted = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
     assert_close(got, wanted, 0.01)
+
+
+def test_a_framework_s_own_value_and_grad_takes_it():
+    equinox = importlib.import_module("equinox")
+    scale = jmp_scale.DynamicLossScale(2.0**15)
+    transform = equinox.filter_value_and_grad
+    model = equinox.nn.MLP(N, N, N, 1, activation=jnp.tanh, key=jax.random.key(0))
+    half = autocast(lambda model, x: mean_square(jax.vmap(model)(x)), "float16")
+    got = jmp_scale.value_and_grad(half, scale, transform=transform)(model, X)
+    wanted = transform(lambda model, x: mean_square(jax.vmap(model)(x)))(model, X)
+    assert_close(*(equinox.filter(t, equinox.is_array) for t in (got, wanted)), 0.02)
+
+
+def test_donated_buffers_are_reused():
+    def step(w, x):
+        grad = jax.grad(autocast(lambda w: mean_square(layer(w, x)), "float16"))(w)
+        return w - 0.1 * grad
+
+    compiled = jax.jit(step, donate_argnums=0)
+    w = jnp.copy(W)
+    got = compiled(w, X)
+    assert w.is_deleted()
+    assert_close(got, jax.jit(step)(W, X), 1e-6)
 
 
 def test_effects_keep_their_order():

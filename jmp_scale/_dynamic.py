@@ -82,8 +82,12 @@ class DynamicLossScale(_pytree.Pytree):
       32768.0 0
     """
 
-    _leaf_names: ClassVar = ("loss_scale", "counter", "hysteresis_left")
-    _other_names: ClassVar = {
+    _leaf_names: ClassVar[tuple[str, ...]] = (
+        "loss_scale",
+        "counter",
+        "hysteresis_left",
+    )
+    _other_names: ClassVar[dict[str, str]] = {
         "init_scale": "loss_scale",
         "initial_scale": "loss_scale",
         "growth_interval": "period",

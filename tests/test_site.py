@@ -69,6 +69,29 @@ QUESTIONS = {
     "checkpoint from PyTorch": "coming-from/state-dicts",
     "hysteresis": "choose-a-scale api/loss-scales",
     "gradient penalty": "optax",
+    # of a user of torch.amp with a T4
+    "does my T4 need float16 or bfloat16": "do-i-need-it which-half",
+    "where is scaler.unscale_ before clipping": "coming-from/pytorch",
+    "torch.cuda.amp": "coming-from/pytorch",
+    "scaler.step equivalent": "coming-from/pytorch",
+    "resume GradScaler state_dict": "coming-from/state-dicts",
+    "how much slower is it": "compare faq",
+    "which ops are float16": "autocast faq",
+    # of a user of Flax with bfloat16 on TPUs
+    "is loss scaling needed for bfloat16": "do-i-need-it faq myths",
+    "skip NaN steps in bfloat16": "spikes",
+    "NNX BatchNorm": "flax",
+    "data parallel sharding": "devices",
+    "loss spikes during training": "spikes",
+    "Orbax checkpoint": "checkpoints",
+    "keep layernorm in float32": "autocast faq",
+    # of a user of Optax and Equinox
+    "filter_value_and_grad": "choose",
+    "eqx.nn.MLP": "choose half-precision",
+    "clip_by_global_norm order": "optax",
+    "inject_hyperparams learning rate": "faq optax",
+    "get loss scale from opt_state": "coming-from/pytorch optax",
+    "does it work with optax.chain": "optax",
 }
 
 
@@ -109,6 +132,16 @@ def test_the_table_of_all_names_has_each_with_a_link_to_its_entry(site):
     table = (site / "api/index.html").read_text()
     linked = set(re.findall(r'<td><a [^>]*href="[^"]*#(jmp_scale[\w.]*)"', table))
     assert linked == {name for module in MODULES for name in public_names(module)}
+
+
+@pytest.mark.slow
+def test_signatures_show_no_private_argument(site):
+    for page in site.glob("api/*.html"):
+        for signature in re.findall(
+            r'doc-signature highlight">.*?</pre>', page.read_text(), re.DOTALL
+        ):
+            text = re.sub(r"<[^>]+>", "", signature)
+            assert not re.findall(r"^ +_\w+", text, re.MULTILINE), page
 
 
 @pytest.mark.slow

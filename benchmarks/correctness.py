@@ -72,7 +72,7 @@ def s_stays_a_power_of_two(train):
     return all(math.log2(step.s).is_integer() for step in steps)
 
 
-def s_grows_on_the_period_th_finite_step(train):
+def s_grows_on_the_last_step_of_a_finite_period(train):
     found = [step.s for step in train([0.25] * 6, s=8.0, period=3)]
     return found == [8, 8, 16, 16, 16, 32]
 
@@ -211,7 +211,7 @@ def rows():
         (by_optax, a_floor_below_one_is_kept_under_jit),
         (scaled, s_never_grows_to_infinity_or_stops_training),
         (scaled, s_stays_a_power_of_two),
-        (scaled, s_grows_on_the_period_th_finite_step),
+        (scaled, s_grows_on_the_last_step_of_a_finite_period),
         (scaled, s_recovers_from_200_bad_steps),
         (skips, a_schedule_does_not_count_skipped_steps),
         (skips, accumulation_leaves_out_an_overflowed_batch),

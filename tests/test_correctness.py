@@ -36,7 +36,7 @@ def test_an_exception_is_an_answer_and_a_missing_function_is_none():
         (correctness.a_floor_below_one_is_kept_under_jit, "**wrong**"),  # its issue 44
         (correctness.integers_pass_unscale_unchanged, "**wrong**"),
         (correctness.gradients_stay_true_when_s_grows, "right"),
-        (correctness.s_grows_on_the_period_th_finite_step, "right"),
+        (correctness.s_grows_on_the_last_step_of_a_finite_period, "right"),
     ],
 )
 def test_jmp_s_answers_are_those_of_its_release(check, answer):

@@ -162,8 +162,8 @@ class SpikeGuard(_pytree.Pytree):
             # Known also where the gradients overflow: a spike may do both.
             known = jnp.isfinite(loss)
             loss = jnp.where(known, loss, 0)
-            # Of a margin loss that is mostly 0 (no gradient), every other value would be
-            # a spike.
+            # Of a margin loss that is mostly 0 (no gradient), each other value would be a
+            # spike.
             tells = has_norm | (finite & (self.norm_steps == 0))
             seen["loss"] = (self._loss, loss, known, tells)
             ordinary = loss <= self.loss_mean / 2 + limits["loss"] / 2

@@ -162,7 +162,7 @@ class SpikeGuard(_pytree.Pytree):
             # Known also where the gradients overflow: a spike may do both.
             known = jnp.isfinite(loss)
             loss = jnp.where(known, loss, 0)
-            # Of a margin loss that is mostly 0 (no gradient), each other value would be a
+            # Of a margin loss, mostly 0 without a gradient, each other value would be a
             # spike.
             tells = has_norm | (finite & (self.norm_steps == 0))
             seen["loss"] = (self._loss, loss, known, tells)

@@ -79,7 +79,7 @@ def _traced(args: Any, name: str) -> Table:
         seconds = _seconds(lambda: jax.make_jaxpr(step)(*problem[1:]))  # noqa: B023
         values = residuals(problem), seconds
         base.setdefault("values", values)
-        ratios = list(map(_ratio, values, base["values"]))
+        ratios = [_ratio(a, b) for a, b in zip(values, base["values"], strict=True)]
         share = precision_report(problem.loss, *problem[1:]).half_share
         table.rows.append([model, row, ratios[0], share, ratios[1]])
     table.notes.append(
@@ -107,7 +107,7 @@ def _compiled(args: Any, target: Any, name: str) -> Table:
         work = found.kernels if is_gpu else found.cycles
         values = found.temporaries, found.bytes_accessed, work, seconds
         base.setdefault("values", values)
-        ratios = list(map(_ratio, values, base["values"]))
+        ratios = [_ratio(a, b) for a, b in zip(values, base["values"], strict=True)]
         table.rows.append([model, row, *ratios])
     return table
 

@@ -240,10 +240,10 @@ class _Cast:
                 c.astype(jnp.float32) if is_float32(v) else c
                 for v, c in zip(jaxpr.invars, kept, strict=True)
             ]
-            return run(list(map(_with_value, inputs, wide)))
+            return run([_with_value(x, w) for x, w in zip(inputs, wide, strict=True)])
 
         results = run(list(map(_without_derivative, inputs)))
-        return list(map(_with_value, again(), results))
+        return [_with_value(x, v) for x, v in zip(again(), results, strict=True)]
 
     def _body(self, jaxpr: Any, held: Sequence[bool], *, loop: bool = False) -> Any:
         """A nested jaxpr as a function of its inputs."""

@@ -292,7 +292,7 @@ def _is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
 def _small(jaxpr: Any) -> list[Any]:
     """Inputs with no more than an eighth of the entries of the largest array."""
     sizes = [_jaxpr.size(v) for eqn in jaxpr.eqns for v in eqn.outvars]
-    return [v for v in jaxpr.invars if _jaxpr.size(v) * 8 <= max(sizes, default=0)]
+    return [v for v in jaxpr.invars if _jaxpr.size(v) * 8 <= max(sizes)]
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:

@@ -49,7 +49,8 @@ class DynamicLossScale(_pytree.Pytree):
     Args:
       loss_scale: initial S, f32[]; 2^15 is the largest power of two that float16 holds.
         A Python or NumPy number must lie in [min_loss_scale, max_loss_scale]: for S < 1
-        give a lower floor. A device array is clipped to 2^±126, and NaN to the floor.
+        give a lower floor. A device array is clipped to [2^-126, 2^126]; NaN to the
+        floor.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks. A
         framework that grows one step late (`flax`, Cerebras, DreamerV3) has period + 1.
@@ -183,7 +184,8 @@ class DynamicLossScale(_pytree.Pytree):
 
     def _after_finite(self) -> "DynamicLossScale":
         s, counter = self.loss_scale, self.counter + 1
-        # Not `==`: past a restored counter, a shorter period would never end.
+        # Not `==`: a restored counter may be beyond a period that is shorter now, and S
+        # would never grow again.
         grows = counter >= self.period
         grown = s * self.factor
         # Both ends are static, so each loss scale compiles only the part that it uses.

@@ -56,7 +56,8 @@ class SpikeGuard(_pytree.Pytree):
     Nothing leaps before `warmup` accepted steps, in which a leap enters up to the
     threshold, and a leap down starts the statistics again: one huge step does not blind
     the guard. Steps without gradients enter only before all others, but their loss can
-    leap, as can that of gradients that overflow. No other non-finite step counts.
+    leap, as can that of gradients that overflow. No other step that is not finite is a
+    spike, and none changes the statistics.
 
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
     its leaves. All devices see the largest loss and norm, so they skip together.

@@ -227,7 +227,7 @@ def keras(
     S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
 
     Trap: there is neither floor nor cap. S can reach infinity, and 0: on the JAX
-    backend below 2^-126, as XLA flushes subnormals; then parameters become NaN.
+    backend below 2^-126, because XLA flushes subnormals; then parameters become NaN.
     """
     return _dynamic("keras", locals())
 

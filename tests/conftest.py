@@ -13,17 +13,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Most of the suite's time is spent in LLVM. JAX's own variable overrides this.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)
-    flags = [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_cpu_parallel_codegen_split_count=1",
-    ]
+    # Only where they are known: XLA ends at others. Read when JAX looks for devices.
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    if jax.__version_info__ < (0, 13):
+        flags.append("--xla_cpu_parallel_codegen_split_count=1")
     if jax.__version_info__ < (0, 11):
-        # XLA's older emitters compile twice as fast. Newer versions have only one, and
-        # end at a flag that they do not know. Read when JAX looks for devices.
+        # The older emitters compile twice as fast. Newer versions have no others.
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# What JAX traced is looked through for garbage, most of which would be found alive.
+# Looking for garbage takes time, and most of what JAX has traced is still in use.
 gc.set_threshold(100_000, 50, 1000)
 
 # pytest --hypothesis-profile=long

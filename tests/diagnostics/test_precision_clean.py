@@ -403,11 +403,8 @@ def test_the_models_of_the_examples_cast_by_autocast(monkeypatch):
 
     in_half(resnet_loss, variables["params"], images, labels)
     text = array(16, language.CONTEXT + 1, dtype="int32")
-    network, loss_fn = (
-        language.Transformer(nnx.Rngs(0)),
-        example("nnx_transformer").loss_fn,
-    )
-    half_loss = jmp_scale.nnx.autocast(loss_fn, "float16")
+    network = language.Transformer(nnx.Rngs(0))
+    half_loss = jmp_scale.nnx.autocast(example("nnx_transformer").loss_fn, "float16")
     assert_clean(half_loss, network, text, transform=nnx.value_and_grad)
 
 

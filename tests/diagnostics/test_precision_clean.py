@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import jmp_scale
+import jmp_scale.nnx
 from jmp_scale.diagnostics import precision_report
 
 pytestmark = pytest.mark.usefixtures("ranks_promote")

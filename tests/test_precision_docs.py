@@ -45,12 +45,6 @@ def test_the_program_of_a_rule_has_its_fault_and_the_mended_one_does_not(rule):
     assert report(rule, "mended").findings == ()
 
 
-@pytest.mark.parametrize("rule", PROGRAMS)
-def test_programs_are_three_lines_each(rule):
-    functions = re.split(r"\n\n\n", PROGRAMS[rule].strip())
-    assert [len(function.splitlines()) for function in functions] == [3, 3]
-
-
 def test_the_figures_of_the_page():
     f16, bf16 = jnp.float16, jnp.bfloat16
     assert jnp.isinf(jnp.sum(jnp.ones(70_000, f16)))

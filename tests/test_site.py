@@ -14,85 +14,8 @@ import pytest
 from test_docs import MODULES, public_names
 
 ROOT = pathlib.Path(__file__).parents[1]
-# What people type, and the pages that answer it.
-QUESTIONS = {
-    # asked of the site by people who had not read it
-    "loss is NaN from step 1": "troubleshoot faq",
-    "gradient accumulation": "optax",
-    "with pmap": "devices",
-    "resume": "checkpoints faq",
-    "what S should I start at": "choose-a-scale faq",
-    "multi_transform": "faq",
-    "bf16 why": "faq spikes",
-    "wandb": "faq monitor",
-    "EMA": "optax",
-    "off in eval": "faq",
-    "vmap over seeds": "faq",
-    "LoRA": "faq",
-    "fp8": "flax faq",
-    "how many skipped": "faq monitor",
-    "S went to 1": "troubleshoot faq",
-    "from Flax DynamicScale": "coming-from/flax-dynamicscale",
-    "what does it cost": "compare faq",
-    "how do I test it": "faq",
-    "x64": "faq",
-    "complex": "faq",
-    # and twenty more
-    "install": "quickstart",
-    "quick start": "quickstart",
-    "autocast": "autocast",
-    "mixed precision": "autocast",
-    "initial loss scale": "choose-a-scale faq",
-    "frozen parameters": "faq",
-    "GradScaler": "coming-from/pytorch",
-    "torch.amp": "coming-from/pytorch",
-    "mixed_float16": "coming-from/keras",
-    "clip gradients": "optax",
-    "batchnorm": "flax",
-    "apply_if_finite": "coming-from/apply-if-finite",
-    "GAN": "several-losses",
-    "steps are skipped": "troubleshoot",
-    "loss spike": "spikes",
-    "T4": "which-half",
-    "bfloat16 on TPU": "which-half faq spikes",
-    "attention mask of 1e9": "precision",
-    "Equinox": "choose half-precision",
-    "shard_map": "devices",
-    "FSDP": "devices",
-    "remat": "faq",
-    "donate": "faq",
-    "jmp or mpx": "compare coming-from/jmp",
-    "TensorBoard": "faq monitor",
-    "master weights": "half-precision",
-    "cite": "citation",
-    "DeepSpeed fp16": "coming-from/deepspeed-megatron",
-    "checkpoint from PyTorch": "coming-from/state-dicts",
-    "hysteresis": "choose-a-scale api/loss-scales",
-    "gradient penalty": "optax",
-    # of a user of torch.amp with a T4
-    "does my T4 need float16 or bfloat16": "do-i-need-it which-half",
-    "where is scaler.unscale_ before clipping": "coming-from/pytorch",
-    "torch.cuda.amp": "coming-from/pytorch",
-    "scaler.step equivalent": "coming-from/pytorch",
-    "resume GradScaler state_dict": "coming-from/state-dicts",
-    "how much slower is it": "compare faq",
-    "which ops are float16": "autocast faq",
-    # of a user of Flax with bfloat16 on TPUs
-    "is loss scaling needed for bfloat16": "do-i-need-it faq myths",
-    "skip NaN steps in bfloat16": "spikes",
-    "NNX BatchNorm": "flax",
-    "data parallel sharding": "devices",
-    "loss spikes during training": "spikes",
-    "Orbax checkpoint": "checkpoints",
-    "keep layernorm in float32": "autocast faq",
-    # of a user of Optax and Equinox
-    "filter_value_and_grad": "choose",
-    "eqx.nn.MLP": "choose half-precision",
-    "clip_by_global_norm order": "optax",
-    "inject_hyperparams learning rate": "faq optax",
-    "get loss scale from opt_state": "coming-from/pytorch optax",
-    "does it work with optax.chain": "optax",
-}
+TABLE = (ROOT / "tests/search_questions.txt").read_text()
+QUESTIONS = dict(re.findall(r"^(\w.*) -> (.*)$", TABLE, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")

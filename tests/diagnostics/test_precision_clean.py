@@ -1,6 +1,5 @@
 """`precision_report` is silent about programs that handle half precision well."""
 
-import functools
 import importlib
 import pathlib
 import time
@@ -353,59 +352,6 @@ def test_flax_nnx(half):
     assert_clean(loss, model, *args, transform=nnx.value_and_grad)
     after = nnx.state(model, nnx.BatchStat)  # nothing ran, nothing was written
     jax.tree.map(np.testing.assert_array_equal, before, after)
-
-
-@pytest.mark.slow
-def test_the_models_of_the_examples_cast_by_autocast(monkeypatch):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
-    example = importlib.import_module
-    quickstart, digits, language = map(example, ["quickstart", "_digits", "_language"])
-    images, labels = array(256, 64), array(256, dtype="int32")
-    classifier = digits.init_classifier()
-    assert_clean(quickstart.half_loss, [array(8, 8)] * 3, array(32, 8))
-    assert_clean(digits.half_loss, digits.init_autoencoder(), images)
-
-    def in_half(fun, *args, **kwargs):
-        assert_clean(jmp_scale.autocast(fun, "float16"), *args, **kwargs)
-
-    def classify(params, images, labels):
-        return digits.classification_loss(
-            digits.network(params, images, "float32"), labels
-        )
-
-    in_half(classify, classifier, images, labels)
-    params = {"layers": classifier, "t": array()}
-    fallback = functools.partial(
-        example("precision_fallback").loss_fn, dtype=jnp.float32
-    )
-    in_half(fallback, params, images, labels)
-    wire = digits.init_layers([1, 16, 16, 1], jax.random.key(0))
-    # Of a network with one input, some products are sums, which stay float32.
-    bent = functools.partial(example("pinn").loss_fn, dtype="float32")
-    in_half(bent, wire, array(32), half_share=0.956)
-    transformer, policy = example("_transformer"), example("policy_gradient")
-    tokens = array(4, transformer.LENGTH + 1, dtype="int32")
-    rewards = [array(4, transformer.LENGTH)] * 2
-    in_half(
-        lambda *args: policy.loss_fn(*args, F32)[0],
-        transformer.init_params(0),
-        tokens,
-        *rewards,
-    )
-    resnet = example("linen_resnet").ResNet()
-    variables = resnet.init(jax.random.key(0), jnp.ones((2, 64)), True)
-
-    def resnet_loss(params, images, labels):
-        logits, _ = resnet.apply(
-            {**variables, "params": params}, images, True, mutable="batch_stats"
-        )
-        return digits.classification_loss(logits, labels)
-
-    in_half(resnet_loss, variables["params"], images, labels)
-    text = array(16, language.CONTEXT + 1, dtype="int32")
-    network = language.Transformer(nnx.Rngs(0))
-    half_loss = jmp_scale.nnx.autocast(example("nnx_transformer").loss_fn, "float16")
-    assert_clean(half_loss, network, text, transform=nnx.value_and_grad)
 
 
 def test_the_fault_of_the_example_of_diagnosis_is_found(monkeypatch):

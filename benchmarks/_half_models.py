@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 SMALL = Sizes(6, 32, 4, 16, 50, 2)
 
 
-def resnet(large: bool, dtype: Any) -> Problem:
+def resnet(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """A ResNet with BatchNorm, in Flax Linen: 64 channels, 3 x 3 blocks of 2 layers."""
     channels, blocks, side, size = (64, 3, 32, 256) if large else (8, 1, 16, 8)
 
@@ -66,13 +66,13 @@ def resnet(large: bool, dtype: Any) -> Problem:
             return nn.Dense(10, dtype=dtype)(jnp.mean(x, (1, 2)))
 
     net = Net()
-    images = _normal(size, side, side, 3)
+    images = _normal(seed, size, side, side, 3)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits, _ = net.apply(params, batch["x"], mutable=["batch_stats"])
         return cross_entropy(logits, batch["y"])
 
-    params = _made(large, lambda: net.init(jax.random.key(0), images[:1]))
+    params = _made(large, lambda: net.init(jax.random.key(seed), images[:1]))
     return Problem(loss, params, {"x": images, "y": jnp.arange(size) % 10})
 
 
@@ -82,7 +82,7 @@ def _conv_norm(width: int, size: int, stride: int, dtype: Any) -> Callable[..., 
     return lambda x: norm(conv(x))
 
 
-def linen(large: bool, dtype: Any) -> Problem:
+def linen(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """A transformer in Flax Linen, unrolled, with dropout where it is large."""
     sizes = Sizes() if large else SMALL
     width, kept = sizes.width, not large
@@ -107,7 +107,7 @@ def linen(large: bool, dtype: Any) -> Problem:
             return nn.Dense(sizes.vocabulary, dtype=dtype)(x)
 
     net, batch = Net(), _tokens(sizes)
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    keys = {"params": jax.random.key(seed), "dropout": jax.random.key(1)}
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits = net.apply(params, batch["x"], rngs={"dropout": jax.random.key(1)})
@@ -117,13 +117,13 @@ def linen(large: bool, dtype: Any) -> Problem:
     return Problem(loss, params, batch)
 
 
-def equinox(large: bool, dtype: Any) -> Problem:
+def equinox(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """A transformer in Equinox, unrolled, each layer mapped over tokens and batch."""
     sizes = Sizes() if large else SMALL
     width, layers = sizes.width, sizes.layers
 
     def init() -> Any:
-        keys = jax.random.split(jax.random.key(0), (layers + 1, 2))
+        keys = jax.random.split(jax.random.key(seed), (layers + 1, 2))
         attention = lambda key: eqx.nn.MultiheadAttention(sizes.heads, width, key=key)  # noqa: E731
         mlp = lambda key: eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=key)  # noqa: E731
         norm = lambda: eqx.nn.LayerNorm(width)  # noqa: E731
@@ -155,11 +155,11 @@ def equinox(large: bool, dtype: Any) -> Problem:
     return Problem(loss, params, _tokens(sizes))
 
 
-def mlp(large: bool, dtype: Any) -> Problem:
+def mlp(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """An autoencoder of dense layers."""
     widths = (784, 2048, 1024, 256, 1024, 2048, 784) if large else (64, 32, 16, 32, 64)
     layers = [
-        {"w": _normal(i, o) * i**-0.5, "b": jnp.zeros(o, jnp.float32)}
+        {"w": _normal(seed, i, o) * i**-0.5, "b": jnp.zeros(o, jnp.float32)}
         for i, o in itertools.pairwise(widths)
     ]
 
@@ -170,23 +170,23 @@ def mlp(large: bool, dtype: Any) -> Problem:
         x = wide(x @ params[-1]["w"] + params[-1]["b"])
         return jnp.mean((jax.nn.sigmoid(x) - batch["x"]) ** 2)
 
-    images = jax.nn.sigmoid(_normal(4096 if large else 32, widths[0]))
+    images = jax.nn.sigmoid(_normal(seed, 4096 if large else 32, widths[0]))
     return Problem(loss, layers, {"x": images})
 
 
-def scanned(large: bool, dtype: Any) -> Problem:
+def scanned(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """A transformer in plain JAX, whose layers are one `lax.scan`."""
     sizes = Sizes() if large else SMALL
     n, d, h = sizes.layers, sizes.width, sizes.heads
     stacked = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
-    layers = {k: _normal(n, *s) * s[0] ** -0.5 for k, s in stacked.items()}
+    layers = {k: _normal(seed, n, *s) * s[0] ** -0.5 for k, s in stacked.items()}
     layers |= {f"{k}_b": jnp.zeros((n, s[1]), jnp.float32) for k, s in stacked.items()}
     layers |= {k: jnp.ones((n, d), jnp.float32) for k in ("norm1", "norm2")}
     params = {
-        "embed": _normal(sizes.vocabulary, d),
+        "embed": _normal(seed, sizes.vocabulary, d),
         "layers": layers,
         "norm": jnp.ones(d, jnp.float32),
-        "head": _normal(d, sizes.vocabulary) * d**-0.5,
+        "head": _normal(seed, d, sizes.vocabulary) * d**-0.5,
     }
 
     def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
@@ -198,8 +198,8 @@ def scanned(large: bool, dtype: Any) -> Problem:
     def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
         w = cast(params, dtype)
         y = norm(x, params["norm1"]) @ w["qkv"] + w["qkv_b"]
-        y = y.reshape(*x.shape[:2], 3, h, d // h)
-        q, k, v = (y[:, :, i].swapaxes(1, 2) for i in range(3))
+        heads = (*x.shape[:2], h, d // h)
+        q, k, v = (t.reshape(heads).swapaxes(1, 2) for t in jnp.split(y, 3, -1))
         scores = wide(q @ k.mT) * (d // h) ** -0.5
         mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         weights = jax.nn.softmax(jnp.where(mask, scores, -1e9)).astype(x.dtype)
@@ -246,6 +246,6 @@ def _tokens(sizes: Sizes) -> Any:
     return {"x": jnp.asarray(ids), "y": jnp.asarray(np.roll(ids, -1, 1))}
 
 
-def _normal(*shape: int) -> jax.Array:
-    rng = np.random.default_rng(sum(shape))
+def _normal(seed: int, *shape: int) -> jax.Array:
+    rng = np.random.default_rng(1000 * seed + sum(shape))
     return jnp.asarray(rng.standard_normal(shape, np.float32))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from . import _jaxpr
-from ._autocast_plan import KEPT, Plan, Step, is_float32, make_plan
+from ._autocast_plan import KEPT, Plan, Step, is_float32, make_plan, variables
 from ._dot_general import bilinear, wide_dot_general
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -138,8 +137,7 @@ class _Flat:
         for i, array in zip(self._where, arrays, strict=True):
             leaves[i] = array
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
-        out = self._fun(*args, **kwargs)
-        results, self._out_tree = jax.tree.flatten(out)
+        results, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
         self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
         return [x for x in results if isinstance(x, jax.Array)]
 
@@ -166,9 +164,12 @@ class _Cast:
         plan = make_plan(jaxpr, held, self.keep)
         env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
         copies: dict[Any, Any] = {}
-        # Half precision already, or to be as a cast by hand makes it: not clipped.
         products = [s.jaxpr for s in plan.steps if s.kind == "product"]
-        exact = {v for p in products for v in (*p.invars[:2], *p.outvars)}
+        operands = {v for p in products for v in p.invars[:2]}
+        # Half precision already, or to be as a cast by hand makes it: not clipped.
+        exact = operands.union(*(p.outvars for p in products))
+        read = {v for s in plan.steps if s.kind == "island" for v in s.jaxpr.invars}
+        shared = operands & read - {*plan.kept} - {*variables(plan.jaxpr.outvars)}
 
         def copy(v: Any) -> Any:
             """What the backward pass keeps of a variable."""
@@ -183,17 +184,27 @@ class _Cast:
         for step in plan.steps:
             inputs = [env[v] for v in step.jaxpr.invars]
             if step.kind == "product":
-                halves = [copy(v) for v in step.jaxpr.invars[:2]]
+                halves = [*map(copy, step.jaxpr.invars[:2])]
                 results = [self._product(step, inputs, halves)]
             elif step.kind == "island" and self.recompute:
-                kept = [copy(v) for v in step.jaxpr.invars]
+                kept = [*map(copy, step.jaxpr.invars)]
                 results = self._island(step.jaxpr, inputs, kept)
             elif step.kind == "call":
                 results = self._call(step.jaxpr, inputs, plan)
             else:
                 results = _jaxpr.evaluate_all(step.jaxpr, inputs)
-            env.update(zip(step.jaxpr.outvars, results, strict=True))
+            for v, x in zip(step.jaxpr.outvars, results, strict=True):
+                env[v] = self._half_on_tpu(x) if v in shared else x
         return [v.val if _jaxpr.is_literal(v) else env[v] for v in plan.jaxpr.outvars]
+
+    def _half_on_tpu(self, x: jax.Array) -> jax.Array:
+        """`x`, on a TPU rounded, and so its cotangent: one array serves all readers."""
+
+        def rounded(x: jax.Array) -> jax.Array:
+            both = [x.astype(d).astype(x.dtype) for d in (self.backward, self.forward)]
+            return _with_value(*both)
+
+        return lax.platform_dependent(x, tpu=rounded, default=lambda x: x)
 
     def _product(self, step: Step, inputs: list[Any], copies: list[Any]) -> jax.Array:
         eqn = step.jaxpr.eqns[-1]
@@ -230,17 +241,13 @@ class _Cast:
         def as_known(v: Any, x: Any) -> Any:
             return _with_value(x, known.setdefault(v, x)) if v in sums else x
 
-        def run(values: Any) -> list[Any]:
-            return _jaxpr.evaluate_all(jaxpr, values, change=as_known)
+        run = functools.partial(_jaxpr.evaluate_all, jaxpr, change=as_known)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def again() -> list[Any]:
             kept = copies if self.in_loop else _kept_apart(copies)
-            wide = [
-                c.astype(jnp.float32) if is_float32(v) else c
-                for v, c in zip(jaxpr.invars, kept, strict=True)
-            ]
-            return run([_with_value(x, w) for x, w in zip(inputs, wide, strict=True)])
+            pairs = zip(inputs, kept, strict=True)
+            return run([_with_value(x, c.astype(x.dtype)) for x, c in pairs])
 
         results = run(list(map(_without_derivative, inputs)))
         return [_with_value(x, v) for x, v in zip(again(), results, strict=True)]
@@ -344,12 +351,10 @@ class _Cast:
 
 @jax.jit
 def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Arrays from which XLA:GPU computes again what it has computed already.
+    """Arrays from which XLA:GPU computes again what it would have kept in float32.
 
-    It would take the float32 results of the forward pass instead, and keep those. TPUs
-    do so too, but with a barrier they need more cycles, because nothing fuses over it.
+    A TPU would keep it too, but needs more cycles where nothing fuses over a barrier.
     """
-
     # One for each: a common one would vary over all axes over which one does.
     apart = functools.partial(jax.tree.map, lax.optimization_barrier)
     return lax.platform_dependent(arrays, cuda=apart, rocm=apart, default=list)
@@ -364,12 +369,8 @@ def _with_value(array: Any, value: Any) -> Any:
 _with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
 
 
-@jax.custom_jvp
-def _without_derivative(x: Any) -> Any:
-    """`x`; `stop_gradient` cannot be transposed in a rule for derivatives."""
-    return x
-
-
+# Not `stop_gradient`, which cannot be transposed in a rule for derivatives.
+_without_derivative = jax.custom_jvp(lambda x: x)
 _no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
 _without_derivative.defjvp(
     lambda primals, _: (primals[0], _no_tangent(primals[0])), symbolic_zeros=True
@@ -378,12 +379,12 @@ _without_derivative.defjvp(
 
 def _is_small_sum(eqn: Any) -> bool:
     """Whether it reduces eight or more entries to one, not only along rows."""
-    axes = tuple(eqn.params.get("axes", ()))
     if not (eqn.primitive.name.startswith("reduce_") and is_float32(eqn.outvars[0])):
         return False
-    dims = _jaxpr.shape(eqn.invars[0])
+    x, axes = eqn.invars[0], eqn.params.get("axes")
     # A GPU has kernels for softmax, which a maximum or a sum that leaves them breaks.
-    return axes != (len(dims) - 1,) and math.prod(dims[d] for d in axes) >= 8
+    is_row = axes == (len(_jaxpr.shape(x)) - 1,)
+    return not is_row and _jaxpr.size(x) >= 8 * _jaxpr.size(eqn.outvars[0])
 
 
 def _checked_dtype(name: str, dtype: Any) -> Any:

@@ -9,6 +9,9 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
+from jax import lax
+
 from . import _jaxpr
 from ._jaxpr import PRODUCTS, is_literal, words
 
@@ -29,8 +32,7 @@ _CHEAP = _MOVES | words("""
     square stop_gradient sub tan tanh xor
 """)
 _CALLS = words("closed_call core_call jit pjit")
-# What is computed from arguments alone is computed again in each island that reads it,
-# if it takes no more operations than these.
+# So many operations on arguments alone are repeated in each island that reads them.
 _MOST_REPEATED = 32
 KEPT = "keep_float32:"  # with what the name of a call that stays as it is begins
 
@@ -73,10 +75,11 @@ class Plan(NamedTuple):
 
 def _is_product(eqn: Any) -> bool:
     """Whether an equation is a float32 product that becomes half precision."""
-    if eqn.primitive.name not in PRODUCTS or _precision(eqn) - {"None", "DEFAULT"}:
+    precisions = jax.tree.leaves(eqn.params.get("precision"))
+    if eqn.primitive.name not in PRODUCTS or {*precisions} - {lax.Precision.DEFAULT}:
         return False
-    if eqn.primitive.name == "dot_general" and min(_free_sizes(eqn)) == 1:
-        return False  # a sum of products, which stays float32
+    if eqn.primitive.name == "dot_general" and _is_sum(eqn):
+        return False
     return all(map(is_float32, (*eqn.invars[:2], eqn.outvars[0])))
 
 
@@ -97,32 +100,22 @@ def _is_kept(eqn: Any, names: Collection[str]) -> bool:
 def make_plan(
     jaxpr: Any, held: Sequence[bool], keep_float32: Collection[str] = ()
 ) -> Plan:
-    """The plan of a program.
+    """The plan of a program, without the calls of these names.
 
-    Args:
-      jaxpr: the program, with the values of its constants.
-      held: for each input, whether it is alive during the backward pass in any case, as
-        arguments of a loss are.
-      keep_float32: names of calls that stay as they are.
+    `held` says of each input whether it is alive during the backward pass in any case,
+    as arguments of a loss are.
     """
     flat, constants = _inlined(jaxpr, keep_float32)
     given = {v for v, is_held in zip(flat.invars, held, strict=True) if is_held}
     return _Planner(flat, given | {*constants}, keep_float32).plan(constants)
 
 
-def _precision(eqn: Any) -> set[str]:
-    precision = eqn.params.get("precision")
-    both = precision if isinstance(precision, tuple) else (precision,)
-    return {str(getattr(p, "name", p)) for p in both}
-
-
-def _free_sizes(eqn: Any) -> list[int]:
-    """Entries of each operand's dimensions that are neither summed nor shared."""
-    contracting, batch = eqn.params["dimension_numbers"]
-    return [
-        math.prod(n for d, n in enumerate(_jaxpr.shape(v)) if d not in (*c, *b))
-        for v, c, b in zip(eqn.invars, contracting, batch, strict=True)
-    ]
+def _is_sum(eqn: Any) -> bool:
+    """Whether one operand of a product is a vector, for each index of the batch."""
+    (dimensions, _), _ = eqn.params["dimension_numbers"]
+    added = math.prod(_jaxpr.shape(eqn.invars[0])[d] for d in dimensions)
+    terms = added * _jaxpr.size(eqn.outvars[0])
+    return 0 < terms in map(_jaxpr.size, eqn.invars)
 
 
 def _inlined(jaxpr: Any, keep_float32: Collection[str]) -> tuple[Any, dict[Any, Any]]:
@@ -177,13 +170,10 @@ class _Planner:
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
         self.kinds: list[Any] = []
         self.starts: list[int] = []  # level of an equation's inputs
-        self._classify(keep)
-
-    def _classify(self, keep: Collection[str]) -> None:
         differentiable = {v for v in self.level if is_float32(v)}
         last_effect = 0
         for eqn in self.equations:
-            inputs, kind = _variables(eqn.invars), _kind(eqn, keep)
+            inputs, kind = variables(eqn.invars), _kind(eqn, keep)
             start = max([self.level[v] for v in inputs], default=0)
             if kind == "island" and all(v in self.repeats for v in inputs):
                 count = 1 + sum(self.repeats[v] for v in inputs)
@@ -202,20 +192,35 @@ class _Planner:
             self.starts.append(start)
             level = start if kind == "island" else start + 1
             self.level.update(dict.fromkeys(eqn.outvars, level))
+        self._sink()
+
+    def _sink(self) -> None:
+        """Moves what only later islands read into the first: one array less is kept."""
+        first = dict.fromkeys(variables(self.jaxpr.outvars), -1)
+        for index, eqn in reversed([*enumerate(self.equations)]):
+            inputs, is_island = variables(eqn.invars), self.kinds[index] == "island"
+            entries = sum(map(_jaxpr.size, inputs))  # of one array and small ones
+            if is_island and entries * 8 <= _jaxpr.size(eqn.outvars[0]) * 9:
+                reader = min(first.get(v, -1) for v in eqn.outvars)
+                self.starts[index] = max(self.starts[index], reader)
+            start = self.starts[index] if is_island else -1
+            first |= {v: min(first.get(v, start), start) for v in inputs}
 
     def plan(self, constants: dict[Any, Any]) -> Plan:
         """Makes the steps, the last one first: what nobody reads is left out."""
         steps: list[Step] = []
-        wanted, kept = {*_variables(self.jaxpr.outvars)}, {*self.given}
+        wanted, kept = {*variables(self.jaxpr.outvars)}, {*self.given}
         for members in reversed(self._groups()):
             kind, eqn = self.kinds[members[0]], self.equations[members[0]]
             if kind == "island":
                 step = Step(kind, self._part(members, wanted))
-                kept.update(_small(step.jaxpr))
+                sizes = [_jaxpr.size(v) for e in step.jaxpr.eqns for v in e.outvars]
+                small = max(sizes, default=0) / 8
+                kept.update(v for v in step.jaxpr.invars if _jaxpr.size(v) <= small)
             elif kind == "product":
                 step = self._product(eqn)
             else:
-                inputs = dict.fromkeys(_variables(eqn.invars))
+                inputs = dict.fromkeys(variables(eqn.invars))
                 step = Step(kind, _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars))
             if eqn.effects or wanted.intersection(step.jaxpr.outvars):
                 steps.append(step)
@@ -243,12 +248,12 @@ class _Planner:
                 inputs[v] = None
             elif maker not in needed:
                 needed.add(maker)
-                todo += _variables(self.equations[maker].invars)
+                todo += variables(self.equations[maker].invars)
         equations = [self.equations[i] for i in sorted(needed)]
         return _jaxpr.part(self.jaxpr, equations, inputs, outputs)
 
     def _product(self, eqn: Any) -> Step:
-        operands, others = eqn.invars[:2], _variables(eqn.invars[2:])
+        operands, others = eqn.invars[:2], variables(eqn.invars[2:])
         lhs, rhs = map(self._side, operands)
         inputs, equations = [*lhs.invars, *rhs.invars, *others], [*lhs.eqns, *rhs.eqns]
         part = _jaxpr.part(self.jaxpr, [*equations, eqn], inputs, eqn.outvars)
@@ -261,7 +266,7 @@ class _Planner:
         moves, v = [], operand
         while (i := self.maker.get(v)) is not None:
             eqn = self.equations[i]
-            if eqn.primitive.name not in _MOVES or len(_variables(eqn.invars)) != 1:
+            if eqn.primitive.name not in _MOVES or len(variables(eqn.invars)) != 1:
                 break
             moves.append(eqn)
             v = eqn.invars[0]
@@ -289,11 +294,5 @@ def _is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
     )
 
 
-def _small(jaxpr: Any) -> list[Any]:
-    """Inputs with no more than an eighth of the entries of the largest array."""
-    sizes = [_jaxpr.size(v) for eqn in jaxpr.eqns for v in eqn.outvars]
-    return [v for v in jaxpr.invars if _jaxpr.size(v) * 8 <= max(sizes)]
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not is_literal(v)]

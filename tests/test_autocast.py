@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,17 @@ def test_a_plan_lists_products_and_islands_in_their_order():
         (False, True),
     ]
     assert plan.steps[-1].jaxpr.outvars == plan.jaxpr.outvars
+
+
+def test_what_only_a_later_island_reads_is_computed_there():
+    def fun(w, x):
+        shortcut = jnp.exp(x @ w)
+        return shortcut + layer(w, layer(w, x))
+
+    plan = make_plan(jax.make_jaxpr(fun)(W, X), [True, True])
+    islands = [s.jaxpr.eqns for s in plan.steps if s.kind == "island"]
+    names = [[eqn.primitive.name for eqn in eqns] for eqns in islands]
+    assert names == [["tanh"], ["exp", "tanh", "add"]]
 
 
 def test_only_half_precision_and_small_arrays_are_kept():
@@ -218,6 +230,23 @@ def test_the_barrier_is_chosen_when_the_program_is_lowered(platform, barriers):
     assert ("dot_f16_f16_f32" in text.mlir_module().lower()) == barriers or barriers
 
 
+def test_a_tpu_hands_on_in_half_precision_what_a_product_read():
+    def casts(fun, platform):
+        program = jax.jit(jax.grad(autocast(fun, "bfloat16")))
+        text = export.export(program, platforms=[platform])(W, X).mlir_module()
+        return len(re.findall(r"convert.*f32>\) -> tensor<.*xbf16>", text))
+
+    def stream(w, x):
+        y = jax.nn.relu(x @ w)
+        return mean_square(y + layer(w, y))
+
+    def no_stream(w, x):
+        return mean_square(layer(w, jax.nn.relu(x @ w)))
+
+    assert casts(stream, "tpu") == casts(stream, "cpu") + 2  # and of its cotangent
+    assert casts(no_stream, "tpu") == casts(no_stream, "cpu")
+
+
 def test_there_is_no_barrier_in_a_loop():
     def loss(w, x):
         step = lambda y, _: (layer(w, jax.nn.gelu(y @ w)), None)  # noqa: E731
@@ -269,7 +298,8 @@ AROUND = {
 @pytest.mark.parametrize("around", AROUND)
 def test_it_composes_with_what_is_around_it(around):
     def loss(w, x):
-        return mean_square(layer(w, jax.nn.gelu(layer(w, x)) + x))
+        y = jax.nn.gelu(layer(w, x)) + x
+        return mean_square(layer(w, y) + y)
 
     compiled = jax.jit if around != "pmap" else lambda f: f
     got = compiled(AROUND[around](autocast(loss, "float16")))(W, X)

@@ -189,19 +189,19 @@ def scanned(large: bool, dtype: Any, seed: int = 0) -> Problem:
         "head": _normal(seed, d, sizes.vocabulary) * d**-0.5,
     }
 
+    mask = jnp.tril(jnp.ones((sizes.context, sizes.context), bool))
+
     def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
         y = wide(x)
-        y = y - y.mean(-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
-        return (y * gain).astype(x.dtype)
+        scale = lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+        return ((y - y.mean(-1, keepdims=True)) * scale * gain).astype(x.dtype)
 
     def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
         w = cast(params, dtype)
         y = norm(x, params["norm1"]) @ w["qkv"] + w["qkv_b"]
-        heads = (*x.shape[:2], h, d // h)
-        q, k, v = (t.reshape(heads).swapaxes(1, 2) for t in jnp.split(y, 3, -1))
+        y = y.reshape(*x.shape[:2], 3, h, d // h)
+        q, k, v = (y[:, :, i].swapaxes(1, 2) for i in range(3))
         scores = wide(q @ k.mT) * (d // h) ** -0.5
-        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         weights = jax.nn.softmax(jnp.where(mask, scores, -1e9)).astype(x.dtype)
         y = (weights @ v).swapaxes(1, 2).reshape(x.shape)
         x = x + y @ w["out"] + w["out_b"]
@@ -213,7 +213,8 @@ def scanned(large: bool, dtype: Any, seed: int = 0) -> Problem:
             layer, cast(params["embed"], dtype)[batch["x"]], params["layers"]
         )
         logits = norm(x, params["norm"]) @ cast(params["head"], dtype)
-        return cross_entropy(logits, batch["y"])
+        logs = jax.nn.log_softmax(wide(logits))
+        return -jnp.mean(jnp.take_along_axis(logs, batch["y"][..., None], -1))
 
     return Problem(loss, params, _tokens(sizes))
 

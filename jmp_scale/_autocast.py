@@ -41,10 +41,10 @@ def autocast(
     ```
 
     So norms, softmax, activations, losses, parameters and their gradients are float32.
-    The gradients of weights of convolutions and of `ragged_dot` are half precision
-    before they become float32. What the user cast to half precision stays as cast.
-    Products that stay float32: those with `precision` HIGH or HIGHEST, sums (one
-    operand is a vector), and those in a `custom_vjp` function or a kernel.
+    Weights' gradients of convolutions and `ragged_dot` are half precision at first, and
+    on a TPU so is what a product and later operations read. Casts of the user stay.
+    Products with `precision` HIGH or HIGHEST stay float32, and so do sums (one operand
+    is a vector), and products in a `custom_vjp` function or a kernel.
     `diagnostics.precision_report` of the result lists what runs in which dtype.
 
     Args:
@@ -81,9 +81,8 @@ def autocast(
         flat = _Flat(fun, args, kwargs)
         for module in filter(_is_module, flat.leaves):
             raise TypeError(
-                "autocast: expected arguments without NNX modules, got a "
-                f"{type(module).__name__}; what it writes would be lost: use "
-                "jmp_scale.nnx.autocast"
+                f"autocast: expected no NNX modules, got a {type(module).__name__}, "
+                "whose writes would be lost: use jmp_scale.nnx.autocast"
             )
         jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
         return flat.result(cast.run(jaxpr, [True] * len(flat.arrays), flat.arrays))
@@ -182,13 +181,12 @@ class _Cast:
             return copies[v]
 
         for step in plan.steps:
-            inputs = [env[v] for v in step.jaxpr.invars]
+            names = step.jaxpr.invars
+            inputs = [env[v] for v in names]
             if step.kind == "product":
-                halves = [*map(copy, step.jaxpr.invars[:2])]
-                results = [self._product(step, inputs, halves)]
+                results = [self._product(step, inputs, [*map(copy, names[:2])])]
             elif step.kind == "island" and self.recompute:
-                kept = [*map(copy, step.jaxpr.invars)]
-                results = self._island(step.jaxpr, inputs, kept)
+                results = self._island(step.jaxpr, inputs, [*map(copy, names)])
             elif step.kind == "call":
                 results = self._call(step.jaxpr, inputs, plan)
             else:
@@ -234,12 +232,16 @@ class _Cast:
 
     def _island(self, jaxpr: Any, inputs: list[Any], copies: list[Any]) -> list[Any]:
         """Runs cheap equations; the backward pass runs them again on the copies."""
-        # Sums over more than rows, as of BatchNorm, are kept from the forward pass.
-        sums = {v for eqn in jaxpr.eqns if _is_small_sum(eqn) for v in eqn.outvars}
+        # Sums, as of BatchNorm, are kept from the forward pass; those of rows, as of
+        # softmax, on a TPU only: a GPU's kernels for softmax break where one is kept.
+        sums = {e.outvars[0]: e.params["axes"] for e in jaxpr.eqns if _is_small_sum(e)}
         known: dict[Any, Any] = {}
 
         def as_known(v: Any, x: Any) -> Any:
-            return _with_value(x, known.setdefault(v, x)) if v in sums else x
+            if v not in sums:
+                return x
+            value = known.setdefault(v, x)
+            return _with_value(x, _on_tpu(value, x) if sums[v] == (x.ndim,) else value)
 
         run = functools.partial(_jaxpr.evaluate_all, jaxpr, change=as_known)
 
@@ -351,10 +353,7 @@ class _Cast:
 
 @jax.jit
 def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Arrays from which XLA:GPU computes again what it would have kept in float32.
-
-    A TPU would keep it too, but needs more cycles where nothing fuses over a barrier.
-    """
+    """Arrays from which XLA:GPU computes again what it would have kept in float32."""
     # One for each: a common one would vary over all axes over which one does.
     apart = functools.partial(jax.tree.map, lax.optimization_barrier)
     return lax.platform_dependent(arrays, cuda=apart, rocm=apart, default=list)
@@ -377,24 +376,24 @@ _without_derivative.defjvp(
 )
 
 
+@jax.jit
+def _on_tpu(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x` on a TPU, `y` elsewhere."""
+    return lax.platform_dependent(x, y, tpu=lambda x, _: x, default=lambda _, y: y)
+
+
 def _is_small_sum(eqn: Any) -> bool:
-    """Whether it reduces eight or more entries to one, not only along rows."""
+    """Whether it reduces eight or more entries to one."""
     if not (eqn.primitive.name.startswith("reduce_") and is_float32(eqn.outvars[0])):
         return False
-    x, axes = eqn.invars[0], eqn.params.get("axes")
-    # A GPU has kernels for softmax, which a maximum or a sum that leaves them breaks.
-    is_row = axes == (len(_jaxpr.shape(x)) - 1,)
-    return not is_row and _jaxpr.size(x) >= 8 * _jaxpr.size(eqn.outvars[0])
+    return _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
 
 
 def _checked_dtype(name: str, dtype: Any) -> Any:
     with contextlib.suppress(TypeError):
         if jnp.dtype(dtype) in (jnp.float16, jnp.bfloat16):
             return jnp.dtype(dtype)
-    raise ValueError(
-        f"autocast: expected {name} float16 or bfloat16, got {dtype!r}; for float32 "
-        "leave autocast out"
-    )
+    raise ValueError(f"autocast: expected {name} float16 or bfloat16, got {dtype!r}")
 
 
 def _is_module(x: Any) -> bool:

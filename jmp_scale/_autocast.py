@@ -233,15 +233,16 @@ class _Cast:
     def _island(self, jaxpr: Any, inputs: list[Any], copies: list[Any]) -> list[Any]:
         """Runs cheap equations; the backward pass runs them again on the copies."""
         # Sums, as of BatchNorm, are kept from the forward pass; those of rows, as of
-        # softmax, on a TPU only: a GPU's kernels for softmax break where one is kept.
+        # softmax, in a loop on a TPU only: a GPU's kernels for softmax break at them.
         sums = {e.outvars[0]: e.params["axes"] for e in jaxpr.eqns if _is_small_sum(e)}
         known: dict[Any, Any] = {}
 
         def as_known(v: Any, x: Any) -> Any:
-            if v not in sums:
+            is_row = sums.get(v) == (x.ndim,)
+            if v not in sums or (is_row and not self.in_loop):
                 return x
             value = known.setdefault(v, x)
-            return _with_value(x, _on_tpu(value, x) if sums[v] == (x.ndim,) else value)
+            return _with_value(x, _on_tpu(value, x) if is_row else value)
 
         run = functools.partial(_jaxpr.evaluate_all, jaxpr, change=as_known)
 

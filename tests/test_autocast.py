@@ -247,6 +247,21 @@ def test_a_tpu_hands_on_in_half_precision_what_a_product_read():
     assert casts(no_stream, "tpu") == casts(no_stream, "cpu")
 
 
+def test_only_in_a_loop_a_tpu_keeps_the_sums_of_rows():
+    def step(w, x):
+        return jax.nn.softmax(layer(w, x)) @ w
+
+    def loop(w, x):
+        return mean_square(lax.scan(lambda y, _: (step(w, y), None), x, length=2)[0])
+
+    def chooses_by_platform(fun):
+        grad = jax.grad(autocast(fun, "float16"))
+        return "name=_on_tpu" in str(jax.make_jaxpr(grad)(W, X))
+
+    assert chooses_by_platform(loop)
+    assert not chooses_by_platform(lambda w, x: mean_square(step(w, step(w, x))))
+
+
 def test_there_is_no_barrier_in_a_loop():
     def loss(w, x):
         step = lambda y, _: (layer(w, jax.nn.gelu(y @ w)), None)  # noqa: E731

@@ -15,11 +15,10 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from . import _jaxpr
-from ._autocast_plan import KEPT, Plan, Step, is_float32, make_plan, variables
-from ._dot_general import bilinear, wide_dot_general
+from ._autocast_plan import KEPT, Step, is_float32, make_plan, variables
+from ._dot_general import MOST_SHARED, bilinear, wide_dot_general
 
 F = TypeVar("F", bound=Callable[..., Any])
-
 _ARRAY = object()  # in the place of an array
 
 
@@ -127,14 +126,12 @@ class _Flat:
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._fun = fun
         self.leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-        where = [i for i, x in enumerate(self.leaves) if isinstance(x, jax.Array)]
-        self._where, self.arrays = where, [self.leaves[i] for i in where]
+        self.arrays = [x for x in self.leaves if isinstance(x, jax.Array)]
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        leaves = list(self.leaves)
-        for i, array in zip(self._where, arrays, strict=True):
-            leaves[i] = array
+        left = iter(arrays)
+        leaves = [next(left) if isinstance(x, jax.Array) else x for x in self.leaves]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
         results, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
         self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
@@ -183,94 +180,38 @@ class _Cast:
         for step in plan.steps:
             names = step.jaxpr.invars
             inputs = [env[v] for v in names]
-            if step.kind == "product":
-                results = [self._product(step, inputs, [*map(copy, names[:2])])]
-            elif step.kind == "island" and self.recompute:
-                results = self._island(step.jaxpr, inputs, [*map(copy, names)])
-            elif step.kind == "call":
-                results = self._call(step.jaxpr, inputs, plan)
-            else:
-                results = _jaxpr.evaluate_all(step.jaxpr, inputs)
+            with _jaxpr.scope(step.scope):
+                if step.kind == "product":
+                    product, term = _product(step, self.forward, self.backward)
+                    kept = [*map(copy, names[:2]), *inputs[2:]]
+                    results = [bilinear(product, term, inputs[:2], kept)]
+                elif step.kind == "island" and self.recompute:
+                    results = _island(step, self.in_loop)(inputs, [*map(copy, names)])
+                elif step.kind == "call":
+                    results = self._call(step.jaxpr.eqns[0], env, plan.kept)
+                else:
+                    results = _jaxpr.evaluate_all(step.jaxpr, inputs)
             for v, x in zip(step.jaxpr.outvars, results, strict=True):
-                env[v] = self._half_on_tpu(x) if v in shared else x
+                env[v] = _on_tpu(self._rounded, x) if v in shared else x
         return [v.val if _jaxpr.is_literal(v) else env[v] for v in plan.jaxpr.outvars]
 
-    def _half_on_tpu(self, x: jax.Array) -> jax.Array:
-        """`x`, on a TPU rounded, and so its cotangent: one array serves all readers."""
-
-        def rounded(x: jax.Array) -> jax.Array:
-            both = [x.astype(d).astype(x.dtype) for d in (self.backward, self.forward)]
-            return _with_value(*both)
-
-        return lax.platform_dependent(x, tpu=rounded, default=lambda x: x)
-
-    def _product(self, step: Step, inputs: list[Any], copies: list[Any]) -> jax.Array:
-        eqn = step.jaxpr.eqns[-1]
-
-        def multiply(dtype: Any, wide: int | None, *pair: jax.Array) -> jax.Array:
-            """In half precision; only the operand `wide` stays float32."""
-            halves = [x if i == wide else x.astype(dtype) for i, x in enumerate(pair)]
-            lhs, rhs = (
-                _jaxpr.evaluate_all(side, [x])[0]
-                for side, x in zip(step.sides, halves, strict=True)
-            )
-            if wide is None:
-                params = {"precision": None, "preferred_element_type": dtype}
-                values = [lhs, rhs, *inputs[2:]]
-                (result,) = _jaxpr.evaluate(eqn, values, **params)
-            else:
-                dimensions = eqn.params["dimension_numbers"]
-                params = dimensions, dtype, None, eqn.params.get("out_sharding")
-                result = wide_dot_general(lhs, rhs, *params)
-            return result.astype(jnp.float32)
-
-        def term(side: int, *pair: jax.Array) -> jax.Array:
-            return multiply(self.backward, side if step.weights[side] else None, *pair)
-
-        product = functools.partial(multiply, self.forward, None)
-        return bilinear(product, term, inputs[:2], copies)
-
-    def _island(self, jaxpr: Any, inputs: list[Any], copies: list[Any]) -> list[Any]:
-        """Runs cheap equations; the backward pass runs them again on the copies."""
-        # Sums, as of BatchNorm, are kept from the forward pass; those of rows, as of
-        # softmax, in a loop on a TPU only: a GPU's kernels for softmax break at them.
-        sums = {e.outvars[0]: e.params["axes"] for e in jaxpr.eqns if _is_small_sum(e)}
-        known: dict[Any, Any] = {}
-
-        def as_known(v: Any, x: Any) -> Any:
-            is_row = sums.get(v) == (x.ndim,)
-            if v not in sums or (is_row and not self.in_loop):
-                return x
-            value = known.setdefault(v, x)
-            return _with_value(x, _on_tpu(value, x) if is_row else value)
-
-        run = functools.partial(_jaxpr.evaluate_all, jaxpr, change=as_known)
-
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def again() -> list[Any]:
-            kept = copies if self.in_loop else _kept_apart(copies)
-            pairs = zip(inputs, kept, strict=True)
-            return run([_with_value(x, c.astype(x.dtype)) for x, c in pairs])
-
-        results = run(list(map(_without_derivative, inputs)))
-        return [_with_value(x, v) for x, v in zip(again(), results, strict=True)]
+    def _rounded(self, x: jax.Array) -> jax.Array:
+        """`x` and its cotangent in half precision: one array serves all readers."""
+        dtypes = self.backward, self.forward
+        return _with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
     def _body(self, jaxpr: Any, held: Sequence[bool], *, loop: bool = False) -> Any:
         """A nested jaxpr as a function of its inputs."""
         cast = dataclasses.replace(self, in_loop=True) if loop else self
         return lambda *values: cast.run(jaxpr, held, values)
 
-    def _call(self, jaxpr: Any, inputs: Sequence[Any], plan: Plan) -> Any:
-        """Runs one equation whose nested jaxprs hold products."""
-        (eqn,) = jaxpr.eqns
-        env = dict(zip(jaxpr.invars, inputs, strict=True))
+    def _call(self, eqn: Any, env: Any, kept: Collection[Any]) -> list[Any]:
+        """Runs an equation whose nested jaxprs hold products."""
         values = [v.val if _jaxpr.is_literal(v) else env[v] for v in eqn.invars]
-        held = [_jaxpr.is_literal(v) or v in plan.kept for v in eqn.invars]
+        held = [_jaxpr.is_literal(v) or v in kept for v in eqn.invars]
         run = getattr(self, "_" + eqn.primitive.name, None)
-        results = run and run(eqn, values, held)
-        return results or self._as_traced(eqn, values)
-
-    def _as_traced(self, eqn: Any, values: list[Any]) -> list[Any]:
+        if run is not None and (results := run(eqn, values, held)):
+            return results
         body, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
         name = eqn.params.get("name") or getattr(body.debug_info, "func_name", "")
         if name not in self.unread:
@@ -301,12 +242,12 @@ class _Cast:
         return [*carry, *ys]
 
     def _while(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
-        loop, condition = _jaxpr.loop_of(eqn), eqn.params.get("cond_jaxpr")
-        if loop is None or condition is None:
-            return None
+        loop: Any = _jaxpr.loop_of(eqn)
         count, first = loop.offset, loop.offset + loop.consts
         body = self._body(loop.body, [False] * (len(held) - count), loop=True)
-        test = self._body(condition, [False] * (count + loop.carry), loop=True)
+        test = self._body(
+            eqn.params["cond_jaxpr"], [False] * (count + loop.carry), loop=True
+        )
         return lax.while_loop(
             lambda carry: test(*values[:count], *carry)[0],
             lambda carry: body(*values[count:first], *carry),
@@ -319,12 +260,10 @@ class _Cast:
         branches = [self._body(b, held[1:]) for b in eqn.params["branches"]]
         return lax.switch(values[0], branches, *values[1:])
 
-    def _checkpoint(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
+    def _remat2(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
         body = self._body(_jaxpr.subjaxprs(eqn)[0], [True] * len(held))
         policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
         return jax.checkpoint(body, policy=policy, prevent_cse=prevent)(*values)
-
-    _remat = _remat2 = _checkpoint
 
     def _custom_jvp_call(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
         traced = _jaxpr.jvp_rule(eqn)
@@ -352,6 +291,67 @@ class _Cast:
         )(*values)
 
 
+@functools.lru_cache(MOST_SHARED)
+def _product(step: Step, forward: Any, backward: Any) -> Any:
+    """A product in half precision, and a term of its derivative."""
+    *moves, eqn = step.jaxpr.eqns
+
+    def multiply(dtype: Any, wide: int | None, *values: jax.Array) -> jax.Array:
+        """In half precision; only the operand `wide` stays float32."""
+        pair = [x if i == wide else x.astype(dtype) for i, x in enumerate(values[:2])]
+        for i, move in enumerate(moves):
+            side = int(i >= step.moves)
+            (pair[side],) = _jaxpr.evaluate(move, [pair[side]])
+        if wide is None:
+            params = {"precision": None, "preferred_element_type": dtype}
+            (result,) = _jaxpr.evaluate(eqn, [*pair, *values[2:]], **params)
+        else:
+            dimensions = eqn.params["dimension_numbers"]
+            params = dimensions, dtype, None, eqn.params.get("out_sharding")
+            result = wide_dot_general(*pair, *params)
+        return result.astype(jnp.float32)
+
+    def term(side: int, *values: jax.Array) -> jax.Array:
+        return multiply(backward, side if step.weights[side] else None, *values)
+
+    return functools.partial(multiply, forward, None), term
+
+
+@functools.lru_cache(MOST_SHARED)
+def _island(step: Step, in_loop: bool) -> Any:
+    """Runs cheap equations; the backward pass runs them again on copies."""
+    # Sums, as of BatchNorm, are kept from the forward pass; those of rows, as of
+    # softmax, in a loop on a TPU only: a GPU's kernels for softmax break at them.
+    sums = {e.outvars[0]: i for i, e in enumerate(step.jaxpr.eqns) if _is_small_sum(e)}
+
+    def run(inputs: list[Any], known: dict[int, Any]) -> list[Any]:
+        def as_known(v: Any, x: Any) -> Any:
+            i = sums.get(v)
+            is_row = i is not None and step.jaxpr.eqns[i].params["axes"] == (x.ndim,)
+            if i is None or (is_row and not in_loop):
+                return x
+            value = known.setdefault(i, x)
+            if is_row:
+                value = _on_tpu(lambda _, value: value, x, value)
+            return _with_value(x, value)
+
+        return _jaxpr.evaluate_all(step.jaxpr, inputs, change=as_known)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def again(inputs: list[Any], copies: list[Any], known: dict[int, Any]) -> list[Any]:
+        kept = copies if in_loop else _kept_apart(copies)
+        pairs = zip(inputs, kept, strict=True)
+        return run([_with_value(x, c.astype(x.dtype)) for x, c in pairs], known)
+
+    def island(inputs: list[Any], copies: list[Any]) -> list[Any]:
+        known: dict[int, Any] = {}
+        results = run(list(map(_without_derivative, inputs)), known)
+        repeated = again(inputs, copies, known)
+        return [_with_value(x, v) for x, v in zip(repeated, results, strict=True)]
+
+    return island
+
+
 @jax.jit
 def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
     """Arrays from which XLA:GPU computes again what it would have kept in float32."""
@@ -360,14 +360,9 @@ def _kept_apart(arrays: list[jax.Array]) -> list[jax.Array]:
     return lax.platform_dependent(arrays, cuda=apart, rocm=apart, default=list)
 
 
-@jax.custom_jvp
-def _with_value(array: Any, value: Any) -> Any:
-    """`value`, which is what `array` should be, with its derivative."""
-    return value
-
-
+# The second array, which is what the first should be, with the first one's derivative.
+_with_value = jax.custom_jvp(lambda _, value: value)
 _with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
-
 
 # Not `stop_gradient`, which cannot be transposed in a rule for derivatives.
 _without_derivative = jax.custom_jvp(lambda x: x)
@@ -377,17 +372,15 @@ _without_derivative.defjvp(
 )
 
 
-@jax.jit
-def _on_tpu(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x` on a TPU, `y` elsewhere."""
-    return lax.platform_dependent(x, y, tpu=lambda x, _: x, default=lambda _, y: y)
+def _on_tpu(fun: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> jax.Array:
+    """`fun(x, *rest)` on a TPU, `x` elsewhere."""
+    return lax.platform_dependent(x, *rest, tpu=fun, default=lambda x, *_: x)
 
 
 def _is_small_sum(eqn: Any) -> bool:
     """Whether it reduces eight or more entries to one."""
-    if not (eqn.primitive.name.startswith("reduce_") and is_float32(eqn.outvars[0])):
-        return False
-    return _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
+    is_sum = eqn.primitive.name.startswith("reduce_") and is_float32(eqn.outvars[0])
+    return is_sum and _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
 
 
 def _checked_dtype(name: str, dtype: Any) -> Any:

@@ -5,6 +5,7 @@ The cheap operations between products form islands, which the backward pass comp
 again. Nothing is run here, and nothing depends on values.
 """
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,9 +17,7 @@ from . import _jaxpr
 from ._jaxpr import PRODUCTS, is_literal, words
 
 # Linear operations on one array that only move its entries.
-_MOVES = words(
-    "copy copy_p expand_dims reshape rev sharding_constraint squeeze transpose"
-)
+_MOVES = words("copy copy_p reshape rev sharding_constraint squeeze transpose")
 # What costs less to compute again than to keep.
 _CHEAP = _MOVES | words("""
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
@@ -37,22 +36,28 @@ _MOST_REPEATED = 32
 KEPT = "keep_float32:"  # with what the name of a call that stays as it is begins
 
 
-class Step(NamedTuple):
-    """Equations that run together.
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Equations that run together. Equal ones, as of equal layers, are traced once.
 
     Attributes:
       kind: "product"; "island", of cheap equations that the backward pass repeats;
         "call", one equation whose nested jaxprs hold products; "other", as traced.
       jaxpr: the equations, a product's last. Its inputs and outputs are variables of
         the program.
-      sides: for each operand of a product a jaxpr that moves the entries of one array.
+      scope: the scopes in which all equations were, which they no longer name.
+      likeness: what equal steps share.
+      moves: how many equations only move the entries of a product's first operand;
+        what follows up to the product moves those of the second.
       weights: for each operand of a matrix product, whether it is computed from
         arguments alone. The transposes of other products take operands of one dtype.
     """
 
     kind: Literal["product", "island", "call", "other"]
-    jaxpr: Any
-    sides: tuple[Any, ...] = ()
+    jaxpr: Any = dataclasses.field(compare=False)
+    scope: Any = dataclasses.field(compare=False)
+    likeness: Any
+    moves: int = 0
     weights: tuple[bool, ...] = ()
 
 
@@ -190,8 +195,7 @@ class _Planner:
                 differentiable.update(eqn.outvars)
             self.kinds.append(kind)
             self.starts.append(start)
-            level = start if kind == "island" else start + 1
-            self.level.update(dict.fromkeys(eqn.outvars, level))
+            self.level |= dict.fromkeys(eqn.outvars, start + (kind != "island"))
         self._sink()
 
     def _sink(self) -> None:
@@ -212,19 +216,23 @@ class _Planner:
         wanted, kept = {*variables(self.jaxpr.outvars)}, {*self.given}
         for members in reversed(self._groups()):
             kind, eqn = self.kinds[members[0]], self.equations[members[0]]
+            facts: Any = ()
             if kind == "island":
-                step = Step(kind, self._part(members, wanted))
-                sizes = [_jaxpr.size(v) for e in step.jaxpr.eqns for v in e.outvars]
+                part = self._part(members, wanted)
+                sizes = [_jaxpr.size(v) for e in part.eqns for v in e.outvars]
                 small = max(sizes, default=0) / 8
-                kept.update(v for v in step.jaxpr.invars if _jaxpr.size(v) <= small)
+                kept.update(v for v in part.invars if _jaxpr.size(v) <= small)
             elif kind == "product":
-                step = self._product(eqn)
+                part, *facts = self._product(eqn)
             else:
                 inputs = dict.fromkeys(variables(eqn.invars))
-                step = Step(kind, _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars))
-            if eqn.effects or wanted.intersection(step.jaxpr.outvars):
-                steps.append(step)
-                wanted.update(step.jaxpr.invars)
+                part = _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars)
+            if eqn.effects or wanted.intersection(part.outvars):
+                scope, equations = _jaxpr.without_common_scope(part.eqns)
+                part = part.replace(eqns=equations)
+                likeness = _jaxpr.likeness(part)
+                steps.append(Step(kind, part, scope, likeness, *facts))
+                wanted.update(part.invars)
         return Plan(self.jaxpr, constants, steps[::-1], kept)
 
     def _groups(self) -> list[list[int]]:
@@ -252,25 +260,24 @@ class _Planner:
         equations = [self.equations[i] for i in sorted(needed)]
         return _jaxpr.part(self.jaxpr, equations, inputs, outputs)
 
-    def _product(self, eqn: Any) -> Step:
-        operands, others = eqn.invars[:2], variables(eqn.invars[2:])
-        lhs, rhs = map(self._side, operands)
-        inputs, equations = [*lhs.invars, *rhs.invars, *others], [*lhs.eqns, *rhs.eqns]
-        part = _jaxpr.part(self.jaxpr, [*equations, eqn], inputs, eqn.outvars)
+    def _product(self, eqn: Any) -> tuple[Any, int, tuple[bool, ...]]:
+        (lhs, left), (rhs, right) = map(self._side, eqn.invars[:2])
+        inputs = [lhs, rhs, *variables(eqn.invars[2:])]
+        part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
         is_dot = eqn.primitive.name == "dot_general"
-        weights = tuple(is_dot and v in self.repeats for v in operands)
-        return Step("product", part, (lhs, rhs), weights)
+        weights = tuple(is_dot and v in self.repeats for v in eqn.invars[:2])
+        return part, len(left), weights
 
-    def _side(self, operand: Any) -> Any:
-        """What moves an array's entries before a product, from its first form on."""
-        moves, v = [], operand
+    def _side(self, v: Any) -> tuple[Any, list[Any]]:
+        """An operand of a product before its entries are moved, and what moves them."""
+        moves: list[Any] = []
         while (i := self.maker.get(v)) is not None:
             eqn = self.equations[i]
             if eqn.primitive.name not in _MOVES or len(variables(eqn.invars)) != 1:
                 break
-            moves.append(eqn)
+            moves.insert(0, eqn)
             v = eqn.invars[0]
-        return _jaxpr.part(self.jaxpr, moves[::-1], [v], [operand])
+        return v, moves
 
 
 def _kind(eqn: Any, keep: Collection[str]) -> str:

@@ -7,6 +7,7 @@ read is reported as not looked into.
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -208,6 +209,38 @@ def mesh_size(eqn: Any) -> int:
         if eqn.primitive.name == "xla_pmap":
             return int(eqn.params["global_axis_size"])
     return 1
+
+
+def likeness(jaxpr: Any) -> Any:
+    """What jaxprs share that are the same program, from the same source lines."""
+    numbers: dict[Any, int] = {}
+
+    def name(atom: Any) -> Any:
+        if is_literal(atom):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return numbers.setdefault(atom, len(numbers))
+
+    infos = [e.source_info for e in jaxpr.eqns]
+    where = [(i.traceback, i.name_stack) for i in infos]
+    what = [(e.primitive, e.ctx, *sorted(e.params.items())) for e in jaxpr.eqns]
+    within = [v for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
+    return *what, *where, *map(name, (*jaxpr.invars, *within, *jaxpr.outvars))
+
+
+def without_common_scope(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The scopes in which all equations are, and the equations in the others."""
+    infos = [e.source_info for e in equations]
+    columns = zip(*(info.name_stack.stack for info in infos), strict=False)
+    depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, columns)])
+    inner = [info.replace(name_stack=info.name_stack[depth:]) for info in infos]
+    rest = [e.replace(source_info=i) for e, i in zip(equations, inner, strict=True)]
+    return infos[0].name_stack[:depth], rest
+
+
+def scope(name_stack: Any) -> Any:
+    """A context in which operations are in these scopes too."""
+    current = source_info_util.current_name_stack()
+    return source_info_util.set_name_stack(current + name_stack)
 
 
 def part(jaxpr: Any, equations: Any, inputs: Any, outputs: Any) -> Any:

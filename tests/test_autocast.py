@@ -213,6 +213,37 @@ def test_float64_programs_stay_as_they_are():
         np.testing.assert_array_equal(autocast(f, "float16")(x), f(x))
 
 
+def deep(factors):
+    def loss(w, x):
+        for i, factor in enumerate(factors):
+            with jax.named_scope(f"layer_{i}"):
+                x = jax.nn.softmax(x @ w) * factor
+        return mean_square(x)
+
+    return loss
+
+
+def test_equal_layers_are_traced_once():
+    def count(*factors):
+        plan = make_plan(jax.make_jaxpr(deep(factors))(W, X), [True, True])
+        return len(set(plan.steps))
+
+    # The first product is of arguments alone, and the last island has the loss in it.
+    assert count(2.0, 2.0, 2.0) == count(*[2.0] * 9) == 4
+    assert count(2.0, 3.0, 2.0) == count(0.0, -0.0, 0.0) == 5
+
+
+def test_each_layer_keeps_its_scopes_in_both_passes():
+    grad = jax.jit(jax.grad(autocast(deep([2.0] * 4), "float16")))
+    names = re.findall(r'loc\("([^"]*)"', grad.lower(W, X).as_text(debug_info=True))
+    for i in range(4):
+        own = [name for name in names if f"layer_{i}" in name]
+        assert all(set(re.findall(r"layer_\d", name)) == {f"layer_{i}"} for name in own)
+        for operation in ("dot_general", "exp"):
+            passes = ["transpose" in name for name in own if operation in name]
+            assert {*passes} == {True, False}
+
+
 def test_a_call_that_cannot_be_read_warns_once_and_stays_float32():
     fun, args, *_ = PROGRAMS["custom_vjp_with_products"]
     with pytest.warns(UserWarning, match="opaque .custom_vjp_call. holds") as caught:

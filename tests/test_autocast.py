@@ -234,7 +234,7 @@ def test_equal_layers_are_traced_once():
 
 
 def test_each_layer_keeps_its_scopes_in_both_passes():
-    grad = jax.jit(jax.grad(autocast(deep([2.0] * 4), "float16")))
+    grad = jax.jit(jax.value_and_grad(autocast(deep([2.0] * 4), "float16")))
     names = re.findall(r'loc\("([^"]*)"', grad.lower(W, X).as_text(debug_info=True))
     for i in range(4):
         own = [name for name in names if f"layer_{i}" in name]

@@ -200,9 +200,9 @@ class _Cast:
         dtypes = self.backward, self.forward
         return _with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
-    def _body(self, jaxpr: Any, held: Sequence[bool], *, loop: bool = False) -> Any:
+    def _body(self, jaxpr: Any, held: Sequence[bool], **changes: bool) -> Any:
         """A nested jaxpr as a function of its inputs."""
-        cast = dataclasses.replace(self, in_loop=True) if loop else self
+        cast = dataclasses.replace(self, **changes)
         return lambda *values: cast.run(jaxpr, held, values)
 
     def _call(self, eqn: Any, env: Any, kept: Collection[Any]) -> list[Any]:
@@ -230,7 +230,7 @@ class _Cast:
             return None
         first, last = loop.consts, loop.consts + loop.carry
         held[first:last] = [False] * loop.carry
-        body = self._body(loop.body, held, loop=True)
+        body = self._body(loop.body, held, in_loop=True)
 
         def step(carry: Any, xs: Any) -> Any:
             results = body(*values[:first], *carry, *xs)
@@ -244,10 +244,8 @@ class _Cast:
     def _while(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
         loop: Any = _jaxpr.loop_of(eqn)
         count, first = loop.offset, loop.offset + loop.consts
-        body = self._body(loop.body, [False] * (len(held) - count), loop=True)
-        test = self._body(
-            eqn.params["cond_jaxpr"], [False] * (count + loop.carry), loop=True
-        )
+        body = self._body(loop.body, [False] * (len(held) - count), in_loop=True)
+        test = self._body(eqn.params["cond_jaxpr"], [False] * (count + loop.carry))
         return lax.while_loop(
             lambda carry: test(*values[:count], *carry)[0],
             lambda carry: body(*values[count:first], *carry),
@@ -274,7 +272,9 @@ class _Cast:
 
         def rule(primals: Any, tangents: Any) -> Any:
             inputs = [*primals[first:], *tangents[first:]]
-            results = self._body(traced, [False] * len(inputs))(*inputs)
+            # It is transposed, and what is computed again has no derivative in that.
+            body = self._body(traced, [False] * len(inputs), recompute=False)
+            results = body(*inputs)
             return results[:count], results[count:]
 
         fun.defjvp(rule)

@@ -228,10 +228,8 @@ class _Planner:
                 inputs = dict.fromkeys(variables(eqn.invars))
                 part = _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars)
             if eqn.effects or wanted.intersection(part.outvars):
-                scope, equations = _jaxpr.without_common_scope(part.eqns)
-                part = part.replace(eqns=equations)
-                likeness = _jaxpr.likeness(part)
-                steps.append(Step(kind, part, scope, likeness, *facts))
+                scope, part = _jaxpr.without_common_scope(part)
+                steps.append(Step(kind, part, scope, _jaxpr.likeness(part), *facts))
                 wanted.update(part.invars)
         return Plan(self.jaxpr, constants, steps[::-1], kept)
 

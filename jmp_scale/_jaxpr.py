@@ -227,14 +227,15 @@ def likeness(jaxpr: Any) -> Any:
     return *what, *where, *map(name, (*jaxpr.invars, *within, *jaxpr.outvars))
 
 
-def without_common_scope(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The scopes in which all equations are, and the equations in the others."""
-    infos = [e.source_info for e in equations]
+def without_common_scope(jaxpr: Any) -> tuple[Any, Any]:
+    """The scopes in which all equations are, and the jaxpr with the others."""
+    infos = [e.source_info for e in jaxpr.eqns]
     columns = zip(*(info.name_stack.stack for info in infos), strict=False)
     depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, columns)])
     inner = [info.replace(name_stack=info.name_stack[depth:]) for info in infos]
-    rest = [e.replace(source_info=i) for e, i in zip(equations, inner, strict=True)]
-    return infos[0].name_stack[:depth], rest
+    pairs = zip(jaxpr.eqns, inner, strict=True)
+    equations = [e.replace(source_info=info) for e, info in pairs]
+    return infos[0].name_stack[:depth], jaxpr.replace(eqns=equations)
 
 
 def scope(name_stack: Any) -> Any:

@@ -352,6 +352,18 @@ def test_it_composes_with_what_is_around_it(around):
     assert_close(got, compiled(AROUND[around](loss))(W, X), 0.02)
 
 
+@pytest.mark.parametrize("mode", ["jacfwd", "grad"])
+@pytest.mark.parametrize("name", ["custom_jvp", "remat", "scan_over_layers", "cond"])
+def test_second_derivatives_are_those_of_the_float32_program(name, mode):
+    fun, (w, x), *_ = PROGRAMS[name]
+
+    def second(fun):
+        first = jax.grad(lambda s: fun(s * w, s * x))
+        return jax.jit(getattr(jax, mode)(first))(jnp.float32(1.0))
+
+    assert_close(second(autocast(fun, "float16")), second(fun), 0.02)
+
+
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_arrays_give_what_whole_ones_give(kind):
     types = (getattr(jax.sharding.AxisType, kind),)

@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     batch: int = 8
 
 
-SMALL = Sizes(6, 32, 4, 16, 50, 2)
+SMALL, LARGE = Sizes(6, 32, 4, 16, 50, 2), Sizes()
 
 
 def resnet(large: bool, dtype: Any, seed: int = 0) -> Problem:
@@ -84,7 +84,7 @@ def _conv_norm(width: int, size: int, stride: int, dtype: Any) -> Callable[..., 
 
 def linen(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """A transformer in Flax Linen, unrolled, with dropout where it is large."""
-    sizes = Sizes() if large else SMALL
+    sizes = LARGE if large else SMALL
     width, kept = sizes.width, not large
 
     class Net(nn.Module):
@@ -119,7 +119,7 @@ def linen(large: bool, dtype: Any, seed: int = 0) -> Problem:
 
 def equinox(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """A transformer in Equinox, unrolled, each layer mapped over tokens and batch."""
-    sizes = Sizes() if large else SMALL
+    sizes = LARGE if large else SMALL
     width, layers = sizes.width, sizes.layers
 
     def init() -> Any:
@@ -176,7 +176,7 @@ def mlp(large: bool, dtype: Any, seed: int = 0) -> Problem:
 
 def scanned(large: bool, dtype: Any, seed: int = 0) -> Problem:
     """A transformer in plain JAX, whose layers are one `lax.scan`."""
-    sizes = Sizes() if large else SMALL
+    sizes = LARGE if large else SMALL
     n, d, h = sizes.layers, sizes.width, sizes.heads
     stacked = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
     layers = {k: _normal(seed, n, *s) * s[0] ** -0.5 for k, s in stacked.items()}

@@ -6,6 +6,7 @@ TPUs make value and gradient of the scaled loss, on machines that are not there;
 error of the gradient, which is computed here. Ratios are to casting by hand.
 """
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,6 +58,7 @@ PROGRAMS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
+    _half_models.LARGE = _half_models.LARGE._replace(layers=args.layers)
     jax.config.update("jax_platforms", "cpu")
     tables = []
     for name in args.dtypes if "traced" in args.parts else ():
@@ -86,7 +88,7 @@ def _traced(args: Any, name: str) -> Table:
     table.notes.append(
         "residuals: bytes that the backward pass reads and that are neither parameters "
         "nor batch. half products: share of the matrix work with half-precision "
-        "operands, forward and backward. trace time: median of five, of value and "
+        "operands, forward and backward. trace time: median of nine, of value and "
         "gradient."
     )
     return table
@@ -174,11 +176,14 @@ def _gradients(loss: Any, problems: Sequence[Any], dtype: Any = None) -> np.ndar
 
 def _seconds(run: Callable[[], Any]) -> float:
     times = []
-    for _ in range(5):
+    for _ in range(9):
         jax.clear_caches()
+        gc.collect()  # else what was traced before is collected meanwhile
+        gc.disable()
         start = time.process_time()
         run()
         times.append(time.process_time() - start)
+        gc.enable()
     return float(np.median(times))
 
 
@@ -198,6 +203,9 @@ def _parser() -> Any:
         parser.add_argument(
             flag, nargs="+", choices=list(choices), default=list(default), help=text
         )
+    layers = _half_models.LARGE.layers
+    text = "of the transformers, traced or compiled"
+    parser.add_argument("--layers", type=int, default=layers, help=text)
     return parser
 
 

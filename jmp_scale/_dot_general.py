@@ -93,7 +93,7 @@ def bilinear(
     Args:
       product: computes it from the copies.
       term: `(side, *copies)`, a term of its derivative: the product in which the
-        tangent of the operand `side` stands for its copy. It is traced once.
+        tangent of the operand `side` stands for its copy. Equal ones are traced once.
       operands: what is differentiated.
       copies: what is read, and kept for the backward pass: of both operands, and more.
     """

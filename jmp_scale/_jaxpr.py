@@ -213,6 +213,7 @@ def mesh_size(eqn: Any) -> int:
 
 def likeness(jaxpr: Any) -> Any:
     """What jaxprs share that are the same program, from the same source lines."""
+    types = [v.aval for v in jaxpr.invars]
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> Any:
@@ -224,7 +225,7 @@ def likeness(jaxpr: Any) -> Any:
     where = [(i.traceback, i.name_stack) for i in infos]
     what = [(e.primitive, e.ctx, *sorted(e.params.items())) for e in jaxpr.eqns]
     within = [v for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
-    return *what, *where, *map(name, (*jaxpr.invars, *within, *jaxpr.outvars))
+    return *types, *what, *where, *map(name, (*jaxpr.invars, *within, *jaxpr.outvars))
 
 
 def without_common_scope(jaxpr: Any) -> tuple[Any, Any]:

@@ -1,22 +1,21 @@
 """A float32 function in, a mixed-precision one out."""
 
-import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from . import _jaxpr
 from ._autocast_plan import KEPT, Step, is_float32, make_plan, variables
-from ._dot_general import MOST_SHARED, bilinear, wide_dot_general
+from ._dot_general import bilinear, derivative, wide_dot_general
+from ._policy import checked_half
+from ._validation import warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ARRAY = object()  # in the place of an array
@@ -41,20 +40,18 @@ def autocast(
 
     So norms, softmax, activations, losses, parameters and their gradients are float32.
     Weights' gradients of convolutions and `ragged_dot` are half precision at first, and
-    on a TPU so is what a product and later operations read. Casts of the user stay.
-    Products with `precision` HIGH or HIGHEST stay float32, and so do sums (one operand
-    is a vector), and products in a `custom_vjp` function or a kernel.
+    on a TPU so is what a product and later operations read. Casts of the user stay, and
+    float32 stay sums (one operand is a vector), products with `precision` HIGH or
+    HIGHEST, and those in a `custom_vjp` function, a kernel or a `while` under `vmap`.
     `diagnostics.precision_report` of the result lists what runs in which dtype.
 
     Args:
-      fun: a function of arrays and anything else; what is not an array is static.
+      fun: what `jax.jit` could trace; an argument that is not an array is static.
       dtype: float16 or bfloat16, a name or a dtype.
       backward: dtype of the products of the backward pass; default `dtype`. With
-        "bfloat16" a float16 forward pass needs no loss scale, because bfloat16 has the
-        range of float32.
+        "bfloat16", of float32's range, a float16 forward pass needs no loss scale.
       recompute: whether the backward pass computes cheap operations again, so that
-        only half-precision and small arrays are kept. False leaves the memory to the
-        caller's `jax.checkpoint`.
+        hardly any float32 is kept. False leaves that to the caller's `jax.checkpoint`.
       keep_float32: names of jitted functions, of others' code, that stay as they are.
 
     Returns:
@@ -70,10 +67,10 @@ def autocast(
       >>> half(jnp.full((2, 2), 1 / 3), jnp.eye(2)).dtype
       dtype('float32')
     """
-    forward = _checked_dtype("dtype", dtype)
-    back = forward if backward is None else _checked_dtype("backward", backward)
+    forward = checked_half("dtype", dtype)
+    back = forward if backward is None else checked_half("backward", backward)
     names = (keep_float32,) if isinstance(keep_float32, str) else tuple(keep_float32)
-    cast = _Cast(forward, back, bool(recompute), frozenset(names))
+    unread: set[str] = set()
 
     @functools.wraps(fun)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +81,9 @@ def autocast(
                 "whose writes would be lost: use jmp_scale.nnx.autocast"
             )
         jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
-        return flat.result(cast.run(jaxpr, [True] * len(flat.arrays), flat.arrays))
+        shared = functools.cache(lambda make, *facts: make(*facts))
+        cast = _Cast(forward, back, bool(recompute), names, unread, shared)
+        return flat.result(cast.run(jaxpr, [True] * len(flat.arrays), *flat.arrays))
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 
@@ -146,54 +145,55 @@ class _Flat:
 
 @dataclasses.dataclass(frozen=True)
 class _Cast:
-    """How plans are run."""
+    """How plans are run. `shared` makes one function of equal steps: traced once."""
 
     forward: Any  # dtype of the products of the forward pass
     backward: Any
     recompute: bool
     keep: Collection[str]
-    unread: set[str] = dataclasses.field(default_factory=set)
+    unread: set[str] = dataclasses.field(compare=False)
+    shared: Any = dataclasses.field(compare=False)
     in_loop: bool = False
 
-    def run(self, jaxpr: Any, held: Sequence[bool], values: Sequence[Any]) -> Any:
+    def run(self, jaxpr: Any, held: Sequence[bool], *values: Any) -> Any:
         """The results of a program, for these values of its inputs."""
         plan = make_plan(jaxpr, held, self.keep)
         env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
-        copies: dict[Any, Any] = {}
         products = [s.jaxpr for s in plan.steps if s.kind == "product"]
         operands = {v for p in products for v in p.invars[:2]}
         # Half precision already, or to be as a cast by hand makes it: not clipped.
-        exact = operands.union(*(p.outvars for p in products))
+        by_hand = operands.union(*(p.outvars for p in products))
         read = {v for s in plan.steps if s.kind == "island" for v in s.jaxpr.invars}
-        shared = operands & read - {*plan.kept} - {*variables(plan.jaxpr.outvars)}
+        rounded = operands & (read - plan.kept - {*variables(plan.jaxpr.outvars)})
 
+        @functools.cache
         def copy(v: Any) -> Any:
             """What the backward pass keeps of a variable."""
             if not is_float32(v) or (v in plan.kept and self.recompute):
                 return env[v]
-            if v not in copies:
-                largest = np.float32(jnp.finfo(self.forward).max)
-                x = env[v] if v in exact else lax.clamp(-largest, env[v], largest)
-                copies[v] = x.astype(self.forward)
-            return copies[v]
+            largest = jnp.finfo(self.forward).max.astype("float32")
+            x = env[v] if v in by_hand else lax.clamp(-largest, env[v], largest)
+            return x.astype(self.forward)
 
         for step in plan.steps:
             names = step.jaxpr.invars
             inputs = [env[v] for v in names]
-            with _jaxpr.scope(step.scope):
+            with _jaxpr.scope(step.scope), step.jaxpr.eqns[-1].ctx.manager:
                 if step.kind == "product":
-                    product, term = _product(step, self.forward, self.backward)
+                    rules = self.shared(_product, step, self.forward, self.backward)
                     kept = [*map(copy, names[:2]), *inputs[2:]]
-                    results = [bilinear(product, term, inputs[:2], kept)]
+                    results = [bilinear(rules[0], rules[1], inputs[:2], kept)]
                 elif step.kind == "island" and self.recompute:
-                    results = _island(step, self.in_loop)(inputs, [*map(copy, names)])
+                    island = self.shared(_island, step, self.in_loop)
+                    results = island(inputs, [*map(copy, names)])
                 elif step.kind == "call":
                     results = self._call(step.jaxpr.eqns[0], env, plan.kept)
                 else:
                     results = _jaxpr.evaluate_all(step.jaxpr, inputs)
-            for v, x in zip(step.jaxpr.outvars, results, strict=True):
-                env[v] = _on_tpu(self._rounded, x) if v in shared else x
-        return [v.val if _jaxpr.is_literal(v) else env[v] for v in plan.jaxpr.outvars]
+                for v, x in zip(step.jaxpr.outvars, results, strict=True):
+                    env[v] = _on_tpu(self._rounded, x) if v in rounded else x
+        atoms = plan.jaxpr.outvars
+        return [jnp.asarray(v.val) if _jaxpr.is_literal(v) else env[v] for v in atoms]
 
     def _rounded(self, x: jax.Array) -> jax.Array:
         """`x` and its cotangent in half precision: one array serves all readers."""
@@ -203,24 +203,22 @@ class _Cast:
     def _body(self, jaxpr: Any, held: Sequence[bool], **changes: bool) -> Any:
         """A nested jaxpr as a function of its inputs."""
         cast = dataclasses.replace(self, **changes)
-        return lambda *values: cast.run(jaxpr, held, values)
+        return self.shared(functools.partial, _Cast.run, cast, jaxpr, tuple(held))
 
     def _call(self, eqn: Any, env: Any, kept: Collection[Any]) -> list[Any]:
         """Runs an equation whose nested jaxprs hold products."""
         values = [v.val if _jaxpr.is_literal(v) else env[v] for v in eqn.invars]
         held = [_jaxpr.is_literal(v) or v in kept for v in eqn.invars]
         run = getattr(self, "_" + eqn.primitive.name, None)
-        if run is not None and (results := run(eqn, values, held)):
+        if run and (results := run(eqn, values, held)) is not None:
             return results
         body, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
         name = eqn.params.get("name") or getattr(body.debug_info, "func_name", "")
         if name not in self.unread:
             self.unread.add(name)
-            warnings.warn(
+            warn(
                 f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
-                "cannot be read, so they stay in float32; cast inside it, or mark it "
-                "with keep_float32",
-                stacklevel=2,
+                "cannot be read: they stay float32; cast inside it, or keep_float32"
             )
         return _jaxpr.evaluate(eqn, values)
 
@@ -243,6 +241,8 @@ class _Cast:
 
     def _while(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
         loop: Any = _jaxpr.loop_of(eqn)
+        if _jaxpr.shape(_jaxpr.open_jaxpr(eqn.params["cond_jaxpr"])[0].outvars[0]):
+            return None  # under `vmap`, where it ends for one index after the other
         count, first = loop.offset, loop.offset + loop.consts
         body = self._body(loop.body, [False] * (len(held) - count), in_loop=True)
         test = self._body(eqn.params["cond_jaxpr"], [False] * (count + loop.carry))
@@ -261,6 +261,7 @@ class _Cast:
     def _remat2(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
         body = self._body(_jaxpr.subjaxprs(eqn)[0], [True] * len(held))
         policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
+        policy = policy and self.shared(_for_products, policy)
         return jax.checkpoint(body, policy=policy, prevent_cse=prevent)(*values)
 
     def _custom_jvp_call(self, eqn: Any, values: list[Any], held: list[bool]) -> Any:
@@ -273,8 +274,8 @@ class _Cast:
         def rule(primals: Any, tangents: Any) -> Any:
             inputs = [*primals[first:], *tangents[first:]]
             # It is transposed, and what is computed again has no derivative in that.
-            body = self._body(traced, [False] * len(inputs), recompute=False)
-            results = body(*inputs)
+            held = [False] * len(inputs)
+            results = self._body(traced, held, recompute=False)(*inputs)
             return results[:count], results[count:]
 
         fun.defjvp(rule)
@@ -291,9 +292,21 @@ class _Cast:
         )(*values)
 
 
-@functools.lru_cache(MOST_SHARED)
+def _for_products(policy: Any) -> Any:
+    """A policy of `jax.checkpoint` for products that are functions with a rule."""
+
+    def saves(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "custom_jvp_call":
+            for inner in _jaxpr.equations(params["call_jaxpr"]):
+                if inner.primitive.name in _jaxpr.PRODUCTS:
+                    primitive, params = inner.primitive, inner.params
+        return policy(primitive, *avals, **params)
+
+    return saves
+
+
 def _product(step: Step, forward: Any, backward: Any) -> Any:
-    """A product in half precision, and a term of its derivative."""
+    """A product in half precision, and its derivative."""
     *moves, eqn = step.jaxpr.eqns
 
     def multiply(dtype: Any, wide: int | None, *values: jax.Array) -> jax.Array:
@@ -306,18 +319,16 @@ def _product(step: Step, forward: Any, backward: Any) -> Any:
             params = {"precision": None, "preferred_element_type": dtype}
             (result,) = _jaxpr.evaluate(eqn, [*pair, *values[2:]], **params)
         else:
-            dimensions = eqn.params["dimension_numbers"]
-            params = dimensions, dtype, None, eqn.params.get("out_sharding")
-            result = wide_dot_general(*pair, *params)
+            numbers = eqn.params["dimension_numbers"]
+            sharding = eqn.params.get("out_sharding")
+            result = wide_dot_general(*pair, numbers, dtype, None, sharding)
         return result.astype(jnp.float32)
 
-    def term(side: int, *values: jax.Array) -> jax.Array:
-        return multiply(backward, side if step.weights[side] else None, *values)
+    return functools.partial(multiply, forward, None), derivative(
+        lambda side, *xs: multiply(backward, side if step.weights[side] else None, *xs)
+    )
 
-    return functools.partial(multiply, forward, None), term
 
-
-@functools.lru_cache(MOST_SHARED)
 def _island(step: Step, in_loop: bool) -> Any:
     """Runs cheap equations; the backward pass runs them again on copies."""
     # Sums, as of BatchNorm, are kept from the forward pass; those of rows, as of
@@ -331,16 +342,14 @@ def _island(step: Step, in_loop: bool) -> Any:
             if i is None or (is_row and not in_loop):
                 return x
             value = known.setdefault(i, x)
-            if is_row:
-                value = _on_tpu(lambda _, value: value, x, value)
+            value = _on_tpu(lambda _, value: value, x, value) if is_row else value
             return _with_value(x, value)
 
         return _jaxpr.evaluate_all(step.jaxpr, inputs, change=as_known)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def again(inputs: list[Any], copies: list[Any], known: dict[int, Any]) -> list[Any]:
-        kept = copies if in_loop else _kept_apart(copies)
-        pairs = zip(inputs, kept, strict=True)
+        pairs = zip(inputs, copies if in_loop else _kept_apart(copies), strict=True)
         return run([_with_value(x, c.astype(x.dtype)) for x, c in pairs], known)
 
     def island(inputs: list[Any], copies: list[Any]) -> list[Any]:
@@ -367,9 +376,7 @@ _with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
 # Not `stop_gradient`, which cannot be transposed in a rule for derivatives.
 _without_derivative = jax.custom_jvp(lambda x: x)
 _no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
-_without_derivative.defjvp(
-    lambda primals, _: (primals[0], _no_tangent(primals[0])), symbolic_zeros=True
-)
+_without_derivative.defjvp(lambda p, _: (p[0], _no_tangent(p[0])), symbolic_zeros=True)
 
 
 def _on_tpu(fun: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> jax.Array:
@@ -379,15 +386,8 @@ def _on_tpu(fun: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> jax.Arra
 
 def _is_small_sum(eqn: Any) -> bool:
     """Whether it reduces eight or more entries to one."""
-    is_sum = eqn.primitive.name.startswith("reduce_") and is_float32(eqn.outvars[0])
+    is_sum = "axes" in eqn.params and is_float32(eqn.outvars[0])
     return is_sum and _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
-
-
-def _checked_dtype(name: str, dtype: Any) -> Any:
-    with contextlib.suppress(TypeError):
-        if jnp.dtype(dtype) in (jnp.float16, jnp.bfloat16):
-            return jnp.dtype(dtype)
-    raise ValueError(f"autocast: expected {name} float16 or bfloat16, got {dtype!r}")
 
 
 def _is_module(x: Any) -> bool:

@@ -26,14 +26,14 @@ _CHEAP = _MOVES | words("""
     expm1 floor gather ge gt imag integer_pow iota is_finite le lgamma log log1p
     logistic lt max min mul name ne neg nextafter not optimization_barrier or pad
     pbroadcast pcast population_count pow pvary real reduce_and reduce_max reduce_min
-    reduce_or reduce_precision reduce_prod reduce_sum rem reshard round rsqrt select_n
+    reduce_or reduce_precision reduce_prod reduce_sum rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt
     square stop_gradient sub tan tanh xor
 """)
 _CALLS = words("closed_call core_call jit pjit")
 # So many operations on arguments alone are repeated in each island that reads them.
 _MOST_REPEATED = 32
-KEPT = "keep_float32:"  # with what the name of a call that stays as it is begins
+KEPT = "keep_float32:"  # how the name of a call that stays as it is begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Step:
         the program.
       scope: the scopes in which all equations were, which they no longer name.
       likeness: what equal steps share.
-      moves: how many equations only move the entries of a product's first operand;
-        what follows up to the product moves those of the second.
+      moves: how many move the entries of the first operand; then those of the second.
       weights: for each operand of a matrix product, whether it is computed from
         arguments alone. The transposes of other products take operands of one dtype.
     """
@@ -68,14 +67,14 @@ class Plan(NamedTuple):
       jaxpr: the program, with calls inlined that hold products or cheap equations.
       constants: values of its constants, by variable.
       steps: in the order in which they run.
-      kept: variables that the backward pass may keep as they are: arguments, and what
-        is small beside the arrays of its island.
+      kept: what the backward pass may keep as it is: arguments, scalars, what is small
+        beside the arrays of its island, ends of loops, results of the kind "other".
     """
 
     jaxpr: Any
     constants: dict[Any, Any]
     steps: list[Step]
-    kept: Collection[Any]
+    kept: set[Any]
 
 
 def _is_product(eqn: Any) -> bool:
@@ -102,25 +101,22 @@ def _is_kept(eqn: Any, names: Collection[str]) -> bool:
     return name.startswith(KEPT) or name in names
 
 
-def make_plan(
-    jaxpr: Any, held: Sequence[bool], keep_float32: Collection[str] = ()
-) -> Plan:
-    """The plan of a program, without the calls of these names.
+def make_plan(jaxpr: Any, held: Sequence[bool], keep: Collection[str] = ()) -> Plan:
+    """The plan of a program, without the calls of the names in `keep`.
 
-    `held` says of each input whether it is alive during the backward pass in any case,
-    as arguments of a loss are.
+    `held`: whether each input is alive in the backward pass anyway, as arguments are.
     """
-    flat, constants = _inlined(jaxpr, keep_float32)
+    flat, constants = _inlined(jaxpr, keep)
     given = {v for v, is_held in zip(flat.invars, held, strict=True) if is_held}
-    return _Planner(flat, given | {*constants}, keep_float32).plan(constants)
+    return _Planner(flat, given | {*constants}, keep).plan(constants)
 
 
 def _is_sum(eqn: Any) -> bool:
     """Whether one operand of a product is a vector, for each index of the batch."""
-    (dimensions, _), _ = eqn.params["dimension_numbers"]
-    added = math.prod(_jaxpr.shape(eqn.invars[0])[d] for d in dimensions)
-    terms = added * _jaxpr.size(eqn.outvars[0])
-    return 0 < terms in map(_jaxpr.size, eqn.invars)
+    sides = zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True)
+    own = ({*range(v.aval.ndim)}.difference(*dims) for v, *dims in sides)
+    sizes = zip(eqn.invars, own, strict=True)  # which may be symbolic: not 1
+    return any(math.prod(v.aval.shape[d] for d in dims) == 1 for v, dims in sizes)
 
 
 def _inlined(jaxpr: Any, keep_float32: Collection[str]) -> tuple[Any, dict[Any, Any]]:
@@ -220,13 +216,15 @@ class _Planner:
             if kind == "island":
                 part = self._part(members, wanted)
                 sizes = [_jaxpr.size(v) for e in part.eqns for v in e.outvars]
-                small = max(sizes, default=0) / 8
+                small = max([8, *sizes]) / 8
                 kept.update(v for v in part.invars if _jaxpr.size(v) <= small)
             elif kind == "product":
                 part, *facts = self._product(eqn)
             else:
                 inputs = dict.fromkeys(variables(eqn.invars))
                 part = _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars)
+                ends = getattr(_jaxpr.loop_of(eqn), "carry", 0)
+                kept.update(eqn.outvars[: ends if kind == "call" else None])
             if eqn.effects or wanted.intersection(part.outvars):
                 scope, part = _jaxpr.without_common_scope(part)
                 steps.append(Step(kind, part, scope, _jaxpr.likeness(part), *facts))
@@ -235,10 +233,12 @@ class _Planner:
 
     def _groups(self) -> list[list[int]]:
         """Which equations run together, in the order in which they run."""
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, str], list[int]] = {}
         for index, kind in enumerate(self.kinds):
-            # The island of a level runs before what else reads its values.
-            key = self.starts[index], -1 if kind == "island" else index
+            key = self.starts[index], index, ""
+            if kind == "island":  # runs before what else reads values of its level
+                mesh = self.equations[index].outvars[0].aval.sharding.mesh
+                key = self.starts[index], -1, str(mesh.axis_types)
             groups.setdefault(key, []).append(index)
         return [groups[key] for key in sorted(groups)]
 
@@ -292,6 +292,8 @@ def _is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
     bodies, name = _jaxpr.subjaxprs(eqn), eqn.primitive.name
     if eqn.effects or _is_kept(eqn, keep_float32):
         return False
+    if name == "reshard":  # to another mesh it is a border between steps
+        return eqn.invars[0].aval.sharding.mesh == eqn.outvars[0].aval.sharding.mesh
     if not bodies:
         return name in _CHEAP
     return (name in _CALLS or name == "custom_jvp_call") and all(

@@ -13,7 +13,6 @@ ALGORITHMS = {
     "float16": lax.DotAlgorithmPreset.F16_F16_F32,
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
 }
-MOST_SHARED = 1024  # functions that are traced once and kept
 _Pair = tuple[Sequence[int], Sequence[int]]
 DimensionNumbers = tuple[_Pair, _Pair]
 
@@ -79,12 +78,12 @@ def dot_general(
         return wide_dot_general(*pair, *params)
 
     dtype = jax.eval_shape(product, lhs, rhs).dtype
-    return bilinear(product, term, (lhs, rhs), (lhs, rhs))
+    return bilinear(product, derivative(term), (lhs, rhs), (lhs, rhs))
 
 
 def bilinear(
     product: Callable[..., jax.Array],
-    term: Callable[..., jax.Array],
+    derivative: Callable[..., jax.Array],
     operands: Sequence[jax.Array],
     copies: Sequence[jax.Array],
 ) -> jax.Array:
@@ -92,8 +91,7 @@ def bilinear(
 
     Args:
       product: computes it from the copies.
-      term: `(side, *copies)`, a term of its derivative: the product in which the
-        tangent of the operand `side` stands for its copy. Equal ones are traced once.
+      derivative: what `derivative` makes of its terms. The same one is traced once.
       operands: what is differentiated.
       copies: what is read, and kept for the backward pass: of both operands, and more.
     """
@@ -105,20 +103,21 @@ def bilinear(
     def rule(primals: Any, tangents: Any) -> Any:
         # A copy's tangent is the operand's once more.
         live = {s: t for s, t in enumerate(tangents[0]) if not is_zero(t)}
-        return run(*primals), _derivative(term)(primals[1], live)
+        return run(*primals), derivative(primals[1], live)
 
     run.defjvp(rule, symbolic_zeros=True)
     return run((*operands,), (*copies,))
 
 
-@functools.lru_cache(MOST_SHARED)
-def _derivative(term: Any) -> Any:
-    def derivative(copies: Any, live: dict[int, jax.Array]) -> jax.Array:
+def derivative(term: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """That of a product: `term(side, *copies)` has a tangent as the copy `side`."""
+
+    def terms(copies: Any, live: dict[int, jax.Array]) -> jax.Array:
         pairs = {s: [*copies[:s], t, *copies[s + 1 :]] for s, t in live.items()}
         return functools.reduce(jnp.add, [term(s, *p) for s, p in pairs.items()])
 
     # What it casts is not kept.
-    return jax.checkpoint(derivative, prevent_cse=False)
+    return jax.checkpoint(terms, prevent_cse=False)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))

@@ -47,13 +47,6 @@ _MARKS = words(
 _text = functools.cache(str)  # the name of a dtype takes NumPy a microsecond
 
 
-class Traced(NamedTuple):
-    """A jaxpr with its constants, laid out as JAX's closed jaxprs are."""
-
-    jaxpr: Any
-    consts: list[Any]
-
-
 class Loop(NamedTuple):
     """A scan or while: its body, and how its operands are laid out."""
 
@@ -191,13 +184,13 @@ def loop_of(eqn: Any) -> Loop | None:
     return None
 
 
-def jvp_rule(eqn: Any) -> Traced | None:
+def jvp_rule(eqn: Any) -> Any:
     """The rule of a custom_jvp call, of (primals, tangents); None if unreadable."""
     with contextlib.suppress(Exception):
         # JAX asks of each tangent whether it is zero: the rule is traced for none.
         primals = len(eqn.invars) - eqn.params["num_consts"]
         result = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
-        return Traced(open_jaxpr(result[0])[0], list(result[1]))
+        return jax.extend.core.ClosedJaxpr(open_jaxpr(result[0])[0], result[1])
     return None
 
 
@@ -213,7 +206,7 @@ def mesh_size(eqn: Any) -> int:
 
 def likeness(jaxpr: Any) -> Any:
     """What jaxprs share that are the same program, from the same source lines."""
-    types = [v.aval for v in jaxpr.invars]
+    inputs = [v.aval for v in jaxpr.invars]
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> Any:
@@ -225,7 +218,7 @@ def likeness(jaxpr: Any) -> Any:
     where = [(i.traceback, i.name_stack) for i in infos]
     what = [(e.primitive, e.ctx, *sorted(e.params.items())) for e in jaxpr.eqns]
     within = [v for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
-    return *types, *what, *where, *map(name, (*jaxpr.invars, *within, *jaxpr.outvars))
+    return *inputs, *what, *where, *map(name, (*jaxpr.invars, *within, *jaxpr.outvars))
 
 
 def without_common_scope(jaxpr: Any) -> tuple[Any, Any]:

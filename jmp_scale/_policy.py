@@ -1,5 +1,6 @@
 """Which dtype the parameters, the computation and the outputs have (jmp's `Policy`)."""
 
+import contextlib
 import dataclasses
 from typing import Any, TypeVar
 
@@ -115,6 +116,15 @@ def half_dtype() -> Any:
     the documentation has a table of devices ("Which half, on which machine").
     """
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
+
+
+def checked_half(argument: str, dtype: Any) -> Any:
+    with contextlib.suppress(TypeError):
+        if jnp.dtype(dtype) in (jnp.float16, jnp.bfloat16):
+            return jnp.dtype(dtype)
+    raise ValueError(
+        f"autocast: expected {argument} float16 or bfloat16, got {dtype!r}"
+    )
 
 
 def _parse_dtype(name: str) -> Any:

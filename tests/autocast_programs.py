@@ -10,6 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
+import jmp_scale
+
 PROGRAMS = {}
 N = 16
 
@@ -512,3 +514,52 @@ def named_scopes_and_names(w, x):
     with jax.named_scope("block"):
         y = checkpoint_name(x @ w, "y")
     return mean_square(y @ w)
+
+
+@program
+def log_of_sums_of_tiny_numbers(w, x):
+    tiny = jnp.exp(-20 - jnp.square(x @ w))
+    return -jnp.mean(jnp.log(jnp.cumsum(tiny, -1)))
+
+
+@program
+def total_over_a_large_count(w, x):
+    def step(carry, y):
+        total, count = carry
+        return (total + 1e5 * mean_square(y @ w), count + 1e5), None
+
+    (total, count), _ = lax.scan(step, (0.0, 0.0), B3)
+    return total / count
+
+
+@program(halves=False)
+def log_of_a_marked_part(w, x):
+    tiny = jmp_scale.keep_float32(lambda w, x: jnp.exp(-20 - jnp.abs(x @ w)))
+    return -jnp.mean(jnp.log(tiny(w, layer(w, x))))
+
+
+@program(halves=False)
+def distances_by_an_exact_product(w, x):
+    y = 5 + 0.1 * layer(w, x)
+    squares = jnp.sum(y * y, -1)
+    products = jnp.dot(y, y.T, precision="highest")
+    distances = squares[:, None] + squares[None] - 2 * products + jnp.eye(len(x))
+    return jnp.mean(1 / jnp.sqrt(distances))
+
+
+@program
+def sine_of_large_phases(w, x):
+    phases = lax.scan(lambda c, y: (c + y, c), jnp.zeros(N), 30 + B3.reshape(32, N))[1]
+    return mean_square(jnp.sin(phases + jnp.cumsum(30 + x @ w, 0)[:1]) @ w)
+
+
+@program
+def mask_of_the_largest(w, x):
+    y = jnp.cumsum(layer(w, x), 0)
+    return mean_square((y == y.max(0, keepdims=True)) * (x @ w.T))
+
+
+@program
+def rounded_array_without_entries(w, x):
+    y = x @ w
+    return mean_square(y) + jnp.sum(lax.reduce_precision(y[:0], 8, 10))

@@ -3,7 +3,6 @@
 from . import diagnostics as diagnostics
 from . import presets as presets
 from ._autocast import autocast as autocast
-from ._autocast import keep_float32 as keep_float32
 from ._config import get_loss_scale as get_loss_scale
 from ._dot_general import dot_general as dot_general
 from ._dynamic import DynamicLossScale as DynamicLossScale
@@ -16,6 +15,8 @@ from ._loss_scale import StaticLossScale as StaticLossScale
 from ._loss_scale import adjust as adjust
 from ._loss_scale import scale as scale
 from ._loss_scale import unscale as unscale
+from ._marks import in_half as in_half
+from ._marks import keep_float32 as keep_float32
 from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half

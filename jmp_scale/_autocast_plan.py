@@ -1,8 +1,21 @@
 """What of a float32 program runs in half precision: a plan, read off its jaxpr.
 
 Matrix products and convolutions become half precision, everything else stays as traced.
-The cheap operations between products form islands, which the backward pass computes
-again. Nothing is run here, and nothing depends on values.
+The cheap operations between products form islands. An island and the products that
+read its results are a unit: the backward pass computes the island once more, and takes
+from that run its own derivative and the operands of the products' gradients. For
+
+```
+h = x + gelu(x @ w1) @ w2          # island 0: nothing; products x w1
+y = normalize(h) @ w3              # islands: gelu; +, normalize
+```
+
+the backward pass keeps `x` (an argument), `x @ w1`, `gelu(...) @ w2` and `y` in half
+precision, as the products gave them. It makes again: gelu and its result, the sum `h`,
+the norm and its result. Nothing is rounded for the backward pass alone: what it reads is
+an array that the forward pass read, or is computed from such arrays once more.
+
+Nothing is run here, and nothing depends on values.
 """
 
 import dataclasses
@@ -13,8 +26,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import lax
 
-from . import _jaxpr
+from . import _autocast_kept, _jaxpr
 from ._jaxpr import PRODUCTS, is_literal, words
+from ._marks import Names
 
 # Linear operations on one array that only move its entries.
 _MOVES = words("copy copy_p reshape rev sharding_constraint squeeze transpose")
@@ -31,9 +45,9 @@ _CHEAP = _MOVES | words("""
     square stop_gradient sub tan tanh xor
 """)
 _CALLS = words("closed_call core_call jit pjit")
+_INTEGERS = "bool", "int", "uint"
 # So many operations on arguments alone are repeated in each island that reads them.
 _MOST_REPEATED = 32
-KEPT = "keep_float32:"  # how the name of a call that stays as it is begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +64,7 @@ class Step:
       moves: how many move the entries of the first operand; then those of the second.
       weights: for each operand of a matrix product, whether it is computed from
         arguments alone. The transposes of other products take operands of one dtype.
+      shared: positions of the results of which all operations read one cast.
     """
 
     kind: Literal["product", "island", "call", "other"]
@@ -58,36 +73,83 @@ class Step:
     likeness: Any
     moves: int = 0
     weights: tuple[bool, ...] = ()
+    shared: tuple[int, ...] = ()
+
+    @property
+    def context(self) -> Any:
+        """Of JAX's settings and mesh, as its equations were traced."""
+        return self.jaxpr.eqns[-1].ctx.manager
+
+    @property
+    def operands(self) -> list[Any]:
+        """The two variables that a product multiplies."""
+        return self.jaxpr.invars[:2] if self.kind == "product" else []
+
+
+class Unit(NamedTuple):
+    """A step, and if it is an island the products that read what it makes again.
+
+    Attributes:
+      step: what runs first.
+      products: run next. The backward pass computes operands of each from the island.
+      kept: positions of the results that the backward pass keeps in half precision, as
+        operands of products, since it would have to keep more to make them again.
+    """
+
+    step: Step
+    products: tuple[Step, ...] = ()
+    kept: tuple[int, ...] = ()
 
 
 class Plan(NamedTuple):
-    """A program as a sequence of steps.
+    """A program as a sequence of units.
 
     Attributes:
       jaxpr: the program, with calls inlined that hold products or cheap equations.
       constants: values of its constants, by variable.
-      steps: in the order in which they run.
-      kept: what the backward pass may keep as it is: arguments, scalars, what is small
-        beside the arrays of its island, ends of loops, results of the kind "other".
+      units: in the order in which they run.
+      given: arguments and constants, which the backward pass may keep as they are.
+      weights: what is computed from them alone.
+      halves: float32 variables whose half-precision copies are exact.
+      shared: those of which all operations read one cast.
     """
 
     jaxpr: Any
     constants: dict[Any, Any]
-    steps: list[Step]
-    kept: set[Any]
+    units: list[Unit]
+    given: set[Any]
+    weights: set[Any]
+    halves: set[Any]
+    shared: set[Any]
 
 
-def _is_product(eqn: Any) -> bool:
-    """Whether an equation is a float32 product that becomes half precision."""
-    precisions = jax.tree.leaves(eqn.params.get("precision"))
-    if eqn.primitive.name not in PRODUCTS or {*precisions} - {lax.Precision.DEFAULT}:
-        return False
-    if eqn.primitive.name == "dot_general" and _is_sum(eqn):
-        return False
-    return all(map(is_float32, (*eqn.invars[:2], eqn.outvars[0])))
+def make_plan(
+    jaxpr: Any,
+    alive: Sequence[bool],
+    weights: Sequence[bool] | None = None,
+    names: Names = Names(),  # noqa: B008
+    share_casts: bool = False,
+) -> Plan:
+    """The plan of a program.
+
+    Args:
+      jaxpr: the program.
+      alive: whether the backward pass keeps each input anyway, as arguments are.
+      weights: whether each input is computed from arguments alone; default as `alive`.
+      names: what stays float32.
+      share_casts: whether all operations read the cast of what a product reads.
+    """
+    flat, constants = _inlined(jaxpr, names)
+    given = {v for v, is_alive in zip(flat.invars, alive, strict=True) if is_alive}
+    pairs = zip(flat.invars, alive if weights is None else weights, strict=True)
+    from_arguments = {v for v, is_weight in pairs if is_weight} | {*constants}
+    known = {v for v, x in constants.items() if not isinstance(x, jax.core.Tracer)}
+    planner = _Planner(flat, given | {*constants}, from_arguments, known, names)
+    return planner.plan(constants, share_casts)
 
 
-def _has_product(jaxpr: Any) -> bool:
+def has_product(jaxpr: Any) -> bool:
+    """Whether a program holds a product that becomes half precision."""
     return any(map(_is_product, _jaxpr.equations(jaxpr)))
 
 
@@ -95,65 +157,82 @@ def is_float32(atom: Any) -> bool:
     return _jaxpr.dtype_name(atom) == "float32"
 
 
-def _is_kept(eqn: Any, names: Collection[str]) -> bool:
-    """Whether a call is one that the user wants in float32."""
-    name = str(eqn.params.get("name", ""))
-    return name.startswith(KEPT) or name in names
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not is_literal(v)]
 
 
-def make_plan(jaxpr: Any, held: Sequence[bool], keep: Collection[str] = ()) -> Plan:
-    """The plan of a program, without the calls of the names in `keep`.
+def why_float32(eqn: Any) -> str | None:
+    """Why a product stays float32; None if it becomes half precision."""
+    precisions = {*jax.tree.leaves(eqn.params.get("precision"))}
+    if not all(map(is_float32, (*eqn.invars[:2], eqn.outvars[0]))):
+        return "other dtypes than float32"
+    if precisions - {lax.Precision.DEFAULT}:
+        return "a precision of its own"
+    if eqn.primitive.name == "dot_general" and _is_sum(eqn):
+        return "a sum or an outer product"
+    return None
 
-    `held`: whether each input is alive in the backward pass anyway, as arguments are.
-    """
-    flat, constants = _inlined(jaxpr, keep)
-    given = {v for v, is_held in zip(flat.invars, held, strict=True) if is_held}
-    return _Planner(flat, given | {*constants}, keep).plan(constants)
+
+def _is_product(eqn: Any) -> bool:
+    return eqn.primitive.name in PRODUCTS and why_float32(eqn) is None
 
 
 def _is_sum(eqn: Any) -> bool:
-    """Whether one operand of a product is a vector, for each index of the batch."""
-    sides = zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True)
-    own = ({*range(v.aval.ndim)}.difference(*dims) for v, *dims in sides)
-    sizes = zip(eqn.invars, own, strict=True)  # which may be symbolic: not 1
-    return any(math.prod(v.aval.shape[d] for d in dims) == 1 for v, dims in sizes)
+    """Whether a matrix unit has nothing to do, for each index of the batch.
+
+    One operand is a vector, or nothing is contracted, as in positions times frequencies.
+    """
+    contracting, batch = eqn.params["dimension_numbers"]
+    sides = [*zip(eqn.invars, contracting, batch, strict=True)]
+    counts = [_count(v, dims) for v, dims, _ in sides[:1]]
+    counts += [_count(v, {*range(v.aval.ndim)}.difference(*dims)) for v, *dims in sides]
+    return 1 in counts
 
 
-def _inlined(jaxpr: Any, keep_float32: Collection[str]) -> tuple[Any, dict[Any, Any]]:
+def _count(v: Any, dims: Iterable[int]) -> Any:
+    """Entries of some dimensions; a symbolic number is not 1."""
+    return math.prod(v.aval.shape[d] for d in dims)
+
+
+def _inlined(jaxpr: Any, names: Names) -> tuple[Any, dict[Any, Any]]:
     """A jaxpr with calls opened, and its constants. What costs more stays a call."""
     constants: dict[Any, Any] = {}
     equations: list[Any] = []
 
-    def add(body: Any, inputs: Sequence[Any]) -> list[Any]:
+    def add(body: Any, inputs: Sequence[Any], scopes: Any) -> list[Any]:
         inner, values = _jaxpr.open_jaxpr(body)
         fresh = [_jaxpr.variable(v.aval) for v in inner.constvars]
         constants.update(zip(fresh, values, strict=True))
-        names = dict(zip(inner.constvars, fresh, strict=True))
-        names |= zip(inner.invars, inputs, strict=True)
+        renamed = dict(zip(inner.constvars, fresh, strict=True))
+        renamed |= zip(inner.invars, inputs, strict=True)
 
         def named(atoms: Iterable[Any]) -> list[Any]:
-            return [v if is_literal(v) else names[v] for v in atoms]
+            return [v if is_literal(v) else renamed[v] for v in atoms]
 
         for eqn in inner.eqns:
             inputs = named(eqn.invars)
-            if _is_open(eqn, keep_float32):
-                outputs = add(_jaxpr.subjaxprs(eqn)[0], inputs)
+            if _is_open(eqn, names):
+                within = _jaxpr.scopes_within(scopes, eqn)
+                outputs = add(_jaxpr.subjaxprs(eqn)[0], inputs, within)
             else:
                 outputs = [_jaxpr.variable(v.aval) for v in eqn.outvars]
+                eqn = _jaxpr.in_scopes(eqn, scopes)
                 equations.append(eqn.replace(invars=inputs, outvars=outputs))
-            names.update(zip(eqn.outvars, outputs, strict=True))
+            renamed.update(zip(eqn.outvars, outputs, strict=True))
         return named(inner.outvars)
 
     outer, _ = _jaxpr.open_jaxpr(jaxpr)
-    outputs = add(jaxpr, outer.invars)
+    outputs = add(jaxpr, outer.invars, None)
     return _jaxpr.part(outer, equations, outer.invars, outputs), constants
 
 
-def _is_open(eqn: Any, keep_float32: Collection[str]) -> bool:
-    if eqn.primitive.name not in _CALLS or _is_kept(eqn, keep_float32):
-        return False
+def _is_open(eqn: Any, names: Names) -> bool:
     bodies = _jaxpr.subjaxprs(eqn)
-    return len(bodies) == 1 and (_is_cheap(eqn) or _has_product(bodies[0]))
+    if eqn.primitive.name not in _CALLS or len(bodies) != 1:
+        return False
+    if has_product(bodies[0]):
+        return not names.keep(eqn)
+    return _is_cheap(eqn)
 
 
 class _Planner:
@@ -164,8 +243,16 @@ class _Planner:
     them is of their level too, so the islands have an order.
     """
 
-    def __init__(self, jaxpr: Any, given: set[Any], keep: Collection[str]) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        given: set[Any],
+        weights: set[Any],
+        numbers: set[Any],
+        names: Names,
+    ) -> None:
         self.jaxpr, self.given, self.equations = jaxpr, given, jaxpr.eqns
+        self.weights, self.numbers = {*weights}, {*numbers}
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
         self.level = dict.fromkeys([*jaxpr.invars, *given], 0)
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
@@ -174,13 +261,9 @@ class _Planner:
         differentiable = {v for v in self.level if is_float32(v)}
         last_effect = 0
         for eqn in self.equations:
-            inputs, kind = variables(eqn.invars), _kind(eqn, keep)
+            inputs, kind = variables(eqn.invars), self._kind(eqn, names)
             start = max([self.level[v] for v in inputs], default=0)
-            if kind == "island" and all(v in self.repeats for v in inputs):
-                count = 1 + sum(self.repeats[v] for v in inputs)
-                # What a table gives is an activation, as of embeddings.
-                if count <= _MOST_REPEATED and eqn.primitive.name != "gather":
-                    self.repeats.update(dict.fromkeys(eqn.outvars, count))
+            self._note_origin(eqn, inputs, kind)
             if eqn.effects:  # which keep their order
                 start = max(start, last_effect)
                 last_effect = start + 1
@@ -194,6 +277,28 @@ class _Planner:
             self.level |= dict.fromkeys(eqn.outvars, start + (kind != "island"))
         self._sink()
 
+    def _kind(self, eqn: Any, names: Names) -> str:
+        if _is_product(eqn):
+            exact = self.numbers.issuperset(variables(eqn.invars[:2]))
+            return "other" if exact or names.keep(eqn) else "product"
+        if _is_cheap(eqn):
+            return "island"
+        has_products = any(map(has_product, _jaxpr.subjaxprs(eqn)))
+        return "call" if has_products and not names.keep(eqn) else "other"
+
+    def _note_origin(self, eqn: Any, inputs: Sequence[Any], kind: str) -> None:
+        """Whether results come from arguments alone, or from integers and constants."""
+        integers = [v for v in inputs if _jaxpr.dtype_name(v).startswith(_INTEGERS)]
+        if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
+            self.numbers.update(eqn.outvars)
+        if kind in ("island", "other") and self.weights.issuperset(inputs):
+            self.weights.update(eqn.outvars)
+        if kind == "island" and all(v in self.repeats for v in inputs):
+            count = 1 + sum(self.repeats[v] for v in inputs)
+            # What a table gives is an activation, as of embeddings.
+            if count <= _MOST_REPEATED and eqn.primitive.name != "gather":
+                self.repeats.update(dict.fromkeys(eqn.outvars, count))
+
     def _sink(self) -> None:
         """Moves what only later islands read into the first: one array less is kept."""
         first = dict.fromkeys(variables(self.jaxpr.outvars), -1)
@@ -206,30 +311,50 @@ class _Planner:
             start = self.starts[index] if is_island else -1
             first |= {v: min(first.get(v, start), start) for v in inputs}
 
-    def plan(self, constants: dict[Any, Any]) -> Plan:
+    def plan(self, constants: dict[Any, Any], share_casts: bool) -> Plan:
+        groups = self._groups()
+        halves = {
+            v
+            for i, k in enumerate(self.kinds)
+            if k == "product"
+            for v in self.equations[i].outvars
+        }
+        operands = {
+            self._side(v)[0]
+            for i, k in enumerate(self.kinds)
+            if k == "product"
+            for v in variables(self.equations[i].invars[:2])
+        }
+        shared = operands - self.weights - halves if share_casts else set()
+        steps = self._steps(groups, shared)
+        halves |= shared
+        units = _units(steps, halves, self.given)
+        return Plan(
+            self.jaxpr, constants, units, self.given, self.weights, halves, shared
+        )
+
+    def _steps(self, groups: list[list[int]], shared: set[Any]) -> list[Step]:
         """Makes the steps, the last one first: what nobody reads is left out."""
         steps: list[Step] = []
-        wanted, kept = {*variables(self.jaxpr.outvars)}, {*self.given}
-        for members in reversed(self._groups()):
+        wanted = {*variables(self.jaxpr.outvars)}
+        for members in reversed(groups):
             kind, eqn = self.kinds[members[0]], self.equations[members[0]]
-            facts: Any = ()
+            facts: Any = {}
             if kind == "island":
                 part = self._part(members, wanted)
-                sizes = [_jaxpr.size(v) for e in part.eqns for v in e.outvars]
-                small = max([8, *sizes]) / 8
-                kept.update(v for v in part.invars if _jaxpr.size(v) <= small)
+                places = enumerate(part.outvars)
+                facts["shared"] = tuple(i for i, v in places if v in shared)
             elif kind == "product":
-                part, *facts = self._product(eqn)
+                part, facts["moves"], facts["weights"] = self._product(eqn)
             else:
                 inputs = dict.fromkeys(variables(eqn.invars))
                 part = _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars)
-                ends = getattr(_jaxpr.loop_of(eqn), "carry", 0)
-                kept.update(eqn.outvars[: ends if kind == "call" else None])
             if eqn.effects or wanted.intersection(part.outvars):
                 scope, part = _jaxpr.without_common_scope(part)
-                steps.append(Step(kind, part, scope, _jaxpr.likeness(part), *facts))
+                likeness = _jaxpr.likeness(part)
+                steps.append(Step(kind, part, scope, likeness, **facts))
                 wanted.update(part.invars)
-        return Plan(self.jaxpr, constants, steps[::-1], kept)
+        return steps[::-1]
 
     def _groups(self) -> list[list[int]]:
         """Which equations run together, in the order in which they run."""
@@ -263,7 +388,7 @@ class _Planner:
         inputs = [lhs, rhs, *variables(eqn.invars[2:])]
         part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
         is_dot = eqn.primitive.name == "dot_general"
-        weights = tuple(is_dot and v in self.repeats for v in eqn.invars[:2])
+        weights = tuple(is_dot and v in self.weights for v in (lhs, rhs))
         return part, len(left), weights
 
     def _side(self, v: Any) -> tuple[Any, list[Any]]:
@@ -278,19 +403,10 @@ class _Planner:
         return v, moves
 
 
-def _kind(eqn: Any, keep: Collection[str]) -> str:
-    if _is_product(eqn):
-        return "product"
-    if _is_cheap(eqn, keep):
-        return "island"
-    holds_product = any(map(_has_product, _jaxpr.subjaxprs(eqn)))
-    return "call" if holds_product and not _is_kept(eqn, keep) else "other"
-
-
-def _is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
+def _is_cheap(eqn: Any) -> bool:
     """Whether an equation costs less to compute again than to keep."""
     bodies, name = _jaxpr.subjaxprs(eqn), eqn.primitive.name
-    if eqn.effects or _is_kept(eqn, keep_float32):
+    if eqn.effects:
         return False
     if name == "reshard":  # to another mesh it is a border between steps
         return eqn.invars[0].aval.sharding.mesh == eqn.outvars[0].aval.sharding.mesh
@@ -301,5 +417,42 @@ def _is_cheap(eqn: Any, keep_float32: Collection[str] = ()) -> bool:
     )
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    return [v for v in atoms if not is_literal(v)]
+def _units(steps: list[Step], halves: set[Any], given: set[Any]) -> list[Unit]:
+    """Joins each island with the products whose operands it makes again."""
+    made = {v: i for i, s in enumerate(steps) for v in s.jaxpr.outvars}
+    readers: dict[Any, list[int]] = {}
+    for i, step in enumerate(steps):
+        for v in dict.fromkeys(step.operands):
+            readers.setdefault(v, []).append(i)
+    kept = {*given}  # what the backward pass keeps anyway
+    units: list[Unit] = []
+    done: set[int] = set()
+
+    def runs_with(i: int, product: int) -> bool:
+        """Whether a product can run right behind the island `i`."""
+        there = all(made.get(v, -1) <= i for v in steps[product].jaxpr.invars)
+        contexts = {s.jaxpr.eqns[-1].ctx for s in (steps[i], steps[product])}
+        return there and len(contexts) == 1
+
+    def cost(v: Any) -> int:
+        """Bytes that the backward pass keeps of a variable, if it does."""
+        width = 2 if v in halves else getattr(v.aval.dtype, "itemsize", 8)
+        return 0 if v in kept else width * _jaxpr.size(v)
+
+    for i, step in enumerate(steps):
+        if i in done:
+            continue
+        if step.kind != "island":
+            kept.update(halves.intersection(step.operands))
+            units.append(Unit(step))
+            continue
+        operands = [v for v in step.jaxpr.outvars if v in readers and is_float32(v)]
+        must = [v for v in operands if not all(runs_with(i, n) for n in readers[v])]
+        again, inputs = _autocast_kept.made_again(step.jaxpr, operands, must, cost)
+        products = sorted({n for v in again for n in readers[v]})
+        done.update(products)
+        kept.update(inputs, halves.intersection(operands).difference(again))
+        outs = enumerate(step.jaxpr.outvars)
+        positions = tuple(j for j, v in outs if v in operands and v not in again)
+        units.append(Unit(step, tuple(steps[n] for n in products), positions))
+    return units

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,6 +84,11 @@ def dtype_name(atom: Any) -> str:
     return _text(getattr(atom.aval, "dtype", ""))
 
 
+def is_floating(atom: Any) -> bool:
+    """Whether a variable or number is of a real or complex dtype, of any width."""
+    return "float" in dtype_name(atom) or "complex" in dtype_name(atom)
+
+
 def constant(value: Any) -> np.ndarray | None:
     """A constant as a float64 array; None if it is large, or not a concrete number."""
     with contextlib.suppress(Exception):
@@ -154,17 +159,24 @@ def evaluate_all(
     arguments = [*consts, *inputs]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
 
-    def value_of(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else values[atom]
-
     for eqn in jaxpr.eqns:
-        results = evaluate(eqn, [value_of(atom) for atom in eqn.invars])
+        results = evaluate(eqn, [value_of(atom, values) for atom in eqn.invars])
         for var, value in zip(eqn.outvars, results, strict=True):
             values[var] = change(var, value)
+    return results_of(jaxpr, values)
+
+
+def results_of(jaxpr: Any, values: Mapping[Any, Any]) -> list[Any]:
+    """The outputs of a jaxpr, where its variables have these values."""
     return [
         jnp.asarray(atom.val) if is_literal(atom) else values[atom]
         for atom in jaxpr.outvars
     ]
+
+
+def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
+    """The value of a number in the program text, or of a variable."""
+    return atom.val if is_literal(atom) else values[atom]
 
 
 def fits(jaxpr: Any, inputs: int, outputs: int) -> bool:
@@ -230,6 +242,18 @@ def without_common_scope(jaxpr: Any) -> tuple[Any, Any]:
     pairs = zip(jaxpr.eqns, inner, strict=True)
     equations = [e.replace(source_info=info) for e, info in pairs]
     return infos[0].name_stack[:depth], jaxpr.replace(eqns=equations)
+
+
+def scopes_within(scopes: Any, eqn: Any) -> Any:
+    """The scopes of what is in a nested jaxpr, whose own begin anew."""
+    own = eqn.source_info.name_stack
+    return own if scopes is None else scopes + own
+
+
+def in_scopes(eqn: Any, scopes: Any) -> Any:
+    """An equation with these scopes around its own."""
+    info = eqn.source_info.replace(name_stack=scopes_within(scopes, eqn))
+    return eqn.replace(source_info=info)
 
 
 def scope(name_stack: Any) -> Any:

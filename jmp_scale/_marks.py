@@ -1,0 +1,173 @@
+"""What a program says to `autocast`: functions that stay float32, and those in half."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+F = TypeVar("F", bound=Callable[..., Any])
+_KEPT = "keep_float32"  # a scope
+_WORD = re.compile(r"[\w.:-]+")
+# The half-precision dtype while `autocast` traces, and whether `in_half` is around.
+# It is a part of the keys of JAX's caches, so a jitted function is traced anew.
+_HALF = jax.make_user_context(None)
+
+
+def keep_float32(fun: F) -> F:
+    """`fun`, as a part of a program that `autocast` leaves as it is.
+
+    Its products stay float32. It is a mark, not a call: layers that hold state work in
+    it, and without `autocast` around it, it is `fun`. Within `in_half`, the
+    half-precision arrays among its arguments become float32, and its float32 results
+    half precision again: the inner one of the two decides.
+
+    Args:
+      fun: a function of arrays and anything else, or a layer.
+
+    Returns:
+      A function with the arguments and results of `fun`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> exact = jmp_scale.keep_float32(jnp.dot)
+      >>> f = jmp_scale.autocast(lambda x: exact(x, x), "float16")
+      >>> f"{float(f(jnp.full((2, 2), 1e-4))[0, 0]):.1e}"
+      '2.0e-08'
+    """
+
+    @functools.wraps(fun)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        half, is_inside = _HALF.value or (None, False)
+        if not is_inside:
+            with jax.named_scope(_KEPT):
+                return fun(*args, **kwargs)
+        args, kwargs = _cast((args, kwargs), half, "float32")
+        with jax.named_scope(_KEPT), _HALF((half, False)):
+            return _cast(fun(*args, **kwargs), "float32", half)
+
+    return kept  # pyright: ignore[reportReturnType]
+
+
+def in_half(fun: F) -> F:
+    """`fun`, which gets half-precision arrays within a program cast by `autocast`.
+
+    For what `autocast` does not enter: fused attention, Pallas kernels, `custom_vjp`
+    functions. The float32 arrays among its arguments are cast to `autocast`'s `dtype`,
+    its results of that dtype are cast to float32. Its own rule for derivatives runs in
+    that dtype too: with `backward="bfloat16"` a kernel still has one dtype, the forward
+    one. Without `autocast` around it, it is `fun`.
+
+    Args:
+      fun: a function of pytrees of arrays and anything else.
+
+    Returns:
+      A function with the arguments and results of `fun`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jmp_scale
+      >>> attention = jmp_scale.in_half(jax.nn.dot_product_attention)
+      >>> half = jmp_scale.autocast(lambda x: attention(x, x, x), "bfloat16")
+      >>> half(jnp.ones((1, 8, 2, 4))).dtype
+      dtype('float32')
+    """
+
+    @functools.wraps(fun)
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        half, _ = _HALF.value or (None, False)
+        if half is None:
+            return fun(*args, **kwargs)
+        args, kwargs = _cast((args, kwargs), "float32", half)
+        with _HALF((half, True)):
+            return _cast(fun(*args, **kwargs), half, "float32")
+
+    return halved  # pyright: ignore[reportReturnType]
+
+
+def tracing(half: Any) -> Any:
+    """A context in which functions marked by `in_half` get arrays of this dtype."""
+    return _HALF((jnp.dtype(half).name, False))
+
+
+def _cast(tree: Any, old: str, new: str) -> Any:
+    def cast(x: Any) -> Any:
+        return x.astype(new) if getattr(x, "dtype", None) == jnp.dtype(old) else x
+
+    return jax.tree.map(cast, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Names of what stays float32, besides what is marked.
+
+    Attributes:
+      names: of functions, scopes, modules, and places as "file.py:123".
+      found: those that were found so far.
+      there: what could have been named: of the user's functions with products.
+    """
+
+    names: frozenset[str] = frozenset()
+    found: set[str] = dataclasses.field(default_factory=set, compare=False)
+    there: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
+
+    def keep(self, eqn: Any) -> bool:
+        """Whether a product, or a call that holds some, stays float32."""
+        path = str(eqn.source_info.name_stack)
+        scopes = _WORD.findall(path)
+        if not self.names:
+            return _KEPT in scopes
+        calls = [*_functions(eqn), *_jitted(eqn)]
+        self.there.update(dict.fromkeys([*scopes, *(n for n, own in calls if own)]))
+        names = {*scopes, *(name for name, _ in calls)}
+        dotted = "." + ".".join(scopes) + "."
+        found = {n for n in self.names if n in names or f".{n}." in dotted}
+        found |= {n for n in self.names - found if _is_place(n, eqn)}
+        self.found.update(found)
+        return bool(found) or _KEPT in scopes
+
+
+def checked_names(names: str | Collection[str]) -> Names:
+    """`keep_float32=` of `autocast`.
+
+    Raises:
+      TypeError: a name is not a string.
+    """
+    each = (names,) if isinstance(names, str) else (*names,)
+    for name in each:
+        if not isinstance(name, str):
+            raise TypeError(
+                "autocast: expected names in keep_float32, got "
+                f"{type(name).__name__} {getattr(name, '__name__', name)!r}; mark a "
+                "function of your own by jmp_scale.keep_float32(fun)"
+            )
+    return Names(frozenset(each))
+
+
+def _jitted(eqn: Any) -> list[tuple[str, bool]]:
+    name = eqn.params.get("name")
+    return [(name, True)] if isinstance(name, str) else []
+
+
+def _functions(eqn: Any) -> Iterator[tuple[str, bool]]:
+    """Names of the functions in which an equation was traced; whether not JAX's."""
+    for frame in _frames(eqn):
+        own = "/jax/" not in frame.file_name
+        parts = [p for p in frame.function_name.split(".") if p.isidentifier()]
+        yield from ((name, own) for name in dict.fromkeys([*parts, ".".join(parts)]))
+
+
+def _is_place(name: str, eqn: Any) -> bool:
+    lines = (f"/{f.file_name}:{f.line_num}" for f in _frames(eqn))
+    return ":" in name and any(line.endswith("/" + name) for line in lines)
+
+
+def _frames(eqn: Any) -> Iterator[Any]:
+    """Python frames of an equation within the jaxpr that it is in, innermost first."""
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        # jax 0.8 keeps the frames outside of a nested trace; newer releases do not.
+        if frame.function_name.rpartition(".")[2].startswith("trace_to_jaxpr"):
+            return
+        yield frame

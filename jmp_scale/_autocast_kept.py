@@ -3,10 +3,14 @@
 All that it reads are inputs of the island, kept as the forward pass read them, and small
 sums. An operand of a product is made again where that reads little that the island's own
 derivative does not read anyway; else the operand is kept.
+
+One exception: the derivative of a softmax reads the probabilities that the next product
+read, in half precision, as in a cast by hand. To make them again from the scores would
+cost a transformer 8 % of the bytes that it reads and writes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _jaxpr
 from ._jaxpr import is_literal, words
@@ -16,18 +20,32 @@ _LINEAR = words("""
     add add_any broadcast_in_dim concatenate conj convert_element_type copy copy_p
     dynamic_slice gather imag name neg optimization_barrier pad pbroadcast pcast pvary
     real reduce_sum reshape reshard rev select_n sharding_constraint slice split squeeze
-    stop_gradient sub transpose
+    sub transpose
 """)
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
 
 
-def made_again(
+class Kept(NamedTuple):
+    """What the backward pass keeps of an island.
+
+    Attributes:
+      again: results that it computes again; other operands of products are kept.
+      softmaxes: those of the kept results that the derivative reads.
+      inputs: what both read.
+    """
+
+    again: set[Any]
+    softmaxes: set[Any]
+    inputs: set[Any]
+
+
+def choose(
     island: Any,
     operands: Sequence[Any],
     must: Collection[Any],
     cost: Callable[[Any], int],
-) -> tuple[set[Any], set[Any]]:
+) -> Kept:
     """Chooses which results of an island the backward pass computes again.
 
     Args:
@@ -36,18 +54,49 @@ def made_again(
         or made again.
       must: those that are kept in any case.
       cost: bytes that the backward pass keeps more if it reads an input of the island.
-
-    Returns:
-      The results that are made again, and the inputs that are kept.
     """
-    inputs = {*_sources(island, _read_by_the_derivative(island))}
+    softmaxes = {v for v in softmaxes_of(island) if v in operands}
+    inputs = _sources(island, _read_by_the_derivative(island, softmaxes))
+    exact = _sources(island, _read_by_the_derivative(island))
+    if inputs == exact:  # the scores are kept anyway
+        softmaxes = set()
     again: set[Any] = set()
     for v in sorted(operands, key=_jaxpr.size, reverse=True):
         more = _sources(island, [v]) - inputs
-        if v not in must and sum(map(cost, more)) < 2 * _jaxpr.size(v):
+        kept = v in must or v in softmaxes
+        if not kept and sum(map(cost, more)) < 2 * _jaxpr.size(v):
             again.add(v)
             inputs |= more
-    return again, inputs
+    return Kept(again, softmaxes, inputs)
+
+
+class Softmax(NamedTuple):
+    """Exponentials over their sum: the variable of the exponents, and the axes."""
+
+    exponents: Any
+    axes: tuple[int, ...]
+
+
+def softmaxes_of(island: Any) -> dict[Any, Softmax]:
+    """The softmaxes of an island, by their results."""
+    maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
+
+    def made_by(v: Any, *names: str) -> Any:
+        eqn = None if is_literal(v) else maker.get(v)
+        return eqn if eqn is not None and eqn.primitive.name in names else None
+
+    found: dict[Any, Softmax] = {}
+    for eqn in island.eqns:
+        if eqn.primitive.name != "div":
+            continue
+        total = eqn.invars[1]
+        while broadcast := made_by(total, "broadcast_in_dim", "reshape"):
+            total = broadcast.invars[0]
+        exp, total = made_by(eqn.invars[0], "exp"), made_by(total, "reduce_sum")
+        if exp and total and total.invars[0] is eqn.invars[0]:
+            exponents = Softmax(exp.invars[0], tuple(total.params["axes"]))
+            found[eqn.outvars[0]] = exponents
+    return found
 
 
 def small_sums(island: Any) -> dict[Any, bool]:
@@ -86,16 +135,30 @@ def _sources(island: Any, atoms: Iterable[Any]) -> set[Any]:
     return found.intersection(island.invars)
 
 
-def _read_by_the_derivative(island: Any) -> list[Any]:
-    """Variables whose values the derivative of an island reads."""
+def _read_by_the_derivative(
+    island: Any, softmaxes: Collection[Any] = ()
+) -> list[Any]:
+    """Variables whose values the derivative reads, besides results of `softmaxes`."""
     active = {v for v in island.invars if _jaxpr.is_floating(v)}
+    wanted = _with_cotangent(island, softmaxes)
     found: list[Any] = []
     for eqn in island.eqns:
         live = [v for v in eqn.invars if not is_literal(v) and v in active]
-        if live:
+        if live and not wanted.isdisjoint(eqn.outvars):
             found += _read(eqn, live)
             active.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
     return found
+
+
+def _with_cotangent(island: Any, softmaxes: Collection[Any]) -> set[Any]:
+    """Variables through which the derivative goes, if from softmaxes to exponents."""
+    exponents = {s.exponents for v, s in softmaxes_of(island).items() if v in softmaxes}
+    wanted = {v for v in island.outvars if v not in softmaxes} | exponents
+    for eqn in reversed(island.eqns):
+        passes = not wanted.isdisjoint(eqn.outvars)
+        if passes and eqn.primitive.name != "stop_gradient":
+            wanted.update(v for v in eqn.invars if not is_literal(v))
+    return wanted
 
 
 def _read(eqn: Any, live: Sequence[Any]) -> list[Any]:

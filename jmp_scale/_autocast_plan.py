@@ -94,11 +94,13 @@ class Unit(NamedTuple):
       products: run next. The backward pass computes operands of each from the island.
       kept: positions of the results that the backward pass keeps in half precision, as
         operands of products, since it would have to keep more to make them again.
+      softmaxes: positions of those from which a softmax takes its derivative.
     """
 
     step: Step
     products: tuple[Step, ...] = ()
     kept: tuple[int, ...] = ()
+    softmaxes: tuple[int, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -448,11 +450,14 @@ def _units(steps: list[Step], halves: set[Any], given: set[Any]) -> list[Unit]:
             continue
         operands = [v for v in step.jaxpr.outvars if v in readers and is_float32(v)]
         must = [v for v in operands if not all(runs_with(i, n) for n in readers[v])]
-        again, inputs = _autocast_kept.made_again(step.jaxpr, operands, must, cost)
-        products = sorted({n for v in again for n in readers[v]})
+        choice = _autocast_kept.choose(step.jaxpr, operands, must, cost)
+        held = {*operands} - choice.again
+        products = sorted({n for v in choice.again for n in readers[v]})
         done.update(products)
-        kept.update(inputs, halves.intersection(operands).difference(again))
-        outs = enumerate(step.jaxpr.outvars)
-        positions = tuple(j for j, v in outs if v in operands and v not in again)
-        units.append(Unit(step, tuple(steps[n] for n in products), positions))
+        kept.update(choice.inputs, halves & held)
+        outs = [*enumerate(step.jaxpr.outvars)]
+        positions = tuple(j for j, v in outs if v in held)
+        softmaxes = tuple(j for j, v in outs if v in choice.softmaxes)
+        pairs = tuple(steps[n] for n in products)
+        units.append(Unit(step, pairs, positions, softmaxes))
     return units

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _jaxpr
-from ._autocast_kept import small_sums
+from ._autocast_kept import small_sums, softmaxes_of
 from ._autocast_plan import Plan, Step, Unit, is_float32, make_plan
 from ._dot_general import bilinear, is_zero, wide_dot_general
 from ._marks import Names
@@ -78,7 +78,7 @@ class Cast:
 
     def _run_unit(self, unit: Unit, env: "_Values") -> None:
         step = unit.step
-        island = self.shared(_Island, step, self)
+        island = self.shared(_Island, step, unit.softmaxes, self)
         products = [
             self.shared(_Product, p, self.forward, self.backward) for p in unit.products
         ]
@@ -288,8 +288,10 @@ class _Island:
     Each method is a function of values alone, traced once for equal islands.
     """
 
-    def __init__(self, step: Step, cast: Cast) -> None:
+    def __init__(self, step: Step, softmaxes: tuple[int, ...], cast: Cast) -> None:
         self._step, self.dtype, self.in_loop = step, cast.forward, cast.in_loop
+        found, outvars = softmaxes_of(step.jaxpr), step.jaxpr.outvars
+        self._softmaxes = {outvars[i]: (i, found[outvars[i]]) for i in softmaxes}
         self._round = _rounding(step, cast.rounded)
         sums = small_sums(step.jaxpr).items()
         # Those of rows in loops on a TPU only: there it would run a kernel for them.
@@ -298,12 +300,19 @@ class _Island:
         self.tangents = jax.jit(self._tangents, static_argnums=0)
         self.operands = jax.jit(self._operands, static_argnums=0)
 
-    def run(self, inputs: Sequence[Any], known: Any = None) -> Any:
-        """The results, and its small sums; it reads those that are known."""
+    def run(self, inputs: Sequence[Any], known: Any = None, kept: Any = None) -> Any:
+        """The results, and its small sums; it reads those that are known or kept."""
         sums: dict[int, Any] = {}
+        exponents = {s.exponents: None for _, s in self._softmaxes.values()}
 
         def change(v: Any, x: Any) -> Any:
             x = self._round(v, x)
+            if v in exponents:
+                exponents[v] = x
+            if kept and v in self._softmaxes:
+                i, softmax = self._softmaxes[v]
+                result = kept[i].astype(x.dtype)
+                return _softmax(exponents[softmax.exponents], result, softmax.axes)
             if v not in self._sums:
                 return x
             index, is_row = self._sums[v]
@@ -320,13 +329,13 @@ class _Island:
         return _jaxpr.evaluate_all(self._step.jaxpr, inputs, change=change), sums
 
     def _tangents(
-        self, wanted: tuple[int, ...], inputs: Any, known: Any, live: dict[int, Any]
+        self, wanted: tuple[int, ...], inputs: Any, known: Any, kept: Any, live: Any
     ) -> Any:
         """Tangents of the results `wanted` and of sums, for those of some inputs."""
 
         def results(some: dict[int, Any]) -> Any:
             values = [some.get(i, x) for i, x in enumerate(inputs)]
-            outs, sums = self.run(values, known)
+            outs, sums = self.run(values, known, kept)
             return {i: outs[i] for i in wanted}, sums
 
         return jax.jvp(results, ({i: inputs[i] for i in live},), (live,))[1]
@@ -395,7 +404,7 @@ def _unit_function(
         with _jaxpr.scope(unit.step.scope), unit.step.context:
             if live:
                 wanted = island.reached([*live])
-                outs, sums = island.tangents(wanted, inputs(), known, live)
+                outs, sums = island.tangents(wanted, inputs(), known, kept, live)
             if products:
                 # Anew, or XLA:GPU shares float32 arrays with what the derivative reads.
                 read = island.operands(again, inputs(), known) | kept
@@ -459,5 +468,23 @@ def _kept_apart(x: jax.Array) -> jax.Array:
 # The second array, which is what the first should be, with the first one's derivative.
 _with_value = jax.custom_jvp(lambda _, value: value)
 _with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _softmax(exponents: Any, result: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """`result`, which is the softmax of the exponents and gives their derivative."""
+    del exponents, axes
+    return result
+
+
+@functools.partial(_softmax.defjvp, symbolic_zeros=True)
+def _softmax_rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+    result, tangent = primals[1], tangents[0]
+    if is_zero(tangent):
+        return result, _no_tangent(result)
+    # What was rounded sums to one again, which XLA:GPU makes one kernel of.
+    p = result / jnp.sum(result, axes, keepdims=True)
+    product = p * tangent
+    return result, product + p * -jnp.sum(product, axes, keepdims=True)
+
 
 _no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value

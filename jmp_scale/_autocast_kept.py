@@ -32,11 +32,13 @@ class Kept(NamedTuple):
     Attributes:
       again: results that it computes again; other operands of products are kept.
       softmaxes: those of the kept results that the derivative reads.
-      inputs: what both read.
+      streams: results that are kept in place of what they are computed from.
+      inputs: what is read besides these.
     """
 
     again: set[Any]
     softmaxes: set[Any]
+    streams: set[Any]
     inputs: set[Any]
 
 
@@ -44,30 +46,43 @@ def choose(
     island: Any,
     operands: Sequence[Any],
     must: Collection[Any],
+    streams: Sequence[Any],
     cost: Callable[[Any], int],
 ) -> Kept:
-    """Chooses which results of an island the backward pass computes again.
+    """Chooses what of an island the backward pass keeps.
 
     Args:
       island: a jaxpr of cheap equations.
       operands: its results that products read, of which half-precision copies are kept
         or made again.
       must: those that are kept in any case.
-      cost: bytes that the backward pass keeps more if it reads an input of the island.
+      streams: its results that later islands read, as sums of a residual stream.
+      cost: bytes that the backward pass keeps more if it reads a variable.
     """
+
+    def read(softmaxes: Collection[Any], known: Collection[Any], *more: Any) -> set[Any]:
+        found = [*_read_by_the_derivative(island, softmaxes), *more]
+        return _sources(island, found, known)
+
+    def total(atoms: Collection[Any]) -> int:
+        return sum(map(cost, atoms))
+
     softmaxes = {v for v in softmaxes_of(island) if v in operands}
-    inputs = _sources(island, _read_by_the_derivative(island, softmaxes))
-    exact = _sources(island, _read_by_the_derivative(island))
-    if inputs == exact:  # the scores are kept anyway
+    if read(softmaxes, ()) == read((), ()):  # the scores are kept anyway
         softmaxes = set()
-    again: set[Any] = set()
+    known: set[Any] = set()
+    for v in streams:
+        inputs = read(softmaxes, known)
+        if total(read(softmaxes, known | {v})) + cost(v) < total(inputs):
+            known.add(v)
+    inputs, again = read(softmaxes, known), set[Any]()
     for v in sorted(operands, key=_jaxpr.size, reverse=True):
-        more = _sources(island, [v]) - inputs
+        more = _sources(island, [v], known) - inputs
         kept = v in must or v in softmaxes
-        if not kept and sum(map(cost, more)) < 2 * _jaxpr.size(v):
+        if not kept and total(more) < 2 * _jaxpr.size(v):
             again.add(v)
             inputs |= more
-    return Kept(again, softmaxes, inputs)
+    return Kept(again, softmaxes, known, inputs)
 
 
 class Softmax(NamedTuple):
@@ -120,10 +135,10 @@ def _is_row(eqn: Any) -> bool:
     return (*eqn.params["axes"],) == (len(shape) - 1,) and shape[-1] <= _LONGEST_ROW
 
 
-def _sources(island: Any, atoms: Iterable[Any]) -> set[Any]:
-    """The inputs of an island from which values are computed, given its small sums."""
+def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
+    """The inputs of an island from which values are computed, given some of them."""
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
-    known = {v for v, is_row in small_sums(island).items() if not is_row}
+    known = {v for v, is_row in small_sums(island).items() if not is_row}.union(given)
     found: set[Any] = set()
     todo = [*atoms]
     while todo:

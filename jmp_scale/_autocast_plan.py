@@ -95,12 +95,15 @@ class Unit(NamedTuple):
       kept: positions of the results that the backward pass keeps in half precision, as
         operands of products, since it would have to keep more to make them again.
       softmaxes: positions of those from which a softmax takes its derivative.
+      streams: positions of the results that it keeps as they are, in place of what
+        they were computed from.
     """
 
     step: Step
     products: tuple[Step, ...] = ()
     kept: tuple[int, ...] = ()
     softmaxes: tuple[int, ...] = ()
+    streams: tuple[int, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -426,6 +429,7 @@ def _units(steps: list[Step], halves: set[Any], given: set[Any]) -> list[Unit]:
     for i, step in enumerate(steps):
         for v in dict.fromkeys(step.operands):
             readers.setdefault(v, []).append(i)
+    later = {v for s in steps if s.kind == "island" for v in s.jaxpr.invars}
     kept = {*given}  # what the backward pass keeps anyway
     units: list[Unit] = []
     done: set[int] = set()
@@ -450,14 +454,16 @@ def _units(steps: list[Step], halves: set[Any], given: set[Any]) -> list[Unit]:
             continue
         operands = [v for v in step.jaxpr.outvars if v in readers and is_float32(v)]
         must = [v for v in operands if not all(runs_with(i, n) for n in readers[v])]
-        choice = _autocast_kept.choose(step.jaxpr, operands, must, cost)
+        streams = [v for v in step.jaxpr.outvars if v in later and is_float32(v)]
+        choice = _autocast_kept.choose(step.jaxpr, operands, must, streams, cost)
         held = {*operands} - choice.again
         products = sorted({n for v in choice.again for n in readers[v]})
         done.update(products)
-        kept.update(choice.inputs, halves & held)
+        kept.update(choice.inputs, choice.streams, halves & held)
         outs = [*enumerate(step.jaxpr.outvars)]
         positions = tuple(j for j, v in outs if v in held)
         softmaxes = tuple(j for j, v in outs if v in choice.softmaxes)
+        known = tuple(j for j, v in outs if v in choice.streams)
         pairs = tuple(steps[n] for n in products)
-        units.append(Unit(step, pairs, positions, softmaxes))
+        units.append(Unit(step, pairs, positions, softmaxes, known))
     return units

@@ -13,7 +13,7 @@ the two passes and in which small sums are kept, but not in values.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,15 @@ class Cast:
                         env.set(step, self._run_step(step, plan, env))
         return env.results()
 
+    @property
+    def apart(self) -> Callable[[jax.Array], jax.Array]:
+        """What keeps a value of the forward pass apart from the backward pass."""
+        return _unchanged if self.in_loop or not self.recompute else _kept_apart
+
+    @property
+    def _dtypes_and_barrier(self) -> Any:
+        return self.forward, self.backward, self.apart
+
     def rounded(self, x: jax.Array) -> jax.Array:
         """`x` and its cotangent in half precision: one array serves all readers."""
         dtypes = self.backward, self.forward
@@ -72,15 +81,15 @@ class Cast:
         if step.kind != "product":
             change = _rounding(step, self.rounded)
             return _jaxpr.evaluate_all(step.jaxpr, inputs, change=change)
-        product = self.shared(_Product, step, self.forward, self.backward)
+        product = self.shared(_Product, step, *self._dtypes_and_barrier)
         copies = [*map(env.operand, step.operands), *inputs[2:]]
         return [bilinear(product.multiply, product.derivative, inputs[:2], copies)]
 
     def _run_unit(self, unit: Unit, env: "_Values") -> None:
         step = unit.step
-        island = self.shared(_Island, step, unit.softmaxes, self)
+        island = self.shared(_Island, step, unit.softmaxes, unit.streams, self)
         products = [
-            self.shared(_Product, p, self.forward, self.backward) for p in unit.products
+            self.shared(_Product, p, *self._dtypes_and_barrier) for p in unit.products
         ]
         run = _unit_function(unit, island, products)
         place = {v: i for i, v in enumerate(step.jaxpr.outvars)}
@@ -244,16 +253,20 @@ class _Values:
 class _Product:
     """A product in half precision."""
 
-    def __init__(self, step: Step, forward: Any, backward: Any) -> None:
-        self._step, self._backward = step, backward
+    def __init__(
+        self, step: Step, forward: Any, backward: Any, apart: Callable[[Any], Any]
+    ) -> None:
+        self._step, self._backward, self._apart = step, backward, apart
         self.multiply = functools.partial(self._multiply, forward, None)
         self.tangent = jax.jit(self._tangent)
-        # What it casts is not kept.
-        self._alone = jax.checkpoint(self._tangent, prevent_cse=False)
+        self._alone = jax.checkpoint(self._tangent_of_copies, prevent_cse=False)
 
     def derivative(self, copies: Any, live: dict[int, jax.Array]) -> jax.Array:
         """The tangent of the product alone, as `bilinear` takes it."""
         return self._alone(copies, live).astype(jnp.float32)
+
+    def _tangent_of_copies(self, copies: Any, live: dict[int, jax.Array]) -> jax.Array:
+        return self._apart(self._tangent(copies, live))
 
     def _tangent(self, copies: Any, live: dict[int, jax.Array]) -> jax.Array:
         """That of the product, for tangents of operands, in half precision."""
@@ -288,72 +301,96 @@ class _Island:
     Each method is a function of values alone, traced once for equal islands.
     """
 
-    def __init__(self, step: Step, softmaxes: tuple[int, ...], cast: Cast) -> None:
-        self._step, self.dtype, self.in_loop = step, cast.forward, cast.in_loop
-        found, outvars = softmaxes_of(step.jaxpr), step.jaxpr.outvars
-        self._softmaxes = {outvars[i]: (i, found[outvars[i]]) for i in softmaxes}
+    def __init__(
+        self, step: Step, softmaxes: Sequence[int], streams: Sequence[int], cast: Cast
+    ) -> None:
+        self._step, self.dtype, self.apart = step, cast.forward, cast.apart
         self._round = _rounding(step, cast.rounded)
-        sums = small_sums(step.jaxpr).items()
-        # Those of rows in loops on a TPU only: there it would run a kernel for them.
-        sums = [(v, is_row) for v, is_row in sums if cast.in_loop or not is_row]
-        self._sums = {v: (i, is_row) for i, (v, is_row) in enumerate(sums)}
-        self.tangents = jax.jit(self._tangents, static_argnums=0)
+        outvars, found = step.jaxpr.outvars, softmaxes_of(step.jaxpr)
+        self._softmaxes = {outvars[i]: (i, found[outvars[i]]) for i in softmaxes}
+        self._exponents = {s.exponents for _, s in self._softmaxes.values()}
+        # Sums of rows in loops on a TPU only: there it would run a kernel for them.
+        rows = small_sums(step.jaxpr)
+        known = [v for v, is_row in rows.items() if cast.in_loop or not is_row]
+        known += [outvars[i] for i in streams]
+        self._known = {v: i for i, v in enumerate(known)}
+        self._rows = {v for v in known if rows.get(v)}
+        self.tangents = jax.jit(self._tangents)
         self.operands = jax.jit(self._operands, static_argnums=0)
 
-    def run(self, inputs: Sequence[Any], known: Any = None, kept: Any = None) -> Any:
-        """The results, and its small sums; it reads those that are known or kept."""
-        sums: dict[int, Any] = {}
-        exponents = {s.exponents: None for _, s in self._softmaxes.values()}
+    def run(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """The results, and the sums and streams that are kept."""
+        noted: dict[int, Any] = {}
 
-        def change(v: Any, x: Any) -> Any:
+        def note(v: Any, x: Any) -> Any:
             x = self._round(v, x)
-            if v in exponents:
-                exponents[v] = x
-            if kept and v in self._softmaxes:
-                i, softmax = self._softmaxes[v]
-                result = kept[i].astype(x.dtype)
-                return _softmax(exponents[softmax.exponents], result, softmax.axes)
-            if v not in self._sums:
-                return x
-            index, is_row = self._sums[v]
-            sums[index] = x
-            if known is None:
-                return x
-            value = known[index]
-            if is_row:
-                value = lax.platform_dependent(
-                    x, value, tpu=lambda _, value: value, default=lambda x, _: x
-                )
-            return _with_value(x, value)
+            if v in self._known:
+                noted[self._known[v]] = x
+            return x
 
-        return _jaxpr.evaluate_all(self._step.jaxpr, inputs, change=change), sums
+        return _jaxpr.evaluate_all(self._step.jaxpr, inputs, change=note), noted
 
     def _tangents(
-        self, wanted: tuple[int, ...], inputs: Any, known: Any, kept: Any, live: Any
-    ) -> Any:
-        """Tangents of the results `wanted` and of sums, for those of some inputs."""
+        self, live: dict[int, Any], inputs: Any, known: Any, kept: Any
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Tangents of results, and of what `run` notes, for those of some inputs."""
+        reached = self._reached(live)
 
         def results(some: dict[int, Any]) -> Any:
             values = [some.get(i, x) for i, x in enumerate(inputs)]
-            outs, sums = self.run(values, known, kept)
-            return {i: outs[i] for i in wanted}, sums
+            outs, noted = self._again(values, known, kept, reached)
+            noted = {i: noted[i] for v, i in self._known.items() if v in reached}
+            return {i: outs[i] for i in self._positions(reached)}, noted
 
         return jax.jvp(results, ({i: inputs[i] for i in live},), (live,))[1]
 
     def _operands(self, wanted: tuple[int, ...], inputs: Any, known: Any) -> Any:
         """Results as products read them."""
-        outs, _ = self.run(inputs, known)
+        outs, _ = self._again(inputs, known, {}, ())
         return {i: outs[i].astype(self.dtype) for i in wanted}
 
-    def reached(self, live: Sequence[int]) -> tuple[int, ...]:
-        """The floating-point results that depend on some of the inputs."""
+    def _again(
+        self, inputs: Sequence[Any], known: Any, kept: Any, reached: Collection[Any]
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """As `run`, from sums, streams and softmaxes that are known.
+
+        `reached`: what has tangents, which are those of what is computed.
+        """
+        noted: dict[int, Any] = {}
+        exponents: dict[Any, Any] = {}
+
+        def replace(v: Any, x: Any) -> Any:
+            x = self._round(v, x)
+            if v in self._exponents:
+                exponents[v] = x
+            if v in self._softmaxes and kept:
+                i, softmax = self._softmaxes[v]
+                result = kept[i].astype(x.dtype)
+                return _softmax(exponents[softmax.exponents], result, softmax.axes)
+            if v not in self._known:
+                return x
+            noted[self._known[v]] = x
+            value = known[self._known[v]]
+            if v in self._rows:
+                value = lax.platform_dependent(
+                    x, value, tpu=lambda _, value: value, default=lambda x, _: x
+                )
+            return _with_value(x, value) if v in reached else value
+
+        return _jaxpr.evaluate_all(self._step.jaxpr, inputs, change=replace), noted
+
+    def _reached(self, live: Collection[int]) -> set[Any]:
+        """What depends on some of the inputs, of floating-point variables."""
         jaxpr = self._step.jaxpr
         found = {jaxpr.invars[i] for i in live}
         for eqn in jaxpr.eqns:
             if not found.isdisjoint(v for v in eqn.invars if not _jaxpr.is_literal(v)):
-                found.update(eqn.outvars)
-        outs = enumerate(jaxpr.outvars)
-        return tuple(i for i, v in outs if v in found and _jaxpr.is_floating(v))
+                found.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
+        return found
+
+    def _positions(self, variables: Collection[Any]) -> list[int]:
+        outvars = self._step.jaxpr.outvars
+        return [i for i, v in enumerate(outvars) if v in variables]
 
 
 def _unit_function(
@@ -368,7 +405,7 @@ def _unit_function(
     place = {v: i for i, v in enumerate(unit.step.jaxpr.outvars)}
     wires = [[place.get(v) for v in p.operands] for p in unit.products]
     again = tuple(sorted({*sum(wires, [])} - {None, *unit.kept}))
-    apart = (lambda x: x) if island.in_loop else _kept_apart
+    apart = island.apart
 
     def pair_of(k: int, here: Any, elsewhere: Any) -> list[Any]:
         """The operands of a product, by where they come from; None if in neither."""
@@ -397,17 +434,20 @@ def _unit_function(
         others: Any,
     ) -> Any:
         def inputs() -> list[Any]:
-            wide = zip(copies, unit.step.jaxpr.invars, strict=True)
-            return [apart(c).astype(v.aval.dtype) for c, v in wide]
+            pairs = zip(copies, unit.step.jaxpr.invars, strict=True)
+            return [c.astype(v.aval.dtype) for c, v in pairs]
 
         outs, sums, read, made = {}, {}, {}, {}
+        arrays = copies, known, halves, kept
+        copies, known, halves, kept = jax.tree.map(apart, arrays)
         with _jaxpr.scope(unit.step.scope), unit.step.context:
             if live:
-                wanted = island.reached([*live])
-                outs, sums = island.tangents(wanted, inputs(), known, kept, live)
-            if products:
+                outs, sums = island.tangents(live, inputs(), known, kept)
+            if again:
                 # Anew, or XLA:GPU shares float32 arrays with what the derivative reads.
-                read = island.operands(again, inputs(), known) | kept
+                copies = jax.tree.map(apart, copies)
+                read = island.operands(again, inputs(), known)
+        read |= kept
         for k, (step, product) in enumerate(zip(unit.products, products, strict=True)):
             pair = [*pair_of(k, read, halves), *rest[k]]
             tangents = enumerate(pair_of(k, outs, others))
@@ -456,6 +496,10 @@ def _for_products(policy: Any) -> Any:
         return policy(primitive, *avals, **params)
 
     return saves
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
 
 
 @jax.jit

@@ -60,7 +60,9 @@ def choose(
       cost: bytes that the backward pass keeps more if it reads a variable.
     """
 
-    def read(softmaxes: Collection[Any], known: Collection[Any], *more: Any) -> set[Any]:
+    def read(
+        softmaxes: Collection[Any], known: Collection[Any], *more: Any
+    ) -> set[Any]:
         found = [*_read_by_the_derivative(island, softmaxes), *more]
         return _sources(island, found, known)
 
@@ -150,9 +152,7 @@ def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[A
     return found.intersection(island.invars)
 
 
-def _read_by_the_derivative(
-    island: Any, softmaxes: Collection[Any] = ()
-) -> list[Any]:
+def _read_by_the_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any]:
     """Variables whose values the derivative reads, besides results of `softmaxes`."""
     active = {v for v in island.invars if _jaxpr.is_floating(v)}
     wanted = _with_cotangent(island, softmaxes)

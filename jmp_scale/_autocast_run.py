@@ -315,8 +315,7 @@ class _Island:
         known += [outvars[i] for i in streams]
         self._known = {v: i for i, v in enumerate(known)}
         self._rows = {v for v in known if rows.get(v)}
-        self.tangents = jax.jit(self._tangents)
-        self.operands = jax.jit(self._operands, static_argnums=0)
+        self.tangents = jax.jit(self._tangents, static_argnums=0)
 
     def run(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
         """The results, and the sums and streams that are kept."""
@@ -331,23 +330,23 @@ class _Island:
         return _jaxpr.evaluate_all(self._step.jaxpr, inputs, change=note), noted
 
     def _tangents(
-        self, live: dict[int, Any], inputs: Any, known: Any, kept: Any
-    ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Tangents of results, and of what `run` notes, for those of some inputs."""
+        self, again: tuple[int, ...], live: dict[int, Any], inputs: Any, *kept: Any
+    ) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
+        """Results `again`, and tangents of results and sums for those of some inputs.
+
+        `kept`: sums and streams that are known, and results of softmaxes.
+        """
         reached = self._reached(live)
 
         def results(some: dict[int, Any]) -> Any:
             values = [some.get(i, x) for i, x in enumerate(inputs)]
-            outs, noted = self._again(values, known, kept, reached)
+            outs, noted = self._again(values, *kept, reached)
             noted = {i: noted[i] for v, i in self._known.items() if v in reached}
-            return {i: outs[i] for i in self._positions(reached)}, noted
+            return {i: outs[i] for i in self._positions(reached)}, noted, outs
 
-        return jax.jvp(results, ({i: inputs[i] for i in live},), (live,))[1]
-
-    def _operands(self, wanted: tuple[int, ...], inputs: Any, known: Any) -> Any:
-        """Results as products read them."""
-        outs, _ = self._again(inputs, known, {}, ())
-        return {i: outs[i].astype(self.dtype) for i in wanted}
+        outs, tangents = jax.jvp(results, ({i: inputs[i] for i in live},), (live,))
+        operands = {i: outs[-1][i].astype(self.dtype) for i in again}
+        return tangents[0], tangents[1], operands
 
     def _again(
         self, inputs: Sequence[Any], known: Any, kept: Any, reached: Collection[Any]
@@ -433,21 +432,13 @@ def _unit_function(
         live: Any,
         others: Any,
     ) -> Any:
-        def inputs() -> list[Any]:
-            pairs = zip(copies, unit.step.jaxpr.invars, strict=True)
-            return [c.astype(v.aval.dtype) for c, v in pairs]
-
-        outs, sums, read, made = {}, {}, {}, {}
-        arrays = copies, known, halves, kept
-        copies, known, halves, kept = jax.tree.map(apart, arrays)
+        copies, known, kept = jax.tree.map(apart, (copies, known, kept))
+        pairs = zip(copies, unit.step.jaxpr.invars, strict=True)
         with _jaxpr.scope(unit.step.scope), unit.step.context:
-            if live:
-                outs, sums = island.tangents(live, inputs(), known, kept)
-            if again:
-                # Anew, or XLA:GPU shares float32 arrays with what the derivative reads.
-                copies = jax.tree.map(apart, copies)
-                read = island.operands(again, inputs(), known)
+            inputs = [c.astype(v.aval.dtype) for c, v in pairs]
+            outs, sums, read = island.tangents(again, live, inputs, known, kept)
         read |= kept
+        made = {}
         for k, (step, product) in enumerate(zip(unit.products, products, strict=True)):
             pair = [*pair_of(k, read, halves), *rest[k]]
             tangents = enumerate(pair_of(k, outs, others))
@@ -512,6 +503,7 @@ def _kept_apart(x: jax.Array) -> jax.Array:
 # The second array, which is what the first should be, with the first one's derivative.
 _with_value = jax.custom_jvp(lambda _, value: value)
 _with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _softmax(exponents: Any, result: jax.Array, axes: tuple[int, ...]) -> jax.Array:

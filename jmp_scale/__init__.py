@@ -1,4 +1,4 @@
-"""Loss scaling for JAX: float16 gradients that neither vanish nor overflow."""
+"""Mixed precision for JAX: autocast, and loss scaling for Optax and Flax."""
 
 from . import diagnostics as diagnostics
 from . import presets as presets

@@ -15,8 +15,10 @@ import _digits  # noqa: E402
 import _show  # noqa: E402
 import diagnose  # noqa: E402
 import jax  # noqa: E402
+import matplotlib.pyplot as plt  # noqa: E402
 import optax  # noqa: E402
 import train_digits  # noqa: E402
+from matplotlib.patches import FancyBboxPatch  # noqa: E402
 
 import jmp_scale  # noqa: E402
 from jmp_scale import diagnostics, plotting  # noqa: E402
@@ -84,11 +86,84 @@ def spikes(path, steps=600):
     top.figure.savefig(path, dpi=200, transparent=True)
 
 
+# One layer of a transformer: operation, whether it is a product, what of it is kept.
+LAYER = [
+    ("norm", False, "stream (float32)"),
+    ("product: Wq, Wk, Wv", True, "q, k, v (half)"),
+    ("product: q, k", True, "scores (half)"),
+    ("softmax", False, None),
+    ("product: v", True, "heads (half)"),
+    ("product: Wo", True, None),
+    ("add, norm", False, "stream (float32)"),
+    ("product: W1", True, "hidden (half)"),
+    ("gelu", False, None),
+    ("product: W2", True, None),
+]
+HALF, AGAIN = "#0072b2", "#d55e00"
+
+
+def autocast(path):
+    """One layer under `autocast`: forward (down), what is kept, backward (up)."""
+    with plt.rc_context({"text.color": _show.INK}):
+        figure, ax = plt.subplots(figsize=(6.6, 6.8), layout="constrained")
+        _layer(ax)
+        end = len(LAYER) + 1.5
+        _box(ax, 0, end, "half precision", half=True)
+        _box(ax, 1, end, "float32")
+        _box(ax, 2, end, "float32, made again", again=True)
+        ax.set(xlim=(-0.45, 2.45), ylim=(-end - 0.5, 1.1))
+        ax.axis("off")
+        figure.savefig(path, dpi=200, transparent=True)
+
+
+def _layer(ax):
+    for column, title in enumerate(("forward", "kept", "backward")):
+        ax.text(column, 0.8, title, ha="center", va="center", size=12)
+    for row, (name, product, kept) in enumerate(LAYER):
+        derivative = (
+            "two products" if product else f"{name}: again,\nand its derivative"
+        )
+        _box(ax, 0, row, name, half=product)
+        _box(ax, 2, row, derivative, half=product, again=not product)
+        _arrow(ax, (0, row + 0.36), (0, row + 0.64))
+        _arrow(ax, (2, row + 0.64), (2, row + 0.36))
+        if kept:
+            # The next operation reads a product's result; the norm reads the stream.
+            reader = row + 1 if product else row
+            _box(ax, 1, row, kept, half=product)
+            _arrow(ax, (0.4, row), (0.6, row))
+            _arrow(ax, (1.4, row), (1.6, reader))
+    _box(ax, 0, len(LAYER), "add: the stream of\nthe next layer")
+    _box(ax, 2, len(LAYER), "gradient of\nthe stream")
+
+
+def _box(ax, column, row, text, *, half=False, again=False):
+    color = AGAIN if again else HALF if half else _show.INK
+    box = FancyBboxPatch(
+        (column - 0.39, -row - 0.35),
+        0.78,
+        0.7,
+        boxstyle="round,pad=0,rounding_size=.06",
+        facecolor=HALF if half else "none",
+        edgecolor=color,
+        linestyle="--" if again else "-",
+    )
+    ax.add_patch(box)
+    ink = "white" if half else color
+    ax.text(column, -row, text, ha="center", va="center", size=10, color=ink)
+
+
+def _arrow(ax, start, end):
+    style = {"arrowstyle": "-|>", "color": _show.INK, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", (end[0], -end[1]), (start[0], -start[1]), arrowprops=style)
+
+
 def main():
     train_digits.main(["--out", str(DOCS)])
     diagnose.main(["--out", str(DOCS)])
     how_it_works(DOCS / "how_it_works.png")
     spikes(DOCS / "spikes.png")
+    autocast(DOCS / "autocast.png")
 
 
 if __name__ == "__main__":

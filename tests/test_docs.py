@@ -55,8 +55,10 @@ def headings(text):
 
 
 def anchors(text):
-    """The anchors of a page's headings, as Python-Markdown makes them."""
-    slugs = set()
+    """The anchors of a page's headings: those given, and those that Markdown makes."""
+    slugs = {
+        *re.findall(r"\{ ?#([\w-]+) ?\}$", "\n".join(headings(text)), re.MULTILINE)
+    }
     for heading in headings(text):
         slug = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
         slugs.add(re.sub(r"[-\s]+", "-", slug))

@@ -14,8 +14,12 @@ sys.path.insert(0, str(DOCS.parent / "examples"))
 import _digits  # noqa: E402
 import _show  # noqa: E402
 import diagnose  # noqa: E402
+import gan  # noqa: E402
 import jax  # noqa: E402
+import linen_resnet  # noqa: E402
 import matplotlib.pyplot as plt  # noqa: E402
+import nan_image  # noqa: E402
+import nnx_transformer  # noqa: E402
 import optax  # noqa: E402
 import train_digits  # noqa: E402
 from matplotlib.patches import FancyBboxPatch  # noqa: E402
@@ -159,8 +163,9 @@ def _arrow(ax, start, end):
 
 
 def main():
-    train_digits.main(["--out", str(DOCS)])
-    diagnose.main(["--out", str(DOCS)])
+    examples = train_digits, diagnose, nan_image, linen_resnet, nnx_transformer, gan
+    for example in examples:
+        example.main(["--out", str(DOCS)])
     how_it_works(DOCS / "how_it_works.png")
     spikes(DOCS / "spikes.png")
     autocast(DOCS / "autocast.png")

@@ -3,7 +3,7 @@
 import fs from "node:fs"
 import path from "node:path"
 import vm from "node:vm"
-import { withoutStopWords } from "./search_query.mjs"
+import { shortened } from "./search_query.mjs"
 
 const site = process.argv[2]
 const workers = path.join(site, "assets/javascripts/workers")
@@ -23,7 +23,7 @@ const ask = data => new Promise(done => { answer = done; listen({ data }) })
 const SETUP = 0, QUERY = 2
 await ask({ type: SETUP, data: { ...index, options: {} } })
 for (const query of fs.readFileSync(0, "utf8").trim().split("\n")) {
-  const { data } = await ask({ type: QUERY, data: withoutStopWords(query) })
+  const { data } = await ask({ type: QUERY, data: shortened(query) })
   console.log(JSON.stringify(data.items.map(([best, ...rest]) => {
     const page = best.location.split("#")[0]
     const hits = [best, ...rest].filter(item => item.score).map(item => item.location)

@@ -3,31 +3,32 @@
 // and `install`, and "checkpoints" would not find "checkpoint".
 const STOP = new Set(`a about after all already also am an and any are as at be been
   before but by can could did do does doing for from get gets go had has have how i if
-  in into is it its just like make me my need needs no not of on or other our out should
-  so some than that the their them then there these they this to too use used uses using
-  want was we were what when where which while who why will with without work works
-  would you your`.split(/\s+/))
+  in into is it its just like make many me much my need needs no not of on or other our
+  out over see should so some than that the their them then there these they this to
+  too use used uses using want was we were what when where which while who why will
+  with without work works would you your`.split(/\s+/))
 
 // The beginning that a word shares with its other forms: skipped, skips, skipping.
 function stem(word) {
-  if (!/^[a-z]{5,}$/.test(word)) return word
+  if (!/^[a-z]{5,}$/.test(word) || word.endsWith("ss")) return word
   const short = word.replace(/(ing|ies|ed|es|s)$/, "")
-  return short.length < 4 || /ss$/.test(word) ? word : short.replace(/(.)\1$/, "$1")
+  return short.length < 4 ? word : short.replace(/(.)\1$/, "$1")
 }
 
-export function withoutStopWords(query) {
-  if (/["+~^:]/.test(query)) return query // the query language of the search itself
-  const words = query.toLowerCase().split(/[\s?!,;]+/).filter(Boolean)
+export function shortened(question) {
+  if (/["+~^:]/.test(question)) return question // the search's own query language
+  const words = question.toLowerCase().split(/[\s?!,;()]+/).filter(Boolean)
   const rest = words.filter(word => !STOP.has(word))
-  return (rest.length ? rest : words).map(stem).join(" ")
+  // Twice: as a whole word, which counts more, and as the beginning of others.
+  return (rest.length ? rest : words).map(stem).map(word => `${word}^2 ${word}`).join(" ")
 }
 
 const QUERY = 2 // the type of a message to the search worker
 if (typeof Worker !== "undefined") {
   const post = Worker.prototype.postMessage
   Worker.prototype.postMessage = function (message, ...rest) {
-    const asked = message?.type === QUERY && typeof message.data === "string"
-    const sent = asked ? { ...message, data: withoutStopWords(message.data) } : message
+    const asks = message?.type === QUERY && typeof message.data === "string"
+    const sent = asks ? { ...message, data: shortened(message.data) } : message
     return post.call(this, sent, ...rest)
   }
 }

@@ -94,8 +94,8 @@ def spikes(path, steps=600):
 LAYER = [
     ("norm", False, "stream (float32)"),
     ("product: Wq, Wk, Wv", True, "q, k, v (half)"),
-    ("product: q, k", True, "scores (half)"),
-    ("softmax", False, None),
+    ("product: q, k", True, None),
+    ("softmax", False, "probabilities (half)"),
     ("product: v", True, "heads (half)"),
     ("product: Wo", True, None),
     ("add, norm", False, "stream (float32)"),
@@ -124,21 +124,26 @@ def _layer(ax):
     for column, title in enumerate(("forward", "kept", "backward")):
         ax.text(column, 0.8, title, ha="center", va="center", size=12)
     for row, (name, product, kept) in enumerate(LAYER):
-        derivative = (
-            "two products" if product else f"{name}: again,\nand its derivative"
-        )
+        half = kept is not None and "half" in kept
+        again = not product and not half
         _box(ax, 0, row, name, half=product)
-        _box(ax, 2, row, derivative, half=product, again=not product)
+        _box(ax, 2, row, _derivative(name, product, again), half=product, again=again)
         _arrow(ax, (0, row + 0.36), (0, row + 0.64))
         _arrow(ax, (2, row + 0.64), (2, row + 0.36))
         if kept:
-            # The next operation reads a product's result; the norm reads the stream.
+            # The next operation reads a product's result.
             reader = row + 1 if product else row
-            _box(ax, 1, row, kept, half=product)
+            _box(ax, 1, row, kept, half=half)
             _arrow(ax, (0.4, row), (0.6, row))
             _arrow(ax, (1.4, row), (1.6, reader))
     _box(ax, 0, len(LAYER), "add: the stream of\nthe next layer")
     _box(ax, 2, len(LAYER), "gradient of\nthe stream")
+
+
+def _derivative(name, product, again):
+    if product:
+        return "two products"
+    return f"{name}: again,\nand its derivative" if again else f"derivative of {name}"
 
 
 def _box(ax, column, row, text, *, half=False, again=False):

@@ -148,7 +148,9 @@ def test_no_tab_of_the_site_opens_more_than_twelve_entries():
 def test_every_example_is_on_the_page_of_examples():
     folder = ROOT / "examples"
     scripts = {path.name for path in folder.glob("[!_]*.py")}
-    assert set(re.findall(r"`(\w+\.py)`", TEXTS["docs/examples.md"])) == scripts
+    page = TEXTS["docs/examples.md"]
+    assert set(re.findall(r"`(\w+\.py)`", page)) == scripts
+    assert set(re.findall(r'^ +--8<-- "examples/(.+)"$', page, re.M)) == scripts
 
 
 def test_the_site_asks_no_other_host_for_anything():

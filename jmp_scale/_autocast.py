@@ -80,8 +80,8 @@ def autocast(
         shared = functools.cache(lambda make, *facts: make(*facts))
         flags = bool(recompute), bool(share_casts)
         cast = Cast(forward, back, *flags, names, unread, shared)
-        alive = [True] * len(flat.arrays)
-        return flat.result(cast.run(jaxpr, alive, alive, *flat.arrays))
+        weights = [True] * len(flat.arrays)
+        return flat.result(cast.run(jaxpr, weights, *flat.arrays))
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 

@@ -116,20 +116,20 @@ def softmaxes_of(island: Any) -> dict[Any, Softmax]:
     return found
 
 
-def small_sums(island: Any) -> dict[Any, bool]:
+def small_sums(island: Any) -> list[Any]:
     """Results of sums and the like that are an eighth of their operand or smaller.
 
-    They are kept from the forward pass. The value tells whether it is a sum of rows that
-    a kernel may hold: a GPU has one kernel for softmax, which breaks at a sum that is
-    known.
+    They are kept from the forward pass, but for sums of rows that a kernel may hold: a
+    GPU has one kernel for a norm or softmax, which breaks at a sum that is known.
     """
-    return {
-        eqn.outvars[0]: _is_row(eqn)
+    return [
+        eqn.outvars[0]
         for eqn in island.eqns
         if "axes" in eqn.params
         and _jaxpr.dtype_name(eqn.outvars[0]) == "float32"
         and _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
-    }
+        and not _is_row(eqn)
+    ]
 
 
 def _is_row(eqn: Any) -> bool:
@@ -140,7 +140,7 @@ def _is_row(eqn: Any) -> bool:
 def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
     """The inputs of an island from which values are computed, given some of them."""
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
-    known = {v for v, is_row in small_sums(island).items() if not is_row}.union(given)
+    known = {*small_sums(island)}.union(given)
     found: set[Any] = set()
     todo = [*atoms]
     while todo:

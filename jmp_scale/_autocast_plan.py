@@ -105,6 +105,26 @@ class Unit(NamedTuple):
     softmaxes: tuple[int, ...] = ()
     streams: tuple[int, ...] = ()
 
+    @property
+    def island(self) -> Any:
+        """The jaxpr of the island, or None."""
+        return self.step.jaxpr if self.step.kind == "island" else None
+
+    @property
+    def results(self) -> list[Any]:
+        """Variables that the island makes."""
+        return self.island.outvars if self.island else []
+
+    @property
+    def made(self) -> list[Any]:
+        """Variables that the products make."""
+        return [v for p in self.products for v in p.jaxpr.outvars]
+
+    def apart(self) -> "list[Unit]":
+        """The island and each product alone."""
+        own = Unit(self.step, self.products if not self.island else ())
+        return [own, *(Unit(p, (p,)) for p in self.products if self.island)]
+
 
 class Plan(NamedTuple):
     """A program as a sequence of units.
@@ -130,8 +150,7 @@ class Plan(NamedTuple):
 
 def make_plan(
     jaxpr: Any,
-    alive: Sequence[bool],
-    weights: Sequence[bool] | None = None,
+    weights: Sequence[bool],
     names: Names = Names(),  # noqa: B008
     share_casts: bool = False,
 ) -> Plan:
@@ -139,17 +158,16 @@ def make_plan(
 
     Args:
       jaxpr: the program.
-      alive: whether the backward pass keeps each input anyway, as arguments are.
-      weights: whether each input is computed from arguments alone; default as `alive`.
+      weights: whether each input is computed from arguments alone. The backward pass
+        keeps these anyway.
       names: what stays float32.
       share_casts: whether all operations read the cast of what a product reads.
     """
     flat, constants = _inlined(jaxpr, names)
-    given = {v for v, is_alive in zip(flat.invars, alive, strict=True) if is_alive}
-    pairs = zip(flat.invars, alive if weights is None else weights, strict=True)
-    from_arguments = {v for v, is_weight in pairs if is_weight} | {*constants}
-    known = {v for v, x in constants.items() if not isinstance(x, jax.core.Tracer)}
-    planner = _Planner(flat, given | {*constants}, from_arguments, known, names)
+    pairs = zip(flat.invars, weights, strict=True)
+    given = {v for v, is_weight in pairs if is_weight} | {*constants}
+    numbers = {v for v, x in constants.items() if not isinstance(x, jax.core.Tracer)}
+    planner = _Planner(flat, given, numbers, names)
     return planner.plan(constants, share_casts)
 
 
@@ -252,12 +270,11 @@ class _Planner:
         self,
         jaxpr: Any,
         given: set[Any],
-        weights: set[Any],
         numbers: set[Any],
         names: Names,
     ) -> None:
         self.jaxpr, self.given, self.equations = jaxpr, given, jaxpr.eqns
-        self.weights, self.numbers = {*weights}, {*numbers}
+        self.weights, self.numbers = {*given}, {*numbers}
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
         self.level = dict.fromkeys([*jaxpr.invars, *given], 0)
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
@@ -450,7 +467,7 @@ def _units(steps: list[Step], halves: set[Any], given: set[Any]) -> list[Unit]:
             continue
         if step.kind != "island":
             kept.update(halves.intersection(step.operands))
-            units.append(Unit(step))
+            units.append(Unit(step, (step,) if step.kind == "product" else ()))
             continue
         operands = [v for v in step.jaxpr.outvars if v in readers and is_float32(v)]
         must = [v for v in operands if not all(runs_with(i, n) for n in readers[v])]

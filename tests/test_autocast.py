@@ -99,9 +99,9 @@ def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype):
 def test_a_plan_lists_products_and_islands_in_their_order():
     jaxpr = jax.make_jaxpr(lambda w, x: mean_square(layer(w, layer(w, x))))(W, X)
     plan = make_plan(jaxpr, [True, True])
-    kinds = [(u.step.kind, [p.kind for p in u.products]) for u in plan.units]
-    assert kinds == [("product", []), ("island", ["product"]), ("island", [])]
-    assert plan.units[0].step.weights == (True, True)
+    kinds = [(u.step.kind, len(u.products)) for u in plan.units]
+    assert kinds == [("product", 1), ("island", 1), ("island", 0)]
+    assert plan.units[0].products[0].weights == (True, True)
     assert plan.units[1].products[0].weights == (False, True)
     assert plan.units[-1].step.jaxpr.outvars == plan.jaxpr.outvars
 
@@ -412,21 +412,6 @@ def test_all_operations_share_the_cast_of_what_a_product_read():
     assert_close(shared(W, X), by_hand(W, X), 1e-6)
     assert shared(W, X) != plain(W, X)
     assert sizes_of(plain, W, X)["float32"] > sizes_of(shared, W, X)["float32"] == 0
-
-
-def test_only_in_a_loop_a_tpu_keeps_the_sums_of_rows():
-    def step(w, x):
-        return jax.nn.softmax(layer(w, x)) @ w
-
-    def loop(w, x):
-        return mean_square(lax.scan(lambda y, _: (step(w, y), None), x, length=2)[0])
-
-    def chooses_by_platform(fun):
-        grad = jax.grad(autocast(fun, "float16"))
-        return "tpu" in str(jax.make_jaxpr(grad)(W, X))
-
-    assert chooses_by_platform(loop)
-    assert not chooses_by_platform(lambda w, x: mean_square(step(w, step(w, x))))
 
 
 def test_there_is_no_barrier_in_a_loop():

@@ -1,0 +1,284 @@
+"""Float32 programs whose gradients break if anything is rounded for them alone.
+
+Values outside of float16's range, small differences of large numbers, comparisons whose
+branch a rounding turns, tables, carries: in each the backward pass must read what the
+forward pass read.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+HOSTILE = {}
+N = 16
+
+
+def arrays(*shapes):
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=s) / 3, jnp.float32) for s in shapes]
+
+
+W, X, A, B = arrays((N, N), (8, N), (N, N), (N, N))
+(TABLE,) = arrays((32, N))
+IDS = jnp.asarray([3, 1, 31, 7, 7, 0, 12, 30])
+
+
+def hostile(fun):
+    HOSTILE[fun.__name__] = fun
+    return fun
+
+
+def rms(h):
+    return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+
+
+def mean_square(h):
+    return jnp.mean(h * h)
+
+
+def scaled(name, scale, tail):
+    """A residual stream of some size, and what reads it."""
+
+    def program(w, x):
+        h = scale * (1 + x)
+        for _ in range(2):
+            h = h + scale * jnp.tanh(rms(h) @ w)
+        return tail(h, w)
+
+    HOSTILE[name] = program
+
+
+scaled("stream_of_1e6_rms_norm", 1e6, lambda h, w: mean_square(rms(h) @ w))
+scaled(
+    "stream_of_3e5_layer_norm", 3e5, lambda h, w: mean_square(jax.nn.standardize(h) @ w)
+)
+scaled("log_of_1e6", 1e6, lambda h, w: jnp.mean(jnp.log(jnp.abs(h) + 1)))
+scaled("square_of_1e5", 1e5, lambda h, w: jnp.mean((h / 1e5) ** 2))
+scaled("sine_of_500", 500.0, lambda h, w: jnp.mean(jnp.sin(h)))
+scaled("inverse_of_1e_9", 1e-9, lambda h, w: 1e-9 * jnp.mean(1 / (jnp.abs(h) + 1e-10)))
+scaled(
+    "cosine_similarity",
+    1e5,
+    lambda h, w: jnp.mean(h / jnp.linalg.norm(h, axis=-1, keepdims=True) @ w),
+)
+scaled(
+    "huber",
+    1e3,
+    lambda h, w: jnp.mean(jnp.where(jnp.abs(h) < 1e3, h * h / 2e3, jnp.abs(h))),
+)
+scaled("logsumexp", 100.0, lambda h, w: jnp.mean(jax.nn.logsumexp(h, -1)))
+scaled("power", 10.0, lambda h, w: jnp.mean(jnp.abs(h) ** 3.3) * 1e-3)
+scaled(
+    "rounded_straight_through",
+    4.0,
+    lambda h, w: mean_square(h + lax.stop_gradient(jnp.round(h) - h)),
+)
+
+
+@hostile
+def carry_of_7e6(w, x):
+    def step(c, _):
+        return c + 1e6 * jnp.tanh(rms(c) @ w), jnp.mean(c)
+
+    c, ys = lax.scan(step, 7e6 * (1 + x), None, length=4)
+    return jnp.log(jnp.linalg.norm(c)) + 1e-7 * jnp.mean(ys)
+
+
+@hostile
+def concentrations(w, x):
+    def step(c, _):
+        return c * jnp.exp(0.1 * jnp.tanh(jnp.log(c) @ w / 20)), None
+
+    return jnp.mean(jnp.log(lax.scan(step, 1e-9 * jnp.exp(x), None, length=4)[0]))
+
+
+@hostile
+def forty_operations_on_an_argument(w, x):
+    y = 1e6 * x
+    for i in range(40):
+        y = y + 1e3 * jnp.sin(x * i)
+    return jnp.mean(((1e6 * jnp.tanh(x @ w) - y) / 1e6) ** 2)
+
+
+@hostile
+def gathered_targets(w, x):
+    y = (2e5 + 5e4 * TABLE)[IDS]
+    return jnp.mean(((1e5 * (jnp.tanh(x @ w) @ w + 1) - y) / 1e5) ** 2)
+
+
+@hostile
+def gathered_energies(w, x):
+    y = (-76.41 + 0.01 * TABLE)[IDS]
+    return 1e4 * jnp.mean((-76.4 + 0.01 * (jnp.tanh(x @ w) @ w) - y) ** 2)
+
+
+@hostile
+def gathered_noise_levels(w, x):
+    sigma = jnp.logspace(-6, 3, 32)[IDS][:, None]
+    noisy = jnp.tanh(x @ w) + sigma * x
+    return (
+        jnp.mean(((noisy / jnp.sqrt(1 + sigma**2)) @ w) ** 2 * (1 + sigma**2) / sigma)
+        * 1e-5
+    )
+
+
+@hostile
+def importance_ratio(w, x):
+    old = 1e-8 * jnp.exp(TABLE)[IDS]
+    new = 1e-8 * jax.nn.softmax(x @ w) * N
+    ratio = new / old
+    return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.2)))
+
+
+@hostile
+def distillation(w, x):
+    student = jax.nn.softmax(10 * x @ w)
+    teacher = lax.stop_gradient(jax.nn.softmax(jnp.tanh(x @ A) @ B))
+    return -jnp.mean(teacher * jnp.log(student))
+
+
+def masked(name, mask):
+    def program(w, x):
+        h = x + jnp.tanh(x @ w)
+        return jnp.mean(mask(h) * jnp.tanh(h @ w))
+
+    HOSTILE[name] = program
+
+
+masked("mask_of_the_maximum", lambda h: h == h.max(-1, keepdims=True))
+masked("mask_of_the_maximum_of_columns", lambda h: h == h.max(0, keepdims=True))
+masked("top_k_by_threshold", lambda h: h >= jnp.sort(h)[:, -4:-3])
+masked("top_k", lambda h: h >= lax.top_k(h, 4)[0][:, -1:])
+masked("nearest_code", lambda h: jax.nn.one_hot(jnp.argmin(h, -1), N))
+masked("rank", lambda h: jnp.argsort(jnp.argsort(h)) / N)
+masked("median", lambda h: h > jnp.median(h, -1, keepdims=True))
+masked("running_maximum", lambda h: h == lax.cummax(h, axis=1))
+
+
+@hostile
+def mask_in_a_loop(w, x):
+    def step(h, _):
+        h = h + jnp.tanh(h @ w)
+        return (h == h.max(-1, keepdims=True)) * jnp.tanh(h @ w) + h, None
+
+    return jnp.mean(lax.scan(step, x, None, length=2)[0])
+
+
+@hostile
+def global_max_pooling(w, x):
+    h = 1000 + 0.1 * x + jnp.tanh(x @ w)
+    return jnp.mean(jnp.max(h + jnp.tanh(h @ w / 1000), 0) ** 2) * 1e-6
+
+
+@hostile
+def attention_with_infinite_mask(w, x):
+    q = x @ w
+    scores = jnp.where(jnp.tri(8, dtype=bool), q @ (x @ A).T, -jnp.inf)
+    return mean_square(jax.nn.softmax(scores) @ (x @ B))
+
+
+@hostile
+def attention_that_keeps_its_scores(w, x):
+    scores = (x @ w) @ (x @ A).T
+    return mean_square(jax.nn.softmax(scores) @ (x @ B)) + jnp.mean(jnp.exp(scores))
+
+
+@hostile
+def softmax_by_hand(w, x):
+    scores = (x @ w) @ x.T
+    e = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return mean_square((e / e.sum(-1, keepdims=True)) @ x)
+
+
+@hostile
+def safe_norm(w, x):
+    h = jnp.where(jnp.arange(8)[:, None] < 4, 0.0, x @ w)
+    square = jnp.sum(h * h, -1)
+    return jnp.mean(
+        jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+    )
+
+
+@hostile
+def dropout(w, x):
+    h = jax.nn.gelu(x @ w)
+    keep = jax.random.bernoulli(jax.random.key(0), 0.7, h.shape)
+    return mean_square(jnp.where(keep, h / 0.7, 0) @ w)
+
+
+@hostile
+def batch_norm(w, x):
+    h = x @ w
+    h = jax.nn.standardize(h, 0, epsilon=1e-5)
+    return mean_square(jax.nn.relu(h) @ w + h)
+
+
+@hostile
+def cumulative_sums(w, x):
+    h = jnp.cumsum(1e4 * jnp.tanh(x @ w), 0)
+    return mean_square(lax.cumlogsumexp(h / 1e4, axis=1) @ w) + mean_square(h / 1e5)
+
+
+@hostile
+def scattered(w, x):
+    h = jnp.zeros((4, N)).at[IDS % 4].add(1e5 * (x @ w))
+    return mean_square((h / 1e5) @ w + jnp.log1p(h * h))
+
+
+@hostile
+def branches(w, x):
+    h = x + x @ w
+    return mean_square(
+        lax.cond(h.sum() > 0, lambda h: h @ w, lambda h: 1e6 * jnp.tanh(h) @ A, h)
+    )
+
+
+@hostile
+def rematerialized(w, x):
+    block = jax.checkpoint(lambda h: h + 1e6 * jnp.tanh(rms(h) @ w))
+    return jnp.log(mean_square(block(block(1e6 * (1 + x)))))
+
+
+@hostile
+def mixture_of_experts(w, x):
+    gates = jax.nn.softmax(x @ w[:, :4])
+    experts = jnp.stack([w, w * 2, w.T, w + A])
+    chosen = experts[jnp.argmax(gates, -1)]
+    return mean_square(
+        jnp.einsum("bi,bij->bj", x, chosen) * gates.max(-1, keepdims=True)
+    )
+
+
+@hostile
+def convolution(w, x):
+    image = x.reshape(2, 8, 8, 1)
+    h = lax.conv_general_dilated(
+        image,
+        w[:3, :3, None, None],
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    h = 1e5 * image + 1e5 * jax.nn.relu(h)
+    return mean_square(rms(h.reshape(8, N)) @ w)
+
+
+@hostile
+def loss_of_a_gradient(w, x):
+    energy = lambda x: jnp.sum(jnp.tanh(x @ w) @ w)  # noqa: E731
+    return mean_square(jax.grad(energy)(x))
+
+
+@hostile
+def norm_in_a_loss_of_a_gradient(w, x):
+    energy = lambda x: jnp.sum(jax.nn.standardize(x @ w, 0) ** 3 @ w)  # noqa: E731
+    return mean_square(jax.grad(energy)(x))
+
+
+@hostile
+def shared_stream(w, x):
+    h = x
+    for _ in range(3):
+        h = jax.nn.relu(h @ w + h)
+    return mean_square(h)

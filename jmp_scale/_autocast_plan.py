@@ -364,13 +364,13 @@ class _Planner:
             facts: Any = {}
             if kind == "island":
                 part = self._part(members, wanted)
-                places = enumerate(part.outvars)
-                facts["shared"] = tuple(i for i, v in places if v in shared)
             elif kind == "product":
                 part, facts["moves"], facts["weights"] = self._product(eqn)
             else:
                 inputs = dict.fromkeys(variables(eqn.invars))
                 part = _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars)
+            places = enumerate(part.outvars)
+            facts["shared"] = tuple(i for i, v in places if v in shared)
             if eqn.effects or wanted.intersection(part.outvars):
                 scope, part = _jaxpr.without_common_scope(part)
                 likeness = _jaxpr.likeness(part)

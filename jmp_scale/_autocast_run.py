@@ -103,8 +103,10 @@ class Cast:
     def _run_step(self, step: Step, plan: Plan, env: Any) -> None:
         """Runs equations as they are, or one whose nested jaxprs hold products."""
 
+        shared = {step.jaxpr.outvars[i] for i in step.shared}
+
         def change(v: Any, x: Any) -> Any:
-            return self.rounded(x) if v in plan.shared else x
+            return self.rounded(x) if v in shared else x
 
         with _jaxpr.scope(step.scope):
             results = self._call(step, plan, env) if step.kind == "call" else None

@@ -161,6 +161,7 @@ def with_loss_scale(
         )
         return new_updates, _next_state(state, verdict, applied, inner_state)
 
+    update.agreement = agree  # pyright: ignore[reportFunctionMemberAccess]
     return LossScaleTransformation(init, update)  # pyright: ignore
 
 

@@ -195,7 +195,9 @@ def judge_step(
     loss = None
     if value is not None:
         loss = agree(lax.pmax, jnp.asarray(value).astype(jnp.float32))
-        loss = jnp.where(loss_finite, loss, jnp.nan)
+        # A float64 loss beyond float32's range is finite: the largest leap of all.
+        largest = jnp.finfo(jnp.float32).max
+        loss = jnp.where(loss_finite, jnp.clip(loss, -largest, largest), jnp.nan)
     spike, guard = guard.judge(loss, norm, is_finite)
     return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
 

@@ -126,6 +126,21 @@ def test_strict_promotion_and_lists_of_precisions_work_as_in_jax(precision, resu
     assert_bitwise_equal(grad_of_sum(jmp_scale.dot_general, x, w, **options), expected)
 
 
+def test_the_precision_holds_in_the_backward_pass_too():
+    x, w = jnp.ones((4, 3), jnp.float16), jnp.ones((3, 2), jnp.float16)
+
+    def loss(x, w):
+        product = jmp_scale.dot_general(
+            x, w, PRODUCTS["matrices"][2], precision="highest"
+        )
+        return jnp.square(product.astype(jnp.float32)).sum()
+
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).as_text()
+    products = [x for x in program.splitlines() if "stablehlo.dot_general" in x]
+    assert len(products) == 3
+    assert all("precision = [HIGHEST, HIGHEST]" in x for x in products)
+
+
 def loss_of(dot_general):
     """Two layers in float16, float32 parameters: as Flax's `Dense` computes."""
 

@@ -99,6 +99,22 @@ def test_an_infinite_derivative_of_what_is_dropped_is_not_seen():
     assert derivative(jnp.float32(0.25), jnp.array(True)) == 2
 
 
+def test_an_infinite_derivative_by_the_parameters_is_not_seen_either():
+    def update(grads, state, params):
+        return jax.tree.map(lambda g, p: g * jnp.sqrt(p), grads, params), state
+
+    inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = jmp_scale.with_loss_scale(inner)
+
+    def after(params, grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    derivative = jax.jit(jax.grad(after))
+    assert derivative(jnp.float32(0.0), jnp.float32(jnp.inf)) == 1
+    assert derivative(jnp.float32(0.25), jnp.float32(1.0)) == 2
+
+
 @by_name(["adafactor", "sgd"], ["adamw", "lamb"])
 def test_a_map_over_steps_that_some_members_skip_has_a_derivative(name):
     tx = jmp_scale.with_loss_scale(OPTIMIZERS[name])

@@ -106,6 +106,14 @@ def test_entries_that_are_always_zero_do_not_count_as_lost():
     np.testing.assert_allclose(found.zero_fraction[-1], 2 / 3)
 
 
+def test_a_masked_unit_that_is_nan_at_an_overflow_does_not_count_as_lost():
+    def loss(w):  # its gradient is S or S times 0, which is NaN from 2^16 on
+        return (w.astype(jnp.float16) * jnp.float16([1, 0])).astype(jnp.float32).sum()
+
+    found = diagnostics.calibrate_loss_scale(loss, jnp.ones(2))
+    assert (float(found.log2_low), float(found.log2_high)) == (-4, 14)
+
+
 def test_calibration_says_so_where_no_scale_works():
     found = diagnostics.calibrate_loss_scale(lambda w: jnp.log(w).sum(), -jnp.ones(3))
     for value in (found.log2_low, found.log2_high, found.recommended_log2_scale):

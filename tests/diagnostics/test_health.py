@@ -52,6 +52,10 @@ FINDINGS = {
         "skipped; 2 overflows, 1 broken loss in total: normal if rare. diagnose_nonf",
         state(None, 3, 1, **ONE_LOSS),
     ),
+    "no warm-up": (
+        "skipped; 1 overflow, 1 broken loss in total: normal if rare",
+        state(None, 2, 2, **ONE_LOSS),
+    ),
     "cause unknown for long": (
         "skipped (12 overflows, 8 broken losses in total), and the loss scale is now",
         state(None, 20, 12, **EIGHT_LOSSES),

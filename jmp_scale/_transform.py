@@ -278,8 +278,14 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
         params = params.fast
     if params is None:
         return
+
+    def compare(update: Any, param: Any) -> None:
+        has_both = not (_is_nothing(update) or _is_nothing(param))
+        if has_both and not jax.tree_util.all_leaves([param]):
+            raise ValueError("one gradient for a subtree of the parameters")
+
     try:
-        jax.tree.map(lambda *_: None, updates, params, is_leaf=_is_nothing)
+        jax.tree.map(compare, updates, params, is_leaf=_is_nothing)
     except ValueError as error:
         raise ValueError(
             "with_loss_scale: expected gradients of the structure of the parameters, "

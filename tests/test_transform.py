@@ -316,10 +316,33 @@ def test_arguments_of_update_in_a_wrong_place_are_a_type_error(name):
         tx.update(*arguments(tx.init(PARAMS)))
 
 
-def test_gradients_of_another_structure_than_the_parameters_are_an_error():
+OTHER_STRUCTURES = {
+    "a leaf is missing": ({"w": GOOD["w"]}, PARAMS),
+    "a level is missing": ({"conv": GOOD["w"]}, {"conv": {"kernel": PARAMS["w"]}}),
+    "all levels are missing": (GOOD["w"], {"conv": {"kernel": PARAMS["w"]}}),
+    "a level more": ({"conv": {"kernel": GOOD["w"]}}, {"conv": PARAMS["w"]}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_STRUCTURES)
+def test_gradients_of_another_structure_than_the_parameters_are_an_error(case):
+    grads, params = OTHER_STRUCTURES[case]
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="gradients of the structure"):
-        tx.update({"w": GOOD["w"]}, tx.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="gradients of the structure") as error:
+        tx.update(grads, tx.init(params), params)
+    for tree in (grads, params):
+        assert str(jax.tree.structure(tree)) in str(error.value)
+
+
+@pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
+def test_parts_without_a_gradient_or_a_parameter_may_be_left_out(nothing):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+    params = {"trained": PARAMS["w"], "frozen": PARAMS}
+    grads = {"trained": GOOD["w"], "frozen": nothing}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert_close(updates["trained"], -0.1 * GOOD["w"])
+    assert updates["frozen"] == nothing
+    tx.update({"w": GOOD["w"]}, tx.init(params), {"w": nothing})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

@@ -207,6 +207,9 @@ def _require_readable(section: Mapping[str, Any]) -> None:
         cure = "bfloat16 needs no loss scale: write jmp_scale.NoOpLossScale()"
     elif keys <= _PYTORCH.keys() and not_deepspeed:
         cure = f"for a GradScaler write {_call('pytorch', section, _PYTORCH, enabled)}"
+        if keys <= _CEREBRAS.keys():  # `init_scale` alone
+            call = _call("cerebras", section, _CEREBRAS, enabled)
+            cure = f"for Cerebras use {call}, {cure}"
     elif keys <= _MEGATRON.keys() and not_deepspeed and keys - _CEREBRAS.keys():
         fp16 = section.get("fp16", not section.get("bf16"))
         cure = f"for Megatron write {_call('megatron', section, _MEGATRON, fp16)}"

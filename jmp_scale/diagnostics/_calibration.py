@@ -61,7 +61,10 @@ class Calibration:
         """The result as one sentence (host)."""
         low, high = float(self.log2_low), float(self.log2_high)
         if not np.asarray(self.finite).any():
-            return "No loss scale gives finite gradients: run diagnose_nonfinite."
+            return (
+                "No loss scale of the sweep gives finite gradients: run "
+                "diagnose_nonfinite."
+            )
         if not self.has_half_precision:
             return "Nothing in this loss is half precision: cast inside it first."
         if np.isnan(low):

@@ -122,6 +122,18 @@ def test_calibration_says_so_where_no_scale_works():
     assert "diagnose_nonfinite" in found.summary()
 
 
+def test_calibration_speaks_of_the_sweep_where_another_scale_would_work():
+    def loss(w):  # its gradient, S 8e7, is infinite from 2^-10 on
+        half = w.astype(jnp.float16) * jnp.float16(1e4)
+        return half.astype(jnp.float32).sum() * 8e3
+
+    calibrate, w = diagnostics.calibrate_loss_scale, jnp.ones(3)
+    below = calibrate(loss, w, log2_scales=range(-20, 25, 2))
+    above = calibrate(loss, w, log2_scales=range(16))
+    assert below.finite.any()
+    assert above.summary().startswith("No loss scale of the sweep gives finite")
+
+
 def test_calibration_takes_what_jax_grad_takes():
     def loss(x, w, power, name):
         assert isinstance(power, int)

@@ -1,6 +1,7 @@
 """What a run's state and its last steps show, in one sentence per finding."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -54,9 +55,9 @@ _SENTENCES = {
     "frequent spikes": "{skips} of the last {steps} steps {were} skipped as {spikes} "
     "({rate:.1%}; {listed}), where one in a hundred is a lot: look at the data of "
     "those batches, or lower the learning rate.",
-    "spikes in a row": "The last {in_a_row} steps were all skipped as spikes of the "
-    "loss or the gradient norm, {total} in total: the data or the model changed. After "
-    "{limit} in a row the guard takes the new level for normal.",
+    "spikes in a row": "The last {in_a_row} steps were all skipped{part} as spikes of "
+    "the loss or the gradient norm, {total} in total: the data or the model changed. "
+    "After {limit} in a row the guard takes the new level for normal.",
     "spike": "The last step was skipped as a spike of the loss or the gradient norm, "
     "{total} in total: normal if rare. Look at the data of that batch.",
     "rare spikes": "{skips} of the last {steps} steps {were} skipped as {spikes} "
@@ -262,8 +263,18 @@ def _state_findings(
         return [_scale_finding(state), _recorded_spikes(steps), skips]
     limit = getattr(state.guard, "max_in_a_row", "max_in_a_row")
     values = {"in_a_row": in_a_row, "total": int(state.spikes), "limit": limit}
-    spike = "spike" if in_a_row == 1 else "spikes in a row"
+    spikes = _spikes_in_a_row(state)
+    values["part"] = f", {spikes} of them" if spikes < in_a_row else ""
+    spike = "spike" if spikes == 1 else "spikes in a row"
     return [_scale_finding(state), (spike, values), _recorded_skips(steps)]
+
+
+def _spikes_in_a_row(state: LossScaleState) -> int:
+    """The spikes among the last steps that were all skipped; others overflowed."""
+    guard = state.guard
+    fields = guard if isinstance(guard, Mapping) else getattr(guard, "__dict__", {})
+    counted = int(fields.get("in_a_row", 0))  # since the last accepted step
+    return max(1, counted or min(int(state.skipped_in_a_row), int(state.spikes)))
 
 
 def _scale_finding(state: LossScaleState) -> Finding | None:

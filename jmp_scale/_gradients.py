@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._loss_scale import LossScale, checked_loss_scale
 from ._scaling import widen_gradients
-from ._tree import promote_to_float32
+from ._tree import is_inexact, promote_to_float32
 
 
 def value_and_grad(
@@ -53,8 +53,9 @@ def value_and_grad(
 
     Raises:
       TypeError: at once if `loss_scale` is not a loss scale, or if `axis_name` is
-        given; while tracing if `fun` does not return what `has_aux` says, or
-        `transform` not what `jax.value_and_grad` does.
+        given; while tracing if `fun` does not return what `has_aux` says, `transform`
+        not what `jax.value_and_grad` does, or what is differentiated is not an array
+        of floating-point numbers.
       ValueError: the loss scale has a shape other than ().
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
@@ -146,6 +147,8 @@ def _differentiated(
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
+        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
+            _check_differentiated(function, args, argnums)
         result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
         # A NoOpLossScale returns float16 gradients as they are.
@@ -153,6 +156,21 @@ def _differentiated(
         return value, widen_gradients(loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
+
+
+def _check_differentiated(function: str, args: Any, argnums: Any) -> None:
+    """Says what to do where JAX would only say that a leaf has no derivative."""
+    numbers = argnums if isinstance(argnums, Sequence) else [argnums]
+    given = {n: args[n] for n in numbers if -len(args) <= n < len(args)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+        if not (is_inexact(leaf) or hasattr(leaf, "__jax_array__")):
+            got = getattr(leaf, "dtype", type(leaf).__name__)
+            raise TypeError(
+                f"{function}: expected floating-point arrays in the differentiated "
+                f"arguments, got {got} at args{jax.tree_util.keystr(path)}; give it "
+                "the parameters alone, and for a model the value_and_grad of its "
+                "framework as transform (equinox.filter_value_and_grad)"
+            )
 
 
 def checked_output(function: str, output: Any, has_aux: bool) -> _Output:

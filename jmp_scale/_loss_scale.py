@@ -1,5 +1,6 @@
 """The loss scales and their three verbs."""
 
+import contextlib
 import dataclasses
 from typing import Any, TypeVar
 
@@ -119,7 +120,12 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
         cure = f"pass an instance, {value.__name__}(...)"
     elif isinstance(value, (str, int, float)) or hasattr(value, "dtype"):
         got = repr(value)
-        cure = f"pass jmp_scale.get_loss_scale({value!r})"
+        if isinstance(value, str):
+            cure = f"pass jmp_scale.get_loss_scale({value!r}), or DynamicLossScale()"
+        with contextlib.suppress(TypeError, ValueError):
+            StaticLossScale(value)  # pyright: ignore[reportArgumentType]
+            number = float(value) if isinstance(value, jax.Array) else value
+            cure = f"pass jmp_scale.get_loss_scale({number!r})"
     elif isinstance(getattr(value, "loss_scale", None), LossScale):
         cure = "pass its .loss_scale"
     elif any(map(is_loss_scale, jax.tree.leaves(value, is_leaf=is_loss_scale))):

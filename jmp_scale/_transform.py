@@ -1,7 +1,7 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -179,9 +179,10 @@ def judge_step(
     updates: Any, value: Any, guard: SpikeGuard | None, agree: _mesh.Agreement | None
 ) -> _Verdict:
     agree = agree or _mesh.agreement()
-    if value is not None and [jnp.shape(x) for x in jax.tree.leaves(value)] != [()]:
+    if not (value is None or _is_scalar(value)):
         raise ValueError(
-            f"with_loss_scale: expected value to be the scalar loss, got {value!r}"
+            f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "
+            "pass the loss alone, without what else the loss function returns"
         )
     loss_finite = jnp.array(True) if value is None else finite(value, agree)
     if guard is None:
@@ -200,6 +201,12 @@ def judge_step(
         loss = jnp.where(loss_finite, jnp.clip(loss, -largest, largest), jnp.nan)
     spike, guard = guard.judge(loss, norm, is_finite)
     return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, (str, tuple, list, Mapping)):  # of (loss, {}) one leaf is left
+        return False
+    return [jnp.shape(x) for x in jax.tree.leaves(value)] == [()]
 
 
 def _next_state(

@@ -156,6 +156,12 @@ class TrainState(train_state.TrainState):
 def _selected(applied: Any, changes: dict[str, Any], state: TrainState) -> Any:
     """The changes if `applied`, else the fields; changes of static fields always."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
+    names = [field.name for field in fields]
+    for name in changes.keys() - names:
+        raise TypeError(
+            f"TrainState.apply_gradients: expected the loss as value=, and fields of "
+            f"{type(state).__name__} ({', '.join(names)}), got {name}="
+        )
     nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
     new = {name: value for name, value in changes.items() if name in nodes}
     old = {name: getattr(state, name) for name in new}

@@ -79,11 +79,15 @@ def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
 
 
 @pytest.mark.parametrize(
-    "value", [jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}]
+    "value",
+    [
+        *(jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}),
+        *((jnp.float32(1.0), {}), [jnp.float32(1.0)], {"loss": jnp.float32(1.0)}, "x"),
+    ],
 )
 def test_a_value_that_is_not_a_scalar_is_a_value_error(value):
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="expected value to be the scalar loss"):
+    with pytest.raises(ValueError, match=r"expected value to be the scalar.* alone"):
         tx.update(GOOD, tx.init(PARAMS), PARAMS, value=value)
 
 

@@ -1,5 +1,6 @@
 """Mixed precision for JAX: autocast, and loss scaling for Optax and Flax."""
 
+from . import _doors as _doors
 from . import diagnostics as diagnostics
 from . import presets as presets
 from ._autocast import autocast as autocast

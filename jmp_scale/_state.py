@@ -38,6 +38,18 @@ class LossScaleState(NamedTuple):
     guard: Any
 
 
+def _attribute(state: LossScaleState, name: str) -> Any:
+    raise AttributeError(
+        f"LossScaleState has no {name!r}; the state of the optimizer is .inner_state, "
+        f"in which optax.tree.get(opt_state, {name!r}) finds a field at any depth",
+        name=name,
+        obj=state,
+    )
+
+
+# Not within the class, where type checkers would take any attribute for one of it.
+LossScaleState.__getattr__ = _attribute  # pyright: ignore[reportAttributeAccessIssue]
+
 jax.export.register_namedtuple_serialization(
     LossScaleState, serialized_name="jmp_scale.LossScaleState"
 )

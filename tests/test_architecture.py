@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+import jmp_scale
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
     "optax": {"_extra_args", "_transform", "_flax", "linen", "nnx"},
@@ -107,6 +109,15 @@ def test_importing_the_package_imports_neither_flax_nor_matplotlib():
     loaded = set(lines_of_a_process(FLAX_LAST)[0])
     assert "jmp_scale" in loaded
     assert not loaded & {"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "linen", "nnx", "plotting"])
+def test_a_module_that_is_imported_by_name_is_an_error_that_says_so(name, monkeypatch):
+    monkeypatch.delattr(jmp_scale, name, raising=False)
+    with pytest.raises(AttributeError, match=f": write import jmp_scale.{name}$"):
+        getattr(jmp_scale, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+        jmp_scale.nonsense  # noqa: B018
 
 
 def test_every_test_that_a_comment_names_exists():

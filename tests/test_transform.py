@@ -1,5 +1,6 @@
 import functools
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -497,3 +498,17 @@ def test_an_argument_of_another_type_is_named(name):
     given = dict(zip(("loss_scale", "guard"), others, strict=False))
     with pytest.raises(TypeError, match=f"with_loss_scale: expected .*{message}"):
         jmp_scale.with_loss_scale(inner, **given)
+
+
+def test_a_field_of_the_optimizer_s_own_state_is_an_error_that_says_where_it_is():
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    state = jmp_scale.with_loss_scale(inner).init(PARAMS)
+    with pytest.raises(
+        AttributeError, match=r"no 'hyperparams'; .* \.inner_state"
+    ) as e:
+        state.hyperparams  # noqa: B018
+    call = re.search(r"optax\.tree\.get\(.*?\)", str(e.value))[0]
+    found = eval(call, {"optax": optax, "opt_state": state})
+    assert found is state.inner_state.hyperparams
+    assert not hasattr(state, "mini_step")
+    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)

@@ -24,9 +24,9 @@ except ImportError as error:
     ) from error
 
 # Of Okabe and Ito, for the color-blind too, on white and on a dark page.
-BLUE, SKY, ORANGE, RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
-PURPLE, GREY = "#cc79a7", "#999999"
-INK = "#7f7f7f"  # of text, which can be read on both
+_BLUE, _SKY, _ORANGE, _RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
+_PURPLE, _GREY = "#cc79a7", "#999999"
+_INK = "#7f7f7f"  # of text, which can be read on both
 
 
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
@@ -47,13 +47,13 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     step, log2_scale = recorded["step"], recorded["log2_scale"]
     _check_some("plot_loss_scale", step.size, "a history of at least one step")
     ax = _axes(ax)
-    style = {"color": BLUE, "linewidth": 1.6, "label": "loss scale S", "zorder": 2}
+    style = {"color": _BLUE, "linewidth": 1.6, "label": "loss scale S", "zorder": 2}
     ax.step(step, log2_scale, where="post", **style)
     broken = ~recorded["loss_finite"]
     overflow = ~(recorded["grads_finite"] | broken | recorded["spike"])
     for skipped, marker, color, reason in (
-        (overflow, "v", RED, "gradients not finite"),
-        (broken, "X", PURPLE, "the loss is not finite"),
+        (overflow, "v", _RED, "gradients not finite"),
+        (broken, "X", _PURPLE, "the loss is not finite"),
     ):
         style = {"marker": marker, "color": color}
         label = f"skipped: {reason} ({skipped.sum()})"
@@ -101,16 +101,16 @@ def plot_spikes(
         (bottom, "grad_norm", "norm_limit", "gradient norm"),
     ):
         _draw_limited(ax, recorded, name, limit)
-        ax.set_ylabel(label, color=INK)
-        ax.xaxis.label.set_color(INK)
-        ax.tick_params(colors=INK, which="both")
-        ax.spines[:].set_edgecolor(INK)
+        ax.set_ylabel(label, color=_INK)
+        ax.xaxis.label.set_color(_INK)
+        ax.tick_params(colors=_INK, which="both")
+        ax.spines[:].set_edgecolor(_INK)
         _finish(ax, grid="both")
     bottom.set(xlabel="step", yscale="log")
     spike = recorded["spike"]
     steps = f"{spike.sum()} step" if spike.sum() == 1 else f"{spike.sum()} steps"
-    top.set_title(f"The guard skipped {steps} of {len(spike):,} as spikes", color=INK)
-    top.legend(frameon=False, labelcolor=INK)
+    top.set_title(f"The guard skipped {steps} of {len(spike):,} as spikes", color=_INK)
+    top.legend(frameon=False, labelcolor=_INK)
     return top, bottom
 
 
@@ -154,14 +154,14 @@ def plot_exponent_histogram(
     # Shares of the height, so that the words stand under the top edge.
     words = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top"}
     for start, end, color, label in (
-        (left, flushed, RED, "zero"),
-        (flushed, normal, ORANGE, "subnormal"),
-        (normal, overflow, SKY, "normal"),
-        (overflow, right, GREY, "overflow"),
+        (left, flushed, _RED, "zero"),
+        (flushed, normal, _ORANGE, "subnormal"),
+        (normal, overflow, _SKY, "normal"),
+        (overflow, right, _GREY, "overflow"),
     ):
         ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
         ax.text((start + end) / 2, 0.975, label, size="small", **words)
-    bars = {"width": 0.9, "align": "edge", "color": BLUE, "zorder": 3}
+    bars = {"width": 0.9, "align": "edge", "color": _BLUE, "zorder": 3}
     ax.bar(exponents + 0.05, shares, **bars)
     lost = shares[exponents < flushed].sum()
     ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
@@ -197,9 +197,9 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
     left = np.zeros(len(paths))
     for label, color, names in (
-        ("overflow or not finite", PURPLE, ("overflow", "nonfinite")),
-        ("flushed to zero", RED, ("flushed",)),
-        ("subnormal", ORANGE, ("subnormal",)),
+        ("overflow or not finite", _PURPLE, ("overflow", "nonfinite")),
+        ("flushed to zero", _RED, ("flushed",)),
+        ("subnormal", _ORANGE, ("subnormal",)),
     ):
         lost = [sum(rows[path][name] for name in names) for path in paths]
         share = np.array(lost) / nonzero
@@ -244,9 +244,9 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
         ax.axvspan(edges[column], edges[column + 1], **hatched)
     if not np.isnan(low):
         first, last = np.searchsorted(log2_scales, [low, high])
-        frame = {"fill": False, "edgecolor": RED, "linewidth": 2.5, "zorder": 4}
+        frame = {"fill": False, "edgecolor": _RED, "linewidth": 2.5, "zorder": 4}
         ax.axvspan(*edges[[first, last + 1]], **frame)
-        ax.axvline(best, color=RED, linestyle="--", linewidth=1.5, zorder=4)
+        ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set_xlabel("loss scale S (hatched: gradients overflow)")
     ax.set_ylim(len(paths) - 0.5, -0.5)
@@ -290,7 +290,7 @@ def _power(log2: float) -> str:
 
 def _finish(ax: Any, grid: str = "y") -> None:
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis=grid, color=INK, alpha=0.25, linewidth=0.8, zorder=0)
+    ax.grid(axis=grid, color=_INK, alpha=0.25, linewidth=0.8, zorder=0)
     ax.set_axisbelow(True)
 
 
@@ -306,11 +306,11 @@ def _draw_limited(ax: Any, recorded: dict[str, Any], name: str, limit: str) -> N
         for key in (name, limit)
     )
     applied = np.where(recorded["applied"], y, np.nan)
-    ax.plot(step, applied, color=BLUE, linewidth=1.2, label="applied", zorder=2)
+    ax.plot(step, applied, color=_BLUE, linewidth=1.2, label="applied", zorder=2)
     if np.isfinite(limits).any():
-        style = {"color": ORANGE, "linestyle": "--", "linewidth": 1.4, "zorder": 3}
+        style = {"color": _ORANGE, "linestyle": "--", "linewidth": 1.4, "zorder": 3}
         ax.plot(step, limits, label="limit of the guard", **style)
-    style = {"marker": "v", "color": RED, "label": "skipped"}
+    style = {"marker": "v", "color": _RED, "label": "skipped"}
     _draw_skipped(ax, step, y, recorded["spike"], **style)
     if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
         # A spike a thousand times the loss would leave nothing to see of the rest.

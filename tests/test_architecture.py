@@ -120,6 +120,14 @@ def test_a_module_that_is_imported_by_name_is_an_error_that_says_so(name, monkey
         jmp_scale.nonsense  # noqa: B018
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "linen", "nnx", "plotting", "presets"])
+def test_what_users_import_by_name_has_no_public_constants(name):
+    statements = ast.parse(MODULES[name].read_text()).body
+    targets = [t for s in statements if isinstance(s, ast.Assign) for t in s.targets]
+    names = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    assert not {n for n in names if n.isupper() and n[0] != "_" and len(n) > 1}
+
+
 def test_every_test_that_a_comment_names_exists():
     files = list(pathlib.Path(__file__).parent.rglob("test_*.py"))
     text = "".join(path.read_text() for path in files)

@@ -365,9 +365,7 @@ def _reduce_max(eqn: Any, x: Fact) -> Fact:
 
 
 def _cumsum(eqn: Any, x: Fact) -> Fact:
-    # Transposed it is reversed, and its sums are gradients, as large as any other.
-    length = 1 if eqn.params["reverse"] else shape(eqn.invars[0])[eqn.params["axis"]]
-    return join(_added(eqn, x, length), x)
+    return join(_added(eqn, x, shape(eqn.invars[0])[eqn.params["axis"]]), x)
 
 
 def _added(eqn: Any, x: Fact, count: int) -> Fact:

@@ -12,14 +12,11 @@ from jax import lax
 from .._finite import all_finite
 from .._jaxpr import dtype_name, open_jaxpr, subjaxprs
 from ._backward import Loss, split_arrays
-from ._report import MARGIN_BITS
+from ._report import HIGHEST, LOWEST, MARGIN_BITS
 
 # The share of a leaf's entries that a loss scale that works may lose: far below what
 # changes a training run, above what single entries at the edge of the range add.
 _TOLERATED = 2.0**-8
-
-# log2 of the smallest and largest S that `DynamicLossScale` takes by default.
-_LOWEST, _HIGHEST = 0, 24
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +74,7 @@ class Calibration:
         best = float(self.recommended_log2_scale)
         if not np.isnan(best):
             return f"{window}: start from 2^{best:g}."
-        limit = "min_loss_scale" if high < _LOWEST else "max_loss_scale"
+        limit = "min_loss_scale" if high < LOWEST else "max_loss_scale"
         return f"{window}, which a DynamicLossScale takes only with another {limit}."
 
 
@@ -150,7 +147,7 @@ def calibrate_loss_scale(
     zero_fraction = jnp.stack(found.leaves, axis=1)
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
     # As near to the margin as the window and a DynamicLossScale allow.
-    least, most = jnp.maximum(low, _LOWEST), jnp.minimum(high, _HIGHEST)
+    least, most = jnp.maximum(low, LOWEST), jnp.minimum(high, HIGHEST)
     best = jnp.where(least <= most, jnp.clip(high - margin_bits, least, most), jnp.nan)
     return Calibration(
         log2_scales=jnp.asarray(log2),

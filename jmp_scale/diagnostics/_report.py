@@ -19,7 +19,8 @@ _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
 
 # Doublings that a recommended loss scale leaves between the largest entry and overflow.
 MARGIN_BITS = 2
-LARGEST_LOG2 = 126  # of an S that is a normal float32 number, and 1/S too
+# log2 of the smallest and largest S that `DynamicLossScale` takes by default.
+LOWEST, HIGHEST = 0, 24
 
 # Counted in 32 bits up to here. A larger leaf is counted in pieces, joined in float32.
 _LARGEST_COUNT = 2**32 - 1
@@ -50,9 +51,10 @@ class GradReport:
       all_finite: bool[], whether `nonfinite` is 0 everywhere.
       first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
       recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits`
-        is at least 2 in every leaf, at most 126; NaN if there is none, or no entry is
-        finite and non-zero. Gradients of activations may be larger and need a smaller
-        one: see `calibrate_loss_scale`.
+        is at least 2 in every leaf, in [0, 24], because `DynamicLossScale` takes no
+        other S unless it is told to; NaN if there is none, or no entry is finite and
+        non-zero. Gradients of activations may be larger and need a smaller one: see
+        `calibrate_loss_scale`.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """
@@ -180,7 +182,7 @@ def _report_arrays(
     size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = counts.T
     log2_scale = _casts.log2_magnitude(_casts.magnitude_bits(loss_scale))
     most = jnp.min(log2_most, initial=jnp.inf)
-    some = jnp.isfinite(most) & (most >= -LARGEST_LOG2)
+    some = jnp.isfinite(most) & (most >= LOWEST)
     bad = nonfinite > 0
     # With one more, because there may be no leaves to search.
     first = jnp.argmax(jnp.append(bad, True))
@@ -198,7 +200,7 @@ def _report_arrays(
         "loss_scale": loss_scale,
         "all_finite": ~bad.any(),
         "first_nonfinite": jnp.where(bad.any(), first, -1).astype(jnp.int32),
-        "recommended_log2_scale": jnp.where(some, most.clip(max=LARGEST_LOG2), jnp.nan),
+        "recommended_log2_scale": jnp.where(some, most.clip(max=HIGHEST), jnp.nan),
     }
 
 
@@ -317,7 +319,13 @@ def _headline(report: dict[str, Any]) -> str:
     if not report["all_finite"]:
         finite = f"not finite from {_leaf_name(leaves[report['first_nonfinite']])} on"
     if math.isnan(log2):
-        advice = "no loss scale to recommend: no entry is finite and in range"
+        advice = "no loss scale to recommend: no entry is finite and non-zero"
+        if any(row["amax"] for row in report["leaves"].values()):
+            advice = (
+                "no loss scale from 1 on to recommend: the largest entries leave less "
+                f"than {MARGIN_BITS} bits of headroom already at 1, and a "
+                "DynamicLossScale takes a smaller one only with another min_loss_scale"
+            )
     return f"{start}: {finite}; {advice}"
 
 

@@ -74,12 +74,11 @@ def test_float64_entries_beyond_float32_have_their_own_amax_and_counts():
         assert report.amax.tolist() == [1e-300, 1, 1e300]
         expected = np.log2(65504) - np.log2([1e-300, 1, 1e300]) - 10
         np.testing.assert_allclose(report.headroom_bits, expected, rtol=1e-6)
-        # No S takes 1e300 into float16's range, and the library takes none above 2^126.
+        # No S takes 1e300 into float16's range.
         assert np.isnan(report.recommended_log2_scale)
         only_tiny = diagnostics.grad_report(jnp.array([1e-300]), 1.0)
-        assert float(only_tiny.recommended_log2_scale) == 126
+        assert float(only_tiny.recommended_log2_scale) == 24
         assert "1.00e-300" in only_tiny.summary()
-        jmp_scale.StaticLossScale(2.0 ** float(only_tiny.recommended_log2_scale))
 
 
 def test_amax_headroom_and_range_are_those_of_the_finite_entries():
@@ -99,13 +98,23 @@ def test_amax_headroom_and_range_are_those_of_the_finite_entries():
 
 
 @pytest.mark.parametrize("dtype", REPORTED)
-@pytest.mark.parametrize("amax", [1.0, 1.75, 1.9990234375, 1.99999, 3e-5, 7.3e4, 1e-30])
+@pytest.mark.parametrize(
+    "amax", [*(1.0, 1.75, 1.9990234375, 1.99999, 3e-5), *(1e4, 16376.0, 7.3e4, 1e-30)]
+)
 def test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom(amax, dtype):
     report = jitted_report(jnp.float32([amax, amax / 2]), 1.0, dtype=dtype)
-    k = float(report.recommended_log2_scale)
     limit = float(ml_dtypes.finfo(DTYPES[dtype]).max)
     amax = float(np.float32(amax))
-    assert amax * 2.0**k * 4 <= limit < amax * 2.0 ** (k + 1) * 4
+    have_headroom = [k for k in range(25) if amax * 2.0**k * 4 <= limit]
+    k = float(report.recommended_log2_scale)
+    assert np.isnan(k) == (not have_headroom)
+    headline = report.summary().splitlines()[0]
+    if have_headroom:
+        assert k == max(have_headroom)
+        jmp_scale.DynamicLossScale(2.0**k)
+        assert headline.endswith(f"recommended loss scale at most 2^{k:g}")
+    else:
+        assert "headroom already at 1, and a DynamicLossScale takes a sm" in headline
 
 
 def test_leaves_are_named_and_the_first_non_finite_one_is_found():

@@ -1,79 +1,162 @@
-"""Five models, as a float32 program or cast to half precision by hand.
+"""Models at the size that people train, and small ones whose gradients are computed.
 
-What casts by hand is what each framework's users write: a module's `dtype`, or one cast
-of all parameters. Normalization, softmax and losses are float32 either way.
+Each is a float32 program, or cast to half precision by hand as its framework's users do
+it: a module's `dtype`, or one cast of all parameters. Normalization, softmax and losses
+are float32 either way. Parameters and batches are made of a key, so that
+`jax.eval_shape` gives their types and nothing is allocated.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import _models
 import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 
-class Problem(NamedTuple):
-    """A loss of (parameters, batch), and these two; their types where it is large."""
+class Model(NamedTuple):
+    """What is differentiated.
 
-    loss: Callable[[Any, Any], jax.Array]
-    params: Any
-    batch: Any
+    Attributes:
+      init: parameters and batch of a key.
+      loss: of (parameters, batch, dtype, checkpointed), where the dtype None leaves
+        them as they are, and each block is in a `jax.checkpoint` if checkpointed.
+      options: of `autocast`.
+    """
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    loss: Callable[[Any, Any, Any, bool], jax.Array]
+    options: Any = {}  # noqa: RUF012
 
 
 class Sizes(NamedTuple):
     """Of a transformer that names the next of a row of tokens."""
 
-    layers: int = 6
-    width: int = 512
-    heads: int = 8
-    context: int = 512
+    layers: int
     vocabulary: int = 8192
+    width: int = 768
+    heads: int = 12
+    context: int = 1024
     batch: int = 8
 
 
-SMALL, LARGE = Sizes(6, 32, 4, 16, 50, 2), Sizes()
+TINY = Sizes(6, 50, 32, 4, 16, 2)
 
 
-def resnet(large: bool, dtype: Any, seed: int = 0) -> Problem:
-    """A ResNet with BatchNorm, in Flax Linen: 64 channels, 3 x 3 blocks of 2 layers."""
-    channels, blocks, side, size = (64, 3, 32, 256) if large else (8, 1, 16, 8)
+def gpt(sizes: Sizes, *, scanned: bool = False, keep_scores: bool = True) -> Model:
+    """GPT-2 in plain JAX, unrolled or one `lax.scan`, with tied embeddings."""
+    attend = _models.attend if keep_scores else jax.checkpoint(_models.attend)
+
+    def init(key: jax.Array) -> Any:
+        params = _models.transformer_params(sizes, key)
+        if scanned:
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
+            params["layers"] = stacked
+        return params, _tokens(sizes, key)
+
+    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
+        @_checkpoint(checkpointed)
+        def block(x: jax.Array, layer: Any) -> jax.Array:
+            layer = cast(layer, dtype)
+            y = _models.normalize(x, layer["norm1"])
+            x = x + _models.attention(sizes, layer, y, attend)
+            y = _models.dense(_models.normalize(x, layer["norm2"]), layer["up"])
+            return x + _models.dense(jax.nn.gelu(y), layer["down"])
+
+        layers = params["layers"]
+        rest = cast({k: v for k, v in params.items() if k != "layers"}, dtype)
+        x = rest["tokens"][batch["x"]] + rest["positions"][None]
+        if scanned:
+            x, _ = lax.scan(lambda x, layer: (block(x, layer), None), x, layers)
+        else:
+            for layer in layers:
+                x = block(x, layer)
+        logits = _models.normalize(x, rest["norm"]) @ rest["tokens"].T
+        logs = jax.nn.log_softmax(wide(logits))
+        return -jnp.mean(jnp.take_along_axis(logs, batch["y"][..., None], -1))
+
+    return Model(init, loss)
+
+
+def linen(sizes: Sizes) -> Model:
+    """A transformer in Flax Linen, unrolled."""
+    width = sizes.width
 
     class Block(nn.Module):
-        width: int
-        stride: int
+        dtype: Any
+
+        @nn.compact
+        def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+            dense = functools.partial(nn.Dense, dtype=self.dtype)
+            attention = nn.MultiHeadDotProductAttention(
+                sizes.heads, dtype=self.dtype, force_fp32_for_softmax=True
+            )
+            x = x + attention(nn.LayerNorm(dtype=self.dtype)(x), mask=mask)
+            y = dense(4 * width)(nn.LayerNorm(dtype=self.dtype)(x))
+            return x + dense(width)(nn.gelu(y))
+
+    class Net(nn.Module):
+        dtype: Any = None
+        checkpointed: bool = False
+
+        @nn.compact
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            x = nn.Embed(sizes.vocabulary, width, dtype=self.dtype)(ids)
+            positions = nn.initializers.normal(0.02)
+            x = x + self.param("positions", positions, x.shape[1:]).astype(x.dtype)
+            block = nn.remat(Block) if self.checkpointed else Block
+            for at in range(sizes.layers):
+                x = block(self.dtype, name=f"block{at}")(x, nn.make_causal_mask(ids))
+            x = nn.LayerNorm(dtype=self.dtype)(x)
+            return nn.Dense(sizes.vocabulary, dtype=self.dtype)(x)
+
+    return _linen_model(Net, lambda key: _tokens(sizes, key))
+
+
+def resnet(shape: Any, stem: int | None, blocks: Any, classes: int) -> Model:
+    """A ResNet with BatchNorm, in Flax Linen, on a batch of this shape.
+
+    A block is (width, size, stride) of each of its convolutions.
+    """
+
+    class Block(nn.Module):
+        convolutions: Any
+        dtype: Any
 
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            y = _conv_norm(self.width, 3, self.stride, dtype)(x)
-            y = _conv_norm(self.width, 3, 1, dtype)(nn.relu(y))
+            y = x
+            for at, convolution in enumerate(self.convolutions):
+                y = _conv_norm(*convolution, self.dtype)(nn.relu(y) if at else y)
             if x.shape != y.shape:
-                x = _conv_norm(self.width, 1, self.stride, dtype)(x)
+                stride = max(stride for _, _, stride in self.convolutions)
+                x = _conv_norm(y.shape[-1], 1, stride, self.dtype)(x)
             return nn.relu(x + y)
 
     class Net(nn.Module):
+        dtype: Any = None
+        checkpointed: bool = False
+
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.relu(_conv_norm(channels, 3, 1, dtype)(x))
-            for stage in range(3):
-                for block in range(blocks):
-                    stride = 2 if stage and not block else 1
-                    x = Block(channels * 2**stage, stride)(x)
-            return nn.Dense(10, dtype=dtype)(jnp.mean(x, (1, 2)))
+            if stem is not None:
+                x = nn.relu(_conv_norm(stem, 3, 1, self.dtype)(x))
+            block = nn.remat(Block) if self.checkpointed else Block
+            for at, convolutions in enumerate(blocks):
+                x = block(convolutions, self.dtype, name=f"block{at}")(x)
+            return nn.Dense(classes, dtype=self.dtype)(jnp.mean(x, (1, 2)))
 
-    net = Net()
-    images = _normal(seed, size, side, side, 3)
+    def batch(key: jax.Array) -> Any:
+        y = jnp.arange(shape[0]) % classes
+        return {"x": jax.random.normal(key, shape), "y": y}
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        logits, _ = net.apply(params, batch["x"], mutable=["batch_stats"])
-        return cross_entropy(logits, batch["y"])
-
-    params = _made(large, lambda: net.init(jax.random.key(seed), images[:1]))
-    return Problem(loss, params, {"x": images, "y": jnp.arange(size) % 10})
+    return _linen_model(Net, batch)
 
 
 def _conv_norm(width: int, size: int, stride: int, dtype: Any) -> Callable[..., Any]:
@@ -82,48 +165,27 @@ def _conv_norm(width: int, size: int, stride: int, dtype: Any) -> Callable[..., 
     return lambda x: norm(conv(x))
 
 
-def linen(large: bool, dtype: Any, seed: int = 0) -> Problem:
-    """A transformer in Flax Linen, unrolled, with dropout where it is large."""
-    sizes = LARGE if large else SMALL
-    width, kept = sizes.width, not large
+def _linen_model(net: Any, make_batch: Any) -> Model:
+    """A classifier, `net` of (dtype, checkpointed)."""
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, ids: jax.Array) -> jax.Array:
-            x = nn.Embed(sizes.vocabulary, width, dtype=dtype)(ids)
-            positions = nn.initializers.normal(0.02)
-            x = x + self.param("positions", positions, x.shape[1:]).astype(x.dtype)
-            mask = nn.make_causal_mask(ids)
-            for _ in range(sizes.layers):
-                y = nn.LayerNorm(dtype=dtype)(x)
-                y = nn.MultiHeadDotProductAttention(
-                    sizes.heads, dtype=dtype, force_fp32_for_softmax=True
-                )(y, mask=mask)
-                x = x + nn.Dropout(0.1, deterministic=kept)(y)
-                y = nn.Dense(4 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x))
-                y = nn.Dense(width, dtype=dtype)(nn.gelu(y))
-                x = x + nn.Dropout(0.1, deterministic=kept)(y)
-            x = nn.LayerNorm(dtype=dtype)(x)
-            return nn.Dense(sizes.vocabulary, dtype=dtype)(x)
+    def init(key: jax.Array) -> Any:
+        batch = make_batch(key)
+        return net().init(key, batch["x"][:1]), batch
 
-    net, batch = Net(), _tokens(sizes)
-    keys = {"params": jax.random.key(seed), "dropout": jax.random.key(1)}
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        logits = net.apply(params, batch["x"], rngs={"dropout": jax.random.key(1)})
+    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
+        made = net(dtype, checkpointed)
+        logits, _ = made.apply(params, batch["x"], mutable=["batch_stats"])
         return cross_entropy(logits, batch["y"])
 
-    params = _made(large, lambda: net.init(keys, batch["x"]))
-    return Problem(loss, params, batch)
+    return Model(init, loss)
 
 
-def equinox(large: bool, dtype: Any, seed: int = 0) -> Problem:
+def equinox(sizes: Sizes) -> Model:
     """A transformer in Equinox, unrolled, each layer mapped over tokens and batch."""
-    sizes = LARGE if large else SMALL
-    width, layers = sizes.width, sizes.layers
+    width = sizes.width
 
-    def init() -> Any:
-        keys = jax.random.split(jax.random.key(seed), (layers + 1, 2))
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, (sizes.layers + 1, 2))
         attention = lambda key: eqx.nn.MultiheadAttention(sizes.heads, width, key=key)  # noqa: E731
         mlp = lambda key: eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=key)  # noqa: E731
         norm = lambda: eqx.nn.LayerNorm(width)  # noqa: E731
@@ -134,92 +196,112 @@ def equinox(large: bool, dtype: Any, seed: int = 0) -> Problem:
             "out": eqx.nn.Linear(width, sizes.vocabulary, key=keys[-1, 1]),
         }
 
-    def net(model: Any, ids: jax.Array) -> jax.Array:
-        x = jax.vmap(model["embed"])(ids)
-        mask = jnp.tril(jnp.ones((len(ids), len(ids)), bool))
-        for norm1, attention, norm2, mlp in model["blocks"]:
+    def init(key: jax.Array) -> Any:
+        return eqx.filter(make(key), eqx.is_array), _tokens(sizes, key)
+
+    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
+        shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+        is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+        static = eqx.filter(shapes, is_array, inverse=True)
+        params = cast(params, dtype)
+
+        @_checkpoint(checkpointed)
+        def block(x: jax.Array, arrays: Any) -> jax.Array:
+            norm1, attention, norm2, mlp = eqx.combine(arrays, static["blocks"][0])
+            mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
             y = jax.vmap(norm1)(x)
             x = x + attention(y, y, y, mask=mask)
-            x = x + jax.vmap(mlp)(jax.vmap(norm2)(x))
-        return jax.vmap(model["out"])(jax.vmap(model["norm"])(x))
+            return x + jax.vmap(mlp)(jax.vmap(norm2)(x))
 
-    model = eqx.filter_eval_shape(init) if large else init()
-    is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    params, static = eqx.partition(model, is_array)
+        def net(ids: jax.Array) -> jax.Array:
+            x = jax.vmap(eqx.combine(params["embed"], static["embed"]))(ids)
+            for arrays in params["blocks"]:
+                x = block(x, arrays)
+            x = jax.vmap(eqx.combine(params["norm"], static["norm"]))(x)
+            return jax.vmap(eqx.combine(params["out"], static["out"]))(x)
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        model = eqx.combine(cast(params, dtype), static)
-        logits = jax.vmap(lambda ids: net(model, ids))(batch["x"])
-        return cross_entropy(logits, batch["y"])
+        return cross_entropy(jax.vmap(net)(batch["x"]), batch["y"])
 
-    return Problem(loss, params, _tokens(sizes))
-
-
-def mlp(large: bool, dtype: Any, seed: int = 0) -> Problem:
-    """An autoencoder of dense layers."""
-    widths = (784, 2048, 1024, 256, 1024, 2048, 784) if large else (64, 32, 16, 32, 64)
-    layers = [
-        {"w": _normal(seed, i, o) * i**-0.5, "b": jnp.zeros(o, jnp.float32)}
-        for i, o in itertools.pairwise(widths)
-    ]
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        params, x = cast((params, batch["x"]), dtype)
-        for layer in params[:-1]:
-            x = jax.nn.gelu(x @ layer["w"] + layer["b"])
-        x = wide(x @ params[-1]["w"] + params[-1]["b"])
-        return jnp.mean((jax.nn.sigmoid(x) - batch["x"]) ** 2)
-
-    images = jax.nn.sigmoid(_normal(seed, 4096 if large else 32, widths[0]))
-    return Problem(loss, layers, {"x": images})
+    return Model(init, loss)
 
 
-def scanned(large: bool, dtype: Any, seed: int = 0) -> Problem:
-    """A transformer in plain JAX, whose layers are one `lax.scan`."""
-    sizes = LARGE if large else SMALL
-    n, d, h = sizes.layers, sizes.width, sizes.heads
-    stacked = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
-    layers = {k: _normal(seed, n, *s) * s[0] ** -0.5 for k, s in stacked.items()}
-    layers |= {f"{k}_b": jnp.zeros((n, s[1]), jnp.float32) for k, s in stacked.items()}
-    layers |= {k: jnp.ones((n, d), jnp.float32) for k in ("norm1", "norm2")}
-    params = {
-        "embed": _normal(seed, sizes.vocabulary, d),
-        "layers": layers,
-        "norm": jnp.ones(d, jnp.float32),
-        "head": _normal(seed, d, sizes.vocabulary) * d**-0.5,
-    }
+def mlp(widths: Any, rows: int, activation: Any) -> Model:
+    """Dense layers in plain JAX, whose results should be zero."""
 
-    mask = jnp.tril(jnp.ones((sizes.context, sizes.context), bool))
+    def init(key: jax.Array) -> Any:
+        shapes = itertools.pairwise(widths)
+        layers = [{"w": _weight(key, *s), "b": jnp.zeros(s[1])} for s in shapes]
+        return layers, jax.random.normal(key, (rows, widths[0]))
 
-    def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
-        y = wide(x)
-        scale = lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
-        return ((y - y.mean(-1, keepdims=True)) * scale * gain).astype(x.dtype)
+    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
+        @_checkpoint(checkpointed)
+        def block(x: jax.Array, layer: Any) -> jax.Array:
+            layer = cast(layer, dtype)
+            return activation(x @ layer["w"] + layer["b"][None])
 
-    def layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
-        w = cast(params, dtype)
-        y = norm(x, params["norm1"]) @ w["qkv"] + w["qkv_b"]
-        y = y.reshape(*x.shape[:2], 3, h, d // h)
-        q, k, v = (y[:, :, i].swapaxes(1, 2) for i in range(3))
-        scores = wide(q @ k.mT) * (d // h) ** -0.5
-        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9)).astype(x.dtype)
-        y = (weights @ v).swapaxes(1, 2).reshape(x.shape)
-        x = x + y @ w["out"] + w["out_b"]
-        y = jax.nn.gelu(norm(x, params["norm2"]) @ w["up"] + w["up_b"])
-        return x + y @ w["down"] + w["down_b"], None
+        x = functools.reduce(block, params, cast(batch, dtype))
+        return jnp.mean(wide(x) ** 2)
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x, _ = lax.scan(
-            layer, cast(params["embed"], dtype)[batch["x"]], params["layers"]
-        )
-        logits = norm(x, params["norm"]) @ cast(params["head"], dtype)
-        logs = jax.nn.log_softmax(wide(logits))
-        return -jnp.mean(jnp.take_along_axis(logs, batch["y"][..., None], -1))
-
-    return Problem(loss, params, _tokens(sizes))
+    return Model(init, loss)
 
 
-MODELS = {f.__name__: f for f in (resnet, linen, equinox, mlp, scanned)}
+def mixer(layers: int, images: int, patches: int, width: int) -> Model:
+    """An MLP-Mixer in plain JAX, without its first and last layer."""
+
+    def init(key: jax.Array) -> Any:
+        norm = {"gain": jnp.ones(width), "bias": jnp.zeros(width)}
+        shapes = {"a": (patches, 4 * patches), "b": (4 * patches, patches)}
+        shapes |= {"c": (width, 4 * width), "d": (4 * width, width)}
+        layer = {name: _weight(key, *shape) for name, shape in shapes.items()}
+        params = [layer | {"norm1": norm, "norm2": norm}] * layers
+        return params, jax.random.normal(key, (images, patches, width))
+
+    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
+        @_checkpoint(checkpointed)
+        def block(x: jax.Array, layer: Any) -> jax.Array:
+            layer = cast(layer, dtype)
+            y = _models.normalize(x, layer["norm1"]).mT
+            x = x + (jax.nn.gelu(y @ layer["a"]) @ layer["b"]).mT
+            y = _models.normalize(x, layer["norm2"])
+            return x + jax.nn.gelu(y @ layer["c"]) @ layer["d"]
+
+        x = functools.reduce(block, params, cast(batch, dtype))
+        return jnp.mean(wide(x) ** 2)
+
+    return Model(init, loss)
+
+
+MLP = [4096] * 9
+# Of a ResNet-50: width, size and stride of each convolution of a block.
+STAGE_3 = [((256, 1, 1), (256, 3, 1 if at else 2), (1024, 1, 1)) for at in range(6)]
+BASIC = [((8 * n, 3, 1 if n == 1 else 2), (8 * n, 3, 1)) for n in (1, 2, 4)]
+# In the order of their compile times.
+LARGE = {
+    "mlp-gelu": mlp(MLP, 8192, jax.nn.gelu),
+    "mlp-relu": mlp(MLP, 8192, jax.nn.relu),
+    "resnet50-stage3": resnet((32, 28, 28, 512), None, STAGE_3, 1000)._replace(
+        options={"share_casts": True}
+    ),
+    "mixer8": mixer(8, 64, 256, 768),
+    "gpt12-scan": gpt(Sizes(12), scanned=True),
+    "gpt4": gpt(Sizes(4)),
+    "gpt8": gpt(Sizes(8)),
+    "gpt4-V50257": gpt(Sizes(4, 50257)),
+    "gpt4-no-scores": gpt(Sizes(4), keep_scores=False),
+    "equinox4": equinox(Sizes(4)),
+}
+DEEP = {
+    "gpt12": gpt(Sizes(12)),
+    "linen12": linen(Sizes(12)),
+    "equinox12": equinox(Sizes(12)),
+}
+SMALL = {
+    "resnet": resnet((16, 8, 8, 3), 8, BASIC, 10),
+    "linen": linen(TINY),
+    "equinox": equinox(TINY),
+    "mlp": mlp((64, 32, 16, 32, 64), 32, jax.nn.gelu),
+    "scanned": gpt(TINY, scanned=True),
+}
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -237,16 +319,14 @@ def cast(tree: Any, dtype: Any) -> Any:
     return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
-def _made(large: bool, init: Callable[[], Any]) -> Any:
-    return jax.eval_shape(init) if large else init()
+def _checkpoint(checkpointed: bool) -> Callable[[Any], Any]:
+    return jax.checkpoint if checkpointed else lambda fun: fun
 
 
-def _tokens(sizes: Sizes) -> Any:
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, sizes.vocabulary, (sizes.batch, sizes.context), np.int32)
-    return {"x": jnp.asarray(ids), "y": jnp.asarray(np.roll(ids, -1, 1))}
+def _tokens(sizes: Sizes, key: jax.Array) -> Any:
+    ids = jax.random.randint(key, (sizes.batch, sizes.context), 0, sizes.vocabulary)
+    return {"x": ids, "y": jnp.roll(ids, -1, 1)}
 
 
-def _normal(seed: int, *shape: int) -> jax.Array:
-    rng = np.random.default_rng(1000 * seed + sum(shape))
-    return jnp.asarray(rng.standard_normal(shape, np.float32))
+def _weight(key: jax.Array, rows: int, columns: int) -> jax.Array:
+    return jax.random.normal(key, (rows, columns)) * rows**-0.5

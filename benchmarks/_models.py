@@ -47,14 +47,15 @@ def transformer(sizes: Transformer, batch_size: int) -> Model:
     return Model(transformer_params(sizes), loss, {"tokens": tokens})
 
 
-def transformer_params(sizes: Transformer) -> Any:
+def transformer_params(sizes: Any, key: jax.Array | None = None) -> Any:
     """16 leaves a layer and 4 more."""
-    rng = np.random.default_rng(0)
     d = sizes.width
     shapes = dict.fromkeys("qkvo", (d, d)) | {"up": (d, 4 * d), "down": (4 * d, d)}
+    key = jax.random.key(0) if key is None else key
+    keys = iter(jax.random.split(key, len(shapes) * sizes.layers + 2))
 
     def normal(*shape):
-        return jnp.asarray(0.02 * rng.standard_normal(shape, np.float32))
+        return 0.02 * jax.random.normal(next(keys), shape)
 
     def norm():
         return {"gain": jnp.ones(d), "bias": jnp.zeros(d)}
@@ -79,10 +80,10 @@ def _loss(sizes, params, batch, dtype):
     tokens = batch["tokens"]
     x = params["tokens"][tokens] + params["positions"][None]
     for layer in params["layers"]:
-        x = x + _attention(sizes, layer, _normalize(x, layer["norm1"]))
-        hidden = jax.nn.gelu(_dense(_normalize(x, layer["norm2"]), layer["up"]))
-        x = x + _dense(hidden, layer["down"])
-    logits = (_normalize(x, params["norm"]) @ params["tokens"].T).astype(jnp.float32)
+        x = x + attention(sizes, layer, normalize(x, layer["norm1"]))
+        hidden = jax.nn.gelu(dense(normalize(x, layer["norm2"]), layer["up"]))
+        x = x + dense(hidden, layer["down"])
+    logits = (normalize(x, params["norm"]) @ params["tokens"].T).astype(jnp.float32)
     targets = jnp.roll(tokens, -1, axis=1)
     logs = jax.nn.log_softmax(logits)
     losses = -jnp.take_along_axis(logs, targets[..., None], axis=-1)[..., 0]
@@ -91,22 +92,27 @@ def _loss(sizes, params, batch, dtype):
     return jnp.sum(losses * counted) / jnp.sum(counted)
 
 
-def _dense(x, layer):
+def dense(x, layer):
     return x @ layer["kernel"] + jnp.expand_dims(layer["bias"], range(x.ndim - 1))
 
 
-def _normalize(x, norm):
-    wide = x.astype(jnp.float32)
+def normalize(x, norm):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
     wide = (wide - wide.mean(-1, keepdims=True)) * scale
     return wide.astype(x.dtype) * norm["gain"][None, None] + norm["bias"][None, None]
 
 
-def _attention(sizes, layer, x):
+def attend(q, k, v):
+    """Of queries, keys and values (batch, position, head, width), causal."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = scores.astype(jnp.promote_types(q.dtype, jnp.float32))
+    seen = jnp.tri(q.shape[1], dtype=bool)[None, None]
+    scores = jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v)
+
+
+def attention(sizes, layer, x, attend=attend):
     heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
-    q, k, v = (_dense(x, layer[name]).reshape(heads) for name in "qkv")
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
-    seen = jnp.tri(sizes.context, dtype=bool)[None, None]
-    scores = jnp.where(seen, scores / math.sqrt(heads[-1]), -jnp.inf)
-    attended = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(x.dtype), v)
-    return _dense(attended.reshape(x.shape), layer["o"])
+    q, k, v = (dense(x, layer[name]).reshape(heads) for name in "qkv")
+    return dense(attend(q, k, v).reshape(x.shape), layer["o"])

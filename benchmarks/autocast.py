@@ -1,132 +1,182 @@
 """What `autocast` makes of a float32 program, beside casting it by hand.
 
-Five models: what is kept for the backward pass and the dtype of all products, read from
-the traced program; memory, traffic and kernels or cycles as the compilers of GPUs and
-TPUs make value and gradient of the scaled loss, on machines that are not there; and the
-error of the gradient, which is computed here. Ratios are to casting by hand.
+- compiled: memory, traffic and kernels or cycles of value and gradient, of models at
+  the size that people train, as the compilers of GPUs and TPUs make them. No such
+  machine is needed, nothing is allocated and nothing is run.
+- traced: trace times of twelve unrolled layers, over the float32 program's.
+- error: of the gradients of small models, which are computed here.
+
+By hand is told as it is, everything else as a ratio to it, where it is known. One row:
+
+    python benchmarks/autocast.py --parts compiled --targets h100 --models gpt4 \
+        --programs autocast --resume rows.json
+
+A compiler for TPUs takes minutes for each row of a transformer. `--resume` keeps every
+row in a file, and takes from it what is there: after a stop the same command goes on,
+and other models and programs of the same file are what they are compared with. Rows of
+code that has changed since must be taken out of it.
 """
 
+import functools
 import gc
+import itertools
+import json
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import _half_models
 import _harness
 import _targets
 import jax
 import jax.numpy as jnp
 import numpy as np
 from _compiled import figures
+from _half_models import DEEP, LARGE, SMALL, Model
 from _harness import Table
 from tqdm import tqdm
 
 import jmp_scale
-from jmp_scale._jaxpr import is_literal, size
-from jmp_scale.diagnostics import precision_report
 
-LOSS_SCALE = 2.0**15
+LOSS_SCALE = 2.0**15  # of gradients that are computed
 SEEDS = 20  # of the models whose errors are compared
-HALF = {"f16": jnp.float16, "bf16": jnp.bfloat16}
+HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 BASE = "by hand"
+MODELS = LARGE | DEEP | SMALL
+DEEPER = {"gpt8": "gpt4"}  # by four layers
+UNITS = {
+    "MB a layer": (1e6, " MB"),
+    "temporaries": (1e6, " MB"),
+    "bytes": (1e9, " GB"),
+    "kernels": (1, ""),
+    "cycles": (1e6, " M"),
+    "compile time": (1, " s"),
+}
 
 
-def program(make: Callable[..., Any], name: str, half: Any, large: bool) -> Any:
-    """A problem whose loss is that of one of `PROGRAMS`."""
-    problem = make(large, half if name.startswith(BASE) else None)
-    return problem._replace(loss=PROGRAMS[name](problem.loss, half))
+def _by_hand(model: Model, half: Any, *, checkpointed: bool = False) -> Any:
+    return lambda params, batch: model.loss(params, batch, half, checkpointed)
 
 
-def _saving_products(loss: Any, half: Any) -> Any:
-    del half
-    return jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)
+def _saving_products(model: Model, half: Any) -> Any:
+    policy = jax.checkpoint_policies.dots_saveable
+    return jax.checkpoint(_by_hand(model, half), policy=policy)
 
 
+def _autocast(
+    model: Model, half: Any, *, checkpointed: bool = False, **options: Any
+) -> Any:
+    loss = _by_hand(model, None, checkpointed=checkpointed)
+    return jmp_scale.autocast(loss, half, **model.options, **options)
+
+
+# The loss of a model and a dtype. With a checkpoint: around each block, within.
 PROGRAMS = {
-    BASE: lambda loss, half: loss,
+    BASE: _by_hand,
     "by hand, dots_saveable": _saving_products,
-    "float32": lambda loss, half: loss,
-    "autocast": jmp_scale.autocast,
-    "autocast, recompute=False": lambda loss, half: jmp_scale.autocast(
-        loss, half, recompute=False
-    ),
-    "autocast, backward=bf16": lambda loss, half: jmp_scale.autocast(
-        loss, half, backward="bfloat16"
-    ),
+    "by hand, checkpoint": functools.partial(_by_hand, checkpointed=True),
+    "float32": lambda model, half: _by_hand(model, None),
+    "autocast": _autocast,
+    "autocast, checkpoint": functools.partial(_autocast, checkpointed=True),
+    "autocast, recompute=False": functools.partial(_autocast, recompute=False),
+    "autocast, backward=bf16": functools.partial(_autocast, backward="bfloat16"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
-    _half_models.LARGE = _half_models.LARGE._replace(layers=args.layers)
     jax.config.update("jax_platforms", "cpu")
     tables = []
-    for name in args.dtypes if "traced" in args.parts else ():
-        tables.append(_traced(args, name))
-    for target in args.targets if "compiled" in args.parts else ():
-        if reason := _targets.missing(target):
-            print(f"{target}: {reason}")
-            continue
-        tables += [_compiled(args, _targets.Target(target), n) for n in args.dtypes]
+    if "compiled" in args.parts:
+        tables += _compiled(args)
+    if "traced" in args.parts:
+        tables += [_traced(args, dtype) for dtype in args.dtypes]
     if "error" in args.parts:
-        tables += [_errors(args, name) for name in args.dtypes]
-    _harness.report(tables, args.json, "traced and compiled, not run")
+        tables += [_errors(args, dtype) for dtype in args.dtypes]
+    _harness.report(tables, args.json, "compiled and traced, not run")
 
 
-def _traced(args: Any, name: str) -> Table:
-    columns = ["model", "program", "residuals", "half products", "trace time"]
-    title = "Residuals, dtypes of products and trace time, {}"
-    table = Table(title, columns, case=name)
-    for model, row, problem, base in _cases(args, name):
-        step = _scaled(problem.loss)
-        seconds = _seconds(lambda: jax.make_jaxpr(step)(*problem[1:]))  # noqa: B023
-        values = residuals(problem), seconds
-        base.setdefault("values", values)
-        ratios = [_ratio(a, b) for a, b in zip(values, base["values"], strict=True)]
-        share = precision_report(problem.loss, *problem[1:]).half_share
-        table.rows.append([model, row, ratios[0], share, ratios[1]])
-    table.notes.append(
-        "residuals: bytes that the backward pass reads and that are neither parameters "
-        "nor batch. half products: share of the matrix work with half-precision "
-        "operands, forward and backward. trace time: median of nine, of value and "
-        "gradient."
-    )
+def _compiled(args: Any) -> list[Table]:
+    targets = [name for name in args.targets if not _is_missing(name)]
+    cases = list(itertools.product(targets, args.dtypes))
+    rows = list(itertools.product(_chosen(args, LARGE), args.programs))
+    file = args.resume
+    found = json.loads(file.read_text()) if file and file.exists() else {}
+    for (target, dtype), row in tqdm(list(itertools.product(cases, rows))):
+        key = _key(target, dtype, *row)
+        if key not in found:
+            found[key] = _measured(target, dtype, *row)
+            if file:
+                file.write_text(json.dumps(found, indent=1) + "\n")
+    return [_table(found, target, dtype, rows) for target, dtype in cases]
+
+
+def _measured(target: str, dtype: str, model: str, program: str) -> dict[str, float]:
+    loss = PROGRAMS[program](LARGE[model], HALF[dtype])
+    placed = _targets.Target(target).replicated(types(LARGE[model]))
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
+    is_gpu = target == "h100"
+    # Without this XLA:GPU may leave out a cast to half precision and back.
+    options: Any = {"xla_allow_excess_precision": False} if is_gpu else {}
+    start = time.process_time()
+    compiled = lowered.compile(compiler_options=options)
+    seconds = time.process_time() - start
+    read = figures(compiled, _targets.Target(target))
+    work = {"kernels": read.kernels} if is_gpu else {"cycles": read.cycles}
+    memory = {"temporaries": read.temporaries, "bytes": read.bytes_accessed}
+    return memory | work | {"compile time": seconds}
+
+
+def _table(found: Any, target: str, dtype: str, rows: Any) -> Table:
+    """The rows of one machine and dtype, of what was found of all."""
+    work = "kernels" if target == "h100" else "cycles"
+    columns = ["MB a layer", "temporaries", "bytes", work, "compile time"]
+    table = Table(f"{target}, {{}}", ["model", "program", *columns], case=dtype)
+
+    def values(model: str, program: str) -> dict[str, float]:
+        of = dict(found.get(_key(target, dtype, model, program), {}))
+        if less := found.get(_key(target, dtype, DEEPER.get(model, ""), program)):
+            of["MB a layer"] = (of["temporaries"] - less["temporaries"]) / 4
+        return of
+
+    for model, program in rows:
+        base = values(model, BASE) if program != BASE else {}
+        own = values(model, program)
+        cells = [_cell(own.get(name), base.get(name), *UNITS[name]) for name in columns]
+        table.rows.append([model, program, *cells])
     return table
 
 
-def _compiled(args: Any, target: Any, name: str) -> Table:
-    is_gpu = target.name == "h100"
-    columns = ["model", "program", "temporaries", "bytes"]
-    columns += ["kernels" if is_gpu else "cycles", "compile time"]
-    table = Table(f"{target.name}, {{}}", columns, case=name)
-    for model, row, problem, base in _cases(args, name):
-        placed = target.replicated(problem[1:])
-        lowered = jax.jit(_scaled(problem.loss)).lower(*placed)
-        start = time.process_time()
-        # Without this XLA:GPU may leave out a cast to half precision and back.
-        options: Any = {"xla_allow_excess_precision": False} if is_gpu else {}
-        found = figures(lowered.compile(compiler_options=options), target)
-        seconds = time.process_time() - start
-        work = found.kernels if is_gpu else found.cycles
-        values = found.temporaries, found.bytes_accessed, work, seconds
-        base.setdefault("values", values)
-        ratios = [_ratio(a, b) for a, b in zip(values, base["values"], strict=True)]
-        table.rows.append([model, row, *ratios])
+def _traced(args: Any, dtype: str) -> Table:
+    table = Table("Trace time, {}", ["model", "program", "trace time"], case=dtype)
+    for model in tqdm(_chosen(args, DEEP), dtype):
+        seconds = {}
+        for program in dict.fromkeys(["float32", *args.programs]):
+            step = jax.value_and_grad(PROGRAMS[program](DEEP[model], HALF[dtype]))
+            trace = functools.partial(jax.make_jaxpr(step), *types(DEEP[model]))
+            seconds[program] = _seconds(trace)
+        for program in args.programs:
+            base = None if program == "float32" else seconds["float32"]
+            cell = _cell(seconds[program], base, 1, " s")
+            table.rows.append([model, program, cell])
+    table.notes.append("Of value and gradient, over float32's; median of nine.")
     return table
 
 
-def _errors(args: Any, name: str) -> Table:
-    table = Table("Error of the gradient, {}", ["model", "program", "error"], case=name)
-    names = [n for n in args.programs if n != "float32"]
-    for model in tqdm(args.models, name):
-        make = _half_models.MODELS[model]
-        problems = [make(False, None, seed) for seed in range(SEEDS)]
+def _errors(args: Any, dtype: str) -> Table:
+    columns = ["model", "program", "error"]
+    table = Table("Error of the gradient, {}", columns, case=dtype)
+    keys = [jax.random.key(seed) for seed in range(SEEDS)]
+    for model in tqdm(_chosen(args, SMALL), dtype):
+        problems = [jax.device_get(SMALL[model].init(key)) for key in keys]
         with jax.enable_x64(True):
-            exact = _gradients(problems[0].loss, problems, jnp.float64)
-        for row in names:
-            found = _gradients(program(make, row, HALF[name], False).loss, problems)
-            norms = np.linalg.norm([found - exact, exact], axis=2)
-            table.rows.append([model, row, f"{np.mean(norms[0] / norms[1]):.2e}"])
+            exact = _gradients(
+                _by_hand(SMALL[model], None), jax.tree.map(_wide, problems)
+            )
+        for program in args.programs:
+            loss = PROGRAMS[program](SMALL[model], HALF[dtype])
+            norms = np.linalg.norm([_gradients(loss, problems) - exact, exact], axis=2)
+            table.rows.append([model, program, f"{np.mean(norms[0] / norms[1]):.2e}"])
     table.notes.append(
         "Norm of the difference from float64 over the norm, at S = 2^15, small models, "
         f"mean of {SEEDS} seeds, computed on a CPU."
@@ -134,44 +184,20 @@ def _errors(args: Any, name: str) -> Table:
     return table
 
 
-def _cases(args: Any, name: str) -> Any:
-    """(model, program's name, problem, dict of the model) of each program."""
-    cases = [(m, p) for m in args.models for p in PROGRAMS if p in args.programs]
-    bases: Any = {}
-    for model, row in tqdm(cases, name):
-        problem = program(_half_models.MODELS[model], row, HALF[name], True)
-        yield model, row, problem, bases.setdefault(model, {})
+def types(model: Model) -> Any:
+    """Parameters and batch; nothing is allocated."""
+    return jax.eval_shape(model.init, jax.random.key(0))
 
 
-def _scaled(loss: Any) -> Any:
-    return jax.value_and_grad(lambda *args: loss(*args) * LOSS_SCALE, allow_int=True)
+def _gradients(loss: Any, problems: Sequence[Any]) -> np.ndarray:
+    """A row for the parameters and the batch of each problem."""
+    step = jax.jit(jax.grad(lambda *args: loss(*args) * LOSS_SCALE))
+    rows = [jax.tree.leaves(step(*problem)) for problem in problems]
+    return np.array([np.concatenate([np.ravel(x) for x in row], None) for row in rows])
 
 
-def residuals(problem: Any) -> int:
-    """Bytes kept for the backward pass that are neither parameters nor batch."""
-
-    def kept(params: Any, batch: Any) -> Any:
-        return jax.tree.leaves(jax.vjp(lambda p: problem.loss(p, batch), params)[1])
-
-    jaxpr = jax.make_jaxpr(kept)(*problem[1:]).jaxpr
-    found = {id(v): v for v in jaxpr.outvars if not is_literal(v)}
-    for v in jaxpr.invars:
-        found.pop(id(v), None)
-    return sum(size(v) * getattr(v.aval.dtype, "itemsize", 8) for v in found.values())
-
-
-def _gradients(loss: Any, problems: Sequence[Any], dtype: Any = None) -> np.ndarray:
-    """A row for the parameters and the batch of each problem, in `dtype` if given."""
-    step, rows = jax.jit(_scaled(loss)), []
-    for problem in problems:
-        leaves = [
-            x.astype(dtype) if dtype is not None and x.dtype == jnp.float32 else x
-            for x in jax.tree.leaves(problem[1:])
-        ]
-        arguments = jax.tree.unflatten(jax.tree.structure(problem[1:]), leaves)
-        grads = jax.tree.leaves(step(*arguments)[1])
-        rows.append(np.concatenate([np.ravel(np.asarray(g, float)) for g in grads]))
-    return np.array(rows)
+def _wide(x: Any) -> Any:
+    return x.astype(np.float64) if x.dtype == np.float32 else x
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -187,25 +213,45 @@ def _seconds(run: Callable[[], Any]) -> float:
     return float(np.median(times))
 
 
-def _ratio(value: float, base: float) -> str:
+def _cell(value: float | None, base: float | None, unit: float, name: str) -> str:
+    """A ratio to `base`, or a value in its unit."""
+    if value is None:
+        return "-"
+    if base is None:
+        return f"{value / unit:.4g}{name}"
     return f"{value / base:.3f}" if base else ("inf" if value else "-")
+
+
+def _key(*names: str) -> str:
+    return " | ".join(names)
+
+
+def _is_missing(target: str) -> bool:
+    reason = _targets.missing(target)
+    if reason:
+        print(f"{target}: {reason}")
+    return bool(reason)
+
+
+def _chosen(args: Any, models: Any) -> list[str]:
+    return [name for name in models if name in args.models]
 
 
 def _parser() -> Any:
     parser = _harness.parser(__doc__)
+    usual = [name for name in PROGRAMS if "=" not in name]
     for flag, choices, default, text in (
-        ("--models", _half_models.MODELS, _half_models.MODELS, "to compare"),
-        ("--programs", PROGRAMS, [p for p in PROGRAMS if "=" not in p], "of each"),
-        ("--dtypes", HALF, HALF, "half-precision dtypes"),
+        ("--models", MODELS, MODELS, "compiled, traced or computed"),
+        ("--programs", PROGRAMS, usual, "of each"),
+        ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
         ("--targets", _targets.TARGETS, ["h100", "tpu-v5e"], "machines"),
-        ("--parts", *[("traced", "compiled", "error")] * 2, "tables to make"),
+        ("--parts", *[("compiled", "traced", "error")] * 2, "tables to make"),
     ):
         parser.add_argument(
             flag, nargs="+", choices=list(choices), default=list(default), help=text
         )
-    layers = _half_models.LARGE.layers
-    text = "of the transformers, traced or compiled"
-    parser.add_argument("--layers", type=int, default=layers, help=text)
+    text = "file of compiled rows, to go on from"
+    parser.add_argument("--resume", type=pathlib.Path, help=text)
     return parser
 
 

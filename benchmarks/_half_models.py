@@ -2,14 +2,13 @@
 
 Each is a float32 program, or cast to half precision by hand as its framework's users do
 it: a module's `dtype`, or one cast of all parameters. Normalization, softmax and losses
-are float32 either way. Parameters and batches are made of a key, so that
-`jax.eval_shape` gives their types and nothing is allocated.
+are float32 either way.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import _models
 import equinox as eqx
@@ -17,87 +16,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
+from _models import Model, Transformer, cast, transformer, wide
 
 
-class Model(NamedTuple):
-    """What is differentiated.
-
-    Attributes:
-      init: parameters and batch of a key.
-      loss: of (parameters, batch, dtype, checkpointed), where the dtype None leaves
-        them as they are, and each block is in a `jax.checkpoint` if checkpointed.
-      options: of `autocast`.
-    """
-
-    init: Callable[[jax.Array], tuple[Any, Any]]
-    loss: Callable[[Any, Any, Any, bool], jax.Array]
-    options: Any = {}  # noqa: RUF012
-
-
-class Sizes(NamedTuple):
-    """Of a transformer that names the next of a row of tokens."""
-
-    layers: int
-    vocabulary: int = 8192
-    width: int = 768
-    heads: int = 12
-    context: int = 1024
-    batch: int = 8
-
-
-TINY = Sizes(6, 50, 32, 4, 16, 2)
-
-
-def gpt(sizes: Sizes, *, scanned: bool = False, keep_scores: bool = True) -> Model:
-    """GPT-2 in plain JAX, unrolled or one `lax.scan`, with tied embeddings."""
-    attend = _models.attend if keep_scores else jax.checkpoint(_models.attend)
-
-    def init(key: jax.Array) -> Any:
-        params = _models.transformer_params(sizes, key)
-        if scanned:
-            stacked = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
-            params["layers"] = stacked
-        return params, _tokens(sizes, key)
-
-    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
-        @_checkpoint(checkpointed)
-        def block(x: jax.Array, layer: Any) -> jax.Array:
-            layer = cast(layer, dtype)
-            y = _models.normalize(x, layer["norm1"])
-            x = x + _models.attention(sizes, layer, y, attend)
-            y = _models.dense(_models.normalize(x, layer["norm2"]), layer["up"])
-            return x + _models.dense(jax.nn.gelu(y), layer["down"])
-
-        layers = params["layers"]
-        rest = cast({k: v for k, v in params.items() if k != "layers"}, dtype)
-        x = rest["tokens"][batch["x"]] + rest["positions"][None]
-        if scanned:
-            x, _ = lax.scan(lambda x, layer: (block(x, layer), None), x, layers)
-        else:
-            for layer in layers:
-                x = block(x, layer)
-        logits = _models.normalize(x, rest["norm"]) @ rest["tokens"].T
-        logs = jax.nn.log_softmax(wide(logits))
-        return -jnp.mean(jnp.take_along_axis(logs, batch["y"][..., None], -1))
-
-    return Model(init, loss)
-
-
-def linen(sizes: Sizes) -> Model:
+def linen(sizes: Transformer) -> Model:
     """A transformer in Flax Linen, unrolled."""
-    width = sizes.width
 
     class Block(nn.Module):
         dtype: Any
 
         @nn.compact
         def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-            dense = functools.partial(nn.Dense, dtype=self.dtype)
-            attention = nn.MultiHeadDotProductAttention(
+            width, dense = x.shape[-1], functools.partial(nn.Dense, dtype=self.dtype)
+            y = nn.LayerNorm(dtype=self.dtype)(x)
+            x = x + nn.MultiHeadDotProductAttention(
                 sizes.heads, dtype=self.dtype, force_fp32_for_softmax=True
-            )
-            x = x + attention(nn.LayerNorm(dtype=self.dtype)(x), mask=mask)
+            )(y, mask=mask)
             y = dense(4 * width)(nn.LayerNorm(dtype=self.dtype)(x))
             return x + dense(width)(nn.gelu(y))
 
@@ -107,16 +41,16 @@ def linen(sizes: Sizes) -> Model:
 
         @nn.compact
         def __call__(self, ids: jax.Array) -> jax.Array:
-            x = nn.Embed(sizes.vocabulary, width, dtype=self.dtype)(ids)
-            positions = nn.initializers.normal(0.02)
-            x = x + self.param("positions", positions, x.shape[1:]).astype(x.dtype)
+            x = nn.Embed(sizes.vocabulary, sizes.width, dtype=self.dtype)(ids)
+            normal, shape = nn.initializers.normal(0.02), (1, *x.shape[1:])
+            x = x + self.param("positions", normal, shape).astype(x.dtype)
             block = nn.remat(Block) if self.checkpointed else Block
             for at in range(sizes.layers):
                 x = block(self.dtype, name=f"block{at}")(x, nn.make_causal_mask(ids))
             x = nn.LayerNorm(dtype=self.dtype)(x)
             return nn.Dense(sizes.vocabulary, dtype=self.dtype)(x)
 
-    return _linen_model(Net, lambda key: _tokens(sizes, key))
+    return _linen_model(Net, functools.partial(_tokens, sizes))
 
 
 def resnet(shape: Any, stem: int | None, blocks: Any, classes: int) -> Model:
@@ -149,13 +83,11 @@ def resnet(shape: Any, stem: int | None, blocks: Any, classes: int) -> Model:
                 x = nn.relu(_conv_norm(stem, 3, 1, self.dtype)(x))
             block = nn.remat(Block) if self.checkpointed else Block
             for at, convolutions in enumerate(blocks):
-                x = block(convolutions, self.dtype, name=f"block{at}")(x)
+                x = block(convolutions, self.dtype, name=f"Block_{at}")(x)
             return nn.Dense(classes, dtype=self.dtype)(jnp.mean(x, (1, 2)))
 
-    def batch(key: jax.Array) -> Any:
-        y = jnp.arange(shape[0]) % classes
-        return {"x": jax.random.normal(key, shape), "y": y}
-
+    labels = jnp.arange(shape[0]) % classes
+    batch = lambda key: {"x": jax.random.normal(key, shape), "y": labels}  # noqa: E731
     return _linen_model(Net, batch)
 
 
@@ -165,22 +97,21 @@ def _conv_norm(width: int, size: int, stride: int, dtype: Any) -> Callable[..., 
     return lambda x: norm(conv(x))
 
 
-def _linen_model(net: Any, make_batch: Any) -> Model:
-    """A classifier, `net` of (dtype, checkpointed)."""
+def _linen_model(net: Any, batch: Any) -> Model:
+    """A classifier: `net` of (dtype, checkpointed), `batch` of a key."""
 
     def init(key: jax.Array) -> Any:
-        batch = make_batch(key)
-        return net().init(key, batch["x"][:1]), batch
+        made = batch(key)
+        return net().init(key, made["x"][:1]), made
 
-    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
-        made = net(dtype, checkpointed)
-        logits, _ = made.apply(params, batch["x"], mutable=["batch_stats"])
-        return cross_entropy(logits, batch["y"])
+    def loss(params: Any, batch: Any, *how: Any) -> jax.Array:
+        logits, _ = net(*how).apply(params, batch["x"], mutable=["batch_stats"])
+        return _models.mean_loss(logits, batch["y"])
 
     return Model(init, loss)
 
 
-def equinox(sizes: Sizes) -> Model:
+def equinox(sizes: Transformer) -> Model:
     """A transformer in Equinox, unrolled, each layer mapped over tokens and batch."""
     width = sizes.width
 
@@ -199,26 +130,23 @@ def equinox(sizes: Sizes) -> Model:
     def init(key: jax.Array) -> Any:
         return eqx.filter(make(key), eqx.is_array), _tokens(sizes, key)
 
+    def block(layers: Any, x: jax.Array) -> jax.Array:
+        norm1, attention, norm2, mlp = layers
+        y = jax.vmap(norm1)(x)
+        x = x + attention(y, y, y, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+        return x + jax.vmap(mlp)(jax.vmap(norm2)(x))
+
     def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
         shapes = eqx.filter_eval_shape(make, jax.random.key(0))
-        is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-        static = eqx.filter(shapes, is_array, inverse=True)
-        params = cast(params, dtype)
-
-        @_checkpoint(checkpointed)
-        def block(x: jax.Array, arrays: Any) -> jax.Array:
-            norm1, attention, norm2, mlp = eqx.combine(arrays, static["blocks"][0])
-            mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
-            y = jax.vmap(norm1)(x)
-            x = x + attention(y, y, y, mask=mask)
-            return x + jax.vmap(mlp)(jax.vmap(norm2)(x))
+        static = eqx.filter(shapes, lambda x: not hasattr(x, "shape"))
+        model = eqx.combine(cast(params, dtype), static)
+        wrapped = eqx.filter_checkpoint(block) if checkpointed else block
 
         def net(ids: jax.Array) -> jax.Array:
-            x = jax.vmap(eqx.combine(params["embed"], static["embed"]))(ids)
-            for arrays in params["blocks"]:
-                x = block(x, arrays)
-            x = jax.vmap(eqx.combine(params["norm"], static["norm"]))(x)
-            return jax.vmap(eqx.combine(params["out"], static["out"]))(x)
+            x = jax.vmap(model["embed"])(ids)
+            for layers in model["blocks"]:
+                x = wrapped(layers, x)
+            return jax.vmap(model["out"])(jax.vmap(model["norm"])(x))
 
         return cross_entropy(jax.vmap(net)(batch["x"]), batch["y"])
 
@@ -226,82 +154,61 @@ def equinox(sizes: Sizes) -> Model:
 
 
 def mlp(widths: Any, rows: int, activation: Any) -> Model:
-    """Dense layers in plain JAX, whose results should be zero."""
+    """Dense layers in plain JAX."""
 
-    def init(key: jax.Array) -> Any:
+    def layers(key: jax.Array) -> Any:
         shapes = itertools.pairwise(widths)
-        layers = [{"w": _weight(key, *s), "b": jnp.zeros(s[1])} for s in shapes]
-        return layers, jax.random.normal(key, (rows, widths[0]))
+        return [{"w": _weight(key, *s), "b": jnp.zeros(s[1])} for s in shapes]
 
-    def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
-        @_checkpoint(checkpointed)
-        def block(x: jax.Array, layer: Any) -> jax.Array:
-            layer = cast(layer, dtype)
-            return activation(x @ layer["w"] + layer["b"][None])
+    def layer(x: jax.Array, params: Any) -> jax.Array:
+        return activation(x @ params["w"] + params["b"][None])
 
-        x = functools.reduce(block, params, cast(batch, dtype))
-        return jnp.mean(wide(x) ** 2)
-
-    return Model(init, loss)
+    return _chain(layers, layer, (rows, widths[0]))
 
 
-def mixer(layers: int, images: int, patches: int, width: int) -> Model:
+def mixer(blocks: int, images: int, patches: int, width: int) -> Model:
     """An MLP-Mixer in plain JAX, without its first and last layer."""
 
-    def init(key: jax.Array) -> Any:
+    def layers(key: jax.Array) -> Any:
         norm = {"gain": jnp.ones(width), "bias": jnp.zeros(width)}
-        shapes = {"a": (patches, 4 * patches), "b": (4 * patches, patches)}
-        shapes |= {"c": (width, 4 * width), "d": (4 * width, width)}
-        layer = {name: _weight(key, *shape) for name, shape in shapes.items()}
-        params = [layer | {"norm1": norm, "norm2": norm}] * layers
-        return params, jax.random.normal(key, (images, patches, width))
+        sizes = {"a": patches, "b": 4 * patches, "c": width, "d": 4 * width}
+        results = {"a": 4 * patches, "b": patches, "c": 4 * width, "d": width}
+        layer = {name: _weight(key, sizes[name], results[name]) for name in sizes}
+        return [layer | {"norm1": norm, "norm2": norm}] * blocks
+
+    def block(x: jax.Array, layer: Any) -> jax.Array:
+        y = _models.normalize(x, layer["norm1"]).mT
+        x = x + (jax.nn.gelu(y @ layer["a"]) @ layer["b"]).mT
+        y = _models.normalize(x, layer["norm2"])
+        return x + jax.nn.gelu(y @ layer["c"]) @ layer["d"]
+
+    return _chain(layers, block, (images, patches, width))
+
+
+def _chain(layers: Any, block: Any, shape: Any) -> Model:
+    """Blocks one after another, whose last result should be zero."""
+
+    def init(key: jax.Array) -> Any:
+        return layers(key), jax.random.normal(key, shape)
 
     def loss(params: Any, batch: Any, dtype: Any, checkpointed: bool) -> jax.Array:
-        @_checkpoint(checkpointed)
-        def block(x: jax.Array, layer: Any) -> jax.Array:
-            layer = cast(layer, dtype)
-            y = _models.normalize(x, layer["norm1"]).mT
-            x = x + (jax.nn.gelu(y @ layer["a"]) @ layer["b"]).mT
-            y = _models.normalize(x, layer["norm2"])
-            return x + jax.nn.gelu(y @ layer["c"]) @ layer["d"]
-
-        x = functools.reduce(block, params, cast(batch, dtype))
-        return jnp.mean(wide(x) ** 2)
+        cast_block = lambda x, layer: block(x, cast(layer, dtype))  # noqa: E731
+        wrapped = jax.checkpoint(cast_block) if checkpointed else cast_block
+        return jnp.mean(
+            wide(functools.reduce(wrapped, params, cast(batch, dtype))) ** 2
+        )
 
     return Model(init, loss)
 
 
-MLP = [4096] * 9
-# Of a ResNet-50: width, size and stride of each convolution of a block.
-STAGE_3 = [((256, 1, 1), (256, 3, 1 if at else 2), (1024, 1, 1)) for at in range(6)]
-BASIC = [((8 * n, 3, 1 if n == 1 else 2), (8 * n, 3, 1)) for n in (1, 2, 4)]
-# In the order of their compile times.
-LARGE = {
-    "mlp-gelu": mlp(MLP, 8192, jax.nn.gelu),
-    "mlp-relu": mlp(MLP, 8192, jax.nn.relu),
-    "resnet50-stage3": resnet((32, 28, 28, 512), None, STAGE_3, 1000)._replace(
-        options={"share_casts": True}
-    ),
-    "mixer8": mixer(8, 64, 256, 768),
-    "gpt12-scan": gpt(Sizes(12), scanned=True),
-    "gpt4": gpt(Sizes(4)),
-    "gpt8": gpt(Sizes(8)),
-    "gpt4-V50257": gpt(Sizes(4, 50257)),
-    "gpt4-no-scores": gpt(Sizes(4), keep_scores=False),
-    "equinox4": equinox(Sizes(4)),
-}
-DEEP = {
-    "gpt12": gpt(Sizes(12)),
-    "linen12": linen(Sizes(12)),
-    "equinox12": equinox(Sizes(12)),
-}
-SMALL = {
-    "resnet": resnet((16, 8, 8, 3), 8, BASIC, 10),
-    "linen": linen(TINY),
-    "equinox": equinox(TINY),
-    "mlp": mlp((64, 32, 16, 32, 64), 32, jax.nn.gelu),
-    "scanned": gpt(TINY, scanned=True),
-}
+def _weight(key: jax.Array, rows: int, columns: int) -> jax.Array:
+    return jax.random.normal(key, (rows, columns)) * rows**-0.5
+
+
+def _tokens(sizes: Transformer, key: jax.Array) -> Any:
+    shape = sizes.batch, sizes.context
+    ids = jax.random.randint(key, shape, 0, sizes.vocabulary)
+    return {"x": ids, "y": jnp.roll(ids, -1, 1)}
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -309,24 +216,35 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return losses.mean()
 
 
-def wide(x: jax.Array) -> jax.Array:
-    """`x` in float32 or wider: the reference of gradients runs in float64."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+STAGE_3 = [((256, 1, 1), (256, 3, 1 if at else 2), (1024, 1, 1)) for at in range(6)]
+BASIC = [((8 * n, 3, 1 if n == 1 else 2), (8 * n, 3, 1)) for n in (1, 2, 4)]
+TINY = Transformer(6, 32, 4, 50, 16, 2)
 
-
-def cast(tree: Any, dtype: Any) -> Any:
-    """All arrays in `dtype`, as they are if it is None."""
-    return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-def _checkpoint(checkpointed: bool) -> Callable[[Any], Any]:
-    return jax.checkpoint if checkpointed else lambda fun: fun
-
-
-def _tokens(sizes: Sizes, key: jax.Array) -> Any:
-    ids = jax.random.randint(key, (sizes.batch, sizes.context), 0, sizes.vocabulary)
-    return {"x": ids, "y": jnp.roll(ids, -1, 1)}
-
-
-def _weight(key: jax.Array, rows: int, columns: int) -> jax.Array:
-    return jax.random.normal(key, (rows, columns)) * rows**-0.5
+# In the order of their compile times.
+GPT = functools.partial(Transformer, vocabulary=8192)
+LARGE = {
+    "mlp-gelu": mlp([4096] * 9, 8192, jax.nn.gelu),
+    "mlp-relu": mlp([4096] * 9, 8192, jax.nn.relu),
+    "resnet50-stage3": resnet((32, 28, 28, 512), None, STAGE_3, 1000)._replace(
+        options={"share_casts": True}
+    ),
+    "mixer8": mixer(8, 64, 256, 768),
+    "gpt12-scan": transformer(GPT(12), scanned=True),
+    "gpt4": transformer(GPT(4)),
+    "gpt8": transformer(GPT(8)),
+    "gpt4-V50257": transformer(Transformer(4)),
+    "gpt4-no-scores": transformer(GPT(4), keep_scores=False),
+    "equinox4": equinox(GPT(4)),
+}
+DEEP = {
+    "gpt12": transformer(GPT(12)),
+    "linen12": linen(GPT(12)),
+    "equinox12": equinox(GPT(12)),
+}
+SMALL = {
+    "resnet": resnet((16, 8, 8, 3), 8, BASIC, 10),
+    "linen": linen(TINY),
+    "equinox": equinox(TINY),
+    "mlp": mlp((64, 32, 16, 32, 64), 32, jax.nn.gelu),
+    "scanned": transformer(TINY, scanned=True),
+}

@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _half_models import cast, cross_entropy, wide
+from _half_models import cross_entropy
+from _models import cast, wide
 from _stability_tasks import dense, tasks
 from flax import nnx
 
@@ -128,9 +129,8 @@ def _convolutions() -> Task:
         return eqx.filter(init(key), eqx.is_array)
 
     def loss(params: Any, batch: Any, dtype: Any) -> jax.Array:
-        static = eqx.filter(
-            eqx.filter_eval_shape(init, jax.random.key(0)), _is_array, inverse=True
-        )
+        shapes = eqx.filter_eval_shape(init, jax.random.key(0))
+        static = eqx.filter(shapes, lambda x: not hasattr(x, "shape"))
         first, second, mlp = eqx.combine(cast(params, dtype), static)
 
         def logits(x: jax.Array) -> jax.Array:
@@ -140,10 +140,6 @@ def _convolutions() -> Task:
         return cross_entropy(jax.vmap(logits)(batch[0]), batch[1])
 
     return Task(arrays, _pictures("classifier"), loss, adam(3e-3))
-
-
-def _is_array(x: Any) -> bool:
-    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _equation() -> Task:

@@ -2,7 +2,7 @@
 
 Written for these benchmarks, with synthetic data; nothing is taken from a published
 implementation. Parameters are float32, and cast to `dtype` inside the loss; statistics
-and losses are float32.
+and losses are float32, or wider where the parameters are.
 """
 
 import dataclasses
@@ -12,46 +12,74 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-import jmp_scale
 
 
 class Model(NamedTuple):
-    params: Any
-    loss: Callable[[Any, Any, Any], jax.Array]  # of (params, batch, dtype), f32[]
-    batch: Any
+    """What is differentiated.
+
+    Attributes:
+      init: parameters and batch of a key; `jax.eval_shape` gives their types.
+      loss: f32[] of (parameters, batch, dtype, checkpointed). The dtype None leaves the
+        parameters as they are; each block is in a `jax.checkpoint` if checkpointed.
+      options: of `autocast`.
+    """
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    loss: Callable[..., jax.Array]
+    options: Any = {}  # noqa: RUF012
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """Sizes of a transformer with pre-normalization and tied embeddings.
-
-    It predicts the next token.
-    """
+    """Sizes of a transformer with pre-normalization that predicts the next token."""
 
     layers: int = 12
     width: int = 768
     heads: int = 12
     vocabulary: int = 50257
     context: int = 1024
+    batch: int = 8
 
 
-def transformer(sizes: Transformer, batch_size: int) -> Model:
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, sizes.vocabulary, (batch_size, sizes.context), np.int32)
+def transformer(sizes: Transformer, *, scanned=False, keep_scores=True) -> Model:
+    """With tied embeddings, unrolled or a `lax.scan`; 16 leaves a layer and 4 more."""
+    attend = _attend if keep_scores else jax.checkpoint(_attend)
 
-    def loss(params, batch, dtype):
-        return _loss(sizes, params, batch, dtype)
+    def loss(params, batch, dtype, checkpointed=False):
+        def block(x, layer):
+            layer = cast(layer, dtype)
+            heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
+            y = normalize(x, layer["norm1"])
+            y = attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
+            x = x + _dense(y.reshape(x.shape), layer["o"])
+            y = _dense(normalize(x, layer["norm2"]), layer["up"])
+            return x + _dense(jax.nn.gelu(y), layer["down"])
 
-    return Model(transformer_params(sizes), loss, {"tokens": tokens})
+        block = jax.checkpoint(block) if checkpointed else block
+        tokens, layers = batch["tokens"], params["layers"]
+        rest = cast(params | {"layers": None}, dtype)
+        x = rest["tokens"][tokens] + rest["positions"][None]
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, layers)
+        else:
+            for layer in layers:
+                x = block(x, layer)
+        logits = normalize(x, rest["norm"]) @ rest["tokens"].T
+        return mean_loss(logits, jnp.roll(tokens, -1, axis=1))
+
+    def init(key):
+        params = _transformer_params(sizes, key)
+        if scanned:
+            params["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
+        shape = sizes.batch, sizes.context
+        return params, {"tokens": jax.random.randint(key, shape, 0, sizes.vocabulary)}
+
+    return Model(init, loss)
 
 
-def transformer_params(sizes: Any, key: jax.Array | None = None) -> Any:
-    """16 leaves a layer and 4 more."""
+def _transformer_params(sizes, key):
     d = sizes.width
     shapes = dict.fromkeys("qkvo", (d, d)) | {"up": (d, 4 * d), "down": (4 * d, d)}
-    key = jax.random.key(0) if key is None else key
     keys = iter(jax.random.split(key, len(shapes) * sizes.layers + 2))
 
     def normal(*shape):
@@ -75,44 +103,34 @@ def transformer_params(sizes: Any, key: jax.Array | None = None) -> Any:
     }
 
 
-def _loss(sizes, params, batch, dtype):
-    params = jmp_scale.Policy(jnp.float32, dtype, jnp.float32).cast_to_compute(params)
-    tokens = batch["tokens"]
-    x = params["tokens"][tokens] + params["positions"][None]
-    for layer in params["layers"]:
-        x = x + attention(sizes, layer, normalize(x, layer["norm1"]))
-        hidden = jax.nn.gelu(dense(normalize(x, layer["norm2"]), layer["up"]))
-        x = x + dense(hidden, layer["down"])
-    logits = (normalize(x, params["norm"]) @ params["tokens"].T).astype(jnp.float32)
-    targets = jnp.roll(tokens, -1, axis=1)
-    logs = jax.nn.log_softmax(logits)
-    losses = -jnp.take_along_axis(logs, targets[..., None], axis=-1)[..., 0]
-    has_next = jnp.arange(sizes.context) < sizes.context - 1
-    counted = jnp.broadcast_to(has_next, tokens.shape)
-    return jnp.sum(losses * counted) / jnp.sum(counted)
-
-
-def dense(x, layer):
+def _dense(x, layer):
     return x @ layer["kernel"] + jnp.expand_dims(layer["bias"], range(x.ndim - 1))
 
 
-def normalize(x, norm):
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scale = jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
-    wide = (wide - wide.mean(-1, keepdims=True)) * scale
-    return wide.astype(x.dtype) * norm["gain"][None, None] + norm["bias"][None, None]
-
-
-def attend(q, k, v):
-    """Of queries, keys and values (batch, position, head, width), causal."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    scores = scores.astype(jnp.promote_types(q.dtype, jnp.float32))
+def _attend(q, k, v):
+    """Causal, of queries, keys and values (batch, position, head, width)."""
+    scores = wide(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     seen = jnp.tri(q.shape[1], dtype=bool)[None, None]
     scores = jnp.where(seen, scores / math.sqrt(q.shape[-1]), -jnp.inf)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v)
 
 
-def attention(sizes, layer, x, attend=attend):
-    heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
-    q, k, v = (dense(x, layer[name]).reshape(heads) for name in "qkv")
-    return dense(attend(q, k, v).reshape(x.shape), layer["o"])
+def normalize(x, norm):
+    y = wide(x)
+    y = (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-5)
+    return y.astype(x.dtype) * norm["gain"][None, None] + norm["bias"][None, None]
+
+
+def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    logs = jax.nn.log_softmax(wide(logits))
+    return -jnp.mean(jnp.take_along_axis(logs, labels[..., None], axis=-1))
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider: the reference of gradients runs in float64."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """All arrays in `dtype`, as they are if it is None."""
+    return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)

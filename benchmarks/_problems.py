@@ -86,18 +86,18 @@ def problems(name, *, layers=12, width=256, examples=8):
         title = f"{{}} alone, {{}} gradients, {size}"
         return title, (given_gradients(dtype), params, grads)
 
-    def types(sizes):
-        return jax.eval_shape(lambda: _models.transformer_params(sizes))
-
-    small = {"vocabulary": 8192, "context": 128}
+    small = {"vocabulary": 8192, "context": 128, "batch": examples}
     sizes = _models.Transformer(3, width, 4, **small)
-    model = _models.transformer(sizes, batch_size=examples)
+    model, key = _models.transformer(sizes), jax.random.key(0)
+    deep = _models.transformer(_models.Transformer(layers, width, 4, **small))
+    params = jax.eval_shape(model.init, key)[0]
+    batch = model.init(key)[1]
     return {
-        "optimizer": alone(types(_models.Transformer(layers, width, 4, **small))),
+        "optimizer": alone(jax.eval_shape(deep.init, key)[0]),
         "mixed": alone(mixed_params()),
         "train": (
             f"Train step ({{}}), {{}} compute, transformer of {sizes.layers} layers, "
             f"{examples} x {sizes.context} tokens",
-            (lambda p, b: model.loss(p, b, dtype), types(sizes), model.batch),
+            (lambda p, b: model.loss(p, b, dtype), params, batch),
         ),
     }

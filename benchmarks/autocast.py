@@ -1,20 +1,18 @@
 """What `autocast` makes of a float32 program, beside casting it by hand.
 
-- compiled: memory, traffic and kernels or cycles of value and gradient, of models at
-  the size that people train, as the compilers of GPUs and TPUs make them. No such
-  machine is needed, nothing is allocated and nothing is run.
-- traced: trace times of twelve unrolled layers, over the float32 program's.
-- error: of the gradients of small models, which are computed here.
+- compiled: what the compilers of GPUs and TPUs make of value and gradient of models at
+  the size that people train. No such machine is needed; nothing is allocated or run.
+- traced: trace time of twelve unrolled layers, over float32's.
+- error: of the gradients of small models against float64, computed here.
 
-By hand is told as it is, everything else as a ratio to it, where it is known. One row:
+Ratios are to casting by hand, which is shown as it is, and so is every row if by hand
+is not known. One row, kept in a file:
 
     python benchmarks/autocast.py --parts compiled --targets h100 --models gpt4 \
         --programs autocast --resume rows.json
 
-A compiler for TPUs takes minutes for each row of a transformer. `--resume` keeps every
-row in a file, and takes from it what is there: after a stop the same command goes on,
-and other models and programs of the same file are what they are compared with. Rows of
-code that has changed since must be taken out of it.
+The TPU's compiler takes minutes for a transformer. Rows in the file of `--resume` are
+not measured again, so a long run may be stopped; remove those of code that has changed.
 """
 
 import functools
@@ -23,7 +21,7 @@ import itertools
 import json
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import _harness
@@ -32,8 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _compiled import figures
-from _half_models import DEEP, LARGE, SMALL, Model
+from _half_models import DEEP, LARGE, SMALL
 from _harness import Table
+from _models import Model
 from tqdm import tqdm
 
 import jmp_scale
@@ -41,200 +40,155 @@ import jmp_scale
 LOSS_SCALE = 2.0**15  # of gradients that are computed
 SEEDS = 20  # of the models whose errors are compared
 HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
-BASE = "by hand"
 MODELS = LARGE | DEEP | SMALL
+MEMORY = "temporaries, MB"
+SAVED = jax.checkpoint_policies.dots_saveable
 DEEPER = {"gpt8": "gpt4"}  # by four layers
-UNITS = {
-    "MB a layer": (1e6, " MB"),
-    "temporaries": (1e6, " MB"),
-    "bytes": (1e9, " GB"),
-    "kernels": (1, ""),
-    "cycles": (1e6, " M"),
-    "compile time": (1, " s"),
-}
 
 
-def _by_hand(model: Model, half: Any, *, checkpointed: bool = False) -> Any:
+def _by_hand(model: Model, half: Any, checkpointed: bool = False) -> Any:
     return lambda params, batch: model.loss(params, batch, half, checkpointed)
 
 
-def _saving_products(model: Model, half: Any) -> Any:
-    policy = jax.checkpoint_policies.dots_saveable
-    return jax.checkpoint(_by_hand(model, half), policy=policy)
-
-
-def _autocast(
-    model: Model, half: Any, *, checkpointed: bool = False, **options: Any
-) -> Any:
-    loss = _by_hand(model, None, checkpointed=checkpointed)
+def _autocast(model: Model, half: Any, checkpointed: bool = False, **options: Any):
+    loss = _by_hand(model, None, checkpointed)
     return jmp_scale.autocast(loss, half, **model.options, **options)
 
 
-# The loss of a model and a dtype. With a checkpoint: around each block, within.
+# Losses of a model and a dtype. A checkpoint is around each block.
 PROGRAMS = {
-    BASE: _by_hand,
-    "by hand, dots_saveable": _saving_products,
+    "by hand": _by_hand,
+    "by hand, dots_saveable": lambda *of: jax.checkpoint(_by_hand(*of), policy=SAVED),
     "by hand, checkpoint": functools.partial(_by_hand, checkpointed=True),
     "float32": lambda model, half: _by_hand(model, None),
     "autocast": _autocast,
     "autocast, checkpoint": functools.partial(_autocast, checkpointed=True),
     "autocast, recompute=False": functools.partial(_autocast, recompute=False),
-    "autocast, backward=bf16": functools.partial(_autocast, backward="bfloat16"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
+    kept = args.resume is not None and args.resume.exists()
+    found = json.loads(args.resume.read_text()) if kept else {}
     tables = []
-    if "compiled" in args.parts:
-        tables += _compiled(args)
-    if "traced" in args.parts:
-        tables += [_traced(args, dtype) for dtype in args.dtypes]
-    if "error" in args.parts:
-        tables += [_errors(args, dtype) for dtype in args.dtypes]
+    for part, dtype in itertools.product(args.parts, args.dtypes):
+        for where in args.targets if part == "compiled" else [part]:
+            if part == "compiled" and (reason := _targets.missing(where)):
+                print(f"{where}: {reason}")
+                continue
+            tables.append(_table(args, found, part, where, dtype))
     _harness.report(tables, args.json, "compiled and traced, not run")
 
 
-def _compiled(args: Any) -> list[Table]:
-    targets = [name for name in args.targets if not _is_missing(name)]
-    cases = list(itertools.product(targets, args.dtypes))
-    rows = list(itertools.product(_chosen(args, LARGE), args.programs))
-    file = args.resume
-    found = json.loads(file.read_text()) if file and file.exists() else {}
-    for (target, dtype), row in tqdm(list(itertools.product(cases, rows))):
-        key = _key(target, dtype, *row)
-        if key not in found:
-            found[key] = _measured(target, dtype, *row)
-            if file:
-                file.write_text(json.dumps(found, indent=1) + "\n")
-    return [_table(found, target, dtype, rows) for target, dtype in cases]
+def _table(args: Any, found: Any, part: str, where: str, dtype: str) -> Table:
+    """Rows of one machine and dtype; measures those that are not in `found`."""
+    measure, models, base = PARTS[part]
+    rows = [(m, p) for m in models if m in args.models for p in args.programs]
+
+    def key(model: str, program: str) -> str:
+        return f"{where} | {dtype} | {model} | {program}"
+
+    for row in tqdm(rows, f"{where}, {dtype}"):
+        if key(*row) not in found:
+            found[key(*row)] = measure(where, HALF[dtype], *row)
+            if args.resume is not None:
+                args.resume.write_text(json.dumps(found, indent=1) + "\n")
+
+    def values(model: str, program: str) -> dict[str, float]:
+        of = dict(found.get(key(model, program), {}))
+        if of and (less := found.get(key(DEEPER.get(model, ""), program))):
+            of["MB a layer"] = (of[MEMORY] - less[MEMORY]) / 4
+        return of
+
+    columns = list(dict.fromkeys(name for row in rows for name in values(*row)))
+    table = Table(f"{where}, {{}}", ["model", "program", *columns], case=dtype)
+    for model, program in rows:
+        own, bases = values(model, program), values(model, base)
+        bases = {} if program == base else bases
+        cells = [_cell(own.get(name), bases.get(name)) for name in columns]
+        table.rows.append([model, program, *cells])
+    return table
 
 
-def _measured(target: str, dtype: str, model: str, program: str) -> dict[str, float]:
-    loss = PROGRAMS[program](LARGE[model], HALF[dtype])
+def _compiled(target: str, half: Any, model: str, program: str) -> dict[str, float]:
     placed = _targets.Target(target).replicated(types(LARGE[model]))
+    loss = PROGRAMS[program](LARGE[model], half)
     lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
     is_gpu = target == "h100"
     # Without this XLA:GPU may leave out a cast to half precision and back.
     options: Any = {"xla_allow_excess_precision": False} if is_gpu else {}
     start = time.process_time()
-    compiled = lowered.compile(compiler_options=options)
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return {MEMORY: float("inf")}  # more than the machine has
+        raise
     seconds = time.process_time() - start
     read = figures(compiled, _targets.Target(target))
-    work = {"kernels": read.kernels} if is_gpu else {"cycles": read.cycles}
-    memory = {"temporaries": read.temporaries, "bytes": read.bytes_accessed}
-    return memory | work | {"compile time": seconds}
+    work = {"kernels": read.kernels} if is_gpu else {"M cycles": read.cycles / 1e6}
+    memory = {MEMORY: read.temporaries / 1e6, "bytes, GB": read.bytes_accessed / 1e9}
+    return memory | work | {"compile time, s": seconds}
 
 
-def _table(found: Any, target: str, dtype: str, rows: Any) -> Table:
-    """The rows of one machine and dtype, of what was found of all."""
-    work = "kernels" if target == "h100" else "cycles"
-    columns = ["MB a layer", "temporaries", "bytes", work, "compile time"]
-    table = Table(f"{target}, {{}}", ["model", "program", *columns], case=dtype)
-
-    def values(model: str, program: str) -> dict[str, float]:
-        of = dict(found.get(_key(target, dtype, model, program), {}))
-        if less := found.get(_key(target, dtype, DEEPER.get(model, ""), program)):
-            of["MB a layer"] = (of["temporaries"] - less["temporaries"]) / 4
-        return of
-
-    for model, program in rows:
-        base = values(model, BASE) if program != BASE else {}
-        own = values(model, program)
-        cells = [_cell(own.get(name), base.get(name), *UNITS[name]) for name in columns]
-        table.rows.append([model, program, *cells])
-    return table
-
-
-def _traced(args: Any, dtype: str) -> Table:
-    table = Table("Trace time, {}", ["model", "program", "trace time"], case=dtype)
-    for model in tqdm(_chosen(args, DEEP), dtype):
-        seconds = {}
-        for program in dict.fromkeys(["float32", *args.programs]):
-            step = jax.value_and_grad(PROGRAMS[program](DEEP[model], HALF[dtype]))
-            trace = functools.partial(jax.make_jaxpr(step), *types(DEEP[model]))
-            seconds[program] = _seconds(trace)
-        for program in args.programs:
-            base = None if program == "float32" else seconds["float32"]
-            cell = _cell(seconds[program], base, 1, " s")
-            table.rows.append([model, program, cell])
-    table.notes.append("Of value and gradient, over float32's; median of nine.")
-    return table
-
-
-def _errors(args: Any, dtype: str) -> Table:
-    columns = ["model", "program", "error"]
-    table = Table("Error of the gradient, {}", columns, case=dtype)
-    keys = [jax.random.key(seed) for seed in range(SEEDS)]
-    for model in tqdm(_chosen(args, SMALL), dtype):
-        problems = [jax.device_get(SMALL[model].init(key)) for key in keys]
-        with jax.enable_x64(True):
-            exact = _gradients(
-                _by_hand(SMALL[model], None), jax.tree.map(_wide, problems)
-            )
-        for program in args.programs:
-            loss = PROGRAMS[program](SMALL[model], HALF[dtype])
-            norms = np.linalg.norm([_gradients(loss, problems) - exact, exact], axis=2)
-            table.rows.append([model, program, f"{np.mean(norms[0] / norms[1]):.2e}"])
-    table.notes.append(
-        "Norm of the difference from float64 over the norm, at S = 2^15, small models, "
-        f"mean of {SEEDS} seeds, computed on a CPU."
-    )
-    return table
-
-
-def types(model: Model) -> Any:
-    """Parameters and batch; nothing is allocated."""
-    return jax.eval_shape(model.init, jax.random.key(0))
-
-
-def _gradients(loss: Any, problems: Sequence[Any]) -> np.ndarray:
-    """A row for the parameters and the batch of each problem."""
-    step = jax.jit(jax.grad(lambda *args: loss(*args) * LOSS_SCALE))
-    rows = [jax.tree.leaves(step(*problem)) for problem in problems]
-    return np.array([np.concatenate([np.ravel(x) for x in row], None) for row in rows])
-
-
-def _wide(x: Any) -> Any:
-    return x.astype(np.float64) if x.dtype == np.float32 else x
-
-
-def _seconds(run: Callable[[], Any]) -> float:
+def _traced(_: str, half: Any, model: str, program: str) -> dict[str, float]:
+    step = jax.value_and_grad(PROGRAMS[program](DEEP[model], half))
     times = []
-    for _ in range(9):
+    for _ in range(5):
         jax.clear_caches()
         gc.collect()  # else what was traced before is collected meanwhile
         gc.disable()
         start = time.process_time()
-        run()
+        jax.make_jaxpr(step)(*types(DEEP[model]))
         times.append(time.process_time() - start)
         gc.enable()
-    return float(np.median(times))
+    return {"trace time, s, median of five": float(np.median(times))}
 
 
-def _cell(value: float | None, base: float | None, unit: float, name: str) -> str:
-    """A ratio to `base`, or a value in its unit."""
+def _error(_: str, half: Any, model: str, program: str) -> dict[str, float]:
+    problems, exact = _exact(model)
+    found = _gradients(PROGRAMS[program](SMALL[model], half), problems)
+    norms = np.linalg.norm([found - exact, exact], axis=2)
+    return {"error of the gradient": float(np.mean(norms[0] / norms[1]))}
+
+
+@functools.cache
+def _exact(model: str) -> Any:
+    """Problems of all seeds, and their gradients in float64."""
+    keys = map(jax.random.key, range(SEEDS))
+    problems = [jax.device_get(SMALL[model].init(key)) for key in keys]
+    wide = jax.tree.map(
+        lambda x: x.astype(float) if x.dtype == np.float32 else x, problems
+    )
+    with jax.enable_x64(True):
+        return problems, _gradients(_by_hand(SMALL[model], None), wide)
+
+
+def _gradients(loss: Any, problems: Sequence[Any]) -> np.ndarray:
+    """A row for the parameters of each problem."""
+    step = jax.jit(jax.grad(lambda *args: loss(*args) * LOSS_SCALE))
+    rows = [jax.tree.leaves(step(*problem)) for problem in problems]
+    return np.array([np.concatenate([np.ravel(x) for x in row]) for row in rows], float)
+
+
+# How a row is measured, of which models, and what it is compared with.
+PARTS = {
+    "compiled": (_compiled, LARGE, "by hand"),
+    "traced": (_traced, DEEP, "float32"),
+    "error": (_error, SMALL, None),
+}
+
+
+def types(model: Model) -> Any:
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def _cell(value: float | None, base: float | None) -> str:
     if value is None:
         return "-"
-    if base is None:
-        return f"{value / unit:.4g}{name}"
-    return f"{value / base:.3f}" if base else ("inf" if value else "-")
-
-
-def _key(*names: str) -> str:
-    return " | ".join(names)
-
-
-def _is_missing(target: str) -> bool:
-    reason = _targets.missing(target)
-    if reason:
-        print(f"{target}: {reason}")
-    return bool(reason)
-
-
-def _chosen(args: Any, models: Any) -> list[str]:
-    return [name for name in models if name in args.models]
+    return f"{value / base:.3f}" if base else f"{value:.4g}"
 
 
 def _parser() -> Any:
@@ -245,13 +199,12 @@ def _parser() -> Any:
         ("--programs", PROGRAMS, usual, "of each"),
         ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
         ("--targets", _targets.TARGETS, ["h100", "tpu-v5e"], "machines"),
-        ("--parts", *[("compiled", "traced", "error")] * 2, "tables to make"),
+        ("--parts", PARTS, PARTS, "tables to make"),
     ):
         parser.add_argument(
             flag, nargs="+", choices=list(choices), default=list(default), help=text
         )
-    text = "file of compiled rows, to go on from"
-    parser.add_argument("--resume", type=pathlib.Path, help=text)
+    parser.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
     return parser
 
 

@@ -65,31 +65,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     trained = [name for name in args.tasks if name != DEEP]
     cases = [(t, p) for t in trained for p in args.programs]
-    columns = [
-        "program",
-        "loss",
-        "least",
-        "largest",
-        "skipped steps",
-        "last S",
-        "verdict",
-    ]
+    columns = ["program", "loss", "least", "largest"]
+    columns += ["skipped steps", "last S", "verdict"]
     tables = {name: Table(name, columns) for name in trained}
     reference: Any = {}
     for name, row in tqdm(cases):
         task = _half_tasks.TASKS[name]()
         losses, state = train(task, PROGRAMS[row], args.seeds, args.steps)
         reference.setdefault(name, losses)
+        cells = [f"{f(losses):.3g}" for f in (np.median, np.min, np.max)]
+        cells += [f"{np.mean(state.skipped):.1f}", _power(state.loss_scale.loss_scale)]
         as_reference = _overlap(losses, reference[name])
-        tables[name].rows.append(
-            [
-                row,
-                *(f"{f(losses):.3g}" for f in (np.median, np.min, np.max)),
-                f"{np.mean(state.skipped):.1f}",
-                _power(state.loss_scale.loss_scale),
-                "as float32" if as_reference else "not as float32",
-            ]
-        )
+        verdict = "as float32" if as_reference else "not as float32"
+        tables[name].rows.append([row, *cells, verdict])
     found = list(tables.values())
     if DEEP in args.tasks:
         found.append(gradients(args.seeds))

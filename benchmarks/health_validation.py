@@ -91,11 +91,7 @@ def rounding(task, seed, steps):
     return outcomes
 
 
-EXPERIMENTS = {
-    "learning rate": learning_rates,
-    "growth": growth,
-    "rounding": rounding,
-}
+EXPERIMENTS = {"learning rate": learning_rates, "growth": growth, "rounding": rounding}
 # The findings that each experiment is to bring out.
 EXPECTED = {
     "learning rate": FINITE,

@@ -126,14 +126,13 @@ def test_the_verbs_select_late_but_read_less_than_jmp_s(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "limit"), [("f32", 1.02), ("f16", 1.06)])
 def test_a_train_step_reads_and_writes_hardly_more_than_the_unscaled_one(dtype, limit):
-    model = _models.transformer(
-        _models.Transformer(1, 64, 2, vocabulary=512, context=64), batch_size=8
-    )
+    sizes = _models.Transformer(1, 64, 2, vocabulary=512, context=64)
+    model = _models.transformer(sizes)
 
     def loss_fn(params, batch):
         return model.loss(params, batch, _problems.DTYPES[dtype])
 
-    problem = loss_fn, model.params, model.batch
+    problem = loss_fn, *model.init(jax.random.key(0))
     with on_devices("one device"):
         unscaled, scaled = (
             compiled("unscaled", problem),

@@ -1,0 +1,31 @@
+import json
+
+import _targets
+import autocast
+import jax
+import pytest
+
+
+@pytest.mark.parametrize("name", autocast.LARGE | autocast.SMALL)
+def test_every_model_is_traced_by_hand_with_a_checkpoint_around_each_block(name):
+    model, half = autocast.MODELS[name], autocast.HALF["bf16"]
+    loss = autocast.PROGRAMS["by hand, checkpoint"](model, half)
+    program = str(jax.make_jaxpr(loss)(*autocast.types(model)))
+    assert program.count("bf16[") > program.count("prevent_cse=True") > 0
+
+
+def test_rows_of_a_file_are_compared_and_those_that_lack_are_measured(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(_targets, "missing", lambda name: None)
+    monkeypatch.setattr(autocast, "SEEDS", 2)
+    memory = {"gpt4 | by hand": 300, "gpt8 | by hand": 700}
+    memory |= {"gpt4 | autocast": 270, "gpt8 | autocast": 470}
+    rows = {f"h100 | bf16 | {k}": {autocast.MEMORY: v} for k, v in memory.items()}
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(rows))
+    command = "--parts compiled error --targets h100 --models gpt8 mlp"
+    autocast.main([*command.split(), "--programs", "autocast", "--resume", str(file)])
+    assert "| gpt8 | autocast | 0.671 | 0.500 |" in capsys.readouterr().out
+    found = json.loads(file.read_text())["error | bf16 | mlp | autocast"]
+    assert 1e-3 < found["error of the gradient"] < 0.02

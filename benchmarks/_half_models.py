@@ -86,8 +86,10 @@ def resnet(shape: Any, stem: int | None, blocks: Any, classes: int) -> Model:
                 x = block(convolutions, self.dtype, name=f"Block_{at}")(x)
             return nn.Dense(classes, dtype=self.dtype)(jnp.mean(x, (1, 2)))
 
-    labels = jnp.arange(shape[0]) % classes
-    batch = lambda key: {"x": jax.random.normal(key, shape), "y": labels}  # noqa: E731
+    def batch(key: jax.Array) -> Any:
+        labels = jnp.arange(shape[0]) % classes
+        return {"x": jax.random.normal(key, shape), "y": labels}
+
     return _linen_model(Net, batch)
 
 
@@ -171,9 +173,9 @@ def mixer(blocks: int, images: int, patches: int, width: int) -> Model:
 
     def layers(key: jax.Array) -> Any:
         norm = {"gain": jnp.ones(width), "bias": jnp.zeros(width)}
-        sizes = {"a": patches, "b": 4 * patches, "c": width, "d": 4 * width}
-        results = {"a": 4 * patches, "b": patches, "c": 4 * width, "d": width}
-        layer = {name: _weight(key, sizes[name], results[name]) for name in sizes}
+        shapes = {"a": (patches, 4 * patches), "b": (4 * patches, patches)}
+        shapes |= {"c": (width, 4 * width), "d": (4 * width, width)}
+        layer = {name: _weight(key, *shape) for name, shape in shapes.items()}
         return [layer | {"norm1": norm, "norm2": norm}] * blocks
 
     def block(x: jax.Array, layer: Any) -> jax.Array:
@@ -202,12 +204,12 @@ def _chain(layers: Any, block: Any, shape: Any) -> Model:
 
 
 def _weight(key: jax.Array, rows: int, columns: int) -> jax.Array:
+    key = jax.random.fold_in(jax.random.fold_in(key, rows), columns)
     return jax.random.normal(key, (rows, columns)) * rows**-0.5
 
 
 def _tokens(sizes: Transformer, key: jax.Array) -> Any:
-    shape = sizes.batch, sizes.context
-    ids = jax.random.randint(key, shape, 0, sizes.vocabulary)
+    ids = jax.random.randint(key, (sizes.batch, sizes.context), 0, sizes.vocabulary)
     return {"x": ids, "y": jnp.roll(ids, -1, 1)}
 
 
@@ -217,17 +219,16 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 STAGE_3 = [((256, 1, 1), (256, 3, 1 if at else 2), (1024, 1, 1)) for at in range(6)]
+RESNET = resnet((32, 28, 28, 512), None, STAGE_3, 1000)
 BASIC = [((8 * n, 3, 1 if n == 1 else 2), (8 * n, 3, 1)) for n in (1, 2, 4)]
 TINY = Transformer(6, 32, 4, 50, 16, 2)
+GPT = functools.partial(Transformer, vocabulary=8192)
 
 # In the order of their compile times.
-GPT = functools.partial(Transformer, vocabulary=8192)
 LARGE = {
     "mlp-gelu": mlp([4096] * 9, 8192, jax.nn.gelu),
     "mlp-relu": mlp([4096] * 9, 8192, jax.nn.relu),
-    "resnet50-stage3": resnet((32, 28, 28, 512), None, STAGE_3, 1000)._replace(
-        options={"share_casts": True}
-    ),
+    "resnet50-stage3": RESNET._replace(options={"share_casts": True}),
     "mixer8": mixer(8, 64, 256, 768),
     "gpt12-scan": transformer(GPT(12), scanned=True),
     "gpt4": transformer(GPT(4)),

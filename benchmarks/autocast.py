@@ -5,8 +5,7 @@
 - traced: trace time of twelve unrolled layers, over float32's.
 - error: of the gradients of small models against float64, computed here.
 
-Ratios are to casting by hand, which is shown as it is, and so is every row if by hand
-is not known. One row, kept in a file:
+Ratios are to casting by hand; where that is not known, there are none. One row alone:
 
     python benchmarks/autocast.py --parts compiled --targets h100 --models gpt4 \
         --programs autocast --resume rows.json

@@ -187,7 +187,7 @@ def types(model: Model) -> Any:
 def _cell(value: float | None, base: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value / base:.3f}" if base else f"{value:.4g}"
+    return f"{value / base:.3f}" if base else f"{value:.5g}"
 
 
 def _parser() -> Any:

@@ -156,12 +156,11 @@ def _error(_: str, half: Any, model: str, program: str) -> dict[str, float]:
 @functools.cache
 def _exact(model: str) -> Any:
     """Problems of all seeds, and their gradients in float64."""
-    keys = map(jax.random.key, range(SEEDS))
-    problems = [jax.device_get(SMALL[model].init(key)) for key in keys]
-    wide = jax.tree.map(
-        lambda x: x.astype(float) if x.dtype == np.float32 else x, problems
-    )
+    problems = [SMALL[model].init(key) for key in map(jax.random.key, range(SEEDS))]
     with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda x: x.astype(float) if x.dtype == np.float32 else x, problems
+        )
         return problems, _gradients(_by_hand(SMALL[model], None), wide)
 
 
@@ -187,7 +186,8 @@ def types(model: Model) -> Any:
 def _cell(value: float | None, base: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value / base:.3f}" if base else f"{value:.5g}"
+    shown = f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{value / base:.3f}" if base else shown
 
 
 def _parser() -> Any:

@@ -1,8 +1,8 @@
 """What of an island the backward pass keeps, and what it computes again.
 
-All that it reads are inputs of the island, kept as the forward pass read them, and small
-sums. An operand of a product is made again where that reads little that the island's own
-derivative does not read anyway; else the operand is kept.
+All that it reads are inputs of the island, kept as the forward pass read them, small
+sums, and sums of a residual stream. An operand of a product is made again where that
+reads little that the island's own derivative does not read anyway; else it is kept.
 
 One exception: the derivative of a softmax reads the probabilities that the next product
 read, in half precision, as in a cast by hand. To make them again from the scores would

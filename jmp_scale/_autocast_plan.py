@@ -1,26 +1,26 @@
 """What of a float32 program runs in half precision: a plan, read off its jaxpr.
 
-Matrix products and convolutions become half precision, everything else stays as traced.
-The cheap operations between products form islands. An island and the products that
+Matrix products and convolutions become half precision, the rest stays as traced. The
+cheap operations between products form islands. An island and the products that
 read its results are a unit: the backward pass computes the island once more, and takes
 from that run its own derivative and the operands of the products' gradients. For
 
 ```
-h = x + gelu(x @ w1) @ w2          # island 0: nothing; products x w1
-y = normalize(h) @ w3              # islands: gelu; +, normalize
+h = x + gelu(x @ w1) @ w2
+y = normalize(h) @ w3
 ```
 
-the backward pass keeps `x` (an argument), `x @ w1`, `gelu(...) @ w2` and `y` in half
-precision, as the products gave them. It makes again: gelu and its result, the sum `h`,
-the norm and its result. Nothing is rounded for the backward pass alone: what it reads is
-an array that the forward pass read, or is computed from such arrays once more.
+it keeps `x`, an argument, and in half precision, as products gave them, `x @ w1` and
+`gelu(...) @ w2`. It makes again what gelu gives, the sum `h`, and its norm. Nothing is
+rounded for the backward pass alone: it reads an array that the forward pass read, or
+what is computed from such arrays once more.
 
 Nothing is run here, and nothing depends on values.
 """
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -46,6 +46,7 @@ _CHEAP = _MOVES | words("""
 """)
 _CALLS = words("closed_call core_call jit pjit")
 _INTEGERS = "bool", "int", "uint"
+_HALF = "half precision"  # no reason to stay float32
 # So many operations on arguments alone are repeated in each island that reads them.
 _MOST_REPEATED = 32
 
@@ -184,37 +185,47 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not is_literal(v)]
 
 
-def why_float32(eqn: Any) -> str | None:
+def why_float32(jaxpr: Any) -> str:
+    """Why no product of a program becomes half precision; "" if some are already."""
+    products = [e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS]
+    reasons = dict.fromkeys(_reason(e) or "kept, or unreadable" for e in products)
+    if _HALF in reasons:
+        return ""
+    return "they have " + ", ".join(reasons) if reasons else "there is none"
+
+
+def _reason(eqn: Any) -> str | None:
     """Why a product stays float32; None if it becomes half precision."""
-    precisions = {*jax.tree.leaves(eqn.params.get("precision"))}
-    if not all(map(is_float32, (*eqn.invars[:2], eqn.outvars[0]))):
-        return "other dtypes than float32"
-    if precisions - {lax.Precision.DEFAULT}:
-        return "a precision of its own"
+    dtypes = {_jaxpr.dtype_name(v) for v in (*eqn.invars[:2], eqn.outvars[0])}
+    if not dtypes.isdisjoint(("float16", "bfloat16")):
+        return _HALF
+    if dtypes != {"float32"}:
+        return "dtype " + " and ".join(sorted(dtypes))
+    if {*jax.tree.leaves(eqn.params.get("precision"))} - {lax.Precision.DEFAULT}:
+        return "a precision of their own"
     if eqn.primitive.name == "dot_general" and _is_sum(eqn):
-        return "a sum or an outer product"
+        return "nothing to do for a matrix unit (sums, outer products)"
     return None
 
 
 def _is_product(eqn: Any) -> bool:
-    return eqn.primitive.name in PRODUCTS and why_float32(eqn) is None
+    return eqn.primitive.name in PRODUCTS and _reason(eqn) is None
 
 
 def _is_sum(eqn: Any) -> bool:
     """Whether a matrix unit has nothing to do, for each index of the batch.
 
-    One operand is a vector, or nothing is contracted, as in positions times frequencies.
+    One operand is a vector, or nothing is contracted: positions times frequencies.
     """
-    contracting, batch = eqn.params["dimension_numbers"]
-    sides = [*zip(eqn.invars, contracting, batch, strict=True)]
-    counts = [_count(v, dims) for v, dims, _ in sides[:1]]
-    counts += [_count(v, {*range(v.aval.ndim)}.difference(*dims)) for v, *dims in sides]
-    return 1 in counts
-
-
-def _count(v: Any, dims: Iterable[int]) -> Any:
-    """Entries of some dimensions; a symbolic number is not 1."""
-    return math.prod(v.aval.shape[d] for d in dims)
+    sizes = []
+    for v, contracting, batch in zip(
+        eqn.invars, *eqn.params["dimension_numbers"], strict=True
+    ):
+        own = {*range(v.aval.ndim)}.difference(contracting, batch)
+        sizes += [
+            math.prod(v.aval.shape[d] for d in dims) for dims in (own, contracting)
+        ]
+    return 1 in sizes  # which may be symbolic: not 1
 
 
 def _inlined(jaxpr: Any, names: Names) -> tuple[Any, dict[Any, Any]]:

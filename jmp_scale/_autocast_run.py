@@ -28,6 +28,8 @@ from ._higher_order import run_with
 from ._marks import Names
 from ._validation import warn
 
+DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
+
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
@@ -38,8 +40,10 @@ class Cast:
     recompute: bool
     share_casts: bool
     names: Names
-    unread: set[str] = dataclasses.field(compare=False)
+    setting: Any  # precision of products that stay float32 and have none of their own
+    warned: set[str] = dataclasses.field(compare=False)
     shared: Any = dataclasses.field(compare=False)
+    halved: set[str] = dataclasses.field(default_factory=set, compare=False)
     in_loop: bool = False
 
     def run(self, jaxpr: Any, weights: Sequence[bool], *values: Any) -> list[Any]:
@@ -73,6 +77,7 @@ class Cast:
 
     def _run_unit(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
         """Runs an island and its products, or a product alone."""
+        self.halved.update(p.kind for p in unit.products)
 
         def half(v: Any) -> jax.Array:
             if v not in halves:
@@ -112,7 +117,8 @@ class Cast:
             results = self._call(step, plan, env) if step.kind == "call" else None
             if results is None:
                 inputs = [env[v] for v in step.jaxpr.invars]
-                results = _jaxpr.evaluate_all(step.jaxpr, inputs, change=change)
+                jaxpr = _jaxpr.with_precision(step.jaxpr, self.setting)
+                results = _jaxpr.evaluate_all(jaxpr, inputs, change=change)
             else:
                 results = map(change, step.jaxpr.outvars, results)
         env |= zip(step.jaxpr.outvars, results, strict=True)
@@ -124,8 +130,8 @@ class Cast:
         results = run_with(eqn, values, self._bodies(eqn, plan))
         inner, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
         name = eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
-        if results is None and name not in self.unread:
-            self.unread.add(name)
+        if results is None and name not in self.warned:
+            self.warned.add(name)
             warn(
                 f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
                 "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
@@ -138,7 +144,7 @@ class Cast:
 
         def body(jaxpr: Any, places: Any, part: str) -> Callable[..., list[Any]]:
             flags = tuple(i is not None and weights[i] for i in places)
-            # A rule is transposed, and what is computed again has no derivative in that.
+            # A rule is transposed: what is computed again has no derivative there.
             recompute = self.recompute and part != "rule"
             in_loop = self.in_loop or part == "loop"
             cast = dataclasses.replace(self, recompute=recompute, in_loop=in_loop)
@@ -345,7 +351,7 @@ def _multiply(
     else:
         numbers = eqn.params["dimension_numbers"]
         sharding = eqn.params.get("out_sharding")
-        result = wide_dot_general(*pair, numbers, dtype, None, sharding)
+        result = wide_dot_general(*pair, numbers, dtype, DEFAULT, sharding)
     return result.astype(jnp.float32)
 
 

@@ -145,7 +145,7 @@ def wide_dot_general(
 
     algorithm = ALGORITHMS.get(jnp.dtype(dtype).name)
     plain = functools.partial(dot, precision)
-    if precision is not None or algorithm is None:
+    if precision not in (None, lax.Precision.DEFAULT) or algorithm is None:
         return plain(lhs, rhs)
     # Decided when the program is lowered, which may be for another machine.
     with_algorithm = functools.partial(dot, algorithm)

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._loss_scale import LossScale, checked_loss_scale
+from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
+from ._marks import NEEDS_LOSS_SCALE
 from ._scaling import widen_gradients
 from ._tree import is_inexact, promote_to_float32
+from ._validation import warn
 
 
 def value_and_grad(
@@ -129,6 +131,12 @@ def _differentiated(
             f"{loss_scale!r}) with a loss scale such as DynamicLossScale()"
         )
     loss_scale = checked_loss_scale(function, loss_scale)
+    if isinstance(loss_scale, NoOpLossScale) and hasattr(fun, NEEDS_LOSS_SCALE):
+        warn(
+            f"{function}: float16 gradients without a loss scale: small ones vanish. "
+            "Give with_loss_scale a DynamicLossScale(), or autocast "
+            'backward="bfloat16"'
+        )
     if "axis_name" in kwargs:
         raise TypeError(
             f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "

@@ -256,6 +256,36 @@ def in_scopes(eqn: Any, scopes: Any) -> Any:
     return eqn.replace(source_info=info)
 
 
+def with_precision(jaxpr: Any, precision: Any) -> Any:
+    """A jaxpr whose products without a precision of their own have this one."""
+    if precision is None:
+        return jaxpr
+    level = jax.lax.Precision(precision) if _is_level(precision) else None
+    return _with_level(jaxpr, level) if level is not None else jaxpr
+
+
+def _is_level(precision: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return jax.lax.Precision(precision) is not None
+    return False
+
+
+def _with_level(value: Any, level: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_with_level(v, level) for v in value])
+    if hasattr(value, "jaxpr") and hasattr(value, "replace"):
+        return value.replace(jaxpr=_with_level(value.jaxpr, level))
+    if not hasattr(value, "eqns"):
+        return value
+    equations = []
+    for eqn in value.eqns:
+        params = {k: _with_level(v, level) for k, v in eqn.params.items()}
+        if eqn.primitive.name in PRODUCTS and params.get("precision", 0) is None:
+            params["precision"] = (level, level)
+        equations.append(eqn.replace(params=params))
+    return value.replace(eqns=equations)
+
+
 def scope(name_stack: Any) -> Any:
     """A context in which operations are in these scopes too."""
     current = source_info_util.current_name_stack()

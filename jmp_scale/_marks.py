@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = "keep_float32"  # a scope
+# Of a function of `autocast` whose backward pass is float16.
+NEEDS_LOSS_SCALE = "_float16_gradients"
 _WORD = re.compile(r"[\w.:-]+")
 # The half-precision dtype while `autocast` traces, and whether `in_half` is around.
 # It is a part of the keys of JAX's caches, so a jitted function is traced anew.
@@ -154,7 +156,7 @@ def _jitted(eqn: Any) -> list[tuple[str, bool]]:
 def _functions(eqn: Any) -> Iterator[tuple[str, bool]]:
     """Names of the functions in which an equation was traced; whether not JAX's."""
     for frame in _frames(eqn):
-        own = "/jax/" not in frame.file_name
+        own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
         parts = [p for p in frame.function_name.split(".") if p.isidentifier()]
         yield from ((name, own) for name in dict.fromkeys([*parts, ".".join(parts)]))
 

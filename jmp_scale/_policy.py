@@ -119,11 +119,20 @@ def half_dtype() -> Any:
 
 
 def checked_half(argument: str, dtype: Any) -> Any:
-    with contextlib.suppress(TypeError):
-        if jnp.dtype(dtype) in (jnp.float16, jnp.bfloat16):
-            return jnp.dtype(dtype)
+    """float16 or bfloat16, by a dtype or one of `get_policy`'s names.
+
+    Raises:
+      ValueError: `dtype` is neither, or "half", which depends on the machine.
+    """
+    if isinstance(dtype, str):
+        dtype = name_to_dtype.get(dtype, dtype)
+    if not isinstance(dtype, str):
+        with contextlib.suppress(TypeError):
+            if jnp.dtype(dtype) in (jnp.float16, jnp.bfloat16):
+                return jnp.dtype(dtype)
     raise ValueError(
-        f"autocast: expected {argument} float16 or bfloat16, got {dtype!r}"
+        f"autocast: expected {argument} float16 or bfloat16, got {dtype!r}; short "
+        'names are "f16" and "bf16"'
     )
 
 

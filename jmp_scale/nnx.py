@@ -31,7 +31,7 @@ def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
     Args:
       fun: a function of modules, arrays and anything else.
       dtype: float16 or bfloat16.
-      **options: `backward`, `recompute` and `keep_float32` of `jmp_scale.autocast`.
+      **options: those of `jmp_scale.autocast`.
 
     Returns:
       A function with the arguments, results and result dtypes of `fun`.
@@ -45,7 +45,9 @@ def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
       (4, 3)
     """
 
-    @functools.wraps(fun)
+    checked = _autocast(fun, dtype, **options)
+
+    @functools.wraps(checked)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = {i: x for i, x in enumerate(leaves) if _is_node(x)}

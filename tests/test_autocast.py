@@ -17,7 +17,7 @@ from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
-from jmp_scale import _jaxpr, autocast, keep_float32
+from jmp_scale import _jaxpr, autocast, in_half, keep_float32
 from jmp_scale._autocast_plan import make_plan
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -194,10 +194,227 @@ def test_jitted_functions_of_others_stay_float32_by_name():
         assert sorted(dtypes) == [("float16", "float16"), ("float32", "float32")]
 
 
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
 @pytest.mark.parametrize("precision", ["high", "highest", jax.lax.Precision.HIGH])
 def test_products_of_a_high_precision_stay_float32(precision):
     f = autocast(lambda w, x: jnp.dot(x, w, precision=precision), "float16")
     assert products(f, W, X) == [("float32", "float32")]
+
+
+@pytest.mark.parametrize("setting", ["highest", "float32", "tensorfloat32", "high"])
+def test_the_setting_for_precision_holds_for_what_stays_float32(setting):
+    def loss(w, x):
+        exact = keep_float32(jnp.dot)(layer(w, x), w)
+        own = jnp.dot(exact, w, precision="highest")
+        return mean_square(layer(w, own))
+
+    def precisions(fun):
+        jaxpr = jax.make_jaxpr(fun)(W, X)
+        found = [e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS]
+        return [(_jaxpr.dtype_name(e.invars[0]), e.params["precision"]) for e in found]
+
+    with jax.default_matmul_precision(setting):
+        wanted = precisions(loss)[1][1]
+        got = precisions(autocast(loss, "float16"))
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert got[0] == got[3] == ("float16", None)
+    assert got[1:3] == [("float32", wanted), ("float32", highest)]
+
+
+@pytest.mark.parametrize(
+    ("fun", "reason"),
+    [
+        (lambda w, x: jnp.sin(x), "there is none"),
+        (lambda w, x: jnp.dot(x, w, precision="highest"), "a precision of their own"),
+        (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "nothing to do"),
+        (lambda w, x: keep_float32(jnp.dot)(x, w), "kept, or unreadable"),
+    ],
+)
+def test_a_function_in_which_nothing_becomes_half_warns_once(fun, reason):
+    half = autocast(fun, "float16")
+    with pytest.warns(UserWarning, match=f"no product became half.*{reason}"):
+        half(W, X)
+    half(W, X)  # filters make a warning an error
+
+
+def head(w, x):
+    with jax.named_scope("logits"):
+        return x @ w
+
+
+def test_names_are_those_of_functions_scopes_and_places():
+    line = head.__code__.co_firstlineno + 2
+    loss = lambda w, x: mean_square(head(w, layer(w, x)))  # noqa: E731
+    for name in ("head", "logits", f"test_autocast.py:{line}"):
+        half = autocast(loss, "float16", keep_float32=(name,))
+        assert products(half, W, X) == [("float16", "float16"), ("float32", "float32")]
+    jitted = jax.jit(layer)  # one jaxpr, called twice
+
+    def twice(w, x):
+        with jax.named_scope("first"):
+            x = jitted(w, x)
+        return mean_square(jitted(w, x))
+
+    half = autocast(twice, "float16", keep_float32="first")
+    assert products(half, W, X) == [("float32", "float32"), ("float16", "float16")]
+
+
+def test_a_name_that_matches_nothing_warns_and_lists_what_there_is():
+    half = autocast(
+        lambda w, x: head(w, x) @ w, "float16", keep_float32=("typo", "head")
+    )
+    with pytest.warns(UserWarning, match=r"\['typo'\].*head.*logits"):
+        half(W, X)
+    with pytest.raises(TypeError, match=r"got function 'head'.*keep_float32\(fun\)"):
+        autocast(head, "float16", keep_float32=(head,))
+
+
+def test_what_is_not_a_function_is_an_error_that_shows_the_call():
+    for wrong in ("cuda", 3.0, jnp.ones(())):
+        with pytest.raises(
+            TypeError, match=r"expected a function, got .*autocast\(loss"
+        ):
+            autocast(wrong, jnp.float16)
+    with pytest.raises(TypeError, match="context manager"), autocast("float16"):
+        pass
+    with pytest.raises(TypeError, match="context manager"):
+        autocast("float16")(layer)
+    nnx = importlib.import_module("flax.nnx")
+    model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
+    for function in (autocast, importlib.import_module("jmp_scale.nnx").autocast):
+        with pytest.raises(TypeError, match="wrap the function that calls the model"):
+            function(model, "float16")
+
+
+@pytest.mark.parametrize("name", ["f16", "fp16", "bf16"])
+def test_dtypes_have_the_names_of_policies(name):
+    dtype = jmp_scale.get_policy(f"p=f32,c={name},o=f32").compute_dtype
+    assert products(autocast(layer, name), W, X) == [(jnp.dtype(dtype).name,) * 2]
+    with pytest.raises(ValueError, match='"f16" and "bf16"'):
+        autocast(layer, "half")
+
+
+def test_float16_gradients_without_a_loss_scale_warn():
+    loss = lambda w, x: mean_square(layer(w, x))  # noqa: E731
+    none = jmp_scale.NoOpLossScale()
+    with pytest.warns(UserWarning, match="float16 gradients without a loss scale"):
+        jmp_scale.value_and_grad(autocast(loss, "float16"), none)
+    # Filters make a warning an error.
+    jmp_scale.value_and_grad(autocast(loss, "bfloat16"), none)
+    jmp_scale.value_and_grad(autocast(loss, "float16", backward="bfloat16"), none)
+    jmp_scale.value_and_grad(autocast(loss, "float16"), jmp_scale.DynamicLossScale())
+    autocast(loss, "float16")(W, X)
+
+
+@jax.custom_vjp
+def kernel(q, k):
+    """Like a fused kernel: one dtype, and a derivative of its own."""
+    assert q.dtype == k.dtype
+    return jnp.tanh(q @ k)
+
+
+kernel.defvjp(
+    lambda q, k: (kernel(q, k), (q, k)), lambda r, g: (g @ r[1].T, r[0].T @ g)
+)
+WITHIN = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "vmap": lambda f: lambda q, k: jax.vmap(f, (0, None))(q[None], k)[0],
+    "scan": lambda f: (
+        lambda q, k: lax.scan(lambda c, _: (f(c, k), None), q, None, length=2)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_kernel_gets_half_precision_within_a_cast_program(within):
+    fused = WITHIN[within](in_half(kernel))
+    loss = lambda w, x: mean_square(fused(x, w))  # noqa: E731
+    half = autocast(lambda w, x: loss(w, x @ w), "float16")
+    dtypes = products(jax.grad(half), W, X)
+    assert ("float16", "float16") in dtypes
+    got = jax.jit(jax.value_and_grad(half))(W, X)
+    assert_close(got, jax.value_and_grad(lambda w, x: loss(w, x @ w))(W, X), 0.02)
+    assert in_half(kernel)(X, W).dtype == jnp.float32
+
+
+def test_the_inner_one_of_in_half_and_keep_float32_decides():
+    def dtypes(fun):
+        return products(autocast(lambda w, x: fun(x @ w, w), "bfloat16"), W, X)[1:]
+
+    dot = lambda q, k: q @ k  # noqa: E731
+    assert dtypes(keep_float32(in_half(dot))) == [("bfloat16", "bfloat16")]
+    assert dtypes(in_half(keep_float32(dot))) == [("float32", "float32")]
+
+
+def test_fused_attention_of_jax_takes_half_precision():
+    attention = in_half(functools.partial(jax.nn.dot_product_attention, is_causal=True))
+    x = X[None, :, None]
+    half = autocast(lambda w, x: mean_square(attention(x @ w, x, x)), "bfloat16")
+    assert {*products(half, W, x)} == {("bfloat16", "bfloat16")}
+
+
+def test_layers_with_state_work_in_keep_float32():
+    nn = importlib.import_module("flax.linen")
+    nnx = importlib.import_module("flax.nnx")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = keep_float32(nn.BatchNorm(use_running_average=False))(nn.Dense(N)(x))
+            return keep_float32(nn.Dense(3))(x)
+
+    net = Net()
+    variables = jax.jit(net.init)(jax.random.key(0), X)
+    apply = lambda v, x: net.apply(v, x, mutable=["batch_stats"])  # noqa: E731
+    for fun in (apply, autocast(apply, "bfloat16")):
+        y, state = jax.jit(fun)(variables, X)
+        assert y.dtype == jnp.float32
+        assert jax.tree.leaves(state)[0].any()
+    half = autocast(apply, "bfloat16")
+    kept = [("bfloat16", "bfloat16"), ("float32", "float32")]
+    assert products(lambda v, x: half(v, x)[0], variables, X) == kept
+    output = lambda v, x: apply(v, x)[0]  # noqa: E731
+    named = autocast(output, "bfloat16", keep_float32=("Dense_0",))
+    with pytest.warns(UserWarning, match="no product became half"):
+        assert {*products(named, variables, X)} == {("float32", "float32")}
+    norm = nnx.BatchNorm(N, rngs=nnx.Rngs(0))
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    nnx.jit(lambda norm, x: keep_float32(norm)(x))(norm, X)
+    assert norm.mean[...].any()
+    nnx_autocast = importlib.import_module("jmp_scale.nnx").autocast
+    model = nnx.List([norm, dropout, nnx.Linear(N, N, rngs=nnx.Rngs(0))])
+    run = lambda m, x: keep_float32(m[1])(keep_float32(m[0])(m[2](x)))  # noqa: E731
+    assert nnx_autocast(run, "bfloat16")(model, X).shape == X.shape
+
+
+STACKED = {
+    "scaled": lambda w: 2 * w,
+    "reshaped": lambda w: w.reshape(2, N // 2, N).transpose(1, 0, 2).reshape(N, N),
+    "summed": lambda w: jnp.cumsum(w, 0),
+    "gathered": lambda w: w[jnp.arange(N)],
+    "forty operations": lambda w: functools.reduce(lambda w, _: 1.01 * w, range(40), w),
+}
+
+
+@pytest.mark.parametrize("how", STACKED)
+@pytest.mark.parametrize("around", ["nothing", "scan", "cond"])
+def test_gradients_of_weights_are_float32_whatever_is_done_to_them(how, around):
+    big = jnp.full((512, N), 300.0)
+
+    def loss(w):
+        w = STACKED[how](w)
+        if around == "scan":
+            step = lambda c, w: (c + jnp.sum(big @ w), None)  # noqa: E731
+            return 400 * lax.scan(step, 0.0, w[None])[0]
+        if around == "cond":
+            first = lambda w: jnp.sum(big @ w)  # noqa: E731
+            return 400 * lax.cond(big[0, 0] > 0, first, lambda w: jnp.sum(w @ w), w)
+        return 400 * jnp.sum(big @ w)
+
+    got, wanted = (jax.jit(jax.grad(f))(W) for f in (autocast(loss, "float16"), loss))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
 def test_what_the_user_cast_stays_as_cast():
@@ -209,6 +426,7 @@ def test_what_the_user_cast_stays_as_cast():
     assert half(W, X) == f(W, X)
 
 
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
 @pytest.mark.parametrize(
     "fun",
     [
@@ -224,6 +442,7 @@ def test_a_program_without_products_stays_bit_for_bit(fun):
     np.testing.assert_array_equal(grad(half)(W, X), grad(fun)(W, X))
 
 
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
 def test_float64_programs_stay_as_they_are():
     with jax.enable_x64(True):
         w, x = np.float64(W), jnp.asarray(np.float64(X))

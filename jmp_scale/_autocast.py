@@ -93,7 +93,7 @@ def autocast(
                 "whose writes would be lost: use jmp_scale.nnx.autocast"
             )
         # The setting is for what stays float32.
-        setting = jax.config.jax_default_matmul_precision
+        setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(forward), jax.default_matmul_precision(None):
             jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
         shared = functools.cache(lambda make, *facts: make(*facts))

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
+from jax.core import Tracer
 
 from . import _autocast_kept, _jaxpr
 from ._jaxpr import PRODUCTS, is_literal, words
@@ -167,7 +168,7 @@ def make_plan(
     flat, constants = _inlined(jaxpr, names)
     pairs = zip(flat.invars, weights, strict=True)
     given = {v for v, is_weight in pairs if is_weight} | {*constants}
-    numbers = {v for v, x in constants.items() if not isinstance(x, jax.core.Tracer)}
+    numbers = {v for v, x in constants.items() if not isinstance(x, Tracer)}
     planner = _Planner(flat, given, numbers, names)
     return planner.plan(constants, share_casts)
 

@@ -103,7 +103,7 @@ def _custom_jvp(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
     return fun(*values)
 
 
-def _shard_map(eqn: Any, values: list[Any], body: Body) -> list[Any]:
+def _shard_map(eqn: Any, values: list[Any], body: Body) -> Any:
     params = eqn.params
     axes = params.get("manual_axes", params.get("newly_manual_axes"))
     run = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), "")

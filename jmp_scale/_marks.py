@@ -43,7 +43,7 @@ def keep_float32(fun: F) -> F:
 
     @functools.wraps(fun)
     def kept(*args: Any, **kwargs: Any) -> Any:
-        half, is_inside = _HALF.value or (None, False)
+        half, is_inside = _HALF.value or ("", False)
         if not is_inside:
             with jax.named_scope(_KEPT):
                 return fun(*args, **kwargs)
@@ -79,8 +79,8 @@ def in_half(fun: F) -> F:
 
     @functools.wraps(fun)
     def halved(*args: Any, **kwargs: Any) -> Any:
-        half, _ = _HALF.value or (None, False)
-        if half is None:
+        half, _ = _HALF.value or ("", False)
+        if not half:
             return fun(*args, **kwargs)
         args, kwargs = _cast((args, kwargs), "float32", half)
         with _HALF((half, True)):

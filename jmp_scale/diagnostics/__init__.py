@@ -3,6 +3,7 @@
 Which one answers which question:
 
 - What does half precision do to my program, line by line? `precision_report`.
+- Is half precision precise enough for my loss? `compare_gradients`.
 - What does float16 lose of my gradients? `grad_report`, `exponent_histogram`.
 - Which loss scales work? `calibrate_loss_scale`.
 - Why was this step skipped? `diagnose_nonfinite`.
@@ -12,6 +13,9 @@ Which one answers which question:
 
 from ._calibration import Calibration as Calibration
 from ._calibration import calibrate_loss_scale as calibrate_loss_scale
+from ._comparison import GradientComparison as GradientComparison
+from ._comparison import LeafComparison as LeafComparison
+from ._comparison import compare_gradients as compare_gradients
 from ._diagnosis import Diagnosis as Diagnosis
 from ._diagnosis import diagnose_nonfinite as diagnose_nonfinite
 from ._health import HealthLog as HealthLog

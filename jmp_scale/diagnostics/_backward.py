@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._finite import all_finite
 from .._gradients import checked_output, value_and_grad
 from .._loss_scale import DynamicLossScale
 from .._tree import is_inexact, named_inexact_leaves
@@ -108,6 +109,23 @@ class Loss:
             "that selects them, such as equinox.filter_value_and_grad or "
             "flax.nnx.value_and_grad"
         )
+
+
+def at_loss_scale(
+    run: Callable[[Any], Backward], s: float | None
+) -> tuple[Backward, float]:
+    """Runs a backward pass at S = `s`, and gives S too.
+
+    None stands for a `DynamicLossScale()` that has settled: 2^15, and 8 times smaller
+    while a smaller one may make the gradients finite, down to 1.
+    """
+    scale = 2.0**15 if s is None else s
+    while True:
+        found = run(jnp.float32(scale))
+        is_last = s is not None or scale == 1 or not all_finite(found.loss)
+        if is_last or all_finite(found.leaves):
+            return found, scale
+        scale /= 8
 
 
 def split_arrays(

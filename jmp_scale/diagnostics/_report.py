@@ -293,7 +293,7 @@ def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     lines = [_headline(report)]
     if not rows:
         return lines[0]
-    width = max(len(name) for name in ("leaf", *map(_leaf_name, rows)))
+    width = max(len(name) for name in ("leaf", *map(leaf_name, rows)))
     heads = (*_SHARES, "amax", "headroom", "range")
     table = [("leaf", "entries", *heads)]
     for path, row in rows.items():
@@ -303,7 +303,7 @@ def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
         for name in ("headroom_bits", "dynamic_range_bits"):
             # Adding 0.0 turns a rounded -0.0 into 0.0.
             cells += [f"{round(row[name], 1) + 0.0:.1f} bits" if row["amax"] else "-"]
-        table += [(_leaf_name(path), f"{row['size']:,.0f}", *cells)]
+        table += [(leaf_name(path), f"{row['size']:,.0f}", *cells)]
     for name, *cells in table:
         lines += [f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells)]
     return "\n".join(lines)
@@ -317,7 +317,7 @@ def _headline(report: dict[str, Any]) -> str:
         return f"{start}: no floating-point leaves"
     finite, advice = "all finite", f"recommended loss scale at most 2^{log2:g}"
     if not report["all_finite"]:
-        finite = f"not finite from {_leaf_name(leaves[report['first_nonfinite']])} on"
+        finite = f"not finite from {leaf_name(leaves[report['first_nonfinite']])} on"
     if math.isnan(log2):
         advice = "no loss scale to recommend: no entry is finite and non-zero"
         if any(row["amax"] for row in report["leaves"].values()):
@@ -329,7 +329,7 @@ def _headline(report: dict[str, Any]) -> str:
     return f"{start}: {finite}; {advice}"
 
 
-def _leaf_name(path: str) -> str:
+def leaf_name(path: str) -> str:
     return path or "(the whole tree)"
 
 

@@ -23,7 +23,12 @@ def diagnose(fun, *args, **kwargs):
     return diagnostics.diagnose_nonfinite(fun, 2.0**15, *args, **kwargs)
 
 
+def compare(fun, *args, **kwargs):
+    return diagnostics.compare_gradients(fun, fun, *args, **kwargs)
+
+
 TOOLS = {
+    "compare_gradients": compare,
     "calibrate_loss_scale": calibrate,
     "diagnose_nonfinite": diagnose,
     "precision_report": diagnostics.precision_report,

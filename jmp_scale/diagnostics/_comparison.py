@@ -1,0 +1,228 @@
+"""How far the gradient of a half-precision program is from float32's, leaf by leaf."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._finite import all_finite
+from .._loss_scale import scale_value
+from ._backward import Backward, Loss, at_loss_scale, split_arrays
+from ._report import leaf_name, power
+
+# The share of a gradient's norm that training bears: gradients of two batches differ by
+# far more, and ports with up to 3 % trained as in float32, those with 50 % did not.
+TOLERANCE = 0.05
+
+
+class LeafComparison(NamedTuple):
+    """What half precision does to one leaf of the gradient.
+
+    Attributes:
+      path: name of the leaf, as `jax.tree_util.keystr` writes it.
+      norm: norm of the float32 gradient.
+      error: norm of the difference over `norm`; infinite if it is not finite.
+      lost: share of the entries that are zero in half precision alone.
+      finite: whether all entries are finite in half precision.
+      float32_error: the error of float32 itself, as in `GradientComparison`. Where it
+        is large, the leaf is zero but for rounding, in any precision.
+    """
+
+    path: str
+    norm: float
+    error: float
+    lost: float
+    finite: bool
+    float32_error: float
+
+
+class GradientComparison(NamedTuple):
+    """What `compare_gradients` found, in Python values on the host.
+
+    Attributes:
+      loss: the float32 loss.
+      half_loss: the loss of the half-precision program, unscaled.
+      error: norm of the difference of the two gradients over the norm of the float32
+        one, of the whole tree; infinite if anything is not finite.
+      leaves: the same for each leaf, in the order of the tree.
+      float32_error: the same between two float32 gradients, of the arguments as they
+        are and with each entry changed by its last digit. Sums in another order differ
+        as much: no precision below that can be asked for.
+      loss_scale: S of the half-precision gradient.
+    """
+
+    loss: float
+    half_loss: float
+    error: float
+    leaves: tuple[LeafComparison, ...]
+    float32_error: float
+    loss_scale: float
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether `error` is at most 5 %, or twice `float32_error` if that is more."""
+        return self.error <= max(TOLERANCE, 2 * self.float32_error)
+
+    def summary(self, k: int = 20) -> str:
+        """Whether half precision is precise enough here, and the k worst leaves."""
+
+        def badness(leaf: LeafComparison) -> tuple[bool, float]:
+            return leaf.float32_error <= TOLERANCE or not leaf.finite, leaf.error
+
+        rows = sorted(self.leaves, key=badness, reverse=True)
+        width = max(len(leaf_name(leaf.path)) for leaf in rows)
+        heads = ("norm", "error", "of float32", "lost", "finite")
+        lines = [
+            _verdict(self),
+            f"{'leaf':{width}}" + "".join(f"{h:>12}" for h in heads),
+        ]
+        for leaf in rows[:k]:
+            shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
+            cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
+            name = f"{leaf_name(leaf.path):{width}}"
+            lines += [name + "".join(f"{cell:>12}" for cell in cells)]
+        return "\n".join(lines + [f"and {len(rows) - k} more"] * (len(rows) > k))
+
+
+def compare_gradients(
+    half_loss: Callable[..., Any],
+    loss: Callable[..., Any],
+    *args: Any,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> GradientComparison:
+    """Compares the gradient of a half-precision program with that of a float32 one.
+
+    Runs both on the host, each compiled once, on real values: the answer holds for
+    these parameters and this batch. It is that of the gradient as you train with it:
+    scaled by S and unscaled. Models among the arguments stay as they are.
+
+    `autocast`, casts by hand, `Policy` and layers with a `dtype` all give such a
+    `half_loss`; `sensitive_products` finds the lines at fault.
+
+    Args:
+      half_loss: the whole loss in half precision.
+      loss: the same in float32, of the same arguments.
+      *args: their arguments: parameters, batch.
+      loss_scale: the loss scale of the half-precision gradient, or S as a number. None,
+        the default, stands for a `DynamicLossScale()` that has settled: 2^15, and 8
+        times smaller while the gradient is not finite, down to 1. A power of two
+        changes nothing in bfloat16.
+      argnums, has_aux, transform: as in `precision_report`.
+
+    Returns:
+      A `GradientComparison`; print its `.summary()`.
+
+    Raises:
+      TypeError: as `precision_report`; also if `loss_scale` is not a loss scale.
+      ValueError: as `precision_report`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> from jmp_scale import diagnostics
+      >>> def loss(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> half_loss = jmp_scale.autocast(loss, "float16")
+      >>> w, x = jnp.full((4, 4), 0.3), jnp.linspace(0, 1, 32).reshape(8, 4)
+      >>> found = diagnostics.compare_gradients(half_loss, loss, w, x)
+      >>> found.is_precise, found.error < 0.01, found.leaves[0].finite
+      (True, True, True)
+    """
+    function = "compare_gradients"
+    given = args, argnums, has_aux, transform
+    half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
+    s = None if loss_scale is None else float(scale_value(function, loss_scale))
+    arrays, rejoin = split_arrays(args)
+    run = jax.jit(lambda arrays: full.run(1.0, rejoin(arrays)))
+    run_half = jax.jit(lambda s, arrays: half.run(s, rejoin(arrays)))
+    found, s = at_loss_scale(lambda s: run_half(s, arrays), s)
+    reference = run(arrays)
+    rows = differences(found, reference)
+    own = differences(run(_changed_in_the_last_digit(arrays)), reference)
+    leaves = tuple(
+        LeafComparison(
+            path, row[0], whole_error([row]), row[2], bool(row[3]), whole_error([base])
+        )
+        for path, row, base in zip(found.paths, rows, own, strict=True)
+    )
+    losses = float(reference.loss), float(found.loss)
+    return GradientComparison(*losses, whole_error(rows), leaves, whole_error(own), s)
+
+
+def differences(found: Backward, reference: Backward) -> list[list[float]]:
+    """For each leaf: norm of the reference, distance from it, share lost, finite."""
+    pairs = zip(found.leaves, reference.leaves, strict=True)
+    return [
+        [x.item() for x in row] for row in jax.device_get(_all_differences([*pairs]))
+    ]
+
+
+def whole_error(rows: Sequence[Sequence[float]]) -> float:
+    """Norm of the difference over that of the reference; infinite if not finite."""
+    norm, distance = (math.hypot(*(row[i] for row in rows)) for i in (0, 1))
+    if not all(row[3] for row in rows) or not math.isfinite(distance):
+        return math.inf
+    return distance / norm if norm else math.inf if distance else 0.0
+
+
+def percent(share: float) -> str:
+    """A share of 1 as a percentage of two digits."""
+    if not math.isfinite(share) or share >= 100:
+        return f"{share:.2g}"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+@jax.jit
+def _all_differences(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[Any]:
+    return [_difference(x, reference) for x, reference in pairs]
+
+
+def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
+    """A row of `differences`."""
+    pair = [y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, reference)]
+    sizes = [jnp.where(jnp.isfinite(y), jnp.abs(y), 0) for y in pair]
+    largest = jnp.max(jnp.stack(sizes), initial=0)
+    unit = jnp.where(largest > 0, largest, 1)  # no square over- or underflows
+    x, reference = (y / unit for y in pair)
+    squares = [jnp.sum(jnp.abs(y) ** 2) for y in (reference, x - reference)]
+    lost = jnp.sum((x == 0) & (reference != 0)) / np.float32(max(x.size, 1))
+    return *(unit * jnp.sqrt(square) for square in squares), lost, all_finite(x)
+
+
+def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
+    def changed(i: int, x: Any) -> Any:
+        if x.dtype not in (jnp.float32, jnp.float64):
+            return x
+        signs = jax.random.rademacher(jax.random.key(i), x.shape, x.dtype)
+        return x * (1 + signs * jnp.finfo(x.dtype).eps)
+
+    return [changed(i, x) for i, x in enumerate(arrays)]
+
+
+def _verdict(found: GradientComparison) -> str:
+    bad = next((leaf.path for leaf in found.leaves if not leaf.finite), None)
+    at = f"at loss scale {power(found.loss_scale)}"
+    search = "sensitive_products(loss, ...) finds what must stay float32."
+    if not math.isfinite(found.loss) or not math.isfinite(found.float32_error):
+        text = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
+    elif not math.isfinite(found.half_loss):
+        text = f"Half precision is not precise enough: its loss is not finite. {search}"
+    elif bad is not None:
+        text = (
+            f"Half precision gives a gradient of {leaf_name(bad)} that is not finite, "
+            f"{at}: run diagnose_nonfinite(half_loss, ...)."
+        )
+    else:
+        text = (
+            f"Half precision is {'' if found.is_precise else 'not '}precise enough "
+            f"here: it changes the gradient by {percent(found.error)} ({at}), where "
+            f"training bears {percent(TOLERANCE)} and float32's own rounding, or "
+            f"another order of its sums, makes {percent(found.float32_error)}."
+        )
+        text += "" if found.is_precise else f" {search}"
+    return f"{text}\nloss {found.half_loss:.6g}, in float32 {found.loss:.6g}"

@@ -1,0 +1,150 @@
+"""The gradient of a half-precision program beside float32's, and what is said of it."""
+
+import equinox as eqx
+import flax.linen as nn
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from losses import forgetful
+
+import jmp_scale
+from jmp_scale.diagnostics import compare_gradients
+
+X = jnp.linspace(-1, 1, 128).reshape(32, 4)
+PARAMS = {"w": jnp.linspace(0.1, 0.9, 16).reshape(4, 4), "unused": jnp.ones(3)}
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+
+def test_the_error_is_that_of_the_gradients_themselves():
+    half_loss = jmp_scale.autocast(loss, "bfloat16")
+    found = compare_gradients(half_loss, loss, PARAMS, X)
+    half, full = (jax.jit(jax.grad(f))(PARAMS, X)["w"] for f in (half_loss, loss))
+    half, full = (np.asarray(g, np.float64) for g in (half, full))
+    norm = np.linalg.norm(full)
+    # Each program is compiled on its own, and may round elsewhere.
+    assert found.error == pytest.approx(np.linalg.norm(half - full) / norm, rel=0.05)
+    assert 1e-4 < found.error < 0.05
+    assert found.is_precise
+    assert found.float32_error < 1e-5
+    of_unused, of_w = found.leaves
+    assert (of_w.path, of_w.lost, of_w.finite) == ("['w']", 0, True)
+    assert of_w.norm == pytest.approx(norm, rel=1e-5)
+    assert of_unused[1:] == (0, 0, 0, True, 0)
+    losses = float(loss(PARAMS, X)), float(half_loss(PARAMS, X))
+    assert (found.loss, found.half_loss) == pytest.approx(losses, rel=1e-3)
+    text = found.summary()
+    assert text.startswith("Half precision is precise enough here")
+    assert "5 %" in text
+    assert text.index("['w']") < text.index("['unused']")
+
+
+def test_a_float16_gradient_is_judged_as_it_is_trained():
+    x, full = jnp.ones(3), lambda w, x: 2.0**-30 * (w * x).sum()
+    assert compare_gradients(forgetful, full, x, x).error == 0
+    lost = compare_gradients(forgetful, full, x, x, loss_scale=1)
+    assert (lost.error, lost.leaves[0].lost, lost.leaves[0].finite) == (1, 1, True)
+    assert not lost.is_precise
+    assert "2^0" in lost.summary()
+
+
+def test_the_loss_scale_is_lowered_as_a_dynamic_one_would_be():
+    def large(w, dtype=jnp.float16):
+        return (w.astype(dtype) * dtype(100)).astype(jnp.float32).sum() * 100
+
+    full = lambda w: large(w, jnp.float32)  # noqa: E731
+    found = compare_gradients(large, full, jnp.ones(3))
+    assert (found.loss_scale, found.error) == (1, 0)
+    fixed = jmp_scale.StaticLossScale(2.0**10)
+    found = compare_gradients(large, full, jnp.ones(3), loss_scale=fixed)
+    assert (found.loss_scale, found.error) == (2**10, np.inf)
+    assert "not finite, at loss scale 2^10" in found.summary()
+
+
+def test_cancelling_distances_are_not_precise_enough():
+    def kernel(z):
+        squares = (z**2).sum(1)
+        distances = squares[:, None] + squares[None] - 2 * z @ z.T
+        return jnp.mean(jnp.exp(-distances))
+
+    half_loss = jmp_scale.autocast(kernel, "bfloat16")
+    found = compare_gradients(half_loss, kernel, 10 + X)
+    assert found.error > 0.1
+    assert "not precise enough" in found.summary()
+    assert "sensitive_products" in found.summary()
+
+
+def test_a_forward_pass_that_is_not_finite_is_told_apart():
+    def root(w, dtype=jnp.float32):
+        return jnp.sqrt(w.astype(dtype) - dtype(1)).astype(jnp.float32).sum()
+
+    half_root = lambda w: root(w - 1e-3, jnp.float16)  # noqa: E731
+    found = compare_gradients(half_root, root, jnp.full(2, 1.0005))
+    assert np.isnan(found.half_loss)
+    assert found.error == np.inf
+    assert "its loss is not finite" in found.summary()
+    broken = compare_gradients(root, root, jnp.zeros(2))
+    assert "Float32 is not finite itself" in broken.summary()
+
+
+def test_a_gradient_that_is_rounding_alone_is_not_the_worst():
+    def shifted(params, x):  # softmax does not depend on a common offset
+        scores = x @ params["w"] + params["offset"]
+        return -jnp.mean(jax.nn.log_softmax(scores)[:, 0])
+
+    params = PARAMS | {"offset": jnp.float32(0.3)}
+    found = compare_gradients(
+        jmp_scale.autocast(shifted, "bfloat16"), shifted, params, X
+    )
+    text = found.summary()
+    assert found.is_precise
+    assert text.index("['w']") < text.index("['offset']")
+
+
+def by_hand():
+    policy = jmp_scale.get_policy("params=float32,compute=float16,output=float32")
+
+    def half_loss(params, x):
+        params, x = policy.cast_to_compute((params, x))
+        return jnp.mean(policy.cast_to_output(jnp.tanh(x @ params["w"])) ** 2)
+
+    return half_loss, loss, PARAMS, {}
+
+
+def linen():
+    def of(dtype):
+        model = nn.Dense(4, dtype=dtype)
+        return lambda v, x: jnp.mean(model.apply(v, x).astype(jnp.float32) ** 2)
+
+    return of(jnp.float16), of(None), nn.Dense(4).init(jax.random.key(0), X), {}
+
+
+def equinox():
+    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+    plain = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
+    how = {"transform": eqx.filter_value_and_grad}
+    return jmp_scale.autocast(plain, "float16"), plain, model, how
+
+
+def flax_nnx():
+    import jmp_scale.nnx
+
+    model = nnx.Sequential(
+        nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    )
+    plain = lambda model, x: (jnp.mean((model(x) - 1) ** 3), model)  # noqa: E731
+    how = {"transform": nnx.value_and_grad, "has_aux": True}
+    return jmp_scale.nnx.autocast(plain, "float16"), plain, model, how
+
+
+@pytest.mark.parametrize("case", [by_hand, linen, equinox, flax_nnx])
+def test_casts_of_every_kind_are_compared(case):
+    half_loss, plain, model, how = case()
+    found = compare_gradients(half_loss, plain, model, X, **how)
+    assert 0 < found.error < 0.01
+    assert found.is_precise
+    assert all(leaf.finite for leaf in found.leaves)

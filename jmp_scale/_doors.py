@@ -1,16 +1,12 @@
 """The modules that are imported by name, because they need more than JAX and Optax."""
 
 import sys
-from typing import Any
-
-_DOORS = ("checkpoints", "linen", "nnx", "plotting")
 
 
-def _attribute(name: str) -> Any:
-    message = f"module 'jmp_scale' has no attribute {name!r}"
-    if name in _DOORS:
-        message += f"; it is imported by name: write import jmp_scale.{name}"
-    raise AttributeError(message)
+def _attribute(name: str) -> None:
+    is_door = name in ("checkpoints", "linen", "nnx", "plotting")
+    hint = f"; write import jmp_scale.{name}" if is_door else ""
+    raise AttributeError(f"module 'jmp_scale' has no attribute {name!r}{hint}")
 
 
 # Set here, because type checkers take any name for one of a module with `__getattr__`.

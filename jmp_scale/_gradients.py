@@ -167,17 +167,15 @@ def _differentiated(
 
 
 def _check_differentiated(function: str, args: Any, argnums: Any) -> None:
-    """Says what to do where JAX would only say that a leaf has no derivative."""
     numbers = argnums if isinstance(argnums, Sequence) else [argnums]
     given = {n: args[n] for n in numbers if -len(args) <= n < len(args)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(given):
         if not (is_inexact(leaf) or hasattr(leaf, "__jax_array__")):
             got = getattr(leaf, "dtype", type(leaf).__name__)
             raise TypeError(
-                f"{function}: expected floating-point arrays in the differentiated "
-                f"arguments, got {got} at args{jax.tree_util.keystr(path)}; give it "
-                "the parameters alone, and for a model the value_and_grad of its "
-                "framework as transform (equinox.filter_value_and_grad)"
+                f"{function}: expected floating-point arrays to differentiate, got "
+                f"{got} at args{jax.tree_util.keystr(path)}; pass the parameters "
+                "alone, or for a model transform=equinox.filter_value_and_grad"
             )
 
 

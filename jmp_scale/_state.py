@@ -40,10 +40,8 @@ class LossScaleState(NamedTuple):
 
 def _attribute(state: LossScaleState, name: str) -> Any:
     raise AttributeError(
-        f"LossScaleState has no {name!r}; the state of the optimizer is .inner_state, "
-        f"in which optax.tree.get(opt_state, {name!r}) finds a field at any depth",
-        name=name,
-        obj=state,
+        f"LossScaleState has no {name!r}; the optimizer's own state is .inner_state: "
+        f"optax.tree.get(opt_state, {name!r}) finds a field at any depth"
     )
 
 

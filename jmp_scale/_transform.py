@@ -179,10 +179,13 @@ def judge_step(
     updates: Any, value: Any, guard: SpikeGuard | None, agree: _mesh.Agreement | None
 ) -> _Verdict:
     agree = agree or _mesh.agreement()
-    if not (value is None or _is_scalar(value)):
+    # Of (loss, {}) one leaf is left.
+    is_container = isinstance(value, (str, tuple, list, Mapping))
+    leaves = [] if is_container else jax.tree.leaves(value)
+    if value is not None and [jnp.shape(x) for x in leaves] != [()]:
         raise ValueError(
             f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "
-            "pass the loss alone, without what else the loss function returns"
+            "pass the loss alone"
         )
     loss_finite = jnp.array(True) if value is None else finite(value, agree)
     if guard is None:
@@ -197,16 +200,9 @@ def judge_step(
     if value is not None:
         loss = agree(lax.pmax, jnp.asarray(value).astype(jnp.float32))
         # A float64 loss beyond float32's range is finite: the largest leap of all.
-        largest = jnp.finfo(jnp.float32).max
-        loss = jnp.where(loss_finite, jnp.clip(loss, -largest, largest), jnp.nan)
+        loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
     spike, guard = guard.judge(loss, norm, is_finite)
     return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
-
-
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, (str, tuple, list, Mapping)):  # of (loss, {}) one leaf is left
-        return False
-    return [jnp.shape(x) for x in jax.tree.leaves(value)] == [()]
 
 
 def _next_state(
@@ -287,9 +283,8 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
         return
 
     def compare(update: Any, param: Any) -> None:
-        has_both = not (_is_nothing(update) or _is_nothing(param))
-        if has_both and not jax.tree_util.all_leaves([param]):
-            raise ValueError("one gradient for a subtree of the parameters")
+        if not _is_nothing(update):  # which may stand for a whole subtree
+            jax.tree.map(lambda *_: None, param, update, is_leaf=_is_nothing)
 
     try:
         jax.tree.map(compare, updates, params, is_leaf=_is_nothing)

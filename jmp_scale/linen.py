@@ -159,8 +159,8 @@ def _selected(applied: Any, changes: dict[str, Any], state: TrainState) -> Any:
     names = [field.name for field in fields]
     for name in changes.keys() - names:
         raise TypeError(
-            f"TrainState.apply_gradients: expected the loss as value=, and fields of "
-            f"{type(state).__name__} ({', '.join(names)}), got {name}="
+            "TrainState.apply_gradients: expected the loss as value=, and fields of "
+            f"the state ({', '.join(names)}), got {name}="
         )
     nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
     new = {name: value for name, value in changes.items() if name in nodes}

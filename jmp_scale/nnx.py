@@ -183,8 +183,7 @@ class Optimizer(nnx.Optimizer):
             before = _leaves_of(nodes)  # the call writes into the modules themselves
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
-            # None if `with_loss_scale` is hidden in a function of the user's.
-            agree = getattr(self.tx.update, "agreement", None)
+            agree = getattr(self.tx.update, "agreement", None)  # None: the automatic
             # XLA merges this with the same decision in `update`.
             applied = judge_step(grads, loss, _with_arrays(guard), agree).applied
             _put_back_unless(applied, nodes, before)

@@ -10,7 +10,6 @@ from helpers import assert_bitwise_equal, count_traces
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from jmp_scale.linen import TrainState
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -286,28 +285,14 @@ def test_a_transform_without_a_value_is_a_type_error(function, transform, argume
         gradient(argument)
 
 
-def linen_state():
-    return TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(0.1))
-
-
 @BOTH
-@pytest.mark.parametrize(
-    ("argument", "got"),
-    [
-        (linen_state, r"int32 at args\[0\].step; .* parameters alone"),
-        (lambda: {"w": jnp.ones(2), "n": 3}, r"int at args\[0\]\['n'\]"),
-        (
-            lambda: eqx.nn.MLP(2, 1, 2, 1, key=jax.random.key(0)),
-            r"\w+ at args\[0\].activation; .* transform .*filter_value_and_grad",
-        ),
-    ],
-)
-def test_what_has_no_derivative_is_a_type_error_that_says_what_to_pass(
-    function, argument, got
-):
+@pytest.mark.parametrize("leaf", [jax.nn.relu, jnp.int32(0), 3, "text"])
+def test_what_has_no_derivative_is_an_error_that_says_what_to_pass(function, leaf):
     gradient = getattr(jmp_scale, function)(lambda w: 0.0, StaticLossScale(8.0))
-    with pytest.raises(TypeError, match=f"^{function}: expected floating.*{got}"):
-        gradient(argument())
+    got = getattr(leaf, "dtype", type(leaf).__name__)
+    message = rf"^{function}: .* got {got} at args\[0\]\['a'\]; pass .* transform=eq"
+    with pytest.raises(TypeError, match=message):
+        gradient({"w": jnp.ones(2), "a": leaf})
 
 
 def optimizer_state():
@@ -323,7 +308,6 @@ def optimizer_state():
         (lambda: np.float32(8), r"pass jmp_scale.get_loss_scale\(np.float32\(8.0\)\)"),
         (lambda: jnp.float32(8), r"pass jmp_scale.get_loss_scale\(8.0\)$"),
         (lambda: 0.0, r"got 0.0; pass DynamicLossScale\(\) or another one"),
-        (lambda: -1.0, r"got -1.0; pass DynamicLossScale\(\) or another one"),
         (lambda: jnp.ones(2), r"got Array.*; pass DynamicLossScale\(\) or another"),
         (lambda: "dynamc", r"\('dynamc'\), or DynamicLossScale\(\)"),
         (lambda: DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),

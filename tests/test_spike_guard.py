@@ -490,23 +490,18 @@ def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
     assert sharded(state, one, one)[1].spikes.tolist() == [0] * 8
 
 
-@pytest.mark.parametrize(
-    ("loss", "is_spike"), [(1e38, 1), (1e39, 1), (1e300, 1), (-1e39, 0)]
-)
-def test_a_float64_loss_beyond_float32_is_a_spike(loss, is_spike):
+@pytest.mark.parametrize("loss", [1e38, 1e39, 1e300, -1e39])
+def test_a_float64_loss_beyond_float32_is_a_spike(loss):
     with jax.enable_x64(True):
         state = warm_state(TX)
         _, new = TX.update(GRADS, state, PARAMS, value=jnp.float64(loss))
-    assert (new.spikes, new.applied) == (is_spike, not is_spike)
-    assert new.nonfinite_losses == 0
+    assert (new.spikes, new.applied, new.nonfinite_losses) == (loss > 0, loss < 0, 0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(new.guard))
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_replicas_skip_together_for_one_loss_that_is_not_finite(bad):
-    tx = jmp_scale.with_loss_scale(
-        optax.adam(0.1), DynamicLossScale(8.0), guard=GUARD, axis_name="i"
-    )
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), guard=GUARD, axis_name="i")
 
     def step(loss):  # the other replica's leaps
         return tx.update(GRADS, warm_state(TX), PARAMS, value=loss)[1]

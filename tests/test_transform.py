@@ -1,6 +1,5 @@
 import functools
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +81,8 @@ def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
 @pytest.mark.parametrize(
     "value",
     [
-        *(jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}),
-        *((jnp.float32(1.0), {}), [jnp.float32(1.0)], {"loss": jnp.float32(1.0)}, "x"),
+        *(jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}, "x"),
+        *((jnp.float32(1.0), {}), [jnp.float32(1.0)], {"loss": jnp.float32(1.0)}),
     ],
 )
 def test_a_value_that_is_not_a_scalar_is_a_value_error(value):
@@ -321,17 +320,14 @@ def test_arguments_of_update_in_a_wrong_place_are_a_type_error(name):
         tx.update(*arguments(tx.init(PARAMS)))
 
 
-OTHER_STRUCTURES = {
-    "a leaf is missing": ({"w": GOOD["w"]}, PARAMS),
-    "a level is missing": ({"conv": GOOD["w"]}, {"conv": {"kernel": PARAMS["w"]}}),
-    "all levels are missing": (GOOD["w"], {"conv": {"kernel": PARAMS["w"]}}),
-    "a level more": ({"conv": {"kernel": GOOD["w"]}}, {"conv": PARAMS["w"]}),
-}
+LEAF, KERNEL = {"conv": PARAMS["w"]}, {"conv": {"kernel": PARAMS["w"]}}
 
 
-@pytest.mark.parametrize("case", OTHER_STRUCTURES)
-def test_gradients_of_another_structure_than_the_parameters_are_an_error(case):
-    grads, params = OTHER_STRUCTURES[case]
+@pytest.mark.parametrize(
+    ("grads", "params"),
+    [({"w": 0.0}, PARAMS), (LEAF, KERNEL), (PARAMS["w"], KERNEL), (KERNEL, LEAF)],
+)
+def test_gradients_of_another_structure_than_the_parameters_are_an_error(grads, params):
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
     with pytest.raises(ValueError, match="gradients of the structure") as error:
         tx.update(grads, tx.init(params), params)
@@ -342,12 +338,11 @@ def test_gradients_of_another_structure_than_the_parameters_are_an_error(case):
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
 def test_parts_without_a_gradient_or_a_parameter_may_be_left_out(nothing):
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
-    params = {"trained": PARAMS["w"], "frozen": PARAMS}
-    grads = {"trained": GOOD["w"], "frozen": nothing}
+    params = {"trained": PARAMS["w"], "frozen": PARAMS, "other": nothing}
+    grads = {"trained": GOOD["w"], "frozen": nothing, "other": GOOD["w"]}
     updates, _ = tx.update(grads, tx.init(params), params)
     assert_close(updates["trained"], -0.1 * GOOD["w"])
     assert updates["frozen"] == nothing
-    tx.update({"w": GOOD["w"]}, tx.init(params), {"w": nothing})
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -501,14 +496,6 @@ def test_an_argument_of_another_type_is_named(name):
 
 
 def test_a_field_of_the_optimizer_s_own_state_is_an_error_that_says_where_it_is():
-    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    state = jmp_scale.with_loss_scale(inner).init(PARAMS)
-    with pytest.raises(
-        AttributeError, match=r"no 'hyperparams'; .* \.inner_state"
-    ) as e:
-        state.hyperparams  # noqa: B018
-    call = re.search(r"optax\.tree\.get\(.*?\)", str(e.value))[0]
-    found = eval(call, {"optax": optax, "opt_state": state})
-    assert found is state.inner_state.hyperparams
-    assert not hasattr(state, "mini_step")
-    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
+    state = jmp_scale.with_loss_scale(optax.adam(0.1)).init(PARAMS)
+    with pytest.raises(AttributeError, match=r"no 'mu'; .* .inner_state.*get\(opt_sta"):
+        state.mu  # noqa: B018

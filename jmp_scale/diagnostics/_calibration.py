@@ -57,15 +57,13 @@ class Calibration:
     def summary(self) -> str:
         """The result as one sentence (host)."""
         low, high = float(self.log2_low), float(self.log2_high)
+        none = "No loss scale of the sweep"
         if not np.asarray(self.finite).any():
-            return (
-                "No loss scale of the sweep gives finite gradients: run "
-                "diagnose_nonfinite."
-            )
+            return f"{none} gives finite gradients: run diagnose_nonfinite."
         if not self.has_half_precision:
             return "Nothing in this loss is half precision: cast inside it first."
         if np.isnan(low):
-            return "No loss scale of the sweep works for all leaves: try others."
+            return f"{none} works for all leaves: try others."
         window = f"Loss scales from 2^{low:g} to 2^{high:g} work"
         if low == high:
             window = f"Of the loss scales tried, only 2^{low:g} works"

@@ -321,11 +321,7 @@ def _headline(report: dict[str, Any]) -> str:
     if math.isnan(log2):
         advice = "no loss scale to recommend: no entry is finite and non-zero"
         if any(row["amax"] for row in report["leaves"].values()):
-            advice = (
-                "no loss scale from 1 on to recommend: the largest entries leave less "
-                f"than {MARGIN_BITS} bits of headroom already at 1, and a "
-                "DynamicLossScale takes a smaller one only with another min_loss_scale"
-            )
+            advice = "the loss scale must be below 1: give it another min_loss_scale"
     return f"{start}: {finite}; {advice}"
 
 

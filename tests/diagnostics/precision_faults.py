@@ -84,6 +84,11 @@ def cumulative_sum_cast_back(x):
     return wide.astype(F16)[-1]  # !half-sum
 
 
+def reversed_cumulative_sum_cast_back(x):
+    wide = lax.cumsum(jnp.tile(x, 100), reverse=True)
+    return wide.astype(F16)[0]  # !half-sum
+
+
 def sum_cast_back(x):
     wide = jnp.sum(jnp.tile(x, 100))
     return jnp.sin(wide.astype(F16))  # !half-sum

@@ -119,19 +119,8 @@ def test_calibration_says_so_where_no_scale_works():
     for value in (found.log2_low, found.log2_high, found.recommended_log2_scale):
         assert np.isnan(value)
     assert bool(found.needs_scaling)
-    assert "diagnose_nonfinite" in found.summary()
-
-
-def test_calibration_speaks_of_the_sweep_where_another_scale_would_work():
-    def loss(w):  # its gradient, S 8e7, is infinite from 2^-10 on
-        half = w.astype(jnp.float16) * jnp.float16(1e4)
-        return half.astype(jnp.float32).sum() * 8e3
-
-    calibrate, w = diagnostics.calibrate_loss_scale, jnp.ones(3)
-    below = calibrate(loss, w, log2_scales=range(-20, 25, 2))
-    above = calibrate(loss, w, log2_scales=range(16))
-    assert below.finite.any()
-    assert above.summary().startswith("No loss scale of the sweep gives finite")
+    words = "No loss scale of the sweep gives finite gradients: run diagnose_nonfinite."
+    assert found.summary() == words
 
 
 def test_calibration_takes_what_jax_grad_takes():

@@ -98,9 +98,7 @@ def test_amax_headroom_and_range_are_those_of_the_finite_entries():
 
 
 @pytest.mark.parametrize("dtype", REPORTED)
-@pytest.mark.parametrize(
-    "amax", [*(1.0, 1.75, 1.9990234375, 1.99999, 3e-5), *(1e4, 16376.0, 7.3e4, 1e-30)]
-)
+@pytest.mark.parametrize("amax", [1.0, 1.75, 1.9990234375, 1.99999, 3e-5, 7.3e4, 1e-30])
 def test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom(amax, dtype):
     report = jitted_report(jnp.float32([amax, amax / 2]), 1.0, dtype=dtype)
     limit = float(ml_dtypes.finfo(DTYPES[dtype]).max)
@@ -114,7 +112,7 @@ def test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom(amax, dt
         jmp_scale.DynamicLossScale(2.0**k)
         assert headline.endswith(f"recommended loss scale at most 2^{k:g}")
     else:
-        assert "headroom already at 1, and a DynamicLossScale takes a sm" in headline
+        assert headline.endswith("must be below 1: give it another min_loss_scale")
 
 
 def test_leaves_are_named_and_the_first_non_finite_one_is_found():

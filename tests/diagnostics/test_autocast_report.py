@@ -28,6 +28,7 @@ def test_all_products_of_autocast_count_as_half_precision():
     assert (report.findings, report.half_share) == ((), 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
 def test_a_float32_program_cast_by_autocast_has_none_of_the_faults(monkeypatch):
     monkeypatch.setattr(faults, "F16", jnp.float32)
     monkeypatch.setattr(faults, "BF16", jnp.float32)

@@ -250,7 +250,7 @@ def _trip_count(instruction: Instruction) -> int:
 
 def _estimated_cycles(instruction: Instruction) -> int:
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-    return int(found[1]) if found else 0
+    return int(found[1]) % (2**63 - 1) if found else 0  # 2^63 - 1 is unknown
 
 
 def _all_instructions(module: Module) -> Iterator[Instruction]:

@@ -103,7 +103,7 @@ def compare_gradients(
     scaled by S and unscaled. Models among the arguments stay as they are.
 
     `autocast`, casts by hand, `Policy` and layers with a `dtype` all give such a
-    `half_loss`; `sensitive_products` finds the lines at fault.
+    `half_loss`.
 
     Args:
       half_loss: the whole loss in half precision.
@@ -113,7 +113,9 @@ def compare_gradients(
         the default, stands for a `DynamicLossScale()` that has settled: 2^15, and 8
         times smaller while the gradient is not finite, down to 1. A power of two
         changes nothing in bfloat16.
-      argnums, has_aux, transform: as in `precision_report`.
+      argnums: as in `precision_report`.
+      has_aux: as in `precision_report`.
+      transform: as in `precision_report`.
 
     Returns:
       A `GradientComparison`; print its `.summary()`.

@@ -36,9 +36,9 @@ def keep_float32(fun: F) -> F:
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
       >>> exact = jmp_scale.keep_float32(jnp.dot)
-      >>> f = jmp_scale.autocast(lambda x: exact(x, x), "float16")
-      >>> f"{float(f(jnp.full((2, 2), 1e-4))[0, 0]):.1e}"
-      '2.0e-08'
+      >>> f = jmp_scale.autocast(lambda x: exact(x @ x, x), "float16")
+      >>> f"{float(f(jnp.full((2, 2), 2.0**-9))[0, 0]):.1e}"  # 0 in float16
+      '3.0e-08'
     """
 
     @functools.wraps(fun)

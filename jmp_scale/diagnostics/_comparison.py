@@ -209,7 +209,7 @@ def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
 def _verdict(found: GradientComparison) -> str:
     bad = next((leaf.path for leaf in found.leaves if not leaf.finite), None)
     at = f"at loss scale {power(found.loss_scale)}"
-    search = "sensitive_products(loss, ...) finds what must stay float32."
+    search = "Mark what must stay float32 by keep_float32."
     if not math.isfinite(found.loss) or not math.isfinite(found.float32_error):
         text = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
     elif not math.isfinite(found.half_loss):

@@ -273,10 +273,11 @@ def _is_level(precision: Any) -> bool:
 def _with_level(value: Any, level: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)([_with_level(v, level) for v in value])
-    if hasattr(value, "jaxpr") and hasattr(value, "replace"):
-        return value.replace(jaxpr=_with_level(value.jaxpr, level))
-    if not hasattr(value, "eqns"):
+    inner = getattr(value, "jaxpr", value)  # jax 0.12 has only one kind of jaxpr
+    if not hasattr(inner, "eqns"):
         return value
+    if inner is not value:
+        return value.replace(jaxpr=_with_level(inner, level))
     equations = []
     for eqn in value.eqns:
         params = {k: _with_level(v, level) for k, v in eqn.params.items()}

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._autocast_plan import why_float32
 from ._autocast_run import Cast
 from ._marks import NEEDS_LOSS_SCALE, checked_names, tracing
 from ._policy import checked_half
+from ._products import why_float32
 from ._validation import warn
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -27,19 +27,21 @@ _LONGEST_ROW = 16384
 
 
 class Kept(NamedTuple):
-    """What the backward pass keeps of an island.
+    """What the backward pass keeps of an island, and makes again.
 
     Attributes:
-      again: results that it computes again; other operands of products are kept.
-      softmaxes: those of the kept results that the derivative reads.
+      again: operands of products that it computes again.
+      kept: the other operands of products.
+      softmaxes: those of the kept ones that the derivative reads.
       streams: results that are kept in place of what they are computed from.
       inputs: what is read besides these.
     """
 
-    again: set[Any]
-    softmaxes: set[Any]
-    streams: set[Any]
-    inputs: set[Any]
+    again: Collection[Any] = ()
+    kept: Collection[Any] = ()
+    softmaxes: Collection[Any] = ()
+    streams: Collection[Any] = ()
+    inputs: Collection[Any] = ()
 
 
 def choose(
@@ -80,11 +82,11 @@ def choose(
     inputs, again = read(softmaxes, known), set[Any]()
     for v in sorted(operands, key=_jaxpr.size, reverse=True):
         more = _sources(island, [v], known) - inputs
-        kept = v in must or v in softmaxes
-        if not kept and total(more) < 2 * _jaxpr.size(v):
+        is_kept = v in must or v in softmaxes
+        if not is_kept and total(more) < 2 * _jaxpr.size(v):
             again.add(v)
             inputs |= more
-    return Kept(again, softmaxes, known, inputs)
+    return Kept(again, {*operands} - again, softmaxes, known, inputs)
 
 
 class Softmax(NamedTuple):
@@ -126,7 +128,7 @@ def small_sums(island: Any) -> list[Any]:
         eqn.outvars[0]
         for eqn in island.eqns
         if "axes" in eqn.params
-        and _jaxpr.dtype_name(eqn.outvars[0]) == "float32"
+        and _jaxpr.is_float32(eqn.outvars[0])
         and _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
         and not _is_row(eqn)
     ]

@@ -19,17 +19,16 @@ Nothing is run here, and nothing depends on values.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
-from jax import lax
 from jax.core import Tracer
 
 from . import _autocast_kept, _jaxpr
-from ._jaxpr import PRODUCTS, is_literal, words
+from ._autocast_kept import Kept
+from ._jaxpr import is_float32, is_literal, words
 from ._marks import Names
+from ._products import Product, becomes_half, has_product
 
 # Linear operations on one array that only move its entries.
 _MOVES = words("copy copy_p reshape rev sharding_constraint squeeze transpose")
@@ -47,85 +46,49 @@ _CHEAP = _MOVES | words("""
 """)
 _CALLS = words("closed_call core_call jit pjit")
 _INTEGERS = "bool", "int", "uint"
-_HALF = "half precision"  # no reason to stay float32
 # So many operations on arguments alone are repeated in each island that reads them.
 _MOST_REPEATED = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Unit:
     """Equations that run together. Equal ones, as of equal layers, are traced once.
 
     Attributes:
-      kind: "product"; "island", of cheap equations that the backward pass repeats;
-        "call", one equation whose nested jaxprs hold products; "other", as traced.
-      jaxpr: the equations, a product's last. Its inputs and outputs are variables of
-        the program.
+      kind: "half", an island, which may be empty, and products; "call", one equation
+        whose nested jaxprs hold products; "other", as traced.
+      likeness: what equal units share.
+      jaxpr: the island, or the equation. An island has these outputs: its results,
+        then small sums, then what products read that it does not make.
+      products: each with the positions of what it reads among these outputs.
+      reads: how many of the island's inputs it reads itself; it passes on the others.
+      results: the outputs but those.
       scope: the scopes in which all equations were, which they no longer name.
-      likeness: what equal steps share.
-      moves: how many move the entries of the first operand; then those of the second.
-      weights: for each operand of a matrix product, whether it is computed from
-        arguments alone. The transposes of other products take operands of one dtype.
-      shared: positions of the results of which all operations read one cast.
+      kept: positions of outputs that the backward pass keeps in half precision, as
+        operands of products, since it would have to keep more to make them again.
+      softmaxes: positions of those from which a softmax takes its derivative.
+      known: positions of outputs that it keeps as they are: small sums, and sums of a
+        residual stream in place of what they were computed from.
+      shared: positions of results of which all operations read one cast.
     """
 
-    kind: Literal["product", "island", "call", "other"]
-    jaxpr: Any = dataclasses.field(compare=False)
-    scope: Any = dataclasses.field(compare=False)
+    kind: Literal["half", "call", "other"]
     likeness: Any
-    moves: int = 0
-    weights: tuple[bool, ...] = ()
+    jaxpr: Any = dataclasses.field(compare=False)
+    products: tuple[tuple[Product, tuple[int, ...]], ...]
+    reads: int = dataclasses.field(compare=False)
+    results: list[Any] = dataclasses.field(compare=False)
+    scope: Any = dataclasses.field(compare=False)
+    kept: tuple[int, ...] = ()
+    softmaxes: tuple[int, ...] = ()
+    known: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
 
     @property
     def context(self) -> Any:
         """Of JAX's settings and mesh, as its equations were traced."""
-        return self.jaxpr.eqns[-1].ctx.manager
-
-    @property
-    def operands(self) -> list[Any]:
-        """The two variables that a product multiplies."""
-        return self.jaxpr.invars[:2] if self.kind == "product" else []
-
-
-class Unit(NamedTuple):
-    """A step, and if it is an island the products that read what it makes again.
-
-    Attributes:
-      step: what runs first.
-      products: run next. The backward pass computes operands of each from the island.
-      kept: positions of the results that the backward pass keeps in half precision, as
-        operands of products, since it would have to keep more to make them again.
-      softmaxes: positions of those from which a softmax takes its derivative.
-      streams: positions of the results that it keeps as they are, in place of what
-        they were computed from.
-    """
-
-    step: Step
-    products: tuple[Step, ...] = ()
-    kept: tuple[int, ...] = ()
-    softmaxes: tuple[int, ...] = ()
-    streams: tuple[int, ...] = ()
-
-    @property
-    def island(self) -> Any:
-        """The jaxpr of the island, or None."""
-        return self.step.jaxpr if self.step.kind == "island" else None
-
-    @property
-    def results(self) -> list[Any]:
-        """Variables that the island makes."""
-        return self.island.outvars if self.island else []
-
-    @property
-    def made(self) -> list[Any]:
-        """Variables that the products make."""
-        return [v for p in self.products for v in p.jaxpr.outvars]
-
-    def apart(self) -> "list[Unit]":
-        """The island and each product alone."""
-        own = Unit(self.step, self.products if not self.island else ())
-        return [own, *(Unit(p, (p,)) for p in self.products if self.island)]
+        equations = self.jaxpr.eqns or self.products[0][0].jaxpr.eqns
+        return equations[-1].ctx.manager
 
 
 class Plan(NamedTuple):
@@ -154,7 +117,9 @@ def make_plan(
     jaxpr: Any,
     weights: Sequence[bool],
     names: Names = Names(),  # noqa: B008
+    *,
     share_casts: bool = False,
+    join: bool = True,
 ) -> Plan:
     """The plan of a program.
 
@@ -164,110 +129,46 @@ def make_plan(
         keeps these anyway.
       names: what stays float32.
       share_casts: whether all operations read the cast of what a product reads.
+      join: whether islands are joined with products, to be computed again.
     """
-    flat, constants = _inlined(jaxpr, names)
+
+    def is_open(eqn: Any) -> bool:
+        bodies = _jaxpr.subjaxprs(eqn)
+        if eqn.primitive.name not in _CALLS or len(bodies) != 1:
+            return False
+        return not names.keep(eqn) if has_product(bodies[0]) else _is_cheap(eqn)
+
+    flat, constants = _jaxpr.inlined(jaxpr, is_open)
     pairs = zip(flat.invars, weights, strict=True)
     given = {v for v, is_weight in pairs if is_weight} | {*constants}
     numbers = {v for v, x in constants.items() if not isinstance(x, Tracer)}
     planner = _Planner(flat, given, numbers, names)
-    return planner.plan(constants, share_casts)
-
-
-def has_product(jaxpr: Any) -> bool:
-    """Whether a program holds a product that becomes half precision."""
-    return any(map(_is_product, _jaxpr.equations(jaxpr)))
-
-
-def is_float32(atom: Any) -> bool:
-    return _jaxpr.dtype_name(atom) == "float32"
+    products = [
+        e for e, k in zip(flat.eqns, planner.kinds, strict=True) if k == "product"
+    ]
+    halves = {v for e in products for v in e.outvars}
+    read = {planner.side(v)[0] for e in products for v in variables(e.invars[:2])}
+    shared = read - planner.weights - halves if share_casts else set[Any]()
+    halves |= shared
+    units = _Units(planner.parts(), halves, given, shared).units(join)
+    return Plan(flat, constants, units, given, planner.weights, halves, shared)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
     return [v for v in atoms if not is_literal(v)]
 
 
-def why_float32(jaxpr: Any) -> str:
-    """Why no product of a program becomes half precision; "" if some are already."""
-    products = [e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS]
-    reasons = dict.fromkeys(_reason(e) or "kept, or unreadable" for e in products)
-    if _HALF in reasons:
-        return ""
-    return "they have " + ", ".join(reasons) if reasons else "there is none"
+class _Part(NamedTuple):
+    """Equations that run together, of which units are made."""
 
+    kind: str  # also "island" and "product"
+    jaxpr: Any
+    product: Product | None = None
 
-def _reason(eqn: Any) -> str | None:
-    """Why a product stays float32; None if it becomes half precision."""
-    dtypes = {_jaxpr.dtype_name(v) for v in (*eqn.invars[:2], eqn.outvars[0])}
-    if not dtypes.isdisjoint(("float16", "bfloat16")):
-        return _HALF
-    if dtypes != {"float32"}:
-        return "dtype " + " and ".join(sorted(dtypes))
-    if {*jax.tree.leaves(eqn.params.get("precision"))} - {lax.Precision.DEFAULT}:
-        return "a precision of their own"
-    if eqn.primitive.name == "dot_general" and _is_sum(eqn):
-        return "nothing to do for a matrix unit (sums, outer products)"
-    return None
-
-
-def _is_product(eqn: Any) -> bool:
-    return eqn.primitive.name in PRODUCTS and _reason(eqn) is None
-
-
-def _is_sum(eqn: Any) -> bool:
-    """Whether a matrix unit has nothing to do, for each index of the batch.
-
-    One operand is a vector, or nothing is contracted: positions times frequencies.
-    """
-    sizes = []
-    for v, contracting, batch in zip(
-        eqn.invars, *eqn.params["dimension_numbers"], strict=True
-    ):
-        own = {*range(v.aval.ndim)}.difference(contracting, batch)
-        sizes += [
-            math.prod(v.aval.shape[d] for d in dims) for dims in (own, contracting)
-        ]
-    return 1 in sizes  # which may be symbolic: not 1
-
-
-def _inlined(jaxpr: Any, names: Names) -> tuple[Any, dict[Any, Any]]:
-    """A jaxpr with calls opened, and its constants. What costs more stays a call."""
-    constants: dict[Any, Any] = {}
-    equations: list[Any] = []
-
-    def add(body: Any, inputs: Sequence[Any], scopes: Any) -> list[Any]:
-        inner, values = _jaxpr.open_jaxpr(body)
-        fresh = [_jaxpr.variable(v.aval) for v in inner.constvars]
-        constants.update(zip(fresh, values, strict=True))
-        renamed = dict(zip(inner.constvars, fresh, strict=True))
-        renamed |= zip(inner.invars, inputs, strict=True)
-
-        def named(atoms: Iterable[Any]) -> list[Any]:
-            return [v if is_literal(v) else renamed[v] for v in atoms]
-
-        for eqn in inner.eqns:
-            inputs = named(eqn.invars)
-            if _is_open(eqn, names):
-                within = _jaxpr.scopes_within(scopes, eqn)
-                outputs = add(_jaxpr.subjaxprs(eqn)[0], inputs, within)
-            else:
-                outputs = [_jaxpr.variable(v.aval) for v in eqn.outvars]
-                eqn = _jaxpr.in_scopes(eqn, scopes)
-                equations.append(eqn.replace(invars=inputs, outvars=outputs))
-            renamed.update(zip(eqn.outvars, outputs, strict=True))
-        return named(inner.outvars)
-
-    outer, _ = _jaxpr.open_jaxpr(jaxpr)
-    outputs = add(jaxpr, outer.invars, None)
-    return _jaxpr.part(outer, equations, outer.invars, outputs), constants
-
-
-def _is_open(eqn: Any, names: Names) -> bool:
-    bodies = _jaxpr.subjaxprs(eqn)
-    if eqn.primitive.name not in _CALLS or len(bodies) != 1:
-        return False
-    if has_product(bodies[0]):
-        return not names.keep(eqn)
-    return _is_cheap(eqn)
+    @property
+    def operands(self) -> list[Any]:
+        """The two variables that a product multiplies."""
+        return self.jaxpr.invars[:2] if self.product else []
 
 
 class _Planner:
@@ -279,24 +180,20 @@ class _Planner:
     """
 
     def __init__(
-        self,
-        jaxpr: Any,
-        given: set[Any],
-        numbers: set[Any],
-        names: Names,
+        self, jaxpr: Any, given: set[Any], numbers: set[Any], names: Names
     ) -> None:
-        self.jaxpr, self.given, self.equations = jaxpr, given, jaxpr.eqns
+        self.jaxpr, self.equations = jaxpr, jaxpr.eqns
         self.weights, self.numbers = {*given}, {*numbers}
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-        self.level = dict.fromkeys([*jaxpr.invars, *given], 0)
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
-        self.kinds: list[Any] = []
+        self.kinds: list[str] = []
         self.starts: list[int] = []  # level of an equation's inputs
-        differentiable = {v for v in self.level if is_float32(v)}
+        level = dict.fromkeys([*jaxpr.invars, *given], 0)
+        differentiable = {v for v in level if is_float32(v)}
         last_effect = 0
         for eqn in self.equations:
             inputs, kind = variables(eqn.invars), self._kind(eqn, names)
-            start = max([self.level[v] for v in inputs], default=0)
+            start = max([level[v] for v in inputs], default=0)
             self._note_origin(eqn, inputs, kind)
             if eqn.effects:  # which keep their order
                 start = max(start, last_effect)
@@ -308,11 +205,11 @@ class _Planner:
                 differentiable.update(eqn.outvars)
             self.kinds.append(kind)
             self.starts.append(start)
-            self.level |= dict.fromkeys(eqn.outvars, start + (kind != "island"))
+            level |= dict.fromkeys(eqn.outvars, start + (kind != "island"))
         self._sink()
 
     def _kind(self, eqn: Any, names: Names) -> str:
-        if _is_product(eqn):
+        if becomes_half(eqn):
             exact = self.numbers.issuperset(variables(eqn.invars[:2]))
             return "other" if exact or names.keep(eqn) else "product"
         if _is_cheap(eqn):
@@ -345,50 +242,24 @@ class _Planner:
             start = self.starts[index] if is_island else -1
             first |= {v: min(first.get(v, start), start) for v in inputs}
 
-    def plan(self, constants: dict[Any, Any], share_casts: bool) -> Plan:
-        groups = self._groups()
-        halves = {
-            v
-            for i, k in enumerate(self.kinds)
-            if k == "product"
-            for v in self.equations[i].outvars
-        }
-        operands = {
-            self._side(v)[0]
-            for i, k in enumerate(self.kinds)
-            if k == "product"
-            for v in variables(self.equations[i].invars[:2])
-        }
-        shared = operands - self.weights - halves if share_casts else set()
-        steps = self._steps(groups, shared)
-        halves |= shared
-        units = _units(steps, halves, self.given)
-        return Plan(
-            self.jaxpr, constants, units, self.given, self.weights, halves, shared
-        )
-
-    def _steps(self, groups: list[list[int]], shared: set[Any]) -> list[Step]:
-        """Makes the steps, the last one first: what nobody reads is left out."""
-        steps: list[Step] = []
+    def parts(self) -> list[_Part]:
+        """What runs together, in its order, without what nobody reads."""
+        parts: list[_Part] = []
         wanted = {*variables(self.jaxpr.outvars)}
-        for members in reversed(groups):
+        for members in reversed(self._groups()):
             kind, eqn = self.kinds[members[0]], self.equations[members[0]]
-            facts: Any = {}
             if kind == "island":
-                part = self._part(members, wanted)
+                part = _Part(kind, self._island(members, wanted))
             elif kind == "product":
-                part, facts["moves"], facts["weights"] = self._product(eqn)
+                product = self._product(eqn)
+                part = _Part(kind, product.jaxpr, product)
             else:
                 inputs = dict.fromkeys(variables(eqn.invars))
-                part = _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars)
-            places = enumerate(part.outvars)
-            facts["shared"] = tuple(i for i, v in places if v in shared)
-            if eqn.effects or wanted.intersection(part.outvars):
-                scope, part = _jaxpr.without_common_scope(part)
-                likeness = _jaxpr.likeness(part)
-                steps.append(Step(kind, part, scope, likeness, **facts))
-                wanted.update(part.invars)
-        return steps[::-1]
+                part = _Part(kind, _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars))
+            if eqn.effects or wanted.intersection(part.jaxpr.outvars):
+                parts.append(part)
+                wanted.update(part.jaxpr.invars)
+        return parts[::-1]
 
     def _groups(self) -> list[list[int]]:
         """Which equations run together, in the order in which they run."""
@@ -401,7 +272,7 @@ class _Planner:
             groups.setdefault(key, []).append(index)
         return [groups[key] for key in sorted(groups)]
 
-    def _part(self, members: list[int], wanted: set[Any]) -> Any:
+    def _island(self, members: list[int], wanted: set[Any]) -> Any:
         """What of an island is wanted, with what it computes from arguments alone."""
         outputs = [v for i in members for v in self.equations[i].outvars if v in wanted]
         allowed, needed, todo = {*members}, set[int](), [*outputs]
@@ -417,15 +288,16 @@ class _Planner:
         equations = [self.equations[i] for i in sorted(needed)]
         return _jaxpr.part(self.jaxpr, equations, inputs, outputs)
 
-    def _product(self, eqn: Any) -> tuple[Any, int, tuple[bool, ...]]:
-        (lhs, left), (rhs, right) = map(self._side, eqn.invars[:2])
+    def _product(self, eqn: Any) -> Product:
+        (lhs, left), (rhs, right) = map(self.side, eqn.invars[:2])
         inputs = [lhs, rhs, *variables(eqn.invars[2:])]
         part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
+        scope, part = _jaxpr.without_common_scope(part)
         is_dot = eqn.primitive.name == "dot_general"
-        weights = tuple(is_dot and v in self.weights for v in (lhs, rhs))
-        return part, len(left), weights
+        weights = is_dot and lhs in self.weights, is_dot and rhs in self.weights
+        return Product(_jaxpr.likeness(part), part, len(left), weights, scope)
 
-    def _side(self, v: Any) -> tuple[Any, list[Any]]:
+    def side(self, v: Any) -> tuple[Any, list[Any]]:
         """An operand of a product before its entries are moved, and what moves them."""
         moves: list[Any] = []
         while (i := self.maker.get(v)) is not None:
@@ -442,7 +314,7 @@ def _is_cheap(eqn: Any) -> bool:
     bodies, name = _jaxpr.subjaxprs(eqn), eqn.primitive.name
     if eqn.effects:
         return False
-    if name == "reshard":  # to another mesh it is a border between steps
+    if name == "reshard":  # to another mesh it is a border between units
         return eqn.invars[0].aval.sharding.mesh == eqn.outvars[0].aval.sharding.mesh
     if not bodies:
         return name in _CHEAP
@@ -451,48 +323,89 @@ def _is_cheap(eqn: Any) -> bool:
     )
 
 
-def _units(steps: list[Step], halves: set[Any], given: set[Any]) -> list[Unit]:
+class _Units:
     """Joins each island with the products whose operands it makes again."""
-    made = {v: i for i, s in enumerate(steps) for v in s.jaxpr.outvars}
-    readers: dict[Any, list[int]] = {}
-    for i, step in enumerate(steps):
-        for v in dict.fromkeys(step.operands):
-            readers.setdefault(v, []).append(i)
-    later = {v for s in steps if s.kind == "island" for v in s.jaxpr.invars}
-    kept = {*given}  # what the backward pass keeps anyway
-    units: list[Unit] = []
-    done: set[int] = set()
 
-    def runs_with(i: int, product: int) -> bool:
-        """Whether a product can run right behind the island `i`."""
-        there = all(made.get(v, -1) <= i for v in steps[product].jaxpr.invars)
-        contexts = {s.jaxpr.eqns[-1].ctx for s in (steps[i], steps[product])}
-        return there and len(contexts) == 1
+    def __init__(
+        self, parts: list[_Part], halves: set[Any], given: set[Any], shared: set[Any]
+    ) -> None:
+        self._parts, self._halves, self._shared = parts, halves, shared
+        self._held = {*given}  # what the backward pass keeps anyway
+        self._maker = {v: i for i, p in enumerate(parts) for v in p.jaxpr.outvars}
+        self._later = {v for p in parts if p.kind == "island" for v in p.jaxpr.invars}
+        self._readers: dict[Any, list[int]] = {}
+        for i, part in enumerate(parts):
+            for v in dict.fromkeys(part.operands):
+                self._readers.setdefault(v, []).append(i)
 
-    def cost(v: Any) -> int:
-        """Bytes that the backward pass keeps of a variable, if it does."""
-        width = 2 if v in halves else getattr(v.aval.dtype, "itemsize", 8)
-        return 0 if v in kept else width * _jaxpr.size(v)
+    def units(self, join: bool) -> list[Unit]:
+        """The units; islands stay as traced if they are not joined with products."""
+        units: list[Unit] = []
+        done: set[int] = set()
+        for i, (kind, jaxpr, product) in enumerate(self._parts):
+            if i in done:
+                continue
+            if product:
+                self._held |= self._halves.intersection(jaxpr.invars[:2])
+                nothing = _jaxpr.part(jaxpr, [], [], [])
+                units.append(self._half(nothing, [product], Kept()))
+            elif kind == "island" and join:
+                choice = self._choice(i, jaxpr)
+                products = sorted({n for v in choice.again for n in self._readers[v]})
+                done.update(products)
+                self._held.update(choice.inputs, choice.streams)
+                self._held |= self._halves.intersection(choice.kept)
+                behind = [self._parts[n].product for n in products]
+                units.append(self._half(jaxpr, behind, choice))
+            else:
+                units.append(self._unit("call" if kind == "call" else "other", jaxpr))
+        return units
 
-    for i, step in enumerate(steps):
-        if i in done:
-            continue
-        if step.kind != "island":
-            kept.update(halves.intersection(step.operands))
-            units.append(Unit(step, (step,) if step.kind == "product" else ()))
-            continue
-        operands = [v for v in step.jaxpr.outvars if v in readers and is_float32(v)]
-        must = [v for v in operands if not all(runs_with(i, n) for n in readers[v])]
-        streams = [v for v in step.jaxpr.outvars if v in later and is_float32(v)]
-        choice = _autocast_kept.choose(step.jaxpr, operands, must, streams, cost)
-        held = {*operands} - choice.again
-        products = sorted({n for v in choice.again for n in readers[v]})
-        done.update(products)
-        kept.update(choice.inputs, choice.streams, halves & held)
-        outs = [*enumerate(step.jaxpr.outvars)]
-        positions = tuple(j for j, v in outs if v in held)
-        softmaxes = tuple(j for j, v in outs if v in choice.softmaxes)
-        known = tuple(j for j, v in outs if v in choice.streams)
-        pairs = tuple(steps[n] for n in products)
-        units.append(Unit(step, pairs, positions, softmaxes, known))
-    return units
+    def _choice(self, i: int, island: Any) -> Kept:
+        def runs_behind(number: int) -> bool:
+            """Whether a product can run right behind the island."""
+            product = self._parts[number].jaxpr
+            there = all(self._maker.get(v, -1) <= i for v in product.invars)
+            return there and product.eqns[-1].ctx == island.eqns[-1].ctx
+
+        def cost(v: Any) -> int:
+            """Bytes that the backward pass keeps of a variable, if it does."""
+            width = 2 if v in self._halves else getattr(v.aval.dtype, "itemsize", 8)
+            return 0 if v in self._held else width * _jaxpr.size(v)
+
+        results = [v for v in island.outvars if is_float32(v)]
+        operands = [v for v in results if v in self._readers]
+        must = [v for v in operands if not all(map(runs_behind, self._readers[v]))]
+        streams = [v for v in results if v in self._later]
+        return _autocast_kept.choose(island, operands, must, streams, cost)
+
+    def _half(self, island: Any, products: Sequence[Any], choice: Kept) -> Unit:
+        sums = _autocast_kept.small_sums(island)
+        results = [*dict.fromkeys([*island.outvars, *sums])]
+        read = [v for p in products for v in p.jaxpr.invars if v not in results]
+        inputs = dict.fromkeys([*island.invars, *read])
+        outputs = [*results, *dict.fromkeys(read)]
+        jaxpr = _jaxpr.part(island, island.eqns, inputs, outputs)
+        roles = {"kept": choice.kept, "softmaxes": choice.softmaxes}
+        roles["known"] = {*sums}.union(choice.streams)
+        places: Any = {
+            name: tuple(i for i, v in enumerate(outputs) if v in chosen)
+            for name, chosen in roles.items()
+        }
+        own = len(island.invars), results
+        return self._unit("half", jaxpr, products, own, **places)
+
+    def _unit(
+        self,
+        kind: Any,
+        jaxpr: Any,
+        products: Sequence[Product] = (),
+        own: tuple[int, Any] = (0, ()),
+        **places: Any,
+    ) -> Unit:
+        outputs = jaxpr.outvars
+        scope, jaxpr = _jaxpr.without_common_scope(jaxpr)
+        wired = tuple((p, tuple(map(outputs.index, p.jaxpr.invars))) for p in products)
+        shared = tuple(i for i, v in enumerate(outputs) if v in self._shared)
+        likeness = _jaxpr.likeness(jaxpr)
+        return Unit(kind, likeness, jaxpr, wired, *own, scope, shared=shared, **places)

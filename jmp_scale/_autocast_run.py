@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _jaxpr
-from ._autocast_kept import small_sums, softmaxes_of
-from ._autocast_plan import Plan, Step, Unit, is_float32, make_plan
-from ._dot_general import is_zero, wide_dot_general
+from ._autocast_kept import softmaxes_of
+from ._autocast_plan import Plan, Unit, make_plan
+from ._dot_general import is_zero
 from ._higher_order import run_with
+from ._jaxpr import is_literal
 from ._marks import Names
+from ._products import Product
 from ._validation import warn
-
-DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +51,17 @@ class Cast:
 
         `weights`: whether each input is computed from arguments alone.
         """
-        plan = make_plan(jaxpr, weights, self.names, self.share_casts)
+        options = {"share_casts": self.share_casts, "join": self.recompute}
+        plan = make_plan(jaxpr, weights, self.names, **options)
         env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
         env |= {v: self.rounded(env[v]) for v in plan.jaxpr.invars if v in plan.shared}
         halves: dict[Any, jax.Array] = {}
         for unit in plan.units:
-            for part in (unit,) if self.recompute else unit.apart():
-                again = part.step.kind == "island" and self.recompute
-                with part.step.context:
-                    if again or part.step.kind == "product":
-                        self._run_unit(part, plan, env, halves)
-                    else:
-                        self._run_step(part.step, plan, env)
+            with unit.context:
+                if unit.kind == "half":
+                    self._run_half(unit, plan, env, halves)
+                else:
+                    self._run_traced(unit, plan, env)
         return _jaxpr.results_of(plan.jaxpr, env)
 
     def rounded(self, x: jax.Array) -> jax.Array:
@@ -72,60 +71,52 @@ class Cast:
 
     def apart(self, x: Any) -> Any:
         """Arrays from which XLA:GPU computes again what else it had kept in float32."""
-        with_barrier = self.recompute and not self.in_loop
-        return jax.tree.map(_kept_apart, x) if with_barrier else x
+        return x if self.in_loop else jax.tree.map(_kept_apart, x)
 
-    def _run_unit(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
-        """Runs an island and its products, or a product alone."""
-        self.halved.update(p.kind for p in unit.products)
+    def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
+        """Runs an island and its products."""
+        inputs, kept = (
+            unit.jaxpr.invars,
+            {*unit.jaxpr.invars[: unit.reads]} | plan.given,
+        )
 
-        def half(v: Any) -> jax.Array:
+        def copy(v: Any) -> Any:
+            """What the backward pass keeps."""
+            if v not in plan.halves and (v in kept or not _jaxpr.is_float32(v)):
+                return env[v]
             if v not in halves:
                 halves[v] = env[v].astype(self.forward)
             return halves[v]
 
-        def operand(v: Any) -> Any:
-            return env[v] if v in plan.given or not is_float32(v) else half(v)
-
-        inputs = unit.island.invars if unit.island else []
-        copies = [half(v) if v in plan.halves else env[v] for v in inputs]
-        shared = self.shared(_Unit, unit, self)
-        others = [
-            [None if v in unit.results else v for v in p.operands]
-            for p in unit.products
-        ]
-        results = shared.function(unit)(
-            [env[v] for v in inputs],
-            copies,
-            jax.tree.map(env.get, others),
-            jax.tree.map(operand, others),
-            [[env[v] for v in p.jaxpr.invars[2:]] for p in unit.products],
-        )
+        run = _function_of(unit, self)
+        results = run([env[v] for v in inputs], [*map(copy, inputs)])
+        made = [v for product, _ in unit.products for v in product.jaxpr.outvars]
         env |= zip(unit.results, results.outs, strict=True)
-        env |= zip(unit.made, results.made, strict=True)
+        env |= zip(made, results.made, strict=True)
         halves |= {unit.results[i]: x for i, x in results.kept.items()}
+        self.halved.update("product" for _ in made)
 
-    def _run_step(self, step: Step, plan: Plan, env: Any) -> None:
+    def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
         """Runs equations as they are, or one whose nested jaxprs hold products."""
-
-        shared = {step.jaxpr.outvars[i] for i in step.shared}
+        outputs = unit.jaxpr.outvars
+        shared = {outputs[i] for i in unit.shared}
 
         def change(v: Any, x: Any) -> Any:
             return self.rounded(x) if v in shared else x
 
-        with _jaxpr.scope(step.scope):
-            results = self._call(step, plan, env) if step.kind == "call" else None
+        with _jaxpr.scope(unit.scope):
+            results = self._call(unit, plan, env) if unit.kind == "call" else None
             if results is None:
-                inputs = [env[v] for v in step.jaxpr.invars]
-                jaxpr = _jaxpr.with_precision(step.jaxpr, self.setting)
+                inputs = [env[v] for v in unit.jaxpr.invars]
+                jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
                 results = _jaxpr.evaluate_all(jaxpr, inputs, change=change)
             else:
-                results = map(change, step.jaxpr.outvars, results)
-        env |= zip(step.jaxpr.outvars, results, strict=True)
+                results = map(change, outputs, results)
+        env |= zip(outputs, results, strict=True)
 
-    def _call(self, step: Step, plan: Plan, env: Any) -> list[Any] | None:
+    def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""
-        (eqn,) = step.jaxpr.eqns
+        (eqn,) = unit.jaxpr.eqns
         values = [_jaxpr.value_of(v, env) for v in eqn.invars]
         results = run_with(eqn, values, self._bodies(eqn, plan))
         inner, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
@@ -140,7 +131,7 @@ class Cast:
         return results
 
     def _bodies(self, eqn: Any, plan: Plan) -> Any:
-        weights = [_jaxpr.is_literal(v) or v in plan.weights for v in eqn.invars]
+        weights = [is_literal(v) or v in plan.weights for v in eqn.invars]
 
         def body(jaxpr: Any, places: Any, part: str) -> Callable[..., list[Any]]:
             flags = tuple(i is not None and weights[i] for i in places)
@@ -159,162 +150,133 @@ class _Results(NamedTuple):
     Attributes:
       outs: results of its island.
       made: results of its products.
-      known: small sums and streams of the island, by number.
       kept: half-precision copies of results, by position.
     """
 
     outs: list[Any]
     made: list[Any]
-    known: dict[int, Any]
     kept: dict[int, Any]
 
 
-class _Unit:
-    """An island and its products, with a derivative that runs the island again."""
+def _function_of(unit: Unit, cast: Cast) -> Callable[..., _Results]:
+    """An island and its products, with a derivative that runs the island again.
+
+    A function of the island's inputs, and of what the backward pass keeps of them.
+    """
+    island = cast.shared(_Island, unit, cast)
+    product_tangents = [
+        cast.shared(_product_tangent, product, cast.backward)
+        for product, _ in unit.products
+    ]
+
+    @jax.custom_jvp
+    def run(inputs: list[Any], copies: list[Any]) -> _Results:
+        with _jaxpr.scope(unit.scope):
+            outs = island.run(inputs)
+            values = island.operands(outs, copies)
+        made = []
+        for product, wires in unit.products:
+            with _jaxpr.scope(product.scope):
+                made.append(product.run(cast.forward, *(values[i] for i in wires)))
+        kept = {i: values[i] for i in unit.kept}
+        return _Results(outs[: len(unit.results)], made, kept)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def tangents_of(copies: Any, known: Any, kept: Any, live: Any) -> Any:
+        """Tangents of results and of products, by position, for those of inputs."""
+        read, known, kept = cast.apart((copies[: unit.reads], known, kept))
+        copies = [*read, *copies[unit.reads :]]
+        with _jaxpr.scope(unit.scope):
+            found, values = island.again(copies, known, kept, live)
+        made = {}
+        for k, (product, wires) in enumerate(unit.products):
+            pair = enumerate(wires[:2])
+            moving = {side: found[i] for side, i in pair if i in found}
+            if moving:
+                with _jaxpr.scope(product.scope):
+                    tangent = product_tangents[k]([values[i] for i in wires], moving)
+                    # So the cotangent is half precision, and an array of its own.
+                    made[k] = cast.apart(tangent)
+        return found, made
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        results = run(*primals)
+        live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
+        known = {i: results.outs[i] for i in unit.known}
+        found, made = tangents_of(primals[1], known, results.kept, live)
+        pairs = zip(results, (found, made, found), strict=True)
+        return results, _Results(*(_tangents(x, t) for x, t in pairs))
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
+
+
+class _Island:
+    """The island of equal units: what it computes, and once more for the derivative."""
 
     def __init__(self, unit: Unit, cast: Cast) -> None:
-        self._cast, self._island, self._kept = cast, unit.island, unit.kept
-        outvars = unit.results
-        places = {v: i for i, v in enumerate(outvars)}
-        # Where each product's operands come from: a position, or None.
-        self._wires = [[places.get(v) for v in p.operands] for p in unit.products]
-        here = {i for pair in self._wires for i in pair if i is not None}
-        self._again = tuple(sorted(here.difference(unit.kept)))
-        found = softmaxes_of(unit.island) if unit.island else {}
-        self._softmaxes = {outvars[i]: (i, found[outvars[i]]) for i in unit.softmaxes}
-        self._shared = {outvars[i] for i in unit.step.shared}
-        known = [*small_sums(unit.island)] if unit.island else []
-        known += [outvars[i] for i in unit.streams]
-        self._known = {v: i for i, v in enumerate(known)}
-        self._tangents = jax.jit(self._island_tangents)
-        self._products = [
-            cast.shared(_product_tangent, p, cast.backward) for p in unit.products
-        ]
+        self._cast, self._jaxpr = cast, unit.jaxpr
+        outputs, inputs = unit.jaxpr.outvars, unit.jaxpr.invars
+        places = {v: i for i, v in enumerate(inputs)}
+        self._passed = {i: places[v] for i, v in enumerate(outputs) if v in places}
+        wires = [wires for _, wires in unit.products]
+        self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
+        self._read = self._halved.union(*wires)
+        self._shared = {outputs[i] for i in unit.shared}
+        self._known = {outputs[i]: i for i in unit.known}
+        found = softmaxes_of(unit.jaxpr)
+        self._softmaxes = {outputs[i]: (i, *found[outputs[i]]) for i in unit.softmaxes}
+        self.again = jax.jit(self._again)
 
-    def function(self, unit: Unit) -> Callable[..., _Results]:
-        """The unit as a function, in the scopes of this one of all equal units.
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Its outputs."""
+        return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
 
-        Of inputs of the island, their copies, operands of products from elsewhere,
-        their copies, and other operands of the products.
-        """
-        cast = self._cast
+    def operands(self, outs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Any]:
+        """What products read, by position, in half precision."""
+        passed = self._passed
+        found = {i: copies[passed[i]] if i in passed else outs[i] for i in self._read}
+        dtype = self._cast.forward
+        return {
+            i: x.astype(dtype) if i in self._halved else x for i, x in found.items()
+        }
 
-        @jax.custom_jvp
-        def run(xs: Any, copies: Any, others: Any, halves: Any, rest: Any) -> _Results:
-            with _jaxpr.scope(unit.step.scope):
-                outs, known = self._run_island(xs)
-                read = {i: outs[i].astype(cast.forward) for i in self._again}
-                kept = {i: outs[i].astype(cast.forward) for i in self._kept}
-            made = []
-            for k, product in enumerate(unit.products):
-                pair = self._pair(k, read | kept, halves)
-                with _jaxpr.scope(product.scope), product.context:
-                    made.append(_multiply(product, cast.forward, None, *pair, *rest[k]))
-            return _Results(outs, made, known, kept)
+    def _rounded(self, v: Any, x: Any) -> Any:
+        return self._cast.rounded(x) if v in self._shared else x
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def tangents_of(
-            inputs: Any, known: Any, kept: Any, halves: Any, rest: Any, live: Any
-        ) -> Any:
-            outs, noted, read = {}, {}, {}
-            inputs, known, kept = cast.apart((inputs, known, kept))
-            live_inputs, live_operands = live
-            if self._island:
-                with _jaxpr.scope(unit.step.scope):
-                    values = inputs, known, kept, live_inputs
-                    outs, noted, read = self._tangents(*values)
-            made = {}
-            for k, product in enumerate(unit.products):
-                tangents = enumerate(self._pair(k, outs, live_operands))
-                moving = {side: t for side, t in tangents if t is not None}
-                if moving:
-                    pair = self._pair(k, read | kept, halves)
-                    with _jaxpr.scope(product.scope), product.context:
-                        tangent = self._products[k]([*pair, *rest[k]], moving)
-                        # So the cotangent is half precision, and an array of its own.
-                        made[k] = cast.apart(tangent)
-            return outs, made, noted
-
-        def rule(primals: Any, tangents: Any) -> Any:
-            _, copies, _, halves, rest = primals
-            results = run(*primals)
-            live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
-            others = [[None if is_zero(t) else t for t in ts] for ts in tangents[2]]
-            kept = copies, results.known, results.kept
-            found = tangents_of(*kept, halves, rest, (live, others))
-            return results, _Results(
-                *(_tangents(x, t) for x, t in zip(results, found, strict=False)),
-                kept=_tangents(results.kept, found[0]),
-            )
-
-        run.defjvp(rule, symbolic_zeros=True)
-        return run
-
-    def _pair(self, k: int, here: dict[int, Any], elsewhere: Any) -> list[Any]:
-        """The operands of a product, or what belongs to them."""
-        pairs = zip(self._wires[k], elsewhere[k], strict=True)
-        return [x if i is None else here.get(i) for i, x in pairs]
-
-    def _run_island(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """Its results, and what is known of it later."""
-        known: dict[int, Any] = {}
-
-        def note(v: Any, x: Any) -> Any:
-            x = self._cast.rounded(x) if v in self._shared else x
-            if v in self._known:
-                known[self._known[v]] = x
-            return x
-
-        if not self._island:
-            return [], known
-        return _jaxpr.evaluate_all(self._island, inputs, change=note), known
-
-    def _island_tangents(
-        self, inputs: Any, known: Any, kept: Any, live: dict[int, Any]
-    ) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
-        """Tangents of results and of what is known, and operands made again.
-
-        `live`: tangents of some of the inputs.
-        """
-        types = zip(inputs, self._island.invars, strict=True)
+    def _again(
+        self, copies: Any, known: Any, kept: Any, live: dict[int, Any]
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Tangents of outputs, for those of inputs, and operands made again."""
+        types = zip(copies, self._jaxpr.invars, strict=True)
         inputs = [x.astype(v.aval.dtype) for x, v in types]
-        reached = _reached(self._island, live)
-        positions = [i for i, v in enumerate(self._island.outvars) if v in reached]
-        numbers = [i for v, i in self._known.items() if v in reached]
+        reached = _reached(self._jaxpr, live)
 
-        def again(some: dict[int, Any]) -> Any:
-            values = [some.get(i, x) for i, x in enumerate(inputs)]
-            outs, noted = self._run_again(values, known, kept, reached)
-            results = {i: outs[i] for i in positions}
-            return (results, {i: noted[i] for i in numbers}), outs
+        def run(some: dict[int, Any]) -> Any:
+            values: dict[Any, Any] = {}
+
+            def replace(v: Any, x: Any) -> Any:
+                x = values[v] = self._rounded(v, x)
+                if v in self._softmaxes:
+                    i, exponents, axes = self._softmaxes[v]
+                    return _softmax(values[exponents], kept[i].astype(x.dtype), axes)
+                if v not in self._known:
+                    return x
+                value = known[self._known[v]]
+                return _with_value(x, value) if v in reached else value
+
+            changed = [some.get(i, x) for i, x in enumerate(inputs)]
+            outs = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
+            positions = [i for i, v in enumerate(self._jaxpr.outvars) if v in reached]
+            return {i: outs[i] for i in positions}, outs
 
         primals = {i: inputs[i] for i in live}
-        (_, outs), ((tangents, noted), _) = jax.jvp(again, (primals,), (live,))
-        operands = {i: outs[i].astype(self._cast.forward) for i in self._again}
-        return tangents, noted, operands
+        _, tangents, outs = jax.jvp(run, (primals,), (live,), has_aux=True)
+        return tangents, self.operands(outs, copies) | kept
 
-    def _run_again(
-        self, inputs: Sequence[Any], known: Any, kept: Any, reached: Collection[Any]
-    ) -> tuple[list[Any], dict[int, Any]]:
-        """As `_run_island`, from what is known and the kept results of softmaxes.
 
-        `reached`: variables with tangents, which are those of what is computed.
-        """
-        noted: dict[int, Any] = {}
-        values: dict[Any, Any] = {}
-
-        def replace(v: Any, x: Any) -> Any:
-            x = values[v] = self._cast.rounded(x) if v in self._shared else x
-            if v in self._softmaxes:
-                i, (exponents, axes) = self._softmaxes[v]
-                return _softmax(values[exponents], kept[i].astype(x.dtype), axes)
-            if v not in self._known:
-                return x
-            noted[self._known[v]] = x
-            value = known[self._known[v]]
-            return _with_value(x, value) if v in reached else value
-
-        return _jaxpr.evaluate_all(self._island, inputs, change=replace), noted
+def _product_tangent(product: Product, dtype: Any) -> Any:
+    return jax.jit(functools.partial(product.tangent, dtype))
 
 
 def _reached(island: Any, live: Collection[int]) -> set[Any]:
@@ -334,40 +296,6 @@ def _tangents(primals: Any, found: dict[int, Any]) -> Any:
         for i, x in (enumerate(primals) if is_list else primals.items())
     }
     return [*tangents.values()] if is_list else tangents
-
-
-def _multiply(
-    step: Step, dtype: Any, wide: int | None, *values: jax.Array
-) -> jax.Array:
-    """A product in half precision; only the operand `wide` stays float32."""
-    *moves, eqn = step.jaxpr.eqns
-    pair = [x if i == wide else x.astype(dtype) for i, x in enumerate(values[:2])]
-    for i, move in enumerate(moves):
-        side = int(i >= step.moves)
-        (pair[side],) = _jaxpr.evaluate(move, [pair[side]])
-    if wide is None:
-        params = {"precision": None, "preferred_element_type": dtype}
-        (result,) = _jaxpr.evaluate(eqn, [*pair, *values[2:]], **params)
-    else:
-        numbers = eqn.params["dimension_numbers"]
-        sharding = eqn.params.get("out_sharding")
-        result = wide_dot_general(*pair, numbers, dtype, DEFAULT, sharding)
-    return result.astype(jnp.float32)
-
-
-def _product_tangent(step: Step, dtype: Any) -> Callable[..., jax.Array]:
-    """A product's tangent, for tangents of operands by side, in half precision."""
-
-    @jax.jit
-    def tangent(copies: Sequence[Any], live: dict[int, jax.Array]) -> jax.Array:
-        def term(side: int) -> jax.Array:
-            wide = side if step.weights[side] else None
-            operands = [*copies[:side], live[side], *copies[side + 1 :]]
-            return _multiply(step, dtype, wide, *operands)
-
-        return functools.reduce(jnp.add, map(term, live)).astype(dtype)
-
-    return tangent
 
 
 @jax.jit

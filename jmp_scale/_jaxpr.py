@@ -84,6 +84,10 @@ def dtype_name(atom: Any) -> str:
     return _text(getattr(atom.aval, "dtype", ""))
 
 
+def is_float32(atom: Any) -> bool:
+    return dtype_name(atom) == "float32"
+
+
 def is_floating(atom: Any) -> bool:
     """Whether a variable or number is of a real or complex dtype, of any width."""
     return "float" in dtype_name(atom) or "complex" in dtype_name(atom)
@@ -241,7 +245,8 @@ def without_common_scope(jaxpr: Any) -> tuple[Any, Any]:
     inner = [info.replace(name_stack=info.name_stack[depth:]) for info in infos]
     pairs = zip(jaxpr.eqns, inner, strict=True)
     equations = [e.replace(source_info=info) for e, info in pairs]
-    return infos[0].name_stack[:depth], jaxpr.replace(eqns=equations)
+    scope = infos[0].name_stack[:depth] if infos else source_info_util.NameStack()
+    return scope, jaxpr.replace(eqns=equations)
 
 
 def scopes_within(scopes: Any, eqn: Any) -> Any:
@@ -291,6 +296,37 @@ def scope(name_stack: Any) -> Any:
     """A context in which operations are in these scopes too."""
     current = source_info_util.current_name_stack()
     return source_info_util.set_name_stack(current + name_stack)
+
+
+def inlined(jaxpr: Any, is_open: Callable[[Any], bool]) -> tuple[Any, dict[Any, Any]]:
+    """A jaxpr with some of its calls opened, and its constants by variable."""
+    constants: dict[Any, Any] = {}
+    equations: list[Any] = []
+
+    def add(body: Any, inputs: Sequence[Any], scopes: Any) -> list[Any]:
+        inner, values = open_jaxpr(body)
+        fresh = [variable(v.aval) for v in inner.constvars]
+        constants.update(zip(fresh, values, strict=True))
+        renamed = dict(zip(inner.constvars, fresh, strict=True))
+        renamed |= zip(inner.invars, inputs, strict=True)
+
+        def named(atoms: Sequence[Any]) -> list[Any]:
+            return [v if is_literal(v) else renamed[v] for v in atoms]
+
+        for eqn in inner.eqns:
+            inputs = named(eqn.invars)
+            if is_open(eqn):
+                outputs = add(subjaxprs(eqn)[0], inputs, scopes_within(scopes, eqn))
+            else:
+                outputs = [variable(v.aval) for v in eqn.outvars]
+                eqn = in_scopes(eqn, scopes)
+                equations.append(eqn.replace(invars=inputs, outvars=outputs))
+            renamed.update(zip(eqn.outvars, outputs, strict=True))
+        return named(inner.outvars)
+
+    outer, _ = open_jaxpr(jaxpr)
+    outputs = add(jaxpr, outer.invars, None)
+    return part(outer, equations, outer.invars, outputs), constants
 
 
 def part(jaxpr: Any, equations: Any, inputs: Any, outputs: Any) -> Any:

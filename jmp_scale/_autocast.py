@@ -1,7 +1,7 @@
 """A float32 function in, a mixed-precision one out."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ._autocast_run import Cast
+from ._calls import FlatCall, is_module, require_function
 from ._marks import NEEDS_LOSS_SCALE, checked_names, tracing
 from ._policy import checked_half
 from ._products import why_float32
 from ._validation import warn
 
 F = TypeVar("F", bound=Callable[..., Any])
-_ARRAY = object()  # in the place of an array
 _NOTHING = "no product"  # in the set of what was warned of
 
 
@@ -86,7 +86,7 @@ def autocast(
 
     @functools.wraps(fun)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
-        flat = _Flat(fun, args, kwargs)
+        flat = FlatCall(fun, args, kwargs)
         for module in filter(is_module, flat.leaves):
             raise TypeError(
                 f"autocast: expected no NNX modules, got a {type(module).__name__}, "
@@ -108,20 +108,6 @@ def autocast(
     return in_half_precision  # pyright: ignore[reportReturnType]
 
 
-def require_function(name: str, fun: Any) -> None:
-    """Raises a TypeError if `fun` is not a function of what a step differentiates."""
-    if is_module(fun):
-        raise TypeError(
-            f"{name}: expected a function, got a {type(fun).__name__}; wrap the "
-            "function that calls the model: lambda model, x: loss(model(x))"
-        )
-    if not callable(fun):
-        raise TypeError(
-            f"{name}: expected a function, got {fun!r}; write "
-            f'{name}(loss_fn, "float16")(params, batch). It is not a context manager'
-        )
-
-
 def _warn_of_nothing(jaxpr: Any, cast: Cast) -> None:
     """Warns once of names that match nothing, and where no product became half."""
     names = cast.names
@@ -136,32 +122,3 @@ def _warn_of_nothing(jaxpr: Any, cast: Cast) -> None:
         cast.warned.add(_NOTHING)
         if reasons := why_float32(jaxpr):
             warn(f"autocast: no product became half precision: {reasons}")
-
-
-class _Flat:
-    """A call as a function of its arrays alone, which returns arrays alone."""
-
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self._fun = fun
-        self.leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
-        self.arrays = [x for x in self.leaves if isinstance(x, jax.Array)]
-        self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
-
-    def __call__(self, *arrays: Any) -> list[Any]:
-        left = iter(arrays)
-        leaves = [next(left) if isinstance(x, jax.Array) else x for x in self.leaves]
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
-        results, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
-        self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
-        return [x for x in results if isinstance(x, jax.Array)]
-
-    def result(self, arrays: Sequence[Any]) -> Any:
-        """What the function returned, with these arrays in it."""
-        left = iter(arrays)
-        out = [next(left) if x is _ARRAY else x for x in self._out]
-        return jax.tree.unflatten(self._out_tree, out)
-
-
-def is_module(x: Any) -> bool:
-    bases = [c.__name__ for c in type(x).__mro__ if c.__module__.startswith("flax.nnx")]
-    return not {"Module", "Object", "Pytree"}.isdisjoint(bases)

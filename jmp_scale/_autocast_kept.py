@@ -13,15 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import _jaxpr
-from ._jaxpr import is_literal, words
+from ._jaxpr import is_literal, variables
+from ._operations import reached_by, read_by_derivative, softmaxes_of
 
-# Operations whose derivative reads no floating-point operand: they are linear in these.
-_LINEAR = words("""
-    add add_any broadcast_in_dim concatenate conj convert_element_type copy copy_p
-    dynamic_slice gather imag name neg optimization_barrier pad pbroadcast pcast pvary
-    real reduce_sum reshape reshard rev select_n sharding_constraint slice split squeeze
-    sub transpose
-""")
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
 
@@ -62,11 +56,8 @@ def choose(
       cost: bytes that the backward pass keeps more if it reads a variable.
     """
 
-    def read(
-        softmaxes: Collection[Any], known: Collection[Any], *more: Any
-    ) -> set[Any]:
-        found = [*_read_by_the_derivative(island, softmaxes), *more]
-        return _sources(island, found, known)
+    def read(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:
+        return _sources(island, _read_by_the_derivative(island, softmaxes), known)
 
     def total(atoms: Collection[Any]) -> int:
         return sum(map(cost, atoms))
@@ -87,35 +78,6 @@ def choose(
             again.add(v)
             inputs |= more
     return Kept(again, {*operands} - again, softmaxes, known, inputs)
-
-
-class Softmax(NamedTuple):
-    """Exponentials over their sum: the variable of the exponents, and the axes."""
-
-    exponents: Any
-    axes: tuple[int, ...]
-
-
-def softmaxes_of(island: Any) -> dict[Any, Softmax]:
-    """The softmaxes of an island, by their results."""
-    maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
-
-    def made_by(v: Any, *names: str) -> Any:
-        eqn = None if is_literal(v) else maker.get(v)
-        return eqn if eqn is not None and eqn.primitive.name in names else None
-
-    found: dict[Any, Softmax] = {}
-    for eqn in island.eqns:
-        if eqn.primitive.name != "div":
-            continue
-        total = eqn.invars[1]
-        while broadcast := made_by(total, "broadcast_in_dim", "reshape"):
-            total = broadcast.invars[0]
-        exp, total = made_by(eqn.invars[0], "exp"), made_by(total, "reduce_sum")
-        if exp and total and total.invars[0] is eqn.invars[0]:
-            exponents = Softmax(exp.invars[0], tuple(total.params["axes"]))
-            found[eqn.outvars[0]] = exponents
-    return found
 
 
 def small_sums(island: Any) -> list[Any]:
@@ -156,14 +118,13 @@ def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[A
 
 def _read_by_the_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any]:
     """Variables whose values the derivative reads, besides results of `softmaxes`."""
-    active = {v for v in island.invars if _jaxpr.is_floating(v)}
+    active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
     wanted = _with_cotangent(island, softmaxes)
     found: list[Any] = []
     for eqn in island.eqns:
-        live = [v for v in eqn.invars if not is_literal(v) and v in active]
+        live = [v for v in variables(eqn.invars) if v in active]
         if live and not wanted.isdisjoint(eqn.outvars):
-            found += _read(eqn, live)
-            active.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
+            found += read_by_derivative(eqn, live)
     return found
 
 
@@ -174,18 +135,5 @@ def _with_cotangent(island: Any, softmaxes: Collection[Any]) -> set[Any]:
     for eqn in reversed(island.eqns):
         passes = not wanted.isdisjoint(eqn.outvars)
         if passes and eqn.primitive.name != "stop_gradient":
-            wanted.update(v for v in eqn.invars if not is_literal(v))
+            wanted.update(variables(eqn.invars))
     return wanted
-
-
-def _read(eqn: Any, live: Sequence[Any]) -> list[Any]:
-    """Operands whose values the derivative of an equation reads."""
-    name = eqn.primitive.name
-    if name in _LINEAR:
-        return [v for v in eqn.invars if not _jaxpr.is_floating(v)]
-    if name == "mul":
-        left, right = eqn.invars
-        return [other for v, other in ((left, right), (right, left)) if v in live]
-    if name == "div" and eqn.invars[1] not in live:
-        return [eqn.invars[1]]
-    return [*eqn.invars]

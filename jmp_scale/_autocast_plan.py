@@ -19,32 +19,18 @@ Nothing is run here, and nothing depends on values.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax.core import Tracer
 
 from . import _autocast_kept, _jaxpr
 from ._autocast_kept import Kept
-from ._jaxpr import is_float32, is_literal, words
+from ._jaxpr import is_float32, variables
 from ._marks import Names
+from ._operations import CALLS, MOVES, is_cheap
 from ._products import Product, becomes_half, has_product
 
-# Linear operations on one array that only move its entries.
-_MOVES = words("copy copy_p reshape rev sharding_constraint squeeze transpose")
-# What costs less to compute again than to keep.
-_CHEAP = _MOVES | words("""
-    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
-    bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate conj
-    convert_element_type cos cosh digamma div dynamic_slice eq erf erf_inv erfc exp exp2
-    expm1 floor gather ge gt imag integer_pow iota is_finite le lgamma log log1p
-    logistic lt max min mul name ne neg nextafter not optimization_barrier or pad
-    pbroadcast pcast population_count pow pvary real reduce_and reduce_max reduce_min
-    reduce_or reduce_precision reduce_prod reduce_sum rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt
-    square stop_gradient sub tan tanh xor
-""")
-_CALLS = words("closed_call core_call jit pjit")
 _INTEGERS = "bool", "int", "uint"
 # So many operations on arguments alone are repeated in each island that reads them.
 _MOST_REPEATED = 32
@@ -60,10 +46,9 @@ class Unit:
       likeness: what equal units share.
       jaxpr: the island, or the equation. An island has these outputs: its results,
         then small sums, then what products read that it does not make.
+      scope: the scopes in which all equations were, which they no longer name.
       products: each with the positions of what it reads among these outputs.
       reads: how many of the island's inputs it reads itself; it passes on the others.
-      results: the outputs but those.
-      scope: the scopes in which all equations were, which they no longer name.
       kept: positions of outputs that the backward pass keeps in half precision, as
         operands of products, since it would have to keep more to make them again.
       softmaxes: positions of those from which a softmax takes its derivative.
@@ -75,10 +60,9 @@ class Unit:
     kind: Literal["half", "call", "other"]
     likeness: Any
     jaxpr: Any = dataclasses.field(compare=False)
-    products: tuple[tuple[Product, tuple[int, ...]], ...]
-    reads: int = dataclasses.field(compare=False)
-    results: list[Any] = dataclasses.field(compare=False)
     scope: Any = dataclasses.field(compare=False)
+    products: tuple[tuple[Product, tuple[int, ...]], ...] = ()
+    reads: int = 0
     kept: tuple[int, ...] = ()
     softmaxes: tuple[int, ...] = ()
     known: tuple[int, ...] = ()
@@ -134,28 +118,23 @@ def make_plan(
 
     def is_open(eqn: Any) -> bool:
         bodies = _jaxpr.subjaxprs(eqn)
-        if eqn.primitive.name not in _CALLS or len(bodies) != 1:
+        if eqn.primitive.name not in CALLS or len(bodies) != 1:
             return False
-        return not names.keep(eqn) if has_product(bodies[0]) else _is_cheap(eqn)
+        return not names.keep(eqn) if has_product(bodies[0]) else is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     pairs = zip(flat.invars, weights, strict=True)
     given = {v for v, is_weight in pairs if is_weight} | {*constants}
     numbers = {v for v, x in constants.items() if not isinstance(x, Tracer)}
     planner = _Planner(flat, given, numbers, names)
-    products = [
-        e for e, k in zip(flat.eqns, planner.kinds, strict=True) if k == "product"
-    ]
+    kinds = zip(flat.eqns, planner.kinds, strict=True)
+    products = [eqn for eqn, kind in kinds if kind == "product"]
     halves = {v for e in products for v in e.outvars}
     read = {planner.side(v)[0] for e in products for v in variables(e.invars[:2])}
     shared = read - planner.weights - halves if share_casts else set[Any]()
     halves |= shared
     units = _Units(planner.parts(), halves, given, shared).units(join)
     return Plan(flat, constants, units, given, planner.weights, halves, shared)
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    return [v for v in atoms if not is_literal(v)]
 
 
 class _Part(NamedTuple):
@@ -212,7 +191,7 @@ class _Planner:
         if becomes_half(eqn):
             exact = self.numbers.issuperset(variables(eqn.invars[:2]))
             return "other" if exact or names.keep(eqn) else "product"
-        if _is_cheap(eqn):
+        if is_cheap(eqn):
             return "island"
         has_products = any(map(has_product, _jaxpr.subjaxprs(eqn)))
         return "call" if has_products and not names.keep(eqn) else "other"
@@ -302,25 +281,11 @@ class _Planner:
         moves: list[Any] = []
         while (i := self.maker.get(v)) is not None:
             eqn = self.equations[i]
-            if eqn.primitive.name not in _MOVES or len(variables(eqn.invars)) != 1:
+            if eqn.primitive.name not in MOVES or len(variables(eqn.invars)) != 1:
                 break
             moves.insert(0, eqn)
             v = eqn.invars[0]
         return v, moves
-
-
-def _is_cheap(eqn: Any) -> bool:
-    """Whether an equation costs less to compute again than to keep."""
-    bodies, name = _jaxpr.subjaxprs(eqn), eqn.primitive.name
-    if eqn.effects:
-        return False
-    if name == "reshard":  # to another mesh it is a border between units
-        return eqn.invars[0].aval.sharding.mesh == eqn.outvars[0].aval.sharding.mesh
-    if not bodies:
-        return name in _CHEAP
-    return (name in _CALLS or name == "custom_jvp_call") and all(
-        _is_cheap(inner) for body in bodies for inner in _jaxpr.open_jaxpr(body)[0].eqns
-    )
 
 
 class _Units:
@@ -381,31 +346,27 @@ class _Units:
 
     def _half(self, island: Any, products: Sequence[Any], choice: Kept) -> Unit:
         sums = _autocast_kept.small_sums(island)
-        results = [*dict.fromkeys([*island.outvars, *sums])]
-        read = [v for p in products for v in p.jaxpr.invars if v not in results]
+        made = dict.fromkeys([*island.outvars, *sums])
+        read = [v for p in products for v in p.jaxpr.invars if v not in made]
         inputs = dict.fromkeys([*island.invars, *read])
-        outputs = [*results, *dict.fromkeys(read)]
-        jaxpr = _jaxpr.part(island, island.eqns, inputs, outputs)
-        roles = {"kept": choice.kept, "softmaxes": choice.softmaxes}
-        roles["known"] = {*sums}.union(choice.streams)
-        places: Any = {
-            name: tuple(i for i, v in enumerate(outputs) if v in chosen)
-            for name, chosen in roles.items()
-        }
-        own = len(island.invars), results
-        return self._unit("half", jaxpr, products, own, **places)
+        outputs = [*dict.fromkeys([*made, *read])]
+        wires = [tuple(map(outputs.index, p.jaxpr.invars)) for p in products]
+        return self._unit(
+            "half",
+            _jaxpr.part(island, island.eqns, inputs, outputs),
+            products=tuple(zip(products, wires, strict=True)),
+            reads=len(island.invars),
+            kept=_places(outputs, choice.kept),
+            softmaxes=_places(outputs, choice.softmaxes),
+            known=_places(outputs, {*sums}.union(choice.streams)),
+        )
 
-    def _unit(
-        self,
-        kind: Any,
-        jaxpr: Any,
-        products: Sequence[Product] = (),
-        own: tuple[int, Any] = (0, ()),
-        **places: Any,
-    ) -> Unit:
-        outputs = jaxpr.outvars
+    def _unit(self, kind: Any, jaxpr: Any, **facts: Any) -> Unit:
         scope, jaxpr = _jaxpr.without_common_scope(jaxpr)
-        wired = tuple((p, tuple(map(outputs.index, p.jaxpr.invars))) for p in products)
-        shared = tuple(i for i, v in enumerate(outputs) if v in self._shared)
+        shared = _places(jaxpr.outvars, self._shared)
         likeness = _jaxpr.likeness(jaxpr)
-        return Unit(kind, likeness, jaxpr, wired, *own, scope, shared=shared, **places)
+        return Unit(kind, likeness, jaxpr, scope, shared=shared, **facts)
+
+
+def _places(outputs: Sequence[Any], chosen: Collection[Any]) -> tuple[int, ...]:
+    return tuple(i for i, v in enumerate(outputs) if v in chosen)

@@ -13,20 +13,19 @@ between the two passes, but not in values.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from . import _jaxpr
-from ._autocast_kept import softmaxes_of
 from ._autocast_plan import Plan, Unit, make_plan
+from ._derivatives import kept_apart, no_tangent, softmax_from, with_value
 from ._dot_general import is_zero
 from ._higher_order import run_with
 from ._jaxpr import is_literal
 from ._marks import Names
+from ._operations import reached_by, softmaxes_of
 from ._products import Product
 from ._validation import warn
 
@@ -67,33 +66,31 @@ class Cast:
     def rounded(self, x: jax.Array) -> jax.Array:
         """`x` and its cotangent in half precision: one array serves all readers."""
         dtypes = self.backward, self.forward
-        return _with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
+        return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
     def apart(self, x: Any) -> Any:
         """Arrays from which XLA:GPU computes again what else it had kept in float32."""
-        return x if self.in_loop else jax.tree.map(_kept_apart, x)
+        with_barrier = self.recompute and not self.in_loop
+        return jax.tree.map(kept_apart, x) if with_barrier else x
 
     def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
         """Runs an island and its products."""
-        inputs, kept = (
-            unit.jaxpr.invars,
-            {*unit.jaxpr.invars[: unit.reads]} | plan.given,
-        )
+        inputs = unit.jaxpr.invars
+        whole = plan.given.union(inputs[: unit.reads])
 
         def copy(v: Any) -> Any:
             """What the backward pass keeps."""
-            if v not in plan.halves and (v in kept or not _jaxpr.is_float32(v)):
+            if v not in plan.halves and (v in whole or not _jaxpr.is_float32(v)):
                 return env[v]
             if v not in halves:
                 halves[v] = env[v].astype(self.forward)
             return halves[v]
 
         run = _function_of(unit, self)
-        results = run([env[v] for v in inputs], [*map(copy, inputs)])
-        made = [v for product, _ in unit.products for v in product.jaxpr.outvars]
-        env |= zip(unit.results, results.outs, strict=True)
-        env |= zip(made, results.made, strict=True)
-        halves |= {unit.results[i]: x for i, x in results.kept.items()}
+        outs, made, kept = run([env[v] for v in inputs], [*map(copy, inputs)])
+        env |= {unit.jaxpr.outvars[i]: x for i, x in outs.items()}
+        env |= {unit.products[k][0].result: x for k, x in made.items()}
+        halves |= {unit.jaxpr.outvars[i]: x for i, x in kept.items()}
         self.halved.update("product" for _ in made)
 
     def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
@@ -144,24 +141,11 @@ class Cast:
         return body
 
 
-class _Results(NamedTuple):
-    """What a unit gives.
-
-    Attributes:
-      outs: results of its island.
-      made: results of its products.
-      kept: half-precision copies of results, by position.
-    """
-
-    outs: list[Any]
-    made: list[Any]
-    kept: dict[int, Any]
-
-
-def _function_of(unit: Unit, cast: Cast) -> Callable[..., _Results]:
+def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
     """An island and its products, with a derivative that runs the island again.
 
-    A function of the island's inputs, and of what the backward pass keeps of them.
+    A function of the island's inputs, and of what the backward pass keeps of them. It
+    gives by position what the island and the products make, and half-precision copies.
     """
     island = cast.shared(_Island, unit, cast)
     product_tangents = [
@@ -170,16 +154,16 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., _Results]:
     ]
 
     @jax.custom_jvp
-    def run(inputs: list[Any], copies: list[Any]) -> _Results:
+    def run(inputs: list[Any], copies: list[Any]) -> Any:
         with _jaxpr.scope(unit.scope):
             outs = island.run(inputs)
             values = island.operands(outs, copies)
-        made = []
-        for product, wires in unit.products:
+        made = {}
+        for k, (product, wires) in enumerate(unit.products):
             with _jaxpr.scope(product.scope):
-                made.append(product.run(cast.forward, *(values[i] for i in wires)))
-        kept = {i: values[i] for i in unit.kept}
-        return _Results(outs[: len(unit.results)], made, kept)
+                made[k] = product.run(cast.forward, *(values[i] for i in wires))
+        own = {i: x for i, x in enumerate(outs) if i not in island.passed}
+        return own, made, {i: values[i] for i in unit.kept}
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def tangents_of(copies: Any, known: Any, kept: Any, live: Any) -> Any:
@@ -200,12 +184,12 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., _Results]:
         return found, made
 
     def rule(primals: Any, tangents: Any) -> Any:
-        results = run(*primals)
+        outs, made, kept = results = run(*primals)
         live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
-        known = {i: results.outs[i] for i in unit.known}
-        found, made = tangents_of(primals[1], known, results.kept, live)
-        pairs = zip(results, (found, made, found), strict=True)
-        return results, _Results(*(_tangents(x, t) for x, t in pairs))
+        known = {i: outs[i] for i in unit.known}
+        found, moved = tangents_of(primals[1], known, kept, live)
+        pairs = (outs, found), (made, moved), (kept, found)
+        return results, tuple(_tangents(*pair) for pair in pairs)
 
     run.defjvp(rule, symbolic_zeros=True)
     return run
@@ -218,7 +202,7 @@ class _Island:
         self._cast, self._jaxpr = cast, unit.jaxpr
         outputs, inputs = unit.jaxpr.outvars, unit.jaxpr.invars
         places = {v: i for i, v in enumerate(inputs)}
-        self._passed = {i: places[v] for i, v in enumerate(outputs) if v in places}
+        self.passed = {i: places[v] for i, v in enumerate(outputs) if v in places}
         wires = [wires for _, wires in unit.products]
         self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
         self._read = self._halved.union(*wires)
@@ -234,7 +218,7 @@ class _Island:
 
     def operands(self, outs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Any]:
         """What products read, by position, in half precision."""
-        passed = self._passed
+        passed = self.passed
         found = {i: copies[passed[i]] if i in passed else outs[i] for i in self._read}
         dtype = self._cast.forward
         return {
@@ -250,7 +234,7 @@ class _Island:
         """Tangents of outputs, for those of inputs, and operands made again."""
         types = zip(copies, self._jaxpr.invars, strict=True)
         inputs = [x.astype(v.aval.dtype) for x, v in types]
-        reached = _reached(self._jaxpr, live)
+        reached = reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
 
         def run(some: dict[int, Any]) -> Any:
             values: dict[Any, Any] = {}
@@ -259,11 +243,13 @@ class _Island:
                 x = values[v] = self._rounded(v, x)
                 if v in self._softmaxes:
                     i, exponents, axes = self._softmaxes[v]
-                    return _softmax(values[exponents], kept[i].astype(x.dtype), axes)
+                    return softmax_from(
+                        values[exponents], kept[i].astype(x.dtype), axes
+                    )
                 if v not in self._known:
                     return x
                 value = known[self._known[v]]
-                return _with_value(x, value) if v in reached else value
+                return with_value(x, value) if v in reached else value
 
             changed = [some.get(i, x) for i, x in enumerate(inputs)]
             outs = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
@@ -279,56 +265,9 @@ def _product_tangent(product: Product, dtype: Any) -> Any:
     return jax.jit(functools.partial(product.tangent, dtype))
 
 
-def _reached(island: Any, live: Collection[int]) -> set[Any]:
-    """Floating-point variables that depend on some of the inputs."""
-    found = {island.invars[i] for i in live}
-    for eqn in island.eqns:
-        if not found.isdisjoint(v for v in eqn.invars if not _jaxpr.is_literal(v)):
-            found.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
-    return found
-
-
-def _tangents(primals: Any, found: dict[int, Any]) -> Any:
-    """Those that were found, by key or position, and zeros for the others."""
-    is_list = isinstance(primals, list)
-    tangents = {
-        i: found[i].astype(x.dtype) if i in found else _no_tangent(x)
-        for i, x in (enumerate(primals) if is_list else primals.items())
+def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:
+    """Those that were found, and zeros for the others."""
+    return {
+        i: found[i].astype(x.dtype) if i in found else no_tangent(x)
+        for i, x in primals.items()
     }
-    return [*tangents.values()] if is_list else tangents
-
-
-@jax.jit
-def _kept_apart(x: jax.Array) -> jax.Array:
-    apart = lax.optimization_barrier
-    return lax.platform_dependent(x, cuda=apart, rocm=apart, default=lambda x: x)
-
-
-# The second array, which is what the first should be, with the first one's derivative.
-_with_value = jax.custom_jvp(lambda _, value: value)
-_with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
-
-_no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _softmax(exponents: Any, result: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """`result`, which is the softmax of the exponents and gives their derivative."""
-    del exponents, axes
-    return result
-
-
-@functools.partial(_softmax.defjvp, symbolic_zeros=True)
-def _softmax_rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
-    result, tangent = primals[1], tangents[0]
-    if is_zero(tangent):
-        return result, _no_tangent(result)
-    # XLA:GPU has one kernel for what begins with a reduction of the rows.
-    alike = functools.partial(_less_nothing, axes=axes)
-    p = lax.platform_dependent(result, cuda=alike, rocm=alike, default=lambda x: x)
-    product = p * tangent
-    return result, product + p * -jnp.sum(product, axes, keepdims=True)
-
-
-def _less_nothing(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return x - 0 * jnp.max(x, axes, keepdims=True)

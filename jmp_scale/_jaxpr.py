@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,11 @@ class Loop(NamedTuple):
 def is_literal(atom: Any) -> bool:
     """Whether an input of an equation is a number in the program text."""
     return isinstance(atom, jax.extend.core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """What of these is no number in the program text."""
+    return [v for v in atoms if not is_literal(v)]
 
 
 def shape(atom: Any) -> tuple[int, ...]:

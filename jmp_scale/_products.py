@@ -39,6 +39,11 @@ class Product:
     weights: tuple[bool, ...]
     scope: Any = dataclasses.field(compare=False)
 
+    @property
+    def result(self) -> Any:
+        """The variable that it makes."""
+        return self.jaxpr.outvars[0]
+
     def run(self, dtype: Any, *values: jax.Array, wide: int | None = None) -> jax.Array:
         """The product in half precision; only the operand `wide` stays float32."""
         *moves, eqn = self.jaxpr.eqns

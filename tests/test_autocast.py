@@ -103,7 +103,7 @@ def test_a_plan_lists_products_and_islands_in_their_order():
     assert lengths == [(0, 1), (1, 1), (4, 0)]
     assert plan.units[0].products[0][0].weights == (True, True)
     assert plan.units[1].products[0][0].weights == (False, True)
-    assert plan.units[-1].results[:1] == plan.jaxpr.outvars
+    assert plan.units[-1].jaxpr.outvars[:1] == plan.jaxpr.outvars
 
 
 def test_what_only_a_later_island_reads_is_computed_there():

@@ -13,11 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import _jaxpr
-from ._jaxpr import is_literal, variables
-from ._operations import reached_by, read_by_derivative, softmaxes_of
-
-# Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
-_LONGEST_ROW = 16384
+from ._jaxpr import is_literal
+from ._operations import read_by_derivative, small_sums, softmaxes_of
 
 
 class Kept(NamedTuple):
@@ -57,7 +54,7 @@ def choose(
     """
 
     def read(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:
-        return _sources(island, _read_by_the_derivative(island, softmaxes), known)
+        return _sources(island, read_by_derivative(island, softmaxes), known)
 
     def total(atoms: Collection[Any]) -> int:
         return sum(map(cost, atoms))
@@ -80,27 +77,6 @@ def choose(
     return Kept(again, {*operands} - again, softmaxes, known, inputs)
 
 
-def small_sums(island: Any) -> list[Any]:
-    """Results of sums and the like that are an eighth of their operand or smaller.
-
-    They are kept from the forward pass, but for sums of rows that a kernel may hold: a
-    GPU has one kernel for a norm or softmax, which breaks at a sum that is known.
-    """
-    return [
-        eqn.outvars[0]
-        for eqn in island.eqns
-        if "axes" in eqn.params
-        and _jaxpr.is_float32(eqn.outvars[0])
-        and _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
-        and not _is_row(eqn)
-    ]
-
-
-def _is_row(eqn: Any) -> bool:
-    shape = _jaxpr.shape(eqn.invars[0])
-    return (*eqn.params["axes"],) == (len(shape) - 1,) and shape[-1] <= _LONGEST_ROW
-
-
 def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
     """The inputs of an island from which values are computed, given some of them."""
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
@@ -114,26 +90,3 @@ def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[A
         found.add(v)
         todo += maker[v].invars if v in maker else []
     return found.intersection(island.invars)
-
-
-def _read_by_the_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any]:
-    """Variables whose values the derivative reads, besides results of `softmaxes`."""
-    active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
-    wanted = _with_cotangent(island, softmaxes)
-    found: list[Any] = []
-    for eqn in island.eqns:
-        live = [v for v in variables(eqn.invars) if v in active]
-        if live and not wanted.isdisjoint(eqn.outvars):
-            found += read_by_derivative(eqn, live)
-    return found
-
-
-def _with_cotangent(island: Any, softmaxes: Collection[Any]) -> set[Any]:
-    """Variables through which the derivative goes, if from softmaxes to exponents."""
-    exponents = {s.exponents for v, s in softmaxes_of(island).items() if v in softmaxes}
-    wanted = {v for v in island.outvars if v not in softmaxes} | exponents
-    for eqn in reversed(island.eqns):
-        passes = not wanted.isdisjoint(eqn.outvars)
-        if passes and eqn.primitive.name != "stop_gradient":
-            wanted.update(variables(eqn.invars))
-    return wanted

@@ -13,9 +13,7 @@ y = normalize(h) @ w3
 it keeps `x`, an argument, and in half precision, as products gave them, `x @ w1` and
 `gelu(...) @ w2`. It makes again what gelu gives, the sum `h`, and its norm. Nothing is
 rounded for the backward pass alone: it reads an array that the forward pass read, or
-what is computed from such arrays once more.
-
-Nothing is run here, and nothing depends on values.
+what is computed from such arrays once more. No value is looked at here.
 """
 
 import dataclasses
@@ -24,11 +22,11 @@ from typing import Any, Literal, NamedTuple
 
 from jax.core import Tracer
 
-from . import _autocast_kept, _jaxpr
-from ._autocast_kept import Kept
+from . import _jaxpr
+from ._autocast_kept import Kept, choose
 from ._jaxpr import is_float32, variables
 from ._marks import Names
-from ._operations import CALLS, MOVES, is_cheap
+from ._operations import CALLS, MOVES, is_cheap, small_sums
 from ._products import Product, becomes_half, has_product
 
 _INTEGERS = "bool", "int", "uint"
@@ -107,13 +105,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a program.
 
-    Args:
-      jaxpr: the program.
-      weights: whether each input is computed from arguments alone. The backward pass
-        keeps these anyway.
-      names: what stays float32.
-      share_casts: whether all operations read the cast of what a product reads.
-      join: whether islands are joined with products, to be computed again.
+    `weights`: whether each input is computed from arguments alone; these are kept
+    anyway. `join`: whether islands are joined with products, to be computed again.
     """
 
     def is_open(eqn: Any) -> bool:
@@ -143,11 +136,6 @@ class _Part(NamedTuple):
     kind: str  # also "island" and "product"
     jaxpr: Any
     product: Product | None = None
-
-    @property
-    def operands(self) -> list[Any]:
-        """The two variables that a product multiplies."""
-        return self.jaxpr.invars[:2] if self.product else []
 
 
 class _Planner:
@@ -300,7 +288,7 @@ class _Units:
         self._later = {v for p in parts if p.kind == "island" for v in p.jaxpr.invars}
         self._readers: dict[Any, list[int]] = {}
         for i, part in enumerate(parts):
-            for v in dict.fromkeys(part.operands):
+            for v in dict.fromkeys(part.jaxpr.invars[:2] if part.product else ()):
                 self._readers.setdefault(v, []).append(i)
 
     def units(self, join: bool) -> list[Unit]:
@@ -342,10 +330,10 @@ class _Units:
         operands = [v for v in results if v in self._readers]
         must = [v for v in operands if not all(map(runs_behind, self._readers[v]))]
         streams = [v for v in results if v in self._later]
-        return _autocast_kept.choose(island, operands, must, streams, cost)
+        return choose(island, operands, must, streams, cost)
 
     def _half(self, island: Any, products: Sequence[Any], choice: Kept) -> Unit:
-        sums = _autocast_kept.small_sums(island)
+        sums = small_sums(island)
         made = dict.fromkeys([*island.outvars, *sums])
         read = [v for p in products for v in p.jaxpr.invars if v not in made]
         inputs = dict.fromkeys([*island.invars, *read])

@@ -1,6 +1,6 @@
 """What JAX's operations are to `autocast`: which move, are cheap, are linear."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import _jaxpr
@@ -27,6 +27,8 @@ _LINEAR = words("""
     real reduce_sum reshape reshard rev select_n sharding_constraint slice split squeeze
     stop_gradient sub transpose
 """)
+# Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
+_LONGEST_ROW = 16384
 CALLS = words("closed_call core_call jit pjit")
 
 
@@ -44,7 +46,40 @@ def is_cheap(eqn: Any) -> bool:
     )
 
 
-def read_by_derivative(eqn: Any, live: Sequence[Any]) -> list[Any]:
+def reached_by(jaxpr: Any, inputs: Iterable[Any]) -> set[Any]:
+    """Floating-point variables with a tangent, if these inputs have one."""
+    found = {*inputs}
+    for eqn in jaxpr.eqns:
+        stops = eqn.primitive.name == "stop_gradient"
+        if not stops and not found.isdisjoint(variables(eqn.invars)):
+            found.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
+    return found
+
+
+def read_by_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any]:
+    """Variables whose values the derivative reads, besides results of `softmaxes`."""
+    active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
+    wanted = _with_cotangent(island, softmaxes)
+    found: list[Any] = []
+    for eqn in island.eqns:
+        live = [v for v in variables(eqn.invars) if v in active]
+        if live and not wanted.isdisjoint(eqn.outvars):
+            found += _read(eqn, live)
+    return found
+
+
+def _with_cotangent(island: Any, softmaxes: Collection[Any]) -> set[Any]:
+    """Variables through which the derivative goes, if from softmaxes to exponents."""
+    exponents = {s.exponents for v, s in softmaxes_of(island).items() if v in softmaxes}
+    wanted = {v for v in island.outvars if v not in softmaxes} | exponents
+    for eqn in reversed(island.eqns):
+        passes = not wanted.isdisjoint(eqn.outvars)
+        if passes and eqn.primitive.name != "stop_gradient":
+            wanted.update(variables(eqn.invars))
+    return wanted
+
+
+def _read(eqn: Any, live: Sequence[Any]) -> list[Any]:
     """Operands whose values the derivative of an equation reads."""
     name = eqn.primitive.name
     if name in _LINEAR:
@@ -55,16 +90,6 @@ def read_by_derivative(eqn: Any, live: Sequence[Any]) -> list[Any]:
     if name == "div" and eqn.invars[1] not in live:
         return [eqn.invars[1]]
     return [*eqn.invars]
-
-
-def reached_by(jaxpr: Any, inputs: Iterable[Any]) -> set[Any]:
-    """Floating-point variables with a tangent, if these inputs have one."""
-    found = {*inputs}
-    for eqn in jaxpr.eqns:
-        stops = eqn.primitive.name == "stop_gradient"
-        if not stops and not found.isdisjoint(variables(eqn.invars)):
-            found.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
-    return found
 
 
 class Softmax(NamedTuple):
@@ -94,3 +119,24 @@ def softmaxes_of(island: Any) -> dict[Any, Softmax]:
             exponents = Softmax(exp.invars[0], tuple(total.params["axes"]))
             found[eqn.outvars[0]] = exponents
     return found
+
+
+def small_sums(island: Any) -> list[Any]:
+    """Results of sums and the like that are an eighth of their operand or smaller.
+
+    They are kept from the forward pass, but for sums of rows that a kernel may hold: a
+    GPU has one kernel for a norm or softmax, which breaks at a sum that is known.
+    """
+    return [
+        eqn.outvars[0]
+        for eqn in island.eqns
+        if "axes" in eqn.params
+        and _jaxpr.is_float32(eqn.outvars[0])
+        and _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
+        and not _is_row(eqn)
+    ]
+
+
+def _is_row(eqn: Any) -> bool:
+    shape = _jaxpr.shape(eqn.invars[0])
+    return (*eqn.params["axes"],) == (len(shape) - 1,) and shape[-1] <= _LONGEST_ROW

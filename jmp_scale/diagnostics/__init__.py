@@ -4,6 +4,7 @@ Which one answers which question:
 
 - What does half precision do to my program, line by line? `precision_report`.
 - Is half precision precise enough for my loss? `compare_gradients`.
+- Which lines must stay float32? `sensitive_products`.
 - What does float16 lose of my gradients? `grad_report`, `exponent_histogram`.
 - Which loss scales work? `calibrate_loss_scale`.
 - Why was this step skipped? `diagnose_nonfinite`.
@@ -31,5 +32,8 @@ from ._precision import PrecisionReport as PrecisionReport
 from ._precision import precision_report as precision_report
 from ._report import GradReport as GradReport
 from ._report import grad_report as grad_report
+from ._sensitivity import SensitiveProduct as SensitiveProduct
+from ._sensitivity import SensitiveProducts as SensitiveProducts
+from ._sensitivity import sensitive_products as sensitive_products
 from ._updates import LostUpdates as LostUpdates
 from ._updates import lost_updates as lost_updates

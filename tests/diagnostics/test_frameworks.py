@@ -32,6 +32,7 @@ TOOLS = {
     "calibrate_loss_scale": calibrate,
     "diagnose_nonfinite": diagnose,
     "precision_report": diagnostics.precision_report,
+    "sensitive_products": diagnostics.sensitive_products,
 }
 tools = pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
 

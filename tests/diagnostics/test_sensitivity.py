@@ -1,0 +1,357 @@
+"""Products that must stay float32 are found, and the advice works as pasted."""
+
+import importlib
+import inspect
+import itertools
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from autocast_programs import PROGRAMS
+from flax import nnx
+from helpers import count_traces
+from jax import lax
+
+import jmp_scale
+from jmp_scale.diagnostics import (
+    _sensitivity,
+    compare_gradients,
+    precision_report,
+    sensitive_products,
+)
+
+pytestmark = pytest.mark.usefixtures("ranks_promote")
+KEYS = jax.random.split(jax.random.key(0), 12)
+
+
+def normal(key, *shape):
+    return jax.random.normal(KEYS[key], shape)
+
+
+def layer(key, rows, columns):
+    return normal(key, rows, columns) / rows**0.5
+
+
+def squared_distances(x, y):
+    return (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T
+
+
+def encoded(params, x):
+    return jnp.tanh(x @ params["w1"]) @ params["w2"]
+
+
+def gaussian_process():
+    def loss(params, x, y):
+        z = encoded(params, x) + 8
+        kernel = jnp.exp(-squared_distances(z, z) / 2) + 0.1 * jnp.eye(len(x))
+        factor = jnp.linalg.cholesky(kernel)
+        solved = jax.scipy.linalg.cho_solve((factor, True), y)
+        return y @ solved / 2 + jnp.log(jnp.diag(factor)).sum()
+
+    params = {"w1": layer(0, 64, 256), "w2": 2 * layer(1, 256, 4)}
+    return loss, params, normal(2, 96, 64), jnp.sin(normal(3, 96))
+
+
+@jax.custom_vjp
+def potentials(x, y):
+    cost = squared_distances(x, y) / 0.05
+
+    def turn(pair, _):
+        f = -jax.nn.logsumexp(pair[1] - cost, 1, b=1 / len(y))
+        return (f, -jax.nn.logsumexp(f[:, None] - cost, 0, b=1 / len(x))), None
+
+    start = jnp.zeros(len(x)), jnp.zeros(len(y))
+    return lax.scan(turn, start, length=30)[0]
+
+
+potentials.defvjp(
+    lambda x, y: (potentials(x, y), (x, y)),
+    lambda given, _: jax.tree.map(jnp.zeros_like, given),
+)
+
+
+def transport(x, y):
+    f, g = potentials(x, y)
+    plan = jnp.exp(f[:, None] + g - squared_distances(x, y) / 0.05)
+    return f.mean() + g.mean() - plan.mean()
+
+
+def sinkhorn():
+    def loss(params, x, y):
+        x = encoded(params, x) + 10
+        return transport(x, y) - transport(x, x) / 2 - transport(y, y) / 2
+
+    params = {"w1": layer(0, 32, 256), "w2": layer(1, 256, 2)}
+    return loss, params, normal(2, 64, 32), 10 + normal(3, 48, 2) / 2
+
+
+def nearest_codes():
+    def loss(params, x):
+        z = encoded(params, x) + 5
+        nearest = jnp.argmin(squared_distances(z, params["codes"]), 1)
+        chosen = params["codes"][nearest]
+        return jnp.mean((chosen - lax.stop_gradient(z)) ** 2 + (z - x[:, :8]) ** 2)
+
+    params = {"w1": layer(0, 64, 512), "w2": layer(1, 512, 8)}
+    params["codes"] = 5 + normal(2, 256, 8) / 2
+    return loss, params, normal(3, 256, 64)
+
+
+def features(x, frequencies):
+    angles = 2 * jnp.pi * x @ frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1)
+
+
+def fourier_features():
+    def loss(params, x, y):
+        return jnp.mean((encoded(params, features(x, 100 * params["b"])) - y) ** 2)
+
+    params = {"w1": layer(0, 64, 128), "w2": layer(1, 128, 3), "b": normal(2, 2, 32)}
+    return loss, params, jax.random.uniform(KEYS[3], (256, 2)), normal(4, 256, 3)
+
+
+def forces():
+    def energy(params, atoms):
+        squares = squared_distances(atoms, atoms)
+        distances = jnp.sqrt(jnp.abs(squares) + 0.1)
+        basis = jnp.exp(-((distances[..., None] - jnp.arange(8.0)) ** 2))
+        return encoded(params, jnp.sum(basis, 1)).sum() - 350
+
+    def loss(params, atoms, targets):
+        of_all = jax.vmap(jax.grad(energy, 1), (None, 0))
+        return jnp.mean((of_all(params, atoms) - targets) ** 2)
+
+    params = {"w1": layer(0, 8, 64), "w2": layer(1, 64, 64)}
+    return loss, params, 10 + 2 * normal(2, 4, 12, 3), normal(3, 4, 12, 3)
+
+
+CANCELLING = [gaussian_process, sinkhorn, nearest_codes, fourier_features, forces]
+
+
+@pytest.mark.filterwarnings("ignore:autocast. potentials")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CANCELLING)
+def test_what_is_recommended_works_as_pasted(case, dtype):
+    loss, *args = case()
+    found = sensitive_products(loss, *args, dtype=dtype)
+    if dtype == "bfloat16":
+        name = "features" if case is fourier_features else "squared_distances"
+        assert found.keep[0] == name
+        assert found.error_before > 0.05
+        assert f"keep_float32={found.keep}" in found.summary()
+    assert found.half_share >= 0.8
+    half_loss = jmp_scale.autocast(loss, dtype, keep_float32=found.keep)
+    measured = compare_gradients(half_loss, loss, *args)
+    assert measured.error <= 0.05
+    assert found.error_after == pytest.approx(measured.error, rel=0.5, abs=1e-3)
+
+
+KINDS = """
+    attention cond custom_jvp fused_attention linear_algebra nested_scans ragged_dot
+    remat_in_scan shard_map transposed_convolution_and_batch_norm while_loop
+"""
+
+
+@pytest.mark.parametrize("name", KINDS.split())
+def test_all_products_together_give_the_gradient_of_autocast(name):
+    fun, args, *_ = PROGRAMS[name]
+    found = sensitive_products(fun, *args, loss_scale=1)
+    half = jmp_scale.autocast(fun, "float16", recompute=False)
+    measured = compare_gradients(half, fun, *args, loss_scale=1)
+    expected = max(measured.error, measured.scaled_error / 3)
+    # XLA may leave roundings out of the other program.
+    assert found.error_before == pytest.approx(expected, rel=0.2)
+    assert found.keep == ()
+    assert found.half_share == pytest.approx(
+        precision_report(half, *args).half_share, abs=0.1
+    )
+
+
+def one_of_three(params, x):
+    h = jnp.tanh(x @ params["a"])
+    h = jnp.exp(h @ params["b"] - 8)  # <- it loses digits here
+    return jnp.mean((jnp.log(h) + 8 - x @ params["a"]) ** 2)
+
+
+def test_each_line_has_its_share_and_its_errors():
+    params = {"a": layer(0, 32, 32), "b": jnp.eye(32)}
+    counted, traces = count_traces(one_of_three)
+    found = sensitive_products(counted, params, normal(2, 64, 32), dtype="bfloat16")
+    assert len(traces) == 1
+    lines, first = inspect.getsourcelines(one_of_three)
+    marked = [i for i, line in enumerate(lines, first) if "@" in line]
+    assert [row.line for row in found.products] == marked
+    assert {row.file for row in found.products} == {__file__}
+    assert [row.share for row in found.products] == pytest.approx([1 / 3] * 3)
+    half = {n: jmp_scale.autocast(one_of_three, "bfloat16", keep_float32=n) for n in
+            [f"test_sensitivity.py:{line}" for line in marked]}  # fmt: skip
+    for row in found.products:
+        name = f"test_sensitivity.py:{row.line}"
+        args = half[name], one_of_three, params, normal(2, 64, 32)
+        assert row.without == pytest.approx(compare_gradients(*args).error, rel=0.3)
+
+
+class Head(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.tanh(nn.Dense(64, name="body")(x))
+        return nn.Dense(2, name="phase")(h)
+
+
+def test_a_product_within_a_library_has_its_module_and_the_line_of_the_user():
+    model = Head()
+    x = normal(0, 64, 16)
+    variables = model.init(KEYS[1], x)
+
+    def loss(variables, x):
+        return jnp.mean(jnp.sin(300 * model.apply(variables, x)))
+
+    found = sensitive_products(loss, variables, x, dtype="bfloat16")
+    assert found.keep == ("phase",)
+    body, phase = found.products
+    assert (body.scope, phase.scope) == ("Head/body", "Head/phase")
+    assert body.library == phase.library != ""
+    assert (phase.file, phase.line) == (__file__, body.line + 1)
+    assert found.half_share == pytest.approx(16 / 18)
+    half_loss = jmp_scale.autocast(loss, "bfloat16", keep_float32=found.keep)
+    assert compare_gradients(half_loss, loss, variables, x).error <= 0.05
+
+
+def test_more_lines_than_the_limit_are_measured_in_groups(monkeypatch):
+    monkeypatch.setattr(_sensitivity, "_MOST", 2)
+
+    def loss(w, x):
+        a = jnp.tanh(x @ w)
+        b = jnp.tanh(a @ w)
+        c = jnp.tanh(b @ w)
+        return jnp.mean(jnp.exp(-squared_distances(10 + c, 10 + a)))
+
+    found = sensitive_products(loss, layer(0, 8, 8), normal(1, 32, 8), dtype="bfloat16")
+    assert found.keep == ("squared_distances",)
+    first, second, third, fourth = (row.alone for row in found.products)
+    assert first == second < third == fourth
+
+
+def test_a_loss_scale_at_fault_is_told_from_products():
+    def tiny(w, x):
+        return 2.0**-28 * jnp.mean(jnp.tanh(x @ w))
+
+    args = layer(0, 16, 16), normal(1, 8, 16)
+    found = sensitive_products(tiny, *args, loss_scale=1)
+    assert found.error_before > 0.5
+    assert found.keep == ()
+    assert "The loss scale is at fault" in found.summary()
+    assert sensitive_products(tiny, *args).error_before < 0.01
+
+
+def test_an_overflow_of_the_forward_pass_names_its_line_and_the_cure():
+    def large(w, x):
+        h = 1e4 * x @ w
+        return jnp.mean(jnp.log(1 + (h @ w) ** 2))
+
+    args = jnp.eye(16), 10 + normal(1, 8, 16)
+    found = sensitive_products(large, *args)
+    assert found.error_before == jnp.inf
+    assert found.half_share == 0
+    assert "try bfloat16" in found.summary()
+    assert sensitive_products(large, *args, dtype="bfloat16").keep == ()
+
+
+def test_small_errors_of_many_products_are_nobodys_fault():
+    def deep(w, x):
+        for _ in range(30):
+            x = jnp.sin(2 * x @ w)
+        return jnp.mean(x)
+
+    args = layer(0, 16, 16), normal(1, 8, 16)
+    before = sensitive_products(deep, *args, dtype="bfloat16").error_before
+    limit = {"tolerance": 0.7 * before}
+    found = sensitive_products(deep, *args, dtype="bfloat16", **limit)
+    assert (found.keep, found.half_share) == ((), 1)
+    assert "float16 has 8 times the digits" in found.summary()
+
+
+def test_a_program_that_is_not_finite_or_has_no_products_says_so():
+    broken = sensitive_products(lambda w: jnp.log(w @ w - 1e9).sum(), jnp.ones((2, 2)))
+    assert "Float32 is not finite itself" in broken.summary()
+    empty = sensitive_products(lambda w: jnp.sum(w**2), jnp.ones(2))
+    assert (empty.keep, empty.half_share, empty.error_before) == ((), 0, 0)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_it_is_silent_about_ordinary_models(monkeypatch, dtype):
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
+    example = importlib.import_module
+
+    def assert_silent(loss, *args, **options):
+        found = sensitive_products(loss, *args, dtype=dtype, **options)
+        assert (found.keep, found.half_share) == ((), 1), found.summary()
+
+    def of(model, *args):
+        variables = model.init(KEYS[0], *args)
+        return lambda v, *args: model.apply(v, *args), variables
+
+    images, labels = jax.random.uniform(KEYS[1], (256, 64)), jnp.arange(256) % 10
+    text = jax.random.randint(KEYS[2], (16, 33), 0, 10)
+    transformer, policy = example("_transformer"), example("policy_gradient")
+    tokens = text[:, : transformer.LENGTH + 1]
+    rewards = [-jnp.abs(normal(3, len(text), transformer.LENGTH))] * 2
+    rewards[0] = normal(4, *rewards[0].shape)
+
+    def of_policy(*args):
+        return policy.loss_fn(*args, jnp.float32)[0]
+
+    assert_silent(of_policy, transformer.init_params(0), tokens, *rewards)
+    language = example("_language")
+    network, of_text = language.Transformer(nnx.Rngs(0)), example("nnx_transformer")
+    long_text = jax.random.randint(KEYS[2], (16, language.CONTEXT + 1), 0, 10)
+    by_nnx = {"transform": nnx.value_and_grad}
+    assert_silent(of_text.loss_fn, network, long_text, **by_nnx)
+    resnet = example("linen_resnet").ResNet()
+    variables = resnet.init(KEYS[0], images, True)
+
+    def of_images(params, images, labels):
+        given = {**variables, "params": params}
+        logits, _ = resnet.apply(given, images, True, mutable="batch_stats")
+        return cross_entropy(logits, labels)
+
+    assert_silent(of_images, variables["params"], images, labels)
+    cells = nn.Sequential(
+        [nn.Embed(10, 32), nn.RNN(nn.OptimizedLSTMCell(64)), nn.Dense(10)]
+    )
+    run, variables = of(cells, text)
+    assert_silent(
+        lambda v, x: cross_entropy(run(v, x)[:, :-1], x[:, 1:]), variables, text
+    )
+    layers = [64, 256, 32, 256, 64]
+    chain = [layer(i, *pair) for i, pair in enumerate(itertools.pairwise(layers))]
+
+    def autoencoder(params, x, noise):  # of a VAE, and of a diffusion model
+        h = jax.nn.silu((x + noise) @ params[0]) @ params[1]
+        mean, log_variance = jnp.split(h, 2, 1)
+        z = mean + jnp.exp(log_variance / 2) * noise[:, :16]
+        z = jnp.concatenate([z, mean], 1)
+        y = jax.nn.silu(z @ params[2]) @ params[3]
+        prior = jnp.mean(mean**2 + jnp.exp(log_variance) - log_variance)
+        return jnp.mean((y - x) ** 2) + prior / 10
+
+    assert_silent(autoencoder, chain, images, normal(5, *images.shape))
+    ends = jax.random.randint(KEYS[6], (2, 1024), 0, 256)
+
+    def graph(params, x, ends):
+        for w in (params[0], params[3][:, :64]):
+            x = jax.nn.relu(x @ w)
+            x = x + jax.ops.segment_sum(x[ends[0]], ends[1], 256) / 4
+        return jnp.mean(x**2)
+
+    assert_silent(graph, chain, images, ends)
+    assert_silent(lambda p, x: jnp.mean((encoded(p, x) - x) ** 2),
+                  {"w1": chain[0], "w2": chain[3]}, images)  # fmt: skip

@@ -125,7 +125,8 @@ def compare_gradients(
       transform: as in `precision_report`.
 
     Returns:
-      A `GradientComparison`; print its `.summary()`.
+      A `GradientComparison`; print its `.summary()`. If it is not precise enough,
+      `sensitive_products` finds what must stay float32.
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is not a loss scale.
@@ -247,7 +248,7 @@ def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
 def _verdict(found: GradientComparison) -> str:
     bad = next((leaf.path for leaf in found.leaves if not leaf.finite), None)
     at = f"at loss scale {power(found.loss_scale)}"
-    search = "Mark what must stay float32 by keep_float32."
+    search = "sensitive_products finds what must stay float32."
     if not math.isfinite(found.loss) or not math.isfinite(found.float32_error):
         text = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
     elif not math.isfinite(found.half_loss):

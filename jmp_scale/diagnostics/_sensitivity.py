@@ -16,7 +16,7 @@ from .._marks import Names
 from .._policy import checked_half
 from ._backward import Loss
 from ._comparison import percent
-from ._products import Probe, Product
+from ._probe import NumberedProduct, Probe
 
 # Lines that are measured one by one, at two steps each.
 _MOST = 128
@@ -154,7 +154,7 @@ def sensitive_products(
 class _Line:
     """Products of one line in one scope."""
 
-    product: Product  # one of them
+    product: NumberedProduct  # one of them
     numbers: tuple[int, ...]
     work: int
 

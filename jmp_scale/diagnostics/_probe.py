@@ -6,7 +6,6 @@ that `autocast`'s own way through loops, branches and rules for derivatives find
 
 import dataclasses
 import functools
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _jaxpr
-from .._autocast_run import Cast, Plan, Step
+from .._autocast_plan import Plan, Unit
+from .._autocast_run import Cast
 from .._dot_general import bilinear, derivative
 from .._marks import Names, tracing
+from .._products import Product
 from ._backward import Backward, Loss, at_loss_scale, split_arrays
 from ._comparison import (
     changed_in_the_last_digit,
@@ -35,7 +36,7 @@ _NUMBER = re.compile(r"float32_or_half_(\d+)")
 _MOST = 4096
 
 
-class Product(NamedTuple):
+class NumberedProduct(NamedTuple):
     """A matrix product or convolution of the program text.
 
     Attributes:
@@ -69,7 +70,7 @@ class Probe:
     def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
         self._arrays, rejoin = split_arrays(loss.args)
-        self.products: list[Product] = []
+        self.products: list[NumberedProduct] = []
         self.candidates: set[int] = set()
         self.others: set[int] = set()
 
@@ -114,10 +115,10 @@ class Probe:
             program = jax.make_jaxpr(loss)(*arrays)
         program = self._numbered(program, (), Place(None, None), 1)
         shared = functools.cache(lambda make, *facts: make(*facts))
-        given = self.forward, self._backward, False, False, Names(), set(), shared
+        dtypes = self.forward, self._backward
+        given = *dtypes, False, False, Names(), None, set[str](), shared
         cast = _Flagged(*given, flags=flags, met=(self.candidates, self.others))
-        alive = [True] * len(arrays)
-        return cast.run(program, alive, alive, *arrays)[0]
+        return cast.run(program, [True] * len(arrays), *arrays)[0]
 
     def _numbered(self, jaxpr: Any, outer: Any, place: Place, times: int) -> Any:
         """A jaxpr whose products, and calls with rules, name their numbers."""
@@ -143,8 +144,8 @@ class Probe:
 
     def _with_number(self, eqn: Any, chain: Any, place: Place, times: int) -> Any:
         number = min(len(self.products), _MOST - 1)
-        work = sum(map(flops, (eqn, *_equations_within(eqn))))
-        self.products.append(Product(chain, place, times * work))
+        work = times * sum(map(flops, (eqn, *_equations_within(eqn))))
+        self.products.append(NumberedProduct(chain, place, work))
         info = eqn.source_info
         stack = info.name_stack.extend(f"float32_or_half_{number}")
         return eqn.replace(source_info=info.replace(name_stack=stack))
@@ -152,10 +153,6 @@ class Probe:
 
 def _equations_within(eqn: Any) -> list[Any]:
     return [e for body in _jaxpr.subjaxprs(eqn) for e in _jaxpr.equations(body)]
-
-
-def _numbers(scopes: Any) -> list[int]:
-    return list(map(int, _NUMBER.findall(str(scopes))))
 
 
 def _map(fun: Callable[[Any], Any], value: Any) -> Any:
@@ -177,42 +174,57 @@ class _Flagged(Cast):
     met: Any = dataclasses.field(default=None, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
-    def _run_step(self, step: Step, plan: Plan, env: Any) -> list[Any]:
-        scopes = f"{step.scope}/{step.jaxpr.eqns[-1].source_info.name_stack}"
-        number = [self.rule, *_numbers(scopes)][-1]
-        if step.kind != "product":
-            eqns = step.jaxpr.eqns
-            if not hasattr(self, f"_{eqns[0].primitive.name}"):
-                within = [e for eqn in eqns for e in (eqn, *_equations_within(eqn))]
-                numbers = (
-                    _numbers(e.source_info.name_stack) for e in within if flops(e)
-                )
-                self.met[1].update(functools.reduce(operator.iadd, numbers, []))
-            inside = dataclasses.replace(self, rule=number)
-            return Cast._run_step(inside, step, plan, env)
+    def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
+        ((product, _),) = unit.products
+        number = self._number(product.scope, product.jaxpr)
         self.met[0].add(number)
-        inputs, half = env.of(step.jaxpr.invars), self.flags[number]
+        inputs, half = [env[v] for v in product.jaxpr.invars], self.flags[number]
         copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
 
         def term(side: int, *copies: jax.Array) -> jax.Array:
-            wide = side if step.weights[side] else None
-            return _multiply(step, self.backward, wide, *copies)
+            wide = side if product.weights[side] else None
+            return _multiply(product, self.backward, wide, *copies)
 
-        product = functools.partial(_multiply, step, self.forward, None)
+        run = functools.partial(_multiply, product, self.forward, None)
         copies = [*copies, *inputs[2:], half]
-        return [bilinear(product, derivative(term), inputs[:2], copies)]
+        with _jaxpr.scope(product.scope):
+            result = bilinear(run, derivative(term), inputs[:2], copies)
+        env[product.result] = result
+
+    def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
+        number = self._number(unit.scope, unit.jaxpr)
+        inside = dataclasses.replace(self, rule=number)
+        if unit.kind == "other":
+            self._note_others(unit)
+        Cast._run_traced(inside, unit, plan, env)
+
+    def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
+        results = Cast._call(self, unit, plan, env)
+        if results is None:
+            self._note_others(unit)
+        return results
+
+    def _note_others(self, unit: Unit) -> None:
+        for eqn in _jaxpr.equations(unit.jaxpr):
+            if flops(eqn):
+                scopes = f"{unit.scope}/{eqn.source_info.name_stack}"
+                self.met[1].update(map(int, _NUMBER.findall(scopes)))
+
+    def _number(self, scope: Any, jaxpr: Any) -> int:
+        scopes = f"{scope}/{jaxpr.eqns[-1].source_info.name_stack}"
+        return [self.rule, *map(int, _NUMBER.findall(scopes))][-1]
 
 
 def _multiply(
-    step: Step, dtype: Any, wide: int | None, *values: jax.Array
+    product: Product, dtype: Any, wide: int | None, *values: jax.Array
 ) -> jax.Array:
     """A product, rounded where the last value is True; operand `wide` is not."""
-    *moves, eqn = step.jaxpr.eqns
+    *moves, eqn = product.jaxpr.eqns
     *operands, half = values
     for side in {0, 1} - {wide}:
         operands[side] = _rounded(operands[side], half, dtype)
     for i, move in enumerate(moves):
-        side = int(i >= step.moves)
+        side = int(i >= product.moves)
         (operands[side],) = _jaxpr.evaluate(move, [operands[side]])
     precision = (jax.lax.Precision.HIGHEST,) * 2  # the flag decides, not the machine
     (result,) = _jaxpr.evaluate(eqn, operands, precision=precision)

@@ -134,8 +134,8 @@ def sensitive_products(
       >>> def squared_distances(x, y):
       ...     return (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T
       >>> def loss(w, x):
-      ...     return jnp.mean(jnp.exp(-squared_distances(x @ w, x)))
-      >>> x = 10 + jnp.linspace(0, 1, 32).reshape(8, 4)
+      ...     return jnp.mean(jnp.exp(-squared_distances(20 + x @ w, 20 + x)))
+      >>> x = jnp.linspace(0, 1, 32).reshape(8, 4)
       >>> found = diagnostics.sensitive_products(loss, jnp.eye(4), x)
       >>> found.keep, found.error_before > 0.05 > found.error_after
       (('squared_distances',), True)

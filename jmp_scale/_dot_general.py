@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._algorithm import by_algorithm
+
 # Of a GPU's matrix units: half-precision operands, float32 sums and results.
 ALGORITHMS = {
     "float16": lax.DotAlgorithmPreset.F16_F16_F32,
@@ -144,12 +146,9 @@ def wide_dot_general(
         return lax.dot_general(*given, out_sharding=out_sharding).astype(dtype)
 
     algorithm = ALGORITHMS.get(jnp.dtype(dtype).name)
-    plain = functools.partial(dot, precision)
     if precision not in (None, lax.Precision.DEFAULT) or algorithm is None:
-        return plain(lhs, rhs)
-    # Decided when the program is lowered, which may be for another machine.
-    with_algorithm = functools.partial(dot, algorithm)
-    return lax.platform_dependent(lhs, rhs, cuda=with_algorithm, default=plain)
+        return dot(precision, lhs, rhs)
+    return by_algorithm(functools.partial(dot, algorithm), lhs, rhs)
 
 
 def _at_least_float32(*arrays: jax.Array) -> Any:

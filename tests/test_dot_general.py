@@ -3,6 +3,7 @@ import re
 
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -262,3 +263,27 @@ def test_einsum_takes_it():
     x, w = normal(0, (4, 5, 3), jnp.float16), normal(1, (3, 2), jnp.float16)
     got = jnp.einsum("abc,cd->abd", x, w, _dot_general=jmp_scale.dot_general)
     np.testing.assert_array_equal(got, jnp.einsum("abc,cd->abd", x, w))
+
+
+def autocast_loss(w, x):
+    return jmp_scale.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w)), "float16")(w, x)
+
+
+def dot_general_loss(w, x):
+    pair = x.astype("float16"), w.astype("float16")
+    product = jmp_scale.dot_general(*pair, (((1,), (0,)), ((), ())))
+    return jnp.mean(jnp.tanh(product.astype("float32")))
+
+
+@pytest.mark.parametrize("loss", [autocast_loss, dot_general_loss])
+@pytest.mark.parametrize("platforms", ["cpu", "cuda", "cpu cuda", "tpu rocm cuda cpu"])
+def test_gradients_are_exported_for_several_machines_at_once(loss, platforms):
+    w, x = normal(0, (8, 4), "float32"), normal(1, (6, 8), "float32")
+    grad = jax.jit(jax.grad(loss))
+    exported = jax.export.export(grad, platforms=platforms.split())(w, x)
+    # Of each machine's own: a GPU's algorithm, which a CPU refuses.
+    algorithms = exported.mlir_module().count("accumulation_type = f32")
+    assert algorithms == ("cuda" in platforms)
+    if "cpu" in platforms:
+        restored = jax.export.deserialize(exported.serialize())
+        np.testing.assert_allclose(restored.call(w, x), grad(w, x), 1e-3, 1e-4)

@@ -80,6 +80,11 @@ def becomes_half(eqn: Any) -> bool:
     return eqn.primitive.name in PRODUCTS and _reason(eqn) is None
 
 
+def stays_float32(eqn: Any) -> bool:
+    """Whether a product of no half precision is one that gains nothing from it."""
+    return _reason(eqn) not in (None, _HALF)
+
+
 def has_product(jaxpr: Any) -> bool:
     """Whether a program holds a product that becomes half precision."""
     return any(map(becomes_half, _jaxpr.equations(jaxpr)))

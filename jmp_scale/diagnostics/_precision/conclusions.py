@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from ..._jaxpr import open_jaxpr
-from .facts import is_half
+from ..._jaxpr import PRODUCTS, open_jaxpr, shape
 from .matrix_work import Line
+from .origins import is_half, is_half_product
 from .source import Place, line_in, place_of_function
-from .step import SEVERITIES, Finding, sentence
+from .step import SEVERITIES, Finding, Step, sentence
 from .walk import Walk
 
 Found = tuple[int, Finding]
@@ -75,6 +75,26 @@ def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
             orders = [s.order for s in forward.steps if s.place()[:2] == line]
             finding = _at(Place(*line), "half-constant", "error", message, dtype)
             yield min(orders, default=-1), finding
+
+
+def two_dtypes(forward: Walk) -> Iterator[Found]:
+    """Products of the same line in half precision, and in float32 in a custom_vjp."""
+    products = [step for step in forward.steps if step.name in PRODUCTS]
+    halves = {_line_and_shapes(s): s for s in products if is_half_product(s.eqn)}
+    for step in products:
+        half = halves.get(_line_and_shapes(step))
+        if half is None or is_half_product(step.eqn) or not step.in_custom_vjp:
+            continue
+        message = (
+            f"a product runs in {half.source}, and in float32 in a custom_vjp: the two "
+            "differ by its rounding; compute both in one dtype (with autocast: "
+            "keep_float32, or in_half around the custom_vjp)"
+        )
+        yield half.order, half.finding("two-dtypes", "warning", message)
+
+
+def _line_and_shapes(step: Step) -> tuple[Any, ...]:
+    return *step.place()[:2], *(shape(v) for v in step.eqn.invars[:2])
 
 
 def _at(place: Place, rule: str, severity: Any, message: str, dtype: str) -> Finding:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import constant, dtype_name, is_literal, shape, size
+from .origins import NOTHING, Origin, is_half, origin_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -46,6 +47,7 @@ class Fact:
       promoted: the equation at which half precision met float32 and became it; 0 if
         the value does not depend on one.
       literal: whether it is a number in the program text.
+      origin: what the entries were made of.
     """
 
     low: float = -INF
@@ -62,6 +64,14 @@ class Fact:
     cast: bool = False
     promoted: int = 0
     literal: bool = False
+    origin: Origin = NOTHING
+
+    def of(self, variable: Any) -> "Fact":
+        """The same of a variable, whose value is its own if nothing else is known."""
+        if self.origin.value:
+            return self
+        origin = dataclasses.replace(self.origin, value=id(variable))
+        return dataclasses.replace(self, origin=origin)
 
     @property
     def magnitude(self) -> float:
@@ -75,10 +85,6 @@ class Fact:
     def single(self) -> float | None:
         """The value of all entries, if they are known to be equal."""
         return next(iter(self.values)) if self.only and len(self.values) == 1 else None
-
-
-def is_half(dtype: str) -> bool:
-    return dtype in ("float16", "bfloat16")
 
 
 def is_wide(dtype: str) -> bool:
@@ -155,6 +161,7 @@ def join(a: Fact, b: Fact) -> Fact:
         summed=max(a.summed, b.summed),
         squared=a.squared or b.squared,
         promoted=a.promoted or b.promoted,
+        origin=a.origin,
     )
 
 
@@ -166,6 +173,14 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
     else:
         fact = _with_values(eqn, facts, rule(eqn, *facts))
         outs = [_with_epsilon(eqn, facts, fact)]
+    if len(outs) == 1:
+        origin = origin_of(eqn, [fact.origin for fact in facts])
+        if not origin.value:
+            # Autocast computes cheap values once for each reader: equal ones are one.
+            made_of = [(fact.origin.value, fact.values) for fact in facts]
+            value = hash((eqn.primitive, *made_of, str(eqn.params)))
+            origin = dataclasses.replace(origin, value=value)
+        outs = [dataclasses.replace(outs[0], origin=origin)]
     promoted = next((fact.promoted for fact in facts if fact.promoted), 0)
     if not promoted:
         return outs

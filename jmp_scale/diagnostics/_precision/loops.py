@@ -13,7 +13,8 @@ from typing import Any
 
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, shape, size, words
-from .facts import Fact, is_half
+from .facts import Fact
+from .origins import is_half
 
 _LINEAR_IN_FIRST = words(
     "broadcast_in_dim convert_element_type copy expand_dims name neg "

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
-from .facts import Fact, is_half, is_wide
+from ..._products import stays_float32
+from .facts import Fact, is_wide
+from .origins import is_half
 from .rules import is_cast_by_user
 from .step import Finding, Step
 
@@ -188,7 +190,9 @@ def full_matmuls(
     if not any(is_narrow(step.eqn) for step in products):
         return
     for step in products:
-        if is_narrow(step.eqn) or is_of_vectors(step.eqn) or step.place()[:2] in told:
+        left = is_narrow(step.eqn) or stays_float32(step.eqn)
+        # A solve, or its derivative, needs the digits.
+        if left or step.place()[:2] in told or "linalg" in step.place().packages:
             continue
         message = (
             f"a matrix product runs in {' x '.join(operand_dtypes(step.eqn))} while "

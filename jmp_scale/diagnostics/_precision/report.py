@@ -105,12 +105,14 @@ def precision_report(
     promotions = forward.promotions
     told = {p.place()[:2] for made in promotions.products.values() for p in made}
     steps = [step for step in backward.steps if step.times]
-    notes = matrix_work.full_matmuls(steps, told)
+    # What autocast left in float32 is not for the user to cast.
+    notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
     found = [
         *conclusions.half_parameters(trace.gradients, fun, caller),
         *conclusions.half_loss(forward, *loss, fun, caller),
         *forward.found,
         *conclusions.overflowing_constants(forward, infinite),
+        *conclusions.two_dtypes(forward),
         # A derivative rule often repeats the function that it is the rule of.
         *((i, f) for i, f in backward.found if f.rule not in forward.ruled[f[3:5]]),
         *promotions.findings(),

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..._jaxpr import dtype_name, open_jaxpr, shape, size, subjaxprs, words
-from .facts import Fact, is_half, is_integer, is_wide, power, rounded
+from .facts import Fact, is_integer, is_wide, power, rounded
+from .origins import NOTHING, is_half, is_inner_product
 from .source import Place
 from .step import Finding, Severity, Step
 
@@ -34,6 +35,13 @@ _CASTS = words("array asarray astype _astype convert_element_type _ScalarMeta.__
 # The methods of an array, and tree maps, are called through these.
 _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
+_ANGLES = words("cos sin tan")
+_SOLVES = {
+    "cholesky": "a Cholesky factorization",
+    "eigh": "an eigendecomposition",
+    "eig": "an eigendecomposition",
+    "lu": "a linear solve",
+}
 
 
 def faults(step: Step) -> Iterator[Finding]:
@@ -48,6 +56,7 @@ def faults(step: Step) -> Iterator[Finding]:
         yield from _half_integers(step)
         yield from _half_division(step)
         yield from _round_trip(step)
+        yield from _amplified_product(step)
 
 
 def is_cast_by_user(place: Place) -> bool:
@@ -176,10 +185,8 @@ def _power_of_one_value(step: Step) -> int:
         case "mul" if step.same:
             return 2
         case "dot_general" if step.same:
-            # An inner product of a vector with itself; a Gram matrix is a product.
-            (contracted, _), (batch, _) = step.eqn.params["dimension_numbers"]
-            rank = len(shape(step.eqn.invars[0]))
-            return 2 if len(contracted) + len(batch) == rank else 0
+            # Of a vector with itself; a Gram matrix is a product.
+            return 2 if is_inner_product(step.eqn) else 0
     return 0
 
 
@@ -317,3 +324,25 @@ def _round_trip(step: Step) -> Iterator[Finding]:
             "jax.lax.reduce_precision"
         )
         yield step.finding("round-trip", "warning", message, dtype=step.source)
+
+
+def _amplified_product(step: Step) -> Iterator[Finding]:
+    """A half-precision product whose rounding the next operation makes larger."""
+    first, second = (*(f.origin for f in step.ins), NOTHING, NOTHING)[:2]
+    if step.name in ("add", "sub") and first.cancels(second):
+        rule = "half-cancellation"
+        harm = (
+            "a half-precision product is added to squares of its own operands, and "
+            "where they cancel, only its rounding is left"
+        )
+    elif step.name in _ANGLES and first.factors:
+        rule = "half-angle"
+        harm = f"{step.name} of a half-precision product, which can be radians off"
+    elif step.name in _SOLVES and first.rounded:
+        rule = "half-solve"
+        made = "what a half-precision product gave, whose rounding it enlarges"
+        harm = f"{_SOLVES[step.name]} of {made}"
+    else:
+        return
+    cure = "compute the product in float32 (with autocast: keep_float32)"
+    yield step.finding(rule, "warning", f"{harm}; {cure}")

@@ -27,7 +27,7 @@ class Place(NamedTuple):
       line: line number, from 1, or None.
       calls: names of the library functions between that line and the operation, from
         the inside out.
-      packages: the libraries that these functions belong to.
+      packages: the libraries that these functions belong to, "linalg" one of them.
       function: name of the function that the line is in; of a lambda or a generator,
         of the function around it.
       library: line of the library that the operation is in, as "flax/nnx/x.py:12"; ""
@@ -67,7 +67,7 @@ def place_of(eqn: Any, outer: Place) -> Place:
         if not library and package not in _INTERNAL:
             library = f"{_PACKAGES.split(file)[-1]}:{line}"
         calls.append(function)
-        packages.add(package)
+        packages.add("linalg" if "linalg" in file else package)
     return outer._replace(
         calls=(*calls, *outer.calls),
         packages=outer.packages | packages,

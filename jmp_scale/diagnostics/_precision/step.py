@@ -50,6 +50,7 @@ class Step(NamedTuple):
       ins: what is known about its inputs.
       out: what is known about its first output.
       same: whether its first two inputs are the same value.
+      in_custom_vjp: whether it is in a function with a backward rule of its own.
     """
 
     eqn: Any
@@ -60,6 +61,7 @@ class Step(NamedTuple):
     ins: Sequence[Fact] = ()
     out: Fact = Fact()
     same: bool = False
+    in_custom_vjp: bool = False
 
     @property
     def name(self) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
-from .facts import Fact, is_half, join, of_atom, of_constant, of_dtype, transfer
+from .facts import Fact, join, of_atom, of_constant, of_dtype, transfer
 from .loops import counted, half_carries, half_states
 from .matrix_work import MOVES, Line, Promotions
+from .origins import is_half
 from .rules import faults, is_narrowed_by_user
 from .source import Place, place_of
 from .step import Finding, Step
@@ -39,6 +40,7 @@ class Walk:
       unread: (primitive, place) of what could not be looked into.
       ruled: rules that found something in functions with derivative rules of their
         own, by the line of the call, where JAX has the operations of these rules.
+      autocasts: whether products are half precision by `autocast`.
       infinite: half dtypes of constants that are infinite in the trace.
       promotions: where float32 meets half precision.
 
@@ -54,6 +56,7 @@ class Walk:
         self.unread: list[tuple[str, Place]] = []
         self.ruled: dict[Line, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()
+        self.autocasts = False
         self.promotions = Promotions(self._origin_of)
         self._lost = lost
         self._differentiated = differentiated
@@ -85,7 +88,9 @@ class Walk:
             for variable, value in zip(inner.constvars, consts, strict=True)
         }
         self._note_infinite(zip(inner.constvars, consts, strict=True))
-        known |= {id(v): fact for v, fact in zip(inner.invars, facts, strict=True)}
+        known |= {
+            id(v): fact.of(v) for v, fact in zip(inner.invars, facts, strict=True)
+        }
 
         def fact_of(atom: Any) -> Fact:
             fact = None if is_literal(atom) else known.get(id(atom))
@@ -95,7 +100,8 @@ class Walk:
             literals = [atom for atom in eqn.invars if is_literal(atom)]
             self._note_infinite((atom, atom.val) for atom in literals)
             outs = self._pass(eqn, [fact_of(atom) for atom in eqn.invars], outer)
-            known |= {id(v): fact for v, fact in zip(eqn.outvars, outs, strict=True)}
+            pairs = zip(eqn.outvars, outs, strict=True)
+            known |= {id(v): fact.of(v) for v, fact in pairs}
         return [fact_of(atom) for atom in inner.outvars]
 
     def _note_infinite(self, constants: Iterable[tuple[Any, Any]]) -> None:
@@ -111,7 +117,9 @@ class Walk:
         # Everything else is reported at the forward line.
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         place = _lazily(eqn, outer.place)
+        in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         step = Step(eqn, place, backward, outer.times, self._order, ins)
+        step = step._replace(in_custom_vjp=in_rule)
         bodies = jaxprs.subjaxprs(eqn)
         try:
             if step.name in _OPAQUE:
@@ -219,6 +227,7 @@ class Walk:
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for _, finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
+                self.autocasts |= "Cast._run_half" in step.place().calls
             return outs
         elif step.name not in jaxprs.known_primitives():
             self._leave_unread(step)

@@ -1,0 +1,90 @@
+"""What values were made of, for the rules that look beyond a single operation.
+
+Half precision rounds a product relative to its own size. That is harmless until what
+comes next amplifies it: a difference that cancels, an angle's turns, an inverse.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ..._jaxpr import PRODUCTS, dtype_name, shape, words
+
+_MOVES = words(
+    "broadcast_in_dim convert_element_type copy copy_p dynamic_slice expand_dims "
+    "gather name pcast pvary reduce_precision reshape rev sharding_constraint slice "
+    "squeeze stop_gradient tile transpose"
+)
+_SUMS = words("add add_any concatenate mul pad scatter select_n sub")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What a value was made of.
+
+    Attributes:
+      value: stands for the value whose entries these are, moved or cast; 0 if unknown.
+      factors: values whose half-precision product it is, scaled or in a sum; 0 for
+        those of a product entry by entry.
+      norms: values of whose squares it is a sum.
+      rounded: whether entries of a half-precision product become its entries.
+    """
+
+    value: int = 0
+    factors: frozenset[int] = frozenset()
+    norms: frozenset[int] = frozenset()
+    rounded: bool = False
+
+    def cancels(self, other: "Origin") -> bool:
+        """Whether a sum of two values is of a product and its operands' squares."""
+        return bool(self.factors & other.norms or self.norms & other.factors)
+
+
+NOTHING = Origin()
+
+
+def is_half(dtype: str) -> bool:
+    return dtype in ("float16", "bfloat16")
+
+
+def is_half_product(eqn: Any) -> bool:
+    """Whether a matrix product or convolution rounds its operands, or its result."""
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    dtypes = map(dtype_name, (*eqn.invars[:2], eqn.outvars[0]))
+    return any(map(is_half, dtypes))
+
+
+def is_inner_product(eqn: Any) -> bool:
+    """Whether a product is of vectors, for each index of the batch."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
+
+
+def origin_of(eqn: Any, ins: Sequence[Origin]) -> Origin:
+    """What the output of an equation without nested jaxprs was made of."""
+    name = eqn.primitive.name
+    first, second = (*ins, NOTHING, NOTHING)[:2]
+    if name in _MOVES:
+        return first
+    same = first.value == second.value != 0
+    inner = name == "dot_general" and same and is_inner_product(eqn)
+    square = name == "square" or eqn.params.get("y") == 2 or (name == "mul" and same)
+    if square or inner:
+        return Origin(norms=frozenset({first.value}), rounded=first.rounded)
+    if is_half_product(eqn):
+        factors = frozenset({first.value, second.value})
+        return Origin(factors=factors, rounded=True)
+    if name in PRODUCTS or name.startswith(("reduce", "cum")):
+        return Origin(norms=first.norms if name == "reduce_sum" else frozenset())
+    if name in ("div", "neg"):
+        return dataclasses.replace(first, value=0)
+    rounded = any(x.rounded for x in ins)
+    if name not in _SUMS or first.cancels(second):
+        return Origin(rounded=rounded)
+    factors = frozenset().union(*(x.factors for x in ins))
+    norms = frozenset().union(*(x.norms for x in ins))
+    arrays = all(map(shape, eqn.invars))
+    if name == "mul" and arrays and is_half(dtype_name(eqn.outvars[0])):
+        factors |= {0}  # of positions and frequencies: angles
+    return Origin(0, factors, norms, rounded)

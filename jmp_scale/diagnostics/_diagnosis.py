@@ -1,5 +1,8 @@
 """Why a step is not finite: its backward pass at smaller and smaller loss scales."""
 
+import contextlib
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -12,6 +15,7 @@ from .._finite import all_finite
 from .._loss_scale import scale_value
 from .._tree import named_inexact_leaves
 from ._backward import Backward, Loss, split_arrays
+from ._nonfinite_operation import nonfinite_operation
 
 
 class Diagnosis(NamedTuple):
@@ -27,6 +31,10 @@ class Diagnosis(NamedTuple):
         every layer before the one that made it, so look at the model's last of them.
       nonfinite_argument: the first leaf of `fun`'s arguments that is not finite itself,
         such as `args[1]['x']`: a broken batch or parameter. None if all are finite.
+      operation: for "forward", what made the NaN or infinity of the loss, such as
+        "log gave NaN at /home/me/model.py:41"; None if it is unknown.
+      float32_loss: for "forward", the loss of the function that `autocast` was given,
+        if that is finite; else None.
     """
 
     cause: Literal["none", "forward", "overflow", "nan"]
@@ -34,6 +42,8 @@ class Diagnosis(NamedTuple):
     finite_at_log2: int | None = None
     nonfinite_paths: tuple[str, ...] = ()
     nonfinite_argument: str | None = None
+    operation: str | None = None
+    float32_loss: float | None = None
 
     def summary(self) -> str:
         """One or two sentences: the cause, and what to do (host)."""
@@ -50,8 +60,11 @@ class Diagnosis(NamedTuple):
             what = f"{self.nonfinite_argument} is not finite itself"
             return f"{what}. No loss scale helps: fix the input."
         if self.cause == "forward":
-            what = "The loss itself is not finite. No loss scale helps"
-            return f"{what}: the forward pass is out of range."
+            what = f": {self.operation}" if self.operation else ""
+            cure = "mend this operation, or compute it in float32"
+            if self.float32_loss is not None:
+                cure = "float32 gives a finite loss: keep this part float32"
+            return f"The loss itself is not finite{what}. No loss scale helps; {cure}."
         return (
             f"The loss is finite, but the gradient of {self.path} is not at any loss "
             "scale: look for the derivative of sqrt, log or a division at zero, with "
@@ -75,8 +88,8 @@ def diagnose_nonfinite(
     stay as they are. The causes are "none": the step is finite; "forward": the loss is
     not, which no S changes; "overflow": a smaller S cures it; "nan": none does.
 
-    To see the operation that makes a NaN, run the step at S = 1 under `jax.debug_nans`,
-    where an overflow that the loss scale would have handled cannot raise first:
+    To see the operation that makes a NaN in a gradient, run the step at S = 1, where an
+    overflow that the loss scale would have handled cannot raise first:
 
     ```python
     with jax.debug_nans(True):
@@ -136,7 +149,8 @@ def diagnose_nonfinite(
     loss_finite, nonfinite = run(s)
     first = nonfinite[0] if nonfinite else None
     if not loss_finite:
-        return Diagnosis("forward", first, None, nonfinite, _nonfinite_argument(args))
+        found = _nonfinite_argument(args), *_forward(loss, arrays, rejoin)
+        return Diagnosis("forward", first, None, nonfinite, *found)
     if not nonfinite:
         return Diagnosis("none")
     # From the largest power of two below S, which has just been tried.
@@ -147,6 +161,23 @@ def diagnose_nonfinite(
         # What is left at the smallest S that overflows does so first as S grows.
         nonfinite = smaller
     return Diagnosis("nan", nonfinite[0], None, nonfinite, _nonfinite_argument(args))
+
+
+def _forward(
+    loss: Loss, arrays: list[Any], rejoin: Callable[..., Any]
+) -> tuple[str | None, float | None]:
+    """Which operation made the loss not finite, and the loss in float32."""
+
+    def of_arrays(fun: Callable[..., Any], *arrays: Any) -> Any:
+        out = fun(*rejoin(arrays))
+        return out[0] if loss.has_aux else out
+
+    operation = nonfinite_operation(functools.partial(of_arrays, loss.fun), *arrays)
+    float32_loss = np.nan
+    with contextlib.suppress(Exception):  # other wrappers change the arguments
+        plain = inspect.unwrap(loss.fun)
+        float32_loss = float(jax.jit(of_arrays, static_argnums=0)(plain, *arrays))
+    return operation, float32_loss if np.isfinite(float32_loss) else None
 
 
 def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:

@@ -1,5 +1,7 @@
 """The cause of a step that is not finite, for losses whose cause is known."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -61,6 +63,68 @@ def test_a_loss_that_is_not_finite_is_a_matter_of_the_forward_pass():
     assert "args[1]['x']" in diagnosis.summary()
     exploded = diagnose(lambda w: jnp.exp(w).sum(), 2.0**15, jnp.full(2, 1e3))
     assert (exploded.cause, exploded.nonfinite_argument) == ("forward", None)
+
+
+def distances(x):
+    squares = jnp.sum(x**2, 1)
+    return squares[:, None] + squares[None] - 2 * x @ x.T
+
+
+def gaussian_process(x):
+    kernel = jnp.exp(-distances(x) / 2) + 1e-2 * jnp.eye(len(x))
+    factor = jnp.linalg.cholesky(kernel)  # !NaN
+    return jnp.sum(jnp.log(jnp.diag(factor)))
+
+
+def overflow(x):
+    return jnp.sum(jnp.dot(x * 1e3, x.T))  # !infinity
+
+
+def in_a_scan(x):
+    def body(total, row):
+        return total + jnp.sum(jnp.log(row - 9.05)), row  # !NaN
+
+    return jax.lax.scan(body, jnp.float32(0), x, reverse=True)[0]
+
+
+def in_a_branch(x):
+    return jax.lax.cond(
+        x[0, 0] < 0,
+        jnp.sum,
+        lambda x: jnp.sum(jnp.exp(jnp.where(x > 8, 100, -jnp.inf))),  # !infinity
+        x,
+    )
+
+
+def masked_everywhere(x):
+    scores = jnp.where(x > 99, x, -jnp.inf)
+    shifted = scores - jnp.max(scores, axis=1, keepdims=True)  # !NaN
+    return jnp.sum(jnp.exp(shifted))
+
+
+@pytest.mark.parametrize(
+    ("fun", "operation", "half"),
+    [
+        (gaussian_process, "a Cholesky factorization", "float16"),
+        (overflow, "a matrix product", "float16"),
+        (in_a_scan, "log", None),
+        (in_a_branch, "exp", None),
+        (masked_everywhere, "sub", None),
+    ],
+)
+def test_the_operation_that_made_the_loss_infinite_or_nan_is_named(
+    fun, operation, half
+):
+    x = jnp.full((32, 2), 9.0) + jnp.linspace(0, 0.1, 32)[:, None]
+    half_loss = jax.jit(jmp_scale.autocast(fun, half)) if half else fun
+    diagnosis = diagnose(half_loss, 2.0**15, x)
+    lines, first = inspect.getsourcelines(fun)
+    (line,) = (i for i, text in enumerate(lines, first) if "# !" in text)
+    kind = lines[line - first].partition("# !")[2].strip()
+    assert diagnosis.operation == f"{operation} gave {kind} at {__file__}:{line}"
+    assert (diagnosis.float32_loss is not None) == bool(half)
+    assert diagnosis.operation in diagnosis.summary()
+    assert ("float32 gives a finite loss" in diagnosis.summary()) == bool(half)
 
 
 def test_a_nan_that_no_scale_cures_is_found():

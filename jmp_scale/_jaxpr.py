@@ -280,21 +280,28 @@ def _is_level(precision: Any) -> bool:
     return False
 
 
-def _with_level(value: Any, level: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)([_with_level(v, level) for v in value])
-    inner = getattr(value, "jaxpr", value)  # jax 0.12 has only one kind of jaxpr
-    if not hasattr(inner, "eqns"):
-        return value
-    if inner is not value:
-        return value.replace(jaxpr=_with_level(inner, level))
+def _with_level(jaxpr: Any, level: Any) -> Any:
+    inner = getattr(jaxpr, "jaxpr", jaxpr)  # jax 0.12 has only one kind of jaxpr
+    if inner is not jaxpr:
+        return jaxpr.replace(jaxpr=_with_level(inner, level))
     equations = []
-    for eqn in value.eqns:
-        params = {k: _with_level(v, level) for k, v in eqn.params.items()}
+    for eqn in jaxpr.eqns:
+        change = functools.partial(_with_level, level=level)
+        params = {k: map_jaxprs(change, v) for k, v in eqn.params.items()}
         if eqn.primitive.name in PRODUCTS and params.get("precision", 0) is None:
             params["precision"] = (level, level)
         equations.append(eqn.replace(params=params))
-    return value.replace(eqns=equations)
+    return jaxpr.replace(eqns=equations)
+
+
+def map_jaxprs(fun: Callable[[Any], Any], value: Any) -> Any:
+    """`fun` of a jaxpr, or of all in a tuple or list; anything else as it is."""
+    if hasattr(getattr(value, "jaxpr", value), "eqns"):
+        return fun(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_jaxprs(fun, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def scope(name_stack: Any) -> Any:

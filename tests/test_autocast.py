@@ -220,6 +220,15 @@ def test_the_setting_for_precision_holds_for_what_stays_float32(setting):
     assert got[1:3] == [("float32", wanted), ("float32", highest)]
 
 
+def test_the_setting_for_precision_holds_around_a_linear_solve():
+    def loss(w, x):
+        return mean_square(x @ jnp.linalg.solve(w.T @ w + jnp.eye(len(w)), w))
+
+    with jax.default_matmul_precision("highest"):
+        grad = jax.grad(autocast(loss, "bfloat16"))(W, X)
+    assert jnp.isfinite(grad).all()
+
+
 @pytest.mark.parametrize(
     ("fun", "reason"),
     [

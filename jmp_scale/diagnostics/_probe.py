@@ -7,7 +7,7 @@ that `autocast`'s own way through loops, branches and rules for derivatives find
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,7 +133,9 @@ class Probe:
                 trips = ((loop and loop.trips) or 1) * _jaxpr.mesh_size(eqn)
                 within = {"outer": chain, "place": here, "times": times * trips}
                 numbered = functools.partial(self._numbered, **within)
-                params = {k: _map(numbered, v) for k, v in eqn.params.items()}
+                params = {
+                    k: _jaxpr.map_jaxprs(numbered, v) for k, v in eqn.params.items()
+                }
                 eqn = eqn.replace(params=params)
                 if name == "custom_jvp_call":  # for the products of its rule
                     eqn = self._with_number(eqn, chain, here, times)
@@ -153,16 +155,6 @@ class Probe:
 
 def _equations_within(eqn: Any) -> list[Any]:
     return [e for body in _jaxpr.subjaxprs(eqn) for e in _jaxpr.equations(body)]
-
-
-def _map(fun: Callable[[Any], Any], value: Any) -> Any:
-    """`fun` of a jaxpr, or of all in a tuple or list; anything else as it is."""
-    if hasattr(getattr(value, "jaxpr", value), "eqns"):
-        return fun(value)
-    if isinstance(value, (tuple, list)):
-        items = [_map(fun, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 @dataclasses.dataclass(frozen=True)

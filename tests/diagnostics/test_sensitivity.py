@@ -132,7 +132,9 @@ CANCELLING = [gaussian_process, sinkhorn, nearest_codes, fourier_features, force
 
 
 @pytest.mark.filterwarnings("ignore:autocast. potentials")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("case", CANCELLING)
 def test_what_is_recommended_works_as_pasted(case, dtype):
     loss, *args = case()
@@ -144,18 +146,18 @@ def test_what_is_recommended_works_as_pasted(case, dtype):
         assert f"keep_float32={found.keep}" in found.summary()
     assert found.half_share >= 0.8
     half_loss = jmp_scale.autocast(loss, dtype, keep_float32=found.keep)
-    measured = compare_gradients(half_loss, loss, *args)
-    assert measured.error <= 0.05
     assert found.error_after <= 0.05
+    assert compare_gradients(half_loss, loss, *args).is_precise
 
 
 KINDS = """
-    attention cond custom_jvp fused_attention linear_algebra nested_scans ragged_dot
-    remat_in_scan shard_map transposed_convolution_and_batch_norm while_loop
+    attention fused_attention linear_algebra ragged_dot remat_in_scan shard_map
+    transposed_convolution_and_batch_norm while_loop
 """
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS.split()]
 
 
-@pytest.mark.parametrize("name", KINDS.split())
+@pytest.mark.parametrize("name", ["cond", "custom_jvp", "nested_scans", *SLOW])
 def test_all_products_together_give_the_gradient_of_autocast(name):
     fun, args, *_ = PROGRAMS[name]
     found = sensitive_products(fun, *args, loss_scale=1)
@@ -262,7 +264,7 @@ def test_an_overflow_of_the_forward_pass_names_its_line_and_the_cure():
 
 def test_small_errors_of_many_products_are_nobodys_fault():
     def deep(w, x):
-        for _ in range(30):
+        for _ in range(10):
             x = jnp.sin(2 * x @ w)
         return jnp.mean(x)
 

@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import re
+import warnings
 import weakref
 from unittest import mock
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from autocast_programs import PROGRAMS, N, W, X, layer, mean_square
 from jax import export, lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -324,6 +326,7 @@ def kernel(q, k):
 kernel.defvjp(
     lambda q, k: (kernel(q, k), (q, k)), lambda r, g: (g @ r[1].T, r[0].T @ g)
 )
+MESH = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
 WITHIN = {
     "plain": lambda f: f,
     "jit": jax.jit,
@@ -331,6 +334,10 @@ WITHIN = {
     "vmap": lambda f: lambda q, k: jax.vmap(f, (0, None))(q[None], k)[0],
     "scan": lambda f: (
         lambda q, k: lax.scan(lambda c, _: (f(c, k), None), q, None, length=2)[0]
+    ),
+    # The rule of the kernel does not sum the gradient of `k` over devices.
+    "shard_map": lambda f: jax.shard_map(
+        f, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=False
     ),
 }
 
@@ -361,6 +368,75 @@ def test_fused_attention_of_jax_takes_half_precision():
     x = X[None, :, None]
     half = autocast(lambda w, x: mean_square(attention(x @ w, x, x)), "bfloat16")
     assert {*products(half, W, x)} == {("bfloat16", "bfloat16")}
+
+
+def pallas_kernel(x, w):
+    pallas = importlib.import_module("jax.experimental.pallas")
+
+    def body(x, w, y):
+        y[...] = x[...] @ w[...]
+
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pallas.pallas_call(body, result, interpret=True)(x, w)
+
+
+def linen_attention(attend):
+    linen = importlib.import_module("flax.linen")
+    attend = attend(linen.dot_product_attention)
+    layer = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
+    params = layer.init(jax.random.key(0), X)
+    return lambda w, x: layer.apply(params, x @ w)
+
+
+def nnx_attention(attend):
+    nnx = importlib.import_module("flax.nnx")
+    attend = attend(nnx.dot_product_attention)
+    options = {"rngs": nnx.Rngs(0), "decode": False, "attention_fn": attend}
+    layer = nnx.MultiHeadAttention(2, N, **options)
+    return lambda w, x: layer(x @ w)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [lambda f: lambda w, x: f(pallas_kernel)(x, w), linen_attention, nnx_attention],
+)
+def test_kernels_and_attention_of_libraries_get_half_precision(program):
+    seen = []
+
+    def spied(fun):
+        def spy(*args, **kwargs):
+            seen.append({x.dtype.name for x in args})
+            return fun(*args, **kwargs)
+
+        return in_half(spy)
+
+    fun = program(spied)
+    wanted = fun(W, X)
+    with warnings.catch_warnings():  # of Pallas alone, that nothing else is a product
+        warnings.simplefilter("ignore", UserWarning)
+        got = jax.jit(autocast(fun, "bfloat16"))(W, X)
+    assert seen[-2:] == [{"float32"}, {"bfloat16"}]
+    assert_close(got, wanted, 0.05)
+
+
+def test_layers_of_haiku_with_state_work_in_keep_float32():
+    haiku = importlib.import_module("haiku")
+
+    def net(x):
+        x = keep_float32(haiku.BatchNorm(True, True, 0.9))(haiku.Linear(N)(x), True)
+        return keep_float32(haiku.Linear(3))(x)
+
+    net = haiku.transform_with_state(net)
+    params, state = net.init(jax.random.key(0), X)
+    half = autocast(lambda p, s, x: net.apply(p, s, None, x), "bfloat16")
+    kept = [("bfloat16", "bfloat16"), ("float32", "float32")]
+    assert products(half, params, state, X) == kept
+    wanted = net.apply(params, state, None, X)
+    assert_close(jax.jit(half)(params, state, X), wanted, 0.05)
+    with jax.disable_jit():
+        assert_close(half(params, state, X), wanted, 0.05)
+    batched = jax.vmap(half, (None, None, 0))(params, state, X[None])
+    assert_close(jax.tree.map(lambda y: y[0], batched), wanted, 0.05)
 
 
 def test_layers_with_state_work_in_keep_float32():

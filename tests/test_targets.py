@@ -1,6 +1,8 @@
 """The step as the TPU and NVIDIA compilers make it, on machines that are not there."""
 
 import functools
+import re
+from unittest import mock
 
 import _compiled
 import _hlo
@@ -225,3 +227,27 @@ def test_a_step_exported_for_three_machines_is_the_one_compiled_for_each(name):
         for f in (step, restored.call)
     )
     assert direct == through
+
+
+@compiles_for("h100")
+def test_in_half_reaches_the_fused_attention_of_cudnn(name):
+    """JAX asks the GPU at hand what it can; there is none here."""
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+    )
+    loss = lambda w, x: jnp.mean(jmp_scale.in_half(attend)(x @ w, x, x) ** 2)  # noqa: E731
+    args = _targets.Target(name).replicated((leaf(64, 64), leaf(2, 128, 4, 64)))
+    answers = {
+        "check_cudnn_version": lambda: 90700,
+        "check_compute_capability": lambda _: True,
+        "is_cuda_compute_capability_equal": lambda _: False,
+    }
+    with mock.patch.multiple("jax._src.cudnn.fused_attention_stablehlo", **answers):
+        with pytest.raises(NotImplementedError, match="got float32"):
+            jax.jit(loss).lower(*args)
+        half = jmp_scale.autocast(loss, "bfloat16")
+        text = jax.jit(jax.grad(half)).lower(*args).compile().as_text()
+    calls = re.findall(
+        r"bf16\[2,4,128,64].* custom_call_target=\"__cudnn\$(\w+)\"", text
+    )
+    assert calls == ["fmhaSoftmax", "fmhaSoftmaxBackward"]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _jaxpr
 from ._autocast_plan import Plan, Unit, make_plan
@@ -24,7 +25,7 @@ from ._derivatives import kept_apart, no_tangent, softmax_from, with_value
 from ._dot_general import is_zero
 from ._higher_order import run_with
 from ._jaxpr import is_literal
-from ._marks import Names
+from ._marks import FLOAT16_GRADIENTS, TRACED, Names
 from ._operations import reached_by, softmaxes_of
 from ._products import Product
 from ._validation import warn
@@ -184,6 +185,8 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
         return found, made
 
     def rule(primals: Any, tangents: Any) -> Any:
+        if cast.backward == jnp.float16:
+            TRACED.add(FLOAT16_GRADIENTS)
         outs, made, kept = results = run(*primals)
         live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
         known = {i: outs[i] for i in unit.known}

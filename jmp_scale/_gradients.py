@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
-from ._marks import NEEDS_LOSS_SCALE
+from ._marks import LOSS_SCALE, NEEDS_LOSS_SCALE, TRACED
 from ._scaling import widen_gradients
 from ._tree import is_inexact, promote_to_float32
 from ._validation import warn
@@ -131,6 +131,7 @@ def _differentiated(
             f"{loss_scale!r}) with a loss scale such as DynamicLossScale()"
         )
     loss_scale = checked_loss_scale(function, loss_scale)
+    TRACED.add(LOSS_SCALE)
     if isinstance(loss_scale, NoOpLossScale) and hasattr(fun, NEEDS_LOSS_SCALE):
         warn(
             f"{function}: float16 gradients without a loss scale: small ones vanish. "

@@ -13,6 +13,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = "keep_float32"  # a scope
 # Of a function of `autocast` whose backward pass is float16.
 NEEDS_LOSS_SCALE = "_float16_gradients"
+# What was traced so far: float16 gradients of `autocast`, and a loss scale.
+TRACED: set[str] = set()
+FLOAT16_GRADIENTS, LOSS_SCALE = "float16 gradients", "a loss scale"
 _WORD = re.compile(r"[\w.:-]+")
 # The half-precision dtype while `autocast` traces, and whether `in_half` is around.
 # It is a part of the keys of JAX's caches, so a jitted function is traced anew.

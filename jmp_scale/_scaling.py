@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._marks import LOSS_SCALE, TRACED
 from ._tree import is_inexact, promote_to_float32
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
     """`tree` times S, f32[], or times 1/S: as `DynamicLossScale.scale` says."""
+    TRACED.add(LOSS_SCALE)
     if jnp.shape(s) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "

@@ -12,6 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from autocast_programs import PROGRAMS, N, W, X, layer, mean_square
 from jax import export, lax
@@ -19,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
-from jmp_scale import _jaxpr, autocast, in_half, keep_float32
+from jmp_scale import _jaxpr, _marks, autocast, in_half, keep_float32
 from jmp_scale._autocast_plan import make_plan
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -314,6 +315,27 @@ def test_float16_gradients_without_a_loss_scale_warn():
     jmp_scale.value_and_grad(autocast(loss, "float16", backward="bfloat16"), none)
     jmp_scale.value_and_grad(autocast(loss, "float16"), jmp_scale.DynamicLossScale())
     autocast(loss, "float16")(W, X)
+
+
+def test_a_step_that_forgot_the_loss_scale_says_so_once():
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+
+    def step(loss, value_and_grad=jax.value_and_grad):
+        _, grads = value_and_grad(loss)(W, X)
+        return tx.update(grads, tx.init(W), W)
+
+    def scaled(loss):
+        return jmp_scale.value_and_grad(loss, jmp_scale.DynamicLossScale())
+
+    half = autocast(lambda w, x: mean_square(layer(w, x)), "float16")
+    _marks.TRACED.clear()
+    half(W, X)  # filters make a warning an error
+    step(autocast(lambda w, x: mean_square(layer(w, x)), "bfloat16"))
+    with pytest.warns(UserWarning, match="no loss scale was used"):
+        step(half)
+    tx.update(W, tx.init(W), W)
+    step(half, scaled)
+    step(half)
 
 
 @jax.custom_vjp

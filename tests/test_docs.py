@@ -177,10 +177,12 @@ def test_every_sentence_of_health_has_a_section_that_quotes_one():
 
 def test_every_rule_of_the_precision_report_has_its_section_and_its_row():
     page = TEXTS["docs/precision.md"]
-    rules = {name for name in headings(page) if re.match("half-|full-|round-", name)}
+    rules = {
+        name for name in headings(page) if re.match("half-|full-|round-|two-", name)
+    }
     folder = pathlib.Path(diagnostics.__file__).parent / "_precision"
     source = "\n".join(path.read_text() for path in folder.glob("*.py"))
-    assert rules == set(re.findall(r'"((?:half|full|round)-[a-z]+)"', source))
+    assert rules == set(re.findall(r'"((?:half|full|round|two)-[a-z]+)"', source))
     assert set(re.findall(r"^\| \[([a-z-]+)\]\(#\1\)", page, re.MULTILINE)) == rules
 
 

@@ -11,6 +11,7 @@ import pytest
 from test_examples import EXAMPLES, columns, processes
 
 import jmp_scale
+from jmp_scale import diagnostics
 
 DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of 2^40")
 MISMATCHES = [
@@ -77,6 +78,21 @@ def test_a_loss_scale_saves_the_gradients_of_second_derivatives(example):
         assert zeros(1.0) > 0.02
         # As the fit gets better, the errors and with them all gradients become less.
         assert zeros(2.0**-7) > 0.5
+
+
+def test_a_gaussian_process_needs_its_distances_in_float32(example):
+    process, digits = example("gaussian_process"), example("_digits")
+    params = digits.init_layers([4, 64, 64, 8], jax.random.key(1))
+    batch = [x[0] for x in process.data(jax.random.key(0), 1)]
+
+    def error(**keep):
+        half_loss = jmp_scale.autocast(process.loss_fn, "bfloat16", **keep)
+        compared = (half_loss, process.loss_fn, params, *batch)
+        return diagnostics.compare_gradients(*compared).error
+
+    with jax.numpy_rank_promotion("allow"):
+        assert error() > 0.5
+        assert error(keep_float32="distances") < 0.03
 
 
 @pytest.mark.slow

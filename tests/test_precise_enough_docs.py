@@ -1,0 +1,52 @@
+"""docs/precise-enough.md: each program needs its line, and the line is enough."""
+
+import importlib
+import pathlib
+import re
+
+import jax
+import pytest
+
+import jmp_scale
+from jmp_scale.diagnostics import precision_report
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROW = r"^\| \[([\w ]+)\]\(#[\w-]+\) \|.*\| `(\w+)` \|"
+ROWS = re.findall(ROW, (DOCS / "precise-enough.md").read_text(), re.MULTILINE)
+RULES = {"distances": "half-cancellation", "Cholesky": "half-solve"}
+RULES |= {"Sinkhorn": "half-cancellation"}
+RULES |= dict.fromkeys(["Fourier features", "rotary tables"], "half-angle")
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    with jax.numpy_rank_promotion("allow"):
+        yield importlib.import_module("precise_enough")
+
+
+def test_the_page_has_a_row_and_a_section_for_each_program(programs):
+    kept = [(name, kept) for name, (_, _, kept) in programs.PROGRAMS.items()]
+    assert kept == ROWS
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ROWS])
+def test_a_line_kept_in_float32_makes_the_gradient_precise(programs, name):
+    # In bfloat16 the rest of a molecule's network has too few digits too.
+    dtype = "float16" if "forces" in name else "bfloat16"
+    before, after, share = programs.errors(name, dtype)
+    assert before > 0.2
+    assert after < 0.05
+    assert share > 0.1
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ROWS])
+def test_the_report_warns_of_what_needs_no_values_to_be_seen(programs, name):
+    loss, args, kept = programs.PROGRAMS[name]
+
+    def rules(**keep):
+        half_loss = jmp_scale.autocast(loss, "float16", **keep)
+        return {f.rule for f in precision_report(half_loss, *args).findings}
+
+    assert RULES.get(name) in rules() or name not in RULES
+    assert rules(keep_float32=kept) == set()

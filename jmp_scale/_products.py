@@ -108,16 +108,18 @@ def _reason(eqn: Any) -> str | None:
         return "dtype " + " and ".join(sorted(dtypes))
     if {*jax.tree.leaves(eqn.params.get("precision"))} - {_DEFAULT}:
         return "a precision of their own"
-    if eqn.primitive.name == "dot_general" and _is_sum(eqn):
+    if is_sum(eqn):
         return "nothing to do for a matrix unit (sums, outer products)"
     return None
 
 
-def _is_sum(eqn: Any) -> bool:
+def is_sum(eqn: Any) -> bool:
     """Whether a matrix unit has nothing to do, for each index of the batch.
 
     One operand is a vector, or nothing is contracted: positions times frequencies.
     """
+    if eqn.primitive.name != "dot_general":
+        return False
     sizes = []
     dimensions = eqn.params["dimension_numbers"]
     for v, contracting, batch in zip(eqn.invars, *dimensions, strict=True):

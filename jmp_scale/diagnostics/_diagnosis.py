@@ -88,13 +88,8 @@ def diagnose_nonfinite(
     stay as they are. The causes are "none": the step is finite; "forward": the loss is
     not, which no S changes; "overflow": a smaller S cures it; "nan": none does.
 
-    To see the operation that makes a NaN in a gradient, run the step at S = 1, where an
-    overflow that the loss scale would have handled cannot raise first:
-
-    ```python
-    with jax.debug_nans(True):
-        jmp_scale.grad(loss_fn, jmp_scale.NoOpLossScale())(params, batch)
-    ```
+    To see the operation that makes a NaN in a gradient, run the step at S = 1 under
+    `jax.debug_nans`, where an overflow that S would have handled cannot raise first.
 
     Args:
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,

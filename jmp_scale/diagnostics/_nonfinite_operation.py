@@ -19,20 +19,14 @@ _NAMES = {
     "lu": "an LU factorization",
 }
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
-Made = tuple[str, Place]  # "log gave NaN", and where
 
 
 def nonfinite_operation(fun: Callable[..., Any], *args: Any) -> str | None:
-    """Where the result became infinite or NaN, as "log gave NaN at model.py:41"."""
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    _, made = _run(jaxpr, args, Place(None, None))
-    if made is None or made[1].file is None:
-        return None
-    what, place = made
-    return f"{what} at {place.file}:{place.line}"
+    """What made the result infinite or NaN, as "log gave NaN at model.py:41"."""
+    return _run(jax.make_jaxpr(fun)(*args), args, Place(None, None))[1]
 
 
-def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], Any]:
+def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], str | None]:
     """The outputs, and what made the first that is not finite, if that was here."""
     inner, consts = open_jaxpr(jaxpr)
     values = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
@@ -43,7 +37,7 @@ def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], Any]
         values |= zip(eqn.outvars, results, strict=True)
         makers |= dict.fromkeys(eqn.outvars, eqn)
 
-    def made(v: Any) -> Made | None:
+    def made(v: Any) -> str | None:
         """What made a value infinite or NaN; None if it came so, or is a constant."""
         while not is_literal(v) and v in makers:
             eqn, kind = makers[v], _kind(values[v])
@@ -58,18 +52,19 @@ def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], Any]
             v = same[0]
         return None
 
-    def within(eqn: Any, kind: str) -> Made:
+    def within(eqn: Any, kind: str) -> str:
         place = place_of(eqn, outer)
         ins = [value_of(a, values) for a in eqn.invars]
         name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
-        return _in_nested(eqn, ins, place) or (f"{name} gave {kind}", place)
+        at = f" at {place.file}:{place.line}" if place.file else ""
+        return _in_nested(eqn, ins, place) or f"{name} gave {kind}{at}"
 
     outs = jaxprs.results_of(inner, values)
     bad = [v for v, x in zip(inner.outvars, outs, strict=True) if _kind(x)]
     return outs, made(bad[0]) if bad else None
 
 
-def _in_nested(eqn: Any, ins: list[Any], place: Place) -> Made | None:
+def _in_nested(eqn: Any, ins: list[Any], place: Place) -> str | None:
     """The same in the jaxpr that an equation runs, of a loop in the first such turn."""
     bodies, loop = jaxprs.subjaxprs(eqn), jaxprs.loop_of(eqn)
     if loop is not None and loop.trips:

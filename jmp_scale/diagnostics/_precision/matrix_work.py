@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
-from ..._products import stays_float32
+from ..._products import is_sum, stays_float32
 from .facts import Fact, is_wide
 from .origins import is_half
 from .rules import is_cast_by_user
@@ -76,16 +76,6 @@ def operand_dtypes(eqn: Any) -> tuple[str, ...]:
 def is_narrow(eqn: Any) -> bool:
     """Whether the operands of an operation all have 16 bits or fewer."""
     return all(dtype.startswith(_NARROW) for dtype in operand_dtypes(eqn))
-
-
-def is_of_vectors(eqn: Any) -> bool:
-    """Whether a product is of two vectors, as in a norm, or has a number in it."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    reduced = len(contracted) + len(batch)
-    ranks = [len(shape(v)) for v in eqn.invars[:2]]
-    return ranks == [reduced, reduced] or len(batch) in ranks
 
 
 def operations(executed: Iterable[tuple[Any, int]]) -> tuple[Operation, ...]:
@@ -162,7 +152,7 @@ class Promotions:
         operands = list(zip(step.eqn.invars[:2], step.ins[:2], strict=True))
         wide = [(v, fact) for v, fact in operands if is_wide(dtype_name(v))]
         half = [fact for v, fact in operands if is_half(dtype_name(v))]
-        if not wide or is_of_vectors(step.eqn):
+        if not wide or is_sum(step.eqn):
             return
         key = next((fact.promoted for _, fact in wide if half or fact.cast), 0)
         if not key and any(fact.cast for fact in half):

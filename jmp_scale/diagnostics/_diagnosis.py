@@ -167,8 +167,9 @@ def _forward(
         out = fun(*rejoin(arrays))
         return out[0] if loss.has_aux else out
 
-    operation = nonfinite_operation(functools.partial(of_arrays, loss.fun), *arrays)
-    float32_loss = np.nan
+    operation, float32_loss = None, np.nan
+    with contextlib.suppress(Exception):  # what runs only as a whole has no operations
+        operation = nonfinite_operation(functools.partial(of_arrays, loss.fun), *arrays)
     with contextlib.suppress(Exception):  # other wrappers change the arguments
         plain = inspect.unwrap(loss.fun)
         float32_loss = float(jax.jit(of_arrays, static_argnums=0)(plain, *arrays))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ._autocast import autocast as _autocast
@@ -21,12 +22,14 @@ from ._transform import judge_step
 from ._tree import is_data, is_inexact, select_tree
 
 F = TypeVar("F", bound=Callable[..., Any])
+_AUTOCAST = "jmp_scale.nnx.autocast"  # of Flax's contexts
 
 
-def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
+def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     """`jmp_scale.autocast` for a function of NNX modules.
 
-    BatchNorm statistics, random streams and caches of modules are written as usual.
+    BatchNorm statistics, random streams, caches and Python attributes of modules are
+    written as usual.
 
     Args:
       fun: a function of modules, arrays and anything else.
@@ -35,6 +38,10 @@ def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
 
     Returns:
       A function with the arguments, results and result dtypes of `fun`.
+
+    Raises:
+      ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
+        an array.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale.nnx
@@ -51,20 +58,43 @@ def autocast(fun: F, dtype: DTypeLike, **options: Any) -> F:
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = {i: x for i, x in enumerate(leaves) if _is_node(x)}
-        graph, state = nnx.split(nodes)
         rest = [None if i in nodes else x for i, x in enumerate(leaves)]
 
-        def pure(state: Any, rest: list[Any]) -> Any:
-            nodes = nnx.merge(graph, state)
+        def pure(graph: Any, state: Any, rest: list[Any]) -> Any:
+            with nnx.merge_context(_AUTOCAST, True) as context:
+                nodes = context.merge(graph, state)
             own = [nodes.get(i, x) for i, x in enumerate(rest)]
             args, kwargs = jax.tree.unflatten(tree, own)
-            return fun(*args, **kwargs), nnx.state(nodes)
+            out = fun(*args, **kwargs)
+            with nnx.split_context(_AUTOCAST) as context:
+                written = context.split(nodes)
+            _refuse_lost_arrays(nodes, written[1])
+            return out, *written
 
-        out, written = _autocast(pure, dtype, **options)(state, rest)
-        nnx.update(nodes, written)
+        with nnx.update_context(_AUTOCAST):
+            with nnx.split_context(_AUTOCAST) as context:
+                graph, state = context.split(nodes)
+            out, *written = _autocast(pure, dtype, **options)(graph, state, rest)
+            with nnx.merge_context(_AUTOCAST, False) as context:
+                context.merge(*written)
         return out
 
     return in_half_precision  # pyright: ignore[reportReturnType]
+
+
+def _refuse_lost_arrays(nodes: Any, state: Any) -> None:
+    """Flax takes an array that is set to a plain attribute for a Python value."""
+    known = {id(x) for x in jax.tree.leaves(state)}
+    for path, module in nnx.iter_graph(nodes):
+        attributes = vars(module) if isinstance(module, nnx.Pytree) else {}
+        for name, x in attributes.items():
+            if isinstance(x, Tracer) and id(x) not in known:
+                where = ".".join(map(str, (*path[1:], name)))
+                raise ValueError(
+                    f"nnx.autocast: the function sets {where!r} of an argument to an "
+                    "array, which Flax does not bring out of a traced function: make "
+                    "it an nnx.Variable, or return it"
+                )
 
 
 class Optimizer(nnx.Optimizer):

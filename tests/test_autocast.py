@@ -286,8 +286,9 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
             TypeError, match=r"expected a function, got .*autocast\(loss"
         ):
             autocast(wrong, jnp.float16)
-    with pytest.raises(TypeError, match="context manager"), autocast("float16"):
-        pass
+    for function in (autocast, importlib.import_module("jmp_scale.nnx").autocast):
+        with pytest.raises(TypeError, match="context manager"), function("float16"):
+            pass
     with pytest.raises(TypeError, match="context manager"):
         autocast("float16")(layer)
     nnx = importlib.import_module("flax.nnx")
@@ -1033,3 +1034,33 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
     assert_close(step(nnx_autocast(bare_nnx_loss, "float16")), wanted, 0.02)
     # The counter of the random stream is among them.
     assert any(x.dtype == jnp.uint32 and x == 1 for x in wanted)
+
+
+@pytest.mark.parametrize("within", [lambda f: f, jax.jit])
+def test_attributes_that_nnx_modules_write_arrive_or_are_refused(within):
+    nnx = importlib.import_module("flax.nnx")
+    nnx_autocast = importlib.import_module("jmp_scale.nnx").autocast
+    transform = nnx.jit if within is jax.jit else within
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.dense, self.calls = nnx.Linear(N, N, rngs=nnx.Rngs(0)), 0
+
+        def __call__(self, x):
+            self.calls += 1
+            self.label, self.lazy = "called", nnx.Linear(N, 3, rngs=nnx.Rngs(1))
+            return self.lazy(self.dense(x))
+
+    def leaks(model, x):
+        model.dense.last = model.dense(x)
+        return model.dense.last
+
+    model = Net()
+    transform(nnx_autocast(lambda model, x: model(x), "bfloat16"))(model, X)
+    assert (model.calls, model.label, model.lazy.out_features) == (1, "called", 3)
+    try:
+        transform(nnx_autocast(leaks, "bfloat16"))(model, X)
+    except ValueError as error:
+        assert re.search("'dense.last'.*nnx.Variable", str(error))  # noqa: PT017
+    else:  # a Flax in which it is data
+        assert not isinstance(model.dense.last, jax.core.Tracer)

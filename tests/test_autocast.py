@@ -505,8 +505,17 @@ STACKED = {
 }
 
 
+@functools.partial(
+    jax.shard_map, mesh=MESH, in_specs=(P("d"), P("d")), out_specs=P("d")
+)
+def gathered(shard, x):
+    return x @ lax.all_gather(shard, "d", tiled=True)
+
+
 @pytest.mark.parametrize("how", STACKED)
-@pytest.mark.parametrize("around", ["nothing", "scan", "cond"])
+@pytest.mark.parametrize(
+    "around", ["nothing", "scan", "cond", "fori_loop", "all_gather", "experts"]
+)
 def test_gradients_of_weights_are_float32_whatever_is_done_to_them(how, around):
     big = jnp.full((512, N), 300.0)
 
@@ -518,6 +527,13 @@ def test_gradients_of_weights_are_float32_whatever_is_done_to_them(how, around):
         if around == "cond":
             first = lambda w: jnp.sum(big @ w)  # noqa: E731
             return 400 * lax.cond(big[0, 0] > 0, first, lambda w: jnp.sum(w @ w), w)
+        if around == "fori_loop":
+            return 400 * lax.fori_loop(0, 1, lambda _, c: c + jnp.sum(big @ w), 0.0)
+        if around == "all_gather":
+            return 400 * jnp.sum(gathered(w, big))
+        if around == "experts":
+            chosen = w[None][jnp.zeros(2, int)]
+            return 400 * jnp.sum(big.reshape(2, 256, N) @ chosen)
         return 400 * jnp.sum(big @ w)
 
     got, wanted = (jax.jit(jax.grad(f))(W) for f in (autocast(loss, "float16"), loss))

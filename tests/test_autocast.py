@@ -494,6 +494,9 @@ def test_layers_with_state_work_in_keep_float32():
     model = nnx.List([norm, dropout, nnx.Linear(N, N, rngs=nnx.Rngs(0))])
     run = lambda m, x: keep_float32(m[1])(keep_float32(m[0])(m[2](x)))  # noqa: E731
     assert nnx_autocast(run, "bfloat16")(model, X).shape == X.shape
+    named = nnx_autocast(run, "bfloat16", keep_float32="Linear")  # by its class
+    with pytest.warns(UserWarning, match="no product became half.*kept"):
+        named(model, X)
 
 
 STACKED = {

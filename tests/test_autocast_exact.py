@@ -56,7 +56,10 @@ def assert_exact(name, fun, args, mode, options):
     assert np.linalg.norm(got / size - wanted / size) < tolerance
 
 
-@pytest.mark.parametrize("name", ALL)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, *SLOW])
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_recompute_changes_no_value_and_no_gradient(name):
     fun, args, options = ALL[name]

@@ -128,14 +128,18 @@ def forces():
     return loss, params, 10 + 2 * normal(2, 4, 12, 3), normal(3, 4, 12, 3)
 
 
-CANCELLING = [gaussian_process, sinkhorn, nearest_codes, fourier_features, forces]
+CANCELLING = [gaussian_process, nearest_codes]
+SLOW = [
+    pytest.param(f, marks=pytest.mark.slow)
+    for f in (sinkhorn, fourier_features, forces)
+]
 
 
 @pytest.mark.filterwarnings("ignore:autocast. potentials")
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("case", CANCELLING)
+@pytest.mark.parametrize("case", [*CANCELLING, *SLOW])
 def test_what_is_recommended_works_as_pasted(case, dtype):
     loss, *args = case()
     found = sensitive_products(loss, *args, dtype=dtype)
@@ -154,10 +158,10 @@ KINDS = """
     attention fused_attention linear_algebra ragged_dot remat_in_scan shard_map
     transposed_convolution_and_batch_norm while_loop
 """
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS.split()]
+SLOW_KINDS = [pytest.param(n, marks=pytest.mark.slow) for n in KINDS.split()]
 
 
-@pytest.mark.parametrize("name", ["cond", "custom_jvp", "nested_scans", *SLOW])
+@pytest.mark.parametrize("name", ["cond", "custom_jvp", "nested_scans", *SLOW_KINDS])
 def test_all_products_together_give_the_gradient_of_autocast(name):
     fun, args, *_ = PROGRAMS[name]
     found = sensitive_products(fun, *args, loss_scale=1)

@@ -92,7 +92,8 @@ class Cast:
         env |= {unit.jaxpr.outvars[i]: x for i, x in outs.items()}
         env |= {unit.products[k][0].result: x for k, x in made.items()}
         halves |= {unit.jaxpr.outvars[i]: x for i, x in kept.items()}
-        self.halved.update("product" for _ in made)
+        if made:
+            self.halved.add("a product")
 
     def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
         """Runs equations as they are, or one whose nested jaxprs hold products."""
@@ -223,10 +224,8 @@ class _Island:
         """What products read, by position, in half precision."""
         passed = self.passed
         found = {i: copies[passed[i]] if i in passed else outs[i] for i in self._read}
-        dtype = self._cast.forward
-        return {
-            i: x.astype(dtype) if i in self._halved else x for i, x in found.items()
-        }
+        halves = {i: found[i].astype(self._cast.forward) for i in self._halved}
+        return found | halves
 
     def _rounded(self, v: Any, x: Any) -> Any:
         return self._cast.rounded(x) if v in self._shared else x
@@ -246,9 +245,8 @@ class _Island:
                 x = values[v] = self._rounded(v, x)
                 if v in self._softmaxes:
                     i, exponents, axes = self._softmaxes[v]
-                    return softmax_from(
-                        values[exponents], kept[i].astype(x.dtype), axes
-                    )
+                    result = kept[i].astype(x.dtype)
+                    return softmax_from(values[exponents], result, axes)
                 if v not in self._known:
                     return x
                 value = known[self._known[v]]

@@ -28,6 +28,29 @@ def test_all_products_of_autocast_count_as_half_precision():
     assert (report.findings, report.half_share) == ((), 1.0)
 
 
+def lora(multiply):
+    def loss(p, x):
+        return jnp.mean(multiply(x, p["w"], 2 * p["a"], p["b"]) ** 2)
+
+    p = {"w": jnp.ones((8, 32)), "a": jnp.ones((8, 4)), "b": jnp.ones((4, 32))}
+    half_loss = jmp_scale.autocast(loss, "float16", keep_float32="kept")
+    return precision_report(half_loss, p, X).findings
+
+
+def kept(a, b):
+    return a @ b
+
+
+@pytest.mark.filterwarnings("ignore:autocast. keep_float32 names nothing")
+def test_a_weight_that_a_half_precision_product_makes_is_told():
+    (found,) = lora(lambda x, w, a, b: x @ (w + jax.jit(jnp.matmul)(a, b)))
+    assert (found.rule, found.severity) == ("half-parameters", "warning")
+    assert "they can overflow" in found.message
+    assert found.shape == (8, 4)
+    assert lora(lambda x, w, a, b: x @ w + x @ a @ b) == ()
+    assert lora(lambda x, w, a, b: x @ (w + kept(a, b))) == ()
+
+
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
 def test_a_float32_program_cast_by_autocast_has_none_of_the_faults(monkeypatch):
     monkeypatch.setattr(faults, "F16", jnp.float32)

@@ -93,6 +93,21 @@ def two_dtypes(forward: Walk) -> Iterator[Found]:
         yield half.order, half.finding("two-dtypes", "warning", message)
 
 
+def products_of_parameters(forward: Walk) -> Iterator[Found]:
+    """Products by which autocast makes a weight, as in LoRA."""
+    for step in forward.steps if forward.autocasts else ():
+        of_parameters = all(fact.origin.parameters for fact in step.ins[:2])
+        if not of_parameters or not is_half_product(step.eqn):
+            continue
+        overflow = ", where they can overflow" if step.source == "float16" else ""
+        message = (
+            f"a product of parameters alone: their gradients pass through {step.source}"
+            f"{overflow}; multiply the activations by one parameter after the other, "
+            "x @ a @ b for x @ (a @ b), or keep the product in float32 (keep_float32)"
+        )
+        yield step.order, step.finding("half-parameters", "warning", message)
+
+
 def _line_and_shapes(step: Step) -> tuple[Any, ...]:
     return *step.place()[:2], *(shape(v) for v in step.eqn.invars[:2])
 

@@ -180,6 +180,10 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
             made_of = [(fact.origin.value, fact.values) for fact in facts]
             value = hash((eqn.primitive, *made_of, str(eqn.params)))
             origin = dataclasses.replace(origin, value=value)
+        of_parameters = any(fact.origin.parameters for fact in facts) and all(
+            fact.origin.parameters or fact.single is not None for fact in facts
+        )
+        origin = dataclasses.replace(origin, parameters=of_parameters)
         outs = [dataclasses.replace(outs[0], origin=origin)]
     promoted = next((fact.promoted for fact in facts if fact.promoted), 0)
     if not promoted:

@@ -28,12 +28,14 @@ class Origin:
         those of a product entry by entry.
       norms: values of whose squares it is a sum.
       rounded: whether entries of a half-precision product become its entries.
+      parameters: whether it is computed from parameters and numbers alone.
     """
 
     value: int = 0
     factors: frozenset[int] = frozenset()
     norms: frozenset[int] = frozenset()
     rounded: bool = False
+    parameters: bool = False
 
     def cancels(self, other: "Origin") -> bool:
         """Whether a sum of two values is of a product and its operands' squares."""

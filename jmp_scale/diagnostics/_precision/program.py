@@ -21,6 +21,7 @@ class Tracer:
 
     Attributes:
       loss_dtype: dtype of the loss that was traced last, by name.
+      parameters: positions of the first differentiated argument's arrays, in a trace.
       gradients: dtypes of the gradients of the program that was traced last, by name.
     """
 
@@ -29,6 +30,7 @@ class Tracer:
         self.gradients: Any = None
         self._loss = loss
         self._arrays, self._rejoin = split_arrays(loss.args)
+        self.parameters = _positions(loss)
 
     def __call__(self, transform: Callable[[Callable[..., Any]], Any]) -> Any:
         """The jaxpr of the transformed loss, whose first output is the loss."""
@@ -65,6 +67,14 @@ def noting_lost_constants() -> Iterator[tuple[set[Line], set[Line]]]:
     fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
     with fresh, np.errstate(over="call", under="call", call=note):
         yield lines["overflow"], lines["underflow"]
+
+
+def _positions(loss: Loss) -> range:
+    numbers = jax.tree.leaves(loss.argnums)
+    first = numbers[0] if isinstance(numbers[0], int) else 0  # a filter of NNX's
+    counts = [sum(map(is_array, jax.tree.leaves(arg))) for arg in loss.args]
+    start = sum(counts[:first])
+    return range(start, start + counts[first])
 
 
 def _dtype(leaf: Any) -> str:

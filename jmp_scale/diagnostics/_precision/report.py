@@ -100,7 +100,7 @@ def precision_report(
         program = trace(lambda function: function)
         loss = (program, trace.loss_dtype)
         differentiated = trace(lambda function: transform(function, **keywords))
-    forward = Walk(zero).through(program, caller)
+    forward = Walk(zero).through(program, caller, trace.parameters)
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     promotions = forward.promotions
     told = {p.place()[:2] for made in promotions.products.values() for p in made}
@@ -113,6 +113,7 @@ def precision_report(
         *forward.found,
         *conclusions.overflowing_constants(forward, infinite),
         *conclusions.two_dtypes(forward),
+        *conclusions.products_of_parameters(forward),
         # A derivative rule often repeats the function that it is the rule of.
         *((i, f) for i, f in backward.found if f.rule not in forward.ruled[f[3:5]]),
         *promotions.findings(),

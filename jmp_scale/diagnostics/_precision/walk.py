@@ -7,7 +7,7 @@ around loops with what holds in every iteration.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ... import _jaxpr as jaxprs
@@ -15,7 +15,7 @@ from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .facts import Fact, join, of_atom, of_constant, of_dtype, transfer
 from .loops import counted, half_carries, half_states
 from .matrix_work import MOVES, Line, Promotions
-from .origins import is_half
+from .origins import Origin, is_half
 from .rules import faults, is_narrowed_by_user
 from .source import Place, place_of
 from .step import Finding, Step
@@ -64,11 +64,16 @@ class Walk:
         self._same_as: dict[int, int] = {}
         self._made_by: dict[int, Step] = {}
 
-    def through(self, program: Any, caller: Place) -> "Walk":
-        """Walks through a whole program; gives the walk itself."""
+    def through(
+        self, program: Any, caller: Place, parameters: Collection[int] = ()
+    ) -> "Walk":
+        """Walks through a whole program, with its parameters at these positions."""
         inner, _ = open_jaxpr(program)
         outer = Step(None, lambda: caller)
-        self._run(program, [of_dtype(dtype_name(v)) for v in inner.invars], outer)
+        facts = [of_dtype(dtype_name(v)) for v in inner.invars]
+        for i in parameters:
+            facts[i] = dataclasses.replace(facts[i], origin=Origin(parameters=True))
+        self._run(program, facts, outer)
         if not self._differentiated:
             self._record_carries(half_states(program), outer)
             for cause, found in self.roots.items():

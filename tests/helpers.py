@@ -4,7 +4,17 @@ import re
 
 import jax
 import numpy as np
+import pytest
 from jax import lax
+
+
+def one_of(count, values):
+    """Parameters of a test: each `count`th runs by default, the others are slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(value, marks=slow if i % count else ())
+        for i, value in enumerate(values)
+    ]
 
 
 def reference_rule(

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from autocast_programs import PROGRAMS, N, W, X, layer, mean_square
+from helpers import one_of
 from jax import export, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -44,7 +45,7 @@ def assert_close(got, wanted, tolerance):
             assert np.abs(x - y).max() <= tolerance * max(np.abs(y).max(), 1e-3)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", one_of(3, PROGRAMS))
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_a_program_has_the_value_and_gradient_of_the_float32_one(name):
     fun, args, halves, jit, options = PROGRAMS[name]
@@ -515,7 +516,7 @@ def gathered(shard, x):
     return x @ lax.all_gather(shard, "d", tiled=True)
 
 
-@pytest.mark.parametrize("how", STACKED)
+@pytest.mark.parametrize("how", one_of(5, STACKED))
 @pytest.mark.parametrize(
     "around", ["nothing", "scan", "cond", "fori_loop", "all_gather", "experts"]
 )
@@ -624,7 +625,7 @@ LIKE = {  # what is done to the result of a layer, from one source line
 }
 
 
-@pytest.mark.parametrize("what", LIKE)
+@pytest.mark.parametrize("what", one_of(2, LIKE))
 def test_steps_that_differ_in_one_thing_are_not_one(what):
     change, values = LIKE[what]
 
@@ -806,7 +807,7 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", one_of(2, AROUND))
 def test_it_composes_with_what_is_around_it(around):
     def loss(w, x):
         y = jax.nn.gelu(layer(w, x)) + x
@@ -818,7 +819,9 @@ def test_it_composes_with_what_is_around_it(around):
 
 
 @pytest.mark.parametrize("mode", ["jacfwd", "grad"])
-@pytest.mark.parametrize("name", ["custom_jvp", "remat", "scan_over_layers", "cond"])
+@pytest.mark.parametrize(
+    "name", one_of(2, ["custom_jvp", "remat", "scan_over_layers", "cond"])
+)
 def test_second_derivatives_are_those_of_the_float32_program(name, mode):
     fun, (w, x), *_ = PROGRAMS[name]
 

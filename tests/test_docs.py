@@ -21,7 +21,7 @@ PAGES = {str(page.relative_to(ROOT)): page for page in sorted(DOCS.rglob("*.md")
 TEXTS = {name: page.read_text() for name, page in PAGES.items()}
 FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
 # Run by default, as those that a newcomer reads first, as is the README's first block.
-FIRST = {f"docs/{name}.md" for name in ("optax", "flax", "spikes")}
+FIRST = {f"docs/{name}.md" for name in ("flax", "spikes")}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

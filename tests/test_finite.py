@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import on_devices
+from helpers import on_devices, one_of
 
 import jmp_scale
 from jmp_scale import _finite
@@ -26,7 +26,7 @@ def devices(request):
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", one_of(3, [np.nan, np.inf, -np.inf]))
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_all_finite_and_the_norm_see_one_bad_entry_in_any_dtype(bad, dtype):
     if dtype == jnp.float8_e4m3fn and np.isinf(bad):
@@ -110,10 +110,9 @@ def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad(s
 
 
 MACHINES = ["cpu", "gpu", "tpu", "eight devices"]
-SLOW_MACHINES = [pytest.param(name, marks=pytest.mark.slow) for name in MACHINES[1:]]
 
 
-@pytest.fixture(params=MACHINES)
+@pytest.fixture(params=one_of(2, MACHINES))
 def machine(request, monkeypatch):
     """Programs are as lowered for this machine, or as sharded over several of them."""
 
@@ -215,7 +214,7 @@ def test_a_norm_beyond_float32_is_its_largest_number():
     assert norm == np.finfo(np.float32).max
 
 
-@pytest.mark.parametrize("machine", ["cpu", *SLOW_MACHINES], indirect=True)
+@pytest.mark.parametrize("machine", one_of(4, MACHINES), indirect=True)
 def test_the_derivative_of_the_norm_is_the_direction(machine):
     slope = jax.jit(jax.grad(lambda x: flag_and_norm({"a": x, "b": x[:1]})[1]))
     for size in (1e-30, 1.0, 1e30):

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
-from helpers import assert_bitwise_equal, count_traces
+from helpers import assert_bitwise_equal, count_traces, one_of
 
 import jmp_scale
 from jmp_scale.linen import TrainState
@@ -271,9 +271,10 @@ def float8_inputs(size=1.0):
 
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 @pytest.mark.parametrize(
-    ("argnums", "op", "s"), [(0, 0, 2.0**10), ((0, 1), 0, 1000.0), ((0,), 1, 1000.0)]
+    "case", one_of(3, [((0, 1), 0, 1000.0), (0, 0, 2.0**10), ((0,), 1, 1000.0)])
 )
-def test_float8_scales_are_replaced_not_unscaled(argnums, op, s):
+def test_float8_scales_are_replaced_not_unscaled(case):
+    argnums, op, s = case
     plain, scaled = (
         float8_state(loss_scale, op=op)
         for loss_scale in (jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(s))

@@ -15,9 +15,9 @@ from jmp_scale import diagnostics
 
 DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of 2^40")
 MISMATCHES = [
-    pytest.param("float32", 0, 1e-5, marks=pytest.mark.slow),
+    ("float32", 0, 1e-5),
     ("float16", 1e-5, 5e-3),
-    pytest.param("bfloat16", 1e-4, 5e-2, marks=pytest.mark.slow),
+    ("bfloat16", 1e-4, 5e-2),
 ]
 
 
@@ -80,6 +80,7 @@ def test_a_loss_scale_saves_the_gradients_of_second_derivatives(example):
         assert zeros(2.0**-7) > 0.5
 
 
+@pytest.mark.slow
 def test_a_gaussian_process_needs_its_distances_in_float32(example):
     process, digits = example("gaussian_process"), example("_digits")
     params = digits.init_layers([4, 64, 64, 8], jax.random.key(1))
@@ -108,6 +109,7 @@ def test_sampling_and_learning_differ_by_the_digits_of_the_dtype(table):
     assert all(float(cells[1]) > 0.4 for cells in rows.values())  # 1/16 by chance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "least", "most"), MISMATCHES)
 def test_the_cached_pass_is_the_same_function_up_to_rounding(
     example, dtype, least, most

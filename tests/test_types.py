@@ -84,6 +84,7 @@ def check(folder):
         yield path.stem, start["line"] + 1, found["rule"], found["message"], source
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("pyright"), reason="no pyright")
 def test_the_train_steps_of_the_readme_have_no_type_errors(tmp_path):
     write_programs(tmp_path)

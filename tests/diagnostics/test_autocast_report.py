@@ -51,6 +51,7 @@ def test_a_weight_that_a_half_precision_product_makes_is_told():
     assert lora(lambda x, w, a, b: x @ (w + kept(a, b))) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
 def test_a_float32_program_cast_by_autocast_has_none_of_the_faults(monkeypatch):
     monkeypatch.setattr(faults, "F16", jnp.float32)

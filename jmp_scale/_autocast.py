@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ._autocast_run import Cast
-from ._calls import FlatCall, is_module, require_function
 from ._marks import NEEDS_LOSS_SCALE, checked_names, tracing
+from ._operations import why_float32
 from ._policy import checked_half
-from ._products import why_float32
-from ._validation import warn
+from ._tree import FlatCall, is_module
+from ._validation import require_function, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 _NOTHING = "no product"  # in the set of what was warned of

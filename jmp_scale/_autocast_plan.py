@@ -23,11 +23,10 @@ from typing import Any, Literal, NamedTuple
 from jax.core import Tracer
 
 from . import _jaxpr
+from . import _operations as ops
 from ._autocast_kept import Kept, choose
 from ._jaxpr import is_float32, variables
 from ._marks import Names
-from ._operations import CALLS, MOVES, is_cheap, small_sums
-from ._products import Product, becomes_half, has_product
 
 _INTEGERS = "bool", "int", "uint"
 # So many operations on arguments alone are repeated in each island that reads them.
@@ -59,7 +58,7 @@ class Unit:
     likeness: Any
     jaxpr: Any = dataclasses.field(compare=False)
     scope: Any = dataclasses.field(compare=False)
-    products: tuple[tuple[Product, tuple[int, ...]], ...] = ()
+    products: tuple[tuple[ops.Product, tuple[int, ...]], ...] = ()
     reads: int = 0
     kept: tuple[int, ...] = ()
     softmaxes: tuple[int, ...] = ()
@@ -111,9 +110,9 @@ def make_plan(
 
     def is_open(eqn: Any) -> bool:
         bodies = _jaxpr.subjaxprs(eqn)
-        if eqn.primitive.name not in CALLS or len(bodies) != 1:
+        if eqn.primitive.name not in ops.CALLS or len(bodies) != 1:
             return False
-        return not names.keep(eqn) if has_product(bodies[0]) else is_cheap(eqn)
+        return not names.keep(eqn) if ops.has_product(bodies[0]) else ops.is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     pairs = zip(flat.invars, weights, strict=True)
@@ -135,7 +134,7 @@ class _Part(NamedTuple):
 
     kind: str  # also "island" and "product"
     jaxpr: Any
-    product: Product | None = None
+    product: ops.Product | None = None
 
 
 class _Planner:
@@ -176,12 +175,12 @@ class _Planner:
         self._sink()
 
     def _kind(self, eqn: Any, names: Names) -> str:
-        if becomes_half(eqn):
+        if ops.becomes_half(eqn):
             exact = self.numbers.issuperset(variables(eqn.invars[:2]))
             return "other" if exact or names.keep(eqn) else "product"
-        if is_cheap(eqn):
+        if ops.is_cheap(eqn):
             return "island"
-        has_products = any(map(has_product, _jaxpr.subjaxprs(eqn)))
+        has_products = any(map(ops.has_product, _jaxpr.subjaxprs(eqn)))
         return "call" if has_products and not names.keep(eqn) else "other"
 
     def _note_origin(self, eqn: Any, inputs: Sequence[Any], kind: str) -> None:
@@ -255,21 +254,21 @@ class _Planner:
         equations = [self.equations[i] for i in sorted(needed)]
         return _jaxpr.part(self.jaxpr, equations, inputs, outputs)
 
-    def _product(self, eqn: Any) -> Product:
+    def _product(self, eqn: Any) -> ops.Product:
         (lhs, left), (rhs, right) = map(self.side, eqn.invars[:2])
         inputs = [lhs, rhs, *variables(eqn.invars[2:])]
         part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
         scope, part = _jaxpr.without_common_scope(part)
         is_dot = eqn.primitive.name == "dot_general"
         weights = is_dot and lhs in self.weights, is_dot and rhs in self.weights
-        return Product(_jaxpr.likeness(part), part, len(left), weights, scope)
+        return ops.Product(_jaxpr.likeness(part), part, len(left), weights, scope)
 
     def side(self, v: Any) -> tuple[Any, list[Any]]:
         """An operand of a product before its entries are moved, and what moves them."""
         moves: list[Any] = []
         while (i := self.maker.get(v)) is not None:
             eqn = self.equations[i]
-            if eqn.primitive.name not in MOVES or len(variables(eqn.invars)) != 1:
+            if eqn.primitive.name not in ops.MOVES or len(variables(eqn.invars)) != 1:
                 break
             moves.insert(0, eqn)
             v = eqn.invars[0]
@@ -333,7 +332,7 @@ class _Units:
         return choose(island, operands, must, streams, cost)
 
     def _half(self, island: Any, products: Sequence[Any], choice: Kept) -> Unit:
-        sums = small_sums(island)
+        sums = ops.small_sums(island)
         made = dict.fromkeys([*island.outvars, *sums])
         read = [v for p in products for v in p.jaxpr.invars if v not in made]
         inputs = dict.fromkeys([*island.invars, *read])

@@ -20,14 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from . import _jaxpr
+from . import _operations as ops
 from ._autocast_plan import Plan, Unit, make_plan
-from ._derivatives import kept_apart, no_tangent, softmax_from, with_value
 from ._dot_general import is_zero
 from ._higher_order import run_with
 from ._jaxpr import is_literal
 from ._marks import FLOAT16_GRADIENTS, TRACED, Names
-from ._operations import reached_by, softmaxes_of
-from ._products import Product
 from ._validation import warn
 
 
@@ -67,12 +65,12 @@ class Cast:
     def rounded(self, x: jax.Array) -> jax.Array:
         """`x` and its cotangent in half precision: one array serves all readers."""
         dtypes = self.backward, self.forward
-        return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
+        return ops.with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
     def apart(self, x: Any) -> Any:
         """Arrays from which XLA:GPU computes again what else it had kept in float32."""
         with_barrier = self.recompute and not self.in_loop
-        return jax.tree.map(kept_apart, x) if with_barrier else x
+        return jax.tree.map(ops.kept_apart, x) if with_barrier else x
 
     def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
         """Runs an island and its products."""
@@ -212,7 +210,7 @@ class _Island:
         self._read = self._halved.union(*wires)
         self._shared = {outputs[i] for i in unit.shared}
         self._known = {outputs[i]: i for i in unit.known}
-        found = softmaxes_of(unit.jaxpr)
+        found = ops.softmaxes_of(unit.jaxpr)
         self._softmaxes = {outputs[i]: (i, *found[outputs[i]]) for i in unit.softmaxes}
         self.again = jax.jit(self._again)
 
@@ -236,7 +234,7 @@ class _Island:
         """Tangents of outputs, for those of inputs, and operands made again."""
         types = zip(copies, self._jaxpr.invars, strict=True)
         inputs = [x.astype(v.aval.dtype) for x, v in types]
-        reached = reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
+        reached = ops.reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
 
         def run(some: dict[int, Any]) -> Any:
             values: dict[Any, Any] = {}
@@ -246,11 +244,11 @@ class _Island:
                 if v in self._softmaxes:
                     i, exponents, axes = self._softmaxes[v]
                     result = kept[i].astype(x.dtype)
-                    return softmax_from(values[exponents], result, axes)
+                    return ops.softmax_from(values[exponents], result, axes)
                 if v not in self._known:
                     return x
                 value = known[self._known[v]]
-                return with_value(x, value) if v in reached else value
+                return ops.with_value(x, value) if v in reached else value
 
             changed = [some.get(i, x) for i, x in enumerate(inputs)]
             outs = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
@@ -262,13 +260,13 @@ class _Island:
         return tangents, self.operands(outs, copies) | kept
 
 
-def _product_tangent(product: Product, dtype: Any) -> Any:
+def _product_tangent(product: ops.Product, dtype: Any) -> Any:
     return jax.jit(functools.partial(product.tangent, dtype))
 
 
 def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:
     """Those that were found, and zeros for the others."""
     return {
-        i: found[i].astype(x.dtype) if i in found else no_tangent(x)
+        i: found[i].astype(x.dtype) if i in found else ops.no_tangent(x)
         for i, x in primals.items()
     }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from . import _pytree, _validation
-from ._scaling import multiply
+from ._tree import multiply
 
 T = TypeVar("T")
 

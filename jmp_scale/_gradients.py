@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._marks import LOSS_SCALE, NEEDS_LOSS_SCALE, TRACED
-from ._scaling import widen_gradients
-from ._tree import is_inexact, promote_to_float32
+from ._tree import is_inexact, promote_to_float32, widen_gradients
 from ._validation import warn
 
 

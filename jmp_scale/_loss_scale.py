@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from . import _pytree, _validation
 from ._dynamic import DynamicLossScale
-from ._scaling import multiply
+from ._tree import multiply
 
 T = TypeVar("T")
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._tree import is_module
+
 # Where S and 1/S are normal in float32. Beyond, XLA flushes gradients to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
@@ -173,3 +175,17 @@ def _is_numeric(arguments: Arguments, value: Any) -> bool:
         allowed = "numbers or arrays"
         raise TypeError(arguments.message("loss_scale and counter", allowed, value))
     return isinstance(value, (bool, int, float, *_ARRAYS))
+
+
+def require_function(name: str, fun: Any) -> None:
+    """Raises a TypeError if `fun` is not a function of what a step differentiates."""
+    if is_module(fun):
+        raise TypeError(
+            f"{name}: expected a function, got a {type(fun).__name__}; wrap the "
+            "function that calls the model: lambda model, x: loss(model(x))"
+        )
+    if not callable(fun):
+        raise TypeError(
+            f"{name}: expected a function, got {fun!r}; write "
+            f'{name}(loss_fn, "float16")(params, batch). It is not a context manager'
+        )

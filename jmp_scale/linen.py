@@ -16,11 +16,10 @@ from jax.typing import ArrayLike
 from ._finite import all_finite
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
-from ._scaling import OVERWRITE_WITH_GRADIENT
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState
 from ._transform import fresh_buffers
-from ._tree import map_inexact, select_tree
+from ._tree import OVERWRITE_WITH_GRADIENT, map_inexact, select_tree
 
 
 class TrainState(train_state.TrainState):

@@ -32,11 +32,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The tests that mirror a module, and some that use it.
 TESTS = {
-    "_scaling": "test_loss_scale test_gradients",
     "_dynamic": "test_loss_scale test_validation",
     "_loss_scale": "test_loss_scale test_validation test_gradients "
     "diagnostics/test_report test_state_dict_docs",
-    "_tree": "test_tree test_policy",
+    "_tree": "test_tree test_policy test_loss_scale test_gradients",
     "_mesh": "test_mesh",
     "_finite": "test_finite test_mesh test_sharding",
     "_gradients": "test_gradients",

@@ -19,7 +19,7 @@ from .._autocast_plan import Plan, Unit
 from .._autocast_run import Cast
 from .._dot_general import bilinear, derivative
 from .._marks import Names, tracing
-from .._products import Product
+from .._operations import Product
 from ._backward import Backward, Loss, at_loss_scale, split_arrays
 from ._comparison import (
     changed_in_the_last_digit,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
-from ..._products import is_sum, stays_float32
+from ..._operations import is_sum, stays_float32
 from .facts import Fact, is_wide
 from .origins import is_half
 from .rules import is_cast_by_user

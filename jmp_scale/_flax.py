@@ -15,7 +15,7 @@ try:
     import flax.serialization  # noqa: F401  (_pytree looks for it)
 except ImportError as error:
     raise ImportError(
-        'jmp_scale.linen and jmp_scale.nnx need Flax: pip install "jmp_scale[flax]"'
+        "jmp_scale.linen and jmp_scale.nnx need Flax: pip install 'flax>=0.12'"
     ) from error
 
 

@@ -20,7 +20,7 @@ try:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 except ImportError as error:
     raise ImportError(
-        "jmp_scale.plotting needs matplotlib: pip install 'jmp_scale[plot]'"
+        "jmp_scale.plotting needs matplotlib: pip install matplotlib"
     ) from error
 
 # Of Okabe and Ito, for the color-blind too, on white and on a dark page.

@@ -818,6 +818,23 @@ def test_it_composes_with_what_is_around_it(around):
     assert_close(got, compiled(AROUND[around](loss))(W, X), 0.02)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_forward_mode_goes_through_a_loop_that_ends_by_its_values(recompute):
+    def loss(w):
+        def goes_on(carry):
+            return (carry[0] < 10) & (jnp.sum(carry[1] ** 2) > 1e-3)
+
+        def step(carry):
+            return carry[0] + 1, jnp.tanh(carry[1] @ w)
+
+        return mean_square(lax.while_loop(goes_on, step, (0, X))[1])
+
+    tangent = jnp.cos(jnp.arange(W.size, dtype="float32")).reshape(W.shape)
+    half_loss = autocast(loss, "float16", recompute=recompute)
+    got, wanted = (jax.jvp(f, (W,), (tangent,)) for f in (half_loss, loss))
+    assert_close(got, wanted, 0.02)
+
+
 @pytest.mark.parametrize("mode", ["jacfwd", "grad"])
 @pytest.mark.parametrize(
     "name", one_of(2, ["custom_jvp", "remat", "scan_over_layers", "cond"])

@@ -10,10 +10,11 @@ from jax import lax
 
 def one_of(count, values):
     """Parameters of a test: each `count`th runs by default, the others are slow."""
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
     slow = pytest.mark.slow
     return [
-        pytest.param(value, marks=slow if i % count else ())
-        for i, value in enumerate(values)
+        pytest.param(*each, marks=slow if i % count else ())
+        for i, each in enumerate(tuples)
     ]
 
 

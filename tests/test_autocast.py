@@ -625,7 +625,7 @@ LIKE = {  # what is done to the result of a layer, from one source line
 }
 
 
-@pytest.mark.parametrize("what", one_of(2, LIKE))
+@pytest.mark.parametrize("what", one_of(3, LIKE))
 def test_steps_that_differ_in_one_thing_are_not_one(what):
     change, values = LIKE[what]
 

@@ -14,7 +14,7 @@ from helpers import assert_bitwise_equal, reference_rule
 import jmp_scale
 
 # A profile of more examples than Hypothesis's own 100 is meant, here as elsewhere.
-EXAMPLES = max(8, hypothesis.settings().max_examples - 100)
+EXAMPLES = max(5, hypothesis.settings().max_examples - 100)
 
 TRANSFORMS = {
     "adam": lambda: optax.scale_by_adam(),

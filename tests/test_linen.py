@@ -271,10 +271,10 @@ def float8_inputs(size=1.0):
 
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 @pytest.mark.parametrize(
-    "case", one_of(3, [((0, 1), 0, 1000.0), (0, 0, 2.0**10), ((0,), 1, 1000.0)])
+    ("argnums", "op", "s"),
+    one_of(3, [((0, 1), 0, 1000.0), (0, 0, 2.0**10), ((0,), 1, 1000.0)]),
 )
-def test_float8_scales_are_replaced_not_unscaled(case):
-    argnums, op, s = case
+def test_float8_scales_are_replaced_not_unscaled(argnums, op, s):
     plain, scaled = (
         float8_state(loss_scale, op=op)
         for loss_scale in (jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(s))
@@ -383,10 +383,10 @@ def test_a_spike_keeps_the_float8_scales():
 
 
 @pytest.mark.parametrize("module", ["linen", "nnx"])
-def test_a_missing_flax_names_the_extra(module, monkeypatch):
+def test_a_missing_flax_is_named(module, monkeypatch):
     for name in ("_flax", "linen", "nnx"):
         monkeypatch.delitem(sys.modules, f"jmp_scale.{name}", raising=False)
         monkeypatch.delattr(jmp_scale, name, raising=False)
     monkeypatch.setitem(sys.modules, "flax", None)
-    with pytest.raises(ImportError, match=r'pip install "jmp_scale\[flax\]"'):
+    with pytest.raises(ImportError, match="pip install 'flax"):
         importlib.import_module(f"jmp_scale.{module}")

@@ -45,7 +45,7 @@ def assert_close(got, wanted, tolerance):
             assert np.abs(x - y).max() <= tolerance * max(np.abs(y).max(), 1e-3)
 
 
-@pytest.mark.parametrize("name", one_of(3, PROGRAMS))
+@pytest.mark.parametrize("name", one_of(4, PROGRAMS))
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_a_program_has_the_value_and_gradient_of_the_float32_one(name):
     fun, args, halves, jit, options = PROGRAMS[name]

@@ -60,7 +60,7 @@ def assert_exact(name, fun, args, mode, options):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
 
 
-@pytest.mark.parametrize("name", [*one_of(3, HOSTILE), *SLOW])
+@pytest.mark.parametrize("name", [*one_of(4, HOSTILE), *SLOW])
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_recompute_changes_no_value_and_no_gradient(name):
     fun, args, options = ALL[name]

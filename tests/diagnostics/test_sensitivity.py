@@ -12,7 +12,7 @@ import optax
 import pytest
 from autocast_programs import PROGRAMS
 from flax import nnx
-from helpers import count_traces
+from helpers import count_traces, one_of
 from jax import lax
 
 import jmp_scale
@@ -154,13 +154,12 @@ def test_what_is_recommended_works_as_pasted(case, dtype):
 
 
 KINDS = """
-    attention fused_attention linear_algebra ragged_dot remat_in_scan shard_map
-    transposed_convolution_and_batch_norm while_loop
+    nested_scans attention cond custom_jvp fused_attention linear_algebra ragged_dot
+    remat_in_scan shard_map transposed_convolution_and_batch_norm while_loop
 """
-SLOW_KINDS = [pytest.param(n, marks=pytest.mark.slow) for n in KINDS.split()]
 
 
-@pytest.mark.parametrize("name", ["cond", "custom_jvp", "nested_scans", *SLOW_KINDS])
+@pytest.mark.parametrize("name", one_of(11, KINDS.split()))
 def test_all_products_together_give_the_gradient_of_autocast(name):
     fun, args, *_ = PROGRAMS[name]
     found = sensitive_products(fun, *args, loss_scale=1)
@@ -206,6 +205,7 @@ class Head(nn.Module):
         return nn.Dense(2, name="phase")(h)
 
 
+@pytest.mark.slow
 def test_a_product_within_a_library_has_its_module_and_the_line_of_the_user():
     model = Head()
     x = normal(0, 64, 16)
@@ -265,6 +265,7 @@ def test_an_overflow_of_the_forward_pass_names_its_line_and_the_cure():
     assert sensitive_products(large, *args, dtype="bfloat16").keep == ()
 
 
+@pytest.mark.slow
 def test_small_errors_of_many_products_are_nobodys_fault():
     def deep(w, x):
         for _ in range(10):

@@ -13,6 +13,10 @@ from .._gradients import checked_output, value_and_grad
 from .._loss_scale import DynamicLossScale
 from .._tree import is_inexact, named_inexact_leaves
 
+# XLA may leave a rounding out that the program asks for, on a CPU as on a GPU. Another
+# machine, or another version, does not: what is measured is the program as written.
+ALL_ROUNDINGS: Any = {"xla_allow_excess_precision": False}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

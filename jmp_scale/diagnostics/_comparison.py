@@ -1,5 +1,6 @@
 """How far the gradient of a half-precision program is from float32's, leaf by leaf."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from .._finite import all_finite
 from .._loss_scale import scale_value
-from ._backward import Backward, Loss, at_loss_scale, split_arrays
+from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
 from ._report import leaf_name, power
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
@@ -107,7 +108,8 @@ def compare_gradients(
 
     Runs both on the host, each compiled once, on real values: the answer holds for
     these parameters and this batch. It is that of the gradient as you train with it:
-    scaled by S and unscaled. Models among the arguments stay as they are.
+    scaled by S and unscaled. XLA leaves none of the roundings out that the program asks
+    for, as it may elsewhere (`xla_allow_excess_precision`). Models among the arguments stay as they are.
 
     `autocast`, casts by hand, `Policy` and layers with a `dtype` all give such a
     `half_loss`.
@@ -148,8 +150,9 @@ def compare_gradients(
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     s = None if loss_scale is None else float(scale_value(function, loss_scale))
     arrays, rejoin = split_arrays(args)
-    run = jax.jit(lambda arrays: full.run(1.0, rejoin(arrays)))
-    run_half = jax.jit(lambda s, arrays: half.run(s, rejoin(arrays)))
+    compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
+    run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
+    run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     found, s = at_loss_scale(lambda s: run_half(s, arrays), s)
     reference = run(arrays)
     rows = differences(found, reference)

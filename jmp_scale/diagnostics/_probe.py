@@ -20,7 +20,7 @@ from .._autocast_run import Cast
 from .._dot_general import bilinear, derivative
 from .._marks import Names, tracing
 from .._operations import Product
-from ._backward import Backward, Loss, at_loss_scale, split_arrays
+from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
 from ._comparison import (
     changed_in_the_last_digit,
     differences,
@@ -79,10 +79,9 @@ class Probe:
             flagged = dataclasses.replace(loss, fun=fun, has_aux=False)
             return flagged.run(s, rejoin(arrays))
 
-        # XLA may not leave roundings out. Level 1, since small products on a CPU would
-        # take six times as long to compile at level 3, and run as fast.
-        options: Any = {"xla_allow_excess_precision": False}
-        options["xla_backend_optimization_level"] = 1
+        # Small products on a CPU would take six times as long to compile at level 3, and
+        # run as fast.
+        options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
         self.reference = self.run((), 1.0)
         changed = changed_in_the_last_digit(self._arrays)

@@ -43,6 +43,20 @@ def test_the_error_is_that_of_the_gradients_themselves():
     assert text.index("['w']") < text.index("['unused']")
 
 
+def test_no_rounding_of_the_program_is_left_out():
+    w = jnp.arange(64.0).reshape(8, 8)  # entries and products are whole numbers
+
+    def product(w, dtype=jnp.bfloat16):
+        w = w.astype(dtype)
+        return (w @ w).astype(jnp.float32).sum()
+
+    exact = np.asarray(w, np.float64) @ np.asarray(w, np.float64)
+    rounded = exact.astype(jnp.bfloat16).astype(np.float64).sum()
+    found = compare_gradients(product, lambda w: product(w, jnp.float32), w)
+    assert (found.loss, found.half_loss) == (exact.sum(), rounded)
+    assert rounded != exact.sum()
+
+
 def test_a_float16_gradient_is_judged_as_it_is_trained():
     x, full = jnp.ones(3), lambda w, x: 2.0**-30 * (w * x).sum()
     assert compare_gradients(forgetful, full, x, x).error == 0

@@ -210,7 +210,8 @@ class Optimizer(nnx.Optimizer):
                 **kwargs,
             )
             nodes = _graph_nodes(args)
-            before = _leaves_of(nodes)  # the call writes into the modules themselves
+            # The call writes into the modules themselves.
+            before = {path: _leaves(x) for path, x in _variables(nodes).items()}
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
             agree = getattr(self.tx.update, "agreement", None)  # None: the automatic
@@ -282,10 +283,13 @@ def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) 
 def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
     """Whether `nnx.value_and_grad` takes positions only, in a mode of newer Flax."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
-    known = {name: mode for name, mode in modes.items() if hasattr(nnx, mode)}
-    values = {name: getattr(nnx, mode).current_value() for name, mode in known.items()}
-    values |= {name: x for name, x in kwargs.items() if name in known and x is not None}
-    return False in values.values()
+    for name, mode in modes.items():
+        value = kwargs.get(name)
+        if value is None and hasattr(nnx, mode):
+            value = getattr(nnx, mode).current_value()
+        if value is False:
+            return True
+    return False
 
 
 def _has_modules(tree: Any) -> bool:
@@ -301,27 +305,25 @@ def _is_node(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def _leaves_of(nodes: list[Any]) -> dict[Any, dict[Any, Any]]:
-    """Leaves, by path, of every variable that a forward pass may change, by path."""
-    variables = _variables(nodes)  # leaves: a dict may be written in place
-    return {path: dict(jax.tree_util.tree_leaves_with_path(x)) for path, x in variables}
+def _variables(nodes: list[Any]) -> dict[Any, Any]:
+    """Every variable that a forward pass may change, and every plain array, by path."""
+    return dict(nnx.to_flat_state(nnx.state(nodes, nnx.Not(nnx.Intermediate))))
+
+
+def _leaves(variable: Any) -> dict[Any, Any]:
+    """The leaves of a variable by path: a dict in it may be written in place."""
+    return dict(jax.tree_util.tree_leaves_with_path(variable))
 
 
 def _put_back_unless(keep: jax.Array, nodes: list[Any], before: Any) -> None:
-    selected = []
-    for path, variable in _variables(nodes):
-        old = before.get(path, {})
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(variable)
-        new = [_select(keep, x, old.get(p)) for p, x in leaves]
-        if any(x is not y for x, (_, y) in zip(new, leaves, strict=True)):
-            selected.append((path, jax.tree.unflatten(treedef, new)))
+    selected = {}
+    for path, variable in _variables(nodes).items():
+        old, new = before.get(path, {}), _leaves(variable)
+        if any(x is not old.get(p) for p, x in new.items()):
+            leaves = [_select(keep, x, old.get(p)) for p, x in new.items()]
+            selected[path] = jax.tree.unflatten(jax.tree.structure(variable), leaves)
     if selected:
         nnx.update(nodes, nnx.from_flat_state(selected))
-
-
-def _variables(nodes: list[Any]) -> Any:
-    # Plain arrays among the attributes of a module are in the state as well.
-    return nnx.to_flat_state(nnx.state(nodes, nnx.Not(nnx.Intermediate)))
 
 
 def _select(keep: jax.Array, new: Any, old: Any) -> Any:

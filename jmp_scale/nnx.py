@@ -109,12 +109,11 @@ class Optimizer(nnx.Optimizer):
     ```
 
     A skipped step leaves parameters, optimizer state and `step` bit-identical; `step`
-    counts applied steps here. A plain `nnx.Optimizer` of `with_loss_scale(tx, ...)`
-    skips too, but keeps non-finite BatchNorm statistics and counts every call.
+    counts applied steps here.
 
-    **What the forward pass wrote.** The forward pass of an NNX model writes to the
-    model: BatchNorm statistics, random streams, caches. Where the step will be skipped,
-    `value_and_grad` puts all of it back, in every module that the loss function takes.
+    **What the forward pass wrote** to the model (BatchNorm statistics, random streams,
+    caches) is put back by `value_and_grad` where the step will be skipped, in every
+    module that the loss function takes.
 
     - `value_and_grad` decides as `update` will, from its own loss and gradients. With a
       guard, pass `value` to `update`, which otherwise judges without the loss. Where
@@ -322,8 +321,7 @@ def _put_back_unless(keep: jax.Array, nodes: list[Any], before: Any) -> None:
         if any(x is not old.get(p) for p, x in new.items()):
             leaves = [_select(keep, x, old.get(p)) for p, x in new.items()]
             selected[path] = jax.tree.unflatten(jax.tree.structure(variable), leaves)
-    if selected:
-        nnx.update(nodes, nnx.from_flat_state(selected))
+    nnx.update(nodes, nnx.from_flat_state(selected))
 
 
 def _select(keep: jax.Array, new: Any, old: Any) -> Any:
@@ -332,10 +330,7 @@ def _select(keep: jax.Array, new: Any, old: Any) -> Any:
     if new is old or not is_data(new):
         return new
     if is_data(old) and jnp.shape(old) == jnp.shape(new):
-        dtype = jax.typeof(new).dtype
-        if not jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys are not cast
-            old = jnp.asarray(old).astype(dtype)
-        return jnp.where(keep, new, old)
+        return jnp.where(keep, new, jnp.asarray(old, jax.typeof(new).dtype))
     if is_inexact(new):
         # There is nothing to go back to, and a NaN in a statistic would stay.
         return jnp.where(keep | jnp.isfinite(new), new, jnp.zeros_like(new))

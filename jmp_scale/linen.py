@@ -26,8 +26,7 @@ class TrainState(train_state.TrainState):
     """Flax's `TrainState` with a loss scale: a skipped step leaves all as it was.
 
     The train step of Flax's examples changes in two lines: the gradients come from
-    `state.value_and_grad`, and whatever else the step computed is given to
-    `apply_gradients`, which drops all of it on a skipped step.
+    `state.value_and_grad`, and `apply_gradients` takes whatever else the step computed.
 
     ```python
     (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
@@ -45,9 +44,7 @@ class TrainState(train_state.TrainState):
     **float8.** The "gradients" of Flax's collection `_overwrite_with_gradient` in
     `params` are the next scales and histories of maxima, and are never unscaled. An
     applied step replaces them, a skipped one keeps them; one that makes them NaN or
-    infinite is skipped. Overflows of float8's own range are invisible: float8
-    operations saturate (at 57344 in the backward pass) until their scales have
-    followed, so the gradients of some steps are too small, but finite.
+    infinite is skipped.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -135,7 +132,8 @@ class TrainState(train_state.TrainState):
           ValueError: a change differs from its field in structure, shape or dtype.
         """
         tx: Any = self.tx
-        (params, old), (grads, new) = map(_without_float8, (self.params, grads))
+        params, old = _without_float8(self.params)
+        grads, new = _without_float8(grads)
         if new is not None:
             finite = _is_finite(new, old)
             grads = map_inexact(lambda g: jnp.where(finite, g, jnp.nan), grads)
@@ -155,14 +153,13 @@ class TrainState(train_state.TrainState):
 def _selected(applied: Any, changes: dict[str, Any], state: TrainState) -> Any:
     """The changes if `applied`, else the fields; changes of static fields always."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
-    names = [field.name for field in fields]
-    for name in changes.keys() - names:
+    is_node = {field.name: field.metadata.get("pytree_node", True) for field in fields}
+    for name in changes.keys() - is_node.keys():
         raise TypeError(
             "TrainState.apply_gradients: expected the loss as value=, and fields of "
-            f"the state ({', '.join(names)}), got {name}="
+            f"the state ({', '.join(is_node)}), got {name}="
         )
-    nodes = {field.name for field in fields if field.metadata.get("pytree_node", True)}
-    new = {name: value for name, value in changes.items() if name in nodes}
+    new = {name: value for name, value in changes.items() if is_node[name]}
     old = {name: getattr(state, name) for name in new}
     try:
         return changes | select_tree(applied, new, old)

@@ -6,19 +6,16 @@ framework takes and returns the `DynamicLossScale` with the same S after every s
 them an overflow starts the count again, also where hysteresis absorbs it.
 
 They differ from their originals in one thing. S and 1/S are always normal float32
-numbers here, so a floor, a cap or an initial S beyond [2^-126, 2^126] becomes that end,
-where S then holds, and so does a missing floor or cap. S is never 0, NaN or infinite,
-which most originals allow and which silently makes every gradient zero or NaN. S is
-float32 even where an original computes with Python numbers: the same for powers of two,
-and otherwise within 1e-5 over hundreds of steps.
+numbers here: a floor, a cap or an initial S beyond [2^-126, 2^126], or a missing floor
+or cap, is that end, where S then holds. S is never 0, NaN or infinite, which most
+originals allow and which silently makes every gradient zero or NaN. S is float32 even
+where an original computes with Python numbers: the same for powers of two, and
+otherwise within 1e-5 over hundreds of steps.
 
 All raise `TypeError` for an argument that is not a number, and `ValueError` for one out
 of range, under its own name. `dataclasses.replace(preset, min_loss_scale=1.0)` sets
 what a preset has no argument for. It keeps `loss_scale`, `counter` and
 `hysteresis_left`: give these too if the start changes.
-
-A framework without a preset is written as a `DynamicLossScale`. If S grows one step
-late there, its `period` is the framework's interval plus 1.
 
 Examples:
   >>> from jmp_scale import presets
@@ -106,10 +103,9 @@ def deepspeed(
     S starts at 2^initial_scale_power, doubles after `loss_scale_window` stable steps
     and halves at the `hysteresis`-th overflow. What was absorbed is refilled when S
     grows, or with `consecutive_hysteresis` by every finite step; once used up, every
-    overflow halves S. `get_loss_scale` reads the section itself.
-
-    Differs from all others: the first growth after the start or an overflow is late by
-    one step, which is not counted. Further growths are `loss_scale_window` steps apart.
+    overflow halves S. The first growth after the start or an overflow is late by one
+    step, which is not counted; further growths are `loss_scale_window` steps apart.
+    `get_loss_scale` reads the section itself.
 
     Traps: `initial_scale_power` is an exponent. With 0 or 1, S starts at 1 or 2: small
     gradients stay zero until S has grown (15,000 steps to 2^15 by default), and it
@@ -137,9 +133,7 @@ def megatron(
     """Megatron-LM's `DynamicGradScaler` (`--initial-loss-scale`, ...).
 
     S grows after `growth_interval` finite steps and backs off at the `hysteresis`-th
-    overflow, with a floor of `min_scale`.
-
-    Differs from Apex and Paddle: only a growth of S refills the hysteresis. So
+    overflow, with a floor of `min_scale`. Only a growth of S refills the hysteresis:
     overflows need not be in a row to use it up, and from then on each one backs off.
 
     Traps: from 2^32 the first steps of a float16 run are skipped (17 until S is 2^16).
@@ -186,10 +180,10 @@ def fairseq(
     continues to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off
     above that share of overflows) is refused: steps since S changed are not counted.
     """
-    given = locals() | {"threshold": 0.0 if threshold is None else threshold}
-    arguments = Arguments("presets.fairseq")
-    require_no_tolerance(arguments, "tolerance", given.pop("tolerance"))
-    return _dynamic("fairseq", given)
+    require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
+    del tolerance
+    threshold = 0.0 if threshold is None else threshold
+    return _dynamic("fairseq", locals())
 
 
 def cerebras(
@@ -267,8 +261,8 @@ def paddle(
     """PaddlePaddle's `paddle.amp.GradScaler` (3.3, dynamic graph).
 
     S is multiplied by `incr_ratio` after `incr_every_n_steps` finite steps and by
-    `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row. Differs from
-    Megatron and DeepSpeed: that count starts again at every finite step and backoff.
+    `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row, a count that
+    starts again at every finite step and backoff.
 
     Trap: there is neither floor nor cap. The static graph's kernel has a floor of 1:
     `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
@@ -298,11 +292,9 @@ def flax(
 ) -> DynamicLossScale:
     """Flax's `flax.training.dynamic_scale.DynamicScale` (0.12).
 
-    S is multiplied by `growth_factor` after `growth_interval` finite steps and by
-    `backoff_factor` at every overflow, down to `minimum_scale` (None: no floor).
-
-    Differs from most: S grows one step late, on finite step `growth_interval` + 1,
-    because the counter is compared before it is incremented.
+    S is multiplied by `growth_factor` after `growth_interval` + 1 finite steps, because
+    the counter is compared before it is incremented, and by `backoff_factor` at every
+    overflow, down to `minimum_scale` (None: no floor).
 
     Traps: past float32's maximum Flax clamps S to 3.4e38, where 1/S is flushed to 0 and
     with it every gradient. From the default floor it takes 141 growths back to 2^15: a
@@ -337,8 +329,9 @@ def mpx(
     rounds. Take `jmp`, or `apex` with a cap of 2^15, for a new run. MPX unscales by the
     adjusted S: its gradients are too small by `factor` whenever S grows, unlike here.
     """
-    fixed = {"max_loss_scale": 65504.0, "at_max": "clamp"}
-    return _dynamic("mpx", locals(), **fixed, clamps_initial=True)
+    return _dynamic(
+        "mpx", locals(), max_loss_scale=65504.0, at_max="clamp", clamps_initial=True
+    )
 
 
 def _dynamic(

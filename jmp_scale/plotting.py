@@ -1,8 +1,8 @@
 """Figures of what `jmp_scale.diagnostics` reports; needs the extra `plot`.
 
-Each function draws into the axes it is given, or into those of a new figure, and
-returns them: their titles, limits and legends are yours to change. Nothing is shown or
-written. All run on the host, and raise `TypeError` for a report of another kind.
+Each function draws into the axes it is given as `ax`, or into those of a new figure,
+and returns them: their titles, limits and legends are yours to change. Nothing is shown
+or written. All run on the host, and raise `TypeError` for a report of another kind.
 """
 
 from collections.abc import Sequence
@@ -32,22 +32,18 @@ _INK = "#7f7f7f"  # of text, which can be read on both
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     """The loss scale over the recorded steps, and which of them were skipped.
 
-    Args:
-      history: with at least one step.
-      ax: axes to draw into; default a new figure's.
-
     Returns:
       The axes: steps by log2 S.
 
     Raises:
-      ValueError: an empty history.
+      ValueError: a history without steps.
     """
     _check("plot_loss_scale", history, LossScaleHistory)
     recorded = history.to_dict()
     step, log2_scale = recorded["step"], recorded["log2_scale"]
     _check_some("plot_loss_scale", step.size, "a history of at least one step")
     ax = _axes(ax)
-    style = {"color": _BLUE, "linewidth": 1.6, "label": "loss scale S", "zorder": 2}
+    style = {"color": _BLUE, "linewidth": 1.6, "label": "loss scale S"}
     ax.step(step, log2_scale, where="post", **style)
     broken = ~recorded["loss_finite"]
     overflow = ~(recorded["grads_finite"] | broken | recorded["spike"])
@@ -130,7 +126,6 @@ def plot_exponent_histogram(
       histogram: of unscaled gradients.
       log2_scale: log2 of S.
       dtype: see `grad_report`.
-      ax: axes to draw into; default a new figure's.
 
     Returns:
       The axes: log2 of the unscaled magnitude by share of the non-zero entries.
@@ -180,7 +175,6 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     Args:
       report: of `grad_report`.
       k: leaves that are drawn at most, the worst ones, in the order of the tree.
-      ax: axes to draw into; default a new figure's.
 
     Returns:
       The axes: share of the leaf's non-zero entries by leaf.
@@ -220,10 +214,6 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
 def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     """The share of zero gradient entries at each S, and the window of S that work.
 
-    Args:
-      calibration: of `calibrate_loss_scale`.
-      ax: axes to draw into; default a new figure's.
-
     Returns:
       The axes: log2 S by leaf.
     """
@@ -242,15 +232,18 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     hatched = {"facecolor": "0.85", "edgecolor": "0.6", "hatch": "///", "linewidth": 0}
     for column in np.flatnonzero(~np.asarray(calibration.finite)):
         ax.axvspan(edges[column], edges[column + 1], **hatched)
+    title = "No loss scale works"
     if not np.isnan(low):
+        start = "" if np.isnan(best) else f"; start from {_power(best)}"
+        title = f"Loss scales from {_power(low)} to {_power(high)} work{start}"
         first, last = np.searchsorted(log2_scales, [low, high])
         frame = {"fill": False, "edgecolor": _RED, "linewidth": 2.5, "zorder": 4}
         ax.axvspan(*edges[[first, last + 1]], **frame)
         ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
+    ax.set_title(title)
     ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set_xlabel("loss scale S (hatched: gradients overflow)")
     ax.set_ylim(len(paths) - 0.5, -0.5)
-    ax.set_title(_window_title(low, high, best))
     _power_of_two_axis(ax.xaxis)
     return ax
 
@@ -265,13 +258,6 @@ def _check(function: str, value: Any, kind: type) -> None:
 def _check_some(function: str, some: Any, needed: str) -> None:
     if not some:
         raise ValueError(f"{function}: expected {needed}, got none")
-
-
-def _window_title(low: float, high: float, best: float) -> str:
-    if np.isnan(low):
-        return "No loss scale works"
-    window = f"Loss scales from {_power(low)} to {_power(high)} work"
-    return window if np.isnan(best) else f"{window}; start from {_power(best)}"
 
 
 def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
@@ -301,14 +287,12 @@ def _draw_skipped(ax: Any, step: Any, y: Any, skipped: Any, **style: Any) -> Non
 
 def _draw_limited(ax: Any, recorded: dict[str, Any], name: str, limit: str) -> None:
     step = recorded["step"]
-    y, limits = (
-        np.where(np.isfinite(recorded[key]), recorded[key], np.nan)
-        for key in (name, limit)
-    )
+    y = np.where(np.isfinite(recorded[name]), recorded[name], np.nan)
+    limits = np.where(np.isfinite(recorded[limit]), recorded[limit], np.nan)
     applied = np.where(recorded["applied"], y, np.nan)
-    ax.plot(step, applied, color=_BLUE, linewidth=1.2, label="applied", zorder=2)
+    ax.plot(step, applied, color=_BLUE, linewidth=1.2, label="applied")
     if np.isfinite(limits).any():
-        style = {"color": _ORANGE, "linestyle": "--", "linewidth": 1.4, "zorder": 3}
+        style = {"color": _ORANGE, "linestyle": "--", "linewidth": 1.4}
         ax.plot(step, limits, label="limit of the guard", **style)
     style = {"marker": "v", "color": _RED, "label": "skipped"}
     _draw_skipped(ax, step, y, recorded["spike"], **style)

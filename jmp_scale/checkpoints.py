@@ -1,12 +1,7 @@
 """Checkpoints from before loss scaling, or from before a guard against spikes.
 
-A checkpoint of a state with a loss scale needs nothing from this module: Orbax,
-`flax.serialization` and pickle save and restore S and its counter like all other
-leaves. Period, bounds and other arguments come from the code that restores.
-
-`restore_without_loss_scale` takes a checkpoint of the optimizer alone, at any depth of
-the state, also for a `TrainState` and for `nnx.state(optimizer)`.
-`restore_without_guard` takes one that has a loss scale, but no `SpikeGuard`.
+A checkpoint of a state with a loss scale needs nothing from this module: S and its
+counter are saved and restored like all other leaves.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +28,8 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
         is `state` with each `LossScaleState` replaced by its `inner_state`. A `load`
         that ignores it may return nested dicts and lists with the same names.
       state: the new state, as the training code creates it, with a loss scale at any
-        depth. Its other leaves may be `jax.ShapeDtypeStruct`s, with shardings.
+        depth: a `TrainState`, an `nnx.state(optimizer)`, ... Its other leaves may be
+        `jax.ShapeDtypeStruct`s, with shardings.
 
     Returns:
       A tree like `state`, of arrays only.

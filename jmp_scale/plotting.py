@@ -138,10 +138,8 @@ def plot_exponent_histogram(
     _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
     cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
     shares, exponents = counts / counts.sum(), histogram.exponents
-    flushed, normal, overflow = (
-        np.log2(x) - log2_scale
-        for x in (cast.zero_up_to, cast.subnormal_below, cast.overflow_from)
-    )
+    ends = cast.zero_up_to, cast.subnormal_below, cast.overflow_from
+    flushed, normal, overflow = np.log2(ends) - log2_scale
     used = exponents[counts > 0]
     margin = 0.2 * (overflow - flushed)  # room for the words "zero" and "overflow"
     left = min(used.min() - 1, flushed - margin)

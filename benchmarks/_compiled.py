@@ -2,11 +2,16 @@
 
 import dataclasses
 import time
+from typing import Any
 
 import _hlo
 import _traffic
 import jax
 import jax.numpy as jnp
+
+# Else XLA:GPU may leave out a cast to half precision and back, so that nothing is
+# rounded or overflows.
+AS_WRITTEN: Any = {"xla_allow_excess_precision": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +54,7 @@ def compile_step(step, carry, batch, target=None):
         shardings = [leaf.sharding for leaf in leaves]
         out = {"out_shardings": (shardings, None)}
         jitted = jax.jit(step_of_leaves, donate_argnums=0, **out)
-        # Without this XLA:GPU may leave out a cast to float16 and back, so that nothing
-        # is rounded or overflows.
-        options = {"xla_allow_excess_precision": False}
+        options = AS_WRITTEN
     lowered = jitted.lower(leaves, batch)
     start = time.process_time()
     compiled = lowered.compile(compiler_options=options)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from _half_models import cross_entropy
 from _models import cast, wide
-from _stability_tasks import dense, tasks
+from _stability_tasks import WIDTHS, dense, tasks
 from flax import nnx
 
 
@@ -56,7 +56,6 @@ def _reconstruction(params: Any, batch: Any, dtype: Any) -> jax.Array:
     return _reconstructed(params, batch[0], dtype).mean()
 
 
-WIDTHS = (64, 128, 64, 32, 16, 32, 64, 128, 64)
 AUTOENCODER = Task(dense(WIDTHS), _pictures("autoencoder"), _reconstruction, adam(5e-3))
 
 

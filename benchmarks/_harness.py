@@ -16,6 +16,7 @@ from typing import Any
 
 import _tables
 import jax
+import numpy as np
 from _tables import Table as Table
 from tqdm import tqdm
 
@@ -77,6 +78,18 @@ def parser(description: str) -> argparse.ArgumentParser:
     text = "file to write tables and versions to"
     result.add_argument("--json", type=pathlib.Path, help=text)
     return result
+
+
+def add_several(arguments, flag, choices, default, text) -> None:
+    """An argument of one or more of the choices."""
+    given = {"choices": list(choices), "default": list(default)}
+    arguments.add_argument(flag, nargs="+", **given, help=text)
+
+
+def relative_error(got, exact) -> float:
+    """Norm of the difference over the norm, in float64."""
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
 def round_as_written() -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _models import cast
 from _stability_tasks import tasks
 
 import jmp_scale
@@ -70,7 +71,7 @@ def _compiled(name, optimizer, steps):
         tx = jmp_scale.with_loss_scale(inner)
         params = task.init(jax.random.key(seed))
         opt_state = tx.init(params)
-        params = _cast(params, optimizer.parameters)
+        params = cast(params, optimizer.parameters)
         history = diagnostics.LossScaleHistory.create(steps)
 
         def step(carry, k):
@@ -102,11 +103,7 @@ def _loss_and_grads(task, params, setting, seed, k, steps):
     weight = jnp.exp2(setting.growth * jnp.maximum(k - steps // 5, 0))
 
     def loss_fn(params):
-        return weight * jnp.mean(task.losses(_cast(params, "float32"), inputs, targets))
+        return weight * jnp.mean(task.losses(cast(params, "float32"), inputs, targets))
 
     loss, grads = jax.value_and_grad(loss_fn)(params)
-    return loss, _cast(grads, "float32")
-
-
-def _cast(tree, dtype):
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
+    return loss, cast(grads, "float32")

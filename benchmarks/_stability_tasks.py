@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 
 CONTEXT, WIDTH = 16, 32
 LAYERS = ("attention", "layers")
+WIDTHS = (64, 128, 64, 32, 16, 32, 64, 128, 64)  # of the autoencoder
 
 
 class Task(NamedTuple):
@@ -51,9 +52,8 @@ def tasks() -> dict[str, Task]:
         pieces = text[starts[:, None] + jnp.arange(CONTEXT + 1)]
         return pieces[:, :-1], pieces[:, 1:]
 
-    autoencoder = (64, 128, 64, 32, 16, 32, 64, 128, 64)
     return {
-        "autoencoder": Task(dense(autoencoder), pictures, _squared_errors, 5e-3),
+        "autoencoder": Task(dense(WIDTHS), pictures, _squared_errors, 5e-3),
         "classifier": Task(dense((64, 64, 10)), labeled, _cross_entropies, 3e-3),
         "char-LM": Task(_init_language_model, snippets, _character_losses, 3e-3, 8),
         "likelihood": Task(dense((2, 64, 2)), _waves, _negative_log_likelihoods, 3e-3),

@@ -28,7 +28,7 @@ import _targets
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _compiled import figures
+from _compiled import AS_WRITTEN, figures
 from _half_models import DEEP, LARGE, SMALL
 from _harness import Table
 from _models import Model
@@ -116,8 +116,7 @@ def _compiled(target: str, half: Any, model: str, program: str) -> dict[str, flo
     loss = PROGRAMS[program](LARGE[model], half)
     lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
     is_gpu = target == "h100"
-    # Without this XLA:GPU may leave out a cast to half precision and back.
-    options: Any = {"xla_allow_excess_precision": False} if is_gpu else {}
+    options = AS_WRITTEN if is_gpu else {}
     start = time.process_time()
     try:
         compiled = lowered.compile(compiler_options=options)
@@ -200,9 +199,7 @@ def _parser() -> Any:
         ("--targets", _targets.TARGETS, ["h100", "tpu-v5e"], "machines"),
         ("--parts", PARTS, PARTS, "tables to make"),
     ):
-        parser.add_argument(
-            flag, nargs="+", choices=list(choices), default=list(default), help=text
-        )
+        _harness.add_several(parser, flag, choices, default, text)
     parser.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
     return parser
 

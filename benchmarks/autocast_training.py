@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _harness.parser(__doc__)
     tasks = [*_half_tasks.TASKS, DEEP]
     for flag, choices in (("--tasks", tasks), ("--programs", PROGRAMS)):
-        parser.add_argument(
-            flag, nargs="+", choices=list(choices), default=list(choices), help="to run"
-        )
+        _harness.add_several(parser, flag, choices, choices, "to run")
     parser.add_argument("--seeds", type=int, default=5, help="of each program")
     parser.add_argument("--steps", type=int, default=1000, help="of each training")
     args = parser.parse_args(argv)
@@ -128,18 +126,13 @@ def gradients(seeds: int) -> Table:
             s = program.loss_scale or jmp_scale.NoOpLossScale()
             got = jax.jit(jmp_scale.grad(program.loss(task), s))(params, batch)
             pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
-            worst.append(max(float(_error(a, b)) for a, b in pairs))
+            worst.append(max(_harness.relative_error(a, b) for a, b in pairs))
         table.rows.append([name, f"{np.median(worst):.2g}"])
     table.notes.append(
         "Median over the seeds of the largest of all layers' errors, relative to the "
         "norm of float32's gradient. S is 2^15."
     )
     return table
-
-
-def _error(got: jax.Array, exact: jax.Array) -> Any:
-    got, exact = (np.asarray(x, np.float64) for x in (got, exact))
-    return np.linalg.norm(got - exact) / np.linalg.norm(exact)
 
 
 def _overlap(losses: np.ndarray, reference: np.ndarray) -> bool:

@@ -16,7 +16,8 @@ import _traffic
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Table, parser, report
+from _compiled import AS_WRITTEN
+from _harness import Table, parser, relative_error, report
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -136,8 +137,7 @@ def compile_step(target, sharding, product):
 
     out = jax.tree.map(lambda x: x.sharding, params)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
-    options: Any = {"xla_allow_excess_precision": False}
-    return jitted.lower(params, batch).compile(compiler_options=options)
+    return jitted.lower(params, batch).compile(compiler_options=AS_WRITTEN)
 
 
 def moved_bytes(module, kinds):
@@ -187,17 +187,13 @@ def error_table(devices):
         for part in parts[1:]:
             in_half = in_half + part.astype(np.float16)
         in_full = np.sum(parts, 0, dtype=np.float32).astype(np.float16)
-        table.rows.append([count, *(_error(y, exact) for y in (in_half, in_full))])
+        errors = [relative_error(y, exact) for y in (in_half, in_full)]
+        table.rows.append([count, *(f"{error:.1e}" for error in errors)])
     table.notes.append(
         "Norm of the difference from float64, over the norm. One rounding for each "
         "addition, as in a ring."
     )
     return table
-
-
-def _error(got, exact):
-    difference = np.linalg.norm(got.astype(np.float64) - exact)
-    return f"{difference / np.linalg.norm(exact):.1e}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ figures are those compilers' own; see the README of this folder for what to inst
 """
 
 import collections
+import functools
 
 import _harness
 import _problems
@@ -168,11 +169,7 @@ def add_times(table, programs, carries, batch, pairs):
 
 def _parser():
     parser = _harness.parser(__doc__)
-
-    def several(flag, choices, default, text):
-        choices = {"choices": list(choices), "default": list(default)}
-        parser.add_argument(flag, nargs="+", **choices, help=text)
-
+    several = functools.partial(_harness.add_several, parser)
     several("--parts", PARTS, ("optimizer", "train"), "tables to make")
     several("--dtypes", _problems.DTYPES, _problems.DTYPES, "of the gradients")
     several("--peers", _steps.PEERS, _steps.PEERS, "steps to compare")

@@ -7,6 +7,7 @@ keras run in the same way; the latter on JAX.
 
 from typing import Any, NamedTuple
 
+import _steps
 import jax
 import jax.numpy as jnp
 import optax
@@ -24,21 +25,9 @@ class Step(NamedTuple):
 
 
 def train_jmp(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
-    import jmp
-
-    tx = tx or optax.sgd(1.0)
-    loss_scale = jmp.DynamicLossScale(
-        jnp.asarray(s), period=period, min_loss_scale=jnp.asarray(min_loss_scale)
-    )
-
-    def step(w, state, loss_scale, x):
-        grad = loss_scale.unscale(jax.grad(lambda w: loss_scale.scale(w * x))(w))
-        finite = jmp.all_finite(grad)
-        updates, new_state = tx.update(grad, state, w)
-        new = optax.apply_updates(w, updates), new_state
-        return *jmp.select_tree(finite, new, (w, state)), loss_scale.adjust(finite)
-
-    return _train(step, tx, loss_scale, xs, "loss_scale")
+    options = {"period": period, "min_loss_scale": jnp.asarray(min_loss_scale)}
+    made = _steps.jmp(_loss, tx or optax.sgd(1.0), jnp.float32(1), s, **options)
+    return _train(*made, xs, "loss_scale")
 
 
 def train_mpx(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
@@ -49,39 +38,33 @@ def train_mpx(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
         jnp.float32(s), jnp.float32(min_loss_scale), period=period
     )
 
-    def step(w, state, scaling, x):
-        value_and_grad = mpx.filter_value_and_grad(lambda w, x: w * x, scaling)
-        _, scaling, finite, grad = value_and_grad(w, x)
-        return *mpx.optimizer_update(w, tx, state, grad, finite), scaling
+    def step(carry, x):
+        w, state, scaling = carry
+        value_and_grad = mpx.filter_value_and_grad(_loss, scaling)
+        loss, scaling, finite, grad = value_and_grad(w, x)
+        return (*mpx.optimizer_update(w, tx, state, grad, finite), scaling), loss
 
-    return _train(step, tx, scaling, xs, "loss_scaling")
+    w = jnp.float32(1)
+    return _train((w, tx.init(w), scaling), step, xs, "loss_scaling")
 
 
 def train_flax(xs, s=8.0, period=2000, min_loss_scale=None, tx=None):
-    from flax.training.dynamic_scale import DynamicScale
-
-    tx = tx or optax.sgd(1.0)
-    floor = {} if min_loss_scale is None else {"minimum_scale": min_loss_scale}
-    scale = DynamicScale(growth_interval=period, scale=jnp.float32(s), **floor)
-
-    def step(w, state, scale, x):
-        scale, finite, _, grad = scale.value_and_grad(lambda w, x: w * x)(w, x)
-        updates, new_state = tx.update(grad, state, w)
-        new = optax.apply_updates(w, updates), new_state
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (w, state))
-        return *kept, scale
-
-    return _train(step, tx, scale, xs, "scale")
+    options = {} if min_loss_scale is None else {"minimum_scale": min_loss_scale}
+    options["growth_interval"] = period
+    made = _steps.flax(_loss, tx or optax.sgd(1.0), jnp.float32(1), s, **options)
+    return _train(*made, xs, "scale")
 
 
 def train_optax(xs, tx=None):
     tx = optax.apply_if_finite(tx or optax.sgd(1.0), MAX_CONSECUTIVE_ERRORS)
 
-    def step(w, state, s, x):
+    def step(carry, x):
+        w, state, s = carry
         updates, state = tx.update(x, state, w)
-        return optax.apply_updates(w, updates), state, s
+        return (optax.apply_updates(w, updates), state, s), None
 
-    return _train(step, tx, jnp.float32(1), xs, "real")
+    w = jnp.float32(1)
+    return _train((w, tx.init(w), w), step, xs, "real")
 
 
 def train_jmp_scale(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
@@ -90,21 +73,26 @@ def train_jmp_scale(xs, s=8.0, period=2000, min_loss_scale=1.0, tx=None):
     )
     tx = jmp_scale.with_loss_scale(tx or optax.sgd(1.0), loss_scale)
 
-    def step(w, state, _, x):
-        value_and_grad = jmp_scale.value_and_grad(lambda w, x: w * x, state.loss_scale)
-        _, grad = value_and_grad(w, x)
+    def step(carry, x):
+        w, state, _ = carry
+        loss, grad = jmp_scale.value_and_grad(_loss, state.loss_scale)(w, x)
         updates, state = tx.update(grad, state, w)
-        return optax.apply_updates(w, updates), state, state.loss_scale
+        return (optax.apply_updates(w, updates), state, state.loss_scale), loss
 
-    return _train(step, tx, loss_scale, xs, "loss_scale")
+    w = jnp.float32(1)
+    return _train((w, tx.init(w), loss_scale), step, xs, "loss_scale")
 
 
-def _train(step, tx, scale, xs, name):
-    """Runs `(w, state, scale, x) -> (w, state, scale)`, whose S has the given name."""
-    step, w, steps = jax.jit(step), jnp.float32(1), []
-    state = tx.init(w)
+def _loss(w, x):
+    return w * x
+
+
+def _train(carry, step, xs, name):
+    """Runs a step of (w, state, scale), whose S has the given name."""
+    step, steps = jax.jit(step), []
     for x in xs:
-        w, state, scale = step(w, state, scale, jnp.float32(x))
+        carry, _ = step(carry, jnp.float32(x))
+        w, _, scale = carry
         steps.append(Step(float(w), float(getattr(scale, name))))
     return steps
 

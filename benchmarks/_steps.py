@@ -2,7 +2,8 @@
 
 Every function takes the loss `(params, batch) -> loss`, an Optax optimizer and the
 parameters, and returns `(carry, step)` with `step(carry, batch) -> (carry, loss)`.
-Gradients are those of a loss scaled by 2^15, except in the step without scaling.
+Gradients are those of a loss scaled by 2^15, except in the step without scaling. Those
+of jmp and Flax take other arguments of their loss scale, too, for `_loops.py`.
 """
 
 import functools
@@ -39,10 +40,10 @@ def _without_skip(grad_fn, tx, params):
     return (params, tx.init(params)), step
 
 
-def jmp(loss_fn, tx, params):
+def jmp(loss_fn, tx, params, s=SCALE, **options):
     import jmp
 
-    loss_scale = jmp.DynamicLossScale(jnp.float32(SCALE), counter=jnp.int32(0))
+    loss_scale = jmp.DynamicLossScale(jnp.float32(s), counter=jnp.int32(0), **options)
     return (params, tx.init(params), loss_scale), _verbs(jmp, loss_fn, tx)
 
 
@@ -52,7 +53,7 @@ def jmp_scale_verbs(loss_fn, tx, params):
     return (params, tx.init(params), loss_scale), _verbs(jmp_scale, loss_fn, tx)
 
 
-def flax(loss_fn, tx, params):
+def flax(loss_fn, tx, params, s=SCALE, **options):
     from flax.training.dynamic_scale import DynamicScale
 
     def step(carry, batch):
@@ -68,7 +69,7 @@ def flax(loss_fn, tx, params):
         kept = keep(new_params, params), keep(new_state, opt_state)
         return (*kept, dynamic_scale), loss
 
-    scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(SCALE))
+    scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(s), **options)
     return (params, tx.init(params), scale), step
 
 

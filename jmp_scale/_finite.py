@@ -77,18 +77,18 @@ def all_finite(
       >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
       False
     """
-    agree = _mesh.agreement("all_finite", axis_name)
+    return finite(tree, _mesh.agreement("all_finite", axis_name), specs, mesh)
+
+
+def finite(
+    tree: Any, agree: _mesh.Agreement, specs: Any = None, mesh: Any = None
+) -> jax.Array:
+    """`all_finite` over the axes of an agreement."""
     leaves = _inexact_arrays(tree)
     leaf_specs, mesh = _mesh.checked_specs(tree, leaves, specs, mesh)
     # Twice: over the axes that shard a leaf, and over the manual axes around this call
     # (test_specs_are_joined_whatever_the_axis_name).
-    return agree(lax.pmin, _all_finite(leaves, tuple(leaf_specs), mesh))
-
-
-def finite(tree: Any, agree: _mesh.Agreement) -> jax.Array:
-    """`all_finite` over the axes of an agreement."""
-    leaves = _inexact_arrays(tree)
-    return agree(lax.pmin, _all_finite(leaves, _mesh.sharding_specs(leaves)))
+    return agree(lax.pmin, _all_finite(leaves, leaf_specs, mesh))
 
 
 def finite_and_norm(
@@ -198,41 +198,54 @@ def _read(reading: _Reading, arrays: Arrays) -> jax.Array:
     """
     if not arrays:
         return reading.joined(jnp.full((0, 3), reading.initial))
+    groups = _groups_of_one_type(arrays)
     sharded = functools.partial(_read_sharded, reading)
     # What is divided into rows or groups by its size needs to have one.
     has_sizes = all(isinstance(n, int) for array in arrays for n in array.shape)
     if not has_sizes or all(array.ndim == 0 for array in arrays):
-        return sharded(*arrays)
-    return _mesh.if_on_one_device(
-        functools.partial(_read_alone, reading), sharded, *arrays
-    )
+        return sharded(groups)
+    alone = functools.partial(_read_alone, reading)
+    return _mesh.if_on_one_device(alone, sharded, groups)
 
 
-def _read_alone(reading: _Reading, *arrays: jax.Array) -> jax.Array:
-    def on_cpu(*arrays: jax.Array) -> jax.Array:
-        rows = lax.concatenate(_by_type(_in_rows, reading, arrays), 0)
-        return _joined_on_cpu(reading, rows)
+def _groups_of_one_type(arrays: Arrays) -> list[Arrays]:
+    alike: dict[Any, list[jax.Array]] = {}
+    for array in arrays:
+        alike.setdefault(jax.typeof(array), []).append(array)
+    return [
+        group[start : start + TRACED_TOGETHER]
+        for group in alike.values()
+        for start in range(0, len(group), TRACED_TOGETHER)
+    ]
 
-    def in_groups(*arrays: jax.Array, large: Arrays = ()) -> jax.Array:
-        blocks = _by_type(_by_product, reading, large)
-        blocks += _by_type(_in_groups, reading, arrays)
+
+def _read_alone(reading: _Reading, groups: list[Arrays]) -> jax.Array:
+    def on_cpu(groups: list[Arrays]) -> jax.Array:
+        rows = [_in_rows(reading, group) for group in groups]
+        return _joined_on_cpu(reading, lax.concatenate(rows, 0))
+
+    def on_gpu(groups: list[Arrays]) -> jax.Array:
+        blocks = [_together(reading, group) for group in groups]
         return reading.joined(lax.concatenate(blocks, 0))
 
-    def on_tpu(*arrays: jax.Array) -> jax.Array:
-        large = [array for array in arrays if _is_for_product(reading, array)]
-        small = [array for array in arrays if not _is_for_product(reading, array)]
-        return in_groups(*small, large=large)
+    def on_tpu(groups: list[Arrays]) -> jax.Array:
+        blocks = []
+        for group in groups:
+            is_large = _is_for_product(reading, group[0])
+            read = _by_product if is_large else _together
+            blocks.append(read(reading, group))
+        return reading.joined(lax.concatenate(blocks, 0))
 
-    return lax.platform_dependent(*arrays, cpu=on_cpu, tpu=on_tpu, default=in_groups)
+    return lax.platform_dependent(groups, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
 
-def _read_sharded(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+def _read_sharded(reading: _Reading, groups: list[Arrays]) -> jax.Array:
     """Reduces each array on its own, which is what XLA can partition.
 
     Of a reduction of several operands it would gather the results of each device.
     """
     # XLA finds that a sum of all-reduces is one of sums, but not through a stack.
-    blocks = _by_type(_combined, reading, arrays)
+    blocks = [_combined(reading, group) for group in groups]
     combined = [
         functools.reduce(reading.combine, parts) for parts in zip(*blocks, strict=True)
     ]
@@ -250,21 +263,9 @@ def _joined_on_cpu(reading: _Reading, parts: jax.Array) -> jax.Array:
     return reading.joined(lax.optimization_barrier(parts))
 
 
-def _by_type(fun: Callable[..., Any], reading: _Reading, arrays: Arrays) -> list[Any]:
-    """What `fun` makes of the arrays, some of one type at a time."""
-    alike: dict[Any, list[jax.Array]] = {}
-    for array in arrays:
-        alike.setdefault(jax.typeof(array), []).append(array)
-    return [
-        fun(reading, *group[start : start + TRACED_TOGETHER])
-        for group in alike.values()
-        for start in range(0, len(group), TRACED_TOGETHER)
-    ]
-
-
 # Compiled functions are traced once for all arrays of a type: most of a step's cost.
 @functools.partial(jax.jit, static_argnums=0)
-def _in_rows(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+def _in_rows(reading: _Reading, arrays: Arrays) -> jax.Array:
     """Reduced rows of the arrays, [rows, k], for a CPU.
 
     XLA:CPU (of jax 0.10) writes what it reduces to memory and splits the reduction. A
@@ -288,7 +289,7 @@ def _in_rows(reading: _Reading, *arrays: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _in_groups(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+def _together(reading: _Reading, arrays: Arrays) -> jax.Array:
     reduced: list[jax.Array] = []
     for start in range(0, len(arrays), GPU_GROUP):
         group = map(reading.parts, arrays[start : start + GPU_GROUP])
@@ -298,7 +299,7 @@ def _in_groups(reading: _Reading, *arrays: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _by_product(reading: _Reading, *arrays: jax.Array) -> jax.Array:
+def _by_product(reading: _Reading, arrays: Arrays) -> jax.Array:
     """Flags by matrix products, for a TPU.
 
     The matrix unit counts, for each column, the entries that are not finite. XLA:TPU
@@ -321,7 +322,7 @@ def _is_for_product(reading: _Reading, array: jax.Array) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _combined(reading: _Reading, *arrays: jax.Array) -> Arrays:
+def _combined(reading: _Reading, arrays: Arrays) -> Arrays:
     return [
         functools.reduce(reading.combine, [_reduced(reading, [x])[0] for x in parts])
         for parts in zip(*map(reading.parts, arrays), strict=True)

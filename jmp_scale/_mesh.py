@@ -61,21 +61,21 @@ def reshard_like(x: Any, like: Any) -> Any:
 
 
 def if_on_one_device(
-    alone: Callable[..., Any], sharded: Callable[..., Any], *arrays: jax.Array
+    alone: Callable[[Any], Any], sharded: Callable[[Any], Any], arrays: Any
 ) -> Any:
-    """`alone(*arrays)` if each array lies on one device, else `sharded(*arrays)`.
+    """`alone(arrays)` if all arrays of a tree lie on one device, else `sharded`.
 
     The two give equal results; `alone` may use operations that XLA partitions badly.
     Inside `pmap` and `shard_map` over all mesh axes the arrays are a device's shards,
     so they lie on one. If their types name no mesh, it is decided in lowering.
     """
-    mesh = _mesh_of(arrays)
+    mesh = _mesh_of(jax.tree.leaves(arrays))
     if mesh.empty:
-        return lax.cond(_is_for_one_device.bind(), alone, sharded, *arrays)
+        return lax.cond(_is_for_one_device.bind(), alone, sharded, arrays)
     # If some axis is not manual, XLA still partitions the arrays along it
     # (test_arrays_are_whole_on_one_device_and_as_shards).
     is_alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
-    return (alone if is_alone else sharded)(*arrays)
+    return (alone if is_alone else sharded)(arrays)
 
 
 # bool[] constant at lowering time; XLA removes the untaken branch
@@ -130,7 +130,7 @@ def on_shards(
 
 def checked_specs(
     tree: Any, leaves: Sequence[jax.Array], specs: Any, mesh: Any
-) -> tuple[Sequence[PartitionSpec], Any]:
+) -> tuple[tuple[PartitionSpec, ...], Any]:
     """The specs of `all_finite`'s inexact leaves, and their mesh: None if without axes.
 
     Arguments and errors are those of `all_finite`.
@@ -143,7 +143,7 @@ def checked_specs(
             "got mesh alone"
         )
     is_read = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
-    leaf_specs = list(itertools.compress(_spec_leaves(specs, tree), is_read))
+    leaf_specs = tuple(itertools.compress(_spec_leaves(specs, tree), is_read))
     if not any(part is not None for spec in leaf_specs for part in spec):
         return leaf_specs, None
     mesh = _mesh_of(leaves) if mesh is None else mesh

@@ -97,12 +97,8 @@ def finite_and_norm(
     """`all_finite` and the global norm of the inexact leaves, in one pass over them.
 
     The norm is right to float32's rounding, also where the squares overflow float32 or
-    vanish in it, such as those of 1e30 and 1e-30.
-
-    Where the leaves are sharded under `jit` (Auto or Explicit mesh axes) the norm is
-    that of the whole arrays. Inside `pmap` and `shard_map` it is the largest of the
-    devices' own norms: the global norm where all devices hold the same gradients, as
-    after an average, and otherwise a number that one bad device is enough to raise.
+    vanish in it. Inside `pmap` and `shard_map` it is the largest of the devices' own
+    norms: one bad device is enough to raise it.
 
     Returns:
       bool[] and f32[], equal on all devices. The norm is at most the largest float32,
@@ -165,21 +161,16 @@ def _inexact_arrays(tree: Any) -> list[jax.Array]:
 def _as_array(leaf: Any) -> jax.Array:
     """An array of JAX's that is finite where `leaf` is.
 
-    Without 64-bit types JAX turns a host's finite 1e300 into infinity: it is clipped to
-    the range of the dtype that JAX gives it.
+    Without 64-bit types a host's finite 1e300 is infinite in the dtype that JAX gives
+    it: it becomes the largest number of that dtype.
     """
     host: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
     if dtype == host.dtype:
         return jnp.asarray(host)
-
-    def narrowed(part: Any) -> jax.Array:
-        clipped = np.clip(part, np.finfo(dtype).min, np.finfo(dtype).max)
-        return jnp.asarray(np.where(np.isfinite(part), clipped, part))
-
-    if np.iscomplexobj(host):
-        return lax.complex(narrowed(host.real), narrowed(host.imag))
-    return narrowed(host)
+    with np.errstate(over="ignore"):
+        narrow = host.astype(dtype)
+    return jnp.asarray(np.where(np.isfinite(host), np.nan_to_num(narrow), narrow))
 
 
 class _Reading(NamedTuple):
@@ -192,10 +183,7 @@ class _Reading(NamedTuple):
 
 
 def _read(reading: _Reading, arrays: Arrays) -> jax.Array:
-    """The parts of all entries of all arrays, reduced.
-
-    Inside `shard_map` and `pmap` that is of the arrays of the current device.
-    """
+    """The parts of all entries, reduced: of a device's, in `shard_map` and `pmap`."""
     if not arrays:
         return reading.joined(jnp.full((0, 3), reading.initial))
     groups = _groups_of_one_type(arrays)

@@ -16,6 +16,7 @@ wait for a condition, and not under `jax_debug_nans`. `checkify` does not look i
 The derivatives of both paths are those of a branch: what is dropped has none.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,7 @@ def select_step(
     # a function with a rule of its own may not close over what is differentiated
     # (test_derivatives_of_a_skipped_step_are_those_of_a_branch).
     closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
-    leaves = _update_leaves(closed)(
+    leaves = _step_of_lists(closed)(
         applied, jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
     )
     return applied, *jax.tree.unflatten(jax.tree.structure(types), leaves)
@@ -105,9 +106,8 @@ def _negative_zeros(update: Any) -> Any:
     return jnp.full_like(update, -np.zeros([], jnp.result_type(update)))
 
 
-def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
-    """The step as a function of applied, inputs, old state and constants: lists."""
-    is_plain = _is_plain_only(closed)
+def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
+    """The step as a function of applied, inputs, old state and constants."""
 
     def selected_late(
         applied: Any, inputs: Any, old: Any, read: Any, consts: Any
@@ -118,18 +118,11 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         updates, new = _selected(applied, leaves[:count], leaves[count:], old)
         return [*updates, *new]
 
-    def fast(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        updates, state = _evaluate_selecting(applied, closed.jaxpr, consts, inputs, old)
-        return [*_or_negative_zeros(applied, updates), *state]
-
-    def step(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+    def plain(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # Zeros in place of NaN, for what the optimizer itself would notice: a loop that
         # waits for a NaN to become small never ends
         # (test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step).
-        if is_plain:
-            inputs = zero_unless(applied, inputs)
-            return selected_late(applied, inputs, old, old, consts)
-        return _hidden_from_checkify(fast)(applied, inputs, old, consts)
+        return selected_late(applied, zero_unless(applied, inputs), old, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # What is dropped must not be differentiated either: its derivative may be
@@ -141,6 +134,8 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
         read, consts = constant_unless(applied, (old, consts))
         return selected_late(applied, inputs, old, read, consts)
 
+    fast = _hidden_from_checkify(functools.partial(_selected_early, closed.jaxpr))
+    step = plain if _is_plain_only(closed) else fast
     if closed.effects:  # which JAX does not allow in functions with rules of their own
         return step
     # Selects rather than lax.cond, which fails where a map over steps is differentiated
@@ -150,10 +145,10 @@ def _update_leaves(closed: Any) -> Callable[..., list[Any]]:
     return with_derivative
 
 
-def _evaluate_selecting(
-    applied: jax.Array, jaxpr: Any, consts: list[Any], inputs: list[Any], old: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """(updates, state) of a jaxpr, with each leaf selected where it is computed.
+def _selected_early(
+    jaxpr: Any, applied: Any, inputs: Any, old: Any, consts: Any
+) -> list[Any]:
+    """The step of a jaxpr, with each leaf of the state selected where it is computed.
 
     Two kernels read a leaf of the old state if it is selected after the update: the one
     that writes the new leaf, and the one that computes the updates. XLA:CPU runs them
@@ -182,7 +177,7 @@ def _evaluate_selecting(
         # (test_two_leaves_of_one_new_value_keep_an_old_value_each).
         is_selected = new is leaf or (not is_literal(var) and old_of.get(var) is leaf)
         state.append(new if is_selected else jnp.where(applied, new, leaf))
-    return leaves[:count], state
+    return [*_or_negative_zeros(applied, leaves[:count]), *state]
 
 
 def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:

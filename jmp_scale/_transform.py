@@ -43,10 +43,8 @@ def with_loss_scale(
     bit, not even of -0.0) and `inner`'s whole state stays: moments, counts, schedules,
     keys. The loss scale is adjusted in either case. The program has no branch.
 
-    Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
-    `zero_nans`, `MultiSteps`, schedules belong inside, where they see unscaled finite
-    gradients and do not advance on a skipped step. With `MultiSteps` inside, a skip
-    drops one micro-batch from the window, and S is adjusted at each.
+    Make it the outermost wrapper, so that nothing hides an overflow. With `MultiSteps`
+    inside, a skip drops one micro-batch from the window, and S is adjusted at each.
 
     Checked are the gradients, the loss, and with `grad_fn` what `inner` makes of them.
     What `inner` itself makes NaN out of finite gradients (an infinite learning rate) is
@@ -132,34 +130,36 @@ def with_loss_scale(
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
         _warn_of_no_loss_scale()
-        inputs = {"updates": promote_to_float32(updates)}
+        grads, given = promote_to_float32(updates), {}
         gives_value = takes_value(keywords, value, extra_args)
         verdict = judge_step(updates, value, state.guard, agree)
         if value is not None and gives_value:
-            inputs["value"] = jnp.asarray(value)
+            given["value"] = jnp.asarray(value)
         if "grad" in extra_args:
-            inputs["grad"] = promote_to_float32(extra_args.pop("grad"))
+            given["grad"] = promote_to_float32(extra_args.pop("grad"))
         for name in ("value_fn", "grad_fn", "obj_fn"):
             if callable(fun := extra_args.get(name)):
                 extra_args[name] = _zero_fn_unless(verdict.applied, fun)
 
-        def run(inputs: dict[str, Any], inner_state: Any) -> tuple[Any, Any]:
-            given = {**extra_args, **inputs}
-            grads = given.pop("updates")
-            out, new = inner.update(grads, inner_state, params, **given)
+        def run(inputs: tuple[Any, Any], inner_state: Any) -> tuple[Any, Any]:
+            grads, given = inputs
+            out, new = inner.update(grads, inner_state, params, **extra_args, **given)
             if params is not None:
                 out = jax.tree.map(_cast_leaf, out, params, is_leaf=_is_nothing)
             return out, _state_like(new, inner_state)
 
         is_half = _half_leaves(updates) and _half_leaves(params)
-        if is_half and not _takes(run, inputs, state.inner_state):
-            inputs["updates"] = updates
-        options: dict[str, Any] = {"context": (params, extra_args)}
+        if is_half and not _takes(run, (grads, given), state.inner_state):
+            grads = updates
         # The overflow of a gradient that the optimizer asks for shows in its updates.
-        if "grad_fn" in extra_args:
-            options["is_good"] = functools.partial(finite, agree=agree)
+        asks = "grad_fn" in extra_args
         applied, new_updates, inner_state = select_step(
-            verdict.applied, run, inputs, state.inner_state, **options
+            verdict.applied,
+            run,
+            (grads, given),
+            state.inner_state,
+            context=(params, extra_args),
+            is_good=functools.partial(finite, agree=agree) if asks else None,
         )
         return new_updates, _next_state(state, verdict, applied, inner_state)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -136,14 +136,13 @@ class SpikeGuard(_pytree.Pytree):
     @property
     def loss_limit(self) -> jax.Array:
         """f32[], the loss above which the next step is a spike; infinite in warm-up."""
-        warm = self._is_warm(self._loss)
-        return jnp.where(warm, self._limit(self._loss), jnp.inf)
+        return jnp.where(self._is_warm(self.loss_steps), self._loss_limit, jnp.inf)
 
     @property
     def norm_limit(self) -> jax.Array:
         """f32[], the same for the gradient norm, itself, beside an ordinary loss."""
-        warm = self._is_warm(self._norm)
-        return jnp.where(warm, jnp.exp2(self._log2_norm_limit), jnp.inf)
+        limit = jnp.exp2(self._lone_log2_norm_limit)
+        return jnp.where(self._is_warm(self.norm_steps), limit, jnp.inf)
 
     def judge(
         self, loss: jax.Array | None, norm: jax.Array, finite: jax.Array
@@ -157,33 +156,28 @@ class SpikeGuard(_pytree.Pytree):
         """
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
-        seen = {"norm": (self._norm, log2_norm, has_norm, has_norm)}
-        limits = {"norm": self._limit(self._norm), "loss": self._limit(self._loss)}
-        if loss is not None:
+        loss_limit, norm_limit = self._loss_limit, self._log2_norm_limit
+        leaps = has_norm & self._is_warm(self.norm_steps)
+        if loss is None:
+            leaps &= log2_norm > norm_limit
+        else:
             # Known also where the gradients overflow: a spike may do both.
             known = jnp.isfinite(loss)
             loss = jnp.where(known, loss, 0)
-            # Of a margin loss, mostly 0 without a gradient, each other value would be a
-            # spike.
-            tells = has_norm | (finite & (self.norm_steps == 0))
-            seen["loss"] = (self._loss, loss, known, tells)
-            ordinary = loss <= self.loss_mean / 2 + limits["loss"] / 2
-            wide = self._log2_norm_limit
-            limits["norm"] = jnp.where(ordinary, wide, limits["norm"])
-
-        leaps = jnp.zeros_like(finite)
-        for name, (statistics, x, known, _) in seen.items():
-            leaps |= known & self._is_warm(statistics) & (x > limits[name])
+            ordinary = loss <= self.loss_mean / 2 + loss_limit / 2
+            wide = self._lone_log2_norm_limit
+            leaps &= log2_norm > jnp.where(ordinary, wide, norm_limit)
+            leaps |= known & self._is_warm(self.loss_steps) & (loss > loss_limit)
         spike = leaps & (self.in_a_row < self.max_in_a_row)
         accepted = finite & ~spike
 
-        leaves = {}
-        for name, (statistics, x, _, enters) in seen.items():
-            # A leap that is accepted begins a new level: as if nothing had been seen.
-            start = jax.tree.map(lambda s: jnp.where(leaps, 0, s), statistics)
-            new = self._learned(_Statistics(*start), x)
-            for field, a, b in zip(new._fields[:3], new, statistics, strict=False):
-                leaves[f"{name}_{field}"] = jnp.where(accepted & enters, a, b)
+        enters = accepted & has_norm
+        leaves = self._learned("norm", log2_norm, norm_limit, leaps, enters)
+        if loss is not None:
+            # Of a margin loss, mostly 0 without a gradient, each other value would be a
+            # spike.
+            enters = accepted & (has_norm | (finite & (self.norm_steps == 0)))
+            leaves |= self._learned("loss", loss, loss_limit, leaps, enters)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
         leaves["in_a_row"] = jnp.where(accepted, 0, in_a_row)
         count = jnp.minimum(jnp.where(leaps, 0, self.accepted) + 1, _LARGEST_COUNT)
@@ -191,39 +185,43 @@ class SpikeGuard(_pytree.Pytree):
         return spike, _pytree.with_fields(self, **leaves)
 
     @property
-    def _loss(self) -> "_Statistics":
-        mean, deviation = self.loss_mean, self.loss_deviation
+    def _loss_limit(self) -> jax.Array:
         # The logarithm tames the tails of the norm, but a loss may be negative. How far
         # the norm's logarithm varies tells how long the loss's tails are.
         irregular = jnp.maximum(1, self.norm_deviation / _NORM_FLOOR)
-        floor = irregular * jnp.maximum(deviation, _LOSS_FLOOR * jnp.abs(mean))
-        return _Statistics(mean, deviation, self.loss_steps, floor)
-
-    @property
-    def _norm(self) -> "_Statistics":
-        floor = jnp.full_like(self.norm_mean, _NORM_FLOOR)
-        return _Statistics(self.norm_mean, self.norm_deviation, self.norm_steps, floor)
+        floor = _LOSS_FLOOR * jnp.abs(self.loss_mean)
+        spread = irregular * jnp.maximum(self.loss_deviation, floor)
+        return self.loss_mean + self.threshold * spread
 
     @property
     def _log2_norm_limit(self) -> jax.Array:
-        lone = jnp.minimum(_LONE_NORM * self.norm_deviation, _LARGEST_LONE_NORM)
-        limit, alone = self._limit(self._norm), self.norm_mean + self.threshold * lone
-        return jnp.where(self._is_warm(self._loss), jnp.maximum(limit, alone), limit)
+        spread = jnp.maximum(self.norm_deviation, _NORM_FLOOR)
+        return self.norm_mean + self.threshold * spread
 
-    def _is_warm(self, statistics: "_Statistics") -> jax.Array:
+    @property
+    def _lone_log2_norm_limit(self) -> jax.Array:
+        """The same beside an ordinary loss."""
+        lone = jnp.minimum(_LONE_NORM * self.norm_deviation, _LARGEST_LONE_NORM)
+        limit, alone = self._log2_norm_limit, self.norm_mean + self.threshold * lone
+        has_loss = self._is_warm(self.loss_steps)
+        return jnp.where(has_loss, jnp.maximum(limit, alone), limit)
+
+    def _is_warm(self, steps: jax.Array) -> jax.Array:
         # The second holds for a loss that is given later than the gradients, too.
-        enough = statistics.steps >= max(min(self.warmup, _FEWEST_STEPS), 1)
+        enough = steps >= max(min(self.warmup, _FEWEST_STEPS), 1)
         return (self.accepted >= self.warmup) & enough
 
-    def _limit(self, statistics: "_Statistics") -> jax.Array:
-        mean, deviation, _, floor = statistics
-        return mean + self.threshold * jnp.maximum(deviation, floor)
-
-    def _learned(self, statistics: "_Statistics", x: jax.Array) -> "_Statistics":
-        mean, deviation, steps, _ = statistics
-        warming, limit = ~self._is_warm(statistics), self._limit(statistics)
-        # A drop in the warm-up means that the earlier steps were huge: forget them.
-        first = (steps == 0) | (warming & (x < 2 * mean - limit))
+    def _learned(
+        self, name: str, x: Any, limit: Any, leaps: Any, enters: Any
+    ) -> dict[str, jax.Array]:
+        """The leaves of the loss or the norm (`name`) after x."""
+        fields = [f"{name}_mean", f"{name}_deviation", f"{name}_steps"]
+        old = [getattr(self, field) for field in fields]
+        mean, deviation, steps = old
+        warming = ~self._is_warm(steps)
+        # An accepted leap begins a new level, and a drop in the warm-up means that the
+        # earlier steps were huge: as if nothing had been seen.
+        first = leaps | (steps == 0) | (warming & (x < 2 * mean - limit))
         steps = jnp.where(first, 0, steps)
         # A leap up enters up to the limit: a huge deviation would hide all others.
         x = jnp.where(warming & ~first, jnp.minimum(x, limit), x)
@@ -236,19 +234,13 @@ class SpikeGuard(_pytree.Pytree):
         # 1e20 is infinite, and would stay so.
         spread = jnp.hypot(deviation, jnp.sqrt(weight) * difference)
         rest = jnp.maximum(1 - weight, 0)  # rounding may leave -1e-8
-        return _Statistics(
+        new = (
             jnp.where(first, x, mean + weight * difference),
             jnp.where(first, 0, jnp.sqrt(rest) * spread),
             jnp.minimum(steps + 1, _LARGEST_COUNT),
-            statistics.floor,
         )
-
-
-class _Statistics(NamedTuple):
-    mean: jax.Array
-    deviation: jax.Array
-    steps: jax.Array
-    floor: jax.Array
+        leaves = [jnp.where(enters, a, b) for a, b in zip(new, old, strict=True)]
+        return dict(zip(fields, leaves, strict=True))
 
 
 _pytree.register(SpikeGuard)

@@ -34,14 +34,13 @@ class DynamicLossScale(_pytree.Pytree):
                      if hysteresis_reset is "finite_or_backoff": left = hysteresis
     ```
 
-    S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
-    after the third step and 32 after the sixth. If the factor is not a power of two, S
-    may differ from this by 1 ulp under `jit`, where XLA multiplies by reciprocals.
+    If the factor is not a power of two, S may differ from this by 1 ulp under `jit`,
+    where XLA multiplies by reciprocals.
 
     A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
     `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`. All
-    other fields are static, also those of a subclass. The leaves have the same types
-    whatever is passed, and `adjust` keeps them, as `jit` and `lax.scan` want.
+    other fields are static, also those of a subclass. `adjust` keeps shapes and dtypes,
+    as `jit` and `lax.scan` want.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
     first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
@@ -83,11 +82,7 @@ class DynamicLossScale(_pytree.Pytree):
       32768.0 0
     """
 
-    _leaf_names: ClassVar[tuple[str, ...]] = (
-        "loss_scale",
-        "counter",
-        "hysteresis_left",
-    )
+    _leaf_names: ClassVar[tuple[str, ...]] = "loss_scale", "counter", "hysteresis_left"
     _other_names: ClassVar[dict[str, str]] = {
         "init_scale": "loss_scale",
         "initial_scale": "loss_scale",
@@ -165,9 +160,6 @@ class DynamicLossScale(_pytree.Pytree):
           grads_finite: bool, of the shape of `loss_scale` ([], except under `vmap`).
           loss_finite: bool of that shape; False when the unscaled loss itself is NaN or
             infinite. No S changes the forward pass, so everything stays as it is.
-
-        Returns:
-          A loss scale of the same structure, shapes and dtypes.
 
         Raises:
           ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.

@@ -38,12 +38,9 @@ def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> b
 def keywords_of(update: Callable[..., Any]) -> Keywords:
     """The keywords of each function at which extra arguments of `update` arrive.
 
-    A wrapper (a chain, a mask, a partition) takes any keyword, hands it on, and holds
-    the functions that it hands it to. So the functions that it holds are asked.
-
-    Returns:
-      The names for each function, with "" if it takes others as well: Optax's own
-      functions drop those, and of another's any name of a loss may be used.
+    A wrapper (a chain, a mask, a partition) hands on any keyword, so the functions that
+    it holds are asked too. "" is among the keywords if it takes others as well: Optax's
+    own functions drop those, and of another's any name of a loss may be used.
     """
     return tuple(_keywords(update, set()))
 

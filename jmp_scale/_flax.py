@@ -28,9 +28,7 @@ def wrap_once(
 ) -> optax.GradientTransformation:
     """`with_loss_scale(tx, loss_scale, guard=guard)`, or `tx` if it is wrapped already.
 
-    Raises:
-      ValueError: `tx` is wrapped and a loss scale or a guard is given too, or something
-        inside `tx` is wrapped, where its loss scale has no effect.
+    An error if it is wrapped twice, or inside, where its loss scale has no effect.
     """
     state = jax.eval_shape(tx.init, params)
     wrapped = isinstance(state, LossScaleState)

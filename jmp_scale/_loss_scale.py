@@ -39,7 +39,6 @@ class NoOpLossScale(_pytree.Pytree):
         self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> "NoOpLossScale":
         """Returns itself."""
-        del grads_finite, loss_finite
         return self
 
 
@@ -77,7 +76,6 @@ class StaticLossScale(_pytree.Pytree):
         self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
     ) -> "StaticLossScale":
         """Returns itself."""
-        del grads_finite, loss_finite
         return self
 
 
@@ -103,11 +101,7 @@ def adjust(
 
 
 def checked_loss_scale(function: str, value: Any) -> LossScale:
-    """`value`, which must be a loss scale.
-
-    Raises:
-      TypeError: it is not; the message names `function` and says how to get one.
-    """
+    """`value`, which must be a loss scale: else the error says how to get one."""
 
     def is_loss_scale(x: Any) -> bool:
         return isinstance(x, LossScale)

@@ -24,13 +24,9 @@ Agreement = Callable[[Callable[..., Any], jax.Array], jax.Array]
 
 
 def agreement(function: str = "", axis_name: Any = None) -> Agreement:
-    """How devices reach one answer, over the `axis_name` of `all_finite`.
-
-    Raises:
-      TypeError: it is neither a name nor a tuple or list of names; the message names
-        `function`. A set is refused, because its order differs between processes, and
-        with it the program that they must have in common.
-    """
+    """How devices reach one answer, over the `axis_name` of `all_finite`."""
+    # A set is refused: its order differs between processes, and with it the program
+    # that they must have in common.
     is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
     if not is_valid or not all(isinstance(name, str) for name in _names(axis_name)):
         raise TypeError(
@@ -131,10 +127,7 @@ def on_shards(
 def checked_specs(
     tree: Any, leaves: Sequence[jax.Array], specs: Any, mesh: Any
 ) -> tuple[tuple[PartitionSpec, ...], Any]:
-    """The specs of `all_finite`'s inexact leaves, and their mesh: None if without axes.
-
-    Arguments and errors are those of `all_finite`.
-    """
+    """The specs of `all_finite`'s inexact leaves, and their mesh: None without axes."""
     if specs is None:
         if mesh is None:
             return sharding_specs(leaves), None
@@ -199,10 +192,7 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 
 
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fun(x)` on every device.
-
-    For a `fun` whose shardings JAX cannot infer on Explicit mesh axes.
-    """
+    """`fun(x)` on every device, if JAX cannot infer its shardings on Explicit axes."""
     sharding: Any = jax.typeof(x).sharding
     if not any(_names(part) for part in sharding.spec):
         return fun(x)

@@ -44,18 +44,12 @@ def select_step(
 ) -> tuple[jax.Array, Any, Any]:
     """Runs an optimizer's update, and keeps its old state unless `applied`.
 
-    Args:
-      applied: bool[], whether the step is applied.
-      update: takes `inputs` and `old`, returns `(updates, new state)`. The new state
-        has the structure, shapes and dtypes of `old`.
-      inputs: pytree of what may not be finite: gradients, the loss.
-      old: the state before the step.
-      context: what else `update` depends on, such as the parameters.
-      is_good: a last look at the updates, without which the step is skipped.
+    `update` takes `inputs`, what may not be finite (gradients, the loss), and `old`; it
+    returns updates and a new state of the types of `old`. `context` is what else it
+    depends on (parameters), `is_good` a last look at the updates.
 
-    Returns:
-      `(applied, updates, state)`. On a skipped step the updates are -0.0, which added
-      to a parameter changes no bit of it; 0.0 would turn -0.0 into 0.0.
+    Returns `(applied, updates, state)`. On a skipped step the updates are -0.0, which
+    added to a parameter changes no bit of it; 0.0 would turn -0.0 into 0.0.
     """
     leaves = jax.tree.leaves((inputs, old))
     seen = (applied, *leaves, *jax.tree.leaves(context))
@@ -190,7 +184,6 @@ def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @hidden.def_vmap
     def _(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
-        del axis_size
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
         out = jax.vmap(fun, in_axes=tuple(in_axes))(*args)
         return out, jax.tree.map(lambda _: True, out)

@@ -364,11 +364,7 @@ def _is_nothing(x: Any) -> bool:
 
 
 def _state_like(new: Any, old: Any) -> Any:
-    """A new state with the dtypes and shardings of the old one.
-
-    Raises:
-      ValueError: another difference, which names the leaf.
-    """
+    """A new state with the dtypes and shardings of the old one; else an error."""
     structures = jax.tree.structure(new), jax.tree.structure(old)
     if structures[0] != structures[1]:
         raise ValueError(

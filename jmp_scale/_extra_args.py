@@ -18,14 +18,17 @@ _ANY = frozenset({"", *_NAMES_OF_A_LOSS})
 
 def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> bool:
     """Whether `inner` is given the loss, whose signature may refuse it (SAM's)."""
-    for name in _NAMES_OF_A_LOSS if value is None else ():
-        if name in extra_args and not any(name in taken for taken in keywords):
-            raise TypeError(
-                f"with_loss_scale: expected the loss as value=, got {name}=, which "
-                "inner does not take; write update(grads, state, params, value=loss)"
-            )
+    if value is None:
+        for name in _NAMES_OF_A_LOSS:
+            if name in extra_args and not any(name in taken for taken in keywords):
+                raise TypeError(
+                    f"with_loss_scale: expected the loss as value=, got {name}=, "
+                    "which inner does not take; write "
+                    "update(grads, state, params, value=loss)"
+                )
+        return False
     refused = any(not taken & {"", "value"} for taken in keywords)
-    if value is not None and refused and any("value" in taken for taken in keywords):
+    if refused and any("value" in taken for taken in keywords):
         raise TypeError(
             "with_loss_scale: expected all parts of inner to take value= or none to "
             "need it, got one whose update refuses it beside one that needs it; chain "

@@ -133,7 +133,7 @@ def with_loss_scale(
         grads, given = promote_to_float32(updates), {}
         gives_value = takes_value(keywords, value, extra_args)
         verdict = judge_step(updates, value, state.guard, agree)
-        if value is not None and gives_value:
+        if gives_value:
             given["value"] = jnp.asarray(value)
         if "grad" in extra_args:
             given["grad"] = promote_to_float32(extra_args.pop("grad"))

@@ -29,39 +29,43 @@ def nonfinite_operation(fun: Callable[..., Any], *args: Any) -> str | None:
 def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], str | None]:
     """The outputs, and what made the first that is not finite, if that was here."""
     inner, consts = open_jaxpr(jaxpr)
-    values = dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
-    makers: dict[Any, Any] = {}
+    given = zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
+    values = dict(given)
+    makers = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+
+    def recorded(v: Any, value: Any) -> Any:
+        values[v] = value
+        return value
+
     # One after the other: compiled together, they might not round as they are written.
-    for eqn in inner.eqns:
-        results = jaxprs.evaluate(eqn, [value_of(v, values) for v in eqn.invars])
-        values |= zip(eqn.outvars, results, strict=True)
-        makers |= dict.fromkeys(eqn.outvars, eqn)
+    outs = jaxprs.evaluate_all(inner, args, consts, recorded)
+
+    def kind_of(atom: Any) -> str:
+        return _kind(value_of(atom, values))
 
     def made(v: Any) -> str | None:
         """What made a value infinite or NaN; None if it came so, or is a constant."""
         while not is_literal(v) and v in makers:
-            eqn, kind = makers[v], _kind(values[v])
-            bad = [a for a in eqn.invars if _kind(value_of(a, values))]
-            same = [
-                a for a in bad if kind != "NaN" or _kind(value_of(a, values)) == kind
-            ]
+            eqn, kind = makers[v], kind_of(v)
+            bad = [a for a in eqn.invars if kind_of(a)]
+            same = [a for a in bad if kind == "infinity" or kind_of(a) == "NaN"]
             if not same:
                 # NaN of infinities, as of their difference: which may be a mask's.
                 earlier = next(filter(None, map(made, bad)), None)
-                return earlier or within(eqn, kind)
+                return earlier or _in_equation(eqn, kind, values, outer)
             v = same[0]
         return None
 
-    def within(eqn: Any, kind: str) -> str:
-        place = place_of(eqn, outer)
-        ins = [value_of(a, values) for a in eqn.invars]
-        name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
-        at = f" at {place.file}:{place.line}" if place.file else ""
-        return _in_nested(eqn, ins, place) or f"{name} gave {kind}{at}"
-
-    outs = jaxprs.results_of(inner, values)
-    bad = [v for v, x in zip(inner.outvars, outs, strict=True) if _kind(x)]
+    bad = [v for v in inner.outvars if kind_of(v)]
     return outs, made(bad[0]) if bad else None
+
+
+def _in_equation(eqn: Any, kind: str, values: dict[Any, Any], outer: Place) -> str:
+    place = place_of(eqn, outer)
+    nested = _in_nested(eqn, [value_of(a, values) for a in eqn.invars], place)
+    name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
+    at = f" at {place.file}:{place.line}" if place.file else ""
+    return nested or f"{name} gave {kind}{at}"
 
 
 def _in_nested(eqn: Any, ins: list[Any], place: Place) -> str | None:

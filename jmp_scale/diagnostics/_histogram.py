@@ -84,16 +84,15 @@ class ExponentHistogram:
                 f"{function}: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        # S x < 2^limit holds for the columns before this one, and for no other.
-        column = limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT
-        counts = jnp.pad(self.counts, ((0, 0), (1, 0)))
-        cumulative = jnp.cumsum(counts, axis=-1, dtype=jnp.uint32).T
-        below = cumulative[jnp.clip(column, 0, len(_EXPONENTS))]
-        if up_to:
-            # And the powers of two in this column: S x = 2^limit is a tie, which a cast
-            # rounds to zero. Padded, because the column may be out of range.
-            ties = jnp.pad(self.powers_of_two, ((0, 0), (1, 1))).T
-            below += ties[jnp.clip(column + 1, 0, len(_EXPONENTS) + 1)]
+        # Two columns for each exponent: the powers of two, and what is between them.
+        pairs = [self.powers_of_two, self.counts - self.powers_of_two]
+        columns = jnp.stack(pairs, axis=-1).reshape(-1, 2 * len(_EXPONENTS))
+        columns = jnp.pad(columns, ((0, 0), (1, 0)))
+        cumulative = jnp.cumsum(columns, axis=-1, dtype=jnp.uint32).T
+        column = 2 * (limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT)
+        # S x = 2^limit is a tie, which a cast rounds to zero.
+        column += int(up_to)
+        below = cumulative[jnp.clip(column, 0, len(cumulative) - 1)]
         total = jnp.broadcast_to(cumulative[-1], below.shape)
         return below / jnp.maximum(total, np.uint32(1))
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._finite import all_finite
-from .._jaxpr import dtype_name, open_jaxpr, subjaxprs
+from .._jaxpr import dtype_name, equations
 from ._backward import Loss, split_arrays
 from ._report import HIGHEST, LOWEST, MARGIN_BITS
 
@@ -187,13 +187,8 @@ def _window(
 
 def _computes_in_half(jaxpr: Any) -> bool:
     """Whether an operation gives floating-point numbers of fewer than 32 bits."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        names = {dtype_name(v) for v in eqn.outvars}
-        if any(name.startswith(("float16", "bfloat16", "float8")) for name in names):
-            return True
-        if any(map(_computes_in_half, subjaxprs(eqn))):
-            return True
-    return False
+    names = (dtype_name(v) for eqn in equations(jaxpr) for v in eqn.outvars)
+    return any(name.startswith(("float16", "bfloat16", "float8")) for name in names)
 
 
 def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:

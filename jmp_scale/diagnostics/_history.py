@@ -109,11 +109,10 @@ class LossScaleHistory:
                 f"{capacity!r}"
             )
         # A buffer for each, because two leaves of one buffer cannot be donated.
-        arrays = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
-        for name in (*_NUMBERS, *_FIRST):
-            shape = capacity if name in _NUMBERS else ()
-            arrays[name] = jnp.full(shape, jnp.nan, jnp.float32)
-        return cls(**arrays, pushed=jnp.zeros([], jnp.int32))
+        flags = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
+        numbers = {name: jnp.full(capacity, _NAN) for name in _NUMBERS}
+        first = {name: jnp.array(_NAN) for name in _FIRST}
+        return cls(**flags, **numbers, **first, pushed=jnp.zeros([], jnp.int32))
 
     def push(
         self,
@@ -156,34 +155,34 @@ class LossScaleHistory:
                 "jax.tree.map(lambda x: x, nnx.state(optimizer)) before the update"
             )
         old, new = _the_state("before", before), _the_state("after", after)
-        nan = jnp.float32(jnp.nan)
+        lost = lost_updates_of("LossScaleHistory.push", params, updates)
+        entries, magnitude = lost or (_NAN, _NAN)
         s = number_of(old.loss_scale)
         loss_finite = jnp.asarray(new.nonfinite_losses == old.nonfinite_losses)
         values = {
             # Exact for powers of two, which a device's own log2 need not be: `summary`
             # counts every change of S as a growth or a backoff.
-            "log2_scale": nan if s is None else log2_magnitude(magnitude_bits(s)),
+            "log2_scale": _NAN if s is None else log2_magnitude(magnitude_bits(s)),
             "grads_finite": new.grads_finite,
             "applied": new.applied,
-            "spike": jnp.asarray(new.spikes != old.spikes),
-            "loss": nan if loss is None else loss,
+            "spike": new.spikes != old.spikes,
+            "loss": _NAN if loss is None else loss,
             "loss_finite": loss_finite & (True if loss is None else jnp.isfinite(loss)),
-            "grad_norm": nan if grads is None else finite_and_norm(grads)[1],
+            "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
+            "lost_entries": entries,
+            "lost_magnitude": magnitude,
             # Of a mapping made by Flax the guard's configuration is not known.
-            "loss_limit": getattr(old.guard, "loss_limit", nan),
-            "norm_limit": getattr(old.guard, "norm_limit", nan),
+            "loss_limit": getattr(old.guard, "loss_limit", _NAN),
+            "norm_limit": getattr(old.guard, "norm_limit", _NAN),
         }
-        lost = lost_updates_of("LossScaleHistory.push", params, updates)
-        values |= {"lost_entries": lost[0], "lost_magnitude": lost[1]} if lost else {}
+        index = self.pushed % self.pushed.dtype.type(self.log2_scale.shape[0])
+        arrays = {}
         for name, value in values.items():
             if jnp.shape(value) != ():
                 raise ValueError(
                     f"LossScaleHistory.push: expected one step, got {name} of shape "
                     f"{jnp.shape(value)}; reduce it, or vmap push"
                 )
-        index = self.pushed % self.pushed.dtype.type(self.log2_scale.shape[0])
-        arrays = {}
-        for name, value in (dict.fromkeys(_NUMBERS, nan) | values).items():
             buffer = getattr(self, name)
             # The buffer's dtype, not that of a bfloat16 loss: a carry keeps its types.
             values[name] = jnp.asarray(value).astype(buffer.dtype)
@@ -225,6 +224,7 @@ class LossScaleHistory:
         )
 
 
+_NAN = np.float32(np.nan)
 _FLAGS = ("grads_finite", "loss_finite", "applied", "spike")
 _NUMBERS = ("log2_scale", "loss", "grad_norm", "lost_entries", "lost_magnitude")
 _NUMBERS += ("loss_limit", "norm_limit")

@@ -158,7 +158,9 @@ class LossScaleHistory:
         lost = lost_updates_of("LossScaleHistory.push", params, updates)
         entries, magnitude = lost or (_NAN, _NAN)
         s = number_of(old.loss_scale)
-        loss_finite = jnp.asarray(new.nonfinite_losses == old.nonfinite_losses)
+        loss_finite = new.nonfinite_losses == old.nonfinite_losses
+        if loss is not None:
+            loss_finite &= jnp.isfinite(loss)
         values = {
             # Exact for powers of two, which a device's own log2 need not be: `summary`
             # counts every change of S as a growth or a backoff.
@@ -167,7 +169,7 @@ class LossScaleHistory:
             "applied": new.applied,
             "spike": new.spikes != old.spikes,
             "loss": _NAN if loss is None else loss,
-            "loss_finite": loss_finite & (True if loss is None else jnp.isfinite(loss)),
+            "loss_finite": loss_finite,
             "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
             "lost_entries": entries,
             "lost_magnitude": magnitude,

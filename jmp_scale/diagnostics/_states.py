@@ -15,10 +15,9 @@ def find_states(
 ) -> list[tuple[str, LossScaleState]]:
     """Paths and states of `with_loss_scale` in a pytree, with plain arrays.
 
-    NNX variables are replaced by their arrays. `nnx.state` and state dicts turn a state
-    into a mapping, which has no static configuration: `loss_scale` is then S alone, or
-    None where S is configuration itself, and `guard` the mapping of its statistics. An
-    error names the function and its argument.
+    Their `inner_state` is left out. Mappings, as `nnx.state` and state dicts make them,
+    have no static configuration: `loss_scale` is then S alone, or None where S is
+    configuration itself, and `guard` the mapping of its statistics.
     """
     states = find_loss_scale_states(tree)
     if not states:
@@ -34,20 +33,18 @@ def _plain_state(node: Any) -> LossScaleState:
     loss_scale = fields.get("loss_scale")
     if not isinstance(loss_scale, LossScale):
         loss_scale = (loss_scale or {}).get("loss_scale")
-    # State dicts from before steps were counted by cause lack the newer fields.
-    grads_finite = plain(fields["grads_finite"])
-    zeros = jnp.zeros(jnp.shape(grads_finite), jnp.int32)
-    return LossScaleState(
-        loss_scale=plain(loss_scale),
-        inner_state=fields.get("inner_state"),
-        grads_finite=grads_finite,
-        applied=plain(fields.get("applied", grads_finite)),
-        skipped=plain(fields["skipped"]),
-        skipped_in_a_row=plain(fields["skipped_in_a_row"]),
-        nonfinite_losses=plain(fields.get("nonfinite_losses", zeros)),
-        spikes=plain(fields.get("spikes", zeros)),
-        guard=plain(fields.get("guard")),
-    )
+    # State dicts of version 0.1 lack the newer fields.
+    zeros = jnp.zeros(jnp.shape(_array(fields["grads_finite"])), jnp.int32)
+    fields = {
+        "applied": fields["grads_finite"],
+        "nonfinite_losses": zeros,
+        "spikes": zeros,
+        "guard": None,
+        **fields,
+        "loss_scale": loss_scale,
+        "inner_state": None,
+    }
+    return LossScaleState(**jax.tree.map(_array, fields, is_leaf=_is_variable))
 
 
 def share_variables(before: Any, after: Any) -> bool:
@@ -61,15 +58,11 @@ def share_variables(before: Any, after: Any) -> bool:
     return not variables(before).isdisjoint(variables(after))
 
 
-def plain(node: Any) -> Any:
-    """A pytree with an array for each leaf that is an NNX variable."""
-    return jax.tree.map(
-        lambda x: jax.tree.leaves(x)[0] if _is_variable(x) else x,
-        node,
-        is_leaf=_is_variable,
-    )
+def _array(leaf: Any) -> Any:
+    # A variable is a pytree of one leaf.
+    return jax.tree.leaves(leaf)[0] if _is_variable(leaf) else leaf
 
 
 def _is_variable(x: Any) -> bool:
-    # A pytree of one leaf, known by an attribute, so that Flax need not be imported.
+    # By an attribute, so that Flax need not be imported.
     return hasattr(x, "copy_from")

@@ -104,11 +104,12 @@ def vanished(columns: Columns, first_norm: float, level: Level) -> Values:
         return None
     norm = float(np.median(norms[-_LEAST_STEPS:]))
     # The first norm is that of the first gradients that were not zero, or NaN.
-    if norm > 0 and not norm < _VANISHED * first_norm:
-        return None
-    change = f"has been zero for {_LEAST_STEPS} steps"
-    if norm > 0:
+    if norm == 0:
+        change = f"has been zero for {_LEAST_STEPS} steps"
+    elif norm < _VANISHED * first_norm:
         change = f"fell from {first_norm:.3g} to {norm:.3g}"
+    else:
+        return None
     return {"change": change, **level._asdict()}
 
 
@@ -125,5 +126,5 @@ def loses_updates(columns: Columns, first_norm: float) -> Values:
     is_steep = len(norms) == 0 or np.median(norms) > _STILL_STEEP * first_norm
     if share <= _LOST or not is_steep:
         return None
-    lost = {"entries": float(np.median(entries)), "magnitude": share}
-    return {**lost, "steps": len(magnitude)}
+    entries = float(np.median(entries))
+    return {"entries": entries, "magnitude": share, "steps": len(magnitude)}

@@ -88,7 +88,6 @@ _SENTENCES = {
     "moment in bfloat16 cannot decay, because each step's change is rounded away. "
     "Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
 }
-_ORDER = {kind: place for place, kind in enumerate(_SENTENCES)}
 
 # Of overflows and of spikes. With the default period S itself causes 0.0005.
 _NORMAL_RATE = 0.01
@@ -221,8 +220,7 @@ def _findings(
 ) -> dict[str, str]:
     """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
     states, findings = find_states(function, opt_state), []
-    steps = None if history is None else history.to_dict()
-    steps = steps if steps and len(steps["step"]) else None
+    steps = history.to_dict() if history is not None and history.pushed > 0 else None
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
         # Of a replicated state every number below is an array, and `float` fails.
@@ -236,10 +234,12 @@ def _findings(
         found = _state_findings(state, steps, skips.since(seen.get(path, skips)))
         findings += [(prefix, *finding) for finding in found if finding]
         seen[path] = skips
-    findings += [("", *finding) for finding in _leaf_findings(opt_state)]
+    of_all = _leaf_findings(opt_state)
     if history is not None:
-        findings += [("", *finding) for finding in trend_findings(history)]
-    findings.sort(key=lambda finding: _ORDER[finding[1]])
+        of_all += trend_findings(history)
+    findings += [("", *finding) for finding in of_all]
+    order = list(_SENTENCES)
+    findings.sort(key=lambda finding: order.index(finding[1]))
     sentences = {}
     for prefix, kind, values in findings:
         text = _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
@@ -376,7 +376,7 @@ def _rate(flags: np.ndarray) -> tuple[bool, dict[str, Any]]:
 
 def _leaf_findings(opt_state: Any) -> list[Finding]:
     """The findings on dtypes: float16 anywhere, bfloat16 in second moments."""
-    pairs = jax.tree_util.tree_flatten_with_path(opt_state)[0]
+    pairs = jax.tree_util.tree_leaves_with_path(opt_state)
     pairs = [p for p in pairs if is_inexact(p[1]) and hasattr(p[1], "dtype")]
     # bfloat16 has the range of float32, and is chosen on purpose for parameters.
     narrow = [p for p in pairs if jnp.finfo(p[1].dtype).maxexp < 128]

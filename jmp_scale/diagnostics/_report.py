@@ -88,8 +88,8 @@ class GradReport:
         Raises:
           ValueError: several reports, from `vmap` or `lax.scan`.
         """
-        fields = [f.name for f in dataclasses.fields(self)[:-2]]  # all arrays
-        arrays = {n: np.asarray(getattr(self, n)) for n in [*fields, "flushed_share"]}
+        names = [f.name for f in dataclasses.fields(self)[:-2]] + ["flushed_share"]
+        arrays = {name: np.asarray(getattr(self, name)) for name in names}
         if arrays["amax"].ndim != 1:
             raise ValueError(
                 "to_dict: expected one report, got a batch "
@@ -97,8 +97,9 @@ class GradReport:
             )
         totals = {name: x.item() for name, x in arrays.items() if x.ndim == 0}
         columns = {name: x.tolist() for name, x in arrays.items() if x.ndim == 1}
-        rows = [{n: x[i] for n, x in columns.items()} for i in range(len(self.paths))]
-        leaves = dict(zip(self.paths, rows, strict=True))
+        leaves = {}
+        for i, path in enumerate(self.paths):
+            leaves[path] = {name: column[i] for name, column in columns.items()}
         return {"dtype": self.dtype, **totals, "leaves": leaves}
 
     def worst(self, k: int = 5) -> dict[str, dict[str, Any]]:
@@ -107,18 +108,38 @@ class GradReport:
         By the share of entries not finite, then overflowed, flushed, subnormal.
         """
 
-        def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
-            row, size = item[1], max(item[1]["size"], 1)
+        rows = self.to_dict()["leaves"]
+
+        def badness(path: str) -> tuple[float, ...]:
+            row, size = rows[path], max(rows[path]["size"], 1)
             lost = row["nonfinite"] / size, row["overflow"] / size
             return *lost, row["flushed_share"], row["subnormal"] / size
 
-        rows = self.to_dict()["leaves"]
-        return dict(sorted(rows.items(), key=badness, reverse=True)[:k])
+        return {
+            path: rows[path] for path in sorted(rows, key=badness, reverse=True)[:k]
+        }
 
     def summary(self, k: int | None = None) -> str:
         """A table of the k worst leaves, or of all in the order of the tree (host)."""
         report = self.to_dict()
-        return _table(report, report["leaves"] if k is None else self.worst(k))
+        lines = [_headline(report)]
+        rows = report["leaves"] if k is None else self.worst(k)
+        if not rows:
+            return lines[0]
+        width = max(len(name) for name in ("leaf", *map(leaf_name, rows)))
+        table = [("leaf", "entries", *_SHARES, "amax", "headroom", "range")]
+        for path, row in rows.items():
+            cells = [_percent(row[name], row["size"]) for name in _SHARES]
+            # A leaf of zeros, or without finite entries, has no headroom and no range.
+            cells += [f"{row['amax']:.2e}" if row["amax"] else "-"]
+            for name in ("headroom_bits", "dynamic_range_bits"):
+                # Adding 0.0 turns a rounded -0.0 into 0.0.
+                bits = f"{round(row[name], 1) + 0.0:.1f} bits"
+                cells += [bits if row["amax"] else "-"]
+            table += [(leaf_name(path), f"{row['size']:,.0f}", *cells)]
+        for name, *cells in table:
+            lines += [f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells)]
+        return "\n".join(lines)
 
 
 def grad_report(
@@ -158,10 +179,10 @@ def grad_report(
             "grad_report: expected dtype to be float16 or float8, got bfloat16, which "
             "has float32's range; for its smallest numbers use exponent_histogram"
         )
-    _casts.limits(name, "grad_report")
+    limits = _casts.limits(name, "grad_report")
     paths, leaves = named_inexact_leaves(grads)
     loss_scale = scale_value("grad_report", loss_scale)
-    arrays = _report_arrays(leaves, loss_scale, name)
+    arrays = _report_arrays(leaves, loss_scale, limits)
     return GradReport(**arrays, paths=paths, dtype=name)
 
 
@@ -170,11 +191,10 @@ def power(s: float) -> str:
     return f"2^{math.log2(s):.4g}" if 0 < s < math.inf else f"{s:g}"
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+@functools.partial(jax.jit, static_argnames="limits")
 def _report_arrays(
-    leaves: list[Any], loss_scale: jax.Array, dtype: str
+    leaves: list[Any], loss_scale: jax.Array, limits: _casts.Limits
 ) -> dict[str, jax.Array]:
-    limits = _casts.limits(dtype, "grad_report")
     # With an empty leaf at the end, because a tree may have no leaves.
     rows = [_leaf_row(leaf, loss_scale, limits) for leaf in [*leaves, jnp.zeros(0)]]
     columns = map(_stacked, zip(*rows, strict=True))
@@ -286,27 +306,6 @@ def _most_log2(largest: jax.Array, limits: _casts.Limits) -> jax.Array:
     exponent, fraction = _casts.exponent_and_fraction(largest)
     log2 = limit_exponent - exponent - (fraction > limit_fraction).astype(jnp.int32)
     return jnp.where(largest > 0, (log2 - MARGIN_BITS).astype(jnp.float32), jnp.inf)
-
-
-def _table(report: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
-    """`GradReport.to_dict()` as a headline and a table of some of its leaves."""
-    lines = [_headline(report)]
-    if not rows:
-        return lines[0]
-    width = max(len(name) for name in ("leaf", *map(leaf_name, rows)))
-    heads = (*_SHARES, "amax", "headroom", "range")
-    table = [("leaf", "entries", *heads)]
-    for path, row in rows.items():
-        cells = [_percent(row[name], row["size"]) for name in _SHARES]
-        # A leaf of zeros, or without finite entries, has neither headroom nor range.
-        cells += [f"{row['amax']:.2e}" if row["amax"] else "-"]
-        for name in ("headroom_bits", "dynamic_range_bits"):
-            # Adding 0.0 turns a rounded -0.0 into 0.0.
-            cells += [f"{round(row[name], 1) + 0.0:.1f} bits" if row["amax"] else "-"]
-        table += [(leaf_name(path), f"{row['size']:,.0f}", *cells)]
-    for name, *cells in table:
-        lines += [f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells)]
-    return "\n".join(lines)
 
 
 def _headline(report: dict[str, Any]) -> str:

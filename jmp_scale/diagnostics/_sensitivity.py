@@ -69,18 +69,20 @@ class SensitiveProducts(NamedTuple):
 
     def summary(self, k: int = 20) -> str:
         """What to write, and the k lines that change the gradient most."""
+        if not self.products:
+            return self.advice
         rows: list[tuple[str, ...]] = [("line", "scope", "share", "alone", "without")]
         for row in sorted(self.products, key=lambda row: -row.alone)[:k]:
             shares = map(percent, (row.share, row.alone, row.without))
             rows.append((row.library or _place(row.file, row.line), row.scope, *shares))
-        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        table = [
-            f"{place:{widths[0]}}  {scope:{widths[1]}}"
-            + "".join(f"{c:>10}" for c in rest)
-            for place, scope, *rest in rows[: len(rows) * bool(self.products)]
-        ]
-        more = [f"and {len(self.products) - k} more"] * (len(self.products) > k)
-        return "\n".join([self.advice, *table, *more])
+        places, scopes = (max(len(row[i]) for row in rows) for i in (0, 1))
+        lines = [self.advice]
+        for place, scope, *shares in rows:
+            cells = "".join(f"{share:>10}" for share in shares)
+            lines.append(f"{place:{places}}  {scope:{scopes}}{cells}")
+        if len(self.products) > k:
+            lines.append(f"and {len(self.products) - k} more")
+        return "\n".join(lines)
 
 
 def sensitive_products(
@@ -149,8 +151,10 @@ def sensitive_products(
     back = forward if backward is None else checked_half("backward", backward)
     s = None if loss_scale is None else float(scale_value(function, loss_scale))
     search = _Search(Probe(checked, forward, back), s, tolerance)
-    options = f'"{forward.name}"' + f', backward="{back.name}"' * (backward is not None)
-    return search.result(f"jmp_scale.autocast(loss, {options}, keep_float32=%s)")
+    call = f'jmp_scale.autocast(loss, "{forward.name}"'
+    if backward is not None:
+        call += f', backward="{back.name}"'
+    return search.result(call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +191,7 @@ class _Search:
         self._lines = _lines(probe)
 
     def result(self, call: str) -> SensitiveProducts:
-        """What was found, with the advice to write `call % keep`."""
+        """What was found, with the advice to write `call, keep_float32=...)`."""
         lines, probe = self._lines, self._probe
         run = [probe.products[n] for n in probe.candidates | probe.others]
         total = max(sum(product.work for product in run), 1)
@@ -209,7 +213,7 @@ class _Search:
             advice += ", which is precise enough."
         elif keep:
             advice += f", and by {percent(after)} where this stays float32:"
-            advice += f"\n  {call % (keep,)}"
+            advice += f"\n  {call}, keep_float32={keep})"
         else:
             advice += f". {cure or self._way_out()}"
         if keep and not share:
@@ -229,14 +233,11 @@ class _Search:
 
     def _error(self, half: Iterable[_Line]) -> float:
         """That of the gradient with some lines in half precision."""
-        return self._error_at(half, self._s)
+        numbers = [n for line in half for n in line.numbers]
+        return self._probe.error(numbers, self._s)
 
     def _error_without(self, float32: Collection[_Line]) -> float:
         return self._error([line for line in self._lines if line not in float32])
-
-    def _error_at(self, half: Iterable[_Line], s: float | None) -> float:
-        numbers = [n for line in half for n in line.numbers]
-        return self._probe.error(numbers, s)
 
     def _measured(self) -> dict[_Line, tuple[float, float]]:
         """For each line the errors `alone` and `without`."""
@@ -271,7 +272,7 @@ class _Search:
     def _other_loss_scale(self) -> str:
         """What to say if another loss scale helps, "" if none does."""
         for s in (None, 2.0**24)[self._s is None :]:
-            error = self._error_at(self._lines, s)
+            error = self._probe.error(sorted(self._probe.candidates), s)
             if error <= self._tolerance:
                 what = "a DynamicLossScale" if s is None else "loss scale 2^24"
                 return (
@@ -330,11 +331,7 @@ def _names(required: Sequence[_Line], lines: Sequence[_Line]) -> tuple[str, ...]
 
     def cost(name: str) -> tuple[int, int, int]:
         others = {*matched[name]}.difference(required)
-        return (
-            _work(others),
-            len(others),
-            -len(left.intersection(matched[name])),
-        )
+        return _work(others), len(others), -len(left.intersection(matched[name]))
 
     while left:
         name = min((n for n in names if left.intersection(matched[n])), key=cost)

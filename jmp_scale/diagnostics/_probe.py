@@ -100,13 +100,12 @@ class Probe:
         flags[[*half]] = True
         return self._program(flags, jnp.float32(s), self._arrays)
 
-    def _flagged(self, flags: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    def _flagged(self, flags: jax.Array, *args: Any) -> jax.Array:
         """The loss."""
-        arrays, rejoin = split_arrays((args, kwargs))
+        arrays, rejoin = split_arrays(args)
 
         def loss(*arrays: Any) -> Any:
-            args, kwargs = rejoin(arrays)
-            out = begin_user_code(self._loss.fun, *args, **kwargs)
+            out = begin_user_code(self._loss.fun, *rejoin(arrays))
             self._loss.dtype_of(out)
             return out[0] if self._loss.has_aux else out
 
@@ -198,12 +197,15 @@ class _Flagged(Cast):
     def _note_others(self, unit: Unit) -> None:
         for eqn in _jaxpr.equations(unit.jaxpr):
             if flops(eqn):
-                scopes = f"{unit.scope}/{eqn.source_info.name_stack}"
-                self.met[1].update(map(int, _NUMBER.findall(scopes)))
+                self.met[1].update(_numbers(unit.scope, eqn))
 
     def _number(self, scope: Any, jaxpr: Any) -> int:
-        scopes = f"{scope}/{jaxpr.eqns[-1].source_info.name_stack}"
-        return [self.rule, *map(int, _NUMBER.findall(scopes))][-1]
+        return [self.rule, *_numbers(scope, jaxpr.eqns[-1])][-1]
+
+
+def _numbers(scope: Any, eqn: Any) -> list[int]:
+    """Those in the scopes of an equation, from the outside in."""
+    return [int(n) for n in _NUMBER.findall(f"{scope}/{eqn.source_info.name_stack}")]
 
 
 def _multiply(

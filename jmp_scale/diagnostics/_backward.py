@@ -30,13 +30,9 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss and how it is differentiated, checked once for all tools.
+    """A loss and how it is differentiated, checked as `precision_report` says."""
 
-    The fields are those of `value_and_grad`; `function` is the tool's name, for errors,
-    which are those of `precision_report`.
-    """
-
-    function: str
+    function: str  # the tool's name, for errors
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     argnums: int | Sequence[int]
@@ -44,8 +40,8 @@ class Loss:
     transform: Callable[..., Any]
 
     def __post_init__(self) -> None:
-        for name in ("fun", "transform"):
-            if not callable(value := getattr(self, name)):
+        for name, value in (("fun", self.fun), ("transform", self.transform)):
+            if not callable(value):
                 raise TypeError(
                     f"{self.function}: expected {name} to be a function, got "
                     f"{_described(value)}; pass the function itself, not its result"
@@ -57,8 +53,9 @@ class Loss:
                 f"{self.function}: expected a position in argnums, got none; "
                 "name the arguments to differentiate"
             )
-        for number in (n for n in numbers if isinstance(n, int)):  # no filters of NNX
-            self._check_differentiable(number)
+        for number in numbers:
+            if isinstance(number, int):  # not a filter of NNX
+                self._check_differentiable(number)
 
     def dtype_of(self, out: Any) -> str:
         """The dtype of the loss in what `fun` returned, by name."""
@@ -118,11 +115,7 @@ class Loss:
 def at_loss_scale(
     run: Callable[[Any], Backward], s: float | None
 ) -> tuple[Backward, float]:
-    """Runs a backward pass at S = `s`, and gives S too.
-
-    None stands for a `DynamicLossScale()` that has settled: 2^15, and 8 times smaller
-    while a smaller one may make the gradients finite, down to 1.
-    """
+    """A backward pass at S = `s`, None as in `compare_gradients`, and that S."""
     scale = 2.0**15 if s is None else s
     while True:
         found = run(jnp.float32(scale))

@@ -87,9 +87,7 @@ def calibrate_loss_scale(
 ) -> Calibration:
     """Runs the real low-precision backward pass at each loss scale of a sweep.
 
-    Nothing else shows what a loss scale saves: a cast of the float32 gradient misses
-    what is flushed on the way, in the smaller gradients of activations.
-
+    It sees what is flushed on the way too, in the smaller gradients of activations.
     Compatible with `jit`, `vmap` and `lax.scan`. One compiled call, which tries the
     loss scales one after another, so it needs no more memory than one step. Models
     among the arguments stay as they are, whatever the forward pass writes to them.

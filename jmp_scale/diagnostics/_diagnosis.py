@@ -88,9 +88,6 @@ def diagnose_nonfinite(
     stay as they are. The causes are "none": the step is finite; "forward": the loss is
     not, which no S changes; "overflow": a smaller S cures it; "nan": none does.
 
-    To see the operation that makes a NaN in a gradient, run the step at S = 1 under
-    `jax.debug_nans`, where an overflow that S would have handled cannot raise first.
-
     Args:
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.

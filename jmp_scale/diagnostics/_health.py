@@ -130,15 +130,11 @@ class _Skips(NamedTuple):
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
     """Describes the state of a run, one sentence per finding, most urgent first.
 
-    Runs on the host. It distinguishes the expected warm-up of S, occasional and
-    frequent overflows, S at its floor or cap, losses that are not finite, spikes, every
-    step skipped, S below 1, and parameters and moments of too few digits, and says what
-    to run next. A history with losses and gradient norms also shows a run that goes
-    wrong with finite numbers: a loss that diverges or blew up, gradients that have
-    vanished, updates that are lost in rounding. How often each is right is measured in
-    the project's benchmarks, under "Health".
-
-    Call it every few hundred steps. For one line per change, use `HealthLog`.
+    Runs on the host: call it every few hundred steps. Each sentence has its section in
+    `docs/troubleshoot.md`. A history with losses and gradient norms also shows a run
+    that goes wrong with finite numbers: a loss that diverges or blew up, gradients that
+    have vanished, updates that are lost in rounding. For one line per change, use
+    `HealthLog`.
 
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree. If that holds

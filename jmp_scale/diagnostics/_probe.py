@@ -37,17 +37,11 @@ _MOST = 4096
 
 
 class NumberedProduct(NamedTuple):
-    """A matrix product or convolution of the program text.
+    """A matrix product or convolution of the program text."""
 
-    Attributes:
-      equations: that of the product, after those of the calls and loops that it is in.
-      place: its line.
-      work: floating-point operations of the forward pass, in all iterations.
-    """
-
-    equations: tuple[Any, ...]
+    equations: tuple[Any, ...]  # its own, after those of the calls and loops around it
     place: Place
-    work: int
+    work: int  # floating-point operations of the forward pass, in all iterations
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -58,19 +52,13 @@ class NumberedProduct(NamedTuple):
 
 
 class Probe:
-    """A loss and its backward pass, compiled once for all choices of its products.
-
-    Attributes:
-      products: those of the program, by number.
-      candidates: numbers of those that `autocast` would make half precision.
-      others: numbers of those that run too.
-      reference: the backward pass in float32.
-    """
+    """A loss and its backward pass, compiled once for all choices of its products."""
 
     def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
         self._arrays, rejoin = split_arrays(loss.args)
-        self.products: list[NumberedProduct] = []
+        self.products: list[NumberedProduct] = []  # by number
+        # Numbers of those that `autocast` makes half precision, and of others that run.
         self.candidates: set[int] = set()
         self.others: set[int] = set()
 
@@ -83,7 +71,7 @@ class Probe:
         # run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
-        self.reference = self.run((), 1.0)
+        self.reference = self.run((), 1.0)  # in float32
         changed = changed_in_the_last_digit(self._arrays)
         moved = self._program(np.zeros(_MOST, bool), jnp.float32(1), changed)
         self._own = differences(moved, self.reference)

@@ -51,10 +51,9 @@ class GradReport:
       all_finite: bool[], whether `nonfinite` is 0 everywhere.
       first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
       recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits`
-        is at least 2 in every leaf, in [0, 24], because `DynamicLossScale` takes no
-        other S unless it is told to; NaN if there is none, or no entry is finite and
-        non-zero. Gradients of activations may be larger and need a smaller one: see
-        `calibrate_loss_scale`.
+        is at least 2 in every leaf, in [0, 24] as in `Calibration`; NaN if there is
+        none, or no entry is finite and non-zero. Gradients of activations may be larger
+        and need a smaller one: see `calibrate_loss_scale`.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """

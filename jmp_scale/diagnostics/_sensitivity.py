@@ -114,17 +114,14 @@ def sensitive_products(
     128 in all; of more, equal lines are measured together, then neighbors.
 
     Args:
-      loss: the whole loss in float32, to which `autocast` is to be applied.
-      *args: its arguments: parameters, batch.
+      loss: the whole loss in float32, to which `autocast` is to be applied. Its
+        arguments, `argnums`, `has_aux` and `transform` are those of `precision_report`.
       dtype: as in `autocast`.
       backward: as in `autocast`.
       loss_scale: as in `compare_gradients`.
       tolerance: the largest error of the gradient, relative to its norm; default 5 %,
         half of what `compare_gradients` calls precise enough. Up to twice as much, no
         set that holds most of the work is recommended.
-      argnums: as in `precision_report`.
-      has_aux: as in `precision_report`.
-      transform: as in `precision_report`.
 
     Returns:
       A `SensitiveProducts`; print its `.summary()`.

@@ -132,7 +132,7 @@ def calibrate_loss_scale(
         def at(s: jax.Array) -> tuple[Any, jax.Array]:
             found = loss.run(s, rejoin(arrays))
             shares = [_zero_share(leaf) for leaf in found.leaves]
-            finite = all_finite((found.loss, found.leaves))
+            finite = all_finite(found)
             return dataclasses.replace(found, loss=None, leaves=shares), finite
 
         # Not vmap, which would hold the activations of all S at once.

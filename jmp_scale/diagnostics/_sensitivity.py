@@ -192,8 +192,7 @@ class _Search:
         lines, probe = self._lines, self._probe
         run = [probe.products[n] for n in probe.candidates | probe.others]
         total = max(sum(product.work for product in run), 1)
-        reference = probe.reference
-        if not all_finite((reference.loss, reference.leaves)):
+        if not all_finite(probe.reference):
             advice = (
                 "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
             )
@@ -216,16 +215,11 @@ class _Search:
         if keep and not share:
             advice += f"\nNo smaller set of products helps. {self._way_out()}"
         advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
-        rows = (
-            SensitiveProduct(
-                *line.product.place[:2],
-                line.product.place.library,
-                "/".join(line.product.scopes),
-                line.work / total,
-                *errors[line],
-            )
-            for line in lines
-        )
+        rows = []
+        for line in lines:
+            place, scope = line.product.place, "/".join(line.product.scopes)
+            where = place.file, place.line, place.library, scope
+            rows.append(SensitiveProduct(*where, line.work / total, *errors[line]))
         return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
     def _error(self, half: Iterable[_Line]) -> float:
@@ -260,15 +254,16 @@ class _Search:
             rest = [other for other in required if other is not line]
             required = rest if is_enough(rest) else required
         singles = [line for line in order if errors[line][1] <= self._tolerance]
-        for line in sorted(singles, key=lambda line: line.work)[:1]:
-            if line.work < _work(required) and is_enough([line]):
-                required = [line]
+        single = min(singles, key=lambda line: line.work, default=None)
+        if single and single.work < _work(required) and is_enough([single]):
+            required = [single]
         is_mild = before <= 2 * self._tolerance
         return [] if is_mild and 2 * _work(required) > _work(order) else required
 
     def _other_loss_scale(self) -> str:
         """What to say if another loss scale helps, "" if none does."""
-        for s in (None, 2.0**24)[self._s is None :]:
+        others = (2.0**24,) if self._s is None else (None, 2.0**24)
+        for s in others:
             error = self._probe.error(sorted(self._probe.candidates), s)
             if error <= self._tolerance:
                 what = "a DynamicLossScale" if s is None else "loss scale 2^24"

@@ -200,16 +200,18 @@ class LossScaleHistory:
         """The arrays over the steps by name, oldest first, and "step" from 0 (host)."""
         pushed, capacity = int(self.pushed), self.log2_scale.shape[0]
         steps = np.arange(max(pushed - capacity, 0), pushed)
-        arrays = {n: np.asarray(getattr(self, n)) for n in (*_NUMBERS, *_FLAGS)}
-        return {"step": steps, **{n: x[steps % capacity] for n, x in arrays.items()}}
+        arrays = {"step": steps}
+        for name in (*_NUMBERS, *_FLAGS):
+            arrays[name] = np.asarray(getattr(self, name))[steps % capacity]
+        return arrays
 
     def summary(self) -> HistorySummary:
         """Rates and counts over the recorded steps (host)."""
         recorded = self.to_dict()
-        log2_scale, skipped = recorded["log2_scale"], ~recorded["applied"]
-        loss_nonfinite = ~recorded["loss_finite"]
-        overflowed = ~recorded["grads_finite"] & ~loss_nonfinite
-        steps, changes = len(skipped), np.diff(log2_scale)
+        skipped, loss_finite = ~recorded["applied"], recorded["loss_finite"]
+        # A loss that is not finite makes its gradients so: one step, counted once.
+        overflowed = loss_finite & ~(recorded["grads_finite"] | recorded["spike"])
+        steps, changes = len(skipped), np.diff(recorded["log2_scale"])
         # With an applied step before the first and after the last, each run of skips is
         # the gap between two neighbors.
         applied = np.flatnonzero(np.concatenate([[True], ~skipped, [True]]))
@@ -219,10 +221,9 @@ class LossScaleHistory:
             longest_run=int(np.diff(applied).max()) - 1,
             growths=int((changes > 0).sum()),
             backoffs=int((changes < 0).sum()),
-            loss_nonfinite=int(loss_nonfinite.sum()),
+            loss_nonfinite=int((~loss_finite).sum()),
             spikes=int(recorded["spike"].sum()),
-            # A loss that is not finite makes its gradients so: one step, counted once.
-            overflows=int((overflowed & ~recorded["spike"]).sum()),
+            overflows=int(overflowed.sum()),
         )
 
 

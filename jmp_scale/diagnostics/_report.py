@@ -32,8 +32,7 @@ class GradReport:
     """What `grad_report` found: arrays with one entry for each of the L inexact leaves.
 
     The counts, from `size` to `nonfinite`, are uint32[L] and exact (float32, to a
-    relative 2^-24, if any leaf has 2^32 entries or more); a complex entry counts as
-    two. `to_dict`, `worst` and `summary` run on the host, all else works under `jit`.
+    relative 2^-24, if a leaf has 2^32 entries or more); a complex entry counts as two.
 
     Attributes:
       amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one;
@@ -82,7 +81,7 @@ class GradReport:
         return self.flushed.astype(jnp.float32) / jnp.maximum(nonzero, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Python numbers: scalars by name, "dtype", "leaves": a dictionary for each.
+        """Python numbers (host): scalars by name, "dtype", "leaves": a dictionary each.
 
         Raises:
           ValueError: several reports, from `vmap` or `lax.scan`.

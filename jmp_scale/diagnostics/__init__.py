@@ -1,15 +1,6 @@
 """What the loss scale is doing, and why: reports that read and never change anything.
 
-Which one answers which question:
-
-- What does half precision do to my program, line by line? `precision_report`.
-- Is half precision precise enough for my loss? `compare_gradients`.
-- Which lines must stay float32? `sensitive_products`.
-- What does float16 lose of my gradients? `grad_report`, `exponent_histogram`.
-- Which loss scales work? `calibrate_loss_scale`.
-- Why was this step skipped? `diagnose_nonfinite`.
-- What happened so far? `LossScaleHistory`, `metrics`.
-- Is my run healthy? `health`, `HealthLog`, `lost_updates`.
+Which one answers which question is in `docs/monitor.md`.
 """
 
 from ._calibration import Calibration as Calibration

@@ -52,9 +52,7 @@ def limits(dtype: DTypeLike, function: str) -> Limits:
 def real_parts(leaf: ArrayLike) -> jax.Array:
     """A leaf as real numbers: a complex one gives both parts, on a new first axis."""
     x = jnp.asarray(leaf)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jnp.stack([x.real, x.imag])
-    return x
+    return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
 
 
 def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.Array:

@@ -12,7 +12,6 @@ from ._updates import lost_updates_of
 
 _FIELDS = ("skipped", "skipped_in_a_row", "grads_finite", "applied")
 _FIELDS += ("nonfinite_losses", "spikes")
-_LIMITS = ("loss_limit", "norm_limit")
 
 
 def metrics(
@@ -73,7 +72,7 @@ def metrics(
             scalars[f"{prefix}loss_scale"] = jnp.asarray(s, jnp.float32)
         for name in _FIELDS:
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
-        for name in _LIMITS:
+        for name in ("loss_limit", "norm_limit"):
             # A mapping made by Flax has the guard's statistics, but not its threshold.
             if hasattr(state.guard, name):
                 scalars[prefix + name] = getattr(state.guard, name)

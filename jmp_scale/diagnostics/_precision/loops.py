@@ -36,11 +36,8 @@ class _Form(enum.IntEnum):
 
 
 def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
-    """The carries that accumulate in half precision.
-
-    Yields what happens, the carry, and the equation that adds to it. Backward, carries
-    are gradients of what all iterations share, which harm only in long loops.
-    """
+    """What happens, for each carry that adds up, the carry, and what adds to it."""
+    # Backward, carries are gradients of what all iterations share.
     least = _LONG_BACKWARD_LOOP if backward else 2
     # Of a loop that waits for a condition nobody knows the length: it may be long.
     if loop.trips is not None and loop.trips < least:
@@ -60,22 +57,19 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
 
 
 def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Outputs beside the loss that accumulate in half precision, as `half_carries`.
-
-    A moving average that comes in as an argument and leaves as an output is the carry
-    of the loop that trains.
-    """
+    """The same of outputs beside the loss, which are carries of the loop that trains."""
     inner, _ = open_jaxpr(program)
     made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
-    results = [(v, _adding(v, made_by)) for v in inner.outvars[1:] if id(v) in made_by]
+    states = [i for i, v in enumerate(inner.outvars) if i and id(v) in made_by]
     for argument in inner.invars:
-        alike = [(v, e) for v, e in results if shape(v) == shape(argument)]
+        alike = [i for i in states if shape(inner.outvars[i]) == shape(argument)]
         if not alike or not dtype_name(argument).startswith(("float", "bfloat")):
             continue
         forms = _forms(inner, {id(argument): _Form.CARRY})
-        for result, eqn in alike:
+        for i in alike:
+            eqn = _adding(inner.outvars[i], made_by)
             dtype = dtype_name(eqn.outvars[0])
-            if is_half(dtype) and forms.get(id(result)) is _Form.SUM:
+            if is_half(dtype) and forms[i] is _Form.SUM:
                 message = (
                     f"a state that leaves beside the loss adds up in {dtype} over the "
                     "steps and loses what is small beside it; compute and keep it in "
@@ -104,10 +98,11 @@ def _accumulating(loop: Loop) -> Iterator[tuple[Any, Any]]:
     """The carries of a loop that accumulate, and the equations that add to them."""
     inner, _ = open_jaxpr(loop.body)
     made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
-    for variable, result in zip(loop.carries, inner.outvars, strict=False):
+    for i, variable in enumerate(loop.carries):
+        result = inner.outvars[i]
         if id(result) not in made_by or _adds_a_slice(result, made_by):
             continue
-        form = _forms(inner, {id(variable): _Form.CARRY}).get(id(result))
+        form = _forms(inner, {id(variable): _Form.CARRY})[i]
         eqn = _adding(result, made_by)
         if form is _Form.OTHER and (loop.trips or 0) >= _MORE_THAN_LAYERS:
             # `x + f(x)`: layers are a residual stream, which half precision bears.
@@ -119,17 +114,14 @@ def _accumulating(loop: Loop) -> Iterator[tuple[Any, Any]]:
             yield variable, eqn
 
 
-def _forms(jaxpr: Any, forms: dict[int, _Form]) -> dict[int, _Form]:
-    """The forms of all variables of a jaxpr that depend on the carry."""
+def _forms(jaxpr: Any, forms: dict[int, _Form]) -> list[_Form]:
+    """The forms of the outputs of a jaxpr, given those of its inputs by `id`."""
     for eqn in jaxpr.eqns:
-        ins = [
-            _Form.CONSTANT if is_literal(v) else forms.get(id(v), _Form.CONSTANT)
-            for v in eqn.invars
-        ]
+        ins = [forms.get(id(v), _Form.CONSTANT) for v in eqn.invars]
         if any(ins):
-            outs = _forms_of_results(eqn, ins)
-            forms |= {id(v): form for v, form in zip(eqn.outvars, outs, strict=True)}
-    return forms
+            for v, form in zip(eqn.outvars, _forms_of_results(eqn, ins), strict=True):
+                forms[id(v)] = form
+    return [forms.get(id(v), _Form.CONSTANT) for v in jaxpr.outvars]
 
 
 def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
@@ -141,8 +133,7 @@ def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
         results = []
         for inner, _ in map(open_jaxpr, bodies):
             pairs = zip(inner.invars, arguments, strict=True)
-            forms = _forms(inner, {id(v): form for v, form in pairs})
-            results.append([forms.get(id(v), _Form.CONSTANT) for v in inner.outvars])
+            results.append(_forms(inner, {id(v): form for v, form in pairs}))
         return [max(forms) for forms in zip(*results, strict=True)]
     return [_form_of_result(eqn, ins) if outputs == 1 else _Form.OTHER] * outputs
 
@@ -181,7 +172,8 @@ def _adds_a_slice(result: Any, made_by: dict[int, Any]) -> bool:
 
 
 def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:
-    while not is_literal(atom) and id(atom) in made_by:
+    """What a variable was before it was cast or reshaped."""
+    while id(atom) in made_by:
         eqn = made_by[id(atom)]
         if eqn.primitive.name not in _LINEAR_IN_FIRST:
             break
@@ -191,5 +183,4 @@ def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:
 
 def _adding(result: Any, made_by: dict[int, Any]) -> Any:
     """The equation that makes a result, before it is cast or reshaped."""
-    source = _uncast(result, made_by)
-    return made_by.get(id(source), made_by[id(result)])
+    return made_by.get(id(_uncast(result, made_by)), made_by[id(result)])

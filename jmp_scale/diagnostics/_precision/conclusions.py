@@ -8,7 +8,7 @@ import jax
 from ..._jaxpr import PRODUCTS, open_jaxpr, shape
 from .matrix_work import Line
 from .origins import is_half, is_half_product
-from .source import Place, line_in, place_of_function
+from .source import Place, place_of_function
 from .step import SEVERITIES, Finding, Step, sentence
 from .walk import Walk
 
@@ -20,10 +20,10 @@ def half_parameters(
 ) -> Iterator[Found]:
     """Differentiated arguments in half precision, by the dtypes of the gradients."""
     pairs = jax.tree_util.tree_flatten_with_path(gradients)[0]
-    halves = [(jax.tree_util.keystr(path), d) for path, d in pairs if is_half(d)]
+    halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
     if not halves:
         return
-    path, dtype = halves[0]
+    path, dtype = jax.tree_util.keystr(halves[0][0]), str(halves[0][1].dtype)
     count = f"{len(halves)} arrays" if halves[1:] else "an array"
     first = f", {path}" if path else ""
     message = (
@@ -35,9 +35,10 @@ def half_parameters(
 
 
 def half_loss(
-    forward: Walk, program: Any, dtype: str, fun: Callable[..., Any], caller: Place
+    forward: Walk, program: Any, loss: Any, fun: Callable[..., Any], caller: Place
 ) -> Iterator[Found]:
     """A loss in half precision, at the line of the function that makes it."""
+    dtype = str(getattr(loss, "dtype", ""))  # Python's numbers have none
     if not is_half(dtype):
         return
     digits = "three" if dtype == "float16" else "two"
@@ -47,8 +48,7 @@ def half_loss(
         f"{overflow}; cast to float32 before the last mean"
     )
     step = forward.maker_of(open_jaxpr(program)[0].outvars[0])
-    line = None if step is None else line_in(step.eqn, fun)
-    place = line or place_of_function(fun, caller)
+    place = place_of_function(fun, caller, None if step is None else step.eqn)
     finding = _at(place, "half-loss", "warning", message, dtype)
     if step is None:
         yield len(forward.steps), finding

@@ -36,8 +36,10 @@ class _Form(enum.IntEnum):
 
 
 def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
-    """What happens, for each carry that adds up, the carry, and what adds to it."""
-    # Backward, carries are gradients of what all iterations share.
+    """Messages, carries that add up in half precision, and equations that add to them.
+
+    Backward, carries are gradients of what all iterations share.
+    """
     least = _LONG_BACKWARD_LOOP if backward else 2
     # Of a loop that waits for a condition nobody knows the length: it may be long.
     if loop.trips is not None and loop.trips < least:
@@ -57,7 +59,7 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
 
 
 def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The same of outputs beside the loss, which are carries of the loop that trains."""
+    """The same of outputs beside the loss: training is the loop that carries them."""
     inner, _ = open_jaxpr(program)
     made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
     states = [i for i, v in enumerate(inner.outvars) if i and id(v) in made_by]

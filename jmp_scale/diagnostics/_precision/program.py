@@ -1,4 +1,4 @@
-"""Traces a loss and its backward pass on the types of the arguments, with checks."""
+"""Traces a loss and its backward pass on the types of the arguments."""
 
 import contextlib
 import itertools
@@ -11,43 +11,29 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from .._backward import Loss, is_array, split_arrays
 from .matrix_work import Line
-from .source import begin_user_code, place_of_caller
+from .source import place_of_caller
 
 _REPORTS = itertools.count()
 
 
-class Tracer:
-    """Traces a loss, or a transformation of it.
+def trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The jaxpr of `fun(*args)`, and the shapes and dtypes of the arrays it returns."""
+    arrays, rejoin = split_arrays(args)
 
-    Attributes:
-      loss_dtype: dtype of the loss that was traced last, by name.
-      parameters: positions of the first differentiated argument's arrays, in a trace.
-      gradients: dtypes of the gradients of the program that was traced last, by name.
-    """
+    def on_arrays(*arrays: Any) -> Any:
+        out = fun(*rejoin(arrays))
+        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, out)
 
-    def __init__(self, loss: Loss):
-        self.loss_dtype = ""
-        self.gradients: Any = None
-        self._loss = loss
-        self._arrays, self._rejoin = split_arrays(loss.args)
-        self.parameters = _positions(loss)
+    return jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
 
-    def __call__(self, transform: Callable[[Callable[..., Any]], Any]) -> Any:
-        """The jaxpr of the transformed loss, whose first output is the loss."""
-        transformed = transform(self._checked_fun)
 
-        def on_arrays(*arrays: Any) -> list[Any]:
-            out = transformed(*self._rejoin(arrays))
-            if isinstance(out, tuple) and len(out) == 2:
-                self.gradients = jax.tree.map(_dtype, out[1])
-            return [leaf for leaf in jax.tree.leaves(out) if is_array(leaf)]
-
-        return jax.make_jaxpr(on_arrays)(*self._arrays)
-
-    def _checked_fun(self, *args: Any, **kwargs: Any) -> Any:
-        out = begin_user_code(self._loss.fun, *args, **kwargs)
-        self.loss_dtype = self._loss.dtype_of(out)
-        return out
+def positions(loss: Loss) -> range:
+    """Those of the first differentiated argument's arrays, in a trace."""
+    numbers = jax.tree.leaves(loss.argnums)
+    first = numbers[0] if isinstance(numbers[0], int) else 0  # a filter of NNX's
+    counts = [sum(map(is_array, jax.tree.leaves(arg))) for arg in loss.args]
+    start = sum(counts[:first])
+    return range(start, start + counts[first])
 
 
 @contextlib.contextmanager
@@ -67,15 +53,3 @@ def noting_lost_constants() -> Iterator[tuple[set[Line], set[Line]]]:
     fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
     with fresh, np.errstate(over="call", under="call", call=note):
         yield lines["overflow"], lines["underflow"]
-
-
-def _positions(loss: Loss) -> range:
-    numbers = jax.tree.leaves(loss.argnums)
-    first = numbers[0] if isinstance(numbers[0], int) else 0  # a filter of NNX's
-    counts = [sum(map(is_array, jax.tree.leaves(arg))) for arg in loss.args]
-    start = sum(counts[:first])
-    return range(start, start + counts[first])
-
-
-def _dtype(leaf: Any) -> str:
-    return str(leaf.dtype) if is_array(leaf) else ""

@@ -8,8 +8,8 @@ import jax
 from .._backward import Loss
 from . import conclusions, matrix_work
 from .matrix_work import Line, Operation
-from .program import Tracer, noting_lost_constants
-from .source import place_of_caller
+from .program import noting_lost_constants, positions, trace
+from .source import begin_user_code, place_of_caller
 from .step import SEVERITIES, Finding
 from .walk import Walk
 
@@ -95,12 +95,19 @@ def precision_report(
     keywords: dict[str, Any] = {"has_aux": True} if has_aux else {}
     if not (isinstance(argnums, int) and argnums == 0):
         keywords["argnums"] = argnums  # Equinox takes none
-    caller, trace = place_of_caller(), Tracer(checked)
+    caller = place_of_caller()
+
+    def checked_fun(*args: Any, **kwargs: Any) -> Any:
+        out = begin_user_code(fun, *args, **kwargs)
+        checked.dtype_of(out)
+        return out
+
     with noting_lost_constants() as (infinite, zero):
-        program = trace(lambda function: function)
-        loss = (program, trace.loss_dtype)
-        differentiated = trace(lambda function: transform(function, **keywords))
-    forward = Walk(zero).through(program, caller, trace.parameters)
+        program, output = trace(checked_fun, args)
+        differentiated, pair = trace(transform(checked_fun, **keywords), args)
+    loss = output[0] if has_aux else output
+    gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
+    forward = Walk(zero).through(program, caller, positions(checked))
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     promotions = forward.promotions
     told = {p.place()[:2] for made in promotions.products.values() for p in made}
@@ -108,14 +115,18 @@ def precision_report(
     # What autocast left in float32 is not for the user to cast.
     notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
     found = [
-        *conclusions.half_parameters(trace.gradients, fun, caller),
-        *conclusions.half_loss(forward, *loss, fun, caller),
+        *conclusions.half_parameters(gradients, fun, caller),
+        *conclusions.half_loss(forward, program, loss, fun, caller),
         *forward.found,
         *conclusions.overflowing_constants(forward, infinite),
         *conclusions.two_dtypes(forward),
         *conclusions.products_of_parameters(forward),
         # A derivative rule often repeats the function that it is the rule of.
-        *((i, f) for i, f in backward.found if f.rule not in forward.ruled[f[3:5]]),
+        *(
+            (order, f)
+            for order, f in backward.found
+            if f.rule not in forward.ruled[f.file, f.line]
+        ),
         *promotions.findings(),
         *notes,
     ]

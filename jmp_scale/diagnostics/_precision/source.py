@@ -85,23 +85,18 @@ def place_of_caller() -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def place_of_function(fun: Any, otherwise: Place) -> Place:
-    """Where a function is defined; `otherwise` if that is in a library or unknown."""
+def place_of_function(fun: Any, otherwise: Place, eqn: Any = None) -> Place:
+    """The line of a function's body that led to an equation, or where it is defined.
+
+    `otherwise` if that is in a library or unknown.
+    """
     code = _code_of(fun)
     if code is None or _package(code.co_filename) is not None:
         return otherwise
-    return Place(code.co_filename, code.co_firstlineno)
-
-
-def line_in(eqn: Any, fun: Any) -> Place | None:
-    """The line of `fun`'s own body that led to an equation."""
-    code = _code_of(fun)
-    if eqn is None or code is None or _package(code.co_filename) is not None:
-        return None
     for file, function, line in _frames(eqn):
         if file == code.co_filename and function == code.co_qualname:
             return Place(file, line)
-    return None
+    return Place(code.co_filename, code.co_firstlineno)
 
 
 def _frames(eqn: Any) -> Iterator[tuple[str, str, int]]:

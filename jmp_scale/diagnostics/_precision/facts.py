@@ -44,7 +44,7 @@ class Fact:
       narrowed: the function of the user whose own cast to half precision was the last
         operation; "" if it was another operation.
       cast: whether the entries are those that the user cast to half precision.
-      promoted: the equation at which half precision met float32 and became it; 0 if
+      promoted: the variable in which half precision met float32 and became it; None if
         the value does not depend on one.
       literal: whether it is a number in the program text.
       origin: what the entries were made of.
@@ -62,7 +62,7 @@ class Fact:
     peak: int = 0
     narrowed: str = ""
     cast: bool = False
-    promoted: int = 0
+    promoted: Any = None
     literal: bool = False
     origin: Origin = NOTHING
 
@@ -185,11 +185,11 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
         )
         origin = dataclasses.replace(origin, parameters=of_parameters)
         outs = [dataclasses.replace(outs[0], origin=origin)]
-    promoted = next((fact.promoted for fact in facts if fact.promoted), 0)
-    if not promoted:
+    promoted = next((fact.promoted for fact in facts if fact.promoted), None)
+    if promoted is None:
         return outs
-    keys = [promoted if is_wide(dtype_name(v)) else 0 for v in eqn.outvars]
-    return [dataclasses.replace(f, promoted=k) for f, k in zip(outs, keys, strict=True)]
+    made = [promoted if is_wide(dtype_name(v)) else None for v in eqn.outvars]
+    return [dataclasses.replace(f, promoted=v) for f, v in zip(outs, made, strict=True)]
 
 
 def _with_values(eqn: Any, facts: Sequence[Fact], fact: Fact) -> Fact:

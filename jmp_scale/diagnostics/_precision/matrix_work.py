@@ -106,15 +106,14 @@ def half_share(executed: Iterable[tuple[Any, int]]) -> float:
 class Promotions:
     """Follows the values that float32 made of half precision to the matrix products.
 
-    `products` are those in float32 that each promotion has led to, by equation;
-    `origin_of` names the line that a variable comes from.
+    `products` are those in float32 that each promotion has led to, by the variable that
+    it made; `maker_of` gives the step that made a variable.
     """
 
-    def __init__(self, origin_of: Callable[[Any], str]):
-        self.products: dict[int, list[Step]] = {}
-        self._met: dict[int, Step] = {}
-        self._origins: dict[int, str] = {}
-        self._origin_of = origin_of
+    def __init__(self, maker_of: Callable[[Any], Any]):
+        self.products: dict[Any, list[Step]] = {}
+        self._origins: dict[Any, str] = {}
+        self._maker_of = maker_of
 
     def follow(self, step: Step, outs: list[Fact]) -> list[Fact]:
         """Marks the outputs of a step that promotes, and notes its matrix products."""
@@ -123,24 +122,23 @@ class Promotions:
         elif step.name == "convert_element_type" and is_half(step.source):
             # What the user did not write: JAX or a library promotes.
             promotes = is_wide(step.result) and not is_cast_by_user(step.place())
-            self._met[id(step.eqn)] = step
-            mark = {"promoted": id(step.eqn) if promotes else 0}
+            promoted = step.eqn.outvars[0] if promotes else None
             cast = promotes and step.ins[0].cast
-            return [dataclasses.replace(outs[0], cast=cast, **mark)]
+            return [dataclasses.replace(outs[0], cast=cast, promoted=promoted)]
         else:
             self._note_origin(step)
         return outs
 
     def findings(self) -> Iterator[tuple[int, Finding]]:
         """The places at which casts lose their effect, with their order."""
-        for key, products in self.products.items():
-            step = self._met[key]
+        for made, products in self.products.items():
+            step = self._maker_of(made)
             half = next(d for d in map(dtype_name, step.eqn.invars) if is_half(d))
             count = len(products)
             runs = (
                 f"{count} matrix products run" if count > 1 else "a matrix product runs"
             )
-            origin = self._origins.get(key, "an argument or a constant")
+            origin = self._origins.get(made, "an argument or a constant")
             message = (
                 f"a float32 operand, {origin}, makes float32 of {half} here, so that "
                 f"{runs} in float32 and casts have no effect; cast this operand too"
@@ -154,22 +152,30 @@ class Promotions:
         half = [fact for v, fact in operands if is_half(dtype_name(v))]
         if not wide or is_sum(step.eqn):
             return
-        key = next((fact.promoted for _, fact in wide if half or fact.cast), 0)
-        if not key and any(fact.cast for fact in half):
-            key = id(step.eqn)
-            self._met[key] = step
-            self._origins[key] = self._origin_of(wide[0][0])
-        if key:
-            self.products.setdefault(key, []).append(step)
+        made = next((fact.promoted for _, fact in wide if half or fact.cast), None)
+        if made is None and any(fact.cast for fact in half):
+            made = step.eqn.outvars[0]
+            self._origins[made] = self._origin_of(wide[0][0])
+        if made is not None:
+            self.products.setdefault(made, []).append(step)
 
     def _note_origin(self, step: Step) -> None:
         """Notes the float32 operand that a half one has been promoted for."""
-        keys = {fact.promoted for fact in step.ins} - {0}
+        promoted = {fact.promoted for fact in step.ins} - {None}
         for v, fact in zip(step.eqn.invars, step.ins, strict=True):
-            is_origin = is_wide(dtype_name(v)) and not fact.promoted
-            if is_origin and not is_literal(v):
-                for key in keys - self._origins.keys():
-                    self._origins[key] = self._origin_of(v)
+            if is_wide(dtype_name(v)) and not fact.promoted and not is_literal(v):
+                for made in promoted - self._origins.keys():
+                    self._origins[made] = self._origin_of(v)
+
+    def _origin_of(self, atom: Any) -> str:
+        step = self._maker_of(atom)
+        while step and step.name in MOVES and not is_literal(step.eqn.invars[0]):
+            step = self._maker_of(step.eqn.invars[0])
+        if step is None or step.place().line is None:
+            return "an argument or a constant"
+        public = [c for c in step.place().calls if c.isidentifier() and c[0] != "_"]
+        made_by = public[-1] if public else step.name
+        return f"made by {made_by} at line {step.place().line}"
 
 
 def full_matmuls(

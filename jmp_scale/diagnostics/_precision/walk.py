@@ -14,7 +14,7 @@ from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .facts import Fact, join, of_atom, of_constant, of_dtype, transfer
 from .loops import counted, half_carries, half_states
-from .matrix_work import MOVES, Line, Promotions
+from .matrix_work import Line, Promotions
 from .origins import Origin, is_half
 from .rules import faults, is_narrowed_by_user
 from .source import Place, place_of
@@ -32,37 +32,36 @@ _CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
 class Walk:
     """One walk through one traced program.
 
-    Attributes:
-      found: what the rules found, each with its position in the program.
-      roots: roots of a value whose epsilon is lost, by the equation that added it.
-      divided: equations that added a lost epsilon to a divisor.
-      steps: the steps without nested jaxprs that were passed.
-      unread: (primitive, place) of what could not be looked into.
-      ruled: rules that found something in functions with derivative rules of their
-        own, by the line of the call, where JAX has the operations of these rules.
-      autocasts: whether products are half precision by `autocast`.
-      infinite: half dtypes of constants that are infinite in the trace.
-      promotions: where float32 meets half precision.
-
     `lost` are the lines at which a number became 0. In a `differentiated` program the
     rules apply only to what JAX has transposed.
     """
 
     def __init__(self, lost: set[Line], differentiated: bool = False):
+        # What the rules found, each with its position in the program.
         self.found: list[tuple[int, Finding]] = []
-        self.roots: dict[int, tuple[int, Finding]] = {}
-        self.divided: set[int] = set()
+        # The steps without nested jaxprs that were passed.
         self.steps: list[Step] = []
+        # (primitive, place) of what could not be looked into.
         self.unread: list[tuple[str, Place]] = []
+        # Rules that found something in functions with derivative rules of their own, by
+        # the line of the call, where JAX has the operations of these rules.
         self.ruled: dict[Line, set[str]] = collections.defaultdict(set)
+        # Half dtypes of constants that are infinite in the trace.
         self.infinite: set[str] = set()
+        # Whether products are half precision by `autocast`.
         self.autocasts = False
-        self.promotions = Promotions(self._origin_of)
+        # Where float32 meets half precision.
+        self.promotions = Promotions(self.maker_of)
         self._lost = lost
         self._differentiated = differentiated
         self._order = 0
-        self._same_as: dict[int, int] = {}
-        self._made_by: dict[int, Step] = {}
+        # Roots of a value whose epsilon is lost, by the equation that added it, and
+        # equations that added a lost epsilon to a divisor.
+        self._roots: dict[int, tuple[int, Finding]] = {}
+        self._divided: set[int] = set()
+        # What the arguments of calls are outside of them, and the makers of variables.
+        self._same_as: dict[Any, Any] = {}
+        self._made_by: dict[Any, Step] = {}
 
     def through(
         self, program: Any, caller: Place, parameters: Collection[int] = ()
@@ -76,9 +75,10 @@ class Walk:
         self._run(program, facts, outer)
         if not self._differentiated:
             self._record_carries(half_states(program), outer)
-            for cause, found in self.roots.items():
-                # The division by a root is at fault, if there is one.
-                self.found += [] if cause in self.divided else [found]
+            # The division by a root is at fault, if there is one.
+            for cause, found in self._roots.items():
+                if cause not in self._divided:
+                    self.found.append(found)
         return self
 
     def maker_of(self, atom: Any) -> Step | None:
@@ -88,32 +88,29 @@ class Walk:
     def _run(self, jaxpr: Any, facts: Sequence[Fact], outer: Step) -> list[Fact]:
         """What is known about the outputs of a jaxpr, given facts about its inputs."""
         inner, consts = open_jaxpr(jaxpr)
-        known = {
-            id(variable): of_constant(value, dtype_name(variable))
-            for variable, value in zip(inner.constvars, consts, strict=True)
-        }
-        self._note_infinite(zip(inner.constvars, consts, strict=True))
-        known |= {
-            id(v): fact.of(v) for v, fact in zip(inner.invars, facts, strict=True)
-        }
+        known: dict[Any, Fact] = {}
+        for variable, value in zip(inner.constvars, consts, strict=True):
+            self._note_infinite(variable, value)
+            known[variable] = of_constant(value, dtype_name(variable))
+        for variable, fact in zip(inner.invars, facts, strict=True):
+            known[variable] = fact.of(variable)
 
         def fact_of(atom: Any) -> Fact:
-            fact = None if is_literal(atom) else known.get(id(atom))
-            return of_atom(atom) if fact is None else fact
+            return of_atom(atom) if is_literal(atom) else known[atom]
 
         for eqn in inner.eqns:
-            literals = [atom for atom in eqn.invars if is_literal(atom)]
-            self._note_infinite((atom, atom.val) for atom in literals)
+            for atom in eqn.invars:
+                if is_literal(atom):
+                    self._note_infinite(atom, atom.val)
             outs = self._pass(eqn, [fact_of(atom) for atom in eqn.invars], outer)
-            pairs = zip(eqn.outvars, outs, strict=True)
-            known |= {id(v): fact.of(v) for v, fact in pairs}
+            for variable, fact in zip(eqn.outvars, outs, strict=True):
+                known[variable] = fact.of(variable)
         return [fact_of(atom) for atom in inner.outvars]
 
-    def _note_infinite(self, constants: Iterable[tuple[Any, Any]]) -> None:
-        for atom, value in constants:
-            dtype = dtype_name(atom)
-            if is_half(dtype) and jaxprs.has_infinite_entries(value):
-                self.infinite.add(dtype)
+    def _note_infinite(self, atom: Any, value: Any) -> None:
+        dtype = dtype_name(atom)
+        if is_half(dtype) and jaxprs.has_infinite_entries(value):
+            self.infinite.add(dtype)
 
     def _pass(self, eqn: Any, ins: list[Fact], outer: Step) -> list[Fact]:
         self._order += 1
@@ -121,10 +118,10 @@ class Walk:
         # transposing, only sums (over entries, devices, iterations) can be at fault.
         # Everything else is reported at the forward line.
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
-        place = _lazily(eqn, outer.place)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
-        step = Step(eqn, place, backward, outer.times, self._order, ins)
-        step = step._replace(in_custom_vjp=in_rule)
+        place = _lazily(eqn, outer.place)
+        times, order = outer.times, self._order
+        step = Step(eqn, place, backward, times, order, ins, in_custom_vjp=in_rule)
         bodies = jaxprs.subjaxprs(eqn)
         try:
             if step.name in _OPAQUE:
@@ -169,7 +166,8 @@ class Walk:
         for finding in faults(step):
             self._record(finding, step)
         if not step.backward:
-            self._made_by |= {id(v): step for v in eqn.outvars}
+            for variable in eqn.outvars:
+                self._made_by[variable] = step
             outs = self.promotions.follow(step, outs)
             if is_narrowed_by_user(step):
                 function = step.place().function
@@ -180,9 +178,9 @@ class Walk:
         cause = max((fact.epsilon_at for fact in step.ins), default=-1)
         if finding.rule == "half-division":
             if step.name == "sqrt":
-                self.roots.setdefault(cause, (step.order, finding))
+                self._roots.setdefault(cause, (step.order, finding))
                 return
-            self.divided.add(cause)
+            self._divided.add(cause)
         self.found.append((step.order, finding))
 
     def _record_carries(self, carries: Iterable[Any], outer: Step) -> None:
@@ -190,21 +188,10 @@ class Walk:
             step = outer._replace(eqn=eqn, place=_lazily(eqn, outer.place))
             dtype = dtype_name(atom)
             found = step.finding("half-carry", "warning", message, atom, dtype)
-            self._record(found, step._replace(order=self._order))
+            self.found.append((self._order, found))
 
     def _name_of(self, atom: Any) -> Any:
-        key = id(atom)
-        return object() if is_literal(atom) else self._same_as.get(key, key)
-
-    def _origin_of(self, atom: Any) -> str:
-        step = self.maker_of(atom)
-        while step and step.name in MOVES and not is_literal(step.eqn.invars[0]):
-            step = self.maker_of(step.eqn.invars[0])
-        if step is None or step.place().line is None:
-            return "an argument or a constant"
-        public = [c for c in step.place().calls if c.isidentifier() and c[0] != "_"]
-        made_by = public[-1] if public else step.name
-        return f"made by {made_by} at line {step.place().line}"
+        return object() if is_literal(atom) else self._same_as.get(atom, atom)
 
     def _nested(self, step: Step, bodies: list[Any]) -> list[Fact]:
         eqn, ins, before = step.eqn, list(step.ins), len(self.found)
@@ -213,22 +200,23 @@ class Walk:
         outputs = len(eqn.outvars)
         cond = step.name == "cond"
         if cond and all(fits(body, len(ins) - 1, outputs) for body in bodies):
-            # Of branches for kinds of machines one runs: the first one's work counts.
-            platforms = eqn.params.get("branches_platforms")
-            rest = step._replace(times=0) if platforms else step
-            results = [
-                self._call(body, eqn.invars[1:], ins[1:], rest if i else step)
-                for i, body in enumerate(bodies)
-            ]
+            results = []
+            for body in bodies:
+                results.append(self._call(body, eqn.invars[1:], ins[1:], step))
+                if eqn.params.get("branches_platforms"):
+                    # One runs, on each kind of machine: the first one's work counts.
+                    step = step._replace(times=0)
             cases = zip(*results, strict=True)
             return [functools.reduce(join, facts) for facts in cases]
         if step.name in _CONTROL_FLOW:
             self._leave_unread(step)
         elif len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
             outs = self._call(bodies[0], eqn.invars, ins, step)
-            made = [self.maker_of(v) for v in open_jaxpr(bodies[0])[0].outvars]
-            for variable, maker in zip(eqn.outvars, made, strict=True):
-                self._made_by |= {} if maker is None else {id(variable): maker}
+            results = open_jaxpr(bodies[0])[0].outvars
+            for variable, result in zip(eqn.outvars, results, strict=True):
+                maker = self.maker_of(result)
+                if maker is not None:
+                    self._made_by[variable] = maker
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for _, finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
@@ -246,7 +234,7 @@ class Walk:
     ) -> list[Fact]:
         inner, _ = open_jaxpr(body)
         for variable, atom in zip(inner.invars, atoms, strict=True):
-            self._same_as[id(variable)] = self._name_of(atom)
+            self._same_as[variable] = self._name_of(atom)
         return self._run(body, ins, step)
 
     def _loop(self, step: Step, loop: Loop) -> list[Fact]:

@@ -27,44 +27,26 @@ _SMALL_INTEGERS = {"int8", "uint8", "int16", "uint16"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known about the entries of an array.
+    """What is known about the entries of an array."""
 
-    Attributes:
-      low: no entry is smaller.
-      high: no entry is larger.
-      values: constants that entries may be equal to, at most eight.
-      only: whether every entry is one of `values`.
-      integral: whether every entry is an integer.
-      epsilon: what was added to keep entries from 0; 0.0 once it is lost in a half
-        dtype; None without one.
-      epsilon_at: the equation that added it, 0 for a lower bound by `max`.
-      summed: how many entries a float32 sum has added up into one, not yet divided.
-      squared: whether the entries are squares or sums of squares in float32.
-      peak: the variable whose maximum the entries are, 0 for others.
-      narrowed: the function of the user whose own cast to half precision was the last
-        operation; "" if it was another operation.
-      cast: whether the entries are those that the user cast to half precision.
-      promoted: the variable in which half precision met float32 and became it; None if
-        the value does not depend on one.
-      literal: whether it is a number in the program text.
-      origin: what the entries were made of.
-    """
-
-    low: float = -INF
-    high: float = INF
-    values: frozenset[float] = frozenset()
-    only: bool = False
-    integral: bool = False
+    low: float = -INF  # no entry is smaller
+    high: float = INF  # no entry is larger
+    values: frozenset[float] = frozenset()  # constants that entries may be equal to
+    only: bool = False  # whether every entry is one of `values`
+    integral: bool = False  # whether every entry is an integer
+    # What was added to keep entries from 0; 0.0 once it is lost in a half dtype.
     epsilon: float | None = None
-    epsilon_at: int = -1
-    summed: int = 0
-    squared: bool = False
-    peak: int = 0
+    epsilon_at: int = -1  # the equation that added it, 0 for a lower bound by `max`
+    summed: int = 0  # entries that a float32 sum has added up into one, not yet divided
+    squared: bool = False  # squares, or sums of squares, in float32
+    peak: int = 0  # the variable whose maximum the entries are, 0 for others
+    # The function of the user whose own cast to half precision was the last operation.
     narrowed: str = ""
-    cast: bool = False
+    cast: bool = False  # whether the user cast these entries to half precision
+    # The variable in which float32 met half precision and made float32 of it.
     promoted: Any = None
-    literal: bool = False
-    origin: Origin = NOTHING
+    literal: bool = False  # a number in the program text
+    origin: Origin = NOTHING  # what the entries were made of
 
     def of(self, variable: Any) -> "Fact":
         """The same of a variable, whose value is its own if nothing else is known."""
@@ -169,7 +151,7 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
     """What is known about the outputs of an equation without nested jaxprs."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or len(eqn.outvars) != 1:
-        outs = [of_dtype(dtype_name(v)) for v in eqn.outvars]
+        outs = [of_atom(v) for v in eqn.outvars]
     else:
         fact = _with_values(eqn, facts, rule(eqn, *facts))
         outs = [_with_epsilon(eqn, facts, fact)]

@@ -20,22 +20,16 @@ _SUMS = words("add add_any concatenate mul pad scatter select_n sub")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """What a value was made of.
+    """What a value was made of."""
 
-    Attributes:
-      value: stands for the value whose entries these are, moved or cast; 0 if unknown.
-      factors: values whose half-precision product it is, scaled or in a sum; 0 for
-        those of a product entry by entry.
-      norms: values of whose squares it is a sum.
-      rounded: whether entries of a half-precision product become its entries.
-      parameters: whether it is computed from parameters and numbers alone.
-    """
-
+    # Stands for the value whose entries these are, moved or cast; 0 if unknown.
     value: int = 0
+    # Values whose half-precision product it is, scaled or in a sum; 0 for those of a
+    # product entry by entry.
     factors: frozenset[int] = frozenset()
-    norms: frozenset[int] = frozenset()
-    rounded: bool = False
-    parameters: bool = False
+    norms: frozenset[int] = frozenset()  # values of whose squares it is a sum
+    rounded: bool = False  # whether it has entries of a half-precision product
+    parameters: bool = False  # whether it is made of parameters and numbers alone
 
     def cancels(self, other: "Origin") -> bool:
         """Whether a sum of two values is of a product and its operands' squares."""

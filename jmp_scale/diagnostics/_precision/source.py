@@ -20,25 +20,17 @@ _PACKAGES = re.compile(r".*(?:site|dist)-packages/")
 
 
 class Place(NamedTuple):
-    """A line of source, and what led from it to an operation.
-
-    Attributes:
-      file: path of the source file, or None if it is unknown.
-      line: line number, from 1, or None.
-      calls: names of the library functions between that line and the operation, from
-        the inside out.
-      packages: the libraries that these functions belong to, "linalg" one of them.
-      function: name of the function that the line is in; of a lambda or a generator,
-        of the function around it.
-      library: line of the library that the operation is in, as "flax/nnx/x.py:12"; ""
-        for the user's own code, and for JAX.
-    """
+    """A line of source, and what led from it to an operation."""
 
     file: str | None
     line: int | None
+    # Names of the library functions between that line and the operation, from the
+    # inside out, and the libraries that they belong to, "linalg" one of them.
     calls: tuple[str, ...] = ()
     packages: frozenset[str] = frozenset()
+    # The function that the line is in; of a lambda or a generator, the one around it.
     function: str = ""
+    # The library's line of the operation, as "flax/nnx/x.py:12"; "" for JAX's.
     library: str = ""
 
 

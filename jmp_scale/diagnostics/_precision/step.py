@@ -39,29 +39,17 @@ class Finding(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An equation of the traced program in its place.
-
-    Attributes:
-      eqn: the equation.
-      place: gives its place, which takes time.
-      backward: whether JAX made it by transposing another, whose line it has.
-      times: how often it runs.
-      order: position in the program.
-      ins: what is known about its inputs.
-      out: what is known about its first output.
-      same: whether its first two inputs are the same value.
-      in_custom_vjp: whether it is in a function with a backward rule of its own.
-    """
+    """An equation of the traced program in its place."""
 
     eqn: Any
-    place: Callable[[], Place]
-    backward: bool = False
-    times: int = 1
-    order: int = 0
-    ins: Sequence[Fact] = ()
-    out: Fact = Fact()
-    same: bool = False
-    in_custom_vjp: bool = False
+    place: Callable[[], Place]  # gives its place, which takes time
+    backward: bool = False  # whether JAX made it by transposing one of the same line
+    times: int = 1  # how often it runs
+    order: int = 0  # position in the program
+    ins: Sequence[Fact] = ()  # what is known about its inputs
+    out: Fact = Fact()  # what is known about its first output
+    same: bool = False  # whether its first two inputs are the same value
+    in_custom_vjp: bool = False  # in a function with a backward rule of its own
 
     @property
     def name(self) -> str:

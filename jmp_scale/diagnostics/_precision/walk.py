@@ -12,7 +12,7 @@ from typing import Any
 
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
-from .facts import Fact, join, of_atom, of_constant, of_dtype, transfer
+from .facts import Fact, join, of_atom, of_constant, transfer
 from .loops import counted, half_carries, half_states
 from .matrix_work import Line, Promotions
 from .origins import Origin, is_half
@@ -69,7 +69,7 @@ class Walk:
         """Walks through a whole program, with its parameters at these positions."""
         inner, _ = open_jaxpr(program)
         outer = Step(None, lambda: caller)
-        facts = [of_dtype(dtype_name(v)) for v in inner.invars]
+        facts = [of_atom(v) for v in inner.invars]
         for i in parameters:
             facts[i] = dataclasses.replace(facts[i], origin=Origin(parameters=True))
         self._run(program, facts, outer)
@@ -137,7 +137,7 @@ class Walk:
         except Exception:
             # Another JAX release may lay the parameters of an equation out differently.
             self._leave_unread(step)
-            return [of_dtype(dtype_name(v)) for v in eqn.outvars]
+            return [of_atom(v) for v in eqn.outvars]
 
     def _leave_unread(self, step: Step) -> None:
         if self._differentiated or "debug" in step.name:
@@ -227,7 +227,7 @@ class Walk:
         for body in bodies:
             inner, _ = open_jaxpr(body)
             self._run(body, [of_atom(v) for v in inner.invars], step)
-        return [of_dtype(dtype_name(v)) for v in eqn.outvars]
+        return [of_atom(v) for v in eqn.outvars]
 
     def _call(
         self, body: Any, atoms: Sequence[Any], ins: list[Fact], step: Step
@@ -246,8 +246,7 @@ class Walk:
         # What is known about a carry at first (a zero) holds in no other iteration.
         carry = []
         for i, (variable, start) in enumerate(zip(loop.carries, rest, strict=False)):
-            plain = of_dtype(dtype_name(variable))
-            plain = dataclasses.replace(plain, promoted=start.promoted)
+            plain = dataclasses.replace(of_atom(variable), promoted=start.promoted)
             carry.append(counted(loop, i, start) or plain)
         inside = step._replace(times=step.times * (loop.trips or 1))
         outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)

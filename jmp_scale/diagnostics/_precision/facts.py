@@ -9,13 +9,22 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr import constant, dtype_name, is_literal, shape, size
+from ..._jaxpr import (
+    constant,
+    dtype_name,
+    is_literal,
+    open_jaxpr,
+    shape,
+    size,
+    subjaxprs,
+)
 from .origins import NOTHING, Origin, is_half, origin_of
 
 INF = math.inf
@@ -149,29 +158,31 @@ def join(a: Fact, b: Fact) -> Fact:
 
 def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
     """What is known about the outputs of an equation without nested jaxprs."""
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is None or len(eqn.outvars) != 1:
-        outs = [of_atom(v) for v in eqn.outvars]
-    else:
-        fact = _with_values(eqn, facts, rule(eqn, *facts))
-        outs = [_with_epsilon(eqn, facts, fact)]
+    outs = [of_atom(v) for v in eqn.outvars]
     if len(outs) == 1:
-        origin = origin_of(eqn, [fact.origin for fact in facts])
-        if not origin.value:
-            # Autocast computes cheap values once for each reader: equal ones are one.
-            made_of = [(fact.origin.value, fact.values) for fact in facts]
-            value = hash((eqn.primitive, *made_of, str(eqn.params)))
-            origin = dataclasses.replace(origin, value=value)
-        of_parameters = any(fact.origin.parameters for fact in facts) and all(
-            fact.origin.parameters or fact.single is not None for fact in facts
-        )
-        origin = dataclasses.replace(origin, parameters=of_parameters)
-        outs = [dataclasses.replace(outs[0], origin=origin)]
+        rule = _RULES.get(eqn.primitive.name)
+        if rule is not None:
+            fact = _with_values(eqn, facts, rule(eqn, *facts))
+            outs = [_with_epsilon(eqn, facts, fact)]
+        outs = [dataclasses.replace(outs[0], origin=_origin(eqn, facts))]
     promoted = next((fact.promoted for fact in facts if fact.promoted), None)
     if promoted is None:
         return outs
     made = [promoted if is_wide(dtype_name(v)) else None for v in eqn.outvars]
     return [dataclasses.replace(f, promoted=v) for f, v in zip(outs, made, strict=True)]
+
+
+def _origin(eqn: Any, facts: Sequence[Fact]) -> Origin:
+    origin = origin_of(eqn, [fact.origin for fact in facts])
+    value = origin.value
+    if not value:
+        # Autocast computes cheap values once for each reader: equal ones are one.
+        made_of = [(fact.origin.value, fact.values) for fact in facts]
+        value = hash((eqn.primitive, *made_of, str(eqn.params)))
+    of_parameters = any(fact.origin.parameters for fact in facts) and all(
+        fact.origin.parameters or fact.single is not None for fact in facts
+    )
+    return dataclasses.replace(origin, value=value, parameters=of_parameters)
 
 
 def _with_values(eqn: Any, facts: Sequence[Fact], fact: Fact) -> Fact:
@@ -365,12 +376,8 @@ def _reduce_max(eqn: Any, x: Fact) -> Fact:
     return dataclasses.replace(_same(eqn, x), peak=id(eqn.invars[0]))
 
 
-def _cumsum(eqn: Any, x: Fact) -> Fact:
-    return join(_added(eqn, x, shape(eqn.invars[0])[eqn.params["axis"]]), x)
-
-
-def _added(eqn: Any, x: Fact, count: int) -> Fact:
-    dtype = dtype_name(eqn.outvars[0])
+def _sum(eqn: Any, x: Fact) -> Fact:
+    dtype, count = dtype_name(eqn.outvars[0]), entries_added(eqn)
     fact = _bounds(_times(x.low, count), _times(x.high, count))
     return dataclasses.replace(
         fact,
@@ -378,6 +385,28 @@ def _added(eqn: Any, x: Fact, count: int) -> Fact:
         summed=max(x.summed, 1) * count if is_wide(dtype) else 0,
         squared=x.squared,
     )
+
+
+def entries_added(eqn: Any) -> int:
+    """How many entries an equation adds into one, in the dtype of its operands."""
+    if eqn.primitive.name in ("reduce", "reduce_window") and not _adds(eqn):
+        return 0
+    match eqn.primitive.name:
+        case "cumsum":
+            return shape(eqn.invars[0])[eqn.params["axis"]]
+        case "reduce_window_sum" | "reduce_window":
+            return math.prod(eqn.params["window_dimensions"])
+        case "reduce_sum" | "reduce":
+            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
+        case "scatter-add":
+            # Some cell receives at least this many of the updates.
+            return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
+    return 0
+
+
+def _adds(eqn: Any) -> bool:
+    eqns = [e for body in subjaxprs(eqn) for e in open_jaxpr(body)[0].eqns]
+    return [e.primitive.name for e in eqns] == ["add"]
 
 
 def _index(eqn: Any, x: Fact) -> Fact:
@@ -422,16 +451,14 @@ _RULES: dict[str, Callable[..., Fact]] = {
     "dynamic_update_slice": lambda eqn, x, update, *indices: join(x, update),
     "scatter": lambda eqn, x, indices, update: join(x, update),
     "reduce_max": _reduce_max,
-    "reduce_sum": lambda eqn, x: _added(
-        eqn, x, size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
-    ),
-    "cumsum": _cumsum,
+    "reduce_sum": _sum,
+    "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
 }
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "convert_element_type": lambda x: x,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "convert_element_type": float,
 }

@@ -8,10 +8,9 @@ docs/precision.md.
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from ..._jaxpr import dtype_name, open_jaxpr, shape, size, subjaxprs, words
-from .facts import Fact, is_integer, is_wide, power, rounded
+from ..._jaxpr import dtype_name, shape, words
+from .facts import Fact, entries_added, is_integer, is_wide, power, rounded
 from .origins import NOTHING, is_half, is_inner_product
 from .source import Place
 from .step import Finding, Severity, Step
@@ -90,7 +89,7 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         # A product with ones adds up in float32, as all matrix products do.
         count = _summed_by_ones(step)
     elif is_half(step.source):
-        count, comes_back = _entries_added(step.eqn), False
+        count, comes_back = entries_added(step.eqn), False
     if count < _LONG:
         return
     overflows = "overflows at 65,504" if dtype == "float16" else ""
@@ -108,28 +107,6 @@ def _half_sum(step: Step) -> Iterator[Finding]:
             severity = "note"
     message = f"a sum of {count:,} entries {how}; {cure}"
     yield step.finding("half-sum", severity, message)
-
-
-def _entries_added(eqn: Any) -> int:
-    """How many entries an equation adds into one, in the dtype of its operands."""
-    if eqn.primitive.name in ("reduce", "reduce_window") and not _adds(eqn):
-        return 0
-    match eqn.primitive.name:
-        case "cumsum":
-            return shape(eqn.invars[0])[eqn.params["axis"]]
-        case "reduce_window_sum" | "reduce_window":
-            return math.prod(eqn.params["window_dimensions"])
-        case "reduce_sum" | "reduce":
-            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
-        case "scatter-add":
-            # Some cell receives at least this many of the updates.
-            return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
-    return 0
-
-
-def _adds(eqn: Any) -> bool:
-    eqns = [e for body in subjaxprs(eqn) for e in open_jaxpr(body)[0].eqns]
-    return [e.primitive.name for e in eqns] == ["add"]
 
 
 def _summed_by_ones(step: Step) -> int:
@@ -159,20 +136,27 @@ def _half_square(step: Step) -> Iterator[Finding]:
     if step.result != "float16":
         return
     if step.name == "convert_element_type":
-        fact = step.ins[0]
+        what, times, fact = "a square comes back", 2, step.ins[0]
         squared = is_wide(step.source) and fact.squared and fact.high > FLOAT16_MAX
         # A cast of the user's own is of a mean square that may well be in range.
-        if squared and not step.backward and not is_cast_by_user(step.place()):
-            yield _overflowing(step, "a square comes back in", 256)
-        return
-    times = _power_of_one_value(step)
-    if step.source != "float16" or times < 2:
-        return
-    result = power(step.ins[0].magnitude, times)
-    if result > FLOAT16_MAX and not _is_safe(step.place()):
-        what = "a square is" if times == 2 else f"a power of {times} is"
-        largest = math.ceil(65520 ** (1 / times))
-        yield _overflowing(step, f"{what} computed in", largest)
+        if not squared or step.backward or is_cast_by_user(step.place()):
+            return
+    else:
+        times = _power_of_one_value(step)
+        what = f"a power of {times} is computed"
+        if times == 2:
+            what = "a square is computed"
+        if step.source != "float16" or times < 2:
+            return
+        result = power(step.ins[0].magnitude, times)
+        if result <= FLOAT16_MAX or _is_safe(step.place()):
+            return
+    largest = math.ceil(65520 ** (1 / times))
+    message = (
+        f"{what} in float16, which overflows for entries of {largest} and more; cast "
+        "to float32 first and keep the result there"
+    )
+    yield step.finding("half-square", "warning", message)
 
 
 def _power_of_one_value(step: Step) -> int:
@@ -188,14 +172,6 @@ def _power_of_one_value(step: Step) -> int:
             # Of a vector with itself; a Gram matrix is a product.
             return 2 if is_inner_product(step.eqn) else 0
     return 0
-
-
-def _overflowing(step: Step, what: str, largest: int) -> Finding:
-    message = (
-        f"{what} float16, which overflows for entries of {largest} and more; cast to "
-        "float32 first and keep the result there"
-    )
-    return step.finding("half-square", "warning", message)
 
 
 def _half_exp(step: Step) -> Iterator[Finding]:
@@ -224,35 +200,34 @@ def _half_constant(step: Step) -> Iterator[Finding]:
         return
     if step.name == "convert_element_type":
         lost = _lost_constants(step.ins[0], step.result)
-        if lost:
-            yield _lost(step, lost[0])
+        if not lost:
+            return
+        held = rounded(lost[0], step.result)
+        becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
+        cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
+        if held == 0:
+            cure = "use a constant of at least 1e-4, or compute this in float32"
+        message = (
+            f"the constant {lost[0]:.6g} becomes {becomes} in {step.result}; {cure}"
+        )
     elif step.name == "div" and step.ins[1].literal and step.ins[1].high == 0:
         message = (
             f"the divisor is 0 in {step.result}; use one that it holds, or compute "
             "this in float32"
         )
-        yield step.finding("half-constant", "error", message)
+    else:
+        return
+    yield step.finding("half-constant", "error", message)
 
 
 def _lost_constants(fact: Fact, dtype: str) -> list[float]:
     """The constants among the entries of an array that a half dtype does not hold."""
-    return sorted(
-        value
-        for value in fact.values
-        if value != 0
-        and math.isfinite(value)
-        and (rounded(value, dtype) == 0 or math.isinf(rounded(value, dtype)))
-    )
-
-
-def _lost(step: Step, value: float) -> Finding:
-    held = rounded(value, step.result)
-    becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
-    cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
-    if held == 0:
-        cure = "use a constant of at least 1e-4, or compute this in float32"
-    message = f"the constant {value:.6g} becomes {becomes} in {step.result}; {cure}"
-    return step.finding("half-constant", "error", message)
+    lost = []
+    for value in sorted(fact.values):
+        held = rounded(value, dtype)
+        if held != value and (held == 0 or math.isinf(held)):
+            lost.append(value)
+    return lost
 
 
 def _half_integers(step: Step) -> Iterator[Finding]:

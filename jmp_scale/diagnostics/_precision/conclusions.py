@@ -19,7 +19,7 @@ def half_parameters(
     gradients: Any, fun: Callable[..., Any], caller: Place
 ) -> Iterator[Found]:
     """Differentiated arguments in half precision, by the dtypes of the gradients."""
-    pairs = jax.tree_util.tree_flatten_with_path(gradients)[0]
+    pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
     if not halves:
         return

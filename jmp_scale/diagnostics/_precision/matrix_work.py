@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -80,20 +81,17 @@ def is_narrow(eqn: Any) -> bool:
 
 def operations(executed: Iterable[tuple[Any, int]]) -> tuple[Operation, ...]:
     """Sums (equation, times) up by primitive and dtype, most matrix work first."""
-    counts: dict[tuple[str, str], list[int]] = {}
+    runs: Counter[tuple[str, str]] = Counter()
+    work: Counter[tuple[str, str]] = Counter()
     for eqn, times in executed:
-        dtypes = operand_dtypes(eqn)
-        moves = eqn.primitive.name in MOVES
-        if moves or not dtypes or not dtypes[0].startswith(_FLOATING):
+        name, dtypes = eqn.primitive.name, operand_dtypes(eqn)
+        if name in MOVES or not dtypes or not dtypes[0].startswith(_FLOATING):
             continue
-        row = counts.setdefault((eqn.primitive.name, " x ".join(dtypes)), [0, 0])
-        row[0] += times
-        row[1] += times * flops(eqn)
-    total = sum(work for _, work in counts.values())
-    table = [
-        Operation(primitive, dtype, count, work, work / total if total else 0.0)
-        for (primitive, dtype), (count, work) in counts.items()
-    ]
+        row = name, " x ".join(dtypes)
+        runs[row] += times
+        work[row] += times * flops(eqn)
+    total = max(work.total(), 1)
+    table = [Operation(*row, runs[row], work[row], work[row] / total) for row in runs]
     return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 

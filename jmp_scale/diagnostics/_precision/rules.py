@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from ..._jaxpr import dtype_name, shape, words
-from .facts import Fact, entries_added, is_integer, is_wide, power, rounded
+from .facts import Fact, entries_added, is_integer, is_wide, power, rounded, transfer
 from .origins import NOTHING, is_half, is_inner_product
 from .source import Place
 from .step import Finding, Severity, Step
@@ -129,7 +129,7 @@ def _half_collective(step: Step) -> Iterator[Finding]:
         # The gradients of parameters that all devices share, in shard_map.
         cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
     message = f"a sum over devices in {dtype} rounds at each addition{overflow}; {cure}"
-    yield step.finding("half-collective", "warning", message, halves[0], dtype)
+    yield step.finding("half-collective", "warning", message, halves[0])
 
 
 def _half_square(step: Step) -> Iterator[Finding]:
@@ -234,7 +234,7 @@ def _half_integers(step: Step) -> Iterator[Finding]:
     if not is_half(step.result) or step.name not in ("iota", "convert_element_type"):
         return
     if step.name == "iota":
-        fact = step.out
+        (fact,) = transfer(step.eqn, ())
         counts = "linspace" not in step.place().calls  # whose points are not integers
     else:
         fact = step.ins[0]
@@ -265,8 +265,7 @@ def _half_division(step: Step) -> Iterator[Finding]:
         f"epsilon rounds to 0 in half precision{infinite}; use an epsilon of at least "
         "1e-4, or compute this in float32"
     )
-    atom = step.eqn.invars[at]
-    yield step.finding("half-division", "warning", message, atom, dtype_name(atom))
+    yield step.finding("half-division", "warning", message, step.eqn.invars[at])
 
 
 def _inverted(step: Step) -> int | None:

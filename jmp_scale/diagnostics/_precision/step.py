@@ -47,7 +47,6 @@ class Step(NamedTuple):
     times: int = 1  # how often it runs
     order: int = 0  # position in the program
     ins: Sequence[Fact] = ()  # what is known about its inputs
-    out: Fact = Fact()  # what is known about its first output
     same: bool = False  # whether its first two inputs are the same value
     in_custom_vjp: bool = False  # in a function with a backward rule of its own
 
@@ -74,8 +73,9 @@ class Step(NamedTuple):
         dtype: str = "",
     ) -> Finding:
         """What a rule found here, in an input of the equation, by default the first."""
+        dtype = dtype or (self.result if atom is None else dtype_name(atom))
         atom = (*self.eqn.invars, *self.eqn.outvars)[0] if atom is None else atom
-        place, dtype = self.place(), dtype or self.result
+        place = self.place()
         where = (*place[:2], self.name, dtype, shape(atom), self.backward)
         return Finding(rule, severity, sentence(message, place), *where)
 

@@ -37,20 +37,14 @@ class Walk:
     """
 
     def __init__(self, lost: set[Line], differentiated: bool = False):
-        # What the rules found, each with its position in the program.
-        self.found: list[tuple[int, Finding]] = []
-        # The steps without nested jaxprs that were passed.
-        self.steps: list[Step] = []
-        # (primitive, place) of what could not be looked into.
-        self.unread: list[tuple[str, Place]] = []
+        self.found: list[tuple[int, Finding]] = []  # with positions in the program
+        self.steps: list[Step] = []  # those without nested jaxprs
+        self.unread: list[tuple[str, Place]] = []  # what could not be looked into
         # Rules that found something in functions with derivative rules of their own, by
         # the line of the call, where JAX has the operations of these rules.
         self.ruled: dict[Line, set[str]] = collections.defaultdict(set)
-        # Half dtypes of constants that are infinite in the trace.
-        self.infinite: set[str] = set()
-        # Whether products are half precision by `autocast`.
-        self.autocasts = False
-        # Where float32 meets half precision.
+        self.infinite: set[str] = set()  # half dtypes of constants that are infinite
+        self.autocasts = False  # whether `autocast` makes products half precision
         self.promotions = Promotions(self.maker_of)
         self._lost = lost
         self._differentiated = differentiated
@@ -162,7 +156,7 @@ class Walk:
             outs = [dataclasses.replace(outs[0], epsilon=None)]
         names = [self._name_of(atom) for atom in eqn.invars[:2]]
         same = len(names) == 2 and names[0] == names[1]
-        step = step._replace(out=outs[0], same=same)
+        step = step._replace(same=same)
         for finding in faults(step):
             self._record(finding, step)
         if not step.backward:
@@ -186,8 +180,7 @@ class Walk:
     def _record_carries(self, carries: Iterable[Any], outer: Step) -> None:
         for message, atom, eqn in carries:
             step = outer._replace(eqn=eqn, place=_lazily(eqn, outer.place))
-            dtype = dtype_name(atom)
-            found = step.finding("half-carry", "warning", message, atom, dtype)
+            found = step.finding("half-carry", "warning", message, atom)
             self.found.append((self._order, found))
 
     def _name_of(self, atom: Any) -> Any:

@@ -1,4 +1,4 @@
-"""docs/precise-enough.md: each program needs its line, and the line is enough."""
+"""docs/precise-enough.md: each program needs its line, which is enough and is found."""
 
 import importlib
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 from helpers import one_of
 
 import jmp_scale
-from jmp_scale.diagnostics import precision_report
+from jmp_scale.diagnostics import precision_report, sensitive_products
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 ROW = r"^\| \[([\w ]+)\]\(#[\w-]+\) \|.*\| `(\w+)` \|"
@@ -33,13 +33,20 @@ def test_the_page_has_a_row_and_a_section_for_each_program(programs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in ROWS])
-def test_a_line_kept_in_float32_makes_the_gradient_precise(programs, name):
+def test_a_line_kept_in_float32_makes_the_gradient_precise_and_is_found(programs, name):
     # In bfloat16 the rest of a molecule's network has too few digits too.
     dtype = "float16" if "forces" in name else "bfloat16"
     before, after, share = programs.errors(name, dtype)
     assert before > 0.2
     assert after < 0.05
     assert share > 0.1
+    loss, args, kept = programs.PROGRAMS[name]
+    found = sensitive_products(loss, *args, dtype=dtype)
+    assert found.keep == (kept,)
+    assert f"keep_float32={found.keep}" in found.summary()
+    assert found.error_before > 0.2
+    assert found.error_after <= 0.05
+    assert found.half_share > 0.1
 
 
 @pytest.mark.parametrize("name", one_of(3, [name for name, _ in ROWS]))

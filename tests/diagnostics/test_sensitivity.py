@@ -43,51 +43,6 @@ def encoded(params, x):
     return jnp.tanh(x @ params["w1"]) @ params["w2"]
 
 
-def gaussian_process():
-    def loss(params, x, y):
-        z = encoded(params, x) + 8
-        kernel = jnp.exp(-squared_distances(z, z) / 2) + 0.1 * jnp.eye(len(x))
-        factor = jnp.linalg.cholesky(kernel)
-        solved = jax.scipy.linalg.cho_solve((factor, True), y)
-        return y @ solved / 2 + jnp.log(jnp.diag(factor)).sum()
-
-    params = {"w1": layer(0, 64, 256), "w2": 2 * layer(1, 256, 4)}
-    return loss, params, normal(2, 96, 64), jnp.sin(normal(3, 96))
-
-
-@jax.custom_vjp
-def potentials(x, y):
-    cost = squared_distances(x, y) / 0.05
-
-    def turn(pair, _):
-        f = -jax.nn.logsumexp(pair[1] - cost, 1, b=1 / len(y))
-        return (f, -jax.nn.logsumexp(f[:, None] - cost, 0, b=1 / len(x))), None
-
-    start = jnp.zeros(len(x)), jnp.zeros(len(y))
-    return lax.scan(turn, start, length=30)[0]
-
-
-potentials.defvjp(
-    lambda x, y: (potentials(x, y), (x, y)),
-    lambda given, _: jax.tree.map(jnp.zeros_like, given),
-)
-
-
-def transport(x, y):
-    f, g = potentials(x, y)
-    plan = jnp.exp(f[:, None] + g - squared_distances(x, y) / 0.05)
-    return f.mean() + g.mean() - plan.mean()
-
-
-def sinkhorn():
-    def loss(params, x, y):
-        x = encoded(params, x) + 10
-        return transport(x, y) - transport(x, x) / 2 - transport(y, y) / 2
-
-    params = {"w1": layer(0, 32, 256), "w2": layer(1, 256, 2)}
-    return loss, params, normal(2, 64, 32), 10 + normal(3, 48, 2) / 2
-
-
 def nearest_codes():
     def loss(params, x):
         z = encoded(params, x) + 5
@@ -100,51 +55,14 @@ def nearest_codes():
     return loss, params, normal(3, 256, 64)
 
 
-def features(x, frequencies):
-    angles = 2 * jnp.pi * x @ frequencies
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], 1)
-
-
-def fourier_features():
-    def loss(params, x, y):
-        return jnp.mean((encoded(params, features(x, 100 * params["b"])) - y) ** 2)
-
-    params = {"w1": layer(0, 64, 128), "w2": layer(1, 128, 3), "b": normal(2, 2, 32)}
-    return loss, params, jax.random.uniform(KEYS[3], (256, 2)), normal(4, 256, 3)
-
-
-def forces():
-    def energy(params, atoms):
-        squares = squared_distances(atoms, atoms)
-        distances = jnp.sqrt(jnp.abs(squares) + 0.1)
-        basis = jnp.exp(-((distances[..., None] - jnp.arange(8.0)) ** 2))
-        return encoded(params, jnp.sum(basis, 1)).sum() - 350
-
-    def loss(params, atoms, targets):
-        of_all = jax.vmap(jax.grad(energy, 1), (None, 0))
-        return jnp.mean((of_all(params, atoms) - targets) ** 2)
-
-    params = {"w1": layer(0, 8, 64), "w2": layer(1, 64, 64)}
-    return loss, params, 10 + 2 * normal(2, 4, 12, 3), normal(3, 4, 12, 3)
-
-
-SLOW = [
-    pytest.param(f, marks=pytest.mark.slow)
-    for f in (gaussian_process, sinkhorn, fourier_features, forces)
-]
-
-
-@pytest.mark.filterwarnings("ignore:autocast. potentials")
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("case", [nearest_codes, *SLOW])
-def test_what_is_recommended_works_as_pasted(case, dtype):
-    loss, *args = case()
+def test_what_is_recommended_works_as_pasted(dtype):
+    loss, *args = nearest_codes()
     found = sensitive_products(loss, *args, dtype=dtype)
     if dtype == "bfloat16":
-        name = "features" if case is fourier_features else "squared_distances"
-        assert found.keep[0] == name
+        assert found.keep == ("squared_distances",)
         assert found.error_before > 0.05
         assert f"keep_float32={found.keep}" in found.summary()
     assert found.half_share >= 0.8
@@ -154,12 +72,14 @@ def test_what_is_recommended_works_as_pasted(case, dtype):
 
 
 KINDS = """
-    nested_scans attention cond custom_jvp fused_attention linear_algebra ragged_dot
-    remat_in_scan shard_map transposed_convolution_and_batch_norm while_loop
+    nested_scans attention cond custom_jvp custom_vjp_with_products fused_attention
+    linear_algebra ragged_dot remat_in_scan shard_map
+    transposed_convolution_and_batch_norm while_loop
 """
 
 
-@pytest.mark.parametrize("name", one_of(11, KINDS.split()))
+@pytest.mark.filterwarnings("ignore:autocast. opaque")
+@pytest.mark.parametrize("name", one_of(12, KINDS.split()))
 def test_all_products_together_give_the_gradient_of_autocast(name):
     fun, args, *_ = PROGRAMS[name]
     found = sensitive_products(fun, *args, loss_scale=1)

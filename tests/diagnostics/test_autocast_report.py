@@ -1,14 +1,13 @@
 """`precision_report` of float32 programs that `autocast` cast."""
 
 import functools
-import importlib
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import precision_faults as faults
 import pytest
 from flax import nnx
+from losses import examples, of_examples
 from precision_checks import reported
 from test_precision import W, X
 from test_precision_clean import F32, array, assert_clean
@@ -67,9 +66,8 @@ def test_a_float32_program_cast_by_autocast_has_none_of_the_faults(monkeypatch):
 
 @pytest.mark.slow
 def test_the_models_of_the_examples_cast_by_autocast(monkeypatch):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
-    example = importlib.import_module
-    quickstart, digits, language = map(example, ["quickstart", "_digits", "_language"])
+    names = "quickstart", "_digits", "precision_fallback", "pinn"
+    quickstart, digits, fallback, pinn = examples(monkeypatch, *names)
     images, labels = array(256, 64), array(256, dtype="int32")
     classifier = digits.init_classifier()
     assert_clean(quickstart.half_loss, [array(8, 8)] * 3, array(32, 8))
@@ -85,34 +83,11 @@ def test_the_models_of_the_examples_cast_by_autocast(monkeypatch):
 
     in_half(classify, classifier, images, labels)
     params = {"layers": classifier, "t": array()}
-    fallback = functools.partial(
-        example("precision_fallback").loss_fn, dtype=jnp.float32
-    )
-    in_half(fallback, params, images, labels)
+    in_half(functools.partial(fallback.loss_fn, dtype=F32), params, images, labels)
     wire = digits.init_layers([1, 16, 16, 1], jax.random.key(0))
     # Of a network with one input, some products are sums, which stay float32.
-    bent = functools.partial(example("pinn").loss_fn, dtype="float32")
+    bent = functools.partial(pinn.loss_fn, dtype="float32")
     in_half(bent, wire, array(32), half_share=0.927)
-    transformer, policy = example("_transformer"), example("policy_gradient")
-    tokens = array(4, transformer.LENGTH + 1, dtype="int32")
-    rewards = [array(4, transformer.LENGTH)] * 2
-    in_half(
-        lambda *args: policy.loss_fn(*args, F32)[0],
-        transformer.init_params(0),
-        tokens,
-        *rewards,
-    )
-    resnet = example("linen_resnet").ResNet()
-    variables = resnet.init(jax.random.key(0), jnp.ones((2, 64)), True)
-
-    def resnet_loss(params, images, labels):
-        logits, _ = resnet.apply(
-            {**variables, "params": params}, images, True, mutable="batch_stats"
-        )
-        return digits.classification_loss(logits, labels)
-
-    in_half(resnet_loss, variables["params"], images, labels)
-    text = array(16, language.CONTEXT + 1, dtype="int32")
-    network = language.Transformer(nnx.Rngs(0))
-    half_loss = jmp_scale.nnx.autocast(example("nnx_transformer").loss_fn, "float16")
-    assert_clean(half_loss, network, text, transform=nnx.value_and_grad)
+    for loss, args, transform in of_examples(monkeypatch):
+        module = jmp_scale.nnx if transform is nnx.value_and_grad else jmp_scale
+        assert_clean(module.autocast(loss, "float16"), *args, transform=transform)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from losses import forgetful
+from losses import forgetful, squared_distances
 
 import jmp_scale
 from jmp_scale.diagnostics import compare_gradients
@@ -81,9 +81,7 @@ def test_the_loss_scale_is_lowered_as_a_dynamic_one_would_be():
 
 def test_cancelling_distances_are_not_precise_enough():
     def kernel(z):
-        squares = (z**2).sum(1)
-        distances = squares[:, None] + squares[None] - 2 * z @ z.T
-        return jnp.mean(jnp.exp(-distances))
+        return jnp.mean(jnp.exp(-squared_distances(z, z)))
 
     half_loss = jmp_scale.autocast(kernel, "bfloat16")
     found = compare_gradients(half_loss, kernel, 10 + X)

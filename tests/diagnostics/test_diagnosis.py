@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import count_traces
-from losses import forgetful
+from losses import forgetful, squared_distances
 
 import jmp_scale
 from jmp_scale.diagnostics import Diagnosis
@@ -65,13 +65,8 @@ def test_a_loss_that_is_not_finite_is_a_matter_of_the_forward_pass():
     assert (exploded.cause, exploded.nonfinite_argument) == ("forward", None)
 
 
-def distances(x):
-    squares = jnp.sum(x**2, 1)
-    return squares[:, None] + squares[None] - 2 * x @ x.T
-
-
 def gaussian_process(x):
-    kernel = jnp.exp(-distances(x) / 2) + 1e-2 * jnp.eye(len(x))
+    kernel = jnp.exp(-squared_distances(x, x) / 2) + 1e-2 * jnp.eye(len(x))
     factor = jnp.linalg.cholesky(kernel)  # !NaN
     return jnp.sum(jnp.log(jnp.diag(factor)))
 

@@ -1,18 +1,16 @@
 """`precision_report` is silent about programs that handle half precision well."""
 
-import importlib
-import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from losses import cross_entropy, examples
 
 import jmp_scale.nnx
 from jmp_scale.diagnostics import precision_report
@@ -44,10 +42,6 @@ def assert_clean(fun, *args, half_share=1.0, **kwargs):
     if half_share == 1.0:
         assert report.findings == ()
     assert report.half_share == pytest.approx(half_share, abs=1e-3)
-
-
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def test_a_convolutional_network(policy):
@@ -355,8 +349,7 @@ def test_flax_nnx(half):
 
 
 def test_the_fault_of_the_example_of_diagnosis_is_found(monkeypatch):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
-    digits, diagnose = map(importlib.import_module, ("_digits", "diagnose"))
+    digits, diagnose = examples(monkeypatch, "_digits", "diagnose")
     params = digits.init_autoencoder()
     (finding,) = precision_report(diagnose.bad_loss, params, array(256, 64)).findings
     assert (finding.rule, finding.file) == ("half-exp", diagnose.__file__)

@@ -1,19 +1,16 @@
 """Products that must stay float32 are found, and the advice works as pasted."""
 
-import importlib
 import inspect
 import itertools
-import pathlib
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from autocast_programs import PROGRAMS
-from flax import nnx
 from helpers import count_traces, one_of
 from jax import lax
+from losses import cross_entropy, of_examples, squared_distances
 
 import jmp_scale
 from jmp_scale.diagnostics import (
@@ -35,15 +32,14 @@ def layer(key, rows, columns):
     return normal(key, rows, columns) / rows**0.5
 
 
-def squared_distances(x, y):
-    return (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T
-
-
 def encoded(params, x):
     return jnp.tanh(x @ params["w1"]) @ params["w2"]
 
 
-def nearest_codes():
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
+def test_what_is_recommended_works_as_pasted(dtype):
     def loss(params, x):
         z = encoded(params, x) + 5
         nearest = jnp.argmin(squared_distances(z, params["codes"]), 1)
@@ -52,14 +48,7 @@ def nearest_codes():
 
     params = {"w1": layer(0, 64, 512), "w2": layer(1, 512, 8)}
     params["codes"] = 5 + normal(2, 256, 8) / 2
-    return loss, params, normal(3, 256, 64)
-
-
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
-)
-def test_what_is_recommended_works_as_pasted(dtype):
-    loss, *args = nearest_codes()
+    args = params, normal(3, 256, 64)
     found = sensitive_products(loss, *args, dtype=dtype)
     if dtype == "bfloat16":
         assert found.keep == ("squared_distances",)
@@ -207,16 +196,9 @@ def test_a_program_that_is_not_finite_or_has_no_products_says_so():
     assert (empty.keep, empty.half_share, empty.error_before) == ((), 0, 0)
 
 
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_it_is_silent_about_ordinary_models(monkeypatch, dtype):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "examples")
-    example = importlib.import_module
-
     def assert_silent(loss, *args, **options):
         found = sensitive_products(loss, *args, dtype=dtype, **options)
         assert (found.keep, found.half_share) == ((), 1), found.summary()
@@ -225,31 +207,10 @@ def test_it_is_silent_about_ordinary_models(monkeypatch, dtype):
         variables = model.init(KEYS[0], *args)
         return lambda v, *args: model.apply(v, *args), variables
 
-    images, labels = jax.random.uniform(KEYS[1], (256, 64)), jnp.arange(256) % 10
+    images = jax.random.uniform(KEYS[1], (256, 64))
     text = jax.random.randint(KEYS[2], (16, 33), 0, 10)
-    transformer, policy = example("_transformer"), example("policy_gradient")
-    tokens = text[:, : transformer.LENGTH + 1]
-    rewards = [-jnp.abs(normal(3, len(text), transformer.LENGTH))] * 2
-    rewards[0] = normal(4, *rewards[0].shape)
-
-    def of_policy(*args):
-        return policy.loss_fn(*args, jnp.float32)[0]
-
-    assert_silent(of_policy, transformer.init_params(0), tokens, *rewards)
-    language = example("_language")
-    network, of_text = language.Transformer(nnx.Rngs(0)), example("nnx_transformer")
-    long_text = jax.random.randint(KEYS[2], (16, language.CONTEXT + 1), 0, 10)
-    by_nnx = {"transform": nnx.value_and_grad}
-    assert_silent(of_text.loss_fn, network, long_text, **by_nnx)
-    resnet = example("linen_resnet").ResNet()
-    variables = resnet.init(KEYS[0], images, True)
-
-    def of_images(params, images, labels):
-        given = {**variables, "params": params}
-        logits, _ = resnet.apply(given, images, True, mutable="batch_stats")
-        return cross_entropy(logits, labels)
-
-    assert_silent(of_images, variables["params"], images, labels)
+    for loss, args, transform in of_examples(monkeypatch):
+        assert_silent(loss, *args, transform=transform)
     cells = nn.Sequential(
         [nn.Embed(10, 32), nn.RNN(nn.OptimizedLSTMCell(64)), nn.Dense(10)]
     )

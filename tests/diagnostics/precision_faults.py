@@ -14,7 +14,7 @@ from jax import lax
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 EPSILON = 1e-8
-MASKED = -1e9
+LEAST = float(jnp.finfo(F32).min)
 
 # Faults of one line, by the dtype of the vector that they take.
 OF_FLOAT16 = {
@@ -22,6 +22,7 @@ OF_FLOAT16 = {
     "sum_of_many_in_float16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum:error
     "einsum_sum": lambda h: jnp.einsum("i->", jnp.tile(h, 100)),  # !half-sum
     "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
+    "product_with_ones": lambda h: jnp.tile(h, 100) @ jnp.ones(6400, F16),  # !half-sum
     "square": lambda h: h**2,  # !half-square
     "square_by_product": lambda h: h * h,  # !half-square
     "square_function": lambda h: jnp.square(h),  # !half-square
@@ -38,8 +39,10 @@ OF_FLOAT16 = {
     "softmax": lambda h: jax.nn.softmax(h),  # !half-exp
     "logaddexp": lambda h: jnp.logaddexp(h, F16(0)),  # !half-exp
     "exp2": lambda h: jnp.exp2(h),  # !half-exp
+    "logarithm": lambda h: jnp.log(jnp.abs(h) + 1),  # !half-exp
+    "power_function": lambda h: jnp.power(jnp.abs(h) + 1, h),  # !half-exp
     "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
-    "mask_constant_by_name": lambda h: jnp.where(h > 0, h, MASKED),  # !half-constant
+    "least_float32": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
     "lost_floor": lambda h: jnp.where(h > 0, h, 1e-8),  # !half-constant
     "lost_clip": lambda h: jnp.clip(h, 1e-8, 1.0),  # !half-constant
     "large_clip": lambda h: jnp.clip(h, -1e5, 1e5),  # !half-constant
@@ -57,6 +60,7 @@ OF_BFLOAT16 = {
     "logarithm_of_one_plus": lambda h: jnp.log1p(jnp.abs(h)),  # !half-exp
     "logsumexp_in_bfloat16": lambda h: jax.scipy.special.logsumexp(h),  # !half-exp
     "log_softmax": lambda h: jax.nn.log_softmax(h),  # !half-exp
+    "least_in_bfloat16": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
 }
 OF_FLOAT32 = {
     "round_trip": lambda x: x.astype(F16).astype(F32),  # !round-trip
@@ -73,10 +77,6 @@ def mean_with_a_half_accumulator(x: F16):
     h = jnp.tile(x, 100)
     total = lax.reduce(h, np.float16(0), lax.add, (0,))  # !half-sum
     return total / F16(100)
-
-
-def sum_by_a_product_with_ones(x: F16):
-    return jnp.tile(x, 100) @ jnp.ones(6400, F16)  # !half-sum
 
 
 def cumulative_sum_cast_back(x):
@@ -134,24 +134,6 @@ def squared_error(h: F16):
     return jnp.mean(error * error)  # !half-square
 
 
-def logarithm(x: F16):
-    h = jnp.abs(x) + 1
-    return jnp.log(h)  # !half-exp
-
-
-def power_function(x: F16):
-    h = jnp.abs(x) + 1
-    return jnp.power(h, h)  # !half-exp
-
-
-def mask_of_the_least_float32(h: F16):
-    return jnp.where(h > 0, h, float(jnp.finfo(F32).min))  # !half-constant
-
-
-def mask_of_the_least_float32_in_bfloat16(h: BF16):
-    return jnp.where(h > 0, h, float(jnp.finfo(F32).min))  # !half-constant
-
-
 def mask_times_constant(h: F16):
     mask = (h > 0).astype(F16)
     return h + (1 - mask) * -1e9  # !half-constant
@@ -173,11 +155,6 @@ def mask_by_full(h: F16):
     return jnp.where(h > 0, h, floor)
 
 
-def mask_by_full_like(h: F16):
-    floor = jnp.full_like(h, MASKED)  # !half-constant
-    return jnp.where(h > 0, h, floor)
-
-
 def mask_of_numpy(x: F16):
     mask = np.where(np.tril(np.ones((300, 300))), 0, -1e9)
     bias = jnp.asarray(mask[:64, :64], F16)  # !half-constant
@@ -186,11 +163,6 @@ def mask_of_numpy(x: F16):
 
 def mask_by_scalar_type(h: F16):
     floor = F16(-1e9)  # !half-constant
-    return jnp.where(h > 0, h, floor)
-
-
-def mask_by_asarray(h: F16):
-    floor = jnp.asarray(MASKED, h.dtype)  # !half-constant
     return jnp.where(h > 0, h, floor)
 
 
@@ -290,13 +262,6 @@ def running_sum(x: F16):
         return total + row, None  # !half-carry
 
     return lax.scan(body, jnp.zeros((), F16), x)[0]
-
-
-def running_sum_in_bfloat16(x: BF16):
-    def body(total, row):
-        return total + row, None  # !half-carry
-
-    return lax.scan(body, jnp.zeros((), BF16), x)[0]
 
 
 def running_sum_in_fori(h: F16):

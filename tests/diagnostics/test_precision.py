@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import varying
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import PartitionSpec as P
-from precision_checks import assert_finds
+from precision_checks import assert_finds, on_four_devices
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -104,12 +104,6 @@ def test_a_half_loss_made_in_a_helper_stands_in_the_function_given():
     assert_finds([loss], loss, W, X, has_aux=True)
 
 
-def on_four_devices(function, check_vma):
-    mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
-    return lambda w, x: jax.shard_map(function, mesh=mesh, **specs)(w, x)
-
-
 def mean_over_devices(w, x):
     h = x.astype(F16) @ w.astype(F16)
     centred = h - lax.pmean(h.mean(0), "i")  # !half-collective
@@ -117,15 +111,11 @@ def mean_over_devices(w, x):
 
 
 def test_a_mean_over_devices_in_half_precision():
-    loss = on_four_devices(mean_over_devices, check_vma=False)
+    loss = on_four_devices(mean_over_devices)
     assert_finds([mean_over_devices], loss, W, X)
-
-
-def test_a_mean_over_devices_in_pmap_and_over_a_vmapped_axis():
-    in_pmap = jax.pmap(mean_over_devices, axis_name="i", in_axes=(None, 0))
-    in_vmap = jax.vmap(mean_over_devices, axis_name="i", in_axes=(None, 0))
-    for mapped in (in_pmap, in_vmap):
-        loss = lambda w, x, f=mapped: f(w, x.reshape(4, 4, 8)).mean()  # noqa: E731
+    for mapped in (jax.pmap, jax.vmap):
+        rows = mapped(mean_over_devices, axis_name="i", in_axes=(None, 0))
+        loss = lambda w, x, f=rows: f(w, x.reshape(4, 4, 8)).mean()  # noqa: E731
         assert_finds([mean_over_devices], loss, W, X)
 
 
@@ -135,7 +125,7 @@ def test_a_reduce_scatter_in_bfloat16():
         rows = lax.psum_scatter(h, "i", scatter_dimension=0)  # !half-collective
         return lax.pmean(jnp.mean(rows.astype(F32)), "i")
 
-    assert_finds([scattered], on_four_devices(scattered, check_vma=False), W, X)
+    assert_finds([scattered], on_four_devices(scattered), W, X)
 
 
 def test_gradients_that_shard_map_sums_in_half_precision():
@@ -143,14 +133,11 @@ def test_gradients_that_shard_map_sums_in_half_precision():
         h = x.astype(F16) @ w.astype(F16)  # !half-collective
         return lax.pmean(jnp.mean(h.astype(F32)), "i")
 
-    def varying(w, x):
-        cast = getattr(lax, "pcast", None)  # jax 0.8 has pvary
-        w = cast(w, "i", to="varying") if cast else lax.pvary(w, "i")
-        return summed(w, x)
-
     report = assert_finds([summed], on_four_devices(summed, check_vma=True), W, X)
     assert report.findings[0].backward
-    assert rules(precision_report(on_four_devices(varying, True), W, X)) == []
+    one_by_one = lambda w, x: summed(varying(w, "i"), x)  # noqa: E731
+    loss = on_four_devices(one_by_one, check_vma=True)
+    assert rules(precision_report(loss, W, X)) == []
 
 
 def test_the_half_share_counts_forward_and_backward():

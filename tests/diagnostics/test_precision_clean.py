@@ -9,8 +9,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from losses import cross_entropy, examples
+from precision_checks import on_four_devices
 
 import jmp_scale.nnx
 from jmp_scale.diagnostics import precision_report
@@ -228,17 +228,11 @@ def test_attention_of_jax_nn(policy):
 
 
 def test_gradients_averaged_in_float32_in_shard_map(policy):
-    mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
-
     def on_device(w, x):
         h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)
         return lax.pmean(jnp.mean(policy.cast_to_output(h) ** 2), "i")
 
-    def loss(w, x):
-        specs = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": False}
-        return jax.shard_map(on_device, mesh=mesh, **specs)(w, x)
-
-    assert_clean(loss, array(8, 8), array(16, 8))
+    assert_clean(on_four_devices(on_device), array(8, 8), array(16, 8))
 
 
 def test_flax_linen_with_batch_norm(half):

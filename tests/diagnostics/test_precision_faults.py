@@ -6,8 +6,7 @@ import precision_faults as faults
 import pytest
 from helpers import one_of
 from jax import lax
-from jax.sharding import PartitionSpec as P
-from precision_checks import assert_finds, planted
+from precision_checks import assert_finds, on_four_devices, planted
 
 from jmp_scale.diagnostics import precision_report
 
@@ -67,18 +66,10 @@ def in_custom_vjp(fault):
 
 
 def in_shard_map(fault):
-    mesh = jax.make_mesh((4,), ("i",), (jax.sharding.AxisType.Auto,))
+    def on_device(_, x):
+        return lax.pmean(mean(fault(x)), "i")
 
-    def on_devices(x):
-        return jax.shard_map(
-            lambda x: mean(fault(x))[None],
-            mesh=mesh,
-            in_specs=P("i"),
-            out_specs=P("i"),
-            check_vma=False,
-        )(jnp.tile(x, 4))
-
-    return on_devices
+    return lambda x: on_four_devices(on_device)(0.0, jnp.tile(x, 4))
 
 
 def of_float32(name):

@@ -11,6 +11,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from losses import forgetful
 from runs import recorded, state
 
 import jmp_scale
@@ -21,11 +22,6 @@ from jmp_scale import diagnostics, plotting
 def closed_figures():
     yield
     plt.close("all")
-
-
-def half_loss(params):
-    w = params["w"].astype(jnp.float16) * jnp.float16(2.0**-10)
-    return w.astype(jnp.float32).sum() * 2.0**-20
 
 
 GRADS = {
@@ -43,7 +39,7 @@ FIGURES = {
         diagnostics.grad_report(GRADS, 1.0), ax=ax
     ),
     "calibration": lambda ax: plotting.plot_calibration(
-        diagnostics.calibrate_loss_scale(half_loss, {"w": jnp.ones(3)}), ax=ax
+        diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), jnp.ones(3)), ax=ax
     ),
 }
 

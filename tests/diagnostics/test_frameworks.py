@@ -9,15 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import one_of
+from runs import state
 
 import jmp_scale
 from jmp_scale import diagnostics
 
 X = jnp.linspace(0.1, 1.0, 12).reshape(3, 4)
-
-
-def calibrate(fun, *args, **kwargs):
-    return diagnostics.calibrate_loss_scale(fun, *args, **kwargs)
 
 
 def diagnose(fun, *args, **kwargs):
@@ -30,7 +27,7 @@ def compare(fun, *args, **kwargs):
 
 TOOLS = {
     "compare_gradients": compare,
-    "calibrate_loss_scale": calibrate,
+    "calibrate_loss_scale": diagnostics.calibrate_loss_scale,
     "diagnose_nonfinite": diagnose,
     "precision_report": diagnostics.precision_report,
     "sensitive_products": diagnostics.sensitive_products,
@@ -102,6 +99,7 @@ def test_the_window_of_a_model_is_that_of_its_arrays():
     fun, model, transform = models()["equinox"]
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     split = lambda a, x: fun(eqx.combine(a, rest), x)[0]  # noqa: E731
+    calibrate = diagnostics.calibrate_loss_scale
     found = calibrate(fun, model, X, has_aux=True, transform=transform)
     expected = calibrate(split, arrays, X)
     np.testing.assert_array_equal(found.zero_fraction, expected.zero_fraction)
@@ -160,13 +158,10 @@ def test_one_mistake_has_one_text_that_names_the_tool_and_the_cure(mistake):
 
 
 def test_a_state_in_place_of_its_loss_scale_is_an_error_that_says_where_it_is():
-    import optax
-
-    tx = jmp_scale.with_loss_scale(optax.adam(1e-3), jmp_scale.DynamicLossScale())
-    state = tx.init(W)
-    wrong = functools.partial(diagnostics.diagnose_nonfinite, half)
-    for call in (wrong, lambda s, w: diagnostics.grad_report(w, s)):
+    opt_state = state()
+    diagnosed = functools.partial(diagnostics.diagnose_nonfinite, half)
+    for call in (diagnosed, lambda s, w: diagnostics.grad_report(w, s)):
         with pytest.raises(TypeError, match=r"got a LossScaleState; pass its \.loss_s"):
-            call(state, W)
+            call(opt_state, W)
         with pytest.raises(TypeError, match=r"optax\.tree\.get\(opt_state"):
-            call((state,), W)
+            call((opt_state,), W)

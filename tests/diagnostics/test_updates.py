@@ -6,17 +6,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from cast_reference import DTYPES as NARROW
 
 from jmp_scale import diagnostics
 
 pytestmark = pytest.mark.strict_promotion
 
-DTYPES = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-}
+DTYPES = {"float32": np.float32, **NARROW}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -124,6 +125,11 @@ def gradient_of_a_factor(x):
     return rows * x[:2].astype(F16)  # !half-sum
 
 
+def power_beyond_the_range_of_python_s_numbers(x: F16):
+    h = jnp.clip(x, 1, 6e4)
+    return h**65  # !half-square
+
+
 def inner_products(x: F16):
     h = x.reshape(8, 8)
     return jnp.einsum("ij,ij->i", h, h)  # !half-square
@@ -132,6 +138,12 @@ def inner_products(x: F16):
 def squared_error(h: F16):
     error = h - jnp.mean(h)
     return jnp.mean(error * error)  # !half-square
+
+
+def cross_entropy_of_a_library(x: F16):
+    logits, labels = x.reshape(8, 8), jnp.zeros(8, int)
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return cross_entropy(logits, labels)  # !half-exp
 
 
 def mask_times_constant(h: F16):
@@ -181,6 +193,11 @@ def mask_cast_by_numpy(x: F16):
 def epsilon_by_name(h: F16):
     total = jnp.sum(jnp.abs(h)) + EPSILON
     return h / total  # !half-division
+
+
+def epsilon_before_the_divisor(h: F16):
+    h = h / sum([jnp.max(h)])  # starts at 0, which is no epsilon
+    return h / (1e-8 + jnp.max(jnp.abs(h)))  # !half-division
 
 
 def epsilon_in_a_root_below(h: F16):

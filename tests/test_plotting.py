@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from losses import forgetful
-from runs import recorded, state
+from runs import history_of, recorded
 
 import jmp_scale
 from jmp_scale import diagnostics, plotting
@@ -88,15 +88,10 @@ def spike_history(spikes=(3,), loss=2.0, limits=True):
         norm_steps=jnp.int32(9),
         accepted=jnp.int32(9),
     )
-    before = state(jmp_scale.NoOpLossScale(), guard=guard if limits else None)
-    history = diagnostics.LossScaleHistory.create(20)
-    for step in range(10):
-        is_spike = jnp.array(step in spikes)
-        counted = before.spikes + is_spike
-        after = before._replace(applied=~is_spike, spikes=counted)
-        factor = jnp.float32(100.0 if step in spikes else 1.0)
-        history = history.push(before, after, loss=loss * factor, grads=0.5 * factor)
-    return history
+    applied = ~np.isin(np.arange(10), spikes)
+    factor = np.where(applied, np.float32(1), np.float32(100))
+    columns = {"applied": applied, "loss": loss * factor, "grad_norm": 0.5 * factor}
+    return history_of(guard=guard if limits else None, **columns)
 
 
 def test_spikes_are_drawn_above_the_limits_that_they_passed():

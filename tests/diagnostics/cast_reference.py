@@ -1,7 +1,10 @@
 """Inputs of every size, and the counts of a report by casts with ml_dtypes."""
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from helpers import assert_bitwise_equal
 
 DTYPES = {
     "float16": np.float16,
@@ -52,3 +55,11 @@ def reference_counts(x, loss_scale, dtype):
 
 def counts_of(report, i=0):
     return {name: int(getattr(report, name)[i]) for name in COUNTS}
+
+
+def assert_same_in_vmap_and_scan(tool, *rows, compare=assert_bitwise_equal):
+    """`tool` finds the same of each row alone, in `jit` of `vmap`, and in `scan`."""
+    one_by_one = [tool(*row) for row in zip(*rows, strict=True)]
+    expected = jax.tree.map(lambda *found: jnp.stack(found), *one_by_one)
+    compare(jax.jit(jax.vmap(tool))(*rows), expected)
+    compare(jax.lax.scan(lambda _, row: (None, tool(*row)), None, rows)[1], expected)

@@ -74,12 +74,6 @@ def accumulator_in_bfloat16(x: BF16):
     return lax.reduce(h, np.asarray(0, BF16), lax.add, (0,))  # !half-sum:error
 
 
-def mean_with_a_half_accumulator(x: F16):
-    h = jnp.tile(x, 100)
-    total = lax.reduce(h, np.float16(0), lax.add, (0,))  # !half-sum
-    return total / F16(100)
-
-
 def cumulative_sum_cast_back(x):
     wide = jnp.cumsum(jnp.tile(x, 100))
     return wide.astype(F16)[-1]  # !half-sum

@@ -28,14 +28,14 @@ def recorded(flags, capacity=100, loss_finite=None):
     return jax.lax.scan(step, start, flags)[0][0]
 
 
-def history_of(capacity=1000, lost_updates=None, **columns):
+def history_of(capacity=1000, lost_updates=None, guard=None, **columns):
     """A history of steps with these columns, as `to_dict` names them."""
     columns = jax.tree.map(jnp.asarray, columns)
     steps = len(jax.tree.leaves((columns, lost_updates))[0])
     columns.setdefault("grads_finite", jnp.ones(steps, bool))
     columns.setdefault("applied", columns["grads_finite"])
     columns.setdefault("spike", columns["grads_finite"] & ~columns["applied"])
-    before = state()
+    before = state(guard=guard)
 
     def step(history, row):
         flags = {name: row[name] for name in ("grads_finite", "applied")}

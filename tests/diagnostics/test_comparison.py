@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from losses import forgetful, squared_distances
 
-import jmp_scale
+import jmp_scale.nnx
 from jmp_scale.diagnostics import compare_gradients
 
 X = jnp.linspace(-1, 1, 128).reshape(32, 4)
@@ -143,8 +143,6 @@ def equinox():
 
 
 def flax_nnx():
-    import jmp_scale.nnx
-
     model = nnx.Sequential(
         nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     )

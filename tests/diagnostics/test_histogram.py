@@ -5,8 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cast_reference import ALL_F16, DTYPES, everywhere, near_ties, reference_counts
-from helpers import assert_bitwise_equal
+from cast_reference import (
+    ALL_F16,
+    DTYPES,
+    assert_same_in_vmap_and_scan,
+    everywhere,
+    near_ties,
+    reference_counts,
+)
 
 from jmp_scale import diagnostics
 
@@ -50,12 +56,8 @@ def test_entries_are_counted_at_their_exponent():
 
 def test_a_histogram_is_the_same_in_vmap_and_scan_and_of_an_empty_tree():
     x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
-    histogram = diagnostics.exponent_histogram
-    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *map(histogram, x))
-    assert_bitwise_equal(jax.vmap(histogram)(x), expected)
-    scanned = jax.lax.scan(lambda _, w: (None, histogram(w)), None, x)[1]
-    assert_bitwise_equal(scanned, expected)
-    assert histogram({}).flushed_share(3).shape == (0,)
+    assert_same_in_vmap_and_scan(diagnostics.exponent_histogram, x)
+    assert diagnostics.exponent_histogram({}).flushed_share(3).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """What a history keeps of each step, and what its summary counts."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import assert_bitwise_equal
 from runs import history_of, recorded, state
 
-import jmp_scale
+import jmp_scale.linen
+import jmp_scale.nnx
 from jmp_scale import diagnostics
 from jmp_scale.diagnostics import LossScaleHistory
 
@@ -124,26 +127,19 @@ def test_a_push_is_the_same_under_jit_and_vmap():
 
     gs = jnp.float32([[3, 4, 0], [1, jnp.inf, 0], [1e-9, 0, 0]])
     with jax.numpy_dtype_promotion("standard"):  # on which optimizers rely
-        rows = list(map(jax.jit(step), gs))
+        rows = [jax.jit(step)(g).to_dict() for g in gs]
         batch = jax.jit(jax.vmap(step))(gs)
     for i, row in enumerate(rows):
-        arrays = row.to_dict()
-        member = jax.tree.map(lambda x: x[i], batch)  # noqa: B023
-        for name, value in member.to_dict().items():
-            np.testing.assert_allclose(value, arrays[name], rtol=1e-6)
-    assert [row.to_dict()["grad_norm"][0] for row in rows[:2]] == [5, np.inf]
-    assert [row.to_dict()["applied"][0] for row in rows] == [True, False, True]
-    assert [row.to_dict()["lost_magnitude"][0] for row in rows] == [0, 0, 1]
-    assert [row.to_dict()["log2_scale"][0] for row in rows] == [15, 15, 15]
+        member = jax.tree.map(lambda x, i=i: x[i], batch).to_dict()
+        chex.assert_trees_all_close(member, row, rtol=1e-6)
+    assert [row["grad_norm"][0] for row in rows[:2]] == [5, np.inf]
+    assert [row["applied"][0] for row in rows] == [True, False, True]
+    assert [row["lost_magnitude"][0] for row in rows] == [0, 0, 1]
+    assert [row["log2_scale"][0] for row in rows] == [15, 15, 15]
 
 
 def train_states():
     """For each framework the states around a step that overflows, at S = 2^10."""
-    from flax import nnx
-
-    import jmp_scale.linen
-    import jmp_scale.nnx
-
     scale = jmp_scale.DynamicLossScale(2.0**10)
     params = {"w": jnp.ones(2)}
     grads = {"w": jnp.float32([1, jnp.inf])}

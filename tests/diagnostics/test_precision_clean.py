@@ -98,22 +98,6 @@ def block_params(*layers):
     return {name: array(*layers, *shape) for name, shape in shapes.items()}
 
 
-def transformer_loss(policy, over_layers):
-    def loss(params, tokens):
-        table, position = policy.cast_to_compute((params["table"], params["position"]))
-        x = over_layers(table[tokens[:, :-1]] + position, params["layers"])
-        logits = policy.cast_to_output(x @ policy.cast_to_compute(params["head"]))
-        return cross_entropy(logits, tokens[:, 1:])
-
-    return loss
-
-
-def transformer_args(layers):
-    params = {"table": array(VOCABULARY, DIM), "position": array(LENGTH, DIM),
-              "head": array(DIM, VOCABULARY), "layers": layers}  # fmt: skip
-    return params, array(2, LENGTH + 1, dtype="int32")
-
-
 @pytest.mark.parametrize("how", ["scan", "remat", "unrolled"])
 def test_a_deep_transformer_in_seconds(policy, how):
     def step(x, params):
@@ -128,10 +112,18 @@ def test_a_deep_transformer_in_seconds(policy, how):
             x = block(policy, x, params)
         return x
 
-    layers = [block_params() for _ in range(12)]
-    layers = layers if how == "unrolled" else block_params(24)
+    def loss(params, tokens):
+        table, position = policy.cast_to_compute((params["table"], params["position"]))
+        x = over_layers(table[tokens[:, :-1]] + position, params["layers"])
+        logits = policy.cast_to_output(x @ policy.cast_to_compute(params["head"]))
+        return cross_entropy(logits, tokens[:, 1:])
+
+    unrolled = [block_params() for _ in range(12)]
+    layers = unrolled if how == "unrolled" else block_params(24)
+    params = {"table": array(VOCABULARY, DIM), "position": array(LENGTH, DIM),
+              "head": array(DIM, VOCABULARY), "layers": layers}  # fmt: skip
     start = time.perf_counter()
-    assert_clean(transformer_loss(policy, over_layers), *transformer_args(layers))
+    assert_clean(loss, params, array(2, LENGTH + 1, dtype="int32"))
     assert time.perf_counter() - start < 20  # about 1.5 on an idle machine
 
 

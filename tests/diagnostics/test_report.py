@@ -8,12 +8,13 @@ import pytest
 from cast_reference import (
     ALL_F16,
     DTYPES,
+    assert_same_in_vmap_and_scan,
     counts_of,
     everywhere,
     near_ties,
     reference_counts,
 )
-from helpers import assert_bitwise_equal, count_traces
+from helpers import count_traces
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -125,8 +126,6 @@ def test_leaves_are_named_and_the_first_non_finite_one_is_found():
     assert report.paths == ("['a'][0]", "['b']", "['c']")
     assert (bool(report.all_finite), int(report.first_nonfinite)) == (False, 1)
     assert report.nonfinite.tolist() == [0, 1, 1]
-    finite = jitted_report(grads["a"], jmp_scale.DynamicLossScale())
-    assert (bool(finite.all_finite), int(finite.first_nonfinite)) == (True, -1)
 
 
 @pytest.mark.parametrize(
@@ -171,16 +170,8 @@ def test_a_batch_of_reports_is_not_one_dictionary():
 
 def test_a_report_is_the_same_in_jit_vmap_and_scan():
     x = jnp.asarray(everywhere(n=64)).reshape(2, 35)
-    scales = jnp.float32([1.0, 2.0**10])
-    one_by_one = [
-        diagnostics.grad_report({"w": w}, s) for w, s in zip(x, scales, strict=True)
-    ]
-    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
     report = lambda w, s: diagnostics.grad_report({"w": w}, s)  # noqa: E731
-    assert_bitwise_equal(jax.jit(jax.vmap(report))(x, scales), expected)
-    assert_bitwise_equal(
-        jax.lax.scan(lambda _, ws: (None, report(*ws)), None, (x, scales))[1], expected
-    )
+    assert_same_in_vmap_and_scan(report, x, jnp.float32([1.0, 2.0**10]))
 
 
 def test_the_report_is_one_compilation_over_changing_loss_scales():

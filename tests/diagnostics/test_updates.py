@@ -1,5 +1,7 @@
 """The share of updates lost in rounding, against sums by NumPy and ml_dtypes."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cast_reference import DTYPES as NARROW
+from cast_reference import assert_same_in_vmap_and_scan
 
 from jmp_scale import diagnostics
 
@@ -37,27 +40,25 @@ def test_an_update_is_lost_where_the_rounded_sum_is_the_parameter(dtype):
     np.testing.assert_allclose(found.magnitude, sizes[lost].sum() / sizes.sum(), 1e-4)
 
 
-def lost(param, update):
+# A bfloat16 parameter, its update, and the share of that which is lost.
+EXACT = {
+    "a tie goes to the even neighbor": (1, 2.0**-8, 1),
+    "and not to the odd one": (1 + 2.0**-7, 2.0**-8, 0),
+    "above the tie": (1, np.nextafter(np.float32(2.0**-8), np.float32(1)), 0),
+    "zero takes every update": (0.0, 1e-30, 0),
+    "so does negative zero": (-0.0, -1e-30, 0),
+    "half the size is enough towards zero": (1, -1.1 * 2.0**-9, 0),
+    "but not away from it": (1, 1.1 * 2.0**-9, 1),
+    "of a negative power of two too": (-1, 1.1 * 2.0**-9, 0),
+    "and away from it": (-1, -1.1 * 2.0**-9, 1),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_which_updates_are_lost_near_ties_zeros_and_powers_of_two(case):
+    param, update, share = EXACT[case]
     found = diagnostics.lost_updates(jnp.bfloat16(param), jnp.float32(update))
-    assert found.entries == found.magnitude
-    return float(found.entries)
-
-
-def test_a_tie_goes_to_the_even_neighbor():
-    even, odd = 1.0, 1 + 2.0**-7
-    assert lost(even, 2.0**-8) == 1
-    assert lost(odd, 2.0**-8) == 0
-    assert lost(even, np.nextafter(np.float32(2.0**-8), np.float32(1))) == 0
-
-
-def test_a_parameter_of_zero_takes_every_update():
-    assert lost(0.0, 1e-30) == lost(-0.0, -1e-30) == 0
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_an_update_towards_zero_from_a_power_of_two_needs_half_the_size(sign):
-    assert lost(sign * 1.0, -sign * 1.1 * 2.0**-9) == 0
-    assert lost(sign * 1.0, sign * 1.1 * 2.0**-9) == 1
+    assert found == (share, share)
 
 
 def test_zero_updates_and_leaves_that_are_not_real_numbers_do_not_count():
@@ -72,16 +73,10 @@ def test_zero_updates_and_leaves_that_are_not_real_numbers_do_not_count():
 def test_the_shares_are_the_same_in_jit_vmap_and_scan():
     params = jnp.ones((3, 4), jnp.float16)
     updates = jnp.exp2(-jnp.arange(12, dtype=jnp.float32)).reshape(3, 4) * 0.01
-    one_by_one = map(diagnostics.lost_updates, params, updates)
-    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *one_by_one)
-    vmapped = jax.jit(jax.vmap(diagnostics.lost_updates))(params, updates)
-    chex.assert_trees_all_close(vmapped, expected, rtol=1e-6)  # sums of four
-
-    def step(_, row):
-        return None, diagnostics.lost_updates(*row)
-
-    scanned = jax.lax.scan(step, None, (params, updates))[1]
-    chex.assert_trees_all_close(scanned, expected, rtol=1e-6)
+    close = functools.partial(chex.assert_trees_all_close, rtol=1e-6)  # sums of four
+    assert_same_in_vmap_and_scan(
+        diagnostics.lost_updates, params, updates, compare=close
+    )
 
 
 def test_a_share_of_more_than_two_to_the_24_entries_is_counted_exactly():

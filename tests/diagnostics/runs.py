@@ -54,22 +54,19 @@ def history_of(capacity=1000, lost_updates=None, guard=None, **columns):
     return history
 
 
-def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, **fields):
+def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, guard=None, **fields):
     """A state after a run of `in_a_row` overflows, unless `fields` say otherwise."""
-    zero = jnp.array(0, jnp.int32)
-    defaults = {
-        "loss_scale": loss_scale or jmp_scale.DynamicLossScale(),
-        "inner_state": inner,
+    numbers = {
         "grads_finite": in_a_row == 0,
         "applied": in_a_row == 0,
         "skipped": np.int32(skipped),
         "skipped_in_a_row": np.int32(in_a_row),
-        "nonfinite_losses": zero,
-        "spikes": zero,
-        "guard": None,
+        "nonfinite_losses": np.int32(0),
+        "spikes": np.int32(0),
     }
-    fields = {
-        name: jnp.asarray(value) if isinstance(value, (bool, np.int32)) else value
-        for name, value in (defaults | fields).items()
-    }
-    return jmp_scale.LossScaleState(**fields)
+    return jmp_scale.LossScaleState(
+        loss_scale=loss_scale or jmp_scale.DynamicLossScale(),
+        inner_state=inner,
+        guard=guard,
+        **jax.tree.map(jnp.asarray, numbers | fields),
+    )

@@ -77,9 +77,8 @@ def test_the_models_of_the_examples_cast_by_autocast(monkeypatch):
         assert_clean(jmp_scale.autocast(fun, "float16"), *args, **kwargs)
 
     def classify(params, images, labels):
-        return digits.classification_loss(
-            digits.network(params, images, "float32"), labels
-        )
+        logits = digits.network(params, images, "float32")
+        return digits.classification_loss(logits, labels)
 
     in_half(classify, classifier, images, labels)
     params = {"layers": classifier, "t": array()}

@@ -32,7 +32,6 @@ TOOLS = {
     "precision_report": diagnostics.precision_report,
     "sensitive_products": diagnostics.sensitive_products,
 }
-tools = pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
 
 
 class Network(nnx.Module):
@@ -74,7 +73,7 @@ def values(tree):
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in leaves]
 
 
-@tools
+@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
 @pytest.mark.parametrize("framework", one_of(2, ["NNX", "equinox"]))
 def test_a_tool_takes_a_model_leaves_it_as_it_was_and_repeats_itself(tool, framework):
     fun, model, transform = models()[framework]

@@ -24,9 +24,7 @@ FORMS = {
     "nnx.state": nnx.state,
     "pure dict": lambda optimizer: nnx.to_pure_dict(nnx.state(optimizer)),
     "state dict": lambda optimizer: flax.serialization.to_state_dict(
-        jmp_scale.with_loss_scale(optax.adam(0.1), optimizer.loss_scale).init(
-            jnp.ones(2)
-        )
+        state(optimizer.loss_scale, inner=optax.adam(0.1).init(jnp.ones(2)))
     ),
 }
 

@@ -251,13 +251,9 @@ def test_flax_linen_with_batch_norm(half):
         )
         return cross_entropy(logits, labels), updates
 
-    rest = (
-        variables["batch_stats"],
-        images,
-        array(4, dtype="int32"),
-        jax.random.key(0),
-    )
-    assert_clean(loss, variables["params"], *rest, has_aux=True)
+    labels, key = array(4, dtype="int32"), jax.random.key(0)
+    args = variables["params"], variables["batch_stats"], images, labels, key
+    assert_clean(loss, *args, has_aux=True)
 
 
 class LinenBlock(nn.Module):
@@ -326,7 +322,7 @@ def test_flax_nnx(half):
     def loss(model, images, labels):
         return cross_entropy(model(images, labels), labels)
 
-    model, before = Network(nnx.Rngs(0)), None
+    model = Network(nnx.Rngs(0))
     before = jax.tree.map(lambda x: x, nnx.state(model, nnx.BatchStat))
     args = (array(4, 8, 8, 3), array(4, dtype="int32"))
     assert_clean(loss, model, *args, transform=nnx.value_and_grad)

@@ -12,9 +12,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from losses import forgetful
-from runs import history_of, recorded
+from runs import guard_of, history_of, recorded
 
-import jmp_scale
 from jmp_scale import diagnostics, plotting
 
 
@@ -56,9 +55,7 @@ def words(ax):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_drawn_into_the_axes_that_are_given_or_into_new_ones(
-    name, tmp_path
-):
+def test_a_figure_is_drawn_into_the_given_axes_or_into_new_ones(name, tmp_path):
     figure, ax = plt.subplots()
     assert FIGURES[name](ax) is ax
     figure.savefig(tmp_path / "given.png")
@@ -80,18 +77,11 @@ def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
 @functools.cache
 def spike_history(spikes=(3,), loss=2.0, limits=True):
     """Ten steps, of which some were skipped as spikes."""
-    guard = jmp_scale.SpikeGuard(
-        warmup=1,
-        loss_mean=jnp.float32(2),
-        loss_steps=jnp.int32(9),
-        norm_mean=jnp.float32(-1),
-        norm_steps=jnp.int32(9),
-        accepted=jnp.int32(9),
-    )
     applied = ~np.isin(np.arange(10), spikes)
     factor = np.where(applied, np.float32(1), np.float32(100))
     columns = {"applied": applied, "loss": loss * factor, "grad_norm": 0.5 * factor}
-    return history_of(guard=guard if limits else None, **columns)
+    guard = guard_of(loss_mean=2, norm_mean=-1) if limits else None
+    return history_of(guard=guard, **columns)
 
 
 def test_spikes_are_drawn_above_the_limits_that_they_passed():

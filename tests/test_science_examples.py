@@ -111,9 +111,7 @@ def test_sampling_and_learning_differ_by_the_digits_of_the_dtype(table):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "least", "most"), MISMATCHES)
-def test_the_cached_pass_is_the_same_function_up_to_rounding(
-    example, dtype, least, most
-):
+def test_the_cached_pass_is_the_same_up_to_rounding(example, dtype, least, most):
     transformer = example("_transformer")
     params = transformer.init_params(0)
     sample = jax.jit(transformer.sample, static_argnums=2)

@@ -70,3 +70,10 @@ def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, guard=None, **fiel
         guard=guard,
         **jax.tree.map(jnp.asarray, numbers | fields),
     )
+
+
+def guard_of(**means):
+    """A guard that is past its warm-up, with these running means."""
+    means = {name: jnp.float32(value) for name, value in means.items()}
+    steps = dict.fromkeys(("loss_steps", "norm_steps", "accepted"), jnp.int32(9))
+    return jmp_scale.SpikeGuard(warmup=1, **means, **steps)

@@ -158,9 +158,7 @@ def test_calibration_refuses_scales_that_do_not_increase(scales):
         ],
     ),
 )
-def test_what_is_recommended_is_an_s_that_a_dynamic_loss_scale_takes(
-    shift, scales, recommended, said
-):
+def test_a_dynamic_loss_scale_takes_what_is_advised(shift, scales, recommended, said):
     def loss(w):  # the window is 2^(6 + shift) to 2^(35 + shift)
         return forgetful(w, jnp.ones(3)) * 2.0**-shift
 

@@ -107,9 +107,7 @@ def masked_everywhere(x):
         (masked_everywhere, "sub", None),
     ],
 )
-def test_the_operation_that_made_the_loss_infinite_or_nan_is_named(
-    fun, operation, half
-):
+def test_the_operation_that_gave_infinity_or_nan_is_named(fun, operation, half):
     x = jnp.full((32, 2), 9.0) + jnp.linspace(0, 0.1, 32)[:, None]
     half_loss = jax.jit(jmp_scale.autocast(fun, half)) if half else fun
     diagnosis = diagnose(half_loss, 2.0**15, x)

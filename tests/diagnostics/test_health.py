@@ -284,9 +284,7 @@ def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
         (["a constant S", "overflow", "fine"], "skipped step"),
     ],
 )
-def test_a_log_that_looks_rarely_names_only_a_cause_that_all_new_skips_have(
-    causes, kind
-):
+def test_a_log_names_only_a_cause_that_all_new_skips_have(causes, kind):
     log, loss_scale = diagnostics.HealthLog(), None
     if causes[0] == "a constant S":
         causes, loss_scale = causes[1:], jmp_scale.StaticLossScale(8)

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_bitwise_equal
-from runs import history_of, recorded, state
+from runs import guard_of, history_of, recorded, state
 
 import jmp_scale.linen
 import jmp_scale.nnx
@@ -91,9 +91,7 @@ def test_the_first_usable_loss_and_norm_stay():
 
 def test_the_limits_of_a_guard_are_recorded():
     means = {"loss_mean": 2, "loss_deviation": 0.5, "norm_mean": 3, "norm_deviation": 1}
-    steps = dict.fromkeys(("loss_steps", "norm_steps", "accepted"), jnp.int32(9))
-    means = {name: jnp.float32(value) for name, value in means.items()}
-    guard = jmp_scale.SpikeGuard(warmup=1, **means, **steps)
+    guard = guard_of(**means)
     arrays = LossScaleHistory.create(2).push(state(guard=guard), state()).to_dict()
     assert arrays["loss_limit"].tolist() == [float(guard.loss_limit)]
     assert arrays["norm_limit"].tolist() == [float(guard.norm_limit)]

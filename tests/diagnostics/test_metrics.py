@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from runs import state
 
-import jmp_scale
 import jmp_scale.nnx
 from jmp_scale import diagnostics
 
@@ -60,12 +59,9 @@ def test_the_norm_of_gradients_whose_squares_overflow_is_finite():
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_state_of_an_nnx_optimizer_is_found_in_each_form(form, loss_scale):
-    optimizer = jmp_scale.nnx.Optimizer(
-        nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-        optax.adam(0.1),
-        loss_scale=LOSS_SCALES[loss_scale],
-        wrt=nnx.Param,
-    )
+    how = {"loss_scale": LOSS_SCALES[loss_scale], "wrt": nnx.Param}
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = jmp_scale.nnx.Optimizer(model, optax.adam(0.1), **how)
     tree = FORMS[form](optimizer)
     scalars = diagnostics.metrics(tree)
     assert all(isinstance(x, jax.Array) for x in scalars.values())

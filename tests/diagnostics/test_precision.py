@@ -210,9 +210,7 @@ def promoted_in_the_product(w, x):
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_a_cast_without_effect_is_a_warning_where_float32_comes_in(
-    loss, origin, products, wrap
-):
+def test_a_useless_cast_is_a_warning_where_float32_enters(loss, origin, products, wrap):
     (finding,) = assert_finds([loss], wrap(loss), W, X).findings
     assert origin in finding.message
     assert products in finding.message
@@ -506,9 +504,8 @@ def test_callbacks_and_pallas_kernels_are_not_looked_into():
 def test_what_equinox_marks_and_checks_is_not_listed():
     def loss(w, x):
         x = eqx.error_if(x, jnp.any(x > 5), "too large")
-        x = equinox_internal.nonbatchable(
-            jnp.where(eqx.internal.unvmap_any(x > 2), x, 1)
-        )
+        is_large = equinox_internal.unvmap_any(x > 2)
+        x = equinox_internal.nonbatchable(jnp.where(is_large, x, 1))
         return jnp.mean(product(w, equinox_internal.nondifferentiable_backward(x)))
 
     assert precision_report(loss, W, X).not_looked_into == ()

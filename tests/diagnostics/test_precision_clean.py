@@ -47,19 +47,15 @@ def assert_clean(fun, *args, half_share=1.0, **kwargs):
 def test_a_convolutional_network(policy):
     def loss(params, images, labels):
         x, half = policy.cast_to_compute((images, params))
+        layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+        window, strides = (1, 2, 2, 1), (1, 1, 1, 1)
+        lowest = np.asarray(-np.inf, x.dtype)
         for kernel in half["kernels"]:
-            numbers = ("NHWC", "HWIO", "NHWC")
-            x = lax.conv_general_dilated(
-                x, kernel, (2, 2), "SAME", dimension_numbers=numbers
-            )
+            x = lax.conv_general_dilated(x, kernel, (2, 2), "SAME", **layout)
             x = jax.nn.gelu(x)
-            lowest = np.asarray(-np.inf, x.dtype)
-            x = lax.reduce_window(
-                x, lowest, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME"
-            )
-        return cross_entropy(
-            policy.cast_to_output(x.mean((1, 2)) @ half["head"]), labels
-        )
+            x = lax.reduce_window(x, lowest, lax.max, window, strides, "SAME")
+        logits = policy.cast_to_output(x.mean((1, 2)) @ half["head"])
+        return cross_entropy(logits, labels)
 
     kernels = [array(3, 3, 3, 8), array(3, 3, 8, 16)]
     images, labels = array(4, 16, 16, 3), array(4, dtype="int32")
@@ -105,9 +101,8 @@ def test_a_deep_transformer_in_seconds(policy, how):
 
     def over_layers(x, layers):
         if how != "unrolled":
-            return lax.scan(
-                jax.checkpoint(step) if how == "remat" else step, x, layers
-            )[0]
+            body = jax.checkpoint(step) if how == "remat" else step
+            return lax.scan(body, x, layers)[0]
         for params in layers:
             x = block(policy, x, params)
         return x
@@ -201,9 +196,8 @@ def test_a_mean_of_many_entries(policy):
 def test_a_program_in_float32():
     def loss(w, x):
         h = jnp.exp(x @ w) + jnp.arange(64) / 1e-9
-        return (
-            jnp.mean((h / (jnp.linalg.norm(h) + 1e-12)) ** 2) - jnp.log(h + 1e-20).sum()
-        )
+        normalized = h / (jnp.linalg.norm(h) + 1e-12)
+        return jnp.mean(normalized**2) - jnp.log(h + 1e-20).sum()
 
     assert_clean(loss, array(64, 64), array(16, 64), half_share=0.0)
 

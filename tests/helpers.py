@@ -1,11 +1,26 @@
-"""Independent references in plain Python, and comparisons bit by bit."""
+"""Independent references in plain Python, comparisons bit by bit, what tests train."""
 
 import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax import lax
+
+import jmp_scale
+
+# The second is infinite in float16, the third makes the loss 900 times as large.
+GOOD, OVERFLOWS, LEAPS = 1.0, 3e5, 30.0
+GUARD = jmp_scale.SpikeGuard(threshold=50.0, warmup=2)  # far from dropout's noise
+# One object: with another transformation a step is compiled again.
+TX = jmp_scale.with_loss_scale(
+    optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
+)
+
+
+def data(size):
+    return jax.random.normal(jax.random.key(1), (16, 4)) * size
 
 
 def one_of(count, values):

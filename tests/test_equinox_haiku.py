@@ -6,20 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import assert_bitwise_equal, count_traces
+from helpers import GOOD, OVERFLOWS, TX, assert_bitwise_equal, count_traces, data
 
 import jmp_scale
-
-GOOD, OVERFLOWS = 1.0, 3e5  # the second is infinite in float16
-
-
-def data(size):
-    return jax.random.normal(jax.random.key(1), (16, 4)) * size
-
-
-TX = jmp_scale.with_loss_scale(
-    optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
-)
 
 
 def equinox_loss(model, x):

@@ -13,14 +13,20 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
-from helpers import assert_bitwise_equal, count_traces, one_of
+from helpers import (
+    GOOD,
+    GUARD,
+    LEAPS,
+    OVERFLOWS,
+    TX,
+    assert_bitwise_equal,
+    count_traces,
+    data,
+    one_of,
+)
 
 import jmp_scale
 from jmp_scale.linen import TrainState
-
-# The second is infinite in float16, the third makes the loss 900 times as large.
-GOOD, OVERFLOWS, LEAPS = 1.0, 3e5, 30.0
-GUARD = jmp_scale.SpikeGuard(threshold=50.0, warmup=2)  # far from dropout's noise
 
 
 class Net(nn.Module):
@@ -39,15 +45,6 @@ NET = Net()
 class NetState(TrainState):
     batch_stats: Any
     ema: Any
-
-
-def data(size):
-    return jax.random.normal(jax.random.key(1), (16, 4)) * size
-
-
-TX = jmp_scale.with_loss_scale(
-    optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
-)
 
 
 @functools.cache

@@ -57,14 +57,8 @@ def variables():
 def make_state(tx=TX, **kwargs):
     params, batch_stats = variables()["params"], variables()["batch_stats"]
     params, batch_stats = jax.tree.map(jnp.copy, (params, batch_stats))
-    return NetState.create(
-        apply_fn=NET.apply,
-        params=params,
-        tx=tx,
-        batch_stats=batch_stats,
-        ema=params,
-        **kwargs,
-    )
+    fields = {"params": params, "ema": params, "batch_stats": batch_stats}
+    return NetState.create(apply_fn=NET.apply, tx=tx, **fields, **kwargs)
 
 
 def simple_state(params=None, tx=None, cls=TrainState, **kwargs):
@@ -155,21 +149,28 @@ def test_without_a_loss_scale_it_trains_as_flax_does():
 
 
 def test_an_optimizer_that_is_wrapped_already_is_taken_as_it_is():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale(8.0))
-    state = simple_state(tx=tx)
-    assert state.tx is tx
-    assert float(state.loss_scale.loss_scale) == 8.0
+    state = simple_state(tx=TX)
+    assert state.tx is TX
+    assert float(state.loss_scale.loss_scale) == 2.0**10
+
+
+TWICE = r"TrainState.create: .* in one place, got {}=.*already wrapped in with"
+INSIDE = r"TrainState.create: .* around the whole of"
 
 
 @pytest.mark.parametrize(
-    "second", [{"loss_scale": jmp_scale.DynamicLossScale()}, {"guard": GUARD}]
+    ("tx", "kwargs", "message"),
+    [
+        (TX, {"loss_scale": jmp_scale.DynamicLossScale()}, TWICE.format("loss_scale")),
+        (TX, {"guard": GUARD}, TWICE.format("guard")),
+        (optax.chain(TX), {}, INSIDE),
+        (optax.chain(TX), {"loss_scale": jmp_scale.StaticLossScale(8.0)}, INSIDE),
+        (optax.MultiSteps(TX, 2), {}, INSIDE),
+    ],
 )
-def test_a_second_loss_scale_or_guard_is_refused(second):
-    (name,) = second
-    with pytest.raises(
-        ValueError, match=f"{name} in one place.*already wrapped in with"
-    ):
-        make_state(**second)
+def test_a_second_loss_scale_or_guard_or_one_within_is_refused(tx, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        simple_state(tx=tx, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +188,6 @@ def test_a_change_that_is_not_like_its_field_is_refused(change, error, message):
         change = {"ema": jax.tree.map(lambda x: x.astype(jnp.float16), state.ema)}
     with pytest.raises(error, match=message):
         state.apply_gradients(grads=state.params, **change)
-
-
-@pytest.mark.parametrize("wrap", [optax.chain, lambda tx: optax.MultiSteps(tx, 2)])
-@pytest.mark.parametrize("loss_scale", [None, jmp_scale.StaticLossScale(8.0)])
-def test_a_loss_scale_inside_the_optimizer_is_refused(wrap, loss_scale):
-    tx = wrap(jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale()))
-    with pytest.raises(ValueError, match=r"TrainState.create: .* around the whole of"):
-        simple_state(tx=tx, loss_scale=loss_scale)
 
 
 def test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step():
@@ -220,20 +213,17 @@ def test_the_optimizer_itself_may_be_replaced_as_in_flax():
     assert state.apply_gradients(grads=state.params, tx=tx).tx is tx
 
 
-FLOAT8_OPS = [
-    {"dot_general_cls": nn.Fp8DirectDotGeneralOp},
-    {"dot_general_cls": nn.Fp8DotGeneralOp},
-]
+DIRECT, OLDER = nn.Fp8DirectDotGeneralOp, nn.Fp8DotGeneralOp
 
 
 @functools.cache
 def float8_model(op, frozen):
-    model = nn.Dense(4, **FLOAT8_OPS[op])
+    model = nn.Dense(4, dot_general_cls=op)
     variables = model.init(jax.random.key(0), jnp.ones((8, 16)))
     return model, flax.core.freeze(variables) if frozen else variables
 
 
-def float8_state(loss_scale=None, frozen=False, guard=None, op=0):
+def float8_state(loss_scale=None, frozen=False, guard=None, op=DIRECT):
     model, variables = float8_model(op, frozen)
     return TrainState.create(
         apply_fn=model.apply,
@@ -269,7 +259,7 @@ def float8_inputs(size=1.0):
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 @pytest.mark.parametrize(
     ("argnums", "op", "s"),
-    one_of(3, [((0, 1), 0, 1000.0), (0, 0, 2.0**10), ((0,), 1, 1000.0)]),
+    one_of(3, [((0, 1), DIRECT, 1000.0), (0, DIRECT, 2.0**10), ((0,), OLDER, 1000.0)]),
 )
 def test_float8_scales_are_replaced_not_unscaled(argnums, op, s):
     plain, scaled = (
@@ -326,14 +316,13 @@ def test_an_infinite_input_that_float8_clips_skips_the_step():
 
 
 def test_an_infinite_maximum_in_a_history_that_flax_saved_skips_nothing():
-    state = float8_state(jmp_scale.DynamicLossScale())
+    state, step = float8_state(jmp_scale.DynamicLossScale()), jax.jit(float8_step)
     name = "input_amax_history"
     params = with_leaf(state.params, name, lambda x: x.at[5].set(jnp.inf))
-    state = state.replace(params=params)
-    after = jax.jit(float8_step)(state, float8_inputs())
-    assert int(after.opt_state.skipped) == 0
-    after = jax.jit(float8_step)(after, float8_inputs().at[0, 0].set(jnp.nan))
-    assert int(after.opt_state.skipped) == 1
+    state = step(state.replace(params=params), float8_inputs())
+    assert int(state.opt_state.skipped) == 0
+    state = step(state, float8_inputs().at[0, 0].set(jnp.nan))
+    assert int(state.opt_state.skipped) == 1
 
 
 def test_frozen_float8_parameters_train_as_plain_ones_and_stay_frozen():

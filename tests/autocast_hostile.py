@@ -7,20 +7,12 @@ forward pass read.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from autocast_programs import N, arrays, convolve, mean_square
 from jax import lax
 
 HOSTILE = {}
-N = 16
-
-
-def arrays(*shapes):
-    rng = np.random.default_rng(1)
-    return [jnp.asarray(rng.normal(size=s) / 3, jnp.float32) for s in shapes]
-
-
-W, X, A, B = arrays((N, N), (8, N), (N, N), (N, N))
-(TABLE,) = arrays((32, N))
+W, X, A, B = arrays((N, N), (8, N), (N, N), (N, N), seed=1, scale=1 / 3)
+(TABLE,) = arrays((32, N), seed=1, scale=1 / 3)
 IDS = jnp.asarray([3, 1, 31, 7, 7, 0, 12, 30])
 
 
@@ -31,10 +23,6 @@ def hostile(fun):
 
 def rms(h):
     return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
-
-
-def mean_square(h):
-    return jnp.mean(h * h)
 
 
 def scaled(name, scale, tail):
@@ -201,13 +189,6 @@ def safe_norm(w, x):
 
 
 @hostile
-def dropout(w, x):
-    h = jax.nn.gelu(x @ w)
-    keep = jax.random.bernoulli(jax.random.key(0), 0.7, h.shape)
-    return mean_square(jnp.where(keep, h / 0.7, 0) @ w)
-
-
-@hostile
 def batch_norm(w, x):
     h = x @ w
     h = jax.nn.standardize(h, 0, epsilon=1e-5)
@@ -215,7 +196,7 @@ def batch_norm(w, x):
 
 
 @hostile
-def cumulative_sums(w, x):
+def cumulative_sums_of_1e4(w, x):
     h = jnp.cumsum(1e4 * jnp.tanh(x @ w), 0)
     return mean_square(lax.cumlogsumexp(h / 1e4, axis=1) @ w) + mean_square(h / 1e5)
 
@@ -253,13 +234,7 @@ def mixture_of_experts(w, x):
 @hostile
 def convolution(w, x):
     image = x.reshape(2, 8, 8, 1)
-    h = lax.conv_general_dilated(
-        image,
-        w[:3, :3, None, None],
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
+    h = convolve(image, w[:3, :3, None, None], (1, 1), "SAME")
     h = 1e5 * image + 1e5 * jax.nn.relu(h)
     return mean_square(rms(h.reshape(8, N)) @ w)
 

@@ -8,17 +8,21 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
+from jmp_scale import _jaxpr
 
 PROGRAMS = {}
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 N = 16
+MESH = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
 
 
-def arrays(*shapes):
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=s) / 2, jnp.float32) for s in shapes]
+def arrays(*shapes, seed=0, scale=1 / 2):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=s) * scale, jnp.float32) for s in shapes]
 
 
 W, X, V, B3, IMAGE = arrays((N, N), (8, N), (N,), (4, 8, N), (2, 8, 8, 3))
@@ -26,11 +30,11 @@ W, X, V, B3, IMAGE = arrays((N, N), (8, N), (N,), (4, 8, N), (2, 8, 8, 3))
 K3, K1 = arrays((3, 3, 3, 4), (1, 1, 3, 4))
 
 
-def program(fun=None, *, args=(W, X), halves=True, jit=True, **options):
+def program(fun=None, *, args=(W, X), halves=True, jit=True):
     """Registers a loss of weights and more; `halves`: no product stays float32."""
     if fun is None:
-        return functools.partial(program, args=args, halves=halves, jit=jit, **options)
-    PROGRAMS[fun.__name__] = (fun, args, halves, jit, options)
+        return functools.partial(program, args=args, halves=halves, jit=jit)
+    PROGRAMS[fun.__name__] = (fun, args, halves, jit)
     return fun
 
 
@@ -42,9 +46,18 @@ def layer(w, x):
     return jnp.tanh(x @ w)
 
 
-@program
-def one_product(w, x):
-    return mean_square(x @ w)
+convolve = functools.partial(
+    lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC")
+)
+
+
+def products(fun, *args):
+    """The dtypes of both operands of each product, nested ones too."""
+    return [
+        tuple(_jaxpr.dtype_name(v) for v in eqn.invars[:2])
+        for eqn in _jaxpr.equations(jax.make_jaxpr(fun)(*args))
+        if eqn.primitive.name in PRODUCTS
+    ]
 
 
 @program
@@ -176,13 +189,13 @@ def fori_loop(w, x):
 
 @program
 def while_loop(w, x):
-    def body(state):
-        return state[0] + 1, layer(w, state[1])
-
     fixed = lax.stop_gradient(w)
-    body_of = lambda s: (s[0] + 1, layer(fixed, s[1]))  # noqa: E731
-    _, y = lax.while_loop(lambda s: s[0] < 3, body_of, (0, lax.stop_gradient(x)))
-    return mean_square(layer(w, y)) + mean_square(body((0, x))[1])
+
+    def body(state):
+        return state[0] + 1, layer(fixed, state[1])
+
+    _, y = lax.while_loop(lambda s: s[0] < 3, body, (0, lax.stop_gradient(x)))
+    return mean_square(layer(w, y)) + mean_square(layer(w, x))
 
 
 @program
@@ -287,43 +300,19 @@ def jacobians_inside(w, x):
     return mean_square(jax.jacfwd(f)(x[0])) + mean_square(jax.jacrev(f)(x[1]))
 
 
-@program
-def linearized_inside(w, x):
-    y, moved = jax.linearize(lambda x: layer(w, x), x)
-    return mean_square(y + moved(x))
-
-
-@program(args=(K3, IMAGE))
-def convolution(k, x):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    y = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers)
-    return mean_square(jax.nn.relu(y))
-
-
 @program(args=(K3, IMAGE))
 def convolution_with_strides_and_dilation(k, x):
-    return mean_square(
-        lax.conv_general_dilated(
-            *(x, k, (2, 1), ((1, 1), (1, 0)), (1, 2), (2, 2)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-    )
+    return mean_square(convolve(x, k, (2, 1), ((1, 1), (1, 0)), (1, 2), (2, 2)))
 
 
 @program(args=(K3.reshape(3, 3, 1, 12)[..., :6], IMAGE))
 def grouped_convolution(k, x):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return mean_square(
-        lax.conv_general_dilated(
-            *(x, k, (1, 1), "SAME"), dimension_numbers=numbers, feature_group_count=3
-        )
-    )
+    return mean_square(convolve(x, k, (1, 1), "SAME", feature_group_count=3))
 
 
 @program(args=(K1, K3, IMAGE))
 def transposed_convolution_and_batch_norm(k1, k3, x):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    y = lax.conv_general_dilated(x, k3, (1, 1), "SAME", dimension_numbers=numbers)
+    y = convolve(x, k3, (1, 1), "SAME")
     y = (y - y.mean((0, 1, 2))[None, None, None]) / jnp.sqrt(1e-5 + y.var())
     y = jax.nn.relu(y)
     return mean_square(lax.conv_transpose(y, jnp.swapaxes(k1, 2, 3), (2, 2), "SAME"))
@@ -432,7 +421,7 @@ def pvary_free_reductions(w, x):
     return jnp.max(y) + jnp.min(y @ w) + jnp.prod(1 + y[0] / 8) + jnp.linalg.norm(y)
 
 
-@program(jit=True)
+@program
 def debug_print_and_callback(w, x):
     jax.debug.callback(lambda y: None, x[0, 0])
     return mean_square(layer(w, x))
@@ -459,9 +448,7 @@ def pallas_kernel(w, x):
 
 @program(args=(W, ROWS))
 def shard_map(w, x):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
     def loss(w, x):
         return lax.pmean(mean_square(layer(w, jax.nn.gelu(x @ w) + x)), "d")
 
@@ -470,19 +457,11 @@ def shard_map(w, x):
 
 @program(args=(W, ROWS))
 def shard_map_without_checks(w, x):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    def gathered(w, x):
+        return layer(lax.all_gather(w, "d", axis=1, tiled=True), x)
 
-    @functools.partial(
-        *(jax.shard_map,),
-        mesh=mesh,
-        in_specs=(P(None, "d"), P("d", None)),
-        out_specs=P("d", None),
-        check_vma=False,
-    )
-    def f(w, x):
-        w = lax.all_gather(w, "d", axis=1, tiled=True)
-        return layer(w, x)
-
+    specs = {"in_specs": (P(None, "d"), P("d", None)), "out_specs": P("d", None)}
+    f = jax.shard_map(gathered, mesh=MESH, **specs, check_vma=False)
     return mean_square(f(w, x) @ w)
 
 
@@ -493,10 +472,9 @@ def pmap_inside(w, x):
 
 @program
 def sharding_constraint(w, x):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.NamedSharding(mesh, P("d"))
-    y = lax.with_sharding_constraint(x @ w, spec)
-    inner = jax.jit(layer, in_shardings=(None, spec), out_shardings=spec)
+    sharding = jax.NamedSharding(MESH, P("d"))
+    y = lax.with_sharding_constraint(x @ w, sharding)
+    inner = jax.jit(layer, in_shardings=(None, sharding), out_shardings=sharding)
     return mean_square(inner(w, y))
 
 

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 
+MATRICES = (((1,), (0,)), ((), ()))
 PRODUCTS = {
-    "matrices": ((4, 3), (3, 2), (((1,), (0,)), ((), ()))),
+    "matrices": ((4, 3), (3, 2), MATRICES),
     "both transposed": ((3, 4), (2, 3), (((0,), (1,)), ((), ()))),
     "a dense layer": ((2, 5, 3), (3, 4), (((2,), (0,)), ((), ()))),
     "two dimensions": ((5, 4, 3), (3, 4, 2), (((2, 1), (0, 1)), ((), ()))),
@@ -25,6 +26,7 @@ PRODUCTS = {
     "nothing in common": ((2,), (3,), (((), ()), ((), ()))),
     "vectors": ((3,), (3,), (((0,), (0,)), ((), ()))),
 }
+MESH = jax.make_mesh((8,), ("i",), (AxisType.Auto,))
 
 
 def normal(seed, shape, dtype):
@@ -87,7 +89,7 @@ def grad_of_sum(dot_general, lhs, rhs, factor=1.0, **options):
     """Of a sum over 4 x 3 and 3 x 2 matrices, with the gradients of both."""
 
     def loss(lhs, rhs):
-        product = dot_general(lhs, rhs, PRODUCTS["matrices"][2], **options)
+        product = dot_general(lhs, rhs, MATRICES, **options)
         return (product.astype(jnp.float32) * factor).sum()
 
     return jax.jit(jax.grad(loss, (0, 1)))(lhs, rhs)
@@ -106,23 +108,19 @@ def test_the_cotangent_of_a_float32_product_stays_float32(x, factor, expected):
     np.testing.assert_allclose(np.float32(got), expected, rtol=2e-3, atol=6e-8)
 
 
-FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-
-
-@pytest.mark.parametrize("result", [None, jnp.float32])
-@pytest.mark.parametrize("rhs", FLOAT8)
-def test_float8_operands_have_the_gradients_of_jax(rhs, result):
-    x, w = jnp.full((4, 3), 2.0, FLOAT8["e4m3"]), jnp.full((3, 2), 0.5, FLOAT8[rhs])
-    options = {"preferred_element_type": result}
-    expected = grad_of_sum(lax.dot_general, x, w, **options)
-    assert_bitwise_equal(grad_of_sum(jmp_scale.dot_general, x, w, **options), expected)
-
-
 @pytest.mark.strict_promotion
 @pytest.mark.parametrize("result", [None, jnp.float32])
-@pytest.mark.parametrize("precision", [None, ["highest", "default"]])
-def test_strict_promotion_and_lists_of_precisions_work_as_in_jax(precision, result):
-    x, w = jnp.full((4, 3), 2.0, jnp.float16), jnp.full((3, 2), 0.5, jnp.float16)
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "precision"),
+    [
+        (jnp.float16, jnp.float16, None),
+        (jnp.float16, jnp.float16, ["highest", "default"]),
+        (jnp.float8_e4m3fn, jnp.float8_e4m3fn, None),
+        (jnp.float8_e4m3fn, jnp.float8_e5m2, None),
+    ],
+)
+def test_float8_and_lists_of_precisions_work_as_in_jax(lhs, rhs, precision, result):
+    x, w = jnp.full((4, 3), 2.0, lhs), jnp.full((3, 2), 0.5, rhs)
     options = {"precision": precision, "preferred_element_type": result}
     expected = grad_of_sum(lax.dot_general, x, w, **options)
     assert_bitwise_equal(grad_of_sum(jmp_scale.dot_general, x, w, **options), expected)
@@ -142,8 +140,7 @@ def loss_of(dot_general):
     """Two layers in float16, float32 parameters: as Flax's `Dense` computes."""
 
     def dense(x, w):
-        w = w.astype(jnp.float16)
-        return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+        return dot_general(x, w.astype(jnp.float16), MATRICES)
 
     def loss(params, x):
         hidden = jnp.tanh(dense(x.astype(jnp.float16), params["in"]))
@@ -164,24 +161,12 @@ def sums_of_gradients(dot_general, sharding, directory):
 
     XLA:CPU makes the float16 ones float32 later, which other compilers do not.
     """
-    of_params, of_batch = SHARDINGS[sharding]
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-
-    def types(tree, specs):
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-            ),
-            tree,
-            specs,
-        )
-
-    params = {"in": jnp.ones((16, 32)), "out": jnp.ones((32, 16))}
-    given = types(params, of_params), types(jnp.ones((64, 16)), of_batch)
-    grad = jax.jit(
-        jax.grad(loss_of(dot_general), (0, 1)),
-        out_shardings=jax.tree.map(lambda x: x.sharding, given),
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(MESH, spec), SHARDINGS[sharding]
     )
+    params = {"in": jnp.ones((16, 32)), "out": jnp.ones((32, 16))}
+    given = jax.device_put((params, jnp.ones((64, 16))), shardings)
+    grad = jax.jit(jax.grad(loss_of(dot_general), (0, 1)), out_shardings=shardings)
     options = {"xla_dump_to": str(directory), "xla_dump_hlo_pass_re": "spmd-part.*"}
     grad.lower(*given).compile(compiler_options=options)
     (after,) = directory.glob("*after_spmd-partitioning*.txt")
@@ -215,7 +200,7 @@ def test_sharded_gradients_are_those_of_one_device(kind):
     x, w = normal(0, (8, 6), jnp.float16), normal(1, (6, 4), jnp.float16)
 
     def grads(x, w):
-        product = jmp_scale.dot_general(x, w, PRODUCTS["matrices"][2])
+        product = jmp_scale.dot_general(x, w, MATRICES)
         return jnp.square(product.astype(jnp.float32)).sum()
 
     expected = jax.jit(jax.grad(grads, (0, 1)))(x, w)
@@ -229,20 +214,19 @@ def test_sharded_gradients_are_those_of_one_device(kind):
 
 def test_parts_that_float16_cannot_hold_are_summed_in_shard_map():
     # Each device's part is beyond float16, and their sum is 0.
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
     sign = np.repeat([1, 1, 1, 1, -1, -1, -1, -1], 4)[:, None]
     x = jnp.asarray(30000.0 * sign * np.ones(3), jnp.float16)
     w = jnp.ones((3, 2), jnp.float16)
 
     def grad(x, w):
         def loss(w):
-            product = jmp_scale.dot_general(x, w, PRODUCTS["matrices"][2])
+            product = jmp_scale.dot_general(x, w, MATRICES)
             return product.astype(jnp.float32).sum()
 
         return jax.grad(loss)(w)
 
-    given = {"mesh": mesh, "in_specs": (P("i"), P()), "out_specs": P()}
-    np.testing.assert_array_equal(jax.shard_map(grad, **given)(x, w), 0)
+    summed = jax.shard_map(grad, mesh=MESH, in_specs=(P("i"), P()), out_specs=P())
+    np.testing.assert_array_equal(summed(x, w), 0)
 
 
 def test_it_is_what_flax_s_dense_layers_take():
@@ -271,7 +255,7 @@ def autocast_loss(w, x):
 
 def dot_general_loss(w, x):
     pair = x.astype("float16"), w.astype("float16")
-    product = jmp_scale.dot_general(*pair, (((1,), (0,)), ((), ())))
+    product = jmp_scale.dot_general(*pair, MATRICES)
     return jnp.mean(jnp.tanh(product.astype("float32")))
 
 

@@ -127,23 +127,10 @@ def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype, expected):
     assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
 
 
-def test_a_plan_lists_products_and_islands_in_their_order():
-    plan = make_plan(jax.make_jaxpr(two_layers)(W, X), [True, True])
-    lengths = [(len(u.jaxpr.eqns), len(u.products)) for u in plan.units]
-    assert lengths == [(0, 1), (1, 1), (4, 0)]
-    assert plan.units[0].products[0][0].weights == (True, True)
-    assert plan.units[1].products[0][0].weights == (False, True)
-    assert plan.units[-1].jaxpr.outvars[:1] == plan.jaxpr.outvars
-
-
-def test_what_only_a_later_island_reads_is_computed_there():
-    def fun(w, x):
-        shortcut = jnp.exp(x @ w)
-        return shortcut + layer(w, layer(w, x))
-
-    plan = make_plan(jax.make_jaxpr(fun)(W, X), [True, True])
-    names = [[eqn.primitive.name for eqn in unit.jaxpr.eqns] for unit in plan.units]
-    assert [n for n in names if n] == [["tanh"], ["exp", "tanh", "add"]]
+def test_only_gradients_of_weights_are_float32_from_the_product_on():
+    dtypes = products(jax.grad(autocast(two_layers, "float16")), W, X)
+    # Half precision: the forward pass, and the gradient of what is between the layers.
+    assert (len(dtypes), dtypes.count(F16)) == (5, 3)
 
 
 def sizes_of(fun, *args):

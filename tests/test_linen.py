@@ -103,17 +103,10 @@ def test_a_skipped_step_leaves_all_that_the_state_keeps_bit_identical(with_value
         assert any((a != b).any() for a, b in pairs)
     after = run([OVERFLOWS], before, with_value=with_value)
     assert_bitwise_equal(kept(after), kept(before))
-    assert int(after.opt_state.skipped) == 1
+    assert (int(after.opt_state.skipped), int(after.step)) == (1, 4)
     # A non-finite loss that is given as `value` leaves S alone.
     s = float(before.loss_scale.loss_scale)
     assert float(after.loss_scale.loss_scale) == (s if with_value else s / 2)
-
-
-def test_step_counts_calls_and_the_optimizer_only_applied_steps():
-    state = run([GOOD, OVERFLOWS, GOOD])
-    assert int(state.step) == 3
-    assert int(state.step - state.opt_state.skipped) == 2
-    assert int(optax.tree_utils.tree_get(state.opt_state, "count")) == 2
 
 
 def test_steps_with_donation_are_one_compilation_also_across_a_skip_and_a_growth():

@@ -99,16 +99,12 @@ def test_select_tree_is_traced_once_for_both_answers():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, jnp.int32, jnp.bool_])
+@pytest.mark.parametrize("dtype", [*FLOATS, jnp.float64, jnp.int32, jnp.bool_])
 def test_widen_casts_exactly_what_is_narrower_than_32_bits(dtype):
-    x = jnp.ones(3, dtype)
-    narrow = jnp.issubdtype(dtype, jnp.inexact) and x.dtype.itemsize < 4
-    assert _tree.promote_to_float32(x).dtype == (jnp.float32 if narrow else dtype)
-
-
-def test_widen_keeps_float64():
     with jax.enable_x64(True):
-        assert _tree.promote_to_float32(jnp.ones(2, jnp.float64)).dtype == jnp.float64
+        x = jnp.ones(3, dtype)
+        narrow = jnp.issubdtype(dtype, jnp.inexact) and x.dtype.itemsize < 4
+        assert _tree.promote_to_float32(x).dtype == (jnp.float32 if narrow else dtype)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +128,3 @@ def test_widen_keeps_float64():
 def test_a_leaf_is_inexact_if_it_holds_floating_point_numbers(leaf, inexact):
     assert _tree.is_inexact(leaf) is inexact
     assert not _tree.is_inexact(jax.random.key(0))
-
-
-def test_map_inexact_applies_to_the_inexact_leaves_of_the_first_tree_only():
-    tree = {"f16": jnp.ones(2, jnp.float16), "i32": jnp.int32(3), "text": "a"}
-    other = {"f16": 4, "i32": 5.0, "text": 6.0}
-    mapped = _tree.map_inexact(lambda x, y: (x.dtype, y), tree, other)
-    assert mapped == tree | {"f16": (jnp.float16, 4)}

@@ -128,3 +128,10 @@ def test_widen_casts_exactly_what_is_narrower_than_32_bits(dtype):
 def test_a_leaf_is_inexact_if_it_holds_floating_point_numbers(leaf, inexact):
     assert _tree.is_inexact(leaf) is inexact
     assert not _tree.is_inexact(jax.random.key(0))
+
+
+def test_map_inexact_applies_to_the_inexact_leaves_of_the_first_tree_only():
+    tree = {"f16": jnp.ones(2, jnp.float16), "i32": jnp.int32(3), "text": "a"}
+    other = {"f16": 4, "i32": 5.0, "text": 6.0}
+    mapped = _tree.map_inexact(lambda x, y: (x.dtype, y), tree, other)
+    assert mapped == tree | {"f16": (jnp.float16, 4)}

@@ -90,9 +90,11 @@ def forty_operations_on_an_argument(w, x):
 
 
 @hostile
-def gathered_targets(w, x):
-    y = (2e5 + 5e4 * TABLE)[IDS]
-    return jnp.mean(((1e5 * (jnp.tanh(x @ w) @ w + 1) - y) / 1e5) ** 2)
+def importance_ratio(w, x):
+    old = 1e-8 * jnp.exp(TABLE)[IDS]
+    new = 1e-8 * jax.nn.softmax(x @ w) * N
+    ratio = new / old
+    return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.2)))
 
 
 @hostile
@@ -109,14 +111,6 @@ def gathered_noise_levels(w, x):
         jnp.mean(((noisy / jnp.sqrt(1 + sigma**2)) @ w) ** 2 * (1 + sigma**2) / sigma)
         * 1e-5
     )
-
-
-@hostile
-def importance_ratio(w, x):
-    old = 1e-8 * jnp.exp(TABLE)[IDS]
-    new = 1e-8 * jax.nn.softmax(x @ w) * N
-    ratio = new / old
-    return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.2)))
 
 
 @hostile

@@ -105,31 +105,6 @@ def test_more_random_programs_are_exact(steps):
     test_random_programs_are_exact.hypothesis.inner_test(steps)
 
 
-def test_targets_picked_by_index_train_as_in_float32():
-    rng = np.random.default_rng(0)
-    data = {
-        "x": jnp.asarray(rng.normal(size=(64, 4)), jnp.float32),
-        "y": jnp.asarray(2e5 + 5e4 * rng.normal(size=64), jnp.float32),
-    }
-    params = {"w1": jnp.asarray(rng.normal(size=(4, N)), jnp.float32) / 2}
-    params |= {"w2": jnp.zeros(N), "b": jnp.zeros(())}
-
-    def loss(p, ids):
-        x, y = data["x"][ids], data["y"][ids]
-        predicted = 1e5 * (jnp.tanh(x @ p["w1"]) @ p["w2"] + p["b"])
-        return jnp.mean(((predicted - y) / 1e5) ** 2)
-
-    def trained(loss):
-        def step(p, ids):
-            value, grads = jax.value_and_grad(loss)(p, ids)
-            return jax.tree.map(lambda x, g: x - 0.1 * g, p, grads), value
-
-        ids = jnp.tile(jnp.arange(64), (200, 1))
-        return float(jax.jit(lambda p: lax.scan(step, p, ids))(params)[1][-1])
-
-    assert trained(autocast(loss, "float16")) == pytest.approx(trained(loss), rel=0.05)
-
-
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
 def test_a_product_that_contracts_nothing_stays_float32():
     t = jnp.arange(8192, dtype=jnp.float32)

@@ -27,11 +27,13 @@ F32, F16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
         ("o=bf16", (F32, F32, BF16)),
         ("p=bf16", (BF16, BF16, BF16)),
         ("p=fp32,c=fp16,o=fp32", (F32, F16, F32)),
+        ("p=bf16,c=f16,o=f32", (BF16, F16, F32)),
     ],
 )
-def test_get_policy_reads(spec, expected):
+def test_get_policy_reads_it_and_what_the_policy_prints(spec, expected):
     policy = jmp_scale.get_policy(spec)
     assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == expected
+    assert jmp_scale.get_policy(str(policy)) == policy
 
 
 @pytest.mark.parametrize(
@@ -41,12 +43,6 @@ def test_get_policy_refuses_an_unknown_dtype_or_key(spec):
     message = "key 'x' in 'x=f16'" if spec == "x=f16" else "(dtype|key)"
     with pytest.raises(ValueError, match=f"Unknown {message}"):
         jmp_scale.get_policy(spec)
-
-
-@pytest.mark.parametrize("spec", ["f16", "c=f16", "p=bf16,c=f16,o=f32"])
-def test_a_policy_reads_back_from_its_string(spec):
-    policy = jmp_scale.get_policy(spec)
-    assert jmp_scale.get_policy(str(policy)) == policy
 
 
 def test_the_cast_verbs_cast_real_floating_point_arrays_only():

@@ -257,20 +257,19 @@ def _state_findings(
     if not is_spike:
         skips = _skip_finding(state, steps, new)
         return [_scale_finding(state), _recorded_spikes(steps), skips]
-    limit = getattr(state.guard, "max_in_a_row", "max_in_a_row")
-    values = {"in_a_row": in_a_row, "total": int(state.spikes), "limit": limit}
-    spikes = _spikes_in_a_row(state)
-    values["part"] = f", {spikes} of them" if spikes < in_a_row else ""
-    spike = "spike" if spikes == 1 else "spikes in a row"
-    return [_scale_finding(state), (spike, values), _recorded_skips(steps)]
-
-
-def _spikes_in_a_row(state: LossScaleState) -> int:
-    """The spikes among the last steps that were all skipped; others overflowed."""
     guard = state.guard
     fields = guard if isinstance(guard, Mapping) else getattr(guard, "__dict__", {})
     counted = int(fields.get("in_a_row", 0))  # since the last accepted step
-    return max(1, counted or min(int(state.skipped_in_a_row), int(state.spikes)))
+    # Of the last steps, which were all skipped; others overflowed.
+    spikes = max(1, counted or min(in_a_row, int(state.spikes)))
+    values = {
+        "in_a_row": in_a_row,
+        "part": f", {spikes} of them" if spikes < in_a_row else "",
+        "total": int(state.spikes),
+        "limit": getattr(guard, "max_in_a_row", "max_in_a_row"),
+    }
+    kind = "spike" if spikes == 1 else "spikes in a row"
+    return [_scale_finding(state), (kind, values), _recorded_skips(steps)]
 
 
 def _scale_finding(state: LossScaleState) -> Finding | None:
@@ -291,20 +290,20 @@ def _skip_finding(state: LossScaleState, steps: Steps, new: _Skips) -> Finding |
     """The finding on steps that were not finite: the present run, or those before."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     is_fixed = isinstance(rule, NoOpLossScale | StaticLossScale) or rule is None
-    s, last = number_of(rule), "The last step was skipped"
-    if in_a_row > 1:
-        last = f"The last {in_a_row} steps were all skipped"
-    elif in_a_row == 0:
-        count = new.losses or new.overflows
-        were = "steps were" if count > 1 else "step was"
-        last = f"{count} {were} skipped since the last call"
-    values = {"last": last, "s": "its value" if s is None else power(float(s))}
+    s = number_of(rule)
+    values = {"s": "its value" if s is None else power(float(s))}
     values["causes"] = f"{_Skips.of(state)} in total"
     if in_a_row == 0:
         # An S that adapts causes overflows itself: of those a rate would be needed.
-        if steps is not None or not (new.losses or (new.overflows and is_fixed)):
+        count = new.losses or (new.overflows if is_fixed else 0)
+        if steps is not None or count == 0:
             return _recorded_skips(steps)
+        were = "steps were" if count > 1 else "step was"
+        values["last"] = f"{count} {were} skipped since the last call"
         return ("loss not finite" if new.losses else "skipped step"), values
+    values["last"] = "The last step was skipped"
+    if in_a_row > 1:
+        values["last"] = f"The last {in_a_row} steps were all skipped"
     if steps is not None:  # which knows the cause of each
         losses = ~steps["loss_finite"][-in_a_row:]
         finite = steps["grads_finite"] | steps["spike"]

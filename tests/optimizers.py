@@ -9,6 +9,10 @@ import optax
 import optax.contrib
 import pytest
 
+PARAMS = {"w": jnp.float32([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.float32([-0.0, 4.0])}
+GOOD = jax.tree.map(lambda p: p / 4 + 0.75, PARAMS)
+BAD = {"w": GOOD["w"].at[0, 1].set(jnp.inf), "b": GOOD["b"].at[0].set(jnp.nan)}
+
 
 def schedule(count):
     return 0.1 / (1 + count)

@@ -10,14 +10,11 @@ import pytest
 from helpers import assert_bitwise_equal
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
-from optimizers import by_name, every_optimizer, stepper
+from optimizers import BAD, GOOD, PARAMS, by_name, every_optimizer, stepper
 
 import jmp_scale
 from jmp_scale._skip import select_step
 
-PARAMS = {"w": jnp.linspace(-1.0, 1.0, 32).reshape(8, 4), "b": jnp.arange(8.0) / 8}
-GOOD = jax.tree.map(lambda p: jnp.cos(p) / 3, PARAMS)
-BAD = {"w": GOOD["w"].at[3, 1].set(jnp.nan), "b": GOOD["b"].at[2].set(-jnp.inf)}
 OPTIMIZERS = every_optimizer()
 
 
@@ -224,7 +221,7 @@ def test_shards_of_a_state_skip_as_a_whole(check_vma):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"m": PartitionSpec("x"), "count": PartitionSpec()}
     sharded = jax.shard_map(
-        lambda f, g, s: select_step(f, moving_average, g, s)[1:],
+        step_of_average,
         mesh=mesh,
         in_specs=(PartitionSpec(), PartitionSpec("x"), specs),
         out_specs=(PartitionSpec("x"), specs),

@@ -2,12 +2,11 @@ import copy
 import dataclasses
 import pickle
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal, count_traces, reference_rule
+from helpers import assert_bitwise_equal, count_traces, fields_of, reference_rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
@@ -82,22 +81,6 @@ def test_a_nan_that_was_restored_ends_at_the_floor():
         assert adjust(restored, False).loss_scale == 0.5
 
 
-@pytest.mark.parametrize("s", [2.0**-126, 2.0**126])
-def test_at_the_ends_of_the_range_unscale_undoes_scale(s):
-    loss_scale = DynamicLossScale(s, min_loss_scale=0, max_loss_scale=2.0**126)
-    x = jnp.array([1.0, -1.5])
-    for unscale in (loss_scale.unscale, jax.jit(loss_scale.unscale)):
-        assert unscale(loss_scale.scale(x)).tolist() == [1.0, -1.5]
-
-
-def test_a_loss_that_is_not_finite_leaves_the_whole_state_as_it_is():
-    finite, loss_finite = [True, False, True, True], [True, False, False, True]
-    history = trajectory(
-        DynamicLossScale(8.0, period=3, hysteresis=2), finite, loss_finite
-    )
-    assert history == [(8, 1), (8, 1), (8, 1), (8, 2)]
-
-
 configurations = st.fixed_dictionaries(
     {
         "loss_scale": st.sampled_from([1.0, 8.0, 2.0**15, 100.0]),
@@ -122,12 +105,14 @@ configurations = st.fixed_dictionaries(
 def test_every_configuration_follows_the_rule_in_plain_python(configuration, flags):
     finite, loss_finite = [a or b for a, b in flags], [a or not b for a, b in flags]
     expected = reference_rule(finite, loss_finite=loss_finite, **configuration)
-    actual = trajectory(DynamicLossScale(**configuration), finite, loss_finite)
-    assert [c for _, c in actual] == [c for _, c, _ in expected]
-    # Not powers of two: Python computes in f64, the loss scale in f32.
-    np.testing.assert_allclose(
-        [s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5
-    )
+    for is_eager in (True, False):
+        with jax.disable_jit(is_eager):
+            actual = trajectory(DynamicLossScale(**configuration), finite, loss_finite)
+        assert [c for _, c in actual] == [c for _, c, _ in expected]
+        # Not powers of two: Python computes in f64, the loss scale in f32.
+        np.testing.assert_allclose(
+            [s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.5, 3.0, 10.0])
@@ -262,10 +247,11 @@ def test_the_no_op_returns_the_tree_itself():
     assert NoOpLossScale().loss_scale == 1
 
 
-@pytest.mark.parametrize("s", [2.0**-14, 1.0, 2.0**10, 2.0**24])
+@pytest.mark.parametrize("s", [2.0**-126, 2.0**-14, 1.0, 2.0**10, 2.0**24, 2.0**126])
 def test_a_power_of_two_changes_no_bit(s):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(100_000), jnp.float32)
-    loss_scale = DynamicLossScale(s, min_loss_scale=0)
+    # All digits, and one exponent: nothing under- or overflows at the ends of S.
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 100_000), jnp.float32)
+    loss_scale = DynamicLossScale(s, min_loss_scale=0, max_loss_scale=2.0**126)
     for verb in (lambda x: x, jax.jit):
         assert_bitwise_equal(verb(loss_scale.unscale)(verb(loss_scale.scale)(x)), x)
 
@@ -280,7 +266,8 @@ def test_s_that_is_not_a_power_of_two_rounds():
 def test_an_array_of_loss_scales_is_refused_outside_vmap():
     several = DynamicLossScale(jnp.array([8.0, 16.0]))
     assert several.counter.shape == (2,)
-    with pytest.raises(ValueError, match=r"scalar loss_scale, got one of shape \(2,\)"):
+    message = r"^scale: .* scalar loss_scale, got one of shape \(2,\).*adjust one loss"
+    with pytest.raises(ValueError, match=message):
         several.scale(jnp.float32(1.0))
     scaled = jax.vmap(jmp_scale.scale, in_axes=(0, None))(several, jnp.float32(1.0))
     assert scaled.tolist() == [8, 16]
@@ -296,10 +283,6 @@ FULL = DynamicLossScale(
     hysteresis_reset="finite",
     at_max="clamp",
 )
-
-
-def fields_of(loss_scale):
-    return {f.name: getattr(loss_scale, f.name) for f in dataclasses.fields(loss_scale)}
 
 
 @pytest.mark.parametrize(
@@ -420,19 +403,5 @@ def test_placeholders_may_be_given_by_hand():
 def test_adjust_returns_the_types_that_it_was_given(loss_scale):
     for loss_finite in (True, jnp.array(True)):
         adjusted = loss_scale.adjust(jnp.array(True), loss_finite=loss_finite)
-        assert jax.tree.structure(adjusted) == jax.tree.structure(loss_scale)
-        chex.assert_trees_all_equal_shapes_and_dtypes(adjusted, loss_scale)
-        assert [jax.typeof(x) for x in jax.tree.leaves(adjusted)] == [
-            jax.typeof(x) for x in jax.tree.leaves(loss_scale)
-        ]
-
-
-@pytest.mark.parametrize(
-    "start", [2.0**15, np.float16(2**15), jnp.float16(2**15), 2**15]
-)
-def test_adjust_is_traced_once_for_any_history_and_start(start):
-    adjust, traces = count_traces(lambda ls, f: ls.adjust(f))
-    jitted, loss_scale = jax.jit(adjust), DynamicLossScale(start, period=2)
-    for finite in (True, True, False, True, False, False):
-        loss_scale = jitted(loss_scale, jnp.array(finite))
-    assert len(traces) == jitted._cache_size() == 1
+        types = jax.tree.map(jax.typeof, loss_scale)
+        assert jax.tree.map(jax.typeof, adjusted) == types

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from helpers import count_traces, one_of
+from helpers import assert_bitwise_equal, count_traces, one_of
 from test_presets import EVERY, as_flags, build
 
 import jmp_scale
@@ -180,24 +180,19 @@ def test_a_scaler_that_is_not_enabled_does_nothing():
     assert isinstance(evaluate(line, enabled=True), DynamicLossScale)
 
 
-def test_the_growth_interval_is_set_and_the_counter_kept():
-    loss_scale = presets.pytorch(init_scale=8.0, growth_interval=100)
-    for _ in range(3):
-        loss_scale = loss_scale.adjust(True)
-    shorter = evaluate("`scaler.set_growth_interval(n)`", loss_scale=loss_scale, n=5)
-    history = []
-    for _ in range(7):
-        shorter = shorter.adjust(True)
-        history.append(float(shorter.loss_scale))
-    assert history == [8, 16, 16, 16, 16, 16, 32]
-
-
-def test_the_factors_are_set():
-    loss_scale = presets.pytorch(init_scale=8.0, growth_interval=1)
-    grows = evaluate("`scaler.set_growth_factor(x)`", loss_scale=loss_scale, x=4.0)
-    assert grows.adjust(True).loss_scale == 32.0
-    falls = evaluate("`scaler.set_backoff_factor(x)`", loss_scale=loss_scale, x=0.25)
-    assert falls.adjust(False).loss_scale == 2.0
+@pytest.mark.parametrize(
+    ("line", "argument", "value"),
+    [
+        ("`scaler.set_growth_interval(n)`", "growth_interval", 5),
+        ("`scaler.set_growth_factor(x)`", "growth_factor", 4.0),
+        ("`scaler.set_backoff_factor(x)`", "backoff_factor", 0.25),
+    ],
+)
+def test_an_argument_is_set_and_the_counter_kept(line, argument, value):
+    loss_scale = dataclasses.replace(presets.pytorch(), counter=3)
+    changed = evaluate(line, loss_scale=loss_scale, n=value, x=value)
+    preset = presets.pytorch(**{argument: value})
+    assert_bitwise_equal(changed, dataclasses.replace(preset, counter=3))
 
 
 def test_the_example_of_the_page_runs():

@@ -187,17 +187,6 @@ def test_the_choice_between_whole_and_sharded_arrays_leaves_no_branch():
     assert "conditional" not in hlo
 
 
-ON_EXPLICIT = jax.device_put(np.ones(8, np.float32), NamedSharding(EXPLICIT, P("i")))
-REPLICATED = jax.device_put(np.ones(8, np.float32), NamedSharding(EXPLICIT, P()))
-
-
-def test_an_array_takes_the_sharding_of_another_on_explicit_axes():
-    for x, like in [(ON_EXPLICIT, REPLICATED), (REPLICATED, ON_EXPLICIT)]:
-        resharded = _mesh.reshard_like(x, like)
-        assert jax.typeof(resharded) == jax.typeof(like)
-        assert resharded.tolist() == x.tolist()
-
-
 def test_a_flag_that_is_already_equal_is_not_reduced_again():
     def finite(x):
         return jmp_scale.all_finite(lax.psum(x, "i"))

@@ -19,7 +19,6 @@ BLOCKS = {
         r"<!-- block: (\w+) -->\n```(\w+)\n(.*?)```", README, re.DOTALL
     )
 }
-LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
 
 
 def test_every_block_of_the_readme_has_a_name():
@@ -106,11 +105,6 @@ def test_links_of_the_readme_are_absolute_on_a_package_index():
     links = re.findall(r"\]\(([^)]+)\)", shown)
     assert len(links) > 10
     assert all(link.startswith("https://") for link in links)
-
-
-@pytest.mark.parametrize("path", sorted(set(LINK.findall(README))))
-def test_every_file_that_the_readme_links_to_exists(path):
-    assert (ROOT / path).is_file()
 
 
 @pytest.mark.parametrize("name", ["quickstart", "linen", "nnx"])

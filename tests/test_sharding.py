@@ -74,26 +74,18 @@ def step(tx, state, images, weights, loss_fn=loss_fn, varying_over=()):
     return optax.apply_updates(params, updates), opt_state
 
 
-def pmapped(**kwargs):
-    # Without a name there is nothing to average over: each replica has its own images.
-    tx = optimizer(("i",) if kwargs else ())
+def replicated(tx, mapped):
     copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
     # With the axis name of the step, or the second step would compile again.
-    state = jax.pmap(lambda params: (params, tx.init(params)), **kwargs)(copies)
-    train_step = jax.pmap(functools.partial(step, tx), **kwargs)
+    state = mapped(lambda params: (params, tx.init(params)))(copies)
+    train_step = mapped(functools.partial(step, tx))
     return state, lambda state, *batch: train_step(
         state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch)
     )
 
 
-def vmapped():
-    tx = optimizer(("i",), axis_name="i")
-    copies = jax.tree.map(lambda x: jnp.stack([x] * 8), initial_params())
-    state = jax.vmap(lambda params: (params, tx.init(params)))(copies)
-    train_step = jax.jit(jax.vmap(functools.partial(step, tx), axis_name="i"))
-    return state, lambda state, *batch: train_step(
-        state, *(x.reshape(8, 2, *x.shape[1:]) for x in batch)
-    )
+def vmapped(fun):
+    return jax.jit(jax.vmap(fun, axis_name="i"))
 
 
 def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
@@ -142,9 +134,14 @@ def with_batches_on(mesh, spec, train_step):
 
 
 MODES = {
-    "pmap with axis name": functools.partial(pmapped, axis_name="i"),
-    "pmap without axis name": pmapped,
-    "vmap with axis name": vmapped,
+    "pmap with axis name": functools.partial(
+        replicated, optimizer(("i",)), functools.partial(jax.pmap, axis_name="i")
+    ),
+    # There is nothing to average over: each replica has its own images.
+    "pmap without axis name": functools.partial(replicated, optimizer(), jax.pmap),
+    "vmap with axis name": functools.partial(
+        replicated, optimizer(("i",), axis_name="i"), vmapped
+    ),
     "shard_map": functools.partial(shard_mapped, ONE_AXIS, ("i",)),
     "shard_map unchecked": functools.partial(
         shard_mapped, ONE_AXIS, ("i",), check_vma=False
@@ -266,25 +263,20 @@ def linear(w, x):
     return jnp.mean(w * x).astype(jnp.float32)
 
 
-@pytest.mark.parametrize("mode", ["pmap", "shard_map", "shard_map unchecked"])
-def test_float16_gradients_of_60000_are_averaged_in_float32(mode):
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_float16_gradients_of_60000_are_averaged_in_float32(check_vma):
     def average(w, x):
-        if mode == "shard_map":
-            w = varying(w, "i")
+        w = varying(w, "i") if check_vma else w
         return lax.pmean(jmp_scale.grad(linear, jmp_scale.NoOpLossScale())(w, x), "i")
 
-    w, x = np.float16(1), np.full((8, 1), 60000, np.float16)
-    if mode == "pmap":
-        result = jax.pmap(average, "i", in_axes=(None, 0))(w, x)[0]
-    else:
-        mapped = jax.shard_map(
-            average,
-            mesh=ONE_AXIS,
-            in_specs=(P(), P("i")),
-            out_specs=P(),
-            check_vma=mode == "shard_map",
-        )
-        result = jax.jit(mapped)(w, x)
+    mapped = jax.shard_map(
+        average,
+        mesh=ONE_AXIS,
+        in_specs=(P(), P("i")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    result = jax.jit(mapped)(np.float16(1), np.full((8, 1), 60000, np.float16))
     assert (result.dtype, float(result)) == (jnp.float32, 60000.0)
 
 

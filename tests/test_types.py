@@ -10,12 +10,9 @@ import sys
 import textwrap
 
 import pytest
+from test_readme import BLOCKS
 
 import jmp_scale
-
-ROOT = pathlib.Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = ("quickstart", "linen", "nnx")
 
 # How a program goes on after the block.
 USES = {
@@ -38,12 +35,6 @@ ANNOTATIONS = {
 OURS = {"basic": "", "strict": r"(jmp_scale|tx|state|optimizer|grad_fn)\b"}
 
 
-def block(name):
-    """The Python block of the README below `<!-- block: name -->`."""
-    fence = r"```python\n(.*?)```"
-    return re.search(rf"<!-- block: {name} -->\s*{fence}", README, re.DOTALL)[1]
-
-
 def annotated(code):
     """The code with types for the arguments of its functions."""
 
@@ -56,8 +47,8 @@ def annotated(code):
 
 
 def write_programs(folder):
-    for name in BLOCKS:
-        code = f"{block(name)}\n{textwrap.dedent(USES[name])}"
+    for name, uses in USES.items():
+        code = f"{BLOCKS[name][1]}\n{textwrap.dedent(uses)}"
         (folder / f"basic_{name}.py").write_text(code)
         (folder / f"strict_{name}.py").write_text(
             f"# pyright: strict\n{annotated(code)}"

@@ -1,5 +1,4 @@
 import dataclasses
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -120,12 +119,6 @@ def test_an_integer_array_for_a_scale_warns(name):
     with pytest.warns(UserWarning, match=message) as record:
         DynamicLossScale(**{"loss_scale": 8.0, name: jnp.asarray(1, jnp.int32)})
     assert record[0].filename == __file__
-
-
-def test_python_numbers_do_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DynamicLossScale(2**15, 0, 2000, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -221,30 +221,15 @@ def test_a_complex_leaf_keeps_its_imaginary_part_and_an_infinity_makes_no_nan():
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
 def test_leaves_that_are_not_inexact_pass_unchanged(loss_scale):
-    tree = {
-        "int": jnp.int32(3),
-        "python": 3,
-        "bool": True,
-        "key": jax.random.key(1),
-        "float0": np.zeros(2, jax.dtypes.float0),
-        "none": None,
-        "text": "name",
-        "function": jnp.tanh,
-    }
+    leaves = [jnp.int32(3), 3, True, "name", jnp.tanh, jax.random.key(1)]
+    leaves.append(np.zeros(2, jax.dtypes.float0))
     for verb in (loss_scale.scale, loss_scale.unscale):
-        leaves = zip(jax.tree.leaves(verb(tree)), jax.tree.leaves(tree), strict=True)
-        assert all(a is b for a, b in leaves)
+        assert all(a is b for a, b in zip(verb(leaves), leaves, strict=True))
+    assert loss_scale.scale(None) is loss_scale.unscale(None) is None
 
 
 def test_python_floats_are_scaled_as_jmp_does():
     assert DynamicLossScale(8.0).scale({"loss": 1.5})["loss"] == 12
-
-
-def test_the_no_op_returns_the_tree_itself():
-    tree = {"a": jnp.ones(2, jnp.float16)}
-    assert NoOpLossScale().scale(tree) is tree
-    assert NoOpLossScale().unscale(tree) is tree
-    assert NoOpLossScale().loss_scale == 1
 
 
 @pytest.mark.parametrize("s", [2.0**-126, 2.0**-14, 1.0, 2.0**10, 2.0**24, 2.0**126])
@@ -265,7 +250,6 @@ def test_s_that_is_not_a_power_of_two_rounds():
 
 def test_an_array_of_loss_scales_is_refused_outside_vmap():
     several = DynamicLossScale(jnp.array([8.0, 16.0]))
-    assert several.counter.shape == (2,)
     message = r"^scale: .* scalar loss_scale, got one of shape \(2,\).*adjust one loss"
     with pytest.raises(ValueError, match=message):
         several.scale(jnp.float32(1.0))
@@ -317,18 +301,15 @@ def test_an_exported_program_takes_and_returns_every_kind(loss_scale):
 @pytest.mark.parametrize(
     ("loss_scale", "paths"),
     [
-        (NoOpLossScale(), []),
-        (StaticLossScale(8.0), []),
-        (DynamicLossScale(), [".loss_scale", ".counter"]),
-        (
-            DynamicLossScale(hysteresis=2),
-            [".loss_scale", ".counter", ".hysteresis_left"],
-        ),
+        (NoOpLossScale(), ""),
+        (StaticLossScale(8.0), ""),
+        (DynamicLossScale(), ".loss_scale.counter"),
+        (DynamicLossScale(hysteresis=2), ".loss_scale.counter.hysteresis_left"),
     ],
 )
 def test_leaves_are_named(loss_scale, paths):
     leaves, _ = jax.tree_util.tree_flatten_with_path(loss_scale)
-    assert [jax.tree_util.keystr(path) for path, _ in leaves] == paths
+    assert "".join(jax.tree_util.keystr(path) for path, _ in leaves) == paths
 
 
 class PlainSubclass(DynamicLossScale):

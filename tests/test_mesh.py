@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import collectives, one_of
+from helpers import collectives, on_devices, one_of
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -145,33 +145,26 @@ def which(x):
 
 
 def which_of_partial_shard_map(mesh, axis_names):
-    ask = jax.shard_map(
-        which, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axis_names
-    )
-    return jax.jit(ask)(jnp.ones(8))
+    return shard_mapped(mesh, P(), axis_names=axis_names)(which)(jnp.ones(8))
 
 
-def which_under(mesh):
-    with jax.set_mesh(mesh):
+def which_on(devices):
+    with on_devices(devices):
         return jax.jit(which)(jnp.ones(8))
 
 
-ONE_DEVICE = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
 OVER_I = NamedSharding(ONE_AXIS, P("i"))
 IS_WHOLE = {
     "eager": (lambda: which(jnp.ones(8)), 1),
     "jit": (lambda: jax.jit(which)(jnp.ones(8)), 1),
     "pmap": (lambda: jax.pmap(which)(jnp.ones(8))[0], 1),
     "vmap": (lambda: jax.jit(jax.vmap(which))(jnp.ones(8))[0], 1),
-    "one device's mesh": (lambda: which_under(ONE_DEVICE), 1),
+    "one device's mesh": (lambda: which_on("one device"), 1),
     "shard_map": (lambda: which_of_partial_shard_map(TWO_AXES, {"i", "j"}), 1),
     "partial shard_map": (lambda: which_of_partial_shard_map(TWO_AXES, {"i"}), 0),
     "Explicit": (lambda: which_of_partial_shard_map(EXPLICIT_TWO, {"j"}), 0),
-    "eight devices' mesh": (lambda: which_under(ONE_AXIS), 0),
-    "sharded argument": (
-        lambda: jax.jit(which)(jax.device_put(jnp.ones(8), OVER_I)),
-        0,
-    ),
+    "eight devices' mesh": (lambda: which_on("eight devices"), 0),
+    "sharded argument": (lambda: jax.jit(which)(jax.device_put(np.ones(8), OVER_I)), 0),
     "in_shardings": (lambda: jax.jit(which, in_shardings=OVER_I)(np.ones(8)), 0),
 }
 
@@ -201,11 +194,8 @@ def sharded_tree(mesh, spec, bad=None):
     tree = {f"leaf{i}": np.ones((8, 16), np.float32) for i in range(12)}
     if bad is not None:
         tree["leaf4"][7, 15] = bad
-    return jax.device_put(
-        tree | {"count": np.int32(3)},
-        dict.fromkeys(tree, NamedSharding(mesh, spec))
-        | {"count": NamedSharding(mesh, P())},
-    )
+    count = jax.device_put(np.int32(3), NamedSharding(mesh, P()))
+    return jax.device_put(tree, NamedSharding(mesh, spec)) | {"count": count}
 
 
 SHARDED = {

@@ -37,11 +37,8 @@ def example(bad_device=None):
 
 
 def initial_params():
-    keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        name: jax.random.normal(k, (8, 8)) / 3
-        for name, k in zip("ab", keys, strict=True)
-    }
+    a, b = jax.random.normal(jax.random.key(0), (2, 8, 8)) / 3
+    return {"a": a, "b": b}
 
 
 def loss_fn(params, images, weights):
@@ -59,9 +56,8 @@ def optimizer(axes=(), axis_name=None):
     mean = optax.stateless(
         lambda updates, _: lax.pmean(updates, axes) if axes else updates
     )
-    return jmp_scale.with_loss_scale(
-        optax.chain(mean, optax.adam(0.1)), LOSS_SCALE, axis_name=axis_name
-    )
+    inner = optax.chain(mean, optax.adam(0.1))
+    return jmp_scale.with_loss_scale(inner, LOSS_SCALE, axis_name=axis_name)
 
 
 def step(tx, state, images, weights, loss_fn=loss_fn, varying_over=()):
@@ -84,6 +80,10 @@ def replicated(tx, mapped):
     )
 
 
+def pmapped(fun):
+    return jax.pmap(fun, axis_name="i")
+
+
 def vmapped(fun):
     return jax.jit(jax.vmap(fun, axis_name="i"))
 
@@ -92,16 +92,12 @@ def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
     tx = optimizer(axes)
     one_step = functools.partial(step, tx, varying_over=axes if check_vma else ())
 
-    def train_step(state, *batch):
-        if not scanned:
-            return one_step(state, *batch)
+    def scan_step(state, *batch):
         batches = jax.tree.map(lambda x: x[None], batch)
-        return lax.scan(
-            lambda state, batch: (one_step(state, *batch), None), state, batches
-        )[0]
+        return lax.scan(lambda s, b: (one_step(s, *b), None), state, batches)[0]
 
     mapped = jax.shard_map(
-        train_step,
+        scan_step if scanned else one_step,
         mesh=mesh,
         in_specs=(P(), P(axes), P(axes)),
         out_specs=P(),
@@ -134,33 +130,23 @@ def with_batches_on(mesh, spec, train_step):
 
 
 MODES = {
-    "pmap with axis name": functools.partial(
-        replicated, optimizer(("i",)), functools.partial(jax.pmap, axis_name="i")
-    ),
+    "pmap with axis name": lambda: replicated(optimizer(("i",)), pmapped),
     # There is nothing to average over: each replica has its own images.
-    "pmap without axis name": functools.partial(replicated, optimizer(), jax.pmap),
-    "vmap with axis name": functools.partial(
-        replicated, optimizer(("i",), axis_name="i"), vmapped
+    "pmap without axis name": lambda: replicated(optimizer(), jax.pmap),
+    "vmap with axis name": lambda: replicated(optimizer(("i",), "i"), vmapped),
+    "shard_map": lambda: shard_mapped(ONE_AXIS, ("i",)),
+    "shard_map unchecked": lambda: shard_mapped(ONE_AXIS, ("i",), check_vma=False),
+    "shard_map 2-D": lambda: shard_mapped(TWO_AXES, ("i", "j")),
+    "shard_map 2-D unchecked": lambda: shard_mapped(
+        TWO_AXES, ("i", "j"), check_vma=False
     ),
-    "shard_map": functools.partial(shard_mapped, ONE_AXIS, ("i",)),
-    "shard_map unchecked": functools.partial(
-        shard_mapped, ONE_AXIS, ("i",), check_vma=False
-    ),
-    "shard_map 2-D": functools.partial(shard_mapped, TWO_AXES, ("i", "j")),
-    "shard_map 2-D unchecked": functools.partial(
-        shard_mapped, TWO_AXES, ("i", "j"), check_vma=False
-    ),
-    "partial shard_map": functools.partial(
-        shard_mapped, TWO_AXES, ("i",), axis_names={"i"}
-    ),
-    "scan in shard_map": functools.partial(
-        shard_mapped, ONE_AXIS, ("i",), scanned=True
-    ),
-    "jit data-parallel": functools.partial(jitted, ONE_AXIS, P()),
-    "jit FSDP": functools.partial(jitted, ONE_AXIS, P("i")),
-    "jit FSDP 2-D": functools.partial(jitted, TWO_AXES, P("i", "j")),
-    "jit data-parallel, Explicit": functools.partial(jitted, EXPLICIT, P()),
-    "jit FSDP, Explicit": functools.partial(jitted, EXPLICIT, P("i"), gathered_loss_fn),
+    "partial shard_map": lambda: shard_mapped(TWO_AXES, ("i",), axis_names={"i"}),
+    "scan in shard_map": lambda: shard_mapped(ONE_AXIS, ("i",), scanned=True),
+    "jit data-parallel": lambda: jitted(ONE_AXIS, P()),
+    "jit FSDP": lambda: jitted(ONE_AXIS, P("i")),
+    "jit FSDP 2-D": lambda: jitted(TWO_AXES, P("i", "j")),
+    "jit data-parallel, Explicit": lambda: jitted(EXPLICIT, P()),
+    "jit FSDP, Explicit": lambda: jitted(EXPLICIT, P("i"), gathered_loss_fn),
 }
 
 

@@ -253,40 +253,38 @@ def test_what_has_no_derivative_is_an_error_that_says_what_to_pass(function, lea
         gradient({"w": jnp.ones(2), "a": leaf})
 
 
-def optimizer_state():
-    return jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
+OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
 
 
 @BOTH
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda: 1024.0, r"got 1024.0; pass jmp_scale.get_loss_scale\(1024.0\)"),
-        (lambda: "dynamic", r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic"),
-        (lambda: np.float32(8), r"pass jmp_scale.get_loss_scale\(np.float32\(8.0\)\)"),
-        (lambda: jnp.float32(8), r"pass jmp_scale.get_loss_scale\(8.0\)$"),
-        (lambda: 0.0, r"got 0.0; pass DynamicLossScale\(\) or another one"),
-        (lambda: jnp.ones(2), r"got Array.*; pass DynamicLossScale\(\) or another"),
-        (lambda: "dynamc", r"\('dynamc'\), or DynamicLossScale\(\)"),
-        (lambda: DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),
-        (optimizer_state, "got a LossScaleState; pass its .loss_scale"),
+        (1024.0, r"got 1024.0; pass jmp_scale.get_loss_scale\(1024.0\)"),
+        ("dynamic", r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic"),
+        (np.float32(8), r"pass jmp_scale.get_loss_scale\(np.float32\(8.0\)\)"),
+        (jnp.float32(8), r"pass jmp_scale.get_loss_scale\(8.0\)$"),
+        (0.0, r"got 0.0; pass DynamicLossScale\(\) or another one"),
+        (jnp.ones(2), r"got Array.*; pass DynamicLossScale\(\) or another"),
+        ("dynamc", r"\('dynamc'\), or DynamicLossScale\(\)"),
+        (DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),
+        (OPTIMIZER_STATE, "got a LossScaleState; pass its .loss_scale"),
         (
-            lambda: (optax.EmptyState(), optimizer_state()),
+            (optax.EmptyState(), OPTIMIZER_STATE),
             r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",
         ),
-        (lambda: {"a": NoOpLossScale()}, "got a dict; pass the loss scale in it"),
-        (lambda: 0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
-        (lambda: (0, 1), r"second argument, got \(0, 1\); argnums is the third"),
-        (lambda: None, r"got a NoneType; pass DynamicLossScale\(\)"),
+        ({"a": NoOpLossScale()}, "got a dict; pass the loss scale in it"),
+        (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
+        ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
+        (None, r"got a NoneType; pass DynamicLossScale\(\)"),
     ],
 )
 def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
     function, given, message
 ):
-    with pytest.raises(
-        TypeError, match=rf"^{function}: expected a loss scale.*{message}"
-    ):
-        getattr(jmp_scale, function)(lambda w: w, given())
+    message = f"^{function}: expected a loss scale.*{message}"
+    with pytest.raises(TypeError, match=message):
+        getattr(jmp_scale, function)(lambda w: w, given)
 
 
 @BOTH

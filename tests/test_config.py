@@ -80,6 +80,7 @@ DEEPSPEED_DEFAULTS = {"enabled": True, "auto_cast": False, "loss_scale": 0}
 DEEPSPEED_DEFAULTS |= {"initial_scale_power": 16, "loss_scale_window": 1000}
 DEEPSPEED_DEFAULTS |= {"hysteresis": 2, "consecutive_hysteresis": False}
 DEEPSPEED_DEFAULTS |= {"min_loss_scale": 1, "fp16_master_weights_and_grads": False}
+DYNAMIC = {"loss_scaling_factor": "dynamic"}  # of Cerebras
 
 
 @pytest.mark.parametrize(
@@ -97,18 +98,6 @@ DEEPSPEED_DEFAULTS |= {"min_loss_scale": 1, "fp16_master_weights_and_grads": Fal
         (DEEPSPEED_DEFAULTS | {"loss_scale": 128}, StaticLossScale(128.0)),
         (DEEPSPEED_DEFAULTS | {"loss_scale": "1e3"}, StaticLossScale(1000.0)),
         (DEEPSPEED_DEFAULTS | {"enabled": False, "loss_scale": 8}, NoOpLossScale()),
-    ],
-)
-def test_a_section_of_deepspeed_is_its_preset(section, expected):
-    assert_bitwise_equal(get_loss_scale(types.MappingProxyType(section)), expected)
-
-
-DYNAMIC = {"loss_scaling_factor": "dynamic"}
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
         (DYNAMIC, presets.cerebras()),
         ({"loss_scale": "dynamic"}, presets.cerebras()),
         ({"enabled": True, "fp16_type": "float16"}, presets.cerebras()),
@@ -125,18 +114,15 @@ DYNAMIC = {"loss_scaling_factor": "dynamic"}
             {"loss_scale": "dynamic", "init_scale": 2.0**9, "overflow_tolerance": 0.0},
             presets.cerebras(2.0**9),
         ),
-        (
-            DYNAMIC | {"fp16_type": "cbfloat16"},
-            presets.cerebras(max_loss_scale=2.0**31),
-        ),
+        (DYNAMIC | {"fp16_type": "cbfloat16"}, presets.cerebras(max_loss_scale=2**31)),
         (DYNAMIC | {"fp16_type": "bfloat16"}, NoOpLossScale()),
         (DYNAMIC | {"enabled": False}, NoOpLossScale()),
         ({"loss_scaling_factor": 64.0}, StaticLossScale(64.0)),
         ({"loss_scaling_factor": "64"}, StaticLossScale(64.0)),
     ],
 )
-def test_a_section_of_cerebras_is_its_preset(section, expected):
-    assert_bitwise_equal(get_loss_scale(section), expected)
+def test_a_section_of_deepspeed_or_cerebras_is_its_preset(section, expected):
+    assert_bitwise_equal(get_loss_scale(types.MappingProxyType(section)), expected)
 
 
 def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation():

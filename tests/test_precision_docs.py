@@ -1,6 +1,5 @@
 """docs/precision.md: each rule's program has the fault, and the mended one has not."""
 
-import functools
 import pathlib
 import re
 
@@ -55,9 +54,3 @@ def test_the_figures_of_the_page():
     assert jnp.nextafter(bf16(10), bf16(11)) - bf16(10) == 2**-4
     assert f16(2049) == f16(2048) != f16(2047)
     assert bf16(257) == bf16(256) != bf16(255)
-
-
-def test_the_first_lines_of_the_page_run():
-    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
-    loss = functools.partial(jnp.mean)
-    exec(code, {"loss_fn": lambda p, b: loss(p * b), "params": 1.0, "batch": 2.0})

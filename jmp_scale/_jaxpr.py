@@ -127,7 +127,8 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 def subjaxprs(eqn: Any) -> list[Any]:
     """All jaxprs among the parameters of an equation, whatever their names."""
-    return [jaxpr for value in eqn.params.values() for jaxpr in _jaxprs_in(value)]
+    values = jax.tree.leaves([*eqn.params.values()], is_leaf=_is_no_sequence)
+    return [*filter(_is_jaxpr, values)]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -227,7 +228,6 @@ def mesh_size(eqn: Any) -> int:
 
 def likeness(jaxpr: Any) -> Any:
     """What jaxprs share that are the same program, from the same source lines."""
-    inputs = [v.aval for v in jaxpr.invars]
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> Any:
@@ -235,49 +235,40 @@ def likeness(jaxpr: Any) -> Any:
             return atom.aval, np.asarray(atom.val).tobytes()
         return numbers.setdefault(atom, len(numbers))
 
-    infos = [e.source_info for e in jaxpr.eqns]
-    where = [(i.traceback, i.name_stack) for i in infos]
-    what = [(e.primitive, e.ctx, *sorted(e.params.items())) for e in jaxpr.eqns]
-    within = [v for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
-    return *inputs, *what, *where, *map(name, (*jaxpr.invars, *within, *jaxpr.outvars))
+    facts: list[Any] = [(name(v), v.aval) for v in jaxpr.invars]
+    for eqn in jaxpr.eqns:
+        info, params = eqn.source_info, tuple(sorted(eqn.params.items()))
+        names = tuple(name(v) for v in (*eqn.invars, *eqn.outvars))
+        where = info.traceback, info.name_stack
+        facts.append((eqn.primitive, eqn.ctx, params, names, where))
+    return *facts, *map(name, jaxpr.outvars)
 
 
 def without_common_scope(jaxpr: Any) -> tuple[Any, Any]:
     """The scopes in which all equations are, and the jaxpr with the others."""
-    infos = [e.source_info for e in jaxpr.eqns]
-    columns = zip(*(info.name_stack.stack for info in infos), strict=False)
+    stacks = [eqn.source_info.name_stack for eqn in jaxpr.eqns]
+    columns = zip(*(stack.stack for stack in stacks), strict=False)
     depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, columns)])
-    inner = [info.replace(name_stack=info.name_stack[depth:]) for info in infos]
-    pairs = zip(jaxpr.eqns, inner, strict=True)
-    equations = [e.replace(source_info=info) for e, info in pairs]
-    scope = infos[0].name_stack[:depth] if infos else source_info_util.NameStack()
+    pairs = zip(jaxpr.eqns, stacks, strict=True)
+    equations = [with_scopes(eqn, stack[depth:]) for eqn, stack in pairs]
+    scope = stacks[0][:depth] if stacks else source_info_util.NameStack()
     return scope, jaxpr.replace(eqns=equations)
 
 
-def scopes_within(scopes: Any, eqn: Any) -> Any:
-    """The scopes of what is in a nested jaxpr, whose own begin anew."""
-    own = eqn.source_info.name_stack
-    return own if scopes is None else scopes + own
-
-
-def in_scopes(eqn: Any, scopes: Any) -> Any:
-    """An equation with these scopes around its own."""
-    info = eqn.source_info.replace(name_stack=scopes_within(scopes, eqn))
-    return eqn.replace(source_info=info)
+def with_scopes(eqn: Any, name_stack: Any) -> Any:
+    """An equation in these scopes in place of its own."""
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
 
 
 def with_precision(jaxpr: Any, precision: Any) -> Any:
     """A jaxpr whose products without a precision of their own have this one."""
     if precision is None:
         return jaxpr
-    level = jax.lax.Precision(precision) if _is_level(precision) else None
-    return _with_level(jaxpr, level) if level is not None else jaxpr
-
-
-def _is_level(precision: Any) -> bool:
-    with contextlib.suppress(ValueError):
-        return jax.lax.Precision(precision) is not None
-    return False
+    try:
+        level = jax.lax.Precision(precision)
+    except ValueError:  # it names an algorithm
+        return jaxpr
+    return _with_level(jaxpr, level)
 
 
 def _with_level(jaxpr: Any, level: Any) -> Any:
@@ -286,22 +277,31 @@ def _with_level(jaxpr: Any, level: Any) -> Any:
         return jaxpr.replace(jaxpr=_with_level(inner, level))
     equations = []
     for eqn in jaxpr.eqns:
-        change = functools.partial(_with_level, level=level)
-        params = {k: map_jaxprs(change, v) for k, v in eqn.params.items()}
+        params = map_jaxprs(functools.partial(_with_level, level=level), eqn)
         if eqn.primitive.name in PRODUCTS and params.get("precision", 0) is None:
             params["precision"] = (level, level)
         equations.append(eqn.replace(params=params))
     return jaxpr.replace(eqns=equations)
 
 
-def map_jaxprs(fun: Callable[[Any], Any], value: Any) -> Any:
-    """`fun` of a jaxpr, or of all in a tuple or list; anything else as it is."""
-    if hasattr(getattr(value, "jaxpr", value), "eqns"):
-        return fun(value)
-    if isinstance(value, (tuple, list)):
-        items = [map_jaxprs(fun, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> dict[str, Any]:
+    """The parameters of an equation, with `fun` of each jaxpr among them."""
+
+    def change(value: Any) -> Any:
+        return fun(value) if _is_jaxpr(value) else value
+
+    return {
+        name: jax.tree.map(change, value, is_leaf=_is_no_sequence)
+        for name, value in eqn.params.items()
+    }
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def _is_no_sequence(value: Any) -> bool:
+    return not isinstance(value, (tuple, list))
 
 
 def scope(name_stack: Any) -> Any:
@@ -317,27 +317,27 @@ def inlined(jaxpr: Any, is_open: Callable[[Any], bool]) -> tuple[Any, dict[Any, 
 
     def add(body: Any, inputs: Sequence[Any], scopes: Any) -> list[Any]:
         inner, values = open_jaxpr(body)
-        fresh = [variable(v.aval) for v in inner.constvars]
+        fresh = [jax.extend.core.Var(v.aval) for v in inner.constvars]
         constants.update(zip(fresh, values, strict=True))
-        renamed = dict(zip(inner.constvars, fresh, strict=True))
-        renamed |= zip(inner.invars, inputs, strict=True)
+        before, after = [*inner.constvars, *inner.invars], [*fresh, *inputs]
+        renamed = dict(zip(before, after, strict=True))
 
         def named(atoms: Sequence[Any]) -> list[Any]:
             return [v if is_literal(v) else renamed[v] for v in atoms]
 
         for eqn in inner.eqns:
-            inputs = named(eqn.invars)
+            inputs, within = named(eqn.invars), scopes + eqn.source_info.name_stack
             if is_open(eqn):
-                outputs = add(subjaxprs(eqn)[0], inputs, scopes_within(scopes, eqn))
+                outputs = add(subjaxprs(eqn)[0], inputs, within)
             else:
-                outputs = [variable(v.aval) for v in eqn.outvars]
-                eqn = in_scopes(eqn, scopes)
-                equations.append(eqn.replace(invars=inputs, outvars=outputs))
+                outputs = [jax.extend.core.Var(v.aval) for v in eqn.outvars]
+                renewed = eqn.replace(invars=inputs, outvars=outputs)
+                equations.append(with_scopes(renewed, within))
             renamed.update(zip(eqn.outvars, outputs, strict=True))
         return named(inner.outvars)
 
     outer, _ = open_jaxpr(jaxpr)
-    outputs = add(jaxpr, outer.invars, None)
+    outputs = add(jaxpr, outer.invars, source_info_util.NameStack())
     return part(outer, equations, outer.invars, outputs), constants
 
 
@@ -346,10 +346,6 @@ def part(jaxpr: Any, equations: Any, inputs: Any, outputs: Any) -> Any:
     return jaxpr.replace(
         constvars=[], invars=[*inputs], outvars=[*outputs], eqns=[*equations]
     )
-
-
-def variable(aval: Any) -> Any:
-    return jax.extend.core.Var(aval)
 
 
 @functools.cache
@@ -363,14 +359,6 @@ def known_primitives() -> frozenset[str]:
     }
     # By name, because JAX has no list of its primitives.
     return _UNLISTED | _MARKS | listed
-
-
-def _jaxprs_in(value: Any) -> Iterator[Any]:
-    if hasattr(getattr(value, "jaxpr", value), "eqns"):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _jaxprs_in(item)
 
 
 def _scan_layout(eqn: Any) -> Loop | None:

@@ -119,10 +119,7 @@ class Probe:
                 trips = ((loop and loop.trips) or 1) * _jaxpr.mesh_size(eqn)
                 within = {"outer": chain, "place": here, "times": times * trips}
                 numbered = functools.partial(self._numbered, **within)
-                params = {
-                    k: _jaxpr.map_jaxprs(numbered, v) for k, v in eqn.params.items()
-                }
-                eqn = eqn.replace(params=params)
+                eqn = eqn.replace(params=_jaxpr.map_jaxprs(numbered, eqn))
                 if name == "custom_jvp_call":  # for the products of its rule
                     eqn = self._with_number(eqn, chain, here, times)
             equations.append(eqn)
@@ -134,9 +131,8 @@ class Probe:
         number = min(len(self.products), _MOST - 1)
         work = times * sum(map(flops, (eqn, *_equations_within(eqn))))
         self.products.append(NumberedProduct(chain, place, work))
-        info = eqn.source_info
-        stack = info.name_stack.extend(f"float32_or_half_{number}")
-        return eqn.replace(source_info=info.replace(name_stack=stack))
+        stack = eqn.source_info.name_stack.extend(f"float32_or_half_{number}")
+        return _jaxpr.with_scopes(eqn, stack)
 
 
 def _equations_within(eqn: Any) -> list[Any]:

@@ -83,12 +83,12 @@ def dot_general(
         return wide_dot_general(*pair, *params)
 
     dtype = jax.eval_shape(product, lhs, rhs).dtype
-    return bilinear(product, derivative(term), (lhs, rhs), (lhs, rhs))
+    return bilinear(product, term, (lhs, rhs), (lhs, rhs))
 
 
 def bilinear(
     product: Callable[..., jax.Array],
-    derivative: Callable[..., jax.Array],
+    term: Callable[..., jax.Array],
     operands: Sequence[jax.Array],
     copies: Sequence[jax.Array],
 ) -> jax.Array:
@@ -96,7 +96,7 @@ def bilinear(
 
     Args:
       product: computes it from the copies.
-      derivative: what `derivative` makes of its terms. The same one is traced once.
+      term: `term(side, *copies)` is the product with a tangent as the copy `side`.
       operands: what is differentiated.
       copies: what is read, and kept for the backward pass: of both operands, and more.
     """
@@ -105,24 +105,28 @@ def bilinear(
     def run(operands: Any, copies: Any) -> jax.Array:
         return product(*copies)
 
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # what it casts is not kept
+    def terms(copies: Any, live: dict[int, jax.Array]) -> jax.Array:
+        return sum_of_terms(term, copies, live)
+
     def rule(primals: Any, tangents: Any) -> Any:
         # A copy's tangent is the operand's once more.
         live = {s: t for s, t in enumerate(tangents[0]) if not is_zero(t)}
-        return run(*primals), derivative(primals[1], live)
+        return run(*primals), terms(primals[1], live)
 
     run.defjvp(rule, symbolic_zeros=True)
     return run((*operands,), (*copies,))
 
 
-def derivative(term: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """That of a product: `term(side, *copies)` has a tangent as the copy `side`."""
-
-    def terms(copies: Any, live: dict[int, jax.Array]) -> jax.Array:
-        pairs = {s: [*copies[:s], t, *copies[s + 1 :]] for s, t in live.items()}
-        return functools.reduce(jnp.add, [term(s, *p) for s, p in pairs.items()])
-
-    # What it casts is not kept.
-    return jax.checkpoint(terms, prevent_cse=False)
+def sum_of_terms(
+    term: Callable[..., jax.Array], values: Sequence[Any], live: dict[int, jax.Array]
+) -> jax.Array:
+    """The tangent of a product: of each term one value, `side`, is a tangent."""
+    terms = [
+        term(side, *values[:side], tangent, *values[side + 1 :])
+        for side, tangent in live.items()
+    ]
+    return functools.reduce(jnp.add, terms)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))

@@ -7,15 +7,15 @@ entries, are cheap, or are linear; and identities with derivatives of their own.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import _jaxpr
-from ._dot_general import is_zero, wide_dot_general
+from ._dot_general import is_zero, sum_of_terms, wide_dot_general
 from ._jaxpr import PRODUCTS, is_literal, variables, words
 
 _HALF = "half precision"  # no reason to stay float32
@@ -93,15 +93,12 @@ class Product:
         self, dtype: Any, values: Sequence[Any], live: dict[int, jax.Array]
     ) -> jax.Array:
         """Its tangent in half precision, for tangents of operands by side."""
-        terms = [
-            self.run(
-                dtype,
-                *(t if i == side else x for i, x in enumerate(values)),
-                wide=side if self.weights[side] else None,
-            )
-            for side, t in live.items()
-        ]
-        return functools.reduce(jnp.add, terms).astype(dtype)
+
+        def term(side: int, *values: jax.Array) -> jax.Array:
+            wide = side if self.weights[side] else None
+            return self.run(dtype, *values, wide=wide)
+
+        return sum_of_terms(term, values, live).astype(dtype)
 
 
 def becomes_half(eqn: Any) -> bool:
@@ -196,8 +193,9 @@ def read_by_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any
 
 def _with_cotangent(island: Any, softmaxes: Collection[Any]) -> set[Any]:
     """Variables through which the derivative goes, if from softmaxes to exponents."""
-    exponents = {s.exponents for v, s in softmaxes_of(island).items() if v in softmaxes}
-    wanted = {v for v in island.outvars if v not in softmaxes} | exponents
+    found = softmaxes_of(island)
+    wanted = {*island.outvars}.difference(softmaxes)
+    wanted.update(found[v][0] for v in softmaxes)
     for eqn in reversed(island.eqns):
         passes = not wanted.isdisjoint(eqn.outvars)
         if passes and eqn.primitive.name != "stop_gradient":
@@ -218,22 +216,15 @@ def _read(eqn: Any, live: Sequence[Any]) -> list[Any]:
     return [*eqn.invars]
 
 
-class Softmax(NamedTuple):
-    """Exponentials over their sum: the variable of the exponents, and the axes."""
-
-    exponents: Any
-    axes: tuple[int, ...]
-
-
-def softmaxes_of(island: Any) -> dict[Any, Softmax]:
-    """The softmaxes of an island, by their results."""
+def softmaxes_of(island: Any) -> dict[Any, tuple[Any, tuple[int, ...]]]:
+    """The exponents and the axes of the softmaxes of an island, by their results."""
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
 
     def made_by(v: Any, *names: str) -> Any:
         eqn = None if is_literal(v) else maker.get(v)
         return eqn if eqn is not None and eqn.primitive.name in names else None
 
-    found: dict[Any, Softmax] = {}
+    found: dict[Any, tuple[Any, tuple[int, ...]]] = {}
     for eqn in island.eqns:
         if eqn.primitive.name != "div":
             continue
@@ -242,8 +233,7 @@ def softmaxes_of(island: Any) -> dict[Any, Softmax]:
             total = broadcast.invars[0]
         exp, total = made_by(eqn.invars[0], "exp"), made_by(total, "reduce_sum")
         if exp and total and total.invars[0] is eqn.invars[0]:
-            exponents = Softmax(exp.invars[0], tuple(total.params["axes"]))
-            found[eqn.outvars[0]] = exponents
+            found[eqn.outvars[0]] = exp.invars[0], tuple(total.params["axes"])
     return found
 
 
@@ -270,8 +260,11 @@ def _is_row(eqn: Any) -> bool:
 
 @jax.jit
 def kept_apart(x: jax.Array) -> jax.Array:
-    apart = lax.optimization_barrier
-    return lax.platform_dependent(x, cuda=apart, rocm=apart, default=lambda x: x)
+    return _on_gpu(lax.optimization_barrier, x)
+
+
+def _on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return lax.platform_dependent(x, cuda=fun, rocm=fun, default=lambda x: x)
 
 
 # The second array, which is what the first should be, with the first one's derivative.
@@ -294,11 +287,6 @@ def _softmax_rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
     if is_zero(tangent):
         return result, no_tangent(result)
     # XLA:GPU has one kernel for what begins with a reduction of the rows.
-    alike = functools.partial(_less_nothing, axes=axes)
-    p = lax.platform_dependent(result, cuda=alike, rocm=alike, default=lambda x: x)
+    p = _on_gpu(lambda x: x - 0 * jnp.max(x, axes, keepdims=True), result)
     product = p * tangent
     return result, product + p * -jnp.sum(product, axes, keepdims=True)
-
-
-def _less_nothing(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return x - 0 * jnp.max(x, axes, keepdims=True)

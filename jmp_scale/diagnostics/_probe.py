@@ -17,7 +17,7 @@ import numpy as np
 from .. import _jaxpr
 from .._autocast_plan import Plan, Unit
 from .._autocast_run import Cast
-from .._dot_general import bilinear, derivative
+from .._dot_general import bilinear
 from .._marks import Names, tracing
 from .._operations import Product
 from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
@@ -162,7 +162,7 @@ class _Flagged(Cast):
         run = functools.partial(_multiply, product, self.forward, None)
         copies = [*copies, *inputs[2:], half]
         with _jaxpr.scope(product.scope):
-            result = bilinear(run, derivative(term), inputs[:2], copies)
+            result = bilinear(run, term, inputs[:2], copies)
         env[product.result] = result
 
     def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:

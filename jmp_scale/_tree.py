@@ -1,5 +1,6 @@
 """Pytrees: their leaves, casts, products with S, selection; a call as its arrays."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -36,9 +37,12 @@ def map_inexact(fun: Callable[..., Any], tree: T, *rest: Any) -> T:
 
 
 def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    pairs = [(path, leaf) for path, leaf in pairs if is_inexact(leaf)]
-    return tuple(jax.tree_util.keystr(p) for p, _ in pairs), [leaf for _, leaf in pairs]
+    names, leaves = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if is_inexact(leaf):
+            names.append(jax.tree_util.keystr(path))
+            leaves.append(leaf)
+    return tuple(names), leaves
 
 
 def promote_to_float32(tree: T) -> T:
@@ -89,17 +93,14 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
         got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
         raise ValueError(f"select_tree: expected a boolean scalar as pred, got {got}")
-    paths, treedef = jax.tree_util.tree_flatten_with_path(on_true)
-    old_leaves, old_treedef = jax.tree.flatten(on_false)
+    treedef, old_treedef = jax.tree.structure(on_true), jax.tree.structure(on_false)
     if treedef != old_treedef:
         raise ValueError(
             "select_tree: expected on_true and on_false of the same structure, got\n"
             f"  on_true:  {treedef}\n  on_false: {old_treedef}"
         )
-    leaves = [
-        _select_leaf(pred, p, a, b) for (p, a), b in zip(paths, old_leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, leaves)
+    select = functools.partial(_select_leaf, pred)
+    return jax.tree_util.tree_map_with_path(select, on_true, on_false)
 
 
 def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any:

@@ -19,7 +19,7 @@ FLOAT16_GRADIENTS, LOSS_SCALE = "float16 gradients", "a loss scale"
 _WORD = re.compile(r"[\w.:-]+")
 # The half-precision dtype while `autocast` traces, and whether `in_half` is around.
 # It is a part of the keys of JAX's caches, so a jitted function is traced anew.
-_HALF = jax.make_user_context(None)
+_HALF = jax.make_user_context(("", False))
 
 
 def keep_float32(fun: F) -> F:
@@ -46,7 +46,7 @@ def keep_float32(fun: F) -> F:
 
     @functools.wraps(fun)
     def kept(*args: Any, **kwargs: Any) -> Any:
-        half, is_inside = _HALF.value or ("", False)
+        half, is_inside = _HALF.value
         if not is_inside:
             with jax.named_scope(_KEPT):
                 return fun(*args, **kwargs)
@@ -82,7 +82,7 @@ def in_half(fun: F) -> F:
 
     @functools.wraps(fun)
     def halved(*args: Any, **kwargs: Any) -> Any:
-        half, _ = _HALF.value or ("", False)
+        half, _ = _HALF.value
         if not half:
             return fun(*args, **kwargs)
         args, kwargs = _cast((args, kwargs), "float32", half)
@@ -111,25 +111,34 @@ class Names:
     Attributes:
       names: of functions, scopes, modules, and places as "file.py:123".
       found: those that were found so far.
-      there: what could have been named: of the user's functions with products.
+      there: what could have been named: scopes, and functions that are not JAX's.
     """
 
     names: frozenset[str] = frozenset()
     found: set[str] = dataclasses.field(default_factory=set, compare=False)
-    there: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
+    there: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def keep(self, eqn: Any) -> bool:
         """Whether a product, or a call that holds some, stays float32."""
-        path = str(eqn.source_info.name_stack)
-        scopes = _WORD.findall(path)
+        scopes = _WORD.findall(str(eqn.source_info.name_stack))
         if not self.names:
             return _KEPT in scopes
-        calls = [*_functions(eqn), *_jitted(eqn)]
-        self.there.update(dict.fromkeys([*scopes, *(n for n, own in calls if own)]))
-        names = {*scopes, *(name for name, _ in calls)}
+        own, others, places = {*scopes}, set[str](), []
+        if isinstance(eqn.params.get("name"), str):
+            own.add(eqn.params["name"])
+        for frame in _frames(eqn):
+            is_own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
+            names = own if is_own else others
+            parts = [p for p in frame.function_name.split(".") if p.isidentifier()]
+            names.update(parts, [".".join(parts)])
+            places.append(f"/{frame.file_name}:{frame.line_num}")
+        self.there.update(own)
         dotted = "." + ".".join(scopes) + "."
-        found = {n for n in self.names if n in names or f".{n}." in dotted}
-        found |= {n for n in self.names - found if _is_place(n, eqn)}
+        found = (own | others).intersection(self.names)
+        for name in self.names - found:
+            is_place = any(place.endswith(f"/{name}") for place in places)
+            if is_place or f".{name}." in dotted:
+                found.add(name)
         self.found.update(found)
         return bool(found) or _KEPT in scopes
 
@@ -149,24 +158,6 @@ def checked_names(names: str | Collection[str]) -> Names:
                 "function of your own by jmp_scale.keep_float32(fun)"
             )
     return Names(frozenset(each))
-
-
-def _jitted(eqn: Any) -> list[tuple[str, bool]]:
-    name = eqn.params.get("name")
-    return [(name, True)] if isinstance(name, str) else []
-
-
-def _functions(eqn: Any) -> Iterator[tuple[str, bool]]:
-    """Names of the functions in which an equation was traced; whether not JAX's."""
-    for frame in _frames(eqn):
-        own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
-        parts = [p for p in frame.function_name.split(".") if p.isidentifier()]
-        yield from ((name, own) for name in dict.fromkeys([*parts, ".".join(parts)]))
-
-
-def _is_place(name: str, eqn: Any) -> bool:
-    lines = (f"/{f.file_name}:{f.line_num}" for f in _frames(eqn))
-    return ":" in name and any(line.endswith("/" + name) for line in lines)
 
 
 def _frames(eqn: Any) -> Iterator[Any]:

@@ -18,21 +18,13 @@ from ._operations import read_by_derivative, small_sums, softmaxes_of
 
 
 class Kept(NamedTuple):
-    """What the backward pass keeps of an island, and makes again.
+    """What the backward pass keeps of an island, and makes again."""
 
-    Attributes:
-      again: operands of products that it computes again.
-      kept: the other operands of products.
-      softmaxes: those of the kept ones that the derivative reads.
-      streams: results that are kept in place of what they are computed from.
-      inputs: what is read besides these.
-    """
-
-    again: Collection[Any] = ()
-    kept: Collection[Any] = ()
-    softmaxes: Collection[Any] = ()
-    streams: Collection[Any] = ()
-    inputs: Collection[Any] = ()
+    again: Collection[Any] = ()  # operands of products that it computes again
+    kept: Collection[Any] = ()  # the other operands
+    softmaxes: Collection[Any] = ()  # those of the kept ones that the derivative reads
+    streams: Collection[Any] = ()  # results, in place of what they are computed from
+    inputs: Collection[Any] = ()  # what is read besides these
 
 
 def choose(

@@ -35,35 +35,30 @@ _MOST_REPEATED = 32
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Equations that run together. Equal ones, as of equal layers, are traced once.
+    """Equations that run together. Equal ones, as of equal layers, are traced once."""
 
-    Attributes:
-      kind: "half", an island, which may be empty, and products; "call", one equation
-        whose nested jaxprs hold products; "other", as traced.
-      likeness: what equal units share.
-      jaxpr: the island, or the equation. An island has these outputs: its results,
-        then small sums, then what products read that it does not make.
-      scope: the scopes in which all equations were, which they no longer name.
-      products: each with the positions of what it reads among these outputs.
-      reads: how many of the island's inputs it reads itself; it passes on the others.
-      kept: positions of outputs that the backward pass keeps in half precision, as
-        operands of products, since it would have to keep more to make them again.
-      softmaxes: positions of those from which a softmax takes its derivative.
-      known: positions of outputs that it keeps as they are: small sums, and sums of a
-        residual stream in place of what they were computed from.
-      shared: positions of results of which all operations read one cast.
-    """
-
+    # An island, which may be empty, and products; one equation whose nested jaxprs hold
+    # products; what runs as traced.
     kind: Literal["half", "call", "other"]
-    likeness: Any
+    likeness: Any  # what equal units share
+    # The island, or the equation. An island has these outputs: its results, then small
+    # sums, then what products read that it does not make.
     jaxpr: Any = dataclasses.field(compare=False)
+    # The scopes in which all equations were, which they no longer name.
     scope: Any = dataclasses.field(compare=False)
+    # Each with the positions of what it reads among these outputs.
     products: tuple[tuple[ops.Product, tuple[int, ...]], ...] = ()
-    reads: int = 0
+    reads: int = 0  # inputs that the island reads itself; it passes on the others
+    # Positions of outputs that the backward pass keeps in half precision, as operands
+    # of products, since it would have to keep more to make them again.
     kept: tuple[int, ...] = ()
-    softmaxes: tuple[int, ...] = ()
+    softmaxes: tuple[
+        int, ...
+    ] = ()  # of those from which a softmax takes its derivative
+    # Of those that it keeps as they are: small sums, and sums of a residual stream in
+    # place of what they were computed from.
     known: tuple[int, ...] = ()
-    shared: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()  # of results of which all operations read one cast
 
     @property
     def context(self) -> Any:
@@ -73,25 +68,15 @@ class Unit:
 
 
 class Plan(NamedTuple):
-    """A program as a sequence of units.
+    """A program as a sequence of units."""
 
-    Attributes:
-      jaxpr: the program, with calls inlined that hold products or cheap equations.
-      constants: values of its constants, by variable.
-      units: in the order in which they run.
-      given: arguments and constants, which the backward pass may keep as they are.
-      weights: what is computed from them alone.
-      halves: float32 variables whose half-precision copies are exact.
-      shared: those of which all operations read one cast.
-    """
-
-    jaxpr: Any
-    constants: dict[Any, Any]
-    units: list[Unit]
-    given: set[Any]
-    weights: set[Any]
-    halves: set[Any]
-    shared: set[Any]
+    jaxpr: Any  # with calls inlined that hold products or cheap equations
+    constants: dict[Any, Any]  # values, by variable
+    units: list[Unit]  # in the order in which they run
+    given: set[Any]  # arguments and constants, which may be kept as they are
+    weights: set[Any]  # what is computed from them alone
+    halves: set[Any]  # float32 variables whose half-precision copies are exact
+    shared: set[Any]  # those of which all operations read one cast
 
 
 def make_plan(

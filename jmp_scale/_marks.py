@@ -106,16 +106,13 @@ def _cast(tree: Any, old: str, new: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Names of what stays float32, besides what is marked.
+    """Names of what stays float32, besides what is marked."""
 
-    Attributes:
-      names: of functions, scopes, modules, and places as "file.py:123".
-      found: those that were found so far.
-      there: what could have been named: scopes, and functions that are not JAX's.
-    """
-
+    # Of functions, scopes, modules, and places as "file.py:123".
     names: frozenset[str] = frozenset()
+    # Those that were found so far.
     found: set[str] = dataclasses.field(default_factory=set, compare=False)
+    # What could have been named: scopes, and functions that are not JAX's.
     there: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def keep(self, eqn: Any) -> bool:

@@ -49,23 +49,18 @@ CALLS = words("closed_call core_call jit pjit")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product or convolution. Equal ones, as of equal layers, are traced once.
+    """A matrix product or convolution. Equal ones are traced once."""
 
-    Attributes:
-      likeness: what equal products share.
-      jaxpr: what moves the entries of its operands, and the product, of the operands
-        before that and what else it reads.
-      moves: how many equations are for the first operand; the others for the second.
-      weights: for each operand of a matrix product, whether its gradient is computed in
-        float32, because it is computed from arguments alone. The transposes of other
-        products take operands of one dtype.
-      scope: the scopes in which its equations were, which they no longer name.
-    """
-
-    likeness: Any
+    likeness: Any  # what equal products share
+    # What moves the entries of its operands, and the product, of the operands before
+    # that and what else it reads.
     jaxpr: Any = dataclasses.field(compare=False)
-    moves: int
+    moves: int  # equations for the first operand; the others are for the second
+    # For each operand of a matrix product, whether its gradient is computed in float32,
+    # because it is computed from arguments alone. The transposes of other products take
+    # operands of one dtype.
     weights: tuple[bool, ...]
+    # The scopes in which its equations were, which they no longer name.
     scope: Any = dataclasses.field(compare=False)
 
     @property

@@ -104,13 +104,13 @@ def make_plan(
     given = {v for v, is_weight in pairs if is_weight} | {*constants}
     numbers = {v for v, x in constants.items() if not isinstance(x, Tracer)}
     planner = _Planner(flat, given, numbers, names)
-    kinds = zip(flat.eqns, planner.kinds, strict=True)
-    products = [eqn for eqn, kind in kinds if kind == "product"]
-    halves = {v for e in products for v in e.outvars}
-    read = {planner.side(v)[0] for e in products for v in variables(e.invars[:2])}
+    parts = planner.parts()
+    products = [part.product for part in parts if part.product]
+    halves = {product.result for product in products}
+    read = {v for product in products for v in product.jaxpr.invars[:2]}
     shared = read - planner.weights - halves if share_casts else set[Any]()
     halves |= shared
-    units = _Units(planner.parts(), halves, given, shared).units(join)
+    units = _Units(parts, halves, given, shared).units(join)
     return Plan(flat, constants, units, given, planner.weights, halves, shared)
 
 
@@ -240,7 +240,7 @@ class _Planner:
         return _jaxpr.part(self.jaxpr, equations, inputs, outputs)
 
     def _product(self, eqn: Any) -> ops.Product:
-        (lhs, left), (rhs, right) = map(self.side, eqn.invars[:2])
+        (lhs, left), (rhs, right) = map(self._side, eqn.invars[:2])
         inputs = [lhs, rhs, *variables(eqn.invars[2:])]
         part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
         scope, part = _jaxpr.without_common_scope(part)
@@ -248,7 +248,7 @@ class _Planner:
         weights = is_dot and lhs in self.weights, is_dot and rhs in self.weights
         return ops.Product(_jaxpr.likeness(part), part, len(left), weights, scope)
 
-    def side(self, v: Any) -> tuple[Any, list[Any]]:
+    def _side(self, v: Any) -> tuple[Any, list[Any]]:
         """An operand of a product before its entries are moved, and what moves them."""
         moves: list[Any] = []
         while (i := self.maker.get(v)) is not None:

@@ -96,10 +96,9 @@ class Cast:
     def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
         """Runs equations as they are, or one whose nested jaxprs hold products."""
         outputs = unit.jaxpr.outvars
-        shared = {outputs[i] for i in unit.shared}
 
         def change(v: Any, x: Any) -> Any:
-            return self.rounded(x) if v in shared else x
+            return self.rounded(x) if v in plan.shared else x
 
         with _jaxpr.scope(unit.scope):
             results = self._call(unit, plan, env) if unit.kind == "call" else None
@@ -109,7 +108,8 @@ class Cast:
                 results = _jaxpr.evaluate_all(jaxpr, inputs, change=change)
             else:
                 results = map(change, outputs, results)
-        env |= zip(outputs, results, strict=True)
+        for v, x in zip(outputs, results, strict=True):
+            env[v] = x
 
     def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""

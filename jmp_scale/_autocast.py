@@ -38,10 +38,9 @@ def autocast(
     | products of `precision` HIGH or HIGHEST, of integers, outer products | float32 |
     | `custom_vjp` functions, kernels, a `while` under `vmap` | as traced |
 
-    The backward pass keeps the half-precision results of the products and computes what
-    is cheap from them once more. It reads what the forward pass read, bit for bit, with
-    one exception: the derivative of a softmax reads the probabilities that the next
-    product read. Values do not depend on the machine.
+    The backward pass reads what the forward pass read, bit for bit, with one exception:
+    the derivative of a softmax reads the probabilities that the next product read.
+    Values do not depend on the machine.
 
     Weights' gradients are float32 from the product on; those of convolutions and
     `ragged_dot` are half precision at first. What the user cast stays as cast. Call the

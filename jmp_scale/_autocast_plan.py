@@ -89,8 +89,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a program.
 
-    `weights`: whether each input is computed from arguments alone; these are kept
-    anyway. `join`: whether islands are joined with products, to be computed again.
+    `weights`: whether each input is computed from arguments alone, and so kept anyway.
+    `join`: whether islands are joined with products, to be computed again.
     """
 
     def is_open(eqn: Any) -> bool:

@@ -33,19 +33,19 @@ def dot_general(
     """`jax.lax.dot_general`, whose backward pass gives float32 before it rounds.
 
     Where a batch or a weight is sharded under `jit`, each device computes a part of a
-    weight's gradient, and XLA puts the all-reduce that adds the parts right behind the
-    matrix product. In half precision the sum of N parts can overflow where no part
-    does, and rounds once per addition. Here the parts are float32, and so is the
-    all-reduce (or reduce-scatter); their sum is rounded once. It costs bytes: those
-    gradients cross the wire in 4 bytes per entry rather than 2.
+    weight's gradient, and XLA adds the parts right behind the matrix product. In half
+    precision their sum can overflow where no part does, and rounds once per addition.
+    Here the parts and their sum are float32, and the sum is rounded once. It costs
+    bytes: those gradients cross the wire in 4 bytes per entry rather than 2.
 
     The operands of all products stay in half precision, as tensor cores want them. A
     float32 product of half operands (`preferred_element_type=float32`) has a float32
-    cotangent, which is kept as it is, as in `jax.lax.dot_general`.
+    cotangent, which is kept as it is, as in `jax.lax.dot_general`. With float32
+    operands nothing changes.
 
     For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
-    place of `lax.dot_general`. A bias is not a matrix product: its gradient is still
-    summed in its own dtype. With float32 operands nothing changes.
+    place of `lax.dot_general`. The gradient of a bias, which is not a matrix product,
+    is still summed in its own dtype.
 
     Args:
       lhs: an array.
@@ -140,11 +140,10 @@ def wide_dot_general(
 ) -> jax.Array:
     """A matrix product of a half-precision and a float32 array, cast to `dtype`.
 
-    Its transpose is a product of half-precision numbers with a float32 result: on an
-    NVIDIA GPU by the algorithm of that name, elsewhere as a float32 product, which a
-    TPU computes in the same number of passes. So the float32 array's gradient is
-    neither rounded to half precision nor overflows there, and over devices it is summed
-    in float32. It is a derivative like any other, in all of JAX's modes.
+    Its transpose is a product of half-precision numbers with a float32 result: by the
+    algorithm of that name on an NVIDIA GPU, elsewhere a float32 product, which takes a
+    TPU no more passes. So the float32 array's gradient is neither rounded to half
+    precision nor overflows there, and over devices it is summed in float32.
     """
     wide = _at_least_float32(lhs, rhs)
 

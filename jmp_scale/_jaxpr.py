@@ -200,9 +200,8 @@ def loop_of(eqn: Any) -> Loop | None:
     if eqn.primitive.name == "scan":
         return _scan_layout(eqn)
     if eqn.primitive.name == "while":
-        names = "body_jaxpr", "body_nconsts", "cond_nconsts"
-        body, consts, offset = (eqn.params[name] for name in names)
-        return Loop(body, consts, len(eqn.outvars), offset, None)
+        body, consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
+        return Loop(body, consts, len(eqn.outvars), eqn.params["cond_nconsts"], None)
     return None
 
 

@@ -23,24 +23,20 @@ _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 
 # Linear operations on one array that only move its entries.
 MOVES = words("copy copy_p reshape rev sharding_constraint squeeze transpose")
-# What costs less to compute again than to keep.
-_CHEAP = MOVES | words("""
-    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh
-    bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate conj
-    convert_element_type cos cosh digamma div dynamic_slice eq erf erf_inv erfc exp exp2
-    expm1 floor gather ge gt imag integer_pow iota is_finite le lgamma log log1p
-    logistic lt max min mul name ne neg nextafter not optimization_barrier or pad
-    pbroadcast pcast population_count pow pvary real reduce_and reduce_max reduce_min
-    reduce_or reduce_precision reduce_prod reduce_sum rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt
-    square stop_gradient sub tan tanh xor
-""")
 # Operations whose derivative reads no floating-point operand: they are linear in these.
-_LINEAR = words("""
-    add add_any broadcast_in_dim concatenate conj convert_element_type copy copy_p
-    dynamic_slice gather imag name neg optimization_barrier pad pbroadcast pcast pvary
-    real reduce_sum reshape reshard rev select_n sharding_constraint slice split squeeze
-    stop_gradient sub transpose
+_LINEAR = MOVES | words("""
+    add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
+    gather imag name neg optimization_barrier pad pbroadcast pcast pvary real reduce_sum
+    reshard select_n slice split stop_gradient sub
+""")
+# What costs less to compute again than to keep.
+_CHEAP = _LINEAR | words("""
+    abs acos acosh and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
+    cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne nextafter
+    not or population_count pow reduce_and reduce_max reduce_min reduce_or
+    reduce_precision reduce_prod rem round rsqrt shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square tan tanh xor
 """)
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384

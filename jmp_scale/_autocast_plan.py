@@ -97,7 +97,9 @@ def make_plan(
         bodies = _jaxpr.subjaxprs(eqn)
         if eqn.primitive.name not in ops.CALLS or len(bodies) != 1:
             return False
-        return not names.keep(eqn) if ops.has_product(bodies[0]) else ops.is_cheap(eqn)
+        if ops.has_product(bodies[0]):
+            return not names.keep(eqn)
+        return ops.is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     pairs = zip(flat.invars, weights, strict=True)

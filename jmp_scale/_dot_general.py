@@ -18,14 +18,12 @@ ALGORITHMS = {
     "float16": lax.DotAlgorithmPreset.F16_F16_F32,
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
 }
-_Pair = tuple[Sequence[int], Sequence[int]]
-DimensionNumbers = tuple[_Pair, _Pair]
 
 
 def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimension_numbers: DimensionNumbers,
+    dimension_numbers: lax.DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: Any = None,
     **options: Any,

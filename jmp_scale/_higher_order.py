@@ -15,7 +15,7 @@ from . import _jaxpr
 
 # Of a nested jaxpr, for each of its inputs the position of the operand of the equation
 # that it is in every run, or None, and what it is a part of, a function of its inputs.
-Body = Callable[[Any, Sequence[int | None], Literal["loop", "remat", "rule", ""]], Any]
+Body = Callable[[Any, Sequence[int | None], Literal["loop", "rule", ""]], Any]
 
 
 def run_with(eqn: Any, values: Sequence[Any], body: Body) -> list[Any] | None:
@@ -72,7 +72,7 @@ def _cond(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
 def _remat(eqn: Any, values: list[Any], body: Body) -> list[Any]:
     policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
     # A policy says what is kept, so nothing else may decide that.
-    part = "rule" if policy else "remat"
+    part = "rule" if policy else ""
     run = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), part)
     policy = policy and functools.partial(_saves, policy)
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent)(*values)

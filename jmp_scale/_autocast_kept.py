@@ -34,15 +34,11 @@ def choose(
     streams: Sequence[Any],
     cost: Callable[[Any], int],
 ) -> Kept:
-    """Chooses what of an island the backward pass keeps.
+    """Chooses what the backward pass keeps of an island, a jaxpr of cheap equations.
 
-    Args:
-      island: a jaxpr of cheap equations.
-      operands: its results that products read, of which half-precision copies are kept
-        or made again.
-      must: those that are kept in any case.
-      streams: its results that later islands read, as sums of a residual stream.
-      cost: bytes that the backward pass keeps more if it reads a variable.
+    Of its results products read `operands`: half-precision copies are kept or made
+    again, those in `must` are kept. Later islands read `streams`, as sums of a residual
+    stream. `cost`: bytes that the backward pass keeps more if it reads a variable.
     """
 
     def read(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:

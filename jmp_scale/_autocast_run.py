@@ -45,10 +45,7 @@ class Cast:
     in_loop: bool = False
 
     def run(self, jaxpr: Any, weights: Sequence[bool], *values: Any) -> list[Any]:
-        """The results of a program, for these values of its inputs.
-
-        `weights`: whether each input is computed from arguments alone.
-        """
+        """The results of a program; `weights` are those of `make_plan`."""
         options = {"share_casts": self.share_casts, "join": self.recompute}
         plan = make_plan(jaxpr, weights, self.names, **options)
         env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants

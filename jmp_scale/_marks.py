@@ -141,11 +141,7 @@ class Names:
 
 
 def checked_names(names: str | Collection[str]) -> Names:
-    """`keep_float32=` of `autocast`.
-
-    Raises:
-      TypeError: a name is not a string.
-    """
+    """`keep_float32=` of `autocast`, if each name is a string."""
     each = (names,) if isinstance(names, str) else (*names,)
     for name in each:
         if not isinstance(name, str):

@@ -119,11 +119,7 @@ def half_dtype() -> Any:
 
 
 def checked_half(argument: str, dtype: Any) -> Any:
-    """float16 or bfloat16, by a dtype or one of `get_policy`'s names.
-
-    Raises:
-      ValueError: `dtype` is neither, or "half", which depends on the machine.
-    """
+    """float16 or bfloat16, by a dtype or a name; not "half": it is the machine's."""
     if isinstance(dtype, str):
         dtype = name_to_dtype.get(dtype, dtype)
     if not isinstance(dtype, str):

@@ -16,16 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jaxpr import (
-    constant,
-    dtype_name,
-    is_literal,
-    open_jaxpr,
-    shape,
-    size,
-    subjaxprs,
-)
-from .origins import NOTHING, Origin, is_half, origin_of
+from ..._jaxpr import constant, dtype_name, is_literal, shape, size
+from .origins import NOTHING, Origin, entries_added, is_half, origin_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -226,16 +218,15 @@ def _evaluated(
 def _with_epsilon(eqn: Any, facts: Sequence[Fact], fact: Fact) -> Fact:
     """Notes the epsilon that an equation adds, as a number, to keep a value from 0."""
     name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
-    if name not in ("add", "max") or not (is_half(dtype) or is_wide(dtype)):
+    numbers = [f.high for f in facts if f.literal]
+    if name not in ("add", "max") or len(numbers) != 1:
         return fact
-    for this, other in (facts, facts[::-1]):
-        epsilon = other.high
-        if not other.literal or this.literal or (is_wide(dtype) and epsilon == 0):
-            continue
-        if 0 <= epsilon < _LARGEST_EPSILON:
-            at = id(eqn) if name == "add" else 0
-            return dataclasses.replace(fact, epsilon=epsilon, epsilon_at=at)
-    return fact
+    kept = is_wide(dtype) and 0 < numbers[0] < _LARGEST_EPSILON
+    lost_or_kept = is_half(dtype) and 0 <= numbers[0] < _LARGEST_EPSILON
+    if not kept and not lost_or_kept:
+        return fact
+    at = id(eqn) if name == "add" else 0
+    return dataclasses.replace(fact, epsilon=numbers[0], epsilon_at=at)
 
 
 def _same(eqn: Any, x: Fact, *rest: Fact) -> Fact:
@@ -385,28 +376,6 @@ def _sum(eqn: Any, x: Fact) -> Fact:
         summed=max(x.summed, 1) * count if is_wide(dtype) else 0,
         squared=x.squared,
     )
-
-
-def entries_added(eqn: Any) -> int:
-    """How many entries an equation adds into one, in the dtype of its operands."""
-    if eqn.primitive.name in ("reduce", "reduce_window") and not _adds(eqn):
-        return 0
-    match eqn.primitive.name:
-        case "cumsum":
-            return shape(eqn.invars[0])[eqn.params["axis"]]
-        case "reduce_window_sum" | "reduce_window":
-            return math.prod(eqn.params["window_dimensions"])
-        case "reduce_sum" | "reduce":
-            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
-        case "scatter-add":
-            # Some cell receives at least this many of the updates.
-            return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
-    return 0
-
-
-def _adds(eqn: Any) -> bool:
-    eqns = [e for body in subjaxprs(eqn) for e in open_jaxpr(body)[0].eqns]
-    return [e.primitive.name for e in eqns] == ["add"]
 
 
 def _index(eqn: Any, x: Fact) -> Fact:

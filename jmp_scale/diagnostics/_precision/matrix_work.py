@@ -3,14 +3,14 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
 from ..._operations import is_sum, stays_float32
 from .facts import Fact, is_wide
-from .origins import is_half
+from .origins import entries_added, is_half
 from .rules import is_cast_by_user
 from .step import Finding, Step
 
@@ -54,9 +54,7 @@ def flops(eqn: Any) -> int:
         return 0
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
     if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        length = math.prod(shape(left)[axis] for axis in contracted)
-        return 2 * size(result) * length
+        return 2 * size(result) * entries_added(eqn)
     if name == "conv_general_dilated":
         features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
         # The zeros inside a dilated input are not multiplied.
@@ -79,26 +77,27 @@ def is_narrow(eqn: Any) -> bool:
     return all(dtype.startswith(_NARROW) for dtype in operand_dtypes(eqn))
 
 
-def operations(executed: Iterable[tuple[Any, int]]) -> tuple[Operation, ...]:
-    """Sums (equation, times) up by primitive and dtype, most matrix work first."""
+def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
+    """Sums steps up by primitive and dtype, most matrix work first."""
     runs: Counter[tuple[str, str]] = Counter()
     work: Counter[tuple[str, str]] = Counter()
-    for eqn, times in executed:
-        name, dtypes = eqn.primitive.name, operand_dtypes(eqn)
-        if name in MOVES or not dtypes or not dtypes[0].startswith(_FLOATING):
+    for step in steps:
+        dtypes = operand_dtypes(step.eqn)
+        if step.name in MOVES or not dtypes or not dtypes[0].startswith(_FLOATING):
             continue
-        row = name, " x ".join(dtypes)
-        runs[row] += times
-        work[row] += times * flops(eqn)
+        row = step.name, " x ".join(dtypes)
+        runs[row] += step.times
+        work[row] += step.times * flops(step.eqn)
     total = max(work.total(), 1)
     table = [Operation(*row, runs[row], work[row], work[row] / total) for row in runs]
     return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 
-def half_share(executed: Iterable[tuple[Any, int]]) -> float:
+def half_share(steps: Sequence[Step]) -> float:
     """Share of the matrix work whose operands are half precision; 0 without any."""
-    work = [(times * flops(eqn), is_narrow(eqn)) for eqn, times in executed]
-    return sum(n for n, narrow in work if narrow) / max(sum(n for n, _ in work), 1)
+    work = sum(step.times * flops(step.eqn) for step in steps)
+    half = sum(step.times * flops(step.eqn) for step in steps if is_narrow(step.eqn))
+    return half / max(work, 1)
 
 
 class Promotions:

@@ -5,10 +5,11 @@ comes next amplifies it: a difference that cancels, an angle's turns, an inverse
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..._jaxpr import PRODUCTS, dtype_name, shape, words
+from ..._jaxpr import PRODUCTS, dtype_name, equations, shape, size, subjaxprs, words
 
 _MOVES = words(
     "broadcast_in_dim convert_element_type copy copy_p dynamic_slice expand_dims "
@@ -55,6 +56,31 @@ def is_inner_product(eqn: Any) -> bool:
     """Whether a product is of vectors, for each index of the batch."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
+
+
+def entries_added(eqn: Any) -> int:
+    """How many entries an equation adds up into one; 0 if it is no sum."""
+    match eqn.primitive.name:
+        case "reduce" | "reduce_window" if not _adds(eqn):
+            return 0
+        case "cumsum":
+            return shape(eqn.invars[0])[eqn.params["axis"]]
+        case "reduce_window_sum" | "reduce_window":
+            return math.prod(eqn.params["window_dimensions"])
+        case "reduce_sum" | "reduce":
+            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
+        case "scatter-add":
+            # Some cell receives at least this many of the updates.
+            return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
+        case "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            return math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
+    return 0
+
+
+def _adds(eqn: Any) -> bool:
+    inner = [e for body in subjaxprs(eqn) for e in equations(body)]
+    return [e.primitive.name for e in inner] == ["add"]
 
 
 def origin_of(eqn: Any, ins: Sequence[Origin]) -> Origin:

@@ -130,12 +130,11 @@ def precision_report(
         *promotions.findings(),
         *notes,
     ]
-    executed = [(step.eqn, step.times) for step in steps]
     unread = [(name, _location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
         tuple(conclusions.in_order(found, forward)),
-        matrix_work.operations(executed),
-        matrix_work.half_share(executed),
+        matrix_work.operations(steps),
+        matrix_work.half_share(steps),
         tuple(dict.fromkeys(unread)),
     )
 

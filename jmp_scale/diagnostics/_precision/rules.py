@@ -9,9 +9,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from ..._jaxpr import dtype_name, shape, words
-from .facts import Fact, entries_added, is_integer, is_wide, power, rounded, transfer
-from .origins import NOTHING, is_half, is_inner_product
+from ..._jaxpr import dtype_name, words
+from .facts import Fact, is_integer, is_wide, power, rounded, transfer
+from .origins import NOTHING, entries_added, is_half, is_inner_product
 from .source import Place
 from .step import Finding, Severity, Step
 
@@ -112,9 +112,7 @@ def _half_sum(step: Step) -> Iterator[Finding]:
 def _summed_by_ones(step: Step) -> int:
     for fact in step.ins:
         if fact.single is not None:
-            (contracted, _), _ = step.eqn.params["dimension_numbers"]
-            length = math.prod(shape(step.eqn.invars[0])[axis] for axis in contracted)
-            return int(length * min(abs(fact.single), 1.0))
+            return int(entries_added(step.eqn) * min(abs(fact.single), 1.0))
     return 0
 
 

@@ -70,20 +70,14 @@ def is_cast_by_user(place: Place) -> bool:
 
 def is_narrowed_by_user(step: Step) -> bool:
     """Whether a step is a cast to half precision that the user wrote."""
-    return (
-        step.name == "convert_element_type"
-        and is_wide(step.source)
-        and is_half(step.result)
-        and not step.ins[0].only
-        and is_cast_by_user(step.place())
-    )
+    return step.narrows and not step.ins[0].only and is_cast_by_user(step.place())
 
 
 def _half_sum(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
     dtype, count, comes_back = step.result, 0, True
-    if step.name == "convert_element_type" and is_wide(step.source):
+    if step.narrows:
         count = step.ins[0].summed
     elif is_half(step.source) and step.name == "dot_general":
         # A product with ones adds up in float32, as all matrix products do.
@@ -133,9 +127,9 @@ def _half_collective(step: Step) -> Iterator[Finding]:
 def _half_square(step: Step) -> Iterator[Finding]:
     if step.result != "float16":
         return
-    if step.name == "convert_element_type":
-        what, times, fact = "a square comes back", 2, step.ins[0]
-        squared = is_wide(step.source) and fact.squared and fact.high > FLOAT16_MAX
+    if step.narrows:
+        what, times = "a square comes back", 2
+        squared = step.ins[0].squared and step.ins[0].high > FLOAT16_MAX
         # A cast of the user's own is of a mean square that may well be in range.
         if not squared or step.backward or is_cast_by_user(step.place()):
             return
@@ -285,17 +279,18 @@ def _inverted(step: Step) -> int | None:
 def _round_trip(step: Step) -> Iterator[Finding]:
     if step.name != "convert_element_type" or not step.ins[0].narrowed:
         return
-    if is_half(step.source) and is_wide(step.result) and is_cast_by_user(step.place()):
-        # A function that returns half precision does not know what comes after it, and
-        # its caller not what came before.
-        if step.ins[0].narrowed != step.place().function:
-            return
-        message = (
-            f"a cast from float32 to {step.source} and back, with nothing between, may "
-            "be left out by XLA on a GPU; drop both casts, or round with "
-            "jax.lax.reduce_precision"
-        )
-        yield step.finding("round-trip", "warning", message, dtype=step.source)
+    if not is_wide(step.result) or not is_cast_by_user(step.place()):
+        return
+    # A function that returns half precision does not know what comes after it, and its
+    # caller not what came before.
+    if step.ins[0].narrowed != step.place().function:
+        return
+    message = (
+        f"a cast from float32 to {step.source} and back, with nothing between, may be "
+        "left out by XLA on a GPU; drop both casts, or round with "
+        "jax.lax.reduce_precision"
+    )
+    yield step.finding("round-trip", "warning", message, dtype=step.source)
 
 
 def _amplified_product(step: Step) -> Iterator[Finding]:

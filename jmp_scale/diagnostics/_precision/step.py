@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..._jaxpr import dtype_name, shape
-from .facts import Fact
+from .facts import Fact, is_wide
+from .origins import is_half
 from .source import Place
 
 Severity = Literal["error", "warning", "note"]
@@ -63,6 +64,12 @@ class Step(NamedTuple):
     def result(self) -> str:
         """Dtype of the first output, "" without outputs."""
         return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it casts float32 or wider to half precision."""
+        casts = self.name == "convert_element_type"
+        return casts and is_wide(self.source) and is_half(self.result)
 
     def finding(
         self,

@@ -78,7 +78,6 @@ def is_integer(dtype: str) -> bool:
     return dtype.startswith(("int", "uint"))
 
 
-@functools.lru_cache(4096)
 def rounded(value: float, dtype: str) -> float:
     """A number in a floating-point dtype: 0 or infinite where it does not fit."""
     with np.errstate(all="ignore"):

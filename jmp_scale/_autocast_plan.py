@@ -52,9 +52,8 @@ class Unit:
     # Positions of outputs that the backward pass keeps in half precision, as operands
     # of products, since it would have to keep more to make them again.
     kept: tuple[int, ...] = ()
-    softmaxes: tuple[
-        int, ...
-    ] = ()  # of those from which a softmax takes its derivative
+    # Positions of those from which a softmax takes its derivative.
+    softmaxes: tuple[int, ...] = ()
     # Of those that it keeps as they are: small sums, and sums of a residual stream in
     # place of what they were computed from.
     known: tuple[int, ...] = ()

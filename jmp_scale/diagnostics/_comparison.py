@@ -109,7 +109,8 @@ def compare_gradients(
     Runs both on the host, each compiled once, on real values: the answer holds for
     these parameters and this batch. It is that of the gradient as you train with it:
     scaled by S and unscaled. XLA leaves none of the roundings out that the program asks
-    for, as it may elsewhere (`xla_allow_excess_precision`). Models among the arguments stay as they are.
+    for, as it may elsewhere (`xla_allow_excess_precision`). Models among the arguments
+    stay as they are.
 
     `autocast`, casts by hand, `Policy` and layers with a `dtype` all give such a
     `half_loss`.

@@ -67,8 +67,8 @@ class Probe:
             flagged = dataclasses.replace(loss, fun=fun, has_aux=False)
             return flagged.run(s, rejoin(arrays))
 
-        # Small products on a CPU would take six times as long to compile at level 3, and
-        # run as fast.
+        # Small products on a CPU would take six times as long to compile at level 3,
+        # and run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
         self.reference = self.run((), 1.0)  # in float32

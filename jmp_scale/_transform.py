@@ -43,8 +43,10 @@ def with_loss_scale(
     bit, not even of -0.0) and `inner`'s whole state stays: moments, counts, schedules,
     keys. The loss scale is adjusted in either case. The program has no branch.
 
-    Make it the outermost wrapper, so that nothing hides an overflow. With `MultiSteps`
-    inside, a skip drops one micro-batch from the window, and S is adjusted at each.
+    Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
+    `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
+    finite gradients. With `MultiSteps` inside, a skip drops one micro-batch from the
+    window, and S is adjusted at each.
 
     Checked are the gradients, the loss, and with `grad_fn` what `inner` makes of them.
     What `inner` itself makes NaN out of finite gradients (an infinite learning rate) is

@@ -1,7 +1,8 @@
 """Checkpoints from before loss scaling, or from before a guard against spikes.
 
 A checkpoint of a state with a loss scale needs nothing from this module: S and its
-counter are saved and restored like all other leaves.
+counter are saved and restored like all other leaves. Period, bounds and other arguments
+come from the code that restores.
 """
 
 from collections.abc import Callable, Iterable, Mapping

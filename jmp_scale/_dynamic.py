@@ -14,6 +14,7 @@ from ._tree import multiply
 T = TypeVar("T")
 
 
+@_pytree.registered
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_pytree.Pytree):
     """A loss scale that backs off at an overflow and grows after a finite period.
@@ -227,7 +228,3 @@ class DynamicLossScale(_pytree.Pytree):
                 f"loss_scale, got {jnp.result_type(flag)}{list(shape)}; reduce it with "
                 "all_finite, or vmap adjust"
             )
-
-
-_pytree.register(DynamicLossScale)
-_pytree.register_serialization(DynamicLossScale)

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from . import _pytree
-from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from ._loss_scale import LossScale
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState, find_loss_scale_states
 from ._transform import with_loss_scale
@@ -49,5 +49,5 @@ def wrap_once(
     return tx if wrapped else with_loss_scale(tx, loss_scale, guard=guard)
 
 
-for _cls in (NoOpLossScale, StaticLossScale, DynamicLossScale, SpikeGuard):
+for _cls in _pytree.registered_classes:
     _pytree.register_state_dict(_cls)  # those that were made before Flax was imported

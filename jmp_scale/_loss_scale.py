@@ -15,6 +15,7 @@ from ._tree import multiply
 T = TypeVar("T")
 
 
+@_pytree.registered
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(_pytree.Pytree):
     """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
@@ -42,6 +43,7 @@ class NoOpLossScale(_pytree.Pytree):
         return self
 
 
+@_pytree.registered
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_pytree.Pytree):
     """A constant loss scale.
@@ -151,8 +153,3 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
 def number_of(loss_scale: Any) -> Any:
     """S of a loss scale, or what is given in place of one: a number or an array."""
     return getattr(loss_scale, "loss_scale", loss_scale)
-
-
-for _cls in (NoOpLossScale, StaticLossScale):
-    _pytree.register(_cls)
-    _pytree.register_serialization(_cls)

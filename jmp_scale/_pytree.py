@@ -6,7 +6,7 @@ import json
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.export
@@ -31,14 +31,15 @@ class Pytree:
                 "its name in another library"
             )
         # Not in __init_subclass__, where a subclass is not a dataclass yet.
-        if cls not in _registered:
+        if cls not in registered_classes:
             with contextlib.suppress(ValueError):  # registered by its author
                 register(cls)
         register_state_dict(cls)
         return super().__new__(cls)
 
 
-_registered: set[type] = set()
+C = TypeVar("C", bound=Pytree)
+registered_classes: set[type] = set()
 
 
 def fields_of(tree: Any) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def register(cls: type[Pytree]) -> None:
     Not by `jax.tree_util.register_dataclass`, whose unflatten calls `__init__`: that
     checks leaves, for which JAX puts None, object() or a PartitionSpec.
     """
-    _registered.add(cls)
+    registered_classes.add(cls)
     leaf_names = cls._leaf_names
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     static_names = [f.name for f in fields if f.name not in leaf_names]
@@ -84,14 +85,16 @@ def register(cls: type[Pytree]) -> None:
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
-def register_serialization(cls: type[Pytree]) -> None:
-    """Makes `jax.export` save and load the static fields of a class, as JSON."""
+def registered(cls: type[C]) -> type[C]:
+    """Makes a class a pytree, whose static fields `jax.export` saves as JSON."""
+    register(cls)
     jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=f"jmp_scale.{cls.__name__}",
         serialize_auxdata=lambda static: json.dumps(static).encode(),
         deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
     )
+    return cls
 
 
 def register_state_dict(cls: type) -> None:

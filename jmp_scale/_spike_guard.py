@@ -24,6 +24,7 @@ _FEWEST_STEPS = 20  # that a mean and a deviation need
 _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 
 
+@_pytree.registered
 @dataclasses.dataclass(frozen=True)
 class SpikeGuard(_pytree.Pytree):
     """Detects spikes: steps whose loss or gradient norm is extraordinary.
@@ -241,7 +242,3 @@ class SpikeGuard(_pytree.Pytree):
         )
         leaves = [jnp.where(enters, a, b) for a, b in zip(new, old, strict=True)]
         return dict(zip(fields, leaves, strict=True))
-
-
-_pytree.register(SpikeGuard)
-_pytree.register_serialization(SpikeGuard)

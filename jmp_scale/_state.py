@@ -54,20 +54,16 @@ jax.export.register_namedtuple_serialization(
 
 
 def find_loss_scale_states(tree: Any) -> list[tuple[Any, Any]]:
-    """(key path, node) of every state of `with_loss_scale` in a pytree.
-
-    A node is a `LossScaleState`, or a mapping with the same names, which is what
-    `nnx.state` and state dicts turn it into. The inside of a state is not searched.
-    """
+    """(key path, node) of every `is_loss_scale_state` in a pytree, outermost only."""
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_loss_scale_state)[0]
     return [(path, node) for path, node in nodes if is_loss_scale_state(node)]
 
 
 def is_loss_scale_state(node: Any) -> bool:
-    """Whether a node is a `LossScaleState`, also in the form of a mapping.
+    """Whether a node is a `LossScaleState`, or what `nnx.state` or a state dict made.
 
-    A mapping made by NNX lacks the fields that hold no array: a guard of None, a
-    `NoOpLossScale`, the state of plain SGD.
+    That of NNX lacks the fields that hold no array: a guard of None, a `NoOpLossScale`,
+    the state of plain SGD.
     """
     if isinstance(node, Mapping):
         names = set(node)
@@ -76,3 +72,18 @@ def is_loss_scale_state(node: Any) -> bool:
         always = {"grads_finite", "skipped", "skipped_in_a_row"}
         return always <= names <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)
+
+
+def with_arrays(tree: Any) -> Any:
+    """`tree` with the arrays that NNX's variables in it hold."""
+
+    def array(x: Any) -> Any:
+        # A variable is a pytree of one leaf; `x[...]` is a copy in Flax 0.12.0.
+        return jax.tree.leaves(x)[0] if is_variable(x) else x
+
+    return jax.tree.map(array, tree, is_leaf=is_variable)
+
+
+def is_variable(x: Any) -> bool:
+    # By an attribute, so that Flax need not be imported.
+    return hasattr(x, "copy_from")

@@ -18,6 +18,7 @@ from ._autocast import autocast as _autocast
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
 from ._spike_guard import SpikeGuard
+from ._state import with_arrays
 from ._transform import judge_step
 from ._tree import is_data, is_inexact, select_tree
 
@@ -33,11 +34,8 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
 
     Args:
       fun: a function of modules, arrays and anything else.
-      dtype: float16 or bfloat16.
+      dtype: as in `jmp_scale.autocast`.
       **options: those of `jmp_scale.autocast`.
-
-    Returns:
-      A function with the arguments, results and result dtypes of `fun`.
 
     Raises:
       ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
@@ -101,15 +99,8 @@ class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` with a loss scale: a skipped step leaves all as it was.
 
     The train step of Flax's examples changes in two lines: the gradients come from
-    `optimizer.value_and_grad`, and `update` is passed the loss.
-
-    ```python
-    loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)
-    optimizer.update(model, grads, value=loss)
-    ```
-
-    A skipped step leaves parameters, optimizer state and `step` bit-identical; `step`
-    counts applied steps here.
+    `optimizer.value_and_grad`, and `update` is passed the loss. `step` counts applied
+    steps here.
 
     **What the forward pass wrote** to the model (BatchNorm statistics, random streams,
     caches) is put back by `value_and_grad` where the step will be skipped, in every
@@ -171,7 +162,7 @@ class Optimizer(nnx.Optimizer):
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next step, with plain arrays as leaves."""
-        return _with_arrays(self.opt_state.loss_scale)
+        return with_arrays(self.opt_state.loss_scale)
 
     def value_and_grad(
         self,
@@ -215,7 +206,7 @@ class Optimizer(nnx.Optimizer):
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
             agree = getattr(self.tx.update, "agreement", None)  # None: the automatic
             # XLA merges this with the same decision in `update`.
-            applied = judge_step(grads, loss, _with_arrays(guard), agree).applied
+            applied = judge_step(grads, loss, with_arrays(guard), agree).applied
             _put_back_unless(applied, nodes, before)
             return value, grads
 
@@ -251,22 +242,12 @@ class Optimizer(nnx.Optimizer):
                 f"{type(model).__name__} and {type(grads).__name__}; write "
                 "optimizer.update(model, grads)"
             )
-        step = _with_arrays(self.step)
+        step = with_arrays(self.step)
         updates = super().update(model, grads, value=value, **kwargs)
-        applied = _with_arrays(self.opt_state.applied)
+        applied = with_arrays(self.opt_state.applied)
         # nnx.Optimizer has counted the call already.
-        self.step[...] = select_tree(applied, _with_arrays(self.step), step)
+        self.step[...] = select_tree(applied, with_arrays(self.step), step)
         return updates
-
-
-def _with_arrays(tree: Any) -> Any:
-    """`tree` with the arrays that its variables hold."""
-
-    def array(x: Any) -> Any:
-        # `x[...]` is a copy in Flax 0.12.0.
-        return jax.tree.leaves(x)[0] if isinstance(x, nnx.Variable) else x
-
-    return jax.tree.map(array, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) -> Any:

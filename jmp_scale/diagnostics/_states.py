@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from .._loss_scale import LossScale
-from .._state import LossScaleState, find_loss_scale_states
+from .._state import (
+    LossScaleState,
+    find_loss_scale_states,
+    is_variable,
+    with_arrays,
+)
 
 
 def find_states(
@@ -34,7 +39,7 @@ def _plain_state(node: Any) -> LossScaleState:
     if not isinstance(loss_scale, LossScale):
         loss_scale = (loss_scale or {}).get("loss_scale")
     # State dicts of version 0.1 lack the newer fields.
-    zeros = jnp.zeros(jnp.shape(_array(fields["grads_finite"])), jnp.int32)
+    zeros = jnp.zeros(jnp.shape(with_arrays(fields["grads_finite"])), jnp.int32)
     fields = {
         "applied": fields["grads_finite"],
         "nonfinite_losses": zeros,
@@ -44,7 +49,7 @@ def _plain_state(node: Any) -> LossScaleState:
         "loss_scale": loss_scale,
         "inner_state": None,
     }
-    return LossScaleState(**jax.tree.map(_array, fields, is_leaf=_is_variable))
+    return LossScaleState(**with_arrays(fields))
 
 
 def share_variables(before: Any, after: Any) -> bool:
@@ -52,17 +57,7 @@ def share_variables(before: Any, after: Any) -> bool:
 
     def variables(tree: Any) -> set[int]:
         nodes = [node for _, node in find_loss_scale_states(tree)]
-        leaves = jax.tree.leaves(nodes, is_leaf=_is_variable)
-        return {id(x) for x in leaves if _is_variable(x)}
+        leaves = jax.tree.leaves(nodes, is_leaf=is_variable)
+        return {id(x) for x in leaves if is_variable(x)}
 
     return not variables(before).isdisjoint(variables(after))
-
-
-def _array(leaf: Any) -> Any:
-    # A variable is a pytree of one leaf.
-    return jax.tree.leaves(leaf)[0] if _is_variable(leaf) else leaf
-
-
-def _is_variable(x: Any) -> bool:
-    # By an attribute, so that Flax need not be imported.
-    return hasattr(x, "copy_from")

@@ -2,7 +2,8 @@
 
 Each function draws into the axes it is given as `ax`, or into those of a new figure,
 and returns them: their titles, limits and legends are yours to change. Nothing is shown
-or written. All run on the host, and raise `TypeError` for a report of another kind.
+or written. All run on the host, and raise `TypeError` for a report of another kind, and
+`ValueError` for one with nothing to draw.
 """
 
 from collections.abc import Sequence
@@ -30,14 +31,7 @@ _INK = "#7f7f7f"  # of text, which can be read on both
 
 
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
-    """The loss scale over the recorded steps, and which of them were skipped.
-
-    Returns:
-      The axes: steps by log2 S.
-
-    Raises:
-      ValueError: a history without steps.
-    """
+    """log2 S over the recorded steps, and which of them were skipped."""
     _check("plot_loss_scale", history, LossScaleHistory)
     recorded = history.to_dict()
     step, log2_scale = recorded["step"], recorded["log2_scale"]
@@ -78,7 +72,7 @@ def plot_spikes(
       The two axes: steps by loss, and by gradient norm on a logarithmic axis.
 
     Raises:
-      ValueError: a history without losses and norms, or not two axes.
+      ValueError: not two axes.
     """
     _check("plot_spikes", history, LossScaleHistory)
     recorded = history.to_dict()
@@ -116,7 +110,7 @@ def plot_exponent_histogram(
     dtype: DTypeLike = "float16",
     ax: Axes | None = None,
 ) -> Axes:
-    """All entries by power of two, before the range that a dtype has at S.
+    """Shares of the non-zero entries by power of two, before a dtype's range at S.
 
     Raising S moves the range to smaller entries.
 
@@ -127,11 +121,8 @@ def plot_exponent_histogram(
       log2_scale: log2 of S.
       dtype: see `grad_report`.
 
-    Returns:
-      The axes: log2 of the unscaled magnitude by share of the non-zero entries.
-
     Raises:
-      ValueError: another dtype, or a histogram without finite non-zero entries.
+      ValueError: another dtype.
     """
     _check("plot_exponent_histogram", histogram, ExponentHistogram)
     counts = np.asarray(histogram.counts, np.float64).sum(0)
@@ -168,17 +159,11 @@ def plot_exponent_histogram(
 
 
 def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axes:
-    """What S and the cast lose of each leaf: flushed, subnormal, not finite.
+    """The shares of each leaf that S and the cast lose: flushed, subnormal, not finite.
 
     Args:
       report: of `grad_report`.
       k: leaves that are drawn at most, the worst ones, in the order of the tree.
-
-    Returns:
-      The axes: share of the leaf's non-zero entries by leaf.
-
-    Raises:
-      ValueError: a report without leaves.
     """
     _check("plot_flushed", report, GradReport)
     rows = report.to_dict()["leaves"]
@@ -210,11 +195,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
 
 
 def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
-    """The share of zero gradient entries at each S, and the window of S that work.
-
-    Returns:
-      The axes: log2 S by leaf.
-    """
+    """The share of zero entries by leaf and log2 S, and the window of S that work."""
     _check("plot_calibration", calibration, Calibration)
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     low, high = float(calibration.log2_low), float(calibration.log2_high)

@@ -94,15 +94,11 @@ def finite(
 def finite_and_norm(
     tree: Any, agree: _mesh.Agreement | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`all_finite` and the global norm of the inexact leaves, in one pass over them.
+    """`all_finite` and the global norm of the inexact leaves, f32[], in one pass.
 
-    The norm is right to float32's rounding, also where the squares overflow float32 or
-    vanish in it. Inside `pmap` and `shard_map` it is the largest of the devices' own
-    norms: one bad device is enough to raise it.
-
-    Returns:
-      bool[] and f32[], equal on all devices. The norm is at most the largest float32,
-      and infinity where the flag is False.
+    The norm is right to float32's rounding, also where squares overflow or vanish; at
+    most the largest float32, and infinity where the flag is False. Inside `pmap` and
+    `shard_map` it is the largest of the devices' own: one bad device raises it.
     """
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
     finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))

@@ -26,10 +26,7 @@ def wrap_once(
     loss_scale: LossScale | None,
     guard: SpikeGuard | None,
 ) -> optax.GradientTransformation:
-    """`with_loss_scale(tx, loss_scale, guard=guard)`, or `tx` if it is wrapped already.
-
-    An error if it is wrapped twice, or inside, where its loss scale has no effect.
-    """
+    """`tx` in `with_loss_scale`, or as it is if it is wrapped already."""
     state = jax.eval_shape(tx.init, params)
     wrapped = isinstance(state, LossScaleState)
     for path, _ in find_loss_scale_states(state.inner_state if wrapped else state):

@@ -28,9 +28,7 @@ def value_and_grad(
 
     `fun` is the whole loss, regularization terms included; never scale anything in it
     yourself. End it in float32 (`.astype(jnp.float32)` before the last mean): the
-    gradient that enters a float16 loss is S cast to float16, which is infinite from
-    S = 2^16 on, so each growth beyond 2^15 costs a skipped step
-    (`diagnostics.precision_report` finds it as `half-loss`).
+    gradient that enters a float16 loss is S cast to float16, infinite from S = 2^16 on.
 
     Average over devices afterwards: `jax.lax.pmean(grads, axis)` in `pmap` and in
     `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed

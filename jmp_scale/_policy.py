@@ -119,7 +119,7 @@ def half_dtype() -> Any:
 
 
 def checked_half(argument: str, dtype: Any) -> Any:
-    """float16 or bfloat16, by a dtype or a name; not "half": it is the machine's."""
+    """float16 or bfloat16, by a dtype or a name that means one on all machines."""
     if isinstance(dtype, str):
         dtype = name_to_dtype.get(dtype, dtype)
     if not isinstance(dtype, str):

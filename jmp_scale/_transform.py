@@ -38,10 +38,9 @@ def with_loss_scale(
 ) -> LossScaleTransformation:
     """Wraps an Optax optimizer: skips a step that overflowed, and adjusts S.
 
-    It takes unscaled gradients, as `value_and_grad` returns them. When all are finite,
-    `inner` runs. When not, the updates are -0.0 (added to parameters they change no
-    bit, not even of -0.0) and `inner`'s whole state stays: moments, counts, schedules,
-    keys. The loss scale is adjusted in either case. The program has no branch.
+    When all gradients are finite, `inner` runs. When not, the updates are -0.0 (added
+    to parameters they change no bit, not even of -0.0) and `inner`'s whole state stays:
+    moments, counts, schedules, keys. S is adjusted in either case, without a branch.
 
     Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
     `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
@@ -49,8 +48,7 @@ def with_loss_scale(
     window, and S is adjusted at each.
 
     Checked are the gradients, the loss, and with `grad_fn` what `inner` makes of them.
-    What `inner` itself makes NaN out of finite gradients (an infinite learning rate) is
-    applied as in Optax: another look would cost a pass over all parameters.
+    What `inner` itself makes NaN out of finite gradients is applied, as in Optax.
 
     The derivatives of a step are those of a branch: a skipped step is the identity. If
     the derivative of the loss is infinite, so is a derivative through it.
@@ -64,7 +62,8 @@ def with_loss_scale(
     Returns:
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
-      gradients of any dtype and returns updates of the dtypes of `params`, if given.
+      gradients of any dtype, as `value_and_grad` returns them, and returns updates of
+      the dtypes of `params`, if given.
       `inner` sees float32 in place of narrower gradients, unless it demands the dtype
       of half-precision parameters, as `optax.novograd` does.
 

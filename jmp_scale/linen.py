@@ -26,25 +26,15 @@ class TrainState(train_state.TrainState):
     """Flax's `TrainState` with a loss scale: a skipped step leaves all as it was.
 
     The train step of Flax's examples changes in two lines: the gradients come from
-    `state.value_and_grad`, and `apply_gradients` takes whatever else the step computed.
-
-    ```python
-    (loss, updates), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params)
-    state = state.apply_gradients(
-        grads=grads, value=loss, batch_stats=updates["batch_stats"]
-    )
-    ```
-
-    `step` counts calls of `apply_gradients`, skipped or not, as Flax documents, so that
-    dropout keys folded from it differ; `state.step - state.opt_state.skipped` counts
-    the applied steps. Schedules in `tx` count only these.
+    `state.value_and_grad`, and `apply_gradients` takes whatever else the step computed
+    (`batch_stats=`). `step` counts its calls, skipped or not, as Flax documents;
+    `state.step - state.opt_state.skipped` counts the applied steps.
 
     All other fields are Flax's; subclass it for more of them (`batch_stats: Any`).
 
-    **float8.** The "gradients" of Flax's collection `_overwrite_with_gradient` in
-    `params` are the next scales and histories of maxima, and are never unscaled. An
-    applied step replaces them, a skipped one keeps them; one that makes them NaN or
-    infinite is skipped.
+    Flax's float8 collection `_overwrite_with_gradient` in `params` holds the next
+    values, not gradients: they are never unscaled. A skipped step keeps the old ones,
+    and a step that makes them NaN or infinite is skipped.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax

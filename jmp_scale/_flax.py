@@ -28,22 +28,22 @@ def wrap_once(
 ) -> optax.GradientTransformation:
     """`tx` in `with_loss_scale`, or as it is if it is wrapped already."""
     state = jax.eval_shape(tx.init, params)
-    wrapped = isinstance(state, LossScaleState)
-    for path, _ in find_loss_scale_states(state.inner_state if wrapped else state):
-        place = jax.tree_util.keystr(path)
-        raise ValueError(
-            f"{function}: expected with_loss_scale once, around the whole of tx, got "
-            f"it inside, at opt_state{'.inner_state' * wrapped}{place}, where its loss "
-            "scale is not the one that the loss is multiplied by; write "
-            "with_loss_scale(optax.chain(...), loss_scale)"
-        )
+    if not isinstance(state, LossScaleState):
+        for path, _ in find_loss_scale_states(state):
+            raise ValueError(
+                f"{function}: expected with_loss_scale once, around the whole of tx, "
+                f"got it inside, at opt_state{jax.tree_util.keystr(path)}, where its "
+                "loss scale is not the one that the loss is multiplied by; write "
+                "with_loss_scale(optax.chain(...), loss_scale)"
+            )
+        return with_loss_scale(tx, loss_scale, guard=guard)
     for name, value in {"loss_scale": loss_scale, "guard": guard}.items():
-        if wrapped and value is not None:
+        if value is not None:
             raise ValueError(
                 f"{function}: expected {name} in one place, got {name}={value!r} and a "
                 "tx that is already wrapped in with_loss_scale; give it there"
             )
-    return tx if wrapped else with_loss_scale(tx, loss_scale, guard=guard)
+    return tx
 
 
 for _cls in _pytree.registered_classes:

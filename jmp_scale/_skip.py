@@ -38,7 +38,6 @@ def select_step(
     update: Callable[[Any, Any], tuple[Any, Any]],
     inputs: Any,
     old: Any,
-    *,
     context: Any = (),
     is_good: Callable[[Any], jax.Array] | None = None,
 ) -> tuple[jax.Array, Any, Any]:

@@ -153,14 +153,11 @@ def with_loss_scale(
         if is_half and not _takes(run, (grads, given), state.inner_state):
             grads = updates
         # The overflow of a gradient that the optimizer asks for shows in its updates.
-        asks = "grad_fn" in extra_args
+        is_finite = functools.partial(finite, agree=agree)
+        is_good = is_finite if "grad_fn" in extra_args else None
+        inputs, context = (grads, given), (params, extra_args)
         applied, new_updates, inner_state = select_step(
-            verdict.applied,
-            run,
-            (grads, given),
-            state.inner_state,
-            context=(params, extra_args),
-            is_good=functools.partial(finite, agree=agree) if asks else None,
+            verdict.applied, run, inputs, state.inner_state, context, is_good
         )
         return new_updates, _next_state(state, verdict, applied, inner_state)
 

@@ -83,8 +83,6 @@ def get_loss_scale(spec: Any) -> LossScale:
       >>> import jmp_scale
       >>> float(jmp_scale.get_loss_scale("dynamic:2**16").loss_scale)
       65536.0
-      >>> jmp_scale.get_loss_scale(1024)
-      StaticLossScale(loss_scale=1024.0)
       >>> fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}
       >>> float(jmp_scale.get_loss_scale(fp16).loss_scale)
       4096.0

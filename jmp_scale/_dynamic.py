@@ -53,8 +53,7 @@ class DynamicLossScale(_pytree.Pytree):
         give a lower floor. A device array is clipped to [2^-126, 2^126]; NaN to the
         floor.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
-      period: finite steps in a row after which S grows; 2000, as in most frameworks. A
-        framework that grows one step late (`flax`, Cerebras, DreamerV3) has period + 1.
+      period: finite steps in a row after which S grows; 2000, as in most frameworks.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
       min_loss_scale: floor of S. It may be below 1, for unscaled gradients that
         overflow. Values below 2^-126 (0, say) mean 2^-126. Stored as float32.

@@ -220,8 +220,8 @@ def keras(
 
     S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
 
-    Trap: there is neither floor nor cap. S can reach infinity, and 0: on the JAX
-    backend below 2^-126, because XLA flushes subnormals; then parameters become NaN.
+    Trap: there is neither floor nor cap. S can reach infinity, and 0 (on the JAX
+    backend below 2^-126); then parameters become NaN.
     """
     return _dynamic("keras", locals())
 
@@ -310,10 +310,8 @@ def jmp(
     """jmp's `DynamicLossScale` (0.0.4): this library's first five arguments.
 
     S is multiplied by `factor` after `period` finite steps and divided by it at every
-    overflow, down to `min_loss_scale`. `DynamicLossScale` with a cap of 2^126.
-
-    Traps: under `jit` jmp forgets `min_loss_scale` and takes 1. An initial S below the
-    floor is an error here; give a lower floor with it.
+    overflow, down to `min_loss_scale`, which jmp forgets under `jit`, where it takes 1.
+    `DynamicLossScale` with a cap of 2^126.
     """
     return _dynamic("jmp", locals())
 

@@ -59,9 +59,8 @@ def all_finite(
         (`vmap(axis_name=)` needs it); `()` opts out.
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then looks at its own shards, and exactly one
-        scalar all-reduce joins the answers. Without specs the all-reduce may join up to
-        one boolean per leaf, and there may be one for each group of mesh axes. Not
-        needed on Explicit mesh axes, where an array's type holds its spec.
+        scalar all-reduce joins the answers. Not needed on Explicit mesh axes, where an
+        array's type holds its spec.
       mesh: the mesh of `specs`; default the leaves' own, then that of `jax.set_mesh`.
 
     Returns:

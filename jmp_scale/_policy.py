@@ -110,11 +110,7 @@ def cast_to_half(tree: T) -> T:
 
 
 def half_dtype() -> Any:
-    """The half precision of the default backend.
-
-    As in jmp: bfloat16 on a TPU, float16 elsewhere. A GPU may do better with bfloat16;
-    the documentation has a table of devices ("Which half, on which machine").
-    """
+    """The backend's half precision, as in jmp: bfloat16 on a TPU, float16 elsewhere."""
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 

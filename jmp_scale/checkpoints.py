@@ -42,7 +42,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
         restore). Whatever `load` raises passes through.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, jmp_scale, optax
+      >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.checkpoints import restore_without_loss_scale
       >>> params = {"w": jnp.ones(2)}
       >>> saved = optax.adam(0.1).init(params)
@@ -63,7 +63,7 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     As `restore_without_loss_scale`; without a loss scale also a `ValueError`.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, jmp_scale, optax
+      >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.checkpoints import restore_without_guard
       >>> params, loss_scale = jnp.ones(2), jmp_scale.DynamicLossScale(2.0**15)
       >>> before = jmp_scale.with_loss_scale(optax.adam(0.1), loss_scale)

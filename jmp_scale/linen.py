@@ -107,8 +107,7 @@ class TrainState(train_state.TrainState):
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them.
-          value: the unscaled loss, a scalar. A non-finite one skips the step too, and
-            leaves S alone.
+          value: the unscaled loss, as in `with_loss_scale`.
           **changes: new values of other fields (`batch_stats`, an EMA, ...), of the
             structure, shapes and dtypes of the old ones, which they keep on a skipped
             step. Static fields (`struct.field(pytree_node=False)`) are replaced in any

@@ -226,8 +226,7 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: the model that the optimizer was made for.
           grads: unscaled gradients, as `value_and_grad` returns them.
-          value: the unscaled loss, a scalar. A non-finite one skips the step too, and
-            leaves S alone.
+          value: the unscaled loss, as in `with_loss_scale`.
           **kwargs: extra arguments of `tx`.
 
         Returns:

@@ -183,10 +183,9 @@ def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
     if constant == "dynamic":
         given.setdefault("max_loss_scale", _LARGEST_OF[half])
         return presets.cerebras(**given)
-    if isinstance(constant, str):
-        allowed = '"dynamic" or the number of a constant loss scale, such as 1024'
-        key = "loss_scale" if "loss_scale" in section else "loss_scaling_factor"
-        raise ValueError(_ARGUMENTS.message(key, allowed, constant))
+    allowed = '"dynamic" or the number of a constant loss scale, such as 1024'
+    key = "loss_scale" if "loss_scale" in section else "loss_scaling_factor"
+    _ARGUMENTS.require(not isinstance(constant, str), key, constant, allowed)
     return _static(constant)
 
 
@@ -213,8 +212,7 @@ def _require_readable(section: Mapping[str, Any]) -> None:
         cure = f"for Megatron write {_call('megatron', section, _MEGATRON, fp16)}"
     if cure is not None:
         raise ValueError(f"get_loss_scale: {cure}; got {section!r}")
-    is_bool = isinstance(enabled, bool)
-    _ARGUMENTS.require(is_bool, "enabled", enabled, "True or False")
+    _ARGUMENTS.require(isinstance(enabled, bool), "enabled", enabled, "True or False")
 
 
 def _call(preset: str, section: Any, known: Mapping[str, str], enabled: Any) -> str:

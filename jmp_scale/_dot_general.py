@@ -1,6 +1,7 @@
 """Products in half precision, whose gradients are summed in float32."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -192,6 +193,24 @@ def _plain(*operands: jax.Array, **params: Any) -> jax.Array:
     return _JAXS.bind(*operands, **{**params, "precision": None})
 
 
+def _on_gpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    # XLA:GPU makes a sum of a product with a vector, and refuses the algorithm there.
+    is_vector = has_vector((lhs.shape, rhs.shape), params["dimension_numbers"])
+    return (_plain if is_vector else _JAXS.bind)(lhs, rhs, **params)
+
+
+def has_vector(shapes: Sequence[Any], dimension_numbers: Any) -> bool:
+    """Whether an operand of a product is a vector, for each index of the batch.
+
+    Or nothing is contracted: positions times frequencies.
+    """
+    sizes = []
+    for shape, contracting, batch in zip(shapes, *dimension_numbers, strict=True):
+        own = {*range(len(shape))}.difference(contracting, batch)
+        sizes += [math.prod(shape[d] for d in dims) for dims in (own, contracting)]
+    return 1 in sizes  # which may be symbolic: not 1
+
+
 def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Array:
     """The gradient of the one operand that is not known."""
     side = int(hasattr(operands[0], "dtype"))
@@ -217,7 +236,7 @@ _OWN.def_abstract_eval(
 )
 mlir.register_lowering(_OWN, mlir.lower_fun(_plain, multiple_results=False))
 mlir.register_lowering(
-    _OWN, mlir.lower_fun(_JAXS.bind, multiple_results=False), platform="cuda"
+    _OWN, mlir.lower_fun(_on_gpu, multiple_results=False), platform="cuda"
 )
 ad.defbilinear(_OWN, _transposed, _transposed)
 batching.primitive_batchers[_OWN] = _batched

@@ -6,7 +6,6 @@ entries, are cheap, or are linear; and identities with derivatives of their own.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _jaxpr
-from ._dot_general import is_zero, sum_of_terms, wide_dot_general
+from ._dot_general import has_vector, is_zero, sum_of_terms, wide_dot_general
 from ._jaxpr import PRODUCTS, is_literal, variables, words
 
 _HALF = "half precision"  # no reason to stay float32
@@ -131,19 +130,11 @@ def _reason(eqn: Any) -> str | None:
 
 
 def is_sum(eqn: Any) -> bool:
-    """Whether a matrix unit has nothing to do, for each index of the batch.
-
-    One operand is a vector, or nothing is contracted: positions times frequencies.
-    """
+    """Whether a matrix unit has nothing to do, for each index of the batch."""
     if eqn.primitive.name != "dot_general":
         return False
-    sizes = []
-    dimensions = eqn.params["dimension_numbers"]
-    for v, contracting, batch in zip(eqn.invars, *dimensions, strict=True):
-        shape = v.aval.shape
-        own = {*range(len(shape))}.difference(contracting, batch)
-        sizes += [math.prod(shape[d] for d in dims) for dims in (own, contracting)]
-    return 1 in sizes  # which may be symbolic: not 1
+    shapes = [v.aval.shape for v in eqn.invars]
+    return has_vector(shapes, eqn.params["dimension_numbers"])
 
 
 def is_cheap(eqn: Any) -> bool:

@@ -271,3 +271,10 @@ def test_gradients_are_exported_for_several_machines_at_once(loss, platforms):
     if "cpu" in platforms:
         restored = jax.export.deserialize(exported.serialize())
         np.testing.assert_allclose(restored.call(w, x), grad(w, x), 1e-3, 1e-4)
+
+
+def test_a_gpu_multiplies_by_a_vector_without_an_algorithm_which_it_would_refuse():
+    w, x = normal(0, (8, 1), "float32"), normal(1, (6, 8), "float32")
+    grad = jax.jit(jax.grad(dot_general_loss))
+    text = jax.export.export(grad, platforms=["cuda"])(w, x).mlir_module()
+    assert "accumulation_type" not in text

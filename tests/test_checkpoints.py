@@ -1,7 +1,6 @@
 """What goes to disk comes back: S and counter by name, configuration from the code."""
 
 import dataclasses
-import pickle
 
 import flax.serialization
 import jax
@@ -72,16 +71,10 @@ def with_flax_dicts(state, path):
     return lambda _: flax.serialization.msgpack_restore(data)
 
 
-def with_pickle(state, path):
-    data = pickle.dumps(jax.tree.leaves(state))
-    structure = jax.tree.structure
-    return lambda template: jax.tree.unflatten(structure(template), pickle.loads(data))
-
-
 GUARD = jmp_scale.SpikeGuard(warmup=7)
 
 
-@pytest.fixture(params=[with_orbax, with_orbax_v0, with_flax, with_pickle])
+@pytest.fixture(params=[with_orbax, with_orbax_v0, with_flax])
 def round_trip(request, tmp_path):
     return lambda state, target: request.param(state, tmp_path)(target)
 
@@ -131,13 +124,6 @@ def test_a_loss_scale_of_the_users_own_class_is_saved_by_flax():
     restored = flax.serialization.from_bytes(Mine(2.0), data)
     assert isinstance(restored, Mine)
     assert float(restored.loss_scale) == 8.0
-
-
-def test_orbax_names_the_leaves_on_disk(tmp_path):
-    ocp.save(tmp_path / "checkpoint", make_state())
-    on_disk = ocp.metadata(tmp_path / "checkpoint").metadata["opt_state"]["loss_scale"]
-    names = {name for name, leaf in on_disk.items() if leaf is not None}
-    assert names == {"loss_scale", "counter"}
 
 
 @pytest.mark.parametrize(
@@ -275,16 +261,6 @@ def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
     saved = (old_state() if is_older else make_state()).replace(params=params)
     with pytest.raises(ValueError, match=f"(?s){restore.__name__}.*{message}"):
         restore(lambda _: saved, make_state(guard=GUARD))
-
-
-def test_a_damaged_orbax_checkpoint_is_an_error_and_stays_as_it_is(tmp_path):
-    load = with_orbax(old_state(), tmp_path)
-    for path in (tmp_path / "checkpoint" / "state").rglob("d/*"):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    before = files(tmp_path)
-    with pytest.raises(ValueError, match=r"(?s)."):
-        restore_without_loss_scale(load, make_state())
-    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])

@@ -18,6 +18,9 @@ GUARD = jmp_scale.SpikeGuard(threshold=50.0, warmup=2)  # far from dropout's noi
 TX = jmp_scale.with_loss_scale(
     optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
 )
+GUARDED = jmp_scale.with_loss_scale(
+    optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0, period=2), guard=GUARD
+)
 
 
 def data(size):

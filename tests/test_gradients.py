@@ -17,23 +17,6 @@ EVERY_KIND = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**1
 BOTH = pytest.mark.parametrize("function", ["value_and_grad", "grad"])
 
 
-def init_layer(key, inputs, outputs):
-    w = jax.random.normal(key, (inputs, outputs)) / np.sqrt(inputs)
-    return {"w": w, "b": jnp.zeros(outputs)}
-
-
-def tanh_mlp_loss(params, x, dtype=jnp.float16):
-    x = x.astype(dtype)
-    for layer in params:
-        x = jnp.tanh(x @ layer["w"].astype(dtype) + layer["b"].astype(dtype)[None])
-    return (x.astype(jnp.float32) ** 2).mean()
-
-
-SIZES = [(8, 16), (16, 16), (16, 4)]
-MLP = [init_layer(jax.random.key(i), *size) for i, size in enumerate(SIZES)]
-X = jax.random.normal(jax.random.key(3), (32, 8))
-
-
 @BOTH
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
 @pytest.mark.parametrize("has_aux", [False, True])
@@ -53,23 +36,14 @@ def test_values_and_structure_are_those_of_jax(function, loss_scale, has_aux, ar
     "loss_scale", [StaticLossScale(2.0**60), DynamicLossScale(2.0**20)]
 )
 def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s(loss_scale):
-    def fun(params):
-        return tanh_mlp_loss(params, X, jnp.float32)
+    weights = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
+    x = jax.random.normal(jax.random.key(1), (32, 16))
 
-    scaled = jax.jit(jmp_scale.value_and_grad(fun, loss_scale))(MLP)
-    assert_bitwise_equal(scaled, jax.jit(jax.value_and_grad(fun))(MLP))
+    def fun(weights):
+        return (jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]) ** 2).mean()
 
-
-def test_float16_gradients_that_vanish_without_scaling_are_right_with_it():
-    def tiny_loss(params):
-        return tanh_mlp_loss(params, X) * 2.0**-20
-
-    true = jax.grad(lambda p: tanh_mlp_loss(p, X, jnp.float32) * 2.0**-20)(MLP)[0]["w"]
-    unscaled = jmp_scale.grad(tiny_loss, StaticLossScale(1.0))(MLP)[0]["w"]
-    scaled = jmp_scale.grad(tiny_loss, DynamicLossScale(2.0**20))(MLP)[0]["w"]
-    assert (unscaled == 0).mean() > 0.9
-    error = jnp.linalg.norm(scaled - true) / jnp.linalg.norm(true)
-    assert error < 0.01
+    scaled = jax.jit(jmp_scale.value_and_grad(fun, loss_scale))(weights)
+    assert_bitwise_equal(scaled, jax.jit(jax.value_and_grad(fun))(weights))
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
@@ -291,9 +265,3 @@ def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
 def test_an_axis_name_is_an_error_that_shows_the_mean_to_take(function):
     with pytest.raises(TypeError, match=r"axis_name.*jax.lax.pmean\(grads, 'batch'\)"):
         getattr(jmp_scale, function)(lambda w: w, NoOpLossScale(), axis_name="batch")
-
-
-def test_an_array_of_loss_scales_is_a_value_error_that_says_what_to_do():
-    several = DynamicLossScale(jnp.full(3, 8.0))
-    with pytest.raises(ValueError, match=r"^scale: .*adjust one loss scale once"):
-        jmp_scale.grad(lambda w: w, several)(jnp.float32(1.0))

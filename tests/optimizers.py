@@ -1,5 +1,6 @@
 """Every optimizer of Optax, found by enumeration, and ways to combine them."""
 
+import contextlib
 import inspect
 import warnings
 
@@ -20,85 +21,73 @@ def schedule(count):
 
 # Optimizers that need more than a learning rate, or none at all, and combinations.
 SPECIAL = {
-    "multi_steps": lambda: optax.MultiSteps(
-        optax.adam(0.1), 2
-    ).gradient_transformation(),
-    "adafactor_factored": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "adam_bf16_momentum": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
-    "add_noise": lambda: optax.chain(
+    "multi_steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "adafactor_factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "adam_bf16_momentum": optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "add_noise": optax.chain(
         optax.add_noise(0.1, 0.55, jax.random.key(0)), optax.sgd(0.1)
     ),
-    "backtracking": lambda: optax.chain(
+    "backtracking": optax.chain(
         optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)
     ),
-    "clip": lambda: optax.chain(optax.clip(1.0), optax.sgd(0.1)),
-    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
-    "conditional": lambda: optax.chain(
+    "clip": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    "clip_adamw": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+    "conditional": optax.chain(
         optax.conditionally_transform(optax.scale(0.0), lambda step: step % 2 == 1),
         optax.sgd(0.1),
     ),
-    "ema": lambda: optax.chain(optax.adam(0.1), optax.ema(0.9)),
-    "freeze": lambda: optax.chain(
+    "ema": optax.chain(optax.adam(0.1), optax.ema(0.9)),
+    "freeze": optax.chain(
         optax.adam(0.1), optax.transforms.freeze({"w": False, "b": True})
     ),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
-        learning_rate=schedule
-    ),
-    "lbfgs_without_search": lambda: optax.lbfgs(0.1, linesearch=None),
-    "masked": lambda: optax.chain(
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+    "lbfgs_without_search": optax.lbfgs(0.1, linesearch=None),
+    "masked": optax.chain(
         optax.masked(
             optax.masked(optax.trace(0.9), {"w": True, "b": False}),
             lambda tree: jax.tree.map(lambda x: x.ndim > 0, tree),
         ),
         optax.scale(-0.1),
     ),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "partition": lambda: optax.partition(
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "partition": optax.partition(
         {"a": optax.adam(0.1), "s": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "b": "s"}
     ),
-    "polyak_sgd": lambda: optax.polyak_sgd(),
-    "reduce_on_plateau": lambda: optax.chain(
+    "polyak_sgd": optax.polyak_sgd(),
+    "reduce_on_plateau": optax.chain(
         optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)
     ),
-    "rmsprop_centered": lambda: optax.rmsprop(0.1, centered=True, momentum=0.9),
-    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
-    "schedule": lambda: optax.sgd(schedule),
-    "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(0.1), 0.1),
-    "selective_transform": lambda: optax.transforms.selective_transform(
+    "rmsprop_centered": optax.rmsprop(0.1, centered=True, momentum=0.9),
+    "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
+    "schedule": optax.sgd(schedule),
+    "schedule_free": optax.contrib.schedule_free(optax.adam(0.1), 0.1),
+    "selective_transform": optax.transforms.selective_transform(
         optax.adam(0.1), freeze_mask={"w": False, "b": True}
     ),
-    "set_to_zero": lambda: optax.partition(
+    "set_to_zero": optax.partition(
         {"train": optax.adam(0.1), "freeze": optax.set_to_zero()},
         {"w": "train", "b": "freeze"},
     ),
-    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+    "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
 }
-
-
-def enumerated():
-    """Functions of Optax that make an optimizer of a learning rate, by name."""
-    found = {}
-    for module in (optax, optax.contrib):
-        for name, make in vars(module).items():
-            if not inspect.isfunction(make) or name.startswith("_"):
-                continue
-            if "learning_rate" in inspect.signature(make).parameters:
-                found[name] = make
-    return found
 
 
 def every_optimizer():
     """Every optimizer that a learning rate suffices for, and the special ones."""
-    optimizers = {}
-    for name, make in sorted(enumerated().items()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                tx = make(learning_rate=0.1)
-            except TypeError:  # it needs more: in SPECIAL, or not for whole batches
-                continue
-        optimizers[name] = tx
-    return optimizers | {name: make() for name, make in SPECIAL.items()}
+    found = {}
+    for name, make in sorted({**vars(optax), **vars(optax.contrib)}.items()):
+        if name.startswith("_") or not inspect.isfunction(make):
+            continue
+        if "learning_rate" in inspect.signature(make).parameters:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # Those that need more are special, or not for whole batches.
+                with contextlib.suppress(TypeError):
+                    found[name] = make(learning_rate=0.1)
+    return found | SPECIAL
+
+
+OPTIMIZERS = every_optimizer()
 
 
 def by_name(quick, others=()):

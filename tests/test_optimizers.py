@@ -14,7 +14,7 @@ import optax
 import pytest
 from chex import assert_trees_all_close
 from helpers import assert_bitwise_equal, count_traces
-from optimizers import BAD, GOOD, PARAMS, by_name, every_optimizer, stepper
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, _skip
@@ -27,7 +27,6 @@ POISONS = (
 )
 STEPS = (POISONS[0], GOOD, POISONS[1], GOOD, POISONS[2], POISONS[0], GOOD)
 
-OPTIMIZERS = every_optimizer()
 # Those that differ most in what they compute; all others are slow tests.
 TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "masked"}
 TYPICAL |= {"multi_steps", "sam", "schedule_free_adamw"}

@@ -10,12 +10,10 @@ import pytest
 from helpers import assert_bitwise_equal
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
-from optimizers import BAD, GOOD, PARAMS, by_name, every_optimizer, stepper
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 import jmp_scale
 from jmp_scale._skip import select_step
-
-OPTIMIZERS = every_optimizer()
 
 
 def operations(tx, params):

@@ -14,7 +14,7 @@ from optimizers import BAD, GOOD, PARAMS, SPECIAL, stepper
 import jmp_scale
 from jmp_scale import DynamicLossScale, SpikeGuard
 
-SAM = SPECIAL["sam"]()  # takes no loss
+SAM = SPECIAL["sam"]  # takes no loss
 
 
 def extra_args_optimizer(update):
@@ -39,7 +39,7 @@ def test_the_inner_optimizer_never_sees_a_nan():
     assert all(np.isfinite(x).all() for x in seen)
 
 
-@pytest.mark.parametrize("search", [optax.lbfgs, SPECIAL["backtracking"]])
+@pytest.mark.parametrize("search", [optax.lbfgs(), SPECIAL["backtracking"]])
 def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
     seen = []
 
@@ -51,7 +51,7 @@ def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
         jax.debug.callback(lambda *x: seen.extend(x), *leaves)
         return updates, state
 
-    inner = optax.chain(search(), extra_args_optimizer(watched))
+    inner = optax.chain(search, extra_args_optimizer(watched))
     tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
     extra = {"value": jnp.float32(jnp.nan), "grad": BAD, "value_fn": nan_fn}
     update = jax.jit(lambda g, s: tx.update(g, s, PARAMS, **extra))
@@ -93,7 +93,7 @@ def test_any_mix_of_gradient_and_parameter_dtypes_keeps_the_state_s_types(
 ):
     params = jax.tree.map(lambda p: p.astype(param_dtype), PARAMS)
     grads = jax.tree.map(lambda g: g.astype(grad_dtype), GOOD)
-    tx = jmp_scale.with_loss_scale(SPECIAL["multi_steps"](), DynamicLossScale(8.0))
+    tx = jmp_scale.with_loss_scale(SPECIAL["multi_steps"], DynamicLossScale(8.0))
     state = tx.init(params)
     updates, new_state = jax.eval_shape(tx.update, grads, state, params)
     assert jax.tree.map(jax.typeof, new_state) == jax.tree.map(jax.typeof, state)
@@ -425,7 +425,7 @@ def test_the_wrapper_itself_promotes_nothing():
 def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
     types = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
-    tx = jmp_scale.with_loss_scale(SPECIAL["adafactor_factored"](), DynamicLossScale())
+    tx = jmp_scale.with_loss_scale(SPECIAL["adafactor_factored"], DynamicLossScale())
     with jax.set_mesh(mesh):
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
         params = jax.device_put(jnp.ones((8, 4)), sharding)

@@ -8,12 +8,16 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import jmp_scale
 
 # The second is infinite in float16, the third makes the loss 900 times as large.
 GOOD, OVERFLOWS, LEAPS = 1.0, 3e5, 30.0
 GUARD = jmp_scale.SpikeGuard(threshold=50.0, warmup=2)  # far from dropout's noise
+ONE_AXIS = jax.make_mesh((8,), ("i",), (AxisType.Auto,))
+TWO_AXES = jax.make_mesh((4, 2), ("i", "j"), (AxisType.Auto,) * 2)
+EXPLICIT = jax.make_mesh((8,), ("i",), (AxisType.Explicit,))
 # One object: with another transformation a step is compiled again.
 TX = jmp_scale.with_loss_scale(
     optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
@@ -129,7 +133,11 @@ def varying(tree, axes):
 
 def on_devices(which):
     """A context in which arrays lie on "one device" or may be sharded over "eight"."""
-    count = {"one device": 1, "eight devices": 8}[which]
-    axis_types = (jax.sharding.AxisType.Auto,)
-    devices = jax.devices()[:count]
-    return jax.set_mesh(jax.make_mesh((count,), ("i",), axis_types, devices=devices))
+    one = jax.make_mesh((1,), ("i",), (AxisType.Auto,), devices=jax.devices()[:1])
+    return jax.set_mesh({"one device": one, "eight devices": ONE_AXIS}[which])
+
+
+def on_each_device(x):
+    """The values that the devices hold of what should be equal."""
+    shards = [np.asarray(shard.data).reshape(-1) for shard in x.addressable_shards]
+    return np.concatenate(shards).tolist()

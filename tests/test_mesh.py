@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import collectives, on_devices, one_of
+from helpers import (
+    EXPLICIT,
+    ONE_AXIS,
+    TWO_AXES,
+    collectives,
+    on_devices,
+    on_each_device,
+    one_of,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,9 +24,6 @@ from jmp_scale._finite import finite_and_norm
 
 pytestmark = pytest.mark.strict_promotion
 
-ONE_AXIS = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-TWO_AXES = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
-EXPLICIT = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
 EXPLICIT_TWO = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Explicit,) * 2)
 
 
@@ -51,11 +56,6 @@ MANUAL = {
 }
 
 
-def on_each_device(flag):
-    """The answers that the eight devices hold."""
-    return [bool(np.asarray(shard.data).all()) for shard in flag.addressable_shards]
-
-
 def bad_on(device):
     return np.where(np.arange(8) == device, np.inf, 1).astype(np.float32)
 
@@ -74,12 +74,12 @@ def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
         assert on_each_device(answer) == [True] * 8
     # On partly manual meshes a device of the manual axis holds two numbers.
     expected = np.hypot(6, 7) if "partial" in mode else 7.0
-    np.testing.assert_allclose(norms_on_each_device(norm), expected, rtol=1e-6)
+    np.testing.assert_allclose(on_each_device(norm), expected, rtol=1e-6)
     for device in (0, 5, 7):
         flag, mapped, (finite, norm) = answers(bad_on(device))
         for answer in (flag, mapped, finite):
             assert on_each_device(answer) == [False] * 8
-        assert np.unique(norms_on_each_device(norm)).size == 1
+        assert np.unique(on_each_device(norm)).size == 1
 
 
 @pytest.mark.parametrize("mode", MANUAL)
@@ -328,11 +328,6 @@ def test_specs_may_leave_dimensions_and_leaves_whole(bad):
     assert finite == np.isfinite(bad)
 
 
-def norms_on_each_device(norm):
-    shards = [np.asarray(shard.data) for shard in norm.addressable_shards]
-    return np.concatenate([shard.reshape(-1) for shard in shards])
-
-
 WHOLE_NORM = {
     **{k: SHARDED[k] for k in ("1-D", "2-D")},
     "Explicit": (EXPLICIT, P("i")),
@@ -350,7 +345,7 @@ def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(case):
     finite, norm = jax.jit(finite_and_norm)(tree)
     assert on_each_device(finite) == [True] * 8
     expected = np.sqrt(12 * 8 * 16 + 4)
-    np.testing.assert_allclose(norms_on_each_device(norm), expected, rtol=1e-6)
+    np.testing.assert_allclose(on_each_device(norm), expected, rtol=1e-6)
 
 
 def test_explicit_mode_joins_flag_and_norm_in_one_all_reduce():

@@ -7,16 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, collectives, varying
+from helpers import (
+    EXPLICIT,
+    ONE_AXIS,
+    TWO_AXES,
+    assert_bitwise_equal,
+    collectives,
+    on_each_device,
+    varying,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 
-ONE_AXIS = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-TWO_AXES = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Auto,) * 2)
-EXPLICIT = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
 LOSS_SCALE = jmp_scale.DynamicLossScale(2.0**10)
 COMPILATIONS = []
 
@@ -148,13 +153,6 @@ MODES = {
     "jit data-parallel, Explicit": lambda: jitted(EXPLICIT, P()),
     "jit FSDP, Explicit": lambda: jitted(EXPLICIT, P("i"), gathered_loss_fn),
 }
-
-
-def on_each_device(x):
-    """The values that the devices hold of what should be equal."""
-    return np.concatenate(
-        [np.asarray(shard.data).reshape(-1) for shard in x.addressable_shards]
-    ).tolist()
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal
+from helpers import ONE_AXIS, assert_bitwise_equal
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
@@ -216,13 +216,12 @@ def expected_step(applied, grads, state):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_of_a_state_skip_as_a_whole(check_vma):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {"m": PartitionSpec("x"), "count": PartitionSpec()}
+    specs = {"m": PartitionSpec("i"), "count": PartitionSpec()}
     sharded = jax.shard_map(
         step_of_average,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("x"), specs),
-        out_specs=(PartitionSpec("x"), specs),
+        mesh=ONE_AXIS,
+        in_specs=(PartitionSpec(), PartitionSpec("i"), specs),
+        out_specs=(PartitionSpec("i"), specs),
         check_vma=check_vma,
     )
     for applied in (True, False):

@@ -6,7 +6,6 @@ What is asserted holds by a wide margin: CPUs round float16 at different places.
 import importlib
 
 import jax
-import numpy as np
 import pytest
 from test_examples import EXAMPLES, columns, processes
 
@@ -14,11 +13,6 @@ import jmp_scale
 from jmp_scale import diagnostics
 
 DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of 2^40")
-MISMATCHES = [
-    ("float32", 0, 1e-5),
-    ("float16", 1e-5, 5e-3),
-    ("bfloat16", 1e-4, 5e-2),
-]
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +42,9 @@ def test_a_differential_equation_needs_loss_scaling_in_float16(table):
     for name in ("float16, dynamic", "float16, cap of 2^40"):
         assert median[name] < 2 * median["float32"]
         assert median[name] < median["float16"] / 2
-    last = {name: int(cells[3].removeprefix("2^")) for name, cells in rows.items()}
-    assert last["float16, dynamic"] == 24
-    assert last["float16, cap of 2^40"] > 24
-
-
-@pytest.mark.slow
-def test_each_way_of_solving_a_differential_equation_is_a_row(table):
-    rows = table("pinn.py", "--steps", 40, "--seeds", 1)
-    assert set(rows) == set(DTYPES)
-    assert [cells[3:] for cells in rows.values()][:3] == [["2^0", "0"]] * 3
-    # S doubles every second step: 20 times from 2^15, up to the cap.
+    assert [rows[name][3:] for name in DTYPES[:3]] == [["2^0", "0"]] * 3
     assert rows["float16, dynamic"][3:] == ["2^24", "0"]
+    assert int(rows["float16, cap of 2^40"][3].removeprefix("2^")) > 24
 
 
 def test_a_loss_scale_saves_the_gradients_of_second_derivatives(example):
@@ -107,16 +92,3 @@ def test_sampling_and_learning_differ_by_the_digits_of_the_dtype(table):
     assert mismatch["float16, dynamic"] == mismatch["float16"]
     assert 3 < mismatch["bfloat16"] / mismatch["float16"] < 20  # three bits are 8
     assert all(float(cells[1]) > 0.4 for cells in rows.values())  # 1/16 by chance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "least", "most"), MISMATCHES)
-def test_the_cached_pass_is_the_same_up_to_rounding(example, dtype, least, most):
-    transformer = example("_transformer")
-    params = transformer.init_params(0)
-    sample = jax.jit(transformer.sample, static_argnums=2)
-    read = jax.jit(transformer.read, static_argnums=2)
-    with jax.numpy_rank_promotion("allow"):
-        tokens, cached = sample(params, jax.random.key(0), dtype)
-        whole = read(params, tokens, dtype)
-    assert least <= np.abs(whole - cached).mean() < most

@@ -113,18 +113,6 @@ def test_calibration_says_so_where_no_scale_works():
     assert found.summary() == words
 
 
-def test_calibration_takes_what_jax_grad_takes():
-    def loss(x, w, power, name):
-        assert isinstance(power, int)
-        assert name == "static"
-        return (x * w["w"] ** power).sum(), {"aux": x}
-
-    args = jnp.ones(3), {"w": jnp.ones(3)}, 2, "static"
-    found = diagnostics.calibrate_loss_scale(loss, *args, argnums=1, has_aux=True)
-    assert found.paths == ("['w']",)
-    assert bool(found.finite.all())
-
-
 def test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once():
     counted, traces = count_traces(forgetful)
     xs = jnp.float32([[1, 1, 1], [2.0**-10, 1, 0]])

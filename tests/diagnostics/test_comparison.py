@@ -3,13 +3,12 @@
 import functools
 
 import equinox as eqx
-import flax.linen as nn
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from losses import forgetful, squared_distances
+from losses import forgetful
 
 import jmp_scale.nnx
 from jmp_scale.diagnostics import compare_gradients
@@ -68,7 +67,9 @@ def test_a_float16_gradient_is_judged_as_it_is_trained():
     lost = compare_gradients(forgetful, full, x, x, loss_scale=1)
     assert (lost.error, lost.leaves[0].lost, lost.leaves[0].finite) == (1, 1, True)
     assert not lost.is_precise
-    assert "2^0" in lost.summary()
+    text = lost.summary()
+    for words in ("not precise enough", "2^0", "sensitive_products"):
+        assert words in text
 
 
 def test_the_loss_scale_is_lowered_as_a_dynamic_one_would_be():
@@ -82,17 +83,6 @@ def test_the_loss_scale_is_lowered_as_a_dynamic_one_would_be():
     found = compare_gradients(large, full, jnp.ones(3), loss_scale=fixed)
     assert (found.loss_scale, found.error) == (2**10, np.inf)
     assert "not finite, at loss scale 2^10" in found.summary()
-
-
-def test_cancelling_distances_are_not_precise_enough():
-    def kernel(z):
-        return jnp.mean(jnp.exp(-squared_distances(z, z)))
-
-    half_loss = jmp_scale.autocast(kernel, "bfloat16")
-    found = compare_gradients(half_loss, kernel, 10 + X)
-    assert found.error > 0.1
-    assert "not precise enough" in found.summary()
-    assert "sensitive_products" in found.summary()
 
 
 def test_a_forward_pass_that_is_not_finite_is_told_apart():
@@ -122,24 +112,6 @@ def test_a_gradient_that_is_rounding_alone_is_not_the_worst():
     assert text.index("['w']") < text.index("['offset']")
 
 
-def by_hand():
-    policy = jmp_scale.get_policy("params=float32,compute=float16,output=float32")
-
-    def half_loss(params, x):
-        params, x = policy.cast_to_compute((params, x))
-        return jnp.mean(policy.cast_to_output(jnp.tanh(x @ params["w"])) ** 2)
-
-    return half_loss, loss, PARAMS, {}
-
-
-def linen():
-    def of(dtype):
-        model = nn.Dense(4, dtype=dtype)
-        return lambda v, x: jnp.mean(model.apply(v, x).astype(jnp.float32) ** 2)
-
-    return of(jnp.float16), of(None), nn.Dense(4).init(jax.random.key(0), X), {}
-
-
 def equinox():
     model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
     plain = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
@@ -156,8 +128,8 @@ def flax_nnx():
     return jmp_scale.nnx.autocast(plain, "float16"), plain, model, how
 
 
-@pytest.mark.parametrize("case", [by_hand, linen, equinox, flax_nnx])
-def test_casts_of_every_kind_are_compared(case):
+@pytest.mark.parametrize("case", [equinox, flax_nnx])
+def test_models_are_compared(case):
     half_loss, plain, model, how = case()
     found = compare_gradients(half_loss, plain, model, X, **how)
     assert 0 < found.error < 0.01

@@ -90,8 +90,7 @@ def test_the_first_usable_loss_and_norm_stay():
 
 
 def test_the_limits_of_a_guard_are_recorded():
-    means = {"loss_mean": 2, "loss_deviation": 0.5, "norm_mean": 3, "norm_deviation": 1}
-    guard = guard_of(**means)
+    guard = guard_of(loss_mean=2, loss_deviation=0.5, norm_mean=3, norm_deviation=1)
     arrays = LossScaleHistory.create(2).push(state(guard=guard), state()).to_dict()
     assert arrays["loss_limit"].tolist() == [float(guard.loss_limit)]
     assert arrays["norm_limit"].tolist() == [float(guard.norm_limit)]

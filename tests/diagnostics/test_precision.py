@@ -4,7 +4,6 @@ import functools
 
 import equinox as eqx
 import equinox.internal as equinox_internal
-import haiku as hk
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -432,19 +431,6 @@ def test_findings_stand_in_the_order_of_the_program():
         ("half-constant", 3, False),
         ("half-square", 4, False),
     ]
-
-
-def test_haiku_layers_are_named_by_the_line_that_calls_them():
-    def network(x):
-        return hk.LayerNorm(-1, True, True)(x)  # !half-square
-
-    def with_haiku(params, x):
-        params, x = jmp_scale.Policy(F32, F16, F32).cast_to_compute((params, x))
-        return jnp.mean(model.apply(params, None, x).astype(F32))
-
-    model = hk.transform(network)
-    params = jax.eval_shape(model.init, jax.random.key(0), X)
-    assert_finds([network], with_haiku, params, X)
 
 
 def test_a_loss_in_a_library_is_named_by_the_line_of_the_report():

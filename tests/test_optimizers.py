@@ -17,7 +17,7 @@ from helpers import assert_bitwise_equal, count_traces
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, _skip
+from jmp_scale import DynamicLossScale, StaticLossScale, _skip
 
 NAN, INF = jnp.nan, jnp.inf
 POISONS = (
@@ -200,6 +200,19 @@ def test_accumulation_outside_never_recovers_from_one_infinite_micro_batch():
     assert int(history[-1][1].inner_opt_state.skipped) == 5
 
 
+def test_gradients_accumulated_under_different_scales_average_correctly():
+    """Sums of scaled gradients while S changes give .75 or 1.5 (neural_sp#136)."""
+    tx = jmp_scale.with_loss_scale(
+        accumulated(optax.sgd(1.0)), DynamicLossScale(8.0, period=1)
+    )
+    state = tx.init(jnp.float32(0.0))
+    for s in (8, 16):
+        assert state.loss_scale.loss_scale == s
+        grads = jmp_scale.grad(lambda w: w, state.loss_scale)(jnp.float32(0.0))
+        updates, state = tx.update(grads, state, jnp.float32(0.0))
+    assert float(updates) == -1.0
+
+
 def test_a_nan_in_the_gradient_of_a_frozen_parameter_skips_the_step_all_the_same():
     # What may be ignored only the loss knows: `jax.lax.stop_gradient` makes it zero.
     ((_, state),) = run(dynamic(OPTIMIZERS["freeze"]), POISONS[:1], PARAMS)
@@ -240,3 +253,21 @@ def test_a_step_without_gradients_is_applied():
     ((params, state),) = run(dynamic(optax.adam(1e-3), period=1), [{}], {})
     assert params == {}
     assert (state.skipped, state.loss_scale.loss_scale) == (0, 2.0**11)
+
+
+def test_clipping_inside_sees_the_true_gradient_and_outside_would_hide_an_overflow():
+    true = {"w": jnp.float32([3.0, 4.0])}
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    grads = jmp_scale.grad(lambda w: (w["w"] * true["w"]).sum(), StaticLossScale(2**15))
+    ((params, _),) = run(dynamic(clipped), [grads(W)])
+    np.testing.assert_allclose(params["w"], W["w"] - true["w"] / 5, rtol=1e-6)
+    _, state = run(optax.chain(optax.clip(1.0), dynamic(optax.sgd(1.0))), [OVERFLOW])[0]
+    assert int(state[1].skipped) == 0
+
+
+def test_finiteness_is_that_of_unscaled_gradients():
+    """torch checks scaled gradients: 2e-39 is finite, and unscaled it steps to -inf."""
+    with pytest.raises(ValueError, match="expected loss_scale to be"):
+        StaticLossScale(1e-39)
+    smallest = StaticLossScale(2.0**-126)
+    assert not jmp_scale.all_finite(smallest.unscale(jnp.float32(1e10)))

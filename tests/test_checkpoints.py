@@ -1,6 +1,7 @@
 """What goes to disk comes back: S and counter by name, configuration from the code."""
 
 import dataclasses
+import pickle
 
 import flax.serialization
 import jax
@@ -71,10 +72,16 @@ def with_flax_dicts(state, path):
     return lambda _: flax.serialization.msgpack_restore(data)
 
 
+def with_pickle(state, path):
+    data = pickle.dumps(jax.tree.leaves(state))
+    structure = jax.tree.structure
+    return lambda template: jax.tree.unflatten(structure(template), pickle.loads(data))
+
+
 GUARD = jmp_scale.SpikeGuard(warmup=7)
 
 
-@pytest.fixture(params=[with_orbax, with_orbax_v0, with_flax])
+@pytest.fixture(params=[with_orbax, with_orbax_v0, with_flax, with_pickle])
 def round_trip(request, tmp_path):
     return lambda state, target: request.param(state, tmp_path)(target)
 
@@ -126,6 +133,13 @@ def test_a_loss_scale_of_the_users_own_class_is_saved_by_flax():
     assert float(restored.loss_scale) == 8.0
 
 
+def test_orbax_names_the_leaves_on_disk(tmp_path):
+    ocp.save(tmp_path / "checkpoint", make_state())
+    on_disk = ocp.metadata(tmp_path / "checkpoint").metadata["opt_state"]["loss_scale"]
+    names = {name for name, leaf in on_disk.items() if leaf is not None}
+    assert names == {"loss_scale", "counter"}
+
+
 @pytest.mark.parametrize(
     "state_dict",
     [
@@ -142,11 +156,29 @@ def test_a_foreign_or_truncated_state_dict_is_a_clear_error(state_dict):
         flax.serialization.from_state_dict(jmp_scale.DynamicLossScale(), state_dict)
 
 
-def test_an_exported_program_takes_and_returns_the_state_of_an_optimizer():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), advanced(7), guard=GUARD)
-    state = tx.init(PARAMS)._replace(inner_state=None)
-    data = jax.export.export(jax.jit(lambda state: state))(state).serialize()
-    assert_bitwise_equal(jax.export.deserialize(data).call(state), state)
+def test_an_exported_train_step_survives_serialization():
+    loss_scale = jmp_scale.DynamicLossScale(2.0**10, period=2, max_loss_scale=2.0**20)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
+
+    def train_step(params, opt_state):
+        def loss_fn(params):
+            return (params["w"] ** 2).sum() + params["b"]
+
+        loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    jax.export.register_namedtuple_serialization(
+        optax.EmptyState, serialized_name="test.EmptyState"
+    )
+    train_step = jax.jit(train_step)
+    arguments = (PARAMS, tx.init(PARAMS))
+    data = jax.export.export(train_step)(*arguments).serialize()
+    exported = jax.export.deserialize(data)
+    results = exported.call(*exported.call(*arguments))
+    assert_bitwise_equal(results, train_step(*train_step(*arguments)))
+    assert results[1].loss_scale.max_loss_scale == 2.0**20
+    assert float(results[1].loss_scale.loss_scale) == 2.0**11
 
 
 def files(path):
@@ -243,6 +275,16 @@ def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
     saved = (old_state() if is_older else make_state()).replace(params=params)
     with pytest.raises(ValueError, match=f"(?s){restore.__name__}.*{message}"):
         restore(lambda _: saved, make_state(guard=GUARD))
+
+
+def test_a_damaged_orbax_checkpoint_is_an_error_and_stays_as_it_is(tmp_path):
+    load = with_orbax(old_state(), tmp_path)
+    for path in (tmp_path / "checkpoint" / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=r"(?s)."):
+        restore_without_loss_scale(load, make_state())
+    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])

@@ -1,4 +1,4 @@
-"""Several optimizers: one loss scale for all (PyTorch), or one for each."""
+"""Several losses: a loss scale for each (Apex), or one for all optimizers (PyTorch)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,50 @@ import pytest
 from helpers import reference_rule
 
 import jmp_scale
-from jmp_scale import DynamicLossScale
+from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
+RULE = {"period": 2, "hysteresis": 2}
 FLAGS = np.random.RandomState(0).rand(40, 2) > 0.3
+
+
+def map_over(verb, loss_scales, *trees):
+    return jax.tree.map(
+        verb, loss_scales, *trees, is_leaf=lambda x: isinstance(x, jmp_scale.LossScale)
+    )
+
+
+def gradient(finite):
+    """A gradient of 1, or of infinity."""
+    return jnp.where(finite, 1.0, jnp.inf)
+
+
+def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
+    loss_scales = [DynamicLossScale(8.0), StaticLossScale(2.0), NoOpLossScale()]
+    loss_scales = dict(zip("abc", loss_scales, strict=True))
+    losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
+    scaled = map_over(jmp_scale.scale, loss_scales, losses)
+    assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
+    assert map_over(jmp_scale.unscale, loss_scales, scaled) == losses
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
+    def adjust_all(loss_scales, finite):
+        return map_over(jmp_scale.adjust, loss_scales, finite)
+
+    adjust_all = jax.jit(adjust_all) if compiled else adjust_all
+    loss_scales = {
+        "a": DynamicLossScale(2.0**10, **RULE),
+        "b": DynamicLossScale(2.0**5, period=3),
+    }
+    history = []
+    for a, b in FLAGS:
+        loss_scales = adjust_all(loss_scales, {"a": a, "b": b})
+        history.append([float(loss_scales[name].loss_scale) for name in "ab"])
+    expected_a = [s for s, *_ in reference_rule(FLAGS[:, 0], 2.0**10, **RULE)]
+    expected_b = [s for s, *_ in reference_rule(FLAGS[:, 1], 2.0**5, period=3)]
+    assert history == list(map(list, zip(expected_a, expected_b, strict=True)))
+    assert len({a / b for a, b in history}) > 1
 
 
 def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both():
@@ -18,7 +59,7 @@ def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both(
 
     @jax.jit
     def train_step(params, states, loss_scale, finite):
-        grads = [jnp.where(is_finite, 1.0, jnp.inf) for is_finite in finite]
+        grads = map(gradient, finite)
         updates, states = zip(*map(tx.update, grads, states, params), strict=True)
         params = [*map(optax.apply_updates, params, updates)]
         both_finite = states[0].grads_finite & states[1].grads_finite
@@ -29,6 +70,7 @@ def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both(
     loss_scale = DynamicLossScale(2.0**10, period=2)
     history = []
     for finite in FLAGS:
+        finite = list(finite)
         params, states, loss_scale = train_step(params, states, loss_scale, finite)
         history.append(float(loss_scale.loss_scale))
     rule = reference_rule(FLAGS.all(axis=1), 2.0**10, period=2)

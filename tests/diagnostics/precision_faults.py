@@ -10,9 +10,11 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+EPSILON = 1e-8
 LEAST = float(jnp.finfo(F32).min)
 
 # Faults of one line, by the dtype of the vector that they take.
@@ -28,8 +30,10 @@ OF_FLOAT16 = {
     "cube": lambda h: h**3,  # !half-square
     "norm": lambda h: jnp.linalg.norm(h),  # !half-square
     "inner_product": lambda h: h @ h,  # !half-square
+    "vdot": lambda h: jnp.vdot(h, h),  # !half-square
     "square_of_absolute": lambda h: jnp.mean(jnp.abs(h) ** 2),  # !half-square
     "variance": lambda h: jnp.var(h),  # !half-square
+    "standard_deviation": lambda h: jnp.std(h),  # !half-square
     "exponential": lambda h: jnp.exp(h),  # !half-exp
     "power": lambda h: jnp.abs(h) ** 0.7,  # !half-exp
     "logsumexp": lambda h: jax.nn.logsumexp(h),  # !half-exp
@@ -37,12 +41,16 @@ OF_FLOAT16 = {
     "logaddexp": lambda h: jnp.logaddexp(h, F16(0)),  # !half-exp
     "exp2": lambda h: jnp.exp2(h),  # !half-exp
     "logarithm": lambda h: jnp.log(jnp.abs(h) + 1),  # !half-exp
+    "power_function": lambda h: jnp.power(jnp.abs(h) + 1, h),  # !half-exp
     "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
+    "least_float32": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
     "lost_floor": lambda h: jnp.where(h > 0, h, 1e-8),  # !half-constant
     "lost_clip": lambda h: jnp.clip(h, 1e-8, 1.0),  # !half-constant
+    "large_clip": lambda h: jnp.clip(h, -1e5, 1e5),  # !half-constant
     "large_factor": lambda h: h * 1e5,  # !half-constant
     "division_by_a_tiny_constant": lambda h: h / 1e-8,  # !half-constant
     "epsilon_in_a_division": lambda h: h / (jnp.sum(h) + 1e-8),  # !half-division
+    "epsilon_in_a_reciprocal": lambda h: 1 / (jnp.abs(h) + 1e-12),  # !half-division
     "epsilon_in_rsqrt": lambda h: lax.rsqrt(jnp.abs(h) + 1e-8),  # !half-division
     "epsilon_in_a_root_alone": lambda h: jnp.sqrt(jnp.abs(h) + 1e-12),  # !half-division
     "epsilon_in_maximum": lambda h: h / jnp.maximum(jnp.abs(h), 1e-8),  # !half-division
@@ -71,10 +79,25 @@ def cumulative_sum_cast_back(x):
     return wide.astype(F16)[-1]  # !half-sum
 
 
+def reversed_cumulative_sum_cast_back(x):
+    wide = lax.cumsum(jnp.tile(x, 100), reverse=True)
+    return wide.astype(F16)[0]  # !half-sum
+
+
+def sum_cast_back(x):
+    wide = jnp.sum(jnp.tile(x, 100))
+    return jnp.sin(wide.astype(F16))  # !half-sum
+
+
 def sum_over_a_window(x: F16):
     h = jnp.tile(x, 128)
     zero = np.float16(0)
     return lax.reduce_window(h, zero, lax.add, (8192,), (1,), "VALID")  # !half-sum
+
+
+def sum_with_a_mask(x: F16):
+    h = jnp.tile(x, 100)
+    return jnp.sum(h, where=h > 0)  # !half-sum
 
 
 def segment_sum(x: F16):
@@ -86,6 +109,16 @@ def gradient_of_a_broadcast_bias(x):
     return jnp.ones((8192, 2), F16) + bias  # !half-sum
 
 
+def gradient_of_a_long_broadcast_bias(x):
+    bias = x[:2].astype(F16)
+    return jnp.zeros((131_072, 2), F16) + bias  # !half-sum:error
+
+
+def gradient_of_a_factor(x):
+    rows = jnp.ones((8192, 2), F16)
+    return rows * x[:2].astype(F16)  # !half-sum
+
+
 def power_beyond_the_range_of_python_s_numbers(x: F16):
     h = jnp.clip(x, 1, 6e4)
     return h**65  # !half-square
@@ -94,6 +127,17 @@ def power_beyond_the_range_of_python_s_numbers(x: F16):
 def inner_products(x: F16):
     h = x.reshape(8, 8)
     return jnp.einsum("ij,ij->i", h, h)  # !half-square
+
+
+def squared_error(h: F16):
+    error = h - jnp.mean(h)
+    return jnp.mean(error * error)  # !half-square
+
+
+def cross_entropy_of_a_library(x: F16):
+    logits, labels = x.reshape(8, 8), jnp.zeros(8, int)
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return cross_entropy(logits, labels)  # !half-exp
 
 
 def mask_times_constant(h: F16):
@@ -132,6 +176,17 @@ def mask_by_array_cast(h: F16):
     floor = jnp.array(-1e9)
     floor = floor.astype(h.dtype)  # !half-constant
     return jnp.where(h > 0, h, floor)
+
+
+def mask_cast_by_numpy(x: F16):
+    mask = np.where(np.tril(np.ones((64, 64))), 0, -1e9)
+    bias = mask.astype(np.float16)  # !half-constant
+    return x + bias
+
+
+def epsilon_by_name(h: F16):
+    total = jnp.sum(jnp.abs(h)) + EPSILON
+    return h / total  # !half-division
 
 
 def epsilon_before_the_divisor(h: F16):
@@ -186,6 +241,11 @@ def integers_by_iota(x):
     return jnp.sin(position.astype(F16))  # !half-integers
 
 
+def integers_by_promotion(x):
+    position = jnp.arange(3000)
+    return lax.stop_gradient(x[:1].astype(F16)) * position  # !half-integers
+
+
 def integers_shifted(x):
     position = 2 * jnp.arange(1500) + 7
     return jnp.sin(position.astype(F16))  # !half-integers
@@ -213,6 +273,10 @@ def running_sum(x: F16):
         return total + row, None  # !half-carry
 
     return lax.scan(body, jnp.zeros((), F16), x)[0]
+
+
+def running_sum_in_fori(h: F16):
+    return lax.fori_loop(0, 64, lambda i, t: t + h[i], F16(0))  # !half-carry
 
 
 def running_sum_in_while(x):
@@ -253,6 +317,11 @@ def masked_running_sum(x: F16):
         return jnp.where(row > 0, total + row, total), None  # !half-carry
 
     return lax.scan(body, jnp.zeros((), F16), x)[0]
+
+
+def round_trip_on_two_lines(x):
+    h = x.astype(BF16)
+    return h.astype(F32)  # !round-trip
 
 
 def round_trip_by_lax(x):

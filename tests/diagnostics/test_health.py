@@ -16,8 +16,6 @@ pytestmark = pytest.mark.strict_promotion
 def test_nothing_is_said_when_all_is_well():
     assert diagnostics.health(state()) == []
     assert diagnostics.health(state(skipped=7)) == []
-    assert diagnostics.health(state(DYNAMIC(2.0**23))) == []  # the cap is 2^24
-    assert diagnostics.health(state(DYNAMIC(2.0**24), skipped=1)) == []
     assert diagnostics.health(state(jmp_scale.NoOpLossScale())) == []
     assert diagnostics.health(state(), recorded([1] * 50)) == []
     after_warm_up = recorded([0, 0, *[1] * 50])
@@ -77,6 +75,10 @@ FINDINGS = {
         state(STATIC(8), 1, 1),
     ),
     "below 1": ("2^-2, below 1", state(DYNAMIC(0.25, min_loss_scale=0))),
+    "float16": (
+        ".inner_state['mu'] is float16",
+        state(inner={"mu": jnp.ones(2, jnp.float16)}),
+    ),
     "loss, counted": (
         "stays at 2^3: the loss itself is not finite",
         state(STATIC(8), 2, 2, **TWO_LOSSES),
@@ -199,11 +201,6 @@ def test_overflows_and_spikes_that_may_overflow_are_judged_apart():
     assert len(found) == 2
     assert "as spikes (1.0%; steps 120, 130)" in found[0]
     assert "2 of the last 200 steps were skipped (1.0%): normal" in found[1]
-    until_the_spike = {name: flag[:131] for name, flag in flags.items()}
-    last = spiked(1, 2)._replace(grads_finite=jnp.array(False))
-    found = diagnostics.health(last, history_of(**until_the_spike))
-    assert "last step was skipped as a spike" in found[0]
-    assert "2 of the last 131 steps were skipped (1.5%)" in found[1]
 
 
 def test_the_most_urgent_finding_comes_first():
@@ -226,6 +223,28 @@ def test_a_log_names_its_findings_for_code_that_acts_on_them():
     assert said.endswith(" [spike]")
 
 
+def test_a_run_with_a_guard_is_counted_by_cause_from_end_to_end():
+    """Of its bad batches, at steps 40 and 59, the second overflows, as step 50 does."""
+    scale, guard = jmp_scale.DynamicLossScale(2.0**10), jmp_scale.SpikeGuard(warmup=20)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), scale, guard=guard)
+    opt_state, history = tx.init(jnp.float32(0)), diagnostics.LossScaleHistory.create()
+    for step in range(60):
+        loss = jnp.float32(1e4 if step in (40, 59) else 1.0)
+        g = jnp.float32({40: 1e5, 50: jnp.inf, 59: jnp.inf}.get(step, 2.0))
+        old = opt_state
+        with jax.numpy_dtype_promotion("standard"):  # on which optimizers rely
+            _, opt_state = tx.update(g, old, value=loss)
+        history = history.push(old, opt_state, loss=loss, grads=g)
+    summary = history.summary()
+    assert (summary.spikes, summary.overflows, summary.loss_nonfinite) == (2, 1, 0)
+    recorded_limits = history.to_dict()["norm_limit"]
+    assert np.isinf(recorded_limits[:20]).all()
+    assert (recorded_limits[20:] < 10).all()
+    found = diagnostics.health(opt_state, history)
+    assert "last step was skipped as a spike" in found[0]  # and it overflows
+    assert "1 of the last 60 steps was skipped (1.7%): normal" in found[1]
+
+
 def updated(opt_state, *causes, loss_scale=None):
     """The state after steps that are fine, overflow, or have a broken loss."""
     loss_scale = loss_scale or jmp_scale.DynamicLossScale()
@@ -236,6 +255,21 @@ def updated(opt_state, *causes, loss_scale=None):
         loss = jnp.float32(jnp.nan if cause == "loss" else 1.0)
         _, opt_state = tx.update(g, opt_state, value=loss)
     return opt_state
+
+
+def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
+    log, opt_state, kinds = diagnostics.HealthLog(), None, []
+    for cause in ("overflow", "fine", "fine", "loss", "fine", "overflow"):
+        opt_state = updated(opt_state, cause)
+        log(opt_state)
+        kinds.append(set(log.kinds))
+    nothing = set()
+    loss, overflow = {"loss not finite"}, {"occasional overflow"}
+    assert kinds == [{"warm-up"}, nothing, nothing, loss, nothing, overflow]
+    # `health` has no last call, so it names no cause that the totals do not tell.
+    (said,) = diagnostics.health(opt_state)
+    assert "2 overflows, 1 broken loss in total" in said
+    assert said.endswith("[skipped step]")
 
 
 @pytest.mark.parametrize(
@@ -265,3 +299,16 @@ def test_a_log_of_a_run_that_goes_back_to_a_checkpoint_starts_from_its_totals():
     log(updated(checkpoint, "overflow", "loss", "overflow"))
     log(updated(checkpoint, "loss"))
     assert log.kinds == {"loss not finite"}
+
+
+def test_plain_gradients_under_a_wrapped_optimizer_are_noticed_at_the_cap():
+    scale = jmp_scale.DynamicLossScale(2.0**20, period=1)
+    log, opt_state, kinds = diagnostics.HealthLog(), None, []
+    for _ in range(6):
+        opt_state = updated(opt_state, "fine", loss_scale=scale)
+        log(opt_state)
+        kinds.append(set(log.kinds))
+    assert kinds == [set()] * 3 + [{"loss scale at its cap"}] * 3
+    opt_state = updated(opt_state, "overflow", "fine", loss_scale=scale)
+    assert float(opt_state.loss_scale.loss_scale) == 2.0**24
+    assert diagnostics.health(opt_state) == []  # it has overflowed

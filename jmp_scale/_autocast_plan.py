@@ -37,8 +37,8 @@ _MOST_REPEATED = 32
 class Unit:
     """Equations that run together. Equal ones, as of equal layers, are traced once."""
 
-    # An island, which may be empty, and products; one equation whose nested jaxprs hold
-    # products; what runs as traced.
+    # "half": an island, which may be empty, and products. "call": one equation whose
+    # nested jaxprs hold products. "other": what runs as it was traced.
     kind: Literal["half", "call", "other"]
     likeness: Any  # what equal units share
     # The island, or the equation. An island has these outputs: its results, then small

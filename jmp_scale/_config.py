@@ -24,29 +24,32 @@ def _keys(unused: str, same: str = "", **renamed: str) -> dict[str, str]:
     return dict.fromkeys(unused.split(), "") | {k: k for k in same.split()} | renamed
 
 
-_DEEPSPEED = _keys(
-    "enabled auto_cast fp16_master_weights_and_grads",
-    "loss_scale initial_scale_power loss_scale_window hysteresis "
-    "consecutive_hysteresis min_loss_scale",
-)
-_CEREBRAS = _keys(
-    "enabled fp16_type precision_opt_level log_loss_scale max_gradient_norm "
-    "max_gradient_value overflow_tolerance",
-    "loss_scale initial_loss_scale steps_per_increase min_loss_scale max_loss_scale",
-    loss_scaling_factor="loss_scale",
-    init_scale="initial_loss_scale",
-)
-_PYTORCH = _keys(
-    "enabled device", "init_scale growth_factor backoff_factor growth_interval"
-)
-_MEGATRON = _keys(
-    "fp16 bf16 loss_scale",
-    "hysteresis",
-    initial_loss_scale="initial_scale",
-    min_loss_scale="min_scale",
-    loss_scale_window="growth_interval",
-)
-_LARGEST_OF = {"float16": 2.0**15, "cbfloat16": 2.0**31}
+# A section is of the first framework, and preset, that has all of its keys.
+_FRAMEWORKS = {
+    "DeepSpeed": _keys(
+        "enabled auto_cast fp16_master_weights_and_grads",
+        "loss_scale initial_scale_power loss_scale_window hysteresis "
+        "consecutive_hysteresis min_loss_scale",
+    ),
+    "Cerebras": _keys(
+        "enabled fp16_type precision_opt_level log_loss_scale overflow_tolerance",
+        "loss_scale initial_loss_scale steps_per_increase min_loss_scale "
+        "max_loss_scale",
+        loss_scaling_factor="loss_scale",
+        init_scale="initial_loss_scale",
+    ),
+    "PyTorch": _keys(
+        "enabled device", "init_scale growth_factor backoff_factor growth_interval"
+    ),
+    "Megatron": _keys(
+        "fp16 bf16",
+        "loss_scale hysteresis",
+        initial_loss_scale="initial_scale",
+        min_loss_scale="min_scale",
+        loss_scale_window="growth_interval",
+    ),
+}
+_CLIPS = {"max_gradient_norm": "clip_by_global_norm", "max_gradient_value": "clip"}
 _ARGUMENTS = Arguments("get_loss_scale")
 
 
@@ -63,13 +66,15 @@ def get_loss_scale(spec: Any) -> LossScale:
     | `"bf16"`, `"fp32"`, float64 | `NoOpLossScale()`: at least the range of float32 |
     | DeepSpeed's `fp16` section | `presets.deepspeed(...)`, or static, or none |
     | a section of Cerebras' YAML | `presets.cerebras(...)`, or static, or none |
+    | arguments of PyTorch's `GradScaler` | `presets.pytorch(...)`, or none |
+    | arguments of Megatron-LM | `presets.megatron(...)`, or static, or none |
     | a loss scale | itself |
 
     Numbers may be strings everywhere: a flag is one, and YAML reads 2e15 as one. Names
-    of dtypes are as for `get_policy`; case and blanks do not matter. A section without
-    `enabled`, or Cerebras' `loss_scaling_factor`, counts as enabled and dynamic: the
-    frameworks' own defaults would silently turn loss scaling off. For the arguments of
-    PyTorch's `GradScaler` and of Megatron-LM the error says which preset to call.
+    of dtypes are as for `get_policy`; case and blanks do not matter. A section is of
+    the first framework above that has all of its keys. Without `enabled`, `fp16` or
+    Cerebras' `loss_scaling_factor` it counts as enabled and dynamic: the frameworks'
+    own defaults would silently turn loss scaling off.
 
     Args:
       spec: a string, a number, a dtype, a mapping or a loss scale.
@@ -92,7 +97,7 @@ def get_loss_scale(spec: Any) -> LossScale:
     if isinstance(spec, str):
         return _from_string(spec)
     if isinstance(spec, Mapping) and spec:  # an empty one is unknown
-        return _from_section({k: _as_number(v) for k, v in spec.items()})
+        return _from_section(spec)
     numbers = (int, float, np.generic, np.ndarray, jax.Array)
     if isinstance(spec, numbers) and not isinstance(spec, bool):
         return _static(spec)
@@ -101,14 +106,14 @@ def get_loss_scale(spec: Any) -> LossScale:
 
 def _from_string(spec: str) -> LossScale:
     kind, colon, argument = (word.strip() for word in spec.lower().partition(":"))
-    if kind in ("dynamic", "static") and colon:
-        number = _parse_number(argument, spec)
-        return DynamicLossScale(number) if kind == "dynamic" else _static(number)
     if not colon and kind in ("none", "dynamic"):
         return NoOpLossScale() if kind == "none" else DynamicLossScale()
     if not colon and kind in ("half", *name_to_dtype):
         return _from_dtype(name_to_dtype.get(kind) or half_dtype(), spec)
-    return _static(_parse_number(spec, spec))
+    number = _parse_number(argument if kind in ("dynamic", "static") else spec)
+    if number is None:
+        raise _unknown(spec)
+    return DynamicLossScale(number) if kind == "dynamic" else _static(number)
 
 
 def _from_dtype(dtype: Any, spec: Any) -> LossScale:
@@ -123,77 +128,61 @@ def _static(value: Any) -> StaticLossScale:
     return StaticLossScale(static_loss_scale(_ARGUMENTS, value))
 
 
-def _parse_number(text: str, spec: str) -> float:
+def _parse_number(text: str) -> float | None:
     power = _POWER.fullmatch(text)
     try:
         # math.pow, because `9**999999999` as an integer would take all memory.
         return math.pow(int(power[1]), int(power[2])) if power else float(text)
-    except (ValueError, OverflowError) as error:
-        raise _unknown(spec) from error
+    except (ValueError, OverflowError):
+        return None
 
 
 def _as_number(value: Any) -> Any:
     """A number that is written as a string; anything else unchanged."""
-    with contextlib.suppress(ValueError):
-        return _parse_number(value, value) if isinstance(value, str) else value
-    return value
+    number = _parse_number(value) if isinstance(value, str) else None
+    return value if number is None else number
 
 
 def _unknown(spec: Any) -> ValueError:
     return ValueError(
         f'get_loss_scale: unknown loss scale {spec!r}; known are "none"; "dynamic" or '
         '"dynamic:2**16"; a number, "1024" or "static:2**10"; a dtype or its name '
-        '("half", "fp16", "bf16", "fp32", ...); a section of DeepSpeed\'s or '
-        "Cerebras' configuration; a loss scale"
+        '("half", "fp16", "bf16", "fp32", ...); a section of configuration '
+        "of DeepSpeed, Cerebras, PyTorch or Megatron-LM; a loss scale"
     )
 
 
 def _from_section(section: Mapping[str, Any]) -> LossScale:
     """The loss scale of a section, in which keys that are None count as missing."""
-    section = {key: value for key, value in section.items() if value is not None}
-    _require_readable(section)
-    # `loss_scale` is a key of both, but a word only for Cerebras.
-    own = section.keys() & (_CEREBRAS.keys() - _DEEPSPEED.keys())
-    if own or isinstance(section.get("loss_scale"), str):
-        return _from_cerebras(section)
-    given = _given(section, "DeepSpeed's fp16", _DEEPSPEED)
-    if not section.get("enabled", True):
-        return NoOpLossScale()
-    constant = given.pop("loss_scale", 0)
-    if _ARGUMENTS.number("loss_scale", constant) != 0:  # 0 means dynamic
-        return _static(constant)
-    return presets.deepspeed(**given)
-
-
-def _from_cerebras(section: Mapping[str, Any]) -> LossScale:
-    given = _given(section, "Cerebras'", _CEREBRAS)
-    half = section.get("fp16_type", "float16")
-    _ARGUMENTS.word("fp16_type", half, (*_LARGEST_OF, "bfloat16"))
-    clips = {"max_gradient_norm": "clip_by_global_norm", "max_gradient_value": "clip"}
-    for key in clips.keys() & section.keys():
-        message = _ARGUMENTS.message(key, "missing", section[key])
-        chain = f"optax.chain(optax.{clips[key]}({section[key]!r}), tx)"
-        cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"
-        raise ValueError(f"{message}; {cure}")
-    if not section.get("enabled", True) or half == "bfloat16":
+    section = {k: _as_number(x) for k, x in section.items() if x is not None}
+    _refuse_unreadable(section)
+    framework = _framework_of(section)
+    known, given = _FRAMEWORKS[framework], {}
+    for key, value in section.items():
+        argument = known[key]
+        if argument in given:
+            keys = " or ".join(other for other in known if known[other] == argument)
+            raise ValueError(_ARGUMENTS.message(keys, "given only once", section))
+        if argument:
+            given[argument] = value
+    if not _is_float16(section):
         return NoOpLossScale()
     tolerance = section.get("overflow_tolerance", 0)
     require_no_tolerance(_ARGUMENTS, "overflow_tolerance", tolerance)
-    constant = given.pop("loss_scale", "dynamic")
-    if constant == "dynamic":
-        given.setdefault("max_loss_scale", _LARGEST_OF[half])
-        return presets.cerebras(**given)
-    allowed = '"dynamic" or the number of a constant loss scale, such as 1024'
-    key = "loss_scale" if "loss_scale" in section else "loss_scaling_factor"
-    _ARGUMENTS.require(not isinstance(constant, str), key, constant, allowed)
+    dynamic = "dynamic" if framework == "Cerebras" else 0
+    constant = given.pop("loss_scale", dynamic)
+    if constant == dynamic:
+        if section.get("fp16_type") == "cbfloat16":
+            given.setdefault("max_loss_scale", 2.0**31)
+        return getattr(presets, framework.lower())(**given)
+    allowed, is_word = f"{dynamic!r} or a number", isinstance(constant, str)
+    _ARGUMENTS.require(not is_word, "loss_scale", constant, allowed)
     return _static(constant)
 
 
-def _require_readable(section: Mapping[str, Any]) -> None:
-    """Raises for sections that are not read, and says first what to write instead."""
-    keys, cure = section.keys(), None
-    enabled, not_deepspeed = section.get("enabled", True), keys - _DEEPSPEED.keys()
-    if "auto" in [value for value in section.values() if isinstance(value, str)]:
+def _refuse_unreadable(section: Mapping[str, Any]) -> None:
+    cure = None
+    if "auto" in section.values():
         cure = (
             'replace "auto" by what your trainer sets (for dynamic "enabled": True, '
             '"loss_scale": 0)'
@@ -202,41 +191,40 @@ def _require_readable(section: Mapping[str, Any]) -> None:
         cure = "pass the section config['fp16']"
     elif isinstance(section.get("bf16"), Mapping):
         cure = "bfloat16 needs no loss scale: write jmp_scale.NoOpLossScale()"
-    elif keys <= _PYTORCH.keys() and not_deepspeed:
-        cure = f"for a GradScaler write {_call('pytorch', section, _PYTORCH, enabled)}"
-        if keys <= _CEREBRAS.keys():  # `init_scale` alone
-            call = _call("cerebras", section, _CEREBRAS, enabled)
-            cure = f"for Cerebras use {call}, {cure}"
-    elif keys <= _MEGATRON.keys() and not_deepspeed and keys - _CEREBRAS.keys():
-        fp16 = section.get("fp16", not section.get("bf16"))
-        cure = f"for Megatron write {_call('megatron', section, _MEGATRON, fp16)}"
+    for key in _CLIPS.keys() & section.keys():
+        chain = f"optax.chain(optax.{_CLIPS[key]}({section[key]!r}), tx)"
+        cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"
     if cure is not None:
         raise ValueError(f"get_loss_scale: {cure}; got {section!r}")
-    _ARGUMENTS.require(isinstance(enabled, bool), "enabled", enabled, "True or False")
 
 
-def _call(preset: str, section: Any, known: Mapping[str, str], enabled: Any) -> str:
-    """The code that makes the loss scale of a section."""
-    if not enabled:
-        return "jmp_scale.NoOpLossScale()"
-    if section.get("loss_scale"):
-        return f"jmp_scale.StaticLossScale({section['loss_scale']!r})"
-    given = _given(section, preset, known).items()
-    return f"jmp_scale.presets.{preset}({', '.join(f'{k}={x!r}' for k, x in given)})"
+def _framework_of(section: Mapping[str, Any]) -> str:
+    keys = section.keys()
+    fitting = [name for name, known in _FRAMEWORKS.items() if keys <= known.keys()]
+    if not fitting:
+        closest = max(_FRAMEWORKS, key=lambda name: len(keys & _FRAMEWORKS[name]))
+        known = _FRAMEWORKS[closest]
+        raise ValueError(
+            f"get_loss_scale: expected keys of {closest}, got "
+            f"{[key for key in keys if key not in known]}; known are {', '.join(known)}"
+        )
+    if "init_scale" in keys and len(fitting) > 1:
+        s = section["init_scale"]
+        raise ValueError(
+            f"get_loss_scale: for Cerebras use jmp_scale.presets.cerebras({s!r}), for "
+            f"a GradScaler write jmp_scale.presets.pytorch({s!r}); got {section!r}"
+        )
+    # `loss_scale` is a key of several, but a word only for Cerebras.
+    is_word = isinstance(section.get("loss_scale"), str)
+    return "Cerebras" if is_word and "Cerebras" in fitting else fitting[0]
 
 
-def _given(section: Any, framework: str, known: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of its preset that a section gives."""
-    given: dict[str, Any] = {}
-    for key, value in section.items():
-        if key not in known:
-            raise ValueError(
-                f"get_loss_scale: expected a section of {framework} configuration, got "
-                f"the unknown key {key!r}; known are {', '.join(known)}"
-            )
-        if known[key] in given:
-            keys = " or ".join(other for other in known if known[other] == known[key])
-            raise ValueError(_ARGUMENTS.message(keys, "given only once", section))
-        if known[key]:
-            given[known[key]] = value
-    return given
+def _is_float16(section: Mapping[str, Any]) -> bool:
+    """Whether a section trains in float16, which alone needs a loss scale."""
+    for key in ("enabled", "fp16", "bf16"):
+        value = section.get(key, True)
+        _ARGUMENTS.require(isinstance(value, bool), key, value, "True or False")
+    halves = ("float16", "cbfloat16", "bfloat16")
+    half = _ARGUMENTS.word("fp16_type", section.get("fp16_type", "float16"), halves)
+    fp16 = section.get("fp16", not section.get("bf16"))
+    return section.get("enabled", True) and fp16 and half != "bfloat16"

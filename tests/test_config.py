@@ -136,10 +136,24 @@ def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"initial_scale_pwer": 4, "hysteresis": 2}, "'initial_scale_pwer'; known"),
-        ({"enabled": True, "growth": 2}, "fp16 .*'growth'; known are .*hysteresis"),
-        (DYNAMIC | {"scale": 2}, "'scale'; known are .*max_loss"),
-        ({"steps_per_increase": 3, "hysteresis": 2}, "Cerebras' .*'hysteresis'; known"),
+        (
+            {"initial_scale_pwer": 4, "hysteresis": 2},
+            r"\['initial_scale_pwer'\]; known",
+        ),
+        (
+            {"enabled": True, "growth": 2},
+            r"DeepSpeed, got \['growth'\]; known are .*hyst",
+        ),
+        (DYNAMIC | {"scale": 2}, r"Cerebras, .* \['scale'\]; known are .*max_loss"),
+        (
+            {"steps_per_increase": 3, "hysteresis": 2},
+            "got .*'steps_per_increase'.*; know",
+        ),
+        (
+            {"growth_interval": 3, "scale": 8.0},
+            r"PyTorch, .*\['scale'\]; known are .*gr",
+        ),
+        ({"fp16": True, "bf16": 1}, "expected bf16 to be True or False, got 1"),
         ({"enabled": "yes"}, "expected enabled to be True or False, got 'yes'"),
         ({"enabled": True, "loss_scale": -2}, "expected loss_scale to be a finite"),
         ({"enabled": True, "hysteresis": 0}, "presets.deepspeed: expected hysteresis"),
@@ -163,23 +177,22 @@ MEGATRON = {"initial_loss_scale": 2**32, "loss_scale_window": 500, "hysteresis":
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"init_scale": 65536.0}, presets.pytorch(65536.0)),
+        ({"growth_interval": 10}, presets.pytorch(growth_interval=10)),
+        ({"init_scale": "2**9", "device": "cuda"}, presets.pytorch(512)),
         (GRAD_SCALER | {"enabled": True}, presets.pytorch(2.0**14, 4, 0.5, 10)),
         (GRAD_SCALER | {"enabled": False}, NoOpLossScale()),
         (MEGATRON, presets.megatron(growth_interval=500, hysteresis=3)),
         (
-            MEGATRON | {"fp16": True, "min_loss_scale": 2},
+            MEGATRON | {"fp16": True, "min_loss_scale": 2, "loss_scale": None},
             presets.megatron(min_scale=2, growth_interval=500, hysteresis=3),
         ),
         (MEGATRON | {"fp16": True, "loss_scale": 128}, StaticLossScale(128)),
         (MEGATRON | {"bf16": True}, NoOpLossScale()),
+        (MEGATRON | {"fp16": False}, NoOpLossScale()),
     ],
 )
-def test_the_section_of_another_framework_names_the_call_that_works(section, expected):
-    with pytest.raises(ValueError, match=r"^get_loss_scale: for .* write ") as error:
-        get_loss_scale(section)
-    (cure,) = re.findall(r" write (.*?); got", str(error.value))
-    assert_bitwise_equal(eval(cure, {"jmp_scale": jmp_scale}), expected)
+def test_a_section_of_pytorch_or_megatron_is_its_preset(section, expected):
+    assert_bitwise_equal(get_loss_scale(types.MappingProxyType(section)), expected)
 
 
 @pytest.mark.parametrize("s", [1024.0, 65536.0])

@@ -21,6 +21,7 @@ from ._spike_guard import SpikeGuard
 from ._state import with_arrays
 from ._transform import judge_step
 from ._tree import is_data, is_inexact, select_tree
+from ._validation import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 _AUTOCAST = "jmp_scale.nnx.autocast"  # of Flax's contexts
@@ -50,39 +51,31 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
       (4, 3)
     """
 
-    checked = _autocast(fun, dtype, **options)
+    require_function("autocast", fun)
 
-    @functools.wraps(checked)
+    @functools.wraps(fun)
+    def on_tree(tree: Any) -> tuple[Any, Any]:
+        args, kwargs = nnx.from_tree(tree, ctxtag=_AUTOCAST, is_inner=True)
+        nodes = _graph_nodes((args, kwargs))
+        out = fun(*args, **kwargs)
+        _refuse_lost_arrays(nodes)
+        return out, nnx.to_tree(nodes, ctxtag=_AUTOCAST)
+
+    half = _autocast(on_tree, dtype, **options)
+
+    @functools.wraps(half)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        nodes = {i: x for i, x in enumerate(leaves) if _is_node(x)}
-        rest = [None if i in nodes else x for i, x in enumerate(leaves)]
-
-        def pure(graph: Any, state: Any, rest: list[Any]) -> Any:
-            with nnx.merge_context(_AUTOCAST, True) as context:
-                nodes = context.merge(graph, state)
-            own = [nodes.get(i, x) for i, x in enumerate(rest)]
-            args, kwargs = jax.tree.unflatten(tree, own)
-            out = fun(*args, **kwargs)
-            with nnx.split_context(_AUTOCAST) as context:
-                written = context.split(nodes)
-            _refuse_lost_arrays(nodes, written[1])
-            return out, *written
-
         with nnx.update_context(_AUTOCAST):
-            with nnx.split_context(_AUTOCAST) as context:
-                graph, state = context.split(nodes)
-            out, *written = _autocast(pure, dtype, **options)(graph, state, rest)
-            with nnx.merge_context(_AUTOCAST, False) as context:
-                context.merge(*written)
+            out, nodes = half(nnx.to_tree((args, kwargs), ctxtag=_AUTOCAST))
+            nnx.from_tree(nodes, ctxtag=_AUTOCAST, is_inner=False)
         return out
 
     return in_half_precision  # pyright: ignore[reportReturnType]
 
 
-def _refuse_lost_arrays(nodes: Any, state: Any) -> None:
+def _refuse_lost_arrays(nodes: list[Any]) -> None:
     """Flax takes an array that is set to a plain attribute for a Python value."""
-    known = {id(x) for x in jax.tree.leaves(state)}
+    known = {id(x) for x in jax.tree.leaves(nnx.state(nodes))}
     for path, module in nnx.iter_graph(nodes):
         attributes = vars(module) if isinstance(module, nnx.Pytree) else {}
         for name, x in attributes.items():

@@ -50,7 +50,6 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
       >>> half(model, jnp.ones((4, 2))).shape
       (4, 3)
     """
-
     require_function("autocast", fun)
 
     @functools.wraps(fun)

@@ -396,6 +396,35 @@ def test_tree_mode_trains_and_puts_back_too():
     assert int(optimizer.step[...]) == 1
 
 
+@pytest.mark.skipif(
+    not hasattr(nnx, "set_graph_mode"), reason="this version of Flax has no tree mode"
+)
+def test_in_tree_mode_a_module_that_nothing_writes_to_may_be_of_an_outer_trace():
+    student, teacher = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    optimizer = Optimizer(student, optax.sgd(0.1))
+
+    @jax.jit
+    def distill(x):
+        fun = optimizer.value_and_grad(lambda a, b, x: ((a(x) - b(x)) ** 2).mean())
+        return fun(student, teacher, x)[0]
+
+    with nnx.set_graph_mode(False):
+        loss = distill(jnp.ones((3, 2)))
+    x = jnp.ones((3, 2))
+    expected = ((student(x) - teacher(x)) ** 2).mean()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_autocast_warns_once_of_a_name_that_matches_nothing():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    fun = jmp_scale.nnx.autocast(
+        lambda model, x: model(x), "float16", keep_float32=("nothing",)
+    )
+    with pytest.warns(UserWarning, match=r"names nothing .*'nothing'"):
+        fun(model, jnp.ones((3, 2)))
+    fun(model, jnp.ones((3, 2)))  # where a warning is an error
+
+
 def forward(model, optimizer, x):
     return optimizer.value_and_grad(loss_fn)(model, x)
 

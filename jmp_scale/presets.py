@@ -1,21 +1,21 @@
 """Other frameworks' loss scales, with their own argument names and defaults.
 
-A run that moves here keeps its loss scale to the step. Each function takes what that
-framework takes and returns the `DynamicLossScale` with the same S after every step.
-"After n finite steps" means that S grows on the n-th finite step in a row. In all of
-them an overflow starts the count again, also where hysteresis absorbs it.
+Each function takes what that framework takes and returns the `DynamicLossScale` with
+the same S after every step. "After n finite steps" means that S grows on the n-th
+finite step in a row. In all of them an overflow starts the count again, also where
+hysteresis absorbs it.
 
 They differ from their originals in one thing. S and 1/S are always normal float32
-numbers here: a floor, a cap or an initial S beyond [2^-126, 2^126], or a missing floor
-or cap, is that end, where S then holds. S is never 0, NaN or infinite, which most
-originals allow and which silently makes every gradient zero or NaN. S is float32 even
-where an original computes with Python numbers: the same for powers of two, and
-otherwise within 1e-5 over hundreds of steps.
+numbers here: a floor, a cap or an initial S beyond [2^-126, 2^126], or a missing (None)
+floor or cap, is that end, where S then holds. S is never 0, NaN or infinite, which most
+originals allow and which silently makes every gradient zero or NaN. S is float32 also
+where an original computes with Python numbers: the same for powers of two, otherwise
+within 1e-5 over hundreds of steps.
 
 All raise `TypeError` for an argument that is not a number, and `ValueError` for one out
 of range, under its own name. `dataclasses.replace(preset, min_loss_scale=1.0)` sets
-what a preset has no argument for. It keeps `loss_scale`, `counter` and
-`hysteresis_left`: give these too if the start changes.
+what a preset has no argument for; if the start changes, give `loss_scale`, `counter`
+and `hysteresis_left` too.
 
 Examples:
   >>> from jmp_scale import presets
@@ -31,6 +31,7 @@ Examples:
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,12 +62,10 @@ def pytorch(
 ) -> DynamicLossScale:
     """PyTorch's `torch.amp.GradScaler` (2.13).
 
-    S grows after `growth_interval` unskipped iterations, backs off at every overflow.
-
-    Trap: there is no floor. From 2^16, 166 NaN steps in a row take S to 0, and the next
-    finite step writes NaN or infinity into the parameters; here S ends at 2^-126 and
-    recovers. `ShardedGradScaler` on a CPU has no cap either. For one `GradScaler` with
-    several optimizers take one loss scale, adjusted once by all flags.
+    S grows after `growth_interval` finite steps and backs off at every overflow. With
+    several optimizers adjust one loss scale once, by all flags. Trap: there is no
+    floor. From 2^16, 166 NaN steps in a row take S to 0, and the next finite step ruins
+    the parameters; here S ends at 2^-126 and recovers.
     """
     return _dynamic("pytorch", locals())
 
@@ -79,15 +78,12 @@ def apex(
 ) -> DynamicLossScale:
     """NVIDIA Apex's `apex.amp`, dynamic (`apex/amp/scaler.py`, its last version).
 
-    S doubles after `scale_window` unskipped steps, halves at every overflow, and is
+    S doubles after `scale_window` finite steps, halves at every overflow, and is
     clamped at `max_loss_scale`, also at the start; most others skip a growth past it.
-
-    Trap: `min_loss_scale=None` means that there is no floor; S ends at 0 with a
-    ZeroDivisionError. For `amp.initialize(num_losses=n)` hold n of these in a list or
-    dictionary. The older `apex.fp16_utils.DynamicLossScaler` is
-    `fairseq(2.0**32, scale_window=1000, threshold=1.0)` here.
+    For `num_losses=n` hold n of these in a list or dictionary. The older `fp16_utils`
+    has the rule of `fairseq(2.0**32, scale_window=1000, threshold=1.0)`. Trap: without
+    `min_loss_scale` S ends at 0 there, with a ZeroDivisionError.
     """
-    min_loss_scale = 0.0 if min_loss_scale is None else min_loss_scale
     return _dynamic("apex", locals(), at_max="clamp", clamps_initial=True)
 
 
@@ -100,18 +96,16 @@ def deepspeed(
 ) -> DynamicLossScale:
     """DeepSpeed's `fp16` section of the JSON configuration (`DynamicLossScaler`).
 
-    S starts at 2^initial_scale_power, doubles after `loss_scale_window` stable steps
-    and halves at the `hysteresis`-th overflow. What was absorbed is refilled when S
-    grows, or with `consecutive_hysteresis` by every finite step; once used up, every
-    overflow halves S. The first growth after the start or an overflow is late by one
-    step, which is not counted; further growths are `loss_scale_window` steps apart.
-    `get_loss_scale` reads the section itself.
+    S starts at 2^initial_scale_power, doubles after `loss_scale_window` finite steps
+    and halves at the `hysteresis`-th overflow. From then on each overflow halves it,
+    until S grows, or with `consecutive_hysteresis` until a step is finite. The first
+    growth after the start or an overflow is one step late. `get_loss_scale` reads the
+    section itself.
 
-    Traps: `initial_scale_power` is an exponent. With 0 or 1, S starts at 1 or 2: small
-    gradients stay zero until S has grown (15,000 steps to 2^15 by default), and it
-    cannot back off. At `min_loss_scale` DeepSpeed raises by default; here S stays there
-    and `skipped_in_a_row` grows. `FP16_Optimizer` and `FP16_UnfusedOptimizer` ignore
-    hysteresis: give `hysteresis=1` for them.
+    Traps: `initial_scale_power` is an exponent: from 0, S needs 15,000 steps to 2^15,
+    in which small gradients are zero. At `min_loss_scale` DeepSpeed raises by default;
+    here S stays there and `skipped_in_a_row` grows. `FP16_Optimizer` and
+    `FP16_UnfusedOptimizer` ignore hysteresis: give `hysteresis=1` for them.
     """
     given, arguments = dict(locals()), Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", given.pop("initial_scale_power"))
@@ -133,12 +127,11 @@ def megatron(
     """Megatron-LM's `DynamicGradScaler` (`--initial-loss-scale`, ...).
 
     S grows after `growth_interval` finite steps and backs off at the `hysteresis`-th
-    overflow, with a floor of `min_scale`. Only a growth of S refills the hysteresis:
-    overflows need not be in a row to use it up, and from then on each one backs off.
+    overflow, in a row or not, and at each one after it until S grows.
 
     Traps: from 2^32 the first steps of a float16 run are skipped (17 until S is 2^16).
     A bad example that comes back before S can grow takes S down to `min_scale`, though
-    no S can help: pass `value=` against that. Without a cap S can be infinite.
+    no S can help: pass `value=` against that. Without a cap S can be infinite there.
     """
     return _dynamic("megatron", locals())
 
@@ -155,10 +148,8 @@ def colossalai(
     """ColossalAI's `DynamicGradScaler`.
 
     As `megatron`, with a lower start and optional ends: a growth past `max_scale` is
-    clamped to it. Trap: by default without floor and cap, S can reach 0 and infinity.
+    clamped to it. Trap: by default S can reach 0 and infinity there.
     """
-    min_scale = 0.0 if min_scale is None else min_scale
-    max_scale = math.inf if max_scale is None else max_scale
     return _dynamic("colossalai", locals(), at_max="clamp")
 
 
@@ -173,16 +164,15 @@ def fairseq(
     """fairseq's `DynamicLossScaler`, with the class's defaults.
 
     S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
-    it at every overflow, down to `threshold` (None: no floor). The command line starts
-    at 2^7 with a window of 2^14 / world size / update_freq.
+    it at every overflow, down to `threshold`. The command line starts at 2^7 with a
+    window of 2^14 / world size / update_freq.
 
-    Traps: at its `min_loss_scale` of 1e-4 fairseq raises FloatingPointError; here S
-    continues to the floor and `skipped_in_a_row` grows. `tolerance` > 0 (backs off
-    above that share of overflows) is refused: steps since S changed are not counted.
+    Traps: below 1e-4 fairseq raises FloatingPointError; here S continues to the floor
+    and `skipped_in_a_row` grows. `tolerance` > 0 (backs off above that share of
+    overflows) is refused: steps since S changed are not counted.
     """
     require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
     del tolerance
-    threshold = 0.0 if threshold is None else threshold
     return _dynamic("fairseq", locals())
 
 
@@ -194,14 +184,14 @@ def cerebras(
 ) -> DynamicLossScale:
     """Cerebras' `cstorch.amp.GradScaler` (2.10), `loss_scale="dynamic"`.
 
-    S doubles after `steps_per_increase` finite steps, one step late as in `flax`,
-    halves at every overflow, and is clamped to [min_loss_scale, max_loss_scale], also
-    at the start (None: at the cap). For cbfloat16 the cap is 2^31. `get_loss_scale`
-    reads its YAML. For TensorFlow's `CSDynamicLossScale` take one step less.
+    S doubles after `steps_per_increase` + 1 finite steps (in TensorFlow's
+    `CSDynamicLossScale` not + 1), halves at every overflow, and is clamped to
+    [min_loss_scale, max_loss_scale], also at the start (None: at the cap). For
+    cbfloat16 the cap is 2^31. `get_loss_scale` reads its YAML. `overflow_tolerance` is
+    refused for the reason of `fairseq`.
 
-    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Numbers
-    of that form, 2e10 and above or 2e-10 and below, are read as powers of two, with a
-    `UserWarning`. It has no `overflow_tolerance`, for the reason of `fairseq`.
+    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Such
+    numbers (>= 2e10 or <= 2e-10) are read as powers of two, with a `UserWarning`.
     """
     min_loss_scale = _meant("min_loss_scale", min_loss_scale)
     max_loss_scale = _meant("max_loss_scale", max_loss_scale)
@@ -219,9 +209,7 @@ def keras(
     """Keras 3's `keras.optimizers.LossScaleOptimizer` (3.15).
 
     S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
-
-    Trap: there is neither floor nor cap. S can reach infinity, and 0 (on the JAX
-    backend below 2^-126); then parameters become NaN.
+    Trap: S can reach 0 and infinity there, and then the parameters become NaN.
     """
     return _dynamic("keras", locals())
 
@@ -231,9 +219,8 @@ def tf_keras(
 ) -> DynamicLossScale:
     """Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
 
-    As `keras`, but with a floor of 1. Trap: with S at 1 and gradients that still
-    overflow, every step is skipped and nothing says so; here `skipped_in_a_row` of
-    `with_loss_scale` does.
+    As `keras`, with a floor of 1. Trap: with S at 1 and gradients that still overflow
+    every step is skipped silently; here `skipped_in_a_row` shows it.
     """
     return _dynamic("tf_keras", locals(), min_loss_scale=1.0)
 
@@ -262,10 +249,8 @@ def paddle(
 
     S is multiplied by `incr_ratio` after `incr_every_n_steps` finite steps and by
     `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row, a count that
-    starts again at every finite step and backoff.
-
-    Trap: there is neither floor nor cap. The static graph's kernel has a floor of 1:
-    `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
+    starts again at every finite step and backoff. The static graph has a floor of 1:
+    `dataclasses.replace(paddle(...), min_loss_scale=1.0)`. Trap: as `keras`.
     """
     return _dynamic("paddle", locals(), hysteresis_reset="finite_or_backoff")
 
@@ -276,9 +261,9 @@ def mindspore(
     """MindSpore's `mindspore.amp.DynamicLossScaler` (2.10), which has no defaults.
 
     S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
-    it at every overflow, with a floor of 1. The classes `DynamicLossScaleManager`
-    (which raises after 1000 overflows in a row) and `DynamicLossScaleUpdateCell` have
-    the same rule; in theirs S can be infinite. Trap: as `tf_keras`.
+    it at every overflow, with a floor of 1, as in `DynamicLossScaleManager` (which
+    raises after 1000 overflows in a row) and `DynamicLossScaleUpdateCell`. Traps: as
+    `tf_keras`; in the latter two S can be infinite.
     """
     return _dynamic("mindspore", locals(), min_loss_scale=1.0)
 
@@ -294,13 +279,12 @@ def flax(
 
     S is multiplied by `growth_factor` after `growth_interval` + 1 finite steps, because
     the counter is compared before it is incremented, and by `backoff_factor` at every
-    overflow, down to `minimum_scale` (None: no floor).
+    overflow, down to `minimum_scale`.
 
-    Traps: past float32's maximum Flax clamps S to 3.4e38, where 1/S is flushed to 0 and
-    with it every gradient. From the default floor it takes 141 growths back to 2^15: a
-    long stretch of NaN costs 282,141 steps. Raise `minimum_scale`, or pass `value=`.
+    Traps: S can reach 3.4e38 there, where 1/S and with it every gradient is 0. From the
+    default floor back to 2^15 S takes 282,141 steps: raise `minimum_scale`, or pass
+    `value=`.
     """
-    minimum_scale = 0.0 if minimum_scale is None else minimum_scale
     return _dynamic("flax", locals(), grows_late=True)
 
 
@@ -310,8 +294,7 @@ def jmp(
     """jmp's `DynamicLossScale` (0.0.4): this library's first five arguments.
 
     S is multiplied by `factor` after `period` finite steps and divided by it at every
-    overflow, down to `min_loss_scale`, which jmp forgets under `jit`, where it takes 1.
-    `DynamicLossScale` with a cap of 2^126.
+    overflow, down to `min_loss_scale`. Trap: under `jit` jmp forgets it and takes 1.
     """
     return _dynamic("jmp", locals())
 
@@ -324,8 +307,8 @@ def mpx(
     As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start.
 
     Traps: 65504, float16's largest, is not a power of two: from there on scaling
-    rounds. Take `jmp`, or `apex` with a cap of 2^15, for a new run. MPX unscales by the
-    adjusted S: its gradients are too small by `factor` whenever S grows, unlike here.
+    rounds; for a new run take `jmp`. MPX unscales by the adjusted S: its gradients are
+    too small by `factor` whenever S grows, unlike here.
     """
     return _dynamic(
         "mpx", locals(), max_loss_scale=65504.0, at_max="clamp", clamps_initial=True
@@ -346,10 +329,13 @@ def _dynamic(
     With `grows_late` the counter is compared with the period before it is incremented.
     """
     names = {_FIELDS.get(name, name): name for name in given}
-    # Neither floor nor cap, unless the framework has them.
-    fields = {"min_loss_scale": 0.0, "max_loss_scale": math.inf} | fixed
-    fields |= {field: given[name] for field, name in names.items()}
     arguments = Arguments(f"presets.{preset}", names)
+    # Neither floor nor cap, unless the framework has them.
+    no_ends = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}
+    fields = no_ends | fixed
+    for field, name in names.items():
+        if given[name] is not None or field not in no_ends:
+            fields[field] = given[name]
     s = arguments.number("loss_scale", fields["loss_scale"])
     floor = arguments.number("min_loss_scale", fields["min_loss_scale"])
     cap = arguments.number("max_loss_scale", fields["max_loss_scale"])
@@ -373,11 +359,10 @@ def _dynamic(
 def _meant(argument: str, value: Any) -> float:
     """The power of two that is meant by a number written as 2e15 or 2e-14."""
     number = Arguments("presets.cerebras").number(argument, value)
-    if not 0 < number < math.inf:
+    written = re.fullmatch(r"2e([+-][1-9]\d+)", f"{number:g}")
+    if written is None:
         return number
-    exponent = round(math.log10(number / 2))
-    if abs(exponent) < 10 or number != float(f"2e{exponent}"):
-        return number
+    exponent = int(written[1])
     meant = f"2e{exponent} is read as 2**{exponent}; write 2.0**{exponent}"
     _validation.warn(f"presets.cerebras: {argument} = {meant}")
     return 2.0**exponent

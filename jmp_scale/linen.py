@@ -25,16 +25,14 @@ from ._tree import OVERWRITE_WITH_GRADIENT, map_inexact, select_tree
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` with a loss scale: a skipped step leaves all as it was.
 
-    The train step of Flax's examples changes in two lines: the gradients come from
-    `state.value_and_grad`, and `apply_gradients` takes whatever else the step computed
-    (`batch_stats=`). `step` counts its calls, skipped or not, as Flax documents;
-    `state.step - state.opt_state.skipped` counts the applied steps.
+    Gradients come from `state.value_and_grad`, and `apply_gradients` takes whatever
+    else the step computed (`batch_stats=`). `step` counts its calls, as Flax documents;
+    `state.step - state.opt_state.skipped` counts the applied steps. All other fields
+    are Flax's; subclass it for more of them (`batch_stats: Any`).
 
-    All other fields are Flax's; subclass it for more of them (`batch_stats: Any`).
-
-    Flax's float8 collection `_overwrite_with_gradient` in `params` holds the next
-    values, not gradients: they are never unscaled. A skipped step keeps the old ones,
-    and a step that makes them NaN or infinite is skipped.
+    Flax's float8 collection `_overwrite_with_gradient` in `params` holds next values,
+    not gradients, and is never unscaled. A skipped step keeps the old ones, and a step
+    that makes them NaN or infinite is skipped.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -74,7 +72,7 @@ class TrainState(train_state.TrainState):
           loss_scale: the initial loss scale; default `NoOpLossScale()`.
           guard: a `SpikeGuard` skips steps whose loss or gradient norm leaps, too.
           **kwargs: the subclass's own fields. A buffer in two of them (an EMA that
-            starts as `params`) is copied: the whole state can be donated.
+            starts as `params`) is copied, for donation.
 
         Raises:
           ValueError: `loss_scale` or `guard` is given and `tx` already is
@@ -110,8 +108,7 @@ class TrainState(train_state.TrainState):
           value: the unscaled loss, as in `with_loss_scale`.
           **changes: new values of other fields (`batch_stats`, an EMA, ...), of the
             structure, shapes and dtypes of the old ones, which they keep on a skipped
-            step. Static fields (`struct.field(pytree_node=False)`) are replaced in any
-            case: a compiled step cannot choose between them.
+            step. Static fields (`struct.field(pytree_node=False)`) are always replaced.
 
         Returns:
           The next state: `step` is one more, the loss scale adjusted.

@@ -20,7 +20,7 @@ from ._loss_scale import LossScale
 from ._spike_guard import SpikeGuard
 from ._state import with_arrays
 from ._transform import judge_step
-from ._tree import is_data, is_inexact, select_tree
+from ._tree import is_data, is_inexact
 from ._validation import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,25 +90,20 @@ def _refuse_lost_arrays(nodes: list[Any]) -> None:
 class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` with a loss scale: a skipped step leaves all as it was.
 
-    The train step of Flax's examples changes in two lines: the gradients come from
-    `optimizer.value_and_grad`, and `update` is passed the loss. `step` counts applied
-    steps here.
+    Gradients come from `optimizer.value_and_grad`, and `update` is passed the loss.
+    `step` counts applied steps here.
 
-    **What the forward pass wrote** to the model (BatchNorm statistics, random streams,
-    caches) is put back by `value_and_grad` where the step will be skipped, in every
-    module that the loss function takes.
+    **What the forward pass wrote** (BatchNorm statistics, random streams, caches) is
+    put back by `value_and_grad` on a skipped step, in every module that the loss takes:
 
-    - `value_and_grad` decides as `update` will, from its own loss and gradients. With a
-      guard, pass `value` to `update`, which otherwise judges without the loss. Where
-      the gradients are changed or added up in between, or `value` is another loss, a
-      step can be skipped whose statistics stay. They are finite in any case.
+    - It decides as `update` will, from its own loss and gradients. With a guard, pass
+      `value` to `update`, which otherwise judges without the loss. Where the gradients
+      are changed or added up in between, a step can be skipped whose statistics stay,
+      finite in any case: to accumulate gradients, pass an `optax.MultiSteps` as `tx`.
     - A compiled step has one structure. A new variable, or a new structure or shape of
       one (`sow`, a growing cache), stays on a skipped step too: its old entries are put
       back, and new ones that are not finite become 0.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
-
-    To accumulate gradients, pass an `optax.MultiSteps` as `tx` instead of adding them:
-    each micro-batch is then kept or skipped as a whole.
 
     Args:
       model: the NNX model.
@@ -174,8 +169,8 @@ class Optimizer(nnx.Optimizer):
           **kwargs: further arguments of `nnx.value_and_grad`.
 
         Returns:
-          A function of the arguments of `loss_fn` that returns `(loss, grads)` or
-          `((loss, aux), grads)`: unscaled, the gradients float32 (a tuple for several).
+          A function of the arguments of `loss_fn` with the results of
+          `jmp_scale.value_and_grad`.
         """
 
         def or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
@@ -235,9 +230,8 @@ class Optimizer(nnx.Optimizer):
             )
         step = with_arrays(self.step)
         updates = super().update(model, grads, value=value, **kwargs)
-        applied = with_arrays(self.opt_state.applied)
-        # nnx.Optimizer has counted the call already.
-        self.step[...] = select_tree(applied, with_arrays(self.step), step)
+        # nnx.Optimizer has counted the call in any case.
+        self.step[...] = step + with_arrays(self.opt_state.applied).astype(step.dtype)
         return updates
 
 

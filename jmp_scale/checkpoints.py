@@ -24,22 +24,19 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
 
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
-        `lambda template: ocp.load(path, template)`, for Flax
-        `lambda template: flax.serialization.from_bytes(template, data)`. The template
-        is `state` with each `LossScaleState` replaced by its `inner_state`. A `load`
-        that ignores it may return nested dicts and lists with the same names.
-      state: the new state, as the training code creates it, with a loss scale at any
-        depth: a `TrainState`, an `nnx.state(optimizer)`, ... Its other leaves may be
-        `jax.ShapeDtypeStruct`s, with shardings.
+        `lambda template: ocp.load(path, template)`. The template is `state` with each
+        `LossScaleState` replaced by its `inner_state`. A `load` that ignores it may
+        return nested dicts and lists with the same names.
+      state: the new state, with a loss scale at any depth: a `TrainState`, an
+        `nnx.state(optimizer)`, ... Other leaves may be `jax.ShapeDtypeStruct`s.
 
     Returns:
       A tree like `state`, of arrays only.
 
     Raises:
       ValueError: `state` has no loss scale or an abstract one; the checkpoint has other
-        leaves than the template (it is foreign, incomplete, or already has a loss
-        scale), of another shape or dtype, or some that were not read (Orbax's partial
-        restore). Whatever `load` raises passes through.
+        leaves than the template (as one with a loss scale has), of another shape or
+        dtype, or some that were not read (Orbax's partial restore).
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -58,9 +55,8 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
 def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint with a loss scale from before the optimizer had a guard.
 
-    Everything, S included, comes from disk, except the guard, which warms up again.
-
-    As `restore_without_loss_scale`; without a loss scale also a `ValueError`.
+    As `restore_without_loss_scale`, but only the guard, which warms up again, comes
+    from `state`; S and all else come from disk.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -105,8 +101,8 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
         leaves[places[name]] = leaf
     state = jax.tree.unflatten(structure, leaves)
     # What is not on disk stays: an abstract S would fail only in the first step.
-    named = _named_leaves(state)
-    if abstract := [name for name, leaf in named.items() if _is_abstract(leaf)]:
+    abstract = [name for name, x in _named_leaves(state).items() if _is_abstract(x)]
+    if abstract:
         raise ValueError(
             f"{function}: the loss scale of state is abstract: {_listed(abstract)}; "
             "expected one with values, as tx.init returns it"
@@ -143,17 +139,15 @@ def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, An
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
     # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or _is_abstract(x)}
-    missing, foreign = data.keys() - saved.keys(), saved.keys() - like.keys()
     # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
-    unread = {x for x in data.keys() & saved.keys() if not is_data(saved[x])}
-    if missing or foreign or unread:
+    missing = {name for name in data if not is_data(saved.get(name))}
+    foreign = saved.keys() - like.keys()
+    if missing or foreign:
         raise ValueError(
             f"{function}: expected a checkpoint of the older state, got\n"
-            f"  missing in the checkpoint: {_listed(missing)}\n"
-            f"  only in the checkpoint:    {_listed(foreign)}\n"
-            f"  named but not read:        {_listed(unread)}\n"
-            "One like state itself is restored into the state as it is, without this "
-            "function."
+            f"  missing or not read:    {_listed(missing)}\n"
+            f"  only in the checkpoint: {_listed(foreign)}\n"
+            "One like state itself is restored into the state as it is, by load(state)"
         )
     return {name: _array(function, name, saved[name], x) for name, x in data.items()}
 

@@ -178,14 +178,9 @@ class Optimizer(nnx.Optimizer):
                 bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
                 bound.apply_defaults()
                 args, fun_kwargs = bound.args, bound.kwargs
-            fun = value_and_grad(
-                loss_fn,
-                self.loss_scale,
-                _diff_states(argnums, self.wrt, len(args), kwargs),
-                has_aux,
-                transform=nnx.value_and_grad,
-                **kwargs,
-            )
+            trained = _diff_states(argnums, self.wrt, len(args), kwargs)
+            options = kwargs | {"transform": nnx.value_and_grad}
+            fun = value_and_grad(loss_fn, self.loss_scale, trained, has_aux, **options)
             nodes = _graph_nodes(args)
             # The call writes into the modules themselves.
             before = {path: _leaves(x) for path, x in _variables(nodes).items()}
@@ -249,10 +244,8 @@ def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
     """Whether `nnx.value_and_grad` takes positions only, in a mode of newer Flax."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
     for name, mode in modes.items():
-        value = kwargs.get(name)
-        if value is None and hasattr(nnx, mode):
-            value = getattr(nnx, mode).current_value()
-        if value is False:
+        default = not hasattr(nnx, mode) or getattr(nnx, mode).current_value()
+        if not kwargs.get(name, default):
             return True
     return False
 

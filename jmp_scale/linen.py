@@ -78,8 +78,7 @@ class TrainState(train_state.TrainState):
           ValueError: `loss_scale` or `guard` is given and `tx` already is
             `with_loss_scale(...)`, or contains it.
         """
-        trained, _ = _without_float8(params)
-        tx = _flax.wrap_once("TrainState.create", tx, trained, loss_scale, guard)
+        tx = _flax.wrap_once("TrainState.create", tx, loss_scale, guard)
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         return fresh_buffers(state)
 

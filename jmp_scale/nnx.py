@@ -142,8 +142,7 @@ class Optimizer(nnx.Optimizer):
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ) -> None:
-        params = nnx.state(model, wrt)
-        tx = _flax.wrap_once("nnx.Optimizer", tx, params, loss_scale, guard)
+        tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, guard)
         super().__init__(model, tx, wrt=wrt, **kwargs)
 
     @property

@@ -148,7 +148,7 @@ def test_without_a_loss_scale_it_trains_as_flax_does():
 
 
 TWICE = r"TrainState.create: .* in one place, got {}=.*already wrapped in with"
-INSIDE = r"TrainState.create: .* around the whole of"
+INSIDE = r"got one with with_loss_scale within, at .* wrap once, outermost"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ INSIDE = r"TrainState.create: .* around the whole of"
         (TX, {"guard": GUARD}, TWICE.format("guard")),
         (optax.chain(TX), {}, INSIDE),
         (optax.chain(TX), {"loss_scale": jmp_scale.StaticLossScale(8.0)}, INSIDE),
-        (optax.MultiSteps(TX, 2), {}, INSIDE),
+        (optax.MultiSteps(TX, 2).gradient_transformation(), {}, INSIDE),
     ],
 )
 def test_a_second_loss_scale_or_guard_or_one_within_is_refused(tx, kwargs, message):

@@ -187,10 +187,8 @@ def _refuse_unreadable(section: Mapping[str, Any]) -> None:
             'replace "auto" by what your trainer sets (for dynamic "enabled": True, '
             '"loss_scale": 0)'
         )
-    elif isinstance(section.get("fp16"), Mapping):
-        cure = "pass the section config['fp16']"
-    elif isinstance(section.get("bf16"), Mapping):
-        cure = "bfloat16 needs no loss scale: write jmp_scale.NoOpLossScale()"
+    elif isinstance(section.get("fp16", section.get("bf16")), Mapping):
+        cure = "pass the section config['fp16'], or NoOpLossScale() for bfloat16"
     for key in _CLIPS.keys() & section.keys():
         chain = f"optax.chain(optax.{_CLIPS[key]}({section[key]!r}), tx)"
         cure = f"clip in the optimizer: with_loss_scale({chain}, loss_scale)"

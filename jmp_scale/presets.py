@@ -165,11 +165,10 @@ def fairseq(
 
     S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
     it at every overflow, down to `threshold`. The command line starts at 2^7 with a
-    window of 2^14 / world size / update_freq.
-
-    Traps: below 1e-4 fairseq raises FloatingPointError; here S continues to the floor
-    and `skipped_in_a_row` grows. `tolerance` > 0 (backs off above that share of
-    overflows) is refused: steps since S changed are not counted.
+    window of 2^14 / world size / update_freq. Traps: below 1e-4 fairseq raises
+    FloatingPointError; here S continues to the floor and `skipped_in_a_row` grows.
+    `tolerance` > 0 (backs off above that share of overflows) is refused: steps since S
+    changed are not counted.
     """
     require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
     del tolerance
@@ -336,9 +335,8 @@ def _dynamic(
     for field, name in names.items():
         if given[name] is not None or field not in no_ends:
             fields[field] = given[name]
-    s = arguments.number("loss_scale", fields["loss_scale"])
-    floor = arguments.number("min_loss_scale", fields["min_loss_scale"])
-    cap = arguments.number("max_loss_scale", fields["max_loss_scale"])
+    numbers = ("loss_scale", "min_loss_scale", "max_loss_scale")
+    s, floor, cap = (arguments.number(name, fields[name]) for name in numbers)
     if cap > LARGEST:
         cap, fields["at_max"] = LARGEST, "hold"
     if clamps_initial and s > 0:

@@ -243,8 +243,10 @@ def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
     """Whether `nnx.value_and_grad` takes positions only, in a mode of newer Flax."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
     for name, mode in modes.items():
-        default = not hasattr(nnx, mode) or getattr(nnx, mode).current_value()
-        if not kwargs.get(name, default):
+        value = kwargs.get(name)
+        if value is None:
+            value = not hasattr(nnx, mode) or getattr(nnx, mode).current_value()
+        if not value:
             return True
     return False
 

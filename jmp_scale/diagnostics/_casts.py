@@ -6,12 +6,15 @@ cast back; `lax.reduce_precision` flushes float16 subnormals; and a float32 comp
 takes a subnormal for zero.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
+
+from .._tree import named_inexact_leaves
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
 LEAST_EXPONENT = -149  # of float32 subnormals
@@ -49,18 +52,24 @@ def limits(dtype: DTypeLike, function: str) -> Limits:
     return _LIMITS[name]
 
 
-def real_parts(leaf: ArrayLike) -> jax.Array:
-    """A leaf as real numbers: a complex one gives both parts, on a new first axis."""
-    x = jnp.asarray(leaf)
-    return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
+def countable_leaves(function: str, tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """Names and inexact leaves, of no more real numbers than 32 bits can count."""
+    paths, leaves = named_inexact_leaves(tree)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if np.size(leaf) * (1 + jnp.iscomplexobj(leaf)) >= 2**32:
+            raise ValueError(
+                f"{function}: leaf {path} has 2^32 entries or more; split it"
+            )
+    return paths, leaves
 
 
 def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.Array:
-    """The float32 bits of |x|, or of |S x|, of every entry of `real_parts`, i32.
+    """The float32 bits of |x|, or of |S x|, i32, of a complex leaf those of both parts.
 
     Entries wider than float32 are rounded, but neither to zero nor to infinity.
     """
-    x = real_parts(leaf)
+    x = jnp.asarray(leaf)
+    x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
     if loss_scale is not None:
         wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
         x = x.astype(wide) * jnp.asarray(loss_scale, wide)

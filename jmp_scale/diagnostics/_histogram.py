@@ -9,7 +9,6 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _mesh
-from .._tree import named_inexact_leaves
 from . import _casts
 
 _EXPONENTS = range(_casts.LEAST_EXPONENT, 128)
@@ -121,12 +120,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
       >>> [round(share, 2) for share in shares.ravel().tolist()]
       [0.33, 0.33, 0.0]
     """
-    paths, leaves = named_inexact_leaves(tree)
-    for path, leaf in zip(paths, leaves, strict=True):
-        if np.size(leaf) >= 2**32:
-            raise ValueError(
-                f"exponent_histogram: leaf {path} has 2^32 entries or more; split it"
-            )
+    paths, leaves = _casts.countable_leaves("exponent_histogram", tree)
     columns = len(_EXPONENTS)
     rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
     counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]

@@ -12,7 +12,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .._loss_scale import scale_value
-from .._tree import named_inexact_leaves
 from . import _casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
@@ -22,21 +21,18 @@ MARGIN_BITS = 2
 # log2 of the smallest and largest S that `DynamicLossScale` takes by default.
 LOWEST, HIGHEST = 0, 24
 
-# Counted in 32 bits up to here. A larger leaf is counted in pieces, joined in float32.
-_LARGEST_COUNT = 2**32 - 1
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:
     """What `grad_report` found: arrays with one entry for each of the L inexact leaves.
 
-    The counts, from `size` to `nonfinite`, are uint32[L] and exact (float32, to a
-    relative 2^-24, if a leaf has 2^32 entries or more); a complex entry counts as two.
+    The counts, from `size` to `nonfinite`, are u32[L]; a complex entry counts as two.
 
     Attributes:
-      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one;
-        f64[L] if a leaf is wider than float32.
+      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one.
+        A float64 number beyond float32's range has the nearest one that is in it, here
+        and in the two numbers of bits, but its own counts.
       size: entries.
       zero: entries that are zero themselves.
       flushed: non-zero entries that become zero when multiplied by S and cast.
@@ -159,7 +155,8 @@ def grad_report(
 
     Raises:
       TypeError: `loss_scale` is not a number.
-      ValueError: another dtype, or a loss scale of a shape other than ().
+      ValueError: another dtype, a loss scale of a shape other than (), or a leaf of
+        2^32 entries or more.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -178,7 +175,7 @@ def grad_report(
             "has float32's range; for its smallest numbers use exponent_histogram"
         )
     limits = _casts.limits(name, "grad_report")
-    paths, leaves = named_inexact_leaves(grads)
+    paths, leaves = _casts.countable_leaves("grad_report", grads)
     loss_scale = scale_value("grad_report", loss_scale)
     arrays = _report_arrays(leaves, loss_scale, limits)
     return GradReport(**arrays, paths=paths, dtype=name)
@@ -194,19 +191,19 @@ def _report_arrays(
     leaves: list[Any], loss_scale: jax.Array, limits: _casts.Limits
 ) -> dict[str, jax.Array]:
     # With an empty leaf at the end, because a tree may have no leaves.
-    rows = [_leaf_row(leaf, loss_scale, limits) for leaf in [*leaves, jnp.zeros(0)]]
-    columns = map(_stacked, zip(*rows, strict=True))
-    amax, log2_amax, log2_amin, log2_most, counts = (c[: len(leaves)] for c in columns)
-    size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = counts.T
+    rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
+    columns = (jnp.stack(column)[: len(leaves)] for column in zip(*rows, strict=True))
+    amax, amin, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
+    log2_amax, log2_amin = map(_casts.log2_magnitude, (amax, amin))
     log2_scale = _casts.log2_magnitude(_casts.magnitude_bits(loss_scale))
-    most = jnp.min(log2_most, initial=jnp.inf)
+    most = jnp.min(_most_log2(amax, limits), initial=jnp.inf)
     some = jnp.isfinite(most) & (most >= LOWEST)
     bad = nonfinite > 0
     # With one more, because there may be no leaves to search.
     first = jnp.argmax(jnp.append(bad, True))
     range_bits = jnp.where(jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0)
     return {
-        "amax": amax,
+        "amax": lax.bitcast_convert_type(amax, jnp.float32),
         "size": size,
         "zero": size - nonzero,
         "flushed": nonzero - not_flushed,
@@ -222,57 +219,17 @@ def _report_arrays(
     }
 
 
-def _stacked(column: tuple[jax.Array, ...]) -> jax.Array:
-    """The entries of a column in the dtype that holds all of them."""
-    dtypes = (x.dtype for x in column)
-    dtype = max(dtypes, key=lambda d: (jnp.issubdtype(d, jnp.floating), d.itemsize))
-    return jnp.stack([x.astype(dtype) for x in column])
-
-
-def _leaf_row(
+def _statistics(
     leaf: Any, loss_scale: jax.Array, limits: _casts.Limits
-) -> tuple[jax.Array, ...]:
-    """(amax; log2 of it, and of the least non-zero magnitude; log2 of the largest S).
+) -> tuple[Any, ...]:
+    """The bits of amax and of the least non-zero magnitude, and six counts.
 
-    And the counts of `_piece_statistics`, in float32 if it was counted in pieces.
+    These are cumulative, so that differences give the report's: all entries, those that
+    are not zero, those that the cast leaves not zero, normal, and makes infinite, and
+    those that are not finite themselves.
     """
     bits = _casts.magnitude_bits(leaf)
     scaled = _casts.magnitude_bits(leaf, loss_scale)
-    # A uint32 count wraps silently: a leaf of 2^32 zeros would have none.
-    pieces = -(-bits.size // _LARGEST_COUNT)
-    if pieces <= 1:
-        amax, amin, counts = _piece_statistics(bits, scaled, limits)
-    else:
-        # Along the largest axis: a short one may have fewer rows than pieces.
-        axis = int(np.argmax(bits.shape))
-        parts = (jnp.array_split(x, pieces, axis=axis) for x in (bits, scaled))
-        found = [_piece_statistics(a, b, limits) for a, b in zip(*parts, strict=True)]
-        amax, amin, counts = map(jnp.stack, zip(*found, strict=True))
-        amax, amin = amax.max(), amin.min()
-        counts = counts.astype(jnp.float32).sum(0)
-    x = jnp.abs(_casts.real_parts(leaf))
-    if x.dtype.itemsize <= 4:
-        value = lax.bitcast_convert_type(amax, jnp.float32)
-        log2_amax, log2_amin = _casts.log2_magnitude(jnp.stack([amax, amin]))
-        return value, log2_amax, log2_amin, _most_log2(amax, limits), counts
-    finite = jnp.isfinite(x)
-    value = jnp.max(jnp.where(finite, x, 0), initial=0)
-    least = jnp.min(jnp.where(finite & (x > 0), x, jnp.inf), initial=jnp.inf)
-    log2_amax, log2_amin = jnp.log2(value), jnp.log2(least)
-    most = jnp.floor(np.log2(limits.largest) - MARGIN_BITS - log2_amax)
-    numbers = (x.astype(jnp.float32) for x in (log2_amax, log2_amin, most))
-    return value, *numbers, counts
-
-
-def _piece_statistics(
-    bits: jax.Array, scaled: jax.Array, limits: _casts.Limits
-) -> tuple[jax.Array, ...]:
-    """(amax, least non-zero, counts) from the bits of entries and of products with S.
-
-    The six counts are cumulative, so that differences give the report's: all entries,
-    those that are not zero, those that the cast leaves not zero, normal, and makes
-    infinite, and those that are not finite themselves.
-    """
     bounds = np.array(limits[:3], np.float32).view(np.int32)
     bounds[0] += 1
     finite, nonzero = bits < _casts.INFINITY, bits > 0
@@ -292,7 +249,7 @@ def _piece_statistics(
     # One reduction of seven values. XLA:CPU does not fuse seven reductions, and would
     # read the leaf seven times (test_the_gradients_are_read_once).
     amax, amin, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
-    return amax, amin, jnp.stack([jnp.asarray(np.uint32(bits.size)), *counts])
+    return amax, amin, np.uint32(bits.size), *counts
 
 
 def _most_log2(largest: jax.Array, limits: _casts.Limits) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -102,38 +103,28 @@ class GradReport:
         By the share of entries not finite, then overflowed, flushed, subnormal.
         """
 
-        rows = self.to_dict()["leaves"]
-
-        def badness(path: str) -> tuple[float, ...]:
-            row, size = rows[path], max(rows[path]["size"], 1)
+        def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
+            row, size = item[1], max(item[1]["size"], 1)
             lost = row["nonfinite"] / size, row["overflow"] / size
             return *lost, row["flushed_share"], row["subnormal"] / size
 
-        return {
-            path: rows[path] for path in sorted(rows, key=badness, reverse=True)[:k]
-        }
+        rows = self.to_dict()["leaves"].items()
+        return dict(sorted(rows, key=badness, reverse=True)[:k])
 
     def summary(self, k: int | None = None) -> str:
         """A table of the k worst leaves, or of all in the order of the tree (host)."""
         report = self.to_dict()
-        lines = [_headline(report)]
         rows = report["leaves"] if k is None else self.worst(k)
-        if not rows:
-            return lines[0]
-        width = max(len(name) for name in ("leaf", *map(leaf_name, rows)))
         table = [("leaf", "entries", *_SHARES, "amax", "headroom", "range")]
         for path, row in rows.items():
             cells = [_percent(row[name], row["size"]) for name in _SHARES]
             # A leaf of zeros, or without finite entries, has no headroom and no range.
-            cells += [f"{row['amax']:.2e}" if row["amax"] else "-"]
-            for name in ("headroom_bits", "dynamic_range_bits"):
-                # Adding 0.0 turns a rounded -0.0 into 0.0.
-                bits = f"{round(row[name], 1) + 0.0:.1f} bits"
-                cells += [bits if row["amax"] else "-"]
-            table += [(leaf_name(path), f"{row['size']:,.0f}", *cells)]
-        for name, *cells in table:
-            lines += [f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells)]
-        return "\n".join(lines)
+            sizes = ["-", "-", "-"]
+            if row["amax"]:
+                bits = row["headroom_bits"], row["dynamic_range_bits"]
+                sizes = [f"{row['amax']:.2e}", *(f"{x:z.1f} bits" for x in bits)]
+            table += [(leaf_name(path), f"{row['size']:,}", *cells, *sizes)]
+        return "\n".join([_headline(report), *(aligned(table) if rows else [])])
 
 
 def grad_report(
@@ -281,6 +272,15 @@ def _headline(report: dict[str, Any]) -> str:
 
 def leaf_name(path: str) -> str:
     return path or "(the whole tree)"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table of names, each with cells of 12 characters."""
+    width = max(len(row[0]) for row in rows)
+    return [
+        f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells)
+        for name, *cells in rows
+    ]
 
 
 def _percent(count: float, size: float) -> str:

@@ -187,8 +187,12 @@ def _report_arrays(
     amax, amin, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
     log2_amax, log2_amin = map(_casts.log2_magnitude, (amax, amin))
     log2_scale = _casts.log2_magnitude(_casts.magnitude_bits(loss_scale))
-    most = jnp.min(_most_log2(amax, limits), initial=jnp.inf)
-    some = jnp.isfinite(most) & (most >= LOWEST)
+    # Doublings up to the limit, from the bits: a float32 log2 just above a power of two
+    # rounds down to it, and would recommend one too many.
+    largest = jnp.max(amax, initial=0)
+    doublings = (np.float32(limits.largest).view(np.int32) - largest) >> 23
+    most = (doublings - MARGIN_BITS).astype(jnp.float32)
+    some = (largest > 0) & (most >= LOWEST)
     bad = nonfinite > 0
     # With one more, because there may be no leaves to search.
     first = jnp.argmax(jnp.append(bad, True))
@@ -241,17 +245,6 @@ def _statistics(
     # read the leaf seven times (test_the_gradients_are_read_once).
     amax, amin, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
     return amax, amin, np.uint32(bits.size), *counts
-
-
-def _most_log2(largest: jax.Array, limits: _casts.Limits) -> jax.Array:
-    """The largest k with 2^k amax <= 2^-MARGIN_BITS max, from the bits of amax."""
-    # Compared as integers, because a float32 log2 just above a power of two rounds down
-    # to it, and would recommend one doubling too many.
-    limit = jnp.asarray(np.float32(limits.largest).view(np.int32))
-    limit_exponent, limit_fraction = _casts.exponent_and_fraction(limit)
-    exponent, fraction = _casts.exponent_and_fraction(largest)
-    log2 = limit_exponent - exponent - (fraction > limit_fraction).astype(jnp.int32)
-    return jnp.where(largest > 0, (log2 - MARGIN_BITS).astype(jnp.float32), jnp.inf)
 
 
 def _headline(report: dict[str, Any]) -> str:

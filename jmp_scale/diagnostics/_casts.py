@@ -17,7 +17,6 @@ from jax.typing import ArrayLike, DTypeLike
 from .._tree import named_inexact_leaves
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
-LEAST_EXPONENT = -149  # of float32 subnormals
 
 
 class Limits(NamedTuple):

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import _mesh
 from . import _casts
 
-_EXPONENTS = range(_casts.LEAST_EXPONENT, 128)
+_EXPONENTS = range(-149, 128)  # of float32
 
 
 @jax.tree_util.register_dataclass
@@ -59,8 +59,7 @@ class ExponentHistogram:
           TypeError: `log2_scale` does not have an integer dtype.
           ValueError: another dtype.
         """
-        limit = int(np.log2(_casts.limits(dtype, "flushed_share").zero_up_to))
-        return self._share_below("flushed_share", log2_scale, limit, up_to=True)
+        return self._shares("flushed_share", log2_scale, dtype)[0]
 
     def subnormal_share(
         self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
@@ -69,31 +68,30 @@ class ExponentHistogram:
 
         Takes, returns and raises the same as `flushed_share`.
         """
-        limit = int(np.log2(_casts.limits(dtype, "subnormal_share").subnormal_below))
-        below = self._share_below("subnormal_share", log2_scale, limit, up_to=False)
-        return below - self.flushed_share(log2_scale, dtype)
+        flushed, below_normal = self._shares("subnormal_share", log2_scale, dtype)
+        return below_normal - flushed
 
-    def _share_below(
-        self, function: str, log2_scale: ArrayLike, limit: int, up_to: bool
-    ) -> jax.Array:
-        """Share of the entries x with S x < 2^limit, or <= 2^limit if `up_to`."""
+    def _shares(
+        self, function: str, log2_scale: ArrayLike, dtype: DTypeLike
+    ) -> list[jax.Array]:
+        """Shares of the entries that become zero, and that become less than normal."""
         log2_scale = jnp.asarray(log2_scale)
         if not jnp.issubdtype(log2_scale.dtype, jnp.integer):
             raise TypeError(
                 f"{function}: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        # Two columns for each exponent: the powers of two, and what is between them.
-        pairs = [self.powers_of_two, self.counts - self.powers_of_two]
-        columns = jnp.stack(pairs, axis=-1).reshape(-1, 2 * len(_EXPONENTS))
-        columns = jnp.pad(columns, ((0, 0), (1, 0)))
-        cumulative = jnp.cumsum(columns, axis=-1, dtype=jnp.uint32).T
-        column = 2 * (limit - log2_scale.astype(jnp.int32) - _casts.LEAST_EXPONENT)
-        # S x = 2^limit is a tie, which a cast rounds to zero.
-        column += int(up_to)
-        below = cumulative[jnp.clip(column, 0, len(cumulative) - 1)]
-        total = jnp.broadcast_to(cumulative[-1], below.shape)
-        return below / jnp.maximum(total, np.uint32(1))
+        limits = _casts.limits(dtype, function)
+        # Columns from 2^-150 on, at which there is nothing, to 2^128.
+        below = jnp.pad(jnp.cumsum(self.counts, 1, jnp.uint32), ((0, 0), (2, 0)))
+        up_to = below + jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
+        total, shares = jnp.maximum(below[:, -1], np.uint32(1)), []
+        # The first is a tie, which a cast rounds to zero.
+        for counts, at in ((up_to, limits.zero_up_to), (below, limits.subnormal_below)):
+            column = int(np.log2(at)) + 150 - log2_scale.astype(jnp.int32)
+            found = counts.T[jnp.clip(column, 0, counts.shape[1] - 1)]
+            shares.append(found / jnp.broadcast_to(total, found.shape))
+        return shares
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:
@@ -139,7 +137,7 @@ def _counts(leaf: Any) -> jax.Array:
     """
     bits = _casts.magnitude_bits(leaf).ravel()
     exponent, fraction = _casts.exponent_and_fraction(bits)
-    n, column = len(_EXPONENTS), exponent - _casts.LEAST_EXPONENT
+    n, column = len(_EXPONENTS), exponent - _EXPONENTS[0]
     column += jnp.where(fraction == 0, 0, n)
     column = jnp.where(bits == 0, 2 * n, column)
     column = jnp.where(bits >= _casts.INFINITY, 2 * n + 1, column)

@@ -73,9 +73,7 @@ class GradReport:
     @property
     def flushed_share(self) -> jax.Array:
         """f32[L], `flushed` over the non-zero entries, 0 if there are none."""
-        # Subtracted as integers: float32 has no odd counts beyond 2^24.
-        nonzero = (self.size - self.zero).astype(jnp.float32)
-        return self.flushed.astype(jnp.float32) / jnp.maximum(nonzero, 1)
+        return self.flushed / jnp.maximum(self.size - self.zero, np.uint32(1))
 
     def to_dict(self) -> dict[str, Any]:
         """Python numbers (host): scalars by name, "dtype", "leaves": a dictionary each.

@@ -191,15 +191,10 @@ def _computes_in_half(jaxpr: Any) -> bool:
 
 def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:
     scales = np.asarray(log2_scales)
-    is_list = scales.ndim == 1 and scales.size > 0
-    is_list &= np.issubdtype(scales.dtype, np.number)
-    if not is_list or np.any(scales != np.round(scales)):
-        expected = "a non-empty sequence of whole numbers"
-    elif np.any(np.diff(scales) <= 0) or scales[0] < -126 or scales[-1] > 126:
-        expected = "increasing whole numbers in [-126, 126]"
-    else:
-        return scales.astype(np.int32)
-    raise ValueError(
-        f"calibrate_loss_scale: expected log2_scales to be {expected}, got "
-        f"{log2_scales!r}"
-    )
+    valid = np.intersect1d(scales, np.arange(-126, 127))  # in increasing order
+    if valid.size == 0 or not np.array_equal(scales, valid):
+        raise ValueError(
+            "calibrate_loss_scale: expected log2_scales to be increasing whole numbers "
+            f"in [-126, 126], at least one, got {log2_scales!r}"
+        )
+    return scales.astype(np.int32)

@@ -96,23 +96,19 @@ def _pairs(params: Any, updates: Any) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
-    bits_dtype = np.dtype(f"u{param.dtype.itemsize}").type
+    integer = np.dtype(f"i{param.dtype.itemsize}").type
     wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
-    bits = lax.bitcast_convert_type(param, bits_dtype)
-    sign = bits_dtype(1 << (8 * param.dtype.itemsize - 1))
-    magnitude, one = bits & ~sign, bits_dtype(1)
-
+    size = lax.bitcast_convert_type(jnp.abs(param), integer)
     # The neighbor on the side of the update: the next larger magnitude if the update
     # has the parameter's sign, else the next smaller, which is half as far below a
     # power of two.
-    grows = ((update < 0) == ((bits & sign) != 0)) | (magnitude == 0)
-    neighbor = jnp.where(grows, magnitude + one, magnitude - one)
+    grows = ((update < 0) == (param < 0)) | (param == 0)
+    neighbor = size + jnp.where(grows, integer(1), integer(-1))
 
     def value(bits: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(bits, param.dtype).astype(wide)
 
-    distance = jnp.abs(value(neighbor) - value(magnitude))
+    distance = jnp.abs(value(neighbor) - value(size))
     twice = 2 * jnp.abs(update.astype(wide))
     # A tie between the two goes to the one whose last bit is zero.
-    is_even = (magnitude & one) == 0
-    return (twice < distance) | ((twice == distance) & is_even)
+    return (twice < distance) | ((twice == distance) & (size % 2 == 0))

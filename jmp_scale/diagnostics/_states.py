@@ -4,15 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._loss_scale import LossScale
-from .._state import (
-    LossScaleState,
-    find_loss_scale_states,
-    is_variable,
-    with_arrays,
-)
+from .._state import LossScaleState, find_loss_scale_states, is_variable, with_arrays
 
 
 def find_states(
@@ -38,17 +32,8 @@ def _plain_state(node: Any) -> LossScaleState:
     loss_scale = fields.get("loss_scale")
     if not isinstance(loss_scale, LossScale):
         loss_scale = (loss_scale or {}).get("loss_scale")
-    # State dicts of version 0.1 lack the newer fields.
-    zeros = jnp.zeros(jnp.shape(with_arrays(fields["grads_finite"])), jnp.int32)
-    fields = {
-        "applied": fields["grads_finite"],
-        "nonfinite_losses": zeros,
-        "spikes": zeros,
-        "guard": None,
-        **fields,
-        "loss_scale": loss_scale,
-        "inner_state": None,
-    }
+    # NNX leaves out a guard of None.
+    fields = {"guard": None, **fields, "loss_scale": loss_scale, "inner_state": None}
     return LossScaleState(**with_arrays(fields))
 
 

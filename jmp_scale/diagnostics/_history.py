@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from .._finite import finite_and_norm
 from .._loss_scale import number_of
 from .._state import LossScaleState
+from .._validation import Arguments
 from ._casts import log2_magnitude, magnitude_bits
 from ._states import find_states, share_variables
 from ._updates import lost_updates_of
@@ -100,19 +101,16 @@ class LossScaleHistory:
         """An empty history of the last `capacity` steps; 1000 take 32 kB.
 
         Raises:
-          ValueError: a capacity that is not an integer >= 1.
+          TypeError: a capacity that is not a number.
+          ValueError: one that is not an integer >= 1.
         """
-        is_integer = isinstance(capacity, int | np.integer)
-        if isinstance(capacity, bool) or not is_integer or capacity < 1:
-            raise ValueError(
-                "LossScaleHistory.create: expected capacity to be an integer >= 1, got "
-                f"{capacity!r}"
-            )
+        arguments = Arguments("LossScaleHistory.create")
+        capacity = arguments.integer("capacity", capacity, least=1)
         # A buffer for each, because two leaves of one buffer cannot be donated.
-        flags = {name: jnp.ones(capacity, jnp.bool_) for name in _FLAGS}
-        numbers = {name: jnp.full(capacity, _NAN) for name in _NUMBERS}
+        start = {name: True if name in _FLAGS else _NAN for name in _COLUMNS}
+        buffers = {name: jnp.full(capacity, value) for name, value in start.items()}
         first = {name: jnp.array(_NAN) for name in _FIRST}
-        return cls(**flags, **numbers, **first, pushed=jnp.zeros([], jnp.int32))
+        return cls(**buffers, **first, pushed=jnp.zeros([], jnp.int32))
 
     def push(
         self,
@@ -201,7 +199,7 @@ class LossScaleHistory:
         pushed, capacity = int(self.pushed), self.log2_scale.shape[0]
         steps = np.arange(max(pushed - capacity, 0), pushed)
         arrays = {"step": steps}
-        for name in (*_NUMBERS, *_FLAGS):
+        for name in _COLUMNS:
             arrays[name] = np.asarray(getattr(self, name))[steps % capacity]
         return arrays
 
@@ -229,8 +227,7 @@ class LossScaleHistory:
 
 _NAN = np.float32(np.nan)
 _FLAGS = ("grads_finite", "loss_finite", "applied", "spike")
-_NUMBERS = ("log2_scale", "loss", "grad_norm", "lost_entries", "lost_magnitude")
-_NUMBERS += ("loss_limit", "norm_limit")
+_COLUMNS = [field.name for field in dataclasses.fields(LossScaleHistory)[:-3]]
 _FIRST = {"first_loss": "loss", "first_norm": "grad_norm"}
 
 

@@ -39,9 +39,11 @@ def test_a_full_history_keeps_the_last_steps_in_order(steps):
 def test_an_empty_history_has_a_summary_and_a_capacity_of_at_least_one():
     summary = LossScaleHistory.create(3).summary()
     assert (summary.steps, summary.skip_rate, summary.longest_run) == (0, 0.0, 0)
-    for capacity in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="expected capacity to be an integer"):
+    for capacity in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="create: expected capacity to be an int"):
             LossScaleHistory.create(capacity)
+    with pytest.raises(TypeError, match="create: expected capacity to be a real num"):
+        LossScaleHistory.create(True)
 
 
 def test_what_is_not_passed_is_unknown_and_flags_are_those_of_the_gradients():

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
 from .diagnostics._casts import limits
+from .diagnostics._report import leaf_name
 
 try:
     import matplotlib.pyplot as plt
@@ -37,17 +38,13 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     step, log2_scale = recorded["step"], recorded["log2_scale"]
     _check_some("plot_loss_scale", step.size, "a history of at least one step")
     ax = _axes(ax)
-    style = {"color": _BLUE, "linewidth": 1.6, "label": "loss scale S"}
-    ax.step(step, log2_scale, where="post", **style)
+    ax.step(step, log2_scale, where="post", color=_BLUE, lw=1.6, label="loss scale S")
     broken = ~recorded["loss_finite"]
     overflow = ~(recorded["grads_finite"] | broken | recorded["spike"])
-    for skipped, marker, color, reason in (
-        (overflow, "v", _RED, "gradients not finite"),
-        (broken, "X", _PURPLE, "the loss is not finite"),
-    ):
-        style = {"marker": marker, "color": color}
-        label = f"skipped: {reason} ({skipped.sum()})"
-        _draw_skipped(ax, step, log2_scale, skipped, label=label, **style)
+    label = f"skipped: gradients not finite ({overflow.sum()})"
+    _mark(ax, step[overflow], log2_scale[overflow], "v", _RED, label)
+    label = f"skipped: the loss is not finite ({broken.sum()})"
+    _mark(ax, step[broken], log2_scale[broken], "X", _PURPLE, label)
     ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
     _power_of_two_axis(ax.yaxis)
     ax.margins(y=0.15)
@@ -76,29 +73,27 @@ def plot_spikes(
     """
     _check("plot_spikes", history, LossScaleHistory)
     recorded = history.to_dict()
-    known = [np.isfinite(recorded[name]).any() for name in ("loss", "grad_norm")]
+    known = np.isfinite([recorded["loss"], recorded["grad_norm"]]).any()
     needed = "a history with losses or gradient norms (loss= and grads= of push)"
-    _check_some("plot_spikes", any(known), needed)
+    _check_some("plot_spikes", known, needed)
     if axes is None:
-        figure = plt.figure(figsize=(7.0, 5.0), layout="constrained")
-        top = figure.add_subplot(2, 1, 1)
-        axes = top, figure.add_subplot(2, 1, 2, sharex=top)
+        axes = plt.subplots(2, 1, figsize=(7.0, 5.0), layout="constrained")[1]
+        axes[1].sharex(axes[0])
     if len(axes) != 2:
         raise ValueError(f"plot_spikes: expected two axes, got {len(axes)}")
     top, bottom = axes
-    for ax, name, limit, label in (
-        (top, "loss", "loss_limit", "loss"),
-        (bottom, "grad_norm", "norm_limit", "gradient norm"),
-    ):
-        _draw_limited(ax, recorded, name, limit)
-        ax.set_ylabel(label, color=_INK)
-        ax.xaxis.label.set_color(_INK)
+    _draw_limited(top, recorded, "loss", "loss_limit")
+    _draw_limited(bottom, recorded, "grad_norm", "norm_limit")
+    top.set_ylabel("loss")
+    bottom.set(xlabel="step", ylabel="gradient norm", yscale="log")
+    for ax in axes:
+        for label in (ax.xaxis.label, ax.yaxis.label):
+            label.set_color(_INK)
         ax.tick_params(colors=_INK, which="both")
         ax.spines[:].set_edgecolor(_INK)
         _finish(ax, grid="both")
-    bottom.set(xlabel="step", yscale="log")
     spike = recorded["spike"]
-    steps = f"{spike.sum()} step" if spike.sum() == 1 else f"{spike.sum()} steps"
+    steps = "1 step" if spike.sum() == 1 else f"{spike.sum()} steps"
     top.set_title(f"The guard skipped {steps} of {len(spike):,} as spikes", color=_INK)
     top.legend(frameon=False, labelcolor=_INK)
     return top, bottom
@@ -129,8 +124,7 @@ def plot_exponent_histogram(
     _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
     cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
     shares, exponents = counts / counts.sum(), histogram.exponents
-    ends = cast.zero_up_to, cast.subnormal_below, cast.overflow_from
-    flushed, normal, overflow = np.log2(ends) - log2_scale
+    flushed, normal, overflow = np.log2(cast[:3]) - log2_scale
     used = exponents[counts > 0]
     margin = 0.2 * (overflow - flushed)  # room for the words "zero" and "overflow"
     left = min(used.min() - 1, flushed - margin)
@@ -145,8 +139,7 @@ def plot_exponent_histogram(
     ):
         ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
         ax.text((start + end) / 2, 0.975, label, size="small", **words)
-    bars = {"width": 0.9, "align": "edge", "color": _BLUE, "zorder": 3}
-    ax.bar(exponents + 0.05, shares, **bars)
+    ax.bar(exponents + 0.05, shares, 0.9, align="edge", color=_BLUE, zorder=3)
     lost = shares[exponents < flushed].sum()
     ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
     ax.set(xlabel="unscaled magnitude", ylabel="share of non-zero entries")
@@ -170,7 +163,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     _check_some("plot_flushed", rows, "a report of at least one leaf")
     worst = report.worst(k)
     paths = [path for path in rows if path in worst][::-1]
-    ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
+    ax = _leaf_axes(ax, paths)
     nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
     left = np.zeros(len(paths))
     for label, color, names in (
@@ -179,11 +172,9 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
         ("subnormal", _ORANGE, ("subnormal",)),
     ):
         lost = [sum(rows[path][name] for name in names) for path in paths]
-        share = np.array(lost) / nonzero
-        style = {"color": color, "height": 0.72, "zorder": 3}
-        ax.barh(range(len(paths)), share, left=left, label=label, **style)
+        share, y = np.array(lost) / nonzero, range(len(paths))
+        ax.barh(y, share, 0.72, left, color=color, label=label, zorder=3)
         left += share
-    ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
     place = f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}"
     ax.set_title(f"{place}: what is lost of each leaf", pad=28)
@@ -200,7 +191,7 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     low, high = float(calibration.log2_low), float(calibration.log2_high)
     best = float(calibration.recommended_log2_scale)
-    ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
+    ax = _leaf_axes(ax, paths)
     middles = (log2_scales[1:] + log2_scales[:-1]) / 2
     edges = np.concatenate([[log2_scales[0] - 1], middles, [log2_scales[-1] + 1]])
     rows = np.arange(len(paths) + 1) - 0.5
@@ -220,7 +211,6 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
         ax.axvspan(*edges[[first, last + 1]], **frame)
         ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
     ax.set_title(title)
-    ax.set_yticks(range(len(paths)), [path or "(the whole tree)" for path in paths])
     ax.set_xlabel("loss scale S (hatched: gradients overflow)")
     ax.set_ylim(len(paths) - 0.5, -0.5)
     _power_of_two_axis(ax.xaxis)
@@ -243,6 +233,13 @@ def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
 
 
+def _leaf_axes(ax: Axes | None, paths: Sequence[str]) -> Axes:
+    """Axes with one row for each leaf."""
+    ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
+    ax.set_yticks(range(len(paths)), [leaf_name(path) for path in paths])
+    return ax
+
+
 def _power_of_two_axis(axis: Any) -> None:
     steps = {"min_n_ticks": 3, "steps": [1, 2, 4, 5, 10]}
     axis.set_major_locator(MaxNLocator(integer=True, **steps))
@@ -259,22 +256,20 @@ def _finish(ax: Any, grid: str = "y") -> None:
     ax.set_axisbelow(True)
 
 
-def _draw_skipped(ax: Any, step: Any, y: Any, skipped: Any, **style: Any) -> None:
-    if skipped.any():
-        ax.scatter(step[skipped], y[skipped], s=36, linewidth=0, zorder=4, **style)
+def _mark(ax: Any, x: Any, y: Any, marker: str, color: str, label: str) -> None:
+    if x.size:
+        ax.scatter(x, y, 36, color, marker=marker, lw=0, zorder=4, label=label)
 
 
 def _draw_limited(ax: Any, recorded: dict[str, Any], name: str, limit: str) -> None:
-    step = recorded["step"]
-    y = np.where(np.isfinite(recorded[name]), recorded[name], np.nan)
-    limits = np.where(np.isfinite(recorded[limit]), recorded[limit], np.nan)
+    step, spike = recorded["step"], recorded["spike"]
+    pair = recorded[name], recorded[limit]
+    y, limits = (np.where(np.isfinite(x), x, np.nan) for x in pair)
     applied = np.where(recorded["applied"], y, np.nan)
     ax.plot(step, applied, color=_BLUE, linewidth=1.2, label="applied")
     if np.isfinite(limits).any():
-        style = {"color": _ORANGE, "linestyle": "--", "linewidth": 1.4}
-        ax.plot(step, limits, label="limit of the guard", **style)
-    style = {"marker": "v", "color": _RED, "label": "skipped"}
-    _draw_skipped(ax, step, y, recorded["spike"], **style)
+        ax.plot(step, limits, "--", color=_ORANGE, lw=1.4, label="limit of the guard")
+    _mark(ax, step[spike], y[spike], "v", _RED, "skipped")
     if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
         # A spike a thousand times the loss would leave nothing to see of the rest.
         ax.set_yscale("log")

@@ -148,10 +148,8 @@ def split_arrays(
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array for JAX, or stands for one."""
     kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    if not isinstance(leaf, kinds):
-        return False
-    # NumPy's strings, objects and dates are not arrays for JAX. JAX's keys are.
-    return not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind not in "OSUMm"
+    # NumPy's strings, objects and dates are not arrays for JAX. Keys have no kind.
+    return isinstance(leaf, kinds) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
 
 
 def _described(value: Any) -> str:

@@ -159,8 +159,7 @@ def calibrate_loss_scale(
 
 
 def _zero_share(leaf: jax.Array) -> jax.Array:
-    zeros = jnp.sum(leaf == 0, dtype=jnp.uint32).astype(jnp.float32)
-    return zeros / np.float32(max(leaf.size, 1))
+    return jnp.sum(leaf == 0, dtype=jnp.uint32) / np.uint32(max(leaf.size, 1))
 
 
 def _window(
@@ -169,10 +168,8 @@ def _window(
     """(log2_low, log2_high) of `Calibration`."""
     # Zeros at every finite S are not a loss: dead units, padding, the other classes.
     unavoidable = jnp.where(finite[:, None], zero_fraction, 1).min(0, keepdims=True)
-    tiny = jnp.finfo(jnp.float32).tiny
-    lost = (zero_fraction - unavoidable) / jnp.maximum(1 - unavoidable, tiny)
-    works = finite & (jnp.max(lost, axis=1) <= _TOLERATED)
-
+    lost = zero_fraction - unavoidable
+    works = finite & (lost <= _TOLERATED * (1 - unavoidable)).all(1)
     # The length of the run of working loss scales that ends at each.
     places = jnp.arange(len(log2), dtype=jnp.int32)
     run = places - lax.cummax(jnp.where(works, np.int32(-1), places))

@@ -46,8 +46,7 @@ class Loss:
                     f"{self.function}: expected {name} to be a function, got "
                     f"{_described(value)}; pass the function itself, not its result"
                 )
-        numbers = self.argnums
-        numbers = numbers if isinstance(numbers, tuple | list) else (numbers,)
+        numbers = jax.tree.leaves(self.argnums)
         if not numbers:
             raise ValueError(
                 f"{self.function}: expected a position in argnums, got none; "
@@ -134,15 +133,13 @@ def split_arrays(
     anew each time, so nothing that a forward pass writes to one reaches the user's.
     """
     leaves, treedef = jax.tree.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def rejoin(arrays: Sequence[Any]) -> Any:
-        new_leaves = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            new_leaves[place] = array
+        left = iter(arrays)
+        new_leaves = [next(left) if is_array(leaf) else leaf for leaf in leaves]
         return jax.tree.unflatten(treedef, new_leaves)
 
-    return [leaves[place] for place in places], rejoin
+    return [leaf for leaf in leaves if is_array(leaf)], rejoin
 
 
 def is_array(leaf: Any) -> bool:

@@ -92,9 +92,6 @@ def calibrate_loss_scale(
     loss scales one after another, so it needs no more memory than one step. Models
     among the arguments stay as they are, whatever the forward pass writes to them.
 
-    If your step takes gradients per example (DP-SGD), `vmap` this function over the
-    examples as the step does: the gradient of their mean is smaller.
-
     Args:
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
@@ -131,9 +128,12 @@ def calibrate_loss_scale(
     def sweep(arrays: list[Any]) -> Any:
         def at(s: jax.Array) -> tuple[Any, jax.Array]:
             found = loss.run(s, rejoin(arrays))
-            shares = [_zero_share(leaf) for leaf in found.leaves]
+            zeros = [
+                jnp.sum(leaf == 0, dtype=jnp.uint32) / np.uint32(max(leaf.size, 1))
+                for leaf in found.leaves
+            ]
             finite = all_finite(found)
-            return dataclasses.replace(found, loss=None, leaves=shares), finite
+            return dataclasses.replace(found, loss=None, leaves=zeros), finite
 
         # Not vmap, which would hold the activations of all S at once.
         return lax.map(at, jnp.asarray(scales))
@@ -156,10 +156,6 @@ def calibrate_loss_scale(
         has_half_precision=_computes_in_half(program),
         paths=found.paths,
     )
-
-
-def _zero_share(leaf: jax.Array) -> jax.Array:
-    return jnp.sum(leaf == 0, dtype=jnp.uint32) / np.uint32(max(leaf.size, 1))
 
 
 def _window(

@@ -20,10 +20,7 @@ INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
 
 
 class Limits(NamedTuple):
-    """The magnitudes at which the result of a cast changes.
-
-    A cast to a dtype without infinities gives NaN for magnitudes that are too large.
-    """
+    """The magnitudes at which the result of a cast changes."""
 
     zero_up_to: float
     subnormal_below: float

@@ -19,8 +19,6 @@ _EXPONENTS = range(-149, 128)  # of float32
 class ExponentHistogram:
     """Entries by power of two, for each of the L inexact leaves of a tree.
 
-    The fields and methods are arrays and pure functions that work under `jit`.
-
     Attributes:
       counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), e = -149 to 127.
       powers_of_two: u32[L, 277], those that are exactly 2^e: the ties of a cast.
@@ -130,11 +128,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
 
 @jax.jit
 def _counts(leaf: Any) -> jax.Array:
-    """u32[2 * 277 + 2]: powers of two and other numbers by exponent; zeros; non-finite.
-
-    They are counted apart because a cast flushes a tie at half its least number, a
-    power of two, but keeps the larger numbers with the same exponent.
-    """
+    """u32[556]: powers of two and other numbers by exponent, zeros, non-finite ones."""
     bits = _casts.magnitude_bits(leaf).ravel()
     exponent, fraction = _casts.exponent_and_fraction(bits)
     n, column = len(_EXPONENTS), exponent - _EXPONENTS[0]

@@ -24,8 +24,8 @@ class HistorySummary(NamedTuple):
       steps: recorded steps, at most the capacity.
       skip_rate: share of them that was skipped, 0 without steps.
       longest_run: most skipped steps in a row.
-      growths: steps before which S grew.
-      backoffs: steps before which S backed off.
+      growths: how often S grew between two of them.
+      backoffs: how often it backed off.
       loss_nonfinite: steps whose loss was not finite, which no S changes.
       spikes: steps that a guard skipped as spikes, whether they overflowed or not.
       overflows: the other steps whose gradients were not finite, but whose loss was.
@@ -61,8 +61,7 @@ class LossScaleHistory:
       lost_magnitude: f32[N], of `lost_updates`.
       loss_limit: f32[N], the loss above which the step was a spike.
       norm_limit: f32[N], the same of the gradient norm.
-      first_loss: f32[], the first finite loss of all, which stays when it has left the
-        buffer: what there was to gain.
+      first_loss: f32[], the first finite loss of all, also after it left the buffer.
       first_norm: f32[], the first finite gradient norm that was not zero.
       pushed: i32[], steps recorded in total; step i is at index i modulo N.
 

@@ -32,8 +32,7 @@ class GradReport:
 
     Attributes:
       amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one.
-        A float64 number beyond float32's range has the nearest one that is in it, here
-        and in the two numbers of bits, but its own counts.
+        Float64 numbers beyond float32's range are taken for the nearest in it.
       size: entries.
       zero: entries that are zero themselves.
       flushed: non-zero entries that become zero when multiplied by S and cast.

@@ -77,16 +77,17 @@ def plot_spikes(
     needed = "a history with losses or gradient norms (loss= and grads= of push)"
     _check_some("plot_spikes", known, needed)
     if axes is None:
-        axes = plt.subplots(2, 1, figsize=(7.0, 5.0), layout="constrained")[1]
-        axes[1].sharex(axes[0])
-    if len(axes) != 2:
+        top, bottom = plt.subplots(2, 1, figsize=(7.0, 5.0), layout="constrained")[1]
+        bottom.sharex(top)
+    elif len(axes) != 2:
         raise ValueError(f"plot_spikes: expected two axes, got {len(axes)}")
-    top, bottom = axes
+    else:
+        top, bottom = axes
     _draw_limited(top, recorded, "loss", "loss_limit")
     _draw_limited(bottom, recorded, "grad_norm", "norm_limit")
     top.set_ylabel("loss")
     bottom.set(xlabel="step", ylabel="gradient norm", yscale="log")
-    for ax in axes:
+    for ax in (top, bottom):
         for label in (ax.xaxis.label, ax.yaxis.label):
             label.set_color(_INK)
         ax.tick_params(colors=_INK, which="both")

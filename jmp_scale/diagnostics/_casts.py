@@ -51,9 +51,7 @@ def countable_leaves(function: str, tree: Any) -> tuple[tuple[str, ...], list[An
     paths, leaves = named_inexact_leaves(tree)
     for path, leaf in zip(paths, leaves, strict=True):
         if np.size(leaf) * (1 + jnp.iscomplexobj(leaf)) >= 2**32:
-            raise ValueError(
-                f"{function}: leaf {path} has 2^32 entries or more; split it"
-            )
+            raise ValueError(f"{function}: {path} has 2^32 entries or more; split it")
     return paths, leaves
 
 

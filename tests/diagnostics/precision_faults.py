@@ -195,8 +195,8 @@ def epsilon_before_the_divisor(h: F16):
 
 
 def epsilon_in_a_root_below(h: F16):
-    root = jnp.sqrt(jnp.mean(jnp.abs(h)) + 1e-8)
-    return h / root  # !half-division
+    root = jnp.sqrt(jnp.mean(jnp.abs(h)) + 1e-8)  # !half-division
+    return h / root
 
 
 def epsilon_in_a_log(x: F16):

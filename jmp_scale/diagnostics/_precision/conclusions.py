@@ -12,12 +12,10 @@ from .source import Place, place_of_function
 from .step import SEVERITIES, Finding, Step, sentence
 from .walk import Walk
 
-Found = tuple[int, Finding]
-
 
 def half_parameters(
     gradients: Any, fun: Callable[..., Any], caller: Place
-) -> Iterator[Found]:
+) -> Iterator[Finding]:
     """Differentiated arguments in half precision, by the dtypes of the gradients."""
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
@@ -31,12 +29,12 @@ def half_parameters(
         "nothing; keep float32 parameters and cast them inside the loss"
     )
     place = place_of_function(fun, caller)
-    yield -1, _at(place, "half-parameters", "error", message, dtype)
+    yield _at(place, "half-parameters", "error", message, dtype)
 
 
 def half_loss(
     forward: Walk, program: Any, loss: Any, fun: Callable[..., Any], caller: Place
-) -> Iterator[Found]:
+) -> Iterator[Finding]:
     """A loss in half precision, at the line of the function that makes it."""
     dtype = str(getattr(loss, "dtype", ""))  # Python's numbers have none
     if not is_half(dtype):
@@ -51,18 +49,19 @@ def half_loss(
     place = place_of_function(fun, caller, None if step is None else step.eqn)
     finding = _at(place, "half-loss", "warning", message, dtype)
     if step is None:
-        yield len(forward.steps), finding
+        yield finding
         return
     # The cast of the loss itself is at fault in no other way.
     forward.found = [
-        (order, f)
-        for order, f in forward.found
-        if order != step.order or f.rule not in ("half-sum", "half-square")
+        f
+        for f in forward.found
+        if (f.file, f.line, f.primitive) != (*step.place()[:2], step.name)
+        or f.rule not in ("half-sum", "half-square")
     ]
-    yield step.order, finding._replace(primitive=step.name)
+    yield finding._replace(primitive=step.name)
 
 
-def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
+def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Finding]:
     """Numbers that were infinite in half precision before they came into the trace."""
     # The trace says where such a constant is used, not where it was made; and where it
     # is the argument of a nested jaxpr, as of jnp.where, no operation uses it there.
@@ -72,12 +71,10 @@ def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Found]:
             ".max, or compute this in float32"
         )
         for line in lines - {(None, None)}:
-            orders = [s.order for s in forward.steps if s.place()[:2] == line]
-            finding = _at(Place(*line), "half-constant", "error", message, dtype)
-            yield min(orders, default=-1), finding
+            yield _at(Place(*line), "half-constant", "error", message, dtype)
 
 
-def two_dtypes(forward: Walk) -> Iterator[Found]:
+def two_dtypes(forward: Walk) -> Iterator[Finding]:
     """Products of the same line in half precision, and in float32 in a custom_vjp."""
     products = [step for step in forward.steps if step.name in PRODUCTS]
     halves = {_line_and_shapes(s): s for s in products if is_half_product(s.eqn)}
@@ -90,10 +87,10 @@ def two_dtypes(forward: Walk) -> Iterator[Found]:
             "differ by its rounding; compute both in one dtype (with autocast: "
             "keep_float32, or in_half around the custom_vjp)"
         )
-        yield half.order, half.finding("two-dtypes", "warning", message)
+        yield half.finding("two-dtypes", "warning", message)
 
 
-def products_of_parameters(forward: Walk) -> Iterator[Found]:
+def products_of_parameters(forward: Walk) -> Iterator[Finding]:
     """Products by which autocast makes a weight, as in LoRA."""
     for step in forward.steps if forward.autocasts else ():
         of_parameters = all(fact.origin.parameters for fact in step.ins[:2])
@@ -105,7 +102,7 @@ def products_of_parameters(forward: Walk) -> Iterator[Found]:
             f"{overflow}; multiply the activations by one parameter after the other, "
             "x @ a @ b for x @ (a @ b), or keep the product in float32 (keep_float32)"
         )
-        yield step.order, step.finding("half-parameters", "warning", message)
+        yield step.finding("half-parameters", "warning", message)
 
 
 def _line_and_shapes(step: Step) -> tuple[Any, ...]:
@@ -117,25 +114,22 @@ def _at(place: Place, rule: str, severity: Any, message: str, dtype: str) -> Fin
     return Finding(rule, severity, said, *place[:2], "", dtype, (), False)
 
 
-def in_order(found: list[Found], forward: Walk) -> list[Finding]:
+def in_order(found: list[Finding], forward: Walk) -> list[Finding]:
     """One finding for each line and rule, in the order of the forward pass."""
-    groups: dict[Any, list[Found]] = {}
-    for order, f in found:
-        groups.setdefault((f.file, f.line, f.rule), []).append((order, f))
+    groups: dict[Any, list[Finding]] = {}
+    for f in found:
+        groups.setdefault((f.file, f.line, f.rule), []).append(f)
     merged = [_merged(group) for group in groups.values()]
-    if any(f.backward for _, f in merged):
-        steps = reversed(forward.steps)
-        orders = {step.place()[:2]: step.order for step in steps}
-        last = max(orders.values(), default=0)
-        merged = [
-            (orders.get((f.file, f.line), last) if f.backward else order, f)
-            for order, f in merged
-        ]
-    return [f for _, f in sorted(merged, key=lambda pair: pair[0])]
+    lines: dict[Any, int] = {}
+    for step in forward.steps if merged else ():
+        lines.setdefault(step.place()[:2], len(lines))
+
+    def position(f: Finding) -> int:
+        return lines.get((f.file, f.line), len(lines) if f.backward else -1)
+
+    return sorted(merged, key=position)
 
 
-def _merged(group: list[Found]) -> Found:
-    _, worst = max(group, key=lambda pair: SEVERITIES.index(pair[1].severity))
-    backward = all(f.backward for _, f in group)
-    order = min(order for order, f in group if f.backward == backward)
-    return order, worst._replace(backward=backward)
+def _merged(group: list[Finding]) -> Finding:
+    worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
+    return worst._replace(backward=all(f.backward for f in group))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..._dot_general import ALGORITHMS
@@ -11,7 +11,7 @@ from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
 from ..._operations import is_sum, stays_float32
 from .facts import Fact, is_wide
 from .origins import entries_added, is_half
-from .rules import is_cast_by_user
+from .rules import is_cast_by_user, is_narrowed_by_user
 from .step import Finding, Step
 
 _FLOATING = ("float", "bfloat", "complex")
@@ -100,84 +100,68 @@ def half_share(steps: Sequence[Step]) -> float:
     return half / max(work, 1)
 
 
-class Promotions:
-    """Follows the values that float32 made of half precision to the matrix products.
+@dataclasses.dataclass(eq=False)
+class Promotion:
+    """Where a float32 operand makes float32 of half precision."""
 
-    `products` are those in float32 that each promotion has led to, by the variable that
-    it made; `maker_of` gives the step that made a variable.
-    """
+    step: Step
+    operand: str = ""  # what the float32 operand is
+    products: list[Step] = dataclasses.field(default_factory=list)  # that it led to
 
-    def __init__(self, maker_of: Callable[[Any], Any]):
-        self.products: dict[Any, list[Step]] = {}
-        self._origins: dict[Any, str] = {}
-        self._maker_of = maker_of
-
-    def follow(self, step: Step, outs: list[Fact]) -> list[Fact]:
-        """Marks the outputs of a step that promotes, and notes its matrix products."""
-        if flops(step.eqn):
-            self._note_product(step)
-        elif step.name == "convert_element_type" and is_half(step.source):
-            # What the user did not write: JAX or a library promotes.
-            promotes = is_wide(step.result) and not is_cast_by_user(step.place())
-            promoted = step.eqn.outvars[0] if promotes else None
-            cast = promotes and step.ins[0].cast
-            return [dataclasses.replace(outs[0], cast=cast, promoted=promoted)]
-        else:
-            self._note_origin(step)
-        return outs
-
-    def findings(self) -> Iterator[tuple[int, Finding]]:
-        """The places at which casts lose their effect, with their order."""
-        for made, products in self.products.items():
-            step = self._maker_of(made)
-            half = next(d for d in map(dtype_name, step.eqn.invars) if is_half(d))
-            count = len(products)
-            runs = (
-                f"{count} matrix products run" if count > 1 else "a matrix product runs"
-            )
-            origin = self._origins.get(made, "an argument or a constant")
-            message = (
-                f"a float32 operand, {origin}, makes float32 of {half} here, so that "
-                f"{runs} in float32 and casts have no effect; cast this operand too"
-            )
-            finding = step.finding("full-matmul", "warning", message, dtype="float32")
-            yield step.order, finding
-
-    def _note_product(self, step: Step) -> None:
-        operands = list(zip(step.eqn.invars[:2], step.ins[:2], strict=True))
-        wide = [(v, fact) for v, fact in operands if is_wide(dtype_name(v))]
-        half = [fact for v, fact in operands if is_half(dtype_name(v))]
-        if not wide or is_sum(step.eqn):
-            return
-        made = next((fact.promoted for _, fact in wide if half or fact.cast), None)
-        if made is None and any(fact.cast for fact in half):
-            made = step.eqn.outvars[0]
-            self._origins[made] = self._origin_of(wide[0][0])
-        if made is not None:
-            self.products.setdefault(made, []).append(step)
-
-    def _note_origin(self, step: Step) -> None:
-        """Notes the float32 operand that a half one has been promoted for."""
-        promoted = {fact.promoted for fact in step.ins} - {None}
-        for v, fact in zip(step.eqn.invars, step.ins, strict=True):
-            if is_wide(dtype_name(v)) and not fact.promoted and not is_literal(v):
-                for made in promoted - self._origins.keys():
-                    self._origins[made] = self._origin_of(v)
-
-    def _origin_of(self, atom: Any) -> str:
-        step = self._maker_of(atom)
-        while step and step.name in MOVES and not is_literal(step.eqn.invars[0]):
-            step = self._maker_of(step.eqn.invars[0])
-        if step is None or step.place().line is None:
-            return "an argument or a constant"
-        public = [c for c in step.place().calls if c.isidentifier() and c[0] != "_"]
-        made_by = public[-1] if public else step.name
-        return f"made by {made_by} at line {step.place().line}"
+    def finding(self) -> Finding:
+        """That casts lose their effect here."""
+        half = next(d for d in map(dtype_name, self.step.eqn.invars) if is_half(d))
+        count = len(self.products)
+        runs = f"{count} matrix products run" if count > 1 else "a matrix product runs"
+        operand = self.operand or "an argument or a constant"
+        message = (
+            f"a float32 operand, {operand}, makes float32 of {half} here, so that "
+            f"{runs} in float32 and casts have no effect; cast this operand too"
+        )
+        return self.step.finding("full-matmul", "warning", message, dtype="float32")
 
 
-def full_matmuls(
-    steps: Iterable[Step], told: set[Line]
-) -> Iterator[tuple[int, Finding]]:
+def follow(step: Step, fact: Fact) -> Fact:
+    """Marks the output of a step that casts, and notes what the float32 operand is."""
+    if step.name == "convert_element_type" and is_half(step.source):
+        # What the user did not write: JAX or a library promotes.
+        promotes = is_wide(step.result) and not is_cast_by_user(step.place())
+        cast = promotes and step.ins[0].cast
+        promoted = Promotion(step) if promotes else None
+        return dataclasses.replace(fact, cast=cast, promoted=promoted)
+    met = {f.promoted for f in step.ins if f.promoted and not f.promoted.operand}
+    for v, f, maker in zip(step.eqn.invars, step.ins, step.makers, strict=True):
+        if met and is_wide(dtype_name(v)) and not f.promoted and not is_literal(v):
+            for promotion in met:
+                promotion.operand = _name_of(maker)
+    return dataclasses.replace(fact, cast=True) if is_narrowed_by_user(step) else fact
+
+
+def promotion_of(step: Step) -> Promotion | None:
+    """Why a matrix product is in float32 although the user has cast an operand."""
+    operands = [*zip(step.eqn.invars[:2], step.ins[:2], step.makers[:2], strict=True)]
+    wide = [(f, maker) for v, f, maker in operands if is_wide(dtype_name(v))]
+    half = [f for v, f, _ in operands if is_half(dtype_name(v))]
+    if not wide or is_sum(step.eqn):
+        return None
+    found = next((f.promoted for f, _ in wide if half or f.cast), None)
+    if found is None and any(f.cast for f in half):
+        return Promotion(step, _name_of(wide[0][1]))
+    return found
+
+
+def _name_of(maker: Step | None) -> str:
+    """Of a value that this step made: the function that was called for it."""
+    while maker and maker.name in MOVES and not is_literal(maker.eqn.invars[0]):
+        maker = maker.makers[0]
+    if maker is None or maker.place().line is None:
+        return "an argument or a constant"
+    public = [c for c in maker.place().calls if c.isidentifier() and c[0] != "_"]
+    name = public[-1] if public else maker.name
+    return f"made by {name} at line {maker.place().line}"
+
+
+def full_matmuls(steps: Iterable[Step], told: set[Line]) -> Iterator[Finding]:
     """Matrix products in float32 while others are half precision, at new lines."""
     products = [step for step in steps if flops(step.eqn)]
     if not any(is_narrow(step.eqn) for step in products):
@@ -192,5 +176,4 @@ def full_matmuls(
             "others are half precision; cast both operands if its time matters"
         )
         atom = step.eqn.outvars[0]
-        found = step.finding("full-matmul", "note", message, atom, "float32")
-        yield step.order, found
+        yield step.finding("full-matmul", "note", message, atom, "float32")

@@ -109,25 +109,22 @@ def precision_report(
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(zero).through(program, caller, positions(checked))
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
-    promotions = forward.promotions
-    told = {p.place()[:2] for made in promotions.products.values() for p in made}
+    promotions = [*dict.fromkeys(forward.promotions)]
+    told = {step.place()[:2] for p in promotions for step in p.products}
     steps = [step for step in backward.steps if step.times]
     # What autocast left in float32 is not for the user to cast.
     notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
+    of_loss = [*conclusions.half_loss(forward, program, loss, fun, caller)]
     found = [
         *conclusions.half_parameters(gradients, fun, caller),
-        *conclusions.half_loss(forward, program, loss, fun, caller),
-        *forward.found,
         *conclusions.overflowing_constants(forward, infinite),
+        *forward.found,
+        *of_loss,
         *conclusions.two_dtypes(forward),
         *conclusions.products_of_parameters(forward),
         # A derivative rule often repeats the function that it is the rule of.
-        *(
-            (order, f)
-            for order, f in backward.found
-            if f.rule not in forward.ruled[f.file, f.line]
-        ),
-        *promotions.findings(),
+        *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
+        *(promotion.finding() for promotion in promotions),
         *notes,
     ]
     unread = [(name, _location(place[:2])) for name, place in forward.unread]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from ..._jaxpr import dtype_name, words
-from .facts import Fact, is_integer, is_wide, power, rounded, transfer
+from .facts import Fact, is_integer, is_wide, rounded, transfer
 from .origins import NOTHING, entries_added, is_half, is_inner_product
 from .source import Place
 from .step import Finding, Severity, Step
@@ -23,7 +23,6 @@ _EXPONENTIALS = words("exp exp2 expm1 log log1p pow cumlogsumexp")
 _OVERFLOWING = words("exp exp2 expm1 pow")
 _LARGEST_EXPONENT = 11
 _CONVOLUTION = re.compile(r"_?conv(?!ert)", re.IGNORECASE)
-_SHIFTED = ("softmax", "logsumexp", "logaddexp")  # they subtract the maximum before
 
 # Functions of jax.nn that handle the range of their argument themselves.
 _SAFE_FUNCTIONS = words(
@@ -99,7 +98,7 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         # From outside of Flax's or Equinox's convolution nobody can follow this.
         if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
             severity = "note"
-    message = f"a sum of {count:,} entries {how}; {cure}"
+    message = f"a sum of {count:,.0f} entries {how}; {cure}"
     yield step.finding("half-sum", severity, message)
 
 
@@ -140,8 +139,8 @@ def _half_square(step: Step) -> Iterator[Finding]:
             what = "a square is computed"
         if step.source != "float16" or times < 2:
             return
-        result = power(step.ins[0].magnitude, times)
-        if result <= FLOAT16_MAX or _is_safe(step.place()):
+        in_range = step.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
+        if in_range or _is_safe(step.place()):
             return
     largest = math.ceil(65520 ** (1 / times))
     message = (
@@ -172,7 +171,8 @@ def _half_exp(step: Step) -> Iterator[Finding]:
     if _is_safe(step.place()):
         return
     digits = "three" if step.result == "float16" else "two"
-    shifted = any(word in call for call in step.place().calls for word in _SHIFTED)
+    maker = step.makers[0]
+    shifted = maker is not None and maker.name == "sub"  # perhaps by the maximum
     bounded = shifted or step.ins[0].high <= _LARGEST_EXPONENT
     overflows = step.result == "float16" and step.name in _OVERFLOWING and not bounded
     harm = " and overflows at 65,504" if overflows else ""
@@ -202,7 +202,7 @@ def _half_constant(step: Step) -> Iterator[Finding]:
         message = (
             f"the constant {lost[0]:.6g} becomes {becomes} in {step.result}; {cure}"
         )
-    elif step.name == "div" and step.ins[1].literal and step.ins[1].high == 0:
+    elif step.name == "div" and step.ins[1].single == 0:
         message = (
             f"the divisor is 0 in {step.result}; use one that it holds, or compute "
             "this in float32"
@@ -265,10 +265,8 @@ def _inverted(step: Step) -> int | None:
     match step.name:
         case "div":
             return 1
-        case "rsqrt" | "log":
+        case "rsqrt" | "log" | "sqrt":
             return 0
-        case "sqrt" if step.ins[0].epsilon_at != 0:
-            return 0  # the root of relu(x) is meant to start at 0
         case "pow" if step.ins[1].high < 0:
             return 0
         case "integer_pow" if step.eqn.params["y"] < 0:
@@ -277,13 +275,15 @@ def _inverted(step: Step) -> int | None:
 
 
 def _round_trip(step: Step) -> Iterator[Finding]:
-    if step.name != "convert_element_type" or not step.ins[0].narrowed:
+    if step.name != "convert_element_type" or not is_wide(step.result):
         return
-    if not is_wide(step.result) or not is_cast_by_user(step.place()):
+    maker = step.makers[0]
+    if maker is None or not is_narrowed_by_user(maker):
         return
     # A function that returns half precision does not know what comes after it, and its
     # caller not what came before.
-    if step.ins[0].narrowed != step.place().function:
+    same = maker.place().function == step.place().function
+    if not same or not is_cast_by_user(step.place()):
         return
     message = (
         f"a cast from float32 to {step.source} and back, with nothing between, may be "

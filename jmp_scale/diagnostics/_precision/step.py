@@ -46,8 +46,8 @@ class Step(NamedTuple):
     place: Callable[[], Place]  # gives its place, which takes time
     backward: bool = False  # whether JAX made it by transposing one of the same line
     times: int = 1  # how often it runs
-    order: int = 0  # position in the program
     ins: Sequence[Fact] = ()  # what is known about its inputs
+    makers: Sequence["Step | None"] = ()  # what made them; None of arguments
     same: bool = False  # whether its first two inputs are the same value
     in_custom_vjp: bool = False  # in a function with a backward rule of its own
 

@@ -14,9 +14,9 @@ from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .facts import Fact, join, of_atom, of_constant, transfer
 from .loops import counted, half_carries, half_states
-from .matrix_work import Line, Promotions
+from .matrix_work import Line, Promotion, flops, follow, promotion_of
 from .origins import Origin, is_half
-from .rules import faults, is_narrowed_by_user
+from .rules import faults
 from .source import Place, place_of
 from .step import Finding, Step
 
@@ -37,7 +37,7 @@ class Walk:
     """
 
     def __init__(self, lost: set[Line], differentiated: bool = False):
-        self.found: list[tuple[int, Finding]] = []  # with positions in the program
+        self.found: list[Finding] = []
         self.steps: list[Step] = []  # those without nested jaxprs
         self.unread: list[tuple[str, Place]] = []  # what could not be looked into
         # Rules that found something in functions with derivative rules of their own, by
@@ -45,14 +45,9 @@ class Walk:
         self.ruled: dict[Line, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` makes products half precision
-        self.promotions = Promotions(self.maker_of)
+        self.promotions: list[Promotion] = []
         self._lost = lost
         self._differentiated = differentiated
-        self._order = 0
-        # Roots of a value whose epsilon is lost, by the equation that added it, and
-        # equations that added a lost epsilon to a divisor.
-        self._roots: dict[int, tuple[int, Finding]] = {}
-        self._divided: set[int] = set()
         # What the arguments of calls are outside of them, and the makers of variables.
         self._same_as: dict[Any, Any] = {}
         self._made_by: dict[Any, Step] = {}
@@ -69,10 +64,6 @@ class Walk:
         self._run(program, facts, outer)
         if not self._differentiated:
             self._record_carries(half_states(program), outer)
-            # The division by a root is at fault, if there is one.
-            for cause, found in self._roots.items():
-                if cause not in self._divided:
-                    self.found.append(found)
         return self
 
     def maker_of(self, atom: Any) -> Step | None:
@@ -107,15 +98,16 @@ class Walk:
             self.infinite.add(dtype)
 
     def _pass(self, eqn: Any, ins: list[Fact], outer: Step) -> list[Fact]:
-        self._order += 1
         # JAX marks the backward pass in the names only. Of what it made itself by
         # transposing, only sums (over entries, devices, iterations) can be at fault.
         # Everything else is reported at the forward line.
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = _lazily(eqn, outer.place)
-        times, order = outer.times, self._order
-        step = Step(eqn, place, backward, times, order, ins, in_custom_vjp=in_rule)
+        names = [self._name_of(atom) for atom in eqn.invars]
+        makers = [self._made_by.get(name) for name in names]
+        same = len(names) > 1 and names[0] == names[1]
+        step = Step(eqn, place, backward, outer.times, ins, makers, same, in_rule)
         bodies = jaxprs.subjaxprs(eqn)
         try:
             if step.name in _OPAQUE:
@@ -141,47 +133,33 @@ class Walk:
             self.unread.append((step.name, step.place()))
 
     def _operation(self, step: Step) -> list[Fact]:
-        outs, eqn = transfer(step.eqn, step.ins), step.eqn
+        outs = transfer(step.eqn, step.ins)
         self.steps.append(step)
+        for variable in step.eqn.outvars:
+            self._made_by[variable] = step
         if not outs or (self._differentiated and not step.backward):
             return outs
         if step.backward and step.name == "cumsum":
             # Its sums are gradients, as large as any other.
             outs = [dataclasses.replace(outs[0], summed=step.ins[0].summed)]
-        # To find the place of every equation would take minutes
-        # (test_a_deep_transformer_in_seconds).
-        starts = outs[0].epsilon == 0 and step.ins[0].literal
-        if starts and step.place()[:2] not in self._lost:
-            # `0 + x` is Python's `sum([x])`.
+        # To find the place of every equation would take minutes.
+        added = outs[0].epsilon == 0 and step.name in ("add", "max")
+        if added and step.place()[:2] not in self._lost:
+            # The 0 of `relu` and of Python's `sum([x])` was no other number before.
             outs = [dataclasses.replace(outs[0], epsilon=None)]
-        names = [self._name_of(atom) for atom in eqn.invars[:2]]
-        same = len(names) == 2 and names[0] == names[1]
-        step = step._replace(same=same)
-        for finding in faults(step):
-            self._record(finding, step)
-        if not step.backward:
-            for variable in eqn.outvars:
-                self._made_by[variable] = step
-            outs = self.promotions.follow(step, outs)
-            if is_narrowed_by_user(step):
-                function = step.place().function
-                outs = [dataclasses.replace(outs[0], narrowed=function, cast=True)]
-        return outs
-
-    def _record(self, finding: Finding, step: Step) -> None:
-        cause = max((fact.epsilon_at for fact in step.ins), default=-1)
-        if finding.rule == "half-division":
-            if step.name == "sqrt":
-                self._roots.setdefault(cause, (step.order, finding))
-                return
-            self._divided.add(cause)
-        self.found.append((step.order, finding))
+        self.found.extend(faults(step))
+        if step.backward:
+            return outs
+        promotion = promotion_of(step) if flops(step.eqn) else None
+        if promotion is not None:
+            promotion.products.append(step)
+            self.promotions.append(promotion)
+        return [follow(step, outs[0]), *outs[1:]]
 
     def _record_carries(self, carries: Iterable[Any], outer: Step) -> None:
         for message, atom, eqn in carries:
             step = outer._replace(eqn=eqn, place=_lazily(eqn, outer.place))
-            found = step.finding("half-carry", "warning", message, atom)
-            self.found.append((self._order, found))
+            self.found.append(step.finding("half-carry", "warning", message, atom))
 
     def _name_of(self, atom: Any) -> Any:
         return object() if is_literal(atom) else self._same_as.get(atom, atom)
@@ -211,7 +189,7 @@ class Walk:
                 if maker is not None:
                     self._made_by[variable] = maker
             if step.name.startswith(("custom_jvp", "custom_vjp")):
-                rules = {finding.rule for _, finding in self.found[before:]}
+                rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
                 self.autocasts |= "Cast._run_half" in step.place().calls
             return outs
@@ -231,9 +209,7 @@ class Walk:
         return self._run(body, ins, step)
 
     def _loop(self, step: Step, loop: Loop) -> list[Fact]:
-        # A cast before a loop and one back within it are not side by side: every
-        # iteration works on the half value.
-        ins = [dataclasses.replace(fact, narrowed="") for fact in step.ins]
+        ins = list(step.ins)
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         # What is known about a carry at first (a zero) holds in no other iteration.

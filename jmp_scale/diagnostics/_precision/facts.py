@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import constant, dtype_name, is_literal, shape, size, words
-from .origins import NOTHING, Origin, entries_added, origin_of
+from .origins import MOVES, NOTHING, Origin, entries_added, origin_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -43,13 +43,6 @@ class Fact:
     cast: bool = False  # whether the user cast these entries to half precision
     promoted: Any = None  # the `Promotion` of half precision that they come from
     origin: Origin = NOTHING  # what the entries were made of
-
-    def of(self, variable: Any) -> "Fact":
-        """The same of a variable, whose value is its own if nothing else is known."""
-        if self.origin.value:
-            return self
-        origin = dataclasses.replace(self.origin, value=id(variable))
-        return dataclasses.replace(self, origin=origin)
 
     @property
     def magnitude(self) -> float:
@@ -107,7 +100,9 @@ def _of_values(values: np.ndarray, integral: bool) -> Fact:
 def of_atom(atom: Any) -> Fact:
     """What is known about a literal, or about a variable by its type alone."""
     dtype = dtype_name(atom)
-    return of_constant(atom.val, dtype) if is_literal(atom) else of_dtype(dtype)
+    if is_literal(atom):
+        return of_constant(atom.val, dtype)
+    return dataclasses.replace(of_dtype(dtype), origin=Origin(id(atom)))
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -283,18 +278,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sub": np.subtract,
     "tanh": np.tanh,
 }
-_MOVES = words(
-    "all_gather all_to_all broadcast_in_dim copy copy_p cummax cummin device_put "
-    "dynamic_slice expand_dims gather name optimization_barrier pbroadcast pcast pmax "
-    "pmin ppermute pvary real reduce_max reduce_min reduce_precision reduce_window_max "
-    "reduce_window_min reshape reshard rev sharding_constraint slice sort squeeze "
-    "stop_gradient tile transpose"
+_CHOICES = words(
+    "all_gather all_to_all cummax cummin pmax pmin ppermute real reduce_max reduce_min "
+    "reduce_window_max reduce_window_min reshard sort"
 )
 _JOINS = words("concatenate dynamic_update_slice pad scatter select_n stack")
 
 _RULES: dict[str, Callable[..., Fact]] = {
+    **dict.fromkeys(MOVES | _CHOICES, _moved),
     **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
-    **dict.fromkeys(_MOVES, _moved),
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["argmax", "argmin"], _index),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),

@@ -14,13 +14,9 @@ from typing import Any
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, shape, size, words
 from .facts import Fact
-from .origins import is_half
+from .origins import MOVES, is_half
 
-_LINEAR_IN_FIRST = words(
-    "broadcast_in_dim convert_element_type copy expand_dims name neg "
-    "optimization_barrier pbroadcast pcast pvary reduce_precision reshape rev "
-    "sharding_constraint squeeze transpose"
-)
+_LINEAR_IN_FIRST = MOVES | {"neg"}
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _MORE_THAN_LAYERS = 256
 _LONG_BACKWARD_LOOP = 64
@@ -88,11 +84,11 @@ def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
         return None
     for eqn in inner.eqns:
         if eqn.primitive.name == "add" and eqn.outvars[0] is result:
-            for this, other in (eqn.invars, eqn.invars[::-1]):
-                if this is variable and is_literal(other) and shape(other) == ():
-                    last = start.single + float(other.val) * max(loop.trips - 1, 0)
-                    low, high = sorted((start.single, last))
-                    return Fact(low, high, integral=last.is_integer())
+            this, other = eqn.invars
+            if this is variable and is_literal(other):
+                last = start.single + float(other.val) * max(loop.trips - 1, 0)
+                low, high = sorted((start.single, last))
+                return Fact(low, high, integral=last.is_integer())
     return None
 
 

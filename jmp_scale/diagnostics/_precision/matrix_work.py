@@ -10,7 +10,7 @@ from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
 from ..._operations import is_sum, stays_float32
 from .facts import Fact, is_wide
-from .origins import entries_added, is_half
+from .origins import MOVES, entries_added, is_half
 from .rules import is_cast_by_user, is_narrowed_by_user
 from .step import Finding, Step
 
@@ -18,11 +18,9 @@ _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute with half precision whatever the operands' dtype.
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
-MOVES = words(
-    "broadcast_in_dim concatenate convert_element_type copy copy_p device_put "
-    "dynamic_slice dynamic_update_slice eq expand_dims gather ge gt is_finite le lt "
-    "name ne optimization_barrier pad pcast pvary reshape rev select_n "
-    "sharding_constraint slice split squeeze stack stop_gradient tile transpose unstack"
+_NO_WORK = MOVES | words(
+    "concatenate dynamic_update_slice eq ge gt is_finite le lt ne pad select_n split "
+    "stack unstack"
 )
 
 Line = tuple[str | None, int | None]
@@ -83,7 +81,7 @@ def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
     work: Counter[tuple[str, str]] = Counter()
     for step in steps:
         dtypes = operand_dtypes(step.eqn)
-        if step.name in MOVES or not dtypes or not dtypes[0].startswith(_FLOATING):
+        if step.name in _NO_WORK or not dtypes or not dtypes[0].startswith(_FLOATING):
             continue
         row = step.name, " x ".join(dtypes)
         runs[row] += step.times
@@ -152,7 +150,7 @@ def promotion_of(step: Step) -> Promotion | None:
 
 def _name_of(maker: Step | None) -> str:
     """Of a value that this step made: the function that was called for it."""
-    while maker and maker.name in MOVES and not is_literal(maker.eqn.invars[0]):
+    while maker and maker.name in _NO_WORK and not is_literal(maker.eqn.invars[0]):
         maker = maker.makers[0]
     if maker is None or maker.place().line is None:
         return "an argument or a constant"

@@ -11,10 +11,12 @@ from typing import Any
 
 from ..._jaxpr import PRODUCTS, dtype_name, equations, shape, size, subjaxprs, words
 
-_MOVES = words(
-    "broadcast_in_dim convert_element_type copy copy_p dynamic_slice expand_dims "
-    "gather name pcast pvary reduce_precision reshape rev sharding_constraint slice "
-    "squeeze stop_gradient tile transpose"
+# Entries of the result are entries of the first operand, perhaps cast.
+MOVES = words(
+    "broadcast_in_dim convert_element_type copy copy_p device_put dynamic_slice "
+    "expand_dims gather name optimization_barrier pbroadcast pcast pvary "
+    "reduce_precision reshape rev sharding_constraint slice squeeze stop_gradient tile "
+    "transpose"
 )
 _SUMS = words("add add_any concatenate mul pad scatter select_n sub")
 
@@ -87,7 +89,7 @@ def origin_of(eqn: Any, ins: Sequence[Origin]) -> Origin:
     """What the output of an equation without nested jaxprs was made of."""
     name = eqn.primitive.name
     first, second = (*ins, NOTHING, NOTHING)[:2]
-    if name in _MOVES:
+    if name in MOVES:
         return first
     same = first.value == second.value != 0
     inner = name == "dot_general" and same and is_inner_product(eqn)

@@ -34,12 +34,7 @@ _CASTS = words("array asarray astype _astype convert_element_type _ScalarMeta.__
 _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
 _ANGLES = words("cos sin tan")
-_SOLVES = {
-    "cholesky": "a Cholesky factorization",
-    "eigh": "an eigendecomposition",
-    "eig": "an eigendecomposition",
-    "lu": "a linear solve",
-}
+_SOLVES = words("cholesky eig eigh lu")
 
 
 def faults(step: Step) -> Iterator[Finding]:
@@ -307,8 +302,10 @@ def _amplified_product(step: Step) -> Iterator[Finding]:
         harm = f"{step.name} of a half-precision product, which can be radians off"
     elif step.name in _SOLVES and first.rounded:
         rule = "half-solve"
-        made = "what a half-precision product gave, whose rounding it enlarges"
-        harm = f"{_SOLVES[step.name]} of {made}"
+        harm = (
+            f"a factorization ({step.name}) of what a half-precision product gave, "
+            "whose rounding it enlarges"
+        )
     else:
         return
     cure = "compute the product in float32 (with autocast: keep_float32)"

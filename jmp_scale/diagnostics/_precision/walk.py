@@ -60,7 +60,8 @@ class Walk:
         outer = Step(None, lambda: caller)
         facts = [of_atom(v) for v in inner.invars]
         for i in parameters:
-            facts[i] = dataclasses.replace(facts[i], origin=Origin(parameters=True))
+            origin = Origin(id(inner.invars[i]), parameters=True)
+            facts[i] = dataclasses.replace(facts[i], origin=origin)
         self._run(program, facts, outer)
         if not self._differentiated:
             self._record_carries(half_states(program), outer)
@@ -76,9 +77,10 @@ class Walk:
         known: dict[Any, Fact] = {}
         for variable, value in zip(inner.constvars, consts, strict=True):
             self._note_infinite(variable, value)
-            known[variable] = of_constant(value, dtype_name(variable))
-        for variable, fact in zip(inner.invars, facts, strict=True):
-            known[variable] = fact.of(variable)
+            fact = of_constant(value, dtype_name(variable))
+            origin = Origin(id(variable))
+            known[variable] = dataclasses.replace(fact, origin=origin)
+        known.update(zip(inner.invars, facts, strict=True))
 
         def fact_of(atom: Any) -> Fact:
             return of_atom(atom) if is_literal(atom) else known[atom]
@@ -88,8 +90,7 @@ class Walk:
                 if is_literal(atom):
                     self._note_infinite(atom, atom.val)
             outs = self._pass(eqn, [fact_of(atom) for atom in eqn.invars], outer)
-            for variable, fact in zip(eqn.outvars, outs, strict=True):
-                known[variable] = fact.of(variable)
+            known.update(zip(eqn.outvars, outs, strict=True))
         return [fact_of(atom) for atom in inner.outvars]
 
     def _note_infinite(self, atom: Any, value: Any) -> None:

@@ -32,7 +32,7 @@ class _Form(enum.IntEnum):
 
 
 def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Messages, carries that add up in half precision, and equations that add to them.
+    """Messages, what adds up in half precision, and equations that add to it.
 
     Backward, carries are gradients of what all iterations share.
     """
@@ -44,36 +44,33 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
     cure = "keep the carry in float32 and add float32 values"
     if backward:
         cure = "cast what the iterations share to half precision inside the loop"
-    for variable, eqn in _accumulating(loop):
-        dtype = dtype_name(variable)
-        if is_half(dtype):
+    inner, _ = open_jaxpr(loop.body)
+    # `x + f(x)`: layers are a residual stream, which half precision bears. More steps
+    # than a network has layers are those of a solver.
+    solver = (loop.trips or 0) >= _MORE_THAN_LAYERS
+    for i, variable in enumerate(loop.carries):
+        for half, eqn in _accumulating(inner, variable, [i], solver):
             message = (
-                f"a carry adds up in {dtype} over {times} and loses what is small "
-                f"beside it; {cure}"
+                f"a carry adds up in {dtype_name(half)} over {times} and loses what is "
+                f"small beside it; {cure}"
             )
-            yield message, variable, eqn
+            yield message, half, eqn
 
 
 def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
     """The same of outputs beside the loss: training is the loop that carries them."""
     inner, _ = open_jaxpr(program)
-    made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
-    states = [i for i, v in enumerate(inner.outvars) if i and id(v) in made_by]
     for argument in inner.invars:
-        alike = [i for i in states if shape(inner.outvars[i]) == shape(argument)]
-        if not alike or not dtype_name(argument).startswith(("float", "bfloat")):
-            continue
-        forms = _forms(inner, {id(argument): _Form.CARRY})
-        for i in alike:
-            eqn = _adding(inner.outvars[i], made_by)
-            dtype = dtype_name(eqn.outvars[0])
-            if is_half(dtype) and forms[i] is _Form.SUM:
-                message = (
-                    f"a state that leaves beside the loss adds up in {dtype} over the "
-                    "steps and loses what is small beside it; compute and keep it in "
-                    "float32"
-                )
-                yield message, eqn.outvars[0], eqn
+        outputs = enumerate(inner.outvars)
+        alike = [i for i, v in outputs if i and shape(v) == shape(argument)]
+        floating = dtype_name(argument).startswith(("float", "bfloat"))
+        for half, eqn in _accumulating(inner, argument, alike if floating else []):
+            message = (
+                f"a state that leaves beside the loss adds up in {dtype_name(half)} "
+                "over the steps and loses what is small beside it; compute and keep it "
+                "in float32"
+            )
+            yield message, half, eqn
 
 
 def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
@@ -92,24 +89,24 @@ def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
     return None
 
 
-def _accumulating(loop: Loop) -> Iterator[tuple[Any, Any]]:
-    """The carries of a loop that accumulate, and the equations that add to them."""
-    inner, _ = open_jaxpr(loop.body)
-    made_by = {id(v): eqn for eqn in inner.eqns for v in eqn.outvars}
-    for i, variable in enumerate(loop.carries):
-        result = inner.outvars[i]
-        if id(result) not in made_by or _adds_a_slice(result, made_by):
+def _accumulating(
+    jaxpr: Any, variable: Any, outputs: list[int], solver: bool = False
+) -> Iterator[tuple[Any, Any]]:
+    """Half-precision sums of a variable that are outputs, and equations that add."""
+    made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    forms = _forms(jaxpr, {id(variable): _Form.CARRY}) if outputs else []
+    for i in outputs:
+        result = jaxpr.outvars[i]
+        if id(result) not in made_by or _adds_a_slice(made_by[id(result)], made_by):
             continue
-        form = _forms(inner, {id(variable): _Form.CARRY})[i]
-        eqn = _adding(result, made_by)
-        if form is _Form.OTHER and (loop.trips or 0) >= _MORE_THAN_LAYERS:
-            # `x + f(x)`: layers are a residual stream, which half precision bears.
-            # More steps than a network has layers are those of a solver.
-            steps = [v for v in eqn.invars if _uncast(v, made_by) is not variable]
-            adds = eqn.primitive.name in ("add", "sub") and len(steps) == 1
-            form = _Form.SUM if adds else form
-        if form is _Form.SUM:
-            yield variable, eqn
+        eqn = made_by.get(id(_uncast(result, made_by)), made_by[id(result)])
+        form = forms[i]
+        if form is _Form.OTHER and solver and eqn.primitive.name in ("add", "sub"):
+            others = [v for v in eqn.invars if _uncast(v, made_by) is not variable]
+            form = _Form.SUM if len(others) == 1 else form
+        halves = [v for v in (variable, eqn.outvars[0]) if is_half(dtype_name(v))]
+        if form is _Form.SUM and halves:
+            yield halves[0], eqn
 
 
 def _forms(jaxpr: Any, forms: dict[int, _Form]) -> list[_Form]:
@@ -160,13 +157,11 @@ def _is_number(factor: Any, eqn: Any) -> bool:
     return is_literal(factor) or (size(factor) == 1 and size(eqn.outvars[0]) > 1)
 
 
-def _adds_a_slice(result: Any, made_by: dict[int, Any]) -> bool:
-    """Whether each iteration adds to other entries, as in the gradient of `x[i]`."""
-    eqn = made_by[id(result)]
-    if eqn.primitive.name != "add_any":
-        return False
-    makers = [made_by.get(id(v)) for v in eqn.invars]
-    return any(m is not None and m.primitive.name in _SLICE_GRADIENTS for m in makers)
+def _adds_a_slice(eqn: Any, made_by: dict[int, Any]) -> bool:
+    """Whether it adds to other entries each time, as in the gradient of `x[i]`."""
+    makers = [made_by[id(v)] for v in eqn.invars if id(v) in made_by]
+    slices = any(maker.primitive.name in _SLICE_GRADIENTS for maker in makers)
+    return eqn.primitive.name == "add_any" and slices
 
 
 def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:
@@ -177,8 +172,3 @@ def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:
             break
         atom = eqn.invars[0]
     return atom
-
-
-def _adding(result: Any, made_by: dict[int, Any]) -> Any:
-    """The equation that makes a result, before it is cast or reshaped."""
-    return made_by.get(id(_uncast(result, made_by)), made_by[id(result)])

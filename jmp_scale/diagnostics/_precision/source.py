@@ -2,18 +2,14 @@
 
 import contextlib
 import functools
-import importlib.util
 import inspect
-import os
-import pathlib
 import re
 import sys
 import sysconfig
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_OWN = pathlib.Path(__file__).parents[2]
-_LIBRARIES = "jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
+_LIBRARIES = "jmp_scale jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
 _INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
 _UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
 _PACKAGES = re.compile(r".*(?:site|dist)-packages/")
@@ -111,24 +107,15 @@ def _package(file: str) -> str | None:
     """The library that a source file belongs to, "" if unknown; None for user code."""
     if file.startswith("<"):
         return "python" if file.startswith(("<frozen", "<attrs", "<@")) else None
-    for name, root in _library_roots().items():
-        if file.startswith(root):
+    for name in _LIBRARIES.split():
+        path = getattr(sys.modules.get(name), "__file__", None)
+        root, _, _ = (path or "").rpartition("__init__")
+        if root and file.startswith(root):
             # What autocast casts is not of the user's making.
-            return "" if "_autocast" in file[len(root) :] else name
+            return "" if "_autocast" in file.removeprefix(root) else name
     if "site-packages" in file or "dist-packages" in file:
         return ""
     return "python" if file.startswith(sysconfig.get_path("stdlib")) else None
-
-
-@functools.cache
-def _library_roots() -> dict[str, str]:
-    roots = {"jmp_scale": f"{_OWN}{os.sep}"}
-    for name in _LIBRARIES.split():
-        with contextlib.suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.origin:
-                roots[name] = f"{pathlib.Path(spec.origin).parent}{os.sep}"
-    return roots
 
 
 def _code_of(fun: Any) -> Any:

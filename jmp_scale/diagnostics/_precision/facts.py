@@ -20,7 +20,6 @@ from .origins import MOVES, NOTHING, Origin, entries_added, origin_of
 INF = math.inf
 _MOST_VALUES = 8
 _FAR_OUT_OF_RANGE = 2e5
-_SMALL_INTEGERS = {"int8", "uint8", "int16", "uint16"}
 _NUMBERS = ("float", "bfloat", "int", "uint")
 
 
@@ -76,7 +75,7 @@ def of_dtype(dtype: str) -> Fact:
     """What the dtype alone says: small integer types and booleans have bounds."""
     if dtype == "bool":
         return Fact(0.0, 1.0, frozenset({0.0, 1.0}), only=True, integral=True)
-    if dtype in _SMALL_INTEGERS:
+    if dtype.endswith(("int8", "int16")):
         limits = jnp.iinfo(dtype)
         return Fact(float(limits.min), float(limits.max), integral=True)
     return Fact(integral=is_integer(dtype))

@@ -50,27 +50,24 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
     solver = (loop.trips or 0) >= _MORE_THAN_LAYERS
     for i, variable in enumerate(loop.carries):
         for half, eqn in _accumulating(inner, variable, [i], solver):
-            message = (
-                f"a carry adds up in {dtype_name(half)} over {times} and loses what is "
-                f"small beside it; {cure}"
-            )
-            yield message, half, eqn
+            yield _message("a carry", half, times, cure), half, eqn
 
 
 def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
     """The same of outputs beside the loss: training is the loop that carries them."""
     inner, _ = open_jaxpr(program)
+    what, cure = "a state that leaves beside the loss", "compute and keep it in float32"
     for argument in inner.invars:
         outputs = enumerate(inner.outvars)
         alike = [i for i, v in outputs if i and shape(v) == shape(argument)]
         floating = dtype_name(argument).startswith(("float", "bfloat"))
         for half, eqn in _accumulating(inner, argument, alike if floating else []):
-            message = (
-                f"a state that leaves beside the loss adds up in {dtype_name(half)} "
-                "over the steps and loses what is small beside it; compute and keep it "
-                "in float32"
-            )
-            yield message, half, eqn
+            yield _message(what, half, "the steps", cure), half, eqn
+
+
+def _message(what: str, half: Any, times: str, cure: str) -> str:
+    adds = f"{what} adds up in {dtype_name(half)} over {times}"
+    return f"{adds} and loses what is small beside it; {cure}"
 
 
 def counted(loop: Loop, index: int, start: Fact) -> Fact | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ..._dot_general import ALGORITHMS
@@ -70,11 +70,6 @@ def operand_dtypes(eqn: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(dtype_name(v) for v in operands))
 
 
-def is_narrow(eqn: Any) -> bool:
-    """Whether the operands of an operation all have 16 bits or fewer."""
-    return all(dtype.startswith(_NARROW) for dtype in operand_dtypes(eqn))
-
-
 def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
     """Sums steps up by primitive and dtype, most matrix work first."""
     runs: Counter[tuple[str, str]] = Counter()
@@ -91,11 +86,15 @@ def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
     return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
 
 
-def half_share(steps: Sequence[Step]) -> float:
+def half_share(table: Iterable[Operation]) -> float:
     """Share of the matrix work whose operands are half precision; 0 without any."""
-    work = sum(step.times * flops(step.eqn) for step in steps)
-    half = sum(step.times * flops(step.eqn) for step in steps if is_narrow(step.eqn))
+    work = sum(row.flops for row in table)
+    half = sum(row.flops for row in table if _is_narrow(row.dtype.split(" x ")))
     return half / max(work, 1)
+
+
+def _is_narrow(dtypes: Iterable[str]) -> bool:
+    return all(dtype.startswith(_NARROW) for dtype in dtypes)
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,17 +134,19 @@ def follow(step: Step, fact: Fact) -> Fact:
     return dataclasses.replace(fact, cast=True) if is_narrowed_by_user(step) else fact
 
 
-def promotion_of(step: Step) -> Promotion | None:
+def promotions_of(step: Step) -> Iterator[Promotion]:
     """Why a matrix product is in float32 although the user has cast an operand."""
+    if not flops(step.eqn) or is_sum(step.eqn):
+        return
     operands = [*zip(step.eqn.invars[:2], step.ins[:2], step.makers[:2], strict=True)]
     wide = [(f, maker) for v, f, maker in operands if is_wide(dtype_name(v))]
     half = [f for v, f, _ in operands if is_half(dtype_name(v))]
-    if not wide or is_sum(step.eqn):
-        return None
     found = next((f.promoted for f, _ in wide if half or f.cast), None)
-    if found is None and any(f.cast for f in half):
-        return Promotion(step, _name_of(wide[0][1]))
-    return found
+    if found is None and wide and any(f.cast for f in half):
+        found = Promotion(step, _name_of(wide[0][1]))
+    if found is not None:
+        found.products.append(step)
+        yield found
 
 
 def _name_of(maker: Step | None) -> str:
@@ -162,12 +163,11 @@ def _name_of(maker: Step | None) -> str:
 def full_matmuls(steps: Iterable[Step], told: set[Line]) -> Iterator[Finding]:
     """Matrix products in float32 while others are half precision, at new lines."""
     products = [step for step in steps if flops(step.eqn)]
-    if not any(is_narrow(step.eqn) for step in products):
-        return
-    for step in products:
-        left = is_narrow(step.eqn) or stays_float32(step.eqn)
+    wide = [step for step in products if not _is_narrow(operand_dtypes(step.eqn))]
+    for step in wide if len(wide) < len(products) else ():
         # A solve, or its derivative, needs the digits.
-        if left or step.place()[:2] in told or "linalg" in step.place().packages:
+        needed = stays_float32(step.eqn) or "linalg" in step.place().packages
+        if needed or step.place()[:2] in told:
             continue
         message = (
             f"a matrix product runs in {' x '.join(operand_dtypes(step.eqn))} while "

@@ -112,6 +112,7 @@ def precision_report(
     promotions = [*dict.fromkeys(forward.promotions)]
     told = {step.place()[:2] for p in promotions for step in p.products}
     steps = [step for step in backward.steps if step.times]
+    operations = matrix_work.operations(steps)
     # What autocast left in float32 is not for the user to cast.
     notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
     of_loss = [*conclusions.half_loss(forward, program, loss, fun, caller)]
@@ -130,8 +131,8 @@ def precision_report(
     unread = [(name, _location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
         tuple(conclusions.in_order(found, forward)),
-        matrix_work.operations(steps),
-        matrix_work.half_share(steps),
+        operations,
+        matrix_work.half_share(operations),
         tuple(dict.fromkeys(unread)),
     )
 

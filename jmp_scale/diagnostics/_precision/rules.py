@@ -70,38 +70,38 @@ def is_narrowed_by_user(step: Step) -> bool:
 def _half_sum(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
-    dtype, count, comes_back = step.result, 0, True
-    if step.narrows:
-        count = step.ins[0].summed
-    elif is_half(step.source) and step.name == "dot_general":
-        # A product with ones adds up in float32, as all matrix products do.
-        count = _summed_by_ones(step)
-    elif is_half(step.source):
-        count, comes_back = entries_added(step.eqn), False
+    # A product with ones adds up in float32, as all matrix products do.
+    comes_back = step.narrows or step.name == "dot_general"
+    count = step.ins[0].summed if step.narrows else _summed_in_half(step)
     if count < _LONG:
         return
-    overflows = "overflows at 65,504" if dtype == "float16" else ""
-    wrong = count >= FLOAT16_MAX and (overflows or not comes_back)
+    harms = ["overflows at 65,504"] if step.result == "float16" else []
+    wrong = count >= FLOAT16_MAX and (harms or not comes_back)
     severity: Severity = "error" if wrong else "warning"
     cure = "sum with dtype=jnp.float32 and keep the result in float32"
-    how = f"comes back in {dtype}, which {overflows or 'keeps two digits'}"
+    how = "comes back" if comes_back else "accumulates"
     if not comes_back:
-        harm = f"{overflows} and " if overflows else ""
-        how = f"accumulates in {dtype}, which {harm}drops small terms"
+        harms.append("drops small terms")
     if step.backward and not comes_back:
         cure = "broadcast the smaller operand in float32, then cast it"
         # From outside of Flax's or Equinox's convolution nobody can follow this.
         if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
             severity = "note"
-    message = f"a sum of {count:,.0f} entries {how}; {cure}"
+    harm = " and ".join(harms) or "keeps two digits"
+    message = (
+        f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}; {cure}"
+    )
     yield step.finding("half-sum", severity, message)
 
 
-def _summed_by_ones(step: Step) -> int:
-    for fact in step.ins:
-        if fact.single is not None:
-            return int(entries_added(step.eqn) * min(abs(fact.single), 1.0))
-    return 0
+def _summed_in_half(step: Step) -> float:
+    if not is_half(step.source):
+        return 0
+    count = entries_added(step.eqn)
+    if step.name != "dot_general":
+        return count
+    factors = [abs(f.single) for f in step.ins if f.single is not None]
+    return count * min(*factors, 1.0) if factors else 0
 
 
 def _half_collective(step: Step) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
 from .facts import Fact, join, of_atom, of_constant, transfer
 from .loops import counted, half_carries, half_states
-from .matrix_work import Line, Promotion, flops, follow, promotion_of
+from .matrix_work import Line, Promotion, follow, promotions_of
 from .origins import Origin, is_half
 from .rules import faults
 from .source import Place, place_of
@@ -151,10 +151,7 @@ class Walk:
         self.found.extend(faults(step))
         if step.backward:
             return outs
-        promotion = promotion_of(step) if flops(step.eqn) else None
-        if promotion is not None:
-            promotion.products.append(step)
-            self.promotions.append(promotion)
+        self.promotions += promotions_of(step)
         return [follow(step, outs[0]), *outs[1:]]
 
     def _record_carries(self, carries: Iterable[Any], outer: Step) -> None:

@@ -39,26 +39,25 @@ def half_loss(
     dtype = str(getattr(loss, "dtype", ""))  # Python's numbers have none
     if not is_half(dtype):
         return
-    digits = "three" if dtype == "float16" else "two"
-    overflow = " and cannot exceed 65,504" if dtype == "float16" else ""
+    keeps = "cannot exceed 65,504" if dtype == "float16" else "keeps two digits"
     message = (
-        f"the loss leaves the function in {dtype}, where it keeps {digits} digits"
-        f"{overflow}; cast to float32 before the last mean"
+        f"the loss leaves the function in {dtype}, where it {keeps}; cast to float32 "
+        "before the last mean"
     )
     step = forward.maker_of(open_jaxpr(program)[0].outvars[0])
     place = place_of_function(fun, caller, None if step is None else step.eqn)
     finding = _at(place, "half-loss", "warning", message, dtype)
-    if step is None:
-        yield finding
-        return
-    # The cast of the loss itself is at fault in no other way.
-    forward.found = [
-        f
-        for f in forward.found
-        if (f.file, f.line, f.primitive) != (*step.place()[:2], step.name)
-        or f.rule not in ("half-sum", "half-square")
-    ]
-    yield finding._replace(primitive=step.name)
+    if step is not None:
+        finding = finding._replace(primitive=step.name)
+        # The cast of the loss itself is at fault in no other way.
+        cast = *step.place()[:2], step.name
+        forward.found = [
+            f
+            for f in forward.found
+            if (f.file, f.line, f.primitive) != cast
+            or f.rule not in ("half-sum", "half-square")
+        ]
+    yield finding
 
 
 def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Finding]:

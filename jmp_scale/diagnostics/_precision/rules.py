@@ -245,10 +245,10 @@ def _half_division(step: Step) -> Iterator[Finding]:
     at = _inverted(step)
     if at is None or step.ins[at].epsilon != 0.0 or not step.ins[at].may_be_zero:
         return
-    what = {"div": "division by", "log": "log of", "sqrt": "sqrt of"}
+    what = "division by" if step.name == "div" else f"{step.name} of"
     infinite = "; the gradient of sqrt is infinite there" if step.name == "sqrt" else ""
     message = (
-        f"{what.get(step.name, 'the inverse of')} a value that can be 0, because its "
+        f"{what} a value that can be 0, because its "
         f"epsilon rounds to 0 in half precision{infinite}; use an epsilon of at least "
         "1e-4, or compute this in float32"
     )

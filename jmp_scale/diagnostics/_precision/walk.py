@@ -75,28 +75,24 @@ class Walk:
         """What is known about the outputs of a jaxpr, given facts about its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         known: dict[Any, Fact] = {}
+        numbers = [
+            (v, v.val) for eqn in inner.eqns for v in eqn.invars if is_literal(v)
+        ]
+        for atom, value in [*zip(inner.constvars, consts, strict=True), *numbers]:
+            if is_half(dtype_name(atom)) and jaxprs.has_infinite_entries(value):
+                self.infinite.add(dtype_name(atom))
         for variable, value in zip(inner.constvars, consts, strict=True):
-            self._note_infinite(variable, value)
             fact = of_constant(value, dtype_name(variable))
-            origin = Origin(id(variable))
-            known[variable] = dataclasses.replace(fact, origin=origin)
+            known[variable] = dataclasses.replace(fact, origin=Origin(id(variable)))
         known.update(zip(inner.invars, facts, strict=True))
 
         def fact_of(atom: Any) -> Fact:
             return of_atom(atom) if is_literal(atom) else known[atom]
 
         for eqn in inner.eqns:
-            for atom in eqn.invars:
-                if is_literal(atom):
-                    self._note_infinite(atom, atom.val)
             outs = self._pass(eqn, [fact_of(atom) for atom in eqn.invars], outer)
             known.update(zip(eqn.outvars, outs, strict=True))
         return [fact_of(atom) for atom in inner.outvars]
-
-    def _note_infinite(self, atom: Any, value: Any) -> None:
-        dtype = dtype_name(atom)
-        if is_half(dtype) and jaxprs.has_infinite_entries(value):
-            self.infinite.add(dtype)
 
     def _pass(self, eqn: Any, ins: list[Fact], outer: Step) -> list[Fact]:
         # JAX marks the backward pass in the names only. Of what it made itself by

@@ -176,8 +176,8 @@ def _computed(fun: Callable[..., Any], eqn: Any, *facts: Fact) -> Fact:
         found = results([number] if f is x else f.values for f in facts)
         return float(found[0]) if found.size else INF
 
-    start = 0.0 if name in ("add", "max") and facts[1:] else None
-    epsilon = start if x.epsilon is None else x.epsilon
+    number = name in ("add", "max") and not all(map(shape, eqn.invars))
+    epsilon = 0.0 if number and x.epsilon is None else x.epsilon
     return dataclasses.replace(
         fact,
         epsilon=None if epsilon is None else result(epsilon),

@@ -260,6 +260,8 @@ def _inverted(step: Step) -> int | None:
     match step.name:
         case "div":
             return 1
+        case "sqrt" if step.makers[0] and step.makers[0].name == "max":
+            return None  # the root of relu(x) is meant to start at 0
         case "rsqrt" | "log" | "sqrt":
             return 0
         case "pow" if step.ins[1].high < 0:

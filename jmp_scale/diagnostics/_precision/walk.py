@@ -140,9 +140,9 @@ class Walk:
             # Its sums are gradients, as large as any other.
             outs = [dataclasses.replace(outs[0], summed=step.ins[0].summed)]
         # To find the place of every equation would take minutes.
-        added = outs[0].epsilon == 0 and step.name in ("add", "max")
-        if added and step.place()[:2] not in self._lost:
-            # The 0 of `relu` and of Python's `sum([x])` was no other number before.
+        starts = outs[0].epsilon == 0 and step.ins[0].single == 0
+        if starts and step.place()[:2] not in self._lost:
+            # `0 + x` is Python's `sum([x])`.
             outs = [dataclasses.replace(outs[0], epsilon=None)]
         self.found.extend(faults(step))
         if step.backward:

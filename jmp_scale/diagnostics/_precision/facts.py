@@ -176,8 +176,9 @@ def _computed(fun: Callable[..., Any], eqn: Any, *facts: Fact) -> Fact:
         found = results([number] if f is x else f.values for f in facts)
         return float(found[0]) if found.size else INF
 
-    number = name in ("add", "max") and not all(map(shape, eqn.invars))
-    epsilon = 0.0 if number and x.epsilon is None else x.epsilon
+    number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
+    keeps = name in ("add", "max") and shape(number) == ()
+    epsilon = 0.0 if keeps and x.epsilon is None else x.epsilon
     return dataclasses.replace(
         fact,
         epsilon=None if epsilon is None else result(epsilon),

@@ -1,7 +1,6 @@
 """What a run's state and its last steps show, in one sentence per finding."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +33,8 @@ _SENTENCES = {
     "stuck at the floor": "The loss scale is stuck at its floor of {floor}. {last}: "
     "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
     "a lower min_loss_scale cures.",
-    "every step skipped": "{last} ({causes}), and the loss scale is now {s}: something "
-    "broke. {diagnose} finds the cause.",
-    "every step skipped at a fixed loss scale": "{last}, with a loss scale that does "
-    "not adapt: take a DynamicLossScale, unless {diagnose} finds a NaN.",
+    "every step skipped": "{last} (in total {causes}), and the loss scale is now at "
+    "{s}: something broke. {diagnose} finds the cause{cure}.",
     "loss diverges": "The loss diverges: it is {current:.3g}, after {best:.3g} around "
     "step {best_step} and {first:.3g} at the start. Go back to a checkpoint from "
     "before, and lower the learning rate or clip the gradients.",
@@ -52,47 +49,43 @@ _SENTENCES = {
     "{magnitude:.0%} of their size, were lost in rounding: they are too small beside "
     "the parameters. Keep the parameters in float32 or, where they are, raise the "
     "learning rate.",
-    "frequent spikes": "{skips} of the last {steps} steps {were} skipped as {spikes} "
-    "({rate:.1%}; {listed}), where one in a hundred is a lot: look at the data of "
+    "frequent spikes": "{last}, where one in a hundred is a lot: look at the data of "
     "those batches, or lower the learning rate.",
-    "spikes in a row": "The last {in_a_row} steps were all skipped{part} as spikes of "
-    "the loss or the gradient norm, {total} in total: the data or the model changed. "
-    "After {limit} in a row the guard takes the new level for normal.",
-    "spike": "The last step was skipped as a spike of the loss or the gradient norm, "
-    "{total} in total: normal if rare. Look at the data of that batch.",
-    "rare spikes": "{skips} of the last {steps} steps {were} skipped as {spikes} "
-    "({rate:.1%}; {listed}): normal if rare. Look at the data of {those}.",
-    "broken batches": "{skips} of the last {steps} steps {were} skipped ({rate:.1%}), "
-    "mostly because the loss itself was not finite: look for broken data in those "
-    "batches.",
-    "frequent overflow": "{skips} of the last {steps} steps {were} skipped "
-    "({rate:.1%}), where one in a hundred is a lot: see with grad_report which leaf "
-    "overflows, and take a longer period.",
-    "warm-up": "{last}, the only ones so far, and the loss scale is now {s}: an "
+    "spike": "The last step was skipped as a spike of the loss or the gradient norm "
+    "({in_a_row} skipped in a row; in total {causes}): normal if rare. Look at the "
+    "data of that batch. After max_in_a_row spikes in a row the guard takes the new "
+    "level for normal.",
+    "rare spikes": "{last}: normal if rare. Look at the data of those batches.",
+    "broken batches": "{last}, mostly because the loss itself was not finite: look for "
+    "broken data in those batches.",
+    "frequent overflow": "{last}, where one in a hundred is a lot: see with "
+    "grad_report which leaf overflows, and take a longer period.",
+    "warm-up": "{last}, the only ones so far, and the loss scale is now at {s}: an "
     "expected warm-up if this is the start. Its floor is {floor}.",
-    "skipped step": "{last}; {causes}: normal if rare. {diagnose} finds the cause.",
-    "occasional overflow": "{last}; {causes}: normal if rare, because the loss scale "
-    "grows until gradients overflow.",
-    "normal rate of overflow": "{skips} of the last {steps} steps {were} skipped "
-    "({rate:.1%}): normal, because the loss scale grows until gradients overflow.",
+    "skipped step": "{last}; in total {causes}: normal if rare. {diagnose} finds the "
+    "cause.",
+    "occasional overflow": "{last}: normal if rare, because the loss scale grows until "
+    "gradients overflow.",
     "loss scale below 1": "The loss scale is {s}, below 1: unscaled gradients "
     "overflow, so the forward pass is nearly out of range. Scale down its inputs or "
     "weights, or use bfloat16.",
     "loss scale at its cap": "The loss scale is at its cap of {s} and has never "
     "overflowed. That can be right; but do the gradients come from "
     "jmp_scale.value_and_grad? Those of jax.value_and_grad never see the loss scale.",
-    "float16 parameters": "{leaf} is {dtype}{others}: keep master parameters in "
-    "float32 and cast them inside the loss (Policy.cast_to_compute), or small updates "
-    "and Adam's epsilon are lost.",
-    "bfloat16 moments": "{leaf} is bfloat16{others}: with a b2 above 0.998 a second "
-    "moment in bfloat16 cannot decay, because each step's change is rounded away. "
-    "Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
+    "float16 parameters": "{leaf} is {dtype} (and {more} more): keep master parameters "
+    "in float32 and cast them inside the loss (Policy.cast_to_compute), or small "
+    "updates and Adam's epsilon are lost.",
+    "bfloat16 moments": "{leaf} is bfloat16 (and {more} more): with a b2 above 0.998 a "
+    "second moment in bfloat16 cannot decay, because each step's change is rounded "
+    "away. Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
 }
 
 # Of overflows and of spikes. With the default period S itself causes 0.0005.
 _NORMAL_RATE = 0.01
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
+
+_CAUSES = ("overflow", "a broken loss", "a spike")
 
 # Half the distance between neighboring bfloat16 numbers is at least 2^-9 of them: with
 # a decay nearer to 1 than that each step's change is rounded away.
@@ -121,10 +114,9 @@ class _Skips(NamedTuple):
         return new if min(new) >= 0 else _Skips()
 
     def __str__(self) -> str:
-        """The causes that occurred, as in "2 overflows, 1 broken loss"."""
-        names = ("overflow", "overflows"), ("broken loss", "broken losses")
-        pairs = zip(self, (*names, ("spike", "spikes")), strict=True)
-        return ", ".join(f"{n} {word[n > 1]}" for n, word in pairs if n)
+        """The causes that occurred, as in "2 by overflow, 1 by a broken loss"."""
+        pairs = zip(self, _CAUSES, strict=True)
+        return ", ".join(f"{n} by {cause}" for n, cause in pairs if n)
 
 
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
@@ -171,6 +163,11 @@ class HealthLog:
     of skipped steps, so that it can tell the cause of those that are new, and of a
     broken batch between two calls.
 
+    Attributes:
+      kinds: the findings of the last call by name, such as "loss diverges", for code
+        that acts on them. Where a tree has several states, a name starts with the path
+        of its state, as in "['generator']: spike".
+
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale import diagnostics
@@ -185,26 +182,17 @@ class HealthLog:
     """
 
     def __init__(self) -> None:
-        self._kinds: frozenset[str] = frozenset()
+        self.kinds: frozenset[str] = frozenset()
         self._seen: dict[str, _Skips] = {}
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The findings of the last call by name, such as "loss diverges".
-
-        For code that acts on them. Where a tree has several states, a name starts with
-        the path of its state, as in "['generator']: spike".
-        """
-        return self._kinds
 
     def __call__(
         self, opt_state: Any, history: LossScaleHistory | None = None
     ) -> list[str]:
         """New sentences since the last call; arguments and errors as in `health`."""
         findings = _findings("HealthLog", opt_state, history, self._seen)
-        new = [text for kind, text in findings.items() if kind not in self._kinds]
-        over = [f"Over: {kind}." for kind in sorted(self._kinds - findings.keys())]
-        self._kinds = frozenset(findings)
+        new = [text for kind, text in findings.items() if kind not in self.kinds]
+        over = [f"Over: {kind}." for kind in sorted(self.kinds - findings.keys())]
+        self.kinds = frozenset(findings)
         return new + over
 
 
@@ -228,7 +216,7 @@ def _findings(
         prefix = f"{path}: " if len(states) > 1 else ""
         skips = _Skips.of(state)
         found = _state_findings(state, steps, skips.since(seen.get(path, skips)))
-        findings += [(prefix, *finding) for finding in found if finding]
+        findings += [(prefix, *finding) for finding in found]
         seen[path] = skips
     of_all = _leaf_findings(opt_state)
     if history is not None:
@@ -243,130 +231,108 @@ def _findings(
     return sentences
 
 
-def _state_findings(
-    state: LossScaleState, steps: Steps, new: _Skips
-) -> list[Finding | None]:
+def _state_findings(state: LossScaleState, steps: Steps, new: _Skips) -> list[Finding]:
     """The findings on S, on spikes and on other skips. `new`: since the last call."""
-    in_a_row = int(state.skipped_in_a_row)
-    # int, because a Variable of Flax 0.12.0 has no truth value.
-    is_spike = int(state.grads_finite) > int(state.applied)
-    if in_a_row and steps is not None:
-        is_spike |= bool(steps["spike"][-1])
-    elif in_a_row:  # a spike may overflow as well
-        is_spike |= (new if any(new) else _Skips.of(state))[:2] == (0, 0)
-    if not is_spike:
-        skips = _skip_finding(state, steps, new)
-        return [_scale_finding(state), _recorded_spikes(steps), skips]
-    guard = state.guard
-    fields = guard if isinstance(guard, Mapping) else getattr(guard, "__dict__", {})
-    counted = int(fields.get("in_a_row", 0))  # since the last accepted step
-    # Of the last steps, which were all skipped; others overflowed.
-    spikes = max(1, counted or min(in_a_row, int(state.spikes)))
-    values = {
-        "in_a_row": in_a_row,
-        "part": f", {spikes} of them" if spikes < in_a_row else "",
-        "total": int(state.spikes),
-        "limit": getattr(guard, "max_in_a_row", "max_in_a_row"),
-    }
-    kind = "spike" if spikes == 1 else "spikes in a row"
-    return [_scale_finding(state), (kind, values), _recorded_skips(steps)]
+    found = {} if steps is None else _recorded_findings(steps)
+    present = _present_finding(state, steps, new)
+    if present is not None:
+        topic = "spikes" if present[0] == "spike" else "skips"
+        # The recorded rate of overflow says more than its last one.
+        if present[0] != "occasional overflow" or topic not in found:
+            found[topic] = present
+    return _scale_findings(state) + list(found.values())
 
 
-def _scale_finding(state: LossScaleState) -> Finding | None:
+def _scale_findings(state: LossScaleState) -> list[Finding]:
     rule, s = state.loss_scale, number_of(state.loss_scale)
     if s is None:
-        return None
-    s, kind = float(s), ""
+        return []
+    s, kind = float(s), None
     if not 0 < s < math.inf:
         kind = "loss scale out of range"
     elif s < 1:
         kind = "loss scale below 1"
     elif isinstance(rule, DynamicLossScale) and s * rule.factor > rule.max_loss_scale:
-        kind = "" if _Skips.of(state).overflows else "loss scale at its cap"
-    return (kind, {"s": power(s)}) if kind else None
+        kind = None if _Skips.of(state).overflows else "loss scale at its cap"
+    return [(kind, {"s": power(s)})] if kind else []
 
 
-def _skip_finding(state: LossScaleState, steps: Steps, new: _Skips) -> Finding | None:
-    """The finding on steps that were not finite: the present run, or those before."""
-    in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
+def _present_finding(
+    state: LossScaleState, steps: Steps, new: _Skips
+) -> Finding | None:
+    """The finding on the present run of skips, or on those since the last call."""
+    in_a_row, rule, total = (
+        int(state.skipped_in_a_row),
+        state.loss_scale,
+        _Skips.of(state),
+    )
     is_fixed = isinstance(rule, NoOpLossScale | StaticLossScale) or rule is None
     s = number_of(rule)
-    values = {"s": "its value" if s is None else power(float(s))}
-    values["causes"] = f"{_Skips.of(state)} in total"
+    values = {
+        "last": f"The last {in_a_row} steps were all skipped",
+        "s": "its fixed value" if s is None else power(float(s)),
+        "causes": total,
+        "cure": "; if it is an overflow, take a DynamicLossScale" if is_fixed else "",
+        "in_a_row": in_a_row,
+    }
     if in_a_row == 0:
         # An S that adapts causes overflows itself: of those a rate would be needed.
-        count = new.losses or (new.overflows if is_fixed else 0)
-        if steps is not None or count == 0:
-            return _recorded_skips(steps)
-        were = "steps were" if count > 1 else "step was"
-        values["last"] = f"{count} {were} skipped since the last call"
+        if steps is not None or not (new.losses or (is_fixed and new.overflows)):
+            return None
+        values["last"] = f"Steps were skipped since the last call ({new})"
         return ("loss not finite" if new.losses else "skipped step"), values
-    values["last"] = "The last step was skipped"
-    if in_a_row > 1:
-        values["last"] = f"The last {in_a_row} steps were all skipped"
+    if in_a_row == 1:
+        values["last"] = "The last step was skipped"
+    causes = new if any(new) else total
     if steps is not None:  # which knows the cause of each
-        losses = ~steps["loss_finite"][-in_a_row:]
-        finite = steps["grads_finite"] | steps["spike"]
-        overflows = ~(finite[-in_a_row:] | losses)
-        new = _Skips(int(overflows.sum()), int(losses.sum()))
-    elif not any(new):
-        new = _Skips.of(state)
-    if new.overflows == 0:
+        spikes, losses = steps["spike"][-in_a_row:], ~steps["loss_finite"][-in_a_row:]
+        causes = _Skips((~(losses | spikes)).sum(), losses.sum(), spikes.sum())
+    # int, because a Variable of Flax 0.12.0 has no truth value. A spike may overflow.
+    is_spike = int(state.grads_finite) > int(state.applied)
+    if is_spike or causes.overflows == causes.losses == 0:
+        return "spike", values
+    if causes.overflows == 0:
         return "loss not finite", values
-    is_long = in_a_row >= _LONG_RUN
-    if is_fixed:
-        run = "every step skipped at a fixed loss scale"
-        return (run if is_long else "skipped step"), values
     if isinstance(rule, DynamicLossScale):
         values["floor"] = power(rule.min_loss_scale)
         if float(rule.loss_scale) <= rule.min_loss_scale and in_a_row > 1:
             return "stuck at the floor", values
         is_all = steps is None or len(steps["step"]) == in_a_row
-        if in_a_row == int(state.skipped) and is_all and not new.losses:
+        if in_a_row == total.overflows == int(state.skipped) and is_all:
             return "warm-up", values
-    if is_long or new.losses:
-        return ("every step skipped" if is_long else "skipped step"), values
-    return _recorded_skips(steps) or ("occasional overflow", values)
+    if in_a_row >= _LONG_RUN:
+        return "every step skipped", values
+    is_known = not (is_fixed or causes.losses)
+    return ("occasional overflow" if is_known else "skipped step"), values
 
 
-def _recorded_spikes(steps: Steps) -> Finding | None:
-    if steps is None or not steps["spike"].any():
-        return None
-    numbers = [str(step) for step in steps["step"][steps["spike"]]]
-    listed = ["..."] * (len(numbers) > _LISTED) + numbers[-_LISTED:]
-    is_rare, values = _rate(steps["spike"])
-    values["listed"] = f"step{'s' * (len(numbers) > 1)} {', '.join(listed)}"
-    return ("rare spikes" if is_rare else "frequent spikes"), values
-
-
-def _recorded_skips(steps: Steps) -> Finding | None:
-    """The finding on recorded steps that were not finite."""
-    if steps is None:
-        return None
-    skipped = ~(steps["grads_finite"] | steps["spike"])
+def _recorded_findings(steps: dict[str, np.ndarray]) -> dict[str, Finding]:
+    """The findings on recorded spikes, and on recorded steps that were not finite."""
+    spikes, found = steps["spike"], {}
+    skipped = ~(steps["grads_finite"] | spikes)
     # Skips before the first applied step were to be expected.
     start = 0 if steps["step"][0] else int(np.argmin([*skipped, False]))
-    skipped, loss_finite = skipped[start:], steps["loss_finite"][start:]
-    if not skipped.any():
-        return None
-    is_normal, values = _rate(skipped)
-    if loss_finite[skipped].mean() < 0.5:
-        return "broken batches", values
-    return ("normal rate of overflow" if is_normal else "frequent overflow"), values
+    skipped[:start] = False
+    if spikes.any():
+        is_rare, rate = _rate(steps, spikes)
+        kind = "rare spikes" if is_rare else "frequent spikes"
+        found["spikes"] = kind, {"last": f"The guard skipped {rate}"}
+    if skipped.any():
+        is_rare, rate = _rate(steps, skipped)
+        kind = "occasional overflow" if is_rare else "frequent overflow"
+        if steps["loss_finite"][skipped].mean() < 0.5:
+            kind = "broken batches"
+        found["skips"] = kind, {"last": f"Gradients were not finite in {rate}"}
+    return found
 
 
-def _rate(flags: np.ndarray) -> tuple[bool, dict[str, Any]]:
-    """Whether so many steps are normal (one is, of any number), and their rate."""
-    count = int(flags.sum())
-    values = {
-        "skips": count,
-        "steps": flags.size,
-        "rate": count / flags.size,
-        "were": "was" if count == 1 else "were",
-        "spikes": "a spike" if count == 1 else "spikes",
-        "those": "that batch" if count == 1 else "those batches",
-    }
-    return count <= max(1, _NORMAL_RATE * flags.size), values
+def _rate(steps: dict[str, np.ndarray], flags: np.ndarray) -> tuple[bool, str]:
+    """Whether so many steps are normal (one is, of any number), and which they are."""
+    numbers = [str(step) for step in steps["step"][flags]]
+    count, size = len(numbers), flags.size
+    listed = ", ".join(["..."] * (count > _LISTED) + numbers[-_LISTED:])
+    text = f"{count} of the last {size} steps ({count / size:.1%}; at step {listed})"
+    return count <= max(1, _NORMAL_RATE * size), text
 
 
 def _leaf_findings(opt_state: Any) -> list[Finding]:
@@ -390,7 +356,6 @@ def _names(path: Any) -> set[Any]:
 
 
 def _described(leaves: list[tuple[Any, Any]]) -> dict[str, Any]:
-    (path, leaf), more = leaves[0], len(leaves) - 1
-    others = f", and so {'is 1 more leaf' if more == 1 else f'are {more} more leaves'}"
+    path, leaf = leaves[0]
     name = jax.tree_util.keystr(path)
-    return {"leaf": name, "dtype": leaf.dtype, "others": others if more else ""}
+    return {"leaf": name, "dtype": leaf.dtype, "more": len(leaves) - 1}

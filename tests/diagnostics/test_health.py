@@ -22,15 +22,15 @@ def test_nothing_is_said_when_all_is_well():
     assert diagnostics.health(state(skipped=2), after_warm_up) == []
 
 
-def spiked(in_a_row, spikes, in_the_guard=0):
-    """A state whose last steps were skipped as spikes, or some of them."""
+def spiked(in_a_row, spikes):
+    """A state whose last steps were skipped as spikes."""
     return state(
         jmp_scale.NoOpLossScale(),
         spikes,
         in_a_row,
         grads_finite=True,
         spikes=np.int32(spikes),
-        guard=jmp_scale.SpikeGuard(in_a_row=in_the_guard),
+        guard=jmp_scale.SpikeGuard(),
     )
 
 
@@ -50,28 +50,32 @@ FINDINGS = {
     "warm-up": ("the start. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
     "warm-up, recorded": ("warm-up", state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0]),
     "occasional": ("normal if rare", state(None, 5, 1)),
-    "one, recorded": ("(3.1%): normal", state(skipped=1), [*[1] * 30, 0, 1]),
+    "one, recorded": (
+        "(3.1%; at step 30): normal",
+        state(skipped=1),
+        [*[1] * 30, 0, 1],
+    ),
     "frequent": ("22.2%", state(skipped=3), [*[1] * 5, 0, 1, 0, 1]),
     "broken batches": ("was not fini", state(None, 2), [*[1] * 5, -1, 1, -1, 1]),
     "floor": ("stuck at its floor of 2^0", state(DYNAMIC(1.0), 40, 30)),
     "loss": ("the loss itself is not finite", state(None, 8, 2), [1, 1, -1, -1]),
     "cause unknown": (
-        "skipped; 2 overflows, 1 broken loss in total: normal if rare. diagnose_nonf",
+        "skipped; in total 2 by overflow, 1 by a broken loss: normal if rare. diag",
         state(None, 3, 1, **ONE_LOSS),
     ),
     "no warm-up": (
-        "skipped; 1 overflow, 1 broken loss in total: normal if rare",
+        "skipped; in total 1 by overflow, 1 by a broken loss: normal if rare",
         state(None, 2, 2, **ONE_LOSS),
     ),
     "cause unknown for long": (
-        "skipped (12 overflows, 8 broken losses in total), and the loss scale is now",
+        "(in total 12 by overflow, 8 by a broken loss), and the loss scale is now at",
         state(None, 20, 12, **EIGHT_LOSSES),
     ),
     "nine in a row": ("normal if rare", state(DYNAMIC(8.0), 50, 9)),
     "every step": ("something broke", state(DYNAMIC(8.0), 50, 10)),
-    "every step, static": ("does not adapt: take", state(STATIC(8), 12, 12)),
+    "every step, static": ("an overflow, take a Dynamic", state(STATIC(8), 12, 12)),
     "one step, static": (
-        "The last step was skipped; 1 overflow in total: normal if rare",
+        "The last step was skipped; in total 1 by overflow: normal if rare",
         state(STATIC(8), 1, 1),
     ),
     "below 1": ("2^-2, below 1", state(DYNAMIC(0.25, min_loss_scale=0))),
@@ -92,17 +96,9 @@ FINDINGS = {
         spiked(1, 3)._replace(grads_finite=jnp.array(False)),
     ),
     "spike": ("skipped as a spike", spiked(1, 3)),
-    "spikes in a row": ("After 10 in a row the guard takes", spiked(4, 4)),
-    "a spike after overflows": (
-        "The last step was skipped as a spike",
-        spiked(4, 9, 1)._replace(guard={"in_a_row": 1}),
-    ),
-    "spikes among overflows": (
-        "The last 5 steps were all skipped, 3 of them as spikes of the loss or",
-        spiked(5, 9, 3),
-    ),
+    "spikes in a row": ("(4 skipped in a row; in total 4 by a spike)", spiked(4, 4)),
     "spikes in a row, of a mapping": (
-        "After max_in_a_row in a row",
+        "After max_in_a_row spikes in a row",
         spiked(4, 4)._replace(guard={})._asdict(),
     ),
     "three in a row, of a mapping": ("normal if rare", without_rule(3)),
@@ -170,10 +166,10 @@ def test_a_loss_scale_that_is_not_a_positive_number_is_the_first_finding(s, in_a
 
 # Words of the sentence, if they are spikes, by the steps that were skipped.
 RATES = {
-    (150,): "1 of the last 200 steps was skipped as a spike (0.5%; step 150)",
-    (99, 150): "2 of the last 200 steps were skipped as spikes (1.0%; steps 99, 1",
-    (50, 99, 150): "3 of the last 200 steps were skipped as spikes (1.5%; steps 50",
-    range(0, 70, 7): "steps ..., 35, 42, 49, 56, 63), where one in a hundred",
+    (150,): "The guard skipped 1 of the last 200 steps (0.5%; at step 150)",
+    (99, 150): "The guard skipped 2 of the last 200 steps (1.0%; at step 99, 150)",
+    (50, 99, 150): "The guard skipped 3 of the last 200 steps (1.5%; at step 50, 99, ",
+    range(0, 70, 7): "at step ..., 35, 42, 49, 56, 63), where one in a hundred",
 }
 
 
@@ -199,8 +195,8 @@ def test_overflows_and_spikes_that_may_overflow_are_judged_apart():
     flags["spike"] = np.isin(steps, [120, 130])
     found = diagnostics.health(state(), history_of(**flags))
     assert len(found) == 2
-    assert "as spikes (1.0%; steps 120, 130)" in found[0]
-    assert "2 of the last 200 steps were skipped (1.0%): normal" in found[1]
+    assert "guard skipped 2 of the last 200 steps (1.0%; at step 120, 130)" in found[0]
+    assert "in 2 of the last 200 steps (1.0%; at step 50, 90): normal" in found[1]
 
 
 def test_the_most_urgent_finding_comes_first():
@@ -208,7 +204,7 @@ def test_the_most_urgent_finding_comes_first():
     loss = np.where(np.arange(200) < 100, 1.0, 50.0).astype(np.float32)
     below_one = state(jmp_scale.DynamicLossScale(0.25, min_loss_scale=0))
     found = diagnostics.health(below_one, history_of(applied=applied, loss=loss))
-    starts = ["The loss diverges", "1 of the last", "The loss scale is"]
+    starts = ["The loss diverges", "The guard skipped", "The loss scale is"]
     assert [s.startswith(t) for s, t in zip(found, starts, strict=True)] == [True] * 3
 
 
@@ -242,7 +238,7 @@ def test_a_run_with_a_guard_is_counted_by_cause_from_end_to_end():
     assert (recorded_limits[20:] < 10).all()
     found = diagnostics.health(opt_state, history)
     assert "last step was skipped as a spike" in found[0]  # and it overflows
-    assert "1 of the last 60 steps was skipped (1.7%): normal" in found[1]
+    assert "in 1 of the last 60 steps (1.7%; at step 50): normal" in found[1]
 
 
 def updated(opt_state, *causes, loss_scale=None):
@@ -268,7 +264,7 @@ def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
     assert kinds == [{"warm-up"}, nothing, nothing, loss, nothing, overflow]
     # `health` has no last call, so it names no cause that the totals do not tell.
     (said,) = diagnostics.health(opt_state)
-    assert "2 overflows, 1 broken loss in total" in said
+    assert "in total 2 by overflow, 1 by a broken loss" in said
     assert said.endswith("[skipped step]")
 
 

@@ -18,9 +18,9 @@ def adam_state(dtype, b2=0.999, **changes):
 
 def test_float16_leaves_are_named_and_counted():
     (sentence,) = diagnostics.health({"p": jnp.ones(2, jnp.float16), "s": state()})
-    assert "['p'] is float16: keep master parameters" in sentence
+    assert "['p'] is float16 (and 0 more): keep master parameters" in sentence
     said = " ".join(diagnostics.health(adam_state(jnp.float16)))
-    assert "float16, and so are 3 more leaves" in said
+    assert "float16 (and 3 more)" in said
 
 
 def test_float32_and_bfloat16_parameters_and_first_moments_are_fine():
@@ -34,7 +34,7 @@ def test_float32_and_bfloat16_parameters_and_first_moments_are_fine():
 def test_a_bfloat16_second_moment_is_reported():
     """Nothing is known of b2, so the sentence says for which it holds."""
     (sentence,) = diagnostics.health(adam_state(jnp.bfloat16))
-    assert ".nu['b'] is bfloat16, and so is 1 more leaf: with a b2 above" in sentence
+    assert ".nu['b'] is bfloat16 (and 1 more): with a b2 above" in sentence
 
 
 @pytest.mark.parametrize(("b2", "is_said"), [(0.999, True), (0.99, False)])

@@ -71,8 +71,7 @@ class GradientComparison(NamedTuple):
 
         Or twice `float32_error`, where that is more.
         """
-        error = judged_error(self.error, self.scaled_error)
-        return error <= max(_BEARABLE, 2 * self.float32_error)
+        return judged_error(self) <= max(_BEARABLE, 2 * self.float32_error)
 
     def summary(self, k: int = 20) -> str:
         """Whether half precision is precise enough here, and the k worst leaves."""
@@ -80,19 +79,12 @@ class GradientComparison(NamedTuple):
         def badness(leaf: LeafComparison) -> tuple[bool, float]:
             return leaf.float32_error <= _BEARABLE or not leaf.finite, leaf.error
 
-        rows = sorted(self.leaves, key=badness, reverse=True)
-        width = max(len(leaf_name(leaf.path)) for leaf in rows)
-        heads = ("norm", "error", "of float32", "lost", "finite")
-        lines = [
-            _verdict(self),
-            f"{'leaf':{width}}" + "".join(f"{h:>12}" for h in heads),
-        ]
-        for leaf in rows[:k]:
+        rows = [("leaf", "norm", "error", "of float32", "lost", "finite")]
+        for leaf in sorted(self.leaves, key=badness, reverse=True):
             shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
-            name = f"{leaf_name(leaf.path):{width}}"
-            lines += [name + "".join(f"{cell:>12}" for cell in cells)]
-        return "\n".join(lines + [f"and {len(rows) - k} more"] * (len(rows) > k))
+            rows.append((leaf_name(leaf.path), *cells))
+        return "\n".join([_verdict(self), *table(rows, 1, k)])
 
 
 def compare_gradients(
@@ -155,62 +147,43 @@ def compare_gradients(
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     found, s = at_loss_scale(lambda s: run_half(s, arrays), s)
-    reference = run(arrays)
-    rows = differences(found, reference)
-    own = differences(run(changed_in_the_last_digit(arrays)), reference)
-    leaves = tuple(
-        LeafComparison(path, row.norm, row.error, row.lost, row.finite, base.error)
-        for path, row, base in zip(found.paths, rows, own, strict=True)
-    )
-    losses = float(reference.loss), float(found.loss)
-    errors = whole_error(rows), scaled_error(rows, own)
-    return GradientComparison(*losses, *errors, leaves, whole_error(own), s)
+    return Reference(run, arrays).compared(found, s)
 
 
-class Difference(NamedTuple):
-    """How a leaf differs from the reference, with the norm and size of that one."""
+class Reference:
+    """A float32 gradient, and how far its own rounding may move it."""
 
-    norm: float
-    distance: float
-    lost: float
-    finite: bool
-    size: int
+    def __init__(self, run: Callable[[Any], Backward], arrays: Sequence[Any]) -> None:
+        self.backward = run(arrays)
+        self._own = _differences(run(_changed_in_the_last_digit(arrays)), self.backward)
 
-    @property
-    def error(self) -> float:
-        return whole_error([self])
-
-
-def differences(found: Backward, reference: Backward) -> list[Difference]:
-    """How each leaf differs from the reference."""
-    pairs = [*zip(found.leaves, reference.leaves, strict=True)]
-    rows = jax.device_get(_differences(pairs))
-    sizes = [leaf.size for leaf in reference.leaves]
-    return [
-        Difference(*(x.item() for x in row), size)  # pyright: ignore[reportCallIssue]
-        for row, size in zip(rows, sizes, strict=True)
-    ]
-
-
-def whole_error(rows: Sequence[Difference]) -> float:
-    """Norm of the difference over that of the reference; infinite if not finite."""
-    norm, distance = (math.hypot(*(row[i] for row in rows)) for i in (0, 1))
-    if not all(row.finite for row in rows) or not math.isfinite(distance):
-        return math.inf
-    return distance / norm if norm else math.inf if distance else 0.0
+    def compared(self, found: Backward, s: float) -> GradientComparison:
+        """A half-precision gradient beside this one; `s` is its loss scale."""
+        rows = _differences(found, self.backward)
+        leaves, squares, entries = [], 0.0, 0
+        by_leaf = zip(found.paths, found.leaves, rows, self._own, strict=True)
+        for path, x, row, own in by_leaf:
+            norm, _, lost, finite = row
+            error, of_float32 = _error([row]), _error([own])
+            leaf = LeafComparison(path, norm, error, lost, bool(finite), of_float32)
+            leaves.append(leaf)
+            if of_float32 <= _BEARABLE:
+                squares += x.size * min(error, 1) ** 2
+                entries += x.size
+        return GradientComparison(
+            loss=float(self.backward.loss),
+            half_loss=float(found.loss),
+            error=_error(rows),
+            scaled_error=math.sqrt(squares / max(entries, 1)),
+            leaves=tuple(leaves),
+            float32_error=_error(self._own),
+            loss_scale=s,
+        )
 
 
-def scaled_error(rows: Sequence[Difference], own: Sequence[Difference]) -> float:
-    """Root mean square of the leaves' errors; `own` are those of float32 itself."""
-    pairs = zip(rows, own, strict=True)
-    known = [row for row, base in pairs if base.error <= _BEARABLE]
-    squares = (row.size * min(row.error, 1) ** 2 for row in known)
-    return math.sqrt(sum(squares) / max(sum(row.size for row in known), 1))
-
-
-def judged_error(error: float, scaled_error: float) -> float:
+def judged_error(found: GradientComparison) -> float:
     """What is compared with the tolerance: `error`, or a third of `scaled_error`."""
-    return max(error, scaled_error / 3)
+    return max(found.error, found.scaled_error / 3)
 
 
 def percent(share: float) -> str:
@@ -220,7 +193,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
-def changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
+def table(rows: Sequence[tuple[str, ...]], names: int, k: int) -> list[str]:
+    """The lines of a head and of k rows of cells, of which the first are names."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows[: k + 1]:
+        left = [f"{row[i]:{widths[i]}}" for i in range(names)]
+        lines.append("  ".join(left) + "".join(f"{cell:>12}" for cell in row[names:]))
+    more = len(rows) - 1 - k
+    return [*lines, f"and {more} more"] if more > 0 else lines
+
+
+def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
     """Arrays whose float32 and float64 entries are the next ones, up or down."""
 
     def changed(i: int, x: Any) -> Any:
@@ -232,13 +216,23 @@ def changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
     return [changed(i, x) for i, x in enumerate(arrays)]
 
 
+def _error(rows: Sequence[Sequence[float]]) -> float:
+    """Norm of the difference over that of the reference; infinite if not finite."""
+    norm, distance = (math.hypot(*(row[i] for row in rows)) for i in (0, 1))
+    if not math.isfinite(distance) or norm == 0:
+        return math.inf if distance else 0.0
+    return distance / norm
+
+
+def _differences(found: Backward, reference: Backward) -> list[list[float]]:
+    """The numbers of `_difference` for each leaf."""
+    rows = [*map(_difference, found.leaves, reference.leaves)]
+    return np.array(jax.device_get(rows), np.float64).tolist()
+
+
 @jax.jit
-def _differences(pairs: Sequence[tuple[jax.Array, jax.Array]]) -> list[Any]:
-    return [_difference(x, reference) for x, reference in pairs]
-
-
 def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
-    """A `Difference` without its size."""
+    """Norms of the reference and of the difference; share lost; whether x is finite."""
     lost = jnp.sum((x == 0) & (reference != 0)) / np.float32(max(x.size, 1))
     pair = [y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, reference)]
     sizes = [jnp.where(jnp.isfinite(y), jnp.abs(y), 0) for y in pair]

@@ -21,13 +21,7 @@ from .._dot_general import bilinear
 from .._marks import Names, tracing
 from .._operations import Product
 from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
-from ._comparison import (
-    changed_in_the_last_digit,
-    differences,
-    judged_error,
-    scaled_error,
-    whole_error,
-)
+from ._comparison import Reference, judged_error
 from ._precision.matrix_work import flops
 from ._precision.source import Place, begin_user_code, place_of
 
@@ -71,16 +65,14 @@ class Probe:
         # and run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
-        self.reference = self.run((), 1.0)  # in float32
-        changed = changed_in_the_last_digit(self._arrays)
-        moved = self._program(np.zeros(_MOST, bool), jnp.float32(1), changed)
-        self._own = differences(moved, self.reference)
+        in_float32 = np.zeros(_MOST, bool), jnp.float32(1)
+        run = functools.partial(self._program, *in_float32)
+        self.reference = Reference(run, self._arrays)
 
     def error(self, half: Sequence[int], s: float | None) -> float:
         """That of the gradient with these products in half precision, at S = `s`."""
-        found, _ = at_loss_scale(lambda s: self.run(half, s), s)
-        rows = differences(found, self.reference)
-        return judged_error(whole_error(rows), scaled_error(rows, self._own))
+        found = at_loss_scale(lambda s: self.run(half, s), s)
+        return judged_error(self.reference.compared(*found))
 
     def run(self, half: Sequence[int], s: Any) -> Backward:
         """The backward pass at S = `s` with these products in half precision."""

@@ -15,7 +15,7 @@ from .._loss_scale import scale_value
 from .._marks import Names
 from .._policy import checked_half
 from ._backward import Loss
-from ._comparison import percent
+from ._comparison import percent, table
 from ._probe import NumberedProduct, Probe
 
 # Lines that are measured one by one, at two steps each.
@@ -71,18 +71,12 @@ class SensitiveProducts(NamedTuple):
         """What to write, and the k lines that change the gradient most."""
         if not self.products:
             return self.advice
-        rows: list[tuple[str, ...]] = [("line", "scope", "share", "alone", "without")]
-        for row in sorted(self.products, key=lambda row: -row.alone)[:k]:
+        rows = [("line", "scope", "share", "alone", "without")]
+        for row in sorted(self.products, key=lambda row: -row.alone):
+            place = row.library or _place(row.file, row.line)
             shares = map(percent, (row.share, row.alone, row.without))
-            rows.append((row.library or _place(row.file, row.line), row.scope, *shares))
-        places, scopes = (max(len(row[i]) for row in rows) for i in (0, 1))
-        lines = [self.advice]
-        for place, scope, *shares in rows:
-            cells = "".join(f"{share:>10}" for share in shares)
-            lines.append(f"{place:{places}}  {scope:{scopes}}{cells}")
-        if len(self.products) > k:
-            lines.append(f"and {len(self.products) - k} more")
-        return "\n".join(lines)
+            rows.append((place, row.scope, *shares))
+        return "\n".join([self.advice, *table(rows, 2, k)])
 
 
 def sensitive_products(
@@ -192,7 +186,7 @@ class _Search:
         lines, probe = self._lines, self._probe
         run = [probe.products[n] for n in probe.candidates | probe.others]
         total = max(sum(product.work for product in run), 1)
-        if not all_finite(probe.reference):
+        if not all_finite(probe.reference.backward):
             advice = (
                 "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
             )

@@ -52,9 +52,8 @@ class Probe:
         self._loss, self.forward, self._backward = loss, forward, backward
         self._arrays, rejoin = split_arrays(loss.args)
         self.products: list[NumberedProduct] = []  # by number
-        # Numbers of those that `autocast` makes half precision, and of others that run.
-        self.candidates: set[int] = set()
-        self.others: set[int] = set()
+        self.work = 0  # of all
+        self.candidates: set[int] = set()  # numbers of those that `autocast` casts
 
         def program(flags: jax.Array, s: jax.Array, arrays: list[Any]) -> Backward:
             fun = functools.partial(self._flagged, flags)
@@ -95,16 +94,20 @@ class Probe:
         shared = functools.cache(lambda make, *facts: make(*facts))
         dtypes = self.forward, self._backward
         given = *dtypes, False, False, Names(), None, set[str](), shared
-        cast = _Flagged(*given, flags=flags, met=(self.candidates, self.others))
+        cast = _Flagged(*given, flags=flags, candidates=self.candidates)
         return cast.run(program, [True] * len(arrays), *arrays)[0]
 
     def _numbered(self, jaxpr: Any, outer: Any, place: Place, times: int) -> Any:
         """A jaxpr whose products, and calls with rules, name their numbers."""
-        inner, _ = _jaxpr.open_jaxpr(jaxpr)
+        inner = getattr(jaxpr, "jaxpr", jaxpr)  # jax 0.12 has only one kind of jaxpr
+        if inner is not jaxpr:
+            inner = self._numbered(inner, outer, place, times)
+            return jaxpr.replace(jaxpr=inner)
         equations = []
-        for eqn in inner.eqns:
+        for eqn in jaxpr.eqns:
             name, chain = eqn.primitive.name, (*outer, eqn)
             if name in _jaxpr.PRODUCTS:
+                self.work += times * flops(eqn)
                 eqn = self._with_number(eqn, chain, place_of(eqn, place), times)
             elif any(map(flops, _equations_within(eqn))):
                 here, loop = place_of(eqn, place), _jaxpr.loop_of(eqn)
@@ -115,9 +118,7 @@ class Probe:
                 if name == "custom_jvp_call":  # for the products of its rule
                     eqn = self._with_number(eqn, chain, here, times)
             equations.append(eqn)
-        inner = inner.replace(eqns=equations)
-        is_open = getattr(jaxpr, "jaxpr", jaxpr) is jaxpr  # as all are in jax 0.12
-        return inner if is_open else jaxpr.replace(jaxpr=inner)
+        return jaxpr.replace(eqns=equations)
 
     def _with_number(self, eqn: Any, chain: Any, place: Place, times: int) -> Any:
         number = min(len(self.products), _MOST - 1)
@@ -136,14 +137,14 @@ class _Flagged(Cast):
     """Runs each product in half precision where its flag is set."""
 
     flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by number
-    # Numbers of the products that have flags, and of those that run in float32.
-    met: Any = dataclasses.field(default=None, compare=False)
+    # Numbers of the products that are met.
+    candidates: Any = dataclasses.field(default=None, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
         ((product, _),) = unit.products
         number = self._number(product.scope, product.jaxpr)
-        self.met[0].add(number)
+        self.candidates.add(number)
         inputs, half = [env[v] for v in product.jaxpr.invars], self.flags[number]
         copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
 
@@ -159,29 +160,12 @@ class _Flagged(Cast):
 
     def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
         number = self._number(unit.scope, unit.jaxpr)
-        inside = dataclasses.replace(self, rule=number)
-        if unit.kind == "other":
-            self._note_others(unit)
-        Cast._run_traced(inside, unit, plan, env)
-
-    def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
-        results = Cast._call(self, unit, plan, env)
-        if results is None:
-            self._note_others(unit)
-        return results
-
-    def _note_others(self, unit: Unit) -> None:
-        for eqn in _jaxpr.equations(unit.jaxpr):
-            if flops(eqn):
-                self.met[1].update(_numbers(unit.scope, eqn))
+        Cast._run_traced(dataclasses.replace(self, rule=number), unit, plan, env)
 
     def _number(self, scope: Any, jaxpr: Any) -> int:
-        return [self.rule, *_numbers(scope, jaxpr.eqns[-1])][-1]
-
-
-def _numbers(scope: Any, eqn: Any) -> list[int]:
-    """Those in the scopes of an equation, from the outside in."""
-    return [int(n) for n in _NUMBER.findall(f"{scope}/{eqn.source_info.name_stack}")]
+        """Of the innermost product or call that has one, or of the rule."""
+        scopes = f"{scope}/{jaxpr.eqns[-1].source_info.name_stack}"
+        return int([self.rule, *_NUMBER.findall(scopes)][-1])
 
 
 def _multiply(

@@ -184,8 +184,7 @@ class _Search:
     def result(self, call: str) -> SensitiveProducts:
         """What was found, with the advice to write `call, keep_float32=...)`."""
         lines, probe = self._lines, self._probe
-        run = [probe.products[n] for n in probe.candidates | probe.others]
-        total = max(sum(product.work for product in run), 1)
+        total = max(probe.work, 1)
         if not all_finite(probe.reference.backward):
             advice = (
                 "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."

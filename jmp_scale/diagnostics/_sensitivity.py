@@ -16,9 +16,10 @@ from .._marks import Names
 from .._policy import checked_half
 from ._backward import Loss
 from ._comparison import percent, table
+from ._precision.source import Place
 from ._probe import NumberedProduct, Probe
 
-# Lines that are measured one by one, at two steps each.
+# Lines, or groups of neighbors where there are more, that are measured one by one.
 _MOST = 128
 
 
@@ -73,9 +74,8 @@ class SensitiveProducts(NamedTuple):
             return self.advice
         rows = [("line", "scope", "share", "alone", "without")]
         for row in sorted(self.products, key=lambda row: -row.alone):
-            place = row.library or _place(row.file, row.line)
             shares = map(percent, (row.share, row.alone, row.without))
-            rows.append((place, row.scope, *shares))
+            rows.append((_where(row), row.scope, *shares))
         return "\n".join([self.advice, *table(rows, 2, k)])
 
 
@@ -104,8 +104,8 @@ def sensitive_products(
     batch. The program is compiled once, with the dtype of each product as an input, and
     runs twice a line: in float32, with rounded operands, results and cotangents where
     `autocast` has them, so it needs up to twice the memory and the time of a float32
-    step, on every machine. Lines in different modules count as different ones, up to
-    128 in all; of more, equal lines are measured together, then neighbors.
+    step, on every machine. Lines in different modules count as different ones. Of more
+    than 128 neighbors are measured together.
 
     Args:
       loss: the whole loss in float32, to which `autocast` is to be applied. Its
@@ -141,25 +141,25 @@ def sensitive_products(
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
     s = None if loss_scale is None else float(scale_value(function, loss_scale))
-    search = _Search(Probe(checked, forward, back), s, tolerance)
+    probe = Probe(checked, forward, back)
+    if not all_finite(probe.reference.backward):
+        advice = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
+        return SensitiveProducts((), (), 0.0, math.inf, math.inf, advice)
     call = f'jmp_scale.autocast(loss, "{forward.name}"'
     if backward is not None:
         call += f', backward="{back.name}"'
-    return search.result(call)
+    return _Search(probe, s, tolerance).result(call)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Line:
-    """Products of one line in one scope."""
+    """Products of one line in one scope; its errors as in `SensitiveProduct`."""
 
     product: NumberedProduct  # one of them
-    numbers: tuple[int, ...]
-    work: int
-
-    @property
-    def where(self) -> str:
-        place = self.product.place
-        return place.library or _place(place.file, place.line)
+    numbers: list[int] = dataclasses.field(default_factory=list)
+    work: int = 0
+    alone: float = math.nan
+    without: float = math.nan
 
     def is_kept(self, name: str) -> bool:
         """Whether `keep_float32=` of this name keeps them."""
@@ -171,7 +171,7 @@ class _Line:
         functions = [p for p in parts if p.isidentifier() and not p.startswith("__")]
         scopes = self.product.scopes
         paths = [".".join(scopes[-n:]) for n in range(1, len(scopes) + 1)]
-        return [*functions[-1:], self.where, *paths]
+        return [*functions[-1:], _where(self.product.place), *paths]
 
 
 class _Search:
@@ -183,16 +183,11 @@ class _Search:
 
     def result(self, call: str) -> SensitiveProducts:
         """What was found, with the advice to write `call, keep_float32=...)`."""
-        lines, probe = self._lines, self._probe
-        total = max(probe.work, 1)
-        if not all_finite(probe.reference.backward):
-            advice = (
-                "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
-            )
-            return SensitiveProducts((), (), 0.0, math.inf, math.inf, advice)
-        before, errors = self._error(lines), self._measured()
+        lines, total = self._lines, max(self._probe.work, 1)
+        before = self._error(lines)
+        self._measure()
         cure = self._other_loss_scale() if before > self._tolerance else ""
-        required = [] if cure else self._required(before, errors)
+        required = [] if cure else self._required(before)
         keep = _names(required, lines)
         kept = [line for line in lines if any(map(line.is_kept, keep))]
         after = self._error_without(kept) if kept else before
@@ -212,7 +207,9 @@ class _Search:
         for line in lines:
             place, scope = line.product.place, "/".join(line.product.scopes)
             where = place.file, place.line, place.library, scope
-            rows.append(SensitiveProduct(*where, line.work / total, *errors[line]))
+            rows.append(
+                SensitiveProduct(*where, line.work / total, line.alone, line.without)
+            )
         return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
     def _error(self, half: Iterable[_Line]) -> float:
@@ -223,15 +220,16 @@ class _Search:
     def _error_without(self, float32: Collection[_Line]) -> float:
         return self._error([line for line in self._lines if line not in float32])
 
-    def _measured(self) -> dict[_Line, tuple[float, float]]:
-        """For each line the errors `alone` and `without`."""
-        found = {}
-        for group in _with_progress(_groups(self._lines)):
-            errors = self._error(group), self._error_without(group)
-            found |= dict.fromkeys(group, errors)
-        return found
+    def _measure(self) -> None:
+        size = -(-len(self._lines) // _MOST) or 1
+        starts = range(0, len(self._lines), size)
+        for start in _with_progress(starts):
+            group = self._lines[start : start + size]
+            alone, without = self._error(group), self._error_without(group)
+            for line in group:
+                line.alone, line.without = alone, without
 
-    def _required(self, before: float, errors: dict[_Line, Any]) -> list[_Line]:
+    def _required(self, before: float) -> list[_Line]:
         """The fewest found, by their matrix work, whose float32 is precise enough."""
 
         def is_enough(float32: Collection[_Line]) -> bool:
@@ -239,14 +237,14 @@ class _Search:
 
         if before <= self._tolerance:
             return []
-        order = sorted(self._lines, key=lambda line: (-errors[line][0], line.work))
+        order = sorted(self._lines, key=lambda line: (-line.alone, line.work))
         first = range(len(order))  # so many of them; all are enough
         count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
         required = order[:count]
         for line in sorted(required, key=lambda line: -line.work)[:_MOST]:
             rest = [other for other in required if other is not line]
             required = rest if is_enough(rest) else required
-        singles = [line for line in order if errors[line][1] <= self._tolerance]
+        singles = [line for line in order if line.without <= self._tolerance]
         single = min(singles, key=lambda line: line.work, default=None)
         if single and single.work < _work(required) and is_enough([single]):
             required = [single]
@@ -255,16 +253,16 @@ class _Search:
 
     def _other_loss_scale(self) -> str:
         """What to say if another loss scale helps, "" if none does."""
-        others = (2.0**24,) if self._s is None else (None, 2.0**24)
-        for s in others:
-            error = self._probe.error(sorted(self._probe.candidates), s)
-            if error <= self._tolerance:
-                what = "a DynamicLossScale" if s is None else "loss scale 2^24"
-                return (
-                    f"The loss scale is at fault: at {what} it is {percent(error)}. "
-                    "calibrate_loss_scale finds where to start."
-                )
-        return ""
+        s, what = None, "a DynamicLossScale"
+        if self._s is None:
+            s, what = 2.0**24, "loss scale 2^24"
+        error = self._probe.error(sorted(self._probe.candidates), s)
+        if error > self._tolerance:
+            return ""
+        return (
+            f"The loss scale is at fault: at {what} it is {percent(error)}. "
+            "calibrate_loss_scale finds where to start."
+        )
 
     def _way_out(self) -> str:
         """What to say where no set of products helps."""
@@ -275,8 +273,10 @@ class _Search:
         return f"No few products are at fault, their roundings add up{finer}."
 
 
-def _place(file: str | None, line: int | None) -> str:
-    return f"{os.path.basename(file or '<unknown>')}:{line}"
+def _where(place: Place | SensitiveProduct) -> str:
+    return (
+        place.library or f"{os.path.basename(place.file or '<unknown>')}:{place.line}"
+    )
 
 
 def _work(lines: Iterable[_Line]) -> int:
@@ -284,28 +284,14 @@ def _work(lines: Iterable[_Line]) -> int:
 
 
 def _lines(probe: Probe) -> list[_Line]:
-    groups: dict[Any, list[int]] = {}
+    lines: dict[Any, _Line] = {}
     for number in sorted(probe.candidates):
         product = probe.products[number]
         key = *product.place[:2], product.place.library, product.scopes
-        groups.setdefault(key, []).append(number)
-    return [
-        _Line(probe.products[n[0]], tuple(n), sum(probe.products[i].work for i in n))
-        for n in groups.values()
-    ]
-
-
-def _groups(lines: Sequence[_Line]) -> list[list[_Line]]:
-    """Lines that are measured together, which are at most 128 groups."""
-    if len(lines) <= _MOST:
-        return [[line] for line in lines]
-    equal: dict[Any, list[_Line]] = {}
-    for line in lines:
-        equal.setdefault((line.product.place[:2], line.where), []).append(line)
-    if len(equal) <= _MOST:
-        return [*equal.values()]
-    size = -(-len(lines) // _MOST)
-    return [[*lines[i : i + size]] for i in range(0, len(lines), size)]
+        line = lines.setdefault(key, _Line(product))
+        line.numbers.append(number)
+        line.work += product.work
+    return [*lines.values()]
 
 
 def _names(required: Sequence[_Line], lines: Sequence[_Line]) -> tuple[str, ...]:
@@ -325,7 +311,7 @@ def _names(required: Sequence[_Line], lines: Sequence[_Line]) -> tuple[str, ...]
     return tuple(chosen)
 
 
-def _with_progress(items: list[Any]) -> Iterable[Any]:
+def _with_progress(items: Sequence[int]) -> Iterable[int]:
     try:
         from tqdm.auto import tqdm
     except ImportError:

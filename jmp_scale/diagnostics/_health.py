@@ -1,7 +1,7 @@
 """What a run's state and its last steps show, in one sentence per finding."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,38 +85,24 @@ _NORMAL_RATE = 0.01
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
 
+# What happened in some of the recorded steps, and the kinds for few and for many.
+_RECORDED = {
+    "spikes": ("The guard skipped", "rare spikes", "frequent spikes"),
+    "skips": (
+        "Gradients were not finite in",
+        "occasional overflow",
+        "frequent overflow",
+    ),
+}
 _CAUSES = ("overflow", "a broken loss", "a spike")
 
 # Half the distance between neighboring bfloat16 numbers is at least 2^-9 of them: with
 # a decay nearer to 1 than that each step's change is rounded away.
 _LARGEST_DECAY = 1 - 2.0**-9
 
-Finding = tuple[str, dict[str, Any]]  # the kind, and what stands in its sentence
 Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
-
-
-class _Skips(NamedTuple):
-    """Skipped steps by cause."""
-
-    overflows: int = 0
-    losses: int = 0
-    spikes: int = 0
-
-    @classmethod
-    def of(cls, state: LossScaleState) -> "_Skips":
-        """All skips that a state has counted."""
-        losses, spikes = int(state.nonfinite_losses), int(state.spikes)
-        return cls(int(state.skipped) - losses - spikes, losses, spikes)
-
-    def since(self, seen: "_Skips") -> "_Skips":
-        """Those after `seen`; none if `seen` is of a later or another run."""
-        new = _Skips(*(now - before for now, before in zip(self, seen, strict=True)))
-        return new if min(new) >= 0 else _Skips()
-
-    def __str__(self) -> str:
-        """The causes that occurred, as in "2 by overflow, 1 by a broken loss"."""
-        pairs = zip(self, _CAUSES, strict=True)
-        return ", ".join(f"{n} by {cause}" for n, cause in pairs if n)
+Finding = tuple[str, str]  # the kind, and what happened
+Counts = np.ndarray  # i64[3], skipped steps by cause, in the order of `_CAUSES`
 
 
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
@@ -183,7 +169,7 @@ class HealthLog:
 
     def __init__(self) -> None:
         self.kinds: frozenset[str] = frozenset()
-        self._seen: dict[str, _Skips] = {}
+        self._seen: dict[str, Counts] = {}
 
     def __call__(
         self, opt_state: Any, history: LossScaleHistory | None = None
@@ -200,7 +186,7 @@ def _findings(
     function: str,
     opt_state: Any,
     history: LossScaleHistory | None,
-    seen: dict[str, _Skips],
+    seen: dict[str, Counts],
 ) -> dict[str, str]:
     """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
     states, findings = find_states(function, opt_state), []
@@ -214,10 +200,12 @@ def _findings(
                 "them with jax.tree.map(lambda x: x[0], state)"
             )
         prefix = f"{path}: " if len(states) > 1 else ""
-        skips = _Skips.of(state)
-        found = _state_findings(state, steps, skips.since(seen.get(path, skips)))
-        findings += [(prefix, *finding) for finding in found]
-        seen[path] = skips
+        counts = _counts(state)
+        new = counts - seen.get(path, counts)
+        if new.min() < 0:  # since another run, or a later step of this one
+            new = 0 * new
+        findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
+        seen[path] = counts
     of_all = _leaf_findings(opt_state)
     if history is not None:
         of_all += trend_findings(history)
@@ -231,131 +219,140 @@ def _findings(
     return sentences
 
 
-def _state_findings(state: LossScaleState, steps: Steps, new: _Skips) -> list[Finding]:
+def _counts(state: LossScaleState) -> Counts:
+    losses, spikes = int(state.nonfinite_losses), int(state.spikes)
+    return np.array([int(state.skipped) - losses - spikes, losses, spikes])
+
+
+def _listed(counts: Counts) -> str:
+    """The causes that occurred, as in "2 by overflow, 1 by a broken loss"."""
+    pairs = zip(counts, _CAUSES, strict=True)
+    return ", ".join(f"{count} by {cause}" for count, cause in pairs if count)
+
+
+def _is_fixed(rule: Any) -> bool:
+    return rule is None or isinstance(rule, NoOpLossScale | StaticLossScale)
+
+
+def _state_findings(
+    state: LossScaleState, steps: Steps, new: Counts
+) -> list[tuple[str, dict[str, Any]]]:
     """The findings on S, on spikes and on other skips. `new`: since the last call."""
-    found = {} if steps is None else _recorded_findings(steps)
-    present = _present_finding(state, steps, new)
+    rule, s = state.loss_scale, number_of(state.loss_scale)
+    if_overflow = "; if it is an overflow, take a DynamicLossScale"
+    values = {
+        "s": "its fixed value" if s is None else power(float(s)),
+        "floor": power(getattr(rule, "min_loss_scale", 1)),
+        "in_a_row": int(state.skipped_in_a_row),
+        "causes": _listed(_counts(state)),
+        "cure": if_overflow if _is_fixed(rule) else "",
+    }
+    found = {} if steps is None else _recorded(steps)
+    present = _present(state, steps, new)
     if present is not None:
         topic = "spikes" if present[0] == "spike" else "skips"
-        # The recorded rate of overflow says more than its last one.
+        # The recorded rate of overflow says more than the last one.
         if present[0] != "occasional overflow" or topic not in found:
             found[topic] = present
-    return _scale_findings(state) + list(found.values())
+    found["loss scale"] = _scale_kind(state), ""
+    pairs = found.values()
+    return [(kind, {**values, "last": last}) for kind, last in pairs if kind]
 
 
-def _scale_findings(state: LossScaleState) -> list[Finding]:
+def _scale_kind(state: LossScaleState) -> str:
     rule, s = state.loss_scale, number_of(state.loss_scale)
     if s is None:
-        return []
-    s, kind = float(s), None
+        return ""
     if not 0 < s < math.inf:
-        kind = "loss scale out of range"
-    elif s < 1:
-        kind = "loss scale below 1"
-    elif isinstance(rule, DynamicLossScale) and s * rule.factor > rule.max_loss_scale:
-        kind = None if _Skips.of(state).overflows else "loss scale at its cap"
-    return [(kind, {"s": power(s)})] if kind else []
+        return "loss scale out of range"
+    if s < 1:
+        return "loss scale below 1"
+    may_grow = isinstance(rule, DynamicLossScale) and _counts(state)[0] == 0
+    if may_grow and s * rule.factor > rule.max_loss_scale:
+        return "loss scale at its cap"
+    return ""
 
 
-def _present_finding(
-    state: LossScaleState, steps: Steps, new: _Skips
-) -> Finding | None:
+def _present(state: LossScaleState, steps: Steps, new: Counts) -> Finding | None:
     """The finding on the present run of skips, or on those since the last call."""
-    in_a_row, rule, total = (
-        int(state.skipped_in_a_row),
-        state.loss_scale,
-        _Skips.of(state),
-    )
-    is_fixed = isinstance(rule, NoOpLossScale | StaticLossScale) or rule is None
-    s = number_of(rule)
-    values = {
-        "last": f"The last {in_a_row} steps were all skipped",
-        "s": "its fixed value" if s is None else power(float(s)),
-        "causes": total,
-        "cure": "; if it is an overflow, take a DynamicLossScale" if is_fixed else "",
-        "in_a_row": in_a_row,
-    }
+    in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     if in_a_row == 0:
+        overflows, losses, _ = new
+        last = f"Steps were skipped since the last call ({_listed(new)})"
+        if steps is None and losses:
+            return "loss not finite", last
         # An S that adapts causes overflows itself: of those a rate would be needed.
-        if steps is not None or not (new.losses or (is_fixed and new.overflows)):
-            return None
-        values["last"] = f"Steps were skipped since the last call ({new})"
-        return ("loss not finite" if new.losses else "skipped step"), values
+        if steps is None and overflows and _is_fixed(rule):
+            return "skipped step", last
+        return None
+    last = f"The last {in_a_row} steps were all skipped"
     if in_a_row == 1:
-        values["last"] = "The last step was skipped"
-    causes = new if any(new) else total
+        last = "The last step was skipped"
+    overflows, losses, _ = new if new.any() else _counts(state)
     if steps is not None:  # which knows the cause of each
-        spikes, losses = steps["spike"][-in_a_row:], ~steps["loss_finite"][-in_a_row:]
-        causes = _Skips((~(losses | spikes)).sum(), losses.sum(), spikes.sum())
+        spike, finite = (steps[name][-in_a_row:] for name in ("spike", "loss_finite"))
+        overflows, losses = (finite & ~spike).sum(), (~finite).sum()
     # int, because a Variable of Flax 0.12.0 has no truth value. A spike may overflow.
     is_spike = int(state.grads_finite) > int(state.applied)
-    if is_spike or causes.overflows == causes.losses == 0:
-        return "spike", values
-    if causes.overflows == 0:
-        return "loss not finite", values
+    if is_spike or overflows == losses == 0:
+        return "spike", last
+    if overflows == 0:
+        return "loss not finite", last
     if isinstance(rule, DynamicLossScale):
-        values["floor"] = power(rule.min_loss_scale)
         if float(rule.loss_scale) <= rule.min_loss_scale and in_a_row > 1:
-            return "stuck at the floor", values
+            return "stuck at the floor", last
         is_all = steps is None or len(steps["step"]) == in_a_row
-        if in_a_row == total.overflows == int(state.skipped) and is_all:
-            return "warm-up", values
+        if in_a_row == int(state.skipped) and is_all and not losses:
+            return "warm-up", last
     if in_a_row >= _LONG_RUN:
-        return "every step skipped", values
-    is_known = not (is_fixed or causes.losses)
-    return ("occasional overflow" if is_known else "skipped step"), values
+        return "every step skipped", last
+    is_known = not (losses or _is_fixed(rule))
+    return ("occasional overflow" if is_known else "skipped step"), last
 
 
-def _recorded_findings(steps: dict[str, np.ndarray]) -> dict[str, Finding]:
+def _recorded(steps: dict[str, np.ndarray]) -> dict[str, Finding]:
     """The findings on recorded spikes, and on recorded steps that were not finite."""
-    spikes, found = steps["spike"], {}
-    skipped = ~(steps["grads_finite"] | spikes)
+    skipped = ~(steps["grads_finite"] | steps["spike"])
     # Skips before the first applied step were to be expected.
     start = 0 if steps["step"][0] else int(np.argmin([*skipped, False]))
     skipped[:start] = False
-    if spikes.any():
-        is_rare, rate = _rate(steps, spikes)
-        kind = "rare spikes" if is_rare else "frequent spikes"
-        found["spikes"] = kind, {"last": f"The guard skipped {rate}"}
-    if skipped.any():
-        is_rare, rate = _rate(steps, skipped)
-        kind = "occasional overflow" if is_rare else "frequent overflow"
-        if steps["loss_finite"][skipped].mean() < 0.5:
+    found = {}
+    for topic, flags in {"spikes": steps["spike"], "skips": skipped}.items():
+        what, rare, frequent = _RECORDED[topic]
+        numbers = [str(step) for step in steps["step"][flags]]
+        count, size = len(numbers), flags.size
+        if count == 0:
+            continue
+        # One is normal, of any number.
+        kind = rare if count <= max(1, _NORMAL_RATE * size) else frequent
+        if steps["loss_finite"][flags].mean() < 0.5:
             kind = "broken batches"
-        found["skips"] = kind, {"last": f"Gradients were not finite in {rate}"}
+        listed = ", ".join(["..."] * (count > _LISTED) + numbers[-_LISTED:])
+        of_steps = f"{count} of the last {size} steps"
+        found[topic] = kind, f"{what} {of_steps} ({count / size:.1%}; at step {listed})"
     return found
 
 
-def _rate(steps: dict[str, np.ndarray], flags: np.ndarray) -> tuple[bool, str]:
-    """Whether so many steps are normal (one is, of any number), and which they are."""
-    numbers = [str(step) for step in steps["step"][flags]]
-    count, size = len(numbers), flags.size
-    listed = ", ".join(["..."] * (count > _LISTED) + numbers[-_LISTED:])
-    text = f"{count} of the last {size} steps ({count / size:.1%}; at step {listed})"
-    return count <= max(1, _NORMAL_RATE * size), text
-
-
-def _leaf_findings(opt_state: Any) -> list[Finding]:
+def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     """The findings on dtypes: float16 anywhere, bfloat16 in second moments."""
     pairs = jax.tree_util.tree_leaves_with_path(opt_state)
     pairs = [p for p in pairs if is_inexact(p[1]) and hasattr(p[1], "dtype")]
     # bfloat16 has the range of float32, and is chosen on purpose for parameters.
     narrow = [p for p in pairs if jnp.finfo(p[1].dtype).maxexp < 128]
-    findings = [("float16 parameters", _described(narrow))] if narrow else []
     coarse = [p for p in pairs if p[1].dtype == jnp.bfloat16]
     coarse = [p for p in coarse if _names(p[0]) & {"nu", "v"}]  # squared gradients
     # The decay is known only where the optimizer's state holds it.
     decays = [float(x) for path, x in pairs if _names(path) >= {"hyperparams", "b2"}]
-    if coarse and max(decays, default=1.0) > _LARGEST_DECAY:
-        findings.append(("bfloat16 moments", _described(coarse)))
+    if max(decays, default=1.0) <= _LARGEST_DECAY:
+        coarse = []
+    findings = []
+    for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
+        for path, leaf in leaves[:1]:
+            name, more = jax.tree_util.keystr(path), len(leaves) - 1
+            values = {"leaf": name, "dtype": leaf.dtype, "more": more}
+            findings.append((kind, values))
     return findings
 
 
 def _names(path: Any) -> set[Any]:
     return {getattr(key, "name", getattr(key, "key", None)) for key in path}
-
-
-def _described(leaves: list[tuple[Any, Any]]) -> dict[str, Any]:
-    path, leaf = leaves[0]
-    name = jax.tree_util.keystr(path)
-    return {"leaf": name, "dtype": leaf.dtype, "more": len(leaves) - 1}

@@ -23,7 +23,6 @@ _VANISHED = 2.0**-13
 _LOST = 0.7  # share of the updates' size
 _STILL_STEEP = 0.2  # share of the first gradient norm
 
-
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
 Values = dict[str, Any] | None  # what stands in the sentence of a finding
 
@@ -44,34 +43,36 @@ def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]
     keep = arrays["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in arrays.items()}
     first_norm = float(history.first_norm)
-    found = {"lost updates": loses_updates(columns, first_norm)}
+    known = {name: x[np.isfinite(x)] for name, x in columns.items()}
+    found = {"lost updates": loses_updates(known, first_norm)}
     level = loss_level(columns, float(history.first_loss))
     if level is not None:
         found["loss diverges"] = diverges(level)
         found["loss blew up"] = blew_up(columns, level)
-        found["gradients vanished"] = vanished(columns, first_norm, level)
+        found["gradients vanished"] = vanished(known, first_norm, level)
     return [(kind, values) for kind, values in found.items() if values]
 
 
 def loss_level(columns: Columns, first: float) -> Level | None:
     """The present level of the loss and its best, or None for too few steps."""
     known = np.isfinite(columns["loss"])
-    loss, step = columns["loss"][known], columns["step"][known]
-    if len(loss) < _LEAST_STEPS:
+    count = int(known.sum())
+    if count < _LEAST_STEPS:
         return None
-    block = max(3, min(_BLOCK, len(loss) // 10))
-    left_over = len(loss) % block
-    blocks = loss[left_over:].reshape(-1, block)
-    medians = np.median(blocks, 1)
-    spreads = np.median(np.abs(blocks - medians[:, None]), 1)
+    block = max(3, min(_BLOCK, count // 10))
+    loss, step = (
+        columns[name][known][count % block :].reshape(-1, block)
+        for name in ("loss", "step")
+    )
+    medians = np.median(loss, 1)
+    spreads = np.median(np.abs(loss - medians[:, None]), 1)
     # The lower of two blocks, so that no single burst makes a level.
     current, earlier = float(medians[-2:].min()), medians[:-2]
-    last_steps = step[left_over:].reshape(-1, block)[:, -1]
     return Level(
         first=first,
         current=current,
         best=float(min(earlier.min(), first)),
-        best_step=int(last_steps[np.argmin(earlier)]),
+        best_step=int(step[np.argmin(earlier), -1]),
         scatter=float(1.4826 * np.median(spreads)),  # a standard deviation, if normal
     )
 
@@ -97,9 +98,9 @@ def blew_up(columns: Columns, level: Level) -> Values:
     return {"peak": loss[peak], "step": step, **level._asdict()}
 
 
-def vanished(columns: Columns, first_norm: float, level: Level) -> Values:
+def vanished(known: Columns, first_norm: float, level: Level) -> Values:
     """Whether the gradients have vanished while the loss is still near its start."""
-    norms = columns["grad_norm"][np.isfinite(columns["grad_norm"])]
+    norms = known["grad_norm"]
     if len(norms) < _LEAST_STEPS or level.current <= 0.5 * level.first:
         return None
     norm = float(np.median(norms[-_LEAST_STEPS:]))
@@ -113,18 +114,16 @@ def vanished(columns: Columns, first_norm: float, level: Level) -> Values:
     return {"change": change, **level._asdict()}
 
 
-def loses_updates(columns: Columns, first_norm: float) -> Values:
+def loses_updates(known: Columns, first_norm: float) -> Values:
     """Whether most of the recent updates were rounded away while they were needed."""
-    known = np.isfinite(columns["lost_magnitude"])
-    magnitude = columns["lost_magnitude"][known][-_RECENT:]
-    entries = columns["lost_entries"][known][-_RECENT:]
+    magnitude = known["lost_magnitude"][-_RECENT:]
     if len(magnitude) < _LEAST_STEPS:
         return None
     share = float(np.median(magnitude))
-    norms = columns["grad_norm"][np.isfinite(columns["grad_norm"])][-_RECENT:]
+    norms = known["grad_norm"][-_RECENT:]
     # Near a minimum small updates are lost too, and are not missed.
     is_steep = len(norms) == 0 or np.median(norms) > _STILL_STEEP * first_norm
     if share <= _LOST or not is_steep:
         return None
-    entries = float(np.median(entries))
+    entries = float(np.median(known["lost_entries"][-_RECENT:]))
     return {"entries": entries, "magnitude": share, "steps": len(magnitude)}

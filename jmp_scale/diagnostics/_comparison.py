@@ -104,20 +104,15 @@ def compare_gradients(
     for, as it may elsewhere (`xla_allow_excess_precision`). Models among the arguments
     stay as they are.
 
-    `autocast`, casts by hand, `Policy` and layers with a `dtype` all give such a
-    `half_loss`.
-
     Args:
-      half_loss: the whole loss in half precision.
-      loss: the same in float32, of the same arguments.
-      *args: their arguments: parameters, batch.
+      half_loss: the whole loss in half precision, by `autocast`, by `Policy`, by casts
+        by hand or by layers with a `dtype`.
+      loss: the same in float32. Their arguments, `argnums`, `has_aux` and `transform`
+        are those of `precision_report`.
       loss_scale: the loss scale of the half-precision gradient, or S as a number. None,
         the default, stands for a `DynamicLossScale()` that has settled: 2^15, and 8
         times smaller while the gradient is not finite, down to 1. A power of two
         changes nothing in bfloat16.
-      argnums: as in `precision_report`.
-      has_aux: as in `precision_report`.
-      transform: as in `precision_report`.
 
     Returns:
       A `GradientComparison`; print its `.summary()`. If it is not precise enough,
@@ -206,14 +201,12 @@ def table(rows: Sequence[tuple[str, ...]], names: int, k: int) -> list[str]:
 
 def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
     """Arrays whose float32 and float64 entries are the next ones, up or down."""
-
-    def changed(i: int, x: Any) -> Any:
-        if x.dtype not in (jnp.float32, jnp.float64):
-            return x
-        signs = jax.random.rademacher(jax.random.key(i), x.shape, x.dtype)
-        return x * (1 + signs * jnp.finfo(x.dtype).eps)
-
-    return [changed(i, x) for i, x in enumerate(arrays)]
+    changed = list(arrays)
+    for i, x in enumerate(arrays):
+        if x.dtype in (jnp.float32, jnp.float64):
+            signs = jax.random.rademacher(jax.random.key(i), x.shape, x.dtype)
+            changed[i] = x * (1 + signs * jnp.finfo(x.dtype).eps)
+    return changed
 
 
 def _error(rows: Sequence[Sequence[float]]) -> float:

@@ -110,8 +110,7 @@ def sensitive_products(
     Args:
       loss: the whole loss in float32, to which `autocast` is to be applied. Its
         arguments, `argnums`, `has_aux` and `transform` are those of `precision_report`.
-      dtype: as in `autocast`.
-      backward: as in `autocast`.
+      dtype: as in `autocast`, and so is `backward`.
       loss_scale: as in `compare_gradients`.
       tolerance: the largest error of the gradient, relative to its norm; default 5 %,
         half of what `compare_gradients` calls precise enough. Up to twice as much, no
@@ -296,18 +295,16 @@ def _lines(probe: Probe) -> list[_Line]:
 
 def _names(required: Sequence[_Line], lines: Sequence[_Line]) -> tuple[str, ...]:
     """Names that keep the required lines, and as few others as possible."""
-    names = [name for line in required for name in line.names()]
-    matched = {n: [line for line in lines if line.is_kept(n)] for n in names}
-    left, chosen = {*required}, list[str]()
 
     def cost(name: str) -> tuple[int, int, int]:
-        others = {*matched[name]}.difference(required)
-        return _work(others), len(others), -len(left.intersection(matched[name]))
+        kept = [line for line in lines if line.is_kept(name)]
+        others = [line for line in kept if line not in required]
+        return _work(others), len(others), -len(kept)
 
-    while left:
-        name = min((n for n in names if left.intersection(matched[n])), key=cost)
-        chosen.append(name)
-        left.difference_update(matched[name])
+    chosen: list[str] = []
+    for line in required:
+        if not any(map(line.is_kept, chosen)):
+            chosen.append(min(filter(line.is_kept, line.names()), key=cost))
     return tuple(chosen)
 
 

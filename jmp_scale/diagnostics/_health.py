@@ -1,9 +1,9 @@
 """What a run's state and its last steps show, in one sentence per finding."""
 
 import math
+import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +14,7 @@ from .._loss_scale import (
     number_of,
 )
 from .._state import LossScaleState
-from .._tree import is_inexact
+from .._tree import named_inexact_leaves
 from ._history import LossScaleHistory
 from ._report import power
 from ._states import find_states
@@ -139,7 +139,7 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
       ...     print(sentence[:65], "...")
       The loss scale is 2^-3, below 1: unscaled gradients overflow, ...
     """
-    return list(_findings("health", opt_state, history, {}).values())
+    return list(_findings(opt_state, history, {}).values())
 
 
 class HealthLog:
@@ -175,7 +175,7 @@ class HealthLog:
         self, opt_state: Any, history: LossScaleHistory | None = None
     ) -> list[str]:
         """New sentences since the last call; arguments and errors as in `health`."""
-        findings = _findings("HealthLog", opt_state, history, self._seen)
+        findings = _findings(opt_state, history, self._seen)
         new = [text for kind, text in findings.items() if kind not in self.kinds]
         over = [f"Over: {kind}." for kind in sorted(self.kinds - findings.keys())]
         self.kinds = frozenset(findings)
@@ -183,20 +183,17 @@ class HealthLog:
 
 
 def _findings(
-    function: str,
-    opt_state: Any,
-    history: LossScaleHistory | None,
-    seen: dict[str, Counts],
+    opt_state: Any, history: LossScaleHistory | None, seen: dict[str, Counts]
 ) -> dict[str, str]:
     """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
-    states, findings = find_states(function, opt_state), []
+    states, findings = find_states("health", opt_state), []
     steps = history.to_dict() if history is not None and history.pushed > 0 else None
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
         # Of a replicated state every number below is an array, and `float` fails.
         if shape != ():
             raise ValueError(
-                f"{function}: expected one state, got {shape} of them; take one of "
+                f"health: expected one state, got {shape} of them; take one of "
                 "them with jax.tree.map(lambda x: x[0], state)"
             )
         prefix = f"{path}: " if len(states) > 1 else ""
@@ -206,14 +203,11 @@ def _findings(
             new = 0 * new
         findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
         seen[path] = counts
-    of_all = _leaf_findings(opt_state)
+    findings += [("", *found) for found in _leaf_findings(opt_state)]
     if history is not None:
-        of_all += trend_findings(history)
-    findings += [("", *finding) for finding in of_all]
-    order = list(_SENTENCES)
-    findings.sort(key=lambda finding: order.index(finding[1]))
-    sentences = {}
-    for prefix, kind, values in findings:
+        findings += [("", *found) for found in trend_findings(history)]
+    order, sentences = list(_SENTENCES), {}
+    for prefix, kind, values in sorted(findings, key=lambda f: order.index(f[1])):
         text = _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
         sentences[prefix + kind] = f"{prefix}{text} [{kind}]"
     return sentences
@@ -335,24 +329,20 @@ def _recorded(steps: dict[str, np.ndarray]) -> dict[str, Finding]:
 
 def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     """The findings on dtypes: float16 anywhere, bfloat16 in second moments."""
-    pairs = jax.tree_util.tree_leaves_with_path(opt_state)
-    pairs = [p for p in pairs if is_inexact(p[1]) and hasattr(p[1], "dtype")]
+    pairs = zip(*named_inexact_leaves(opt_state), strict=True)
+    pairs = [(path, leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
     # bfloat16 has the range of float32, and is chosen on purpose for parameters.
-    narrow = [p for p in pairs if jnp.finfo(p[1].dtype).maxexp < 128]
-    coarse = [p for p in pairs if p[1].dtype == jnp.bfloat16]
-    coarse = [p for p in coarse if _names(p[0]) & {"nu", "v"}]  # squared gradients
+    narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
+    coarse = [pair for pair in pairs if pair[1].dtype == jnp.bfloat16]
+    coarse = [pair for pair in coarse if re.search(r"\b(nu|v)\b", pair[0])]  # squares
     # The decay is known only where the optimizer's state holds it.
-    decays = [float(x) for path, x in pairs if _names(path) >= {"hyperparams", "b2"}]
+    of_decay = r"\bhyperparams\b.*\bb2\b"
+    decays = [float(x) for path, x in pairs if re.search(of_decay, path)]
     if max(decays, default=1.0) <= _LARGEST_DECAY:
         coarse = []
     findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:
-            name, more = jax.tree_util.keystr(path), len(leaves) - 1
-            values = {"leaf": name, "dtype": leaf.dtype, "more": more}
+            values = {"leaf": path, "dtype": leaf.dtype, "more": len(leaves) - 1}
             findings.append((kind, values))
     return findings
-
-
-def _names(path: Any) -> set[Any]:
-    return {getattr(key, "name", getattr(key, "key", None)) for key in path}

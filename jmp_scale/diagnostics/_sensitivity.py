@@ -94,10 +94,9 @@ def sensitive_products(
 
     ```
     for each line:       error if it alone is half, error if all but it are
-    float32 := none      if that is precise enough
-               one line  with which it is, of those the one of least matrix work
-               lines     in the order of their own error, as many as it takes;
-                         then each goes back to half precision that may
+    float32 := none   if that is precise enough, else
+               lines  in the order of their own error, as many as it takes;
+                      then each goes back to half precision that may, the largest first
     ```
 
     Runs on the host, on real values: the answer holds for these parameters and this
@@ -243,10 +242,6 @@ class _Search:
         for line in sorted(required, key=lambda line: -line.work)[:_MOST]:
             rest = [other for other in required if other is not line]
             required = rest if is_enough(rest) else required
-        singles = [line for line in order if line.without <= self._tolerance]
-        single = min(singles, key=lambda line: line.work, default=None)
-        if single and single.work < _work(required) and is_enough([single]):
-            required = [single]
         is_mild = before <= 2 * self._tolerance
         return [] if is_mild and 2 * _work(required) > _work(order) else required
 

@@ -6,9 +6,11 @@ that `autocast`'s own way through loops, branches and rules for derivatives find
 
 import dataclasses
 import functools
+import math
+import os
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +32,18 @@ _NUMBER = re.compile(r"float32_or_half_(\d+)")
 _MOST = 4096
 
 
-class NumberedProduct(NamedTuple):
-    """A matrix product or convolution of the program text."""
+@dataclasses.dataclass(eq=False)
+class Line:
+    """The matrix products and convolutions of one line of the program, in one scope."""
 
-    equations: tuple[Any, ...]  # its own, after those of the calls and loops around it
+    # A product, or a call with a rule, after the calls and loops around it.
+    equations: tuple[Any, ...]
     place: Place
-    work: int  # floating-point operations of the forward pass, in all iterations
+    # Those that `autocast` casts, and their floating-point operations forward.
+    numbers: list[int] = dataclasses.field(default_factory=list)
+    work: int = 0
+    alone: float = math.nan  # errors as in `SensitiveProduct`, where it is measured
+    without: float = math.nan
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -44,6 +52,18 @@ class NumberedProduct(NamedTuple):
         scopes = [s for stack in stacks for s in stack if type(s).__name__ == "Scope"]
         return tuple(scope.name for scope in scopes)
 
+    def is_kept(self, name: str) -> bool:
+        """Whether `keep_float32=` of this name keeps it."""
+        return any(map(Names(frozenset({name})).keep, self.equations))
+
+    def names(self) -> list[str]:
+        """What keeps it: its function, itself, its scopes."""
+        parts = self.place.function.split(".")
+        functions = [p for p in parts if p.isidentifier() and not p.startswith("__")]
+        scopes = self.scopes
+        paths = [".".join(scopes[-n:]) for n in range(1, len(scopes) + 1)]
+        return [*functions[-1:], where(self.place), *paths]
+
 
 class Probe:
     """A loss and its backward pass, compiled once for all choices of its products."""
@@ -51,9 +71,10 @@ class Probe:
     def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
         self._arrays, rejoin = split_arrays(loss.args)
-        self.products: list[NumberedProduct] = []  # by number
+        self._products: list[tuple[Line, int]] = []  # their line and work, by number
+        self._by_place: dict[Any, Line] = {}
+        self._cast: set[int] = set()  # numbers of those that `autocast` casts
         self.work = 0  # of all
-        self.candidates: set[int] = set()  # numbers of those that `autocast` casts
 
         def program(flags: jax.Array, s: jax.Array, arrays: list[Any]) -> Backward:
             fun = functools.partial(self._flagged, flags)
@@ -67,16 +88,21 @@ class Probe:
         in_float32 = np.zeros(_MOST, bool), jnp.float32(1)
         run = functools.partial(self._program, *in_float32)
         self.reference = Reference(run, self._arrays)
+        for number in sorted(self._cast):
+            line, work = self._products[number]
+            line.numbers.append(number)
+            line.work += work
+        self.lines = [line for line in self._by_place.values() if line.numbers]
 
-    def error(self, half: Sequence[int], s: float | None) -> float:
-        """That of the gradient with these products in half precision, at S = `s`."""
+    def error(self, half: Sequence[Line], s: float | None) -> float:
+        """That of the gradient with these lines in half precision, at S = `s`."""
         found = at_loss_scale(lambda s: self.run(half, s), s)
         return judged_error(self.reference.compared(*found))
 
-    def run(self, half: Sequence[int], s: Any) -> Backward:
-        """The backward pass at S = `s` with these products in half precision."""
+    def run(self, half: Sequence[Line], s: Any) -> Backward:
+        """The backward pass at S = `s` with these lines in half precision."""
         flags = np.zeros(_MOST, bool)
-        flags[[*half]] = True
+        flags[[n for line in half for n in line.numbers]] = True
         return self._program(flags, jnp.float32(s), self._arrays)
 
     def _flagged(self, flags: jax.Array, *args: Any) -> jax.Array:
@@ -94,7 +120,7 @@ class Probe:
         shared = functools.cache(lambda make, *facts: make(*facts))
         dtypes = self.forward, self._backward
         given = *dtypes, False, False, Names(), None, set[str](), shared
-        cast = _Flagged(*given, flags=flags, candidates=self.candidates)
+        cast = _Flagged(*given, flags=flags, cast=self._cast)
         return cast.run(program, [True] * len(arrays), *arrays)[0]
 
     def _numbered(self, jaxpr: Any, outer: Any, place: Place, times: int) -> Any:
@@ -121,11 +147,20 @@ class Probe:
         return jaxpr.replace(eqns=equations)
 
     def _with_number(self, eqn: Any, chain: Any, place: Place, times: int) -> Any:
-        number = min(len(self.products), _MOST - 1)
+        number = min(len(self._products), _MOST - 1)
         work = times * sum(map(flops, (eqn, *_equations_within(eqn))))
-        self.products.append(NumberedProduct(chain, place, work))
+        line = Line(chain, place)
+        key = *place[:2], place.library, line.scopes
+        self._products.append((self._by_place.setdefault(key, line), work))
         stack = eqn.source_info.name_stack.extend(f"float32_or_half_{number}")
         return _jaxpr.with_scopes(eqn, stack)
+
+
+def where(place: Any) -> str:
+    """A line by its name for `keep_float32=`."""
+    return (
+        place.library or f"{os.path.basename(place.file or '<unknown>')}:{place.line}"
+    )
 
 
 def _equations_within(eqn: Any) -> list[Any]:
@@ -137,14 +172,13 @@ class _Flagged(Cast):
     """Runs each product in half precision where its flag is set."""
 
     flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by number
-    # Numbers of the products that are met.
-    candidates: Any = dataclasses.field(default=None, compare=False)
+    cast: Any = dataclasses.field(default=None, compare=False)  # the numbers met
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
         ((product, _),) = unit.products
         number = self._number(product.scope, product.jaxpr)
-        self.candidates.add(number)
+        self.cast.add(number)
         inputs, half = [env[v] for v in product.jaxpr.invars], self.flags[number]
         copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
 

@@ -1,9 +1,7 @@
 """Which matrix products of a float32 program must stay float32: found by running it."""
 
 import bisect
-import dataclasses
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +10,10 @@ from jax.typing import DTypeLike
 
 from .._finite import all_finite
 from .._loss_scale import scale_value
-from .._marks import Names
 from .._policy import checked_half
 from ._backward import Loss
 from ._comparison import percent, table
-from ._precision.source import Place
-from ._probe import NumberedProduct, Probe
+from ._probe import Line, Probe, where
 
 # Lines, or groups of neighbors where there are more, that are measured one by one.
 _MOST = 128
@@ -75,7 +71,7 @@ class SensitiveProducts(NamedTuple):
         rows = [("line", "scope", "share", "alone", "without")]
         for row in sorted(self.products, key=lambda row: -row.alone):
             shares = map(percent, (row.share, row.alone, row.without))
-            rows.append((_where(row), row.scope, *shares))
+            rows.append((where(row), row.scope, *shares))
         return "\n".join([self.advice, *table(rows, 2, k)])
 
 
@@ -149,35 +145,12 @@ def sensitive_products(
     return _Search(probe, s, tolerance).result(call)
 
 
-@dataclasses.dataclass(eq=False)
-class _Line:
-    """Products of one line in one scope; its errors as in `SensitiveProduct`."""
-
-    product: NumberedProduct  # one of them
-    numbers: list[int] = dataclasses.field(default_factory=list)
-    work: int = 0
-    alone: float = math.nan
-    without: float = math.nan
-
-    def is_kept(self, name: str) -> bool:
-        """Whether `keep_float32=` of this name keeps them."""
-        return any(map(Names(frozenset({name})).keep, self.product.equations))
-
-    def names(self) -> list[str]:
-        """What keeps them: their function, their line, their scopes."""
-        parts = self.product.place.function.split(".")
-        functions = [p for p in parts if p.isidentifier() and not p.startswith("__")]
-        scopes = self.product.scopes
-        paths = [".".join(scopes[-n:]) for n in range(1, len(scopes) + 1)]
-        return [*functions[-1:], _where(self.product.place), *paths]
-
-
 class _Search:
     """The lines of a program, and the fewest whose float32 is precise enough."""
 
     def __init__(self, probe: Probe, s: float | None, tolerance: float) -> None:
         self._probe, self._s, self._tolerance = probe, s, tolerance
-        self._lines = _lines(probe)
+        self._lines = probe.lines
 
     def result(self, call: str) -> SensitiveProducts:
         """What was found, with the advice to write `call, keep_float32=...)`."""
@@ -203,19 +176,16 @@ class _Search:
         advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
         rows = []
         for line in lines:
-            place, scope = line.product.place, "/".join(line.product.scopes)
-            where = place.file, place.line, place.library, scope
-            rows.append(
-                SensitiveProduct(*where, line.work / total, line.alone, line.without)
-            )
+            place, scope = line.place, "/".join(line.scopes)
+            names = place.file, place.line, place.library, scope
+            numbers = line.work / total, line.alone, line.without
+            rows.append(SensitiveProduct(*names, *numbers))
         return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
-    def _error(self, half: Iterable[_Line]) -> float:
-        """That of the gradient with some lines in half precision."""
-        numbers = [n for line in half for n in line.numbers]
-        return self._probe.error(numbers, self._s)
+    def _error(self, half: Sequence[Line]) -> float:
+        return self._probe.error(half, self._s)
 
-    def _error_without(self, float32: Collection[_Line]) -> float:
+    def _error_without(self, float32: Collection[Line]) -> float:
         return self._error([line for line in self._lines if line not in float32])
 
     def _measure(self) -> None:
@@ -227,10 +197,10 @@ class _Search:
             for line in group:
                 line.alone, line.without = alone, without
 
-    def _required(self, before: float) -> list[_Line]:
+    def _required(self, before: float) -> list[Line]:
         """The fewest found, by their matrix work, whose float32 is precise enough."""
 
-        def is_enough(float32: Collection[_Line]) -> bool:
+        def is_enough(float32: Collection[Line]) -> bool:
             return self._error_without(float32) <= self._tolerance
 
         if before <= self._tolerance:
@@ -250,7 +220,7 @@ class _Search:
         s, what = None, "a DynamicLossScale"
         if self._s is None:
             s, what = 2.0**24, "loss scale 2^24"
-        error = self._probe.error(sorted(self._probe.candidates), s)
+        error = self._probe.error(self._lines, s)
         if error > self._tolerance:
             return ""
         return (
@@ -260,35 +230,18 @@ class _Search:
 
     def _way_out(self) -> str:
         """What to say where no set of products helps."""
-        dtype, every = self._probe.forward, sorted(self._probe.candidates)
-        if dtype == "float16" and not all_finite(self._probe.run(every, 1.0).loss):
+        dtype, found = self._probe.forward, self._probe.run(self._lines, 1.0)
+        if dtype == "float16" and not all_finite(found.loss):
             return "The forward pass leaves float16's range: try bfloat16."
         finer = "; float16 has 8 times the digits" if dtype == "bfloat16" else ""
         return f"No few products are at fault, their roundings add up{finer}."
 
 
-def _where(place: Place | SensitiveProduct) -> str:
-    return (
-        place.library or f"{os.path.basename(place.file or '<unknown>')}:{place.line}"
-    )
-
-
-def _work(lines: Iterable[_Line]) -> int:
+def _work(lines: Iterable[Line]) -> int:
     return sum(line.work for line in lines)
 
 
-def _lines(probe: Probe) -> list[_Line]:
-    lines: dict[Any, _Line] = {}
-    for number in sorted(probe.candidates):
-        product = probe.products[number]
-        key = *product.place[:2], product.place.library, product.scopes
-        line = lines.setdefault(key, _Line(product))
-        line.numbers.append(number)
-        line.work += product.work
-    return [*lines.values()]
-
-
-def _names(required: Sequence[_Line], lines: Sequence[_Line]) -> tuple[str, ...]:
+def _names(required: Sequence[Line], lines: Sequence[Line]) -> tuple[str, ...]:
     """Names that keep the required lines, and as few others as possible."""
 
     def cost(name: str) -> tuple[int, int, int]:

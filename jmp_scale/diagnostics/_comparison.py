@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._finite import all_finite
+from .._finite import all_finite, finite_and_norm
 from .._loss_scale import scale_value
 from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
 from ._report import leaf_name, power
@@ -228,27 +228,21 @@ def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
     """Norms of the reference and of the difference; share lost; whether x is finite."""
     lost = jnp.sum((x == 0) & (reference != 0)) / np.float32(max(x.size, 1))
     pair = [y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, reference)]
-    sizes = [jnp.where(jnp.isfinite(y), jnp.abs(y), 0) for y in pair]
-    largest = jnp.max(jnp.stack(sizes), initial=0)
-    unit = jnp.where(largest > 0, largest, 1)  # no square over- or underflows
-    x, reference = (y / unit for y in pair)
-    squares = [jnp.sum(jnp.abs(y) ** 2) for y in (reference, x - reference)]
-    return *(unit * jnp.sqrt(square) for square in squares), lost, all_finite(x)
+    _, norm = finite_and_norm(pair[1])
+    _, distance = finite_and_norm(pair[0] - pair[1])
+    return norm, distance, lost, all_finite(x)
 
 
 def _verdict(found: GradientComparison) -> str:
-    bad = next((leaf.path for leaf in found.leaves if not leaf.finite), None)
     at = f"at loss scale {power(found.loss_scale)}"
     search = "sensitive_products finds what must stay float32."
     if not math.isfinite(found.loss) or not math.isfinite(found.float32_error):
         text = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
     elif not math.isfinite(found.half_loss):
         text = f"Half precision is not precise enough: its loss is not finite. {search}"
-    elif bad is not None:
-        text = (
-            f"Half precision gives a gradient of {leaf_name(bad)} that is not finite, "
-            f"{at}: run diagnose_nonfinite(half_loss, ...)."
-        )
+    elif not all(leaf.finite for leaf in found.leaves):
+        text = f"Half precision gives a gradient that is not finite, {at}: "
+        text += "run diagnose_nonfinite(half_loss, ...)."
     else:
         text = (
             f"Half precision is {'' if found.is_precise else 'not '}precise enough "

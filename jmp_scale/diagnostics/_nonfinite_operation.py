@@ -15,8 +15,6 @@ _NAMES = {
     "cholesky": "a Cholesky factorization",
     "conv_general_dilated": "a convolution",
     "dot_general": "a matrix product",
-    "eigh": "an eigendecomposition",
-    "lu": "an LU factorization",
 }
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 

@@ -79,7 +79,8 @@ class GradientComparison(NamedTuple):
         def badness(leaf: LeafComparison) -> tuple[bool, float]:
             return leaf.float32_error <= _BEARABLE or not leaf.finite, leaf.error
 
-        rows = [("leaf", "norm", "error", "of float32", "lost", "finite")]
+        head = "leaf", "norm", "error", "of float32", "lost", "finite"
+        rows: list[tuple[str, ...]] = [head]
         for leaf in sorted(self.leaves, key=badness, reverse=True):
             shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"

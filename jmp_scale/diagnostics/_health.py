@@ -261,9 +261,8 @@ def _scale_kind(state: LossScaleState) -> str:
         return "loss scale out of range"
     if s < 1:
         return "loss scale below 1"
-    may_grow = isinstance(rule, DynamicLossScale) and _counts(state)[0] == 0
-    if may_grow and s * rule.factor > rule.max_loss_scale:
-        return "loss scale at its cap"
+    if isinstance(rule, DynamicLossScale) and s * rule.factor > rule.max_loss_scale:
+        return "" if _counts(state)[0] else "loss scale at its cap"
     return ""
 
 

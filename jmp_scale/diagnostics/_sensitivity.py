@@ -68,7 +68,7 @@ class SensitiveProducts(NamedTuple):
         """What to write, and the k lines that change the gradient most."""
         if not self.products:
             return self.advice
-        rows = [("line", "scope", "share", "alone", "without")]
+        rows: list[tuple[str, ...]] = [("line", "scope", "share", "alone", "without")]
         for row in sorted(self.products, key=lambda row: -row.alone):
             shares = map(percent, (row.share, row.alone, row.without))
             rows.append((where(row), row.scope, *shares))

@@ -158,9 +158,7 @@ class Probe:
 
 def where(place: Any) -> str:
     """A line by its name for `keep_float32=`."""
-    return (
-        place.library or f"{os.path.basename(place.file or '<unknown>')}:{place.line}"
-    )
+    return place.library or f"{os.path.basename(place.file or '?')}:{place.line}"
 
 
 def _equations_within(eqn: Any) -> list[Any]:

@@ -13,10 +13,7 @@ from ._history import LossScaleHistory
 
 _LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
 _BLOCK = 20  # steps of a median, fewer in a short history
-
-# The share of what training has gained, from the first loss down to the best.
-_DIVERGED = 0.25
-
+_DIVERGED = 0.25  # share of what was gained, from the first loss down to the best
 _RECENT = 100  # steps that a finding on updates looks back
 _RECOVERY = 100  # steps after which a run that blew up could have recovered
 _VANISHED = 2.0**-13

@@ -1,17 +1,22 @@
 """`precision_report`: what half precision does to a program, line by line."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 
-from .._backward import Loss
+from .._backward import Loss, is_array, split_arrays
 from . import conclusions, matrix_work
 from .matrix_work import Line, Operation
-from .program import noting_lost_constants, positions, trace
 from .source import begin_user_code, place_of_caller
 from .step import SEVERITIES, Finding
 from .walk import Walk
+
+_REPORTS = itertools.count()
 
 
 class PrecisionReport(NamedTuple):
@@ -102,12 +107,12 @@ def precision_report(
         checked.dtype_of(out)
         return out
 
-    with noting_lost_constants() as (infinite, zero):
-        program, output = trace(checked_fun, args)
-        differentiated, pair = trace(transform(checked_fun, **keywords), args)
+    with _noting_lost_constants() as (infinite, zero):
+        program, output = _trace(checked_fun, args)
+        differentiated, pair = _trace(transform(checked_fun, **keywords), args)
     loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    forward = Walk(zero).through(program, caller, positions(checked))
+    forward = Walk(zero).through(program, caller, _positions(checked))
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     promotions = [*dict.fromkeys(forward.promotions)]
     told = {step.place()[:2] for p in promotions for step in p.products}
@@ -135,6 +140,45 @@ def precision_report(
         matrix_work.half_share(operations),
         tuple(dict.fromkeys(unread)),
     )
+
+
+def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The jaxpr of `fun(*args)`, and the shapes and dtypes of the arrays it returns."""
+    arrays, rejoin = split_arrays(args)
+
+    def on_arrays(*arrays: Any) -> Any:
+        out = fun(*rejoin(arrays))
+        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, out)
+
+    return jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
+
+
+def _positions(loss: Loss) -> range:
+    """Those of the first differentiated argument's arrays, in a trace."""
+    numbers = jax.tree.leaves(loss.argnums)
+    first = numbers[0] if isinstance(numbers[0], int) else 0  # a filter of NNX's
+    counts = [sum(map(is_array, jax.tree.leaves(arg))) for arg in loss.args]
+    start = sum(counts[:first])
+    return range(start, start + counts[first])
+
+
+@contextlib.contextmanager
+def _noting_lost_constants() -> Iterator[tuple[set[Line], set[Line]]]:
+    """Notes the lines at which a number becomes infinite, or 0, in its dtype.
+
+    The trace shows only what is left of it, which may be the user's own infinity. It is
+    NumPy that casts, and that can say so; without this it would warn.
+    """
+    lines: dict[str, set[Line]] = {"overflow": set(), "underflow": set()}
+
+    def note(kind: str, flag: int) -> None:
+        lines[kind].add(place_of_caller()[:2])
+
+    # For what JAX finds in its cache of traces NumPy casts nothing. With metadata of
+    # their own these traces are new, and no compiled program shares them.
+    fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
+    with fresh, np.errstate(over="call", under="call", call=note):
+        yield lines["overflow"], lines["underflow"]
 
 
 def _location(line: Line) -> str:

@@ -30,11 +30,11 @@ W, X, V, B3, IMAGE = arrays((N, N), (8, N), (N,), (4, 8, N), (2, 8, 8, 3))
 K3, K1 = arrays((3, 3, 3, 4), (1, 1, 3, 4))
 
 
-def program(fun=None, *, args=(W, X), halves=True, jit=True):
+def program(fun=None, *, name=None, args=(W, X), halves=True, jit=True):
     """Registers a loss of weights and more; `halves`: no product stays float32."""
     if fun is None:
         return functools.partial(program, args=args, halves=halves, jit=jit)
-    PROGRAMS[fun.__name__] = (fun, args, halves, jit)
+    PROGRAMS[name or fun.__name__] = (fun, args, halves, jit)
     return fun
 
 
@@ -61,16 +61,6 @@ def products(fun, *args):
 
 
 @program
-def einsum_with_moves(w, x):
-    return mean_square(jnp.einsum("bn,mn->mb", x, w).reshape(4, -1))
-
-
-@program
-def transposed_and_reshaped_weight(w, x):
-    return mean_square(x.reshape(4, 2, N) @ w.T.reshape(N, 4, 4).reshape(N, N))
-
-
-@program
 def product_with_itself(w, x):
     y = x @ w
     return mean_square(y @ y.T)
@@ -82,11 +72,6 @@ def residual_blocks(w, x):
         shortcut = jax.nn.standardize(x @ w.T)
         x = jax.nn.relu(layer(w, layer(w, x)) + shortcut)
     return mean_square(x)
-
-
-@program
-def shared_weight(w, x):
-    return mean_square(layer(w, layer(w, layer(w.T, x))))
 
 
 @program(args=(W, V, X))
@@ -134,11 +119,6 @@ def embedding(w, ids):
 
 
 @program
-def inner_jit(w, x):
-    return mean_square(jax.jit(layer)(w, jax.jit(lambda y: jax.jit(layer)(w, y))(x)))
-
-
-@program
 def scan_over_layers(w, x):
     ws = jnp.stack([w, w.T, w * w])
     y, zs = lax.scan(lambda y, w: (y + layer(w, y), y[0]), x, ws)
@@ -183,11 +163,6 @@ def scan_without_products(w, x):
 
 
 @program
-def fori_loop(w, x):
-    return mean_square(lax.fori_loop(0, 3, lambda i, y: layer(w, y) + i / 10, x))
-
-
-@program
 def while_loop(w, x):
     fixed = lax.stop_gradient(w)
 
@@ -208,11 +183,6 @@ def cond(w, x):
 def switch(w, x):
     branches = [layer, lambda w, y: y, lambda w, y: layer(w.T, y)]
     return sum(mean_square(lax.switch(i, branches, w, x)) for i in range(3))
-
-
-@program
-def remat(w, x):
-    return mean_square(jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)))
 
 
 @program
@@ -240,22 +210,12 @@ def _(primals, tangents):
     return y, (1 - y**2) * (dx @ w + x @ dw)
 
 
-@program
-def custom_jvp(w, x):
-    return mean_square(product_with_a_rule(w, layer(w, x)))
-
-
 @jax.custom_vjp
 def clipped(x):
     return jnp.clip(x, -1, 1)
 
 
 clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (g * (jnp.abs(x) < 1),))
-
-
-@program
-def custom_vjp_without_products(w, x):
-    return mean_square(clipped(2 * x @ w) @ w)
 
 
 @jax.custom_vjp
@@ -269,23 +229,6 @@ opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T
 @program(halves=False)
 def custom_vjp_with_products(w, x):
     return mean_square(opaque(w, layer(w, x)))
-
-
-@program
-def vmap_of_a_function(w, x):
-    return mean_square(jax.vmap(lambda y: jax.nn.relu(w @ y) @ w)(x) @ w)
-
-
-@program
-def gradient_inside(w, x):
-    inner = jax.grad(lambda x: mean_square(layer(w, x)))(x)
-    return mean_square(x - 10 * inner)
-
-
-@program
-def hessian_inside(w, x):
-    hessian = jax.hessian(lambda y: mean_square(layer(w, jnp.outer(x[0], y))))(w[0])
-    return mean_square(hessian)
 
 
 @program
@@ -322,17 +265,6 @@ def pooling(w, x):
     y = jnp.tanh(x @ w)[None, :, :, None]
     y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     return mean_square(y[0, :, :, 0] @ w[:8])
-
-
-@program
-def associative_scan(w, x):
-    y = lax.associative_scan(jnp.multiply, 1 + layer(w, x) / 4, axis=0)
-    return mean_square(y @ w)
-
-
-@program
-def cumulative_sums(w, x):
-    return mean_square(jnp.cumsum(x @ w, 0) @ w + jnp.cumprod(x @ w, 1))
 
 
 @program
@@ -390,11 +322,6 @@ def integers_booleans_and_complex(w, x):
 @program(args=(W, X, jnp.zeros((0, N))))
 def zero_sized_arrays(w, x, nothing):
     return mean_square(x @ w) + jnp.sum(jnp.tanh(nothing @ w) @ w)
-
-
-@program
-def closed_over_constants(w, x):
-    return mean_square(layer(W, layer(w, x + np.ones((1, N), np.float32))))
 
 
 @program
@@ -541,3 +468,30 @@ def targets_picked_by_index(w, x):
 def rounded_array_without_entries(w, x):
     y = x @ w
     return mean_square(y) + jnp.sum(lax.reduce_precision(y[:0], 8, 10))
+
+
+# Programs of one expression: the loss is the mean square of what they give.
+EXPRESSIONS = {
+    "einsum_with_moves": lambda w, x: jnp.einsum("bn,mn->mb", x, w).reshape(4, -1),
+    "reshaped_weight": lambda w, x: (
+        x.reshape(4, 2, N) @ w.T.reshape(N, 4, 4).reshape(N, N)
+    ),
+    "shared_weight": lambda w, x: layer(w, layer(w, layer(w.T, x))),
+    "inner_jit": lambda w, x: jax.jit(layer)(w, jax.jit(jax.jit(layer))(w, x)),
+    "fori_loop": lambda w, x: lax.fori_loop(0, 3, lambda i, y: layer(w, y) + i / 10, x),
+    "remat": lambda w, x: jax.checkpoint(layer)(w, jax.checkpoint(layer)(w, x)),
+    "custom_jvp": lambda w, x: product_with_a_rule(w, layer(w, x)),
+    "custom_vjp_without_products": lambda w, x: clipped(2 * x @ w) @ w,
+    "vmap": lambda w, x: jax.vmap(lambda y: jax.nn.relu(w @ y) @ w)(x) @ w,
+    "gradient": lambda w, x: x - 10 * jax.grad(lambda x: mean_square(layer(w, x)))(x),
+    "hessian": lambda w, x: jax.hessian(
+        lambda y: mean_square(layer(w, jnp.outer(x[0], y)))
+    )(w[0]),
+    "associative_scan": lambda w, x: (
+        lax.associative_scan(jnp.multiply, 1 + layer(w, x) / 4, axis=0) @ w
+    ),
+    "cumulative_sums": lambda w, x: jnp.cumsum(x @ w, 0) @ w + jnp.cumprod(x @ w, 1),
+    "constants": lambda w, x: layer(W, layer(w, x + np.ones((1, N), np.float32))),
+}
+for name, expression in EXPRESSIONS.items():
+    program(lambda w, x, f=expression: mean_square(f(w, x)), name=name)

@@ -26,42 +26,28 @@ def rms(h):
 
 
 def scaled(name, scale, tail):
-    """A residual stream of some size, and what reads it."""
+    """A residual stream of some size, and the mean of what reads it."""
 
     def program(w, x):
         h = scale * (1 + x)
         for _ in range(2):
             h = h + scale * jnp.tanh(rms(h) @ w)
-        return tail(h, w)
+        return jnp.mean(tail(h, w))
 
     HOSTILE[name] = program
 
 
-scaled("stream_of_1e6_rms_norm", 1e6, lambda h, w: mean_square(rms(h) @ w))
-scaled(
-    "stream_of_3e5_layer_norm", 3e5, lambda h, w: mean_square(jax.nn.standardize(h) @ w)
-)
-scaled("log_of_1e6", 1e6, lambda h, w: jnp.mean(jnp.log(jnp.abs(h) + 1)))
-scaled("square_of_1e5", 1e5, lambda h, w: jnp.mean((h / 1e5) ** 2))
-scaled("sine_of_500", 500.0, lambda h, w: jnp.mean(jnp.sin(h)))
-scaled("inverse_of_1e_9", 1e-9, lambda h, w: 1e-9 * jnp.mean(1 / (jnp.abs(h) + 1e-10)))
-scaled(
-    "cosine_similarity",
-    1e5,
-    lambda h, w: jnp.mean(h / jnp.linalg.norm(h, axis=-1, keepdims=True) @ w),
-)
-scaled(
-    "huber",
-    1e3,
-    lambda h, w: jnp.mean(jnp.where(jnp.abs(h) < 1e3, h * h / 2e3, jnp.abs(h))),
-)
-scaled("logsumexp", 100.0, lambda h, w: jnp.mean(jax.nn.logsumexp(h, -1)))
-scaled("power", 10.0, lambda h, w: jnp.mean(jnp.abs(h) ** 3.3) * 1e-3)
-scaled(
-    "rounded_straight_through",
-    4.0,
-    lambda h, w: mean_square(h + lax.stop_gradient(jnp.round(h) - h)),
-)
+scaled("stream_of_1e6_rms_norm", 1e6, lambda h, w: jnp.square(rms(h) @ w))
+scaled("layer_norm_of_3e5", 3e5, lambda h, w: jnp.square(jax.nn.standardize(h) @ w))
+scaled("log_of_1e6", 1e6, lambda h, w: jnp.log(jnp.abs(h) + 1))
+scaled("square_of_1e5", 1e5, lambda h, w: (h / 1e5) ** 2)
+scaled("sine_of_500", 500.0, lambda h, w: jnp.sin(h))
+scaled("inverse_of_1e_9", 1e-9, lambda h, w: 1 / (jnp.abs(h) + 1e-10) * 1e-9)
+scaled("cosine", 1e5, lambda h, w: h / jnp.linalg.norm(h, axis=1)[:, None] @ w)
+scaled("huber", 1e3, lambda h, w: jnp.where(abs(h) < 1e3, h * h / 2e3, abs(h)))
+scaled("logsumexp", 100.0, lambda h, w: jax.nn.logsumexp(h, -1))
+scaled("power", 10.0, lambda h, w: jnp.abs(h) ** 3.3 * 1e-3)
+scaled("rounded", 4.0, lambda h, w: (h + lax.stop_gradient(jnp.round(h) - h)) ** 2)
 
 
 @hostile
@@ -107,10 +93,8 @@ def gathered_energies(w, x):
 def gathered_noise_levels(w, x):
     sigma = jnp.logspace(-6, 3, 32)[IDS][:, None]
     noisy = jnp.tanh(x @ w) + sigma * x
-    return (
-        jnp.mean(((noisy / jnp.sqrt(1 + sigma**2)) @ w) ** 2 * (1 + sigma**2) / sigma)
-        * 1e-5
-    )
+    errors = ((noisy / jnp.sqrt(1 + sigma**2)) @ w) ** 2
+    return jnp.mean(errors * (1 + sigma**2) / sigma) * 1e-5
 
 
 @hostile
@@ -177,15 +161,13 @@ def softmax_by_hand(w, x):
 def safe_norm(w, x):
     h = jnp.where(jnp.arange(8)[:, None] < 4, 0.0, x @ w)
     square = jnp.sum(h * h, -1)
-    return jnp.mean(
-        jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
-    )
+    safe = jnp.where(square > 0, square, 1)
+    return jnp.mean(jnp.where(square > 0, jnp.sqrt(safe), 0))
 
 
 @hostile
 def batch_norm(w, x):
-    h = x @ w
-    h = jax.nn.standardize(h, 0, epsilon=1e-5)
+    h = jax.nn.standardize(x @ w, 0, epsilon=1e-5)
     return mean_square(jax.nn.relu(h) @ w + h)
 
 
@@ -204,9 +186,8 @@ def scattered(w, x):
 @hostile
 def branches(w, x):
     h = x + x @ w
-    return mean_square(
-        lax.cond(h.sum() > 0, lambda h: h @ w, lambda h: 1e6 * jnp.tanh(h) @ A, h)
-    )
+    h = lax.cond(h.sum() > 0, lambda h: h @ w, lambda h: 1e6 * jnp.tanh(h) @ A, h)
+    return mean_square(h)
 
 
 @hostile
@@ -220,9 +201,8 @@ def mixture_of_experts(w, x):
     gates = jax.nn.softmax(x @ w[:, :4])
     experts = jnp.stack([w, w * 2, w.T, w + A])
     chosen = experts[jnp.argmax(gates, -1)]
-    return mean_square(
-        jnp.einsum("bi,bij->bj", x, chosen) * gates.max(-1, keepdims=True)
-    )
+    mixed = jnp.einsum("bi,bij->bj", x, chosen)
+    return mean_square(mixed * gates.max(-1, keepdims=True))
 
 
 @hostile
@@ -235,8 +215,7 @@ def convolution(w, x):
 
 @hostile
 def loss_of_a_gradient(w, x):
-    energy = lambda x: jnp.sum(jnp.tanh(x @ w) @ w)  # noqa: E731
-    return mean_square(jax.grad(energy)(x))
+    return mean_square(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) @ w))(x))
 
 
 @hostile

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import ONE_AXIS
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -17,7 +17,6 @@ from jmp_scale import _jaxpr
 PROGRAMS = {}
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 N = 16
-MESH = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
 
 
 def arrays(*shapes, seed=0, scale=1 / 2):
@@ -369,9 +368,11 @@ def pallas_kernel(w, x):
 
 @program(args=(W, ROWS))
 def shard_map(w, x):
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
+    @functools.partial(
+        jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P()
+    )
     def loss(w, x):
-        return lax.pmean(mean_square(layer(w, jax.nn.gelu(x @ w) + x)), "d")
+        return lax.pmean(mean_square(layer(w, jax.nn.gelu(x @ w) + x)), "i")
 
     return loss(w, x)
 
@@ -379,10 +380,10 @@ def shard_map(w, x):
 @program(args=(W, ROWS))
 def shard_map_without_checks(w, x):
     def gathered(w, x):
-        return layer(lax.all_gather(w, "d", axis=1, tiled=True), x)
+        return layer(lax.all_gather(w, "i", axis=1, tiled=True), x)
 
-    specs = {"in_specs": (P(None, "d"), P("d", None)), "out_specs": P("d", None)}
-    f = jax.shard_map(gathered, mesh=MESH, **specs, check_vma=False)
+    specs = {"in_specs": (P(None, "i"), P("i", None)), "out_specs": P("i", None)}
+    f = jax.shard_map(gathered, mesh=ONE_AXIS, **specs, check_vma=False)
     return mean_square(f(w, x) @ w)
 
 
@@ -393,7 +394,7 @@ def pmap_inside(w, x):
 
 @program
 def sharding_constraint(w, x):
-    sharding = jax.NamedSharding(MESH, P("d"))
+    sharding = jax.NamedSharding(ONE_AXIS, P("i"))
     y = lax.with_sharding_constraint(x @ w, sharding)
     inner = jax.jit(layer, in_shardings=(None, sharding), out_shardings=sharding)
     return mean_square(inner(w, y))

@@ -15,19 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autocast_programs import (
-    MESH,
-    PRODUCTS,
-    PROGRAMS,
-    N,
-    W,
-    X,
-    layer,
-    mean_square,
-    products,
-)
+from autocast_programs import PRODUCTS, PROGRAMS, N, W, X, layer, mean_square, products
 from flax import linen, nnx
-from helpers import one_of
+from helpers import EXPLICIT, ONE_AXIS, one_of
 from jax import export, lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
@@ -108,23 +98,15 @@ def test_a_dtype_that_is_not_half_precision_is_an_error(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        ("bfloat16", BF16),
-        (jnp.bfloat16, BF16),
-        (jnp.dtype("bfloat16"), BF16),
-        ("bf16", BF16),
-        ("f16", F16),
-        ("fp16", F16),
-    ],
+    "dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), "bf16", "f16", "fp16"]
 )
-def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype, expected):
+def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype):
     @functools.partial(autocast, dtype=dtype)
     def decorated(w, x):
         """What it does."""
         return layer(w, x)
 
-    assert products(decorated, W, X) == [expected]
+    assert products(decorated, W, X) == [F16 if dtype in ("f16", "fp16") else BF16]
     assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
 
 
@@ -342,7 +324,7 @@ WITHIN = {
     ),
     # The rule of the kernel does not sum the gradient of `k` over devices.
     "shard_map": lambda f: jax.shard_map(
-        f, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=False
+        f, mesh=ONE_AXIS, in_specs=(P("i"), P()), out_specs=P("i"), check_vma=False
     ),
 }
 
@@ -486,10 +468,10 @@ STACKED = {
 
 
 @functools.partial(
-    jax.shard_map, mesh=MESH, in_specs=(P("d"), P("d")), out_specs=P("d")
+    jax.shard_map, mesh=ONE_AXIS, in_specs=(P("i"), P("i")), out_specs=P("i")
 )
 def gathered(shard, x):
-    return x @ lax.all_gather(shard, "d", tiled=True)
+    return x @ lax.all_gather(shard, "i", tiled=True)
 
 
 @pytest.mark.parametrize("how", one_of(5, STACKED))
@@ -748,9 +730,9 @@ def on_devices(f):
     """The mean over eight devices, each with an x of its own."""
 
     def mean(w, x):
-        return jax.tree.map(lambda y: lax.pmean(y, "d"), f(w, x[0]))
+        return jax.tree.map(lambda y: lax.pmean(y, "i"), f(w, x[0]))
 
-    run = jax.shard_map(mean, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())
+    run = jax.shard_map(mean, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P())
     return lambda w, x: run(w, several(x, 8))
 
 
@@ -821,16 +803,13 @@ def test_second_derivatives_are_those_of_the_float32_program(name, mode):
     assert_close(second(autocast(fun, "float16")), second(fun), 0.02)
 
 
-EXPLICIT = jax.make_mesh((8,), ("d",), (jax.sharding.AxisType.Explicit,))
-
-
 def sharded(mesh):
     """The weights whole on each device, the batch in parts."""
-    shardings = jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("d"))
+    shardings = jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("i"))
     return jax.device_put((W, X), shardings)
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT])
+@pytest.mark.parametrize("mesh", [ONE_AXIS, EXPLICIT])
 def test_sharded_arrays_give_what_whole_ones_give(mesh):
     def loss(w, x):
         return mean_square(layer(w, jax.nn.gelu(x @ w)))
@@ -845,7 +824,7 @@ def test_auto_axes_among_explicit_ones():
     def loss(w, x):
         y = jax.nn.gelu(layer(w, x))
         inner = jax.sharding.auto_axes(
-            lambda w, y: layer(w, layer(w, y)) + y, axes="d", out_sharding=P("d")
+            lambda w, y: layer(w, layer(w, y)) + y, axes="i", out_sharding=P("i")
         )
         return mean_square(layer(w, inner(w, y) + y))
 
@@ -959,7 +938,8 @@ def test_linen_modules_update_their_collections():
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
-            x = linen.BatchNorm(use_running_average=False)(linen.Dense(32)(x))
+            x = linen.Dense(32, use_bias=False)(x)
+            x = linen.BatchNorm(use_running_average=False)(x)
             return linen.Dropout(0.5, deterministic=False)(linen.relu(x))
 
     net, rngs = Net(), {"dropout": jax.random.key(1)}
@@ -969,15 +949,11 @@ def test_linen_modules_update_their_collections():
         y, new = net.apply(variables, x, mutable=["batch_stats"], rngs=rngs)
         return mean_square(y), new
 
-    (got, grads), (wanted, wanted_grads) = (
+    got, wanted = (
         jax.jit(jax.value_and_grad(f, has_aux=True))(variables, X)
         for f in (autocast(loss, "float16"), loss)
     )
     assert_close(got, wanted, 0.01)
-    kernel, wanted_kernel = (
-        tree["params"]["Dense_0"]["kernel"] for tree in (grads, wanted_grads)
-    )
-    assert_close(kernel, wanted_kernel, 0.05)
 
 
 def test_what_a_forward_pass_writes_to_nnx_modules_is_written():

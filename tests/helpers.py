@@ -18,6 +18,7 @@ GUARD = jmp_scale.SpikeGuard(threshold=50.0, warmup=2)  # far from dropout's noi
 ONE_AXIS = jax.make_mesh((8,), ("i",), (AxisType.Auto,))
 TWO_AXES = jax.make_mesh((4, 2), ("i", "j"), (AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((8,), ("i",), (AxisType.Explicit,))
+EXPLICIT_TWO = jax.make_mesh((4, 2), ("i", "j"), (AxisType.Explicit,) * 2)
 # One object: with another transformation a step is compiled again.
 TX = jmp_scale.with_loss_scale(
     optax.adam(1e-2), jmp_scale.DynamicLossScale(2.0**10, period=2)
@@ -135,6 +136,10 @@ def on_devices(which):
     """A context in which arrays lie on "one device" or may be sharded over "eight"."""
     one = jax.make_mesh((1,), ("i",), (AxisType.Auto,), devices=jax.devices()[:1])
     return jax.set_mesh({"one device": one, "eight devices": ONE_AXIS}[which])
+
+
+def sharded(tree, mesh, spec):
+    return jax.device_put(tree, jax.NamedSharding(mesh, spec))
 
 
 def on_each_device(x):

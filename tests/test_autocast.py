@@ -17,7 +17,7 @@ import optax
 import pytest
 from autocast_programs import PRODUCTS, PROGRAMS, N, W, X, layer, mean_square, products
 from flax import linen, nnx
-from helpers import EXPLICIT, ONE_AXIS, one_of
+from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
 from jax import export, lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
@@ -803,10 +803,9 @@ def test_second_derivatives_are_those_of_the_float32_program(name, mode):
     assert_close(second(autocast(fun, "float16")), second(fun), 0.02)
 
 
-def sharded(mesh):
+def on_mesh(mesh):
     """The weights whole on each device, the batch in parts."""
-    shardings = jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("i"))
-    return jax.device_put((W, X), shardings)
+    return sharded(W, mesh, P()), sharded(X, mesh, P("i"))
 
 
 @pytest.mark.parametrize("mesh", [ONE_AXIS, EXPLICIT])
@@ -816,7 +815,7 @@ def test_sharded_arrays_give_what_whole_ones_give(mesh):
 
     wanted = jax.value_and_grad(loss)(W, X)
     with jax.set_mesh(mesh):
-        got = jax.jit(jax.value_and_grad(autocast(loss, "float16")))(*sharded(mesh))
+        got = jax.jit(jax.value_and_grad(autocast(loss, "float16")))(*on_mesh(mesh))
     assert_close(got, wanted, 0.02)
 
 
@@ -829,7 +828,7 @@ def test_auto_axes_among_explicit_ones():
         return mean_square(layer(w, inner(w, y) + y))
 
     with jax.set_mesh(EXPLICIT):
-        args = sharded(EXPLICIT)
+        args = on_mesh(EXPLICIT)
         assert {*products(autocast(loss, "float16"), *args)} == {F16}
         assert_close_gradients(loss, *args)
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_bitwise_equal, one_of
+from helpers import EXPLICIT_TWO, ONE_AXIS, TWO_AXES, assert_bitwise_equal, one_of
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -26,7 +26,6 @@ PRODUCTS = {
     "nothing in common": ((2,), (3,), (((), ()), ((), ()))),
     "vectors": ((3,), (3,), (((0,), (0,)), ((), ()))),
 }
-MESH = jax.make_mesh((8,), ("i",), (AxisType.Auto,))
 
 
 def normal(seed, shape, dtype):
@@ -162,7 +161,7 @@ def sums_of_gradients(dot_general, sharding, directory):
     XLA:CPU makes the float16 ones float32 later, which other compilers do not.
     """
     shardings = jax.tree.map(
-        lambda spec: NamedSharding(MESH, spec), SHARDINGS[sharding]
+        lambda spec: NamedSharding(ONE_AXIS, spec), SHARDINGS[sharding]
     )
     params = {"in": jnp.ones((16, 32)), "out": jnp.ones((32, 16))}
     given = jax.device_put((params, jnp.ones((64, 16))), shardings)
@@ -194,9 +193,8 @@ def test_gradients_are_summed_over_devices_in_float32(sharding, tmp_path):
     assert (plain, cured) == SUMS[sharding]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_gradients_are_those_of_one_device(kind):
-    mesh = jax.make_mesh((4, 2), ("i", "j"), axis_types=(kind,) * 2)
+@pytest.mark.parametrize("mesh", [TWO_AXES, EXPLICIT_TWO])
+def test_sharded_gradients_are_those_of_one_device(mesh):
     x, w = normal(0, (8, 6), jnp.float16), normal(1, (6, 4), jnp.float16)
 
     def grads(x, w):
@@ -205,9 +203,8 @@ def test_sharded_gradients_are_those_of_one_device(kind):
 
     expected = jax.jit(jax.grad(grads, (0, 1)))(x, w)
     with jax.set_mesh(mesh):
-        x = jax.device_put(x, NamedSharding(mesh, P("i")))
-        w = jax.device_put(w, NamedSharding(mesh, P(None, "j")))
-        got = jax.jit(jax.grad(grads, (0, 1)))(x, w)
+        shardings = NamedSharding(mesh, P("i")), NamedSharding(mesh, P(None, "j"))
+        got = jax.jit(jax.grad(grads, (0, 1)))(*jax.device_put((x, w), shardings))
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=4e-3, atol=4e-3)
 
@@ -225,7 +222,7 @@ def test_parts_that_float16_cannot_hold_are_summed_in_shard_map():
 
         return jax.grad(loss)(w)
 
-    summed = jax.shard_map(grad, mesh=MESH, in_specs=(P("i"), P()), out_specs=P())
+    summed = jax.shard_map(grad, mesh=ONE_AXIS, in_specs=(P("i"), P()), out_specs=P())
     np.testing.assert_array_equal(summed(x, w), 0)
 
 

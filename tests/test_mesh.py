@@ -7,12 +7,14 @@ import optax
 import pytest
 from helpers import (
     EXPLICIT,
+    EXPLICIT_TWO,
     ONE_AXIS,
     TWO_AXES,
     collectives,
     on_devices,
     on_each_device,
     one_of,
+    sharded,
 )
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -23,8 +25,6 @@ from jmp_scale import _mesh
 from jmp_scale._finite import finite_and_norm
 
 pytestmark = pytest.mark.strict_promotion
-
-EXPLICIT_TWO = jax.make_mesh((4, 2), ("i", "j"), axis_types=(AxisType.Explicit,) * 2)
 
 
 def shard_mapped(mesh, spec, **kwargs):
@@ -46,9 +46,7 @@ MANUAL = {
         TWO_AXES, P("i"), axis_names={"i"}, check_vma=False
     ),
     "shard_map of Explicit axes": lambda fun: (
-        lambda x: shard_mapped(EXPLICIT, P("i"))(fun)(
-            jax.device_put(x, NamedSharding(EXPLICIT, P("i")))
-        )
+        lambda x: shard_mapped(EXPLICIT, P("i"))(fun)(sharded(x, EXPLICIT, P("i")))
     ),
     "nested shard_map": lambda fun: shard_mapped(TWO_AXES, P("i"), axis_names={"i"})(
         jax.shard_map(fun, in_specs=P("j"), out_specs=P(), axis_names={"j"})
@@ -194,8 +192,7 @@ def sharded_tree(mesh, spec, bad=None):
     tree = {f"leaf{i}": np.ones((8, 16), np.float32) for i in range(12)}
     if bad is not None:
         tree["leaf4"][7, 15] = bad
-    count = jax.device_put(np.int32(3), NamedSharding(mesh, P()))
-    return jax.device_put(tree, NamedSharding(mesh, spec)) | {"count": count}
+    return sharded(tree, mesh, spec) | {"count": sharded(np.int32(3), mesh, P())}
 
 
 SHARDED = {
@@ -268,7 +265,7 @@ def test_axes_are_joined_in_the_order_of_the_mesh():
         return lax.psum(shards[0].sum(), axes)
 
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+        x = sharded(jnp.ones((8, 8)), mesh, spec)
         _mesh.on_shards(joined, [x], _mesh.sharding_specs([x]))
     assert set(seen) == {names}
 
@@ -288,7 +285,7 @@ def test_explicit_axes_are_found_eagerly_in_vmap_and_beside_manual_axes():
 
 @pytest.mark.parametrize("axis_name", [None, (), "batch"])
 def test_specs_are_joined_whatever_the_axis_name(axis_name):
-    x = jax.device_put(bad_on(5), NamedSharding(ONE_AXIS, P("i")))
+    x = sharded(bad_on(5), ONE_AXIS, P("i"))
 
     @jax.jit
     def finite(x):
@@ -341,7 +338,7 @@ WHOLE_NORM = {
 def test_the_norm_of_sharded_gradients_is_that_of_the_whole_arrays(case):
     mesh, spec = WHOLE_NORM[case]
     tree = sharded_tree(mesh, spec)
-    tree["count"] = jax.device_put(np.float32(2), NamedSharding(mesh, P()))
+    tree["count"] = sharded(np.float32(2), mesh, P())
     finite, norm = jax.jit(finite_and_norm)(tree)
     assert on_each_device(finite) == [True] * 8
     expected = np.sqrt(12 * 8 * 16 + 4)

@@ -14,10 +14,11 @@ from helpers import (
     assert_bitwise_equal,
     collectives,
     on_each_device,
+    sharded,
     varying,
 )
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
@@ -85,14 +86,6 @@ def replicated(tx, mapped):
     )
 
 
-def pmapped(fun):
-    return jax.pmap(fun, axis_name="i")
-
-
-def vmapped(fun):
-    return jax.jit(jax.vmap(fun, axis_name="i"))
-
-
 def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
     tx = optimizer(axes)
     one_step = functools.partial(step, tx, varying_over=axes if check_vma else ())
@@ -109,36 +102,35 @@ def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
         check_vma=check_vma,
         **kwargs,
     )
-    return placed(mesh, tx, P()), with_batches_on(mesh, P(axes), jax.jit(mapped))
+    return on_mesh(mesh, P(), tx, jax.jit(mapped))
 
 
 def jitted(mesh, spec, loss_fn=loss_fn):
     tx = optimizer()
     train_step = jax.jit(functools.partial(step, tx, loss_fn=loss_fn))
-    return placed(mesh, tx, spec), with_batches_on(mesh, P(mesh.axis_names), train_step)
+    return on_mesh(mesh, spec, tx, train_step)
 
 
-def placed(mesh, tx, spec):
+def on_mesh(mesh, spec, tx, train_step):
     """State as the step returns it: `init` under `jax.set_mesh`, parameters on it."""
-    params = jax.device_put(initial_params(), NamedSharding(mesh, spec))
-    with jax.set_mesh(mesh):
-        return params, tx.init(params)
 
-
-def with_batches_on(mesh, spec, train_step):
-    def placed_step(state, *batch):
+    def step_on_mesh(state, *batch):
         with jax.set_mesh(mesh):
-            return train_step(state, *jax.device_put(batch, NamedSharding(mesh, spec)))
+            return train_step(state, *sharded(batch, mesh, P(mesh.axis_names)))
 
-    placed_step.jitted = train_step
-    return placed_step
+    step_on_mesh.jitted = train_step
+    params = sharded(initial_params(), mesh, spec)
+    with jax.set_mesh(mesh):
+        return (params, tx.init(params)), step_on_mesh
 
 
+PMAP = functools.partial(jax.pmap, axis_name="i")
+VMAP = lambda fun: jax.jit(jax.vmap(fun, axis_name="i"))  # noqa: E731
 MODES = {
-    "pmap with axis name": lambda: replicated(optimizer(("i",)), pmapped),
+    "pmap with axis name": lambda: replicated(optimizer(("i",)), PMAP),
     # There is nothing to average over: each replica has its own images.
     "pmap without axis name": lambda: replicated(optimizer(), jax.pmap),
-    "vmap with axis name": lambda: replicated(optimizer(("i",), "i"), vmapped),
+    "vmap with axis name": lambda: replicated(optimizer(("i",), "i"), VMAP),
     "shard_map": lambda: shard_mapped(ONE_AXIS, ("i",)),
     "shard_map unchecked": lambda: shard_mapped(ONE_AXIS, ("i",), check_vma=False),
     "shard_map 2-D": lambda: shard_mapped(TWO_AXES, ("i", "j")),
@@ -203,12 +195,8 @@ def test_every_mode_takes_the_step_of_a_single_device(mode):
     expected = params_of_a_single_device()
     # Adam's first step is about 0.1 times the sign; f16 sums differ in their order.
     for name in "ab":
-        np.testing.assert_allclose(
-            np.asarray(params[name]).reshape(-1, 8, 8)[0],
-            expected[name],
-            rtol=0,
-            atol=2e-4,
-        )
+        of_one = np.asarray(params[name]).reshape(-1, 8, 8)[0]
+        np.testing.assert_allclose(of_one, expected[name], rtol=0, atol=2e-4)
 
 
 BOOLEAN_ALL_REDUCES = {
@@ -232,7 +220,7 @@ def test_the_check_adds_no_other_collectives_than_these_to_a_step(mode):
         return optax.apply_updates(state[0], updates), opt_state, value
 
     mesh = state[0]["a"].sharding.mesh
-    batch = jax.device_put(example(), NamedSharding(mesh, P(mesh.axis_names)))
+    batch = sharded(example(), mesh, P(mesh.axis_names))
     with jax.set_mesh(mesh):
         found = collectives(train_step.jitted, state, *batch)
         bare_state = (state[0], state[1].inner_state[1])
@@ -267,9 +255,8 @@ def test_a_replicated_state_under_pmap_compiles_once_on_a_mesh_of_its_axis_name(
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    params, replicated = jnp.ones(2), jax.make_mesh((8,), (axis,), (AxisType.Auto,))
-    replicated = NamedSharding(replicated, P())
-    state = jax.device_put((params, tx.init(params)), replicated)
+    params, mesh = jnp.ones(2), jax.make_mesh((8,), (axis,), (AxisType.Auto,))
+    state = sharded((params, tx.init(params)), mesh, P())
     train_step = jax.pmap(train_step, "batch", in_axes=(None, None, 0), out_axes=None)
     state = train_step(*state, jnp.ones((8, 1)))
     COMPILATIONS.clear()

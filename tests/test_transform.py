@@ -8,7 +8,7 @@ import optax
 import optax.contrib
 import pytest
 from chex import assert_trees_all_close
-from helpers import assert_bitwise_equal
+from helpers import assert_bitwise_equal, sharded
 from optimizers import BAD, GOOD, PARAMS, SPECIAL, stepper
 
 import jmp_scale
@@ -427,8 +427,7 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
     tx = jmp_scale.with_loss_scale(SPECIAL["adafactor_factored"], DynamicLossScale())
     with jax.set_mesh(mesh):
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-        params = jax.device_put(jnp.ones((8, 4)), sharding)
+        params = sharded(jnp.ones((8, 4)), mesh, jax.P("x"))
         state, update = tx.init(params), jax.jit(tx.update)
         types = jax.tree.map(jax.typeof, state)
         for factor in (0.1, jnp.inf):

@@ -8,24 +8,20 @@ import pytest
 
 pytestmark = pytest.mark.targets
 
-ADD = """
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-"""
+
+def computation(name, *lines):
+    """Text of a computation; what stands in the parentheses is not read."""
+    return "\n".join([f"{name} (x: f32[1024]) -> f32[] {{", *lines, "}\n"])
 
 
 def module(entry, others=""):
-    lines = "\n".join(f"  {line}" for line in entry.strip().splitlines())
-    return _hlo.parse(
-        f"HloModule test, is_scheduled=true\n{others}\n"
-        f"ENTRY %main (x: f32[1024]) -> f32[] {{\n{lines}\n}}\n"
-    )
+    main = computation("ENTRY %main", *entry.splitlines())
+    return _hlo.parse(f"HloModule test, is_scheduled=true\n{others}\n{main}")
 
 
 X = "%x = f32[1024]{0} parameter(0)\n"
+NEGATED = X + "ROOT %n = f32[1024]{0} negate(%x)"
+ADD = computation("%add", "ROOT %sum = f32[] add(%a, %b)")
 KNOWN = {
     "a copy reads and writes": (X + "ROOT %c = f32[1024]{0} copy(%x)", "", 8192),
     "a reduction reads its operand and writes a number": (
@@ -36,24 +32,18 @@ KNOWN = {
     ),
     "a fusion reads its operands once, whatever it does with them": (
         X + "ROOT %f = f32[1024]{0} fusion(%x, %x), kind=kLoop, calls=%fused",
-        """
-%fused (p: f32[1024], q: f32[1024]) -> f32[1024] {
-  %p = f32[1024]{0} parameter(0)
-  %q = f32[1024]{0} parameter(1)
-  %square = f32[1024]{0} multiply(%p, %q)
-  ROOT %sum = f32[1024]{0} add(%square, %p)
-}
-""",
+        computation(
+            "%fused",
+            "%p = f32[1024]{0} parameter(0)",
+            "%q = f32[1024]{0} parameter(1)",
+            "%square = f32[1024]{0} multiply(%p, %q)",
+            "ROOT %sum = f32[1024]{0} add(%square, %p)",
+        ),
         3 * 4096,
     ),
     "a fusion that slices reads the slice": (
         X + "ROOT %f = f32[16]{0} fusion(%x), kind=kLoop, calls=%fused",
-        """
-%fused (p: f32[1024]) -> f32[16] {
-  %p = f32[1024]{0} parameter(0)
-  ROOT %s = f32[16]{0} slice(%p), slice={[0:16]}
-}
-""",
+        computation("%fused", X, "ROOT %s = f32[16]{0} slice(%x), slice={[0:16]}"),
         2 * 64,
     ),
     "an update in place writes what it changes": (
@@ -102,31 +92,15 @@ KNOWN = {
     "a loop's body counts as often as it runs": (
         X + "ROOT %w = f32[1024]{0} while(%x), condition=%cond, body=%body, "
         'backend_config={"known_trip_count":{"n":"5"}}',
-        """
-%cond (c: f32[1024]) -> pred[] {
-  %c = f32[1024]{0} parameter(0)
-  ROOT %true = pred[] constant(true)
-}
-%body (b: f32[1024]) -> f32[1024] {
-  %b = f32[1024]{0} parameter(0)
-  ROOT %n = f32[1024]{0} negate(%b)
-}
-""",
+        computation("%cond", X, "ROOT %true = pred[] constant(true)")
+        + computation("%body", NEGATED),
         5 * 8192,
     ),
     "of a conditional the larger branch counts": (
         X + "%p = pred[] constant(true)\n"
         "ROOT %c = f32[1024]{0} conditional(%p, %x, %x), "
         "branch_computations={%small, %large}",
-        """
-%small (s: f32[1024]) -> f32[1024] {
-  ROOT %s = f32[1024]{0} parameter(0)
-}
-%large (l: f32[1024]) -> f32[1024] {
-  %l = f32[1024]{0} parameter(0)
-  ROOT %n = f32[1024]{0} negate(%l)
-}
-""",
+        computation("%small", f"ROOT {X}") + computation("%large", NEGATED),
         8192,
     ),
 }

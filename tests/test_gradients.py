@@ -143,14 +143,9 @@ def test_scale_and_unscale_leave_float8_scales_alone(loss_scale):
 
 
 def test_equinox_filters_as_it_does_without_scaling():
-    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-
-    def fun(model, x):
-        return model(x).sum()
-
-    transform = eqx.filter_value_and_grad
+    args = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0)), jnp.ones(2)
+    fun, transform = lambda model, x: model(x), eqx.filter_value_and_grad
     scaled = jmp_scale.value_and_grad(fun, DynamicLossScale(), transform=transform)
-    args = model, jnp.ones(2)
     assert_bitwise_equal(scaled(*args), transform(fun)(*args))
 
 
@@ -160,11 +155,9 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
         return (a(jnp.ones((1, 2))) * b(jnp.ones((1, 2)))).sum()
 
     args = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
-    transform = nnx.value_and_grad
-    scaled = jmp_scale.value_and_grad(
-        fun, DynamicLossScale(), argnums, transform=transform
-    )
-    assert_bitwise_equal(scaled(*args), transform(fun, argnums=argnums)(*args))
+    options = {"argnums": argnums, "transform": nnx.value_and_grad}
+    scaled = jmp_scale.value_and_grad(fun, DynamicLossScale(), **options)
+    assert_bitwise_equal(scaled(*args), nnx.value_and_grad(fun, argnums=argnums)(*args))
 
 
 @BOTH

@@ -19,6 +19,13 @@ def schedule(count):
     return 0.1 / (1 + count)
 
 
+def optimizer(start, step=lambda updates, state: (updates, state)):
+    """An optimizer whose state starts so, and whose step is a function of both."""
+    return optax.GradientTransformation(
+        lambda params: start, lambda updates, state, params=None: step(updates, state)
+    )
+
+
 # Optimizers that need more than a learning rate, or none at all, and combinations.
 SPECIAL = {
     "multi_steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),

@@ -17,7 +17,7 @@ from helpers import assert_bitwise_equal, count_traces
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, StaticLossScale, _skip
+from jmp_scale import DynamicLossScale, StaticLossScale, _skip, with_loss_scale
 
 NAN, INF = jnp.nan, jnp.inf
 POISONS = (
@@ -54,7 +54,7 @@ def history_of(step, params, state, gradients):
 def runs(name):
     """(history of the wrapped optimizer, of the plain one without poisons, traces)."""
     inner = OPTIMIZERS[name]
-    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale(2.0**10, period=2))
+    tx = with_loss_scale(inner, DynamicLossScale(2.0**10, period=2))
     counted, traces = count_traces(stepper(tx))
     good = [grads for grads in STEPS if grads is GOOD]
     return (
@@ -69,10 +69,9 @@ def compiled(step):
 
 
 def test_the_enumeration_finds_the_optimizers_of_optax():
+    known = {"adamw", "muon", "lamb", "prodigy", "lbfgs", "schedule_free_sgd"}
     assert len(OPTIMIZERS) > 65
-    assert {"adamw", "muon", "lamb", "prodigy", "lbfgs", "schedule_free_sgd"} <= set(
-        OPTIMIZERS
-    )
+    assert known <= OPTIMIZERS.keys()
 
 
 @each_optimizer()
@@ -92,9 +91,7 @@ def test_applied_steps_are_those_of_the_plain_optimizer(name):
     for (params, state), expected in zip(kept, plain, strict=True):
         actual = params, state.inner_state
         assert jax.tree.structure(actual) == jax.tree.structure(expected)
-        for a, b in zip(
-            jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-        ):
+        for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
             if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
                 a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
                 np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
@@ -115,9 +112,7 @@ def test_one_compilation_with_donated_state_counts_and_adjusts_s(name):
 
 @each_optimizer(quick={"adafactor_factored", "lamb", "sam"})
 def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
-    tx = jmp_scale.with_loss_scale(
-        OPTIMIZERS[name], DynamicLossScale(2.0**10, period=2)
-    )
+    tx = with_loss_scale(OPTIMIZERS[name], DynamicLossScale(2.0**10, period=2))
     monkeypatch.setattr(_skip, "_is_plain_only", lambda closed: True)
     step, start = compiled(stepper(tx)), tx.init(PARAMS)
     assert_bitwise_equal(history_of(step, PARAMS, start, STEPS), runs(name)[0])
@@ -125,7 +120,7 @@ def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
 
 @each_optimizer(quick={"momentum"})
 def test_without_jit_a_skip_is_whole_and_a_step_is_that_of_the_optimizer(name):
-    tx, inner = jmp_scale.with_loss_scale(OPTIMIZERS[name]), OPTIMIZERS[name]
+    tx, inner = with_loss_scale(OPTIMIZERS[name]), OPTIMIZERS[name]
     with jax.disable_jit():
         start = PARAMS, tx.init(PARAMS)
         assert start[1].loss_scale == jmp_scale.NoOpLossScale()  # the default
@@ -140,7 +135,7 @@ def test_without_jit_a_skip_is_whole_and_a_step_is_that_of_the_optimizer(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_starts_as_without_the_wrapper_and_keeps_its_types(name, dtype):
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
+    tx = with_loss_scale(OPTIMIZERS[name], DynamicLossScale(8.0))
     state = jax.eval_shape(tx.init, params)
     plain = jax.eval_shape(OPTIMIZERS[name].init, params)
     assert jax.tree.structure(state.inner_state) == jax.tree.structure(plain)
@@ -160,7 +155,7 @@ OVERFLOW = {"w": jnp.float32([INF, 1.0])}
 
 
 def dynamic(inner, **rule):
-    return jmp_scale.with_loss_scale(inner, DynamicLossScale(2.0**10, **rule))
+    return with_loss_scale(inner, DynamicLossScale(2.0**10, **rule))
 
 
 def accumulated(inner):
@@ -202,9 +197,7 @@ def test_accumulation_outside_never_recovers_from_one_infinite_micro_batch():
 
 def test_gradients_accumulated_under_different_scales_average_correctly():
     """Sums of scaled gradients while S changes give .75 or 1.5 (neural_sp#136)."""
-    tx = jmp_scale.with_loss_scale(
-        accumulated(optax.sgd(1.0)), DynamicLossScale(8.0, period=1)
-    )
+    tx = with_loss_scale(accumulated(optax.sgd(1.0)), DynamicLossScale(8.0, period=1))
     state = tx.init(jnp.float32(0.0))
     for s in (8, 16):
         assert state.loss_scale.loss_scale == s

@@ -10,7 +10,7 @@ import pytest
 from helpers import ONE_AXIS, assert_bitwise_equal
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec
-from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, optimizer, stepper
 
 import jmp_scale
 from jmp_scale._skip import select_step
@@ -72,9 +72,8 @@ def test_derivatives_of_a_skipped_step_are_those_of_a_branch(
 
 
 def test_derivatives_of_a_mapped_skipped_step_are_finite():
-    fun, (p, rate) = meta_gradient(
-        jmp_scale.with_loss_scale(OPTIMIZERS["adafactor"]), True
-    )
+    tx = jmp_scale.with_loss_scale(OPTIMIZERS["adafactor"])
+    fun, (p, rate) = meta_gradient(tx, True)
     one = jax.jit(fun)(p, rate)
     many = jax.jit(jax.vmap(fun))(jnp.stack([p, p]), jnp.stack([rate, rate]))
     for a, b in zip(many, one, strict=True):
@@ -131,16 +130,13 @@ def test_checkify_is_quiet_on_a_skipped_step(name):
 def counter_of_steps(look):
     """An optimizer that shows its new state, 2 and 1 after a step, to `look`."""
 
-    def init(params):
-        return {"m": jax.tree.map(jnp.ones_like, params), "count": jnp.float32(0)}
-
-    def update(updates, state, params=None):
+    def step(updates, state):
         m = jax.tree.map(lambda m, g: m + g * 0 + 1, state["m"], updates)
         new = {"m": m, "count": state["count"] + 1}
-        updates = look(updates, new)
-        return updates, new
+        return look(updates, new), new
 
-    return optax.GradientTransformation(init, update)
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    return optimizer({"m": ones, "count": jnp.float32(0)}, step)
 
 
 @pytest.mark.parametrize("pure", [False, True])
@@ -268,19 +264,15 @@ def test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step():
         return grown, new
 
     step = functools.partial(select_step, update=update)
+    skipped = {"inputs": jnp.full(2, jnp.nan), "old": jnp.zeros(2)}
     for jitted in (step, jax.jit(step, static_argnames="update")):
-        _, updates, new = jitted(
-            jnp.array(False), inputs=jnp.full(2, jnp.nan), old=jnp.zeros(2)
-        )
+        _, updates, new = jitted(jnp.array(False), **skipped)
         assert_bitwise_equal((updates, new), (jnp.full(2, -0.0), jnp.zeros(2)))
 
 
 def test_a_text_in_the_state_may_be_made_anew_at_each_step():
-    inner = optax.GradientTransformation(
-        lambda params: {"kind": "text"},
-        lambda g, s, params=None: (g, {"kind": "".join([*s["kind"]])}),
-    )
-    tx = jmp_scale.with_loss_scale(inner)
+    copy = lambda g, s: (g, {"kind": "".join([*s["kind"]])})  # noqa: E731
+    tx = jmp_scale.with_loss_scale(optimizer({"kind": "text"}, copy))
     for g in (1.0, jnp.nan):
         _, state = tx.update(jnp.float32(g), tx.init(jnp.float32(0.0)))
         assert state.inner_state == {"kind": "text"}
@@ -288,9 +280,7 @@ def test_a_text_in_the_state_may_be_made_anew_at_each_step():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_updates_of_integers_are_zero_on_a_skipped_step(wrap):
-    inner = optax.GradientTransformation(
-        lambda params: (), lambda g, s, params=None: ({"n": jnp.int32(3), "g": g}, s)
-    )
+    inner = optimizer((), lambda g, s: ({"n": jnp.int32(3), "g": g}, s))
     tx = jmp_scale.with_loss_scale(inner)
     for g, expected in ((1.0, 3), (jnp.nan, 0)):
         updates, _ = wrap(tx.update)(jnp.float32(g), tx.init(jnp.float32(0.0)))

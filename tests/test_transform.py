@@ -9,7 +9,7 @@ import optax.contrib
 import pytest
 from chex import assert_trees_all_close
 from helpers import assert_bitwise_equal, sharded
-from optimizers import BAD, GOOD, PARAMS, SPECIAL, stepper
+from optimizers import BAD, GOOD, PARAMS, SPECIAL, optimizer, stepper
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, SpikeGuard
@@ -369,21 +369,15 @@ def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
 def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(
     new, message
 ):
-    inner = optax.GradientTransformation(
-        lambda params: {"kept": jnp.int32(0), "n": jnp.int32(0)},
-        lambda g, s, params=None: (g, s | new),
-    )
-    tx = jmp_scale.with_loss_scale(inner)
+    start = {"kept": jnp.int32(0), "n": jnp.int32(0)}
+    tx = jmp_scale.with_loss_scale(optimizer(start, lambda g, s: (g, s | new)))
     with pytest.raises(ValueError, match=message):
         tx.update(GOOD, tx.init(PARAMS), PARAMS)
 
 
 def test_numbers_in_the_state_of_an_optimizer_become_strongly_typed_arrays():
     start = {"rate": 0.5, "n": 1, "weak": jnp.asarray(2.0), "strong": jnp.float32(3.0)}
-    inner = optax.GradientTransformation(
-        lambda params: start, lambda g, s, params=None: (g, s)
-    )
-    state = jmp_scale.with_loss_scale(inner).init(PARAMS).inner_state
+    state = jmp_scale.with_loss_scale(optimizer(start)).init(PARAMS).inner_state
     assert state == start
     assert not any(leaf.weak_type for leaf in state.values())
 
@@ -400,10 +394,8 @@ def test_a_learning_rate_set_in_the_inner_state_is_used_and_kept(rate):
 
 
 def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
-    inner = optax.GradientTransformation(
-        lambda params: {"n": np.int64(0), "m": np.ones(3)},
-        lambda g, s, params=None: (g, {"n": s["n"] + 1, "m": s["m"] * 0.5}),
-    )
+    start = {"n": np.int64(0), "m": np.ones(3)}
+    inner = optimizer(start, lambda g, s: (g, {"n": s["n"] + 1, "m": s["m"] * 0.5}))
     tx = jmp_scale.with_loss_scale(inner)
     state = tx.init(PARAMS)
     for grads in (GOOD, BAD, GOOD):

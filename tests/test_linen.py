@@ -190,15 +190,16 @@ def test_static_fields_are_replaced_as_they_are_also_on_a_skipped_step():
         name: Any = flax.struct.field(pytree_node=False, default=None)
 
     state = simple_state(cls=State, stats=jnp.zeros(2), epoch=0)
-    step = jax.jit(
-        lambda state, g: state.apply_gradients(
-            grads=g, epoch=state.epoch + 1, name="run", stats=state.stats + 1
-        )
-    )
-    state = step(state, {"w": jnp.ones(2)})
-    assert (state.epoch, state.name, state.stats.tolist()) == (1, "run", [1, 1])
-    state = step(state, {"w": jnp.full(2, jnp.nan)})
-    assert (state.epoch, state.name, state.stats.tolist()) == (2, "run", [1, 1])
+
+    @jax.jit
+    def step(state, g):
+        changes = {"epoch": state.epoch + 1, "name": "run", "stats": state.stats + 1}
+        return state.apply_gradients(grads={"w": jnp.full(2, g)}, **changes)
+
+    for epoch, g in ((1, 1.0), (2, jnp.nan)):
+        state = step(state, g)
+        found = state.epoch, state.name, state.stats.tolist()
+        assert found == (epoch, "run", [1, 1])
 
 
 def test_the_optimizer_itself_may_be_replaced_as_in_flax():
@@ -217,14 +218,11 @@ def float8_model(op, frozen):
 
 
 def float8_state(loss_scale=None, frozen=False, guard=None, op=DIRECT):
-    model, variables = float8_model(op, frozen)
-    return TrainState.create(
-        apply_fn=model.apply,
-        params=jax.tree.map(jnp.copy, variables),
-        tx=optax.sgd(0.0 if guard else 0.1),
-        loss_scale=loss_scale,
-        guard=guard,
-    )
+    model, params = float8_model(op, frozen)
+    params = jax.tree.map(jnp.copy, params)
+    tx = optax.sgd(0.0 if guard else 0.1)
+    tx = jmp_scale.with_loss_scale(tx, loss_scale, guard=guard)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
 def float8_step(state, x, argnums=0):

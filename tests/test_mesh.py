@@ -93,13 +93,9 @@ def test_an_empty_axis_name_leaves_the_answer_local(mode):
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("axis_name", ["i", "j", ("i", "j"), ["j", "i"]], ids=str)
 def test_named_axes_are_the_ones_that_agree(axis_name, check_vma):
-    finite = jax.shard_map(
-        lambda x: jmp_scale.all_finite(x, axis_name)[None],
-        mesh=TWO_AXES,
-        in_specs=P(("i", "j")),
-        out_specs=P(("i", "j")),
-        check_vma=check_vma,
-    )(bad_on(5))
+    local = lambda x: jmp_scale.all_finite(x, axis_name)[None]  # noqa: E731
+    over_all = {"mesh": TWO_AXES, "in_specs": P(("i", "j")), "out_specs": P(("i", "j"))}
+    finite = jax.shard_map(local, **over_all, check_vma=check_vma)(bad_on(5))
     bad_devices = {"i": {1, 3, 5, 7}, "j": {4, 5}}.get(str(axis_name), set(range(8)))
     assert {device for device in range(8) if not finite[device]} == bad_devices
 
@@ -182,9 +178,8 @@ def test_a_flag_that_is_already_equal_is_not_reduced_again():
     def finite(x):
         return jmp_scale.all_finite(lax.psum(x, "i"))
 
-    assert collectives(MANUAL["shard_map"](finite), bad_on(5)) == [
-        ("all-reduce", "f32[1]{0}")
-    ]
+    found = collectives(MANUAL["shard_map"](finite), bad_on(5))
+    assert found == [("all-reduce", "f32[1]{0}")]
 
 
 def sharded_tree(mesh, spec, bad=None):

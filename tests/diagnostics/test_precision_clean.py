@@ -83,14 +83,9 @@ def block(policy, x, params):
 
 
 def block_params(*layers):
-    shapes = {
-        "norm1": (DIM,),
-        "norm2": (DIM,),
-        "qkv": (DIM, 3 * DIM),
-        "out": (DIM, DIM),
-        "up": (DIM, 4 * DIM),
-        "down": (4 * DIM, DIM),
-    }
+    shapes = {"qkv": (DIM, 3 * DIM), "out": (DIM, DIM)}
+    shapes |= {"up": (DIM, 4 * DIM), "down": (4 * DIM, DIM)}
+    shapes |= {"norm1": (DIM,), "norm2": (DIM,)}
     return {name: array(*layers, *shape) for name, shape in shapes.items()}
 
 
@@ -189,8 +184,7 @@ def test_a_mean_of_many_entries(policy):
         mean = jnp.mean(h, axis=0) + jnp.sum(h, axis=0, dtype=F32) / h.shape[0]
         return jnp.sum(policy.cast_to_output(mean * 2))
 
-    report = precision_report(loss, array(100_000, 2))
-    assert report.findings == ()
+    assert precision_report(loss, array(100_000, 2)).findings == ()
 
 
 def test_a_program_in_float32():
@@ -237,12 +231,9 @@ def test_flax_linen_with_batch_norm(half):
     variables = jax.eval_shape(model.init, init, images)
 
     def loss(params, statistics, images, labels, key):
-        logits, updates = model.apply(
-            {"params": params, "batch_stats": statistics},
-            images,
-            mutable=["batch_stats"],
-            rngs={"dropout": key},
-        )
+        given = {"params": params, "batch_stats": statistics}
+        options = {"mutable": ["batch_stats"], "rngs": {"dropout": key}}
+        logits, updates = model.apply(given, images, **options)
         return cross_entropy(logits, labels), updates
 
     labels, key = array(4, dtype="int32"), jax.random.key(0)
@@ -279,9 +270,8 @@ def test_flax_linen_with_scan_and_remat(half):
 
 def test_flax_linen_attention_is_clean_with_a_float32_softmax_only(half):
     def report(force):
-        model = nn.MultiHeadDotProductAttention(
-            4, dtype=half, force_fp32_for_softmax=force
-        )
+        options = {"dtype": half, "force_fp32_for_softmax": force}
+        model = nn.MultiHeadDotProductAttention(4, **options)
         mask = nn.make_causal_mask(jnp.ones((2, 8)))
         x = array(2, 8, 32)
         params = jax.eval_shape(model.init, jax.random.key(0), x, x)

@@ -60,9 +60,7 @@ def test_product_and_gradients_are_those_of_jax(name, dtype):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         # A unit in the last place of sums of a few numbers near 1.
         tolerance = 8 * float(jnp.finfo(dtype).eps)
-        np.testing.assert_allclose(
-            np.float32(a), np.float32(b), rtol=tolerance, atol=tolerance
-        )
+        np.testing.assert_allclose(np.float32(a), np.float32(b), tolerance, tolerance)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -122,9 +122,8 @@ def test_float8_scales_come_back_as_the_transform_gave_them(kind, dtype, argnums
     def loss(a, b):
         return float8_loss(a) + float8_loss(b)
 
-    grads = jmp_scale.grad(loss, DynamicLossScale(1000.0), argnums)(
-        float8_params(kind, dtype), float8_params(kind, dtype)
-    )
+    gradient = jmp_scale.grad(loss, DynamicLossScale(1000.0), argnums)
+    grads = gradient(float8_params(kind, dtype), float8_params(kind, dtype))
     for one in [grads] if argnums == 0 else grads:
         assert type(one) is kind
         for tree in (one, one["deep"]["er"]):
@@ -202,9 +201,8 @@ def test_fun_may_return_loss_and_aux_in_a_list():
 )
 @BOTH
 def test_a_transform_without_a_value_is_a_type_error(function, transform, argument):
-    gradient = getattr(jmp_scale, function)(
-        lambda w: w.sum(), StaticLossScale(8.0), transform=transform
-    )
+    verb, loss_scale = getattr(jmp_scale, function), StaticLossScale(8.0)
+    gradient = verb(lambda w: w.sum(), loss_scale, transform=transform)
     message = rf"^{function}: expected transform to return \(\(value, aux\), grads\)"
     with pytest.raises(TypeError, match=message):
         gradient(argument)

@@ -57,8 +57,6 @@ def stepper(loss_fn, with_value=True):
 train_step = stepper(loss_fn, with_value=False)
 train_step_with_value = stepper(loss_fn)
 odd_step = stepper(lambda model, x: model(x))
-
-
 jitted = functools.cache(nnx.jit)
 
 

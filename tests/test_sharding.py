@@ -69,9 +69,8 @@ def optimizer(axes=(), axis_name=None):
 def step(tx, state, images, weights, loss_fn=loss_fn, varying_over=()):
     params, opt_state = state
     at = varying(params, varying_over) if varying_over else params
-    loss, grads = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)(
-        at, images, weights
-    )
+    fun = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
+    loss, grads = fun(at, images, weights)
     updates, opt_state = tx.update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 
@@ -94,14 +93,9 @@ def shard_mapped(mesh, axes, check_vma=True, scanned=False, **kwargs):
         batches = jax.tree.map(lambda x: x[None], batch)
         return lax.scan(lambda s, b: (one_step(s, *b), None), state, batches)[0]
 
-    mapped = jax.shard_map(
-        scan_step if scanned else one_step,
-        mesh=mesh,
-        in_specs=(P(), P(axes), P(axes)),
-        out_specs=P(),
-        check_vma=check_vma,
-        **kwargs,
-    )
+    specs = {"in_specs": (P(), P(axes), P(axes)), "out_specs": P()}
+    options = {"mesh": mesh, "check_vma": check_vma, **specs, **kwargs}
+    mapped = jax.shard_map(scan_step if scanned else one_step, **options)
     return on_mesh(mesh, P(), tx, jax.jit(mapped))
 
 

@@ -9,10 +9,10 @@ import optax
 import pytest
 from helpers import ONE_AXIS, assert_bitwise_equal
 from jax.experimental import checkify
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, optimizer, stepper
 
-import jmp_scale
+from jmp_scale import with_loss_scale
 from jmp_scale._skip import select_step
 
 
@@ -29,7 +29,7 @@ def test_an_applied_step_computes_what_the_optimizer_does_operation_by_operation
     plain = optax.with_extra_args_support(OPTIMIZERS[name])
     own = operations(plain, params)
     assert own["divide", "tensor<16x1024xf32>"] > 1
-    assert own <= operations(jmp_scale.with_loss_scale(plain), params)
+    assert own <= operations(with_loss_scale(plain), params)
 
 
 def meta_gradient(tx, overflow_first):
@@ -63,7 +63,7 @@ def expected_meta_gradient(name, overflow_first):
 def test_derivatives_of_a_skipped_step_are_those_of_a_branch(
     name, overflow_first, wrap
 ):
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name])
+    tx = with_loss_scale(OPTIMIZERS[name])
     fun, args = meta_gradient(tx, overflow_first)
     expected = expected_meta_gradient(name, overflow_first)
     for a, b in zip(wrap(fun)(*args), expected, strict=True):
@@ -72,7 +72,7 @@ def test_derivatives_of_a_skipped_step_are_those_of_a_branch(
 
 
 def test_derivatives_of_a_mapped_skipped_step_are_finite():
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS["adafactor"])
+    tx = with_loss_scale(OPTIMIZERS["adafactor"])
     fun, (p, rate) = meta_gradient(tx, True)
     one = jax.jit(fun)(p, rate)
     many = jax.jit(jax.vmap(fun))(jnp.stack([p, p]), jnp.stack([rate, rate]))
@@ -95,7 +95,7 @@ def test_an_infinite_derivative_of_what_is_dropped_is_not_seen():
 
 @by_name(["adafactor", "sgd"], ["adamw", "lamb"])
 def test_a_map_over_steps_that_some_members_skip_has_a_derivative(name):
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name])
+    tx = with_loss_scale(OPTIMIZERS[name])
     p = jnp.linspace(0.5, 1.0, 8).reshape(2, 4)
     is_finite = jnp.array([True, False])
 
@@ -116,7 +116,7 @@ def test_a_map_over_steps_that_some_members_skip_has_a_derivative(name):
 
 @by_name(["adafactor_factored", "adamw"], ["adafactor", "adamax", "lamb", "prodigy"])
 def test_checkify_is_quiet_on_a_skipped_step(name):
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS[name])
+    tx = with_loss_scale(OPTIMIZERS[name])
     step = checkify.checkify(stepper(tx), errors=checkify.float_checks)
     plain = checkify.checkify(stepper(OPTIMIZERS[name]), errors=checkify.float_checks)
     zeros = jax.tree.map(jnp.zeros_like, GOOD)
@@ -155,7 +155,7 @@ def test_callbacks_see_a_state_of_one_piece_also_on_a_skipped_step(pure):
         m = jax.pure_callback(note, m, m, state["count"])
         return {"w": updates["w"], "b": updates["b"] + 0 * m}
 
-    tx = jmp_scale.with_loss_scale(counter_of_steps(look))
+    tx = with_loss_scale(counter_of_steps(look))
     jax.block_until_ready(jax.jit(stepper(tx))(PARAMS, tx.init(PARAMS), BAD))
     jax.effects_barrier()
     assert set(seen) == {(2.0, 1.0)}
@@ -166,7 +166,7 @@ def test_a_check_inside_the_optimizer_holds_on_a_skipped_step():
         checkify.check(jnp.all(state["m"]["b"] > state["count"]), "m must lead")
         return updates
 
-    tx = jmp_scale.with_loss_scale(counter_of_steps(look))
+    tx = with_loss_scale(counter_of_steps(look))
     error, _ = jax.jit(checkify.checkify(stepper(tx)))(PARAMS, tx.init(PARAMS), BAD)
     assert error.get() is None
 
@@ -178,14 +178,14 @@ def test_equinox_errors_do_not_fire_on_a_skipped_step():
         m = eqx.error_if(state["m"]["b"], state["m"]["b"] < 2, "m must be 2")
         return {"w": updates["w"], "b": updates["b"] + 0 * m}
 
-    tx = jmp_scale.with_loss_scale(counter_of_steps(look))
+    tx = with_loss_scale(counter_of_steps(look))
     params, _ = jax.jit(stepper(tx))(PARAMS, tx.init(PARAMS), BAD)
     assert_bitwise_equal(params, PARAMS)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_debug_nans_is_quiet_on_a_skipped_step(wrap):
-    tx = jmp_scale.with_loss_scale(OPTIMIZERS["clip_adamw"])
+    tx = with_loss_scale(OPTIMIZERS["clip_adamw"])
     state = tx.init(PARAMS)
     with jax.debug_nans(True):
         updates, state = wrap(lambda g, s: tx.update(g, s, PARAMS))(BAD, state)
@@ -212,14 +212,10 @@ def expected_step(applied, grads, state):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_of_a_state_skip_as_a_whole(check_vma):
-    specs = {"m": PartitionSpec("i"), "count": PartitionSpec()}
-    sharded = jax.shard_map(
-        step_of_average,
-        mesh=ONE_AXIS,
-        in_specs=(PartitionSpec(), PartitionSpec("i"), specs),
-        out_specs=(PartitionSpec("i"), specs),
-        check_vma=check_vma,
-    )
+    state = {"m": P("i"), "count": P()}
+    specs = {"in_specs": (P(), P("i"), state), "out_specs": (P("i"), state)}
+    options = {"mesh": ONE_AXIS, "check_vma": check_vma}
+    sharded = jax.shard_map(step_of_average, **specs, **options)
     for applied in (True, False):
         actual = jax.jit(sharded)(jnp.array(applied), jnp.ones(8), STATE)
         assert_bitwise_equal(actual, expected_step(applied, jnp.ones(8), STATE))
@@ -272,7 +268,7 @@ def test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step():
 
 def test_a_text_in_the_state_may_be_made_anew_at_each_step():
     copy = lambda g, s: (g, {"kind": "".join([*s["kind"]])})  # noqa: E731
-    tx = jmp_scale.with_loss_scale(optimizer({"kind": "text"}, copy))
+    tx = with_loss_scale(optimizer({"kind": "text"}, copy))
     for g in (1.0, jnp.nan):
         _, state = tx.update(jnp.float32(g), tx.init(jnp.float32(0.0)))
         assert state.inner_state == {"kind": "text"}
@@ -281,7 +277,7 @@ def test_a_text_in_the_state_may_be_made_anew_at_each_step():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_updates_of_integers_are_zero_on_a_skipped_step(wrap):
     inner = optimizer((), lambda g, s: ({"n": jnp.int32(3), "g": g}, s))
-    tx = jmp_scale.with_loss_scale(inner)
+    tx = with_loss_scale(inner)
     for g, expected in ((1.0, 3), (jnp.nan, 0)):
         updates, _ = wrap(tx.update)(jnp.float32(g), tx.init(jnp.float32(0.0)))
         assert updates["n"].dtype == jnp.int32

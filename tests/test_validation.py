@@ -10,8 +10,6 @@ from jmp_scale import DynamicLossScale, StaticLossScale
 pytestmark = pytest.mark.strict_promotion
 
 NAN, INF = float("nan"), float("inf")
-
-
 OUT_OF_RANGE = {
     "period": [0, -1, 2.5, NAN, INF, 2**31],
     "factor": [1, 0.5, -2, INF, NAN],

@@ -50,9 +50,7 @@ def test_the_page_has_the_five_libraries():
     assert list(RECIPES) == names
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", one_of(2, ["float16", "bfloat16"]))
 @pytest.mark.parametrize("library", one_of(5, RECIPES))
 def test_a_recipe_is_clean_and_wholly_in_half_precision(library, dtype, batch):
     loss_fn, params, transform = recipe(library, batch, dtype)

@@ -18,6 +18,7 @@ from helpers import (
     assert_bitwise_equal,
     count_traces,
     data,
+    one_of,
 )
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -431,11 +432,8 @@ def backward(model, optimizer, loss, grads):
     optimizer.update(model, grads, value=loss)
 
 
-BACKWARD = pytest.param("backward", marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize("size", [LEAPS, OVERFLOWS])
-@pytest.mark.parametrize("compiled_parts", ["forward", BACKWARD, "both"])
+@pytest.mark.parametrize("compiled_parts", one_of(2, ["forward", "backward", "both"]))
 def test_a_skip_is_put_back_across_compiled_functions(compiled_parts, size):
     model, optimizer = make(GUARDED)
     run([GOOD] * 3, model, optimizer, jitted(train_step_with_value))

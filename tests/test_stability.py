@@ -65,8 +65,7 @@ def test_a_run_without_a_rule_does_not(fault):
     assert ratio(rules.nothing, fault) > stability.GOAL
 
 
-def window_skips(losses, norms):
-    return np.asarray(jax.jit(rules.skips_of_window)(losses, norms))
+window_skips = jax.jit(rules.skips_of_window)
 
 
 def noisy(steps=600):

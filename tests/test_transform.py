@@ -162,10 +162,8 @@ def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():
     def f16_loss(p):  # its gradient, 2 * 3e4 * p, is infinite above 1.09
         return (3e4 * p.astype(jnp.float16) ** 2).astype(jnp.float32).sum()
 
-    sam = optax.contrib.sam(
-        optax.sgd(1e-6), optax.chain(optax.contrib.normalize(), optax.sgd(0.1)),
-        opaque_mode=True,
-    )  # fmt: skip
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    sam = optax.contrib.sam(optax.sgd(1e-6), ascent, opaque_mode=True)
     tx = jmp_scale.with_loss_scale(sam, DynamicLossScale(1.0, min_loss_scale=2.0**-10))
     params = jnp.array([1.08])
     state = tx.init(params)

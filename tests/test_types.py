@@ -50,9 +50,8 @@ def write_programs(folder):
     for name, uses in USES.items():
         code = f"{BLOCKS[name][1]}\n{textwrap.dedent(uses)}"
         (folder / f"basic_{name}.py").write_text(code)
-        (folder / f"strict_{name}.py").write_text(
-            f"# pyright: strict\n{annotated(code)}"
-        )
+        strict = f"# pyright: strict\n{annotated(code)}"
+        (folder / f"strict_{name}.py").write_text(strict)
 
 
 def check(folder):

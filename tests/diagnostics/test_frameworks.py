@@ -122,6 +122,8 @@ def half(w):
 
 
 W = jnp.ones((16, 8))
+NOT_ALL_ARRAYS = {"w": W, "f": jax.nn.relu}
+FILTER = r"at args\[0\]\['f'\]; .* equinox.filter_value_and_grad"
 MISTAKES = {
     "not a function": ((W,), {}, TypeError, r"fun to be a function, got float32\[16,8"),
     "not a transform": ((half, W), {"transform": "nnx"}, TypeError, "tion, got a str"),
@@ -135,12 +137,7 @@ MISTAKES = {
     "no argnums": ((half, W), {"argnums": ()}, ValueError, "position in argnums"),
     "nothing": ((half, {}), {}, TypeError, "argument 0, got no arrays"),
     "a number": ((half, {"n": 3}), {}, TypeError, r"int at args\[0\]\['n'\]"),
-    "a function": (
-        (half, {"w": W, "f": jax.nn.relu}),
-        {},
-        TypeError,
-        r"at args\[0\]\['f'\]; .* equinox.filter_value_and_grad",
-    ),
+    "a function": ((half, NOT_ALL_ARRAYS), {}, TypeError, FILTER),
 }
 
 

@@ -153,14 +153,12 @@ SHARDINGS = {  # of the parameters and of the batch
 }
 
 
-def sums_of_gradients(dot_general, sharding, directory):
+def sums_of_gradients(dot_general, how, directory):
     """Types of the all-reduces right after XLA's partitioner, except those of scalars.
 
     XLA:CPU makes the float16 ones float32 later, which other compilers do not.
     """
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(ONE_AXIS, spec), SHARDINGS[sharding]
-    )
+    shardings = jax.tree.map(functools.partial(NamedSharding, ONE_AXIS), SHARDINGS[how])
     params = {"in": jnp.ones((16, 32)), "out": jnp.ones((32, 16))}
     given = jax.device_put((params, jnp.ones((64, 16))), shardings)
     grad = jax.jit(jax.grad(loss_of(dot_general), (0, 1)), out_shardings=shardings)

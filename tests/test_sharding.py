@@ -59,10 +59,8 @@ def gathered_loss_fn(params, images, weights):
 
 def optimizer(axes=(), axis_name=None):
     """Adam that averages over `axes`, after the wrapper has checked local gradients."""
-    mean = optax.stateless(
-        lambda updates, _: lax.pmean(updates, axes) if axes else updates
-    )
-    inner = optax.chain(mean, optax.adam(0.1))
+    mean = lambda u, _: lax.pmean(u, axes) if axes else u  # noqa: E731
+    inner = optax.chain(optax.stateless(mean), optax.adam(0.1))
     return jmp_scale.with_loss_scale(inner, LOSS_SCALE, axis_name=axis_name)
 
 

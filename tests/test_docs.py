@@ -26,6 +26,7 @@ FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 DOORS = ("presets", "diagnostics", "plotting", "linen", "nnx", "checkpoints")
+MODULES = ("jmp_scale", *(f"jmp_scale.{name}" for name in DOORS))
 PRECISION = pathlib.Path(diagnostics.__file__).parent.glob("_precision/*.py")
 PRECISION = "\n".join(path.read_text() for path in PRECISION)
 
@@ -61,8 +62,7 @@ def anchors(text):
 def test_every_public_name_is_on_exactly_one_page_of_the_reference():
     pages = [text for page, text in TEXTS.items() if page.startswith("docs/api/")]
     documented = re.findall(r"^::: (\S+)$", "\n".join(pages), re.MULTILINE)
-    modules = ["jmp_scale", *(f"jmp_scale.{name}" for name in DOORS)]
-    wanted = {name for module in modules for name in public_names(module)}
+    wanted = {name for module in MODULES for name in public_names(module)}
     assert sorted(documented) == sorted(wanted)
 
 

@@ -23,7 +23,7 @@ from . import _jaxpr
 from . import _operations as ops
 from ._autocast_plan import Plan, Unit, make_plan
 from ._dot_general import is_zero
-from ._higher_order import run_with
+from ._higher_order import RUNS
 from ._jaxpr import is_literal
 from ._marks import FLOAT16_GRADIENTS, TRACED, Names
 from ._validation import warn
@@ -112,7 +112,8 @@ class Cast:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""
         (eqn,) = unit.jaxpr.eqns
         values = [_jaxpr.value_of(v, env) for v in eqn.invars]
-        results = run_with(eqn, values, self._bodies(eqn, plan))
+        run = RUNS.get(eqn.primitive.name)
+        results = run and run(eqn, values, self._bodies(eqn, plan))
         inner, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
         name = eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
         if results is None and name not in self.warned:

@@ -18,15 +18,6 @@ from . import _jaxpr
 Body = Callable[[Any, Sequence[int | None], Literal["loop", "rule", ""]], Any]
 
 
-def run_with(eqn: Any, values: Sequence[Any], body: Body) -> list[Any] | None:
-    """The results of an equation whose nested jaxprs are `body`'s functions.
-
-    None if the equation cannot be put back.
-    """
-    run = _RUNS.get(eqn.primitive.name)
-    return None if run is None else run(eqn, list(values), body)
-
-
 def _scan(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
     loop = _jaxpr.loop_of(eqn)
     if loop is None:
@@ -114,7 +105,9 @@ def _shard_map(eqn: Any, values: list[Any], body: Body) -> Any:
     )(*values)
 
 
-_RUNS: dict[str, Callable[..., list[Any] | None]] = {
+# The results of an equation whose nested jaxprs are `body`'s functions, by its
+# primitive; None if it cannot be put back.
+RUNS: dict[str, Callable[[Any, list[Any], Body], list[Any] | None]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -28,14 +28,12 @@ def words(text: str) -> frozenset[str]:
 
 
 # Matrix products and convolutions.
-PRODUCTS = words("conv_general_dilated dot_general ragged_dot ragged_dot_general")
+PRODUCTS = words("conv_general_dilated dot_general ragged_dot_general")
 # Primitives of JAX that no public module lists.
 _UNLISTED = words(
-    "add_any addupdate all_reduce checkpoint copy_p core_call custom_jvp_call_jaxpr "
-    "custom_lin custom_vjp_call_jaxpr freeze new_ref pbroadcast pcast pjit "
-    "platform_index psum2 psum_invariant pvary ragged_dot ragged_dot_general "
-    "random_clone random_unwrap random_wrap reduce_scatter ref reshard scaled_dot "
-    "shard_map unreduced_psum xla_pmap"
+    "addupdate freeze new_ref pbroadcast platform_index psum_invariant pvary "
+    "ragged_dot_general random_clone random_unwrap random_wrap reduce_scatter reshard "
+    "scaled_dot shard_map unreduced_psum"
 )
 # Equinox's own, which mark values and compute nothing that could be read wrongly.
 _MARKS = words(
@@ -216,13 +214,9 @@ def jvp_rule(eqn: Any) -> Any:
 
 
 def mesh_size(eqn: Any) -> int:
-    """How many devices run the jaxpr of a `shard_map` or old `pmap`; 1 for others."""
-    with contextlib.suppress(Exception):
-        if eqn.primitive.name == "shard_map":
-            return int(eqn.params["mesh"].size)
-        if eqn.primitive.name == "xla_pmap":
-            return int(eqn.params["global_axis_size"])
-    return 1
+    """How many devices run the jaxpr of a `shard_map`; 1 for other equations."""
+    is_map = eqn.primitive.name == "shard_map"
+    return eqn.params["mesh"].size if is_map else 1
 
 
 def likeness(jaxpr: Any) -> Any:

@@ -21,11 +21,11 @@ _HALF = "half precision"  # no reason to stay float32
 _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 
 # Linear operations on one array that only move its entries.
-MOVES = words("copy copy_p reshape rev sharding_constraint squeeze transpose")
+MOVES = words("copy reshape rev sharding_constraint squeeze transpose")
 # Operations whose derivative reads no floating-point operand: they are linear in these.
 _LINEAR = MOVES | words("""
     add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
-    gather imag name neg optimization_barrier pad pbroadcast pcast pvary real reduce_sum
+    gather imag name neg optimization_barrier pad pbroadcast pvary real reduce_sum
     reshard select_n slice split stop_gradient sub
 """)
 # What costs less to compute again than to keep.
@@ -39,7 +39,7 @@ _CHEAP = _LINEAR | words("""
 """)
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
-CALLS = words("closed_call core_call jit pjit")
+CALLS = words("closed_call jit")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import _jaxpr
-from ._jaxpr import is_literal
+from ._jaxpr import variables
 from ._operations import read_by_derivative, small_sums, softmaxes_of
 
 
@@ -67,14 +67,9 @@ def choose(
 
 def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
     """The inputs of an island from which values are computed, given some of them."""
-    maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
     known = {*small_sums(island)}.union(given)
-    found: set[Any] = set()
-    todo = [*atoms]
-    while todo:
-        v = todo.pop()
-        if is_literal(v) or v in found or v in known:
-            continue
-        found.add(v)
-        todo += maker[v].invars if v in maker else []
+    found = {*variables(atoms)} - known
+    for eqn in reversed(island.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update({*variables(eqn.invars)} - known)
     return found.intersection(island.invars)

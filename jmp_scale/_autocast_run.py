@@ -146,10 +146,6 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
     gives by position what the island and the products make, and half-precision copies.
     """
     island = cast.shared(_Island, unit, cast)
-    product_tangents = [
-        cast.shared(_product_tangent, product, cast.backward)
-        for product, _ in unit.products
-    ]
 
     @jax.custom_jvp
     def run(inputs: list[Any], copies: list[Any]) -> Any:
@@ -176,7 +172,8 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
             moving = {side: found[i] for side, i in pair if i in found}
             if moving:
                 with _jaxpr.scope(product.scope):
-                    tangent = product_tangents[k]([values[i] for i in wires], moving)
+                    operands = [values[i] for i in wires]
+                    tangent = product.tangent(cast.backward, operands, moving)
                     # So the cotangent is half precision, and an array of its own.
                     made[k] = cast.apart(tangent)
         return found, made
@@ -206,10 +203,8 @@ class _Island:
         wires = [wires for _, wires in unit.products]
         self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
         self._read = self._halved.union(*wires)
-        self._shared = {outputs[i] for i in unit.shared}
-        self._known = {outputs[i]: i for i in unit.known}
-        found = ops.softmaxes_of(unit.jaxpr)
-        self._softmaxes = {outputs[i]: (i, *found[outputs[i]]) for i in unit.softmaxes}
+        self._unit, self._places = unit, {v: i for i, v in enumerate(outputs)}
+        self._softmaxes = ops.softmaxes_of(unit.jaxpr)
         self.again = jax.jit(self._again)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
@@ -224,7 +219,8 @@ class _Island:
         return found | halves
 
     def _rounded(self, v: Any, x: Any) -> Any:
-        return self._cast.rounded(x) if v in self._shared else x
+        is_shared = self._places.get(v) in self._unit.shared
+        return self._cast.rounded(x) if is_shared else x
 
     def _again(
         self, copies: Any, known: Any, kept: Any, live: dict[int, Any]
@@ -239,27 +235,22 @@ class _Island:
 
             def replace(v: Any, x: Any) -> Any:
                 x = values[v] = self._rounded(v, x)
-                if v in self._softmaxes:
-                    i, exponents, axes = self._softmaxes[v]
+                i = self._places.get(v)
+                if i in self._unit.softmaxes:
+                    exponents, axes = self._softmaxes[v]
                     result = kept[i].astype(x.dtype)
                     return ops.softmax_from(values[exponents], result, axes)
-                if v not in self._known:
+                if i not in self._unit.known:
                     return x
-                value = known[self._known[v]]
-                return ops.with_value(x, value) if v in reached else value
+                return ops.with_value(x, known[i]) if v in reached else known[i]
 
             changed = [some.get(i, x) for i, x in enumerate(inputs)]
             outs = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
-            positions = [i for i, v in enumerate(self._jaxpr.outvars) if v in reached]
-            return {i: outs[i] for i in positions}, outs
+            return {i: outs[i] for v, i in self._places.items() if v in reached}, outs
 
         primals = {i: inputs[i] for i in live}
         _, tangents, outs = jax.jvp(run, (primals,), (live,), has_aux=True)
         return tangents, self.operands(outs, copies) | kept
-
-
-def _product_tangent(product: ops.Product, dtype: Any) -> Any:
-    return jax.jit(functools.partial(product.tangent, dtype))
 
 
 def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:

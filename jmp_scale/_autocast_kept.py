@@ -5,8 +5,7 @@ sums, and sums of a residual stream. An operand of a product is made again where
 reads little that the island's own derivative does not read anyway; else it is kept.
 
 One exception: the derivative of a softmax reads the probabilities that the next product
-read, in half precision, as in a cast by hand. To make them again from the scores would
-cost a transformer 8 % of the bytes that it reads and writes.
+read. To make them again would cost a transformer 8 % of the bytes that it moves.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

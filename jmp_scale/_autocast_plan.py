@@ -12,8 +12,7 @@ y = normalize(h) @ w3
 
 it keeps `x`, an argument, and in half precision, as products gave them, `x @ w1` and
 `gelu(...) @ w2`. It makes again what gelu gives, the sum `h`, and its norm. Nothing is
-rounded for the backward pass alone: it reads an array that the forward pass read, or
-what is computed from such arrays once more. No value is looked at here.
+rounded for the backward pass alone. No value is looked at here.
 """
 
 import dataclasses
@@ -46,24 +45,13 @@ class Unit:
     jaxpr: Any = dataclasses.field(compare=False)
     # The scopes in which all equations were, which they no longer name.
     scope: Any = dataclasses.field(compare=False)
-    # Each with the positions of what it reads among these outputs.
+    # Each with what it reads. These and all below are positions of outputs.
     products: tuple[tuple[ops.Product, tuple[int, ...]], ...] = ()
     reads: int = 0  # inputs that the island reads itself; it passes on the others
-    # Positions of outputs that the backward pass keeps in half precision, as operands
-    # of products, since it would have to keep more to make them again.
-    kept: tuple[int, ...] = ()
-    # Positions of those from which a softmax takes its derivative.
+    kept: tuple[int, ...] = ()  # `Kept`'s
     softmaxes: tuple[int, ...] = ()
-    # Of those that it keeps as they are: small sums, and sums of a residual stream in
-    # place of what they were computed from.
-    known: tuple[int, ...] = ()
-    shared: tuple[int, ...] = ()  # of results of which all operations read one cast
-
-    @property
-    def context(self) -> Any:
-        """Of JAX's settings and mesh, as its equations were traced."""
-        equations = self.jaxpr.eqns or self.products[0][0].jaxpr.eqns
-        return equations[-1].ctx.manager
+    known: tuple[int, ...] = ()  # small sums, and `Kept`'s streams
+    shared: tuple[int, ...] = ()  # of which all operations read one cast
 
 
 class Plan(NamedTuple):

@@ -6,9 +6,7 @@ backward:  what is kept -> island once more -> its derivative, and half(operand)
            half(cotangent) -> products of the gradients of both operands
 ```
 
-What the backward pass reads is a copy of what the forward pass read: the half-precision
-result of a product, or the array itself. Kinds of machines differ in the barriers
-between the two passes, but not in values.
+Kinds of machines differ in the barriers between the two passes, but not in values.
 """
 
 import dataclasses
@@ -52,7 +50,8 @@ class Cast:
         env |= {v: self.rounded(env[v]) for v in plan.jaxpr.invars if v in plan.shared}
         halves: dict[Any, jax.Array] = {}
         for unit in plan.units:
-            with unit.context:
+            equations = unit.jaxpr.eqns or unit.products[0][0].jaxpr.eqns
+            with equations[-1].ctx.manager:  # settings and mesh, as they were traced
                 if unit.kind == "half":
                     self._run_half(unit, plan, env, halves)
                 else:
@@ -105,27 +104,11 @@ class Cast:
                 results = _jaxpr.evaluate_all(jaxpr, inputs, change=change)
             else:
                 results = map(change, outputs, results)
-        for v, x in zip(outputs, results, strict=True):
-            env[v] = x
+        env.update(zip(outputs, results, strict=True))
 
     def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""
         (eqn,) = unit.jaxpr.eqns
-        values = [_jaxpr.value_of(v, env) for v in eqn.invars]
-        run = RUNS.get(eqn.primitive.name)
-        results = run and run(eqn, values, self._bodies(eqn, plan))
-        inner, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
-        name = eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
-        if results is None and name not in self.warned:
-            self.warned.add(name)
-            warn(
-                f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
-                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
-                "give it half precision, or by jmp_scale.keep_float32"
-            )
-        return results
-
-    def _bodies(self, eqn: Any, plan: Plan) -> Any:
         weights = [is_literal(v) or v in plan.weights for v in eqn.invars]
 
         def body(jaxpr: Any, places: Any, part: str) -> Callable[..., list[Any]]:
@@ -136,7 +119,19 @@ class Cast:
             cast = dataclasses.replace(self, recompute=recompute, in_loop=in_loop)
             return self.shared(functools.partial, Cast.run, cast, jaxpr, flags)
 
-        return body
+        values = [_jaxpr.value_of(v, env) for v in eqn.invars]
+        run = RUNS.get(eqn.primitive.name)
+        results = run and run(eqn, values, body)
+        inner, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
+        name = eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
+        if results is None and name not in self.warned:
+            self.warned.add(name)
+            warn(
+                f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
+                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
+                "give it half precision, or by jmp_scale.keep_float32"
+            )
+        return results
 
 
 def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:

@@ -66,8 +66,8 @@ def dot_general(
       >>> grad.dtype, float(grad[0, 0])
       (dtype('float16'), 4.0)
     """
-    contracting, batch = dimension_numbers
-    dimensions = _numbers(contracting), _numbers(batch)
+    # Hashable, as static arguments are.
+    dimensions = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
     if isinstance(precision, list):
         precision = tuple(precision)
 
@@ -93,11 +93,8 @@ def bilinear(
 ) -> jax.Array:
     """A product of copies of two arrays, whose derivative is one of the arrays.
 
-    Args:
-      product: computes it from the copies.
-      term: `term(side, *copies)` is the product with a tangent as the copy `side`.
-      operands: what is differentiated.
-      copies: what is read, and kept for the backward pass: of both operands, and more.
+    `product` computes it from the copies, which are of both operands, and more. Of
+    these `term(side, ...)` is the product with a tangent as the copy `side`.
     """
 
     @jax.custom_jvp
@@ -163,11 +160,6 @@ def _at_least_float32(*arrays: jax.Array) -> Any:
 def is_zero(tangent: Any) -> bool:
     """Whether a tangent is zero in itself, as that of what is not differentiated."""
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _numbers(pair: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    left, right = pair
-    return tuple(map(int, left)), tuple(map(int, right))
 
 
 # Where an algorithm of a GPU holds on a GPU alone: JAX lowers each branch of

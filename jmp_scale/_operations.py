@@ -55,8 +55,7 @@ class Product:
     # because it is computed from arguments alone. The transposes of other products take
     # operands of one dtype.
     weights: tuple[bool, ...]
-    # The scopes in which its equations were, which they no longer name.
-    scope: Any = dataclasses.field(compare=False)
+    scope: Any = dataclasses.field(compare=False)  # as in a `Unit`
 
     @property
     def result(self) -> Any:
@@ -223,22 +222,18 @@ def softmaxes_of(island: Any) -> dict[Any, tuple[Any, tuple[int, ...]]]:
 def small_sums(island: Any) -> list[Any]:
     """Results of sums and the like that are an eighth of their operand or smaller.
 
-    They are kept from the forward pass, but for sums of rows that a kernel may hold: a
+    They are kept from the forward pass, except sums of rows that a kernel may hold: a
     GPU has one kernel for a norm or softmax, which breaks at a sum that is known.
     """
-    return [
-        eqn.outvars[0]
-        for eqn in island.eqns
-        if "axes" in eqn.params
-        and _jaxpr.is_float32(eqn.outvars[0])
-        and _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(eqn.outvars[0])
-        and not _is_row(eqn)
-    ]
-
-
-def _is_row(eqn: Any) -> bool:
-    shape = _jaxpr.shape(eqn.invars[0])
-    return (*eqn.params["axes"],) == (len(shape) - 1,) and shape[-1] <= _LONGEST_ROW
+    found = []
+    for eqn in (eqn for eqn in island.eqns if "axes" in eqn.params):
+        (result,), shape = eqn.outvars, _jaxpr.shape(eqn.invars[0])
+        is_row = (*eqn.params["axes"],) == (len(shape) - 1,)
+        fits = is_row and shape[-1] <= _LONGEST_ROW
+        is_small = _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(result)
+        if is_small and not fits and _jaxpr.is_float32(result):
+            found.append(result)
+    return found
 
 
 @jax.jit

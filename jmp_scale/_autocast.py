@@ -1,22 +1,42 @@
-"""A float32 function in, a mixed-precision one out."""
+"""A float32 function in, a mixed-precision one out: it is traced, and run by a plan.
 
+```
+forward:   island -> half(operand) -> product in half precision -> float32
+backward:  what is kept -> island once more -> its derivative, and half(operand)
+           half(cotangent) -> products of the gradients of both operands
+```
+
+Kinds of machines differ in the barriers between the two passes, but not in values.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._autocast_run import Cast
-from ._marks import NEEDS_LOSS_SCALE, checked_names, tracing
-from ._operations import why_float32
+from . import _jaxpr
+from . import _operations as ops
+from ._autocast_plan import Plan, Unit, make_plan
+from ._dot_general import is_zero
+from ._higher_order import RUNS
+from ._jaxpr import is_literal
+from ._marks import (
+    FLOAT16_GRADIENTS,
+    NEEDS_LOSS_SCALE,
+    TRACED,
+    Names,
+    checked_names,
+    tracing,
+)
 from ._policy import checked_half
 from ._tree import FlatCall, is_module
 from ._validation import require_function, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
-_NOTHING = "no product"  # in the set of what was warned of
 
 
 def autocast(
@@ -99,7 +119,7 @@ def autocast(
         flags = bool(recompute), bool(share_casts)
         cast = Cast(forward, back, *flags, names, setting, warned, shared)
         results = cast.run(jaxpr, [True] * len(flat.arrays), *flat.arrays)
-        _warn_of_nothing(jaxpr, cast)
+        cast.warn_of_nothing(jaxpr)
         return flat.result(results)
 
     if back == jnp.float16:
@@ -107,17 +127,245 @@ def autocast(
     return in_half_precision  # pyright: ignore[reportReturnType]
 
 
-def _warn_of_nothing(jaxpr: Any, cast: Cast) -> None:
-    """Warns once of names that match nothing, and where no product became half."""
-    names = cast.names
-    if missing := sorted(names.names - names.found - cast.warned):
-        cast.warned.update(missing)
-        there = ", ".join(sorted(names.there)) or "none"
-        warn(
-            f"autocast: keep_float32 names nothing in which a product is: {missing}; "
-            f"there are {there}"
-        )
-    if not cast.halved and _NOTHING not in cast.warned:
-        cast.warned.add(_NOTHING)
-        if reasons := why_float32(jaxpr):
-            warn(f"autocast: no product became half precision: {reasons}")
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """How plans are run. `shared` makes one function of equal units: traced once."""
+
+    forward: Any  # dtype of the products of the forward pass
+    backward: Any
+    recompute: bool
+    share_casts: bool
+    names: Names
+    setting: Any  # precision of products that stay float32 and have none of their own
+    warned: set[str] = dataclasses.field(compare=False)
+    shared: Any = dataclasses.field(compare=False)
+    halved: set[str] = dataclasses.field(default_factory=set, compare=False)
+    in_loop: bool = False
+
+    def run(self, jaxpr: Any, weights: Sequence[bool], *values: Any) -> list[Any]:
+        """The results of a program; `weights` are those of `make_plan`."""
+        options = {"share_casts": self.share_casts, "join": self.recompute}
+        plan = make_plan(jaxpr, weights, self.names, **options)
+        env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
+        env |= {v: self.rounded(env[v]) for v in plan.jaxpr.invars if v in plan.shared}
+        halves: dict[Any, jax.Array] = {}
+        for unit in plan.units:
+            equations = unit.jaxpr.eqns or unit.products[0][0].jaxpr.eqns
+            with equations[-1].ctx.manager:  # settings and mesh, as they were traced
+                if unit.kind == "half":
+                    self._run_half(unit, plan, env, halves)
+                else:
+                    self._run_traced(unit, plan, env)
+        return _jaxpr.results_of(plan.jaxpr, env)
+
+    def warn_of_nothing(self, jaxpr: Any) -> None:
+        """Warns once of names that match nothing, and where no product became half."""
+        names, warned = self.names, self.warned
+        if missing := sorted(names.names - names.found - warned):
+            warned.update(missing)
+            there = ", ".join(sorted(names.there)) or "none"
+            warn(
+                "autocast: keep_float32 names nothing in which a product is: "
+                f"{missing}; there are {there}"
+            )
+        if not self.halved and "no product" not in warned:
+            warned.add("no product")
+            if reasons := ops.why_float32(jaxpr):
+                warn(f"autocast: no product became half precision: {reasons}")
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """`x` and its cotangent in half precision: one array serves all readers."""
+        dtypes = self.backward, self.forward
+        return ops.with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
+
+    def apart(self, x: Any) -> Any:
+        """Arrays from which XLA:GPU computes again what else it had kept in float32."""
+        with_barrier = self.recompute and not self.in_loop
+        return jax.tree.map(ops.kept_apart, x) if with_barrier else x
+
+    def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
+        """Runs an island and its products."""
+        inputs = unit.jaxpr.invars
+        whole = plan.given.union(inputs[: unit.reads])
+
+        def copy(v: Any) -> Any:
+            """What the backward pass keeps."""
+            if v not in plan.halves and (v in whole or not _jaxpr.is_float32(v)):
+                return env[v]
+            if v not in halves:
+                halves[v] = env[v].astype(self.forward)
+            return halves[v]
+
+        run = _function_of(unit, self)
+        outs, made, kept = run([env[v] for v in inputs], [*map(copy, inputs)])
+        env |= {unit.jaxpr.outvars[i]: x for i, x in outs.items()}
+        env |= {unit.products[k][0].result: x for k, x in made.items()}
+        halves |= {unit.jaxpr.outvars[i]: x for i, x in kept.items()}
+        if made:
+            self.halved.add("a product")
+
+    def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
+        """Runs equations as they are, or one whose nested jaxprs hold products."""
+        outputs = unit.jaxpr.outvars
+
+        def change(v: Any, x: Any) -> Any:
+            return self.rounded(x) if v in plan.shared else x
+
+        with _jaxpr.scope(unit.scope):
+            results = self._call(unit, plan, env) if unit.kind == "call" else None
+            if results is None:
+                inputs = [env[v] for v in unit.jaxpr.invars]
+                jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
+                results = _jaxpr.evaluate_all(jaxpr, inputs, change=change)
+            else:
+                results = map(change, outputs, results)
+        env.update(zip(outputs, results, strict=True))
+
+    def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
+        """Runs an equation whose nested jaxprs hold products, if that can be done."""
+        (eqn,) = unit.jaxpr.eqns
+        weights = [is_literal(v) or v in plan.weights for v in eqn.invars]
+
+        def body(jaxpr: Any, places: Any, part: str) -> Callable[..., list[Any]]:
+            flags = tuple(i is not None and weights[i] for i in places)
+            # A rule is transposed: what is computed again has no derivative there.
+            recompute = self.recompute and part != "rule"
+            in_loop = self.in_loop or part == "loop"
+            cast = dataclasses.replace(self, recompute=recompute, in_loop=in_loop)
+            return self.shared(functools.partial, Cast.run, cast, jaxpr, flags)
+
+        values = [_jaxpr.value_of(v, env) for v in eqn.invars]
+        run = RUNS.get(eqn.primitive.name)
+        results = run and run(eqn, values, body)
+        inner, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
+        name = eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
+        if results is None and name not in self.warned:
+            self.warned.add(name)
+            warn(
+                f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
+                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
+                "give it half precision, or by jmp_scale.keep_float32"
+            )
+        return results
+
+
+def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
+    """An island and its products, with a derivative that runs the island again.
+
+    A function of the island's inputs, and of what the backward pass keeps of them. It
+    gives by position what the island and the products make, and half-precision copies.
+    """
+    island = cast.shared(_Island, unit, cast)
+
+    @jax.custom_jvp
+    def run(inputs: list[Any], copies: list[Any]) -> Any:
+        with _jaxpr.scope(unit.scope):
+            outs = island.run(inputs)
+            values = island.operands(outs, copies)
+        made = {}
+        for k, (product, wires) in enumerate(unit.products):
+            with _jaxpr.scope(product.scope):
+                made[k] = product.run(cast.forward, *(values[i] for i in wires))
+        own = {i: x for i, x in enumerate(outs) if i not in island.passed}
+        return own, made, {i: values[i] for i in unit.kept}
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def tangents_of(copies: Any, known: Any, kept: Any, live: Any) -> Any:
+        """Tangents of results and of products, by position, for those of inputs."""
+        read, known, kept = cast.apart((copies[: unit.reads], known, kept))
+        copies = [*read, *copies[unit.reads :]]
+        with _jaxpr.scope(unit.scope):
+            found, values = island.again(copies, known, kept, live)
+        made = {}
+        for k, (product, wires) in enumerate(unit.products):
+            pair = enumerate(wires[:2])
+            moving = {side: found[i] for side, i in pair if i in found}
+            if moving:
+                with _jaxpr.scope(product.scope):
+                    operands = [values[i] for i in wires]
+                    tangent = product.tangent(cast.backward, operands, moving)
+                    # So the cotangent is half precision, and an array of its own.
+                    made[k] = cast.apart(tangent)
+        return found, made
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        if cast.backward == jnp.float16:
+            TRACED.add(FLOAT16_GRADIENTS)
+        outs, made, kept = results = run(*primals)
+        live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
+        known = {i: outs[i] for i in unit.known}
+        found, moved = tangents_of(primals[1], known, kept, live)
+        pairs = (outs, found), (made, moved), (kept, found)
+        return results, tuple(_tangents(*pair) for pair in pairs)
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
+
+
+class _Island:
+    """The island of equal units: what it computes, and once more for the derivative."""
+
+    def __init__(self, unit: Unit, cast: Cast) -> None:
+        self._cast, self._jaxpr = cast, unit.jaxpr
+        outputs, inputs = unit.jaxpr.outvars, unit.jaxpr.invars
+        places = {v: i for i, v in enumerate(inputs)}
+        self.passed = {i: places[v] for i, v in enumerate(outputs) if v in places}
+        wires = [wires for _, wires in unit.products]
+        self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
+        self._read = self._halved.union(*wires)
+        self._unit, self._places = unit, {v: i for i, v in enumerate(outputs)}
+        self._softmaxes = ops.softmaxes_of(unit.jaxpr)
+        self.again = jax.jit(self._again)
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Its outputs."""
+        return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
+
+    def operands(self, outs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Any]:
+        """What products read, by position, in half precision."""
+        passed = self.passed
+        found = {i: copies[passed[i]] if i in passed else outs[i] for i in self._read}
+        halves = {i: found[i].astype(self._cast.forward) for i in self._halved}
+        return found | halves
+
+    def _rounded(self, v: Any, x: Any) -> Any:
+        is_shared = self._places.get(v) in self._unit.shared
+        return self._cast.rounded(x) if is_shared else x
+
+    def _again(
+        self, copies: Any, known: Any, kept: Any, live: dict[int, Any]
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Tangents of outputs, for those of inputs, and operands made again."""
+        types = zip(copies, self._jaxpr.invars, strict=True)
+        inputs = [x.astype(v.aval.dtype) for x, v in types]
+        reached = ops.reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
+
+        def run(some: dict[int, Any]) -> Any:
+            values: dict[Any, Any] = {}
+
+            def replace(v: Any, x: Any) -> Any:
+                x = values[v] = self._rounded(v, x)
+                i = self._places.get(v)
+                if i in self._unit.softmaxes:
+                    exponents, axes = self._softmaxes[v]
+                    result = kept[i].astype(x.dtype)
+                    return ops.softmax_from(values[exponents], result, axes)
+                if i not in self._unit.known:
+                    return x
+                return ops.with_value(x, known[i]) if v in reached else known[i]
+
+            changed = [some.get(i, x) for i, x in enumerate(inputs)]
+            outs = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
+            return {i: outs[i] for v, i in self._places.items() if v in reached}, outs
+
+        primals = {i: inputs[i] for i in live}
+        _, tangents, outs = jax.jvp(run, (primals,), (live,), has_aux=True)
+        return tangents, self.operands(outs, copies) | kept
+
+
+def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:
+    """Those that were found, and zeros for the others."""
+    return {
+        i: found[i].astype(x.dtype) if i in found else ops.no_tangent(x)
+        for i, x in primals.items()
+    }

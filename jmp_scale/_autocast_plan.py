@@ -16,14 +16,13 @@ rounded for the backward pass alone. No value is looked at here.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax.core import Tracer
 
 from . import _jaxpr
 from . import _operations as ops
-from ._autocast_kept import Kept, choose
 from ._jaxpr import is_float32, variables
 from ._marks import Names
 
@@ -249,6 +248,16 @@ class _Planner:
         return v, moves
 
 
+class Kept(NamedTuple):
+    """What the backward pass keeps of an island, and makes again."""
+
+    again: Collection[Any] = ()  # operands of products that it computes again
+    kept: Collection[Any] = ()  # the other operands
+    softmaxes: Collection[Any] = ()  # those of the kept ones that the derivative reads
+    streams: Collection[Any] = ()  # results, in place of what they are computed from
+    inputs: Collection[Any] = ()  # what is read besides these
+
+
 class _Units:
     """Joins each island with the products whose operands it makes again."""
 
@@ -288,22 +297,56 @@ class _Units:
         return units
 
     def _choice(self, i: int, island: Any) -> Kept:
-        def runs_behind(number: int) -> bool:
-            """Whether a product can run right behind the island."""
-            product = self._parts[number].jaxpr
-            there = all(self._maker.get(v, -1) <= i for v in product.invars)
-            return there and product.eqns[-1].ctx == island.eqns[-1].ctx
+        """Chooses what the backward pass keeps of an island.
 
-        def cost(v: Any) -> int:
-            """Bytes that the backward pass keeps of a variable, if it does."""
-            width = 2 if v in self._halves else getattr(v.aval.dtype, "itemsize", 8)
-            return 0 if v in self._held else width * _jaxpr.size(v)
+        An operand of a product is made again where that reads little that the island's
+        own derivative does not read anyway. Else its half-precision copy is kept.
+
+        The derivative of a softmax reads the probabilities that the next product read,
+        as in a cast by hand: the one exception from reading what the forward pass read.
+        To make them again would cost a transformer 8 % of the bytes that it moves.
+        """
+
+        def read(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:
+            return _sources(island, ops.read_by_derivative(island, softmaxes), known)
+
+        def total(atoms: Collection[Any]) -> int:
+            return sum(map(self._cost, atoms))
 
         results = [v for v in island.outvars if is_float32(v)]
         operands = [v for v in results if v in self._readers]
-        must = [v for v in operands if not all(map(runs_behind, self._readers[v]))]
-        streams = [v for v in results if v in self._later]
-        return choose(island, operands, must, streams, cost)
+        softmaxes = {v for v in ops.softmaxes_of(island) if v in operands}
+        if read(softmaxes, ()) == read((), ()):  # the scores are kept anyway
+            softmaxes = set()
+        known: set[Any] = set()
+        inputs = read(softmaxes, known)
+        for v in (v for v in results if v in self._later):
+            fewer = read(softmaxes, known | {v})
+            if total(fewer) + self._cost(v) < total(inputs):
+                known.add(v)
+                inputs = fewer
+        again: set[Any] = set()
+        for v in sorted(operands, key=_jaxpr.size, reverse=True):
+            more = _sources(island, [v], known) - inputs
+            is_kept = v in softmaxes or not self._can_run_behind(v, i)
+            if not is_kept and total(more) < 2 * _jaxpr.size(v):
+                again.add(v)
+                inputs |= more
+        return Kept(again, {*operands} - again, softmaxes, known, inputs)
+
+    def _cost(self, v: Any) -> int:
+        """Bytes that the backward pass keeps more if it reads a variable."""
+        width = 2 if v in self._halves else getattr(v.aval.dtype, "itemsize", 8)
+        return 0 if v in self._held else width * _jaxpr.size(v)
+
+    def _can_run_behind(self, v: Any, i: int) -> bool:
+        """Whether the products that read a result of an island can run right behind."""
+        products = [self._parts[n].jaxpr for n in self._readers[v]]
+        read = {v for product in products for v in product.invars}
+        context = self._parts[i].jaxpr.eqns[-1].ctx
+        return all(self._maker.get(v, -1) <= i for v in read) and all(
+            product.eqns[-1].ctx == context for product in products
+        )
 
     def _half(self, island: Any, products: Sequence[Any], choice: Kept) -> Unit:
         sums = ops.small_sums(island)
@@ -327,6 +370,16 @@ class _Units:
         shared = _places(jaxpr.outvars, self._shared)
         likeness = _jaxpr.likeness(jaxpr)
         return Unit(kind, likeness, jaxpr, scope, shared=shared, **facts)
+
+
+def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
+    """The inputs of an island from which values are computed, given some of them."""
+    known = {*ops.small_sums(island)}.union(given)
+    found = {*variables(atoms)} - known
+    for eqn in reversed(island.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update({*variables(eqn.invars)} - known)
+    return found.intersection(island.invars)
 
 
 def _places(outputs: Sequence[Any], chosen: Collection[Any]) -> tuple[int, ...]:

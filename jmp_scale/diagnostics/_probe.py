@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _jaxpr
+from .._autocast import Cast
 from .._autocast_plan import Plan, Unit
-from .._autocast_run import Cast
 from .._dot_general import bilinear
 from .._marks import Names, tracing
 from .._operations import Product

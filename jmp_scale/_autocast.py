@@ -18,20 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from . import _jaxpr
+from . import _jaxpr, _marks
 from . import _operations as ops
 from ._autocast_plan import Plan, Unit, make_plan
 from ._dot_general import is_zero
 from ._higher_order import RUNS
 from ._jaxpr import is_literal
-from ._marks import (
-    FLOAT16_GRADIENTS,
-    NEEDS_LOSS_SCALE,
-    TRACED,
-    Names,
-    checked_names,
-    tracing,
-)
 from ._policy import checked_half
 from ._tree import FlatCall, is_module
 from ._validation import require_function, warn
@@ -60,12 +52,11 @@ def autocast(
 
     The backward pass reads what the forward pass read, bit for bit, with one exception:
     the derivative of a softmax reads the probabilities that the next product read.
-    Values do not depend on the machine.
+    Values do not depend on the machine. What the user cast stays as cast.
 
     Weights' gradients are float32 from the product on; those of convolutions and
-    `ragged_dot` are half precision at first. What the user cast stays as cast. Call the
-    result inside `jax.jit`: outside of it, each call traces anew.
-    `diagnostics.precision_report` of the result lists what runs in which dtype.
+    `ragged_dot` are half precision at first. Call the result inside `jax.jit`: outside
+    of it, each call traces anew. `diagnostics.precision_report` lists its dtypes.
 
     Args:
       fun: what `jax.jit` could trace; an argument that is not an array is static.
@@ -100,7 +91,7 @@ def autocast(
     require_function("autocast", fun)
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
-    names = checked_names(keep_float32)
+    names = _marks.checked_names(keep_float32)
     warned: set[str] = set()
 
     @functools.wraps(fun)
@@ -113,7 +104,7 @@ def autocast(
             )
         # The setting is for what stays float32.
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
-        with tracing(forward), jax.default_matmul_precision(None):
+        with _marks.tracing(forward), jax.default_matmul_precision(None):
             jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
         shared = functools.cache(lambda make, *facts: make(*facts))
         flags = bool(recompute), bool(share_casts)
@@ -123,7 +114,7 @@ def autocast(
         return flat.result(results)
 
     if back == jnp.float16:
-        in_half_precision.__dict__[NEEDS_LOSS_SCALE] = True
+        in_half_precision.__dict__[_marks.NEEDS_LOSS_SCALE] = True
     return in_half_precision  # pyright: ignore[reportReturnType]
 
 
@@ -135,7 +126,7 @@ class Cast:
     backward: Any
     recompute: bool
     share_casts: bool
-    names: Names
+    names: _marks.Names
     setting: Any  # precision of products that stay float32 and have none of their own
     warned: set[str] = dataclasses.field(compare=False)
     shared: Any = dataclasses.field(compare=False)
@@ -290,7 +281,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
 
     def rule(primals: Any, tangents: Any) -> Any:
         if cast.backward == jnp.float16:
-            TRACED.add(FLOAT16_GRADIENTS)
+            _marks.TRACED.add(_marks.FLOAT16_GRADIENTS)
         outs, made, kept = results = run(*primals)
         live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
         known = {i: outs[i] for i in unit.known}

@@ -80,12 +80,10 @@ def make_plan(
     """
 
     def is_open(eqn: Any) -> bool:
-        bodies = _jaxpr.subjaxprs(eqn)
-        if eqn.primitive.name not in ops.CALLS or len(bodies) != 1:
+        if eqn.primitive.name not in ops.CALLS:
             return False
-        if ops.has_product(bodies[0]):
-            return not names.keep(eqn)
-        return ops.is_cheap(eqn)
+        has_products = any(map(ops.has_product, _jaxpr.subjaxprs(eqn)))
+        return not names.keep(eqn) if has_products else ops.is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     pairs = zip(flat.invars, weights, strict=True)

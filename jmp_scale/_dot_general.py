@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend
 import jax.extend.core.primitives
 import jax.numpy as jnp
 from jax import lax
@@ -31,20 +30,18 @@ def dot_general(
 ) -> jax.Array:
     """`jax.lax.dot_general`, whose backward pass gives float32 before it rounds.
 
-    Where a batch or a weight is sharded under `jit`, each device computes a part of a
-    weight's gradient, and XLA adds the parts right behind the matrix product. In half
-    precision their sum can overflow where no part does, and rounds once per addition.
-    Here the parts and their sum are float32, and the sum is rounded once. It costs
-    bytes: those gradients cross the wire in 4 bytes per entry rather than 2.
+    Where a batch or a weight is sharded under `jit`, XLA adds the devices' parts of a
+    weight's gradient right behind the matrix product. In half precision that sum can
+    overflow where no part does, and rounds once per addition. Here the parts and their
+    sum are float32, and the sum is rounded once. It costs 4 bytes per entry on the
+    wire rather than 2.
 
     The operands of all products stay in half precision, as tensor cores want them. A
     float32 product of half operands (`preferred_element_type=float32`) has a float32
-    cotangent, which is kept as it is, as in `jax.lax.dot_general`. With float32
-    operands nothing changes.
+    cotangent, which is kept as it is. With float32 operands nothing changes.
 
     For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
-    place of `lax.dot_general`. The gradient of a bias, which is not a matrix product,
-    is still summed in its own dtype.
+    place of `lax.dot_general`. The gradient of a bias is still summed in its own dtype.
 
     Args:
       lhs: an array.
@@ -138,8 +135,8 @@ def wide_dot_general(
 
     Its transpose is a product of half-precision numbers with a float32 result: by the
     algorithm of that name on an NVIDIA GPU, elsewhere a float32 product, which takes a
-    TPU no more passes. So the float32 array's gradient is neither rounded to half
-    precision nor overflows there, and over devices it is summed in float32.
+    TPU no more passes. So the float32 array's gradient is not rounded, does not
+    overflow, and over devices it is summed in float32.
     """
     wide = _at_least_float32(lhs, rhs)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np

@@ -28,18 +28,15 @@ def words(text: str) -> frozenset[str]:
 
 # Matrix products and convolutions.
 PRODUCTS = words("conv_general_dilated dot_general ragged_dot_general")
-# Primitives of JAX that no public module lists.
+# Primitives of JAX that no public module lists, and Equinox's own, which mark values
+# and compute nothing that could be read wrongly.
 _UNLISTED = words(
     "addupdate freeze new_ref pbroadcast platform_index psum_invariant pvary "
     "ragged_dot_general random_clone random_unwrap random_wrap reduce_scatter reshard "
-    "scaled_dot shard_map unreduced_psum"
+    "scaled_dot shard_map unreduced_psum announce_jaxpr maybe_set nonbatchable "
+    "nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any "
+    "unvmap_max vprim"
 )
-# Equinox's own, which mark values and compute nothing that could be read wrongly.
-_MARKS = words(
-    "announce_jaxpr maybe_set nonbatchable nondifferentiable_backward nontraceable "
-    "select_if_vmap unvmap_all unvmap_any unvmap_max vprim"
-)
-
 
 _text = functools.cache(str)  # the name of a dtype takes NumPy a microsecond
 
@@ -229,10 +226,9 @@ def likeness(jaxpr: Any) -> Any:
 
     facts: list[Any] = [(name(v), v.aval) for v in jaxpr.invars]
     for eqn in jaxpr.eqns:
-        info, params = eqn.source_info, tuple(sorted(eqn.params.items()))
-        names = tuple(name(v) for v in (*eqn.invars, *eqn.outvars))
-        where = info.traceback, info.name_stack
-        facts.append((eqn.primitive, eqn.ctx, params, names, where))
+        where = eqn.source_info.traceback, eqn.source_info.name_stack
+        params, names = sorted(eqn.params.items()), map(name, eqn.invars + eqn.outvars)
+        facts.append((eqn.primitive, eqn.ctx, where, *params, *names))
     return *facts, *map(name, jaxpr.outvars)
 
 
@@ -350,7 +346,7 @@ def known_primitives() -> frozenset[str]:
         if isinstance(primitive, jax.extend.core.Primitive)
     }
     # By name, because JAX has no list of its primitives.
-    return _UNLISTED | _MARKS | listed
+    return _UNLISTED | listed
 
 
 def _scan_layout(eqn: Any) -> Loop | None:

@@ -63,8 +63,7 @@ def in_half(fun: F) -> F:
     For what `autocast` does not enter: fused attention, Pallas kernels, `custom_vjp`
     functions. The float32 arrays among its arguments are cast to `autocast`'s `dtype`,
     its results of that dtype are cast to float32. Its own rule for derivatives runs in
-    that dtype too: with `backward="bfloat16"` a kernel still has one dtype, the forward
-    one. Without `autocast` around it, it is `fun`.
+    that dtype too, also with another `backward`. Without `autocast` it is `fun`.
 
     Args:
       fun: a function of pytrees of arrays and anything else.

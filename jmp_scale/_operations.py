@@ -162,27 +162,24 @@ def reached_by(jaxpr: Any, inputs: Iterable[Any]) -> set[Any]:
 
 
 def read_by_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any]:
-    """Variables whose values the derivative reads, besides results of `softmaxes`."""
+    """Variables whose values the derivative reads, besides results of `softmaxes`.
+
+    From these it goes right to their exponents.
+    """
     active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
-    wanted = _with_cotangent(island, softmaxes)
+    exponents = softmaxes_of(island)
+    wanted = {*island.outvars}.difference(softmaxes)
+    wanted.update(exponents[v][0] for v in softmaxes)
     found: list[Any] = []
-    for eqn in island.eqns:
-        live = [v for v in variables(eqn.invars) if v in active]
-        if live and not wanted.isdisjoint(eqn.outvars):
+    for eqn in reversed(island.eqns):
+        inputs = variables(eqn.invars)
+        live = [v for v in inputs if v in active]
+        if wanted.isdisjoint(eqn.outvars) or eqn.primitive.name == "stop_gradient":
+            continue
+        wanted.update(inputs)
+        if live:
             found += _read(eqn, live)
     return found
-
-
-def _with_cotangent(island: Any, softmaxes: Collection[Any]) -> set[Any]:
-    """Variables through which the derivative goes, if from softmaxes to exponents."""
-    found = softmaxes_of(island)
-    wanted = {*island.outvars}.difference(softmaxes)
-    wanted.update(found[v][0] for v in softmaxes)
-    for eqn in reversed(island.eqns):
-        passes = not wanted.isdisjoint(eqn.outvars)
-        if passes and eqn.primitive.name != "stop_gradient":
-            wanted.update(variables(eqn.invars))
-    return wanted
 
 
 def _read(eqn: Any, live: Sequence[Any]) -> list[Any]:

@@ -64,7 +64,7 @@ def dot_general(
       (dtype('float16'), 4.0)
     """
     # Hashable, as static arguments are.
-    dimensions = tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)
+    dimensions: Any = tuple(tuple(map(tuple, dims)) for dims in dimension_numbers)
     if isinstance(precision, list):
         precision = tuple(precision)
 

@@ -247,6 +247,10 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
     gives by position what the island and the products make, and half-precision copies.
     """
     island = cast.shared(_Island, unit, cast)
+    product_tangents = [
+        cast.shared(_product_tangent, product, cast.backward)
+        for product, _ in unit.products
+    ]
 
     @jax.custom_jvp
     def run(inputs: list[Any], copies: list[Any]) -> Any:
@@ -273,8 +277,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
             moving = {side: found[i] for side, i in pair if i in found}
             if moving:
                 with _jaxpr.scope(product.scope):
-                    operands = [values[i] for i in wires]
-                    tangent = product.tangent(cast.backward, operands, moving)
+                    tangent = product_tangents[k]([values[i] for i in wires], moving)
                     # So the cotangent is half precision, and an array of its own.
                     made[k] = cast.apart(tangent)
         return found, made
@@ -352,6 +355,10 @@ class _Island:
         primals = {i: inputs[i] for i in live}
         _, tangents, outs = jax.jvp(run, (primals,), (live,), has_aux=True)
         return tangents, self.operands(outs, copies) | kept
+
+
+def _product_tangent(product: ops.Product, dtype: Any) -> Any:
+    return jax.jit(functools.partial(product.tangent, dtype))
 
 
 def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:

@@ -78,7 +78,6 @@ class Product:
             result = wide_dot_general(*pair, numbers, dtype, _DEFAULT, sharding)
         return result.astype(jnp.float32)
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
     def tangent(
         self, dtype: Any, values: Sequence[Any], live: dict[int, jax.Array]
     ) -> jax.Array:

@@ -22,15 +22,13 @@ from ._tree import is_inexact, promote_to_float32
 Arrays = Sequence[jax.Array]
 _Specs = tuple[PartitionSpec, ...]
 
-# A GPU starts a kernel for each reduction: arrays of one shape share one. With more
-# than four XLA no longer fuses all of them with the reductions of
-# `optax.clip_by_global_norm`, and reads gradients twice
+# Arrays of one type that are traced once, as one function. A GPU starts a kernel for
+# each reduction: they share one. With more XLA no longer fuses all of them with the
+# reductions of `optax.clip_by_global_norm`, and reads gradients twice
 # (test_clipping_reads_the_gradients_once).
 GPU_GROUP = 4
 # Entries from which a TPU takes a matrix product instead of a reduction.
 TPU_PRODUCT_SIZE = 2**17
-# Arrays of one type that are traced once, as one function.
-TRACED_TOGETHER = 8
 # Entries that a CPU adds one after the other.
 LONGEST_ROW = 4096
 # The plain squares of gradients are right for norms between 2**-1 and 2**64. Those of
@@ -100,53 +98,52 @@ def finite_and_norm(
     `shard_map` it is the largest of the devices' own: one bad device raises it.
     """
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
-    finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))
+    finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves), None)
     return agree(lax.pmin, finite), agree(lax.pmax, norm)
 
 
 # Compiled where nothing around it is: the choices between machines are branches, which
 # JAX would trace and compile anew at each eager call.
-_jit = functools.partial(jax.jit, static_argnames=("specs", "mesh"), inline=True)
+_jit = functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 
 
 @_jit
-def _all_finite(leaves: Arrays, specs: _Specs, mesh: Any = None) -> jax.Array:
+def _all_finite(leaves: Arrays, specs: _Specs, mesh: Any) -> jax.Array:
     def finite(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         flag = _read(_FLAG, shards)
         return lax.pmin(flag, axes) if axes else flag
 
+    if not leaves:
+        return jnp.array(True)
     return _mesh.on_shards(finite, leaves, specs, mesh)
 
 
 @_jit
 def _finite_and_norm(
-    leaves: Arrays, specs: _Specs, mesh: Any = None
+    leaves: Arrays, specs: _Specs, mesh: Any
 ) -> tuple[jax.Array, jax.Array]:
-    def sums_of_squares(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
+    def sums(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         # A leaf that is not sharded over one of the axes is counted once per copy.
         by_copies: dict[Any, list[jax.Array]] = {}
         for shard, spec in zip(shards, specs, strict=True):
             copies = lax.psum(1, tuple(set(axes) - _mesh.named_axes(spec)))
             by_copies.setdefault(copies, []).append(shard)
-        sums = [_read(_SQUARES, group) / n for n, group in by_copies.items()]
-        total = functools.reduce(operator.add, sums, jnp.zeros(3, jnp.float32))
+        each = [_read(_SQUARES, group) / n for n, group in by_copies.items()]
+        total = functools.reduce(operator.add, each, jnp.zeros(3, jnp.float32))
         return lax.psum(total, axes) if axes else total
 
-    tiny, plain, huge = _mesh.on_shards(sums_of_squares, leaves, specs, mesh)
+    tiny, plain, huge = _mesh.on_shards(sums, leaves, specs, mesh)
     finite = huge < NONFINITE / 2**17
-    # Each sum is right where the others are not
-    # (test_the_norm_is_right_on_every_machine_and_...).
+    # Each sum is right where the others are not.
     is_tiny, is_huge = tiny < 2.0**126, ~jnp.isfinite(plain)
     total = jnp.where(is_tiny, tiny, jnp.where(is_huge, huge, plain))
     unit = jnp.where(is_tiny, 1 / TINY, jnp.where(is_huge, HUGE, 1.0))
     # The root has an infinite derivative at 0.
     is_zero = total == 0
     root = jnp.sqrt(jnp.where(is_zero, 1.0, total))
-    norm = jnp.where(is_zero, 0.0, root * unit)
-    # An infinite norm would say that a gradient is not finite
-    # (test_a_norm_beyond_float32_is_its_largest_number).
-    norm = jnp.minimum(norm, float(np.finfo(np.float32).max))
-    return finite, jnp.where(finite, norm, jnp.inf)
+    # An infinite norm would say that a gradient is not finite.
+    norm = jnp.minimum(root * unit, float(np.finfo(np.float32).max))
+    return finite, jnp.where(finite, jnp.where(is_zero, 0.0, norm), jnp.inf)
 
 
 def _inexact_arrays(tree: Any) -> list[jax.Array]:
@@ -174,13 +171,11 @@ class _Reading(NamedTuple):
     parts: Callable[[jax.Array], Arrays]  # of an array, those that are reduced
     combine: Callable[[Any, Any], Any]  # two entries
     initial: Any  # the entry that changes no other
-    joined: Callable[[jax.Array], jax.Array]  # reduced parts [n, k] to the result
+    joined: Callable[[jax.Array], jax.Array]  # reduced parts to the result
 
 
 def _read(reading: _Reading, arrays: Arrays) -> jax.Array:
     """The parts of all entries, reduced: of a device's, in `shard_map` and `pmap`."""
-    if not arrays:
-        return reading.joined(jnp.full((0, 3), reading.initial))
     groups = _groups_of_one_type(arrays)
     sharded = functools.partial(_read_sharded, reading)
     # What is divided into rows or groups by its size needs to have one.
@@ -196,28 +191,25 @@ def _groups_of_one_type(arrays: Arrays) -> list[Arrays]:
     for array in arrays:
         alike.setdefault(jax.typeof(array), []).append(array)
     return [
-        group[start : start + TRACED_TOGETHER]
+        group[start : start + GPU_GROUP]
         for group in alike.values()
-        for start in range(0, len(group), TRACED_TOGETHER)
+        for start in range(0, len(group), GPU_GROUP)
     ]
 
 
 def _read_alone(reading: _Reading, groups: list[Arrays]) -> jax.Array:
     def on_cpu(groups: list[Arrays]) -> jax.Array:
-        rows = [_in_rows(reading, group) for group in groups]
-        return _joined_on_cpu(reading, lax.concatenate(rows, 0))
+        rows = [row for group in groups for row in _in_rows(reading, group)]
+        # Without the barrier XLA:CPU computes the last reduction again in each kernel
+        # of the update, and compile time is quadratic in the number of leaves.
+        return reading.joined(lax.optimization_barrier(lax.concatenate(rows, 0)))
 
-    def on_gpu(groups: list[Arrays]) -> jax.Array:
-        blocks = [_together(reading, group) for group in groups]
-        return reading.joined(lax.concatenate(blocks, 0))
+    def on_gpu(groups: list[Arrays], reading: _Reading = reading) -> jax.Array:
+        parts = [part for group in groups for part in _together(reading, group)]
+        return reading.joined(jnp.stack(parts))
 
     def on_tpu(groups: list[Arrays]) -> jax.Array:
-        blocks = []
-        for group in groups:
-            is_large = _is_for_product(reading, group[0])
-            read = _by_product if is_large else _together
-            blocks.append(read(reading, group))
-        return reading.joined(lax.concatenate(blocks, 0))
+        return on_gpu(groups, _FLAG_ON_TPU if reading is _FLAG else reading)
 
     return lax.platform_dependent(groups, cpu=on_cpu, tpu=on_tpu, default=on_gpu)
 
@@ -232,24 +224,13 @@ def _read_sharded(reading: _Reading, groups: list[Arrays]) -> jax.Array:
     combined = [
         functools.reduce(reading.combine, parts) for parts in zip(*blocks, strict=True)
     ]
-    return lax.platform_dependent(
-        jnp.stack(combined)[None],
-        cpu=functools.partial(_joined_on_cpu, reading),
-        default=reading.joined,
-    )
-
-
-def _joined_on_cpu(reading: _Reading, parts: jax.Array) -> jax.Array:
-    # Without the barrier XLA:CPU computes this reduction again in each kernel of the
-    # update, and compile time is quadratic in the number of leaves. GPUs and TPUs do
-    # not need it, and it would cost them the scalar all-reduce on Auto mesh axes.
-    return reading.joined(lax.optimization_barrier(parts))
+    return reading.joined(jnp.stack(combined))
 
 
 # Compiled functions are traced once for all arrays of a type: most of a step's cost.
 @functools.partial(jax.jit, static_argnums=0)
-def _in_rows(reading: _Reading, arrays: Arrays) -> jax.Array:
-    """Reduced rows of the arrays, [rows, k], for a CPU.
+def _in_rows(reading: _Reading, arrays: Arrays) -> Arrays:
+    """Reduced rows of each array, [rows, k], for a CPU.
 
     XLA:CPU (of jax 0.10) writes what it reduces to memory and splits the reduction. A
     reduction of several operands it leaves whole, and computes them within it, if all
@@ -268,40 +249,12 @@ def _in_rows(reading: _Reading, arrays: Arrays) -> jax.Array:
         flat = [jnp.pad(part.ravel(), pad, constant_values=fill) for part in parts]
         rows = [part.reshape(-1, width) for part in flat]
         reduced.append(jnp.stack(_reduced(reading, rows, axes=(1,)), axis=1))
-    return lax.concatenate(reduced, 0)
+    return reduced
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _together(reading: _Reading, arrays: Arrays) -> jax.Array:
-    reduced: list[jax.Array] = []
-    for start in range(0, len(arrays), GPU_GROUP):
-        group = map(reading.parts, arrays[start : start + GPU_GROUP])
-        parts = [part for parts in group for part in parts]
-        reduced += _reduced(reading, parts)
-    return jnp.stack(reduced).reshape(len(arrays), -1)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _by_product(reading: _Reading, arrays: Arrays) -> jax.Array:
-    """Flags by matrix products, for a TPU.
-
-    The matrix unit counts, for each column, the entries that are not finite. XLA:TPU
-    estimates a seventh of a reduction's cycles (v5e, an array in on-chip memory). Sums
-    of zeros and ones are zero if all summands are, and at least one otherwise, so the
-    answer is exact in bfloat16. Eight equal rows, because the unit has no fewer.
-    """
-    flags = []
-    for finite in (part for array in arrays for part in reading.parts(array)):
-        bad = (~finite).astype(jnp.bfloat16).reshape(-1, finite.shape[-1])
-        counts = jnp.ones((8, bad.shape[0]), jnp.bfloat16) @ bad
-        flags.append(counts.max() == 0)
-    return jnp.stack(flags)[:, None]
-
-
-def _is_for_product(reading: _Reading, array: jax.Array) -> bool:
-    # Rows are merged, which moves data unless the tiles of 16 rows stay whole.
-    has_whole_tiles = array.ndim == 2 or (array.ndim > 2 and array.shape[-2] % 16 == 0)
-    return reading is _FLAG and array.size >= TPU_PRODUCT_SIZE and has_whole_tiles
+def _together(reading: _Reading, arrays: Arrays) -> Arrays:
+    return _reduced(reading, [part for x in arrays for part in reading.parts(x)])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -326,14 +279,31 @@ def _reduced(
     )
 
 
+def _flag_on_tpu(array: jax.Array) -> Arrays:
+    """The flag of a large array, by a matrix product.
+
+    The matrix unit counts, for each column, the entries that are not finite. XLA:TPU
+    estimates a seventh of a reduction's cycles (v5e, an array in on-chip memory). Sums
+    of zeros and ones are zero if all summands are, and at least one otherwise, so the
+    answer is exact in bfloat16. Eight equal rows, because the unit has no fewer.
+    """
+    finite = jnp.isfinite(array)
+    # Rows are merged, which moves data unless the tiles of 16 rows stay whole.
+    has_whole_tiles = array.ndim == 2 or (array.ndim > 2 and array.shape[-2] % 16 == 0)
+    if array.size < TPU_PRODUCT_SIZE or not has_whole_tiles:
+        return [finite]
+    bad = (~finite).astype(jnp.bfloat16).reshape(-1, finite.shape[-1])
+    counts = jnp.ones((8, bad.shape[0]), jnp.bfloat16) @ bad
+    return [counts.max() == 0]
+
+
 def _squares(array: jax.Array) -> Arrays:
     """The squares of an array's entries: times `TINY`, plain, over `HUGE`, as float32.
 
     An entry that is not finite adds `NONFINITE` to the last.
     """
     # Without a minimum, which changes no sum that is used, XLA multiplies the squares
-    # by TINY**2 or 1 / HUGE**2, which are infinity and 0
-    # (test_the_norm_is_right_on_every_machine_and_...).
+    # by TINY**2 or 1 / HUGE**2, which are infinity and 0.
     squares = []
     for part in [array.real, array.imag] if jnp.iscomplexobj(array) else [array]:
         part = promote_to_float32(part)
@@ -349,4 +319,5 @@ def _squares(array: jax.Array) -> Arrays:
 
 
 _FLAG = _Reading(lambda x: [jnp.isfinite(x)], lax.bitwise_and, True, jnp.all)
-_SQUARES = _Reading(_squares, lax.add, 0, functools.partial(jnp.sum, axis=0))
+_FLAG_ON_TPU = _FLAG._replace(parts=_flag_on_tpu)
+_SQUARES = _Reading(_squares, lax.add, 0, lambda x: x.reshape(-1, 3).sum(axis=0))

@@ -74,7 +74,17 @@ def all_finite(
       >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
       False
     """
-    return finite(tree, _mesh.agreement("all_finite", axis_name), specs, mesh)
+    agree = _mesh.agreement("all_finite", axis_name)
+    try:
+        return finite(tree, agree, specs, mesh)
+    except ValueError as error:
+        if specs is None:
+            raise
+        raise ValueError(
+            "all_finite: expected specs of the structure of tree, whose axes divide "
+            "each leaf equally on mesh= or the mesh of jax.set_mesh, got "
+            f"{specs!r}: {error}"
+        ) from None
 
 
 def finite(
@@ -82,7 +92,7 @@ def finite(
 ) -> jax.Array:
     """`all_finite` over the axes of an agreement."""
     leaves = _inexact_arrays(tree)
-    leaf_specs, mesh = _mesh.checked_specs(tree, leaves, specs, mesh)
+    leaf_specs = _mesh.checked_specs(tree, leaves, specs, mesh)
     # Twice: over the axes that shard a leaf, and over the manual axes around this call
     # (test_specs_are_joined_whatever_the_axis_name).
     return agree(lax.pmin, _all_finite(leaves, leaf_specs, mesh))

@@ -1,7 +1,6 @@
 """Mesh axes: where devices may disagree, and how they reach one answer."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -126,65 +125,30 @@ def on_shards(
 
 def checked_specs(
     tree: Any, leaves: Sequence[jax.Array], specs: Any, mesh: Any
-) -> tuple[tuple[PartitionSpec, ...], Any]:
-    """The specs of `all_finite`'s inexact leaves, and their mesh: None without axes."""
+) -> tuple[PartitionSpec, ...]:
+    """The specs of `all_finite`'s inexact leaves."""
     if specs is None:
         if mesh is None:
-            return sharding_specs(leaves), None
+            return sharding_specs(leaves)
         raise ValueError(
             "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
             "got mesh alone"
         )
-    is_read = [is_inexact(leaf) for leaf in jax.tree.leaves(tree)]
-    leaf_specs = tuple(itertools.compress(_spec_leaves(specs, tree), is_read))
-    if not any(part is not None for spec in leaf_specs for part in spec):
-        return leaf_specs, None
-    mesh = _mesh_of(leaves) if mesh is None else mesh
-    if mesh.empty:
-        raise ValueError(
-            "all_finite: expected a mesh for specs, got none; give mesh= or set one "
-            "with jax.set_mesh(mesh)"
-        )
-    for leaf, spec in zip(leaves, leaf_specs, strict=True):
-        # shard_map would refuse it too, but its error is about its own arguments.
-        if not _divides(spec, leaf.shape, mesh):
-            raise ValueError(
-                "all_finite: expected specs of axes of the mesh that divide each leaf "
-                f"into shards of equal size, got {spec} for a leaf of shape "
-                f"{leaf.shape} on a mesh of {dict(mesh.shape)}; leave specs out, and "
-                "XLA finds the shards itself"
-            )
-    return leaf_specs, mesh
 
-
-def _spec_leaves(specs: Any, tree: Any) -> list[PartitionSpec]:
     def is_spec(x: Any) -> bool:
         return isinstance(x, PartitionSpec) or x is None
 
-    try:
-        broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    except ValueError as error:
-        raise ValueError(
-            "all_finite: expected specs of the structure of tree or of a prefix of it, "
-            f"got {specs!r}: {error}"
-        ) from None
-    leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
-    wrong = [leaf for leaf in leaves if not isinstance(leaf, PartitionSpec)]
-    if wrong:
-        raise TypeError(
-            "all_finite: expected a PartitionSpec for each leaf in specs, got "
-            f"{wrong[0]!r}; write PartitionSpec() for a leaf that is not sharded"
-        )
-    return leaves
-
-
-def _divides(spec: PartitionSpec, shape: tuple[int, ...], mesh: Any) -> bool:
-    is_known = PartitionSpec.UNCONSTRAINED not in spec
-    if not (is_known and named_axes(spec) <= set(mesh.axis_names)):
-        return False
-    counts = [math.prod(mesh.shape[axis] for axis in _names(part)) for part in spec]
-    sizes = zip(shape, counts, strict=False)
-    return len(spec) <= len(shape) and not any(size % n for size, n in sizes)
+    broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+    spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
+    for spec in spec_leaves:
+        is_known = isinstance(spec, PartitionSpec)
+        if not is_known or PartitionSpec.UNCONSTRAINED in spec:
+            raise TypeError(
+                "all_finite: expected a PartitionSpec for each leaf in specs, got "
+                f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
+            )
+    is_read = map(is_inexact, jax.tree.leaves(tree))
+    return tuple(itertools.compress(spec_leaves, is_read))
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:

@@ -50,16 +50,15 @@ def keywords_of(update: Callable[..., Any]) -> Keywords:
 
 def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str]]:
     function = inspect.unwrap(update)
+    if id(function) in seen:
+        return
     seen.add(id(function))
     parameters = _parameters(function)
-    if parameters is None:  # not written in Python
-        yield _ANY
-        return
     names = frozenset(p.name for p in parameters)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         yield names
         return
-    within = [f for f in _updates_within(function) if id(inspect.unwrap(f)) not in seen]
+    within = list(_updates_within(function))
     is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
     yield names | ({""} if is_optax or within else _ANY)
     for part in within:
@@ -67,7 +66,7 @@ def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str]]:
 
 
 def _updates_within(function: Any) -> Iterator[Any]:
-    held = list(getattr(getattr(function, "__self__", None), "__dict__", {}).values())
+    held = []
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty one
             held.append(cell.cell_contents)
@@ -80,7 +79,7 @@ def _updates_within(function: Any) -> Iterator[Any]:
 
 
 def _is_update(function: Any) -> bool:
-    parameters = _parameters(function) or []
+    parameters = _parameters(function)
     if len(parameters) < 4:
         return False
     _, state, params, *_, last = parameters
@@ -89,7 +88,7 @@ def _is_update(function: Any) -> bool:
     return has_extra_args and state.default is state.empty and has_params
 
 
-def _parameters(function: Any) -> list[inspect.Parameter] | None:
-    with contextlib.suppress(TypeError, ValueError):
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    with contextlib.suppress(TypeError, ValueError):  # not written in Python
         return list(inspect.signature(function).parameters.values())
-    return None
+    return []

@@ -1,7 +1,7 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from ._marks import FLOAT16_GRADIENTS, LOSS_SCALE, TRACED
 from ._skip import constant_unless, select_step, zero_unless
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState, find_loss_scale_states
-from ._tree import is_inexact, map_inexact, promote_to_float32
+from ._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from ._validation import warn
 
 
@@ -97,9 +97,9 @@ def with_loss_scale(
     """
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            "with_loss_scale: expected inner to be an optax.GradientTransformation (of "
-            f"an optax.MultiSteps, its gradient_transformation()), got {inner!r}; pass "
-            "the optimizer first, the loss scale second"
+            "with_loss_scale: expected inner to be an optax.GradientTransformation, "
+            f"got {inner!r}; pass the optimizer first, the loss scale second, and of "
+            "an optax.MultiSteps its gradient_transformation()"
         )
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
@@ -115,10 +115,8 @@ def with_loss_scale(
         _warn_of_half_precision(params)
         inner_state = inner.init(params)
         _refuse_nesting(inner_state)
-        flags = dict.fromkeys(("grads_finite", "applied"), jnp.array(True))
-        names = "skipped", "skipped_in_a_row", "nonfinite_losses", "spikes"
-        counts = dict.fromkeys(names, jnp.zeros([], jnp.int32))
-        state = LossScaleState(loss_scale, inner_state, **flags, **counts, guard=guard)
+        flags, counts = [jnp.array(True)] * 2, [jnp.zeros([], jnp.int32)] * 4
+        state = LossScaleState(loss_scale, inner_state, *flags, *counts, guard)
         return fresh_buffers(state, (params, loss_scale, guard))
 
     def update(
@@ -131,11 +129,10 @@ def with_loss_scale(
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
         _warn_of_no_loss_scale()
-        grads, given = promote_to_float32(updates), {}
-        gives_value = takes_value(keywords, value, extra_args)
+        grads = promote_to_float32(updates)
         verdict = judge_step(updates, value, state.guard, agree)
-        if gives_value:
-            given["value"] = jnp.asarray(value)
+        gives_value = takes_value(keywords, value, extra_args)
+        given = {"value": jnp.asarray(value)} if gives_value else {}
         if "grad" in extra_args:
             given["grad"] = promote_to_float32(extra_args.pop("grad"))
         for name in ("value_fn", "grad_fn", "obj_fn"):
@@ -190,10 +187,7 @@ def judge_step(
     updates: Any, value: Any, guard: SpikeGuard | None, agree: _mesh.Agreement | None
 ) -> _Verdict:
     agree = agree or _mesh.agreement()
-    # Of (loss, {}) one leaf is left.
-    is_container = isinstance(value, (str, tuple, list, Mapping))
-    leaves = [] if is_container else jax.tree.leaves(value)
-    if value is not None and [jnp.shape(x) for x in leaves] != [()]:
+    if value is not None and not (is_data(value) and jnp.shape(value) == ()):
         raise ValueError(
             f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "
             "pass the loss alone"
@@ -270,23 +264,13 @@ def _half_leaves(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> None:
-    got = None
-    if positional:
-        got = "more than three positional arguments"
-    elif isinstance(updates, LossScaleState):
-        got = "the state first; pass the gradients first"
-    elif isinstance(params, LossScaleState):
-        got = "the state third; pass it second"
-    elif not isinstance(state, LossScaleState):
-        got = (
-            f"a {type(state).__name__} as state, not the LossScaleState that init "
-            "returns; of an optimizer without a loss scale, load it with "
-            "jmp_scale.checkpoints.restore_without_loss_scale"
-        )
-    if got:
+    if positional or not isinstance(state, LossScaleState):
+        given = (type(x).__name__ for x in (updates, state, params, *positional))
         raise TypeError(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "
-            f"{got}"
+            f"update({', '.join(given)}); the state is the LossScaleState that init "
+            "returns, or from an optimizer without a loss scale, what "
+            "jmp_scale.checkpoints.restore_without_loss_scale makes of its state"
         )
     while isinstance(params, optax.LookaheadParams):
         params = params.fast
@@ -375,8 +359,7 @@ def _state_like(new: Any, old: Any) -> Any:
         if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
             return x
         # As JAX takes them: a NumPy float64 is a float32 to it, unless x64 is on.
-        types = jax.typeof(y), jax.typeof(x)
-        expected, got = (f"{t.dtype}{list(t.shape)}" for t in types)
+        expected, got = (f"{t.dtype}{list(t.shape)}" for t in map(jax.typeof, (y, x)))
         if got != expected:
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "

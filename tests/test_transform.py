@@ -276,11 +276,11 @@ def test_a_loss_under_a_name_that_nobody_takes_is_an_error_with_the_right_one(
 
 
 WRONG_CALLS = {
-    "state first": (lambda s: (s, GOOD), "the state first; pass the gradients first"),
-    "state third": (lambda s: (PARAMS, GOOD, s), "the state third; pass it second"),
-    "no state": (lambda s: (PARAMS, GOOD, PARAMS), "a dict as state"),
+    "state first": (lambda s: (s, GOOD), r"update\(LossScaleState, dict, NoneType\)"),
+    "state third": (lambda s: (PARAMS, GOOD, s), r"\(dict, dict, LossScaleState\)"),
+    "no state": (lambda s: (PARAMS, GOOD, PARAMS), r"update\(dict, dict, dict\)"),
     "bare state": (lambda s: (GOOD, s.inner_state, PARAMS), "restore_without_loss_sc"),
-    "value fourth": (lambda s: (GOOD, s, PARAMS, 1.0), "more than three positional"),
+    "value fourth": (lambda s: (GOOD, s, PARAMS, 1.0), r"State, dict, float\)"),
 }
 
 

@@ -142,7 +142,7 @@ class SpikeGuard(_pytree.Pytree):
     @property
     def norm_limit(self) -> jax.Array:
         """f32[], the same for the gradient norm, itself, beside an ordinary loss."""
-        limit = jnp.exp2(self._lone_log2_norm_limit)
+        limit = jnp.exp2(self._log2_norm_limit(jnp.array(True)))
         return jnp.where(self._is_warm(self.norm_steps), limit, jnp.inf)
 
     def judge(
@@ -157,28 +157,25 @@ class SpikeGuard(_pytree.Pytree):
         """
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
-        loss_limit, norm_limit = self._loss_limit, self._log2_norm_limit
-        leaps = has_norm & self._is_warm(self.norm_steps)
-        if loss is None:
-            leaps &= log2_norm > norm_limit
-        else:
+        loss_leaps = is_ordinary = jnp.array(False)
+        if loss is not None:
             # Known also where the gradients overflow: a spike may do both.
             known = jnp.isfinite(loss)
-            loss = jnp.where(known, loss, 0)
-            ordinary = loss <= self.loss_mean / 2 + loss_limit / 2
-            wide = self._lone_log2_norm_limit
-            leaps &= log2_norm > jnp.where(ordinary, wide, norm_limit)
-            leaps |= known & self._is_warm(self.loss_steps) & (loss > loss_limit)
+            loss, limit = jnp.where(known, loss, 0), self._loss_limit
+            loss_leaps = known & self._is_warm(self.loss_steps) & (loss > limit)
+            is_ordinary = loss <= self.loss_mean / 2 + limit / 2
+        norm_leaps = log2_norm > self._log2_norm_limit(is_ordinary)
+        leaps = loss_leaps | (has_norm & self._is_warm(self.norm_steps) & norm_leaps)
         spike = leaps & (self.in_a_row < self.max_in_a_row)
         accepted = finite & ~spike
 
-        enters = accepted & has_norm
-        leaves = self._learned("norm", log2_norm, norm_limit, leaps, enters)
+        enters, limit = accepted & has_norm, self._log2_norm_limit(jnp.array(False))
+        leaves = self._learned("norm", log2_norm, limit, leaps, enters)
         if loss is not None:
             # Of a margin loss, mostly 0 without a gradient, each other value would be a
             # spike.
             enters = accepted & (has_norm | (finite & (self.norm_steps == 0)))
-            leaves |= self._learned("loss", loss, loss_limit, leaps, enters)
+            leaves |= self._learned("loss", loss, self._loss_limit, leaps, enters)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
         leaves["in_a_row"] = jnp.where(accepted, 0, in_a_row)
         count = jnp.minimum(jnp.where(leaps, 0, self.accepted) + 1, _LARGEST_COUNT)
@@ -194,18 +191,12 @@ class SpikeGuard(_pytree.Pytree):
         spread = irregular * jnp.maximum(self.loss_deviation, floor)
         return self.loss_mean + self.threshold * spread
 
-    @property
-    def _log2_norm_limit(self) -> jax.Array:
-        spread = jnp.maximum(self.norm_deviation, _NORM_FLOOR)
-        return self.norm_mean + self.threshold * spread
-
-    @property
-    def _lone_log2_norm_limit(self) -> jax.Array:
-        """The same beside an ordinary loss."""
+    def _log2_norm_limit(self, is_beside_ordinary_loss: jax.Array) -> jax.Array:
+        is_lone = is_beside_ordinary_loss & self._is_warm(self.loss_steps)
         lone = jnp.minimum(_LONE_NORM * self.norm_deviation, _LARGEST_LONE_NORM)
-        limit, alone = self._log2_norm_limit, self.norm_mean + self.threshold * lone
-        has_loss = self._is_warm(self.loss_steps)
-        return jnp.where(has_loss, jnp.maximum(limit, alone), limit)
+        floor = jnp.where(is_lone, jnp.maximum(lone, _NORM_FLOOR), _NORM_FLOOR)
+        spread = jnp.maximum(self.norm_deviation, floor)
+        return self.norm_mean + self.threshold * spread
 
     def _is_warm(self, steps: jax.Array) -> jax.Array:
         # The second holds for a loss that is given later than the gradients, too.

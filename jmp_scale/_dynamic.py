@@ -168,8 +168,7 @@ class DynamicLossScale(_pytree.Pytree):
         self._check_flag("grads_finite", grads_finite)
         cases = self._after_finite(), self._after_overflow()
         new = jax.tree.map(functools.partial(jnp.where, grads_finite), *cases)
-        # The default is a Python True, which costs no second select
-        # (test_a_part_of_the_rule_that_is_not_used_costs_no_operation).
+        # The default is a Python True, which costs no second select.
         if loss_finite is not True:
             self._check_flag("loss_finite", loss_finite)
             new = jax.tree.map(functools.partial(jnp.where, loss_finite), new, self)
@@ -203,8 +202,7 @@ class DynamicLossScale(_pytree.Pytree):
             backed_off = s / self.factor
         else:
             backed_off = s * self.backoff_factor
-        # Not jnp.maximum, which keeps a NaN: S would stay NaN, and every step would be
-        # skipped (test_a_nan_that_was_restored_ends_at_the_floor).
+        # Not jnp.maximum, which keeps a NaN: every step would be skipped.
         floor = self.min_loss_scale
         backed_off = jnp.where(backed_off > floor, backed_off, floor)
         leaves = {"loss_scale": backed_off, "counter": counter}

@@ -93,8 +93,7 @@ def finite(
     """`all_finite` over the axes of an agreement."""
     leaves = _inexact_arrays(tree)
     leaf_specs = _mesh.checked_specs(tree, leaves, specs, mesh)
-    # Twice: over the axes that shard a leaf, and over the manual axes around this call
-    # (test_specs_are_joined_whatever_the_axis_name).
+    # Twice: over the axes that shard a leaf, and over the manual axes around this call.
     return agree(lax.pmin, _all_finite(leaves, leaf_specs, mesh))
 
 
@@ -244,9 +243,8 @@ def _in_rows(reading: _Reading, arrays: Arrays) -> Arrays:
 
     XLA:CPU (of jax 0.10) writes what it reduces to memory and splits the reduction. A
     reduction of several operands it leaves whole, and computes them within it, if all
-    results are used: test_there_are_hardly_any_temporaries. In rows, because a float32
-    to which one square after the other is added stops growing at 2**24 equal ones
-    (test_the_norm_of_many_entries_is_right).
+    results are used. In rows, because a float32 to which one square after the other is
+    added stops growing at 2**24 equal ones.
     """
     reduced = []
     for array in arrays:
@@ -314,18 +312,11 @@ def _squares(array: jax.Array) -> Arrays:
     """
     # Without a minimum, which changes no sum that is used, XLA multiplies the squares
     # by TINY**2 or 1 / HUGE**2, which are infinity and 0.
-    squares = []
-    for part in [array.real, array.imag] if jnp.iscomplexobj(array) else [array]:
-        part = promote_to_float32(part)
-        size = jnp.abs(part)
-        tiny = jnp.minimum(size * TINY, 2.0**63)
-        huge = jnp.minimum(size / HUGE, 2.0**32)
-        huge = jnp.where(jnp.isfinite(part), huge * huge, NONFINITE)
-        squares.append([tiny * tiny, part * part, huge])
-    return [
-        functools.reduce(operator.add, parts).astype(jnp.float32)
-        for parts in zip(*squares, strict=True)
-    ]
+    size = jnp.abs(promote_to_float32(array))
+    tiny = jnp.minimum(size * TINY, 2.0**63)
+    huge = jnp.minimum(size / HUGE, 2.0**32)
+    huge = jnp.where(jnp.isfinite(array), huge * huge, NONFINITE)
+    return [x.astype(jnp.float32) for x in (tiny * tiny, size * size, huge)]
 
 
 _FLAG = _Reading(lambda x: [jnp.isfinite(x)], lax.bitwise_and, True, jnp.all)

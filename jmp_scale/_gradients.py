@@ -210,8 +210,7 @@ def _checked_result(function: str, result: Any) -> tuple[_Output, Any]:
         (_, output), grads = result
     except (TypeError, ValueError):  # not pairs, or a tracer, which is not iterable
         output, grads = None, None
-    # Unpacking alone would take ((a, b), c) of a transform without a value for a result
-    # (test_a_transform_without_a_value_is_a_type_error).
+    # Unpacking alone would take ((a, b), c) of a transform without a value for one.
     if not isinstance(output, _Output):
         raise TypeError(
             f"{function}: expected transform to return ((value, aux), grads) as "

@@ -135,8 +135,7 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
 def scale_value(function: str, loss_scale: Any) -> jax.Array:
     """S as f32[], of a loss scale, a number in [2^-126, 2^126] or a scalar array."""
     value = number_of(loss_scale)
-    # A device array passes unchecked: reading it would wait for the device, or fail
-    # while tracing (test_a_report_is_the_same_in_jit_vmap_and_scan).
+    # A device array passes unchecked: reading it would wait, or fail while tracing.
     if not isinstance(value, jax.Array):
         if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
             checked_loss_scale(function, loss_scale)

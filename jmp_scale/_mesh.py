@@ -48,8 +48,7 @@ def reshard_like(x: Any, like: Any) -> Any:
     if not (isinstance(x, jax.Array) and isinstance(like, jax.Array)):
         return x
     got, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
-    # Otherwise a state on Explicit axes gets the gradients' sharding, another type
-    # (test_a_state_keeps_its_sharding_on_explicit_and_auto_axes).
+    # Otherwise a state on Explicit axes gets the gradients' sharding, another type.
     if x.shape != like.shape or wanted.mesh.empty or got.spec == wanted.spec:
         return x
     return jax.sharding.reshard(x, wanted)
@@ -67,14 +66,12 @@ def if_on_one_device(
     mesh = _mesh_of(jax.tree.leaves(arrays))
     if mesh.empty:
         return lax.cond(_is_for_one_device.bind(), alone, sharded, arrays)
-    # If some axis is not manual, XLA still partitions the arrays along it
-    # (test_arrays_are_whole_on_one_device_and_as_shards).
+    # If some axis is not manual, XLA still partitions the arrays along it.
     is_alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
     return (alone if is_alone else sharded)(arrays)
 
 
-# bool[] constant at lowering time; XLA removes the untaken branch
-# (test_the_choice_between_whole_and_sharded_arrays_leaves_no_branch).
+# bool[] constant at lowering time; XLA removes the untaken branch.
 _is_for_one_device = Primitive("is_for_one_device")
 _is_for_one_device.def_impl(lambda: np.True_)
 _is_for_one_device.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
@@ -105,14 +102,12 @@ def on_shards(
     `fun` takes the shards and the mesh axes that the leaves' `specs` name (none: the
     shards are the leaves), and returns arrays that are equal on all devices.
     """
-    # Only axes that shard a leaf: over the others all devices have the same answer
-    # (test_explicit_mode_reduces_only_over_the_axes_that_shard_a_leaf).
+    # Only axes that shard a leaf: over the others all devices have the same answer.
     axes = {axis for spec in specs for axis in named_axes(spec)}
     if not axes:
         return fun(leaves, ())
     mesh = _mesh_of(leaves) if mesh is None else mesh
-    # In the mesh's order: that of a set differs between processes, and the program with
-    # it (test_axes_are_joined_in_the_order_of_the_mesh).
+    # In the mesh's order: that of a set differs between processes, and the program.
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
     return jax.shard_map(
         lambda *shards: fun(shards, ordered),
@@ -181,8 +176,7 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
 
 def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
     # With check_vma=False and in pmap JAX does not track what varies: even the device's
-    # own index counts as equal everywhere. On such an axis nothing is known, so the
-    # flag is always reduced (test_one_bad_device_is_known_to_all_and_...).
+    # own index counts as equal everywhere. There the flag is always reduced.
     known = varying_axes(flag)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(

@@ -63,11 +63,11 @@ def select_step(
     if is_good is not None or not (is_traced and has_arrays_only):
         updates, new = update(zero_unless(applied, inputs), old)
         applied = applied if is_good is None else applied & is_good(updates)
-        return applied, *_selected(applied, updates, new, old)
+        new = select_tree(applied, new, old)
+        return applied, _or_negative_zeros(applied, updates), new
 
     # What `update` closes over (parameters, a learning rate) is passed as an argument:
-    # a function with a rule of its own may not close over what is differentiated
-    # (test_derivatives_of_a_skipped_step_are_those_of_a_branch).
+    # a function with a rule of its own may not close over what is differentiated.
     closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
     leaves = _step_of_lists(closed)(
         applied, jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
@@ -76,17 +76,12 @@ def select_step(
 
 
 def zero_unless(applied: jax.Array, tree: Any) -> Any:
-    """A tree whose inexact leaves are zero unless `applied`."""
     return map_inexact(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), tree)
 
 
 def constant_unless(applied: jax.Array, tree: Any) -> Any:
     """A tree whose inexact leaves have no derivative unless `applied`."""
     return map_inexact(lambda x: jnp.where(applied, x, lax.stop_gradient(x)), tree)
-
-
-def _selected(applied: jax.Array, updates: Any, new: Any, old: Any) -> tuple[Any, Any]:
-    return _or_negative_zeros(applied, updates), select_tree(applied, new, old)
 
 
 def _or_negative_zeros(applied: jax.Array, updates: Any) -> Any:
@@ -108,21 +103,18 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
         """The step that reads the state `read` and keeps `old`."""
         leaves = evaluate_all(closed.jaxpr, [*inputs, *read], consts)
         count = len(leaves) - len(old)
-        updates, new = _selected(applied, leaves[:count], leaves[count:], old)
-        return [*updates, *new]
+        new = select_tree(applied, leaves[count:], old)
+        return [*_or_negative_zeros(applied, leaves[:count]), *new]
 
     def plain(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        # Zeros in place of NaN, for what the optimizer itself would notice: a loop that
-        # waits for a NaN to become small never ends
-        # (test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step).
+        # A loop that waits for a NaN to become small never ends.
         return selected_late(applied, zero_unless(applied, inputs), old, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # What is dropped must not be differentiated either: its derivative may be
         # infinite, and times 0 it is NaN. So all that the update reads is constant on a
-        # skipped step (test_an_infinite_derivative_of_what_is_dropped_is_not_seen). The
-        # gradients are 1 there: NaN in them is NaN in the derivatives of the state
-        # (test_derivatives_of_a_mapped_skipped_step_are_finite).
+        # skipped step. The gradients are 1 there: NaN in them is NaN in the derivatives
+        # of the state.
         inputs = map_inexact(lambda x: jnp.where(applied, x, jnp.ones_like(x)), inputs)
         read, consts = constant_unless(applied, (old, consts))
         return selected_late(applied, inputs, old, read, consts)
@@ -131,8 +123,7 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
     step = plain if _is_plain_only(closed) else fast
     if closed.effects:  # which JAX does not allow in functions with rules of their own
         return step
-    # Selects rather than lax.cond, which fails where a map over steps is differentiated
-    # (test_a_map_over_steps_that_some_members_skip_has_a_derivative).
+    # Not lax.cond, which fails where a map over steps is differentiated.
     with_derivative = jax.custom_jvp(step)
     with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
     return with_derivative
@@ -164,21 +155,15 @@ def _selected_early(
     leaves = evaluate_all(jaxpr, [*inputs, *old], consts, select)
     state = []
     for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
-        # A select of a selected leaf would be one more operation in every kernel.
-        # `old_of` has one old leaf for each variable. Where an optimizer returns one
-        # value as two leaves, the other is selected here, from its own old leaf
-        # (test_two_leaves_of_one_new_value_keep_an_old_value_each).
+        # A select of a selected leaf would be one more operation in every kernel. Of a
+        # value that an optimizer returns as two leaves, `old_of` has one old leaf only.
         is_selected = new is leaf or (not is_literal(var) and old_of.get(var) is leaf)
         state.append(new if is_selected else jnp.where(applied, new, leaf))
     return [*_or_negative_zeros(applied, leaves[:count]), *state]
 
 
 def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` as a single primitive, so that checkify does not report its NaNs.
-
-    Otherwise `checkify.nan_checks` would stop a training at each skipped step
-    (test_checkify_is_quiet_on_a_skipped_step).
-    """
+    """`fun` as a single primitive: `checkify.nan_checks` would stop at each skip."""
     hidden = jax.custom_batching.custom_vmap(fun)
 
     @hidden.def_vmap

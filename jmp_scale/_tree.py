@@ -150,8 +150,7 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
         x = jnp.asarray(promote_to_float32(leaf))
         if not jnp.iscomplexobj(x):
             return times(x)
-        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs
-        # (test_a_complex_leaf_keeps_its_imaginary_part_and_an_infinity_makes_no_nan).
+        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
         return lax.complex(times(x.real), times(x.imag))
 
     return map_gradients(multiply_leaf, tree)
@@ -167,8 +166,7 @@ def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
 
     What JAX's transforms return for that collection of Flax's float8 layers are not
     gradients: they are the next values of its scales, which were never multiplied by
-    S. Divided by S they are wrong by that factor, and another model is trained without
-    any error (test_float8_scales_come_back_as_the_transform_gave_them).
+    S. Divided by S they would be wrong by that factor, without any error.
     """
 
     def map_leaf(path: tuple[Any, ...], leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from ._tree import multiply
 T = TypeVar("T")
 
 
-@_pytree.registered
+@_pytree.register
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_pytree.Pytree):
     """A loss scale that backs off at an overflow and grows after a finite period.
@@ -41,8 +41,7 @@ class DynamicLossScale(_pytree.Pytree):
 
     A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
     `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`. All
-    other fields are static, also those of a subclass. `adjust` keeps shapes and dtypes,
-    as `jit` and `lax.scan` want.
+    other fields are static. `adjust` keeps shapes and dtypes, as `lax.scan` wants.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
     first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
@@ -110,8 +109,7 @@ class DynamicLossScale(_pytree.Pytree):
     hysteresis_left: Any = None
 
     def __post_init__(self) -> None:
-        # Only what a user gives is checked. Unflattening, where JAX puts None, object()
-        # or a PartitionSpec in place of leaves, does not come here.
+        # Not called by unflattening, where JAX puts placeholders for leaves.
         arguments = _validation.Arguments(type(self).__name__)
         values = _validation.rule(arguments, _pytree.fields_of(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]

@@ -20,12 +20,10 @@ from . import _mesh
 from ._tree import is_inexact, promote_to_float32
 
 Arrays = Sequence[jax.Array]
-_Specs = tuple[PartitionSpec, ...]
 
-# Arrays of one type that are traced once, as one function. A GPU starts a kernel for
-# each reduction: they share one. With more XLA no longer fuses all of them with the
-# reductions of `optax.clip_by_global_norm`, and reads gradients twice
-# (test_clipping_reads_the_gradients_once).
+# Arrays of one type that are traced once, as one function. On a GPU they share one
+# kernel. With more XLA no longer fuses all of them with the reductions of
+# `optax.clip_by_global_norm` (test_clipping_reads_the_gradients_once).
 GPU_GROUP = 4
 # Entries from which a TPU takes a matrix product instead of a reduction.
 TPU_PRODUCT_SIZE = 2**17
@@ -66,8 +64,8 @@ def all_finite(
 
     Raises:
       TypeError: `axis_name` or a leaf of `specs` is of another type.
-      ValueError: `mesh` without `specs`, no mesh, or `specs` that do not fit `tree`, do
-        not divide a leaf equally, or name an axis that the mesh lacks.
+      ValueError: `mesh` without `specs`, no mesh, or `specs` that do not fit `tree` or
+        the mesh, or do not divide a leaf equally.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -117,7 +115,9 @@ _jit = functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 
 
 @_jit
-def _all_finite(leaves: Arrays, specs: _Specs, mesh: Any) -> jax.Array:
+def _all_finite(
+    leaves: Arrays, specs: tuple[PartitionSpec, ...], mesh: Any
+) -> jax.Array:
     def finite(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         flag = _read(_FLAG, shards)
         return lax.pmin(flag, axes) if axes else flag
@@ -129,7 +129,7 @@ def _all_finite(leaves: Arrays, specs: _Specs, mesh: Any) -> jax.Array:
 
 @_jit
 def _finite_and_norm(
-    leaves: Arrays, specs: _Specs, mesh: Any
+    leaves: Arrays, specs: tuple[PartitionSpec, ...], mesh: Any
 ) -> tuple[jax.Array, jax.Array]:
     def sums(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         # A leaf that is not sharded over one of the axes is counted once per copy.

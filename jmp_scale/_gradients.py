@@ -33,9 +33,8 @@ def value_and_grad(
     Average over devices afterwards: `jax.lax.pmean(grads, axis)` in `pmap` and in
     `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed
     the gradients of replicated parameters over the axis: divide by its size there.
-
-    Flax's float8 collection `_overwrite_with_gradient` comes back as `transform` gave
-    it: it holds new values, not gradients.
+    Flax's float8 collection `_overwrite_with_gradient` comes back as it is: it holds
+    new values, not gradients.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -119,7 +118,6 @@ def _differentiated(
     kwargs: dict[str, Any],
 ) -> Callable[..., tuple[Any, Any]]:
     """`value_and_grad`, whose errors name `function`."""
-    # Here, not at the first call: an error's traceback then ends in the user's line.
     numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
     if numbers and all(type(number) is int for number in numbers):
         raise TypeError(
@@ -146,8 +144,7 @@ def _differentiated(
 
     def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Output]:
         output = checked_output(function, fun(*args, **fun_kwargs), has_aux)
-        # The unscaled loss leaves as auxiliary output: the scaled one may be infinite,
-        # and dividing it by S would round where S is not a power of two.
+        # The unscaled loss leaves as auxiliary output: the scaled one may be infinite.
         return loss_scale.scale(output.loss), output
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)

@@ -15,7 +15,7 @@ from ._tree import multiply
 T = TypeVar("T")
 
 
-@_pytree.registered
+@_pytree.register
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(_pytree.Pytree):
     """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
@@ -43,7 +43,7 @@ class NoOpLossScale(_pytree.Pytree):
         return self
 
 
-@_pytree.registered
+@_pytree.register
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_pytree.Pytree):
     """A constant loss scale.
@@ -104,10 +104,6 @@ def adjust(
 
 def checked_loss_scale(function: str, value: Any) -> LossScale:
     """`value`, which must be a loss scale: else the error says how to get one."""
-
-    def is_loss_scale(x: Any) -> bool:
-        return isinstance(x, LossScale)
-
     if isinstance(value, LossScale):
         return value
     got, cure = f"a {type(value).__name__}", "pass DynamicLossScale() or another one"

@@ -23,9 +23,8 @@ Agreement = Callable[[Callable[..., Any], jax.Array], jax.Array]
 
 
 def agreement(function: str = "", axis_name: Any = None) -> Agreement:
-    """How devices reach one answer, over the `axis_name` of `all_finite`."""
-    # A set is refused: its order differs between processes, and with it the program
-    # that they must have in common.
+    """An agreement over the `axis_name` of `all_finite`."""
+    # A set is refused: its order differs between processes, and the program with it.
     is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
     if not is_valid or not all(isinstance(name, str) for name in _names(axis_name)):
         raise TypeError(

@@ -32,7 +32,7 @@ class Pytree:
             )
         # Not in __init_subclass__, where a subclass is not a dataclass yet.
         if cls not in registered_classes:
-            with contextlib.suppress(ValueError):  # registered by its author
+            with contextlib.suppress(ValueError):  # registered, or of an equal name
                 register(cls)
         register_state_dict(cls)
         return super().__new__(cls)
@@ -52,8 +52,8 @@ def with_fields(tree: Any, /, **fields: Any) -> Any:
     return _with_all_fields(type(tree), (fields_of(tree) | fields).items())
 
 
-def register(cls: type[Pytree]) -> None:
-    """Makes a class a pytree.
+def register(cls: type[C]) -> type[C]:
+    """Makes a class a pytree, whose static fields `jax.export` saves as JSON.
 
     Not by `jax.tree_util.register_dataclass`, whose unflatten calls `__init__`: that
     checks leaves, for which JAX puts None, object() or a PartitionSpec.
@@ -83,11 +83,6 @@ def register(cls: type[Pytree]) -> None:
         return instance
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-
-
-def registered(cls: type[C]) -> type[C]:
-    """Makes a class a pytree, whose static fields `jax.export` saves as JSON."""
-    register(cls)
     jax.export.register_pytree_node_serialization(
         cls,
         serialized_name=f"jmp_scale.{cls.__name__}",

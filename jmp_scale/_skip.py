@@ -134,10 +134,9 @@ def _selected_early(
 ) -> list[Any]:
     """The step of a jaxpr, with each leaf of the state selected where it is computed.
 
-    Two kernels read a leaf of the old state if it is selected after the update: the one
-    that writes the new leaf, and the one that computes the updates. XLA:CPU runs them
-    in either order, and so copies every donated leaf first. Here what follows reads the
-    selected leaf: on a skipped step the old one, and nothing of it is kept.
+    If it is selected after the update, two kernels read the old leaf: the one that
+    writes the new leaf, and the one that computes the updates. XLA:CPU runs them in
+    either order, and so copies every donated leaf first.
     """
     # A result of the jaxpr may be an argument or a literal, which no equation defines.
     count = len(jaxpr.outvars) - len(old)

@@ -24,7 +24,7 @@ _FEWEST_STEPS = 20  # that a mean and a deviation need
 _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 
 
-@_pytree.registered
+@_pytree.register
 @dataclasses.dataclass(frozen=True)
 class SpikeGuard(_pytree.Pytree):
     """Detects spikes: steps whose loss or gradient norm is extraordinary.
@@ -63,9 +63,8 @@ class SpikeGuard(_pytree.Pytree):
     A frozen dataclass and a pytree: the four arguments are static, the statistics are
     its leaves. All devices see the largest loss and norm, so they skip together.
 
-    Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes` (means
-    and deviations of a window of losses and norms), here with exponential windows,
-    one-sided, and of accepted steps only.
+    Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes`, here
+    with exponential windows, one-sided, and of accepted steps only.
 
     Args:
       threshold: deviations above the mean from which a step is a spike, > 0; 6.
@@ -172,8 +171,7 @@ class SpikeGuard(_pytree.Pytree):
         enters, limit = accepted & has_norm, self._log2_norm_limit(jnp.array(False))
         leaves = self._learned("norm", log2_norm, limit, leaps, enters)
         if loss is not None:
-            # Of a margin loss, mostly 0 without a gradient, each other value would be a
-            # spike.
+            # Of a margin loss, mostly 0, each other value would be a spike.
             enters = accepted & (has_norm | (finite & (self.norm_steps == 0)))
             leaves |= self._learned("loss", loss, self._loss_limit, leaps, enters)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)

@@ -67,8 +67,7 @@ def is_loss_scale_state(node: Any) -> bool:
     """
     if isinstance(node, Mapping):
         names = set(node)
-        # Names alone tell a state from any other mapping, so both bounds are needed: a
-        # parameter tree may well have a key `skipped`, and none of the others.
+        # Both bounds: a parameter tree may well have a key `skipped`, and no other.
         always = {"grads_finite", "skipped", "skipped_in_a_row"}
         return always <= names <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)

@@ -39,19 +39,16 @@ def with_loss_scale(
     """Wraps an Optax optimizer: skips a step that overflowed, and adjusts S.
 
     When all gradients are finite, `inner` runs. When not, the updates are -0.0 (added
-    to parameters they change no bit, not even of -0.0) and `inner`'s whole state stays:
-    moments, counts, schedules, keys. S is adjusted in either case, without a branch.
+    to parameters they change no bit) and `inner`'s whole state stays: moments, counts,
+    schedules, keys. S is adjusted in either case, without a branch.
 
     Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
     `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
-    finite gradients. With `MultiSteps` inside, a skip drops one micro-batch from the
-    window, and S is adjusted at each.
+    finite gradients. With `MultiSteps` a skip drops one micro-batch from the window.
 
     Checked are the gradients, the loss, and with `grad_fn` what `inner` makes of them.
-    What `inner` itself makes NaN out of finite gradients is applied, as in Optax.
-
-    The derivatives of a step are those of a branch: a skipped step is the identity. If
-    the derivative of the loss is infinite, so is a derivative through it.
+    What `inner` itself makes NaN out of finite gradients is applied, as in Optax. The
+    derivatives of a step are those of a branch: a skipped step is the identity.
 
     Args:
       inner: any Optax optimizer or chain.
@@ -241,8 +238,7 @@ def _refuse_nesting(inner_state: Any) -> None:
         where = jax.tree_util.keystr(nested[0][0])
         raise ValueError(
             "with_loss_scale: expected an optimizer without a loss scale, got one with "
-            f"with_loss_scale within, at inner_state{where}; its loss scale "
-            "would never be used: wrap once, outermost"
+            f"with_loss_scale within, at inner_state{where}; wrap once, outermost"
         )
 
 
@@ -294,8 +290,7 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
 def _takes(run: Callable[[Any, Any], Any], inputs: Any, inner_state: Any) -> bool:
     """Whether the optimizer takes float32 gradients of half-precision parameters.
 
-    One with branches (`optax.novograd`) demands the dtype of its state. All others get
-    float32: Adam of zero float16 gradients is NaN. Errors in both come out of the run.
+    One with branches (`optax.novograd`) demands the dtype of its state.
     """
     try:
         jax.eval_shape(lambda: run(inputs, inner_state)[0])
@@ -358,7 +353,6 @@ def _state_like(new: Any, old: Any) -> Any:
         x = _mesh.reshard_like(_cast_leaf(x, y), y)
         if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
             return x
-        # As JAX takes them: a NumPy float64 is a float32 to it, unless x64 is on.
         expected, got = (f"{t.dtype}{list(t.shape)}" for t in map(jax.typeof, (y, x)))
         if got != expected:
             raise ValueError(

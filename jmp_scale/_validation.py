@@ -86,9 +86,9 @@ def require_no_tolerance(arguments: Arguments, argument: str, tolerance: Any) ->
     if arguments.number(argument, tolerance) != 0:
         message = arguments.message(argument, "0", tolerance)
         raise ValueError(
-            f"{message}; a tolerated share of overflows depends on how many steps have "
-            "passed since S last changed, which this rule does not count: to absorb "
-            "single overflows use hysteresis (presets.megatron, presets.deepspeed)"
+            f"{message}; a tolerated share needs the steps since S last changed, which "
+            "are not counted here: to absorb single overflows use hysteresis "
+            "(presets.megatron, presets.deepspeed)"
         )
 
 
@@ -181,8 +181,8 @@ def require_function(name: str, fun: Any) -> None:
     """Raises a TypeError if `fun` is not a function of what a step differentiates."""
     if is_module(fun):
         raise TypeError(
-            f"{name}: expected a function, got a {type(fun).__name__}; wrap the "
-            "function that calls the model: lambda model, x: loss(model(x))"
+            f"{name}: expected a function, got a {type(fun).__name__}; wrap the one "
+            "that calls the model: lambda model, x: loss(model(x))"
         )
     if not callable(fun):
         raise TypeError(

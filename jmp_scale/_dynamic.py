@@ -174,8 +174,7 @@ class DynamicLossScale(_pytree.Pytree):
 
     def _after_finite(self) -> "DynamicLossScale":
         s, counter = self.loss_scale, self.counter + 1
-        # Not `==`: a restored counter may be beyond a period that is shorter now, and S
-        # would never grow again.
+        # Not `==`: a restored counter may be beyond a period that is shorter now.
         grows = counter >= self.period
         grown = s * self.factor
         # Both ends are static, so each loss scale compiles only the part that it uses.
@@ -205,8 +204,7 @@ class DynamicLossScale(_pytree.Pytree):
         backed_off = jnp.where(backed_off > floor, backed_off, floor)
         leaves = {"loss_scale": backed_off, "counter": counter}
         if self.hysteresis > 1:
-            # Below 0 the comparison with 0 never holds again, and S does not back off:
-            # with a reset at growth, `left` stays at 0 in a row of overflows.
+            # With a reset at growth, `left` stays at 0 in a row of overflows.
             left = jnp.maximum(self.hysteresis_left - 1, 0)
             backs_off = left == 0
             leaves["loss_scale"] = jnp.where(backs_off, backed_off, s)

@@ -112,8 +112,10 @@ def with_loss_scale(
         _warn_of_half_precision(params)
         inner_state = inner.init(params)
         _refuse_nesting(inner_state)
-        flags, counts = [jnp.array(True)] * 2, [jnp.zeros([], jnp.int32)] * 4
-        state = LossScaleState(loss_scale, inner_state, *flags, *counts, guard)
+        true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
+        state = LossScaleState(
+            loss_scale, inner_state, true, true, zero, zero, zero, zero, guard
+        )
         return fresh_buffers(state, (params, loss_scale, guard))
 
     def update(
@@ -288,10 +290,7 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
 
 
 def _takes(run: Callable[[Any, Any], Any], inputs: Any, inner_state: Any) -> bool:
-    """Whether the optimizer takes float32 gradients of half-precision parameters.
-
-    One with branches (`optax.novograd`) demands the dtype of its state.
-    """
+    """Whether float32 gradients fit: branches (`optax.novograd`) may want half ones."""
     try:
         jax.eval_shape(lambda: run(inputs, inner_state)[0])
     except TypeError:

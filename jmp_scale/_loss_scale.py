@@ -104,6 +104,10 @@ def adjust(
 
 def checked_loss_scale(function: str, value: Any) -> LossScale:
     """`value`, which must be a loss scale: else the error says how to get one."""
+
+    def is_loss_scale(x: Any) -> bool:
+        return isinstance(x, LossScale)
+
     if isinstance(value, LossScale):
         return value
     got, cure = f"a {type(value).__name__}", "pass DynamicLossScale() or another one"
@@ -118,13 +122,9 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
             StaticLossScale(value)  # pyright: ignore[reportArgumentType]
             number = float(value) if isinstance(value, jax.Array) else value
             cure = f"pass jmp_scale.get_loss_scale({number!r})"
-    elif isinstance(getattr(value, "loss_scale", None), LossScale):
-        cure = "pass its .loss_scale"
     elif any(map(is_loss_scale, jax.tree.leaves(value, is_leaf=is_loss_scale))):
-        cure = (
-            "pass the loss scale in it, for an optimizer state "
-            'optax.tree.get(opt_state, "loss_scale")'
-        )
+        find = '.loss_scale, or optax.tree.get(opt_state, "loss_scale")'
+        cure = f"pass the loss scale in it: {find}"
     raise TypeError(f"{function}: expected a loss scale, got {got}; {cure}")
 
 

@@ -233,7 +233,7 @@ OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
         (jnp.ones(2), r"got Array.*; pass DynamicLossScale\(\) or another"),
         ("dynamc", r"\('dynamc'\), or DynamicLossScale\(\)"),
         (DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),
-        (OPTIMIZER_STATE, "got a LossScaleState; pass its .loss_scale"),
+        (OPTIMIZER_STATE, "got a LossScaleState; pass the .* in it: .loss_scale"),
         (
             (optax.EmptyState(), OPTIMIZER_STATE),
             r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",

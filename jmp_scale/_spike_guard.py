@@ -30,8 +30,8 @@ class SpikeGuard(_pytree.Pytree):
     """Detects spikes: steps whose loss or gradient norm is extraordinary.
 
     For `with_loss_scale(tx, guard=SpikeGuard())`, which skips a spike as it skips an
-    overflow, except that the loss scale stays as it is. A bad batch then harms neither
-    the parameters nor the optimizer's moments, where clipping would leave a trace.
+    overflow, except that the loss scale stays. A bad batch then harms neither the
+    parameters nor the optimizer's moments.
 
     Two numbers x are watched: the loss, where it is given as `value`, and log2 of the
     global norm of the unscaled gradients, where they are finite and not all zero.
@@ -60,8 +60,13 @@ class SpikeGuard(_pytree.Pytree):
     leap, as can that of gradients that overflow. No other step that is not finite is a
     spike, and none changes the statistics.
 
-    A frozen dataclass and a pytree: the four arguments are static, the statistics are
-    its leaves. All devices see the largest loss and norm, so they skip together.
+    All devices see the largest loss and norm, so they skip together.
+
+    A frozen dataclass and a pytree: the first four arguments are static, the statistics
+    are its leaves. They are f32[], counts are i32[], and start at 0: `loss_mean` and
+    `loss_deviation` of the loss, over `loss_steps` accepted steps; `norm_mean` and
+    `norm_deviation` of log2 of the norm, over `norm_steps`; `accepted` steps since the
+    start or the last new level; spikes `in_a_row` since the last accepted step.
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes`, here
     with exponential windows, one-sided, and of accepted steps only.
@@ -71,14 +76,6 @@ class SpikeGuard(_pytree.Pytree):
       decay: of mean and deviation, per step, in (0, 1); 0.99 remembers about 100.
       warmup: accepted steps that are never spikes, while the statistics form; 100.
       max_in_a_row: spikes in a row after which the next step is accepted; 10.
-      loss_mean: f32[], of the loss; default None starts at 0, as in all that follow.
-      loss_deviation: f32[], of the loss.
-      loss_steps: i32[], accepted steps in these two.
-      norm_mean: f32[], of log2 of the norm.
-      norm_deviation: f32[], of log2 of the norm.
-      norm_steps: i32[], accepted steps in these two.
-      accepted: i32[], accepted steps since the start or since the last new level.
-      in_a_row: i32[], spikes since the last accepted step.
 
     Raises:
       TypeError: an argument that is not a number.

@@ -86,9 +86,9 @@ def require_no_tolerance(arguments: Arguments, argument: str, tolerance: Any) ->
     if arguments.number(argument, tolerance) != 0:
         message = arguments.message(argument, "0", tolerance)
         raise ValueError(
-            f"{message}; a tolerated share needs the steps since S last changed, which "
-            "are not counted here: to absorb single overflows use hysteresis "
-            "(presets.megatron, presets.deepspeed)"
+            f"{message}; a tolerated share of overflows depends on the steps since S "
+            "last changed, which this rule does not count: to absorb single overflows "
+            "use hysteresis (presets.megatron, presets.deepspeed)"
         )
 
 

@@ -6,10 +6,10 @@ from . import presets as presets
 from ._autocast import autocast as autocast
 from ._config import get_loss_scale as get_loss_scale
 from ._dot_general import dot_general as dot_general
-from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._finite import all_finite as all_finite
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
+from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scale import NoOpLossScale as NoOpLossScale
 from ._loss_scale import StaticLossScale as StaticLossScale

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import presets
-from ._dynamic import DynamicLossScale
-from ._loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from ._policy import dtype_to_names, half_dtype, name_to_dtype
 from ._validation import Arguments, require_no_tolerance, static_loss_scale
 

@@ -1,15 +1,15 @@
-"""The loss scales and their three verbs."""
+"""The three loss scales, and their verbs."""
 
 import contextlib
 import dataclasses
-from typing import Any, TypeVar
+import functools
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from . import _pytree, _validation
-from ._dynamic import DynamicLossScale
 from ._tree import multiply
 
 T = TypeVar("T")
@@ -79,6 +79,215 @@ class StaticLossScale(_pytree.Pytree):
     ) -> "StaticLossScale":
         """Returns itself."""
         return self
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(_pytree.Pytree):
+    """A loss scale that backs off at an overflow and grows after a finite period.
+
+    ```text
+    finite:      counter += 1
+                 if hysteresis_reset is not "growth": left = hysteresis
+                 if counter >= period:
+                     grown = S * factor
+                     if grown <= max_loss_scale: S = grown
+                     elif at_max is "clamp": S = max_loss_scale
+                     counter = 0
+                     if hysteresis_reset is "growth": left = hysteresis
+    not finite:  counter = -growth_delay
+                 left = max(left - 1, 0)
+                 if left == 0:
+                     S = max(S * backoff_factor, min_loss_scale)
+                     if hysteresis_reset is "finite_or_backoff": left = hysteresis
+    ```
+
+    S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
+    after the third step and 32 after the sixth. If the factor is not a power of two, S
+    may differ from this by 1 ulp under `jit`, where XLA multiplies by reciprocals.
+
+    A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
+    `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`. All
+    other fields are static. `adjust` keeps shapes and dtypes, as `lax.scan` wants.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
+    first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
+
+    Args:
+      loss_scale: initial S, f32[]; 2^15 is the largest power of two that float16 holds.
+        A Python or NumPy number must lie in [min_loss_scale, max_loss_scale]: for S < 1
+        give a lower floor. A device array is clipped to [2^-126, 2^126]; NaN to the
+        floor.
+      counter: finite steps since the last change of S, i32[]; None is -growth_delay.
+      period: finite steps in a row after which S grows; 2000, as in most frameworks.
+      factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
+      min_loss_scale: floor of S. It may be below 1, for unscaled gradients that
+        overflow. Values below 2^-126 (0, say) mean 2^-126. Stored as float32.
+      max_loss_scale: cap of S; float16 training gains nothing beyond 2^24. Values above
+        2^126 mean 2^126. Stored as float32.
+      backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
+      growth_delay: finite steps that do not count after the start and each overflow.
+      hysteresis: overflows until S backs off; 1 backs off at each.
+      hysteresis_reset: what refills the hysteresis: "growth" of S, every "finite" step,
+        or "finite_or_backoff".
+      at_max: "hold" skips a growth that would exceed the cap, "clamp" grows to the cap.
+      hysteresis_left: overflows left until S backs off, i32[]; None is `hysteresis`.
+        Not a leaf with hysteresis = 1.
+
+    Raises:
+      TypeError: an argument is not a number (or not a string, for the two words).
+      ValueError: an argument is out of its range; the message says what is allowed.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)
+      >>> for finite in (True, True, False):
+      ...     loss_scale = loss_scale.adjust(jnp.array(finite))
+      ...     print(float(loss_scale.loss_scale), int(loss_scale.counter))
+      32768.0 1
+      65536.0 0
+      32768.0 0
+    """
+
+    _leaf_names: ClassVar[tuple[str, ...]] = "loss_scale", "counter", "hysteresis_left"
+    _other_names: ClassVar[dict[str, str]] = {
+        "init_scale": "loss_scale",
+        "initial_scale": "loss_scale",
+        "growth_interval": "period",
+        "growth_factor": "factor",
+        "scale_window": "period",
+        "scale_factor": "factor",
+        "min_scale": "min_loss_scale",
+        "max_scale": "max_loss_scale",
+    }
+
+    loss_scale: Any = 2.0**15
+    counter: Any = None
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: float = 1.0
+    _: dataclasses.KW_ONLY
+    max_loss_scale: float = 2.0**24
+    backoff_factor: float | None = None
+    growth_delay: int = 0
+    hysteresis: int = 1
+    hysteresis_reset: str = "growth"
+    at_max: str = "hold"
+    hysteresis_left: Any = None
+
+    def __post_init__(self) -> None:
+        # Not called by unflattening, where JAX puts placeholders for leaves.
+        arguments = _validation.Arguments(type(self).__name__)
+        values = _validation.rule(arguments, _pytree.fields_of(self))
+        low, high = values["min_loss_scale"], values["max_loss_scale"]
+        s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
+        # Without hysteresis, the default, each checkpoint has one leaf less.
+        starts = {"counter": -values["growth_delay"]}
+        if values["hysteresis"] > 1:
+            starts["hysteresis_left"] = values["hysteresis"]
+        values |= {"loss_scale": s, "hysteresis_left": None}
+        for name, start in starts.items():
+            given = getattr(self, name)
+            values[name] = _validation.int32_leaf(arguments, name, given, start, s)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def scale(self, tree: T) -> T:
+        """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
+
+        Args:
+          tree: pytree; leaves that are not real or complex floating point pass
+            unchanged, and so does Flax's float8 collection `_overwrite_with_gradient`.
+
+        Returns:
+          The same structure. Floating-point leaves narrower than 32 bits come back as
+          float32; float64 and complex leaves keep their dtype.
+
+        Raises:
+          ValueError: S has a shape other than ().
+        """
+        return multiply("scale", tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides by S, in float32 or wider, so that what scaling saved is kept.
+
+        Give it the gradients of the loss that this very S scaled: before `adjust`, and
+        before any mean over devices or micro-batches. Leaves, dtypes and errors are
+        those of `scale`. Exact when S is a power of two.
+        """
+        return multiply("unscale", tree, self.loss_scale, inverse=True)
+
+    def adjust(
+        self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+    ) -> "DynamicLossScale":
+        """The loss scale of the next step: the rule above, as one select.
+
+        Args:
+          grads_finite: bool, of the shape of `loss_scale` ([], except under `vmap`).
+          loss_finite: bool of that shape; False when the unscaled loss itself is NaN or
+            infinite. No S changes the forward pass, so everything stays as it is.
+
+        Raises:
+          ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.
+        """
+        self._check_flag("grads_finite", grads_finite)
+        cases = self._after_finite(), self._after_overflow()
+        new = jax.tree.map(functools.partial(jnp.where, grads_finite), *cases)
+        # The default is a Python True, which costs no second select.
+        if loss_finite is not True:
+            self._check_flag("loss_finite", loss_finite)
+            new = jax.tree.map(functools.partial(jnp.where, loss_finite), new, self)
+        return new
+
+    def _after_finite(self) -> "DynamicLossScale":
+        s, counter = self.loss_scale, self.counter + 1
+        # Not `==`: a restored counter may be beyond a period that is shorter now.
+        grows = counter >= self.period
+        grown = s * self.factor
+        # Both ends are static, so each loss scale compiles only the part that it uses.
+        if self.at_max == "hold":
+            grown = jnp.where(grown <= self.max_loss_scale, grown, s)
+        else:
+            grown = jnp.minimum(grown, self.max_loss_scale)
+        leaves = {
+            "loss_scale": jnp.where(grows, grown, s),
+            "counter": jnp.where(grows, 0, counter),
+        }
+        if self.hysteresis > 1:
+            left = jnp.full_like(self.hysteresis_left, self.hysteresis)
+            if self.hysteresis_reset == "growth":
+                left = jnp.where(grows, left, self.hysteresis_left)
+            leaves["hysteresis_left"] = left
+        return _pytree.with_fields(self, **leaves)
+
+    def _after_overflow(self) -> "DynamicLossScale":
+        s, counter = self.loss_scale, jnp.full_like(self.counter, -self.growth_delay)
+        if self.backoff_factor is None:
+            backed_off = s / self.factor
+        else:
+            backed_off = s * self.backoff_factor
+        # Not jnp.maximum, which keeps a NaN: every step would be skipped.
+        floor = self.min_loss_scale
+        backed_off = jnp.where(backed_off > floor, backed_off, floor)
+        leaves = {"loss_scale": backed_off, "counter": counter}
+        if self.hysteresis > 1:
+            # With a reset at growth, `left` stays at 0 in a row of overflows.
+            left = jnp.maximum(self.hysteresis_left - 1, 0)
+            backs_off = left == 0
+            leaves["loss_scale"] = jnp.where(backs_off, backed_off, s)
+            if self.hysteresis_reset == "finite_or_backoff":
+                left = jnp.where(backs_off, self.hysteresis, left)
+            leaves["hysteresis_left"] = left
+        return _pytree.with_fields(self, **leaves)
+
+    def _check_flag(self, name: str, flag: ArrayLike) -> None:
+        shape, expected = jnp.shape(flag), jnp.shape(self.loss_scale)
+        if shape != expected or jnp.result_type(flag) != jnp.bool_:
+            raise ValueError(
+                f"adjust: expected {name} to be a boolean of the shape {expected} of "
+                f"loss_scale, got {jnp.result_type(flag)}{list(shape)}; reduce it with "
+                "all_finite, or vmap adjust"
+            )
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _validation
-from ._dynamic import DynamicLossScale
+from ._loss_scale import DynamicLossScale
 from ._validation import LARGEST, SMALLEST, Arguments, require_no_tolerance
 
 # What frameworks call the fields of `DynamicLossScale`, where they call them otherwise.

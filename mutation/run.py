@@ -32,7 +32,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The tests that mirror a module, and some that use it.
 TESTS = {
-    "_dynamic": "test_loss_scale test_validation",
     "_loss_scale": "test_loss_scale test_validation test_gradients "
     "diagnostics/test_report test_state_dict_docs",
     "_tree": "test_tree test_policy test_loss_scale test_gradients",

@@ -332,8 +332,7 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
             number = float(value) if isinstance(value, jax.Array) else value
             cure = f"pass jmp_scale.get_loss_scale({number!r})"
     elif any(map(is_loss_scale, jax.tree.leaves(value, is_leaf=is_loss_scale))):
-        find = '.loss_scale, or optax.tree.get(opt_state, "loss_scale")'
-        cure = f"pass the loss scale in it: {find}"
+        cure = 'pass its .loss_scale, or optax.tree.get(opt_state, "loss_scale")'
     raise TypeError(f"{function}: expected a loss scale, got {got}; {cure}")
 
 

@@ -181,8 +181,8 @@ def require_function(name: str, fun: Any) -> None:
     """Raises a TypeError if `fun` is not a function of what a step differentiates."""
     if is_module(fun):
         raise TypeError(
-            f"{name}: expected a function, got a {type(fun).__name__}; wrap the one "
-            "that calls the model: lambda model, x: loss(model(x))"
+            f"{name}: expected a function, got a {type(fun).__name__}; wrap the "
+            "function that calls the model: lambda model, x: loss(model(x))"
         )
     if not callable(fun):
         raise TypeError(

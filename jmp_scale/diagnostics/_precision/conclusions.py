@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..._jaxpr import PRODUCTS, open_jaxpr, shape
+from ..._jaxpr import PRODUCTS, shape
 from .matrix_work import Line
 from .origins import is_half, is_half_product
 from .source import Place, place_of_function
@@ -33,7 +33,7 @@ def half_parameters(
 
 
 def half_loss(
-    forward: Walk, program: Any, loss: Any, fun: Callable[..., Any], caller: Place
+    forward: Walk, loss: Any, fun: Callable[..., Any], caller: Place
 ) -> Iterator[Finding]:
     """A loss in half precision, at the line of the function that makes it."""
     dtype = str(getattr(loss, "dtype", ""))  # Python's numbers have none
@@ -44,7 +44,7 @@ def half_loss(
         f"the loss leaves the function in {dtype}, where it {keeps}; cast to float32 "
         "before the last mean"
     )
-    step = forward.maker_of(open_jaxpr(program)[0].outvars[0])
+    step = forward.outs[0].maker
     place = place_of_function(fun, caller, None if step is None else step.eqn)
     finding = _at(place, "half-loss", "warning", message, dtype)
     if step is not None:

@@ -41,6 +41,7 @@ class Fact:
     squared: bool = False  # squares, or sums of squares, in float32
     cast: bool = False  # whether the user cast these entries to half precision
     promoted: Any = None  # the `Promotion` of half precision that they come from
+    maker: Any = None  # the `Step` that made their array, inside of calls
     origin: Origin = NOTHING  # what the entries were made of
 
     @property

@@ -127,10 +127,10 @@ def follow(step: Step, fact: Fact) -> Fact:
         promoted = Promotion(step) if promotes else None
         return dataclasses.replace(fact, cast=cast, promoted=promoted)
     met = {f.promoted for f in step.ins if f.promoted and not f.promoted.operand}
-    for v, f, maker in zip(step.eqn.invars, step.ins, step.makers, strict=True):
+    for v, f in zip(step.eqn.invars, step.ins, strict=True):
         if met and is_wide(dtype_name(v)) and not f.promoted and not is_literal(v):
             for promotion in met:
-                promotion.operand = _name_of(maker)
+                promotion.operand = _name_of(f.maker)
     return dataclasses.replace(fact, cast=True) if is_narrowed_by_user(step) else fact
 
 
@@ -138,12 +138,12 @@ def promotions_of(step: Step) -> Iterator[Promotion]:
     """Why a matrix product is in float32 although the user has cast an operand."""
     if not flops(step.eqn) or is_sum(step.eqn):
         return
-    operands = [*zip(step.eqn.invars[:2], step.ins[:2], step.makers[:2], strict=True)]
-    wide = [(f, maker) for v, f, maker in operands if is_wide(dtype_name(v))]
-    half = [f for v, f, _ in operands if is_half(dtype_name(v))]
-    found = next((f.promoted for f, _ in wide if half or f.cast), None)
+    operands = [*zip(step.eqn.invars[:2], step.ins[:2], strict=True)]
+    wide = [f for v, f in operands if is_wide(dtype_name(v))]
+    half = [f for v, f in operands if is_half(dtype_name(v))]
+    found = next((f.promoted for f in wide if half or f.cast), None)
     if found is None and wide and any(f.cast for f in half):
-        found = Promotion(step, _name_of(wide[0][1]))
+        found = Promotion(step, _name_of(wide[0].maker))
     if found is not None:
         found.products.append(step)
         yield found
@@ -152,7 +152,7 @@ def promotions_of(step: Step) -> Iterator[Promotion]:
 def _name_of(maker: Step | None) -> str:
     """Of a value that this step made: the function that was called for it."""
     while maker and maker.name in _NO_WORK and not is_literal(maker.eqn.invars[0]):
-        maker = maker.makers[0]
+        maker = maker.ins[0].maker
     if maker is None or maker.place().line is None:
         return "an argument or a constant"
     public = [c for c in maker.place().calls if c.isidentifier() and c[0] != "_"]

@@ -120,7 +120,7 @@ def precision_report(
     operations = matrix_work.operations(steps)
     # What autocast left in float32 is not for the user to cast.
     notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
-    of_loss = [*conclusions.half_loss(forward, program, loss, fun, caller)]
+    of_loss = [*conclusions.half_loss(forward, loss, fun, caller)]
     found = [
         *conclusions.half_parameters(gradients, fun, caller),
         *conclusions.overflowing_constants(forward, infinite),

@@ -147,14 +147,15 @@ def _half_square(step: Step) -> Iterator[Finding]:
 
 def _power_of_one_value(step: Step) -> int:
     """How often an operation multiplies a value by itself; 0 if it does not."""
+    same = len(step.ins) > 1 and step.ins[0] is step.ins[1]
     match step.name:
         case "square":
             return 2
         case "integer_pow":
             return step.eqn.params["y"]
-        case "mul" if step.same:
+        case "mul" if same:
             return 2
-        case "dot_general" if step.same:
+        case "dot_general" if same:
             # Of a vector with itself; a Gram matrix is a product.
             return 2 if is_inner_product(step.eqn) else 0
     return 0
@@ -166,7 +167,7 @@ def _half_exp(step: Step) -> Iterator[Finding]:
     if _is_safe(step.place()):
         return
     digits = "three" if step.result == "float16" else "two"
-    maker = step.makers[0]
+    maker = step.ins[0].maker
     shifted = maker is not None and maker.name == "sub"  # perhaps by the maximum
     bounded = shifted or step.ins[0].high <= _LARGEST_EXPONENT
     overflows = step.result == "float16" and step.name in _OVERFLOWING and not bounded
@@ -260,7 +261,7 @@ def _inverted(step: Step) -> int | None:
     match step.name:
         case "div":
             return 1
-        case "sqrt" if step.makers[0] and step.makers[0].name == "max":
+        case "sqrt" if step.ins[0].maker and step.ins[0].maker.name == "max":
             return None  # the root of relu(x) is meant to start at 0
         case "rsqrt" | "log" | "sqrt":
             return 0
@@ -274,7 +275,7 @@ def _inverted(step: Step) -> int | None:
 def _round_trip(step: Step) -> Iterator[Finding]:
     if step.name != "convert_element_type" or not is_wide(step.result):
         return
-    maker = step.makers[0]
+    maker = step.ins[0].maker
     if maker is None or not is_narrowed_by_user(maker):
         return
     # A function that returns half precision does not know what comes after it, and its

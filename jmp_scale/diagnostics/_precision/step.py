@@ -47,8 +47,6 @@ class Step(NamedTuple):
     backward: bool = False  # whether JAX made it by transposing one of the same line
     times: int = 1  # how often it runs
     ins: Sequence[Fact] = ()  # what is known about its inputs
-    makers: Sequence["Step | None"] = ()  # what made them; None of arguments
-    same: bool = False  # whether its first two inputs are the same value
     in_custom_vjp: bool = False  # in a function with a backward rule of its own
 
     @property

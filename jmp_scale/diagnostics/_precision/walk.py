@@ -48,9 +48,7 @@ class Walk:
         self.promotions: list[Promotion] = []
         self._lost = lost
         self._differentiated = differentiated
-        # What the arguments of calls are outside of them, and the makers of variables.
-        self._same_as: dict[Any, Any] = {}
-        self._made_by: dict[Any, Step] = {}
+        self.outs: list[Fact] = []  # what is known about the program's outputs
 
     def through(
         self, program: Any, caller: Place, parameters: Collection[int] = ()
@@ -62,14 +60,10 @@ class Walk:
         for i in parameters:
             origin = Origin(id(inner.invars[i]), parameters=True)
             facts[i] = dataclasses.replace(facts[i], origin=origin)
-        self._run(program, facts, outer)
+        self.outs = self._run(program, facts, outer)
         if not self._differentiated:
             self._record_carries(half_states(program), outer)
         return self
-
-    def maker_of(self, atom: Any) -> Step | None:
-        """The step that made a variable, inside of calls; None for an argument."""
-        return self._made_by.get(self._name_of(atom))
 
     def _run(self, jaxpr: Any, facts: Sequence[Fact], outer: Step) -> list[Fact]:
         """What is known about the outputs of a jaxpr, given facts about its inputs."""
@@ -101,10 +95,7 @@ class Walk:
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = _lazily(eqn, outer.place)
-        names = [self._name_of(atom) for atom in eqn.invars]
-        makers = [self._made_by.get(name) for name in names]
-        same = len(names) > 1 and names[0] == names[1]
-        step = Step(eqn, place, backward, outer.times, ins, makers, same, in_rule)
+        step = Step(eqn, place, backward, outer.times, ins, in_rule)
         bodies = jaxprs.subjaxprs(eqn)
         try:
             if step.name in _OPAQUE:
@@ -130,10 +121,9 @@ class Walk:
             self.unread.append((step.name, step.place()))
 
     def _operation(self, step: Step) -> list[Fact]:
-        outs = transfer(step.eqn, step.ins)
+        facts = transfer(step.eqn, step.ins)
+        outs = [dataclasses.replace(fact, maker=step) for fact in facts]
         self.steps.append(step)
-        for variable in step.eqn.outvars:
-            self._made_by[variable] = step
         if not outs or (self._differentiated and not step.backward):
             return outs
         if step.backward and step.name == "cumsum":
@@ -155,9 +145,6 @@ class Walk:
             step = outer._replace(eqn=eqn, place=_lazily(eqn, outer.place))
             self.found.append(step.finding("half-carry", "warning", message, atom))
 
-    def _name_of(self, atom: Any) -> Any:
-        return object() if is_literal(atom) else self._same_as.get(atom, atom)
-
     def _nested(self, step: Step, bodies: list[Any]) -> list[Fact]:
         eqn, ins, before = step.eqn, list(step.ins), len(self.found)
         # In shard_map shapes are those of one device, but all of them compute.
@@ -167,7 +154,7 @@ class Walk:
         if cond and all(fits(body, len(ins) - 1, outputs) for body in bodies):
             results = []
             for body in bodies:
-                results.append(self._call(body, eqn.invars[1:], ins[1:], step))
+                results.append(self._run(body, ins[1:], step))
                 if eqn.params.get("branches_platforms"):
                     # One runs, on each kind of machine: the first one's work counts.
                     step = step._replace(times=0)
@@ -176,12 +163,7 @@ class Walk:
         if step.name in _CONTROL_FLOW:
             self._leave_unread(step)
         elif len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
-            outs = self._call(bodies[0], eqn.invars, ins, step)
-            results = open_jaxpr(bodies[0])[0].outvars
-            for variable, result in zip(eqn.outvars, results, strict=True):
-                maker = self.maker_of(result)
-                if maker is not None:
-                    self._made_by[variable] = maker
+            outs = self._run(bodies[0], ins, step)
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
@@ -194,16 +176,8 @@ class Walk:
             self._run(body, [of_atom(v) for v in inner.invars], step)
         return [of_atom(v) for v in eqn.outvars]
 
-    def _call(
-        self, body: Any, atoms: Sequence[Any], ins: list[Fact], step: Step
-    ) -> list[Fact]:
-        inner, _ = open_jaxpr(body)
-        for variable, atom in zip(inner.invars, atoms, strict=True):
-            self._same_as[variable] = self._name_of(atom)
-        return self._run(body, ins, step)
-
     def _loop(self, step: Step, loop: Loop) -> list[Fact]:
-        ins = list(step.ins)
+        ins = _entries(step.ins)
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         # What is known about a carry at first (a zero) holds in no other iteration.
@@ -219,7 +193,12 @@ class Walk:
         if step.backward or not self._differentiated:
             self._record_carries(half_carries(loop, step.backward), step)
         ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
-        return [*ends, *outs[loop.carry :]]
+        return [*ends, *_entries(outs[loop.carry :])]
+
+
+def _entries(facts: Sequence[Fact]) -> list[Fact]:
+    """The facts of arrays that a loop takes apart or stacks: other arrays."""
+    return [dataclasses.replace(fact, maker=None) for fact in facts]
 
 
 def _lazily(eqn: Any, outer: Callable[[], Place]) -> Callable[[], Place]:

@@ -13,10 +13,9 @@ from ..._jaxpr import PRODUCTS, dtype_name, equations, shape, size, subjaxprs, w
 
 # Entries of the result are entries of the first operand, perhaps cast.
 MOVES = words(
-    "broadcast_in_dim convert_element_type copy copy_p device_put dynamic_slice "
-    "expand_dims gather name optimization_barrier pbroadcast pcast pvary "
-    "reduce_precision reshape rev sharding_constraint slice squeeze stop_gradient tile "
-    "transpose"
+    "broadcast_in_dim convert_element_type copy device_put dynamic_slice expand_dims "
+    "gather name optimization_barrier pbroadcast pvary reduce_precision reshape rev "
+    "sharding_constraint slice squeeze stop_gradient tile transpose"
 )
 _SUMS = words("add add_any concatenate mul pad scatter select_n sub")
 

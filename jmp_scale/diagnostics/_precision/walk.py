@@ -26,7 +26,6 @@ _OPAQUE = words(
     "core_map custom_call ffi_call io_callback pallas_call pure_callback "
     "tpu_custom_call triton_call"
 )
-_CONTROL_FLOW = words("cond scan while")  # no calls, whatever their layout
 
 
 class Walk:
@@ -150,8 +149,7 @@ class Walk:
         # In shard_map shapes are those of one device, but all of them compute.
         step = step._replace(times=step.times * jaxprs.mesh_size(eqn))
         outputs = len(eqn.outvars)
-        cond = step.name == "cond"
-        if cond and all(fits(body, len(ins) - 1, outputs) for body in bodies):
+        if step.name == "cond" and all(fits(b, len(ins) - 1, outputs) for b in bodies):
             results = []
             for body in bodies:
                 results.append(self._run(body, ins[1:], step))
@@ -160,16 +158,15 @@ class Walk:
                     step = step._replace(times=0)
             cases = zip(*results, strict=True)
             return [functools.reduce(join, facts) for facts in cases]
-        if step.name in _CONTROL_FLOW:
-            self._leave_unread(step)
-        elif len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
+        is_call = step.name not in ("cond", "scan", "while")
+        if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
             outs = self._run(bodies[0], ins, step)
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
                 self.autocasts |= "Cast._run_half" in step.place().calls
             return outs
-        elif step.name not in jaxprs.known_primitives():
+        if not is_call or step.name not in jaxprs.known_primitives():
             self._leave_unread(step)
         for body in bodies:
             inner, _ = open_jaxpr(body)

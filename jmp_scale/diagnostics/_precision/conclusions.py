@@ -9,7 +9,7 @@ from ..._jaxpr import PRODUCTS, shape
 from .matrix_work import Line
 from .origins import is_half, is_half_product
 from .source import Place, place_of_function
-from .step import SEVERITIES, Finding, Step, sentence
+from .step import SEVERITIES, Finding, Step, finding_at
 from .walk import Walk
 
 
@@ -29,7 +29,7 @@ def half_parameters(
         "nothing; keep float32 parameters and cast them inside the loss"
     )
     place = place_of_function(fun, caller)
-    yield _at(place, "half-parameters", "error", message, dtype)
+    yield finding_at(place, "half-parameters", "error", message, dtype)
 
 
 def half_loss(
@@ -46,7 +46,7 @@ def half_loss(
     )
     step = forward.outs[0].maker
     place = place_of_function(fun, caller, None if step is None else step.eqn)
-    finding = _at(place, "half-loss", "warning", message, dtype)
+    finding = finding_at(place, "half-loss", "warning", message, dtype)
     if step is not None:
         finding = finding._replace(primitive=step.name)
         # The cast of the loss itself is at fault in no other way.
@@ -70,7 +70,7 @@ def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Finding]:
             ".max, or compute this in float32"
         )
         for line in lines - {(None, None)}:
-            yield _at(Place(*line), "half-constant", "error", message, dtype)
+            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
 
 
 def two_dtypes(forward: Walk) -> Iterator[Finding]:
@@ -106,11 +106,6 @@ def products_of_parameters(forward: Walk) -> Iterator[Finding]:
 
 def _line_and_shapes(step: Step) -> tuple[Any, ...]:
     return *step.place()[:2], *(shape(v) for v in step.eqn.invars[:2])
-
-
-def _at(place: Place, rule: str, severity: Any, message: str, dtype: str) -> Finding:
-    said = sentence(message, place)
-    return Finding(rule, severity, said, *place[:2], "", dtype, (), False)
 
 
 def in_order(found: list[Finding], forward: Walk) -> list[Finding]:

@@ -115,7 +115,8 @@ class Promotion:
             f"a float32 operand, {operand}, makes float32 of {half} here, so that "
             f"{runs} in float32 and casts have no effect; cast this operand too"
         )
-        return self.step.finding("full-matmul", "warning", message, dtype="float32")
+        found = self.step.finding("full-matmul", "warning", message)
+        return found._replace(dtype="float32")
 
 
 def follow(step: Step, fact: Fact) -> Fact:
@@ -173,5 +174,5 @@ def full_matmuls(steps: Iterable[Step], told: set[Line]) -> Iterator[Finding]:
             f"a matrix product runs in {' x '.join(operand_dtypes(step.eqn))} while "
             "others are half precision; cast both operands if its time matters"
         )
-        atom = step.eqn.outvars[0]
-        yield step.finding("full-matmul", "note", message, atom, "float32")
+        found = step.finding("full-matmul", "note", message, step.eqn.outvars[0])
+        yield found._replace(dtype="float32")

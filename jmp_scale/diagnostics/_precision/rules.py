@@ -1,8 +1,7 @@
 """The rules of `precision_report` that a single operation can break.
 
-Each rule looks at one step of the traced program and at what is known about its inputs,
-and yields a finding for each fault. The table of the rules, with programs and cures, is
-docs/precision.md.
+Each yields findings about one step, from what is known about its inputs. The table of
+the rules, with programs and cures, is docs/precision.md.
 """
 
 import math
@@ -231,10 +230,9 @@ def _half_integers(step: Step) -> Iterator[Finding]:
         counts = counts or is_integer(step.source)
     limit = _DISTINCT_INTEGERS[step.result]
     exact = fact.only and all(rounded(v, step.result) == v for v in fact.values)
-    if not counts or exact or not limit < fact.magnitude < math.inf:
+    lost = _lost_constants(fact, step.result)  # half-constant reports them
+    if not counts or exact or lost or not limit < fact.magnitude < math.inf:
         return
-    if _lost_constants(fact, step.result):
-        return  # reported by half-constant
     message = (
         f"integers up to {fact.magnitude:,.0f} are cast to {step.result}, which tells "
         f"them apart only up to {limit:,}; keep them integers or compute in float32"
@@ -288,7 +286,7 @@ def _round_trip(step: Step) -> Iterator[Finding]:
         "left out by XLA on a GPU; drop both casts, or round with "
         "jax.lax.reduce_precision"
     )
-    yield step.finding("round-trip", "warning", message, dtype=step.source)
+    yield step.finding("round-trip", "warning", message, step.eqn.invars[0])
 
 
 def _amplified_product(step: Step) -> Iterator[Finding]:

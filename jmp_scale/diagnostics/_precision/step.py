@@ -70,22 +70,19 @@ class Step(NamedTuple):
         return casts and is_wide(self.source) and is_half(self.result)
 
     def finding(
-        self,
-        rule: str,
-        severity: Severity,
-        message: str,
-        atom: Any = None,
-        dtype: str = "",
+        self, rule: str, severity: Severity, message: str, atom: Any = None
     ) -> Finding:
         """What a rule found here, in an input of the equation, by default the first."""
-        dtype = dtype or (self.result if atom is None else dtype_name(atom))
+        dtype = self.result if atom is None else dtype_name(atom)
         atom = (*self.eqn.invars, *self.eqn.outvars)[0] if atom is None else atom
-        place = self.place()
-        where = (*place[:2], self.name, dtype, shape(atom), self.backward)
-        return Finding(rule, severity, sentence(message, place), *where)
+        found = finding_at(self.place(), rule, severity, message, dtype, self.name)
+        return found._replace(shape=shape(atom), backward=self.backward)
 
 
-def sentence(message: str, place: Place) -> str:
-    """A message as a sentence; it names the line of a library that it is about."""
+def finding_at(
+    place: Place, rule: str, severity: Severity, text: str, dtype: str, name: str = ""
+) -> Finding:
+    """What a rule found at a line; in a library, its line ends the message."""
     library = f" (in {place.library})" if place.library else ""
-    return f"{message[0].upper()}{message[1:]}{library}."
+    message = f"{text[0].upper()}{text[1:]}{library}."
+    return Finding(rule, severity, message, *place[:2], name, dtype, (), False)

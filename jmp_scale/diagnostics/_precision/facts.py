@@ -1,8 +1,7 @@
 """What is known about traced values without running the program.
 
 A `Fact` bounds the entries of an array and remembers the few things that decide whether
-half precision holds them: constants, sums, squares, and epsilons that keep a value from
-0. `transfer` derives what is known about the output of an operation from its inputs.
+half precision holds them. `transfer` derives the facts of an operation's outputs.
 """
 
 import dataclasses

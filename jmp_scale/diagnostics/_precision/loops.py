@@ -1,10 +1,8 @@
 """Finds the carries of a loop that accumulate: running sums and moving averages.
 
 A carry accumulates if each iteration makes it `a * carry + b` with a number `a` and a
-`b` that does not depend on the carry: a sum, a mean, an exponential moving average,
-accumulated gradients. The state of an LSTM, whose factor is an array, is not of this
-form. A residual stream `x + f(x)` is not either, but a solver that takes very many
-steps is.
+`b` that does not depend on the carry. The state of an LSTM, whose factor is an array,
+does not. A residual stream `x + f(x)` does only in a solver of very many steps.
 """
 
 import enum
@@ -32,10 +30,8 @@ class _Form(enum.IntEnum):
 
 
 def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Messages, what adds up in half precision, and equations that add to it.
-
-    Backward, carries are gradients of what all iterations share.
-    """
+    """Messages, what adds up in half precision, and equations that add to it."""
+    # Backward, carries are gradients of what all iterations share.
     least = _LONG_BACKWARD_LOOP if backward else 2
     # Of a loop that waits for a condition nobody knows the length: it may be long.
     if loop.trips is not None and loop.trips < least:
@@ -45,8 +41,7 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
     if backward:
         cure = "cast what the iterations share to half precision inside the loop"
     inner, _ = open_jaxpr(loop.body)
-    # `x + f(x)`: layers are a residual stream, which half precision bears. More steps
-    # than a network has layers are those of a solver.
+    # More steps of `x + f(x)` than a network has layers are those of a solver.
     solver = (loop.trips or 0) >= _MORE_THAN_LAYERS
     for i, variable in enumerate(loop.carries):
         for half, eqn in _accumulating(inner, variable, [i], solver):

@@ -1,7 +1,7 @@
 """What values were made of, for the rules that look beyond a single operation.
 
-Half precision rounds a product relative to its own size. That is harmless until what
-comes next amplifies it: a difference that cancels, an angle's turns, an inverse.
+A product's rounding is harmless until what comes next amplifies it: a difference that
+cancels, an angle's turns, an inverse.
 """
 
 import dataclasses

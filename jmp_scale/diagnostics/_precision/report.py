@@ -166,8 +166,7 @@ def _positions(loss: Loss) -> range:
 def _noting_lost_constants() -> Iterator[tuple[set[Line], set[Line]]]:
     """Notes the lines at which a number becomes infinite, or 0, in its dtype.
 
-    The trace shows only what is left of it, which may be the user's own infinity. It is
-    NumPy that casts, and that can say so; without this it would warn.
+    The trace shows only what is left of it. NumPy casts, and can say what it loses.
     """
     lines: dict[str, set[Line]] = {"overflow": set(), "underflow": set()}
 
@@ -196,11 +195,11 @@ def _table(report: PrecisionReport) -> list[str]:
     rows = [row for row in report.operations if row.flops]
     if not rows:
         return ["No matrix products or convolutions."]
-    lines = [f"{100 * report.half_share:.1f} % of the matrix work is half precision:"]
-    lines.append(f"  {'operation':<22}{'operands':<20}{'runs':>8}{'share':>9}")
-    for row in rows:
-        share = f"{100 * row.share:.1f} %"
-        lines.append(
-            f"  {row.primitive:<22}{row.dtype:<20}{row.executions:>8}{share:>9}"
-        )
-    return lines
+    return [
+        f"{100 * report.half_share:.1f} % of the matrix work is half precision:",
+        f"  {'operation':<22}{'operands':<20}{'runs':>8}{'share':>9}",
+        *(
+            f"  {r.primitive:<22}{r.dtype:<20}{r.executions:>8}{100 * r.share:>7.1f} %"
+            for r in rows
+        ),
+    ]

@@ -39,8 +39,7 @@ def place_of(eqn: Any, outer: Place) -> Place:
     """The innermost line of user code that made an equation.
 
     A nested jaxpr may come from JAX's cache, traced for another line. So frames beyond
-    the one that traces a jaxpr do not count: then `outer`, the place of the equation
-    that holds the jaxpr, is the answer.
+    the one that traces it do not count: the answer is then `outer`, the call's place.
     """
     calls: list[str] = []
     packages: set[str] = set()
@@ -74,10 +73,7 @@ def place_of_caller() -> Place:
 
 
 def place_of_function(fun: Any, otherwise: Place, eqn: Any = None) -> Place:
-    """The line of a function's body that led to an equation, or where it is defined.
-
-    `otherwise` if that is in a library or unknown.
-    """
+    """The line of a function's body that led to an equation, or where it is defined."""
     code = _code_of(fun)
     if code is None or _package(code.co_filename) is not None:
         return otherwise

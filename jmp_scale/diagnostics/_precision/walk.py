@@ -29,10 +29,9 @@ _OPAQUE = words(
 
 
 class Walk:
-    """One walk through one traced program.
+    """One walk through one traced program, in which numbers became 0 at `lost` lines.
 
-    `lost` are the lines at which a number became 0. In a `differentiated` program the
-    rules apply only to what JAX has transposed.
+    In a `differentiated` program the rules apply only to what JAX has transposed.
     """
 
     def __init__(self, lost: set[Line], differentiated: bool = False):

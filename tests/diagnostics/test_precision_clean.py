@@ -158,6 +158,14 @@ def test_the_activations_of_jax_nn(policy):
     assert_clean(loss, array(8, 8), array(16, 8))
 
 
+def test_division_by_relu_without_an_epsilon(policy):
+    def loss(w, x):
+        h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)
+        return jnp.mean(policy.cast_to_output(h / jax.nn.relu(h)))
+
+    assert_clean(loss, array(8, 8), array(16, 8))
+
+
 def test_masks_positions_and_noise_that_half_precision_holds(policy):
     def loss(w, x, key):
         h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)

@@ -259,8 +259,6 @@ def _inverted(step: Step) -> int | None:
     match step.name:
         case "div":
             return 1
-        case "sqrt" if step.ins[0].maker and step.ins[0].maker.name == "max":
-            return None  # the root of relu(x) is meant to start at 0
         case "rsqrt" | "log" | "sqrt":
             return 0
         case "pow" if step.ins[1].high < 0:

@@ -128,9 +128,11 @@ class Walk:
             # Its sums are gradients, as large as any other.
             outs = [dataclasses.replace(outs[0], summed=step.ins[0].summed)]
         # To find the place of every equation would take minutes.
-        starts = outs[0].epsilon == 0 and step.ins[0].single == 0
-        if starts and step.place()[:2] not in self._lost:
-            # `0 + x` is Python's `sum([x])`.
+        added = step.ins if step.name == "max" else step.ins[:1]
+        starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in step.ins)
+        zero = starts and any(fact.single == 0 for fact in added)
+        if zero and step.place()[:2] not in self._lost:
+            # `0 + x` is Python's `sum([x])`, and `max(x, 0)` is relu: nothing was lost.
             outs = [dataclasses.replace(outs[0], epsilon=None)]
         self.found.extend(faults(step))
         if step.backward:

@@ -62,8 +62,7 @@ def half_loss(
 
 def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Finding]:
     """Numbers that were infinite in half precision before they came into the trace."""
-    # The trace says where such a constant is used, not where it was made; and where it
-    # is the argument of a nested jaxpr, as of jnp.where, no operation uses it there.
+    # The trace says where such a constant is used, if at all, not where it was made.
     for dtype in forward.infinite:
         message = (
             f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "

@@ -87,7 +87,6 @@ def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
 
 
 def half_share(table: Iterable[Operation]) -> float:
-    """Share of the matrix work whose operands are half precision; 0 without any."""
     work = sum(row.flops for row in table)
     half = sum(row.flops for row in table if _is_narrow(row.dtype.split(" x ")))
     return half / max(work, 1)
@@ -106,7 +105,6 @@ class Promotion:
     products: list[Step] = dataclasses.field(default_factory=list)  # that it led to
 
     def finding(self) -> Finding:
-        """That casts lose their effect here."""
         half = next(d for d in map(dtype_name, self.step.eqn.invars) if is_half(d))
         count = len(self.products)
         runs = f"{count} matrix products run" if count > 1 else "a matrix product runs"

@@ -22,8 +22,6 @@ _SUMS = words("add add_any concatenate mul pad scatter select_n sub")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """What a value was made of."""
-
     # Stands for the value whose entries these are, moved or cast; 0 if unknown.
     value: int = 0
     # Values whose half-precision product it is, scaled or in a sum; 0 for those of a

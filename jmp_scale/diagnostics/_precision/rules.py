@@ -37,7 +37,6 @@ _SOLVES = words("cholesky eig eigh lu")
 
 
 def faults(step: Step) -> Iterator[Finding]:
-    """All rules that a step breaks."""
     yield from _half_sum(step)
     yield from _half_collective(step)
     # Transposing makes no square and no exp: there, they are a user's backward rule's.
@@ -62,7 +61,6 @@ def is_cast_by_user(place: Place) -> bool:
 
 
 def is_narrowed_by_user(step: Step) -> bool:
-    """Whether a step is a cast to half precision that the user wrote."""
     return step.narrows and not step.ins[0].only and is_cast_by_user(step.place())
 
 
@@ -209,12 +207,8 @@ def _half_constant(step: Step) -> Iterator[Finding]:
 
 def _lost_constants(fact: Fact, dtype: str) -> list[float]:
     """The constants among the entries of an array that a half dtype does not hold."""
-    lost = []
-    for value in sorted(fact.values):
-        held = rounded(value, dtype)
-        if held != value and (held == 0 or math.isinf(held)):
-            lost.append(value)
-    return lost
+    pairs = [(value, rounded(value, dtype)) for value in sorted(fact.values)]
+    return [v for v, held in pairs if v != held and (held == 0 or math.isinf(held))]
 
 
 def _half_integers(step: Step) -> Iterator[Finding]:

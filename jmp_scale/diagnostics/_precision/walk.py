@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ... import _jaxpr as jaxprs
-from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, words
+from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr
 from .facts import Fact, join, of_atom, of_constant, transfer
 from .loops import counted, half_carries, half_states
 from .matrix_work import Line, Promotion, follow, promotions_of
@@ -22,10 +22,7 @@ from .step import Finding, Step
 
 # These have a jaxpr of scalars that says how two entries are combined.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
-_OPAQUE = words(
-    "core_map custom_call ffi_call io_callback pallas_call pure_callback "
-    "tpu_custom_call triton_call"
-)
+_KERNELS = ("core_map", "pallas_call")  # their jaxprs are about blocks of arrays
 
 
 class Walk:
@@ -94,10 +91,8 @@ class Walk:
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = _lazily(eqn, outer.place)
         step = Step(eqn, place, backward, outer.times, ins, in_rule)
-        bodies = jaxprs.subjaxprs(eqn)
+        bodies = [] if step.name in _KERNELS else jaxprs.subjaxprs(eqn)
         try:
-            if step.name in _OPAQUE:
-                raise NotImplementedError(f"{step.name} has no jaxpr to read")
             loop = jaxprs.loop_of(eqn)
             if loop is not None:
                 return self._loop(step, loop)

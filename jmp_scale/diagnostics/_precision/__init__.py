@@ -1,9 +1,8 @@
 """Reads what half precision does to a program: `precision_report`.
 
-From the top: `report` traces, `walk` goes through the equations with the `rules` of one
-operation, the `loops` and the `matrix_work`, `facts` and `origins` say what is known
-about a value, and `conclusions` holds the rules of a whole program. A `step` is an
-equation in its place, and `source` finds its line.
+`report` traces. `walk` goes through the equations with the `rules` of one operation,
+the `loops` and the `matrix_work`. `conclusions` has the rules of a whole program.
+`facts` and `origins` are about values, a `step` is an equation, `source` has its line.
 """
 
 from .matrix_work import Operation as Operation

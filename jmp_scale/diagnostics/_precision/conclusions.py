@@ -112,7 +112,10 @@ def in_order(found: list[Finding], forward: Walk) -> list[Finding]:
     groups: dict[Any, list[Finding]] = {}
     for f in found:
         groups.setdefault((f.file, f.line, f.rule), []).append(f)
-    merged = [_merged(group) for group in groups.values()]
+    merged = []
+    for group in groups.values():
+        worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
+        merged.append(worst._replace(backward=all(f.backward for f in group)))
     lines: dict[Any, int] = {}
     for step in forward.steps if merged else ():
         lines.setdefault(step.place()[:2], len(lines))
@@ -121,8 +124,3 @@ def in_order(found: list[Finding], forward: Walk) -> list[Finding]:
         return lines.get((f.file, f.line), len(lines) if f.backward else -1)
 
     return sorted(merged, key=position)
-
-
-def _merged(group: list[Finding]) -> Finding:
-    worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
-    return worst._replace(backward=all(f.backward for f in group))

@@ -34,9 +34,7 @@ class Fact:
     # What an entry is if the value that a number was added to, or that `max` bounds by
     # a number, is 0; None if there is no such number.
     epsilon: float | None = None
-    # What a float32 sum is if its entries are 1: their number, until it is divided; 0
-    # if it is not a sum.
-    summed: float = 0.0
+    summed: float = 0.0  # what a float32 sum is if its entries are 1; 0 if it is none
     squared: bool = False  # squares, or sums of squares, in float32
     cast: bool = False  # whether the user cast these entries to half precision
     promoted: Any = None  # the `Promotion` of half precision that they come from
@@ -136,11 +134,9 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
 
 def _origin(eqn: Any, facts: Sequence[Fact]) -> Origin:
     origin = origin_of(eqn, [fact.origin for fact in facts])
-    value = origin.value
-    if not value:
-        # Autocast computes cheap values once for each reader: equal ones are one.
-        made_of = [(fact.origin.value, fact.values) for fact in facts]
-        value = hash((eqn.primitive, *made_of, str(eqn.params)))
+    # Autocast computes cheap values once for each reader: equal ones are one.
+    made_of = [(fact.origin.value, fact.values) for fact in facts]
+    value = origin.value or hash((eqn.primitive, *made_of, str(eqn.params)))
     of_parameters = any(fact.origin.parameters for fact in facts) and all(
         fact.origin.parameters or fact.single is not None for fact in facts
     )

@@ -55,9 +55,8 @@ def is_cast_by_user(place: Place) -> bool:
     if not place.packages <= _CASTERS:
         return False
     calls = [call.rpartition("<locals>.")[2] for call in place.calls]
-    while calls and calls[-1] in _PASS_ON:
-        calls.pop()
-    return bool(calls) and (calls[-1] in _CASTS or "cast" in calls[-1])
+    named = [call for call in calls if call not in _PASS_ON]
+    return bool(named) and (named[-1] in _CASTS or "cast" in named[-1])
 
 
 def is_narrowed_by_user(step: Step) -> bool:
@@ -159,9 +158,8 @@ def _power_of_one_value(step: Step) -> int:
 
 
 def _half_exp(step: Step) -> Iterator[Finding]:
-    if step.name not in _EXPONENTIALS or not is_half(step.result):
-        return
-    if _is_safe(step.place()):
+    in_half = step.name in _EXPONENTIALS and is_half(step.result)
+    if not in_half or _is_safe(step.place()):
         return
     digits = "three" if step.result == "float16" else "two"
     maker = step.ins[0].maker

@@ -35,8 +35,7 @@ class Walk:
         self.found: list[Finding] = []
         self.steps: list[Step] = []  # those without nested jaxprs
         self.unread: list[tuple[str, Place]] = []  # what could not be looked into
-        # Rules that found something in functions with derivative rules of their own, by
-        # the line of the call, where JAX has the operations of these rules.
+        # Rules broken in functions with derivatives of their own, by the call's line.
         self.ruled: dict[Line, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` makes products half precision
@@ -84,9 +83,8 @@ class Walk:
         return [fact_of(atom) for atom in inner.outvars]
 
     def _pass(self, eqn: Any, ins: list[Fact], outer: Step) -> list[Fact]:
-        # JAX marks the backward pass in the names only. Of what it made itself by
-        # transposing, only sums (over entries, devices, iterations) can be at fault.
-        # Everything else is reported at the forward line.
+        # JAX marks the backward pass in the names only. Of what it made by transposing,
+        # only sums can be at fault. Everything else is reported at the forward line.
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = _lazily(eqn, outer.place)

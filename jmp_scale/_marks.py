@@ -128,7 +128,7 @@ class Names:
             parts = [p for p in frame.function_name.split(".") if p.isidentifier()]
             names.update(parts, [".".join(parts)])
             places.append(f"/{frame.file_name}:{frame.line_num}")
-        self.there.update(own)
+        self.there.update(own - {""})  # which a lambda has
         dotted = "." + ".".join(scopes) + "."
         found = (own | others).intersection(self.names)
         for name in self.names - found:

@@ -253,6 +253,9 @@ def test_a_name_that_matches_nothing_warns_and_lists_what_there_is():
     )
     with pytest.warns(UserWarning, match=r"\['typo'\].*head.*logits"):
         half(W, X)
+    nameless = autocast(WITHIN["vmap"](jnp.dot), "float16", keep_float32="typo")
+    with pytest.warns(UserWarning, match=r"there are \w"):
+        nameless(X, W)
     with pytest.raises(TypeError, match=r"got function 'head'.*keep_float32\(fun\)"):
         autocast(head, "float16", keep_float32=(head,))
 

@@ -23,7 +23,6 @@ from . import _operations as ops
 from ._autocast_plan import Plan, Unit, make_plan
 from ._dot_general import is_zero
 from ._higher_order import RUNS
-from ._jaxpr import is_literal
 from ._policy import checked_half
 from ._tree import FlatCall, is_module
 from ._validation import require_function, warn
@@ -215,7 +214,7 @@ class Cast:
     def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""
         (eqn,) = unit.jaxpr.eqns
-        weights = [is_literal(v) or v in plan.weights for v in eqn.invars]
+        weights = [_jaxpr.is_literal(v) or v in plan.weights for v in eqn.invars]
 
         def body(jaxpr: Any, places: Any, part: str) -> Callable[..., list[Any]]:
             flags = tuple(i is not None and weights[i] for i in places)
@@ -248,7 +247,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
     """
     island = cast.shared(_Island, unit, cast)
     product_tangents = [
-        cast.shared(_product_tangent, product, cast.backward)
+        cast.shared(ops.Product.tangent, product, cast.backward)
         for product, _ in unit.products
     ]
 
@@ -304,7 +303,7 @@ class _Island:
         outputs, inputs = unit.jaxpr.outvars, unit.jaxpr.invars
         places = {v: i for i, v in enumerate(inputs)}
         self.passed = {i: places[v] for i, v in enumerate(outputs) if v in places}
-        wires = [wires for _, wires in unit.products]
+        wires = [each for _, each in unit.products]
         self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
         self._read = self._halved.union(*wires)
         self._unit, self._places = unit, {v: i for i, v in enumerate(outputs)}
@@ -355,10 +354,6 @@ class _Island:
         primals = {i: inputs[i] for i in live}
         _, tangents, outs = jax.jvp(run, (primals,), (live,), has_aux=True)
         return tangents, self.operands(outs, copies) | kept
-
-
-def _product_tangent(product: ops.Product, dtype: Any) -> Any:
-    return jax.jit(functools.partial(product.tangent, dtype))
 
 
 def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:

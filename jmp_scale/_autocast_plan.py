@@ -11,8 +11,7 @@ y = normalize(h) @ w3
 ```
 
 it keeps `x`, an argument, and in half precision, as products gave them, `x @ w1` and
-`gelu(...) @ w2`. It makes again what gelu gives, the sum `h`, and its norm. Nothing is
-rounded for the backward pass alone. No value is looked at here.
+`gelu(...) @ w2`. It makes again what gelu gives, the sum `h`, and its norm.
 """
 
 import dataclasses
@@ -66,12 +65,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    jaxpr: Any,
-    weights: Sequence[bool],
-    names: Names = Names(),  # noqa: B008
-    *,
-    share_casts: bool = False,
-    join: bool = True,
+    jaxpr: Any, weights: Sequence[bool], names: Names, *, share_casts: bool, join: bool
 ) -> Plan:
     """The plan of a program.
 
@@ -103,7 +97,7 @@ def make_plan(
 class _Part(NamedTuple):
     """Equations that run together, of which units are made."""
 
-    kind: str  # also "island" and "product"
+    kind: str  # "island", "product", "call" or "other"
     jaxpr: Any
     product: ops.Product | None = None
 

@@ -213,16 +213,12 @@ def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Arra
 
 
 def _batched(operands: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
-    def product(*operands: jax.Array) -> jax.Array:
-        return _JAXS.bind(*operands, **params)
-
+    product = functools.partial(_JAXS.bind, **params)
     return _by_algorithm(jax.vmap(product, axes), *operands), 0
 
 
 _OWN.def_impl(_plain)
-_OWN.def_abstract_eval(
-    lambda *avals, **params: _JAXS.abstract_eval(*avals, **params)[0]
-)
+_OWN.def_effectful_abstract_eval(_JAXS.abstract_eval)
 mlir.register_lowering(_OWN, mlir.lower_fun(_plain, multiple_results=False))
 mlir.register_lowering(
     _OWN, mlir.lower_fun(_on_gpu, multiple_results=False), platform="cuda"

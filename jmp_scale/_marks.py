@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = "keep_float32"  # a scope
-# Of a function of `autocast` whose backward pass is float16.
-NEEDS_LOSS_SCALE = "_float16_gradients"
+NEEDS_LOSS_SCALE = "_float16_gradients"  # a mark of a function of `autocast`
 # What was traced so far: float16 gradients of `autocast`, and a loss scale.
 TRACED: set[str] = set()
 FLOAT16_GRADIENTS, LOSS_SCALE = "float16 gradients", "a loss scale"
@@ -105,13 +104,10 @@ def _cast(tree: Any, old: str, new: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Names of what stays float32, besides what is marked."""
+    """Names of what stays float32, those found, and what could have been named."""
 
-    # Of functions, scopes, modules, and places as "file.py:123".
-    names: frozenset[str] = frozenset()
-    # Those that were found so far.
+    names: frozenset[str] = frozenset()  # functions, scopes, modules, "file.py:123"
     found: set[str] = dataclasses.field(default_factory=set, compare=False)
-    # What could have been named: scopes, and functions that are not JAX's.
     there: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def keep(self, eqn: Any) -> bool:
@@ -122,10 +118,14 @@ class Names:
         own, others, places = {*scopes}, set[str](), []
         if isinstance(eqn.params.get("name"), str):
             own.add(eqn.params["name"])
-        for frame in _frames(eqn):
+        for frame in getattr(eqn.source_info.traceback, "frames", ()):
+            parts = frame.function_name.split(".")
+            # jax 0.8 keeps the frames outside of a nested trace; newer ones do not.
+            if parts[-1].startswith("trace_to_jaxpr"):
+                break
             is_own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
             names = own if is_own else others
-            parts = [p for p in frame.function_name.split(".") if p.isidentifier()]
+            parts = [p for p in parts if p.isidentifier()]
             names.update(parts, [".".join(parts)])
             places.append(f"/{frame.file_name}:{frame.line_num}")
         self.there.update(own - {""})  # which a lambda has
@@ -150,12 +150,3 @@ def checked_names(names: str | Collection[str]) -> Names:
                 "function of your own by jmp_scale.keep_float32(fun)"
             )
     return Names(frozenset(each))
-
-
-def _frames(eqn: Any) -> Iterator[Any]:
-    """Python frames of an equation within the jaxpr that it is in, innermost first."""
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        # jax 0.8 keeps the frames outside of a nested trace; newer releases do not.
-        if frame.function_name.rpartition(".")[2].startswith("trace_to_jaxpr"):
-            return
-        yield frame

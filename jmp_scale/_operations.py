@@ -78,16 +78,18 @@ class Product:
             result = wide_dot_general(*pair, numbers, dtype, _DEFAULT, sharding)
         return result.astype(jnp.float32)
 
-    def tangent(
-        self, dtype: Any, values: Sequence[Any], live: dict[int, jax.Array]
-    ) -> jax.Array:
-        """Its tangent in half precision, for tangents of operands by side."""
+    def tangent(self, dtype: Any) -> Callable[..., jax.Array]:
+        """A function to its half-precision tangent, of those of operands by side."""
 
         def term(side: int, *values: jax.Array) -> jax.Array:
             wide = side if self.weights[side] else None
             return self.run(dtype, *values, wide=wide)
 
-        return sum_of_terms(term, values, live).astype(dtype)
+        @jax.jit
+        def tangent(values: Sequence[Any], live: dict[int, jax.Array]) -> jax.Array:
+            return sum_of_terms(term, values, live).astype(dtype)
+
+        return tangent
 
 
 def becomes_half(eqn: Any) -> bool:

@@ -549,7 +549,10 @@ def deep(factors):
 
 def test_equal_layers_are_traced_once():
     def units(*factors, x=X):
-        return {*make_plan(jax.make_jaxpr(deep(factors))(W, x), [True] * 2).units}
+        jaxpr = jax.make_jaxpr(deep(factors))(W, x)
+        names = _marks.Names()
+        plan = make_plan(jaxpr, [True] * 2, names, share_casts=False, join=True)
+        return {*plan.units}
 
     # The first product is of arguments alone, and the last island has the loss in it.
     assert len(units(2.0, 2.0, 2.0)) == len(units(*[2.0] * 9)) == 3

@@ -247,8 +247,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
     """
     island = cast.shared(_Island, unit, cast)
     product_tangents = [
-        cast.shared(ops.Product.tangent, product, cast.backward)
-        for product, _ in unit.products
+        cast.shared(ops.Product.tangent, p, cast.backward) for p, _ in unit.products
     ]
 
     @jax.custom_jvp

@@ -41,8 +41,7 @@ class Unit:
     # The island, or the equation. An island has these outputs: its results, then small
     # sums, then what products read that it does not make.
     jaxpr: Any = dataclasses.field(compare=False)
-    # The scopes in which all equations were, which they no longer name.
-    scope: Any = dataclasses.field(compare=False)
+    scope: Any = dataclasses.field(compare=False)  # of all equations, not in them
     # Each with what it reads. These and all below are positions of outputs.
     products: tuple[tuple[ops.Product, tuple[int, ...]], ...] = ()
     reads: int = 0  # inputs that the island reads itself; it passes on the others
@@ -76,8 +75,7 @@ def make_plan(
     def is_open(eqn: Any) -> bool:
         if eqn.primitive.name not in ops.CALLS:
             return False
-        has_products = any(map(ops.has_product, _jaxpr.subjaxprs(eqn)))
-        return not names.keep(eqn) if has_products else ops.is_cheap(eqn)
+        return not names.keep(eqn) if ops.has_products(eqn) else ops.is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     pairs = zip(flat.invars, weights, strict=True)
@@ -145,8 +143,7 @@ class _Planner:
             return "other" if exact or names.keep(eqn) else "product"
         if ops.is_cheap(eqn):
             return "island"
-        has_products = any(map(ops.has_product, _jaxpr.subjaxprs(eqn)))
-        return "call" if has_products and not names.keep(eqn) else "other"
+        return "call" if ops.has_products(eqn) and not names.keep(eqn) else "other"
 
     def _note_origin(self, eqn: Any, inputs: Sequence[Any], kind: str) -> None:
         """Whether results come from arguments alone, or from integers and constants."""
@@ -336,9 +333,8 @@ class _Units:
         products = [self._parts[n].jaxpr for n in self._readers[v]]
         read = {v for product in products for v in product.invars}
         context = self._parts[i].jaxpr.eqns[-1].ctx
-        return all(self._maker.get(v, -1) <= i for v in read) and all(
-            product.eqns[-1].ctx == context for product in products
-        )
+        are_made = all(self._maker.get(v, -1) <= i for v in read)
+        return are_made and all(p.eqns[-1].ctx == context for p in products)
 
     def _half(self, island: Any, products: Sequence[Any], choice: Kept) -> Unit:
         sums = ops.small_sums(island)

@@ -114,11 +114,8 @@ def bilinear(
 def sum_of_terms(
     term: Callable[..., jax.Array], values: Sequence[Any], live: dict[int, jax.Array]
 ) -> jax.Array:
-    """The tangent of a product: of each term one value, `side`, is a tangent."""
-    terms = [
-        term(side, *values[:side], tangent, *values[side + 1 :])
-        for side, tangent in live.items()
-    ]
+    """The tangent of a product, as a sum of terms: in each one value is a tangent."""
+    terms = [term(i, *values[:i], t, *values[i + 1 :]) for i, t in live.items()]
     return functools.reduce(jnp.add, terms)
 
 
@@ -170,11 +167,8 @@ _OWN = jax.extend.core.Primitive("dot_general")
 def _by_algorithm(fun: Callable[..., jax.Array], *args: Any) -> jax.Array:
     """`fun` of arrays, in which the algorithms of products hold on a GPU alone."""
     inner, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fun)(*args))
-    equations = [
-        eqn.replace(primitive=_OWN) if eqn.primitive is _JAXS else eqn
-        for eqn in inner.eqns
-    ]
-    (result,) = _jaxpr.evaluate_all(inner.replace(eqns=equations), args, consts)
+    own = [e.replace(primitive=_OWN) if e.primitive is _JAXS else e for e in inner.eqns]
+    (result,) = _jaxpr.evaluate_all(inner.replace(eqns=own), args, consts)
     return result
 
 
@@ -189,10 +183,7 @@ def _on_gpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def has_vector(shapes: Sequence[Any], dimension_numbers: Any) -> bool:
-    """Whether an operand of a product is a vector, for each index of the batch.
-
-    Or nothing is contracted: positions times frequencies.
-    """
+    """Whether, for each batch index, an operand is a vector, or nothing contracted."""
     sizes = []
     for shape, contracting, batch in zip(shapes, *dimension_numbers, strict=True):
         own = {*range(len(shape))}.difference(contracting, batch)

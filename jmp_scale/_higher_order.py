@@ -30,9 +30,8 @@ def _scan(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
         results = run(*values[:first], *carry, *xs)
         return results[: loop.carry], results[loop.carry :]
 
-    options = {k: eqn.params[k] for k in ("reverse", "unroll") if k in eqn.params}
     inputs = values[first:last], values[last:], loop.trips
-    carry, ys = lax.scan(step, *inputs, **options)
+    carry, ys = lax.scan(step, *inputs, eqn.params["reverse"], eqn.params["unroll"])
     return [*carry, *ys]
 
 
@@ -62,8 +61,7 @@ def _cond(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
 
 def _remat(eqn: Any, values: list[Any], body: Body) -> list[Any]:
     policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
-    # A policy says what is kept, so nothing else may decide that.
-    part = "rule" if policy else ""
+    part = "rule" if policy else ""  # the policy alone says what is kept
     run = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), part)
     policy = policy and functools.partial(_saves, policy)
     return jax.checkpoint(run, policy=policy, prevent_cse=prevent)(*values)
@@ -96,13 +94,11 @@ def _custom_jvp(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
 
 def _shard_map(eqn: Any, values: list[Any], body: Body) -> Any:
     params = eqn.params
-    axes = params.get("manual_axes", params.get("newly_manual_axes"))
+    axes = {*params.get("manual_axes", params.get("newly_manual_axes"))}
     run = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), "")
-    return jax.shard_map(
-        lambda *shards: tuple(run(*shards)),
-        axis_names=set(axes),
-        **{k: params[k] for k in ("mesh", "in_specs", "out_specs", "check_vma")},
-    )(*values)
+    same = {k: params[k] for k in ("mesh", "in_specs", "out_specs", "check_vma")}
+    fun = jax.shard_map(lambda *xs: tuple(run(*xs)), axis_names=axes, **same)
+    return fun(*values)
 
 
 # The results of an equation whose nested jaxprs are `body`'s functions, by its

@@ -141,11 +141,10 @@ def evaluate(eqn: Any, values: Sequence[Any], **params: Any) -> list[Any]:
     # As `jax.core.eval_jaxpr` does it, which needs a jaxpr for each equation.
     bound = eqn.primitive.get_bind_params({**eqn.params, **params})
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.8
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
-    ):
+    where = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + where.name_stack
+    context = source_info_util.user_context(where.traceback, name_stack=name_stack)
+    with context, eqn.ctx.manager:
         results = eqn.primitive.bind(*functions, *values, **bound)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -162,7 +161,6 @@ def evaluate_all(
     """
     arguments = [*consts, *inputs]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
-
     for eqn in jaxpr.eqns:
         results = evaluate(eqn, [value_of(atom, values) for atom in eqn.invars])
         for var, value in zip(eqn.outvars, results, strict=True):
@@ -172,10 +170,7 @@ def evaluate_all(
 
 def results_of(jaxpr: Any, values: Mapping[Any, Any]) -> list[Any]:
     """The outputs of a jaxpr, where its variables have these values."""
-    return [
-        jnp.asarray(atom.val) if is_literal(atom) else values[atom]
-        for atom in jaxpr.outvars
-    ]
+    return [jnp.asarray(v.val) if is_literal(v) else values[v] for v in jaxpr.outvars]
 
 
 def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
@@ -191,12 +186,10 @@ def fits(jaxpr: Any, inputs: int, outputs: int) -> bool:
 
 def loop_of(eqn: Any) -> Loop | None:
     """The layout of a scan or while equation; None if it is another or unreadable."""
-    if eqn.primitive.name == "scan":
-        return _scan_layout(eqn)
     if eqn.primitive.name == "while":
         body, consts = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
         return Loop(body, consts, len(eqn.outvars), eqn.params["cond_nconsts"], None)
-    return None
+    return _scan_layout(eqn) if eqn.primitive.name == "scan" else None
 
 
 def jvp_rule(eqn: Any) -> Any:
@@ -256,16 +249,12 @@ def with_precision(jaxpr: Any, precision: Any) -> Any:
         level = jax.lax.Precision(precision)
     except ValueError:  # it names an algorithm
         return jaxpr
-    return _with_level(jaxpr, level)
-
-
-def _with_level(jaxpr: Any, level: Any) -> Any:
     inner = getattr(jaxpr, "jaxpr", jaxpr)  # jax 0.12 has only one kind of jaxpr
     if inner is not jaxpr:
-        return jaxpr.replace(jaxpr=_with_level(inner, level))
+        return jaxpr.replace(jaxpr=with_precision(inner, level))
     equations = []
     for eqn in jaxpr.eqns:
-        params = map_jaxprs(functools.partial(_with_level, level=level), eqn)
+        params = map_jaxprs(functools.partial(with_precision, precision=level), eqn)
         if eqn.primitive.name in PRODUCTS and params.get("precision", 0) is None:
             params["precision"] = (level, level)
         equations.append(eqn.replace(params=params))
@@ -278,10 +267,8 @@ def map_jaxprs(fun: Callable[[Any], Any], eqn: Any) -> dict[str, Any]:
     def change(value: Any) -> Any:
         return fun(value) if _is_jaxpr(value) else value
 
-    return {
-        name: jax.tree.map(change, value, is_leaf=_is_no_sequence)
-        for name, value in eqn.params.items()
-    }
+    items = eqn.params.items()
+    return {k: jax.tree.map(change, v, is_leaf=_is_no_sequence) for k, v in items}
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -339,14 +326,13 @@ def part(jaxpr: Any, equations: Any, inputs: Any, outputs: Any) -> Any:
 @functools.cache
 def known_primitives() -> frozenset[str]:
     """Names of JAX's own primitives; new and foreign ones are "not looked into"."""
-    listed = {
+    # JAX has no list of its primitives.
+    return _UNLISTED.union(
         primitive.name
         for module in (jax.lax, jax.extend.core.primitives)
         for primitive in vars(module).values()
         if isinstance(primitive, jax.extend.core.Primitive)
-    }
-    # By name, because JAX has no list of its primitives.
-    return _UNLISTED | listed
+    )
 
 
 def _scan_layout(eqn: Any) -> Loop | None:
@@ -360,8 +346,7 @@ def _scan_layout(eqn: Any) -> Loop | None:
     pairs = zip(eqn.outvars, inner.outvars, strict=True)
     same_out = [shape(a) == shape(b) for a, b in pairs]
     held, carry = sum(same_in), sum(same_out)
-    # The order is consts, carries, scanned. Anything else is a layout that is not known
-    # here, and its body is walked through without facts.
+    # The order is consts, carries, scanned. Any other layout is not known here.
     if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
         return None
     return Loop(bodies[0], held - carry, carry, 0, eqn.params["length"])

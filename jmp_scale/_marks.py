@@ -15,7 +15,6 @@ NEEDS_LOSS_SCALE = "_float16_gradients"  # a mark of a function of `autocast`
 # What was traced so far: float16 gradients of `autocast`, and a loss scale.
 TRACED: set[str] = set()
 FLOAT16_GRADIENTS, LOSS_SCALE = "float16 gradients", "a loss scale"
-_WORD = re.compile(r"[\w.:-]+")
 # The half-precision dtype while `autocast` traces, and whether `in_half` is around.
 # It is a part of the keys of JAX's caches, so a jitted function is traced anew.
 _HALF = jax.make_user_context(("", False))
@@ -112,7 +111,7 @@ class Names:
 
     def keep(self, eqn: Any) -> bool:
         """Whether a product, or a call that holds some, stays float32."""
-        scopes = _WORD.findall(str(eqn.source_info.name_stack))
+        scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
         if not self.names:
             return _KEPT in scopes
         own, others, places = {*scopes}, set[str](), []

@@ -51,9 +51,8 @@ class Product:
     # that and what else it reads.
     jaxpr: Any = dataclasses.field(compare=False)
     moves: int  # equations for the first operand; the others are for the second
-    # For each operand of a matrix product, whether its gradient is computed in float32,
-    # because it is computed from arguments alone. The transposes of other products take
-    # operands of one dtype.
+    # Whether an operand of a matrix product is computed from arguments alone: it has a
+    # float32 gradient. The transposes of other products take operands of one dtype.
     weights: tuple[bool, ...]
     scope: Any = dataclasses.field(compare=False)  # as in a `Unit`
 
@@ -102,9 +101,10 @@ def stays_float32(eqn: Any) -> bool:
     return _reason(eqn) not in (None, _HALF)
 
 
-def has_product(jaxpr: Any) -> bool:
-    """Whether a program holds a product that becomes half precision."""
-    return any(map(becomes_half, _jaxpr.equations(jaxpr)))
+def has_products(eqn: Any) -> bool:
+    """Whether nested jaxprs hold products that become half precision."""
+    parts = _jaxpr.subjaxprs(eqn)
+    return any(becomes_half(inner) for p in parts for inner in _jaxpr.equations(p))
 
 
 def why_float32(jaxpr: Any) -> str:
@@ -163,10 +163,7 @@ def reached_by(jaxpr: Any, inputs: Iterable[Any]) -> set[Any]:
 
 
 def read_by_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any]:
-    """Variables whose values the derivative reads, besides results of `softmaxes`.
-
-    From these it goes right to their exponents.
-    """
+    """Variables whose values the derivative reads, besides results of `softmaxes`."""
     active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
     exponents = softmaxes_of(island)
     wanted = {*island.outvars}.difference(softmaxes)
@@ -253,7 +250,6 @@ no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def softmax_from(exponents: Any, result: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """`result`, which is the softmax of the exponents and gives their derivative."""
-    del exponents, axes
     return result
 
 

@@ -298,19 +298,17 @@ class _Island:
     """The island of equal units: what it computes, and once more for the derivative."""
 
     def __init__(self, unit: Unit, cast: Cast) -> None:
-        self._cast, self._jaxpr = cast, unit.jaxpr
-        outputs, inputs = unit.jaxpr.outvars, unit.jaxpr.invars
-        places = {v: i for i, v in enumerate(inputs)}
-        self.passed = {i: places[v] for i, v in enumerate(outputs) if v in places}
+        self._cast, self._unit, self._jaxpr = cast, unit, unit.jaxpr
+        inputs = {v: i for i, v in enumerate(unit.jaxpr.invars)}
+        self._places = {v: i for i, v in enumerate(unit.jaxpr.outvars)}
+        self.passed = {i: inputs[v] for v, i in self._places.items() if v in inputs}
         wires = [each for _, each in unit.products]
         self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
         self._read = self._halved.union(*wires)
-        self._unit, self._places = unit, {v: i for i, v in enumerate(outputs)}
         self._softmaxes = ops.softmaxes_of(unit.jaxpr)
         self.again = jax.jit(self._again)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
-        """Its outputs."""
         return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
 
     def operands(self, outs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Any]:

@@ -291,8 +291,7 @@ class _Units:
         An operand of a product is made again where that reads little that the island's
         own derivative does not read anyway. Else its half-precision copy is kept.
 
-        The derivative of a softmax reads the probabilities that the next product read,
-        as in a cast by hand: the one exception from reading what the forward pass read.
+        The derivative of a softmax reads the probabilities that the next product read.
         To make them again would cost a transformer 8 % of the bytes that it moves.
         """
 
@@ -356,8 +355,7 @@ class _Units:
     def _unit(self, kind: Any, jaxpr: Any, **facts: Any) -> Unit:
         scope, jaxpr = _jaxpr.without_common_scope(jaxpr)
         shared = _places(jaxpr.outvars, self._shared)
-        likeness = _jaxpr.likeness(jaxpr)
-        return Unit(kind, likeness, jaxpr, scope, shared=shared, **facts)
+        return Unit(kind, _jaxpr.likeness(jaxpr), jaxpr, scope, shared=shared, **facts)
 
 
 def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:

@@ -183,7 +183,7 @@ def _on_gpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 
 
 def has_vector(shapes: Sequence[Any], dimension_numbers: Any) -> bool:
-    """Whether, for each batch index, an operand is a vector, or nothing contracted."""
+    """Whether an operand is a vector for each batch index, or nothing is contracted."""
     sizes = []
     for shape, contracting, batch in zip(shapes, *dimension_numbers, strict=True):
         own = {*range(len(shape))}.difference(contracting, batch)
@@ -211,8 +211,7 @@ def _batched(operands: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
 _OWN.def_impl(_plain)
 _OWN.def_effectful_abstract_eval(_JAXS.abstract_eval)
 mlir.register_lowering(_OWN, mlir.lower_fun(_plain, multiple_results=False))
-mlir.register_lowering(
-    _OWN, mlir.lower_fun(_on_gpu, multiple_results=False), platform="cuda"
-)
+_ON_GPU = mlir.lower_fun(_on_gpu, multiple_results=False)
+mlir.register_lowering(_OWN, _ON_GPU, platform="cuda")
 ad.defbilinear(_OWN, _transposed, _transposed)
 batching.primitive_batchers[_OWN] = _batched

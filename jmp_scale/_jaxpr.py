@@ -18,8 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-_LARGEST_CONSTANT = 1 << 16
-
 
 def words(text: str) -> frozenset[str]:
     """The words of a text: a set of names that reads well in the source."""
@@ -93,9 +91,9 @@ def is_floating(atom: Any) -> bool:
 
 
 def constant(value: Any) -> np.ndarray | None:
-    """A constant as a float64 array; None if it is large, or not a concrete number."""
+    """A constant of up to 65,536 entries as a float64 array; None if it is another."""
     with contextlib.suppress(Exception):
-        if getattr(value, "size", 1) <= _LARGEST_CONSTANT:
+        if getattr(value, "size", 1) <= 65_536:
             array = np.asarray(value)
             if array.dtype.kind in "biuf" or array.dtype.name == "bfloat16":
                 return array.astype(np.float64)
@@ -134,10 +132,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def evaluate(eqn: Any, values: Sequence[Any], **params: Any) -> list[Any]:
-    """The results of one equation of these operands, with its source line and scopes.
-
-    `params` replace parameters of its primitive.
-    """
+    """The results of an equation for these operands, `params` in place of its own."""
     # As `jax.core.eval_jaxpr` does it, which needs a jaxpr for each equation.
     bound = eqn.primitive.get_bind_params({**eqn.params, **params})
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.8

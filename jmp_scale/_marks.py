@@ -131,8 +131,7 @@ class Names:
         dotted = "." + ".".join(scopes) + "."
         found = (own | others).intersection(self.names)
         for name in self.names - found:
-            is_place = any(place.endswith(f"/{name}") for place in places)
-            if is_place or f".{name}." in dotted:
+            if f".{name}." in dotted or any(p.endswith(f"/{name}") for p in places):
                 found.add(name)
         self.found.update(found)
         return bool(found) or _KEPT in scopes

@@ -1,16 +1,14 @@
 """Other frameworks' loss scales, with their own argument names and defaults.
 
-Each function takes what that framework takes and returns the `DynamicLossScale` with
-the same S after every step. "After n finite steps" means that S grows on the n-th
-finite step in a row. In all of them an overflow starts the count again, also where
-hysteresis absorbs it.
+Each function returns the `DynamicLossScale` with its framework's S after every step.
+"After n finite steps" means on the n-th finite step in a row: an overflow starts the
+count again, also where hysteresis absorbs it.
 
-They differ from their originals in one thing. S and 1/S are always normal float32
-numbers here: a floor, a cap or an initial S beyond [2^-126, 2^126], or a missing (None)
-floor or cap, is that end, where S then holds. S is never 0, NaN or infinite, which most
-originals allow and which silently makes every gradient zero or NaN. S is float32 also
-where an original computes with Python numbers: the same for powers of two, otherwise
-within 1e-5 over hundreds of steps.
+One thing differs from the originals. S and 1/S are always normal float32 numbers here,
+never 0, NaN or infinite, which silently makes every gradient zero or NaN: a floor, cap
+or initial S beyond [2^-126, 2^126], or a floor or cap of None, is that end, where S
+then holds. S is float32 also where an original computes with Python numbers: the same
+for powers of two, otherwise within 1e-5 over hundreds of steps.
 
 All raise `TypeError` for an argument that is not a number, and `ValueError` for one out
 of range, under its own name. `dataclasses.replace(preset, min_loss_scale=1.0)` sets
@@ -19,11 +17,10 @@ and `hysteresis_left` too.
 
 Examples:
   >>> from jmp_scale import presets
-  >>> loss_scale = presets.deepspeed(initial_scale_power=10, loss_scale_window=2)
-  >>> for finite in (True, True, True, False, False):  # late growth, then hysteresis
+  >>> loss_scale = presets.deepspeed(initial_scale_power=10, loss_scale_window=1)
+  >>> for finite in (True, True, False, False):  # late growth, then hysteresis
   ...     loss_scale = loss_scale.adjust(finite)
   ...     print(float(loss_scale.loss_scale))
-  1024.0
   1024.0
   2048.0
   2048.0
@@ -63,9 +60,8 @@ def pytorch(
     """PyTorch's `torch.amp.GradScaler` (2.13).
 
     S grows after `growth_interval` finite steps and backs off at every overflow. With
-    several optimizers adjust one loss scale once, by all flags. Trap: there is no
-    floor. From 2^16, 166 NaN steps in a row take S to 0, and the next finite step ruins
-    the parameters; here S ends at 2^-126 and recovers.
+    several optimizers adjust one, by all flags. Trap: 166 NaN steps take S from 2^16 to
+    0, and the next finite one ruins the parameters; here S ends at 2^-126 and recovers.
     """
     return _dynamic("pytorch", locals())
 
@@ -79,10 +75,9 @@ def apex(
     """NVIDIA Apex's `apex.amp`, dynamic (`apex/amp/scaler.py`, its last version).
 
     S doubles after `scale_window` finite steps, halves at every overflow, and is
-    clamped at `max_loss_scale`, also at the start; most others skip a growth past it.
-    For `num_losses=n` hold n of these in a list or dictionary. The older `fp16_utils`
-    has the rule of `fairseq(2.0**32, scale_window=1000, threshold=1.0)`. Trap: without
-    `min_loss_scale` S ends at 0 there, with a ZeroDivisionError.
+    clamped at `max_loss_scale`, also at the start. `num_losses=n` is a list of n. The
+    older `fp16_utils` is `fairseq(2.0**32, scale_window=1000, threshold=1.0)`. Trap:
+    without `min_loss_scale` S ends at 0 there, with a ZeroDivisionError.
     """
     return _dynamic("apex", locals(), at_max="clamp", clamps_initial=True)
 
@@ -96,16 +91,15 @@ def deepspeed(
 ) -> DynamicLossScale:
     """DeepSpeed's `fp16` section of the JSON configuration (`DynamicLossScaler`).
 
-    S starts at 2^initial_scale_power, doubles after `loss_scale_window` finite steps
-    and halves at the `hysteresis`-th overflow. From then on each overflow halves it,
-    until S grows, or with `consecutive_hysteresis` until a step is finite. The first
-    growth after the start or an overflow is one step late. `get_loss_scale` reads the
-    section itself.
+    S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
+    steps, one later after the start or an overflow. It halves at the `hysteresis`-th
+    overflow and at each one after it until S grows, or with `consecutive_hysteresis`
+    until a step is finite. `get_loss_scale` reads the section itself.
 
-    Traps: `initial_scale_power` is an exponent: from 0, S needs 15,000 steps to 2^15,
-    in which small gradients are zero. At `min_loss_scale` DeepSpeed raises by default;
-    here S stays there and `skipped_in_a_row` grows. `FP16_Optimizer` and
-    `FP16_UnfusedOptimizer` ignore hysteresis: give `hysteresis=1` for them.
+    Traps: `initial_scale_power` is an exponent: from 0, S needs 15,000 steps to 2^15.
+    At `min_loss_scale` DeepSpeed raises by default; here S stays there and
+    `skipped_in_a_row` grows. `FP16_Optimizer` and `FP16_UnfusedOptimizer` ignore
+    hysteresis: give `hysteresis=1` for them.
     """
     given, arguments = dict(locals()), Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", given.pop("initial_scale_power"))
@@ -127,11 +121,10 @@ def megatron(
     """Megatron-LM's `DynamicGradScaler` (`--initial-loss-scale`, ...).
 
     S grows after `growth_interval` finite steps and backs off at the `hysteresis`-th
-    overflow, in a row or not, and at each one after it until S grows.
-
-    Traps: from 2^32 the first steps of a float16 run are skipped (17 until S is 2^16).
-    A bad example that comes back before S can grow takes S down to `min_scale`, though
-    no S can help: pass `value=` against that. Without a cap S can be infinite there.
+    overflow, in a row or not, and at each one after it until S grows. Traps: a float16
+    run skips its first steps (17 until S is 2^16). A bad example that comes back before
+    S can grow takes S down to `min_scale`, though no S can help: pass `value=` against
+    that. Without a cap S can be infinite there.
     """
     return _dynamic("megatron", locals())
 
@@ -167,8 +160,7 @@ def fairseq(
     it at every overflow, down to `threshold`. The command line starts at 2^7 with a
     window of 2^14 / world size / update_freq. Traps: below 1e-4 fairseq raises
     FloatingPointError; here S continues to the floor and `skipped_in_a_row` grows.
-    `tolerance` > 0 (backs off above that share of overflows) is refused: steps since S
-    changed are not counted.
+    `tolerance` > 0 is refused: the share of overflows since S changed is not counted.
     """
     require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
     del tolerance
@@ -186,11 +178,10 @@ def cerebras(
     S doubles after `steps_per_increase` + 1 finite steps (in TensorFlow's
     `CSDynamicLossScale` not + 1), halves at every overflow, and is clamped to
     [min_loss_scale, max_loss_scale], also at the start (None: at the cap). For
-    cbfloat16 the cap is 2^31. `get_loss_scale` reads its YAML. `overflow_tolerance` is
-    refused for the reason of `fairseq`.
-
-    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Such
-    numbers (>= 2e10 or <= 2e-10) are read as powers of two, with a `UserWarning`.
+    cbfloat16 the cap is 2^31. `get_loss_scale` reads its YAML, and refuses
+    `overflow_tolerance`, as `fairseq` does. Trap: the documentation writes 2e15 and
+    2e-14 where it means 2^15 and 2^-14. Such numbers (>= 2e10 or <= 2e-10) are read as
+    powers of two, with a `UserWarning`.
     """
     min_loss_scale = _meant("min_loss_scale", min_loss_scale)
     max_loss_scale = _meant("max_loss_scale", max_loss_scale)
@@ -276,13 +267,10 @@ def flax(
 ) -> DynamicLossScale:
     """Flax's `flax.training.dynamic_scale.DynamicScale` (0.12).
 
-    S is multiplied by `growth_factor` after `growth_interval` + 1 finite steps, because
-    the counter is compared before it is incremented, and by `backoff_factor` at every
-    overflow, down to `minimum_scale`.
-
-    Traps: S can reach 3.4e38 there, where 1/S and with it every gradient is 0. From the
-    default floor back to 2^15 S takes 282,141 steps: raise `minimum_scale`, or pass
-    `value=`.
+    S is multiplied by `growth_factor` after `growth_interval` + 1 finite steps and by
+    `backoff_factor` at every overflow, down to `minimum_scale`. Traps: S can reach
+    3.4e38 there, where 1/S and with it every gradient is 0. From the default floor back
+    to 2^15 S takes 282,141 steps: raise `minimum_scale`, or pass `value=`.
     """
     return _dynamic("flax", locals(), grows_late=True)
 
@@ -303,11 +291,10 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `DynamicLossScaling` (mixed_precision_for_jax 0.1.8).
 
-    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start.
-
-    Traps: 65504, float16's largest, is not a power of two: from there on scaling
-    rounds; for a new run take `jmp`. MPX unscales by the adjusted S: its gradients are
-    too small by `factor` whenever S grows, unlike here.
+    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start. Traps:
+    65504 is not a power of two: from there on scaling rounds; for a new run take `jmp`.
+    MPX unscales by the adjusted S: its gradients are too small by `factor` whenever S
+    grows, unlike here.
     """
     return _dynamic(
         "mpx", locals(), max_loss_scale=65504.0, at_max="clamp", clamps_initial=True

@@ -109,8 +109,8 @@ def _from_string(spec: str) -> LossScale:
         return NoOpLossScale() if kind == "none" else DynamicLossScale()
     if not colon and kind in ("half", *name_to_dtype):
         return _from_dtype(name_to_dtype.get(kind) or half_dtype(), spec)
-    number = _parse_number(argument if kind in ("dynamic", "static") else spec)
-    if number is None:
+    number = _as_number(argument if kind in ("dynamic", "static") else spec)
+    if isinstance(number, str):
         raise _unknown(spec)
     return DynamicLossScale(number) if kind == "dynamic" else _static(number)
 
@@ -127,19 +127,16 @@ def _static(value: Any) -> StaticLossScale:
     return StaticLossScale(static_loss_scale(_ARGUMENTS, value))
 
 
-def _parse_number(text: str) -> float | None:
-    power = _POWER.fullmatch(text)
-    try:
-        # math.pow, because `9**999999999` as an integer would take all memory.
-        return math.pow(int(power[1]), int(power[2])) if power else float(text)
-    except (ValueError, OverflowError):
-        return None
-
-
 def _as_number(value: Any) -> Any:
     """A number that is written as a string; anything else unchanged."""
-    number = _parse_number(value) if isinstance(value, str) else None
-    return value if number is None else number
+    if not isinstance(value, str):
+        return value
+    power = _POWER.fullmatch(value)
+    try:
+        # math.pow, because `9**999999999` as an integer would take all memory.
+        return math.pow(int(power[1]), int(power[2])) if power else float(value)
+    except (ValueError, OverflowError):
+        return value
 
 
 def _unknown(spec: Any) -> ValueError:

@@ -79,7 +79,7 @@ def apex(
     older `fp16_utils` is `fairseq(2.0**32, scale_window=1000, threshold=1.0)`. Trap:
     without `min_loss_scale` S ends at 0 there, with a ZeroDivisionError.
     """
-    return _dynamic("apex", locals(), at_max="clamp", clamps_initial=True)
+    return _dynamic("apex", locals(), at_max="clamp")
 
 
 def deepspeed(
@@ -143,7 +143,7 @@ def colossalai(
     As `megatron`, with a lower start and optional ends: a growth past `max_scale` is
     clamped to it. Trap: by default S can reach 0 and infinity there.
     """
-    return _dynamic("colossalai", locals(), at_max="clamp")
+    return _dynamic("colossalai", locals(), at_max="clamp", clamps_initial=False)
 
 
 def fairseq(
@@ -188,9 +188,7 @@ def cerebras(
     if initial_loss_scale is None:
         initial_loss_scale = max_loss_scale
     initial_loss_scale = _meant("initial_loss_scale", initial_loss_scale)
-    return _dynamic(
-        "cerebras", locals(), at_max="clamp", clamps_initial=True, grows_late=True
-    )
+    return _dynamic("cerebras", locals(), at_max="clamp", grows_late=True)
 
 
 def keras(
@@ -296,23 +294,21 @@ def mpx(
     MPX unscales by the adjusted S: its gradients are too small by `factor` whenever S
     grows, unlike here.
     """
-    return _dynamic(
-        "mpx", locals(), max_loss_scale=65504.0, at_max="clamp", clamps_initial=True
-    )
+    return _dynamic("mpx", locals(), max_loss_scale=65504.0, at_max="clamp")
 
 
 def _dynamic(
     preset: str,
     given: Mapping[str, Any],
     *,
-    clamps_initial: bool = False,
+    clamps_initial: bool = True,
     grows_late: bool = False,
     **fixed: Any,
 ) -> DynamicLossScale:
     """The loss scale of a framework's arguments, with errors in its own words.
 
-    An initial S beyond floor or cap is an error, or with `clamps_initial` that end.
-    With `grows_late` the counter is compared with the period before it is incremented.
+    An initial S beyond floor or cap is an error, except where `at_max="clamp"` clamps
+    it too. With `grows_late` the counter is compared before it is incremented.
     """
     names = {_FIELDS.get(name, name): name for name in given}
     arguments = Arguments(f"presets.{preset}", names)
@@ -326,7 +322,7 @@ def _dynamic(
     s, floor, cap = (arguments.number(name, fields[name]) for name in numbers)
     if cap > LARGEST:
         cap, fields["at_max"] = LARGEST, "hold"
-    if clamps_initial and s > 0:
+    if clamps_initial and fixed.get("at_max") == "clamp" and s > 0:
         s = min(max(s, floor), cap)
     allowed = "a finite number > 0"
     arguments.require(0 < s < math.inf, "loss_scale", fields["loss_scale"], allowed)

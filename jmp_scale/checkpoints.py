@@ -43,8 +43,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> from jmp_scale.checkpoints import restore_without_loss_scale
       >>> params = {"w": jnp.ones(2)}
       >>> saved = optax.adam(0.1).init(params)
-      >>> tx = jmp_scale.with_loss_scale(
-      ...     optax.adam(0.1), jmp_scale.DynamicLossScale(2.0**15))
+      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
       >>> opt_state = restore_without_loss_scale(lambda _: saved, tx.init(params))
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
@@ -76,10 +75,8 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
 def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
     function = f"restore_without_{without}"
     if not find_loss_scale_states(state):
-        raise ValueError(
-            f"{function}: state has no loss scale; expected the new state, whose "
-            "optimizer is wrapped in with_loss_scale"
-        )
+        cure = "pass that of an optimizer wrapped in with_loss_scale"
+        raise ValueError(f"{function}: state has no loss scale; {cure}")
     leaves, structure = jax.tree.flatten(state)
 
     # The form on disk, with the leaves' numbers: loaders that ignore the template sort
@@ -101,7 +98,8 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
         leaves[places[name]] = leaf
     state = jax.tree.unflatten(structure, leaves)
     # What is not on disk stays: an abstract S would fail only in the first step.
-    abstract = [name for name, x in _named_leaves(state).items() if _is_abstract(x)]
+    names = _named_leaves(state).items()
+    abstract = [name for name, x in names if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
             f"{function}: the loss scale of state is abstract: {_listed(abstract)}; "
@@ -138,7 +136,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
     # The functions among an Equinox model's leaves are not saved.
-    data = {name: x for name, x in like.items() if is_data(x) or _is_abstract(x)}
+    data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
     # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
     missing = {name for name in data if not is_data(saved.get(name))}
     foreign = saved.keys() - like.keys()
@@ -165,10 +163,6 @@ def _array(function: str, name: str, value: Any, like: Any) -> Any:
     # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
     is_array = isinstance(value, jax.Array) or expected is None
     return value if is_array else jnp.asarray(value, expected)
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _listed(paths: Iterable[str]) -> str:

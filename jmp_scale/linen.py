@@ -40,9 +40,7 @@ class TrainState(train_state.TrainState):
       >>> state = TrainState.create(
       ...     apply_fn=None, params={"w": jnp.float32(3.0)}, tx=optax.sgd(0.5),
       ...     loss_scale=jmp_scale.DynamicLossScale(2.0**15))
-      >>> def loss_fn(params):
-      ...   return params["w"] ** 2
-      >>> loss, grads = state.value_and_grad(loss_fn)(state.params)
+      >>> loss, grads = state.value_and_grad(lambda p: p["w"] ** 2)(state.params)
       >>> state = state.apply_gradients(grads=grads, value=loss)
       >>> float(state.params["w"]), int(state.step), float(state.loss_scale.loss_scale)
       (0.0, 1, 32768.0)
@@ -163,8 +161,6 @@ def _without_float8(tree: Any) -> tuple[Any, Any]:
 
 
 def _is_finite(new: Any, old: Any) -> jax.Array:
-    def news(new: Any, old: Any) -> jax.Array:
-        # A history that Flax saved with an infinite maximum must not skip every step.
-        return jnp.where(jnp.isfinite(old).all(), new, jnp.zeros_like(new))
-
-    return all_finite(map_inexact(news, new, old))
+    # A history that Flax saved with an infinite maximum must not skip every step.
+    was_finite = map_inexact(lambda x: jnp.isfinite(x).all(), old)
+    return all_finite(map_inexact(lambda x, was: jnp.where(was, x, 0), new, was_finite))

@@ -121,12 +121,11 @@ class Optimizer(nnx.Optimizer):
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from flax import nnx
       >>> from jmp_scale.nnx import Optimizer
-      >>> model = nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0))
+      >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
       >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15)
       >>> optimizer = Optimizer(model, optax.sgd(0.1), loss_scale=loss_scale)
-      >>> def loss_fn(model, x):
-      ...   return model(x).mean() * jnp.inf
-      >>> loss, grads = optimizer.value_and_grad(loss_fn)(model, jnp.ones((1, 1)))
+      >>> fun = optimizer.value_and_grad(lambda model: model.kernel.sum() * jnp.inf)
+      >>> loss, grads = fun(model)
       >>> _ = optimizer.update(model, grads)
       >>> int(optimizer.step[...]), float(optimizer.loss_scale.loss_scale)
       (0, 16384.0)
@@ -159,17 +158,10 @@ class Optimizer(nnx.Optimizer):
     ) -> Callable[..., tuple[Any, Any]]:
         """`nnx.value_and_grad` with this optimizer's loss scale.
 
-        Args:
-          loss_fn: the whole loss, a function of the model and more.
-          argnums: position of the model among the arguments of `loss_fn`, or several.
-            Of a module, only the variables of `wrt` are differentiated, or those of an
-            `nnx.DiffState(position, filter)`; in Flax's tree mode (`graph=False`) all.
-          has_aux: whether `loss_fn` returns `(loss, aux)`.
-          **kwargs: further arguments of `nnx.value_and_grad`.
-
-        Returns:
-          A function of the arguments of `loss_fn` with the results of
-          `jmp_scale.value_and_grad`.
+        Arguments and results are those of `jmp_scale.value_and_grad`, and `**kwargs`
+        goes to `nnx.value_and_grad`. Of a module, only the variables of `wrt` are
+        differentiated, or those of an `nnx.DiffState(position, filter)` in `argnums`;
+        in Flax's tree mode (`graph=False`) all.
         """
 
         def or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:

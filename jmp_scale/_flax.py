@@ -1,10 +1,10 @@
 """Shared by `linen` and `nnx`: Flax itself, the wrapped optimizer, state dicts."""
 
+from typing import Any
+
 import optax
 
 from . import _pytree
-from ._loss_scale import LossScale
-from ._spike_guard import SpikeGuard
 from ._transform import LossScaleTransformation, with_loss_scale
 
 try:
@@ -15,16 +15,11 @@ except ImportError as error:
     ) from error
 
 
-def wrap_once(
-    function: str,
-    tx: optax.GradientTransformation,
-    loss_scale: LossScale | None,
-    guard: SpikeGuard | None,
-) -> optax.GradientTransformation:
+def wrap_once(function: str, tx: Any, **given: Any) -> optax.GradientTransformation:
     """`tx` in `with_loss_scale`, or as it is if it is wrapped already."""
     if not isinstance(tx, LossScaleTransformation):
-        return with_loss_scale(tx, loss_scale, guard=guard)
-    for name, value in {"loss_scale": loss_scale, "guard": guard}.items():
+        return with_loss_scale(tx, **given)
+    for name, value in given.items():
         if value is not None:
             raise ValueError(
                 f"{function}: expected {name} in one place, got {name}={value!r} and a "

@@ -76,7 +76,8 @@ class TrainState(train_state.TrainState):
           ValueError: `loss_scale` or `guard` is given and `tx` already is
             `with_loss_scale(...)`, or contains it.
         """
-        tx = _flax.wrap_once("TrainState.create", tx, loss_scale, guard)
+        given = {"loss_scale": loss_scale, "guard": guard}
+        tx = _flax.wrap_once("TrainState.create", tx, **given)
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         return fresh_buffers(state)
 

@@ -96,13 +96,12 @@ class Optimizer(nnx.Optimizer):
     **What the forward pass wrote** (BatchNorm statistics, random streams, caches) is
     put back by `value_and_grad` on a skipped step, in every module that the loss takes:
 
-    - It decides as `update` will, from its own loss and gradients. With a guard, pass
-      `value` to `update`, which otherwise judges without the loss. Where the gradients
-      are changed or added up in between, a step can be skipped whose statistics stay,
-      finite in any case: to accumulate gradients, pass an `optax.MultiSteps` as `tx`.
-    - A compiled step has one structure. A new variable, or a new structure or shape of
-      one (`sow`, a growing cache), stays on a skipped step too: its old entries are put
-      back, and new ones that are not finite become 0.
+    - It decides as `update` will, from its own loss and gradients: with a guard, pass
+      `value` to `update` too. Where gradients are changed or added up in between, the
+      statistics of a skipped step can stay, finite in any case: to accumulate
+      gradients, pass an `optax.MultiSteps` as `tx`.
+    - A new variable, structure or shape (`sow`, a growing cache) stays: a compiled step
+      has one structure. Old entries are put back, new ones not finite become 0.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
 
     Args:
@@ -141,7 +140,7 @@ class Optimizer(nnx.Optimizer):
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ) -> None:
-        tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, guard)
+        tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale=loss_scale, guard=guard)
         super().__init__(model, tx, wrt=wrt, **kwargs)
 
     @property
@@ -186,13 +185,7 @@ class Optimizer(nnx.Optimizer):
         return or_put_back
 
     def update(
-        self,
-        model: Any,
-        grads: Any,
-        /,
-        *,
-        value: ArrayLike | None = None,
-        **kwargs: Any,
+        self, model: Any, grads: Any, /, *, value: ArrayLike | None = None, **extra: Any
     ) -> Any:
         """Updates parameters, optimizer state and `step`, or nothing on a skipped step.
 
@@ -200,7 +193,7 @@ class Optimizer(nnx.Optimizer):
           model: the model that the optimizer was made for.
           grads: unscaled gradients, as `value_and_grad` returns them.
           value: the unscaled loss, as in `with_loss_scale`.
-          **kwargs: extra arguments of `tx`.
+          **extra: extra arguments of `tx`.
 
         Returns:
           What `nnx.Optimizer.update` returns: the updates, from Flax 0.12.1 on.
@@ -215,7 +208,7 @@ class Optimizer(nnx.Optimizer):
                 "optimizer.update(model, grads)"
             )
         step = with_arrays(self.step)
-        updates = super().update(model, grads, value=value, **kwargs)
+        updates = super().update(model, grads, value=value, **extra)
         # nnx.Optimizer has counted the call in any case.
         self.step[...] = step + with_arrays(self.opt_state.applied).astype(step.dtype)
         return updates

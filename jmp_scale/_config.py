@@ -69,19 +69,18 @@ def get_loss_scale(spec: Any) -> LossScale:
     | arguments of Megatron-LM | `presets.megatron(...)`, or static, or none |
     | a loss scale | itself |
 
-    Numbers may be strings everywhere: a flag is one, and YAML reads 2e15 as one. Names
-    of dtypes are as for `get_policy`; case and blanks do not matter. A section is of
-    the first framework above that has all of its keys. Without `enabled`, `fp16` or
-    Cerebras' `loss_scaling_factor` it counts as enabled and dynamic: the frameworks'
-    own defaults would silently turn loss scaling off.
+    Numbers may be strings: YAML reads 2e15 as one. Dtypes are named as for
+    `get_policy`; case and blanks do not matter. A section is of the first framework
+    above that has all of its keys. It is enabled and dynamic unless it says otherwise:
+    the frameworks' own defaults would silently turn loss scaling off.
 
     Args:
       spec: a string, a number, a dtype, a mapping or a loss scale.
 
     Raises:
       TypeError: an array with axes.
-      ValueError: an unknown spec or an unknown key of a section (the message lists what
-        is known), or a number that the loss scale does not allow.
+      ValueError: an unknown spec or key of a section (the message lists those that are
+        known), or a number that the loss scale does not allow.
 
     Examples:
       >>> import jmp_scale

@@ -11,9 +11,8 @@ then holds. S is float32 also where an original computes with Python numbers: th
 for powers of two, otherwise within 1e-5 over hundreds of steps.
 
 All raise `TypeError` for an argument that is not a number, and `ValueError` for one out
-of range, under its own name. `dataclasses.replace(preset, min_loss_scale=1.0)` sets
-what a preset has no argument for; if the start changes, give `loss_scale`, `counter`
-and `hysteresis_left` too.
+of range. `dataclasses.replace(preset, min_loss_scale=1.0)` sets what a preset has no
+argument for; to change the start, give `loss_scale`, `counter` and `hysteresis_left`.
 
 Examples:
   >>> from jmp_scale import presets
@@ -94,17 +93,15 @@ def deepspeed(
     S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
     steps, one later after the start or an overflow. It halves at the `hysteresis`-th
     overflow and at each one after it until S grows, or with `consecutive_hysteresis`
-    until a step is finite. `get_loss_scale` reads the section itself.
-
-    Traps: `initial_scale_power` is an exponent: from 0, S needs 15,000 steps to 2^15.
-    At `min_loss_scale` DeepSpeed raises by default; here S stays there and
-    `skipped_in_a_row` grows. `FP16_Optimizer` and `FP16_UnfusedOptimizer` ignore
-    hysteresis: give `hysteresis=1` for them.
+    until a step is finite. `get_loss_scale` reads the section itself. Traps: from an
+    `initial_scale_power` of 0, an exponent, S needs 15,000 steps to 2^15. At
+    `min_loss_scale` DeepSpeed raises by default; here S stays there and
+    `skipped_in_a_row` grows. Give `hysteresis=1` for `FP16_Optimizer` and
+    `FP16_UnfusedOptimizer`, which ignore it.
     """
     given, arguments = dict(locals()), Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", given.pop("initial_scale_power"))
-    valid, allowed = -126 <= power <= 126, "in [-126, 126]"
-    arguments.require(valid, "initial_scale_power", initial_scale_power, allowed)
+    arguments.require(abs(power) <= 126, "initial_scale_power", power, "in [-126, 126]")
     given["2**initial_scale_power"] = 2.0**power
     reset = "finite" if given.pop("consecutive_hysteresis") else "growth"
     return _dynamic("deepspeed", given, growth_delay=1, hysteresis_reset=reset)

@@ -30,13 +30,8 @@ _AUTOCAST = "jmp_scale.nnx.autocast"  # of Flax's contexts
 def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     """`jmp_scale.autocast` for a function of NNX modules.
 
-    BatchNorm statistics, random streams, caches and Python attributes of modules are
-    written as usual.
-
-    Args:
-      fun: a function of modules, arrays and anything else.
-      dtype: as in `jmp_scale.autocast`.
-      **options: those of `jmp_scale.autocast`.
+    `dtype` and `options` are as there. BatchNorm statistics, random streams, caches and
+    Python attributes of modules are written as usual.
 
     Raises:
       ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
@@ -81,9 +76,8 @@ def _refuse_lost_arrays(nodes: list[Any]) -> None:
             if isinstance(x, Tracer) and id(x) not in known:
                 where = ".".join(map(str, (*path[1:], name)))
                 raise ValueError(
-                    f"nnx.autocast: the function sets {where!r} of an argument to an "
-                    "array, which Flax does not bring out of a traced function: make "
-                    "it an nnx.Variable, or return it"
+                    f"nnx.autocast: the function sets {where!r} to an array, which "
+                    "Flax does not bring out: make it an nnx.Variable, or return it"
                 )
 
 
@@ -242,11 +236,11 @@ def _has_modules(tree: Any) -> bool:
 
 def _graph_nodes(args: Any) -> list[Any]:
     """The modules and lone variables among the arguments, in whatever containers."""
-    return [x for x in jax.tree.leaves(args, is_leaf=_is_node) if _is_node(x)]
 
+    def is_node(x: Any) -> bool:
+        return isinstance(x, (nnx.Pytree, nnx.Variable))
 
-def _is_node(x: Any) -> bool:
-    return isinstance(x, (nnx.Pytree, nnx.Variable))
+    return [x for x in jax.tree.leaves(args, is_leaf=is_node) if is_node(x)]
 
 
 def _variables(nodes: list[Any]) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from .._finite import all_finite, finite_and_norm
 from .._loss_scale import scale_value
 from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
-from ._report import leaf_name, power
+from ._report import leaf_name, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
@@ -85,7 +85,7 @@ class GradientComparison(NamedTuple):
             shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
             rows.append((leaf_name(leaf.path), *cells))
-        return "\n".join([_verdict(self), *table(rows, 1, k)])
+        return "\n".join([_verdict(self), *table(rows, k=k)])
 
 
 def compare_gradients(
@@ -187,17 +187,6 @@ def percent(share: float) -> str:
     if not math.isfinite(share) or share >= 100:
         return f"{share:.2g}"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-
-
-def table(rows: Sequence[tuple[str, ...]], names: int, k: int) -> list[str]:
-    """The lines of a head and of k rows of cells, of which the first are names."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows[: k + 1]:
-        left = [f"{row[i]:{widths[i]}}" for i in range(names)]
-        lines.append("  ".join(left) + "".join(f"{cell:>12}" for cell in row[names:]))
-    more = len(rows) - 1 - k
-    return [*lines, f"and {more} more"] if more > 0 else lines
 
 
 def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:

@@ -112,7 +112,7 @@ class GradReport:
         """A table of the k worst leaves, or of all in the order of the tree (host)."""
         report = self.to_dict()
         rows = report["leaves"] if k is None else self.worst(k)
-        table = [("leaf", "entries", *_SHARES, "amax", "headroom", "range")]
+        lines = [("leaf", "entries", *_SHARES, "amax", "headroom", "range")]
         for path, row in rows.items():
             cells = [_percent(row[name], row["size"]) for name in _SHARES]
             # A leaf of zeros, or without finite entries, has no headroom and no range.
@@ -120,8 +120,8 @@ class GradReport:
             if row["amax"]:
                 bits = row["headroom_bits"], row["dynamic_range_bits"]
                 sizes = [f"{row['amax']:.2e}", *(f"{x:z.1f} bits" for x in bits)]
-            table += [(leaf_name(path), f"{row['size']:,}", *cells, *sizes)]
-        return "\n".join([_headline(report), *(aligned(table) if rows else [])])
+            lines += [(leaf_name(path), f"{row['size']:,}", *cells, *sizes)]
+        return "\n".join([_headline(report), *(table(lines) if rows else [])])
 
 
 def grad_report(
@@ -264,13 +264,18 @@ def leaf_name(path: str) -> str:
     return path or "(the whole tree)"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table of names, each with cells of 12 characters."""
-    width = max(len(row[0]) for row in rows)
-    return [
-        f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells)
-        for name, *cells in rows
-    ]
+def table(
+    rows: Sequence[tuple[str, ...]], names: int = 1, k: int | None = None
+) -> list[str]:
+    """The lines of a head and k rows, or all: names, then cells of 12 characters."""
+    k = len(rows) if k is None else k
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows[: k + 1]:
+        left = "  ".join(map(str.ljust, row[:names], widths))
+        lines.append(left + "".join(cell.rjust(12) for cell in row[names:]))
+    more = len(rows) - 1 - k
+    return [*lines, f"and {more} more"] if more > 0 else lines
 
 
 def _percent(count: float, size: float) -> str:

@@ -12,8 +12,9 @@ from .._finite import all_finite
 from .._loss_scale import scale_value
 from .._policy import checked_half
 from ._backward import Loss
-from ._comparison import percent, table
+from ._comparison import percent
 from ._probe import Line, Probe, where
+from ._report import table
 
 # Lines, or groups of neighbors where there are more, that are measured one by one.
 _MOST = 128
@@ -72,7 +73,7 @@ class SensitiveProducts(NamedTuple):
         for row in sorted(self.products, key=lambda row: -row.alone):
             shares = map(percent, (row.share, row.alone, row.without))
             rows.append((where(row), row.scope, *shares))
-        return "\n".join([self.advice, *table(rows, 2, k)])
+        return "\n".join([self.advice, *table(rows, names=2, k=k)])
 
 
 def sensitive_products(

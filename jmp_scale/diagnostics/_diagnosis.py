@@ -1,4 +1,4 @@
-"""Why a step is not finite: its backward pass at smaller and smaller loss scales."""
+"""Why a step is not finite: smaller loss scales, then operation by operation."""
 
 import contextlib
 import functools
@@ -11,11 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _jaxpr as jaxprs
 from .._finite import all_finite
+from .._jaxpr import is_literal, open_jaxpr, value_of, words
 from .._loss_scale import scale_value
+from .._operations import CALLS
 from .._tree import named_inexact_leaves
 from ._backward import Backward, Loss, split_arrays
-from ._nonfinite_operation import nonfinite_operation
+from ._precision.source import Place, place_of
+
+_NAMES = {
+    "cholesky": "a Cholesky factorization",
+    "conv_general_dilated": "a convolution",
+    "dot_general": "a matrix product",
+}
+_CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 
 
 class Diagnosis(NamedTuple):
@@ -166,7 +176,8 @@ def _forward(
 
     operation, float32_loss = None, np.nan
     with contextlib.suppress(Exception):  # what runs only as a whole has no operations
-        operation = nonfinite_operation(functools.partial(of_arrays, loss.fun), *arrays)
+        program = jax.make_jaxpr(functools.partial(of_arrays, loss.fun))(*arrays)
+        operation = _run(program, arrays, Place(None, None))[1]
     with contextlib.suppress(Exception):  # other wrappers change the arguments
         plain = inspect.unwrap(loss.fun)
         float32_loss = float(jax.jit(of_arrays, static_argnums=0)(plain, *arrays))
@@ -178,3 +189,72 @@ def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
         if not all_finite(leaf):
             return f"args{path}"
     return None
+
+
+def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], str | None]:
+    """The outputs, and what made the first that is not finite, if that was here."""
+    inner, consts = open_jaxpr(jaxpr)
+    given = zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
+    values = dict(given)
+    makers = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+
+    def recorded(v: Any, value: Any) -> Any:
+        values[v] = value
+        return value
+
+    # One after the other: compiled together, they might not round as they are written.
+    outs = jaxprs.evaluate_all(inner, args, consts, recorded)
+
+    def kind_of(atom: Any) -> str:
+        return _kind(value_of(atom, values))
+
+    def made(v: Any) -> str | None:
+        """What made a value infinite or NaN; None if it came so, or is a constant."""
+        while not is_literal(v) and v in makers:
+            eqn, kind = makers[v], kind_of(v)
+            bad = [a for a in eqn.invars if kind_of(a)]
+            same = [a for a in bad if kind == "infinity" or kind_of(a) == "NaN"]
+            if not same:
+                # NaN of infinities, as of their difference: which may be a mask's.
+                earlier = next(filter(None, map(made, bad)), None)
+                return earlier or _in_equation(eqn, kind, values, outer)
+            v = same[0]
+        return None
+
+    bad = [v for v in inner.outvars if kind_of(v)]
+    return outs, made(bad[0]) if bad else None
+
+
+def _in_equation(eqn: Any, kind: str, values: dict[Any, Any], outer: Place) -> str:
+    place = place_of(eqn, outer)
+    nested = _in_nested(eqn, [value_of(a, values) for a in eqn.invars], place)
+    name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
+    at = f" at {place.file}:{place.line}" if place.file else ""
+    return nested or f"{name} gave {kind}{at}"
+
+
+def _in_nested(eqn: Any, ins: list[Any], place: Place) -> str | None:
+    """The same in the jaxpr that an equation runs, of a loop in the first such turn."""
+    bodies, loop = jaxprs.subjaxprs(eqn), jaxprs.loop_of(eqn)
+    if loop is not None and loop.trips:
+        carry, scanned = loop.consts, loop.consts + loop.carry
+        turns = range(loop.trips)
+        for i in reversed(turns) if eqn.params["reverse"] else turns:
+            outs, made = _run(
+                loop.body, [*ins[:scanned], *(x[i] for x in ins[scanned:])], place
+            )
+            if made:
+                return made
+            ins[carry:scanned] = outs[: loop.carry]
+    elif eqn.primitive.name == "cond":
+        return _run(bodies[int(ins[0])], ins[1:], place)[1]
+    elif eqn.primitive.name in _CALLS:
+        return _run(bodies[0], ins, place)[1]
+    return None
+
+
+def _kind(x: Any) -> str:
+    """ "NaN" or "infinity", whichever comes first, if entries are; else ""."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.isfinite(x).all():
+        return ""
+    return "NaN" if jnp.isnan(x).any() else "infinity"

@@ -10,10 +10,10 @@ from jax.typing import ArrayLike
 
 from .._finite import finite_and_norm
 from .._loss_scale import number_of
-from .._state import LossScaleState
+from .._state import LossScaleState, find_loss_scale_states, is_variable
 from .._validation import Arguments
 from ._casts import log2_magnitude, magnitude_bits
-from ._states import find_states, share_variables
+from ._metrics import find_states
 from ._updates import lost_updates_of
 
 
@@ -145,7 +145,7 @@ class LossScaleHistory:
             step, or they are the same object; a loss of a shape other than (); only one
             of `params` and `updates`.
         """
-        if before is after or share_variables(before, after):
+        if before is after or _share_variables(before, after):
             raise ValueError(
                 "LossScaleHistory.push: expected the states before and after a step, "
                 "got one state twice; an nnx.Optimizer changes in place, so take "
@@ -239,3 +239,14 @@ def _the_state(name: str, tree: Any) -> LossScaleState:
             f"got {len(states)}, at {paths}; give one, and keep a history for each"
         )
     return states[0][1]
+
+
+def _share_variables(before: Any, after: Any) -> bool:
+    """Whether an NNX variable, which changes in place, is in the states of both."""
+
+    def variables(tree: Any) -> set[int]:
+        nodes = [node for _, node in find_loss_scale_states(tree)]
+        leaves = jax.tree.leaves(nodes, is_leaf=is_variable)
+        return {id(x) for x in leaves if is_variable(x)}
+
+    return not variables(before).isdisjoint(variables(after))

@@ -1,13 +1,14 @@
-"""The scalars of a loss-scale state, wherever it is in a pytree."""
+"""The loss-scale states of a pytree: as the diagnostics read them, and as scalars."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._finite import finite_and_norm
-from .._loss_scale import number_of
-from ._states import find_states
+from .._loss_scale import LossScale, number_of
+from .._state import LossScaleState, find_loss_scale_states, with_arrays
 from ._updates import lost_updates_of
 
 _FIELDS = ("skipped", "skipped_in_a_row", "grads_finite", "applied")
@@ -81,3 +82,31 @@ def metrics(
     if lost is not None:
         scalars |= {"lost_entries": lost.entries, "lost_magnitude": lost.magnitude}
     return scalars
+
+
+def find_states(
+    function: str, tree: Any, name: str = "opt_state"
+) -> list[tuple[str, LossScaleState]]:
+    """Paths and states of `with_loss_scale` in a pytree, with plain arrays.
+
+    Their `inner_state` is left out. Mappings, as `nnx.state` and state dicts make them,
+    have no static configuration: `loss_scale` is then S alone, or None where S is
+    configuration itself, and `guard` the mapping of its statistics.
+    """
+    states = find_loss_scale_states(tree)
+    if not states:
+        raise ValueError(
+            f"{function}: found no state of with_loss_scale in {name}; wrap the "
+            "optimizer in it"
+        )
+    return [(jax.tree_util.keystr(path), _plain_state(node)) for path, node in states]
+
+
+def _plain_state(node: Any) -> LossScaleState:
+    fields = dict(node) if isinstance(node, Mapping) else node._asdict()
+    loss_scale = fields.get("loss_scale")
+    if not isinstance(loss_scale, LossScale):
+        loss_scale = (loss_scale or {}).get("loss_scale")
+    # NNX leaves out a guard of None.
+    fields = {"guard": None, **fields, "loss_scale": loss_scale, "inner_state": None}
+    return LossScaleState(**with_arrays(fields))

@@ -54,7 +54,7 @@ _SENTENCES = {
     "broken batches": "{last}, mostly because the loss itself was not finite: look for "
     "broken data in those batches.",
     "frequent overflow": "{last}, where one in a hundred is a lot: see with "
-    "grad_report which leaf overflows, and take a longer period.",
+    "grad_report which leaf overflows, and take {remedy}.",
     "warm-up": "{last}, the only ones so far, and the loss scale is now at {s}: an "
     "expected warm-up if this is the start. Its floor is {floor}.",
     "skipped step": "{last}; in total {causes}: normal if rare. {diagnose} finds the "
@@ -79,16 +79,6 @@ _SENTENCES = {
 _NORMAL_RATE = 0.01
 _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
-
-# What happened in some of the recorded steps, and the kinds for few and for many.
-_RECORDED = {
-    "spikes": ("The guard skipped", "rare spikes", "frequent spikes"),
-    "skips": (
-        "Gradients were not finite in",
-        "occasional overflow",
-        "frequent overflow",
-    ),
-}
 _CAUSES = ("overflow", "a broken loss", "a spike")
 
 # Half the distance between neighboring bfloat16 numbers is at least 2^-9 of them: with
@@ -228,15 +218,19 @@ def _state_findings(
 ) -> list[tuple[str, dict[str, Any]]]:
     """The findings on S, on spikes and on other skips. `new`: since the last call."""
     rule, s = state.loss_scale, number_of(state.loss_scale)
-    if_overflow = "; if it is an overflow, take a DynamicLossScale"
+    cure, remedy = "", "a longer period"
+    if _is_fixed(rule):
+        remedy = "a DynamicLossScale"
+        cure = f"; if it is an overflow, take {remedy}"
     values = {
         "s": "its fixed value" if s is None else power(float(s)),
         "floor": power(getattr(rule, "min_loss_scale", 1)),
         "in_a_row": int(state.skipped_in_a_row),
         "causes": _listed(_counts(state)),
-        "cure": if_overflow if _is_fixed(rule) else "",
+        "cure": cure,
+        "remedy": remedy,
     }
-    found = {} if steps is None else _recorded(steps)
+    found = {} if steps is None else _recorded(steps, _is_fixed(rule))
     present = _present(state, steps, new)
     if present is not None:
         topic = "spikes" if present[0] == "spike" else "skips"
@@ -298,15 +292,20 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> Finding | None
     return ("occasional overflow" if is_known else "skipped step"), last
 
 
-def _recorded(steps: dict[str, np.ndarray]) -> dict[str, Finding]:
+def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, Finding]:
     """The findings on recorded spikes, and on recorded steps that were not finite."""
-    skipped = ~(steps["grads_finite"] | steps["spike"])
+    spike = steps["spike"]
+    skipped = ~(steps["grads_finite"] | spike)
     # Skips before the first applied step were to be expected.
     start = 0 if steps["step"][0] else int(np.argmin([*skipped, False]))
     skipped[:start] = False
+    # An S that does not grow is no reason for overflows.
+    few = "skipped step" if is_fixed else "occasional overflow"
     found = {}
-    for topic, flags in {"spikes": steps["spike"], "skips": skipped}.items():
-        what, rare, frequent = _RECORDED[topic]
+    for topic, flags, what, rare, frequent in (
+        ("spikes", spike, "The guard skipped", "rare spikes", "frequent spikes"),
+        ("skips", skipped, "Gradients were not finite in", few, "frequent overflow"),
+    ):
         numbers = [str(step) for step in steps["step"][flags]]
         count, size = len(numbers), flags.size
         if count == 0:

@@ -78,6 +78,16 @@ FINDINGS = {
         "The last step was skipped; in total 1 by overflow: normal if rare",
         state(STATIC(8), 1, 1),
     ),
+    "one, recorded, static": (
+        "(3.1%; at step 30); in total 1 by overflow: normal if rare. diagnose",
+        state(STATIC(8), 1),
+        [*[1] * 30, 0, 1],
+    ),
+    "frequent, static": (
+        "which leaf overflows, and take a DynamicLossScale.",
+        state(STATIC(8), 3),
+        [*[1] * 5, 0, 1, 0, 1],
+    ),
     "below 1": ("2^-2, below 1", state(DYNAMIC(0.25, min_loss_scale=0))),
     "float16": (
         ".inner_state['mu'] is float16",

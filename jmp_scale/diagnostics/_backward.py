@@ -13,8 +13,8 @@ from .._gradients import checked_output, value_and_grad
 from .._loss_scale import DynamicLossScale
 from .._tree import is_inexact, named_inexact_leaves
 
-# XLA may leave a rounding out that the program asks for, on a CPU as on a GPU. Another
-# machine, or another version, does not: what is measured is the program as written.
+# XLA may leave a rounding out that the program asks for, and another machine or version
+# of it not: what is measured is the program as written.
 ALL_ROUNDINGS: Any = {"xla_allow_excess_precision": False}
 
 
@@ -76,8 +76,7 @@ class Loss:
             self.dtype_of(out)
             return out
 
-        # Not a StaticLossScale, whose S is configuration and cannot be traced: a sweep
-        # would compile once for each S.
+        # A StaticLossScale's S is configuration: a sweep would compile once for each.
         loss_scale = DynamicLossScale(
             jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
         )
@@ -129,8 +128,7 @@ def split_arrays(
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The arrays among the leaves of `args`, and a function that puts such arrays back.
 
-    Everything else (Python numbers, strings, functions) stays static. Modules are made
-    anew each time, so nothing that a forward pass writes to one reaches the user's.
+    Modules are made anew, so nothing that a forward pass writes reaches the user's.
     """
     leaves, treedef = jax.tree.flatten(args)
 

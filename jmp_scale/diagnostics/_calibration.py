@@ -36,8 +36,7 @@ class Calibration:
       log2_low: f32[], the lowest loss scale of the window, NaN if none works, and
       log2_high: f32[], the highest.
       recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below
-        `log2_low`, and in [0, 24], because `DynamicLossScale` takes no other S unless
-        it is told to. NaN if no such S works.
+        `log2_low`, and in [0, 24], as S of a `DynamicLossScale()` is; NaN without one.
       needs_scaling: bool[], whether S = 1 is outside the window; True if none works.
       has_half_precision: whether anything in the loss is narrower than 32 bits. If not,
         every other answer is about float32. Static.
@@ -138,7 +137,9 @@ def calibrate_loss_scale(
         # Not vmap, which would hold the activations of all S at once.
         return lax.map(at, jnp.asarray(scales))
 
-    program = sweep.trace(arrays).jaxpr
+    results = (v for eqn in equations(sweep.trace(arrays).jaxpr) for v in eqn.outvars)
+    narrow = ("float16", "bfloat16", "float8")
+    has_half = any(dtype_name(v).startswith(narrow) for v in results)
     found, finite = sweep(arrays)
     zero_fraction = jnp.stack(found.leaves, axis=1)
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
@@ -153,7 +154,7 @@ def calibrate_loss_scale(
         log2_high=high,
         recommended_log2_scale=best,
         needs_scaling=~((low <= 0) & (high >= 0)),
-        has_half_precision=_computes_in_half(program),
+        has_half_precision=has_half,
         paths=found.paths,
     )
 
@@ -166,7 +167,7 @@ def _window(
     unavoidable = jnp.where(finite[:, None], zero_fraction, 1).min(0, keepdims=True)
     lost = zero_fraction - unavoidable
     works = finite & (lost <= _TOLERATED * (1 - unavoidable)).all(1)
-    # The length of the run of working loss scales that ends at each.
+    # Of each, the length of the run of working loss scales up to it.
     places = jnp.arange(len(log2), dtype=jnp.int32)
     run = places - lax.cummax(jnp.where(works, np.int32(-1), places))
     end = jnp.argmax(run).astype(jnp.int32)  # the first, so the lower of equal ones
@@ -174,12 +175,6 @@ def _window(
     window = jnp.asarray(log2)[jnp.stack([start, end])]
     low, high = jnp.where(works.any(), window, jnp.nan)
     return low, high
-
-
-def _computes_in_half(jaxpr: Any) -> bool:
-    """Whether an operation gives floating-point numbers of fewer than 32 bits."""
-    names = (dtype_name(v) for eqn in equations(jaxpr) for v in eqn.outvars)
-    return any(name.startswith(("float16", "bfloat16", "float8")) for name in names)
 
 
 def _checked_log2_scales(log2_scales: Sequence[int]) -> np.ndarray:

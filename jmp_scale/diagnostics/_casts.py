@@ -1,9 +1,8 @@
 """Which float32 numbers a cast to fewer bits flushes, coarsens or makes infinite.
 
-Magnitudes are compared as bit patterns: the bits of non-negative floats are ordered as
-the floats are. Three simpler ways would each miscount. XLA may leave out a cast and a
-cast back; `lax.reduce_precision` flushes float16 subnormals; and a float32 comparison
-takes a subnormal for zero.
+Magnitudes are compared by their bits, which have the same order. Simpler ways miscount:
+XLA may leave out a cast and a cast back, `lax.reduce_precision` flushes float16
+subnormals, and a float32 comparison takes a subnormal for zero.
 """
 
 from typing import Any, NamedTuple

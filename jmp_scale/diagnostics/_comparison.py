@@ -100,10 +100,9 @@ def compare_gradients(
     """Compares the gradient of a half-precision program with that of a float32 one.
 
     Runs both on the host, each compiled once, on real values: the answer holds for
-    these parameters and this batch. It is that of the gradient as you train with it:
-    scaled by S and unscaled. XLA leaves none of the roundings out that the program asks
-    for, as it may elsewhere (`xla_allow_excess_precision`). Models among the arguments
-    stay as they are.
+    these parameters, this batch, and the gradient as you train with it, scaled by S and
+    unscaled. XLA leaves out none of the roundings, as it may elsewhere
+    (`xla_allow_excess_precision`). Models among the arguments stay as they are.
 
     Args:
       half_loss: the whole loss in half precision, by `autocast`, by `Policy`, by casts
@@ -183,7 +182,6 @@ def judged_error(found: GradientComparison) -> float:
 
 
 def percent(share: float) -> str:
-    """A share of 1 as a percentage of two digits."""
     if not math.isfinite(share) or share >= 100:
         return f"{share:.2g}"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
@@ -208,7 +206,6 @@ def _error(rows: Sequence[Sequence[float]]) -> float:
 
 
 def _differences(found: Backward, reference: Backward) -> list[list[float]]:
-    """The numbers of `_difference` for each leaf."""
     rows = [*map(_difference, found.leaves, reference.leaves)]
     return np.array(jax.device_get(rows), np.float64).tolist()
 

@@ -206,7 +206,11 @@ def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], str 
     outs = jaxprs.evaluate_all(inner, args, consts, recorded)
 
     def kind_of(atom: Any) -> str:
-        return _kind(value_of(atom, values))
+        """ "NaN" or "infinity", whichever comes first, if entries are; else ""."""
+        x = value_of(atom, values)
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.isfinite(x).all():
+            return ""
+        return "NaN" if jnp.isnan(x).any() else "infinity"
 
     def made(v: Any) -> str | None:
         """What made a value infinite or NaN; None if it came so, or is a constant."""
@@ -251,10 +255,3 @@ def _in_nested(eqn: Any, ins: list[Any], place: Place) -> str | None:
     elif eqn.primitive.name in _CALLS:
         return _run(bodies[0], ins, place)[1]
     return None
-
-
-def _kind(x: Any) -> str:
-    """ "NaN" or "infinity", whichever comes first, if entries are; else ""."""
-    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.isfinite(x).all():
-        return ""
-    return "NaN" if jnp.isnan(x).any() else "infinity"

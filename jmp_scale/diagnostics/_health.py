@@ -81,8 +81,7 @@ _LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
 _CAUSES = ("overflow", "a broken loss", "a spike")
 
-# Half the distance between neighboring bfloat16 numbers is at least 2^-9 of them: with
-# a decay nearer to 1 than that each step's change is rounded away.
+# Nearer to 1, a step changes less than half the distance between bfloat16 numbers.
 _LARGEST_DECAY = 1 - 2.0**-9
 
 Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
@@ -94,10 +93,9 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     """Describes the state of a run, one sentence per finding, most urgent first.
 
     Runs on the host: call it every few hundred steps. Each sentence has its section in
-    `docs/troubleshoot.md`. A history with losses and gradient norms also shows a run
-    that goes wrong with finite numbers: a loss that diverges or blew up, gradients that
-    have vanished, updates that are lost in rounding. For one line per change, use
-    `HealthLog`.
+    `docs/troubleshoot.md`. A history with losses and gradient norms also shows a loss
+    that diverges or blew up, vanished gradients, and updates that are lost in rounding.
+    For one line per change, use `HealthLog`.
 
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree. If that holds
@@ -130,14 +128,12 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
 class HealthLog:
     """`health`, once per change: each finding when it begins, and a line when it ends.
 
-    A callable for the host. It remembers the findings of its last call, and the counts
-    of skipped steps, so that it can tell the cause of those that are new, and of a
-    broken batch between two calls.
+    A callable for the host. It remembers its last findings and counts of skipped steps,
+    and so can tell the cause of new ones, and of a broken batch between two calls.
 
     Attributes:
-      kinds: the findings of the last call by name, such as "loss diverges", for code
-        that acts on them. Where a tree has several states, a name starts with the path
-        of its state, as in "['generator']: spike".
+      kinds: names of the last findings, such as "loss diverges", for code that acts on
+        them. With several states each starts with a path: "['generator']: spike".
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -238,8 +234,7 @@ def _state_findings(
         if present[0] != "occasional overflow" or topic not in found:
             found[topic] = present
     found["loss scale"] = _scale_kind(state), ""
-    pairs = found.values()
-    return [(kind, {**values, "last": last}) for kind, last in pairs if kind]
+    return [(kind, {**values, "last": last}) for kind, last in found.values() if kind]
 
 
 def _scale_kind(state: LossScaleState) -> str:

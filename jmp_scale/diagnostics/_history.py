@@ -159,8 +159,7 @@ class LossScaleHistory:
         if loss is not None:
             loss_finite &= jnp.isfinite(loss)
         values = {
-            # Exact for powers of two, which a device's own log2 need not be: `summary`
-            # counts every change of S as a growth or a backoff.
+            # Exact for powers of two, unlike a device's log2: `summary` counts changes.
             "log2_scale": _NAN if s is None else log2_magnitude(magnitude_bits(s)),
             "grads_finite": new.grads_finite,
             "applied": new.applied,
@@ -245,8 +244,7 @@ def _share_variables(before: Any, after: Any) -> bool:
     """Whether an NNX variable, which changes in place, is in the states of both."""
 
     def variables(tree: Any) -> set[int]:
-        nodes = [node for _, node in find_loss_scale_states(tree)]
-        leaves = jax.tree.leaves(nodes, is_leaf=is_variable)
+        leaves = jax.tree.leaves(find_loss_scale_states(tree), is_leaf=is_variable)
         return {id(x) for x in leaves if is_variable(x)}
 
     return not variables(before).isdisjoint(variables(after))

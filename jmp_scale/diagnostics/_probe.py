@@ -81,8 +81,7 @@ class Probe:
             flagged = dataclasses.replace(loss, fun=fun, has_aux=False)
             return flagged.run(s, rejoin(arrays))
 
-        # Small products on a CPU would take six times as long to compile at level 3,
-        # and run as fast.
+        # At level 3 small products compile six times as long, and run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
         in_float32 = np.zeros(_MOST, bool), jnp.float32(1)
@@ -106,7 +105,6 @@ class Probe:
         return self._program(flags, jnp.float32(s), self._arrays)
 
     def _flagged(self, flags: jax.Array, *args: Any) -> jax.Array:
-        """The loss."""
         arrays, rejoin = split_arrays(args)
 
         def loss(*arrays: Any) -> Any:

@@ -39,16 +39,15 @@ class GradReport:
       subnormal: entries that S and the cast leave below the least normal number.
       overflow: finite entries that become infinite (NaN in float8_e4m3fn).
       nonfinite: entries that are NaN or infinite themselves.
-      headroom_bits: f32[L], log2(max / (S amax)), max being the dtype's largest number.
-        Infinite for a leaf of zeros.
+      headroom_bits: f32[L], log2(M / (S amax)) for the dtype's largest M, or infinite.
       dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero one, or 0.
       loss_scale: f32[], S.
       all_finite: bool[], whether `nonfinite` is 0 everywhere.
       first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
-      recommended_log2_scale: f32[], a whole number: the largest S whose `headroom_bits`
-        is at least 2 in every leaf, in [0, 24] as in `Calibration`; NaN if there is
-        none, or no entry is finite and non-zero. Gradients of activations may be larger
-        and need a smaller one: see `calibrate_loss_scale`.
+      recommended_log2_scale: f32[], a whole number in [0, 24]: the largest S whose
+        `headroom_bits` is at least 2 in every leaf; NaN without one, or without finite
+        non-zero entries. Gradients of activations may need a smaller one: see
+        `calibrate_loss_scale`.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """
@@ -214,11 +213,10 @@ def _report_arrays(
 def _statistics(
     leaf: Any, loss_scale: jax.Array, limits: _casts.Limits
 ) -> tuple[Any, ...]:
-    """The bits of amax and of the least non-zero magnitude, and six counts.
+    """The bits of amax and of the least non-zero magnitude, and six cumulative counts.
 
-    These are cumulative, so that differences give the report's: all entries, those that
-    are not zero, those that the cast leaves not zero, normal, and makes infinite, and
-    those that are not finite themselves.
+    Of all entries, those not zero, after the cast not zero, normal, and infinite, and
+    those not finite before.
     """
     bits = _casts.magnitude_bits(leaf)
     scaled = _casts.magnitude_bits(leaf, loss_scale)

@@ -1,8 +1,7 @@
 """What recorded losses and gradient norms say about a run whose numbers are all finite.
 
-Every rule here was tuned on runs that go wrong and runs that do not, and measured on
-others: `benchmarks/health_validation.py` prints how often each is right. They run on
-the host, on NumPy arrays.
+The rules were tuned on runs that go wrong and runs that do not, and measured on others:
+`benchmarks/health_validation.py` prints how often each is right.
 """
 
 from typing import Any, NamedTuple
@@ -12,13 +11,9 @@ import numpy as np
 from ._history import LossScaleHistory
 
 _LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
-_BLOCK = 20  # steps of a median, fewer in a short history
 _DIVERGED = 0.25  # share of what was gained, from the first loss down to the best
 _RECENT = 100  # steps that a finding on updates looks back
 _RECOVERY = 100  # steps after which a run that blew up could have recovered
-_VANISHED = 2.0**-13
-_LOST = 0.7  # share of the updates' size
-_STILL_STEEP = 0.2  # share of the first gradient norm
 
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
 Values = dict[str, Any] | None  # what stands in the sentence of a finding
@@ -56,11 +51,9 @@ def loss_level(columns: Columns, first: float) -> Level | None:
     count = int(known.sum())
     if count < _LEAST_STEPS:
         return None
-    block = max(3, min(_BLOCK, count // 10))
-    loss, step = (
-        columns[name][known][count % block :].reshape(-1, block)
-        for name in ("loss", "step")
-    )
+    block = max(3, min(20, count // 10))  # steps of a median
+    pair = columns["loss"], columns["step"]
+    loss, step = (x[known][count % block :].reshape(-1, block) for x in pair)
     medians = np.median(loss, 1)
     spreads = np.median(np.abs(loss - medians[:, None]), 1)
     # The lower of two blocks, so that no single burst makes a level.
@@ -104,7 +97,7 @@ def vanished(known: Columns, first_norm: float, level: Level) -> Values:
     # The first norm is that of the first gradients that were not zero, or NaN.
     if norm == 0:
         change = f"has been zero for {_LEAST_STEPS} steps"
-    elif norm < _VANISHED * first_norm:
+    elif norm < 2.0**-13 * first_norm:
         change = f"fell from {first_norm:.3g} to {norm:.3g}"
     else:
         return None
@@ -119,8 +112,8 @@ def loses_updates(known: Columns, first_norm: float) -> Values:
     share = float(np.median(magnitude))
     norms = known["grad_norm"][-_RECENT:]
     # Near a minimum small updates are lost too, and are not missed.
-    is_steep = len(norms) == 0 or np.median(norms) > _STILL_STEEP * first_norm
-    if share <= _LOST or not is_steep:
+    is_steep = len(norms) == 0 or np.median(norms) > 0.2 * first_norm
+    if share <= 0.7 or not is_steep:
         return None
     entries = float(np.median(known["lost_entries"][-_RECENT:]))
     return {"entries": entries, "magnitude": share, "steps": len(magnitude)}

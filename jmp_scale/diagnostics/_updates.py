@@ -99,9 +99,8 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
     integer = np.dtype(f"i{param.dtype.itemsize}").type
     wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
     size = lax.bitcast_convert_type(jnp.abs(param), integer)
-    # The neighbor on the side of the update: the next larger magnitude if the update
-    # has the parameter's sign, else the next smaller, which is half as far below a
-    # power of two.
+    # The neighbor on the side of the update: a larger magnitude if it has the parameter's
+    # sign, else a smaller one, which is half as far below a power of two.
     grows = ((update < 0) == (param < 0)) | (param == 0)
     neighbor = size + jnp.where(grows, integer(1), integer(-1))
 

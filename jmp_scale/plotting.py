@@ -58,8 +58,7 @@ def plot_spikes(
 ) -> tuple[Axes, Axes]:
     """The loss and the gradient norm, the guard's limits, and the steps it skipped.
 
-    Its colors can be read on a light and on a dark page, so that it may be saved with a
-    transparent background: `figure.savefig("spikes.png", transparent=True, dpi=200)`.
+    Its colors can be read on light and on dark pages: `savefig(..., transparent=True)`.
 
     Args:
       history: of at least one step with `loss` or `grads`, and a guard for the limits.
@@ -88,8 +87,8 @@ def plot_spikes(
     top.set_ylabel("loss")
     bottom.set(xlabel="step", ylabel="gradient norm", yscale="log")
     for ax in (top, bottom):
-        for label in (ax.xaxis.label, ax.yaxis.label):
-            label.set_color(_INK)
+        ax.xaxis.label.set_color(_INK)
+        ax.yaxis.label.set_color(_INK)
         ax.tick_params(colors=_INK, which="both")
         ax.spines[:].set_edgecolor(_INK)
         _finish(ax, grid="both")
@@ -211,8 +210,7 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
         frame = {"fill": False, "edgecolor": _RED, "linewidth": 2.5, "zorder": 4}
         ax.axvspan(*edges[[first, last + 1]], **frame)
         ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
-    ax.set_title(title)
-    ax.set_xlabel("loss scale S (hatched: gradients overflow)")
+    ax.set(title=title, xlabel="loss scale S (hatched: gradients overflow)")
     ax.set_ylim(len(paths) - 0.5, -0.5)
     _power_of_two_axis(ax.xaxis)
     return ax

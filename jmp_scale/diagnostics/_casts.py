@@ -74,8 +74,8 @@ def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.
 
 def exponent_and_fraction(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(e, f) with |x| = 2^e (1 + f 2^-23), i32. Meaningless for zero."""
-    # A subnormal has an exponent field of 0 and no implicit leading one. Shifting its
-    # first one to bit 23 makes it a normal number, with an exponent too large by that.
+    # A subnormal has no implicit leading one. Shifting its first one to bit 23 makes it
+    # a normal number, with an exponent too large by that.
     shift = jnp.maximum(lax.clz(bits) - 8, 0)
     bits = bits << shift
     return (bits >> 23) - 127 - shift, bits & 0x7FFFFF

@@ -67,10 +67,7 @@ class GradientComparison(NamedTuple):
 
     @property
     def is_precise(self) -> bool:
-        """Whether `error` is at most 10 %, and `scaled_error` 30 %.
-
-        Or twice `float32_error`, where that is more.
-        """
+        """Whether `error` and `scaled_error` / 3 are <= 10 %, or 2 `float32_error`."""
         return judged_error(self) <= max(_BEARABLE, 2 * self.float32_error)
 
     def summary(self, k: int = 20) -> str:

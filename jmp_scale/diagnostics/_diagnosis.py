@@ -17,6 +17,7 @@ from .._jaxpr import is_literal, open_jaxpr, value_of, words
 from .._loss_scale import scale_value
 from .._operations import CALLS
 from .._tree import named_inexact_leaves
+from .._validation import Arguments
 from ._backward import Backward, Loss, split_arrays
 from ._precision.source import Place, place_of
 
@@ -102,8 +103,7 @@ def diagnose_nonfinite(
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
       loss_scale: the loss scale of that step, or its S as a number.
-      log2_min: log2 of the smallest S to try; default -14, because some overflows
-        persist at S = 1.
+      log2_min: log2 of the smallest S to try; -14, as some overflows persist at S = 1.
 
     Returns:
       A `Diagnosis`.
@@ -123,13 +123,11 @@ def diagnose_nonfinite(
       >>> diagnosis.cause, diagnosis.path
       ('nan', "['a']")
     """
-    if operator.index(log2_min) not in range(-126, 127):
-        raise ValueError(
-            "diagnose_nonfinite: expected log2_min to be in [-126, 126], got "
-            f"{log2_min!r}"
-        )
-    s = scale_value("diagnose_nonfinite", loss_scale)
-    loss = Loss("diagnose_nonfinite", fun, args, argnums, has_aux, transform)
+    function = "diagnose_nonfinite"
+    is_valid = operator.index(log2_min) in range(-126, 127)
+    Arguments(function).require(is_valid, "log2_min", log2_min, "in [-126, 126]")
+    s = scale_value(function, loss_scale)
+    loss = Loss(function, fun, args, argnums, has_aux, transform)
     arrays, rejoin = split_arrays(args)
 
     # S is an argument of the compiled function: one compilation for all S.

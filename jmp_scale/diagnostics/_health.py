@@ -262,9 +262,8 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> Finding | None
         if steps is None and overflows and _is_fixed(rule):
             return "skipped step", last
         return None
-    last = f"The last {in_a_row} steps were all skipped"
-    if in_a_row == 1:
-        last = "The last step was skipped"
+    many = f"The last {in_a_row} steps were all skipped"
+    last = "The last step was skipped" if in_a_row == 1 else many
     overflows, losses, _ = new if new.any() else _counts(state)
     if steps is not None:  # which knows the cause of each
         spike, finite = (steps[name][-in_a_row:] for name in ("spike", "loss_finite"))
@@ -291,9 +290,8 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, Finding
     """The findings on recorded spikes, and on recorded steps that were not finite."""
     spike = steps["spike"]
     skipped = ~(steps["grads_finite"] | spike)
-    # Skips before the first applied step were to be expected.
-    start = 0 if steps["step"][0] else int(np.argmin([*skipped, False]))
-    skipped[:start] = False
+    if steps["step"][0] == 0:  # skips before the first applied step are expected
+        skipped[: int(np.argmin([*skipped, False]))] = False
     # An S that does not grow is no reason for overflows.
     few = "skipped step" if is_fixed else "occasional overflow"
     found = {}

@@ -43,8 +43,7 @@ class ExponentHistogram:
     ) -> jax.Array:
         """Share of the finite non-zero entries that S = 2^log2_scale and a cast flush.
 
-        Equal to a count of real casts, ties included, for entries and products in
-        float32's range.
+        As a count of real casts, ties included, while S x is in float32's range.
 
         Args:
           log2_scale: integers of any shape.

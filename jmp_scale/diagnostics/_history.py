@@ -127,10 +127,9 @@ class LossScaleHistory:
         numbers, and `params` and `updates` to see one that has stalled.
 
         Args:
-          before: the state of `with_loss_scale` before the step, or any pytree that
-            contains exactly one, such as Linen's `TrainState`. An `nnx.Optimizer`
-            changes in place, and `nnx.state` of it too: take
-            `jax.tree.map(lambda x: x, nnx.state(optimizer))` before the update.
+          before: the state of `with_loss_scale` before the step, or any pytree with
+            exactly one, such as Linen's `TrainState`. `nnx.state` too changes in place:
+            take `jax.tree.map(lambda x: x, nnx.state(optimizer))` before the update.
           after: the same after the step. The two give S, the flags and the limits.
           loss: f32[], the unscaled loss.
           grads: unscaled gradients, before any clipping; their norm is recorded.
@@ -152,8 +151,7 @@ class LossScaleHistory:
                 "jax.tree.map(lambda x: x, nnx.state(optimizer)) before the update"
             )
         old, new = _the_state("before", before), _the_state("after", after)
-        lost = lost_updates_of("LossScaleHistory.push", params, updates)
-        entries, magnitude = lost or (_NAN, _NAN)
+        lost = lost_updates_of("LossScaleHistory.push", params, updates) or (_NAN, _NAN)
         s = number_of(old.loss_scale)
         loss_finite = new.nonfinite_losses == old.nonfinite_losses
         if loss is not None:
@@ -167,8 +165,8 @@ class LossScaleHistory:
             "loss": _NAN if loss is None else loss,
             "loss_finite": loss_finite,
             "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
-            "lost_entries": entries,
-            "lost_magnitude": magnitude,
+            "lost_entries": lost[0],
+            "lost_magnitude": lost[1],
             # Of a mapping made by Flax the guard's configuration is not known.
             "loss_limit": getattr(old.guard, "loss_limit", _NAN),
             "norm_limit": getattr(old.guard, "norm_limit", _NAN),

@@ -45,8 +45,8 @@ def metrics(
       - `lost_entries`, `lost_magnitude` f32[], with `params` and `updates`: see
         `lost_updates`.
 
-      Where there are several states each name but the last three starts with the path
-      of its state, as in "['generator'].loss_scale".
+      Of several states, each name except the last three starts with the path of its
+      state, as in "['generator'].loss_scale".
 
     Raises:
       ValueError: there is no such state in `opt_state`; only one of `params` and

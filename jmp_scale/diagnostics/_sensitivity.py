@@ -97,11 +97,10 @@ def sensitive_products(
     ```
 
     Runs on the host, on real values: the answer holds for these parameters and this
-    batch. The program is compiled once, with the dtype of each product as an input, and
-    runs twice a line: in float32, with rounded operands, results and cotangents where
-    `autocast` has them, so it needs up to twice the memory and the time of a float32
-    step, on every machine. Lines in different modules count as different ones. Of more
-    than 128 neighbors are measured together.
+    batch. The program is compiled once and runs twice a line: in float32, with rounded
+    operands, results and cotangents where `autocast` has them, so with up to twice the
+    memory and time of a float32 step. Lines in different modules count as different
+    ones. Of more than 128, neighbors are measured together.
 
     Args:
       loss: the whole loss in float32, to which `autocast` is to be applied. Its
@@ -224,10 +223,8 @@ class _Search:
         error = self._probe.error(self._lines, s)
         if error > self._tolerance:
             return ""
-        return (
-            f"The loss scale is at fault: at {what} it is {percent(error)}. "
-            "calibrate_loss_scale finds where to start."
-        )
+        fault = f"The loss scale is at fault: at {what} it is {percent(error)}."
+        return f"{fault} calibrate_loss_scale finds where to start."
 
     def _way_out(self) -> str:
         """What to say where no set of products helps."""

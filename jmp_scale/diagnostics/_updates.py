@@ -30,9 +30,8 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
     is rounded away: below about 2^-9 of the parameter in bfloat16, 2^-12 in float16,
     2^-25 in float32. A `magnitude` near 1 means that training has stalled.
 
-    Exact, ties included, and the same on all devices: it compares with the neighboring
-    number, where `params + updates == params` may be computed without the rounding.
-    Compatible with `jit`, `vmap` and `lax.scan`.
+    Exact, ties included, and the same on all devices, where `params + updates` may be
+    computed without the rounding. Compatible with `jit`, `vmap` and `lax.scan`.
 
     Args:
       params: pytree of parameters before the step.
@@ -99,8 +98,8 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
     integer = np.dtype(f"i{param.dtype.itemsize}").type
     wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
     size = lax.bitcast_convert_type(jnp.abs(param), integer)
-    # The neighbor on the side of the update: a larger magnitude if it has the parameter's
-    # sign, else a smaller one, which is half as far below a power of two.
+    # The neighbor on the side of the update: with the parameter's sign the next larger
+    # magnitude, else the next smaller, which is half as far below a power of two.
     grows = ((update < 0) == (param < 0)) | (param == 0)
     neighbor = size + jnp.where(grows, integer(1), integer(-1))
 

@@ -14,10 +14,6 @@ from .._jaxpr import dtype_name, equations
 from ._backward import Loss, split_arrays
 from ._report import HIGHEST, LOWEST, MARGIN_BITS
 
-# The share of a leaf's entries that a loss scale that works may lose: far below what
-# changes a training run, above what single entries at the edge of the range add.
-_TOLERATED = 2.0**-8
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +162,8 @@ def _window(
     # Zeros at every finite S are not a loss: dead units, padding, the other classes.
     unavoidable = jnp.where(finite[:, None], zero_fraction, 1).min(0, keepdims=True)
     lost = zero_fraction - unavoidable
-    works = finite & (lost <= _TOLERATED * (1 - unavoidable)).all(1)
+    # 2^-8 changes no training run, and single entries at the edge do not exceed it.
+    works = finite & (lost <= 2.0**-8 * (1 - unavoidable)).all(1)
     # Of each, the length of the run of working loss scales up to it.
     places = jnp.arange(len(log2), dtype=jnp.int32)
     run = places - lax.cummax(jnp.where(works, np.int32(-1), places))

@@ -77,12 +77,8 @@ _SENTENCES = {
 
 # Of overflows and of spikes. With the default period S itself causes 0.0005.
 _NORMAL_RATE = 0.01
-_LONG_RUN = 10  # skipped steps in a row that a broken batch does not explain
 _LISTED = 5  # steps that a sentence names
 _CAUSES = ("overflow", "a broken loss", "a spike")
-
-# Nearer to 1, a step changes less than half the distance between bfloat16 numbers.
-_LARGEST_DECAY = 1 - 2.0**-9
 
 Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
 Finding = tuple[str, str]  # the kind, and what happened
@@ -280,7 +276,7 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> Finding | None
         is_all = steps is None or len(steps["step"]) == in_a_row
         if in_a_row == int(state.skipped) and is_all and not losses:
             return "warm-up", last
-    if in_a_row >= _LONG_RUN:
+    if in_a_row >= 10:  # more than a broken batch explains
         return "every step skipped", last
     is_known = not (losses or _is_fixed(rule))
     return ("occasional overflow" if is_known else "skipped step"), last
@@ -324,7 +320,8 @@ def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     # The decay is known only where the optimizer's state holds it.
     of_decay = r"\bhyperparams\b.*\bb2\b"
     decays = [float(x) for path, x in pairs if re.search(of_decay, path)]
-    if max(decays, default=1.0) <= _LARGEST_DECAY:
+    # Nearer to 1, a step changes less than half the distance between bfloat16 numbers.
+    if max(decays, default=1.0) <= 1 - 2.0**-9:
         coarse = []
     findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):

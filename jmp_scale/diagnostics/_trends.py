@@ -11,9 +11,7 @@ import numpy as np
 from ._history import LossScaleHistory
 
 _LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
-_DIVERGED = 0.25  # share of what was gained, from the first loss down to the best
 _RECENT = 100  # steps that a finding on updates looks back
-_RECOVERY = 100  # steps after which a run that blew up could have recovered
 
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
 Values = dict[str, Any] | None  # what stands in the sentence of a finding
@@ -72,7 +70,7 @@ def diverges(level: Level) -> Values:
     gained = level.first - level.best
     # In a fresh history of a trained model nothing has been gained: then a quarter of
     # the loss itself, and where that is near zero, six deviations of its scatter.
-    limit = max(_DIVERGED * gained, _DIVERGED * abs(level.best), 6 * level.scatter)
+    limit = max(0.25 * gained, 0.25 * abs(level.best), 6 * level.scatter)
     return None if level.current - level.best <= limit else level._asdict()
 
 
@@ -82,7 +80,7 @@ def blew_up(columns: Columns, level: Level) -> Values:
     peak, first = int(np.argmax(loss)), level.first
     rose = loss[peak] > first + 2 * abs(first)
     stuck = first - level.current < 0.25 * abs(first)
-    if not (rose and stuck and len(loss) - peak > _RECOVERY):
+    if not (rose and stuck and len(loss) - peak > 100):  # it could have recovered
         return None
     step = int(columns["step"][peak])
     return {"peak": loss[peak], "step": step, **level._asdict()}

@@ -75,8 +75,7 @@ _SENTENCES = {
     "away. Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
 }
 
-# Of overflows and of spikes. With the default period S itself causes 0.0005.
-_NORMAL_RATE = 0.01
+_NORMAL_RATE = 0.01  # of overflows, of spikes; by a default period S causes 0.0005
 _LISTED = 5  # steps that a sentence names
 _CAUSES = ("overflow", "a broken loss", "a spike")
 

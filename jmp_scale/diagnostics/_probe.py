@@ -28,16 +28,14 @@ from ._precision.matrix_work import flops
 from ._precision.source import Place, begin_user_code, place_of
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
-# Of the flags that the compiled program takes. Products beyond share the last one.
-_MOST = 4096
+_MOST = 4096  # flags of the compiled program; products beyond share the last one
 
 
 @dataclasses.dataclass(eq=False)
 class Line:
     """The matrix products and convolutions of one line of the program, in one scope."""
 
-    # A product, or a call with a rule, after the calls and loops around it.
-    equations: tuple[Any, ...]
+    equations: tuple[Any, ...]  # a product or a call with a rule, after those around it
     place: Place
     # Those that `autocast` casts, and their floating-point operations forward.
     numbers: list[int] = dataclasses.field(default_factory=list)

@@ -17,10 +17,8 @@ from . import _casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
 
-# Doublings that a recommended loss scale leaves between the largest entry and overflow.
-MARGIN_BITS = 2
-# log2 of the smallest and largest S that `DynamicLossScale` takes by default.
-LOWEST, HIGHEST = 0, 24
+MARGIN_BITS = 2  # doublings from the largest entry to overflow at a recommended S
+LOWEST, HIGHEST = 0, 24  # log2 of S that `DynamicLossScale` takes by default
 
 
 @jax.tree_util.register_dataclass

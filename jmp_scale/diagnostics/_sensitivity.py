@@ -16,8 +16,7 @@ from ._comparison import percent
 from ._probe import Line, Probe, where
 from ._report import table
 
-# Lines, or groups of neighbors where there are more, that are measured one by one.
-_MOST = 128
+_MOST = 128  # lines, or groups of neighbors, that are measured one by one
 
 
 class SensitiveProduct(NamedTuple):

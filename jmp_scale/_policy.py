@@ -18,8 +18,6 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.float64: ("f64", "float64"),
 }
 name_to_dtype = {name: d for d, names in dtype_to_names.items() for name in names}
-_FIELDS = {"p": "param", "params": "param", "c": "compute", "compute": "compute",
-           "o": "output", "output": "output"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +86,15 @@ def get_policy(policy_name: str) -> Policy:
     dtypes = {}
     for part in policy_name.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
-        if key not in _FIELDS:
+        if key not in ("p", "params", "c", "compute", "o", "output"):
             raise ValueError(
                 f"Unknown key '{key}' in '{policy_name}' should be 'params', 'compute' "
                 "or 'output' (or 'p', 'c', 'o')"
             )
-        dtypes[_FIELDS[key]] = _parse_dtype(value)
-    param = dtypes.get("param", jnp.float32)
-    compute = dtypes.get("compute", param)
-    return Policy(param, compute, dtypes.get("output", compute))
+        dtypes[key[0]] = _parse_dtype(value)
+    param = dtypes.get("p", jnp.float32)
+    compute = dtypes.get("c", param)
+    return Policy(param, compute, dtypes.get("o", compute))
 
 
 def cast_to_full(tree: T) -> T:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._marks import LOSS_SCALE, NEEDS_LOSS_SCALE, TRACED
-from ._tree import is_inexact, promote_to_float32, widen_gradients
+from ._tree import is_inexact, map_gradients, promote_to_float32
 from ._validation import warn
 
 
@@ -33,8 +33,7 @@ def value_and_grad(
     Average over devices afterwards: `jax.lax.pmean(grads, axis)` in `pmap` and in
     `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed
     the gradients of replicated parameters over the axis: divide by its size there.
-    Flax's float8 collection `_overwrite_with_gradient` comes back as it is: it holds
-    new values, not gradients.
+    New values in Flax's float8 collection `_overwrite_with_gradient` pass unchanged.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -50,10 +49,9 @@ def value_and_grad(
       grads)`. Loss and gradients are float32 where they were narrower.
 
     Raises:
-      TypeError: at once if `loss_scale` is not a loss scale, or if `axis_name` is
-        given; while tracing if `fun` does not return what `has_aux` says, `transform`
-        not what `jax.value_and_grad` does, or what is differentiated is not an array
-        of floating-point numbers.
+      TypeError: `loss_scale` is not a loss scale, or `axis_name` is given; while
+        tracing, `fun` does not return what `has_aux` says, `transform` not what
+        `jax.value_and_grad` does, or a differentiated leaf is not floating-point.
       ValueError: the loss scale has a shape other than ().
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
@@ -156,7 +154,7 @@ def _differentiated(
         output, grads = _checked_result(function, result)
         # A NoOpLossScale returns float16 gradients as they are.
         value = tuple(output) if has_aux else output.loss
-        return value, widen_gradients(loss_scale.unscale(grads))
+        return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
 

@@ -116,15 +116,14 @@ class DynamicLossScale(_pytree.Pytree):
     Args:
       loss_scale: initial S, f32[]; 2^15 is the largest power of two that float16 holds.
         A Python or NumPy number must lie in [min_loss_scale, max_loss_scale]: for S < 1
-        give a lower floor. A device array is clipped to [2^-126, 2^126]; NaN to the
-        floor.
+        lower the floor. A device array is clipped to [2^-126, 2^126]; NaN to the floor.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
-      min_loss_scale: floor of S. It may be below 1, for unscaled gradients that
-        overflow. Values below 2^-126 (0, say) mean 2^-126. Stored as float32.
-      max_loss_scale: cap of S; float16 training gains nothing beyond 2^24. Values above
-        2^126 mean 2^126. Stored as float32.
+      min_loss_scale: floor of S, float32; below 1 for unscaled gradients that
+        overflow. Values below 2^-126 (0, say) mean 2^-126.
+      max_loss_scale: cap of S, float32; float16 gains nothing beyond 2^24. Values above
+        2^126 mean 2^126.
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
@@ -262,10 +261,8 @@ class DynamicLossScale(_pytree.Pytree):
 
     def _after_overflow(self) -> "DynamicLossScale":
         s, counter = self.loss_scale, jnp.full_like(self.counter, -self.growth_delay)
-        if self.backoff_factor is None:
-            backed_off = s / self.factor
-        else:
-            backed_off = s * self.backoff_factor
+        backoff = self.backoff_factor
+        backed_off = s / self.factor if backoff is None else s * backoff
         # Not jnp.maximum, which keeps a NaN: every step would be skipped.
         floor = self.min_loss_scale
         backed_off = jnp.where(backed_off > floor, backed_off, floor)
@@ -314,11 +311,9 @@ def adjust(
 def checked_loss_scale(function: str, value: Any) -> LossScale:
     """`value`, which must be a loss scale: else the error says how to get one."""
 
-    def is_loss_scale(x: Any) -> bool:
-        return isinstance(x, LossScale)
-
     if isinstance(value, LossScale):
         return value
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, LossScale))
     got, cure = f"a {type(value).__name__}", "pass DynamicLossScale() or another one"
     if isinstance(value, type):
         got = f"the class {value.__name__}"
@@ -331,7 +326,7 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
             StaticLossScale(value)  # pyright: ignore[reportArgumentType]
             number = float(value) if isinstance(value, jax.Array) else value
             cure = f"pass jmp_scale.get_loss_scale({number!r})"
-    elif any(map(is_loss_scale, jax.tree.leaves(value, is_leaf=is_loss_scale))):
+    elif any(isinstance(leaf, LossScale) for leaf in leaves):
         cure = 'pass its .loss_scale, or optax.tree.get(opt_state, "loss_scale")'
     raise TypeError(f"{function}: expected a loss scale, got {got}; {cure}")
 

@@ -156,17 +156,11 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
     return map_gradients(multiply_leaf, tree)
 
 
-def widen_gradients(tree: T) -> T:
-    """Casts gradients narrower than 32 bits to float32; all other leaves pass."""
-    return map_gradients(promote_to_float32, tree)
-
-
 def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
     """`map_inexact`, except below a key `_overwrite_with_gradient`, at any depth.
 
-    What JAX's transforms return for that collection of Flax's float8 layers are not
-    gradients: they are the next values of its scales, which were never multiplied by
-    S. Divided by S they would be wrong by that factor, without any error.
+    What JAX's transforms return for that collection of Flax's float8 layers are the
+    next values of its scales, not gradients: they were never multiplied by S.
     """
 
     def map_leaf(path: tuple[Any, ...], leaf: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,31 +38,28 @@ def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> b
     return not refused
 
 
-def keywords_of(update: Callable[..., Any]) -> Keywords:
+def keywords_of(update: Any, seen: set[int] | None = None) -> Keywords:
     """The keywords of each function at which extra arguments of `update` arrive.
 
     A wrapper (a chain, a mask, a partition) hands on any keyword, so the functions that
     it holds are asked too. "" is among the keywords if it takes others as well: Optax's
     own functions drop those, and of another's any name of a loss may be used.
     """
-    return tuple(_keywords(update, set()))
-
-
-def _keywords(update: Any, seen: set[int]) -> Iterator[frozenset[str]]:
     function = inspect.unwrap(update)
+    seen = set() if seen is None else seen
     if id(function) in seen:
-        return
+        return ()
     seen.add(id(function))
     parameters = _parameters(function)
     names = frozenset(p.name for p in parameters)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        yield names
-        return
+        return (names,)
     within = list(_updates_within(function))
     is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
-    yield names | ({""} if is_optax or within else _ANY)
+    found = [names | ({""} if is_optax or within else _ANY)]
     for part in within:
-        yield from _keywords(part, seen)
+        found += keywords_of(part, seen)
+    return tuple(found)
 
 
 def _updates_within(function: Any) -> Iterator[Any]:

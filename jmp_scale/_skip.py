@@ -61,7 +61,7 @@ def select_step(
     # Eagerly there is nothing to fuse; a jaxpr takes arrays only; and a last look at
     # the updates comes before the state can be selected.
     if is_good is not None or not (is_traced and has_arrays_only):
-        updates, new = update(zero_unless(applied, inputs), old)
+        updates, new = update(unless(applied, inputs, jnp.zeros_like), old)
         applied = applied if is_good is None else applied & is_good(updates)
         new = select_tree(applied, new, old)
         return applied, _or_negative_zeros(applied, updates), new
@@ -69,19 +69,14 @@ def select_step(
     # What `update` closes over (parameters, a learning rate) is passed as an argument:
     # a function with a rule of its own may not close over what is differentiated.
     closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
-    leaves = _step_of_lists(closed)(
-        applied, jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
-    )
+    lists = jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
+    leaves = _step_of_lists(closed)(applied, *lists)
     return applied, *jax.tree.unflatten(jax.tree.structure(types), leaves)
 
 
-def zero_unless(applied: jax.Array, tree: Any) -> Any:
-    return map_inexact(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), tree)
-
-
-def constant_unless(applied: jax.Array, tree: Any) -> Any:
-    """A tree whose inexact leaves have no derivative unless `applied`."""
-    return map_inexact(lambda x: jnp.where(applied, x, lax.stop_gradient(x)), tree)
+def unless(applied: jax.Array, tree: Any, other: Callable[[Any], Any]) -> Any:
+    """`tree`, or what `other` makes of each inexact leaf on a skipped step."""
+    return map_inexact(lambda x: jnp.where(applied, x, other(x)), tree)
 
 
 def _or_negative_zeros(applied: jax.Array, updates: Any) -> Any:
@@ -97,10 +92,8 @@ def _negative_zeros(update: Any) -> Any:
 def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
     """The step as a function of applied, inputs, old state and constants."""
 
-    def selected_late(
-        applied: Any, inputs: Any, old: Any, read: Any, consts: Any
-    ) -> list[Any]:
-        """The step that reads the state `read` and keeps `old`."""
+    def late(applied: Any, inputs: Any, old: Any, read: Any, consts: Any) -> list[Any]:
+        """The step that reads the state `read`, and selects at the end."""
         leaves = evaluate_all(closed.jaxpr, [*inputs, *read], consts)
         count = len(leaves) - len(old)
         new = select_tree(applied, leaves[count:], old)
@@ -108,16 +101,17 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
 
     def plain(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # A loop that waits for a NaN to become small never ends.
-        return selected_late(applied, zero_unless(applied, inputs), old, old, consts)
+        inputs = unless(applied, inputs, jnp.zeros_like)
+        return late(applied, inputs, old, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # What is dropped must not be differentiated either: its derivative may be
         # infinite, and times 0 it is NaN. So all that the update reads is constant on a
         # skipped step. The gradients are 1 there: NaN in them is NaN in the derivatives
         # of the state.
-        inputs = map_inexact(lambda x: jnp.where(applied, x, jnp.ones_like(x)), inputs)
-        read, consts = constant_unless(applied, (old, consts))
-        return selected_late(applied, inputs, old, read, consts)
+        inputs = unless(applied, inputs, jnp.ones_like)
+        read, consts = unless(applied, (old, consts), lax.stop_gradient)
+        return late(applied, inputs, old, read, consts)
 
     fast = _hidden_from_checkify(functools.partial(_selected_early, closed.jaxpr))
     step = plain if _is_plain_only(closed) else fast

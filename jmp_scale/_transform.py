@@ -15,7 +15,7 @@ from ._extra_args import keywords_of, takes_value
 from ._finite import finite, finite_and_norm
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._marks import FLOAT16_GRADIENTS, LOSS_SCALE, TRACED
-from ._skip import constant_unless, select_step, zero_unless
+from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState, find_loss_scale_states
 from ._tree import is_data, is_inexact, map_inexact, promote_to_float32
@@ -324,8 +324,8 @@ def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[...
 
     def zero_fn(*args: Any, **kwargs: Any) -> Any:
         # Otherwise the gradient is 0 times that of `fun`: NaN where that is not finite.
-        args, kwargs = constant_unless(applied, (args, kwargs))
-        return zero_unless(applied, fun(*args, **kwargs))
+        args, kwargs = unless(applied, (args, kwargs), lax.stop_gradient)
+        return unless(applied, fun(*args, **kwargs), jnp.zeros_like)
 
     return zero_fn
 

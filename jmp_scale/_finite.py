@@ -1,8 +1,7 @@
 """Whether all gradients are finite, and their norm, with one answer on all devices.
 
-Both are read in one pass over the arrays. Which reductions that takes differs between
-machines, and is decided when a program is lowered: one that is exported or compiled
-elsewhere is what the machine itself would make.
+Both are read in one pass over the arrays, by reductions that are chosen when a program
+is lowered: one that is compiled elsewhere is what the machine itself would make.
 """
 
 import functools
@@ -14,16 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from . import _mesh
 from ._tree import is_inexact, promote_to_float32
 
 Arrays = Sequence[jax.Array]
 
-# Arrays of one type that are traced once, as one function. On a GPU they share one
-# kernel. With more XLA no longer fuses all of them with the reductions of
-# `optax.clip_by_global_norm` (test_clipping_reads_the_gradients_once).
+# Arrays of one type that share one trace, and on a GPU one kernel. With more, XLA does
+# not fuse all of them with the reductions of `optax.clip_by_global_norm`.
 GPU_GROUP = 4
 # Entries from which a TPU takes a matrix product instead of a reduction.
 TPU_PRODUCT_SIZE = 2**17
@@ -105,19 +102,17 @@ def finite_and_norm(
     `shard_map` it is the largest of the devices' own: one bad device raises it.
     """
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
-    finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves), None)
+    finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))
     return agree(lax.pmin, finite), agree(lax.pmax, norm)
 
 
 # Compiled where nothing around it is: the choices between machines are branches, which
 # JAX would trace and compile anew at each eager call.
-_jit = functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+_jit = functools.partial(jax.jit, inline=True)
 
 
-@_jit
-def _all_finite(
-    leaves: Arrays, specs: tuple[PartitionSpec, ...], mesh: Any
-) -> jax.Array:
+@functools.partial(_jit, static_argnums=(1, 2))
+def _all_finite(leaves: Arrays, specs: _mesh.Specs, mesh: Any) -> jax.Array:
     def finite(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         flag = _read(_FLAG, shards)
         return lax.pmin(flag, axes) if axes else flag
@@ -127,10 +122,8 @@ def _all_finite(
     return _mesh.on_shards(finite, leaves, specs, mesh)
 
 
-@_jit
-def _finite_and_norm(
-    leaves: Arrays, specs: tuple[PartitionSpec, ...], mesh: Any
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(_jit, static_argnums=1)
+def _finite_and_norm(leaves: Arrays, specs: _mesh.Specs) -> tuple[jax.Array, jax.Array]:
     def sums(shards: Arrays, axes: tuple[Any, ...]) -> jax.Array:
         # A leaf that is not sharded over one of the axes is counted once per copy.
         by_copies: dict[Any, list[jax.Array]] = {}
@@ -141,7 +134,7 @@ def _finite_and_norm(
         total = functools.reduce(operator.add, each, jnp.zeros(3, jnp.float32))
         return lax.psum(total, axes) if axes else total
 
-    tiny, plain, huge = _mesh.on_shards(sums, leaves, specs, mesh)
+    tiny, plain, huge = _mesh.on_shards(sums, leaves, specs)
     finite = huge < NONFINITE / 2**17
     # Each sum is right where the others are not.
     is_tiny, is_huge = tiny < 2.0**126, ~jnp.isfinite(plain)
@@ -175,8 +168,6 @@ def _as_array(leaf: Any) -> jax.Array:
 
 
 class _Reading(NamedTuple):
-    """What is read of arrays, and how."""
-
     parts: Callable[[jax.Array], Arrays]  # of an array, those that are reduced
     combine: Callable[[Any, Any], Any]  # two entries
     initial: Any  # the entry that changes no other
@@ -241,10 +232,9 @@ def _read_sharded(reading: _Reading, groups: list[Arrays]) -> jax.Array:
 def _in_rows(reading: _Reading, arrays: Arrays) -> Arrays:
     """Reduced rows of each array, [rows, k], for a CPU.
 
-    XLA:CPU (of jax 0.10) writes what it reduces to memory and splits the reduction. A
-    reduction of several operands it leaves whole, and computes them within it, if all
-    results are used. In rows, because a float32 to which one square after the other is
-    added stops growing at 2**24 equal ones.
+    XLA:CPU (of jax 0.10) writes what it reduces to memory, except the operands of one
+    reduction of several, if all results are used. In rows, because a float32 to which
+    one square after the other is added stops growing at 2**24 equal ones.
     """
     reduced = []
     for array in arrays:
@@ -291,9 +281,8 @@ def _flag_on_tpu(array: jax.Array) -> Arrays:
     """The flag of a large array, by a matrix product.
 
     The matrix unit counts, for each column, the entries that are not finite. XLA:TPU
-    estimates a seventh of a reduction's cycles (v5e, an array in on-chip memory). Sums
-    of zeros and ones are zero if all summands are, and at least one otherwise, so the
-    answer is exact in bfloat16. Eight equal rows, because the unit has no fewer.
+    estimates a seventh of a reduction's cycles (v5e, an array in on-chip memory). Exact
+    in bfloat16, where no sum of ones is 0. Eight equal rows: the unit has no fewer.
     """
     finite = jnp.isfinite(array)
     # Rows are merged, which moves data unless the tiles of 16 rows stay whole.

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from ._tree import is_inexact
 
 AxisName = str | Sequence[str] | None
+Specs = tuple[PartitionSpec, ...]  # of the leaves
 
 # Takes a reduction (`lax.pmin`: all agree, `lax.pmax`: the largest) and a number that
 # may differ between devices, and returns what all of them go on with.
@@ -70,7 +71,7 @@ def if_on_one_device(
     return (alone if is_alone else sharded)(arrays)
 
 
-# bool[] constant at lowering time; XLA removes the untaken branch.
+# bool[] constant in lowering; XLA removes the untaken branch.
 _is_for_one_device = Primitive("is_for_one_device")
 _is_for_one_device.def_impl(lambda: np.True_)
 _is_for_one_device.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
@@ -85,7 +86,7 @@ def _lower_is_for_one_device(context: Any) -> Any:
 mlir.register_lowering(_is_for_one_device, _lower_is_for_one_device)
 
 
-def sharding_specs(leaves: Sequence[Any]) -> tuple[PartitionSpec, ...]:
+def sharding_specs(leaves: Sequence[Any]) -> Specs:
     """The leaves' own specs: empty except on Explicit mesh axes, which types show."""
     return tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
 
@@ -93,7 +94,7 @@ def sharding_specs(leaves: Sequence[Any]) -> tuple[PartitionSpec, ...]:
 def on_shards(
     fun: Callable[[Sequence[jax.Array], tuple[Any, ...]], Any],
     leaves: Sequence[Any],
-    specs: Sequence[PartitionSpec],
+    specs: Specs,
     mesh: Any = None,
 ) -> Any:
     """What `fun` makes of the leaves' shards on each device, and joins over the axes.
@@ -111,15 +112,13 @@ def on_shards(
     return jax.shard_map(
         lambda *shards: fun(shards, ordered),
         mesh=mesh,
-        in_specs=tuple(specs),
+        in_specs=specs,
         out_specs=PartitionSpec(),
         axis_names=axes,
     )(*leaves)
 
 
-def checked_specs(
-    tree: Any, leaves: Sequence[jax.Array], specs: Any, mesh: Any
-) -> tuple[PartitionSpec, ...]:
+def checked_specs(tree: Any, leaves: Sequence[Any], specs: Any, mesh: Any) -> Specs:
     """The specs of `all_finite`'s inexact leaves."""
     if specs is None:
         if mesh is None:

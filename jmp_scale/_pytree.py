@@ -48,7 +48,7 @@ def fields_of(tree: Any) -> dict[str, Any]:
 
 
 def with_fields(tree: Any, /, **fields: Any) -> Any:
-    """A copy with other fields, which are not checked, so they may be placeholders."""
+    """A copy with other fields, unchecked: they may be placeholders."""
     return _with_all_fields(type(tree), (fields_of(tree) | fields).items())
 
 
@@ -97,11 +97,9 @@ def register_state_dict(cls: type) -> None:
 
     Constructors call this: nearly always Flax is imported before an object is made.
     """
-    serialization: Any = sys.modules.get("flax.serialization")
-    if serialization is not None and not serialization.is_serializable(cls):
-        serialization.register_serialization_state(
-            cls, _to_state_dict, _from_state_dict
-        )
+    flax: Any = sys.modules.get("flax.serialization")
+    if flax is not None and not flax.is_serializable(cls):
+        flax.register_serialization_state(cls, _to_state_dict, _from_state_dict)
 
 
 def _with_all_fields(cls: type, fields: Iterable[tuple[str, Any]]) -> Any:

@@ -15,11 +15,11 @@ class LossScaleState(NamedTuple):
     Attributes:
       loss_scale: the loss scale of the next step.
       inner_state: state of the wrapped optimizer.
-      grads_finite: bool[], whether the last step's gradients, and its loss if given as
-        `value`, were all finite. True before the first step.
-      applied: bool[], whether the last step was applied: `grads_finite`, and not a
-        spike. Use it to select whatever else must not change on a skipped step (an EMA
-        of the parameters, BatchNorm statistics). True before the first step.
+      grads_finite: bool[], whether the last step's gradients, and its `value` if given,
+        were all finite. True before the first step.
+      applied: bool[], whether the last step was applied: `grads_finite`, and no spike.
+        Select by it what else a skipped step must not change (an EMA, BatchNorm
+        statistics). True before the first step.
       skipped: i32[], skipped steps in total, for whatever reason.
       skipped_in_a_row: i32[], skipped steps since the last applied one.
       nonfinite_losses: i32[], skipped steps whose `value` was NaN or infinite.

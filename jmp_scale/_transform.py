@@ -59,14 +59,13 @@ def with_loss_scale(
     Returns:
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
-      gradients of any dtype, as `value_and_grad` returns them, and returns updates of
-      the dtypes of `params`, if given.
+      gradients of any dtype and returns updates of the dtypes of `params`, if given.
       `inner` sees float32 in place of narrower gradients, unless it demands the dtype
       of half-precision parameters, as `optax.novograd` does.
 
-      `value` is the unscaled loss, a scalar. When it is not finite the step is skipped
-      and S stays: no S changes the forward pass. `inner` gets it if its signature takes
-      it. `value_fn`, `obj_fn`, `grad_fn`, `grad` must be of the unscaled loss too.
+      `value` is the unscaled scalar loss. When it is not finite the step is skipped and
+      S stays: no S changes the forward pass. `inner` gets it if its signature takes it.
+      `value_fn`, `obj_fn`, `grad_fn`, `grad` must be of the unscaled loss too.
 
     Raises:
       TypeError: an argument of another type; from `update`, a state that `init` did not
@@ -173,7 +172,7 @@ def _warn_of_no_loss_scale() -> None:
 
 
 class _Verdict(NamedTuple):
-    """What is known of a step before the optimizer runs: booleans of shape []."""
+    """What is known of a step before the optimizer runs: bool[], and the next guard."""
 
     loss_finite: Any
     grads_finite: Any
@@ -213,7 +212,7 @@ def _next_state(
     state: LossScaleState, verdict: _Verdict, applied: jax.Array, inner_state: Any
 ) -> LossScaleState:
     loss_finite, grads_finite, spike, expected, guard = verdict
-    # Gradients that turned out to be bad within the optimizer are an overflow too.
+    # What turned out to be bad within the optimizer is an overflow too.
     grads_finite &= applied | ~expected
     # No S makes a spike smaller: for S it is like a loss that is not finite.
     loss_scale = state.loss_scale.adjust(grads_finite, loss_finite=loss_finite & ~spike)
@@ -299,10 +298,8 @@ def _takes(run: Callable[[Any, Any], Any], inputs: Any, inner_state: Any) -> boo
 
 
 def fresh_buffers(state: Any, params: Any = ()) -> Any:
-    """Strongly typed arrays that share no buffer with each other or with `params`.
-
-    An optimizer may start from the very parameters, and a buffer is donated only once.
-    """
+    """Strongly typed arrays that share no buffer with each other or with `params`."""
+    # An optimizer may start from the very parameters; a buffer is donated only once.
     taken = {id(leaf) for leaf in jax.tree.leaves(params)}
 
     def fresh_leaf(leaf: Any) -> Any:
@@ -320,8 +317,6 @@ def fresh_buffers(state: Any, params: Any = ()) -> Any:
 
 
 def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, with values and gradients of zero unless `applied`."""
-
     def zero_fn(*args: Any, **kwargs: Any) -> Any:
         # Otherwise the gradient is 0 times that of `fun`: NaN where that is not finite.
         args, kwargs = unless(applied, (args, kwargs), lax.stop_gradient)
@@ -341,11 +336,11 @@ def _is_nothing(x: Any) -> bool:
 
 def _state_like(new: Any, old: Any) -> Any:
     """A new state with the dtypes and shardings of the old one; else an error."""
-    structures = jax.tree.structure(new), jax.tree.structure(old)
-    if structures[0] != structures[1]:
+    treedef, old_treedef = jax.tree.structure(new), jax.tree.structure(old)
+    if treedef != old_treedef:
         raise ValueError(
             "with_loss_scale: expected inner to keep the structure of its state, got\n"
-            f"  from update: {structures[0]}\n  from init:   {structures[1]}"
+            f"  from update: {treedef}\n  from init:   {old_treedef}"
         )
 
     def leaf_like(path: Any, x: Any, y: Any) -> Any:

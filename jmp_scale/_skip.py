@@ -107,8 +107,7 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # What is dropped must not be differentiated either: its derivative may be
         # infinite, and times 0 it is NaN. So all that the update reads is constant on a
-        # skipped step. The gradients are 1 there: NaN in them is NaN in the derivatives
-        # of the state.
+        # skipped step, and gradients, whose NaN would reach the state's, are 1.
         inputs = unless(applied, inputs, jnp.ones_like)
         read, consts = unless(applied, (old, consts), lax.stop_gradient)
         return late(applied, inputs, old, read, consts)

@@ -29,12 +29,12 @@ _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 class SpikeGuard(_pytree.Pytree):
     """Detects spikes: steps whose loss or gradient norm is extraordinary.
 
-    For `with_loss_scale(tx, guard=SpikeGuard())`, which skips a spike as it skips an
-    overflow, except that the loss scale stays. A bad batch then harms neither the
-    parameters nor the optimizer's moments.
+    `with_loss_scale(tx, guard=SpikeGuard())` skips a spike as it skips an overflow,
+    except that the loss scale stays: a bad batch harms neither parameters nor moments.
 
     Two numbers x are watched: the loss, where it is given as `value`, and log2 of the
-    global norm of the unscaled gradients, where they are finite and not all zero.
+    global norm of the unscaled gradients, where they are finite and not all zero. Of
+    several devices the largest counts, so that all of them skip.
 
     ```text
     leaps:     x > mean + threshold * max(deviation, floor), for one of the two
@@ -59,8 +59,6 @@ class SpikeGuard(_pytree.Pytree):
     the guard. Steps without gradients enter only before all others, but their loss can
     leap, as can that of gradients that overflow. No other step that is not finite is a
     spike, and none changes the statistics.
-
-    All devices see the largest loss and norm, so they skip together.
 
     A frozen dataclass and a pytree: the first four arguments are static, the statistics
     are its leaves. They are f32[], counts are i32[], and start at 0: `loss_mean` and
@@ -146,10 +144,8 @@ class SpikeGuard(_pytree.Pytree):
     ) -> tuple[jax.Array, "SpikeGuard"]:
         """Whether a step is a spike, and the guard after it.
 
-        Args (equal on all devices):
-          loss: f32, the unscaled loss, NaN if it is not finite, None if not known.
-          norm: f32, the global norm of the unscaled gradients.
-          finite: bool, whether loss and gradients are finite.
+        `loss` is unscaled, NaN if it is not finite, and None if not known; `norm` is of
+        the unscaled gradients; `finite` says whether both are. All devices agree on it.
         """
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
@@ -202,9 +198,8 @@ class SpikeGuard(_pytree.Pytree):
         self, name: str, x: Any, limit: Any, leaps: Any, enters: Any
     ) -> dict[str, jax.Array]:
         """The leaves of the loss or the norm (`name`) after x."""
-        fields = [f"{name}_mean", f"{name}_deviation", f"{name}_steps"]
-        old = [getattr(self, field) for field in fields]
-        mean, deviation, steps = old
+        statistics = ("mean", "deviation", "steps")
+        mean, deviation, steps = (getattr(self, f"{name}_{s}") for s in statistics)
         warming = ~self._is_warm(steps)
         # An accepted leap begins a new level, and a drop in the warm-up means that the
         # earlier steps were huge: as if nothing had been seen.
@@ -221,10 +216,9 @@ class SpikeGuard(_pytree.Pytree):
         # 1e20 is infinite, and would stay so.
         spread = jnp.hypot(deviation, jnp.sqrt(weight) * difference)
         rest = jnp.maximum(1 - weight, 0)  # rounding may leave -1e-8
-        new = (
-            jnp.where(first, x, mean + weight * difference),
-            jnp.where(first, 0, jnp.sqrt(rest) * spread),
-            jnp.minimum(steps + 1, _LARGEST_COUNT),
-        )
-        leaves = [jnp.where(enters, a, b) for a, b in zip(new, old, strict=True)]
-        return dict(zip(fields, leaves, strict=True))
+        new = {
+            f"{name}_mean": jnp.where(first, x, mean + weight * difference),
+            f"{name}_deviation": jnp.where(first, 0, jnp.sqrt(rest) * spread),
+            f"{name}_steps": jnp.minimum(steps + 1, _LARGEST_COUNT),
+        }
+        return {k: jnp.where(enters, v, getattr(self, k)) for k, v in new.items()}

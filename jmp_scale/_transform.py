@@ -216,19 +216,15 @@ def _next_state(
     grads_finite &= applied | ~expected
     # No S makes a spike smaller: for S it is like a loss that is not finite.
     loss_scale = state.loss_scale.adjust(grads_finite, loss_finite=loss_finite & ~spike)
-
-    def count(counter: jax.Array, event: jax.Array) -> jax.Array:
-        return counter + event.astype(jnp.int32)
-
     return LossScaleState(
         loss_scale=loss_scale,
         inner_state=inner_state,
         grads_finite=grads_finite & loss_finite,
         applied=applied,
-        skipped=count(state.skipped, ~applied),
+        skipped=state.skipped + jnp.int32(~applied),
         skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),
-        nonfinite_losses=count(state.nonfinite_losses, ~loss_finite),
-        spikes=count(state.spikes, spike),
+        nonfinite_losses=state.nonfinite_losses + jnp.int32(~loss_finite),
+        spikes=state.spikes + jnp.int32(spike),
         guard=guard,
     )
 

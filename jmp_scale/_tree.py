@@ -118,8 +118,7 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     if (new.shape, new.dtype) != (old.shape, old.dtype):
         raise ValueError(
             f"{where} has shape {new.shape} and dtype {new.dtype} in on_true, but "
-            f"{old.shape} and {old.dtype} in on_false; reshape or cast one of them: "
-            "nothing is promoted here"
+            f"{old.shape} and {old.dtype} in on_false; reshape or cast one of them"
         )
     if new.dtype == jax.dtypes.float0:
         return on_false

@@ -31,8 +31,8 @@ LONGEST_ROW = 4096
 # gradients over `HUGE` above, where the plain ones overflow.
 TINY = 2.0**64
 HUGE = 2.0**96
-# Not infinity, which `jax_debug_infs` would report. Sums of the squares over HUGE are
-# below its 2**17th part for all trees of up to 2**46 entries.
+# For an entry that is not finite; infinity would trip `jax_debug_infs`. Sums of the
+# squares over HUGE are below its 2**17th part for trees of up to 2**46 entries.
 NONFINITE = 2.0**127
 
 
@@ -153,11 +153,8 @@ def _inexact_arrays(tree: Any) -> list[jax.Array]:
 
 
 def _as_array(leaf: Any) -> jax.Array:
-    """An array of JAX's that is finite where `leaf` is.
-
-    Without 64-bit types a host's finite 1e300 is infinite in the dtype that JAX gives
-    it: it becomes the largest number of that dtype.
-    """
+    """An array of JAX's that is finite where `leaf` is."""
+    # Without 64-bit types a host's 1e300 becomes the largest float32, not infinity.
     host: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
     if dtype == host.dtype:
@@ -295,10 +292,7 @@ def _flag_on_tpu(array: jax.Array) -> Arrays:
 
 
 def _squares(array: jax.Array) -> Arrays:
-    """The squares of an array's entries: times `TINY`, plain, over `HUGE`, as float32.
-
-    An entry that is not finite adds `NONFINITE` to the last.
-    """
+    """Squares of entries times `TINY`, plain, and over `HUGE`, as float32."""
     # Without a minimum, which changes no sum that is used, XLA multiplies the squares
     # by TINY**2 or 1 / HUGE**2, which are infinity and 0.
     size = jnp.abs(promote_to_float32(array))

@@ -175,7 +175,6 @@ class DynamicLossScale(_pytree.Pytree):
     hysteresis_left: Any = None
 
     def __post_init__(self) -> None:
-        # Not called by unflattening, where JAX puts placeholders for leaves.
         arguments = _validation.Arguments(type(self).__name__)
         values = _validation.rule(arguments, _pytree.fields_of(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]

@@ -134,8 +134,7 @@ def checked_specs(tree: Any, leaves: Sequence[Any], specs: Any, mesh: Any) -> Sp
     broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
     for spec in spec_leaves:
-        is_known = isinstance(spec, PartitionSpec)
-        if not is_known or PartitionSpec.UNCONSTRAINED in spec:
+        if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in spec:
             raise TypeError(
                 "all_finite: expected a PartitionSpec for each leaf in specs, got "
                 f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
@@ -151,7 +150,7 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """`fun(x)` on every device, if JAX cannot infer its shardings on Explicit axes."""
     sharding: Any = jax.typeof(x).sharding
-    if not any(_names(part) for part in sharding.spec):
+    if not named_axes(sharding.spec):
         return fun(x)
     out = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec())
     on_auto_axes: Any = jax.sharding.auto_axes(fun, out_sharding=out)

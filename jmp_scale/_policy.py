@@ -114,12 +114,10 @@ def half_dtype() -> Any:
 
 def checked_half(argument: str, dtype: Any) -> Any:
     """float16 or bfloat16, by a dtype or a name that means one on all machines."""
-    if isinstance(dtype, str):
-        dtype = name_to_dtype.get(dtype, dtype)
-    if not isinstance(dtype, str):
-        with contextlib.suppress(TypeError):
-            if jnp.dtype(dtype) in (jnp.float16, jnp.bfloat16):
-                return jnp.dtype(dtype)
+    known = name_to_dtype.get(dtype) if isinstance(dtype, str) else dtype
+    with contextlib.suppress(TypeError):
+        if known is not None and jnp.dtype(known) in (jnp.float16, jnp.bfloat16):
+            return jnp.dtype(known)
     raise ValueError(
         f"autocast: expected {argument} float16 or bfloat16, got {dtype!r}; short "
         'names are "f16" and "bf16"'

@@ -93,10 +93,8 @@ def register(cls: type[C]) -> type[C]:
 
 
 def register_state_dict(cls: type) -> None:
-    """Lets `flax.serialization` save and restore objects of a class, if it is imported.
-
-    Constructors call this: nearly always Flax is imported before an object is made.
-    """
+    """Lets `flax.serialization`, if imported, save and restore objects of a class."""
+    # Called by constructors: nearly always Flax is imported before an object is made.
     flax: Any = sys.modules.get("flax.serialization")
     if flax is not None and not flax.is_serializable(cls):
         flax.register_serialization_state(cls, _to_state_dict, _from_state_dict)

@@ -131,15 +131,14 @@ def _selected_early(
     writes the new leaf, and the one that computes the updates. XLA:CPU runs them in
     either order, and so copies every donated leaf first.
     """
-    # A result of the jaxpr may be an argument or a literal, which no equation defines.
     count = len(jaxpr.outvars) - len(old)
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    old_of = {
-        var: leaf
-        for var, leaf in zip(jaxpr.outvars[count:], old, strict=True)
-        # Scalars cost nothing if they are selected afterwards.
-        if not is_literal(var) and var in made and leaf.ndim
-    }
+    old_of = {}
+    for var, leaf in zip(jaxpr.outvars[count:], old, strict=True):
+        # A result of the jaxpr may be an argument or a literal, which no equation
+        # defines. Scalars cost nothing if they are selected afterwards.
+        if not is_literal(var) and var in made and leaf.ndim:
+            old_of[var] = leaf
 
     def select(var: Any, value: Any) -> Any:
         return jnp.where(applied, value, old_of[var]) if var in old_of else value

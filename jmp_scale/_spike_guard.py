@@ -144,8 +144,8 @@ class SpikeGuard(_pytree.Pytree):
     ) -> tuple[jax.Array, "SpikeGuard"]:
         """Whether a step is a spike, and the guard after it.
 
-        `loss` is unscaled, NaN if it is not finite, and None if not known; `norm` is of
-        the unscaled gradients; `finite` says whether both are. All devices agree on it.
+        Equal on all devices: `loss`, f32[], unscaled (NaN: not finite; None: unknown),
+        `norm`, f32[], of the unscaled gradients, `finite`, bool[], whether both are.
         """
         has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))

@@ -178,7 +178,6 @@ def _is_numeric(arguments: Arguments, value: Any) -> bool:
 
 
 def require_function(name: str, fun: Any) -> None:
-    """Raises a TypeError if `fun` is not a function of what a step differentiates."""
     if is_module(fun):
         raise TypeError(
             f"{name}: expected a function, got a {type(fun).__name__}; wrap the "

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,7 @@ class NoOpLossScale(_pytree.Pytree):
         """Returns `tree` itself."""
         return tree
 
-    def adjust(
-        self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
-    ) -> "NoOpLossScale":
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
         """Returns itself."""
         return self
 
@@ -74,9 +72,7 @@ class StaticLossScale(_pytree.Pytree):
         """Divides by S, in float32 or wider: see `DynamicLossScale.unscale`."""
         return multiply("unscale", tree, jnp.float32(self.loss_scale), inverse=True)
 
-    def adjust(
-        self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
-    ) -> "StaticLossScale":
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
         """Returns itself."""
         return self
 
@@ -215,9 +211,7 @@ class DynamicLossScale(_pytree.Pytree):
         """
         return multiply("unscale", tree, self.loss_scale, inverse=True)
 
-    def adjust(
-        self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
-    ) -> "DynamicLossScale":
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
         """The loss scale of the next step: the rule above, as one select.
 
         Args:
@@ -237,7 +231,7 @@ class DynamicLossScale(_pytree.Pytree):
             new = jax.tree.map(functools.partial(jnp.where, loss_finite), new, self)
         return new
 
-    def _after_finite(self) -> "DynamicLossScale":
+    def _after_finite(self) -> Self:
         s, counter = self.loss_scale, self.counter + 1
         # Not `==`: a restored counter may be beyond a period that is shorter now.
         grows = counter >= self.period
@@ -258,7 +252,7 @@ class DynamicLossScale(_pytree.Pytree):
             leaves["hysteresis_left"] = left
         return _pytree.with_fields(self, **leaves)
 
-    def _after_overflow(self) -> "DynamicLossScale":
+    def _after_overflow(self) -> Self:
         s, counter = self.loss_scale, jnp.full_like(self.counter, -self.growth_delay)
         backoff = self.backoff_factor
         backed_off = s / self.factor if backoff is None else s * backoff

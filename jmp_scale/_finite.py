@@ -260,9 +260,7 @@ def _combined(reading: _Reading, arrays: Arrays) -> Arrays:
     ]
 
 
-def _reduced(
-    reading: _Reading, parts: Arrays, axes: Sequence[int] | None = None
-) -> Arrays:
+def _reduced(reading: _Reading, parts: Arrays, axes: Sequence[int] = ()) -> Arrays:
     """Each part reduced over `axes` (default all), all in one reduction."""
     if parts[0].ndim == 0:
         return parts
@@ -270,7 +268,7 @@ def _reduced(
         tuple(parts),
         tuple(np.asarray(reading.initial, part.dtype) for part in parts),
         lambda x, y: tuple(map(reading.combine, x, y)),
-        tuple(range(parts[0].ndim) if axes is None else axes),
+        tuple(axes or range(parts[0].ndim)),
     )
 
 

@@ -115,7 +115,6 @@ def _differentiated(
     transform: Callable[..., Any],
     kwargs: dict[str, Any],
 ) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad`, whose errors name `function`."""
     numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
     if numbers and all(type(number) is int for number in numbers):
         raise TypeError(
@@ -174,13 +173,14 @@ def _check_differentiated(function: str, args: Any, argnums: Any) -> None:
 
 def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
     """The loss in float32 or wider, and the auxiliary output of `fun`."""
-    is_pair = isinstance(output, (tuple, list)) and len(output) == 2
-    if has_aux and not is_pair:
-        raise TypeError(
-            f"{function}: expected fun to return (loss, aux) with has_aux=True, got "
-            f"{_described(output)}; return everything but the loss as one aux"
-        )
-    loss, aux = output if has_aux else (output, None)
+    loss, aux = output, None
+    if has_aux:
+        if not isinstance(output, (tuple, list)) or len(output) != 2:
+            raise TypeError(
+                f"{function}: expected fun to return (loss, aux) with has_aux=True, "
+                f"got {_described(output)}; return everything but the loss as one aux"
+            )
+        loss, aux = output
     if not (hasattr(loss, "shape") or isinstance(loss, (int, float, complex))):
         cure = "pass has_aux=True if fun returns (loss, aux)"
         if has_aux:

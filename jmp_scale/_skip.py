@@ -45,10 +45,9 @@ def select_step(
 
     `update` takes `inputs`, what may not be finite (gradients, the loss), and `old`; it
     returns updates and a new state of the types of `old`. `context` is what else it
-    depends on (parameters), `is_good` a last look at the updates.
-
-    Returns `(applied, updates, state)`. On a skipped step the updates are -0.0, which
-    added to a parameter changes no bit of it; 0.0 would turn -0.0 into 0.0.
+    depends on (parameters), `is_good` a last look at the updates. Returns `(applied,
+    updates, state)`. Updates of a skipped step are -0.0, which added to a parameter
+    changes no bit of it; 0.0 would turn -0.0 into 0.0.
     """
     leaves = jax.tree.leaves((inputs, old))
     seen = (applied, *leaves, *jax.tree.leaves(context))
@@ -112,7 +111,7 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
         read, consts = unless(applied, (old, consts), lax.stop_gradient)
         return late(applied, inputs, old, read, consts)
 
-    fast = _hidden_from_checkify(functools.partial(_selected_early, closed.jaxpr))
+    fast = _hidden_from_checkify(functools.partial(_early, closed.jaxpr))
     step = plain if _is_plain_only(closed) else fast
     if closed.effects:  # which JAX does not allow in functions with rules of their own
         return step
@@ -122,9 +121,7 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
     return with_derivative
 
 
-def _selected_early(
-    jaxpr: Any, applied: Any, inputs: Any, old: Any, consts: Any
-) -> list[Any]:
+def _early(jaxpr: Any, applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
     """The step of a jaxpr, with each leaf of the state selected where it is computed.
 
     If it is selected after the update, two kernels read the old leaf: the one that

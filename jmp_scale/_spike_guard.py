@@ -15,9 +15,8 @@ from ._validation import Arguments
 _NORM_FLOOR = 0.25
 _LOSS_FLOOR = 0.02
 
-# How far a norm may leap beside an ordinary loss: 16 deviations at a threshold of 6,
-# but no more than 4 bits. Clean runs of 10,000 steps have single norms of 14 deviations
-# (benchmarks/spike-rules.md). A bad batch shows in the loss.
+# How far a norm may leap beside an ordinary loss: 16 deviations at a threshold of 6, up
+# to 4 bits. Clean runs of 10,000 steps have norms of 14 (benchmarks/spike-rules.md).
 _LONE_NORM, _LARGEST_LONE_NORM = 8 / 3, 2 / 3
 
 _FEWEST_STEPS = 20  # that a mean and a deviation need

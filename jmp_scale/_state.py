@@ -66,10 +66,9 @@ def is_loss_scale_state(node: Any) -> bool:
     the state of plain SGD.
     """
     if isinstance(node, Mapping):
-        names = set(node)
         # Both bounds: a parameter tree may well have a key `skipped`, and no other.
         always = {"grads_finite", "skipped", "skipped_in_a_row"}
-        return always <= names <= set(LossScaleState._fields)
+        return always <= set(node) <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)
 
 
@@ -84,5 +83,4 @@ def with_arrays(tree: Any) -> Any:
 
 
 def is_variable(x: Any) -> bool:
-    # By an attribute, so that Flax need not be imported.
-    return hasattr(x, "copy_from")
+    return hasattr(x, "copy_from")  # Flax need not be imported

@@ -161,7 +161,6 @@ def with_loss_scale(
 
 
 def _warn_of_no_loss_scale() -> None:
-    """Warns once of gradients that `jax.value_and_grad` took of a float16 program."""
     if FLOAT16_GRADIENTS in TRACED and LOSS_SCALE not in TRACED:
         TRACED.remove(FLOAT16_GRADIENTS)
         warn(

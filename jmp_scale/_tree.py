@@ -189,7 +189,6 @@ class FlatCall:
         return [x for x in results if isinstance(x, jax.Array)]
 
     def result(self, arrays: Sequence[Any]) -> Any:
-        """What the function returned, with these arrays in it."""
         left = iter(arrays)
         out = [next(left) if x is _ARRAY else x for x in self._out]
         return jax.tree.unflatten(self._out_tree, out)

@@ -74,7 +74,6 @@ class Arguments:
         return int(number)
 
     def word(self, argument: str, value: Any, words: tuple[str, ...]) -> str:
-        """`value`, which must be one of `words`."""
         allowed = f"one of {', '.join(map(repr, words))}"
         if not isinstance(value, str):
             raise TypeError(self.message(argument, allowed, value))

@@ -26,30 +26,25 @@ def optimizer(start, step=lambda updates, state: (updates, state)):
     )
 
 
+ADAM, SGD, chain = optax.adam(0.1), optax.sgd(0.1), optax.chain
 # Optimizers that need more than a learning rate, or none at all, and combinations.
 SPECIAL = {
-    "multi_steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "multi_steps": optax.MultiSteps(ADAM, 2).gradient_transformation(),
     "adafactor_factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "adam_bf16_momentum": optax.adam(0.1, mu_dtype=jnp.bfloat16),
-    "add_noise": optax.chain(
-        optax.add_noise(0.1, 0.55, jax.random.key(0)), optax.sgd(0.1)
-    ),
-    "backtracking": optax.chain(
-        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)
-    ),
-    "clip": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
-    "clip_adamw": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
-    "conditional": optax.chain(
+    "add_noise": chain(optax.add_noise(0.1, 0.55, jax.random.key(0)), SGD),
+    "backtracking": chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)),
+    "clip": chain(optax.clip(1.0), SGD),
+    "clip_adamw": chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
+    "conditional": chain(
         optax.conditionally_transform(optax.scale(0.0), lambda step: step % 2 == 1),
-        optax.sgd(0.1),
+        SGD,
     ),
-    "ema": optax.chain(optax.adam(0.1), optax.ema(0.9)),
-    "freeze": optax.chain(
-        optax.adam(0.1), optax.transforms.freeze({"w": False, "b": True})
-    ),
+    "ema": chain(ADAM, optax.ema(0.9)),
+    "freeze": chain(ADAM, optax.transforms.freeze({"w": False, "b": True})),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
     "lbfgs_without_search": optax.lbfgs(0.1, linesearch=None),
-    "masked": optax.chain(
+    "masked": chain(
         optax.masked(
             optax.masked(optax.trace(0.9), {"w": True, "b": False}),
             lambda tree: jax.tree.map(lambda x: x.ndim > 0, tree),
@@ -58,24 +53,21 @@ SPECIAL = {
     ),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "partition": optax.partition(
-        {"a": optax.adam(0.1), "s": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "b": "s"}
+        {"a": ADAM, "s": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "b": "s"}
     ),
     "polyak_sgd": optax.polyak_sgd(),
-    "reduce_on_plateau": optax.chain(
-        optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)
-    ),
+    "reduce_on_plateau": chain(ADAM, optax.contrib.reduce_on_plateau(patience=1)),
     "rmsprop_centered": optax.rmsprop(0.1, centered=True, momentum=0.9),
-    "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),
+    "sam": optax.contrib.sam(SGD, optax.sgd(0.05)),
     "schedule": optax.sgd(schedule),
-    "schedule_free": optax.contrib.schedule_free(optax.adam(0.1), 0.1),
+    "schedule_free": optax.contrib.schedule_free(ADAM, 0.1),
     "selective_transform": optax.transforms.selective_transform(
-        optax.adam(0.1), freeze_mask={"w": False, "b": True}
+        ADAM, freeze_mask={"w": False, "b": True}
     ),
     "set_to_zero": optax.partition(
-        {"train": optax.adam(0.1), "freeze": optax.set_to_zero()},
-        {"w": "train", "b": "freeze"},
+        {"train": ADAM, "stop": optax.set_to_zero()}, {"w": "train", "b": "stop"}
     ),
-    "zero_nans": optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+    "zero_nans": chain(optax.zero_nans(), SGD),
 }
 
 

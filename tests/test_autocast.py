@@ -248,9 +248,8 @@ def test_names_are_those_of_functions_scopes_and_places():
 
 
 def test_a_name_that_matches_nothing_warns_and_lists_what_there_is():
-    half = autocast(
-        lambda w, x: head(w, x) @ w, "float16", keep_float32=("typo", "head")
-    )
+    names = "typo", "head"
+    half = autocast(lambda w, x: head(w, x) @ w, "float16", keep_float32=names)
     with pytest.warns(UserWarning, match=r"\['typo'\].*head.*logits"):
         half(W, X)
     nameless = autocast(WITHIN["vmap"](jnp.dot), "float16", keep_float32="typo")

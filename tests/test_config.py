@@ -136,23 +136,11 @@ def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            {"initial_scale_pwer": 4, "hysteresis": 2},
-            r"\['initial_scale_pwer'\]; known",
-        ),
-        (
-            {"enabled": True, "growth": 2},
-            r"DeepSpeed, got \['growth'\]; known are .*hyst",
-        ),
+        ({"initial_scale_pwer": 4, "hysteresis": 2}, r"\['initial_scale_pwer'\]; k"),
+        ({"enabled": True, "growth": 2}, r"DeepSpeed, got \['growth'\]; known .*hyst"),
         (DYNAMIC | {"scale": 2}, r"Cerebras, .* \['scale'\]; known are .*max_loss"),
-        (
-            {"steps_per_increase": 3, "hysteresis": 2},
-            "got .*'steps_per_increase'.*; know",
-        ),
-        (
-            {"growth_interval": 3, "scale": 8.0},
-            r"PyTorch, .*\['scale'\]; known are .*gr",
-        ),
+        ({"steps_per_increase": 3, "hysteresis": 2}, "got .*'steps_per_inc.*; know"),
+        ({"growth_interval": 3, "scale": 8.0}, r"PyTorch, .*\['scale'\]; known .*gr"),
         ({"fp16": True, "bf16": 1}, "expected bf16 to be True or False, got 1"),
         ({"enabled": "yes"}, "expected enabled to be True or False, got 'yes'"),
         ({"enabled": True, "loss_scale": -2}, "expected loss_scale to be a finite"),

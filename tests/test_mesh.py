@@ -266,9 +266,8 @@ def test_axes_are_joined_in_the_order_of_the_mesh():
 
 
 def test_explicit_axes_are_found_eagerly_in_vmap_and_beside_manual_axes():
-    clean, dirty = (
-        sharded_tree(EXPLICIT_TWO, P(None, "j"), bad) for bad in (None, np.inf)
-    )
+    on_j = EXPLICIT_TWO, P(None, "j")
+    clean, dirty = sharded_tree(*on_j), sharded_tree(*on_j, np.inf)
     over_i = {"in_specs": P(), "out_specs": P(), "axis_names": {"i"}}
     partial = jax.jit(jax.shard_map(jmp_scale.all_finite, mesh=EXPLICIT_TWO, **over_i))
     for finite in (jmp_scale.all_finite, partial):

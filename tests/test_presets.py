@@ -169,9 +169,7 @@ def replays():
     """What `scan` gives for each run. Shorter runs are repeated up to the longest."""
     runs = {key(*run): run for run in WITHIN.values()}
     longest = max(len(trace["finite"]) for _, trace in runs.values())
-    flags = [
-        np.resize(as_flags(trace["finite"]), longest) for _, trace in runs.values()
-    ]
+    flags = [np.resize(as_flags(t["finite"]), longest) for _, t in runs.values()]
     states = scan([build(*run) for run in runs.values()], np.stack(flags, axis=1))
     return dict(zip(runs, states, strict=True))
 

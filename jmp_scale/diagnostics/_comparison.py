@@ -67,7 +67,10 @@ class GradientComparison(NamedTuple):
 
     @property
     def is_precise(self) -> bool:
-        """Whether `error` and `scaled_error` / 3 are <= 10 %, or 2 `float32_error`."""
+        """Whether `error` and a third of `scaled_error` are at most 10 %.
+
+        Or at most twice `float32_error`, where that is more.
+        """
         return judged_error(self) <= max(_BEARABLE, 2 * self.float32_error)
 
     def summary(self, k: int = 20) -> str:

@@ -37,9 +37,8 @@ def assert_finds(functions, fun, *args, **kwargs):
     """Everything planted in the functions is reported of `fun`, and nothing else."""
     report = precision_report(fun, *args, **kwargs)
     assert reported(report) == planted(*functions)
-    assert len(report.findings) == len(
-        {(f.file, f.line, f.rule) for f in report.findings}
-    )
+    places = {(f.file, f.line, f.rule) for f in report.findings}
+    assert len(report.findings) == len(places)
     assert report.not_looked_into == ()
     return report
 

@@ -104,9 +104,8 @@ def test_a_gradient_that_is_rounding_alone_is_not_the_worst():
         return -jnp.mean(jax.nn.log_softmax(scores)[:, 0])
 
     params = PARAMS | {"offset": jnp.float32(0.3)}
-    found = compare_gradients(
-        jmp_scale.autocast(shifted, "bfloat16"), shifted, params, X
-    )
+    half = jmp_scale.autocast(shifted, "bfloat16")
+    found = compare_gradients(half, shifted, params, X)
     text = found.summary()
     assert found.is_precise
     assert text.index("['w']") < text.index("['offset']")

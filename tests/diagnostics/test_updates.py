@@ -89,9 +89,7 @@ def test_a_share_of_more_than_two_to_the_24_entries_is_counted_exactly():
 
 def test_trees_that_do_not_match_are_refused():
     ones = jnp.ones(2)
-    with pytest.raises(
-        ValueError, match="lost_updates: expected updates of the struct"
-    ):
+    with pytest.raises(ValueError, match="lost_updates: expected updates of the str"):
         diagnostics.lost_updates({"a": ones}, {"b": ones})
     with pytest.raises(ValueError, match=r"updates: .* shapes .* \(3,\) for \(2,\)"):
         diagnostics.lost_updates(ones, jnp.ones(3))

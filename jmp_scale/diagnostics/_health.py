@@ -67,10 +67,10 @@ _SENTENCES = {
     "loss scale at its cap": "The loss scale is at its cap of {s} and has never "
     "overflowed. That can be right; but do the gradients come from "
     "jmp_scale.value_and_grad? Those of jax.value_and_grad never see the loss scale.",
-    "float16 parameters": "{leaf} is {dtype} (and {more} more): keep master parameters "
+    "float16 parameters": "{leaf} is {dtype}{more}: keep master parameters "
     "in float32 and cast them inside the loss (Policy.cast_to_compute), or small "
     "updates and Adam's epsilon are lost.",
-    "bfloat16 moments": "{leaf} is bfloat16 (and {more} more): with a b2 above 0.998 a "
+    "bfloat16 moments": "{leaf} is {dtype}{more}: with a b2 above 0.998 a "
     "second moment in bfloat16 cannot decay, because each step's change is rounded "
     "away. Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
 }
@@ -325,6 +325,6 @@ def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:
-            values = {"leaf": path, "dtype": leaf.dtype, "more": len(leaves) - 1}
-            findings.append((kind, values))
+            more = f" (and {len(leaves) - 1} more)" if len(leaves) > 1 else ""
+            findings.append((kind, {"leaf": path, "dtype": leaf.dtype, "more": more}))
     return findings

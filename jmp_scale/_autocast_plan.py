@@ -41,7 +41,8 @@ class Unit:
     # The island, or the equation. An island has these outputs: its results, then small
     # sums, then what products read that it does not make.
     jaxpr: Any = dataclasses.field(compare=False)
-    scope: Any = dataclasses.field(compare=False)  # of all equations, not in them
+    # The scopes in which all equations were, which they no longer name.
+    scope: Any = dataclasses.field(compare=False)
     # Each with what it reads. These and all below are positions of outputs.
     products: tuple[tuple[ops.Product, tuple[int, ...]], ...] = ()
     reads: int = 0  # inputs that the island reads itself; it passes on the others

@@ -59,8 +59,10 @@ def pytorch(
     """PyTorch's `torch.amp.GradScaler` (2.13).
 
     S grows after `growth_interval` finite steps and backs off at every overflow. With
-    several optimizers adjust one, by all flags. Trap: 166 NaN steps take S from 2^16 to
-    0, and the next finite one ruins the parameters; here S ends at 2^-126 and recovers.
+    several optimizers adjust one, by all flags.
+
+    Trap: 166 NaN steps take S from 2^16 to 0, and the next finite one ruins the
+    parameters; here S ends at 2^-126 and recovers.
     """
     return _dynamic("pytorch", locals())
 
@@ -75,8 +77,9 @@ def apex(
 
     S doubles after `scale_window` finite steps, halves at every overflow, and is
     clamped at `max_loss_scale`, also at the start. `num_losses=n` is a list of n. The
-    older `fp16_utils` is `fairseq(2.0**32, scale_window=1000, threshold=1.0)`. Trap:
-    without `min_loss_scale` S ends at 0 there, with a ZeroDivisionError.
+    older `fp16_utils` is `fairseq(2.0**32, scale_window=1000, threshold=1.0)`.
+
+    Trap: without `min_loss_scale` S ends at 0 there, with a ZeroDivisionError.
     """
     return _dynamic("apex", locals(), at_max="clamp")
 
@@ -93,9 +96,10 @@ def deepspeed(
     S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
     steps, one later after the start or an overflow. It halves at the `hysteresis`-th
     overflow and at each one after it until S grows, or with `consecutive_hysteresis`
-    until a step is finite. `get_loss_scale` reads the section itself. Traps: from an
-    `initial_scale_power` of 0, an exponent, S needs 15,000 steps to 2^15. At
-    `min_loss_scale` DeepSpeed raises by default; here S stays there and
+    until a step is finite. `get_loss_scale` reads the section itself.
+
+    Traps: from an `initial_scale_power` of 0, an exponent, S needs 15,000 steps to
+    2^15. At `min_loss_scale` DeepSpeed raises by default; here S stays there and
     `skipped_in_a_row` grows. Give `hysteresis=1` for `FP16_Optimizer` and
     `FP16_UnfusedOptimizer`, which ignore it.
     """
@@ -118,10 +122,11 @@ def megatron(
     """Megatron-LM's `DynamicGradScaler` (`--initial-loss-scale`, ...).
 
     S grows after `growth_interval` finite steps and backs off at the `hysteresis`-th
-    overflow, in a row or not, and at each one after it until S grows. Traps: a float16
-    run skips its first steps (17 until S is 2^16). A bad example that comes back before
-    S can grow takes S down to `min_scale`, though no S can help: pass `value=` against
-    that. Without a cap S can be infinite there.
+    overflow, in a row or not, and at each one after it until S grows.
+
+    Traps: a float16 run skips its first steps (17 until S is 2^16). A bad example that
+    comes back before S can grow takes S down to `min_scale`, though no S can help: pass
+    `value=` against that. Without a cap S can be infinite there.
     """
     return _dynamic("megatron", locals())
 
@@ -138,7 +143,9 @@ def colossalai(
     """ColossalAI's `DynamicGradScaler`.
 
     As `megatron`, with a lower start and optional ends: a growth past `max_scale` is
-    clamped to it. Trap: by default S can reach 0 and infinity there.
+    clamped to it.
+
+    Trap: by default S can reach 0 and infinity there.
     """
     return _dynamic("colossalai", locals(), at_max="clamp", clamps_initial=False)
 
@@ -155,9 +162,11 @@ def fairseq(
 
     S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
     it at every overflow, down to `threshold`. The command line starts at 2^7 with a
-    window of 2^14 / world size / update_freq. Traps: below 1e-4 fairseq raises
-    FloatingPointError; here S continues to the floor and `skipped_in_a_row` grows.
-    `tolerance` > 0 is refused: the share of overflows since S changed is not counted.
+    window of 2^14 / world size / update_freq.
+
+    Traps: below 1e-4 fairseq raises FloatingPointError; here S continues to the floor
+    and `skipped_in_a_row` grows. `tolerance` > 0 is refused: the share of overflows
+    since S changed is not counted.
     """
     require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
     del tolerance
@@ -176,9 +185,10 @@ def cerebras(
     `CSDynamicLossScale` not + 1), halves at every overflow, and is clamped to
     [min_loss_scale, max_loss_scale], also at the start (None: at the cap). For
     cbfloat16 the cap is 2^31. `get_loss_scale` reads its YAML, and refuses
-    `overflow_tolerance`, as `fairseq` does. Trap: the documentation writes 2e15 and
-    2e-14 where it means 2^15 and 2^-14. Such numbers (>= 2e10 or <= 2e-10) are read as
-    powers of two, with a `UserWarning`.
+    `overflow_tolerance`, as `fairseq` does.
+
+    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Such
+    numbers (>= 2e10 or <= 2e-10) are read as powers of two, with a `UserWarning`.
     """
     min_loss_scale = _meant("min_loss_scale", min_loss_scale)
     max_loss_scale = _meant("max_loss_scale", max_loss_scale)
@@ -194,6 +204,7 @@ def keras(
     """Keras 3's `keras.optimizers.LossScaleOptimizer` (3.15).
 
     S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
+
     Trap: S can reach 0 and infinity there, and then the parameters become NaN.
     """
     return _dynamic("keras", locals())
@@ -204,8 +215,10 @@ def tf_keras(
 ) -> DynamicLossScale:
     """Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
 
-    As `keras`, with a floor of 1. Trap: with S at 1 and gradients that still overflow
-    every step is skipped silently; here `skipped_in_a_row` shows it.
+    As `keras`, with a floor of 1.
+
+    Trap: with S at 1 and gradients that still overflow every step is skipped silently;
+    here `skipped_in_a_row` shows it.
     """
     return _dynamic("tf_keras", locals(), min_loss_scale=1.0)
 
@@ -218,7 +231,9 @@ def tensorflow(
     """TensorFlow 1's `tf.compat.v1.mixed_precision.DynamicLossScale` (2.21).
 
     S is multiplied by `multiplier` after `increment_period` finite steps and divided by
-    it at every overflow, with a floor of 1. Trap: as `tf_keras`.
+    it at every overflow, with a floor of 1.
+
+    Trap: as `tf_keras`.
     """
     return _dynamic("tensorflow", locals(), min_loss_scale=1.0)
 
@@ -235,7 +250,9 @@ def paddle(
     S is multiplied by `incr_ratio` after `incr_every_n_steps` finite steps and by
     `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row, a count that
     starts again at every finite step and backoff. The static graph has a floor of 1:
-    `dataclasses.replace(paddle(...), min_loss_scale=1.0)`. Trap: as `keras`.
+    `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
+
+    Trap: as `keras`.
     """
     return _dynamic("paddle", locals(), hysteresis_reset="finite_or_backoff")
 
@@ -247,8 +264,9 @@ def mindspore(
 
     S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
     it at every overflow, with a floor of 1, as in `DynamicLossScaleManager` (which
-    raises after 1000 overflows in a row) and `DynamicLossScaleUpdateCell`. Traps: as
-    `tf_keras`; in the latter two S can be infinite.
+    raises after 1000 overflows in a row) and `DynamicLossScaleUpdateCell`.
+
+    Traps: as `tf_keras`; in the latter two S can be infinite.
     """
     return _dynamic("mindspore", locals(), min_loss_scale=1.0)
 
@@ -263,9 +281,11 @@ def flax(
     """Flax's `flax.training.dynamic_scale.DynamicScale` (0.12).
 
     S is multiplied by `growth_factor` after `growth_interval` + 1 finite steps and by
-    `backoff_factor` at every overflow, down to `minimum_scale`. Traps: S can reach
-    3.4e38 there, where 1/S and with it every gradient is 0. From the default floor back
-    to 2^15 S takes 282,141 steps: raise `minimum_scale`, or pass `value=`.
+    `backoff_factor` at every overflow, down to `minimum_scale`.
+
+    Traps: S can reach 3.4e38 there, where 1/S and with it every gradient is 0. From the
+    default floor back to 2^15 S takes 282,141 steps: raise `minimum_scale`, or pass
+    `value=`.
     """
     return _dynamic("flax", locals(), grows_late=True)
 
@@ -276,7 +296,9 @@ def jmp(
     """jmp's `DynamicLossScale` (0.0.4): this library's first five arguments.
 
     S is multiplied by `factor` after `period` finite steps and divided by it at every
-    overflow, down to `min_loss_scale`. Trap: under `jit` jmp forgets it and takes 1.
+    overflow, down to `min_loss_scale`.
+
+    Trap: under `jit` jmp forgets it and takes 1.
     """
     return _dynamic("jmp", locals())
 
@@ -286,10 +308,11 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `DynamicLossScaling` (mixed_precision_for_jax 0.1.8).
 
-    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start. Traps:
-    65504 is not a power of two: from there on scaling rounds; for a new run take `jmp`.
-    MPX unscales by the adjusted S: its gradients are too small by `factor` whenever S
-    grows, unlike here.
+    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start.
+
+    Traps: 65504 is not a power of two: from there on scaling rounds; for a new run take
+    `jmp`. MPX unscales by the adjusted S: its gradients are too small by `factor`
+    whenever S grows, unlike here.
     """
     return _dynamic("mpx", locals(), max_loss_scale=65504.0, at_max="clamp")
 

@@ -256,7 +256,8 @@ def _half_leaves(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> None:
-    if positional or not isinstance(state, LossScaleState):
+    are_states = [isinstance(x, LossScaleState) for x in (updates, state, params)]
+    if positional or are_states != [False, True, False]:
         given = (type(x).__name__ for x in (updates, state, params, *positional))
         raise TypeError(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "

@@ -225,10 +225,8 @@ def test_an_nnx_state_without_a_loss_scale_is_restored(tx, on_disk, tmp_path):
     saved = nnx.Optimizer(model, tx, wrt=nnx.Param)
     saved.step[...] += 5
     _, optimizer = nnx_optimizer(tx, jmp_scale.DynamicLossScale(2.0**10), guard=GUARD)
-    restored = restore_without_loss_scale(
-        *with_nnx(on_disk, saved, optimizer, tmp_path)
-    )
-    nnx.update(optimizer, restored)
+    given = with_nnx(on_disk, saved, optimizer, tmp_path)
+    nnx.update(optimizer, restore_without_loss_scale(*given))
     assert int(optimizer.step[...]) == 5
     assert float(optimizer.loss_scale.loss_scale) == 2.0**10
 

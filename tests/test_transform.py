@@ -277,6 +277,7 @@ def test_a_loss_under_a_name_that_nobody_takes_is_an_error_with_the_right_one(
 
 WRONG_CALLS = {
     "state first": (lambda s: (s, GOOD), r"update\(LossScaleState, dict, NoneType\)"),
+    "state twice": (lambda s: (s, s), r"\(LossScaleState, LossScaleState, NoneType"),
     "state third": (lambda s: (PARAMS, GOOD, s), r"\(dict, dict, LossScaleState\)"),
     "no state": (lambda s: (PARAMS, GOOD, PARAMS), r"update\(dict, dict, dict\)"),
     "bare state": (lambda s: (GOOD, s.inner_state, PARAMS), "restore_without_loss_sc"),

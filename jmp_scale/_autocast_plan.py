@@ -294,10 +294,14 @@ class _Units:
 
         The derivative of a softmax reads the probabilities that the next product read.
         To make them again would cost a transformer 8 % of the bytes that it moves.
+        Nothing else reads these: it would not be what the forward pass read.
         """
 
+        def needed(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:
+            return _needed(island, ops.read_by_derivative(island, softmaxes), known)
+
         def read(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:
-            return _sources(island, ops.read_by_derivative(island, softmaxes), known)
+            return needed(softmaxes, known).intersection(island.invars)
 
         def total(atoms: Collection[Any]) -> int:
             return sum(map(self._cost, atoms))
@@ -305,8 +309,12 @@ class _Units:
         results = [v for v in island.outvars if is_float32(v)]
         operands = [v for v in results if v in self._readers]
         softmaxes = {v for v in ops.softmaxes_of(island) if v in operands}
-        if read(softmaxes, ()) == read((), ()):  # the scores are kept anyway
-            softmaxes = set()
+        # From the last one on: what reads a result itself may be another one.
+        for v in reversed([v for v in operands if v in softmaxes]):
+            others = softmaxes - {v}
+            scores_are_kept = read(others, ()) == read(softmaxes, ())
+            if scores_are_kept or v in needed(softmaxes, ()):
+                softmaxes = others
         known: set[Any] = set()
         inputs = read(softmaxes, known)
         for v in (v for v in results if v in self._later):
@@ -316,9 +324,11 @@ class _Units:
                 inputs = fewer
         again: set[Any] = set()
         for v in sorted(operands, key=_jaxpr.size, reverse=True):
-            more = _sources(island, [v], known) - inputs
-            is_kept = v in softmaxes or not self._can_run_behind(v, i)
-            if not is_kept and total(more) < 2 * _jaxpr.size(v):
+            values = _needed(island, [v], known)
+            more = values.intersection(island.invars) - inputs
+            is_exact = softmaxes.isdisjoint(values)
+            can_run = is_exact and self._can_run_behind(v, i)
+            if can_run and total(more) < 2 * _jaxpr.size(v):
                 again.add(v)
                 inputs |= more
         return Kept(again, {*operands} - again, softmaxes, known, inputs)
@@ -359,14 +369,14 @@ class _Units:
         return Unit(kind, _jaxpr.likeness(jaxpr), jaxpr, scope, shared=shared, **facts)
 
 
-def _sources(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
-    """The inputs of an island from which values are computed, given some of them."""
+def _needed(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
+    """The variables of an island from which values are computed, given some of them."""
     known = {*ops.small_sums(island)}.union(given)
     found = {*variables(atoms)} - known
     for eqn in reversed(island.eqns):
         if not found.isdisjoint(eqn.outvars):
             found.update({*variables(eqn.invars)} - known)
-    return found.intersection(island.invars)
+    return found
 
 
 def _places(outputs: Sequence[Any], chosen: Collection[Any]) -> tuple[int, ...]:

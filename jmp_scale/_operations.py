@@ -261,4 +261,7 @@ def _softmax_rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
     # XLA:GPU has one kernel for what begins with a reduction of the rows.
     p = _on_gpu(lambda x: x - 0 * jnp.max(x, axes, keepdims=True), result)
     product = p * tangent
-    return result, product + p * -jnp.sum(product, axes, keepdims=True)
+    # Rounded probabilities do not add up to 1. Divided by their sum, a constant added
+    # to the cotangent changes nothing, as in the exact derivative.
+    mean = jnp.sum(product, axes, keepdims=True) / jnp.sum(p, axes, keepdims=True)
+    return result, product - p * mean

@@ -157,6 +157,63 @@ def softmax_by_hand(w, x):
     return mean_square((e / e.sum(-1, keepdims=True)) @ x)
 
 
+def offset_cost(p):
+    """A mean whose cotangent has an offset: no softmax changes with it."""
+    return jnp.mean(p @ (200 + 30 * A))
+
+
+def softmax(name, tail, scale=0.1):
+    """What reads a softmax, behind a product that reads it too."""
+
+    def program(w, x):
+        h = scale * x @ w
+        return offset_cost(jax.nn.softmax(h)) + tail(h, scale * x[::-1] @ w)
+
+    HOSTILE[name] = program
+
+
+@jax.custom_vjp
+def cost_of_a_rule(p):
+    return jnp.sum(p * p)
+
+
+cost_of_a_rule.defvjp(
+    lambda p: (cost_of_a_rule(p), p), lambda p, g: (g * (2 * p + 50),)
+)
+softmax("softmax_of_two_axes", lambda h, _: offset_cost(jax.nn.softmax(h, (0, 1))))
+softmax("softmax_of_columns", lambda h, _: offset_cost(jax.nn.softmax(h, 0).T @ X))
+softmax("softmax_with_a_peak", lambda h, _: 0.0, scale=10.0)
+softmax("softmax_twice", lambda h, _: offset_cost(jax.nn.softmax(jax.nn.softmax(h))))
+softmax("softmax_and_logsumexp", lambda h, _: jnp.mean(jax.nn.logsumexp(h, -1) ** 2))
+softmax("softmax_and_a_rule", lambda h, _: cost_of_a_rule(jax.nn.softmax(h)))
+softmax(
+    "softmax_of_masked_rows",
+    lambda h, _: (
+        offset_cost(jax.nn.softmax(h, where=jnp.tri(*h.shape, dtype=bool)))
+        + offset_cost(jax.nn.softmax(jnp.where(jnp.tri(*h.shape), h, -1e9)))
+    ),
+)
+softmax(
+    "softmax_and_its_cumulative_sum",
+    lambda h, _: -jnp.mean(jnp.log(jnp.cumsum(jax.nn.softmax(h), -1))),
+)
+
+
+def sines(h, k):
+    other = jax.nn.softmax(k)
+    return offset_cost(other) + 30 * jnp.mean(jnp.sin(3000 * other))
+
+
+def router(h, k):
+    gates = jax.nn.softmax(k)
+    chosen = gates * (gates == gates.max(-1, keepdims=True))
+    return offset_cost(gates) + offset_cost(chosen) + jnp.sum(gates.mean(0) ** 2)
+
+
+softmax("softmax_beside_one_that_a_sine_reads", sines)
+softmax("softmax_beside_that_of_a_router", router)
+
+
 @hostile
 def safe_norm(w, x):
     h = jnp.where(jnp.arange(8)[:, None] < 4, 0.0, x @ w)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from . import _jaxpr, _marks
 from . import _operations as ops
-from ._autocast_plan import Plan, Unit, make_plan
+from ._autocast_plan import Origin, Plan, Unit, make_plan
 from ._dot_general import is_zero
 from ._higher_order import RUNS
 from ._policy import checked_half
@@ -47,11 +47,12 @@ def autocast(
     | all other operations: norms, softmax, activations, losses | float32 |
     | parameters, their gradients, results | float32 |
     | products of `precision` HIGH or HIGHEST, of integers, outer products | float32 |
+    | products with a weight stored in half precision | its dtype |
     | `custom_vjp` functions, kernels, a `while` under `vmap` | as traced |
 
     The backward pass reads what the forward pass read, bit for bit, with one exception:
-    the derivative of a softmax reads the probabilities that the next product read.
-    Values do not depend on the machine. What the user cast stays as cast.
+    the derivative of a softmax reads the probabilities that the next product read,
+    divided by their sum. Values do not depend on the machine. What the user cast stays as cast.
 
     Weights' gradients are float32 from the product on; those of convolutions and
     `ragged_dot` are half precision at first. Call the result inside `jax.jit`: outside
@@ -108,7 +109,7 @@ def autocast(
         shared = functools.cache(lambda make, *facts: make(*facts))
         flags = bool(recompute), bool(share_casts)
         cast = Cast(forward, back, *flags, names, setting, warned, shared)
-        results = cast.run(jaxpr, [True] * len(flat.arrays), *flat.arrays)
+        results = cast.run(jaxpr, [Origin.PARAMETER] * len(flat.arrays), *flat.arrays)
         cast.warn_of_nothing(jaxpr)
         return flat.result(results)
 
@@ -132,10 +133,16 @@ class Cast:
     halved: set[str] = dataclasses.field(default_factory=set, compare=False)
     in_loop: bool = False
 
-    def run(self, jaxpr: Any, weights: Sequence[bool], *values: Any) -> list[Any]:
-        """The results of a program; `weights` are those of `make_plan`."""
-        options = {"share_casts": self.share_casts, "join": self.recompute}
-        plan = make_plan(jaxpr, weights, self.names, **options)
+    def run(self, jaxpr: Any, origins: Sequence[Origin], *values: Any) -> list[Any]:
+        """The results of a program whose inputs have these origins."""
+        plan = make_plan(
+            jaxpr,
+            origins,
+            self.forward,
+            self.names,
+            share_casts=self.share_casts,
+            join=self.recompute,
+        )
         env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
         env |= {v: self.rounded(env[v]) for v in plan.jaxpr.invars if v in plan.shared}
         halves: dict[Any, jax.Array] = {}
@@ -201,10 +208,16 @@ class Cast:
         def change(v: Any, x: Any) -> Any:
             return self.rounded(x) if v in plan.shared else x
 
+        inputs = [env[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             results = self._call(unit, plan, env) if unit.kind == "call" else None
+            if unit.kind == "own":
+                ((product, _),) = unit.products
+                results = [product.run(product.dtype, *inputs)]
+                self.halved.add("a product")
             if results is None:
-                inputs = [env[v] for v in unit.jaxpr.invars]
+                if _jaxpr.subjaxprs(unit.jaxpr.eqns[0]):
+                    inputs = [*map(ops.with_cotangent_of_its_dtype, inputs)]
                 jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
                 results = _jaxpr.evaluate_all(jaxpr, inputs, change=change)
             else:
@@ -214,15 +227,20 @@ class Cast:
     def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""
         (eqn,) = unit.jaxpr.eqns
-        weights = [_jaxpr.is_literal(v) or v in plan.weights for v in eqn.invars]
+        origins = [
+            Origin.ARGUMENTS
+            if _jaxpr.is_literal(v)
+            else plan.origins.get(v, Origin.DATA)
+            for v in eqn.invars
+        ]
 
         def body(jaxpr: Any, places: Any, part: str) -> Callable[..., list[Any]]:
-            flags = tuple(i is not None and weights[i] for i in places)
+            inner = tuple(Origin.DATA if i is None else origins[i] for i in places)
             # A rule is transposed: what is computed again has no derivative there.
             recompute = self.recompute and part != "rule"
             in_loop = self.in_loop or part == "loop"
             cast = dataclasses.replace(self, recompute=recompute, in_loop=in_loop)
-            return self.shared(functools.partial, Cast.run, cast, jaxpr, flags)
+            return self.shared(functools.partial, Cast.run, cast, jaxpr, inner)
 
         values = [_jaxpr.value_of(v, env) for v in eqn.invars]
         run = RUNS.get(eqn.primitive.name)

@@ -15,6 +15,7 @@ it keeps `x`, an argument, and in half precision, as products gave them, `x @ w1
 """
 
 import dataclasses
+import enum
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -30,13 +31,22 @@ _INTEGERS = "bool", "int", "uint"
 _MOST_REPEATED = 32
 
 
+class Origin(enum.IntEnum):
+    """What a value is computed from."""
+
+    DATA = 0  # from results of products too, or in a loop
+    ARGUMENTS = 1  # from arguments and constants alone, and so kept anyway
+    PARAMETER = 2  # it is one of these, perhaps moved or scaled
+
+
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """Equations that run together. Equal ones, as of equal layers, are traced once."""
 
     # "half": an island, which may be empty, and products. "call": one equation whose
-    # nested jaxprs hold products. "other": what runs as it was traced.
-    kind: Literal["half", "call", "other"]
+    # nested jaxprs hold products. "own": a product in the dtype of an operand, which is
+    # not `autocast`'s. "other": what runs as it was traced.
+    kind: Literal["half", "call", "own", "other"]
     likeness: Any  # what equal units share
     # The island, or the equation. An island has these outputs: its results, then small
     # sums, then what products read that it does not make.
@@ -59,17 +69,23 @@ class Plan(NamedTuple):
     constants: dict[Any, Any]  # values, by variable
     units: list[Unit]  # in the order in which they run
     given: set[Any]  # arguments and constants, which may be kept as they are
-    weights: set[Any]  # what is computed from them alone
+    origins: dict[Any, Origin]  # by variable; `DATA` where it has none
     halves: set[Any]  # float32 variables whose half-precision copies are exact
     shared: set[Any]  # those of which all operations read one cast
 
 
 def make_plan(
-    jaxpr: Any, weights: Sequence[bool], names: Names, *, share_casts: bool, join: bool
+    jaxpr: Any,
+    origins: Sequence[Origin],
+    dtype: Any,
+    names: Names,
+    *,
+    share_casts: bool,
+    join: bool,
 ) -> Plan:
     """The plan of a program.
 
-    `weights`: whether each input is computed from arguments alone, and so kept anyway.
+    `origins` are those of its inputs, `dtype` is that of products of the forward pass.
     `join`: whether islands are joined with products, to be computed again.
     """
 
@@ -79,24 +95,27 @@ def make_plan(
         return not names.keep(eqn) if ops.has_products(eqn) else ops.is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
-    pairs = zip(flat.invars, weights, strict=True)
-    given = {v for v, is_weight in pairs if is_weight} | {*constants}
+    known = {v: o for v, o in zip(flat.invars, origins, strict=True) if o}
+    known.update(dict.fromkeys(constants, Origin.PARAMETER))
+    given = {*known}
     numbers = {v for v, x in constants.items() if not isinstance(x, Tracer)}
-    planner = _Planner(flat, given, numbers, names)
+    planner = _Planner(flat, known, numbers, dtype, names)
     parts = planner.parts()
-    products = [part.product for part in parts if part.product]
-    halves = {product.result for product in products}
-    read = {v for product in products for v in product.jaxpr.invars[:2]}
-    shared = read - planner.weights - halves if share_casts else set[Any]()
+    products = [part.product for part in parts if part.kind == "product"]
+    halves = {product.result for product in products if product}
+    read = {
+        v for part in parts if part.kind == "product" for v in part.jaxpr.invars[:2]
+    }
+    shared = read - {*planner.origins} - halves if share_casts else set[Any]()
     halves |= shared
     units = _Units(parts, halves, given, shared).units(join)
-    return Plan(flat, constants, units, given, planner.weights, halves, shared)
+    return Plan(flat, constants, units, given, planner.origins, halves, shared)
 
 
 class _Part(NamedTuple):
     """Equations that run together, of which units are made."""
 
-    kind: str  # "island", "product", "call" or "other"
+    kind: str  # "island", "product", "own", "call" or "other"
     jaxpr: Any
     product: ops.Product | None = None
 
@@ -110,10 +129,16 @@ class _Planner:
     """
 
     def __init__(
-        self, jaxpr: Any, given: set[Any], numbers: set[Any], names: Names
+        self,
+        jaxpr: Any,
+        given: dict[Any, Origin],
+        numbers: set[Any],
+        dtype: Any,
+        names: Names,
     ) -> None:
         self.jaxpr, self.equations = jaxpr, jaxpr.eqns
-        self.weights, self.numbers = {*given}, {*numbers}
+        self.origins, self.numbers = {**given}, {*numbers}
+        self._dtype = dtype
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
         self.kinds: list[str] = []
@@ -139,20 +164,35 @@ class _Planner:
         self._sink()
 
     def _kind(self, eqn: Any, names: Names) -> str:
-        if ops.becomes_half(eqn):
+        is_product = eqn.primitive.name in _jaxpr.PRODUCTS
+        if is_product and ops.fate(eqn, self._is_parameter) is ops.Fate.BECOMES_HALF:
             exact = self.numbers.issuperset(variables(eqn.invars[:2]))
-            return "other" if exact or names.keep(eqn) else "product"
+            if exact or names.keep(eqn):
+                return "other"
+            return "own" if self._own_dtype(eqn) else "product"
         if ops.is_cheap(eqn):
             return "island"
         return "call" if ops.has_products(eqn) and not names.keep(eqn) else "other"
+
+    def _is_parameter(self, v: Any) -> bool:
+        return self.origins.get(v) == Origin.PARAMETER
+
+    def _own_dtype(self, eqn: Any) -> str | None:
+        """That of a half-precision operand, if it is not `autocast`'s."""
+        dtypes = {_jaxpr.dtype_name(self._side(v)[0]) for v in eqn.invars[:2]}
+        half = dtypes.intersection(ops.HALF_DTYPES)
+        return half.pop() if len(half) == 1 and self._dtype not in half else None
 
     def _note_origin(self, eqn: Any, inputs: Sequence[Any], kind: str) -> None:
         """Whether results come from arguments alone, or from integers and constants."""
         integers = [v for v in inputs if _jaxpr.dtype_name(v).startswith(_INTEGERS)]
         if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
             self.numbers.update(eqn.outvars)
-        if kind in ("island", "other") and self.weights.issuperset(inputs):
-            self.weights.update(eqn.outvars)
+        if kind in ("island", "other") and self.origins.keys() >= {*inputs}:
+            scales = eqn.primitive.name in ops.SCALINGS
+            is_parameter = scales and any(map(self._is_parameter, inputs))
+            origin = Origin.PARAMETER if is_parameter else Origin.ARGUMENTS
+            self.origins.update(dict.fromkeys(eqn.outvars, origin))
         if kind == "island" and all(v in self.repeats for v in inputs):
             count = 1 + sum(self.repeats[v] for v in inputs)
             # What a table gives is an activation, as of embeddings.
@@ -179,7 +219,7 @@ class _Planner:
             kind, eqn = self.kinds[members[0]], self.equations[members[0]]
             if kind == "island":
                 part = _Part(kind, self._island(members, wanted))
-            elif kind == "product":
+            elif kind in ("product", "own"):
                 product = self._product(eqn)
                 part = _Part(kind, product.jaxpr, product)
             else:
@@ -223,19 +263,33 @@ class _Planner:
         part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
         scope, part = _jaxpr.without_common_scope(part)
         is_dot = eqn.primitive.name == "dot_general"
-        weights = is_dot and lhs in self.weights, is_dot and rhs in self.weights
-        return ops.Product(_jaxpr.likeness(part), part, len(left), weights, scope)
+        wide = [is_dot and is_float32(v) and v in self.origins for v in (lhs, rhs)]
+        facts = _jaxpr.likeness(part), part, len(left), (*wide,), self._own_dtype(eqn)
+        return ops.Product(*facts, scope)
 
     def _side(self, v: Any) -> tuple[Any, list[Any]]:
-        """An operand of a product before its entries are moved, and what moves them."""
+        """An operand of a product before its entries are moved, and what moves them.
+
+        A parameter that is stored in half precision is read as it is stored, so its
+        gradient is of its dtype from the product on.
+        """
         moves: list[Any] = []
         while (i := self.maker.get(v)) is not None:
             eqn = self.equations[i]
-            if eqn.primitive.name not in ops.MOVES or len(variables(eqn.invars)) != 1:
+            if len(variables(eqn.invars)) != 1:
                 break
-            moves.insert(0, eqn)
-            v = eqn.invars[0]
+            (source,) = variables(eqn.invars)
+            if eqn.primitive.name in ops.MOVES:
+                moves.insert(0, eqn)
+            elif not (_is_widening(eqn) and source in self.origins):
+                break
+            v = source
         return v, moves
+
+
+def _is_widening(eqn: Any) -> bool:
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and _jaxpr.dtype_name(eqn.invars[0]) in ops.HALF_DTYPES
 
 
 class Kept(NamedTuple):
@@ -260,7 +314,8 @@ class _Units:
         self._later = {v for p in parts if p.kind == "island" for v in p.jaxpr.invars}
         self._readers: dict[Any, list[int]] = {}
         for i, part in enumerate(parts):
-            for v in dict.fromkeys(part.jaxpr.invars[:2] if part.product else ()):
+            is_product = part.kind == "product"
+            for v in dict.fromkeys(part.jaxpr.invars[:2] if is_product else ()):
                 self._readers.setdefault(v, []).append(i)
 
     def units(self, join: bool) -> list[Unit]:
@@ -270,7 +325,9 @@ class _Units:
         for i, (kind, jaxpr, product) in enumerate(self._parts):
             if i in done:
                 continue
-            if product:
+            if product and kind == "own":
+                units.append(self._unit("own", jaxpr, products=((product, ()),)))
+            elif product:
                 self._held |= self._halves.intersection(jaxpr.invars[:2])
                 nothing = _jaxpr.part(jaxpr, [], [], [])
                 units.append(self._half(nothing, [product], Kept()))

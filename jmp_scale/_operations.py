@@ -5,7 +5,9 @@ entries, are cheap, or are linear; and identities with derivatives of their own.
 """
 
 import dataclasses
+import enum
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -14,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _jaxpr
-from ._dot_general import has_vector, is_zero, sum_of_terms, wide_dot_general
+from ._dot_general import is_zero, sum_of_terms, wide_dot_general
 from ._jaxpr import PRODUCTS, is_literal, variables, words
 
-_HALF = "half precision"  # no reason to stay float32
 _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 
 # Linear operations on one array that only move its entries.
@@ -28,6 +29,8 @@ _LINEAR = MOVES | words("""
     gather imag name neg optimization_barrier pad pbroadcast pvary real reduce_sum
     reshard select_n slice split stop_gradient sub
 """)
+# What makes another parameter of one.
+SCALINGS = _LINEAR | words("div dynamic_slice mul")
 # What costs less to compute again than to keep.
 _CHEAP = _LINEAR | words("""
     abs acos acosh and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
@@ -40,6 +43,7 @@ _CHEAP = _LINEAR | words("""
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
 CALLS = words("closed_call jit")
+HALF_DTYPES = words("bfloat16 float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +55,11 @@ class Product:
     # that and what else it reads.
     jaxpr: Any = dataclasses.field(compare=False)
     moves: int  # equations for the first operand; the others are for the second
-    # Whether an operand of a matrix product is computed from arguments alone: it has a
-    # float32 gradient. The transposes of other products take operands of one dtype.
-    weights: tuple[bool, ...]
+    # Whether a float32 operand of a matrix product is computed from arguments alone: it
+    # has a float32 gradient. The transposes of other products take operands of one
+    # dtype.
+    wide_sides: tuple[bool, ...]
+    dtype: Any  # that of an operand, where it is not `autocast`'s
     scope: Any = dataclasses.field(compare=False)  # as in a `Unit`
 
     @property
@@ -81,7 +87,7 @@ class Product:
         """A function to its half-precision tangent, of those of operands by side."""
 
         def term(side: int, *values: jax.Array) -> jax.Array:
-            wide = side if self.weights[side] else None
+            wide = side if self.wide_sides[side] else None
             return self.run(dtype, *values, wide=wide)
 
         @jax.jit
@@ -91,14 +97,72 @@ class Product:
         return tangent
 
 
+class Fate(enum.Enum):
+    """What becomes of a product."""
+
+    BECOMES_HALF = enum.auto()
+    IS_HALF = enum.auto()  # as traced
+    # The others stay as they are.
+    OTHER_DTYPE = enum.auto()
+    OWN_PRECISION = "a precision of their own"
+    IS_SUM = "nothing to do for a matrix unit (sums, outer products)"
+
+
+def fate(eqn: Any, is_parameter: Callable[[Any], bool] = lambda v: True) -> Fate:
+    """What becomes of a product, before it is asked whether its name is to be kept.
+
+    `is_parameter`: whether a matrix is one of the program, so that a vector times it is
+    one row of a batch. Without it, whether the product may become half precision.
+    """
+    operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
+    result = _jaxpr.dtype_name(eqn.outvars[0])
+    half = operands.intersection(HALF_DTYPES)
+    if half == operands or result in HALF_DTYPES:
+        return Fate.IS_HALF
+    if (operands - half) | {result} != {"float32"}:
+        return Fate.OTHER_DTYPE
+    if {*jax.tree.leaves(eqn.params.get("precision"))} - {_DEFAULT}:
+        return Fate.OWN_PRECISION
+    return Fate.BECOMES_HALF if _has_work(eqn, is_parameter) else Fate.IS_SUM
+
+
+def _has_work(eqn: Any, is_parameter: Callable[[Any], bool]) -> bool:
+    """Whether a product has work for a matrix unit, by itself or as one row of many.
+
+    Not if it contracts nothing or is of two vectors, for each index of the batch.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    contracting, batch = eqn.params["dimension_numbers"]
+    left, right = eqn.invars[:2]
+    if math.prod(_jaxpr.shape(left)[d] for d in contracting[0]) == 1:
+        return False
+    own = [
+        (left, _own_sizes(left, contracting[0], batch[0])),
+        (right, _own_sizes(right, contracting[1], batch[1])),
+    ]
+    matrices = [v for v, sizes in own if sizes]
+    if len(matrices) == 2:  # also of one row, unless there is one for each index
+        is_row = all(math.prod(sizes) == 1 for _, sizes in own)
+        return not (is_row and batch[0])
+    return any(map(is_parameter, matrices))
+
+
+def _own_sizes(v: Any, contracting: Any, batch: Any) -> list[int]:
+    """Sizes of the dimensions of an operand that its product has, but the batch's."""
+    shape = _jaxpr.shape(v)
+    return [shape[d] for d in range(len(shape)) if d not in (*contracting, *batch)]
+
+
 def becomes_half(eqn: Any) -> bool:
-    """Whether an equation is a product that becomes half precision."""
-    return eqn.primitive.name in PRODUCTS and _reason(eqn) is None
+    """Whether an equation is a product that may become half precision."""
+    return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
 
 
 def stays_float32(eqn: Any) -> bool:
-    """Whether a product of no half precision is one that gains nothing from it."""
-    return _reason(eqn) not in (None, _HALF)
+    """Whether `autocast` leaves a product float32 on purpose."""
+    found = fate(eqn, lambda v: False)
+    return found not in (Fate.BECOMES_HALF, Fate.IS_HALF)
 
 
 def has_products(eqn: Any) -> bool:
@@ -109,33 +173,26 @@ def has_products(eqn: Any) -> bool:
 
 def why_float32(jaxpr: Any) -> str:
     """Why no product of a program becomes half precision; "" if some are already."""
-    products = [e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS]
-    reasons = dict.fromkeys(_reason(e) or "kept, or unreadable" for e in products)
-    if _HALF in reasons:
-        return ""
+    reasons: dict[str, None] = {}
+    for eqn in _jaxpr.equations(jaxpr):
+        if eqn.primitive.name not in PRODUCTS:
+            continue
+        found = fate(eqn, lambda v: False)
+        if found is Fate.IS_HALF:
+            return ""
+        reason = found.value
+        if found is Fate.OTHER_DTYPE:
+            dtypes = {_jaxpr.dtype_name(v) for v in (*eqn.invars[:2], eqn.outvars[0])}
+            reason = "dtype " + " and ".join(sorted(dtypes))
+        elif found is Fate.BECOMES_HALF:
+            reason = "kept, or unreadable"
+        reasons[reason] = None
     return "they have " + ", ".join(reasons) if reasons else "there is none"
 
 
-def _reason(eqn: Any) -> str | None:
-    """Why a product stays float32; None if it becomes half precision."""
-    dtypes = {_jaxpr.dtype_name(v) for v in (*eqn.invars[:2], eqn.outvars[0])}
-    if not dtypes.isdisjoint(("float16", "bfloat16")):
-        return _HALF
-    if dtypes != {"float32"}:
-        return "dtype " + " and ".join(sorted(dtypes))
-    if {*jax.tree.leaves(eqn.params.get("precision"))} - {_DEFAULT}:
-        return "a precision of their own"
-    if is_sum(eqn):
-        return "nothing to do for a matrix unit (sums, outer products)"
-    return None
-
-
 def is_sum(eqn: Any) -> bool:
-    """Whether a matrix unit has nothing to do, for each index of the batch."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    shapes = [v.aval.shape for v in eqn.invars]
-    return has_vector(shapes, eqn.params["dimension_numbers"])
+    """Whether a product is of vectors, or contracts nothing."""
+    return not _has_work(eqn, lambda v: False)
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -229,6 +286,15 @@ def small_sums(island: Any) -> list[Any]:
         if is_small and not fits and _jaxpr.is_float32(result):
             found.append(result)
     return found
+
+
+def with_cotangent_of_its_dtype(x: Any) -> Any:
+    """`x`, whatever dtype the rule of a `custom_vjp` that reads it returns.
+
+    JAX passes on a float32 cotangent of a half-precision array as it is.
+    """
+    is_half = getattr(x, "dtype", None) in (jnp.float16, jnp.bfloat16)
+    return x.astype(jnp.float32).astype(x.dtype) if is_half else x
 
 
 @jax.jit

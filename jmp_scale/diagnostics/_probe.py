@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import _jaxpr
 from .._autocast import Cast
-from .._autocast_plan import Plan, Unit
+from .._autocast_plan import Origin, Plan, Unit
 from .._dot_general import bilinear
 from .._marks import Names, tracing
 from .._operations import Product
@@ -117,7 +117,7 @@ class Probe:
         dtypes = self.forward, self._backward
         given = *dtypes, False, False, Names(), None, set[str](), shared
         cast = _Flagged(*given, flags=flags, cast=self._cast)
-        return cast.run(program, [True] * len(arrays), *arrays)[0]
+        return cast.run(program, [Origin.PARAMETER] * len(arrays), *arrays)[0]
 
     def _numbered(self, jaxpr: Any, outer: Any, place: Place, times: int) -> Any:
         """A jaxpr whose products, and calls with rules, name their numbers."""
@@ -177,7 +177,7 @@ class _Flagged(Cast):
         copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
 
         def term(side: int, *copies: jax.Array) -> jax.Array:
-            wide = side if product.weights[side] else None
+            wide = side if product.wide_sides[side] else None
             return _multiply(product, self.backward, wide, *copies)
 
         run = functools.partial(_multiply, product, self.forward, None)

@@ -8,6 +8,9 @@ const STOP = new Set(`a about after all already also am an and any are as at be 
   too use used uses using want was we were what when where which while who why will
   with without work works would you your`.split(/\s+/))
 
+// What the pages call by another word.
+const SAME = new Map([["oom", "memory"], ["fp32", "float32"]])
+
 // The beginning that a word shares with its other forms: skipped, skips, skipping.
 function stem(word) {
   if (!/^[a-z]{5,}$/.test(word) || word.endsWith("ss")) return word
@@ -17,7 +20,10 @@ function stem(word) {
 
 export function shortened(question) {
   if (/["+~^:]/.test(question)) return question // the search's own query language
-  const words = question.toLowerCase().split(/[\s?!,;()]+/).filter(Boolean)
+  const parts = question.toLowerCase().split(/[\s?!,;()]+/).filter(Boolean)
+  // A page may have no word that begins with "-", which is not what -1e9 asks for.
+  const plain = parts.map(word => word.replace(/^-(?=\d)/, ""))
+  const words = plain.map(word => SAME.get(word) ?? word)
   const rest = words.filter(word => !STOP.has(word))
   // Twice: as a whole word, which counts more, and as the beginning of others.
   return (rest.length ? rest : words).map(stem).map(word => `${word}^2 ${word}`).join(" ")

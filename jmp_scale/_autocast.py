@@ -52,7 +52,8 @@ def autocast(
 
     The backward pass reads what the forward pass read, bit for bit, with one exception:
     the derivative of a softmax reads the probabilities that the next product read,
-    divided by their sum. Values do not depend on the machine. What the user cast stays as cast.
+    divided by their sum. Values do not depend on the machine. What the user cast stays
+    as cast.
 
     Weights' gradients are float32 from the product on; those of convolutions and
     `ragged_dot` are half precision at first. Call the result inside `jax.jit`: outside

@@ -180,7 +180,7 @@ def why_float32(jaxpr: Any) -> str:
         found = fate(eqn, lambda v: False)
         if found is Fate.IS_HALF:
             return ""
-        reason = found.value
+        reason = str(found.value)
         if found is Fate.OTHER_DTYPE:
             dtypes = {_jaxpr.dtype_name(v) for v in (*eqn.invars[:2], eqn.outvars[0])}
             reason = "dtype " + " and ".join(sorted(dtypes))

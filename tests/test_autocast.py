@@ -657,13 +657,55 @@ def test_gradients_of_weights_are_float32_whatever_is_done_to_them(how, around):
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_what_the_user_cast_stays_as_cast():
+@pytest.mark.parametrize("backward", ["float16", "bfloat16"])
+def test_a_loop_rounds_what_each_step_reads_and_sums_gradients_in_float32(backward):
+    xs = jnp.full((3000, 8, N), 1 + 2.0**-10)  # float16 holds it, bfloat16 does not
+
+    def loss(w):
+        return lax.scan(lambda c, x: (c + jnp.sum(x @ w), None), 0.0, xs)[0]
+
+    got = jax.grad(autocast(loss, "float16", backward=backward))(W)
+    np.testing.assert_array_equal(got, 24000 * float(xs[0, 0, 0].astype(backward)))
+
+
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+def test_what_the_user_cast_stays_as_cast(dtype, result):
     def f(w, x):
-        return jnp.sum((x.astype("bfloat16") @ w.astype("bfloat16")).astype("float32"))
+        x, w = (9 * x).astype(dtype), (9 * w).astype(dtype)
+        return jnp.sum(jnp.dot(x, w, preferred_element_type=result).astype("float32"))
 
     half = autocast(f, "float16")
-    assert products(half, W, X) == [BF16]
+    assert products(half, W, X) == [(dtype, dtype)]
     assert half(W, X) == f(W, X)
+
+
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+def test_products_with_scales_of_their_own_stay_as_written():
+    def f(x):
+        x, s = x.astype("float8_e4m3fn"), x[..., :2].astype("float8_e8m0fnu")
+        both = [jax.nn.scaled_matmul(x, x, s, s)]
+        if hasattr(lax, "scaled_dot"):  # JAX 0.8.0 has none
+            both.append(lax.scaled_dot(x, x.mT, lhs_scale=s, rhs_scale=s.mT))
+        return both
+
+    # Traced alone: a CPU does not run the first one.
+    jaxpr = jax.make_jaxpr(autocast(f, "float16"))(jnp.ones((1, 64, 64)))
+    eqns = [e for e in _jaxpr.equations(jaxpr) if "scaled_" in e.primitive.name]
+    dtypes = {tuple(map(_jaxpr.dtype_name, eqn.invars)) for eqn in eqns}
+    assert dtypes == {("float8_e4m3fn",) * 2 + ("float8_e8m0fnu",) * 2}
+
+
+def test_the_inner_autocast_decides():
+    def loss(w, x, layer=layer):
+        return mean_square(layer(w, x) @ w)
+
+    inner = keep_float32(autocast(layer, "bfloat16"))
+    nested = autocast(functools.partial(loss, layer=inner), "float16")
+    assert products(nested, W, X) == [BF16, F16]
+    got, wanted = (jax.value_and_grad(f)(W, X) for f in (nested, loss))
+    assert_close(got, wanted, 0.02)
 
 
 @pytest.mark.filterwarnings("ignore:autocast. no product became")

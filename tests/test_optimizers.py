@@ -176,17 +176,25 @@ def w(history, step=-1):
     return history[step][0]["w"].tolist()
 
 
-def test_accumulation_inside_averages_the_micro_batches_that_are_finite():
-    """Outside, MultiSteps keeps the NaN in its accumulator."""
-    gradients = [ONES, OVERFLOW, {"w": jnp.float32([3.0, 3.0])}, ONES, ONES]
-    history = run(dynamic(accumulated(optax.adam(1.0)), period=3), gradients)
-    assert w(history, 1) == W["w"].tolist()
-    counts = [int(s.inner_state.gradient_step) for _, s in history]
-    assert counts == [0, 0, 1, 1, 2]
-    scales = [float(state.loss_scale.loss_scale) for _, state in history]
-    assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**10]
-    mean = run(dynamic(accumulated(optax.sgd(1.0))), gradients[:3])
-    assert w(mean) == [-1.0, -4.0]
+def test_accumulation_inside_goes_by_windows_of_finite_micro_batches():
+    """Outside, MultiSteps keeps the NaN in its accumulator.
+
+    Averages by `applied` move at each micro-batch, by `has_updated` at dropped ones.
+    """
+    large = functools.partial(optax.skip_large_updates, max_squared_norm=1e4)
+    steps = optax.MultiSteps(optax.sgd(lambda count: 1.0 + count), 2, True, large)
+    tx = dynamic(steps.gradient_transformation(), period=3)
+    three, big = ({"w": size * ONES["w"]} for size in (3, 1e3))
+    gradients = [ONES, OVERFLOW, three, big, OVERFLOW, ONES, big, ONES]
+    before, average, scales = tx.init(W), W, []
+    for params, state in run(tx, gradients):
+        ended = state.inner_state.gradient_step > before.inner_state.gradient_step
+        moved = optax.incremental_update(params, average, 0.5)
+        average, before = jmp_scale.select_tree(ended, moved, average), state
+        scales.append(int(np.log2(state.loss_scale.loss_scale)))
+    first, second = W["w"] - 2, W["w"] - 2 - 2 * 1
+    assert average["w"].tolist() == (W["w"] / 4 + first / 4 + second / 2).tolist()
+    assert scales == [10, 9, 9, 9, 8, 8, 8, 9]
 
 
 def test_accumulation_outside_never_recovers_from_one_infinite_micro_batch():
@@ -204,6 +212,25 @@ def test_gradients_accumulated_under_different_scales_average_correctly():
         grads = jmp_scale.grad(lambda w: w, state.loss_scale)(jnp.float32(0.0))
         updates, state = tx.update(grads, state, jnp.float32(0.0))
     assert float(updates) == -1.0
+
+
+@pytest.mark.skipif(not hasattr(optax, "microbatch"), reason="needs Optax 0.2.7")
+def test_micro_batches_of_optax_give_the_mean_of_unscaled_gradients():
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    x, mean = jnp.arange(8.0).reshape(4, 2), optax.microbatching.AccumulationType.MEAN
+    scaled = jmp_scale.value_and_grad(loss, DynamicLossScale())
+    micro = optax.microbatch(scaled, 1, 2, mean)
+    assert_trees_all_close(micro(W, x), jax.value_and_grad(loss)(W, x))
+    assert not jmp_scale.all_finite(micro(W, x.at[0, 0].set(INF))[1])
+
+
+@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="needs Optax 0.2.7")
+def test_optax_s_monitor_is_refused_because_its_first_step_changes_its_state():
+    monitor = optax.monitor({"norm": optax.measure_with_ema(optax.tree.norm, 0.9)})
+    with pytest.raises(ValueError, match="to keep the structure of its state"):
+        run(dynamic(optax.chain(monitor, optax.sgd(1.0))), [ONES])
 
 
 def test_a_nan_in_the_gradient_of_a_frozen_parameter_skips_the_step_all_the_same():

@@ -35,13 +35,19 @@ TESTS = {
     "_loss_scale": "test_loss_scale test_validation test_gradients "
     "diagnostics/test_report test_state_dict_docs",
     "_tree": "test_tree test_policy test_loss_scale test_gradients",
-    "_mesh": "test_mesh",
+    "_mesh": "test_mesh test_transform test_sharding",
     "_finite": "test_finite test_mesh test_sharding",
     "_gradients": "test_gradients",
     "_transform": "test_transform test_optimizers test_spike_guard",
     "_skip": "test_skip test_optimizers test_transform",
     "_spike_guard": "test_spike_guard",
     "_policy": "test_policy test_jmp",
+    **dict.fromkeys(
+        ("_autocast", "_autocast_plan", "_operations", "_higher_order", "_marks"),
+        "test_autocast test_autocast_exact",
+    ),
+    "_jaxpr": "test_autocast test_skip diagnostics/test_diagnosis",
+    "_pytree": "test_checkpoints test_loss_scale test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little
 # more than adam, sgd, multi_steps and inject_hyperparams do.

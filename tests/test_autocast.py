@@ -31,6 +31,7 @@ from flax import linen, nnx
 from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
 from jax import export, lax
 from jax.experimental import pallas
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale.nnx
@@ -147,6 +148,27 @@ def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
     assert plain["float32"] > 9
 
 
+def test_a_table_is_read_once_and_not_in_each_layer():
+    def loss(w, ids):
+        x = w[ids]
+        for _ in range(3):
+            x = x + layer(w, x)
+        return mean_square(x)
+
+    jaxpr = jax.make_jaxpr(autocast(loss, "float16"))(W, jnp.arange(8))
+    names = [eqn.primitive.name for eqn in _jaxpr.equations(jaxpr)]
+    assert names.count("gather") == 1
+
+
+def test_no_gradient_of_what_was_stopped_is_computed():
+    def loss(w, x):
+        y = layer(w, x)
+        return mean_square(y[:4] @ w) + mean_square(lax.stop_gradient(jnp.sin(y)) @ w)
+
+    half, plain = (products(jax.grad(f), W, X) for f in (autocast(loss, "f16"), loss))
+    assert len(half) == len(plain)
+
+
 def test_what_would_take_more_to_make_again_is_kept():
     def loss(w, x):
         parts = [x @ w, x @ (2 * w), x @ (3 * w)]
@@ -156,11 +178,12 @@ def test_what_would_take_more_to_make_again_is_kept():
     assert sizes_of(autocast(loss, "float16"), W, X)["float16"] <= 2
 
 
-def test_a_bfloat16_backward_pass_needs_no_loss_scale():
+@pytest.mark.parametrize("share", [False, True])
+def test_a_bfloat16_backward_pass_needs_no_loss_scale(share):
     def loss(w, x):
         return two_layers(w, x) * 1e-9
 
-    half = autocast(loss, "float16", backward="bfloat16")
+    half = autocast(loss, "float16", backward="bfloat16", share_casts=share)
     assert products(half, W, X) == [F16, F16]
     both = products(jax.grad(half), W, X)
     assert both[:2] == [F16, F16]
@@ -804,6 +827,19 @@ def test_contexts_that_change_within_an_island():
     assert_close_gradients(loss, W, X, tolerance=0.01)
 
 
+def test_a_product_behind_an_island_keeps_its_own_context():
+    def loss(w, x):
+        y = x @ w
+        with set_xla_metadata(part="island"):
+            y = jnp.tanh(y)
+        return mean_square(y @ w)
+
+    jaxpr = jax.make_jaxpr(jax.grad(autocast(loss, "float16")))(W, X)
+    marked = [e.primitive.name for e in _jaxpr.equations(jaxpr) if e.ctx.xla_metadata]
+    assert "tanh" in marked
+    assert "dot_general" not in marked
+
+
 def test_each_layer_keeps_its_scopes_in_both_passes():
     grad = jax.jit(jax.value_and_grad(autocast(deep([2.0] * 4), "float16")))
     names = re.findall(r'op_name="([^"]*)"', grad.lower(W, X).compile().as_text())
@@ -852,16 +888,31 @@ def test_a_call_without_results_runs_once(around):
     assert len(seen) == 1
 
 
-def test_a_policy_for_products_holds_for_those_of_half_precision():
-    def count(policy, wrap):
-        block = jax.checkpoint(
-            lambda w, x: x + jnp.sin(layer(w, x)) @ w,
-            policy=getattr(jax.checkpoint_policies, policy),
-        )
-        return len(products(jax.grad(wrap(lambda *a: mean_square(block(*a)))), W, X))
+@pytest.mark.parametrize("policy", ["dots", "everything", "nothing"])
+def test_the_policy_of_a_checkpoint_holds_in_half_precision(policy):
+    policy = getattr(jax.checkpoint_policies, f"{policy}_saveable")
+    block = jax.checkpoint(lambda w, x: x + jnp.sin(x @ w) @ w, policy=policy)
 
-    for wrap in (lambda f: f, lambda f: autocast(f, "float16")):
-        assert count("dots_saveable", wrap) < count("nothing_saveable", wrap)
+    def computed(wrap):
+        grad = jax.grad(wrap(lambda w, x: mean_square(block(w, block(w, x)))))
+        found = _jaxpr.equations(jax.make_jaxpr(grad)(W, X))
+        counts = collections.Counter(eqn.primitive.name for eqn in found)
+        return counts["dot_general"], counts["sin"]
+
+    assert computed(lambda f: autocast(f, "float16")) == computed(lambda f: f)
+
+
+@pytest.mark.parametrize("name", ["scan_reversed_and_unrolled", "remat"])
+def test_loops_and_checkpoints_keep_their_options(name):
+    fun, args, *_ = PROGRAMS[name]
+    keys = ("reverse", "unroll", "prevent_cse")
+
+    def options(fun):
+        found = _jaxpr.equations(jax.make_jaxpr(fun)(*args))
+        return {tuple(eqn.params.get(key) for key in keys) for eqn in found}
+
+    assert len(options(fun)) == 2  # and that of all other equations
+    assert options(autocast(fun, "float16")) == options(fun)
 
 
 def test_nothing_of_a_program_is_kept_after_its_trace():
@@ -911,10 +962,18 @@ def test_all_operations_share_the_cast_of_what_a_product_read():
     assert sizes_of(plain, W, X)["float32"] > sizes_of(shared, W, X)["float32"] == 0
 
 
-def test_there_is_no_barrier_in_a_loop():
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda f: f,
+        lambda f: lambda y: lax.cond(y[0, 0] > 9, jnp.sin, f, y),
+        functools.partial(jax.checkpoint, prevent_cse=False),
+    ],
+)
+def test_there_is_no_barrier_in_a_loop(inside):
     def loss(w, x):
-        step = lambda y, _: (layer(w, jax.nn.gelu(y @ w)), None)  # noqa: E731
-        return jnp.sum(lax.scan(step, x, None, length=2)[0])
+        step = inside(lambda y: layer(w, jax.nn.gelu(y @ w)))
+        return jnp.sum(lax.scan(lambda y, _: (step(y), None), x, None, length=2)[0])
 
     grad = jax.jit(jax.grad(autocast(loss, "float16")))
     text = export.export(grad, platforms=["cuda"])(W, X).mlir_module()
@@ -1014,6 +1073,16 @@ def test_sharded_arrays_give_what_whole_ones_give(mesh):
     assert_close(got, wanted, 0.02)
 
 
+def test_a_product_over_a_sharded_axis_keeps_the_sharding_of_its_result():
+    def loss(w, x):
+        y = jnp.einsum("bi,ij->bj", x, w, out_sharding=P("i"))
+        return mean_square(jnp.tanh(y))
+
+    with jax.set_mesh(EXPLICIT):
+        args = sharded(W, EXPLICIT, P("i")), sharded(X, EXPLICIT, P(None, "i"))
+        assert_close_gradients(loss, *args)
+
+
 def test_auto_axes_among_explicit_ones():
     def loss(w, x):
         y = jax.nn.gelu(layer(w, x))
@@ -1070,15 +1139,18 @@ def test_the_loss_scale_s_value_and_grad_takes_it():
 def test_effects_keep_their_order():
     seen = []
 
+    def see(i, x):
+        jax.debug.callback(lambda _: seen.append(i), x[0, 0], ordered=True)
+
     def f(w, x):
-        for i in range(4):
-            jax.debug.callback(lambda y, i=i: seen.append(i), x[0, 0], ordered=True)
-            x = layer(w, x)
-        return x
+        y = layer(w, layer(w, x))
+        for i, value in enumerate((x, y, layer(w, y), y, x)):  # also of earlier ones
+            see(i, value)
+        return y
 
     jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
     jax.effects_barrier()
-    assert seen == [0, 1, 2, 3]
+    assert seen == [0, 1, 2, 3, 4]
 
 
 def test_a_program_of_thousands_of_equations_is_planned():

@@ -131,6 +131,8 @@ def test_a_loss_scale_of_the_users_own_class_is_saved_by_flax():
     restored = flax.serialization.from_bytes(Mine(2.0), data)
     assert isinstance(restored, Mine)
     assert float(restored.loss_scale) == 8.0
+    # NumPy's arrays could not be donated.
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(restored))
 
 
 def test_orbax_names_the_leaves_on_disk(tmp_path):

@@ -208,8 +208,9 @@ def test_the_norm_of_many_entries_is_right(count):
 
 
 @pytest.mark.usefixtures("devices")
-def test_a_norm_beyond_float32_is_its_largest_number():
-    finite, norm = _finite.finite_and_norm(jnp.full(9, 3.0e38, jnp.float32))
+@pytest.mark.parametrize("entry", [3e38, 3e38 + 3e38j])  # whose own size overflows
+def test_a_norm_beyond_float32_is_its_largest_number(entry):
+    finite, norm = _finite.finite_and_norm(jnp.full(9, entry))
     assert finite
     assert norm == np.finfo(np.float32).max
 
@@ -262,6 +263,21 @@ def test_a_program_exported_for_several_machines_runs_on_this_one():
     assert restored.call(leaves)
     leaves[0][3, 4] = np.nan
     assert not restored.call(leaves)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_product"),
+    [((512, 256), True), ((2, 256, 384), True), ((64, 8, 384), False), ((8, 3), False)],
+)
+def test_a_tpu_counts_what_is_not_finite_in_large_arrays_by_a_product(
+    shape, is_product
+):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    for platform in ("tpu", "cuda", "cpu"):
+        finite = jax.jit(jmp_scale.all_finite)
+        exported = jax.export.export(finite, platforms=[platform])(leaf)
+        has_product = "stablehlo.dot_general" in exported.mlir_module()
+        assert has_product == (is_product and platform == "tpu")
 
 
 @pytest.mark.parametrize("sign", [1, -1, 1j, -1j])

@@ -184,10 +184,12 @@ def test_equinox_errors_do_not_fire_on_a_skipped_step():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_debug_nans_is_quiet_on_a_skipped_step(wrap):
-    tx = with_loss_scale(OPTIMIZERS["clip_adamw"])
+@pytest.mark.parametrize("debug", [jax.debug_nans, jax.debug_infs])
+def test_debug_nans_is_quiet_on_a_skipped_step(debug, wrap):
+    inverse = optimizer((), lambda g, s: (jax.tree.map(lambda x: 1 / x, g), s))
+    tx = with_loss_scale(optax.chain(OPTIMIZERS["clip_adamw"], inverse))
     state = tx.init(PARAMS)
-    with jax.debug_nans(True):
+    with debug(True):
         updates, state = wrap(lambda g, s: tx.update(g, s, PARAMS))(BAD, state)
     assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
     assert state.skipped == 1

@@ -24,18 +24,17 @@ def extra_args_optimizer(update):
 def test_the_inner_optimizer_never_sees_a_nan():
     seen = []
 
-    def look(updates, state, params, *, value, grad, value_fn):
-        jax.debug.callback(
-            lambda *x: seen.extend(x), *jax.tree.leaves((updates, value, grad))
-        )
+    def look(updates, state, params, *, value, grad, value_fn, obj_fn):
+        leaves = jax.tree.leaves((updates, value, grad, obj_fn(params)))
+        jax.debug.callback(lambda *x: seen.extend(x), *leaves)
         return updates, state
 
     tx = jmp_scale.with_loss_scale(extra_args_optimizer(look), DynamicLossScale())
-    extra = {"grad": BAD, "value_fn": None}
+    extra = {"grad": BAD, "value_fn": None, "obj_fn": lambda p: p["b"] * jnp.inf}
     for value in (1.0, jnp.nan):
         tx.update(BAD, tx.init(PARAMS), PARAMS, value=jnp.float32(value), **extra)
     jax.effects_barrier()
-    assert len(seen) == 10
+    assert len(seen) == 12
     assert all(np.isfinite(x).all() for x in seen)
 
 

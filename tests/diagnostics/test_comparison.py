@@ -47,6 +47,19 @@ def test_the_error_is_that_of_the_gradients_themselves():
     assert text.index("['w']") < text.index("['unused']")
 
 
+@pytest.mark.parametrize("change", [0.5, 1e-9])
+def test_leaves_are_scaled_to_one_size_and_count_by_their_entries(change):
+    def total(p, factor=1.0):
+        return 1e3 * p["a"].sum() + factor * p["b"].sum()
+
+    with jax.enable_x64(True):  # where less than float32's rounding is seen too
+        params = {"a": jnp.ones(3), "b": jnp.ones(1)}
+        changed = functools.partial(total, factor=1 + change)
+        found = compare_gradients(changed, total, params)
+    assert found.scaled_error == pytest.approx(change / 2, rel=1e-3)
+    assert found.error == pytest.approx(change / np.sqrt(3e6 + 1), rel=1e-3)
+
+
 def test_no_rounding_of_the_program_is_left_out():
     w = jnp.arange(64.0).reshape(8, 8)  # entries and products are whole numbers
 

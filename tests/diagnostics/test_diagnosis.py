@@ -77,7 +77,16 @@ def overflow(x):
 
 def in_a_scan(x):
     def body(total, row):
-        return total + jnp.sum(jnp.log(row - 9.05)), row  # !NaN
+        total += jnp.sum(jnp.log(row - 9.05))  # !NaN
+        return total + jnp.sum(jnp.sqrt(9.08 - row)), row
+
+    return jax.lax.scan(body, jnp.float32(0), x)[0]
+
+
+def in_a_reversed_scan(x):
+    def body(total, row):
+        total += jnp.sum(jnp.log(row - 9.05))
+        return total + jnp.sum(jnp.sqrt(9.08 - row)), row  # !NaN
 
     return jax.lax.scan(body, jnp.float32(0), x, reverse=True)[0]
 
@@ -103,6 +112,7 @@ def masked_everywhere(x):
         (gaussian_process, "a Cholesky factorization", "float16"),
         (overflow, "a matrix product", "float16"),
         (in_a_scan, "log", None),
+        (in_a_reversed_scan, "sqrt", None),
         (in_a_branch, "exp", None),
         (masked_everywhere, "sub", None),
     ],

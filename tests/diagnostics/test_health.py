@@ -49,6 +49,7 @@ ONE_LOSS, TWO_LOSSES, EIGHT_LOSSES = (
 FINDINGS = {
     "warm-up": ("the start. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
     "warm-up, recorded": ("warm-up", state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0]),
+    "resumed": ("all skipped: normal if", state(DYNAMIC(8.0), 5, 3), [0, 0, 0]),
     "occasional": ("normal if rare", state(None, 5, 1)),
     "one, recorded": ("at step 30): normal", state(skipped=1), [*[1] * 30, 0, 1]),
     "frequent": ("22.2%", state(skipped=3), [*[1] * 5, 0, 1, 0, 1]),

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from autocast_programs import PROGRAMS
+from autocast_programs import PROGRAMS, W
 from helpers import count_traces, one_of
 from jax import lax
 from losses import cross_entropy, of_examples, squared_distances
@@ -157,6 +157,30 @@ def test_a_loss_scale_at_fault_is_told_from_products():
     assert found.keep == ()
     assert "The loss scale is at fault" in found.summary()
     assert sensitive_products(tiny, *args).error_before < 0.05
+    wide = {"loss_scale": 1, "backward": "bfloat16"}
+    assert sensitive_products(tiny, *args, **wide).error_before < 0.05
+
+
+def test_a_name_that_keeps_more_than_is_required_counts_all_that_it_keeps():
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        with jax.named_scope("centered"):
+            near = squared_distances(h, x)
+        far = squared_distances(10 + h, 10 + x)
+        return jnp.mean(jnp.exp(-far) + jnp.exp(-near))
+
+    args = layer(0, 8, 8), normal(1, 32, 8)
+    found = sensitive_products(loss, *args, dtype="bfloat16")
+    first, *_ = found.products
+    assert found.keep == ("squared_distances",)
+    assert found.half_share == first.share
+    assert found.error_after == first.alone  # by one program, with the same roundings
+
+
+def test_gradients_of_weights_are_summed_in_float32():
+    big = jnp.full((512, 16), 300.0)  # whose sums of 512 float16 cannot hold
+    found = sensitive_products(lambda w: 400 * jnp.sum(big @ w), W, loss_scale=1)
+    assert found.error_before < 0.01
 
 
 def test_an_overflow_of_the_forward_pass_names_its_line_and_the_cure():

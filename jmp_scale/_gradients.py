@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
-from ._marks import LOSS_SCALE, NEEDS_LOSS_SCALE, TRACED
+from ._marks import UNSCALED
 from ._tree import is_inexact, map_gradients, promote_to_float32
-from ._validation import warn
 
 
 def value_and_grad(
@@ -53,6 +52,9 @@ def value_and_grad(
         tracing, `fun` does not return what `has_aux` says, `transform` not what
         `jax.value_and_grad` does, or a differentiated leaf is not floating-point.
       ValueError: the loss scale has a shape other than ().
+
+    Warns:
+      UserWarning: while tracing, float16 gradients of `autocast` and a `NoOpLossScale`.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
@@ -123,13 +125,6 @@ def _differentiated(
             f"{loss_scale!r}) with a loss scale such as DynamicLossScale()"
         )
     loss_scale = checked_loss_scale(function, loss_scale)
-    TRACED.add(LOSS_SCALE)
-    if isinstance(loss_scale, NoOpLossScale) and hasattr(fun, NEEDS_LOSS_SCALE):
-        warn(
-            f"{function}: float16 gradients without a loss scale: small ones vanish. "
-            "Give with_loss_scale a DynamicLossScale(), or autocast "
-            'backward="bfloat16"'
-        )
     if "axis_name" in kwargs:
         raise TypeError(
             f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "
@@ -149,7 +144,8 @@ def _differentiated(
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_differentiated(function, args, argnums)
-        result = scaled_value_and_grad(*args, **fun_kwargs)
+        with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
+            result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
         # A NoOpLossScale returns float16 gradients as they are.
         value = tuple(output) if has_aux else output.loss

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ._validation import warn
+
 F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = "keep_float32"  # a scope
-NEEDS_LOSS_SCALE = "_float16_gradients"  # a mark of a function of `autocast`
-# What was traced so far: float16 gradients of `autocast`, and a loss scale.
-TRACED: set[str] = set()
-FLOAT16_GRADIENTS, LOSS_SCALE = "float16 gradients", "a loss scale"
+# Contexts of JAX's are a part of the keys of its caches: a jitted function is traced
+# anew in another one. This one is whether `value_and_grad` differentiates unscaled.
+UNSCALED = jax.make_user_context(False)
 # The half-precision dtype while `autocast` traces, and whether `in_half` is around.
-# It is a part of the keys of JAX's caches, so a jitted function is traced anew.
 _HALF = jax.make_user_context(("", False))
 
 
@@ -92,6 +92,16 @@ def in_half(fun: F) -> F:
 def tracing(half: Any) -> Any:
     """A context in which functions marked by `in_half` get arrays of this dtype."""
     return _HALF((jnp.dtype(half).name, False))
+
+
+def warn_of_no_loss_scale(warned: set[str]) -> None:
+    """Warns once, in a rule for float16 gradients, if `value_and_grad` scales none."""
+    if UNSCALED.value and "no loss scale" not in warned:
+        warned.add("no loss scale")
+        warn(
+            "autocast: float16 gradients without a loss scale: small ones vanish. Give "
+            'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
+        )
 
 
 def _cast(tree: Any, old: str, new: str) -> Any:

@@ -14,7 +14,6 @@ from . import _mesh
 from ._extra_args import keywords_of, takes_value
 from ._finite import finite, finite_and_norm
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
-from ._marks import FLOAT16_GRADIENTS, LOSS_SCALE, TRACED
 from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState, find_loss_scale_states
@@ -126,7 +125,6 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
-        _warn_of_no_loss_scale()
         grads = promote_to_float32(updates)
         verdict = judge_step(updates, value, state.guard, agree)
         gives_value = takes_value(keywords, value, extra_args)
@@ -158,16 +156,6 @@ def with_loss_scale(
 
     update.agreement = agree  # pyright: ignore[reportFunctionMemberAccess]
     return LossScaleTransformation(init, update)  # pyright: ignore
-
-
-def _warn_of_no_loss_scale() -> None:
-    if FLOAT16_GRADIENTS in TRACED and LOSS_SCALE not in TRACED:
-        TRACED.remove(FLOAT16_GRADIENTS)
-        warn(
-            "with_loss_scale: float16 gradients of autocast, no loss scale was used; "
-            "take them by jmp_scale.value_and_grad(loss_fn, state.loss_scale), or "
-            'autocast with backward="bfloat16"'
-        )
 
 
 class _Verdict(NamedTuple):

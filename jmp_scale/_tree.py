@@ -10,8 +10,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ._marks import LOSS_SCALE, TRACED
-
 T = TypeVar("T")
 
 # Flax's name for float8 scales and maxima of the last steps (google/flax#3623).
@@ -131,7 +129,6 @@ def is_data(leaf: Any) -> bool:
 
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
     """`tree` times S, f32[], or times 1/S: as `DynamicLossScale.scale` says."""
-    TRACED.add(LOSS_SCALE)
     if jnp.shape(s) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "

@@ -16,6 +16,8 @@ from ._tree import is_module
 # Where S and 1/S are normal in float32. Beyond, XLA flushes gradients to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
+# What calls functions of users: under `jit` JAX's frames are the innermost ones.
+_LIBRARIES = ("jmp_scale", "jax", "flax", "optax", "equinox", "haiku", "contextlib")
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
 _LEAST_INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}
 _WORDS = {
@@ -154,12 +156,15 @@ def int32_leaf(
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the first caller outside this package."""
-    package = __name__.partition(".")[0]
+    """Warns at the line of the user: of the first caller outside of `_LIBRARIES`."""
     frame, level = sys._getframe(), 1
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    while frame and _package(frame) in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def _package(frame: Any) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def _float32(number: float) -> float:

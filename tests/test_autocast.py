@@ -13,7 +13,6 @@ import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from autocast_programs import PRODUCTS, PROGRAMS, N, W, X, layer, mean_square, products
 from flax import linen, nnx
@@ -274,36 +273,25 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
             function(model, "float16")
 
 
-def test_float16_gradients_without_a_loss_scale_warn():
-    none, half = jmp_scale.NoOpLossScale(), autocast(two_layers, "float16")
-    with pytest.warns(UserWarning, match="float16 gradients without a loss scale"):
-        jmp_scale.value_and_grad(half, none)
+@pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
+def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
+    none, dynamic = jmp_scale.NoOpLossScale(), jmp_scale.DynamicLossScale()
+    half = compile_(autocast(two_layers, "float16"))
+
+    def train(fun, loss_scale):
+        value_and_grad = jmp_scale.value_and_grad(lambda *args: fun(*args), loss_scale)
+        return compile_(value_and_grad)(W, X)
+
     # Filters make a warning an error.
-    jmp_scale.value_and_grad(autocast(two_layers, "bfloat16"), none)
-    jmp_scale.value_and_grad(autocast(two_layers, "float16", backward="bf16"), none)
-    jmp_scale.value_and_grad(half, jmp_scale.DynamicLossScale())
-    half(W, X)
-
-
-def test_a_step_that_forgot_the_loss_scale_says_so_once():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
-
-    def step(loss, value_and_grad=jax.value_and_grad):
-        _, grads = value_and_grad(loss)(W, X)
-        return tx.update(grads, tx.init(W), W)
-
-    def scaled(loss):
-        return jmp_scale.value_and_grad(loss, jmp_scale.DynamicLossScale())
-
-    half = autocast(two_layers, "float16")
-    _marks.TRACED.clear()
-    half(W, X)  # filters make a warning an error
-    step(autocast(two_layers, "bfloat16"))
-    with pytest.warns(UserWarning, match="no loss scale was used"):
-        step(half)
-    tx.update(W, tx.init(W), W)
-    step(half, scaled)
-    step(half)
+    jax.grad(half)(W, X)
+    train(half, dynamic)
+    train(lambda w, x: jmp_scale.grad(half, dynamic)(w, x).sum(), none)
+    train(autocast(two_layers, "bfloat16"), none)
+    train(autocast(two_layers, "float16", backward="bf16"), none)
+    with pytest.warns(UserWarning, match="float16 gradients without a") as record:
+        train(half, none)
+    assert [warning.filename for warning in record] == [__file__]
+    train(half, none)
 
 
 @jax.custom_vjp

@@ -331,8 +331,9 @@ def _state_like(new: Any, old: Any) -> Any:
         x = _mesh.reshard_like(_cast_leaf(x, y), y)
         if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
             return x
-        expected, got = (f"{t.dtype}{list(t.shape)}" for t in map(jax.typeof, (y, x)))
-        if got != expected:
+        expected, got = jax.typeof(y), jax.typeof(x)
+        if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+            expected, got = (f"{t.dtype}{list(t.shape)}" for t in (expected, got))
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "
                 f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "

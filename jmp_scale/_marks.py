@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._validation import warn
+from ._validation import require_callable, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = "keep_float32"  # a scope
@@ -29,7 +29,7 @@ def keep_float32(fun: F) -> F:
     half precision again: the inner one of the two decides.
 
     Args:
-      fun: a function of arrays and anything else, or a layer.
+      fun: a function of arrays and anything else, or a layer; TypeError if neither.
 
     Returns:
       A function with the arguments and results of `fun`.
@@ -41,6 +41,8 @@ def keep_float32(fun: F) -> F:
       >>> f"{float(f(jnp.full((2, 2), 2.0**-9))[0, 0]):.1e}"  # 0 in float16
       '3.0e-08'
     """
+
+    require_callable("keep_float32", fun, "write keep_float32(fun)(x)")
 
     @functools.wraps(fun)
     def kept(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +66,7 @@ def in_half(fun: F) -> F:
     that dtype too, also with another `backward`. Without `autocast` it is `fun`.
 
     Args:
-      fun: a function of pytrees of arrays and anything else.
+      fun: a function of pytrees of arrays and anything else; TypeError if not.
 
     Returns:
       A function with the arguments and results of `fun`.
@@ -76,6 +78,8 @@ def in_half(fun: F) -> F:
       >>> half(jnp.ones((1, 8, 2, 4))).dtype
       dtype('float32')
     """
+
+    require_callable("in_half", fun, "write in_half(fun)(x)")
 
     @functools.wraps(fun)
     def halved(*args: Any, **kwargs: Any) -> Any:

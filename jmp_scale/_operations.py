@@ -18,6 +18,10 @@ from ._dot_general import has_vector, is_zero, sum_of_terms, wide_dot_general
 from ._jaxpr import PRODUCTS, is_literal, variables, words
 
 _HALF = "half precision"  # no reason to stay float32
+_NOT_REACHED = (
+    "constants as operands (pass parameters as arguments), keep_float32 around them, "
+    "or a call around them that cannot be read"
+)
 _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 
 # Linear operations on one array that only move its entries.
@@ -110,10 +114,10 @@ def has_products(eqn: Any) -> bool:
 def why_float32(jaxpr: Any) -> str:
     """Why no product of a program becomes half precision; "" if some are already."""
     products = [e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS]
-    reasons = dict.fromkeys(_reason(e) or "kept, or unreadable" for e in products)
+    reasons = dict.fromkeys(_reason(e) or _NOT_REACHED for e in products)
     if _HALF in reasons:
         return ""
-    return "they have " + ", ".join(reasons) if reasons else "there is none"
+    return "they have " + "; ".join(reasons) if reasons else "there is none"
 
 
 def _reason(eqn: Any) -> str | None:
@@ -126,7 +130,8 @@ def _reason(eqn: Any) -> str | None:
     if {*jax.tree.leaves(eqn.params.get("precision"))} - {_DEFAULT}:
         return "a precision of their own"
     if is_sum(eqn):
-        return "nothing to do for a matrix unit (sums, outer products)"
+        around = "of jax.vmap(autocast(f)), put autocast around the vmap"
+        return f"nothing to do for a matrix unit (sums, outer products; {around})"
     return None
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ._jaxpr import equations, evaluate_all, is_literal, words
-from ._tree import is_inexact, map_inexact, select_tree, where
+from ._tree import is_inexact, map_inexact, select_tree
 
 # Primitives that wait for a condition, or that show their operands to the host.
 _PLAIN_ONLY = words("while cond check callback ffi_call custom_call pallas")
@@ -78,15 +78,10 @@ def unless(applied: jax.Array, tree: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _or_negative_zeros(applied: jax.Array, updates: Any) -> Any:
-    zeros: dict[Any, Any] = {}  # one for all updates of a type, which trace once
-
-    def zero(update: Any) -> Any:
-        kind = jax.typeof(update)
-        if kind not in zeros:
-            zeros[kind] = _negative_zeros(update)
-        return zeros[kind]
-
-    return select_tree(applied, updates, jax.tree.map(zero, updates))
+    types = {jax.typeof(x): x for x in jax.tree.leaves(updates)}
+    zeros = {kind: _negative_zeros(x) for kind, x in types.items()}
+    zeros = jax.tree.map(lambda x: zeros[jax.typeof(x)], updates)
+    return select_tree(applied, updates, zeros)
 
 
 def _negative_zeros(update: Any) -> Any:
@@ -148,7 +143,7 @@ def _early(jaxpr: Any, applied: Any, inputs: Any, old: Any, consts: Any) -> list
             old_of[var] = leaf
 
     def select(var: Any, value: Any) -> Any:
-        return where(applied, value, old_of[var]) if var in old_of else value
+        return lax.select(applied, value, old_of[var]) if var in old_of else value
 
     leaves = evaluate_all(jaxpr, [*inputs, *old], consts, select)
     state = []

@@ -101,14 +101,15 @@ def with_loss_scale(
     agree = _mesh.agreement("with_loss_scale", axis_name)
     if guard is not None and not isinstance(guard, SpikeGuard):
         raise TypeError(
-            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}"
+            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
+            "guard=SpikeGuard()"
         )
     inner = optax.with_extra_args_support(inner)
     keywords = keywords_of(inner.update)
 
     def init(params: optax.Params) -> LossScaleState:
         _warn_of_half_precision(params)
-        inner_state = inner.init(params)
+        inner_state = _initial(inner, params)
         _refuse_nesting(inner_state)
         true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
         state = LossScaleState(
@@ -214,6 +215,19 @@ def _next_state(
         spikes=state.spikes + jnp.int32(spike),
         guard=guard,
     )
+
+
+def _initial(inner: optax.GradientTransformation, params: Any) -> Any:
+    try:
+        return inner.init(params)
+    except TypeError as error:
+        others = [x for x in jax.tree.leaves(params) if not is_data(x)]
+        if not others:
+            raise
+        raise TypeError(
+            f"with_loss_scale: expected arrays as parameters, got {others[0]!r}; of an "
+            "Equinox model pass eqx.filter(model, eqx.is_inexact_array)"
+        ) from error
 
 
 def _refuse_nesting(inner_state: Any) -> None:

@@ -119,21 +119,13 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
         )
     if new.dtype == jax.dtypes.float0:
         return on_false
-    return where(pred, on_true, on_false)
+    if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
+        return lax.select(jnp.asarray(pred), on_true, on_false)  # one operation
+    return jnp.where(pred, on_true, on_false)
 
 
 def _leaf_at(path: Any) -> str:
     return f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
-
-
-def where(pred: ArrayLike, on_true: Any, on_false: Any) -> jax.Array:
-    """`jnp.where` of a scalar and two of one shape and dtype, traced in half the time.
-
-    Of two arrays; all else is left to `jnp.where`.
-    """
-    if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
-        return lax.select(jnp.asarray(pred), on_true, on_false)
-    return jnp.where(pred, on_true, on_false)
 
 
 def is_data(leaf: Any) -> bool:

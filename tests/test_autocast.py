@@ -209,8 +209,9 @@ def test_the_setting_for_precision_holds_around_a_linear_solve():
         (lambda w, x: jnp.dot(x, w, precision="highest"), "a precision of their own"),
         (lambda w, x: jnp.dot(x, w, precision="high"), "a precision of their own"),
         (lambda w, x: jnp.dot(x, w, precision=HIGH), "a precision of their own"),
-        (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "nothing to do"),
-        (lambda w, x: keep_float32(jnp.dot)(x, w), "kept, or unreadable"),
+        (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "put autocast around"),
+        (lambda w, x: keep_float32(jnp.dot)(x, w), "keep_float32 around them"),
+        (lambda w, x: jnp.dot(X, W), "pass parameters as arguments"),
     ],
 )
 def test_a_function_in_which_nothing_becomes_half_warns_once(fun, reason):
@@ -263,6 +264,9 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
     for wrong in ("cuda", 3.0, jnp.ones(())):
         with pytest.raises(TypeError, match=call):
             autocast(wrong, jnp.float16)
+    for mark in (keep_float32, in_half):
+        with pytest.raises(TypeError, match=rf"got an array.*{mark.__name__}\(fun\)"):
+            mark(X)
     with pytest.raises(TypeError, match="context manager"):
         autocast("float16")(layer)
     model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
@@ -441,7 +445,7 @@ def test_layers_of_nnx_with_state_work_in_keep_float32():
     assert model[1].mean[...].any()
     assert jmp_scale.nnx.autocast(run, "bfloat16")(model, X).shape == X.shape
     named = jmp_scale.nnx.autocast(run, "bfloat16", keep_float32="Linear")  # its class
-    with pytest.warns(UserWarning, match="no product became half.*kept"):
+    with pytest.warns(UserWarning, match="no product became half.*keep"):
         named(model, X)
 
 

@@ -114,8 +114,6 @@ def autocast(
         cast.warn_of_nothing(jaxpr)
         return flat.result(results)
 
-    if back == jnp.float16:
-        in_half_precision.__dict__[_marks.NEEDS_LOSS_SCALE] = True
     return in_half_precision  # pyright: ignore[reportReturnType]
 
 
@@ -301,7 +299,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
 
     def rule(primals: Any, tangents: Any) -> Any:
         if cast.backward == jnp.float16:
-            _marks.TRACED.add(_marks.FLOAT16_GRADIENTS)
+            _marks.warn_of_no_loss_scale(cast.warned)
         outs, made, kept = results = run(*primals)
         live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
         known = {i: outs[i] for i in unit.known}

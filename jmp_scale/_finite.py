@@ -235,8 +235,8 @@ def _in_rows(reading: _Reading, arrays: Arrays) -> Arrays:
     """
     reduced = []
     for array in arrays:
-        widths = range(LONGEST_ROW, 63, -1)  # shorter rows would be many, a pad is slow
-        longest = min(array.size, LONGEST_ROW)
+        longest = min(max(array.size, 1), LONGEST_ROW)
+        widths = range(longest, 63, -1)  # shorter rows would be many, a pad is slow
         width = next((n for n in widths if array.size % n == 0), longest)
         pad, fill = (0, -array.size % width), reading.initial
         parts = reading.parts(array)

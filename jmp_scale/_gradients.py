@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
-from ._marks import LOSS_SCALE, NEEDS_LOSS_SCALE, TRACED
+from ._marks import UNSCALED
 from ._tree import is_inexact, map_gradients, promote_to_float32
-from ._validation import warn
+from ._validation import described, require_callable
 
 
 def value_and_grad(
@@ -49,10 +49,14 @@ def value_and_grad(
       grads)`. Loss and gradients are float32 where they were narrower.
 
     Raises:
-      TypeError: `loss_scale` is not a loss scale, or `axis_name` is given; while
-        tracing, `fun` does not return what `has_aux` says, `transform` not what
-        `jax.value_and_grad` does, or a differentiated leaf is not floating-point.
+      TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
+        is given; while tracing, `fun` does not return what `has_aux` says, `transform`
+        not what `jax.value_and_grad` does, or a differentiated leaf is not
+        floating-point.
       ValueError: the loss scale has a shape other than ().
+
+    Warns:
+      UserWarning: while tracing, float16 gradients of `autocast` and a `NoOpLossScale`.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
@@ -123,13 +127,8 @@ def _differentiated(
             f"{loss_scale!r}) with a loss scale such as DynamicLossScale()"
         )
     loss_scale = checked_loss_scale(function, loss_scale)
-    TRACED.add(LOSS_SCALE)
-    if isinstance(loss_scale, NoOpLossScale) and hasattr(fun, NEEDS_LOSS_SCALE):
-        warn(
-            f"{function}: float16 gradients without a loss scale: small ones vanish. "
-            "Give with_loss_scale a DynamicLossScale(), or autocast "
-            'backward="bfloat16"'
-        )
+    call = f"{function}(loss_fn, loss_scale)(params, batch)"
+    require_callable(function, fun, f"write {call}")
     if "axis_name" in kwargs:
         raise TypeError(
             f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "
@@ -149,7 +148,8 @@ def _differentiated(
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_differentiated(function, args, argnums)
-        result = scaled_value_and_grad(*args, **fun_kwargs)
+        with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
+            result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
         # A NoOpLossScale returns float16 gradients as they are.
         value = tuple(output) if has_aux else output.loss
@@ -178,7 +178,7 @@ def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
         if not isinstance(output, (tuple, list)) or len(output) != 2:
             raise TypeError(
                 f"{function}: expected fun to return (loss, aux) with has_aux=True, "
-                f"got {_described(output)}; return everything but the loss as one aux"
+                f"got {described(output)}; return everything but the loss as one aux"
             )
         loss, aux = output
     if not (hasattr(loss, "shape") or isinstance(loss, (int, float, complex))):
@@ -189,7 +189,7 @@ def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
             cure = "let fun return it"
         raise TypeError(
             f"{function}: expected fun to return a scalar loss, got "
-            f"{_described(loss)}; {cure}"
+            f"{described(loss)}; {cure}"
         )
     if jnp.shape(loss) != ():
         raise TypeError(
@@ -208,15 +208,7 @@ def _checked_result(function: str, result: Any) -> tuple[_Output, Any]:
     if not isinstance(output, _Output):
         raise TypeError(
             f"{function}: expected transform to return ((value, aux), grads) as "
-            f"jax.value_and_grad does, got {_described(result)}; give the "
+            f"jax.value_and_grad does, got {described(result)}; give the "
             "value_and_grad of your framework (jmp_scale.grad takes it too)"
         )
     return output, grads
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of length {len(value)}"
-    if hasattr(value, "shape"):
-        return f"an array of shape {jnp.shape(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"

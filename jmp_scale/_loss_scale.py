@@ -175,16 +175,17 @@ class DynamicLossScale(_pytree.Pytree):
         values = _validation.rule(arguments, _pytree.fields_of(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]
         s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
-        # Without hysteresis, the default, each checkpoint has one leaf less.
-        starts = {"counter": -values["growth_delay"]}
-        if values["hysteresis"] > 1:
-            starts["hysteresis_left"] = values["hysteresis"]
         values |= {"loss_scale": s, "hysteresis_left": None}
-        for name, start in starts.items():
+        for name, start in self._starts().items():
             given = getattr(self, name)
             values[name] = _validation.int32_leaf(arguments, name, given, start, s)
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def _starts(self) -> dict[str, Any]:
+        # Without hysteresis, the default, each checkpoint has one leaf less.
+        left = {"hysteresis_left": self.hysteresis} if self.hysteresis > 1 else {}
+        return {"counter": -self.growth_delay, **left}
 
     def scale(self, tree: T) -> T:
         """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.

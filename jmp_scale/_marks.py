@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ._validation import require_callable, warn
+
 F = TypeVar("F", bound=Callable[..., Any])
 _KEPT = "keep_float32"  # a scope
-NEEDS_LOSS_SCALE = "_float16_gradients"  # a mark of a function of `autocast`
-# What was traced so far: float16 gradients of `autocast`, and a loss scale.
-TRACED: set[str] = set()
-FLOAT16_GRADIENTS, LOSS_SCALE = "float16 gradients", "a loss scale"
+# Contexts of JAX's are a part of the keys of its caches: a jitted function is traced
+# anew in another one. This one is whether `value_and_grad` differentiates unscaled.
+UNSCALED = jax.make_user_context(False)
 # The half-precision dtype while `autocast` traces, and whether `in_half` is around.
-# It is a part of the keys of JAX's caches, so a jitted function is traced anew.
 _HALF = jax.make_user_context(("", False))
 
 
@@ -29,7 +29,7 @@ def keep_float32(fun: F) -> F:
     half precision again: the inner one of the two decides.
 
     Args:
-      fun: a function of arrays and anything else, or a layer.
+      fun: a function of arrays and anything else, or a layer; TypeError if neither.
 
     Returns:
       A function with the arguments and results of `fun`.
@@ -41,6 +41,8 @@ def keep_float32(fun: F) -> F:
       >>> f"{float(f(jnp.full((2, 2), 2.0**-9))[0, 0]):.1e}"  # 0 in float16
       '3.0e-08'
     """
+
+    require_callable("keep_float32", fun, "write keep_float32(fun)(x)")
 
     @functools.wraps(fun)
     def kept(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +66,7 @@ def in_half(fun: F) -> F:
     that dtype too, also with another `backward`. Without `autocast` it is `fun`.
 
     Args:
-      fun: a function of pytrees of arrays and anything else.
+      fun: a function of pytrees of arrays and anything else; TypeError if not.
 
     Returns:
       A function with the arguments and results of `fun`.
@@ -76,6 +78,8 @@ def in_half(fun: F) -> F:
       >>> half(jnp.ones((1, 8, 2, 4))).dtype
       dtype('float32')
     """
+
+    require_callable("in_half", fun, "write in_half(fun)(x)")
 
     @functools.wraps(fun)
     def halved(*args: Any, **kwargs: Any) -> Any:
@@ -92,6 +96,16 @@ def in_half(fun: F) -> F:
 def tracing(half: Any) -> Any:
     """A context in which functions marked by `in_half` get arrays of this dtype."""
     return _HALF((jnp.dtype(half).name, False))
+
+
+def warn_of_no_loss_scale(warned: set[str]) -> None:
+    """Warns once, in a rule for float16 gradients, if `value_and_grad` scales none."""
+    if UNSCALED.value and "no loss scale" not in warned:
+        warned.add("no loss scale")
+        warn(
+            "autocast: float16 gradients without a loss scale: small ones vanish. Give "
+            'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
+        )
 
 
 def _cast(tree: Any, old: str, new: str) -> Any:

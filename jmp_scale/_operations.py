@@ -19,6 +19,10 @@ from . import _jaxpr
 from ._dot_general import is_zero, sum_of_terms, wide_dot_general
 from ._jaxpr import PRODUCTS, is_literal, variables, words
 
+_NOT_REACHED = (
+    "constants as operands (pass parameters as arguments), keep_float32 around them, "
+    "or a call around them that cannot be read"
+)
 _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 
 # Linear operations on one array that only move its entries.
@@ -105,7 +109,10 @@ class Fate(enum.Enum):
     # The others stay as they are.
     OTHER_DTYPE = enum.auto()
     OWN_PRECISION = "a precision of their own"
-    IS_SUM = "nothing to do for a matrix unit (sums, outer products)"
+    IS_SUM = (
+        "nothing to do for a matrix unit (sums, outer products; put autocast around "
+        "jax.vmap, not within it)"
+    )
 
 
 def fate(eqn: Any, is_parameter: Callable[[Any], bool] = lambda v: True) -> Fate:
@@ -185,9 +192,9 @@ def why_float32(jaxpr: Any) -> str:
             dtypes = {_jaxpr.dtype_name(v) for v in (*eqn.invars[:2], eqn.outvars[0])}
             reason = "dtype " + " and ".join(sorted(dtypes))
         elif found is Fate.BECOMES_HALF:
-            reason = "kept, or unreadable"
+            reason = _NOT_REACHED
         reasons[reason] = None
-    return "they have " + ", ".join(reasons) if reasons else "there is none"
+    return "they have " + "; ".join(reasons) if reasons else "there is none"
 
 
 def is_sum(eqn: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 
 class Pytree:
@@ -23,6 +24,25 @@ class Pytree:
     _leaf_names: ClassVar[tuple[str, ...]] = ()
     # Arguments of other libraries, and what they are called here.
     _other_names: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__repr__ = cls.__repr__  # its own, or `dataclass` would write another one
+
+    def __repr__(self) -> str:
+        """The arguments that differ from the defaults, which make an equal object."""
+        parts = []
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            default = self._starts().get(field.name, field.default)
+            text = _text(getattr(self, field.name))
+            # A default of 2 is stored as 2.0.
+            if field.init and text not in (repr(default), f"{default}.0"):
+                parts.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _starts(self) -> dict[str, Any]:
+        """What leaves are that were given as None."""
+        return {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in cls._other_names.keys() & kwargs.keys():
@@ -40,6 +60,15 @@ class Pytree:
 
 C = TypeVar("C", bound=Pytree)
 registered_classes: set[type] = set()
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return repr(value)
+    with contextlib.suppress(Exception):  # traced, donated, on another host
+        entries = np.asarray(value).tolist()
+        return f"jnp.array({entries})" if np.ndim(value) else repr(entries)
+    return f"{value.dtype}{[*value.shape]}"
 
 
 def fields_of(tree: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ wait for a condition, and not under `jax_debug_nans`. `checkify` does not look i
 The derivatives of both paths are those of a branch: what is dropped has none.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +78,10 @@ def unless(applied: jax.Array, tree: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _or_negative_zeros(applied: jax.Array, updates: Any) -> Any:
-    return select_tree(applied, updates, jax.tree.map(_negative_zeros, updates))
+    types = {jax.typeof(x): x for x in jax.tree.leaves(updates)}
+    zeros = {kind: _negative_zeros(x) for kind, x in types.items()}
+    zeros = jax.tree.map(lambda x: zeros[jax.typeof(x)], updates)
+    return select_tree(applied, updates, zeros)
 
 
 def _negative_zeros(update: Any) -> Any:
@@ -111,8 +113,11 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
         read, consts = unless(applied, (old, consts), lax.stop_gradient)
         return late(applied, inputs, old, read, consts)
 
-    fast = _hidden_from_checkify(functools.partial(_early, closed.jaxpr))
-    step = plain if _is_plain_only(closed) else fast
+    # Not a partial function, whose text is all of the jaxpr: JAX writes it out.
+    def fast(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+        return _early(closed.jaxpr, applied, inputs, old, consts)
+
+    step = plain if _is_plain_only(closed) else _hidden_from_checkify(fast)
     if closed.effects:  # which JAX does not allow in functions with rules of their own
         return step
     # Not lax.cond, which fails where a map over steps is differentiated.
@@ -138,7 +143,7 @@ def _early(jaxpr: Any, applied: Any, inputs: Any, old: Any, consts: Any) -> list
             old_of[var] = leaf
 
     def select(var: Any, value: Any) -> Any:
-        return jnp.where(applied, value, old_of[var]) if var in old_of else value
+        return lax.select(applied, value, old_of[var]) if var in old_of else value
 
     leaves = evaluate_all(jaxpr, [*inputs, *old], consts, select)
     state = []

@@ -127,6 +127,9 @@ class SpikeGuard(_pytree.Pytree):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def _starts(self) -> dict[str, Any]:
+        return dict.fromkeys(self._leaf_names, 0)
+
     @property
     def loss_limit(self) -> jax.Array:
         """f32[], the loss above which the next step is a spike; infinite in warm-up."""

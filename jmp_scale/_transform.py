@@ -14,7 +14,6 @@ from . import _mesh
 from ._extra_args import keywords_of, takes_value
 from ._finite import finite, finite_and_norm
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
-from ._marks import FLOAT16_GRADIENTS, LOSS_SCALE, TRACED
 from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
 from ._state import LossScaleState, find_loss_scale_states
@@ -102,14 +101,15 @@ def with_loss_scale(
     agree = _mesh.agreement("with_loss_scale", axis_name)
     if guard is not None and not isinstance(guard, SpikeGuard):
         raise TypeError(
-            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}"
+            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
+            "guard=SpikeGuard()"
         )
     inner = optax.with_extra_args_support(inner)
     keywords = keywords_of(inner.update)
 
     def init(params: optax.Params) -> LossScaleState:
         _warn_of_half_precision(params)
-        inner_state = inner.init(params)
+        inner_state = _initial(inner, params)
         _refuse_nesting(inner_state)
         true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
         state = LossScaleState(
@@ -126,7 +126,6 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
-        _warn_of_no_loss_scale()
         grads = promote_to_float32(updates)
         verdict = judge_step(updates, value, state.guard, agree)
         gives_value = takes_value(keywords, value, extra_args)
@@ -158,16 +157,6 @@ def with_loss_scale(
 
     update.agreement = agree  # pyright: ignore[reportFunctionMemberAccess]
     return LossScaleTransformation(init, update)  # pyright: ignore
-
-
-def _warn_of_no_loss_scale() -> None:
-    if FLOAT16_GRADIENTS in TRACED and LOSS_SCALE not in TRACED:
-        TRACED.remove(FLOAT16_GRADIENTS)
-        warn(
-            "with_loss_scale: float16 gradients of autocast, no loss scale was used; "
-            "take them by jmp_scale.value_and_grad(loss_fn, state.loss_scale), or "
-            'autocast with backward="bfloat16"'
-        )
 
 
 class _Verdict(NamedTuple):
@@ -226,6 +215,19 @@ def _next_state(
         spikes=state.spikes + jnp.int32(spike),
         guard=guard,
     )
+
+
+def _initial(inner: optax.GradientTransformation, params: Any) -> Any:
+    try:
+        return inner.init(params)
+    except TypeError as error:
+        others = [x for x in jax.tree.leaves(params) if not is_data(x)]
+        if not others:
+            raise
+        raise TypeError(
+            f"with_loss_scale: expected arrays as parameters, got {others[0]!r}; of an "
+            "Equinox model pass eqx.filter(model, eqx.is_inexact_array)"
+        ) from error
 
 
 def _refuse_nesting(inner_state: Any) -> None:
@@ -343,8 +345,9 @@ def _state_like(new: Any, old: Any) -> Any:
         x = _mesh.reshard_like(_cast_leaf(x, y), y)
         if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
             return x
-        expected, got = (f"{t.dtype}{list(t.shape)}" for t in map(jax.typeof, (y, x)))
-        if got != expected:
+        expected, got = jax.typeof(y), jax.typeof(x)
+        if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+            expected, got = (f"{t.dtype}{list(t.shape)}" for t in (expected, got))
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "
                 f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "

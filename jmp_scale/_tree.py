@@ -10,8 +10,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ._marks import LOSS_SCALE, TRACED
-
 T = TypeVar("T")
 
 # Flax's name for float8 scales and maxima of the last steps (google/flax#3623).
@@ -106,23 +104,28 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any:
     if on_true is on_false:
         return on_false
-    where = f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
     if not (is_data(on_true) and is_data(on_false)):
         if type(on_true) is type(on_false) and on_true == on_false:
             return on_false
         raise ValueError(
-            f"{where} is not an array and differs, so it cannot be selected: "
+            f"{_leaf_at(path)} is not an array and differs, so it cannot be selected: "
             f"on_true {on_true!r}, on_false {on_false!r}"
         )
     new, old = (jax.typeof(x) for x in (on_true, on_false))
     if (new.shape, new.dtype) != (old.shape, old.dtype):
         raise ValueError(
-            f"{where} has shape {new.shape} and dtype {new.dtype} in on_true, but "
-            f"{old.shape} and {old.dtype} in on_false; reshape or cast one of them"
+            f"{_leaf_at(path)} has shape {new.shape} and dtype {new.dtype} in on_true, "
+            f"but {old.shape} and {old.dtype} in on_false; reshape or cast one of them"
         )
     if new.dtype == jax.dtypes.float0:
         return on_false
+    if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
+        return lax.select(jnp.asarray(pred), on_true, on_false)  # one operation
     return jnp.where(pred, on_true, on_false)
+
+
+def _leaf_at(path: Any) -> str:
+    return f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
 
 
 def is_data(leaf: Any) -> bool:
@@ -131,7 +134,6 @@ def is_data(leaf: Any) -> bool:
 
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
     """`tree` times S, f32[], or times 1/S: as `DynamicLossScale.scale` says."""
-    TRACED.add(LOSS_SCALE)
     if jnp.shape(s) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from ._tree import is_module
 # Where S and 1/S are normal in float32. Beyond, XLA flushes gradients to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
+# What calls functions of users: under `jit` JAX's frames are the innermost ones.
+_LIBRARIES = re.compile(r"(jmp_scale|jax|flax|optax|equinox|haiku|contextlib)\b")
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
 _LEAST_INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}
 _WORDS = {
@@ -154,10 +157,9 @@ def int32_leaf(
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the first caller outside this package."""
-    package = __name__.partition(".")[0]
+    """Warns at the line of the first caller outside of libraries."""
     frame, level = sys._getframe(), 1
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
@@ -182,8 +184,19 @@ def require_function(name: str, fun: Any) -> None:
             f"{name}: expected a function, got a {type(fun).__name__}; wrap the "
             "function that calls the model: lambda model, x: loss(model(x))"
         )
+    call = f'{name}(loss_fn, "float16")(params, batch). It is not a context manager'
+    require_callable(name, fun, f"write {call}")
+
+
+def require_callable(name: str, fun: Any, cure: str) -> None:
     if not callable(fun):
-        raise TypeError(
-            f"{name}: expected a function, got {fun!r}; write "
-            f'{name}(loss_fn, "float16")(params, batch). It is not a context manager'
-        )
+        got = described(fun)
+        raise TypeError(f"{name}: expected a function, got {got}; {cure}")
+
+
+def described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    if hasattr(value, "shape"):
+        return f"an array of shape {jnp.shape(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -9,8 +9,6 @@ import hypothesis
 import jax
 import pytest
 
-from jmp_scale import _marks
-
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of the suite's time is spent in LLVM. JAX's own variable overrides this.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
@@ -40,12 +38,6 @@ def dtype_promotion(request):
     strict = request.node.get_closest_marker("strict_promotion")
     with jax.numpy_dtype_promotion("strict" if strict else "standard"):
         yield
-
-
-@pytest.fixture(autouse=True)
-def a_loss_scale_was_used():
-    """So that no test warns of float16 gradients that another one took."""
-    _marks.TRACED.add(_marks.LOSS_SCALE)
 
 
 @pytest.fixture

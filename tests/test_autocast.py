@@ -13,7 +13,6 @@ import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from autocast_programs import (
     B3,
@@ -244,8 +243,9 @@ def test_the_setting_for_precision_holds_around_a_linear_solve():
         (lambda w, x: jnp.dot(x, w, precision="highest"), "a precision of their own"),
         (lambda w, x: jnp.dot(x, w, precision="high"), "a precision of their own"),
         (lambda w, x: jnp.dot(x, w, precision=HIGH), "a precision of their own"),
-        (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "nothing to do"),
-        (lambda w, x: keep_float32(jnp.dot)(x, w), "kept, or unreadable"),
+        (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "put autocast around"),
+        (lambda w, x: keep_float32(jnp.dot)(x, w), "keep_float32 around them"),
+        (lambda w, x: jnp.dot(X, W), "pass parameters as arguments"),
     ],
 )
 def test_a_function_in_which_nothing_becomes_half_warns_once(fun, reason):
@@ -399,6 +399,9 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
     for wrong in ("cuda", 3.0, jnp.ones(())):
         with pytest.raises(TypeError, match=call):
             autocast(wrong, jnp.float16)
+    for mark in (keep_float32, in_half):
+        with pytest.raises(TypeError, match=rf"got an array.*{mark.__name__}\(fun\)"):
+            mark(X)
     with pytest.raises(TypeError, match="context manager"):
         autocast("float16")(layer)
     model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
@@ -409,36 +412,25 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
             function(model, "float16")
 
 
-def test_float16_gradients_without_a_loss_scale_warn():
-    none, half = jmp_scale.NoOpLossScale(), autocast(two_layers, "float16")
-    with pytest.warns(UserWarning, match="float16 gradients without a loss scale"):
-        jmp_scale.value_and_grad(half, none)
+@pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
+def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
+    none, dynamic = jmp_scale.NoOpLossScale(), jmp_scale.DynamicLossScale()
+    half = compile_(autocast(two_layers, "float16"))
+
+    def train(fun, loss_scale):
+        value_and_grad = jmp_scale.value_and_grad(lambda *args: fun(*args), loss_scale)
+        return compile_(value_and_grad)(W, X)
+
     # Filters make a warning an error.
-    jmp_scale.value_and_grad(autocast(two_layers, "bfloat16"), none)
-    jmp_scale.value_and_grad(autocast(two_layers, "float16", backward="bf16"), none)
-    jmp_scale.value_and_grad(half, jmp_scale.DynamicLossScale())
-    half(W, X)
-
-
-def test_a_step_that_forgot_the_loss_scale_says_so_once():
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
-
-    def step(loss, value_and_grad=jax.value_and_grad):
-        _, grads = value_and_grad(loss)(W, X)
-        return tx.update(grads, tx.init(W), W)
-
-    def scaled(loss):
-        return jmp_scale.value_and_grad(loss, jmp_scale.DynamicLossScale())
-
-    half = autocast(two_layers, "float16")
-    _marks.TRACED.clear()
-    half(W, X)  # filters make a warning an error
-    step(autocast(two_layers, "bfloat16"))
-    with pytest.warns(UserWarning, match="no loss scale was used"):
-        step(half)
-    tx.update(W, tx.init(W), W)
-    step(half, scaled)
-    step(half)
+    jax.grad(half)(W, X)
+    train(half, dynamic)
+    train(lambda w, x: jmp_scale.grad(half, dynamic)(w, x).sum(), none)
+    train(autocast(two_layers, "bfloat16"), none)
+    train(autocast(two_layers, "float16", backward="bf16"), none)
+    with pytest.warns(UserWarning, match="float16 gradients without a") as record:
+        train(half, none)
+    assert [warning.filename for warning in record] == [__file__]
+    train(half, none)
 
 
 @jax.custom_vjp
@@ -630,7 +622,7 @@ def test_layers_of_nnx_with_state_work_in_keep_float32():
     assert model[1].mean[...].any()
     assert jmp_scale.nnx.autocast(run, "bfloat16")(model, X).shape == X.shape
     named = jmp_scale.nnx.autocast(run, "bfloat16", keep_float32="Linear")  # its class
-    with pytest.warns(UserWarning, match="no product became half.*kept"):
+    with pytest.warns(UserWarning, match="no product became half.*keep"):
         named(model, X)
 
 

@@ -218,6 +218,15 @@ def test_what_has_no_derivative_is_an_error_that_says_what_to_pass(function, lea
         gradient({"w": jnp.ones(2), "a": leaf})
 
 
+@BOTH
+def test_a_loss_in_place_of_its_function_is_an_error_that_shows_the_call(function):
+    message = (
+        rf"^{function}: expected a function, got an array .*write {function}\(loss_"
+    )
+    with pytest.raises(TypeError, match=message):
+        getattr(jmp_scale, function)(jnp.ones(()), StaticLossScale(8.0))
+
+
 OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
 
 

@@ -352,6 +352,40 @@ def test_a_subclass_of_a_static_loss_scale_is_a_pytree_without_leaves():
     assert jax.tree.leaves(Named(4.0)) == []
 
 
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (DynamicLossScale(), "DynamicLossScale()"),
+        (
+            DynamicLossScale(2).adjust(True),
+            "DynamicLossScale(loss_scale=2.0, counter=1)",
+        ),
+        (DynamicLossScale(growth_delay=3), "DynamicLossScale(growth_delay=3)"),
+        (DynamicLossScale(hysteresis=2), "DynamicLossScale(hysteresis=2)"),
+        (PlainSubclass(period=9), "PlainSubclass(period=9)"),
+        (SubclassWithSlots(note="b"), "SubclassWithSlots(note='b')"),
+        (StaticLossScale(4), "StaticLossScale(loss_scale=4.0)"),
+        (NoOpLossScale(), "NoOpLossScale()"),
+        (jmp_scale.SpikeGuard(warmup=9), "SpikeGuard(warmup=9)"),
+    ],
+)
+def test_the_text_has_what_differs_from_the_defaults_and_makes_an_equal_one(made, text):
+    assert repr(made) == text
+    assert eval(text, {**vars(jmp_scale), **globals()}) == made
+
+
+def test_arrays_and_what_cannot_be_read_have_a_text_too():
+    several = DynamicLossScale(np.array([8.0, 4.0]), counter=1)
+    text = (
+        "DynamicLossScale(loss_scale=jnp.array([8.0, 4.0]), counter=jnp.array([1, 1]))"
+    )
+    assert repr(several) == text
+    assert_bitwise_equal(eval(text), several)
+    texts = []
+    jax.vmap(lambda traced: texts.append(repr(traced)))(several)
+    assert texts == ["DynamicLossScale(loss_scale=float32[], counter=int32[])"]
+
+
 SHAPE = jax.ShapeDtypeStruct((), jnp.float32)
 
 

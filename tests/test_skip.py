@@ -226,7 +226,7 @@ def test_shards_of_a_state_skip_as_a_whole(check_vma):
 def test_a_leaf_is_selected_before_the_updates_are_computed():
     step = jax.jit(step_of_average)
     program = step.lower(jnp.array(True), jnp.ones(8), STATE).as_text()
-    assert program.split("stablehlo.divide")[0].count("call @_where") == 1
+    assert program.split("stablehlo.divide")[0].count("stablehlo.select") == 1
 
 
 def test_two_leaves_of_one_new_value_keep_an_old_value_each():

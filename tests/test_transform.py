@@ -433,6 +433,7 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
         ({"inner": functools.partial(optax.sgd, 0.1)}, "an optax.GradientTransform"),
         ({"inner": DynamicLossScale()}, "pass the optimizer first"),
         ({"guard": 6.0}, "guard to be a SpikeGuard, got 6"),
+        ({"guard": jmp_scale.SpikeGuard}, r"got <class .*write guard=SpikeGuard\(\)"),
     ],
 )
 def test_an_argument_of_another_type_is_named(arguments, message):

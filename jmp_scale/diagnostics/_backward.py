@@ -44,7 +44,7 @@ class Loss:
             if not callable(value):
                 raise TypeError(
                     f"{self.function}: expected {name} to be a function, got "
-                    f"{_described(value)}; pass the function itself, not its result"
+                    f"{described(value)}; pass the function itself, not its result"
                 )
         numbers = jax.tree.leaves(self.argnums)
         if not numbers:
@@ -101,7 +101,7 @@ class Loss:
         got = "no arrays"
         if other:
             path, leaf = other[0]
-            got = f"{_described(leaf)} at args[{number}]{jax.tree_util.keystr(path)}"
+            got = f"{described(leaf)} at args[{number}]{jax.tree_util.keystr(path)}"
         raise TypeError(
             f"{self.function}: expected floating-point arrays in the differentiated "
             f"argument {number}, got {got}; choose others with argnums, or a transform "
@@ -147,7 +147,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, kinds) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     if is_array(value):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return f"a {type(value).__name__}"

@@ -160,8 +160,10 @@ def test_a_loss_scale_at_fault_is_told_from_products():
     found = sensitive_products(tiny, *args, loss_scale=1)
     assert found.error_before > 0.5
     assert found.keep == ()
-    assert "The loss scale is at fault" in found.summary()
+    assert "at loss scale 2^15, or a DynamicLossScale, it" in found.summary()
     assert sensitive_products(tiny, *args).error_before < 0.05
+    found = sensitive_products(tiny, *args, loss_scale=jmp_scale.DynamicLossScale(1.0))
+    assert "The loss scale is at fault: at loss scale 2^24 it is" in found.summary()
 
 
 def test_an_overflow_of_the_forward_pass_names_its_line_and_the_cure():

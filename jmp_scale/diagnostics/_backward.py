@@ -116,6 +116,16 @@ class Start(NamedTuple):
     s: float
     settles: bool  # whether it is lowered, down to 1, while the gradient is not finite
 
+    def found(self, run: Callable[[Any], Backward]) -> tuple[Backward, float]:
+        """A backward pass, and its S."""
+        s = self.s
+        while True:
+            found = run(jnp.float32(s))
+            is_last = not self.settles or s <= 1 or not all_finite(found.loss)
+            if is_last or all_finite(found.leaves):
+                return found, s
+            s = max(s / 8, 1.0)
+
 
 def start_of(function: str, loss_scale: Any) -> Start:
     """What a tool's argument `loss_scale` stands for, as in `compare_gradients`."""
@@ -123,19 +133,6 @@ def start_of(function: str, loss_scale: Any) -> Start:
         return Start(2.0**15, True)
     settles = isinstance(loss_scale, DynamicLossScale)
     return Start(float(scale_value(function, loss_scale)), settles)
-
-
-def at_loss_scale(
-    run: Callable[[Any], Backward], start: Start
-) -> tuple[Backward, float]:
-    """A backward pass, and its S."""
-    s, settles = start
-    while True:
-        found = run(jnp.float32(s))
-        is_last = not settles or s <= 1 or not all_finite(found.loss)
-        if is_last or all_finite(found.leaves):
-            return found, s
-        s = max(s / 8, 1.0)
 
 
 def split_arrays(

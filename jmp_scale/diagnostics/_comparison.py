@@ -10,14 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._finite import all_finite, finite_and_norm
-from ._backward import (
-    ALL_ROUNDINGS,
-    Backward,
-    Loss,
-    at_loss_scale,
-    split_arrays,
-    start_of,
-)
+from ._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
 from ._report import leaf_name, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
@@ -151,8 +144,8 @@ def compare_gradients(
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
-    found, s = at_loss_scale(lambda s: run_half(s, arrays), start)
-    return Reference(run, arrays).compared(found, s)
+    found = start.found(lambda s: run_half(s, arrays))
+    return Reference(run, arrays).compared(*found)
 
 
 class Reference:

@@ -26,15 +26,9 @@ _NAMES = {
     "conv_general_dilated": "a convolution",
     "dot_general": "a matrix product",
 }
+_Maker = tuple[str | None, str | None]  # the constant, or the operation
 _NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
-
-
-class _Maker(NamedTuple):
-    """What made a value NaN or infinite: a constant, or an operation."""
-
-    constant: str | None = None
-    operation: str | None = None
 
 
 class Diagnosis(NamedTuple):
@@ -160,9 +154,8 @@ def diagnose_nonfinite(
     loss_finite, nonfinite = run(s)
     first = nonfinite[0] if nonfinite else None
     if not loss_finite:
-        made, float32_loss = _forward(loss, arrays, rejoin)
-        argument = _nonfinite_argument(args) or made.constant
-        found = argument, made.operation, float32_loss
+        (constant, operation), float32_loss = _forward(loss, arrays, rejoin)
+        found = _nonfinite_argument(args) or constant, operation, float32_loss
         return Diagnosis("forward", first, None, nonfinite, *found)
     if not nonfinite:
         return Diagnosis("none")
@@ -192,7 +185,7 @@ def _forward(
     with contextlib.suppress(Exception):  # other wrappers change the arguments
         plain = inspect.unwrap(loss.fun)
         float32_loss = float(jax.jit(of_arrays, static_argnums=0)(plain, *arrays))
-    return made or _Maker(), float32_loss if np.isfinite(float32_loss) else None
+    return made or (None, None), float32_loss if np.isfinite(float32_loss) else None
 
 
 def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
@@ -233,10 +226,7 @@ def _run(
         return next((p for p in places if p.file), place_of(eqn, outer))
 
     def made(v: Any) -> _Maker | None:
-        """What made a value infinite or NaN; None if it came so.
-
-        An infinite constant may be a mask's.
-        """
+        """What made a value infinite or NaN; None if it came so."""
         eqn, kind = None, ""
         while not is_literal(v) and v in makers:
             eqn, kind = makers[v], kind_of(v)
@@ -249,9 +239,9 @@ def _run(
             v = same[0]
         is_constant = is_literal(v) or v in inner.constvars
         if eqn is None or kind_of(v) != "NaN" or not is_constant:
-            return None
+            return None  # an infinite constant may be a mask's
         what = described(jnp.asarray(value_of(v, values)))
-        return _Maker(constant=f"a constant {what}{_at(place(eqn))}")
+        return f"a constant {what}{_at(place(eqn))}", None
 
     bad = [v for v in inner.outvars if kind_of(v)]
     return outs, made(bad[0]) if bad else None
@@ -262,7 +252,7 @@ def _in_equation(eqn: Any, kind: str, values: dict[Any, Any], place: Place) -> _
     name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
     if name == "convert_element_type":
         name = f"a cast to {jaxprs.dtype_name(eqn.outvars[0])}"
-    return nested or _Maker(operation=f"{name} gave {kind}{_at(place)}")
+    return nested or (None, f"{name} gave {kind}{_at(place)}")
 
 
 def _at(place: Place) -> str:

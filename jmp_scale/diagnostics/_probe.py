@@ -22,14 +22,7 @@ from .._autocast_plan import Plan, Unit
 from .._dot_general import bilinear
 from .._marks import Names, tracing
 from .._operations import Product, softmax_from, softmaxes_of, with_value
-from ._backward import (
-    ALL_ROUNDINGS,
-    Backward,
-    Loss,
-    Start,
-    at_loss_scale,
-    split_arrays,
-)
+from ._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
 from ._comparison import GradientComparison, Reference
 from ._precision.matrix_work import flops
 from ._precision.source import Place, begin_user_code, place_of
@@ -100,8 +93,7 @@ class Probe:
 
     def compared(self, half: Sequence[Line], start: Start) -> GradientComparison:
         """The gradient with these lines in half precision, beside float32's."""
-        found = at_loss_scale(lambda s: self.run(half, s), start)
-        return self.reference.compared(*found)
+        return self.reference.compared(*start.found(lambda s: self.run(half, s)))
 
     def run(self, half: Sequence[Line], s: Any) -> Backward:
         """The backward pass at S = `s` with these lines in half precision."""

@@ -219,5 +219,7 @@ def _is_float16(section: Mapping[str, Any]) -> bool:
         _ARGUMENTS.require(isinstance(value, bool), key, value, "True or False")
     halves = ("float16", "cbfloat16", "bfloat16")
     half = _ARGUMENTS.word("fp16_type", section.get("fp16_type", "float16"), halves)
-    fp16 = section.get("fp16", not section.get("bf16"))
+    # {"bf16": False} alone means float32. Beside numbers it is one of Megatron's flags.
+    is_off = section.get("bf16") or section.keys() == {"bf16"}
+    fp16 = section.get("fp16", not is_off)
     return section.get("enabled", True) and fp16 and half != "bfloat16"

@@ -177,6 +177,11 @@ MEGATRON = {"initial_loss_scale": 2**32, "loss_scale_window": 500, "hysteresis":
         (MEGATRON | {"fp16": True, "loss_scale": 128}, StaticLossScale(128)),
         (MEGATRON | {"bf16": True}, NoOpLossScale()),
         (MEGATRON | {"fp16": False}, NoOpLossScale()),
+        (
+            MEGATRON | {"bf16": False},
+            presets.megatron(growth_interval=500, hysteresis=3),
+        ),
+        ({"bf16": False}, NoOpLossScale()),
     ],
 )
 def test_a_section_of_pytorch_or_megatron_is_its_preset(section, expected):

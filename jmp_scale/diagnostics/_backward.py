@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from .._finite import all_finite
 from .._gradients import checked_output, value_and_grad
-from .._loss_scale import DynamicLossScale
+from .._loss_scale import DynamicLossScale, scale_value
 from .._tree import is_inexact, named_inexact_leaves
 
 # XLA may leave a rounding out that the program asks for, and another machine or version
@@ -44,7 +44,7 @@ class Loss:
             if not callable(value):
                 raise TypeError(
                     f"{self.function}: expected {name} to be a function, got "
-                    f"{_described(value)}; pass the function itself, not its result"
+                    f"{described(value)}; pass the function itself, not its result"
                 )
         numbers = jax.tree.leaves(self.argnums)
         if not numbers:
@@ -101,7 +101,7 @@ class Loss:
         got = "no arrays"
         if other:
             path, leaf = other[0]
-            got = f"{_described(leaf)} at args[{number}]{jax.tree_util.keystr(path)}"
+            got = f"{described(leaf)} at args[{number}]{jax.tree_util.keystr(path)}"
         raise TypeError(
             f"{self.function}: expected floating-point arrays in the differentiated "
             f"argument {number}, got {got}; choose others with argnums, or a transform "
@@ -110,17 +110,29 @@ class Loss:
         )
 
 
-def at_loss_scale(
-    run: Callable[[Any], Backward], s: float | None
-) -> tuple[Backward, float]:
-    """A backward pass at S = `s`, None as in `compare_gradients`, and that S."""
-    scale = 2.0**15 if s is None else s
-    while True:
-        found = run(jnp.float32(scale))
-        is_last = s is not None or scale == 1 or not all_finite(found.loss)
-        if is_last or all_finite(found.leaves):
-            return found, scale
-        scale /= 8
+class Start(NamedTuple):
+    """The S at which a gradient is tried first."""
+
+    s: float
+    settles: bool  # whether it is lowered, down to 1, while the gradient is not finite
+
+    def found(self, run: Callable[[Any], Backward]) -> tuple[Backward, float]:
+        """A backward pass, and its S."""
+        s = self.s
+        while True:
+            found = run(jnp.float32(s))
+            is_last = not self.settles or s <= 1 or not all_finite(found.loss)
+            if is_last or all_finite(found.leaves):
+                return found, s
+            s = max(s / 8, 1.0)
+
+
+def start_of(function: str, loss_scale: Any) -> Start:
+    """What a tool's argument `loss_scale` stands for, as in `compare_gradients`."""
+    if loss_scale is None:
+        return Start(2.0**15, True)
+    settles = isinstance(loss_scale, DynamicLossScale)
+    return Start(float(scale_value(function, loss_scale)), settles)
 
 
 def split_arrays(
@@ -147,7 +159,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, kinds) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     if is_array(value):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return f"a {type(value).__name__}"

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._finite import all_finite, finite_and_norm
-from .._loss_scale import scale_value
-from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
+from ._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
 from ._report import leaf_name, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
@@ -69,9 +68,12 @@ class GradientComparison(NamedTuple):
     def is_precise(self) -> bool:
         """Whether `error` and a third of `scaled_error` are at most 10 %.
 
-        Or at most twice `float32_error`, where that is more.
+        Or at most twice `float32_error`, where that is more. False if a loss or a
+        gradient is not finite, in half precision or in float32.
         """
-        return judged_error(self) <= max(_BEARABLE, 2 * self.float32_error)
+        error = judged_error(self)
+        limit = max(_BEARABLE, 2 * self.float32_error)
+        return math.isfinite(error) and error <= limit
 
     def summary(self, k: int = 20) -> str:
         """Whether half precision is precise enough here, and the k worst leaves."""
@@ -109,10 +111,11 @@ def compare_gradients(
         by hand or by layers with a `dtype`.
       loss: the same in float32. Their arguments, `argnums`, `has_aux` and `transform`
         are those of `precision_report`.
-      loss_scale: the loss scale of the half-precision gradient, or S as a number. None,
-        the default, stands for a `DynamicLossScale()` that has settled: 2^15, and 8
-        times smaller while the gradient is not finite, down to 1. A power of two
-        changes nothing in bfloat16.
+      loss_scale: the loss scale of the half-precision gradient, or S as a number. A
+        `DynamicLossScale` settles at another S where its own overflows, and is
+        measured there: 8 times smaller while the gradient is not finite, down to 1.
+        None, the default, stands for `DynamicLossScale()`. A power of two changes
+        nothing in bfloat16.
 
     Returns:
       A `GradientComparison`; print its `.summary()`. If it is not precise enough,
@@ -136,13 +139,13 @@ def compare_gradients(
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
-    s = None if loss_scale is None else float(scale_value(function, loss_scale))
+    start = start_of(function, loss_scale)
     arrays, rejoin = split_arrays(args)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
-    found, s = at_loss_scale(lambda s: run_half(s, arrays), s)
-    return Reference(run, arrays).compared(found, s)
+    found = start.found(lambda s: run_half(s, arrays))
+    return Reference(run, arrays).compared(*found)
 
 
 class Reference:
@@ -177,7 +180,12 @@ class Reference:
 
 
 def judged_error(found: GradientComparison) -> float:
-    """What is compared with the tolerance: `error`, or a third of `scaled_error`."""
+    """What is compared with the tolerance: `error`, or a third of `scaled_error`.
+
+    Infinite if a loss is not finite: such a step is skipped, whatever its gradient.
+    """
+    if not math.isfinite(found.loss) or not math.isfinite(found.half_loss):
+        return math.inf
     return max(found.error, found.scaled_error / 3)
 
 
@@ -223,7 +231,7 @@ def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
 def _verdict(found: GradientComparison) -> str:
     at = f"at loss scale {power(found.loss_scale)}"
     search = "sensitive_products finds what must stay float32."
-    if not math.isfinite(found.loss) or not math.isfinite(found.float32_error):
+    if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
         text = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
     elif not math.isfinite(found.half_loss):
         text = f"Half precision is not precise enough: its loss is not finite. {search}"

@@ -18,7 +18,7 @@ from .._loss_scale import scale_value
 from .._operations import CALLS
 from .._tree import named_inexact_leaves
 from .._validation import Arguments
-from ._backward import Backward, Loss, split_arrays
+from ._backward import Backward, Loss, described, split_arrays
 from ._precision.source import Place, place_of
 
 _NAMES = {
@@ -26,6 +26,8 @@ _NAMES = {
     "conv_general_dilated": "a convolution",
     "dot_general": "a matrix product",
 }
+_Maker = tuple[str | None, str | None]  # the constant, or the operation
+_NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 
 
@@ -41,7 +43,8 @@ class Diagnosis(NamedTuple):
       nonfinite_paths: all gradient leaves that are not finite there. A NaN goes on to
         every layer before the one that made it, so look at the model's last of them.
       nonfinite_argument: the first leaf of `fun`'s arguments that is not finite itself,
-        such as `args[1]['x']`: a broken batch or parameter. None if all are finite.
+        such as `args[1]['x']`: a broken batch or parameter. Or a constant of `fun` that
+        made the loss NaN. None if all are finite.
       operation: for "forward", what made the NaN or infinity of the loss, such as
         "log gave NaN at /home/me/model.py:41"; None if it is unknown.
       float32_loss: for "forward", the loss of the function that `autocast` was given,
@@ -73,6 +76,8 @@ class Diagnosis(NamedTuple):
         if self.cause == "forward":
             what = f": {self.operation}" if self.operation else ""
             cure = "mend this operation, or compute it in float32"
+            if not self.operation:
+                cure = "look for its cause with jax.debug_nans and jax.debug_infs"
             if self.float32_loss is not None:
                 cure = "float32 gives a finite loss: keep this part float32"
             return f"The loss itself is not finite{what}. No loss scale helps; {cure}."
@@ -149,7 +154,8 @@ def diagnose_nonfinite(
     loss_finite, nonfinite = run(s)
     first = nonfinite[0] if nonfinite else None
     if not loss_finite:
-        found = _nonfinite_argument(args), *_forward(loss, arrays, rejoin)
+        (constant, operation), float32_loss = _forward(loss, arrays, rejoin)
+        found = _nonfinite_argument(args) or constant, operation, float32_loss
         return Diagnosis("forward", first, None, nonfinite, *found)
     if not nonfinite:
         return Diagnosis("none")
@@ -165,21 +171,21 @@ def diagnose_nonfinite(
 
 def _forward(
     loss: Loss, arrays: list[Any], rejoin: Callable[..., Any]
-) -> tuple[str | None, float | None]:
-    """Which operation made the loss not finite, and the loss in float32."""
+) -> tuple[_Maker, float | None]:
+    """What made the loss not finite, and the loss in float32."""
 
     def of_arrays(fun: Callable[..., Any], *arrays: Any) -> Any:
         out = fun(*rejoin(arrays))
         return out[0] if loss.has_aux else out
 
-    operation, float32_loss = None, np.nan
+    made, float32_loss = None, np.nan
     with contextlib.suppress(Exception):  # what runs only as a whole has no operations
         program = jax.make_jaxpr(functools.partial(of_arrays, loss.fun))(*arrays)
-        operation = _run(program, arrays, Place(None, None))[1]
+        made = _run(program, arrays, _NOWHERE)[1]
     with contextlib.suppress(Exception):  # other wrappers change the arguments
         plain = inspect.unwrap(loss.fun)
         float32_loss = float(jax.jit(of_arrays, static_argnums=0)(plain, *arrays))
-    return operation, float32_loss if np.isfinite(float32_loss) else None
+    return made or (None, None), float32_loss if np.isfinite(float32_loss) else None
 
 
 def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
@@ -189,7 +195,9 @@ def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], str | None]:
+def _run(
+    jaxpr: Any, args: Sequence[Any], outer: Place
+) -> tuple[list[Any], _Maker | None]:
     """The outputs, and what made the first that is not finite, if that was here."""
     inner, consts = open_jaxpr(jaxpr)
     given = zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
@@ -210,8 +218,16 @@ def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], str 
             return ""
         return "NaN" if jnp.isnan(x).any() else "infinity"
 
-    def made(v: Any) -> str | None:
-        """What made a value infinite or NaN; None if it came so, or is a constant."""
+    def place(eqn: Any) -> Place:
+        """Its line; of a cast by `autocast` that of what reads it, or what it reads."""
+        readers = [e for e in inner.eqns if any(v in eqn.outvars for v in e.invars)]
+        read = [makers[v] for v in jaxprs.variables(eqn.invars) if v in makers]
+        places = [place_of(e, _NOWHERE) for e in (eqn, *readers, *read)]
+        return next((p for p in places if p.file), place_of(eqn, outer))
+
+    def made(v: Any) -> _Maker | None:
+        """What made a value infinite or NaN; None if it came so."""
+        eqn, kind = None, ""
         while not is_literal(v) and v in makers:
             eqn, kind = makers[v], kind_of(v)
             bad = [a for a in eqn.invars if kind_of(a)]
@@ -219,23 +235,31 @@ def _run(jaxpr: Any, args: Sequence[Any], outer: Place) -> tuple[list[Any], str 
             if not same:
                 # NaN of infinities, as of their difference: which may be a mask's.
                 earlier = next(filter(None, map(made, bad)), None)
-                return earlier or _in_equation(eqn, kind, values, outer)
+                return earlier or _in_equation(eqn, kind, values, place(eqn))
             v = same[0]
-        return None
+        is_constant = is_literal(v) or v in inner.constvars
+        if eqn is None or kind_of(v) != "NaN" or not is_constant:
+            return None  # an infinite constant may be a mask's
+        what = described(jnp.asarray(value_of(v, values)))
+        return f"a constant {what}{_at(place(eqn))}", None
 
     bad = [v for v in inner.outvars if kind_of(v)]
     return outs, made(bad[0]) if bad else None
 
 
-def _in_equation(eqn: Any, kind: str, values: dict[Any, Any], outer: Place) -> str:
-    place = place_of(eqn, outer)
+def _in_equation(eqn: Any, kind: str, values: dict[Any, Any], place: Place) -> _Maker:
     nested = _in_nested(eqn, [value_of(a, values) for a in eqn.invars], place)
     name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
-    at = f" at {place.file}:{place.line}" if place.file else ""
-    return nested or f"{name} gave {kind}{at}"
+    if name == "convert_element_type":
+        name = f"a cast to {jaxprs.dtype_name(eqn.outvars[0])}"
+    return nested or (None, f"{name} gave {kind}{_at(place)}")
 
 
-def _in_nested(eqn: Any, ins: list[Any], place: Place) -> str | None:
+def _at(place: Place) -> str:
+    return f" at {place.file}:{place.line}" if place.file else ""
+
+
+def _in_nested(eqn: Any, ins: list[Any], place: Place) -> _Maker | None:
     """The same in the jaxpr that an equation runs, of a loop in the first such turn."""
     bodies, loop = jaxprs.subjaxprs(eqn), jaxprs.loop_of(eqn)
     if loop is not None and loop.trips:

@@ -25,9 +25,12 @@ _SENTENCES = {
     "loss not finite": "{last}, and the loss scale stays at {s}: the loss itself is "
     "not finite, which no loss scale changes. {diagnose} finds the broken batch or "
     "parameter.",
+    "wrongly scaled": "The {what}. Give the plain loss to jmp_scale.value_and_grad, "
+    "which scales it, and unscales the loss and the gradients, once.",
     "stuck at the floor": "The loss scale is stuck at its floor of {floor}. {last}: "
     "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
-    "a lower min_loss_scale cures.",
+    "a lower min_loss_scale cures. If it finds none, the step may scale by another S "
+    "than opt_state's, or not unscale.",
     "every step skipped": "{last} (in total {causes}), and the loss scale is now at "
     "{s}: something broke. {diagnose} finds the cause{cure}.",
     "loss diverges": "The loss diverges: it is {current:.3g}, after {best:.3g} around "
@@ -56,7 +59,8 @@ _SENTENCES = {
     "frequent overflow": "{last}, where one in a hundred is a lot: see with "
     "grad_report which leaf overflows, and take {remedy}.",
     "warm-up": "{last}, the only ones so far, and the loss scale is now at {s}: an "
-    "expected warm-up if this is the start. Its floor is {floor}.",
+    "expected warm-up if no step was applied before; else see that gradients are "
+    "unscaled. Its floor is {floor}.",
     "skipped step": "{last}; in total {causes}: normal if rare. {diagnose} finds the "
     "cause.",
     "occasional overflow": "{last}: normal if rare, because the loss scale grows until "

@@ -21,9 +21,9 @@ from .._autocast import Cast
 from .._autocast_plan import Origin, Plan, Unit
 from .._dot_general import bilinear
 from .._marks import Names, tracing
-from .._operations import Product
-from ._backward import ALL_ROUNDINGS, Backward, Loss, at_loss_scale, split_arrays
-from ._comparison import Reference, judged_error
+from .._operations import Product, softmax_from, softmaxes_of, with_value
+from ._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
+from ._comparison import GradientComparison, Reference
 from ._precision.matrix_work import flops
 from ._precision.source import Place, begin_user_code, place_of
 
@@ -91,10 +91,9 @@ class Probe:
             line.work += work
         self.lines = [line for line in self._by_place.values() if line.numbers]
 
-    def error(self, half: Sequence[Line], s: float | None) -> float:
-        """That of the gradient with these lines in half precision, at S = `s`."""
-        found = at_loss_scale(lambda s: self.run(half, s), s)
-        return judged_error(self.reference.compared(*found))
+    def compared(self, half: Sequence[Line], start: Start) -> GradientComparison:
+        """The gradient with these lines in half precision, beside float32's."""
+        return self.reference.compared(*start.found(lambda s: self.run(half, s)))
 
     def run(self, half: Sequence[Line], s: Any) -> Backward:
         """The backward pass at S = `s` with these lines in half precision."""
@@ -115,7 +114,7 @@ class Probe:
         program = self._numbered(program, (), Place(None, None), 1)
         shared = functools.cache(lambda make, *facts: make(*facts))
         dtypes = self.forward, self._backward
-        given = *dtypes, False, False, Names(), None, set[str](), shared
+        given = *dtypes, True, False, Names(), None, set[str](), shared
         cast = _Flagged(*given, flags=flags, cast=self._cast)
         return cast.run(program, [Origin.PARAMETER] * len(arrays), *arrays)[0]
 
@@ -170,7 +169,38 @@ class _Flagged(Cast):
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
-        ((product, _),) = unit.products
+        inputs = [env[v] for v in unit.jaxpr.invars]
+        with _jaxpr.scope(unit.scope):
+            outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)
+            if unit.softmaxes:
+                outs = self._with_softmaxes(unit, plan, inputs, outs)
+        env.update(zip(unit.jaxpr.outvars, outs, strict=True))
+        for product, _ in unit.products:
+            self._run_product(product, env)
+
+    def _with_softmaxes(
+        self, unit: Unit, plan: Plan, inputs: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
+        """An island's results, whose derivative reads softmaxes as products do."""
+        softmaxes, values = softmaxes_of(unit.jaxpr), dict[Any, Any]()
+        kept = {unit.jaxpr.outvars[i] for i in unit.softmaxes}
+        products = [product for each in plan.units for product, _ in each.products]
+
+        def replace(v: Any, x: Any) -> Any:
+            values[v] = x
+            if v not in kept:
+                return x
+            readers = [p for p in products if v in p.jaxpr.invars[:2]]
+            numbers = [self._number(p.scope, p.jaxpr) for p in readers]
+            exponents, axes = softmaxes[v]
+            read = _rounded(x, self.flags[np.array(numbers)].any(), self.forward)
+            return softmax_from(values[exponents], read, axes)
+
+        read = _jaxpr.evaluate_all(unit.jaxpr, inputs, change=replace)
+        triples = zip(unit.jaxpr.outvars, read, outs, strict=True)
+        return [with_value(*x) if _jaxpr.is_floating(v) else x[1] for v, *x in triples]
+
+    def _run_product(self, product: Product, env: Any) -> None:
         number = self._number(product.scope, product.jaxpr)
         self.cast.add(number)
         inputs, half = [env[v] for v in product.jaxpr.invars], self.flags[number]

@@ -9,12 +9,11 @@ import jax
 from jax.typing import DTypeLike
 
 from .._finite import all_finite
-from .._loss_scale import scale_value
 from .._policy import checked_half
-from ._backward import Loss
-from ._comparison import percent
+from ._backward import Loss, Start, start_of
+from ._comparison import judged_error, percent
 from ._probe import Line, Probe, where
-from ._report import table
+from ._report import power, table
 
 _MOST = 128  # lines, or groups of neighbors, that are measured one by one
 
@@ -133,7 +132,7 @@ def sensitive_products(
     checked = Loss(function, loss, args, argnums, has_aux, transform)
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
-    s = None if loss_scale is None else float(scale_value(function, loss_scale))
+    start = start_of(function, loss_scale)
     probe = Probe(checked, forward, back)
     if not all_finite(probe.reference.backward):
         advice = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
@@ -141,14 +140,14 @@ def sensitive_products(
     call = f'jmp_scale.autocast(loss, "{forward.name}"'
     if backward is not None:
         call += f', backward="{back.name}"'
-    return _Search(probe, s, tolerance).result(call)
+    return _Search(probe, start, tolerance).result(call)
 
 
 class _Search:
     """The lines of a program, and the fewest whose float32 is precise enough."""
 
-    def __init__(self, probe: Probe, s: float | None, tolerance: float) -> None:
-        self._probe, self._s, self._tolerance = probe, s, tolerance
+    def __init__(self, probe: Probe, start: Start, tolerance: float) -> None:
+        self._probe, self._start, self._tolerance = probe, start, tolerance
         self._lines = probe.lines
 
     def result(self, call: str) -> SensitiveProducts:
@@ -182,7 +181,7 @@ class _Search:
         return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
     def _error(self, half: Sequence[Line]) -> float:
-        return self._probe.error(half, self._s)
+        return judged_error(self._probe.compared(half, self._start))
 
     def _error_without(self, float32: Collection[Line]) -> float:
         return self._error([line for line in self._lines if line not in float32])
@@ -216,12 +215,13 @@ class _Search:
 
     def _other_loss_scale(self) -> str:
         """What to say if another loss scale helps, "" if none does."""
-        s, what = None, "a DynamicLossScale"
-        if self._s is None:
-            s, what = 2.0**24, "loss scale 2^24"
-        error = self._probe.error(self._lines, s)
+        other = Start(2.0**24 if self._start.settles else 2.0**15, settles=True)
+        found = self._probe.compared(self._lines, other)
+        error, what = judged_error(found), f"loss scale {power(found.loss_scale)}"
         if error > self._tolerance:
             return ""
+        if not self._start.settles:
+            what = f"{what}, or a DynamicLossScale,"
         fault = f"The loss scale is at fault: at {what} it is {percent(error)}."
         return f"{fault} calibrate_loss_scale finds where to start."
 

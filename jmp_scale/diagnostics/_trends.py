@@ -11,6 +11,7 @@ import numpy as np
 from ._history import LossScaleHistory
 
 _LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
+_LEAST_CHANGES = 6  # of S, below which a noisy loss may follow it by chance
 _RECENT = 100  # steps that a finding on updates looks back
 
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
@@ -34,13 +35,32 @@ def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]
     columns = {name: x[keep].astype(np.float64) for name, x in arrays.items()}
     first_norm = float(history.first_norm)
     known = {name: x[np.isfinite(x)] for name, x in columns.items()}
-    found = {"lost updates": loses_updates(known, first_norm)}
+    found = {"wrongly scaled": wrongly_scaled(arrays)}
+    found["lost updates"] = loses_updates(known, first_norm)
     level = loss_level(columns, float(history.first_loss))
     if level is not None:
         found["loss diverges"] = diverges(level)
         found["loss blew up"] = blew_up(columns, level)
         found["gradients vanished"] = vanished(known, first_norm, level)
     return [(kind, values) for kind, values in found.items() if values]
+
+
+def wrongly_scaled(arrays: Columns) -> Values:
+    """Whether the loss or the gradient norm changes wherever S does, and as it does."""
+    for name, power, what in (
+        ("loss", 1, "loss grows and falls with the loss scale: it is scaled twice"),
+        ("grad_norm", 1, "gradient norm grows and falls with the loss scale: the "
+         "gradients are scaled twice, or never unscaled"),
+        ("grad_norm", -1, "gradient norm falls where the loss scale grows: the "
+         "gradients are unscaled twice"),
+    ):  # fmt: skip
+        known = np.isfinite(arrays[name]) & (arrays[name] > 0)
+        changes = np.diff(np.log2(arrays[name][known]))
+        of_s = np.diff(arrays["log2_scale"][known])
+        ratios = changes[of_s != 0] / of_s[of_s != 0]
+        if len(ratios) >= _LEAST_CHANGES and np.median(abs(ratios - power)) < 0.25:
+            return {"what": what}
+    return None
 
 
 def loss_level(columns: Columns, first: float) -> Level | None:

@@ -11,9 +11,10 @@ import pytest
 from losses import forgetful
 
 import jmp_scale.nnx
-from jmp_scale.diagnostics import compare_gradients
+from jmp_scale.diagnostics import compare_gradients, sensitive_products
 
 X = jnp.linspace(-1, 1, 128).reshape(32, 4)
+DYNAMIC = jmp_scale.DynamicLossScale(2.0**10)
 PARAMS = {"w": jnp.linspace(0.1, 0.9, 16).reshape(4, 4), "unused": jnp.ones(3)}
 
 
@@ -92,6 +93,8 @@ def test_the_loss_scale_is_lowered_as_a_dynamic_one_would_be():
     full = lambda w: large(w, jnp.float32)  # noqa: E731
     found = compare_gradients(large, full, jnp.ones(3))
     assert (found.loss_scale, found.error) == (1, 0)
+    settled = compare_gradients(large, full, jnp.ones(3), loss_scale=DYNAMIC)
+    assert (settled.loss_scale, settled.is_precise) == (2, True)
     fixed = jmp_scale.StaticLossScale(2.0**10)
     found = compare_gradients(large, full, jnp.ones(3), loss_scale=fixed)
     assert (found.loss_scale, found.error) == (2**10, np.inf)
@@ -108,7 +111,20 @@ def test_a_forward_pass_that_is_not_finite_is_told_apart():
     assert found.error == np.inf
     assert "its loss is not finite" in found.summary()
     broken = compare_gradients(root, root, jnp.zeros(2))
+    assert not broken.is_precise
     assert "Float32 is not finite itself" in broken.summary()
+
+
+def test_an_infinite_loss_is_never_precise_enough_whatever_its_gradient():
+    def huber(w, x):
+        return jnp.sum(jnp.abs(x @ w - 1))
+
+    w, x = 1e4 * jnp.ones((8, 2)), jnp.ones((4, 8))
+    found = compare_gradients(jmp_scale.autocast(huber, "float16"), huber, w, x)
+    assert (found.half_loss, found.error) == (np.inf, 0)
+    assert not found.is_precise
+    assert "its loss is not finite" in found.summary()
+    assert sensitive_products(huber, w, x).error_before == np.inf
 
 
 def test_a_gradient_that_is_rounding_alone_is_not_the_worst():

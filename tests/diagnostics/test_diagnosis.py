@@ -106,11 +106,17 @@ def masked_everywhere(x):
     return jnp.sum(jnp.exp(shifted))
 
 
+def mel_spectrogram(x):
+    power = jnp.abs(jnp.fft.rfft(x * 1e2, axis=0)) ** 2
+    return jnp.sum(jnp.log(1 + power @ jnp.ones((2, 3))))  # !infinity
+
+
 @pytest.mark.parametrize(
     ("fun", "operation", "half"),
     [
         (gaussian_process, "a Cholesky factorization", "float16"),
         (overflow, "a matrix product", "float16"),
+        (mel_spectrogram, "a cast to float16", "float16"),
         (in_a_scan, "log", None),
         (in_a_reversed_scan, "sqrt", None),
         (in_a_branch, "exp", None),
@@ -128,6 +134,17 @@ def test_the_operation_that_gave_infinity_or_nan_is_named(fun, operation, half):
     assert (diagnosis.float32_loss is not None) == bool(half)
     assert diagnosis.operation in diagnosis.summary()
     assert ("float32 gives a finite loss" in diagnosis.summary()) == bool(half)
+
+
+@pytest.mark.parametrize("half", [None, "float16"])
+def test_a_constant_that_is_nan_is_named_and_no_operation(half):
+    batch = jnp.array([[1.0, jnp.nan], [1.0, 2.0]])
+    loss = lambda w: jnp.sum((batch @ w) ** 2)  # noqa: E731
+    found = diagnose(jmp_scale.autocast(loss, half) if half else loss, 1, jnp.eye(2))
+    text = found.summary()
+    assert text.startswith("a constant float32[2,2]")
+    assert "is not finite itself" in text
+    assert ("in float32" in text, found.operation) == (False, None)
 
 
 def test_a_nan_that_no_scale_cures_is_found():

@@ -47,7 +47,7 @@ ONE_LOSS, TWO_LOSSES, EIGHT_LOSSES = (
 )
 # Words of the sentence, a state, recorded flags (-1: the loss itself is not finite).
 FINDINGS = {
-    "warm-up": ("the start. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
+    "warm-up": ("unscaled. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
     "warm-up, recorded": ("warm-up", state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0]),
     "resumed": ("all skipped: normal if", state(DYNAMIC(8.0), 5, 3), [0, 0, 0]),
     "occasional": ("normal if rare", state(None, 5, 1)),
@@ -196,6 +196,35 @@ def test_overflows_and_spikes_that_may_overflow_are_judged_apart():
     assert len(found) == 2
     assert "guard skipped 2 of the last 200 steps (1.0%; at step 120, 130)" in found[0]
     assert "in 2 of the last 200 steps (1.0%; at step 50, 90): normal" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("scaled twice", "loss grows and falls with the loss scale: it is scaled"),
+        ("not unscaled", "scaled twice, or never unscaled"),
+        ("unscaled twice", "unscaled twice"),
+        ("right", None),
+    ],
+)
+def test_what_follows_the_loss_scale_is_scaled_wrongly(kind, words):
+    scale = jmp_scale.DynamicLossScale(2.0, period=2)
+    tx = jmp_scale.with_loss_scale(optax.identity(), scale)
+    opt_state, history = tx.init(jnp.ones(2)), diagnostics.LossScaleHistory.create()
+    for x in np.random.default_rng(0).uniform(0.9, 1.1, 16).astype(np.float32):
+        s, old = opt_state.loss_scale, opt_state
+        run = jmp_scale.value_and_grad(lambda w, s=s: s.scale(jnp.sum(w**2)), s)
+        if kind != "scaled twice":
+            run = jmp_scale.value_and_grad(lambda w: jnp.sum(w**2), s)
+        loss, grads = run(x * jnp.ones(2))
+        grads = {"not unscaled": s.scale, "unscaled twice": s.unscale}.get(
+            kind, lambda grads: grads
+        )(grads)
+        _, opt_state = tx.update(grads, opt_state, value=loss)
+        history = history.push(old, opt_state, loss=loss, grads=grads)
+    found = [text for text in diagnostics.health(opt_state, history) if "[wro" in text]
+    assert len(found) == bool(words)
+    assert all(words in text for text in found)
 
 
 def test_the_most_urgent_finding_comes_first():

@@ -7,7 +7,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from autocast_programs import PROGRAMS, W
+from autocast_hostile import HOSTILE, W, X
+from autocast_programs import PROGRAMS
 from helpers import count_traces, one_of
 from jax import lax
 from losses import cross_entropy, of_examples, squared_distances
@@ -60,26 +61,30 @@ def test_what_is_recommended_works_as_pasted(dtype):
     assert compare_gradients(half_loss, loss, *args).is_precise
 
 
-KINDS = """
-    nested_scans attention cond custom_jvp custom_vjp_with_products fused_attention
-    linear_algebra ragged_dot remat_in_scan shard_map
-    transposed_convolution_and_batch_norm while_loop
-"""
+def heat_map(w, x):  # its derivative does not depend on the 100
+    positions = jnp.broadcast_to(100 + jnp.arange(16.0)[:, None], (16, 4))
+    return jnp.mean(jax.nn.softmax(x @ w) @ positions)
+
+
+ALL = PROGRAMS | {name: (fun, (W, X)) for name, fun in HOSTILE.items()}
+ALL["heat_map"] = heat_map, (W, X)
+QUICK = "nested_scans", "attention", "heat_map"
 
 
 @pytest.mark.filterwarnings("ignore:autocast. opaque")
-@pytest.mark.parametrize("name", one_of(12, KINDS.split()))
-def test_all_products_together_give_the_gradient_of_autocast(name):
-    fun, args, *_ = PROGRAMS[name]
-    found = sensitive_products(fun, *args, loss_scale=1)
-    half = jmp_scale.autocast(fun, "float16", recompute=False)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL
+])  # fmt: skip
+def test_the_gradient_with_all_products_in_half_precision_is_that_of_autocast(name):
+    fun, args, *_ = ALL[name]
+    found = sensitive_products(fun, *args, dtype="bfloat16", loss_scale=1)
+    half = jmp_scale.autocast(fun, "bfloat16")
     measured = compare_gradients(half, fun, *args, loss_scale=1)
     expected = max(measured.error, measured.scaled_error / 3)
-    # XLA may leave roundings out of the other program.
-    assert found.error_before == pytest.approx(expected, rel=0.2)
-    assert found.keep == ()
+    assert found.error_before == pytest.approx(expected, rel=0.25)
     half_share = precision_report(half, *args).half_share
-    assert found.half_share == pytest.approx(half_share, abs=0.15)
+    if not found.keep:
+        assert found.half_share == pytest.approx(half_share, abs=0.15)
 
 
 def one_of_three(params, x):
@@ -155,8 +160,10 @@ def test_a_loss_scale_at_fault_is_told_from_products():
     found = sensitive_products(tiny, *args, loss_scale=1)
     assert found.error_before > 0.5
     assert found.keep == ()
-    assert "The loss scale is at fault" in found.summary()
+    assert "at loss scale 2^15, or a DynamicLossScale, it" in found.summary()
     assert sensitive_products(tiny, *args).error_before < 0.05
+    found = sensitive_products(tiny, *args, loss_scale=jmp_scale.DynamicLossScale(1.0))
+    assert "The loss scale is at fault: at loss scale 2^24 it is" in found.summary()
     wide = {"loss_scale": 1, "backward": "bfloat16"}
     assert sensitive_products(tiny, *args, **wide).error_before < 0.05
 

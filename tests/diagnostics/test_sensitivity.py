@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from autocast_hostile import HOSTILE, W, X
 from autocast_programs import PROGRAMS
-from helpers import count_traces, one_of
+from helpers import count_traces
 from jax import lax
 from losses import cross_entropy, of_examples, squared_distances
 

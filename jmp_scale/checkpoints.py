@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ._state import find_loss_scale_states, is_loss_scale_state
-from ._tree import is_data
+from ._tree import is_data, leaves_by_name
 
 T = TypeVar("T")
 
@@ -91,14 +91,14 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
         jax.tree.unflatten(structure, range(len(leaves))),
         is_leaf=is_new,
     )
-    saved = _named_leaves(load(jax.tree.map(leaves.__getitem__, numbers)))
-    places = _named_leaves(numbers)
+    saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbers)))
+    places = leaves_by_name(numbers)
     like = {name: leaves[i] for name, i in places.items()}
     for name, leaf in _checked(function, saved, like).items():
         leaves[places[name]] = leaf
     state = jax.tree.unflatten(structure, leaves)
     # What is not on disk stays: an abstract S would fail only in the first step.
-    names = _named_leaves(state).items()
+    names = leaves_by_name(state).items()
     abstract = [name for name, x in names if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
@@ -125,12 +125,6 @@ def _has_nothing(node: Any) -> bool:
     """Whether NNX omits the inner state, as with SGD, because it holds no array."""
     is_state = isinstance(node, Mapping) and is_loss_scale_state(node)
     return is_state and "inner_state" not in node
-
-
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path. On disk keys, indices and names of fields are all strings."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
 
 
 def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:

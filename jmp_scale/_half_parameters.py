@@ -340,13 +340,15 @@ def _remainder(p: Any, change: Any, x: Any) -> Any:
     """What `optax.apply_updates` leaves of `x`."""
     if change is None:
         return None
-    made = _to_float32(p) + change
     if p.dtype == jnp.float16:
-        made = _nearest(made, p.dtype)
+        made = _nearest(_to_float32(p) + change, p.dtype)
         return jnp.where(jnp.isfinite(made), x - made, 0)
-    # Not a cast and a cast back, which XLA may leave out.
-    made = lax.reduce_precision(made, exponent_bits=8, mantissa_bits=7)
-    return jnp.clip(_bits(x) - _bits(made), -(2**15), 2**15 - 1).astype(jnp.int16)
+    # The cast of apply_updates itself: XLA:TPU makes one kernel of both. Its bits, as
+    # XLA may leave out a cast and a cast back.
+    made = (_to_float32(p) + change).astype(p.dtype)
+    made_bits = lax.bitcast_convert_type(made, jnp.int16).astype(jnp.int32) << 16
+    low = jnp.clip(_bits(x) - made_bits, -(2**15), 2**15 - 1)
+    return low.astype(jnp.int16)
 
 
 def _nearest(x: jax.Array, dtype: Any) -> jax.Array:

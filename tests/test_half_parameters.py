@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal
+from helpers import TWO_AXES, assert_bitwise_equal, sharded
 from jax import lax
-from optimizers import GOOD, OPTIMIZERS, PARAMS, by_name, stepper
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 from jmp_scale import (
+    DynamicLossScale,
     full_parameters,
     with_half_parameters,
+    with_loss_scale,
 )
 
 # Those that differ most in what they do; all others are slow tests.
@@ -109,3 +111,148 @@ def test_parameters_set_to_zero_meet_an_old_remainder_that_makes_no_nan():
     _, state = tx.update(grads, tx.init(params), params)
     values = full_parameters(jnp.zeros_like(params), state)
     assert (jnp.abs(values) < 1e-30).all()
+
+
+def test_mixed_trees_keep_what_is_not_half_precision_as_it_is():
+    params = {"b": half(PARAMS["b"]), "f": PARAMS["w"], "h": half(2.0, jnp.float16)}
+    params |= {"n": None, "e": jnp.zeros((0, 3), jnp.bfloat16), "i": jnp.int32(3)}
+    params |= {"q": jnp.ones(2, jnp.float8_e4m3fn), "m": optax.MaskedNode()}
+    grads = jax.tree.map(jnp.ones_like, params) | {"i": None, "q": None, "b": None}
+    tx = with_half_parameters(optax.sgd(2.0**-12))
+    state = tx.init(params)
+    dtypes = {key: getattr(x, "dtype", None) for key, x in state.remainder.items()}
+    wanted = dict.fromkeys(params) | {"b": "int16", "e": "int16", "h": "float32"}
+    assert dtypes == wanted | {"m": None}
+    updates, state = tx.update(grads, state, params)
+    assert [updates[key] for key in ("i", "q", "b", "n")] == [None] * 4
+    params["h"] = optax.apply_updates(params["h"], updates["h"])
+    values = full_parameters(params, state)
+    assert values["h"] == 2 - 2.0**-12
+    assert values["b"].tolist() == PARAMS["b"].tolist()
+    assert [values[key] is params[key] for key in "fiq"] == [True] * 3
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(0)])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(dtype, key):
+    tx = with_half_parameters(optax.adamw(1e-3), key=key)
+    tx = with_loss_scale(tx, DynamicLossScale(8.0))
+    params, step = half(PARAMS, dtype), jax.jit(stepper(tx), donate_argnums=(0, 1))
+    state = tx.init(params)
+    for grads in STEPS:
+        params, state = step(params, state, half(grads, dtype))
+    before = jax.tree.map(jnp.copy, (params, state.inner_state))
+    params, state = step(params, state, half(BAD, dtype))
+    assert_bitwise_equal((params, state.inner_state), before)
+    assert (state.skipped, step._cache_size()) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        lambda tx: optax.masked(tx, {"w": True, "b": True}),
+        lambda tx: optax.partition({"a": tx, "b": tx}, {"w": "a", "b": "b"}),
+        lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+    ],
+)
+def test_nothing_is_lost_at_any_depth_of_a_loss_scale(nest):
+    inner = nest(optax.sgd(2.0**-9))
+    tx = with_loss_scale(nest(with_half_parameters(optax.sgd(2.0**-9))))
+    params, plain = half(PARAMS), PARAMS
+    state, plain_state = tx.init(params), inner.init(plain)
+    for grads in STEPS:
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        updates, plain_state = inner.update(grads, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    assert_bitwise_equal(full_parameters(params, state), plain)
+
+
+WRONG = {
+    "the loss scale within": (
+        lambda tx: with_half_parameters(with_loss_scale(tx)),
+        r"write with_loss_scale\(with_half",
+    ),
+    "twice": (lambda tx: with_half_parameters(with_half_parameters(tx)), "wrap once"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_order_is_an_error_with_the_cure(name):
+    make, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        make(optax.adam(0.1)).init(half(PARAMS))
+
+
+def test_calls_without_or_with_other_parameters_are_errors():
+    tx = with_half_parameters(optax.adam(0.1))
+    params = half(PARAMS)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"expected update\(grads, state, params\)"):
+        tx.update(GOOD, state)
+    with pytest.raises(TypeError, match="HalfParametersState that init returns"):
+        tx.update(GOOD, state.inner_state, params)
+    for other in (PARAMS, {"w": params["w"]}, {**params, "b": params["b"][:1]}):
+        with pytest.raises(ValueError, match=r"expected a parameter bfloat16\[2\]"):
+            tx.update(GOOD, state, other | {"w": params["w"]})
+        with pytest.raises(ValueError, match=r"full_parameters: b: expected"):
+            full_parameters(other | {"w": params["w"]}, state)
+    for inner, key in (
+        ("adam", None),
+        (optax.adam(0.1), 7),
+        (optax.adam(0.1), jax.random.split(jax.random.key(0))),
+    ):
+        with pytest.raises(TypeError, match="with_half_parameters: expected"):
+            with_half_parameters(inner, key=key)
+
+
+# Stochastic rounding.
+
+
+def stochastic_step(x, dtype, key=None):
+    """Parameters after one step, from the nearest of the dtype towards `x`."""
+    params = x.astype(dtype)
+    tx = with_half_parameters(
+        optax.identity(), key=jax.random.key(0) if key is None else key
+    )
+    updates, state = tx.update(x - params.astype(jnp.float32), tx.init(params), params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("value", [1.2345, -3e-5, 1e-8, 65501.0])
+def test_stochastic_rounding_is_unbiased_between_the_two_neighbors(value, dtype):
+    x = jnp.full(100_000, value, jnp.float32)
+    made = np.float64(stochastic_step(x, dtype)[0])
+    low, high = made.min(), made.max()
+    assert len(np.unique(made)) == 2
+    assert low < value < high
+    spread = (high - low) / 2 / np.sqrt(x.size)  # of the mean, at most
+    assert abs(made.mean() - np.float64(x[0])) < 4 * spread
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_values_that_need_no_rounding_stay_under_a_key(dtype):
+    params, _ = every_size(dtype)
+    tx = with_half_parameters(optax.identity(), key=jax.random.key(0))
+    zeros = jnp.zeros(params.shape)
+    updates, state = tx.update(zeros, tx.init(params), params)
+    made = optax.apply_updates(params, updates)
+    assert_bitwise_equal(
+        made[~jnp.isnan(made)], (params + zeros.astype(dtype))[~jnp.isnan(params)]
+    )
+    assert jax.tree.leaves(state.remainder) == []
+
+
+@pytest.mark.parametrize("spec", [("i", None), (None, "i"), ("i", "j"), ()])
+def test_stochastic_rounding_is_alike_under_every_layout(spec):
+    x = jax.random.normal(jax.random.key(1), (16, 24))
+    expected, state = stochastic_step(x, jnp.bfloat16)
+    raw = jax.random.key_data(jax.random.key(0))
+    step = jax.jit(lambda x: stochastic_step(x, jnp.bfloat16, raw))
+    made, other = step(sharded(x, TWO_AXES, jax.P(*spec)))
+    assert_bitwise_equal(made, expected)
+    assert_bitwise_equal(other.rounding_key, state.rounding_key)
+    assert (state.rounding_key != raw).any()

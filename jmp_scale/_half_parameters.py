@@ -66,7 +66,8 @@ def with_half_parameters(
 
     Put it inside `with_loss_scale`, and into it what belongs into an optimizer:
     clipping, `MultiSteps`, schedules, `partition`. Only the updates that it returns may
-    be applied, unchanged, by `optax.apply_updates`: nothing may follow in a chain.
+    be applied, unchanged, by `optax.apply_updates`: nothing may follow in a chain. That
+    of Equinox does not round: apply them to the arrays of `equinox.partition`.
 
     Rounding is to nearest, ties up, for bfloat16, and a float32 value above the largest
     finite bfloat16 becomes infinite, as in a cast. In float16 such a value becomes
@@ -264,8 +265,9 @@ def _check_pair(where: str, param: Any, remainder: Any) -> None:
     if got != expected:
         raise ValueError(
             f"{where or '(the whole tree)'}: expected a parameter {expected}, of which "
-            f"the state holds a remainder, got {got}; pass the parameters that the "
-            "optimizer's init got, after the same step as the state"
+            f"the state holds a remainder, got {got}; pass the parameters that init "
+            "got, as optax.apply_updates makes them (equinox.apply_updates does not "
+            "round)"
         )
 
 

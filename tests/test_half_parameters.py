@@ -7,16 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import TWO_AXES, assert_bitwise_equal, sharded
 from jax import lax
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
+import jmp_scale.nnx
 from jmp_scale import (
     DynamicLossScale,
     full_parameters,
     with_half_parameters,
     with_loss_scale,
 )
+from jmp_scale.linen import TrainState
 
 # Those that differ most in what they do; all others are slow tests.
 TYPICAL = {"adamw", "lion", "masked", "multi_steps", "muon", "partition", "sam"}
@@ -256,3 +259,65 @@ def test_stochastic_rounding_is_alike_under_every_layout(spec):
     assert_bitwise_equal(made, expected)
     assert_bitwise_equal(other.rounding_key, state.rounding_key)
     assert (state.rounding_key != raw).any()
+
+
+# Doors.
+
+
+def squares(params):
+    return sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params))
+
+
+def linen(params, tx):
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
+    for grads in STEPS:
+        state = step(state, grads)
+    return state.params, state
+
+
+def of_nnx(params, tx):
+    model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
+    optimizer = jmp_scale.nnx.Optimizer(model, tx)
+    for grads in STEPS:
+        grads = nnx.State({name: nnx.Param(g) for name, g in grads.items()})
+        optimizer.update(model, grads)
+    return nnx.state(model, nnx.Param), nnx.state(optimizer)
+
+
+@pytest.mark.parametrize("train", [linen, of_nnx])
+def test_flax_trains_half_precision_models_as_float32_ones(train):
+    inner = optax.sgd(2.0**-9, momentum=0.5)
+    params, state = train(half(PARAMS), with_half_parameters(inner))
+    expected, _ = train(PARAMS, inner)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    values = full_parameters(params, state)
+    assert_bitwise_equal(jax.tree.leaves(values), jax.tree.leaves(expected))
+
+
+def test_equinox_models_keep_their_functions():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(2, 2, 4, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
+    tx = with_half_parameters(optax.sgd(2.0**-12))
+    old, static = eqx.partition(model, eqx.is_array)
+    updates, state = tx.update(old, tx.init(old), old)
+    new = optax.apply_updates(old, updates)
+    values = full_parameters(eqx.combine(new, static), state)
+    expected = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-12), old)
+    assert_bitwise_equal(eqx.filter(values, eqx.is_array), expected)
+    assert values.activation is model.activation
+    with pytest.raises(ValueError, match=r"equinox.apply_updates does not round"):
+        tx.update(old, state, eqx.apply_updates(old, updates))
+
+
+def test_diagnostics_know_that_nothing_is_lost():
+    params = half(PARAMS, jnp.float16)
+    tx = with_loss_scale(with_half_parameters(optax.adam(1e-5)))
+    state = tx.init(params)
+    updates, state = tx.update(GOOD, state, params)
+    found = jmp_scale.diagnostics.metrics(state, params=params, updates=updates)
+    assert found["lost_entries"] == 0
+    assert jmp_scale.diagnostics.health((params, state)) == []
+    report = functools.partial(jmp_scale.diagnostics.precision_report, squares, params)
+    assert [f.rule for f in report(opt_state=state).findings] == []
+    assert [f.rule for f in report().findings] == ["half-parameters"]

@@ -9,6 +9,9 @@ from ._dot_general import dot_general as dot_general
 from ._finite import all_finite as all_finite
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
+from ._half_parameters import HalfParametersState as HalfParametersState
+from ._half_parameters import full_parameters as full_parameters
+from ._half_parameters import with_half_parameters as with_half_parameters
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scale import NoOpLossScale as NoOpLossScale

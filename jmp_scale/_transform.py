@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from . import _mesh
 from ._extra_args import keywords_of, takes_value
 from ._finite import finite, finite_and_norm
+from ._half_parameters import find_half_states, is_nothing
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
@@ -58,7 +59,8 @@ def with_loss_scale(
     Returns:
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
-      gradients of any dtype and returns updates of the dtypes of `params`, if given.
+      gradients of any dtype and returns updates of the dtypes of `params`, if given,
+      or those of `with_half_parameters` in float32.
       `inner` sees float32 in place of narrower gradients, unless it demands the dtype
       of half-precision parameters, as `optax.novograd` does.
 
@@ -108,9 +110,10 @@ def with_loss_scale(
     keywords = keywords_of(inner.update)
 
     def init(params: optax.Params) -> LossScaleState:
-        _warn_of_half_precision(params)
         inner_state = _initial(inner, params)
         _refuse_nesting(inner_state)
+        if not find_half_states(inner_state):
+            _warn_of_half_precision(params)
         true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
         state = LossScaleState(
             loss_scale, inner_state, true, true, zero, zero, zero, zero, guard
@@ -136,15 +139,22 @@ def with_loss_scale(
             if callable(fun := extra_args.get(name)):
                 extra_args[name] = _zero_fn_unless(verdict.applied, fun)
 
+        # Cast to half precision, the updates of with_half_parameters would lose digits.
+        keeps_dtypes = params is None or find_half_states(state.inner_state)
+
         def run(inputs: tuple[Any, Any], inner_state: Any) -> tuple[Any, Any]:
             grads, given = inputs
             out, new = inner.update(grads, inner_state, params, **extra_args, **given)
-            if params is not None:
-                out = jax.tree.map(_cast_leaf, out, params, is_leaf=_is_nothing)
+            if not keeps_dtypes:
+                out = jax.tree.map(_cast_leaf, out, params, is_leaf=is_nothing)
             return out, _state_like(new, inner_state)
 
         is_half = _half_leaves(updates) and _half_leaves(params)
-        if is_half and not _takes(run, (grads, given), state.inner_state):
+        if (
+            is_half
+            and not keeps_dtypes
+            and not _takes(run, (grads, given), state.inner_state)
+        ):
             grads = updates
         # The overflow of a gradient that the optimizer asks for shows in its updates.
         is_finite = functools.partial(finite, agree=agree)
@@ -247,7 +257,8 @@ def _warn_of_half_precision(params: Any) -> None:
             f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
             "which loses every update below its last digit; keep them in float32 "
             f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-            "params)) and cast them in the loss"
+            "params)) and cast them in the loss, or keep what they lose: "
+            "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
         )
 
 
@@ -273,11 +284,11 @@ def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> 
         return
 
     def compare(update: Any, param: Any) -> None:
-        if not _is_nothing(update):  # which may stand for a whole subtree
-            jax.tree.map(lambda *_: None, param, update, is_leaf=_is_nothing)
+        if not is_nothing(update):  # which may stand for a whole subtree
+            jax.tree.map(lambda *_: None, param, update, is_leaf=is_nothing)
 
     try:
-        jax.tree.map(compare, updates, params, is_leaf=_is_nothing)
+        jax.tree.map(compare, updates, params, is_leaf=is_nothing)
     except ValueError as error:
         raise ValueError(
             "with_loss_scale: expected gradients of the structure of the parameters, "
@@ -326,10 +337,6 @@ def _zero_fn_unless(applied: jax.Array, fun: Callable[..., Any]) -> Callable[...
 def _cast_leaf(x: Any, like: Any) -> Any:
     castable = is_inexact(x) and is_inexact(like)
     return jnp.asarray(x).astype(jnp.result_type(like)) if castable else x
-
-
-def _is_nothing(x: Any) -> bool:
-    return x is None or isinstance(x, optax.MaskedNode)
 
 
 def _state_like(new: Any, old: Any) -> Any:

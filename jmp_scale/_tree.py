@@ -43,6 +43,12 @@ def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     return tuple(names), leaves
 
 
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Leaves by path. On disk keys, indices and names of fields are all strings."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
+
+
 def promote_to_float32(tree: T) -> T:
     """Casts inexact leaves narrower than 32 bits to float32; all others pass."""
 

@@ -1,4 +1,4 @@
-"""Checkpoints from before loss scaling, or from before a guard against spikes.
+"""Checkpoints from before loss scaling, a guard, or half-precision parameters.
 
 A checkpoint of a state with a loss scale needs nothing from this module: S and its
 counter are saved and restored like all other leaves. Period, bounds and other arguments
@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from ._half_parameters import find_half_states, full_parameters, is_half_state, split
 from ._state import find_loss_scale_states, is_loss_scale_state
-from ._tree import is_data
+from ._tree import is_data, leaves_by_name
 
 T = TypeVar("T")
 
@@ -72,6 +73,80 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     return _restore("guard", load, state)
 
 
+def restore_without_half_parameters(
+    load: Callable[[Any], Any], params: Any, opt_state: T
+) -> tuple[Any, T]:
+    """Restores a checkpoint of float32 parameters into half-precision ones, exactly.
+
+    Args:
+      load: as in `restore_without_loss_scale`. The template is the pair that
+        `without_half_parameters(params, opt_state)` returns.
+      params: new half-precision parameters, for their structure, shapes and dtypes.
+      opt_state: the new state of `with_half_parameters`, at any depth.
+
+    Returns:
+      `(params, opt_state)`: parameters and remainders are the float32 values, and all
+      else comes from disk, except a key for stochastic rounding.
+
+    Raises:
+      ValueError: `opt_state` has no state of `with_half_parameters`; the checkpoint has
+        other leaves than the template, or some of another shape or dtype.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale, optax
+      >>> from jmp_scale.checkpoints import restore_without_half_parameters
+      >>> inner, saved = optax.adam(0.1), {"w": jnp.float32([0.1, 2.0])}
+      >>> params = {"w": saved["w"].astype(jnp.bfloat16)}
+      >>> tx = jmp_scale.with_half_parameters(inner)
+      >>> params, opt_state = restore_without_half_parameters(
+      ...     lambda _: (saved, inner.init(saved)), params, tx.init(params))
+      >>> jmp_scale.full_parameters(params, opt_state)
+      {'w': Array([0.1, 2. ], dtype=float32)}
+    """
+    function = "restore_without_half_parameters"
+    if not find_half_states(opt_state):
+        cure = "pass that of an optimizer wrapped in with_half_parameters"
+        raise ValueError(f"{function}: opt_state has no half parameters; {cure}")
+    template = without_half_parameters(params, opt_state)
+    saved, leaves = leaves_by_name(load(template)), leaves_by_name(template)
+    leaves |= _checked(function, saved, leaves)
+    full, inner = jax.tree.unflatten(jax.tree.structure(template), leaves.values())
+    likes = leaves_by_name(params)
+    pairs = {name: split(x, likes[name]) for name, x in leaves_by_name(full).items()}
+
+    def rebuilt(node: Any, inner: Any) -> Any:
+        if not is_half_state(node):
+            return inner
+        leaves = [pairs[name][1] for name in leaves_by_name(node.remainder)]
+        remainder = jax.tree.unflatten(jax.tree.structure(node.remainder), leaves)
+        return node._replace(inner_state=inner, remainder=remainder)
+
+    opt_state = jax.tree.map(rebuilt, opt_state, inner, is_leaf=is_half_state)
+    halves = [half for half, _ in pairs.values()]
+    return jax.tree.unflatten(jax.tree.structure(params), halves), opt_state
+
+
+def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """Parameters and state as `inner` alone has them on float32 parameters, exactly.
+
+    To save them for, or go on with, the optimizer without `with_half_parameters`.
+
+    Args:
+      params: half-precision parameters.
+      opt_state: the state after the same step.
+
+    Returns:
+      `(full_parameters(params, opt_state), opt_state)`, in the latter `inner_state` in
+      the place of each `HalfParametersState`.
+    """
+    inner = jax.tree.map(
+        lambda node: node.inner_state if is_half_state(node) else node,
+        opt_state,
+        is_leaf=is_half_state,
+    )
+    return full_parameters(params, opt_state), inner
+
+
 def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
     function = f"restore_without_{without}"
     if not find_loss_scale_states(state):
@@ -91,14 +166,14 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
         jax.tree.unflatten(structure, range(len(leaves))),
         is_leaf=is_new,
     )
-    saved = _named_leaves(load(jax.tree.map(leaves.__getitem__, numbers)))
-    places = _named_leaves(numbers)
+    saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbers)))
+    places = leaves_by_name(numbers)
     like = {name: leaves[i] for name, i in places.items()}
     for name, leaf in _checked(function, saved, like).items():
         leaves[places[name]] = leaf
     state = jax.tree.unflatten(structure, leaves)
     # What is not on disk stays: an abstract S would fail only in the first step.
-    names = _named_leaves(state).items()
+    names = leaves_by_name(state).items()
     abstract = [name for name, x in names if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
@@ -125,12 +200,6 @@ def _has_nothing(node: Any) -> bool:
     """Whether NNX omits the inner state, as with SGD, because it holds no array."""
     is_state = isinstance(node, Mapping) and is_loss_scale_state(node)
     return is_state and "inner_state" not in node
-
-
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path. On disk keys, indices and names of fields are all strings."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
 
 
 def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:

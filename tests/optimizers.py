@@ -99,12 +99,15 @@ def value_fn(params):
     return sum(jnp.sum((p - 0.1) ** 2) for p in jax.tree.leaves(params))
 
 
-def stepper(tx):
-    """`(params, state, grads) -> (params, state)`, with what any optimizer asks for."""
+def stepper(tx, seen=lambda params, state: params):
+    """`(params, state, grads) -> (params, state)`, with what any optimizer asks for.
+
+    The loss is that of the parameters that are `seen`.
+    """
     tx = optax.with_extra_args_support(tx)
 
     def step(params, state, grads):
-        value = value_fn(params)
+        value = value_fn(seen(params, state))
         extra = {"value": value, "grad": grads, "value_fn": value_fn}
         for more in ({}, {"obj_fn": value_fn}):
             try:

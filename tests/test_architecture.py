@@ -14,7 +14,7 @@ import jmp_scale
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
-    "optax": {"_extra_args", "_transform", "_flax", "linen", "nnx"},
+    "optax": {"_extra_args", "_half_parameters", "_transform", "_flax", "linen", "nnx"},
     "flax": {"_flax", "linen", "nnx"},
     "matplotlib": {"plotting"},
 }

@@ -16,7 +16,12 @@ from flax.training import train_state
 from helpers import assert_bitwise_equal, count_traces
 
 import jmp_scale
-from jmp_scale.checkpoints import restore_without_guard, restore_without_loss_scale
+from jmp_scale.checkpoints import (
+    restore_without_guard,
+    restore_without_half_parameters,
+    restore_without_loss_scale,
+    without_half_parameters,
+)
 from jmp_scale.linen import TrainState
 from jmp_scale.nnx import Optimizer
 
@@ -332,3 +337,46 @@ def test_an_nnx_state_without_a_guard_is_restored(
     assert_bitwise_equal(optimizer.loss_scale, saved.loss_scale)
     optimizer.update(model, grads)
     assert int(optimizer.step[...]) == 1
+
+
+def half_and_full(**options):
+    """(half parameters, their state, plain float32 parameters, theirs) after steps."""
+    inner = optax.adam(2.0**-10)
+    loss_scale = jmp_scale.DynamicLossScale(8.0)
+    half_tx, full_tx = (
+        jmp_scale.with_loss_scale(tx, loss_scale)
+        for tx in (jmp_scale.with_half_parameters(inner, **options), inner)
+    )
+    halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    found = []
+    for tx, params in ((half_tx, halves), (full_tx, PARAMS)):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(GRADS, state, params)
+            params = optax.apply_updates(params, updates)
+        found += [params, state]
+    return found
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(3)])
+def test_half_precision_parameters_come_back_with_remainders_or_key(round_trip, key):
+    pair = half_and_full(key=key)[:2]
+    restored = round_trip(pair, jax.tree.map(jnp.zeros_like, pair))
+    assert_bitwise_equal(*map(jax.tree.leaves, (restored, pair)))
+
+
+def test_a_float32_checkpoint_goes_into_half_precision_and_back(loader):
+    params, state, plain, plain_state = half_and_full()
+    new = jax.tree.map(jnp.zeros_like, (params, state))
+    restored = restore_without_half_parameters(loader((plain, plain_state)), *new)
+    assert_bitwise_equal(restored, (params, state))
+    assert_bitwise_equal(without_half_parameters(*restored), (plain, plain_state))
+
+
+def test_only_a_state_with_half_precision_parameters_is_restored_so():
+    params, state, plain, plain_state = half_and_full()
+    load = lambda template: (plain, plain_state)  # noqa: E731
+    with pytest.raises(ValueError, match="opt_state has no half parameters; pass"):
+        restore_without_half_parameters(load, params, plain_state)
+    with pytest.raises(ValueError, match="expected a checkpoint of the older state"):
+        restore_without_half_parameters(lambda _: (params, state), params, state)

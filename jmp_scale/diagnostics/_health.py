@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._half_parameters import find_half_states
 from .._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
 from .._state import LossScaleState
 from .._tree import named_inexact_leaves
@@ -314,7 +315,9 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, Finding
 
 def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     """The findings on dtypes: float16 anywhere, bfloat16 in second moments."""
-    pairs = zip(*named_inexact_leaves(opt_state), strict=True)
+    # Half-precision parameters that lose nothing stand beside their optimizer's state.
+    halves = [node for _, node in find_half_states(opt_state)]
+    pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)
     pairs = [(path, leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
     # bfloat16 has the range of float32, and is chosen on purpose for parameters.
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]

@@ -26,7 +26,8 @@ def half_parameters(
     first = f", {path}" if path else ""
     message = (
         f"the parameters are {dtype} ({count}{first}), so that small updates round to "
-        "nothing; keep float32 parameters and cast them inside the loss"
+        "nothing; keep float32 parameters and cast them inside the loss, or wrap the "
+        "optimizer in with_half_parameters (and pass its opt_state)"
     )
     place = place_of_function(fun, caller)
     yield finding_at(place, "half-parameters", "error", message, dtype)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from ..._half_parameters import find_half_states
 from .._backward import Loss, is_array, split_arrays
 from . import conclusions, matrix_work
 from .matrix_work import Line, Operation
@@ -55,6 +56,7 @@ def precision_report(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable[..., Any] = jax.value_and_grad,
+    opt_state: Any = None,
 ) -> PrecisionReport:
     """Reads what half precision does to a loss and its backward pass, line by line.
 
@@ -74,6 +76,8 @@ def precision_report(
       has_aux: whether `fun` returns `(loss, aux)`.
       transform: what differentiates: `jax.value_and_grad` (default),
         `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
+      opt_state: the optimizer's state: with one of `with_half_parameters` in it, or in
+        `args`, half-precision parameters are no error.
 
     Returns:
       A `PrecisionReport`; print its `.summary()`.
@@ -120,9 +124,11 @@ def precision_report(
     operations = matrix_work.operations(steps)
     # What autocast left in float32 is not for the user to cast.
     notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
+    keeps_digits = find_half_states((args, opt_state))
+    halves = conclusions.half_parameters(gradients, fun, caller)
     of_loss = [*conclusions.half_loss(forward, loss, fun, caller)]
     found = [
-        *conclusions.half_parameters(gradients, fun, caller),
+        *(() if keeps_digits else halves),
         *conclusions.overflowing_constants(forward, infinite),
         *forward.found,
         *of_loss,

@@ -154,6 +154,11 @@ class Cast:
                     self._run_traced(unit, plan, env)
         return _jaxpr.results_of(plan.jaxpr, env)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the backward pass has another range than the forward pass."""
+        return self.forward != self.backward
+
     def warn_of_nothing(self, jaxpr: Any) -> None:
         """Warns once of names that match nothing, and where no product became half."""
         names, warned = self.names, self.warned
@@ -271,7 +276,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
     def run(inputs: list[Any], copies: list[Any]) -> Any:
         with _jaxpr.scope(unit.scope):
             outs = island.run(inputs)
-            values = island.operands(outs, copies)
+            values = island.halved(island.read(outs, copies))
         made = {}
         for k, (product, wires) in enumerate(unit.products):
             with _jaxpr.scope(product.scope):
@@ -280,12 +285,12 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
         return own, made, {i: values[i] for i in unit.kept}
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def tangents_of(copies: Any, known: Any, kept: Any, live: Any) -> Any:
+    def tangents_of(copies: Any, known: Any, kept: Any, live: Any, whole: Any) -> Any:
         """Tangents of results and of products, by position, for those of inputs."""
         read, known, kept = cast.apart((copies[: unit.reads], known, kept))
         copies = [*read, *copies[unit.reads :]]
         with _jaxpr.scope(unit.scope):
-            found, values = island.again(copies, known, kept, live)
+            found, values = island.again(copies, known, kept, live, whole)
         made = {}
         for k, (product, wires) in enumerate(unit.products):
             pair = enumerate(wires[:2])
@@ -303,7 +308,9 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
         outs, made, kept = results = run(*primals)
         live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
         known = {i: outs[i] for i in unit.known}
-        found, moved = tangents_of(primals[1], known, kept, live)
+        # Second derivatives need the range of `backward`, which float16 copies lack.
+        whole = (primals[0], {i: outs[i] for i in kept}) if cast.is_mixed else None
+        found, moved = tangents_of(primals[1], known, kept, live, whole)
         pairs = (outs, found), (made, moved), (kept, found)
         return results, tuple(_tangents(*pair) for pair in pairs)
 
@@ -328,21 +335,29 @@ class _Island:
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
 
-    def operands(self, outs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Any]:
-        """What products read, by position, in half precision."""
+    def read(self, outs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Any]:
+        """What products read, by position."""
         passed = self.passed
-        found = {i: copies[passed[i]] if i in passed else outs[i] for i in self._read}
-        halves = {i: found[i].astype(self._cast.forward) for i in self._halved}
-        return found | halves
+        return {i: copies[passed[i]] if i in passed else outs[i] for i in self._read}
+
+    def halved(self, found: dict[int, Any]) -> dict[int, Any]:
+        """The same, operands in half precision."""
+        return found | {i: found[i].astype(self._cast.forward) for i in self._halved}
 
     def _rounded(self, v: Any, x: Any) -> Any:
         is_shared = self._places.get(v) in self._unit.shared
         return self._cast.rounded(x) if is_shared else x
 
     def _again(
-        self, copies: Any, known: Any, kept: Any, live: dict[int, Any]
+        self, copies: Any, known: Any, kept: Any, live: dict[int, Any], whole: Any
     ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Tangents of outputs, for those of inputs, and operands made again."""
+        """Tangents of outputs, for those of inputs, and operands made again.
+
+        `whole` are float32 inputs and operands, whose derivatives copies and kept
+        operands have then.
+        """
+        if whole:
+            copies = [*map(_with_derivative_of, whole[0], copies)]
         types = zip(copies, self._jaxpr.invars, strict=True)
         inputs = [x.astype(v.aval.dtype) for x, v in types]
         reached = ops.reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
@@ -367,7 +382,19 @@ class _Island:
 
         primals = {i: inputs[i] for i in live}
         _, tangents, outs = jax.jvp(run, (primals,), (live,), has_aux=True)
-        return tangents, self.operands(outs, copies) | kept
+        found = self.read(outs, copies)
+        values = self.halved(found) | kept
+        if whole:
+            found |= whole[1]
+            for i in self._halved:
+                operands = (x[i].astype(self._cast.backward) for x in (found, values))
+                values[i] = ops.with_value(*operands)
+        return tangents, values
+
+
+def _with_derivative_of(x: jax.Array, copy: jax.Array) -> jax.Array:
+    is_half = copy.dtype != x.dtype
+    return ops.with_value(x, copy.astype(x.dtype)) if is_half else copy
 
 
 def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:

@@ -188,7 +188,8 @@ class _Planner:
         integers = [v for v in inputs if _jaxpr.dtype_name(v).startswith(_INTEGERS)]
         if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
             self.numbers.update(eqn.outvars)
-        if kind in ("island", "other") and self.origins.keys() >= {*inputs}:
+        is_plain = kind in ("island", "other") and not ops.holds_half_products(eqn)
+        if is_plain and self.origins.keys() >= {*inputs}:
             scales = eqn.primitive.name in ops.SCALINGS
             is_parameter = scales and any(map(self._is_parameter, inputs))
             origin = Origin.PARAMETER if is_parameter else Origin.ARGUMENTS

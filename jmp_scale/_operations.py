@@ -178,6 +178,14 @@ def has_products(eqn: Any) -> bool:
     return any(becomes_half(inner) for p in parts for inner in _jaxpr.equations(p))
 
 
+def holds_half_products(eqn: Any) -> bool:
+    """Whether an equation is or holds a product that is half precision as traced."""
+    parts = _jaxpr.subjaxprs(eqn)
+    nested = (inner for part in parts for inner in _jaxpr.equations(part))
+    products = (e for e in (eqn, *nested) if e.primitive.name in PRODUCTS)
+    return any(fate(e) is Fate.IS_HALF for e in products)
+
+
 def why_float32(jaxpr: Any) -> str:
     """Why no product of a program becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
@@ -315,7 +323,7 @@ def _on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 # The second array, which is what the first should be, with the first one's derivative.
 with_value = jax.custom_jvp(lambda _, value: value)
-with_value.defjvp(lambda primals, t: (primals[1], t[0]), symbolic_zeros=True)
+with_value.defjvp(lambda both, t: (with_value(*both), t[0]), symbolic_zeros=True)
 
 no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
 
@@ -328,7 +336,8 @@ def softmax_from(exponents: Any, result: jax.Array, axes: tuple[int, ...]) -> ja
 
 @functools.partial(softmax_from.defjvp, symbolic_zeros=True)
 def _softmax_rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
-    result, tangent = primals[1], tangents[0]
+    # Derivatives of this one are of the exponents too.
+    result, tangent = softmax_from(*primals, axes), tangents[0]
     if is_zero(tangent):
         return result, no_tangent(result)
     # XLA:GPU has one kernel for what begins with a reduction of the rows.

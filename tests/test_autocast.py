@@ -433,6 +433,39 @@ def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
     train(half, none)
 
 
+SECOND = {
+    "reverse over reverse": lambda f: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), V)),
+    "reverse over forward over reverse": lambda f: jax.grad(
+        lambda w: jnp.vdot(jax.jvp(jax.grad(f), (w,), (V,))[1], V)
+    ),
+}
+V = jnp.roll(W, 1, 0)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("derivative", SECOND)
+def test_second_derivatives_have_the_range_of_the_backward_pass(derivative, share):
+    def loss(w):  # so small that no cotangent is a float16 number but 0
+        h = X + jnp.tanh(X @ w) @ w.T
+        return 1e-9 * mean_square(jax.nn.softmax(h @ w) @ w + jnp.sin(h @ w))
+
+    def computed(fun):
+        lowered = jax.jit(SECOND[derivative](fun)).lower(W)
+        # Else XLA:CPU leaves roundings out, in one of two programs that round alike.
+        return lowered.compile({"xla_allow_excess_precision": False})(W)
+
+    halved = functools.partial(autocast, loss, "float16", backward="bfloat16")
+    got, plain = (
+        computed(halved(share_casts=share, recompute=r)) for r in (True, False)
+    )
+    assert_norm_close(got, computed(loss), 0.03)
+    assert_norm_close(got, plain, 0.01)
+
+
+def assert_norm_close(got, wanted, tolerance):
+    assert jnp.linalg.norm(got - wanted) < tolerance * jnp.linalg.norm(wanted)
+
+
 @jax.custom_vjp
 def kernel(q, k):
     """Like a fused kernel: one dtype, and a derivative of its own."""
@@ -719,6 +752,7 @@ def test_the_inner_autocast_decides():
     inner = keep_float32(autocast(layer, "bfloat16"))
     nested = autocast(functools.partial(loss, layer=inner), "float16")
     assert products(nested, W, X) == [BF16, F16]
+    assert {*products(jax.grad(nested), W, X)} == {BF16, F16}
     got, wanted = (jax.value_and_grad(f)(W, X) for f in (nested, loss))
     assert_close(got, wanted, 0.02)
 

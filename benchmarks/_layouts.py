@@ -1,11 +1,10 @@
 """Where a transformer's arrays lie on the devices of a mesh.
 
-`data` is the axis of the batch, `model` that of tensor parallelism.
+The batch is split over the axis `data`, layers are over the axis `model`.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import _targets
 import jax
@@ -14,21 +13,20 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-MODEL_DEVICES = 4  # of the axis `model`
+MODEL_DEVICES = 4  # that share a layer
 
 # The dimension of a weight that is split over `model`, from the last.
 COLUMNS = {"q": -1, "k": -1, "v": -1, "up": -1}
 SPLIT = COLUMNS | {"o": -2, "down": -2}
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a model is dealt out; the batch always is.
+class Layout(NamedTuple):
+    """How a model is dealt out, besides the batch.
 
     Attributes:
-      fsdp: each parameter is split over `data`.
-      tensor_parallel: weights and vocabulary are split over `model`.
-      sequence_parallel: so are positions, between the parts of a block.
+      fsdp: parameters are split over `data`.
+      tensor_parallel: weights and the vocabulary are split over `model`.
+      sequence_parallel: positions are, between the products of a block.
       shard_map: the program is that of one device, and averages gradients itself.
     """
 
@@ -38,23 +36,22 @@ class Layout:
     shard_map: bool = False
 
     def mesh(self, target: _targets.Target, kind: AxisType = AxisType.Auto) -> Mesh:
-        axes = {"data": target.chips}
-        if self.tensor_parallel:
-            axes = {"data": target.chips // MODEL_DEVICES, "model": MODEL_DEVICES}
-        return target.mesh_of(axes, kind)
+        shared = MODEL_DEVICES if self.tensor_parallel else 1
+        axes = {"data": target.chips // shared}
+        return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}), kind)
 
     def model(self, sizes: Transformer, mesh: Mesh, *, scanned: bool) -> Model:
-        """Pins the stream of a scanned model, whose place XLA does not guess well."""
+        """Pins the stream of a scan, which XLA does not place well by itself."""
         pinned: Any = {}
         if self.sequence_parallel:
-            pinned["stream"] = pin(mesh, "data", "model", None)
-            pinned["branch"] = pin(mesh, "data", None, None)
+            pinned["stream"] = _pin(mesh, "data", "model", None)
+            pinned["branch"] = _pin(mesh, "data", None, None)
         elif scanned and not self.shard_map:
-            pinned["stream"] = pin(mesh, "data", None, None)
+            pinned["stream"] = _pin(mesh, "data", None, None)
         return transformer(sizes, scanned=scanned, **pinned)
 
     def place(self, params: Any, mesh: Mesh) -> Any:
-        """Types of the parameters, with their shardings."""
+        """Types of the parameters with their shardings."""
 
         def place_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -63,26 +60,20 @@ class Layout:
         return jax.tree_util.tree_map_with_path(place_leaf, params)
 
     def _axes(self, names: list[str], shape: Any, mesh: Mesh) -> list[str | None]:
-        """The axis of the mesh that each dimension of a parameter is split over."""
+        """The axis that each dimension of a parameter is split over."""
         axes: list[str | None] = [None] * len(shape)
         *_, layer, name = ["", *names]
-        if self.tensor_parallel:
-            if name == "tokens":
-                axes[0] = "model"
-            elif name == "kernel":
-                axes[SPLIT[layer]] = "model"
-            elif layer in COLUMNS:
-                axes[-1] = "model"
+        if self.tensor_parallel and name == "tokens":
+            axes[0] = "model"
+        elif self.tensor_parallel and (name == "kernel" or layer in COLUMNS):
+            axes[SPLIT[layer]] = "model"
         if self.fsdp:
-            stacked = names[0] == "layers" and not names[1].isdigit()
-            sizes = [
-                (size, at)
-                for at, size in enumerate(shape)
-                if axes[at] is None and size % mesh.shape["data"] == 0
-            ]
-            sizes = [size for size in sizes if size[1] > 0 or not stacked]
-            if sizes:
-                axes[max(sizes)[1]] = "data"
+            # A scan's layers, the first dimension, stay whole.
+            first = int(names[0] == "layers" and not names[1].isdigit())
+            free = [at for at in range(first, len(shape)) if axes[at] is None]
+            fits = [at for at in free if shape[at] % mesh.shape["data"] == 0]
+            if fits:
+                axes[max(fits, key=lambda at: (shape[at], at))] = "data"
         return axes
 
 
@@ -105,23 +96,21 @@ def placed(leaf: Any, mesh: Mesh, *axes: str | None) -> jax.ShapeDtypeStruct:
 def place_state(state: Any, params: Any, mesh: Mesh) -> Any:
     """Types of an optimizer's state: what looks like the parameters lies like them."""
     structure = jax.tree.structure(params)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
 
-    def is_like_params(tree: Any) -> bool:
+    def is_alike(tree: Any) -> bool:
         return jax.tree.structure(tree) == structure
 
     def place(tree: Any) -> Any:
-        if not is_like_params(tree):
+        if not is_alike(tree):
             return placed(tree, mesh)
-        return jax.tree.map(
-            lambda x, p: placed(x, mesh, *p.sharding.spec), tree, params
-        )
+        return jax.tree.map(lambda leaf, spec: placed(leaf, mesh, *spec), tree, specs)
 
-    return jax.tree.map(place, state, is_leaf=is_like_params)
+    return jax.tree.map(place, state, is_leaf=is_alike)
 
 
-def pin(mesh: Mesh, *axes: str | None) -> Callable[[jax.Array], jax.Array]:
-    """Says over which axes the dimensions of an array are split."""
+def _pin(mesh: Mesh, *axes: str | None) -> Callable[[jax.Array], jax.Array]:
     sharding = NamedSharding(mesh, P(*axes))
-    if AxisType.Explicit in mesh.axis_types:
-        return lambda x: jax.sharding.reshard(x, sharding)
-    return lambda x: lax.with_sharding_constraint(x, sharding)
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    pin = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
+    return lambda x: pin(x, sharding)

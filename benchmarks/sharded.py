@@ -1,9 +1,8 @@
 """What `autocast` sends between many devices, beside casting by hand.
 
-As the compilers of GPUs and TPUs make it: GPT-2 small's layers (width 768, 12 heads,
-1,024 tokens, vocabulary 8,192), 8 rows for each device of the axis that the batch is
-split over; uN is N layers unrolled, sN a `lax.scan`. No such machine is needed; nothing
-is allocated or run. Ratios are to casting by hand. One row alone:
+Layers of GPT-2 small, 8 rows for each device of the axis that the batch is split over,
+as the compilers of GPUs and TPUs make them. No such machine is needed; nothing is
+allocated or run. Ratios are to casting by hand. One row alone:
 
     python benchmarks/sharded.py --targets h100:8 --layouts FSDP --models u2 \
         --steps gradient --programs autocast --resume rows.json
@@ -17,13 +16,13 @@ import argparse
 import contextlib
 import json
 import pathlib
-import re
 import time
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import _harness
+import _targets
 import _traffic
 import _wire
 import jax
@@ -34,7 +33,7 @@ from _layouts import LAYOUTS, place_state, placed
 from _minimal import HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal, options
 from _models import Transformer, cast
 from _tables import compared
-from _targets import TARGETS, Target, missing
+from _targets import TARGETS, Target
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -43,15 +42,17 @@ from tqdm import tqdm
 import jmp_scale
 
 ROWS = 8  # of the batch, for each device of its axis
+MODELS = {"u2": (2, False), "u4": (4, False), "s12": (12, True)}  # layers, as a scan
 HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 STEPS = ("gradient", "AdamW")
-RATIOS = ("temporaries, MB", "peak, MB", "bytes, GB", "M cycles", "wire, MB")
-SHOWN = 1024  # bytes of the smallest array that is shown
+MEMORY = "temporaries, MB"
+RATIOS = (MEMORY, "peak, MB", "bytes, GB", "M cycles", "wire, MB")
+OTHERS = ("asynchronous", "collectives: number, MB")
 
 
 class Case(NamedTuple):
-    """One row: a model's layout, or the name of a minimal program."""
+    """One row. `layout` may name a minimal program instead, whose `model` is "-"."""
 
     target: Target
     step: str
@@ -67,45 +68,44 @@ class Case(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parser().parse_args(argv)
-    if args.minimal:
-        args.steps, args.models = ["gradient"], ["minimal"]
+    parser = _parser()
+    args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     kept = args.resume is not None and args.resume.exists()
     found = json.loads(args.resume.read_text()) if kept else {}
+    if args.minimal:
+        args.steps, args.layouts, args.models = ["gradient"], MINIMAL, ["-"]
     tables = []
-    for target in args.targets:
-        if reason := missing(target.name):
-            print(f"{target.name}: {reason}")
+    for given in args.targets:
+        name, _, chips = given.partition(":")
+        if name not in TARGETS or not chips.isdigit():
+            parser.error(f"--targets: expected NAME:CHIPS, got {given!r}")
+        if reason := _targets.missing(name):
+            print(f"{given}: {reason}")
             continue
-        for step, dtype, axes in product(args.steps, args.dtypes, args.axes):
-            names = product(MINIMAL if args.minimal else args.layouts, args.models)
-            rows = [Case(target, step, dtype, axes, *name, "") for name in names]
-            tables.append(_table(args, found, rows))
+        for of in product(args.steps, args.dtypes, args.axes):
+            rows = product(args.layouts, args.models, args.programs)
+            cases = [Case(Target(name, int(chips)), *of, *row) for row in rows]
+            tables.append(_table(args, found, cases))
     _harness.report(tables, args.json, "compiled, not run")
 
 
-def _table(args: Any, found: Any, rows: Sequence[Case]) -> Table:
+def _table(args: Any, found: Any, cases: Sequence[Case]) -> Table:
     """Rows of one machine and step; measures those that are not in `found`."""
-    cases = [row._replace(program=program) for row in rows for program in args.programs]
-    first = rows[0]
-    title = f"{first.target.name} x {first.target.chips}, {first.step}, {first.dtype}"
-    title += ", Explicit axes" if first.axes == "explicit" else ""
+    target, *of = cases[0][:4]
+    title = f"{target.name} x {target.chips}, {', '.join(of)}"
     for case in tqdm(cases, title):
         if str(case) not in found:
             found[str(case)] = _measure(case)
             if args.resume is not None:
                 args.resume.write_text(json.dumps(found, indent=1) + "\n")
-    others = ["asynchronous", "collectives: number, MB"]
-    table = Table(title, ["layout", "model", "program", *RATIOS, *others])
+    table = Table(title, ["layout", "model", "program", *RATIOS, *OTHERS])
     for case in cases:
-        row = found[str(case)]
-        base = found.get(str(case._replace(program="by hand")), {})
-        base = {} if case.program == "by hand" else base
-        figures = [compared(row.get(name), base.get(name)) for name in RATIOS]
-        sizes = [f"{k} {n}, {mb:.1f}" for k, (n, mb) in row["collectives"].items()]
-        named = [case.layout, case.model, case.program]
-        table.rows.append([*named, *figures, row["asynchronous"], "; ".join(sizes)])
+        own, base = found[str(case)], {}
+        if case.program != "by hand":
+            base = found.get(str(case._replace(program="by hand")), {})
+        ratios = [compared(own.get(name), base.get(name)) for name in RATIOS]
+        table.rows.append([*case[-3:], *ratios, *(own.get(name) for name in OTHERS)])
     return table
 
 
@@ -114,125 +114,91 @@ def _measure(case: Case) -> dict[str, Any]:
     try:
         compiled = _compile(case)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        more = float("inf")  # than the machine has
-        return {"temporaries, MB": more, "asynchronous": "-", "collectives": {}}
-    module, memory = _wire.module_of(compiled), compiled.memory_analysis()
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return {MEMORY: float("inf")}  # more than the machine has
+        raise
+    memory = compiled.memory_analysis()
+    module = _wire.parse(compiled.as_text())
     sent = _wire.sent(module)
-    runs = [one.times * one.asynchronous for one in sent if one.first]
-    cycles = _traffic.estimated_cycles(module) / 1e6
+    asynchronous = sum(one.times for one in sent if one.asynchronous)
+    kinds = [f"{k} {n}, {b / 1e6:.1f}" for k, (n, b) in _wire.totals(module).items()]
     return {
-        "temporaries, MB": memory.temp_size_in_bytes / 1e6,
+        MEMORY: memory.temp_size_in_bytes / 1e6,
         "peak, MB": memory.peak_memory_in_bytes / 1e6,
         "bytes, GB": _traffic.traffic(module) / 1e9,
-        "M cycles": cycles or None,
+        "M cycles": _traffic.estimated_cycles(module) / 1e6 or None,
         "wire, MB": sum(one.bytes for one in sent) / 1e6,
-        "asynchronous": f"{sum(runs)}/{sum(one.times for one in sent if one.first)}",
-        "collectives": {
-            name: (total.number, total.bytes / 1e6)
-            for name, total in _wire.totals(sent, SHOWN).items()
-        },
-        "compile time, s": time.process_time() - start,
+        "asynchronous": f"{asynchronous}/{sum(one.times for one in sent)}",
+        "collectives: number, MB": "; ".join(kinds),
+        "seconds": time.process_time() - start,
     }
 
 
 def _compile(case: Case) -> Any:
-    half, target = HALF[case.dtype], case.target
-    if case.layout in MINIMAL:
-        return compile_minimal(case.layout, target, case.program, half)
-    layout = LAYOUTS[case.layout]
-    mesh = layout.mesh(target, AXES[case.axes])
-    sizes = Transformer(
-        int(case.model[1:]), vocabulary=8192, batch=ROWS * mesh.shape["data"]
-    )
-    model = layout.model(sizes, mesh, scanned=case.model[0] == "s")
+    half, layout = HALF[case.dtype], LAYOUTS.get(case.layout)
+    if layout is None:
+        return compile_minimal(case.layout, case.target, case.program, half)
+    mesh = layout.mesh(case.target, AXES[case.axes])
+    layers, scanned = MODELS[case.model]
+    sizes = Transformer(layers, vocabulary=8192, batch=ROWS * mesh.shape["data"])
+    model = layout.model(sizes, mesh, scanned=scanned)
     params, batch = jax.eval_shape(model.init, jax.random.key(0))
+    inner = optax.adamw(1e-3)
     if case.program == HALF_PARAMETERS:
         params = jax.eval_shape(lambda tree: cast(tree, half), params)
+        inner = jmp_scale.with_half_parameters(inner)
+    tx = jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
     args = [layout.place(params, mesh)]
-    loss = PROGRAMS[case.program](model.loss, half)
-    tx = None
     if case.step == "AdamW":
-        tx = _optimizer(case.program)
         args.append(place_state(jax.eval_shape(tx.init, params), args[0], mesh))
-    step = _step(loss, tx, layout.shard_map)
+    step = _step(PROGRAMS[case.program](model.loss, half), tx, layout.shard_map)
     if layout.shard_map:
         specs = (*[P()] * len(args), P("data"))
-        step = jax.shard_map(
-            step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
-        )
+        of = {"mesh": mesh, "in_specs": specs, "out_specs": P(), "check_vma": False}
+        step = jax.shard_map(step, **of)
     out = jax.tree.map(lambda leaf: leaf.sharding, args)
     donated = tuple(range(len(args))) if case.step == "AdamW" else ()
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(None, *out))
-    explicit = case.axes == "explicit"
-    with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
+    is_explicit = case.axes == "explicit"
+    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
         lowered = jitted.lower(*args, {"tokens": placed(batch["tokens"], mesh, "data")})
-    return lowered.compile(compiler_options=options(target))
-
-
-def _optimizer(program: str) -> Any:
-    inner = optax.adamw(1e-3)
-    if program == HALF_PARAMETERS:
-        inner = jmp_scale.with_half_parameters(inner)
-    return jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
+    return lowered.compile(compiler_options=options(case.target))
 
 
 def _step(loss: Any, tx: Any, averaged: bool) -> Any:
-    """Value and gradient; with a state of the optimizer a whole step."""
+    """Value and gradient, or the whole step if a state of the optimizer is given."""
 
     def step(params, *rest):
-        *state, batch = rest
+        *states, batch = rest
         value_and_grad = jax.value_and_grad(loss)
-        if state:
-            value_and_grad = jmp_scale.value_and_grad(loss, state[0].loss_scale)
+        if states:
+            value_and_grad = jmp_scale.value_and_grad(loss, states[0].loss_scale)
         value, grads = value_and_grad(params, batch)
         if averaged:
             value, grads = lax.pmean((value, grads), "data")
-        if not state:
+        if not states:
             return value, grads
-        updates, state = tx.update(grads, *state, params, value=value)
+        updates, state = tx.update(grads, states[0], params, value=value)
         return value, optax.apply_updates(params, updates), state
 
     return step
 
 
-def _target(text: str) -> Target:
-    name, _, chips = text.partition(":")
-    if name not in TARGETS or not chips.isdigit():
-        raise argparse.ArgumentTypeError(
-            f"expected NAME:CHIPS with a name of {', '.join(TARGETS)}, got {text!r}"
-        )
-    return Target(name, int(chips))
-
-
-def _model(text: str) -> str:
-    if not re.fullmatch(r"[us][1-9]\d*", text):
-        raise argparse.ArgumentTypeError(
-            f"expected uN for N unrolled layers or sN for a scan, got {text!r}"
-        )
-    return text
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _harness.parser(__doc__)
-    targets = [Target("h100", 8), Target("tpu-v5e", 8)]
-    text = f"NAME:CHIPS of {', '.join(TARGETS)}"
-    parser.add_argument(
-        "--targets", nargs="+", type=_target, default=targets, help=text
-    )
-    text = "layers, such as u2 or s12"
-    models = ["u2", "u4", "s12"]
-    parser.add_argument("--models", nargs="+", type=_model, default=models, help=text)
     for flag, choices, default, text in (
-        ("--layouts", LAYOUTS, LAYOUTS, "of the models"),
-        ("--steps", STEPS, STEPS, "value and gradient, or a whole step"),
+        ("--layouts", LAYOUTS, LAYOUTS, "where arrays lie"),
+        ("--models", MODELS, MODELS, "layers, unrolled or as a scan"),
+        ("--steps", STEPS, STEPS, "value and gradient, or all with a loss scale"),
         ("--programs", PROGRAMS, PROGRAMS, "of each"),
         ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
-        ("--axes", AXES, ["auto"], "types of the mesh's axes"),
+        ("--axes", AXES, ["auto"], "of the mesh"),
     ):
         _harness.add_several(parser, flag, choices, default, text)
-    text = "the minimal programs in place of models; their gradient alone"
+    text = f"NAME:CHIPS, of {', '.join(TARGETS)}"
+    default = ["h100:8", "tpu-v5e:8"]
+    parser.add_argument("--targets", nargs="+", default=default, help=text)
+    text = "gradients of minimal programs, not of models"
     parser.add_argument("--minimal", action="store_true", help=text)
     parser.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
     return parser

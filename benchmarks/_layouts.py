@@ -41,8 +41,13 @@ class Layout(NamedTuple):
         return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}), kind)
 
     def model(self, sizes: Transformer, mesh: Mesh, *, scanned: bool) -> Model:
-        """Pins the stream of a scan, which XLA does not place well by itself."""
+        """Pins the stream of a scan, which XLA does not place well by itself.
+
+        With Explicit axes a program gathers its parameters itself.
+        """
         pinned: Any = {}
+        if self.fsdp and AxisType.Explicit in mesh.axis_types:
+            pinned["weight"] = _pin(mesh)
         if self.sequence_parallel:
             pinned["stream"] = _pin(mesh, "data", "model", None)
             pinned["branch"] = _pin(mesh, "data", None, None)

@@ -49,17 +49,19 @@ def transformer(
     keep_scores: bool = True,
     stream: Callable[[jax.Array], jax.Array] = lambda x: x,
     branch: Callable[[jax.Array], jax.Array] = lambda x: x,
+    weight: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Model:
     """With tied embeddings, unrolled or a `lax.scan`; 16 leaves a layer and 4 more.
 
-    `stream` and `branch` say where arrays lie: those that are added up from block to
-    block, and what attention and the MLP read, each (batch, position, width).
+    `stream`, `branch` and `weight` say where arrays lie: those that are added up from
+    block to block, what attention and the MLP read, each (batch, position, width), and
+    parameters where they are used.
     """
     attend = _attend if keep_scores else jax.checkpoint(_attend)
 
     def loss(params, batch, dtype, checkpointed=False):
         def block(x, layer):
-            layer = cast(layer, dtype)
+            layer = jax.tree.map(weight, cast(layer, dtype))
             heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
             y = branch(normalize(x, layer["norm1"]))
             y = attend(*(_dense(y, layer[name]).reshape(heads) for name in "qkv"))
@@ -69,7 +71,7 @@ def transformer(
 
         block = jax.checkpoint(block) if checkpointed else block
         tokens, layers = batch["tokens"], params["layers"]
-        rest = cast(params | {"layers": None}, dtype)
+        rest = jax.tree.map(weight, cast(params | {"layers": None}, dtype))
         x = stream(_look_up(rest["tokens"], tokens) + rest["positions"][None])
         if scanned:
             x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, layers)

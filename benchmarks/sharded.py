@@ -73,6 +73,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     kept = args.resume is not None and args.resume.exists()
     found = json.loads(args.resume.read_text()) if kept else {}
+    split = [name for name in args.layouts if LAYOUTS[name].tensor_parallel]
+    if "explicit" in args.axes and split:
+        parser.error(
+            "--axes explicit: expected --layouts without tensor parallelism, which "
+            f"needs an out_sharding for its products, got {', '.join(split)}"
+        )
     if args.minimal:
         args.steps, args.layouts, args.models = ["gradient"], MINIMAL, ["-"]
     tables = []

@@ -7,6 +7,8 @@ allocated or run. Ratios are to casting by hand. One row alone:
     python benchmarks/sharded.py --targets h100:8 --layouts FSDP --models u2 \
         --steps gradient --programs autocast --resume rows.json
 
+A loop counts as often as it runs. `--minimal` compiles programs of one cause each.
+
 A program takes 5 to 30 s for GPUs, and minutes for TPUs. Rows in the file of `--resume`
 are not measured again, so a long run may be stopped; remove those of code that has
 changed.
@@ -149,13 +151,11 @@ def _compile(case: Case) -> Any:
     sizes = Transformer(layers, vocabulary=8192, batch=ROWS * mesh.shape["data"])
     model = layout.model(sizes, mesh, scanned=scanned)
     params, batch = jax.eval_shape(model.init, jax.random.key(0))
-    inner = optax.adamw(1e-3)
     if case.program == HALF_PARAMETERS:
         params = jax.eval_shape(lambda tree: cast(tree, half), params)
-        inner = jmp_scale.with_half_parameters(inner)
-    tx = jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
-    args = [layout.place(params, mesh)]
+    args, tx = [layout.place(params, mesh)], None
     if case.step == "AdamW":
+        tx = _optimizer(case.program)
         args.append(place_state(jax.eval_shape(tx.init, params), args[0], mesh))
     step = _step(PROGRAMS[case.program](model.loss, half), tx, layout.shard_map)
     if layout.shard_map:
@@ -171,23 +171,29 @@ def _compile(case: Case) -> Any:
     return lowered.compile(compiler_options=options(case.target))
 
 
-def _step(loss: Any, tx: Any, averaged: bool) -> Any:
-    """Value and gradient, or the whole step if a state of the optimizer is given."""
+def _optimizer(program: str) -> optax.GradientTransformationExtraArgs:
+    inner = optax.adamw(1e-3)
+    if program == HALF_PARAMETERS:
+        inner = jmp_scale.with_half_parameters(inner)
+    return jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
 
-    def step(params, *rest):
-        *states, batch = rest
-        value_and_grad = jax.value_and_grad(loss)
-        if states:
-            value_and_grad = jmp_scale.value_and_grad(loss, states[0].loss_scale)
-        value, grads = value_and_grad(params, batch)
-        if averaged:
-            value, grads = lax.pmean((value, grads), "data")
-        if not states:
-            return value, grads
-        updates, state = tx.update(grads, states[0], params, value=value)
+
+def _step(loss: Any, tx: Any, averaged: bool) -> Any:
+    """Value and gradient, or the whole step of an optimizer."""
+
+    def average(tree):
+        return lax.pmean(tree, "data") if averaged else tree
+
+    def gradient(params, batch):
+        return average(jax.value_and_grad(loss)(params, batch))
+
+    def update(params, state, batch):
+        value_and_grad = jmp_scale.value_and_grad(loss, state.loss_scale)
+        value, grads = average(value_and_grad(params, batch))
+        updates, state = tx.update(grads, state, params, value=value)
         return value, optax.apply_updates(params, updates), state
 
-    return step
+    return gradient if tx is None else update
 
 
 def _parser() -> argparse.ArgumentParser:

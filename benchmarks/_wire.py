@@ -1,6 +1,7 @@
 """What a compiled program sends between its devices."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class Sent(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """As `_hlo.parse`, with the turns of each loop that counts from 0 in steps of 1."""
+    """As `_hlo.parse`, with the turns of each loop that counts up from 0."""
     module = _hlo.parse(text)
     for computation in module.computations.values():
         for name, instruction in computation.items():
@@ -82,16 +83,34 @@ def totals(module: Module, smallest: int = 1024) -> dict[str, tuple[int, int]]:
 
 
 def _counted(module: Module, loop: Instruction) -> Instruction:
-    """Says how often a loop runs, which XLA does for GPUs alone."""
-    name = re.search(r"\bcondition=%?([\w.\-~]+)", loop.attributes)
-    condition = module.computations[name[1]] if name else {}
-    (root,) = (i for i in condition.values() if i.is_root)
-    limits = [condition[n] for n in root.operands if condition[n].opcode == "constant"]
-    is_less = "direction=LT" in root.attributes and len(limits) == 1
-    if not is_less or "known_trip_count" in loop.attributes:
+    """Says how often a loop runs that counts from 0, which XLA does for GPUs alone."""
+    if "known_trip_count" in loop.attributes:
         return loop
-    known = f'known_trip_count={{"n":"{limits[0].attributes}"}}'
+    # The order of the two is that of the text.
+    condition, body = (
+        module.computations[name] for name in _hlo.called_computations(loop.attributes)
+    )
+    (test,), (turn,) = ([i for i in c.values() if i.is_root] for c in (condition, body))
+    limit = _constant(test, condition)
+    counter = next(
+        (condition[n] for n in test.operands if "index=" in condition[n].attributes),
+        None,
+    )
+    if limit is None or counter is None or "direction=LT" not in test.attributes:
+        return loop
+    index = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    step = _constant(body[turn.operands[index]], body)
+    known = f'known_trip_count={{"n":"{math.ceil(limit / (step or 1))}"}}'
     return dataclasses.replace(loop, attributes=f"{loop.attributes}, {known}")
+
+
+def _constant(
+    instruction: Instruction, computation: _traffic.Computation
+) -> int | None:
+    """The constant among the operands."""
+    found = [computation[name] for name in instruction.operands]
+    values = [x.attributes for x in found if x.opcode == "constant"]
+    return int(values[0]) if values else None
 
 
 def _with_wrapped(

@@ -134,6 +134,8 @@ def test_collectives_are_listed_with_their_operands():
     assert _traffic.collectives(program) == [("all-reduce", ("f32[1024]",))]
 
 
+CARRIED = "%c = (s32[], f32[1024]{0}) parameter(0)\n"
+CARRIED += "%i = s32[] get-tuple-element(%c), index=0"
 FUSED = computation("%all-reduce-scatter.1", X, "%r = f32[1024]{0} all-reduce(%x)")
 PIECE = X + '%g = f32[2048]{0} all-gather(%x), frontend_attributes={chain_id="3"}'
 SENT = {
@@ -157,15 +159,23 @@ SENT = {
         [("collective-permute", 4096, 1, True)],
     ),
     "a loop's condition says how often it runs on a TPU": (
-        X + "%w = f32[1024]{0} while(%x), condition=%cond, body=%body",
+        X + "%w = (s32[], f32[1024]{0}) while(%x), condition=%cond, body=%body",
         computation(
             "%cond",
-            "%i = s32[] parameter(0)",
+            CARRIED,
             "%n = s32[] constant(12)",
             "ROOT %less = pred[] compare(%i, %n), direction=LT",
         )
-        + computation("%body", X, "ROOT %r = f32[1024]{0} all-reduce(%x)"),
-        [("all-reduce", 12 * 2 * 4096, 12, False)],
+        + computation(
+            "%body",
+            CARRIED,
+            "%two = s32[] constant(2)",
+            "%next = s32[] add(%i, %two)",
+            "%y = f32[1024]{0} get-tuple-element(%c), index=1",
+            "%r = f32[1024]{0} all-reduce(%y)",
+            "ROOT %t = (s32[], f32[1024]{0}) tuple(%next, %r)",
+        ),
+        [("all-reduce", 6 * 2 * 4096, 6, False)],
     ),
     "a TPU fuses an all-reduce and a slice to a reduce-scatter": (
         X + "%f = f32[128]{0} fusion(%x), calls=%all-reduce-scatter.1",

@@ -86,20 +86,18 @@ def _counted(module: Module, loop: Instruction) -> Instruction:
     """Says how often a loop runs that counts from 0, which XLA does for GPUs alone."""
     if "known_trip_count" in loop.attributes:
         return loop
-    # The order of the two is that of the text.
-    condition, body = (
-        module.computations[name] for name in _hlo.called_computations(loop.attributes)
-    )
-    (test,), (turn,) = ([i for i in c.values() if i.is_root] for c in (condition, body))
+    called = _hlo.called_computations(loop.attributes)
+    condition, body = (module.computations[name] for name in called)
+    (test,) = (i for i in condition.values() if i.is_root)
+    (turn,) = (i for i in body.values() if i.is_root)
     limit = _constant(test, condition)
-    counter = next(
-        (condition[n] for n in test.operands if "index=" in condition[n].attributes),
-        None,
-    )
-    if limit is None or counter is None or "direction=LT" not in test.attributes:
+    indices = [
+        re.search(r"index=(\d+)", condition[n].attributes) for n in test.operands
+    ]
+    counters = [int(index[1]) for index in indices if index]
+    if limit is None or not counters or "direction=LT" not in test.attributes:
         return loop
-    index = int(re.search(r"index=(\d+)", counter.attributes)[1])
-    step = _constant(body[turn.operands[index]], body)
+    step = _constant(body[turn.operands[counters[0]]], body)
     known = f'known_trip_count={{"n":"{math.ceil(limit / (step or 1))}"}}'
     return dataclasses.replace(loop, attributes=f"{loop.attributes}, {known}")
 
@@ -107,10 +105,11 @@ def _counted(module: Module, loop: Instruction) -> Instruction:
 def _constant(
     instruction: Instruction, computation: _traffic.Computation
 ) -> int | None:
-    """The constant among the operands."""
-    found = [computation[name] for name in instruction.operands]
-    values = [x.attributes for x in found if x.opcode == "constant"]
-    return int(values[0]) if values else None
+    """The positive whole number among the operands."""
+    given = [computation[name] for name in instruction.operands]
+    found = [operand for operand in given if operand.opcode == "constant"]
+    values = [int(x.attributes) for x in found if x.attributes.isdigit()]
+    return values[0] if values else None
 
 
 def _with_wrapped(

@@ -33,7 +33,7 @@ class Instruction:
     opcode: str
     results: tuple[Array, ...]
     operands: tuple[str, ...]
-    attributes: str
+    attributes: str  # of a parameter its position, of a constant its value
     is_root: bool
 
 
@@ -70,7 +70,7 @@ def _instruction(line: str) -> Instruction:
     shape, rest = _split_shape(definition)
     opcode, rest = rest.split("(", 1)
     end = _closing(rest)
-    if opcode == "parameter":
+    if opcode in ("parameter", "constant"):
         operands, attributes = (), rest[:end]
     else:
         operands = tuple(map(bare_name, re.findall(r"%[\w.\-~]+", rest[:end])))

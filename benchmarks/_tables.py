@@ -54,5 +54,13 @@ def _alike_once(cells: Sequence[Any]) -> list[str]:
     return texts if len(set(texts)) > 1 else texts[:1]
 
 
+def compared(value: float | None, base: float | None) -> str:
+    """A figure, as a ratio to its base where there is one."""
+    if value is None:
+        return "-"
+    shown = f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{value / base:.3f}" if base else shown
+
+
 def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)

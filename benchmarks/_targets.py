@@ -66,13 +66,18 @@ class Target:
     """Chips of one kind that a program is compiled for."""
 
     name: str  # one of `TARGETS`
-    chips: int = 1  # or a power of 4 for TPUs
+    chips: int = 1  # or a power of 4, or 8, for TPUs
 
     @functools.cached_property
     def mesh(self) -> Mesh:
         """All chips on one axis, `chips`."""
+        return self.mesh_of({"chips": self.chips})
+
+    def mesh_of(self, axes: dict[str, int], kind: AxisType = AxisType.Auto) -> Mesh:
+        """All chips, on axes of these names and sizes."""
         devices = np.array(_devices(self.name, self.chips))[: self.chips]
-        return Mesh(devices, ("chips",), axis_types=(AxisType.Auto,))
+        devices = devices.reshape(tuple(axes.values()))
+        return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
     def placed(self, tree: Any) -> Any:
         """Types of the leaves, each sharded over its first dimension that divides."""
@@ -114,6 +119,6 @@ def _devices(name: str, chips: int) -> list[Any]:
     for variable, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     side = max(2, math.isqrt(chips))
-    shape = f"{name.removeprefix('tpu-')}:{side}x{side}"
+    shape = f"{name.removeprefix('tpu-')}:{side}x{max(side, chips // side)}"
     topology = topologies.get_topology_desc(platform="tpu", topology_name=shape)
     return list(topology.devices)

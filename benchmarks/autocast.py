@@ -32,6 +32,7 @@ from _compiled import AS_WRITTEN, figures
 from _half_models import DEEP, LARGE, SMALL
 from _harness import Table
 from _models import Model
+from _tables import compared
 from tqdm import tqdm
 
 import jmp_scale
@@ -106,7 +107,7 @@ def _table(args: Any, found: Any, part: str, where: str, dtype: str) -> Table:
     for model, program in rows:
         own, bases = values(model, program), values(model, base)
         bases = {} if program == base else bases
-        cells = [_cell(own.get(name), bases.get(name)) for name in columns]
+        cells = [compared(own.get(name), bases.get(name)) for name in columns]
         table.rows.append([model, program, *cells])
     return table
 
@@ -180,13 +181,6 @@ PARTS = {
 
 def types(model: Model) -> Any:
     return jax.eval_shape(model.init, jax.random.key(0))
-
-
-def _cell(value: float | None, base: float | None) -> str:
-    if value is None:
-        return "-"
-    shown = f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
-    return f"{value / base:.3f}" if base else shown
 
 
 def _parser() -> Any:

@@ -1,0 +1,121 @@
+"""Where a transformer's arrays lie on the devices of a mesh.
+
+The batch is split over the axis `data`, layers are over the axis `model`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import _targets
+import jax
+from _models import Model, Transformer, transformer
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MODEL_DEVICES = 4  # that share a layer
+
+# The dimension of a weight that is split over `model`, from the last.
+COLUMNS = {"q": -1, "k": -1, "v": -1, "up": -1}
+SPLIT = COLUMNS | {"o": -2, "down": -2}
+
+
+class Layout(NamedTuple):
+    """How a model is dealt out, besides the batch.
+
+    Attributes:
+      fsdp: parameters are split over `data`.
+      tensor_parallel: weights and the vocabulary are split over `model`.
+      sequence_parallel: positions are, between the products of a block.
+      shard_map: the program is that of one device, and averages gradients itself.
+    """
+
+    fsdp: bool = False
+    tensor_parallel: bool = False
+    sequence_parallel: bool = False
+    shard_map: bool = False
+
+    def mesh(self, target: _targets.Target, kind: AxisType = AxisType.Auto) -> Mesh:
+        shared = MODEL_DEVICES if self.tensor_parallel else 1
+        axes = {"data": target.chips // shared}
+        return target.mesh_of(axes | ({"model": shared} if shared > 1 else {}), kind)
+
+    def model(self, sizes: Transformer, mesh: Mesh, *, scanned: bool) -> Model:
+        """Pins the stream of a scan, which XLA does not place well by itself.
+
+        With Explicit axes a program gathers its parameters itself.
+        """
+        pinned: Any = {}
+        if self.fsdp and AxisType.Explicit in mesh.axis_types:
+            pinned["weight"] = _pin(mesh)
+        if self.sequence_parallel:
+            pinned["stream"] = _pin(mesh, "data", "model", None)
+            pinned["branch"] = _pin(mesh, "data", None, None)
+        elif scanned and not self.shard_map:
+            pinned["stream"] = _pin(mesh, "data", None, None)
+        return transformer(sizes, scanned=scanned, **pinned)
+
+    def place(self, params: Any, mesh: Mesh) -> Any:
+        """Types of the parameters with their shardings."""
+
+        def place_leaf(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            return placed(leaf, mesh, *self._axes(names, leaf.shape, mesh))
+
+        return jax.tree_util.tree_map_with_path(place_leaf, params)
+
+    def _axes(self, names: list[str], shape: Any, mesh: Mesh) -> list[str | None]:
+        """The axis that each dimension of a parameter is split over."""
+        axes: list[str | None] = [None] * len(shape)
+        *_, layer, name = ["", *names]
+        if self.tensor_parallel and name == "tokens":
+            axes[0] = "model"
+        elif self.tensor_parallel and (name == "kernel" or layer in COLUMNS):
+            axes[SPLIT[layer]] = "model"
+        if self.fsdp:
+            # A scan's layers, the first dimension, stay whole.
+            first = int(names[0] == "layers" and not names[1].isdigit())
+            free = [at for at in range(first, len(shape)) if axes[at] is None]
+            fits = [at for at in free if shape[at] % mesh.shape["data"] == 0]
+            if fits:
+                axes[max(fits, key=lambda at: (shape[at], at))] = "data"
+        return axes
+
+
+LAYOUTS = {
+    "DP": Layout(),
+    "FSDP": Layout(fsdp=True),
+    "TP": Layout(tensor_parallel=True),
+    "FSDPxTP": Layout(fsdp=True, tensor_parallel=True),
+    "sequence": Layout(tensor_parallel=True, sequence_parallel=True),
+    "shard_map": Layout(shard_map=True),
+}
+
+
+def placed(leaf: Any, mesh: Mesh, *axes: str | None) -> jax.ShapeDtypeStruct:
+    """A type with its sharding."""
+    sharding = NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def place_state(state: Any, params: Any, mesh: Mesh) -> Any:
+    """Types of an optimizer's state: what looks like the parameters lies like them."""
+    structure = jax.tree.structure(params)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+
+    def is_alike(tree: Any) -> bool:
+        return jax.tree.structure(tree) == structure
+
+    def place(tree: Any) -> Any:
+        if not is_alike(tree):
+            return placed(tree, mesh)
+        return jax.tree.map(lambda leaf, spec: placed(leaf, mesh, *spec), tree, specs)
+
+    return jax.tree.map(place, state, is_leaf=is_alike)
+
+
+def _pin(mesh: Mesh, *axes: str | None) -> Callable[[jax.Array], jax.Array]:
+    sharding = NamedSharding(mesh, P(*axes))
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    pin = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
+    return lambda x: pin(x, sharding)

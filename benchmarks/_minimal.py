@@ -1,0 +1,103 @@
+"""The smallest programs in which half precision decides what crosses the wire."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from _compiled import AS_WRITTEN
+from _layouts import placed
+from _models import cast, wide
+from _targets import Target
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale
+
+# How a loss of (parameters, batch, dtype), where None is float32, becomes one of two
+# arguments. The last is given parameters that are stored in half precision.
+HALF_PARAMETERS = "autocast, half parameters"
+PROGRAMS: dict[str, Callable[..., Callable[[Any, Any], jax.Array]]] = {
+    "by hand": lambda loss, half: lambda params, batch: loss(params, batch, half),
+    "autocast": lambda loss, half: jmp_scale.autocast(
+        lambda params, batch: loss(params, batch, None), half
+    ),
+}
+PROGRAMS[HALF_PARAMETERS] = PROGRAMS["autocast"]
+
+
+class Minimal(NamedTuple):
+    """A loss of (parameters, batch, dtype), and the shapes and specs of its arguments.
+
+    `batch` is also given its dtype. The mesh has the one axis `chips`.
+    """
+
+    loss: Callable[..., jax.Array]
+    params: dict[str, tuple[tuple[int, ...], P]]
+    batch: tuple[tuple[int, ...], P, Any]
+
+
+def _products_of_one_operand(params, x, dtype):
+    params = cast(params, dtype)
+    x = jnp.tanh(cast(x, dtype) @ params["in"])
+    q, k, v = (x @ params[name] for name in "qkv")
+    return jnp.mean(wide(q * k * v) ** 2)
+
+
+def _lookup(params, tokens, dtype):
+    params = cast(params, dtype)
+    return jnp.mean(wide(jax.nn.gelu(params["table"][tokens]) @ params["out"]) ** 2)
+
+
+def _layers(params, x, dtype):
+    x = cast(x, dtype)
+    for weight in cast(params, dtype).values():
+        x = jax.nn.gelu(x @ weight)
+    return jnp.mean(wide(x) ** 2)
+
+
+ROWS, COLUMNS, WHOLE = P("chips"), P(None, "chips"), P()
+SQUARE, TABLE = (1024, 1024), (32768, 1024)
+MINIMAL = {
+    "qkv, TP": Minimal(
+        _products_of_one_operand,
+        {"in": (SQUARE, WHOLE), **dict.fromkeys("qkv", (SQUARE, COLUMNS))},
+        ((4096, 1024), WHOLE, jnp.float32),
+    ),
+    "vocabulary, TP": Minimal(
+        _lookup,
+        {"table": (TABLE, ROWS), "out": (SQUARE, WHOLE)},
+        ((8, 512), WHOLE, jnp.int32),
+    ),
+    "vocabulary, FSDP": Minimal(
+        _lookup,
+        {"table": (TABLE, ROWS), "out": (SQUARE, ROWS)},
+        ((64, 512), ROWS, jnp.int32),
+    ),
+    "four layers, FSDP": Minimal(
+        _layers,
+        dict.fromkeys("1234", (SQUARE, ROWS)),
+        ((32768, 1024), ROWS, jnp.float32),
+    ),
+}
+
+
+def compile_minimal(
+    name: str, target: Target, program: str = "autocast", half: Any = jnp.bfloat16
+) -> Any:
+    """Value and gradient, each gradient placed like its parameter."""
+    minimal = MINIMAL[name]
+
+    def place(shape: Any, spec: P, dtype: Any) -> jax.ShapeDtypeStruct:
+        return placed(jax.ShapeDtypeStruct(shape, dtype), target.mesh, *spec)
+
+    stored = half if program == HALF_PARAMETERS else jnp.float32
+    params = {name: place(*how, stored) for name, how in minimal.params.items()}
+    out = {name: param.sharding for name, param in params.items()}
+    gradient = jax.value_and_grad(PROGRAMS[program](minimal.loss, half))
+    jitted = jax.jit(gradient, out_shardings=(None, out))
+    lowered = jitted.lower(params, place(*minimal.batch))
+    return lowered.compile(compiler_options=options(target))
+
+
+def options(target: Target) -> Any:
+    return AS_WRITTEN if target.name == "h100" else {}

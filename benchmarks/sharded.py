@@ -1,0 +1,220 @@
+"""What `autocast` sends between many devices, beside casting by hand.
+
+Layers of GPT-2 small, 8 rows for each device of the axis that the batch is split over,
+as the compilers of GPUs and TPUs make them. No such machine is needed; nothing is
+allocated or run. Ratios are to casting by hand. One row alone:
+
+    python benchmarks/sharded.py --targets h100:8 --layouts FSDP --models u2 \
+        --steps gradient --programs autocast --resume rows.json
+
+A loop counts as often as it runs. `--minimal` compiles programs of one cause each.
+
+A program takes 5 to 30 s for GPUs, and minutes for TPUs. Rows in the file of `--resume`
+are not measured again, so a long run may be stopped; remove those of code that has
+changed.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import time
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import _harness
+import _targets
+import _traffic
+import _wire
+import jax
+import jax.numpy as jnp
+import optax
+from _harness import Table
+from _layouts import LAYOUTS, place_state, placed
+from _minimal import HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal, options
+from _models import Transformer, cast
+from _tables import compared
+from _targets import TARGETS, Target
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import jmp_scale
+
+ROWS = 8  # of the batch, for each device of its axis
+MODELS = {"u2": (2, False), "u4": (4, False), "s12": (12, True)}  # layers, as a scan
+HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+STEPS = ("gradient", "AdamW")
+MEMORY = "temporaries, MB"
+RATIOS = (MEMORY, "peak, MB", "bytes, GB", "M cycles", "wire, MB")
+OTHERS = ("asynchronous", "collectives: number, MB")
+
+
+class Case(NamedTuple):
+    """One row. `layout` may name a minimal program instead, whose `model` is "-"."""
+
+    target: Target
+    step: str
+    dtype: str
+    axes: str
+    layout: str
+    model: str
+    program: str
+
+    def __str__(self) -> str:
+        target = f"{self.target.name}:{self.target.chips}"
+        return " | ".join([target, *self[1:]])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    kept = args.resume is not None and args.resume.exists()
+    found = json.loads(args.resume.read_text()) if kept else {}
+    split = [name for name in args.layouts if LAYOUTS[name].tensor_parallel]
+    if "explicit" in args.axes and split:
+        parser.error(
+            "--axes explicit: expected --layouts without tensor parallelism, which "
+            f"needs an out_sharding for its products, got {', '.join(split)}"
+        )
+    if args.minimal:
+        args.steps, args.layouts, args.models = ["gradient"], MINIMAL, ["-"]
+    tables = []
+    for given in args.targets:
+        name, _, chips = given.partition(":")
+        if name not in TARGETS or not chips.isdigit():
+            parser.error(f"--targets: expected NAME:CHIPS, got {given!r}")
+        if reason := _targets.missing(name):
+            print(f"{given}: {reason}")
+            continue
+        for of in product(args.steps, args.dtypes, args.axes):
+            rows = product(args.layouts, args.models, args.programs)
+            cases = [Case(Target(name, int(chips)), *of, *row) for row in rows]
+            tables.append(_table(args, found, cases))
+    _harness.report(tables, args.json, "compiled, not run")
+
+
+def _table(args: Any, found: Any, cases: Sequence[Case]) -> Table:
+    """Rows of one machine and step; measures those that are not in `found`."""
+    target, *of = cases[0][:4]
+    title = f"{target.name} x {target.chips}, {', '.join(of)}"
+    for case in tqdm(cases, title):
+        if str(case) not in found:
+            found[str(case)] = _measure(case)
+            if args.resume is not None:
+                args.resume.write_text(json.dumps(found, indent=1) + "\n")
+    table = Table(title, ["layout", "model", "program", *RATIOS, *OTHERS])
+    for case in cases:
+        own, base = found[str(case)], {}
+        if case.program != "by hand":
+            base = found.get(str(case._replace(program="by hand")), {})
+        ratios = [compared(own.get(name), base.get(name)) for name in RATIOS]
+        table.rows.append([*case[-3:], *ratios, *(own.get(name) for name in OTHERS)])
+    return table
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    start = time.process_time()
+    try:
+        compiled = _compile(case)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return {MEMORY: float("inf")}  # more than the machine has
+        raise
+    memory = compiled.memory_analysis()
+    module = _wire.parse(compiled.as_text())
+    sent = _wire.sent(module)
+    asynchronous = sum(one.times for one in sent if one.asynchronous)
+    kinds = [f"{k} {n}, {b / 1e6:.1f}" for k, (n, b) in _wire.totals(module).items()]
+    return {
+        MEMORY: memory.temp_size_in_bytes / 1e6,
+        "peak, MB": memory.peak_memory_in_bytes / 1e6,
+        "bytes, GB": _traffic.traffic(module) / 1e9,
+        "M cycles": _traffic.estimated_cycles(module) / 1e6 or None,
+        "wire, MB": sum(one.bytes for one in sent) / 1e6,
+        "asynchronous": f"{asynchronous}/{sum(one.times for one in sent)}",
+        "collectives: number, MB": "; ".join(kinds),
+        "seconds": time.process_time() - start,
+    }
+
+
+def _compile(case: Case) -> Any:
+    half, layout = HALF[case.dtype], LAYOUTS.get(case.layout)
+    if layout is None:
+        return compile_minimal(case.layout, case.target, case.program, half)
+    mesh = layout.mesh(case.target, AXES[case.axes])
+    layers, scanned = MODELS[case.model]
+    sizes = Transformer(layers, vocabulary=8192, batch=ROWS * mesh.shape["data"])
+    model = layout.model(sizes, mesh, scanned=scanned)
+    params, batch = jax.eval_shape(model.init, jax.random.key(0))
+    if case.program == HALF_PARAMETERS:
+        params = jax.eval_shape(lambda tree: cast(tree, half), params)
+    args, tx = [layout.place(params, mesh)], None
+    if case.step == "AdamW":
+        tx = _optimizer(case.program)
+        args.append(place_state(jax.eval_shape(tx.init, params), args[0], mesh))
+    step = _step(PROGRAMS[case.program](model.loss, half), tx, layout.shard_map)
+    if layout.shard_map:
+        specs = (*[P()] * len(args), P("data"))
+        of = {"mesh": mesh, "in_specs": specs, "out_specs": P(), "check_vma": False}
+        step = jax.shard_map(step, **of)
+    out = jax.tree.map(lambda leaf: leaf.sharding, args)
+    donated = tuple(range(len(args))) if case.step == "AdamW" else ()
+    jitted = jax.jit(step, donate_argnums=donated, out_shardings=(None, *out))
+    is_explicit = case.axes == "explicit"
+    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+        lowered = jitted.lower(*args, {"tokens": placed(batch["tokens"], mesh, "data")})
+    return lowered.compile(compiler_options=options(case.target))
+
+
+def _optimizer(program: str) -> optax.GradientTransformationExtraArgs:
+    inner = optax.adamw(1e-3)
+    if program == HALF_PARAMETERS:
+        inner = jmp_scale.with_half_parameters(inner)
+    return jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
+
+
+def _step(loss: Any, tx: Any, averaged: bool) -> Any:
+    """Value and gradient, or the whole step of an optimizer."""
+
+    def average(tree):
+        return lax.pmean(tree, "data") if averaged else tree
+
+    def gradient(params, batch):
+        return average(jax.value_and_grad(loss)(params, batch))
+
+    def update(params, state, batch):
+        value_and_grad = jmp_scale.value_and_grad(loss, state.loss_scale)
+        value, grads = average(value_and_grad(params, batch))
+        updates, state = tx.update(grads, state, params, value=value)
+        return value, optax.apply_updates(params, updates), state
+
+    return gradient if tx is None else update
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _harness.parser(__doc__)
+    for flag, choices, default, text in (
+        ("--layouts", LAYOUTS, LAYOUTS, "where arrays lie"),
+        ("--models", MODELS, MODELS, "layers, unrolled or as a scan"),
+        ("--steps", STEPS, STEPS, "value and gradient, or all with a loss scale"),
+        ("--programs", PROGRAMS, PROGRAMS, "of each"),
+        ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
+        ("--axes", AXES, ["auto"], "of the mesh"),
+    ):
+        _harness.add_several(parser, flag, choices, default, text)
+    text = f"NAME:CHIPS, of {', '.join(TARGETS)}"
+    default = ["h100:8", "tpu-v5e:8"]
+    parser.add_argument("--targets", nargs="+", default=default, help=text)
+    text = "gradients of minimal programs, not of models"
+    parser.add_argument("--minimal", action="store_true", help=text)
+    parser.add_argument("--resume", type=pathlib.Path, help="file of measured rows")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

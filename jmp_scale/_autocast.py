@@ -272,6 +272,8 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
         cast.shared(ops.Product.tangent, p, cast.backward) for p, _ in unit.products
     ]
 
+    operands = {i for _, wires in unit.products for i in wires[:2]}
+
     @jax.custom_jvp
     def run(inputs: list[Any], copies: list[Any]) -> Any:
         with _jaxpr.scope(unit.scope):
@@ -291,10 +293,15 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
         copies = [*read, *copies[unit.reads :]]
         with _jaxpr.scope(unit.scope):
             found, values = island.again(copies, known, kept, live, whole)
+        # Cast once, so the cotangents of what several products read meet in half
+        # precision: over devices they are added once, and travel so.
+        halved = {i: found[i].astype(cast.backward) for i in operands & {*found}}
         made = {}
         for k, (product, wires) in enumerate(unit.products):
-            pair = enumerate(wires[:2])
-            moving = {side: found[i] for side, i in pair if i in found}
+            moving = {}
+            for side, i in enumerate(wires[:2]):
+                if i in found:
+                    moving[side] = found[i] if product.wide_sides[side] else halved[i]
             if moving:
                 with _jaxpr.scope(product.scope):
                     tangent = product_tangents[k]([values[i] for i in wires], moving)

@@ -161,8 +161,9 @@ def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(dtype, key):
     ],
 )
 def test_nothing_is_lost_at_any_depth_of_a_loss_scale(nest):
-    inner = nest(optax.sgd(2.0**-9))
-    tx = with_loss_scale(nest(with_half_parameters(optax.sgd(2.0**-9))))
+    # Steps as large as the parameters: updates of 8 bits would miss the rounding.
+    inner = nest(optax.sgd(0.37))
+    tx = with_loss_scale(nest(with_half_parameters(optax.sgd(0.37))))
     params, plain = half(PARAMS), PARAMS
     state, plain_state = tx.init(params), inner.init(plain)
     for grads in STEPS:

@@ -6,18 +6,17 @@ A bfloat16 is the upper half of a float32, so its optimizer keeps the lower half
     q       = (bits(x) + 2^15) >> 16, the next parameter: x to nearest, ties up
     updates = float32(q) - float32(parameter), so that `optax.apply_updates` makes q
 
-All else in float32: `x` is what the optimizer updates. A float16 has another exponent;
-its remainder is the float32 `x - q`. Transformer Engine's FusedAdam and Megatron-LM
-(`store_param_remainders`) keep bfloat16 remainders in PyTorch.
+The remainder of a float16 is the float32 `x - q`. Transformer Engine and Megatron-LM
+keep bfloat16 remainders in PyTorch (`store_param_remainders`).
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -25,8 +24,8 @@ from ._state import find_loss_scale_states, with_arrays
 from ._tree import leaves_by_name, promote_to_float32
 
 _HALF = (jnp.bfloat16, jnp.float16)
-_LARGEST = float(jnp.finfo(jnp.float32).max)
-_FLOAT16 = jnp.finfo(jnp.float16)
+_bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 
 class HalfParametersState(NamedTuple):
@@ -54,83 +53,76 @@ def with_half_parameters(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an Optax optimizer: parameters in half precision lose no update.
 
-    The model holds bfloat16 or float16 parameters. `inner` sees and updates float32
-    values, whose rounding they are. What the rounding cuts off is kept in the state, in
-    2 bytes for a bfloat16 parameter: parameter and remainder are the float32 value, bit
-    for bit. So training is that of `inner` on float32 parameters, given the same
-    gradients. Leaves of other dtypes (float32, float8, integers) pass as they are.
+    `inner` updates float32 values, whose rounding the bfloat16 or float16 parameters
+    are; the state keeps the rest. So training is that of `inner` on float32 parameters,
+    bit for bit, given the same gradients. Leaves of other dtypes pass as they are.
 
-    With a `key` nothing is kept: the new values are rounded up or down at random, to
-    the next half-precision numbers, such that the mean is right. Values that need no
-    rounding stay. The random bits do not depend on devices or layouts.
+    With a `key` nothing is kept: new values are rounded up or down at random, right in
+    the mean and the same on all devices. What needs no rounding stays.
 
-    Put it inside `with_loss_scale`, and into it what belongs into an optimizer:
-    clipping, `MultiSteps`, schedules, `partition`. Only the updates that it returns may
-    be applied, unchanged, by `optax.apply_updates`: nothing may follow in a chain. That
-    of Equinox does not round: apply them to the arrays of `equinox.partition`.
-
-    Rounding is to nearest, ties up, for bfloat16, and a float32 value above the largest
-    finite bfloat16 becomes infinite, as in a cast. In float16 such a value becomes
-    65,504, and the remainder keeps the rest. Where a value falls to less than 2^-15 of
-    the old one in one step, it may miss some last digits. The rounding has no
-    derivative.
+    Put it inside `with_loss_scale`, and clipping, `MultiSteps` and schedules into it.
+    Apply its updates as they are, by `optax.apply_updates`; `equinox.apply_updates`
+    does not round. A value above the largest bfloat16 becomes infinite as in a cast,
+    above the largest float16 that. A value that falls below 2^-15 of itself in one step
+    may miss its last digits. The rounding has no derivative.
 
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
-      key: a PRNG key, typed or raw, for stochastic rounding. Its first 64 bits are used
-        as a Threefry key: other generators depend on the layout. Under `shard_map`
-        with divided parameters, fold the axis index into `rounding_key` after `init`.
+      key: a PRNG key, typed or raw, whose first 64 bits become a Threefry key: others
+        depend on the layout. `shard_map` needs one for each part of a divided array.
 
     Returns:
-      A transformation with state `HalfParametersState`, whose
-      `update(updates, state, params, **extra_args)` takes gradients of any dtype. Its
-      updates of half-precision parameters are float32: cast to less, they would lose
-      digits. Extra arguments go to `inner` (`grad` as float32).
+      A transformation with state `HalfParametersState`. Its `update` takes gradients of
+      any dtype, needs `params`, and returns float32 updates for half-precision leaves.
+      Extra arguments go to `inner`.
 
     Raises:
-      TypeError: `inner` is not an Optax optimizer, or `key` not a single PRNG key.
+      TypeError: `inner` is not an Optax optimizer.
       ValueError: `inner` contains a `with_loss_scale` or another `with_half_parameters`
-        (from `init`); `update` without `params`, or of parameters that differ from
-        those of `init` in structure, shape or dtype.
+        (from `init`); `update` without `params`, or with others than those of `init`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> tx = jmp_scale.with_half_parameters(optax.sgd(1.0))
-      >>> params = jnp.bfloat16(1.0)
+      >>> params = jnp.bfloat16(1)
+      >>> tx = jmp_scale.with_half_parameters(optax.sgd(2.0**-9))
       >>> state = tx.init(params)
-      >>> for _ in range(4):  # updates of 2^-10, a quarter of a bfloat16's digit
-      ...     updates, state = tx.update(jnp.bfloat16(-(2.0**-10)), state, params)
+      >>> for _ in range(2):  # a bfloat16 below 1 has steps of 2^-8
+      ...     updates, state = tx.update(jnp.bfloat16(1), state, params)
       ...     params = optax.apply_updates(params, updates)
       ...     print(params, jmp_scale.full_parameters(params, state))
-      1 1.0009766
-      1 1.0019531
-      1 1.0029297
-      1.00781 1.0039062
+      1 0.9980469
+      0.996094 0.99609375
     """
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "with_half_parameters: expected inner to be an "
-            f"optax.GradientTransformation, got {inner!r}; of an optax.MultiSteps pass "
-            "its gradient_transformation()"
+            f"optax.GradientTransformation, got {inner!r}; pass the optimizer first"
         )
     inner = optax.with_extra_args_support(inner)
-    words = None if key is None else _words(key)
+    words = None if key is None else jax.random.key_data(key)[:2]
 
     def init(params: optax.Params) -> HalfParametersState:
         inner_state = inner.init(jax.tree.map(_to_float32, params))
-        _refuse_nesting(inner_state)
+        if find_loss_scale_states(inner_state) or find_half_states(inner_state):
+            raise ValueError(
+                "with_half_parameters: expected an optimizer without a loss scale and "
+                "without half parameters within, got one with them; write "
+                "with_loss_scale(with_half_parameters(optimizer))"
+            )
         if words is None:
             return HalfParametersState(inner_state, jax.tree.map(_zeros, params), None)
         nothing = jax.tree.map(lambda _: None, params)
         return HalfParametersState(inner_state, nothing, jnp.copy(words))
 
     def update(
-        updates: optax.Updates,
-        state: HalfParametersState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: HalfParametersState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, HalfParametersState]:
-        _check_arguments(state, params)
+        if params is None:
+            raise ValueError(
+                "with_half_parameters: expected the parameters, got None; write "
+                "update(grads, state, params)"
+            )
+        _check_pairs("with_half_parameters", params, state.remainder)
         full = jax.tree.map(_join, params, state.remainder)
         if "grad" in extra_args:
             extra_args["grad"] = promote_to_float32(extra_args["grad"])
@@ -141,9 +133,7 @@ def with_half_parameters(
         next_key, keys = _split_key(state.rounding_key, params)
         changes = jax.tree.map(_change, params, values, keys)
         updates = jax.tree.map(_update, out, changes, is_leaf=is_nothing)
-        remainder = state.remainder
-        if next_key is None:
-            remainder = jax.tree.map(_remainder, params, changes, values)
+        remainder = jax.tree.map(_remainder, params, values, changes, keys)
         return updates, HalfParametersState(inner_state, remainder, next_key)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
@@ -154,44 +144,30 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
 
     Args:
       params: the parameters, as the optimizer's `init` got them.
-      opt_state: the optimizer's state after the same step, with the state of
-        `with_half_parameters` at any depth: of `with_loss_scale`, of a Flax
-        `TrainState`, `nnx.state(optimizer)`.
+      opt_state: the state after the same step, with that of `with_half_parameters` at
+        any depth: of `with_loss_scale`, a `TrainState`, `nnx.state(optimizer)`.
 
     Returns:
-      A tree like `params`, with float32 leaves in place of float16 and bfloat16 ones:
-      the exact values, or the parameters cast to float32 where the state keeps no
-      remainder of them.
+      A tree like `params`: the exact values, or casts to float32 where the state keeps
+      no remainder. Leaves of other dtypes pass.
 
     Raises:
       ValueError: the remainders in `opt_state` are those of other parameters.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> params = {"w": jnp.bfloat16(1.0)}
-      >>> tx = jmp_scale.with_half_parameters(optax.sgd(0.001))
-      >>> updates, opt_state = tx.update(params, tx.init(params), params)
-      >>> params = optax.apply_updates(params, updates)
-      >>> jmp_scale.full_parameters(params, opt_state)
-      {'w': Array(0.999, dtype=float32)}
     """
-    remainders = {}
+    params, remainders = with_arrays(params), {}
     for _, state in find_half_states(opt_state):
         fields = state if isinstance(state, Mapping) else state._asdict()
         remainders |= leaves_by_name(with_arrays(fields.get("remainder")))
-    leaves = leaves_by_name(with_arrays(params))
-    for name, remainder in remainders.items():
-        _check_pair(f"full_parameters: {name}", leaves.get(name), remainder)
-    joined = [_join(leaf, remainders.get(name)) for name, leaf in leaves.items()]
+    _check_pairs("full_parameters", params, remainders)
+    leaves = leaves_by_name(params).items()
+    joined = [_join(leaf, remainders.get(name)) for name, leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
 def split(x: Any, like: Any) -> tuple[Any, Any]:
     """A float32 value as a parameter of the dtype of `like`, and its remainder."""
-    if not _is_half(like):
-        return x, None
-    p = _nearest(x, like.dtype).astype(like.dtype)
-    return p, _remainder(p, -0.0, x)
+    p = _nearest(x, like.dtype).astype(like.dtype) if _is_half(like) else x
+    return p, _remainder(p, x, -0.0, None)
 
 
 def find_half_states(tree: Any) -> list[tuple[Any, Any]]:
@@ -204,8 +180,8 @@ def is_half_state(node: Any) -> bool:
     """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
     if isinstance(node, Mapping):
         names = set(node)  # NNX leaves out what is None
-        own = {"remainder", "rounding_key"}
-        return bool(names & own) and names <= set(HalfParametersState._fields)
+        own = not names.isdisjoint({"remainder", "rounding_key"})
+        return own and names <= set(HalfParametersState._fields)
     return isinstance(node, HalfParametersState)
 
 
@@ -214,61 +190,19 @@ def is_nothing(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def _words(key: Any) -> jax.Array:
-    data = key
-    if jnp.issubdtype(getattr(key, "dtype", jnp.float32), jax.dtypes.prng_key):
-        data = jax.random.key_data(key)
-    is_key = getattr(data, "dtype", None) == jnp.uint32
-    if not is_key or np.shape(data) not in ((2,), (4,)):
-        raise TypeError(
-            f"with_half_parameters: expected key to be a single PRNG key, got {key!r}; "
-            "write key=jax.random.key(0)"
-        )
-    return jnp.asarray(data)[:2]
-
-
-def _refuse_nesting(inner_state: Any) -> None:
-    if find_loss_scale_states(inner_state):
-        raise ValueError(
-            "with_half_parameters: expected an optimizer without a loss scale, got one "
-            "with with_loss_scale within; write with_loss_scale(with_half_parameters("
-            "...)), so that a skipped step keeps the remainders"
-        )
-    if find_half_states(inner_state):
-        raise ValueError(
-            "with_half_parameters: expected an optimizer of float32 parameters, got "
-            "one with with_half_parameters within; wrap once, next to with_loss_scale"
-        )
-
-
-def _check_arguments(state: Any, params: Any) -> None:
-    if params is None or not isinstance(state, HalfParametersState):
-        given = f"{type(state).__name__}, {type(params).__name__}"
-        error = ValueError if params is None else TypeError
-        raise error(
-            "with_half_parameters: expected update(grads, state, params) with the "
-            "HalfParametersState that init returns and the parameters, got "
-            f"update(grads, {given})"
-        )
-    if state.rounding_key is None:
-        leaves = leaves_by_name(params)
-        for name, remainder in leaves_by_name(state.remainder).items():
-            _check_pair(f"with_half_parameters: {name}", leaves.get(name), remainder)
-
-
-def _check_pair(where: str, param: Any, remainder: Any) -> None:
-    dtype = jnp.bfloat16 if remainder.dtype == jnp.int16 else jnp.float16
-    expected = f"{jnp.dtype(dtype)}{list(jnp.shape(remainder))}"
-    got = "none"
-    if hasattr(param, "dtype"):
-        got = f"{param.dtype}{list(jnp.shape(param))}"
-    if got != expected:
-        raise ValueError(
-            f"{where or '(the whole tree)'}: expected a parameter {expected}, of which "
-            f"the state holds a remainder, got {got}; pass the parameters that init "
-            "got, as optax.apply_updates makes them (equinox.apply_updates does not "
-            "round)"
-        )
+def _check_pairs(function: str, params: Any, remainders: Any) -> None:
+    leaves = leaves_by_name(params)
+    for name, remainder in leaves_by_name(remainders).items():
+        dtype = "bfloat16" if remainder.dtype == jnp.int16 else "float16"
+        expected, got = f"{dtype}{list(remainder.shape)}", "none"
+        if hasattr(leaves.get(name), "dtype"):
+            got = f"{leaves[name].dtype}{list(leaves[name].shape)}"
+        if got != expected:
+            raise ValueError(
+                f"{function}: expected parameter {name or 'params'} to be {expected}, "
+                f"of which the state holds a remainder, got {got}; pass those "
+                "that optax.apply_updates makes (equinox's does not round)"
+            )
 
 
 def _is_half(p: Any) -> bool:
@@ -280,17 +214,8 @@ def _to_float32(p: Any) -> Any:
 
 
 def _zeros(p: Any) -> jax.Array | None:
-    if not _is_half(p):
-        return None
-    return jnp.zeros_like(p, jnp.int16 if p.dtype == jnp.bfloat16 else jnp.float32)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    dtype = jnp.int16 if getattr(p, "dtype", None) == jnp.bfloat16 else jnp.float32
+    return jnp.zeros_like(p, dtype) if _is_half(p) else None
 
 
 def _join(p: Any, remainder: Any) -> Any:
@@ -300,16 +225,18 @@ def _join(p: Any, remainder: Any) -> Any:
         return x
     if p.dtype == jnp.float16:
         return jnp.where(remainder == 0, x, x + remainder)  # of -0.0 + 0.0 the sign
-    bits = _bits(x)
     # Below a zero, as of a pruned weight, there are NaNs.
-    low = jnp.maximum(remainder.astype(jnp.int32), -(bits & 0x7FFFFFFF))
-    return _float(bits + low)
+    low = jnp.maximum(remainder.astype(jnp.int32), -(_bits(x) & 0x7FFFFFFF))
+    return _float(_bits(x) + low)
 
 
 def _moved(update: Any, params: Any, full: Any) -> Any:
-    if is_nothing(update) or not _is_half(params):
-        return full
-    return (full + update).astype(jnp.float32)
+    is_same = is_nothing(update) or not _is_half(params)
+    return full if is_same else (full + update).astype(jnp.float32)
+
+
+def _update(update: Any, change: Any) -> Any:
+    return update if is_nothing(update) or change is None else change
 
 
 def _split_key(rounding_key: Any, params: Any) -> tuple[Any, Any]:
@@ -327,43 +254,36 @@ def _change(p: Any, x: Any, key: Any) -> Any:
     if not _is_half(p):
         return None
     new = _nearest(x, p.dtype) if key is None else _stochastic(x, p.dtype, key)
-    old = _to_float32(p)
+    old, largest = _to_float32(p), float(jnp.finfo(jnp.float32).max)
     # The difference of two finite numbers may be infinite, and that of two infinite
     # ones NaN. Added to a zero, `new` keeps its sign.
-    difference = jnp.clip(new - old, -_LARGEST, _LARGEST)
+    difference = jnp.clip(new - old, -largest, largest)
     return jnp.where(jnp.isfinite(new) & (old != 0), difference, new)
 
 
-def _update(update: Any, change: Any) -> Any:
-    return update if is_nothing(update) or change is None else change
-
-
-def _remainder(p: Any, change: Any, x: Any) -> Any:
-    """What `optax.apply_updates` leaves of `x`."""
-    if change is None:
+def _remainder(p: Any, x: Any, change: Any, key: Any) -> Any:
+    """What `optax.apply_updates` leaves of `x`; None for others, and with a key."""
+    if not _is_half(p) or key is not None:
         return None
+    made = _to_float32(p) + change
     if p.dtype == jnp.float16:
-        made = _nearest(_to_float32(p) + change, p.dtype)
+        made = _nearest(made, p.dtype)
         return jnp.where(jnp.isfinite(made), x - made, 0)
     # The cast of apply_updates itself: XLA:TPU makes one kernel of both. Its bits, as
     # XLA may leave out a cast and a cast back.
-    made = (_to_float32(p) + change).astype(p.dtype)
-    made_bits = lax.bitcast_convert_type(made, jnp.int16).astype(jnp.int32) << 16
-    low = jnp.clip(_bits(x) - made_bits, -(2**15), 2**15 - 1)
-    return low.astype(jnp.int16)
+    made = lax.bitcast_convert_type(made.astype(p.dtype), jnp.int16)
+    low = _bits(x) - (made.astype(jnp.int32) << 16)
+    return jnp.clip(low, -(2**15), 2**15 - 1).astype(jnp.int16)
 
 
 def _nearest(x: jax.Array, dtype: Any) -> jax.Array:
     """The nearest number of a half-precision dtype, as float32."""
     if dtype == jnp.bfloat16:
-        rounded = _float((_bits(x) + 2**15) & -(2**16))
-        return jnp.where(jnp.isnan(x), x, rounded)
+        return jnp.where(jnp.isnan(x), x, _float((_bits(x) + 2**15) & -(2**16)))
     # lax.reduce_precision would make subnormal numbers zero. Instead the last digit of
     # the sum is float16's: 2^-10 of x's power of two, or 2^-24.
-    largest = float(_FLOAT16.max)
-    inside = jnp.clip(x, -largest, largest)
-    power = _float(_bits(inside) & 0x7F800000)
-    large = jnp.maximum(power, float(_FLOAT16.tiny)) * (1.5 * 2**13)
+    inside = jnp.clip(x, -65504.0, 65504.0)
+    large = jnp.maximum(_float(_bits(inside) & 0x7F800000), 2.0**-14) * (1.5 * 2**13)
     rounded = jnp.copysign((inside + large) - large, x)
     return jnp.where(jnp.isfinite(x), rounded, x)
 
@@ -372,13 +292,10 @@ def _stochastic(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     """One of the two nearest numbers of a half-precision dtype, at random."""
     digits = 16 if dtype == jnp.bfloat16 else 13  # beyond the dtype's
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.int32)
-    noise &= 2**digits - 1
     size, offset = jnp.abs(x), 0.0
-    if dtype == jnp.float16:
-        # All subnormal numbers and the sum have the same last digit.
-        tiny = float(_FLOAT16.tiny)
-        offset = jnp.where(size < tiny, tiny, 0.0)
-    bits = _bits(size + offset)
-    largest = float(jnp.finfo(dtype).max)
-    rounded = jnp.minimum(_float((bits + noise) & -(2**digits)) - offset, largest)
+    if dtype == jnp.float16:  # its subnormal numbers have one last digit, as this sum
+        offset = jnp.where(size < 2.0**-14, 2.0**-14, 0.0)
+    bits = _bits(size + offset) + (noise & (2**digits - 1))
+    rounded = _float(bits & -(2**digits)) - offset
+    rounded = jnp.minimum(rounded, float(jnp.finfo(dtype).max))
     return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._half_parameters import find_half_states, full_parameters, is_half_state, split
+from ._half_parameters import full_parameters, is_half_state, split
 from ._state import find_loss_scale_states, is_loss_scale_state
 from ._tree import is_data, leaves_by_name
 
@@ -74,77 +74,53 @@ def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
 
 
 def restore_without_half_parameters(
-    load: Callable[[Any], Any], params: Any, opt_state: T
-) -> tuple[Any, T]:
+    load: Callable[[Any], Any], params: Any, opt_state: Any
+) -> tuple[Any, Any]:
     """Restores a checkpoint of float32 parameters into half-precision ones, exactly.
 
     Args:
-      load: as in `restore_without_loss_scale`. The template is the pair that
-        `without_half_parameters(params, opt_state)` returns.
+      load: as in `restore_without_loss_scale`; the template is the pair
+        `without_half_parameters(params, opt_state)`.
       params: new half-precision parameters, for their structure, shapes and dtypes.
-      opt_state: the new state of `with_half_parameters`, at any depth.
+      opt_state: the new state, with that of `with_half_parameters` at any depth.
 
     Returns:
-      `(params, opt_state)`: parameters and remainders are the float32 values, and all
-      else comes from disk, except a key for stochastic rounding.
+      `(params, opt_state)`, all from disk except a key for stochastic rounding.
 
     Raises:
-      ValueError: `opt_state` has no state of `with_half_parameters`; the checkpoint has
-        other leaves than the template, or some of another shape or dtype.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale.checkpoints import restore_without_half_parameters
-      >>> inner, saved = optax.adam(0.1), {"w": jnp.float32([0.1, 2.0])}
-      >>> params = {"w": saved["w"].astype(jnp.bfloat16)}
-      >>> tx = jmp_scale.with_half_parameters(inner)
-      >>> params, opt_state = restore_without_half_parameters(
-      ...     lambda _: (saved, inner.init(saved)), params, tx.init(params))
-      >>> jmp_scale.full_parameters(params, opt_state)
-      {'w': Array([0.1, 2. ], dtype=float32)}
+      ValueError: the checkpoint has other leaves than the template, or of other types.
     """
-    function = "restore_without_half_parameters"
-    if not find_half_states(opt_state):
-        cure = "pass that of an optimizer wrapped in with_half_parameters"
-        raise ValueError(f"{function}: opt_state has no half parameters; {cure}")
     template = without_half_parameters(params, opt_state)
     saved, leaves = leaves_by_name(load(template)), leaves_by_name(template)
-    leaves |= _checked(function, saved, leaves)
+    leaves |= _checked("restore_without_half_parameters", saved, leaves)
     full, inner = jax.tree.unflatten(jax.tree.structure(template), leaves.values())
-    likes = leaves_by_name(params)
-    pairs = {name: split(x, likes[name]) for name, x in leaves_by_name(full).items()}
+    halves = jax.tree.map(lambda x, like: split(x, like)[0], full, params)
+    likes, full = leaves_by_name(params), leaves_by_name(full)
 
     def rebuilt(node: Any, inner: Any) -> Any:
         if not is_half_state(node):
             return inner
-        leaves = [pairs[name][1] for name in leaves_by_name(node.remainder)]
-        remainder = jax.tree.unflatten(jax.tree.structure(node.remainder), leaves)
+        names = leaves_by_name(node.remainder)
+        remainder = [split(full[name], likes[name])[1] for name in names]
+        remainder = jax.tree.unflatten(jax.tree.structure(node.remainder), remainder)
         return node._replace(inner_state=inner, remainder=remainder)
 
-    opt_state = jax.tree.map(rebuilt, opt_state, inner, is_leaf=is_half_state)
-    halves = [half for half, _ in pairs.values()]
-    return jax.tree.unflatten(jax.tree.structure(params), halves), opt_state
+    return halves, jax.tree.map(rebuilt, opt_state, inner, is_leaf=is_half_state)
 
 
 def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """Parameters and state as `inner` alone has them on float32 parameters, exactly.
-
-    To save them for, or go on with, the optimizer without `with_half_parameters`.
+    """Float32 parameters, and the state that `inner` alone has with them, exactly.
 
     Args:
       params: half-precision parameters.
-      opt_state: the state after the same step.
-
-    Returns:
-      `(full_parameters(params, opt_state), opt_state)`, in the latter `inner_state` in
-      the place of each `HalfParametersState`.
+      opt_state: the state of `with_half_parameters` after the same step, at any depth.
     """
-    inner = jax.tree.map(
-        lambda node: node.inner_state if is_half_state(node) else node,
-        opt_state,
-        is_leaf=is_half_state,
-    )
-    return full_parameters(params, opt_state), inner
+
+    def inner(node: Any) -> Any:
+        return node.inner_state if is_half_state(node) else node
+
+    inner_state = jax.tree.map(inner, opt_state, is_leaf=is_half_state)
+    return full_parameters(params, opt_state), inner_state
 
 
 def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:

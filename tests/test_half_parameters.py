@@ -161,8 +161,9 @@ def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(dtype, key):
     ],
 )
 def test_nothing_is_lost_at_any_depth_of_a_loss_scale(nest):
-    inner = nest(optax.sgd(2.0**-9))
-    tx = with_loss_scale(nest(with_half_parameters(optax.sgd(2.0**-9))))
+    # Steps as large as the parameters: updates of 8 bits would miss the rounding.
+    inner = nest(optax.sgd(0.37))
+    tx = with_loss_scale(nest(with_half_parameters(optax.sgd(0.37))))
     params, plain = half(PARAMS), PARAMS
     state, plain_state = tx.init(params), inner.init(plain)
     for grads in STEPS:
@@ -173,42 +174,26 @@ def test_nothing_is_lost_at_any_depth_of_a_loss_scale(nest):
     assert_bitwise_equal(full_parameters(params, state), plain)
 
 
-WRONG = {
-    "the loss scale within": (
-        lambda tx: with_half_parameters(with_loss_scale(tx)),
-        r"write with_loss_scale\(with_half",
-    ),
-    "twice": (lambda tx: with_half_parameters(with_half_parameters(tx)), "wrap once"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_order_is_an_error_with_the_cure(name):
-    make, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        make(optax.adam(0.1)).init(half(PARAMS))
+@pytest.mark.parametrize("within", [with_loss_scale, with_half_parameters])
+def test_a_wrong_order_is_an_error_with_the_cure(within):
+    tx = with_half_parameters(optax.chain(within(optax.adam(0.1)), optax.identity()))
+    with pytest.raises(ValueError, match=r"write with_loss_scale\(with_half_par"):
+        tx.init(half(PARAMS))
 
 
 def test_calls_without_or_with_other_parameters_are_errors():
     tx = with_half_parameters(optax.adam(0.1))
     params = half(PARAMS)
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"expected update\(grads, state, params\)"):
+    with pytest.raises(ValueError, match=r"expected the parameters, got None; write"):
         tx.update(GOOD, state)
-    with pytest.raises(TypeError, match="HalfParametersState that init returns"):
-        tx.update(GOOD, state.inner_state, params)
     for other in (PARAMS, {"w": params["w"]}, {**params, "b": params["b"][:1]}):
-        with pytest.raises(ValueError, match=r"expected a parameter bfloat16\[2\]"):
+        with pytest.raises(ValueError, match=r"parameter b to be bfloat16\[2\]"):
             tx.update(GOOD, state, other | {"w": params["w"]})
-        with pytest.raises(ValueError, match=r"full_parameters: b: expected"):
+        with pytest.raises(ValueError, match="full_parameters: expected parameter b"):
             full_parameters(other | {"w": params["w"]}, state)
-    for inner, key in (
-        ("adam", None),
-        (optax.adam(0.1), 7),
-        (optax.adam(0.1), jax.random.split(jax.random.key(0))),
-    ):
-        with pytest.raises(TypeError, match="with_half_parameters: expected"):
-            with_half_parameters(inner, key=key)
+    with pytest.raises(TypeError, match="with_half_parameters: expected inner"):
+        with_half_parameters("adam")
 
 
 # Stochastic rounding.
@@ -306,7 +291,7 @@ def test_equinox_models_keep_their_functions():
     expected = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-12), old)
     assert_bitwise_equal(eqx.filter(values, eqx.is_array), expected)
     assert values.activation is model.activation
-    with pytest.raises(ValueError, match=r"equinox.apply_updates does not round"):
+    with pytest.raises(ValueError, match=r"equinox's does not round"):
         tx.update(old, state, eqx.apply_updates(old, updates))
 
 

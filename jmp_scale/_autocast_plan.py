@@ -19,6 +19,7 @@ import enum
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from jax.core import Tracer
 
 from . import _jaxpr
@@ -138,7 +139,7 @@ class _Planner:
     ) -> None:
         self.jaxpr, self.equations = jaxpr, jaxpr.eqns
         self.origins, self.numbers = {**given}, {*numbers}
-        self._dtype = dtype
+        self._dtype = np.dtype(dtype).name
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
         self.kinds: list[str] = []

@@ -197,8 +197,7 @@ class _Planner:
             self.origins.update(dict.fromkeys(eqn.outvars, origin))
         if kind == "island" and all(v in self.repeats for v in inputs):
             count = 1 + sum(self.repeats[v] for v in inputs)
-            # What a table gives is an activation, as of embeddings.
-            if count <= _MOST_REPEATED and eqn.primitive.name != "gather":
+            if count <= _MOST_REPEATED:
                 self.repeats.update(dict.fromkeys(eqn.outvars, count))
 
     def _sink(self) -> None:

@@ -35,8 +35,9 @@ _LINEAR = MOVES | words("""
 """)
 # What makes another parameter of one.
 SCALINGS = _LINEAR | words("div dynamic_slice mul")
-# What costs less to compute again than to keep.
-_CHEAP = _LINEAR | words("""
+# What costs less to compute again than to keep. A gather may not: over devices, as of
+# the rows of a table, it communicates.
+_CHEAP = _LINEAR - {"gather"} | words("""
     abs acos acosh and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
     cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
     integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne nextafter

@@ -54,7 +54,6 @@ class Task(NamedTuple):
     examples: Callable[[jax.Array], Any]
     loss: Callable[[Any, Any], jax.Array]
     steps: int
-    rates: tuple[str, ...] = ("1e-3", "1e-4")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _harness.parser(__doc__)
     for flag, choices in (("--tasks", TASKS), ("--forms", FORMS)):
         _harness.add_several(parser, flag, choices, choices, "to run")
-    text = "peaks of the learning rate, default: the task's"
-    parser.add_argument("--rates", nargs="+", help=text)
+    rates, text = ["1e-3", "1e-4", "1e-5"], "peaks of the learning rate"
+    parser.add_argument("--rates", nargs="+", default=rates, help=text)
     parser.add_argument("--seeds", type=int, default=5, help="of each form")
     parser.add_argument(
         "--steps", type=int, help="of each training, default: the task's"
@@ -72,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = [sizes()]
     for name in args.tasks:
         task = TASKS[name]()
-        steps, rates = args.steps or task.steps, args.rates or task.rates
-        losses = train_all(task, steps, rates, args.forms, args.seeds)
+        task = task._replace(steps=args.steps or task.steps)
+        losses = train_all(task, args.rates, args.forms, args.seeds)
         for rate, of_rate in losses.items():
             title = f"{name}, learning rate {rate}"
             found += [results(title, of_rate), curves(f"{title}, by step", of_rate)]
@@ -81,16 +80,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train_all(
-    task: Task, steps: int, rates: Sequence[str], forms: Sequence[str], seeds: int
+    task: Task, rates: Sequence[str], forms: Sequence[str], seeds: int
 ) -> dict[str, Any]:
     """Training losses f32[seeds, steps] of each learning rate and form."""
     key = jax.random.key(0)
     starts = jax.jit(jax.vmap(task.init))(jax.random.split(key, seeds))
-    batch_keys = jax.random.split(jax.random.fold_in(key, 1), (seeds, steps))
+    batch_keys = jax.random.split(jax.random.fold_in(key, 1), (seeds, task.steps))
     batches = jax.jit(jax.vmap(jax.vmap(task.examples)))(batch_keys)
     losses: dict[str, Any] = {rate: {} for rate in rates}
     for form in tqdm(forms, "forms"):
-        run = jax.jit(trainer(task, FORMS[form], steps))
+        run = jax.jit(trainer(task, FORMS[form]))
         for rate in tqdm(rates, form, leave=False):
             runs = []
             for seed in range(seeds):  # faster than vmap on a CPU
@@ -100,7 +99,7 @@ def train_all(
     return losses
 
 
-def trainer(task: Task, form: Form, steps: int) -> Callable[..., jax.Array]:
+def trainer(task: Task, form: Form) -> Callable[..., jax.Array]:
     """A training: losses f32[steps] of float32 parameters, batches, a key and a rate.
 
     The learning rate is an argument, so that one compilation serves all.
@@ -109,7 +108,7 @@ def trainer(task: Task, form: Form, steps: int) -> Callable[..., jax.Array]:
 
     def run(params: Any, batches: Any, key: jax.Array, rate: Any) -> jax.Array:
         def schedule(count: Any) -> Any:
-            return rate * optax.cosine_decay_schedule(1.0, steps)(count)
+            return rate * optax.cosine_decay_schedule(1.0, task.steps)(count)
 
         tx = form.wrap(optax.adamw(schedule), key)
         params = jax.tree.map(lambda p: p.astype(form.dtype), params)
@@ -186,7 +185,7 @@ def _digits() -> Task:
             x = jax.nn.gelu(x @ weights + bias[None])
         return _half_models.cross_entropy(x @ w + b[None], y)
 
-    return Task(init, examples, loss, 2000, ("1e-3", "1e-4", "1e-5"))
+    return Task(init, examples, loss, 2000)
 
 
 def _characters() -> Task:

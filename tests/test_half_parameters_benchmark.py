@@ -3,6 +3,7 @@
 import os
 
 import half_parameters
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -28,6 +29,14 @@ def test_forms_that_keep_something_lose_no_update(form):
 @pytest.mark.parametrize("form", ["naive", "naive, float32 moments"])
 def test_naive_forms_lose_every_small_update(form):
     assert (last(form) == 1).all()
+
+
+@pytest.mark.parametrize("form", half_parameters.FORMS)
+def test_a_state_has_the_bytes_of_the_table(form):
+    wrap, (_, beside, moments), dtype = half_parameters.FORMS[form]
+    state = wrap(optax.adamw(1e-3), jax.random.key(0)).init(jnp.ones(1000, dtype))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert size // 1000 == beside + moments
 
 
 def test_the_command_tabulates_bytes_losses_and_curves(capsys, monkeypatch):

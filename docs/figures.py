@@ -167,6 +167,29 @@ def _arrow(ax, start, end):
     ax.annotate("", (end[0], -end[1]), (start[0], -start[1]), arrowprops=style)
 
 
+MEASURED = DOCS.parent / "benchmarks/results/half_parameters.md"
+FORMS = ("float32 parameters", "naive", "remainder", "stochastic")
+
+
+def half_parameters(path):
+    """How bfloat16 parameters train, as `benchmarks/half_parameters.py` measured it."""
+    panels = [
+        _losses(f"{task}, learning rate {rate}", scale)
+        for task, scale in (("digits", "log"), ("character transformer", "linear"))
+        for rate in ("1e-3", "1e-4")
+    ]
+    _show.figure(path, panels)
+
+
+def _losses(title, scale):
+    table = MEASURED.read_text().partition(f"### {title}, by step\n\n")[2]
+    lines = table.partition("\n\n")[0].splitlines()
+    names, _, *rows = (line.strip("| \n").split(" | ") for line in lines)
+    columns = dict(zip(names, np.float64(rows).T, strict=True))
+    losses = {form: (columns["step"], columns[form]) for form in FORMS}
+    return _show.curves(title, "training loss", losses, yscale=scale)
+
+
 def main():
     examples = train_digits, diagnose, nan_image, linen_resnet, nnx_transformer, gan
     for example in examples:
@@ -174,6 +197,7 @@ def main():
     how_it_works(DOCS / "how_it_works.png")
     spikes(DOCS / "spikes.png")
     autocast(DOCS / "autocast.png")
+    half_parameters(DOCS / "half_parameters.png")
 
 
 if __name__ == "__main__":

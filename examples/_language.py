@@ -52,7 +52,9 @@ class Transformer(nnx.Module):
     """Logits of the next character."""
 
     def __init__(self, rngs):
-        embed = functools.partial(nnx.Embed, features=WIDTH, rngs=rngs)
+        embed = functools.partial(
+            nnx.Embed, features=WIDTH, dtype=jnp.float32, rngs=rngs
+        )
         self.characters, self.positions = embed(128), embed(CONTEXT)
         self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)

@@ -414,7 +414,7 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
 
 @pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
 def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
-    none, dynamic = jmp_scale.NoOpLossScale(), jmp_scale.DynamicLossScale()
+    none, static = jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(8.0)
     half = compile_(autocast(two_layers, "float16"))
 
     def train(fun, loss_scale):
@@ -423,8 +423,8 @@ def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
 
     # Filters make a warning an error.
     jax.grad(half)(W, X)
-    train(half, dynamic)
-    train(lambda w, x: jmp_scale.grad(half, dynamic)(w, x).sum(), none)
+    train(half, static)
+    train(lambda w, x: jmp_scale.grad(half, static)(w, x).sum(), none)
     train(autocast(two_layers, "bfloat16"), none)
     train(autocast(two_layers, "float16", backward="bf16"), none)
     with pytest.warns(UserWarning, match="float16 gradients without a") as record:
@@ -1168,7 +1168,7 @@ def test_nnx_modules_are_refused_and_the_right_function_is_named():
 
 def test_equinox_modules_pass_both_ways_through_its_own_value_and_grad():
     model = eqx.nn.MLP(N, 4, 32, 2, activation=jax.nn.gelu, key=jax.random.key(0))
-    scale = jmp_scale.DynamicLossScale(2.0**15)
+    scale = jmp_scale.StaticLossScale(2.0**15)
 
     def loss(model, x):
         return mean_square(jax.vmap(model)(x)), model

@@ -26,6 +26,8 @@ from jax.sharding import PartitionSpec as P
 import jmp_scale
 from jmp_scale.nnx import Optimizer
 
+STATIC = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(8.0))
+
 
 class Net(nnx.Module):
     def __init__(self, rngs):
@@ -116,7 +118,7 @@ def test_steps_with_donation_are_one_compilation_also_across_skips_and_a_growth(
 
 
 def test_an_aux_is_returned_and_the_model_may_stand_second():
-    model, optimizer = make()
+    model, optimizer = make(STATIC)
 
     def second(x, model):
         return loss_fn(model, x), x.shape
@@ -291,7 +293,7 @@ def test_only_what_was_sown_for_inspection_stays(forward, compiled):
 
 
 def test_a_loss_that_alone_is_not_finite_puts_the_statistics_back():
-    model, optimizer = make()
+    model, optimizer = make(STATIC)
     before = snapshot(model, optimizer)
 
     def loss_of_infinity(model, x):
@@ -351,9 +353,9 @@ def test_a_lone_variable_and_a_random_stream_among_the_arguments_are_put_back():
 
 
 def test_arguments_may_be_given_by_name():
-    model, optimizer = make()
+    model, optimizer = make(STATIC)
     _, expected = nnx.jit(optimizer.value_and_grad(loss_fn))(model, data(GOOD))
-    model, optimizer = make()
+    model, optimizer = make(STATIC)
     _, grads = nnx.jit(optimizer.value_and_grad(loss_fn))(x=data(GOOD), model=model)
     assert_bitwise_equal(nnx.to_pure_dict(grads), nnx.to_pure_dict(expected))
 

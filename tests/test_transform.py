@@ -151,7 +151,7 @@ def test_s_below_one_is_reached_when_the_backward_pass_needs_it():
     state = tx.init(w)
     for s in (8, 4, 2, 1, 0.5, 0.25):
         assert state.loss_scale.loss_scale == s
-        loss, grads = jax.jit(jmp_scale.value_and_grad(fun, state.loss_scale))(w)
+        loss, grads = jmp_scale.value_and_grad(fun, state.loss_scale)(w)
         _, state = tx.update(grads, state, w, value=loss)
         assert state.grads_finite == (s == 0.25)
     assert grads == 240000

@@ -417,18 +417,6 @@ def test_the_guard_does_without_a_loss_and_with_every_loss_scale():
         assert state.spikes == 1
 
 
-def test_the_state_keeps_its_types_and_its_buffers_can_be_donated():
-    tx = with_loss_scale(optax.adam(0.1), DynamicLossScale(), guard=GUARD)
-    state = tx.init(PARAMS)
-    types = jax.tree.map(jax.typeof, state)
-    step = jax.jit(tx.update, donate_argnums=1)
-    for factor in (1.0, 1e3, jnp.inf):
-        _, state = step(times(factor), state, PARAMS, value=jnp.float32(1.0))
-        assert jax.tree.map(jax.typeof, state) == types
-    assert step._cache_size() == 1
-    assert tx.init(PARAMS).guard.in_a_row == 0
-
-
 def test_members_of_a_mapped_population_have_statistics_and_an_s_of_their_own():
     members = jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS)
     state = jax.vmap(TX.init)(members)

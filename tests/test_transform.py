@@ -1,5 +1,4 @@
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -133,12 +132,6 @@ def test_a_step_compiled_ahead_of_time_has_no_branch_and_moves_nothing_to_the_ho
     with jax.transfer_guard("disallow"):
         for grads in (GOOD, BAD, GOOD):
             params, state = step(params, state, grads)
-
-
-def test_the_state_survives_pickling():
-    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0, period=7))
-    state = tx.init(PARAMS)
-    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
 
 
 def test_s_below_one_is_reached_when_the_backward_pass_needs_it():

@@ -231,24 +231,11 @@ def test_flax_linen_with_batch_norm(half):
     assert_clean(loss, *args, has_aux=True)
 
 
-class LinenBlock(nn.Module):
-    dtype: str
-
-    @nn.compact
-    def __call__(self, x, _):
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(64, dtype=self.dtype)(h))
-        return x + nn.Dense(32, dtype=self.dtype)(h), None
-
-
-def test_flax_linen_with_scan_and_remat(half):
+def test_flax_linen_with_norms_and_a_recurrent_layer(half):
     class Network(nn.Module):
         @nn.compact
         def __call__(self, tokens):
             x = nn.Embed(64, 32, dtype=half)(tokens)
-            blocks = nn.scan(nn.remat(LinenBlock), variable_axes={"params": 0},
-                             split_rngs={"params": True}, length=6)  # fmt: skip
-            x, _ = blocks(half)(x, None)
             x = nn.GroupNorm(4, dtype=half)(nn.RMSNorm(dtype=half)(x))
             x = nn.RNN(nn.OptimizedLSTMCell(32, dtype=half))(x)
             return nn.Dense(64, dtype=half)(x).astype(F32)

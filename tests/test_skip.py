@@ -152,16 +152,6 @@ def test_callbacks_see_a_state_of_one_piece_also_on_a_skipped_step(pure):
     assert set(seen) == {(2.0, 1.0)}
 
 
-def test_a_check_inside_the_optimizer_holds_on_a_skipped_step():
-    def look(updates, state):
-        checkify.check(jnp.all(state["m"]["b"] > state["count"]), "m must lead")
-        return updates
-
-    tx = with_loss_scale(counter_of_steps(look))
-    error, _ = jax.jit(checkify.checkify(stepper(tx)))(PARAMS, tx.init(PARAMS), BAD)
-    assert error.get() is None
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("debug", [jax.debug_nans, jax.debug_infs])
 def test_debug_nans_is_quiet_on_a_skipped_step(debug, wrap):

@@ -124,7 +124,11 @@ def gradients(seeds: int) -> Table:
             params, batch = task.init(key), task.examples(key)
             exact = jax.grad(PROGRAMS["float32"].loss(task))(params, batch)
             s = program.loss_scale or jmp_scale.NoOpLossScale()
-            got = jax.jit(jmp_scale.grad(program.loss(task), s))(params, batch)
+
+            def gradient(s: Any, *args: Any, loss: Any = program.loss(task)) -> Any:
+                return jmp_scale.grad(loss, s)(*args)
+
+            got = jax.jit(gradient)(s, params, batch)
             pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
             worst.append(max(_harness.relative_error(a, b) for a, b in pairs))
         table.rows.append([name, f"{np.median(worst):.2g}"])

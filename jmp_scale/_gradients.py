@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
-from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
+from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 from ._marks import UNSCALED
 from ._tree import is_inexact, map_gradients, promote_to_float32
-from ._validation import described, require_callable
+from ._validation import described, require_callable, warn
 
 
 def value_and_grad(
@@ -56,7 +58,8 @@ def value_and_grad(
       ValueError: the loss scale has a shape other than ().
 
     Warns:
-      UserWarning: while tracing, float16 gradients of `autocast` and a `NoOpLossScale`.
+      UserWarning: while tracing, float16 gradients of `autocast` and a `NoOpLossScale`;
+        or a captured `DynamicLossScale`, which is the same in every call.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
@@ -148,6 +151,7 @@ def _differentiated(
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_differentiated(function, args, argnums)
+        _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
@@ -169,6 +173,24 @@ def _check_differentiated(function: str, args: Any, argnums: Any) -> None:
                 f"{got} at args{jax.tree_util.keystr(path)}; pass the parameters "
                 "alone, or for a model transform=equinox.filter_value_and_grad"
             )
+
+
+def _warn_if_captured(function: str, loss_scale: LossScale, args: Any) -> None:
+    """Warns where a traced function gets its arguments, but S from outside."""
+    if not isinstance(loss_scale, DynamicLossScale):
+        return
+    s = loss_scale.loss_scale
+    given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    is_traced = bool(given) and all(isinstance(x, Tracer) for x in given)
+    is_constant = isinstance(s, (jax.Array, np.ndarray)) and not isinstance(s, Tracer)
+    # In a vmap without jit, which runs at once, a new array is not traced.
+    if is_traced and is_constant and isinstance(jnp.zeros(()), Tracer):
+        warn(
+            f"{function}: expected S as an argument of the traced function, got "
+            f"{loss_scale!r} from outside, which stays so in every call. Pass what "
+            "holds it (opt_state, the optimizer) into the function, or take a "
+            "StaticLossScale if S is to be constant"
+        )
 
 
 def checked_output(function: str, output: Any, has_aux: bool) -> _Output:

@@ -47,6 +47,8 @@ _CHEAP = _LINEAR - {"gather"} | words("""
 """)
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
+# Of `jax.lax.scaled_dot` and `jax.nn.scaled_matmul`.
+_SCALED_PRODUCTS = words("scaled_dot scaled_matmul_wrapper")
 CALLS = words("closed_call jit")
 HALF_DTYPES = words("bfloat16 float16")
 
@@ -191,6 +193,8 @@ def why_float32(jaxpr: Any) -> str:
     """Why no product of a program becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
     for eqn in _jaxpr.equations(jaxpr):
+        if eqn.primitive.name in _SCALED_PRODUCTS:
+            reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
         found = fate(eqn, lambda v: False)

@@ -345,7 +345,9 @@ def _state_like(new: Any, old: Any) -> Any:
     if treedef != old_treedef:
         raise ValueError(
             "with_loss_scale: expected inner to keep the structure of its state, got\n"
-            f"  from update: {treedef}\n  from init:   {old_treedef}"
+            f"  from update: {treedef}\n  from init:   {old_treedef}\n"
+            "Let init return all that update does; what only measures, such as "
+            "optax.monitor, goes beside the optimizer"
         )
 
     def leaf_like(path: Any, x: Any, y: Any) -> Any:

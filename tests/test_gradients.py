@@ -17,6 +17,44 @@ EVERY_KIND = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**1
 BOTH = pytest.mark.parametrize("function", ["value_and_grad", "grad"])
 
 
+CAPTURED = DynamicLossScale(2.0**10)
+
+
+def gradient(w, loss_scale=CAPTURED):
+    return jmp_scale.grad(lambda w: jnp.sum(w**2), loss_scale)(w)
+
+
+def dot(w, x):
+    return jnp.sum(w @ x)
+
+
+def scan(w):
+    return jax.lax.scan(lambda w, _: (w - 0.1 * gradient(w), None), w, None, 2)[0]
+
+
+@pytest.mark.parametrize(
+    "traced", [jax.jit(gradient), jax.jit(jax.vmap(gradient)), scan]
+)
+def test_a_dynamic_loss_scale_that_a_traced_function_captured_warns(traced):
+    with pytest.warns(
+        UserWarning, match=r"got DynamicLossScale\(loss_scale=1024.*outs"
+    ):
+        traced(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: jax.jit(gradient)(w, CAPTURED),
+        lambda w: jax.jit(gradient, static_argnums=1)(w, StaticLossScale(8.0)),
+        lambda w: jax.vmap(gradient)(w),
+        lambda w: jax.lax.map(lambda x: jmp_scale.grad(dot, CAPTURED)(w, x), w),
+    ],
+)
+def test_a_loss_scale_of_this_step_does_not_warn(call):
+    call(jnp.ones((3, 3)))  # filters make a warning an error
+
+
 @BOTH
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
 @pytest.mark.parametrize("has_aux", [False, True])
@@ -42,8 +80,11 @@ def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s(loss_scale):
     def fun(weights):
         return (jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]) ** 2).mean()
 
-    scaled = jax.jit(jmp_scale.value_and_grad(fun, loss_scale))(weights)
-    assert_bitwise_equal(scaled, jax.jit(jax.value_and_grad(fun))(weights))
+    def scaled(loss_scale, weights):
+        return jmp_scale.value_and_grad(fun, loss_scale)(weights)
+
+    got = jax.jit(scaled)(loss_scale, weights)
+    assert_bitwise_equal(got, jax.jit(jax.value_and_grad(fun))(weights))
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
@@ -177,7 +218,7 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
 def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(
     function, fun, has_aux, message
 ):
-    gradient = getattr(jmp_scale, function)(fun, DynamicLossScale(), has_aux=has_aux)
+    gradient = getattr(jmp_scale, function)(fun, StaticLossScale(8.0), has_aux=has_aux)
     for call in (gradient, jax.jit(gradient)):
         with pytest.raises(TypeError, match=f"^{function}: expected fun .*{message}"):
             call(jnp.float32(1.0))

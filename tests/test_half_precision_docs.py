@@ -76,26 +76,6 @@ def test_a_recipe_has_float32_masters_and_a_float32_loss(library, batch):
     assert loss < 2 * jnp.log(10.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("library", ["Plain JAX", "Flax Linen", "Haiku"])
-def test_the_train_step_of_the_readme_takes_a_recipe(library, batch):
-    loss_fn, params, _ = recipe(library, batch)
-    tx = jmp_scale.with_loss_scale(optax.adam(1e-2), jmp_scale.DynamicLossScale())
-    opt_state, losses = tx.init(params), []
-
-    @jax.jit
-    def train_step(params, opt_state):
-        fun = jmp_scale.value_and_grad(loss_fn, opt_state.loss_scale)
-        loss, grads = fun(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    for _ in range(10):
-        params, opt_state, loss = train_step(params, opt_state)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-
-
 def test_haiku_takes_a_policy_for_its_norms():
     half = jmp_scale.get_policy("params=float32,compute=float16,output=float32")
     norm = jmp_scale.get_policy("params=float32,compute=float32,output=float16")

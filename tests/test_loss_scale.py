@@ -276,10 +276,13 @@ FULL = DynamicLossScale(
         ),
     ],
 )
-def test_every_field_survives(round_trip):
-    default = fields_of(DynamicLossScale())
-    assert all(value != default[name] for name, value in fields_of(FULL).items())
-    assert fields_of(round_trip(FULL)) == fields_of(FULL)
+@pytest.mark.parametrize("made", [FULL, jmp_scale.SpikeGuard(5.0, 0.9, 20, 3)])
+def test_every_field_survives(round_trip, made):
+    default = fields_of(type(made)())
+    leaves = [name for name in default if name in jmp_scale.SpikeGuard._leaf_names]
+    for name, value in fields_of(made).items():
+        assert value != default[name] or name in leaves
+    assert fields_of(round_trip(made)) == fields_of(made)
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
@@ -292,6 +295,12 @@ def test_an_exported_program_takes_and_returns_every_kind(loss_scale):
     assert scaled == loss_scale.scale(x)
 
 
+GUARD_LEAVES = (
+    ".loss_mean.loss_deviation.loss_steps.norm_mean"
+    ".norm_deviation.norm_steps.accepted.in_a_row"
+)
+
+
 @pytest.mark.parametrize(
     ("loss_scale", "paths"),
     [
@@ -299,6 +308,7 @@ def test_an_exported_program_takes_and_returns_every_kind(loss_scale):
         (StaticLossScale(8.0), ""),
         (DynamicLossScale(), ".loss_scale.counter"),
         (DynamicLossScale(hysteresis=2), ".loss_scale.counter.hysteresis_left"),
+        (jmp_scale.SpikeGuard(), GUARD_LEAVES),
     ],
 )
 def test_leaves_are_named(loss_scale, paths):

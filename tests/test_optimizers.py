@@ -229,7 +229,7 @@ def test_micro_batches_of_optax_give_the_mean_of_unscaled_gradients():
 @pytest.mark.skipif(not hasattr(optax, "monitor"), reason="needs Optax 0.2.7")
 def test_optax_s_monitor_is_refused_because_its_first_step_changes_its_state():
     monitor = optax.monitor({"norm": optax.measure_with_ema(optax.tree.norm, 0.9)})
-    with pytest.raises(ValueError, match="to keep the structure of its state"):
+    with pytest.raises(ValueError, match=r"(?s)to keep the structure.*beside the opt"):
         run(dynamic(optax.chain(monitor, optax.sgd(1.0))), [ONES])
 
 
@@ -237,18 +237,6 @@ def test_a_nan_in_the_gradient_of_a_frozen_parameter_skips_the_step_all_the_same
     # What may be ignored only the loss knows: `jax.lax.stop_gradient` makes it zero.
     ((_, state),) = run(dynamic(OPTIMIZERS["freeze"]), POISONS[:1], PARAMS)
     assert int(state.skipped) == 1
-
-
-def test_it_counts_as_apply_if_finite_does_below_its_limit():
-    gradients = [GOOD if flag == "+" else BAD for flag in "++-+--+---++"]
-    ours = run(dynamic(optax.adam(0.1)), gradients, PARAMS)
-    optaxs = run(optax.apply_if_finite(optax.adam(0.1), 10), gradients, PARAMS)
-    for (params, state), (expected, counters) in zip(ours, optaxs, strict=True):
-        actual = params, state.inner_state
-        assert_trees_all_close(actual, (expected, counters.inner_state))
-        assert int(state.skipped) == int(counters.total_notfinite)
-        assert int(state.skipped_in_a_row) == int(counters.notfinite_count)
-        assert bool(state.applied) == bool(counters.last_finite)
 
 
 def test_apply_if_finite_left_around_the_wrapper_rejects_the_state_that_backs_off():
@@ -268,13 +256,6 @@ def test_optax_maps_over_the_parameters_within_the_state():
     assert_bitwise_equal(doubled.loss_scale, state.loss_scale)
 
 
-def test_a_step_without_gradients_is_applied():
-    """torch: "No inf checks were recorded for this optimizer"."""
-    ((params, state),) = run(dynamic(optax.adam(1e-3), period=1), [{}], {})
-    assert params == {}
-    assert (state.skipped, state.loss_scale.loss_scale) == (0, 2.0**11)
-
-
 def test_clipping_inside_sees_the_true_gradient_and_outside_would_hide_an_overflow():
     true = {"w": jnp.float32([3.0, 4.0])}
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
@@ -283,11 +264,3 @@ def test_clipping_inside_sees_the_true_gradient_and_outside_would_hide_an_overfl
     np.testing.assert_allclose(params["w"], W["w"] - true["w"] / 5, rtol=1e-6)
     _, state = run(optax.chain(optax.clip(1.0), dynamic(optax.sgd(1.0))), [OVERFLOW])[0]
     assert int(state[1].skipped) == 0
-
-
-def test_finiteness_is_that_of_unscaled_gradients():
-    """torch checks scaled gradients: 2e-39 is finite, and unscaled it steps to -inf."""
-    with pytest.raises(ValueError, match="expected loss_scale to be"):
-        StaticLossScale(1e-39)
-    smallest = StaticLossScale(2.0**-126)
-    assert not jmp_scale.all_finite(smallest.unscale(jnp.float32(1e10)))

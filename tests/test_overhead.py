@@ -3,7 +3,6 @@
 import json
 import os
 
-import _compiled
 import _tables
 import _targets
 import overhead
@@ -60,18 +59,6 @@ def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="--group tpu-compile"):
         overhead.main([*SMALL, "--target", "tpu-v6e"])
-
-
-def test_only_the_collectives_that_a_step_adds_are_named():
-    def figures(*collectives):
-        return _compiled.Figures(0, 0, [], 0, 0, 0, list(collectives), 0, 0.0)
-
-    gather = "all-gather", ("f16[8]",)
-    base = figures(gather)
-    assert overhead.added_collectives(base, base) == "none"
-    more = figures(gather, gather, ("all-reduce", ("pred[]", "pred[]")))
-    text = "1 all-gather of f16[8]; 1 all-reduce of 2 x pred[]"
-    assert overhead.added_collectives(more, base) == text
 
 
 def test_cells_that_are_alike_in_several_cases_stand_once():

@@ -1,7 +1,6 @@
 """What skipping may cost, as XLA:CPU counts it: the same on every run."""
 
 import _compiled
-import _models
 import _problems
 import jax
 import jax.numpy as jnp
@@ -121,30 +120,3 @@ def test_the_verbs_select_late_but_read_less_than_jmp_s(dtype):
     assert verbs.bytes_accessed < jmp.bytes_accessed
     assert verbs.temporaries < jmp.temporaries
     assert verbs.kernels < jmp.kernels
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "limit"), [("f32", 1.02), ("f16", 1.06)])
-def test_a_train_step_reads_and_writes_hardly_more_than_the_unscaled_one(dtype, limit):
-    sizes = _models.Transformer(1, 64, 2, vocabulary=512, context=64)
-    model = _models.transformer(sizes)
-
-    def loss_fn(params, batch):
-        return model.loss(params, batch, _problems.DTYPES[dtype])
-
-    problem = loss_fn, *model.init(jax.random.key(0))
-    with on_devices("one device"):
-        unscaled, scaled = (
-            compiled("unscaled", problem),
-            compiled("with_loss_scale", problem),
-        )
-    assert scaled.bytes_accessed / unscaled.bytes_accessed <= limit
-    assert scaled.transfers == 0
-
-
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
-def test_five_steps_compile_once_and_move_nothing_to_or_from_the_host(dtype):
-    loss_fn, params, batch = _problems.optimizer_only(_problems.DTYPES[dtype], PARAMS)
-    carry, step = _problems.build("with_loss_scale", loss_fn, params)
-    assert _compiled.compile_step(step, carry, batch)[1].transfers == 0
-    assert _compiled.compilations(step, carry, batch) == 1

@@ -8,7 +8,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from helpers import assert_bitwise_equal, fields_of
+from helpers import assert_bitwise_equal
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, get_loss_scale, presets
@@ -263,37 +263,6 @@ def test_arguments_and_defaults_are_the_frameworks_own(name):
     ]
 
 
-def test_the_defaults_as_a_rule():
-    default = fields_of(DynamicLossScale())
-
-    def rule(loss_scale):
-        return {k: v for k, v in fields_of(loss_scale).items() if v != default[k]}
-
-    no_floor, no_cap = {"min_loss_scale": SMALLEST}, {"max_loss_scale": LARGEST}
-    absorbs_one = {"hysteresis": 2, "hysteresis_left": 2, "period": 1000}
-    halves = {"backoff_factor": 0.5}
-    start = {"loss_scale": 2.0**16}
-    assert rule(presets.pytorch()) == start | halves | no_floor | no_cap
-    assert rule(presets.keras()) == no_floor | no_cap
-    assert rule(presets.tf_keras()) == rule(presets.tensorflow()) == no_cap
-    assert rule(presets.apex()) == start | no_floor | {"at_max": "clamp"}
-    late = {"growth_delay": 1, "counter": -1}
-    assert rule(presets.deepspeed()) == start | no_cap | absorbs_one | late
-    megatron = halves | no_cap | absorbs_one
-    assert rule(presets.megatron()) == {"loss_scale": 2.0**32} | megatron
-    assert rule(presets.colossalai()) == start | no_floor | megatron
-    assert rule(presets.fairseq()) == no_floor | no_cap
-    ends = {"min_loss_scale": 2.0**-14, "max_loss_scale": 2.0**15, "at_max": "clamp"}
-    assert rule(presets.cerebras()) == ends | {"period": 2001}
-    reset = {"hysteresis_reset": "finite_or_backoff"}
-    assert rule(presets.paddle()) == start | halves | no_floor | no_cap | reset
-    assert rule(presets.mindspore(2.0**15, 2, 2000)) == no_cap
-    assert rule(presets.flax()) == start | halves | no_floor | no_cap | {"period": 2001}
-    assert rule(presets.jmp(2.0**15)) == no_cap
-    cap = {"max_loss_scale": 65504.0, "at_max": "clamp"}
-    assert rule(presets.mpx(2.0**15, 1.0)) == cap
-
-
 def call(text):
     return eval(f"presets.{text}", {"presets": presets, "inf": math.inf})
 
@@ -400,18 +369,3 @@ def test_an_argument_that_is_not_a_number_is_a_type_error_under_its_own_name():
 def test_completion_shows_the_presets_and_nothing_else():
     names = {name for name in dir(presets) if not name.startswith("__")}
     assert names == set(SIGNATURES)
-
-
-def test_the_recipe_for_a_framework_that_grows_one_step_late():
-    """DreamerV3's rule: good steps are compared with 1000 before they count."""
-    period = 5
-    ends = {"min_loss_scale": 1e-4, "max_loss_scale": 1e5, "at_max": "clamp"}
-    loss_scale = DynamicLossScale(1e4, period=period + 1, **ends)
-    s, good_steps = 1e4, 0
-    for finite in np.random.default_rng(0).random(120) < [0.95] * 80 + [0.2] * 40:
-        grows = finite and good_steps >= period
-        s = min(max(s * 2 if grows else s if finite else s / 2, 1e-4), 1e5)
-        good_steps = good_steps + 1 if finite and not grows else 0
-        loss_scale = loss_scale.adjust(bool(finite))
-        assert loss_scale.loss_scale == np.float32(s)
-        assert loss_scale.counter == good_steps

@@ -4,13 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from helpers import reference_rule
 
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
-RULE = {"period": 2, "hysteresis": 2}
 FLAGS = np.random.RandomState(0).rand(40, 2) > 0.3
 
 
@@ -32,26 +30,6 @@ def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
     scaled = map_over(jmp_scale.scale, loss_scales, losses)
     assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
     assert map_over(jmp_scale.unscale, loss_scales, scaled) == losses
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_each_s_of_a_dictionary_follows_its_own_overflows(compiled):
-    def adjust_all(loss_scales, finite):
-        return map_over(jmp_scale.adjust, loss_scales, finite)
-
-    adjust_all = jax.jit(adjust_all) if compiled else adjust_all
-    loss_scales = {
-        "a": DynamicLossScale(2.0**10, **RULE),
-        "b": DynamicLossScale(2.0**5, period=3),
-    }
-    history = []
-    for a, b in FLAGS:
-        loss_scales = adjust_all(loss_scales, {"a": a, "b": b})
-        history.append([float(loss_scales[name].loss_scale) for name in "ab"])
-    expected_a = [s for s, *_ in reference_rule(FLAGS[:, 0], 2.0**10, **RULE)]
-    expected_b = [s for s, *_ in reference_rule(FLAGS[:, 1], 2.0**5, period=3)]
-    assert history == list(map(list, zip(expected_a, expected_b, strict=True)))
-    assert len({a / b for a, b in history}) > 1
 
 
 def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both():
@@ -78,14 +56,3 @@ def test_one_s_for_two_optimizers_skips_each_alone_and_is_adjusted_once_by_both(
     # Each applied step subtracts a gradient of 1.
     assert [-int(p) for p in params] == FLAGS.sum(axis=0).tolist()
     assert [int(s.skipped) for s in states] == (~FLAGS).sum(axis=0).tolist()
-
-
-def test_several_loss_scales_are_found_by_metrics_and_not_by_a_bare_name():
-    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), DynamicLossScale(2.0**10))
-    params = jnp.ones(2)
-    states = {"generator": tx.init(params), "discriminator": tx.init(params)}
-    with pytest.raises(KeyError, match="multiple values"):
-        optax.tree.get(states, "loss_scale")
-    metrics = jmp_scale.diagnostics.metrics(states)
-    assert float(metrics["['generator'].loss_scale"]) == 2.0**10
-    assert float(metrics["['discriminator'].loss_scale"]) == 2.0**10

@@ -71,15 +71,6 @@ def test_derivatives_of_a_skipped_step_are_those_of_a_branch(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_derivatives_of_a_mapped_skipped_step_are_finite():
-    tx = with_loss_scale(OPTIMIZERS["adafactor"])
-    fun, (p, rate) = meta_gradient(tx, True)
-    one = jax.jit(fun)(p, rate)
-    many = jax.jit(jax.vmap(fun))(jnp.stack([p, p]), jnp.stack([rate, rate]))
-    for a, b in zip(many, one, strict=True):
-        np.testing.assert_allclose(a, jnp.stack([b, b]), rtol=1e-5)
-
-
 def test_an_infinite_derivative_of_what_is_dropped_is_not_seen():
     def total(state, p, applied):
         def update(grads, state):  # closes over p, as over parameters
@@ -159,28 +150,6 @@ def test_callbacks_see_a_state_of_one_piece_also_on_a_skipped_step(pure):
     jax.block_until_ready(jax.jit(stepper(tx))(PARAMS, tx.init(PARAMS), BAD))
     jax.effects_barrier()
     assert set(seen) == {(2.0, 1.0)}
-
-
-def test_a_check_inside_the_optimizer_holds_on_a_skipped_step():
-    def look(updates, state):
-        checkify.check(jnp.all(state["m"]["b"] > state["count"]), "m must lead")
-        return updates
-
-    tx = with_loss_scale(counter_of_steps(look))
-    error, _ = jax.jit(checkify.checkify(stepper(tx)))(PARAMS, tx.init(PARAMS), BAD)
-    assert error.get() is None
-
-
-def test_equinox_errors_do_not_fire_on_a_skipped_step():
-    eqx = pytest.importorskip("equinox")
-
-    def look(updates, state):
-        m = eqx.error_if(state["m"]["b"], state["m"]["b"] < 2, "m must be 2")
-        return {"w": updates["w"], "b": updates["b"] + 0 * m}
-
-    tx = with_loss_scale(counter_of_steps(look))
-    params, _ = jax.jit(stepper(tx))(PARAMS, tx.init(PARAMS), BAD)
-    assert_bitwise_equal(params, PARAMS)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -1,5 +1,4 @@
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -133,28 +132,6 @@ def test_a_step_compiled_ahead_of_time_has_no_branch_and_moves_nothing_to_the_ho
     with jax.transfer_guard("disallow"):
         for grads in (GOOD, BAD, GOOD):
             params, state = step(params, state, grads)
-
-
-def test_the_state_survives_pickling():
-    tx = jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale(8.0, period=7))
-    state = tx.init(PARAMS)
-    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
-
-
-def test_s_below_one_is_reached_when_the_backward_pass_needs_it():
-    def fun(w):
-        return (w.astype(jnp.float16) * jnp.float16(60000)).astype(jnp.float32) * 4
-
-    loss_scale = DynamicLossScale(8.0, min_loss_scale=2.0**-14)
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.0), loss_scale)
-    w = jnp.float32(1.0)
-    state = tx.init(w)
-    for s in (8, 4, 2, 1, 0.5, 0.25):
-        assert state.loss_scale.loss_scale == s
-        loss, grads = jax.jit(jmp_scale.value_and_grad(fun, state.loss_scale))(w)
-        _, state = tx.update(grads, state, w, value=loss)
-        assert state.grads_finite == (s == 0.25)
-    assert grads == 240000
 
 
 def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():

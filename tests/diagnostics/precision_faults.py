@@ -10,11 +10,9 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-EPSILON = 1e-8
 LEAST = float(jnp.finfo(F32).min)
 
 # Faults of one line, by the dtype of the vector that they take.
@@ -29,12 +27,11 @@ OF_FLOAT16 = {
     "square_by_product": lambda h: h * h,  # !half-square
     "square_function": lambda h: jnp.square(h),  # !half-square
     "cube": lambda h: h**3,  # !half-square
+    "power_of_65": lambda h: jnp.clip(h, 1, 6e4) ** 65,  # !half-square
     "norm": lambda h: jnp.linalg.norm(h),  # !half-square
     "inner_product": lambda h: h @ h,  # !half-square
-    "vdot": lambda h: jnp.vdot(h, h),  # !half-square
     "square_of_absolute": lambda h: jnp.mean(jnp.abs(h) ** 2),  # !half-square
     "variance": lambda h: jnp.var(h),  # !half-square
-    "standard_deviation": lambda h: jnp.std(h),  # !half-square
     "exponential": lambda h: jnp.exp(h),  # !half-exp
     "power": lambda h: jnp.abs(h) ** 0.7,  # !half-exp
     "logsumexp": lambda h: jax.nn.logsumexp(h),  # !half-exp
@@ -44,6 +41,8 @@ OF_FLOAT16 = {
     "logarithm": lambda h: jnp.log(jnp.abs(h) + 1),  # !half-exp
     "power_function": lambda h: jnp.power(jnp.abs(h) + 1, h),  # !half-exp
     "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
+    "mask_times_constant": lambda h: h + (h > 0).astype(F16) * -1e9,  # !half-constant
+    "mask_by_scalar_type": lambda h: jnp.where(h > 0, h, F16(-1e9)),  # !half-constant
     "least_float32": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
     "lost_floor": lambda h: jnp.where(h > 0, h, 1e-8),  # !half-constant
     "lost_clip": lambda h: jnp.clip(h, 1e-8, 1.0),  # !half-constant
@@ -66,6 +65,7 @@ OF_BFLOAT16 = {
     "least_in_bfloat16": lambda h: jnp.where(h > 0, h, LEAST),  # !half-constant
 }
 OF_FLOAT32 = {
+    "integers": lambda x: jnp.sin(jnp.arange(5000).astype(F16)),  # !half-integers
     "round_trip": lambda x: x.astype(F16).astype(F32),  # !round-trip
     "round_trip_by_asarray": lambda x: jnp.asarray(jnp.float16(x), F32),  # !round-trip
 }
@@ -121,30 +121,9 @@ def gradient_of_a_factor(x):
     return rows * x[:2].astype(F16)  # !half-sum
 
 
-def power_beyond_the_range_of_python_s_numbers(x: F16):
-    h = jnp.clip(x, 1, 6e4)
-    return h**65  # !half-square
-
-
 def inner_products(x: F16):
     h = x.reshape(8, 8)
     return jnp.einsum("ij,ij->i", h, h)  # !half-square
-
-
-def squared_error(h: F16):
-    error = h - jnp.mean(h)
-    return jnp.mean(error * error)  # !half-square
-
-
-def cross_entropy_of_a_library(x: F16):
-    logits, labels = x.reshape(8, 8), jnp.zeros(8, int)
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-    return cross_entropy(logits, labels)  # !half-exp
-
-
-def mask_times_constant(h: F16):
-    mask = (h > 0).astype(F16)
-    return h + (1 - mask) * -1e9  # !half-constant
 
 
 def mask_added_in_float32(x):
@@ -169,26 +148,10 @@ def mask_of_numpy(x: F16):
     return x + bias
 
 
-def mask_by_scalar_type(h: F16):
-    floor = F16(-1e9)  # !half-constant
-    return jnp.where(h > 0, h, floor)
-
-
-def mask_by_array_cast(h: F16):
-    floor = jnp.array(-1e9)
-    floor = floor.astype(h.dtype)  # !half-constant
-    return jnp.where(h > 0, h, floor)
-
-
 def mask_cast_by_numpy(x: F16):
     mask = np.where(np.tril(np.ones((64, 64))), 0, -1e9)
     bias = mask.astype(np.float16)  # !half-constant
     return x + bias
-
-
-def epsilon_by_name(h: F16):
-    total = jnp.sum(jnp.abs(h)) + EPSILON
-    return h / total  # !half-division
 
 
 def epsilon_before_the_divisor(h: F16):
@@ -218,11 +181,6 @@ def epsilon_before_a_wide_division(x):
     return x / guard.astype(F32)  # !half-division
 
 
-def integers(x):
-    position = jnp.arange(5000).astype(F16)  # !half-integers
-    return jnp.sin(position) * 2
-
-
 def integers_in_bfloat16(x):
     position = jnp.arange(1000).astype(BF16)  # !half-integers
     return jnp.sin(position)
@@ -235,11 +193,6 @@ def integers_made_in_half(x):
 
 def integers_through_float32(x):
     position = jnp.arange(5000, dtype=F32)
-    return jnp.sin(position.astype(F16))  # !half-integers
-
-
-def integers_by_iota(x):
-    position = lax.broadcasted_iota(jnp.int32, (4, 3000), 1)
     return jnp.sin(position.astype(F16))  # !half-integers
 
 
@@ -275,10 +228,6 @@ def running_sum(x: F16):
         return total + row, None  # !half-carry
 
     return lax.scan(body, jnp.zeros((), F16), x)[0]
-
-
-def running_sum_in_fori(h: F16):
-    return lax.fori_loop(0, 64, lambda i, t: t + h[i], F16(0))  # !half-carry
 
 
 def running_sum_in_while(x):

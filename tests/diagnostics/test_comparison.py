@@ -2,8 +2,6 @@
 
 import functools
 
-import equinox as eqx
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,28 +136,3 @@ def test_a_gradient_that_is_rounding_alone_is_not_the_worst():
     text = found.summary()
     assert found.is_precise
     assert text.index("['w']") < text.index("['offset']")
-
-
-def equinox():
-    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
-    plain = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
-    how = {"transform": eqx.filter_value_and_grad}
-    return jmp_scale.autocast(plain, "float16"), plain, model, how
-
-
-def flax_nnx():
-    model = nnx.Sequential(
-        nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
-    )
-    plain = lambda model, x: (jnp.mean((model(x) - 1) ** 3), model)  # noqa: E731
-    how = {"transform": nnx.value_and_grad, "has_aux": True}
-    return jmp_scale.nnx.autocast(plain, "float16"), plain, model, how
-
-
-@pytest.mark.parametrize("case", [equinox, flax_nnx])
-def test_models_are_compared(case):
-    half_loss, plain, model, how = case()
-    found = compare_gradients(half_loss, plain, model, X, **how)
-    assert 0 < found.error < 0.01
-    assert found.is_precise
-    assert all(leaf.finite for leaf in found.leaves)

@@ -135,6 +135,8 @@ def test_states_are_found_at_any_depth_and_told_apart():
     }
     (sentence,) = diagnostics.health(nested)
     assert sentence.startswith("['dis'][1]: The loss scale is 2^-1")
+    with pytest.raises(KeyError, match="multiple values"):
+        optax.tree.get(nested, "loss_scale")
     scalars = diagnostics.metrics(nested)
     assert int(scalars["['gen'][0][0].skipped"]) == 1
     assert float(scalars["['dis'][1].loss_scale"]) == 0.5

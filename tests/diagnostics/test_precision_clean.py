@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from losses import cross_entropy, examples
+from losses import cross_entropy
 from precision_checks import on_four_devices
 
 import jmp_scale.nnx
@@ -42,24 +42,6 @@ def assert_clean(fun, *args, half_share=1.0, **kwargs):
     if half_share == 1.0:
         assert report.findings == ()
     assert report.half_share == pytest.approx(half_share, abs=1e-3)
-
-
-def test_a_convolutional_network(policy):
-    def loss(params, images, labels):
-        x, half = policy.cast_to_compute((images, params))
-        layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
-        window, strides = (1, 2, 2, 1), (1, 1, 1, 1)
-        lowest = np.asarray(-np.inf, x.dtype)
-        for kernel in half["kernels"]:
-            x = lax.conv_general_dilated(x, kernel, (2, 2), "SAME", **layout)
-            x = jax.nn.gelu(x)
-            x = lax.reduce_window(x, lowest, lax.max, window, strides, "SAME")
-        logits = policy.cast_to_output(x.mean((1, 2)) @ half["head"])
-        return cross_entropy(logits, labels)
-
-    kernels = [array(3, 3, 3, 8), array(3, 3, 8, 16)]
-    images, labels = array(4, 16, 16, 3), array(4, dtype="int32")
-    assert_clean(loss, {"kernels": kernels, "head": array(16, 10)}, images, labels)
 
 
 def layer_norm(x, scale):
@@ -249,24 +231,11 @@ def test_flax_linen_with_batch_norm(half):
     assert_clean(loss, *args, has_aux=True)
 
 
-class LinenBlock(nn.Module):
-    dtype: str
-
-    @nn.compact
-    def __call__(self, x, _):
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(64, dtype=self.dtype)(h))
-        return x + nn.Dense(32, dtype=self.dtype)(h), None
-
-
-def test_flax_linen_with_scan_and_remat(half):
+def test_flax_linen_with_norms_and_a_recurrent_layer(half):
     class Network(nn.Module):
         @nn.compact
         def __call__(self, tokens):
             x = nn.Embed(64, 32, dtype=half)(tokens)
-            blocks = nn.scan(nn.remat(LinenBlock), variable_axes={"params": 0},
-                             split_rngs={"params": True}, length=6)  # fmt: skip
-            x, _ = blocks(half)(x, None)
             x = nn.GroupNorm(4, dtype=half)(nn.RMSNorm(dtype=half)(x))
             x = nn.RNN(nn.OptimizedLSTMCell(32, dtype=half))(x)
             return nn.Dense(64, dtype=half)(x).astype(F32)
@@ -320,10 +289,3 @@ def test_flax_nnx(half):
     assert_clean(loss, model, *args, transform=nnx.value_and_grad)
     after = nnx.state(model, nnx.BatchStat)  # nothing ran, nothing was written
     jax.tree.map(np.testing.assert_array_equal, before, after)
-
-
-def test_the_fault_of_the_example_of_diagnosis_is_found(monkeypatch):
-    digits, diagnose = examples(monkeypatch, "_digits", "diagnose")
-    params = digits.init_autoencoder()
-    (finding,) = precision_report(diagnose.bad_loss, params, array(256, 64)).findings
-    assert (finding.rule, finding.file) == ("half-exp", diagnose.__file__)

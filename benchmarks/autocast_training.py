@@ -123,12 +123,7 @@ def gradients(seeds: int) -> Table:
             key = jax.random.key(seed)
             params, batch = task.init(key), task.examples(key)
             exact = jax.grad(PROGRAMS["float32"].loss(task))(params, batch)
-            s = program.loss_scale or jmp_scale.NoOpLossScale()
-
-            def gradient(s: Any, *args: Any, loss: Any = program.loss(task)) -> Any:
-                return jmp_scale.grad(loss, s)(*args)
-
-            got = jax.jit(gradient)(s, params, batch)
+            got = _gradient(program, task, params, batch)
             pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
             worst.append(max(_harness.relative_error(a, b) for a, b in pairs))
         table.rows.append([name, f"{np.median(worst):.2g}"])
@@ -137,6 +132,16 @@ def gradients(seeds: int) -> Table:
         "norm of float32's gradient. S is 2^15."
     )
     return table
+
+
+def _gradient(program: Any, task: Any, params: Any, batch: Any) -> Any:
+    loss = program.loss(task)
+
+    def gradient(s: Any, params: Any, batch: Any) -> Any:
+        return jmp_scale.grad(loss, s)(params, batch)
+
+    s = program.loss_scale or jmp_scale.NoOpLossScale()
+    return jax.jit(gradient)(s, params, batch)
 
 
 def _overlap(losses: np.ndarray, reference: np.ndarray) -> bool:

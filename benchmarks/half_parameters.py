@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Table
+from _models import wide
 from flax import nnx
 from jax import lax
 from sklearn.datasets import load_digits
@@ -209,7 +210,7 @@ def _characters() -> Task:
 
 
 def _float32(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    return jax.tree.map(wide, tree)
 
 
 def _keeping(start: Any, value: Any, step: Any) -> Callable[[Any, Any], Any]:
@@ -240,10 +241,6 @@ def _keeping(start: Any, value: Any, step: Any) -> Callable[[Any, Any], Any]:
         return optax.GradientTransformation(init, update)
 
     return wrap
-
-
-def wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
 
 
 def _round(p: jax.Array, kept: jax.Array, update: jax.Array) -> Any:

@@ -28,13 +28,7 @@ def dot(w, x):
     return jnp.sum(w @ x)
 
 
-def scan(w):
-    return jax.lax.scan(lambda w, _: (w - 0.1 * gradient(w), None), w, None, 2)[0]
-
-
-@pytest.mark.parametrize(
-    "traced", [jax.jit(gradient), jax.jit(jax.vmap(gradient)), scan]
-)
+@pytest.mark.parametrize("traced", [jax.jit(gradient), jax.jit(jax.vmap(gradient))])
 def test_a_dynamic_loss_scale_that_a_traced_function_captured_warns(traced):
     with pytest.warns(
         UserWarning, match=r"got DynamicLossScale\(loss_scale=1024.*outs"

@@ -124,8 +124,9 @@ def gradients(seeds: int) -> Table:
             params, batch = task.init(key), task.examples(key)
             exact = jax.grad(PROGRAMS["float32"].loss(task))(params, batch)
             s = program.loss_scale or jmp_scale.NoOpLossScale()
+            loss = program.loss(task)
 
-            def gradient(s: Any, *args: Any, loss: Any = program.loss(task)) -> Any:
+            def gradient(s: Any, *args: Any, loss: Any = loss) -> Any:
                 return jmp_scale.grad(loss, s)(*args)
 
             got = jax.jit(gradient)(s, params, batch)

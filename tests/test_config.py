@@ -27,7 +27,6 @@ pytestmark = pytest.mark.strict_promotion
         ("dynamic:2**15", DynamicLossScale(2.0**15)),
         ("dynamic: 2.**16", DynamicLossScale(2.0**16)),
         ("dynamic:65536", DynamicLossScale(65536.0)),
-        ("static:1024", StaticLossScale(1024.0)),
         ("static:2 ** 10", StaticLossScale(1024.0)),
         ("128", StaticLossScale(128.0)),
         ("2**-3", StaticLossScale(0.125)),

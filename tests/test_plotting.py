@@ -193,10 +193,6 @@ def test_an_object_of_another_kind_is_refused_by_name(name):
     assert not plt.get_fignums()
 
 
-def test_its_constants_are_private():
-    assert [name for name in vars(plotting) if name.isupper() and name[0] != "_"] == []
-
-
 def test_without_matplotlib_the_error_names_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "jmp_scale.plotting")
     for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:

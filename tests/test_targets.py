@@ -174,13 +174,6 @@ def test_a_train_step_takes_no_more_cycles_than_jmp_s(name):
     assert scaled <= jmp
 
 
-@compiles_for("tpu-v5e")
-def test_apply_if_finite_copies_and_branches_on_a_tpu(name):
-    """What this library avoids there is real."""
-    assert figures(name, "optax.apply_if_finite").conditionals == 1
-    assert ratio("bytes_accessed", name, peer="optax.apply_if_finite") > 1.3
-
-
 @compiles_for("h100", "tpu-v5e")
 @pytest.mark.parametrize("peer", ["with_loss_scale", "with_loss_scale, guard"])
 @pytest.mark.parametrize("chips", [4, 64, 256])  # 256 do not divide 64: whole arrays

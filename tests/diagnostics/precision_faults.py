@@ -40,6 +40,7 @@ OF_FLOAT16 = {
     "exp2": lambda h: jnp.exp2(h),  # !half-exp
     "logarithm": lambda h: jnp.log(jnp.abs(h) + 1),  # !half-exp
     "power_function": lambda h: jnp.power(jnp.abs(h) + 1, h),  # !half-exp
+    "argmax": lambda h: jnp.argmax(jnp.tile(h, 100)).astype(F16),  # !half-integers
     "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
     "mask_times_constant": lambda h: h + (h > 0).astype(F16) * -1e9,  # !half-constant
     "mask_by_scalar_type": lambda h: jnp.where(h > 0, h, F16(-1e9)),  # !half-constant
@@ -66,6 +67,13 @@ OF_BFLOAT16 = {
 }
 OF_FLOAT32 = {
     "integers": lambda x: jnp.sin(jnp.arange(5000).astype(F16)),  # !half-integers
+    "bf16_integers": lambda x: jnp.sin(jnp.arange(999).astype(BF16)),  # !half-integers
+    "half_integers": lambda x: jnp.sin(jnp.arange(5000, dtype=F16)),  # !half-integers
+    "cast_sum": lambda x: jnp.sin(jnp.sum(jnp.tile(x, 100)).astype(F16)),  # !half-sum
+    "cast_cumsum": lambda x: jnp.cumsum(jnp.tile(x, 100)).astype(F16)[-1],  # !half-sum
+    "cast_numbers": lambda x: jnp.arange(9999.0).astype(F16),  # !half-integers
+    "odd_integers": lambda x: (2 * jnp.arange(1500) + 7).astype(F16),  # !half-integers
+    "cast_mask": lambda x: jnp.where(x > 0, 0.0, -1e9).astype(F16),  # !half-constant
     "round_trip": lambda x: x.astype(F16).astype(F32),  # !round-trip
     "round_trip_by_asarray": lambda x: jnp.asarray(jnp.float16(x), F32),  # !round-trip
 }
@@ -76,19 +84,9 @@ def accumulator_in_bfloat16(x: BF16):
     return lax.reduce(h, np.asarray(0, BF16), lax.add, (0,))  # !half-sum:error
 
 
-def cumulative_sum_cast_back(x):
-    wide = jnp.cumsum(jnp.tile(x, 100))
-    return wide.astype(F16)[-1]  # !half-sum
-
-
 def reversed_cumulative_sum_cast_back(x):
     wide = lax.cumsum(jnp.tile(x, 100), reverse=True)
     return wide.astype(F16)[0]  # !half-sum
-
-
-def sum_cast_back(x):
-    wide = jnp.sum(jnp.tile(x, 100))
-    return jnp.sin(wide.astype(F16))  # !half-sum
 
 
 def sum_over_a_window(x: F16):
@@ -129,12 +127,6 @@ def inner_products(x: F16):
 def mask_added_in_float32(x):
     bias = jnp.where(x > 0, 0.0, -1e9)
     return jnp.sin((x + bias).astype(F16))  # !half-constant
-
-
-def mask_array_cast(x):
-    bias = jnp.where(x > 0, 0.0, -1e9)
-    half = bias.astype(F16)  # !half-constant
-    return x.astype(F16) + half
 
 
 def mask_by_full(h: F16):
@@ -181,39 +173,14 @@ def epsilon_before_a_wide_division(x):
     return x / guard.astype(F32)  # !half-division
 
 
-def integers_in_bfloat16(x):
-    position = jnp.arange(1000).astype(BF16)  # !half-integers
-    return jnp.sin(position)
-
-
-def integers_made_in_half(x):
-    position = jnp.arange(5000, dtype=F16)  # !half-integers
-    return jnp.sin(position) * 2
-
-
-def integers_through_float32(x):
-    position = jnp.arange(5000, dtype=F32)
-    return jnp.sin(position.astype(F16))  # !half-integers
-
-
 def integers_by_promotion(x):
     position = jnp.arange(3000)
     return lax.stop_gradient(x[:1].astype(F16)) * position  # !half-integers
 
 
-def integers_shifted(x):
-    position = 2 * jnp.arange(1500) + 7
-    return jnp.sin(position.astype(F16))  # !half-integers
-
-
 def integers_of_16_bits(x):
     samples = (x * 100).astype(jnp.int16)
     return x.astype(F16) * samples.astype(F16)  # !half-integers
-
-
-def index_of_maximum(x: F16):
-    h = jnp.tile(x, 100)
-    return h[0] + jnp.argmax(h).astype(F16)  # !half-integers
 
 
 def loop_counter(x):

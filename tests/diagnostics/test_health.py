@@ -18,6 +18,7 @@ def test_nothing_is_said_when_all_is_well():
     assert diagnostics.health(state(skipped=7)) == []
     assert diagnostics.health(state(jmp_scale.NoOpLossScale())) == []
     assert diagnostics.health(state(), recorded([1] * 50)) == []
+    assert diagnostics.health(state(), diagnostics.LossScaleHistory.create(9)) == []
     after_warm_up = recorded([0, 0, *[1] * 50])
     assert diagnostics.health(state(skipped=2), after_warm_up) == []
 

@@ -6,7 +6,6 @@ import pytest
 from runs import history_of, state
 
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import LossScaleHistory
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -135,8 +134,3 @@ def test_only_applied_steps_make_a_trend():
     loss = np.where(applied, falling(200), 1e6).astype(np.float32)
     columns = {"loss": loss, "grad_norm": loss, "applied": applied}
     assert kinds(history_of(**columns)) == {"frequent spikes"}
-
-
-def test_an_empty_and_a_bare_history_say_nothing():
-    assert kinds(LossScaleHistory.create(10)) == frozenset()
-    assert kinds(history_of(grads_finite=np.ones(100, bool))) == frozenset()

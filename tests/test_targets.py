@@ -6,9 +6,11 @@ from unittest import mock
 
 import _compiled
 import _hlo
+import _minimal
 import _problems
 import _targets
 import _traffic
+import _wire
 import jax
 import jax.numpy as jnp
 import optax
@@ -238,3 +240,26 @@ def test_in_half_reaches_the_fused_attention_of_cudnn(name):
         r"bf16\[2,4,128,64].* custom_call_target=\"__cudnn\$(\w+)\"", text
     )
     assert calls == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+
+
+# Of [4096, 1024] entries, 2 bytes each, twice: there and back.
+ROWS = 2 * 2 * 4096 * 1024
+
+
+@pytest.mark.parametrize(
+    ("program", "half_parameters", "sent"),
+    [
+        # Products that read one array: their gradients meet before they travel.
+        ("qkv, TP", False, {"all-reduce bf16": (1, ROWS)}),
+        ("qkv, TP", True, {"all-reduce bf16": (1, ROWS)}),
+        # A table is looked up once, in the dtype in which it is stored.
+        ("vocabulary, TP", False, {"all-reduce f32": (1, 2 * ROWS)}),
+        ("vocabulary, TP", True, {"all-reduce bf16": (1, ROWS)}),
+    ],
+)
+@compiles_for("tpu-v5e", "h100")
+def test_what_autocast_sends_over_devices(name, program, half_parameters, sent):
+    how = _minimal.HALF_PARAMETERS if half_parameters else "autocast"
+    target = _targets.Target(name, 8)
+    text = _minimal.compile_minimal(program, target, how).as_text()
+    assert _wire.totals(_wire.parse(text)) == sent

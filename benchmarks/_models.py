@@ -72,7 +72,9 @@ def transformer(
         block = jax.checkpoint(block) if checkpointed else block
         tokens, layers = batch["tokens"], params["layers"]
         rest = jax.tree.map(weight, cast(params | {"layers": None}, dtype))
-        x = stream(_look_up(rest["tokens"], tokens) + rest["positions"][None])
+        x = _look_up(rest["tokens"], tokens) + rest["positions"][None]
+        # Parameters may be stored in half precision, and the program be float32.
+        x = stream(wide(x) if dtype is None else x)
         if scanned:
             x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, layers)
         else:

@@ -320,26 +320,34 @@ class _Units:
                 self._readers.setdefault(v, []).append(i)
 
     def units(self, join: bool) -> list[Unit]:
-        """The units; islands stay as traced if they are not joined with products."""
+        """The units; islands stay as traced if they are not joined with products.
+
+        Products run together in either case: what they read has one cotangent.
+        """
         units: list[Unit] = []
         done: set[int] = set()
         for i, (kind, jaxpr, product) in enumerate(self._parts):
             if i in done:
                 continue
+            nothing = _jaxpr.part(jaxpr, [], [], [])
             if product and kind == "own":
                 units.append(self._unit("own", jaxpr, products=((product, ()),)))
             elif product:
                 self._held |= self._halves.intersection(jaxpr.invars[:2])
-                nothing = _jaxpr.part(jaxpr, [], [], [])
                 units.append(self._half(nothing, [product], Kept()))
-            elif kind == "island" and join:
+            elif kind == "island":
                 choice = self._choice(i, jaxpr)
                 products = sorted({n for v in choice.again for n in self._readers[v]})
                 done.update(products)
                 self._held.update(choice.inputs, choice.streams)
                 self._held |= self._halves.intersection(choice.kept)
                 behind = [self._parts[n].product for n in products]
-                units.append(self._half(jaxpr, behind, choice))
+                if join:
+                    units.append(self._half(jaxpr, behind, choice))
+                    continue
+                units.append(self._unit("other", jaxpr))
+                if behind:
+                    units.append(self._half(nothing, behind, Kept()))
             else:
                 units.append(self._unit("call" if kind == "call" else "other", jaxpr))
         return units

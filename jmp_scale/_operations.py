@@ -351,4 +351,5 @@ def _softmax_rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
     # Rounded probabilities do not add up to 1. Divided by their sum, a constant added
     # to the cotangent changes nothing, as in the exact derivative.
     mean = jnp.sum(product, axes, keepdims=True) / jnp.sum(p, axes, keepdims=True)
-    return result, product - p * mean
+    # Not a difference, of which jax 0.8.0 makes a wrong gradient on a CPU.
+    return result, product + p * -mean

@@ -290,7 +290,8 @@ class _Planner:
 
 def _is_widening(eqn: Any) -> bool:
     is_cast = eqn.primitive.name == "convert_element_type"
-    return is_cast and _jaxpr.dtype_name(eqn.invars[0]) in ops.HALF_DTYPES
+    is_half = _jaxpr.dtype_name(eqn.invars[0]) in ops.HALF_DTYPES
+    return is_cast and is_half and is_float32(eqn.outvars[0])
 
 
 class Kept(NamedTuple):

@@ -341,6 +341,11 @@ def test_a_product_runs_in_the_dtype_of_a_weight_stored_in_half(name, stored, dt
     assert_close(n32(grad), wanted_grad, 0.05)
 
 
+def test_a_weight_that_the_program_casts_to_another_half_is_read_as_cast():
+    half = autocast(lambda w, x: x @ w.astype("float16"), "bfloat16")
+    assert products(half, W.astype("bfloat16"), X) == [F16]
+
+
 def layers_stored_in_half():
     dense = linen.Dense(N, param_dtype=jnp.bfloat16)
     params = dense.init(jax.random.key(0), X)

@@ -187,10 +187,16 @@ class Cast:
     def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
         """Runs an island and its products."""
         inputs = unit.jaxpr.invars
-        whole = plan.given.union(inputs[: unit.reads])
+        whole = {*inputs[: unit.reads]}
+        if self.in_loop:  # whose halves would be kept for each turn
+            whole |= plan.given
 
         def copy(v: Any) -> Any:
-            """What the backward pass keeps."""
+            """What the backward pass keeps.
+
+            Weights are cast once for both passes: where they are split over devices,
+            the compiler then gathers them as in a cast by hand.
+            """
             if v not in plan.halves and (v in whole or not _jaxpr.is_float32(v)):
                 return env[v]
             if v not in halves:

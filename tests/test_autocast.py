@@ -86,14 +86,18 @@ def test_x64_changes_nothing_for_a_float32_program(name):
 
 
 def kept(fun, *args):
-    """Types of the arrays that the backward pass keeps, except arguments."""
+    """Types of the arrays that the backward pass keeps, except arguments and casts."""
 
     def backward(*args):
         return jax.tree.leaves(jax.vjp(fun, *args)[1])
 
     jaxpr = jax.make_jaxpr(backward)(*args).jaxpr
+    given = {*jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0] in given:
+            given.update(eqn.outvars)
     results = [v for v in jaxpr.outvars if not _jaxpr.is_literal(v)]
-    return [v.aval for v in dict.fromkeys(results) if v not in jaxpr.invars]
+    return [v.aval for v in dict.fromkeys(results) if v not in given]
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,20 @@ ROWS = 2 * 2 * 4096 * 1024
 @compiles_for("tpu-v5e", "h100")
 def test_what_autocast_sends_over_devices(name, program, half_parameters, sent):
     how = _minimal.HALF_PARAMETERS if half_parameters else "autocast"
-    target = _targets.Target(name, 8)
-    text = _minimal.compile_minimal(program, target, how).as_text()
-    assert _wire.totals(_wire.parse(text)) == sent
+    assert collectives(program, name, how) == sent
+
+
+@compiles_for("tpu-v5e", "h100")
+def test_autocast_gathers_weights_as_a_cast_by_hand_does(name):
+    by_hand, found, found_with_half_parameters = (
+        collectives("four layers, FSDP", name, how)
+        for how in ("by hand", "autocast", _minimal.HALF_PARAMETERS)
+    )
+    assert found["all-gather bf16"] == by_hand["all-gather bf16"]
+    assert found_with_half_parameters == by_hand
+
+
+def collectives(program, name, how):
+    """(number, bytes on the wire) of a minimal program, by kind and dtype."""
+    text = _minimal.compile_minimal(program, _targets.Target(name, 8), how).as_text()
+    return _wire.totals(_wire.parse(text))

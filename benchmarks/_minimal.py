@@ -43,6 +43,13 @@ def _products_of_one_operand(params, x, dtype):
     return jnp.mean(wide(q * k * v) ** 2)
 
 
+def _products_of_rows(params, tokens, dtype):
+    params = cast(params, dtype)
+    x = cast(jnp.tanh(wide(params["table"][tokens])), dtype)
+    q, k, v = (x @ params[name] for name in "qkv")
+    return jnp.mean(wide(q * k * v) ** 2)
+
+
 def _lookup(params, tokens, dtype):
     params = cast(params, dtype)
     return jnp.mean(wide(jax.nn.gelu(params["table"][tokens]) @ params["out"]) ** 2)
@@ -62,6 +69,11 @@ MINIMAL = {
         _products_of_one_operand,
         {"in": (SQUARE, WHOLE), **dict.fromkeys("qkv", (SQUARE, COLUMNS))},
         ((4096, 1024), WHOLE, jnp.float32),
+    ),
+    "embedding, TP": Minimal(
+        _products_of_rows,
+        {"table": (SQUARE, WHOLE), **dict.fromkeys("qkv", (SQUARE, COLUMNS))},
+        ((8, 512), WHOLE, jnp.int32),
     ),
     "vocabulary, TP": Minimal(
         _lookup,

@@ -139,13 +139,15 @@ class _Planner:
     ) -> None:
         self.jaxpr, self.equations = jaxpr, jaxpr.eqns
         self.origins, self.numbers = {**given}, {*numbers}
+        # What float32 arguments are in, so its gradient is float32 from products on.
+        self.wide = {v for v in given if is_float32(v)} - self.numbers
         self._dtype = np.dtype(dtype).name
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
         self.kinds: list[str] = []
         self.starts: list[int] = []  # level of an equation's inputs
         level = dict.fromkeys([*jaxpr.invars, *given], 0)
-        differentiable = {v for v in level if is_float32(v)}
+        differentiable = {v for v in level if _jaxpr.is_floating(v)}
         last_effect = 0
         for eqn in self.equations:
             inputs, kind = variables(eqn.invars), self._kind(eqn, names)
@@ -190,11 +192,14 @@ class _Planner:
         if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
             self.numbers.update(eqn.outvars)
         is_plain = kind in ("island", "other") and not ops.holds_half_products(eqn)
+        is_plain = is_plain and not ops.looks_up_rows(eqn)
         if is_plain and self.origins.keys() >= {*inputs}:
             scales = eqn.primitive.name in ops.SCALINGS
             is_parameter = scales and any(map(self._is_parameter, inputs))
             origin = Origin.PARAMETER if is_parameter else Origin.ARGUMENTS
             self.origins.update(dict.fromkeys(eqn.outvars, origin))
+            if not self.wide.isdisjoint(inputs):
+                self.wide.update(eqn.outvars)
         if kind == "island" and all(v in self.repeats for v in inputs):
             count = 1 + sum(self.repeats[v] for v in inputs)
             if count <= _MOST_REPEATED:
@@ -264,7 +269,7 @@ class _Planner:
         part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
         scope, part = _jaxpr.without_common_scope(part)
         is_dot = eqn.primitive.name == "dot_general"
-        wide = [is_dot and is_float32(v) and v in self.origins for v in (lhs, rhs)]
+        wide = [is_dot and is_float32(v) and v in self.wide for v in (lhs, rhs)]
         facts = _jaxpr.likeness(part), part, len(left), (*wide,), self._own_dtype(eqn)
         return ops.Product(*facts, scope)
 

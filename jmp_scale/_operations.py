@@ -164,6 +164,17 @@ def _own_sizes(v: Any, contracting: Any, batch: Any) -> list[int]:
     return [shape[d] for d in range(len(shape)) if d not in (*contracting, *batch)]
 
 
+def looks_up_rows(eqn: Any) -> bool:
+    """Whether an equation takes several vectors of a table, as an embedding does.
+
+    They are data, which many positions share; matrices, as of experts, are weights.
+    """
+    if eqn.primitive.name != "gather":
+        return False
+    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
+    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1
+
+
 def becomes_half(eqn: Any) -> bool:
     """Whether an equation is a product that may become half precision."""
     return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF

@@ -252,6 +252,9 @@ ROWS = 2 * 2 * 4096 * 1024
         # Products that read one array: their gradients meet before they travel.
         ("qkv, TP", False, {"all-reduce bf16": (1, ROWS)}),
         ("qkv, TP", True, {"all-reduce bf16": (1, ROWS)}),
+        # Also of rows of a table, which are no weights.
+        ("embedding, TP", False, {"all-reduce bf16": (1, ROWS)}),
+        ("embedding, TP", True, {"all-reduce bf16": (1, ROWS)}),
         # A table is looked up once, in the dtype in which it is stored.
         ("vocabulary, TP", False, {"all-reduce f32": (1, 2 * ROWS)}),
         ("vocabulary, TP", True, {"all-reduce bf16": (1, ROWS)}),

@@ -17,7 +17,7 @@ from ._half_parameters import find_half_states, is_nothing
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
-from ._state import LossScaleState, find_loss_scale_states
+from ._state import START, LossScaleState, find_loss_scale_states
 from ._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from ._validation import warn
 
@@ -114,9 +114,11 @@ def with_loss_scale(
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
-        true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
         state = LossScaleState(
-            loss_scale, inner_state, true, true, zero, zero, zero, zero, guard
+            loss_scale=loss_scale,
+            inner_state=inner_state,
+            guard=guard,
+            **{name: jnp.asarray(value) for name, value in START.items()},
         )
         return fresh_buffers(state, (params, loss_scale, guard))
 

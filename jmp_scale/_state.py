@@ -55,6 +55,10 @@ class LossScaleState(NamedTuple):
             )
 
 
+FIELDS_OF_0_2 = 9
+# A pickled state of an earlier version lacks the newest fields.
+_DEFAULTS = (None,) * (len(LossScaleState._fields) - FIELDS_OF_0_2)
+LossScaleState.__new__.__defaults__ = _DEFAULTS
 _HINTS = get_type_hints(LossScaleState, include_extras=True)
 # What each flag and counter is before the first step, in the order of the fields.
 START: dict[str, Any] = {

@@ -109,10 +109,9 @@ def with_half_parameters(
                 "without half parameters within, got one with them; write "
                 "with_loss_scale(with_half_parameters(optimizer))"
             )
-        start = _zeros if words is None else lambda _: None
-        remainder = jax.tree.map(start, params)
-        key = None if words is None else jnp.copy(words)
-        return HalfParametersState(inner_state, remainder, key)
+        remainder = jax.tree.map(_zeros if words is None else lambda _: None, params)
+        rounding_key = None if words is None else jnp.copy(words)
+        return HalfParametersState(inner_state, remainder, rounding_key)
 
     def update(
         updates: Any, state: HalfParametersState, params: Any = None, **extra_args: Any
@@ -124,9 +123,7 @@ def with_half_parameters(
             )
         _check_pairs("with_half_parameters", params, state.remainder)
         full = jax.tree.map(_join, params, state.remainder)
-        if "grad" in extra_args:
-            extra_args["grad"] = promote_to_float32(extra_args["grad"])
-        grads = promote_to_float32(updates)
+        grads, extra_args = promote_to_float32((updates, extra_args))
         out, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
         # An update may be None or masked, also for a whole subtree.
         out, structure = jax.tree.flatten(out, is_leaf=is_nothing)
@@ -137,7 +134,8 @@ def with_half_parameters(
             next_key = jax.random.key_data(next_key)
         trees = map(structure.flatten_up_to, (params, full, state.remainder))
         pairs = list(map(_rounded_update, out, *trees, keys))
-        updates, remainder = (structure.unflatten(x[i] for x in pairs) for i in (0, 1))
+        updates = structure.unflatten(update for update, _ in pairs)
+        remainder = structure.unflatten(rest for _, rest in pairs)
         return updates, HalfParametersState(inner_state, remainder, next_key)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
@@ -248,14 +246,16 @@ def _rounded_update(
     """What takes a parameter to the rounding of its new value, and what that leaves."""
     if is_nothing(update) or not _is_half(p):
         return update, remainder
-    x = (full + update).astype(jnp.float32)
-    new, old = _rounded(x, p.dtype, key), _to_float32(p)
+    x, old = (full + update).astype(jnp.float32), _to_float32(p)
+    noise = None
+    if key is not None:
+        noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.int32)
+    new = _rounded(x, p.dtype, noise)
     # Two infinite ones differ by NaN. Added to a zero, `new` keeps its sign.
     change = jnp.where(jnp.isfinite(new) & (old != 0), new - old, new)
-    if key is not None:
-        return change, None
-    # What `optax.apply_updates` makes. XLA:TPU makes one kernel of both casts.
-    return change, _remainder(x, (old + change).astype(p.dtype))
+    # The cast of `optax.apply_updates` itself: XLA:TPU makes one kernel of both.
+    made = (old + change).astype(p.dtype)
+    return change, _remainder(x, made) if key is None else None
 
 
 def _remainder(x: jax.Array, made: jax.Array) -> jax.Array:
@@ -269,22 +269,19 @@ def _remainder(x: jax.Array, made: jax.Array) -> jax.Array:
     return jnp.clip(low, -(2**15), 2**15 - 1).astype(jnp.int16)
 
 
-def _rounded(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
-    """The nearest number of a half-precision dtype, or with a key one of two, float32.
+def _rounded(x: jax.Array, dtype: Any, noise: Any = None) -> jax.Array:
+    """The nearest number of a half-precision dtype, or one of two by 16 random bits.
 
     At random in the mean to 2^-16 of a bfloat16's last digit, to 2^-13 of a float16's.
     """
-    noise = 0
-    if key is not None:
-        noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.int32)
     if dtype == jnp.bfloat16:
-        added = 2**15 if key is None else noise
+        added = 2**15 if noise is None else noise
         return jnp.where(jnp.isnan(x), x, _float((_bits(x) + added) & -(2**16)))
     # The last digit is 2^-10 of x's power of two, or 2^-24 of the subnormal numbers,
     # which lax.reduce_precision would make zero.
     inside = jnp.clip(x, -65504.0, 65504.0)
     last = jnp.maximum(_float(_bits(inside) & 0x7F800000), 2.0**-14) * 2.0**-10
-    if key is not None:
+    if noise is not None:
         # Less than half a digit, in so few bits that the sum with a float16 is exact.
         inside += ((noise % 2**12 + 0.5) * 2.0**-12 - 0.5) * last
     large = last * (1.5 * 2**23)

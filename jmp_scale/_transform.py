@@ -172,13 +172,10 @@ def with_loss_scale(
 
 
 class _Verdict(NamedTuple):
-    """What is known of a step before the optimizer runs: bool[], and the next guard.
-
-    `only_grads_finite` leaves the loss out, unlike `grads_finite` of the state.
-    """
+    """What is known of a step before the optimizer runs: bool[], and the next guard."""
 
     loss_finite: Any
-    only_grads_finite: Any
+    only_grads_finite: Any  # without the loss, unlike grads_finite of the state
     spike: Any
     applied: Any
     guard: SpikeGuard | None = None
@@ -209,8 +206,7 @@ def judge_step(
         # A float64 loss beyond float32's range is finite: the largest leap of all.
         loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
     spike, guard = guard.judge(loss, norm, is_finite)
-    applied = is_finite & ~spike
-    return _Verdict(loss_finite, only_grads_finite, spike, applied, guard)
+    return _Verdict(loss_finite, only_grads_finite, spike, is_finite & ~spike, guard)
 
 
 def _next_state(

@@ -60,33 +60,16 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    return _restore(
-        "restore_without_loss_scale", load, state, is_loss_scale_state, [_inner_state]
-    )
+    return _restore("restore_without_loss_scale", load, state, [_inner_state])
 
 
 def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint with a loss scale from before the optimizer had a guard.
 
-    As `restore_without_loss_scale`, but only the guard, which warms up again, comes
-    from `state`; S and all else come from disk.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale.checkpoints import restore_without_guard
-      >>> params, loss_scale = jnp.ones(2), jmp_scale.DynamicLossScale(2.0**15)
-      >>> before = jmp_scale.with_loss_scale(optax.adam(0.1), loss_scale)
-      >>> _, saved = before.update(params * jnp.inf, before.init(params))
-      >>> tx = jmp_scale.with_loss_scale(
-      ...     optax.adam(0.1), loss_scale, guard=jmp_scale.SpikeGuard())
-      >>> opt_state = restore_without_guard(lambda _: saved, tx.init(params))
-      >>> float(opt_state.loss_scale.loss_scale), int(opt_state.skipped)
-      (16384.0, 1)
+    As `restore_older`: the guard, which warms up again, comes from `state`, and S and
+    all else from disk.
     """
-    without_guard = functools.partial(_earlier, guard=False)
-    return _restore(
-        "restore_without_guard", load, state, is_loss_scale_state, [without_guard]
-    )
+    return _restore("restore_without_guard", load, state, _forms_of_versions())
 
 
 def restore_older(load: Callable[[Any], Any], state: T) -> T:
@@ -109,8 +92,7 @@ def restore_older(load: Callable[[Any], Any], state: T) -> T:
       >>> int(state.skipped), int(state.spikes)
       (3, 0)
     """
-    forms = list(_forms_of_versions())
-    return _restore("restore_older", load, state, is_loss_scale_state, forms)
+    return _restore("restore_older", load, state, _forms_of_versions())
 
 
 def restore_without_half_parameters(
@@ -130,9 +112,9 @@ def restore_without_half_parameters(
     Raises:
       ValueError: the checkpoint has other leaves than the template, or of other types.
     """
-    function = "restore_without_half_parameters"
+    name = "restore_without_half_parameters"
     pair = _with_values(params, opt_state), opt_state
-    full, opt_state = _restore(function, load, pair, is_half_state, [_inner_state])
+    full, opt_state = _restore(name, load, pair, [_inner_state], is_half_state)
     leaves, structure = jax.tree.flatten(opt_state)
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
     values, likes = (leaves_by_name(with_arrays(tree)) for tree in (full, params))
@@ -163,8 +145,8 @@ def _restore(
     function: str,
     load: Callable[[Any], Any],
     state: T,
-    is_new: Callable[[Any], bool],
-    forms: list[Form],
+    forms: Iterable[Form],
+    is_new: Callable[[Any], bool] = is_loss_scale_state,
 ) -> T:
     """`state` with what is on disk in the first of the `forms` that fits."""
     if is_new is is_loss_scale_state and not find_loss_scale_states(state):
@@ -174,20 +156,23 @@ def _restore(
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
     errors = []
     for form in forms:
+        # The leaves' numbers in the form on disk: loaders that ignore the template
+        # sort by name, so what is read finds its place by its name there.
+        numbered = _in_form(numbers, is_new, form)
+        places = leaves_by_name(numbered)
+        like = {name: leaves[i] for name, i in places.items()}
         try:
-            found = _read(function, load, leaves, _in_form(numbers, is_new, form))
+            saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbered)))
+            found = _checked(saved, like)
             break
         except (KeyError, TypeError, ValueError) as error:
             errors.append(error)
     else:
-        if len(errors) == 1:
-            raise errors[0]
         reasons = "\n".join(dict.fromkeys(map(str, errors)))
-        raise ValueError(
-            f"{function}: the checkpoint fits the state of no version:\n{reasons}"
-        ) from errors[0]
-    for i, leaf in found.items():
-        leaves[i] = leaf
+        message = f"{function}: the checkpoint is not as expected:\n{reasons}"
+        raise ValueError(message) from errors[0]
+    for name, leaf in found.items():
+        leaves[places[name]] = leaf
     state = jax.tree.unflatten(structure, leaves)
     # What is not on disk stays: an abstract S would fail only in the first step.
     names = leaves_by_name(state).items()
@@ -198,19 +183,6 @@ def _restore(
             "expected one with values, as tx.init returns it"
         )
     return state
-
-
-def _read(
-    function: str, load: Callable[[Any], Any], leaves: list[Any], numbers: Any
-) -> dict[int, Any]:
-    """What is on disk in a form, which has the leaves' numbers in their places."""
-    # Loaders that ignore the template sort by name, so what is read finds its place by
-    # its name on disk.
-    saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbers)))
-    places = leaves_by_name(numbers)
-    like = {name: leaves[i] for name, i in places.items()}
-    found = _checked(function, saved, like)
-    return {places[name]: leaf for name, leaf in found.items()}
 
 
 def _in_form(tree: Any, is_new: Callable[[Any], bool], form: Form) -> Any:
@@ -260,7 +232,7 @@ def _earlier(node: Any, lacks: Iterable[str] = (), guard: bool = True) -> Any:
     return namedtuple("LossScaleState", fields)(**fields)
 
 
-def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
     # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
@@ -269,23 +241,23 @@ def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, An
     foreign = saved.keys() - like.keys()
     if missing or foreign:
         raise ValueError(
-            f"{function}: expected a checkpoint of the older state, got\n"
+            "expected a checkpoint of the older state, got\n"
             f"  missing or not read:    {_listed(missing)}\n"
             f"  only in the checkpoint: {_listed(foreign)}\n"
             "One like state itself is restored into the state as it is, by load(state)"
         )
-    return {name: _array(function, name, saved[name], x) for name, x in data.items()}
+    return {name: _array(name, saved[name], x) for name, x in data.items()}
 
 
-def _array(function: str, name: str, value: Any, like: Any) -> Any:
+def _array(name: str, value: Any, like: Any) -> Any:
     dtype, expected = (getattr(x, "dtype", None) for x in (value, like))
     # A Python number has no dtype before the first step.
     differs = None not in (dtype, expected) and dtype != expected
     if differs or jnp.shape(value) != jnp.shape(like):
         raise ValueError(
-            f"{function}: {name} has shape {jnp.shape(value)} and dtype "
-            f"{dtype or type(value)} in the checkpoint, but {jnp.shape(like)} and "
-            f"{expected or type(like)} in state"
+            f"{name} has shape {jnp.shape(value)} and dtype {dtype or type(value)} in "
+            f"the checkpoint, but {jnp.shape(like)} and {expected or type(like)} in "
+            "state"
         )
     # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
     is_array = isinstance(value, jax.Array) or expected is None

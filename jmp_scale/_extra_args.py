@@ -44,6 +44,9 @@ def keywords_of(update: Any, seen: set[int] | None = None) -> Keywords:
     A wrapper (a chain, a mask, a partition) hands on any keyword, so the functions that
     it holds are asked too. "" is among the keywords if it takes others as well: Optax's
     own functions drop those, and of another's any name of a loss may be used.
+
+    What a wrapper holds is read from its closure. Where its `update` is a method of a
+    class, the parts are attributes, which are not found: it counts as one function.
     """
     function = inspect.unwrap(update)
     seen = set() if seen is None else seen

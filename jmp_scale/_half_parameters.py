@@ -109,10 +109,9 @@ def with_half_parameters(
                 "without half parameters within, got one with them; write "
                 "with_loss_scale(with_half_parameters(optimizer))"
             )
-        if words is None:
-            return HalfParametersState(inner_state, jax.tree.map(_zeros, params), None)
-        nothing = jax.tree.map(lambda _: None, params)
-        return HalfParametersState(inner_state, nothing, jnp.copy(words))
+        remainder = jax.tree.map(_zeros if words is None else lambda _: None, params)
+        rounding_key = None if words is None else jnp.copy(words)
+        return HalfParametersState(inner_state, remainder, rounding_key)
 
     def update(
         updates: Any, state: HalfParametersState, params: Any = None, **extra_args: Any
@@ -124,16 +123,19 @@ def with_half_parameters(
             )
         _check_pairs("with_half_parameters", params, state.remainder)
         full = jax.tree.map(_join, params, state.remainder)
-        if "grad" in extra_args:
-            extra_args["grad"] = promote_to_float32(extra_args["grad"])
-        grads = promote_to_float32(updates)
+        grads, extra_args = promote_to_float32((updates, extra_args))
         out, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
-        # An update may be None or masked, also for a whole subtree: that stays.
-        values = jax.tree.map(_moved, out, params, full, is_leaf=is_nothing)
-        next_key, keys = _split_key(state.rounding_key, params)
-        changes = jax.tree.map(_change, params, values, keys)
-        updates = jax.tree.map(_update, out, changes, is_leaf=is_nothing)
-        remainder = jax.tree.map(_remainder, params, values, changes, keys)
+        # An update may be None or masked, also for a whole subtree.
+        out, structure = jax.tree.flatten(out, is_leaf=is_nothing)
+        next_key, keys = None, [None] * len(out)
+        if words is not None:
+            key = jax.random.wrap_key_data(state.rounding_key, impl="threefry2x32")
+            next_key, *keys = jax.random.split(key, len(out) + 1)
+            next_key = jax.random.key_data(next_key)
+        trees = map(structure.flatten_up_to, (params, full, state.remainder))
+        pairs = list(map(_rounded_update, out, *trees, keys))
+        updates = structure.unflatten(update for update, _ in pairs)
+        remainder = structure.unflatten(rest for _, rest in pairs)
         return updates, HalfParametersState(inner_state, remainder, next_key)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
@@ -154,20 +156,28 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
     Raises:
       ValueError: the remainders in `opt_state` are those of other parameters.
     """
-    params, remainders = with_arrays(params), {}
-    for _, state in find_half_states(opt_state):
-        fields = state if isinstance(state, Mapping) else state._asdict()
-        remainders |= leaves_by_name(with_arrays(fields.get("remainder")))
-    _check_pairs("full_parameters", params, remainders)
+    params, kept = with_arrays(params), remainders(opt_state)
+    _check_pairs("full_parameters", params, kept)
     leaves = leaves_by_name(params).items()
-    joined = [_join(leaf, remainders.get(name)) for name, leaf in leaves]
+    joined = [_join(leaf, kept.get(name)) for name, leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
 def split(x: Any, like: Any) -> tuple[Any, Any]:
     """A float32 value as a parameter of the dtype of `like`, and its remainder."""
-    p = _nearest(x, like.dtype).astype(like.dtype) if _is_half(like) else x
-    return p, _remainder(p, x, -0.0, None)
+    if not _is_half(like):
+        return x, None
+    made = _rounded(x, like.dtype).astype(like.dtype)
+    return made, _remainder(x, made)
+
+
+def remainders(tree: Any) -> dict[str, Any]:
+    """The remainders in a pytree, by the names of their parameters."""
+    found = {}
+    for _, state in find_half_states(tree):
+        fields = state if isinstance(state, Mapping) else state._asdict()
+        found |= leaves_by_name(with_arrays(fields.get("remainder")))
+    return found
 
 
 def find_half_states(tree: Any) -> list[tuple[Any, Any]]:
@@ -230,72 +240,50 @@ def _join(p: Any, remainder: Any) -> Any:
     return _float(_bits(x) + low)
 
 
-def _moved(update: Any, params: Any, full: Any) -> Any:
-    is_same = is_nothing(update) or not _is_half(params)
-    return full if is_same else (full + update).astype(jnp.float32)
+def _rounded_update(
+    update: Any, p: Any, full: Any, remainder: Any, key: Any
+) -> tuple[Any, Any]:
+    """What takes a parameter to the rounding of its new value, and what that leaves."""
+    if is_nothing(update) or not _is_half(p):
+        return update, remainder
+    x, old = (full + update).astype(jnp.float32), _to_float32(p)
+    noise = None
+    if key is not None:
+        noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.int32)
+    new = _rounded(x, p.dtype, noise)
+    # Two infinite ones differ by NaN. Added to a zero, `new` keeps its sign.
+    change = jnp.where(jnp.isfinite(new) & (old != 0), new - old, new)
+    # The cast of `optax.apply_updates` itself: XLA:TPU makes one kernel of both.
+    made = (old + change).astype(p.dtype)
+    return change, _remainder(x, made) if key is None else None
 
 
-def _update(update: Any, change: Any) -> Any:
-    return update if is_nothing(update) or change is None else change
-
-
-def _split_key(rounding_key: Any, params: Any) -> tuple[Any, Any]:
-    """The key of the next step, and one for each leaf, None without a key."""
-    if rounding_key is None:
-        return None, jax.tree.map(lambda _: None, params)
-    structure = jax.tree.structure(params)
-    key = jax.random.wrap_key_data(rounding_key, impl="threefry2x32")
-    next_key, *keys = jax.random.split(key, structure.num_leaves + 1)
-    return jax.random.key_data(next_key), jax.tree.unflatten(structure, keys)
-
-
-def _change(p: Any, x: Any, key: Any) -> Any:
-    """What takes a parameter to the rounding of `x`; None for other leaves."""
-    if not _is_half(p):
-        return None
-    new = _nearest(x, p.dtype) if key is None else _stochastic(x, p.dtype, key)
-    old, largest = _to_float32(p), float(jnp.finfo(jnp.float32).max)
-    # The difference of two finite numbers may be infinite, and that of two infinite
-    # ones NaN. Added to a zero, `new` keeps its sign.
-    difference = jnp.clip(new - old, -largest, largest)
-    return jnp.where(jnp.isfinite(new) & (old != 0), difference, new)
-
-
-def _remainder(p: Any, x: Any, change: Any, key: Any) -> Any:
-    """What `optax.apply_updates` leaves of `x`; None for others, and with a key."""
-    if not _is_half(p) or key is not None:
-        return None
-    made = _to_float32(p) + change
-    if p.dtype == jnp.float16:
-        made = _nearest(made, p.dtype)
+def _remainder(x: jax.Array, made: jax.Array) -> jax.Array:
+    """What a half-precision parameter lacks of a float32 value."""
+    # XLA may leave out a cast and a cast back: rounded again, or read as its bits.
+    if made.dtype == jnp.float16:
+        made = _rounded(made.astype(jnp.float32), made.dtype)
         return jnp.where(jnp.isfinite(made), x - made, 0)
-    # The cast of apply_updates itself: XLA:TPU makes one kernel of both. Its bits, as
-    # XLA may leave out a cast and a cast back.
-    made = lax.bitcast_convert_type(made.astype(p.dtype), jnp.int16)
+    made = lax.bitcast_convert_type(made, jnp.int16)
     low = _bits(x) - (made.astype(jnp.int32) << 16)
     return jnp.clip(low, -(2**15), 2**15 - 1).astype(jnp.int16)
 
 
-def _nearest(x: jax.Array, dtype: Any) -> jax.Array:
-    """The nearest number of a half-precision dtype, as float32."""
+def _rounded(x: jax.Array, dtype: Any, noise: Any = None) -> jax.Array:
+    """The nearest number of a half-precision dtype, or one of two by 16 random bits.
+
+    At random in the mean to 2^-16 of a bfloat16's last digit, to 2^-13 of a float16's.
+    """
     if dtype == jnp.bfloat16:
-        return jnp.where(jnp.isnan(x), x, _float((_bits(x) + 2**15) & -(2**16)))
-    # lax.reduce_precision would make subnormal numbers zero. Instead the last digit of
-    # the sum is float16's: 2^-10 of x's power of two, or 2^-24.
+        added = 2**15 if noise is None else noise
+        return jnp.where(jnp.isnan(x), x, _float((_bits(x) + added) & -(2**16)))
+    # The last digit is 2^-10 of x's power of two, or 2^-24 of the subnormal numbers,
+    # which lax.reduce_precision would make zero.
     inside = jnp.clip(x, -65504.0, 65504.0)
-    large = jnp.maximum(_float(_bits(inside) & 0x7F800000), 2.0**-14) * (1.5 * 2**13)
+    last = jnp.maximum(_float(_bits(inside) & 0x7F800000), 2.0**-14) * 2.0**-10
+    if noise is not None:
+        # Less than half a digit, in so few bits that the sum with a float16 is exact.
+        inside += ((noise % 2**12 + 0.5) * 2.0**-12 - 0.5) * last
+    large = last * (1.5 * 2**23)
     rounded = jnp.copysign((inside + large) - large, x)
     return jnp.where(jnp.isfinite(x), rounded, x)
-
-
-def _stochastic(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
-    """One of the two nearest numbers of a half-precision dtype, at random."""
-    digits = 16 if dtype == jnp.bfloat16 else 13  # beyond the dtype's
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.int32)
-    size, offset = jnp.abs(x), 0.0
-    if dtype == jnp.float16:  # its subnormal numbers have one last digit, as this sum
-        offset = jnp.where(size < 2.0**-14, 2.0**-14, 0.0)
-    bits = _bits(size + offset) + (noise & (2**digits - 1))
-    rounded = _float(bits & -(2**digits)) - offset
-    rounded = jnp.minimum(rounded, float(jnp.finfo(dtype).max))
-    return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x)

@@ -93,7 +93,9 @@ def _negative_zeros(update: Any) -> Any:
 def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
     """The step as a function of applied, inputs, old state and constants."""
 
-    def late(applied: Any, inputs: Any, old: Any, read: Any, consts: Any) -> list[Any]:
+    def select_last(
+        applied: Any, inputs: Any, old: Any, read: Any, consts: Any
+    ) -> list[Any]:
         """The step that reads the state `read`, and selects at the end."""
         leaves = evaluate_all(closed.jaxpr, [*inputs, *read], consts)
         count = len(leaves) - len(old)
@@ -103,7 +105,7 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
     def plain(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # A loop that waits for a NaN to become small never ends.
         inputs = unless(applied, inputs, jnp.zeros_like)
-        return late(applied, inputs, old, old, consts)
+        return select_last(applied, inputs, old, old, consts)
 
     def branch(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
         # What is dropped must not be differentiated either: its derivative may be
@@ -111,11 +113,11 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
         # skipped step, and gradients, whose NaN would reach the state's, are 1.
         inputs = unless(applied, inputs, jnp.ones_like)
         read, consts = unless(applied, (old, consts), lax.stop_gradient)
-        return late(applied, inputs, old, read, consts)
+        return select_last(applied, inputs, old, read, consts)
 
     # Not a partial function, whose text is all of the jaxpr: JAX writes it out.
     def fast(applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
-        return _early(closed.jaxpr, applied, inputs, old, consts)
+        return _fast(closed.jaxpr, applied, inputs, old, consts)
 
     step = plain if _is_plain_only(closed) else _hidden_from_checkify(fast)
     if closed.effects:  # which JAX does not allow in functions with rules of their own
@@ -126,7 +128,7 @@ def _step_of_lists(closed: Any) -> Callable[..., list[Any]]:
     return with_derivative
 
 
-def _early(jaxpr: Any, applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
+def _fast(jaxpr: Any, applied: Any, inputs: Any, old: Any, consts: Any) -> list[Any]:
     """The step of a jaxpr, with each leaf of the state selected where it is computed.
 
     If it is selected after the update, two kernels read the old leaf: the one that

@@ -91,9 +91,14 @@ class SpikeGuard(_pytree.Pytree):
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = (
-        *("loss_mean", "loss_deviation", "loss_steps"),
-        *("norm_mean", "norm_deviation", "norm_steps"),
-        *("accepted", "in_a_row"),
+        "loss_mean",
+        "loss_deviation",
+        "loss_steps",
+        "norm_mean",
+        "norm_deviation",
+        "norm_steps",
+        "accepted",
+        "in_a_row",
     )
 
     threshold: float = 6.0

@@ -1,12 +1,17 @@
 """The state of an optimizer with a loss scale, and how it is found in others."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import jax
 import jax.export
+import numpy as np
 
 from ._loss_scale import LossScale
+
+# The types of flags and counters, which say their dtype and what they start at.
+Flag = Annotated[jax.Array, np.bool_(True)]
+Count = Annotated[jax.Array, np.int32(0)]
 
 
 class LossScaleState(NamedTuple):
@@ -27,26 +32,40 @@ class LossScaleState(NamedTuple):
       guard: the `SpikeGuard` with its statistics, or None.
     """
 
+    # A new counter is one line above and one at the end below: `init`, the metrics and
+    # checkpoints of earlier versions read it here. `_next_state` counts.
+
     loss_scale: LossScale
     inner_state: Any
-    grads_finite: jax.Array
-    applied: jax.Array
-    skipped: jax.Array
-    skipped_in_a_row: jax.Array
-    nonfinite_losses: jax.Array
-    spikes: jax.Array
+    grads_finite: Flag
+    applied: Flag
+    skipped: Count
+    skipped_in_a_row: Count
+    nonfinite_losses: Count
+    spikes: Count
     guard: Any
 
+    if not TYPE_CHECKING:  # which would take any name for one of the class
 
-def _attribute(state: LossScaleState, name: str) -> Any:
-    raise AttributeError(
-        f"LossScaleState has no {name!r}; the optimizer's own state is .inner_state: "
-        f"optax.tree.get(opt_state, {name!r}) finds a field at any depth"
-    )
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"LossScaleState has no {name!r}; the optimizer's own state is "
+                f".inner_state: optax.tree.get(opt_state, {name!r}) finds a field at "
+                "any depth"
+            )
 
 
-# Not within the class, where type checkers would take any attribute for one of it.
-LossScaleState.__getattr__ = _attribute  # pyright: ignore[reportAttributeAccessIssue]
+FIELDS_OF_0_2 = 9
+# A pickled state of an earlier version lacks the newest fields.
+_DEFAULTS = (None,) * (len(LossScaleState._fields) - FIELDS_OF_0_2)
+LossScaleState.__new__.__defaults__ = _DEFAULTS
+_HINTS = get_type_hints(LossScaleState, include_extras=True)
+# What each flag and counter is before the first step, in the order of the fields.
+START: dict[str, Any] = {
+    name: hint.__metadata__[0]
+    for name, hint in _HINTS.items()
+    if get_origin(hint) is Annotated
+}
 
 jax.export.register_namedtuple_serialization(
     LossScaleState, serialized_name="jmp_scale.LossScaleState"

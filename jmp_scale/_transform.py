@@ -17,7 +17,7 @@ from ._half_parameters import find_half_states, is_nothing
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
-from ._state import LossScaleState, find_loss_scale_states
+from ._state import START, LossScaleState, find_loss_scale_states
 from ._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from ._validation import warn
 
@@ -114,9 +114,11 @@ def with_loss_scale(
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
-        true, zero = jnp.array(True), jnp.zeros([], jnp.int32)
         state = LossScaleState(
-            loss_scale, inner_state, true, true, zero, zero, zero, zero, guard
+            loss_scale=loss_scale,
+            inner_state=inner_state,
+            guard=guard,
+            **{name: jnp.asarray(value) for name, value in START.items()},
         )
         return fresh_buffers(state, (params, loss_scale, guard))
 
@@ -173,7 +175,7 @@ class _Verdict(NamedTuple):
     """What is known of a step before the optimizer runs: bool[], and the next guard."""
 
     loss_finite: Any
-    grads_finite: Any
+    only_grads_finite: Any  # without the loss, unlike grads_finite of the state
     spike: Any
     applied: Any
     guard: SpikeGuard | None = None
@@ -190,12 +192,13 @@ def judge_step(
         )
     loss_finite = jnp.array(True) if value is None else finite(value, agree)
     if guard is None:
-        grads_finite, spike = finite(updates, agree), jnp.array(False)
-        return _Verdict(loss_finite, grads_finite, spike, grads_finite & loss_finite)
+        only_grads_finite, spike = finite(updates, agree), jnp.array(False)
+        applied = only_grads_finite & loss_finite
+        return _Verdict(loss_finite, only_grads_finite, spike, applied)
     # What is decided here has no derivative: a norm's is infinite at 0, times 0 NaN.
     guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
-    grads_finite, norm = finite_and_norm(updates, agree)
-    is_finite = grads_finite & loss_finite
+    only_grads_finite, norm = finite_and_norm(updates, agree)
+    is_finite = only_grads_finite & loss_finite
     # The largest loss of all devices: a replica must not skip alone.
     loss = None
     if value is not None:
@@ -203,21 +206,23 @@ def judge_step(
         # A float64 loss beyond float32's range is finite: the largest leap of all.
         loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
     spike, guard = guard.judge(loss, norm, is_finite)
-    return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
+    return _Verdict(loss_finite, only_grads_finite, spike, is_finite & ~spike, guard)
 
 
 def _next_state(
     state: LossScaleState, verdict: _Verdict, applied: jax.Array, inner_state: Any
 ) -> LossScaleState:
-    loss_finite, grads_finite, spike, expected, guard = verdict
+    loss_finite, only_grads_finite, spike, expected, guard = verdict
     # What turned out to be bad within the optimizer is an overflow too.
-    grads_finite &= applied | ~expected
+    only_grads_finite &= applied | ~expected
     # No S makes a spike smaller: for S it is like a loss that is not finite.
-    loss_scale = state.loss_scale.adjust(grads_finite, loss_finite=loss_finite & ~spike)
+    loss_scale = state.loss_scale.adjust(
+        only_grads_finite, loss_finite=loss_finite & ~spike
+    )
     return LossScaleState(
         loss_scale=loss_scale,
         inner_state=inner_state,
-        grads_finite=grads_finite & loss_finite,
+        grads_finite=only_grads_finite & loss_finite,
         applied=applied,
         skipped=state.skipped + jnp.int32(~applied),
         skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),

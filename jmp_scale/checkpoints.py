@@ -1,21 +1,32 @@
-"""Checkpoints from before loss scaling, a guard, or half-precision parameters.
+"""Checkpoints of earlier versions, or from before what the state now has.
 
 A checkpoint of a state with a loss scale needs nothing from this module: S and its
 counter are saved and restored like all other leaves. Period, bounds and other arguments
 come from the code that restores.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ._half_parameters import full_parameters, is_half_state, split
-from ._state import find_loss_scale_states, is_loss_scale_state
+from ._half_parameters import full_parameters, is_half_state, remainders, split
+from ._state import (
+    FIELDS_OF_0_2,
+    LossScaleState,
+    find_loss_scale_states,
+    is_loss_scale_state,
+    with_arrays,
+)
 from ._tree import is_data, leaves_by_name
 
 T = TypeVar("T")
+Form = Callable[[Any], Any]  # of a state, as it was once
+
+_NEW_IN_0_2 = {"applied", "nonfinite_losses", "spikes", "guard"}
 
 
 def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
@@ -49,28 +60,39 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    return _restore("loss_scale", load, state)
+    return _restore("restore_without_loss_scale", load, state, [_inner_state])
 
 
 def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
     """Restores a checkpoint with a loss scale from before the optimizer had a guard.
 
-    As `restore_without_loss_scale`, but only the guard, which warms up again, comes
-    from `state`; S and all else come from disk.
+    As `restore_older`: the guard, which warms up again, comes from `state`, and S and
+    all else from disk.
+    """
+    return _restore("restore_without_guard", load, state, _forms_of_versions())
+
+
+def restore_older(load: Callable[[Any], Any], state: T) -> T:
+    """Restores a checkpoint that an earlier version of this library made, from 0.1 on.
+
+    As `restore_without_loss_scale`, but only what a `LossScaleState` lacks there comes
+    from `state`: newer counters, and the guard. S and all else come from disk.
+
+    `load` gets the form of each version, the newest first, until it raises no
+    `ValueError`, `TypeError` or `KeyError`. The checkpoint may be of this version too.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale.checkpoints import restore_without_guard
-      >>> params, loss_scale = jnp.ones(2), jmp_scale.DynamicLossScale(2.0**15)
-      >>> before = jmp_scale.with_loss_scale(optax.adam(0.1), loss_scale)
-      >>> _, saved = before.update(params * jnp.inf, before.init(params))
-      >>> tx = jmp_scale.with_loss_scale(
-      ...     optax.adam(0.1), loss_scale, guard=jmp_scale.SpikeGuard())
-      >>> opt_state = restore_without_guard(lambda _: saved, tx.init(params))
-      >>> float(opt_state.loss_scale.loss_scale), int(opt_state.skipped)
-      (16384.0, 1)
+      >>> from jmp_scale.checkpoints import restore_older
+      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
+      >>> state = tx.init(jnp.ones(2))
+      >>> saved = state._asdict() | {"skipped": jnp.int32(3)}
+      >>> del saved["applied"], saved["nonfinite_losses"], saved["spikes"]  # 0.1
+      >>> state = restore_older(lambda template: saved, state)
+      >>> int(state.skipped), int(state.spikes)
+      (3, 0)
     """
-    return _restore("guard", load, state)
+    return _restore("restore_older", load, state, _forms_of_versions())
 
 
 def restore_without_half_parameters(
@@ -90,22 +112,16 @@ def restore_without_half_parameters(
     Raises:
       ValueError: the checkpoint has other leaves than the template, or of other types.
     """
-    template = without_half_parameters(params, opt_state)
-    saved, leaves = leaves_by_name(load(template)), leaves_by_name(template)
-    leaves |= _checked("restore_without_half_parameters", saved, leaves)
-    full, inner = jax.tree.unflatten(jax.tree.structure(template), leaves.values())
-    halves = jax.tree.map(lambda x, like: split(x, like)[0], full, params)
-    likes, full = leaves_by_name(params), leaves_by_name(full)
-
-    def rebuilt(node: Any, inner: Any) -> Any:
-        if not is_half_state(node):
-            return inner
-        names = leaves_by_name(node.remainder)
-        remainder = [split(full[name], likes[name])[1] for name in names]
-        remainder = jax.tree.unflatten(jax.tree.structure(node.remainder), remainder)
-        return node._replace(inner_state=inner, remainder=remainder)
-
-    return halves, jax.tree.map(rebuilt, opt_state, inner, is_leaf=is_half_state)
+    name = "restore_without_half_parameters"
+    pair = _with_values(params, opt_state), opt_state
+    full, opt_state = _restore(name, load, pair, [_inner_state], is_half_state)
+    leaves, structure = jax.tree.flatten(opt_state)
+    numbers = jax.tree.unflatten(structure, range(len(leaves)))
+    values, likes = (leaves_by_name(with_arrays(tree)) for tree in (full, params))
+    for name, i in remainders(numbers).items():
+        leaves[i] = split(values[name], likes[name])[1]
+    params = jax.tree.map(lambda x, like: split(x, like)[0], full, params)
+    return params, jax.tree.unflatten(structure, leaves)
 
 
 def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -115,37 +131,47 @@ def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
       params: half-precision parameters.
       opt_state: the state of `with_half_parameters` after the same step, at any depth.
     """
-
-    def inner(node: Any) -> Any:
-        return node.inner_state if is_half_state(node) else node
-
-    inner_state = jax.tree.map(inner, opt_state, is_leaf=is_half_state)
-    return full_parameters(params, opt_state), inner_state
+    inner = _in_form(opt_state, is_half_state, _inner_state)
+    return _with_values(params, opt_state), inner
 
 
-def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
-    function = f"restore_without_{without}"
-    if not find_loss_scale_states(state):
+def _with_values(params: Any, opt_state: Any) -> Any:
+    """The float32 values, in the variables of NNX where `params` are."""
+    values = jax.tree.leaves(full_parameters(params, opt_state))
+    return jax.tree.unflatten(jax.tree.structure(params), values)
+
+
+def _restore(
+    function: str,
+    load: Callable[[Any], Any],
+    state: T,
+    forms: Iterable[Form],
+    is_new: Callable[[Any], bool] = is_loss_scale_state,
+) -> T:
+    """`state` with what is on disk in the first of the `forms` that fits."""
+    if is_new is is_loss_scale_state and not find_loss_scale_states(state):
         cure = "pass that of an optimizer wrapped in with_loss_scale"
         raise ValueError(f"{function}: state has no loss scale; {cure}")
     leaves, structure = jax.tree.flatten(state)
-
-    # The form on disk, with the leaves' numbers: loaders that ignore the template sort
-    # by name, so what is read finds its place by its name there.
-    def is_new(x: Any) -> bool:
-        entries = x.values() if isinstance(x, Mapping) else ()
-        omits = without == "loss_scale" and any(map(_has_nothing, entries))
-        return omits or is_loss_scale_state(x)
-
-    numbers = jax.tree.map(
-        lambda x: _older(x, without) if is_new(x) else x,
-        jax.tree.unflatten(structure, range(len(leaves))),
-        is_leaf=is_new,
-    )
-    saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbers)))
-    places = leaves_by_name(numbers)
-    like = {name: leaves[i] for name, i in places.items()}
-    for name, leaf in _checked(function, saved, like).items():
+    numbers = jax.tree.unflatten(structure, range(len(leaves)))
+    errors = []
+    for form in forms:
+        # The leaves' numbers in the form on disk: loaders that ignore the template
+        # sort by name, so what is read finds its place by its name there.
+        numbered = _in_form(numbers, is_new, form)
+        places = leaves_by_name(numbered)
+        like = {name: leaves[i] for name, i in places.items()}
+        try:
+            saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbered)))
+            found = _checked(saved, like)
+            break
+        except (KeyError, TypeError, ValueError) as error:
+            errors.append(error)
+    else:
+        reasons = "\n".join(dict.fromkeys(map(str, errors)))
+        message = f"{function}: the checkpoint is not as expected:\n{reasons}"
+        raise ValueError(message) from errors[0]
+    for name, leaf in found.items():
         leaves[places[name]] = leaf
     state = jax.tree.unflatten(structure, leaves)
     # What is not on disk stays: an abstract S would fail only in the first step.
@@ -159,26 +185,54 @@ def _restore(without: str, load: Callable[[Any], Any], state: T) -> T:
     return state
 
 
-def _older(node: Any, without: str) -> Any:
-    """A state of `with_loss_scale` as it was without the loss scale or the guard."""
-    if not isinstance(node, Mapping):
-        return node._replace(guard=None) if without == "guard" else node.inner_state
-    if without == "guard":
-        rest = {name: x for name, x in node.items() if name != "guard"}
-    elif is_loss_scale_state(node):
-        return node.get("inner_state", {})
-    else:
-        rest = {name: x for name, x in node.items() if not _has_nothing(x)}
-    return type(node)(rest)  # pyright: ignore[reportCallIssue]
+def _in_form(tree: Any, is_new: Callable[[Any], bool], form: Form) -> Any:
+    """`tree` with each new state in a form that it had once."""
+
+    # NNX leaves out an entry that holds no array, as the inner state of SGD.
+    def is_empty(x: Any) -> bool:
+        return isinstance(x, Mapping) and is_new(x) and form(x) is None
+
+    def has_empty(x: Any) -> bool:
+        return isinstance(x, Mapping) and any(map(is_empty, x.values()))
+
+    def in_form(x: Any) -> Any:
+        if is_new(x):
+            return form(x)
+        if not has_empty(x):
+            return x
+        rest = {name: entry for name, entry in x.items() if not is_empty(entry)}
+        return _in_form(type(x)(rest), is_new, form)
+
+    return jax.tree.map(in_form, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
 
 
-def _has_nothing(node: Any) -> bool:
-    """Whether NNX omits the inner state, as with SGD, because it holds no array."""
-    is_state = isinstance(node, Mapping) and is_loss_scale_state(node)
-    return is_state and "inner_state" not in node
+def _inner_state(node: Any) -> Any:
+    is_mapping = isinstance(node, Mapping)
+    return node.get("inner_state") if is_mapping else node.inner_state
 
 
-def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
+def _forms_of_versions() -> Iterator[Form]:
+    fields = LossScaleState._fields
+    for count in range(len(fields), FIELDS_OF_0_2 - 1, -1):
+        for guard in (True, False):
+            yield functools.partial(_earlier, lacks=fields[count:], guard=guard)
+    yield functools.partial(_earlier, lacks=_NEW_IN_0_2)
+
+
+def _earlier(node: Any, lacks: Iterable[str] = (), guard: bool = True) -> Any:
+    """A `LossScaleState` without some fields, and with or without its guard."""
+    is_mapping = isinstance(node, Mapping)
+    fields = dict(node) if is_mapping else node._asdict()
+    if not guard:
+        fields["guard"] = None
+        lacks = {*lacks, "guard"} if is_mapping else lacks  # NNX leaves out None
+    fields = {name: x for name, x in fields.items() if name not in lacks}
+    if is_mapping:
+        return type(node)(fields)  # pyright: ignore[reportCallIssue]
+    return namedtuple("LossScaleState", fields)(**fields)
+
+
+def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
     # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
@@ -187,23 +241,23 @@ def _checked(function: str, saved: Any, like: Mapping[str, Any]) -> dict[str, An
     foreign = saved.keys() - like.keys()
     if missing or foreign:
         raise ValueError(
-            f"{function}: expected a checkpoint of the older state, got\n"
+            "expected a checkpoint of the older state, got\n"
             f"  missing or not read:    {_listed(missing)}\n"
             f"  only in the checkpoint: {_listed(foreign)}\n"
             "One like state itself is restored into the state as it is, by load(state)"
         )
-    return {name: _array(function, name, saved[name], x) for name, x in data.items()}
+    return {name: _array(name, saved[name], x) for name, x in data.items()}
 
 
-def _array(function: str, name: str, value: Any, like: Any) -> Any:
+def _array(name: str, value: Any, like: Any) -> Any:
     dtype, expected = (getattr(x, "dtype", None) for x in (value, like))
     # A Python number has no dtype before the first step.
     differs = None not in (dtype, expected) and dtype != expected
     if differs or jnp.shape(value) != jnp.shape(like):
         raise ValueError(
-            f"{function}: {name} has shape {jnp.shape(value)} and dtype "
-            f"{dtype or type(value)} in the checkpoint, but {jnp.shape(like)} and "
-            f"{expected or type(like)} in state"
+            f"{name} has shape {jnp.shape(value)} and dtype {dtype or type(value)} in "
+            f"the checkpoint, but {jnp.shape(like)} and {expected or type(like)} in "
+            "state"
         )
     # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
     is_array = isinstance(value, jax.Array) or expected is None

@@ -327,6 +327,7 @@ def _dynamic(
 ) -> DynamicLossScale:
     """The loss scale of a framework's arguments, with errors in its own words.
 
+    `given` are the arguments by the framework's names: all `locals()` of a preset.
     An initial S beyond floor or cap is an error, except where `at_max="clamp"` clamps
     it too. With `grows_late` the counter is compared before it is incremented.
     """

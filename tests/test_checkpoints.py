@@ -1,7 +1,12 @@
 """What goes to disk comes back: S and counter by name, configuration from the code."""
 
 import dataclasses
+import pathlib
 import pickle
+import shutil
+import subprocess
+import sys
+from typing import Any, NamedTuple
 
 import flax.serialization
 import jax
@@ -17,6 +22,7 @@ from helpers import assert_bitwise_equal, count_traces
 
 import jmp_scale
 from jmp_scale.checkpoints import (
+    restore_older,
     restore_without_guard,
     restore_without_half_parameters,
     restore_without_loss_scale,
@@ -339,6 +345,137 @@ def test_an_nnx_state_without_a_guard_is_restored(
     assert int(optimizer.step[...]) == 1
 
 
+class StateOf01(NamedTuple):
+    loss_scale: Any
+    inner_state: Any
+    grads_finite: Any
+    skipped: Any
+    skipped_in_a_row: Any
+
+
+@pytest.fixture(params=[with_orbax, with_orbax_v0, with_flax, with_pickle])
+def loader_of_version(request, tmp_path):
+    return lambda state: request.param(state, tmp_path)
+
+
+def skipped_once(**kwargs):
+    grads = jax.tree.map(lambda g: g * jnp.inf, GRADS)
+    return make_state(advanced(7), **kwargs).apply_gradients(grads=grads)
+
+
+@pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
+@pytest.mark.parametrize("ignores_template", [False, True])
+def test_a_checkpoint_of_version_0_1_is_completed(
+    loader_of_version, guard, ignores_template, tmp_path
+):
+    saved = skipped_once()
+    fields = {name: getattr(saved.opt_state, name) for name in StateOf01._fields}
+    old = saved.replace(opt_state=StateOf01(**fields))
+    load = loader_of_version(old)
+    if ignores_template:
+        load = with_flax_dicts(old, tmp_path)
+    new = make_state(guard=guard)
+    restored = restore_older(load, new)
+    assert jax.tree.structure(restored) == jax.tree.structure(new)
+    found = {name: getattr(restored.opt_state, name) for name in fields}
+    assert_bitwise_equal(found, fields)
+    assert_bitwise_equal((restored.params, restored.step), (saved.params, saved.step))
+    assert_bitwise_equal(restored.opt_state.guard, guard)
+    assert (restored.opt_state.spikes, restored.opt_state.nonfinite_losses) == (0, 0)
+
+
+@pytest.mark.parametrize("guards", [(None, None), (None, GUARD), (GUARD, GUARD)])
+def test_a_checkpoint_of_this_version_is_restored_with_or_without_its_guard(
+    loader_of_version, guards
+):
+    saved = skipped_once(guard=guards[0])
+    restored = restore_older(loader_of_version(saved), make_state(guard=guards[1]))
+    assert_bitwise_equal(restored.opt_state._replace(guard=guards[0]), saved.opt_state)
+    assert_bitwise_equal(restored.opt_state.guard, guards[1])
+
+
+@pytest.mark.parametrize("on_disk", [True, False], ids=["orbax", "variables"])
+def test_an_nnx_state_of_an_earlier_version_is_completed(on_disk, tmp_path):
+    model, saved = nnx_optimizer(optax.sgd(0.1), jmp_scale.DynamicLossScale(8.0))
+    grads = jax.tree.map(lambda p: p * jnp.inf, nnx.state(model, nnx.Param))
+    saved.update(model, grads)
+    _, optimizer = nnx_optimizer(optax.sgd(0.1), advanced(0), guard=GUARD)
+    load, state = with_nnx(on_disk, saved, optimizer, tmp_path)
+    if not on_disk:
+        old = nnx.state(saved)
+        for name in ("applied", "spikes", "nonfinite_losses"):
+            del old["opt_state"][name]
+        load = lambda _: old  # noqa: E731
+    nnx.update(optimizer, restore_older(load, state))
+    assert int(optimizer.opt_state.skipped[...]) == 1
+    assert float(optimizer.loss_scale.loss_scale) == 4.0
+
+
+def test_a_checkpoint_that_no_version_made_is_refused_with_the_reasons(
+    loader_of_version,
+):
+    load = loader_of_version(make_state().replace(params={"b": PARAMS["b"]}))
+    with pytest.raises(ValueError, match="restore_older: the checkpoint is not"):
+        restore_older(load, make_state())
+    with pytest.raises(ValueError, match="restore_older: state has no loss scale"):
+        restore_older(lambda _: old_state(), old_state())
+    with pytest.raises(ValueError, match=r"(?s)not read: +params/w\n"):
+        restore_older(lambda _: make_state().replace(params={"b": 1.0}), make_state())
+
+
+# Adds a counter to a copy of the package, and restores there what it did not have.
+GROWN = """
+import pickle, sys
+import flax.serialization, jax, jax.numpy as jnp, optax
+import orbax.checkpoint.experimental.v1 as ocp
+import jmp_scale
+from jmp_scale.checkpoints import restore_older
+
+tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
+state = tx.init(jnp.ones(2))
+assert state._fields[-1] == "newest", state._fields
+assert jmp_scale.diagnostics.metrics(state)["newest"] == 0
+_, stepped = tx.update(jnp.ones(2), state)
+assert stepped.newest == 1
+data = pickle.loads(open("saved.pickle", "rb").read())
+loaders = {
+    "orbax": lambda template: ocp.load(sys.argv[1], template),
+    "flax": lambda template: flax.serialization.from_bytes(template, data["flax"]),
+    "leaves": lambda t: jax.tree.unflatten(jax.tree.structure(t), data["leaves"]),
+    "pickle": lambda _: pickle.loads(data["whole"]),
+}
+for name, load in loaders.items():
+    restored = restore_older(load, state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state), name
+    assert (restored.skipped, restored.newest) == (1, 0), name
+    assert restored.loss_scale.loss_scale == 512, name
+"""
+
+
+def test_a_state_with_a_counter_more_takes_checkpoints_of_today(tmp_path):
+    source = pathlib.Path(jmp_scale.__file__).parent
+    shutil.copytree(source, tmp_path / "jmp_scale")
+    counted = "        guard=guard,\n    )\n"
+    counts = counted.replace("    )", "        newest=state.newest + 1,\n    )")
+    for module, line, lines in (
+        ("_state", "    guard: Any\n", "    guard: Any\n    newest: Count\n"),
+        ("_transform", counted, counts),
+    ):
+        path = tmp_path / "jmp_scale" / f"{module}.py"
+        text = path.read_text()
+        assert text.count(line) == 1
+        path.write_text(text.replace(line, lines))
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale(1024.0))
+    _, saved = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.ones(2)))
+    ocp.save(tmp_path / "saved", saved)
+    data = {"flax": flax.serialization.to_bytes(saved), "whole": pickle.dumps(saved)}
+    data["leaves"] = jax.tree.leaves(saved)
+    (tmp_path / "saved.pickle").write_bytes(pickle.dumps(data))
+    command = [sys.executable, "-c", GROWN, tmp_path / "saved"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
 def half_and_full(**options):
     """(half parameters, their state, plain float32 parameters, theirs) after steps."""
     inner = optax.adam(2.0**-10)
@@ -371,6 +508,37 @@ def test_a_float32_checkpoint_goes_into_half_precision_and_back(loader):
     restored = restore_without_half_parameters(loader((plain, plain_state)), *new)
     assert_bitwise_equal(restored, (params, state))
     assert_bitwise_equal(without_half_parameters(*restored), (plain, plain_state))
+
+
+@pytest.mark.parametrize("tx", [optax.adam(2.0**-9), optax.sgd(2.0**-9)])
+@pytest.mark.parametrize("wrap", [jmp_scale.with_loss_scale, lambda tx: tx])
+@pytest.mark.parametrize("on_disk", [True, False], ids=["orbax", "variables"])
+def test_a_float32_nnx_checkpoint_goes_into_a_bfloat16_model_and_back(
+    tx, wrap, on_disk, tmp_path
+):
+    def trained(dtype, tx, steps=3):
+        rngs = nnx.Rngs(0)
+        model = nnx.Linear(2, 3, param_dtype=dtype, rngs=rngs)
+        optimizer = nnx.Optimizer(model, wrap(tx), wrt=nnx.Param)
+        for _ in range(steps):
+            grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+            optimizer.update(model, grads)
+        return model, optimizer
+
+    def states(model, optimizer):
+        pair = nnx.state(model, nnx.Param), nnx.state(optimizer)
+        return tuple(map(nnx.to_pure_dict, pair)) if on_disk else pair
+
+    full = states(*trained(jnp.float32, tx))
+    model, optimizer = trained(jnp.bfloat16, jmp_scale.with_half_parameters(tx), 0)
+    load = with_orbax(full, tmp_path) if on_disk else lambda _: full
+    half = restore_without_half_parameters(load, *states(model, optimizer))
+    nnx.update(model, half[0])
+    nnx.update(optimizer, half[1])
+    assert model.kernel.dtype == jnp.bfloat16
+    back = without_half_parameters(*states(model, optimizer))
+    assert_bitwise_equal(*map(jax.tree.leaves, (back, full)))
+    assert jax.tree.structure(back) == jax.tree.structure(full)
 
 
 def test_a_checkpoint_of_half_precision_parameters_is_not_taken_for_a_float32_one():

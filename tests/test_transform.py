@@ -1,4 +1,5 @@
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,15 @@ def test_optax_finds_the_loss_scale_at_any_depth(nest):
     assert found.loss_scale == 8
     for name in ("grads_finite", "skipped", "skipped_in_a_row", "count"):
         assert optax.tree.get(state, name).shape == ()
+
+
+def test_the_fields_of_the_state_keep_their_order_and_new_ones_are_at_the_end():
+    first = ("loss_scale", "inner_state", "grads_finite", "applied", "skipped")
+    first += ("skipped_in_a_row", "nonfinite_losses", "spikes", "guard")
+    fields = jmp_scale.LossScaleState._fields
+    assert fields[: len(first)] == first
+    meanings = inspect.getdoc(jmp_scale.LossScaleState)
+    assert [name for name in fields if f"\n  {name}: " not in meanings] == []
 
 
 def test_every_init_builds_its_own_buffers_also_of_a_state_that_is_the_parameters():

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 
 from .._finite import finite_and_norm
 from .._loss_scale import LossScale, number_of
-from .._state import LossScaleState, find_loss_scale_states, with_arrays
+from .._state import START, LossScaleState, find_loss_scale_states, with_arrays
 from ._updates import lost_updates_of
-
-_FIELDS = ("skipped", "skipped_in_a_row", "grads_finite", "applied")
-_FIELDS += ("nonfinite_losses", "spikes")
 
 
 def metrics(
@@ -35,9 +32,8 @@ def metrics(
 
       - `loss_scale` f32[], of the next step. Missing where a mapping made by Flax does
         not hold it, as for a constant S.
-      - `grads_finite`, `applied` bool[]; `skipped`, `skipped_in_a_row`,
-        `nonfinite_losses`, `spikes` i32[]: the fields of `LossScaleState`. The
-        overflows are `skipped - nonfinite_losses - spikes`.
+      - the flags, bool[], and counters, i32[], of `LossScaleState`, by their names.
+        The overflows are `skipped - nonfinite_losses - spikes`.
       - `loss_limit`, `norm_limit` f32[], with a `SpikeGuard` (not of a mapping made by
         Flax): the loss and the gradient norm above which the next step is a spike.
       - `grad_norm` f32[], with `grads`: the Euclidean norm over all inexact leaves.
@@ -71,7 +67,7 @@ def metrics(
         s = number_of(state.loss_scale)
         if s is not None:
             scalars[f"{prefix}loss_scale"] = jnp.asarray(s, jnp.float32)
-        for name in _FIELDS:
+        for name in START:
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
         for name in ("loss_limit", "norm_limit"):
             # A mapping made by Flax has the guard's statistics, but not its threshold.

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from ..._jaxpr import PRODUCTS, shape
+from .._source import Place, place_of_function
 from .matrix_work import Line
 from .origins import is_half, is_half_product
-from .source import Place, place_of_function
 from .step import SEVERITIES, Finding, Step, finding_at
 from .walk import Walk
 

@@ -11,9 +11,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from ..._half_parameters import find_half_states
 from .._backward import Loss, is_array, split_arrays
+from .._source import begin_user_code, place_of_caller
 from . import conclusions, matrix_work
 from .matrix_work import Line, Operation
-from .source import begin_user_code, place_of_caller
 from .step import SEVERITIES, Finding
 from .walk import Walk
 

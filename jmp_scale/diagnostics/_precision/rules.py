@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 
 from ..._jaxpr import dtype_name, words
+from .._source import Place
 from .facts import Fact, is_integer, is_wide, rounded, transfer
 from .origins import NOTHING, entries_added, is_half, is_inner_product
-from .source import Place
 from .step import Finding, Severity, Step
 
 FLOAT16_MAX = 65504

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..._jaxpr import dtype_name, shape
+from .._source import Place
 from .facts import Fact, is_wide
 from .origins import is_half
-from .source import Place
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")

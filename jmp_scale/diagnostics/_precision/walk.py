@@ -12,12 +12,12 @@ from typing import Any
 
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr
+from .._source import Place, place_of
 from .facts import Fact, join, of_atom, of_constant, transfer
 from .loops import counted, half_carries, half_states
 from .matrix_work import Line, Promotion, follow, promotions_of
 from .origins import Origin, is_half
 from .rules import faults
-from .source import Place, place_of
 from .step import Finding, Step
 
 # These have a jaxpr of scalars that says how two entries are combined.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._history import LossScaleHistory
+from .history import LossScaleHistory
 
 _LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
 _LEAST_CHANGES = 6  # of S, below which a noisy loss may follow it by chance

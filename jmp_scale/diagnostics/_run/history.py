@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._finite import finite_and_norm
-from .._loss_scale import number_of
-from .._state import LossScaleState, find_loss_scale_states, is_variable
-from .._validation import Arguments
-from ._casts import log2_magnitude, magnitude_bits
-from ._metrics import find_states
-from ._updates import lost_updates_of
+from ..._finite import finite_and_norm
+from ..._loss_scale import number_of
+from ..._state import LossScaleState, find_loss_scale_states, is_variable
+from ..._validation import Arguments
+from .casts import log2_magnitude, magnitude_bits
+from .metrics import find_states
+from .updates import lost_updates_of
 
 
 class HistorySummary(NamedTuple):

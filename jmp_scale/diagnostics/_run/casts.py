@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._tree import named_inexact_leaves
+from ..._tree import named_inexact_leaves
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
 

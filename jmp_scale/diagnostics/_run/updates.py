@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._tree import is_inexact
+from ..._tree import is_inexact
 
 
 class LostUpdates(NamedTuple):

@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._half_parameters import find_half_states
-from .._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
-from .._state import LossScaleState
-from .._tree import named_inexact_leaves
-from ._history import LossScaleHistory
-from ._metrics import find_states
-from ._report import power
-from ._trends import trend_findings
+from ..._half_parameters import find_half_states
+from ..._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
+from ..._state import LossScaleState
+from ..._tree import named_inexact_leaves
+from .._tables import power
+from .history import LossScaleHistory
+from .metrics import find_states
+from .trends import trend_findings
 
 _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._finite import all_finite
-from .._jaxpr import dtype_name, equations
-from ._backward import Loss, split_arrays
-from ._report import HIGHEST, LOWEST, MARGIN_BITS
+from ..._finite import all_finite
+from ..._jaxpr import dtype_name, equations
+from .._backward import Loss, split_arrays
+from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 
 
 @jax.tree_util.register_dataclass

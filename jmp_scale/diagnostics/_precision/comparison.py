@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._finite import all_finite, finite_and_norm
-from ._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
-from ._report import leaf_name, power, table
+from ..._finite import all_finite, finite_and_norm
+from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
+from .._tables import leaf_name, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.

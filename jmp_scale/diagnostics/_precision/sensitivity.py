@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from .._finite import all_finite
-from .._policy import checked_half
-from ._backward import Loss, Start, start_of
-from ._comparison import judged_error, percent
-from ._probe import Line, Probe, where
-from ._report import power, table
+from ..._finite import all_finite
+from ..._policy import checked_half
+from .._backward import Loss, Start, start_of
+from .._tables import power, table
+from .comparison import judged_error, percent
+from .probe import Line, Probe, where
 
 _MOST = 128  # lines, or groups of neighbors, that are measured one by one
 

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _jaxpr as jaxprs
-from .._finite import all_finite
-from .._jaxpr import is_literal, open_jaxpr, value_of, words
-from .._loss_scale import scale_value
-from .._operations import CALLS
-from .._tree import named_inexact_leaves
-from .._validation import Arguments
-from ._backward import Backward, Loss, described, split_arrays
-from ._precision.source import Place, place_of
+from ... import _jaxpr as jaxprs
+from ..._finite import all_finite
+from ..._jaxpr import is_literal, open_jaxpr, value_of, words
+from ..._loss_scale import scale_value
+from ..._operations import CALLS
+from ..._tree import named_inexact_leaves
+from ..._validation import Arguments
+from .._backward import Backward, Loss, described, split_arrays
+from .._source import Place, place_of
 
 _NAMES = {
     "cholesky": "a Cholesky factorization",

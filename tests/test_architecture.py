@@ -68,7 +68,7 @@ def test_only_the_modules_that_need_it_import(package):
 
 
 def test_nothing_else_is_imported():
-    allowed = {"jax", "numpy", "tqdm", *MAY_IMPORT, *sys.stdlib_module_names}
+    allowed = {"jax", "numpy", *MAY_IMPORT, *sys.stdlib_module_names}
     assert set.union(*(imports(name)[1] for name in MODULES)) <= allowed
 
 

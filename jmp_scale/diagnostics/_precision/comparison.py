@@ -17,6 +17,8 @@ from .._tables import leaf_name, power, table
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
 _BEARABLE = 0.1
 
+NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
+
 
 class LeafComparison(NamedTuple):
     """What half precision does to one leaf of the gradient.
@@ -232,7 +234,7 @@ def _verdict(found: GradientComparison) -> str:
     at = f"at loss scale {power(found.loss_scale)}"
     search = "sensitive_products finds what must stay float32."
     if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
-        text = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
+        text = NOT_FINITE
     elif not math.isfinite(found.half_loss):
         text = f"Half precision is not precise enough: its loss is not finite. {search}"
     elif not all(leaf.finite for leaf in found.leaves):

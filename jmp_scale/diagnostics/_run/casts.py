@@ -40,8 +40,8 @@ def limits(dtype: DTypeLike, function: str) -> Limits:
     """The limits of a cast from float32 to `dtype`; errors name `function`."""
     name = jnp.dtype(dtype).name
     if name not in _LIMITS:
-        known = ", ".join(_LIMITS)
-        raise ValueError(f"{function}: expected dtype to be one of {known}, got {name}")
+        names = ", ".join(_LIMITS)
+        raise ValueError(f"{function}: expected dtype to be one of {names}, got {name}")
     return _LIMITS[name]
 
 

@@ -170,7 +170,7 @@ def grad_report(
 def _report_arrays(
     leaves: list[Any], loss_scale: jax.Array, limits: casts.Limits
 ) -> dict[str, jax.Array]:
-    # With an empty leaf at the end, because a tree may have no leaves.
+    # An empty leaf stands at the end, because a tree may have no leaves.
     rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
     columns = (jnp.stack(column)[: len(leaves)] for column in zip(*rows, strict=True))
     amax, amin, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
@@ -183,7 +183,7 @@ def _report_arrays(
     most = (doublings - MARGIN_BITS).astype(jnp.float32)
     some = (largest > 0) & (most >= LOWEST)
     bad = nonfinite > 0
-    # With one more, because there may be no leaves to search.
+    # One more is appended, because there may be no leaves to search.
     first = jnp.argmax(jnp.append(bad, True))
     range_bits = jnp.where(jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0)
     return {

@@ -53,14 +53,22 @@ def flops(eqn: JaxprEqn) -> int:
     if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
         return 0
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
-    if name == "dot_general":
-        return 2 * size(result) * entries_added(eqn)
-    if name == "conv_general_dilated":
-        features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
-        # The zeros inside a dilated input are not multiplied.
-        zeros = math.prod(eqn.params.get("lhs_dilation") or (1,))
-        return 2 * size(result) * (size(right) // max(features, 1)) // zeros
-    return 2 * size(left) * shape(right)[-1]
+    match name:
+        case "dot_general":
+            return 2 * size(result) * entries_added(eqn)
+        case "conv_general_dilated":
+            features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
+            # The zeros inside a dilated input are not multiplied.
+            zeros = math.prod(eqn.params.get("lhs_dilation") or (1,))
+            return 2 * size(result) * (size(right) // max(features, 1)) // zeros
+        case "ragged_dot_general":
+            # Each row of the first operand meets one group of the second.
+            numbers = eqn.params["ragged_dot_dimension_numbers"]
+            (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+            others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+            free = [n for axis, n in enumerate(shape(right)) if axis not in others]
+            return 2 * size(left) * math.prod(free)
+    return 0
 
 
 def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:

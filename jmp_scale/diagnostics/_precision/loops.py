@@ -7,7 +7,6 @@ does not. A residual stream `x + f(x)` does only in a solver of very many steps.
 
 import enum
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
@@ -21,6 +20,9 @@ _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _MORE_THAN_LAYERS = 256
 _LONG_BACKWARD_LOOP = 64
 
+# What to say, what adds up in half precision, and the equation that adds to it.
+Accumulation = tuple[str, Var, JaxprEqn]
+
 
 class _Form(enum.IntEnum):
     """How a value of an iteration depends on a carry."""
@@ -29,14 +31,6 @@ class _Form(enum.IntEnum):
     CARRY = 1  # the carry, perhaps times a number
     SUM = 2  # the same, plus something that does not depend on it
     OTHER = 3
-
-
-class Accumulation(NamedTuple):
-    """What adds up in half precision, and the equation that adds to it."""
-
-    message: str
-    half: Atom
-    eqn: JaxprEqn
 
 
 def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
@@ -55,7 +49,7 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
     solver = (loop.trips or 0) >= _MORE_THAN_LAYERS
     for i, variable in enumerate(loop.carries):
         for half, eqn in _accumulating(inner, variable, [i], solver):
-            yield _accumulation("a carry", times, cure, half, eqn)
+            yield _message("a carry", half, times, cure), half, eqn
 
 
 def half_states(program: ClosedJaxpr) -> Iterator[Accumulation]:
@@ -67,15 +61,12 @@ def half_states(program: ClosedJaxpr) -> Iterator[Accumulation]:
         alike = [i for i, v in outputs if i and shape(v) == shape(argument)]
         floating = dtype_name(argument).startswith(("float", "bfloat"))
         for half, eqn in _accumulating(inner, argument, alike if floating else []):
-            yield _accumulation(what, "the steps", cure, half, eqn)
+            yield _message(what, half, "the steps", cure), half, eqn
 
 
-def _accumulation(
-    what: str, times: str, cure: str, half: Var, eqn: JaxprEqn
-) -> Accumulation:
+def _message(what: str, half: Var, times: str, cure: str) -> str:
     adds = f"{what} adds up in {dtype_name(half)} over {times}"
-    message = f"{adds} and loses what is small beside it; {cure}"
-    return Accumulation(message, half, eqn)
+    return f"{adds} and loses what is small beside it; {cure}"
 
 
 def counted(loop: Loop, index: int, start: Fact) -> Fact | None:

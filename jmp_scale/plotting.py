@@ -13,8 +13,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
-from .diagnostics._casts import limits
-from .diagnostics._report import leaf_name
+from .diagnostics._run.casts import limits
+from .diagnostics._tables import leaf_name
 
 try:
     import matplotlib.pyplot as plt

@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # The tests that mirror a module, and some that use it.
 TESTS = {
     "_loss_scale": "test_loss_scale test_validation test_gradients "
-    "diagnostics/test_report test_state_dict_docs",
+    "diagnostics/run/test_grad_report test_state_dict_docs",
     "_tree": "test_tree test_policy test_loss_scale test_gradients",
     "_mesh": "test_mesh test_transform test_sharding",
     "_finite": "test_finite test_mesh test_sharding",
@@ -46,7 +46,7 @@ TESTS = {
         ("_autocast", "_autocast_plan", "_operations", "_higher_order", "_marks"),
         "test_autocast test_autocast_exact",
     ),
-    "_jaxpr": "test_autocast test_skip diagnostics/test_diagnosis",
+    "_jaxpr": "test_autocast test_skip diagnostics/run/test_diagnosis",
     "_pytree": "test_checkpoints test_loss_scale test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little

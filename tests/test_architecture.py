@@ -1,12 +1,14 @@
-"""The structure of the package: no import cycles, and optional packages stay so."""
+"""The structure of the package: floors of CONTRIBUTING.md, and optional packages."""
 
 import ast
+import fnmatch
 import functools
 import graphlib
 import pathlib
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
@@ -17,6 +19,35 @@ MAY_IMPORT = {
     "optax": {"_extra_args", "_half_parameters", "_transform", "_flax", "linen", "nnx"},
     "flax": {"_flax", "linen", "nnx"},
     "matplotlib": {"plotting"},
+}
+# Modules that are tested by other files than those of their names, and why.
+TESTED_BY = {
+    "_autocast_plan": ("test_autocast", "what a plan is worth shows in what it saves"),
+    "_operations": ("test_autocast", "operations are what autocast is about"),
+    "_higher_order": ("test_autocast", "loops and calls are met in whole programs"),
+    "_marks": ("test_autocast", "names are what keep_float32 and in_half take"),
+    "_jaxpr*": ("test_autocast", "programs are read to be changed"),
+    "_pytree": ("test_loss_scale", "fields are those of loss scales and guards"),
+    "_state": ("test_transform", "a state is what the transformation returns"),
+    "_extra_args": ("test_transform", "arguments are passed through a transformation"),
+    "_doors": ("test_architecture", "an attribute of the package"),
+    "_flax": ("test_linen", "serialization is that of Flax"),
+    "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
+    "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
+    "diagnostics._tables": ("diagnostics/run/test_grad_report", "tables are summaries"),
+    "diagnostics._run.casts": ("diagnostics/run/test_grad_report", "casts are counted"),
+    "diagnostics._precision.probe": (
+        "diagnostics/precision/test_sensitivity",
+        "a probe is run by the search",
+    ),
+    # A rule is right if the report has its finding, and no other, at the line.
+    **dict.fromkeys(
+        [
+            f"diagnostics._precision.{name}"
+            for name in ("conclusions", "facts", "loops", "origins", "rules", "step")
+        ],
+        ("diagnostics/precision/test_precision_faults", "planted faults are found"),
+    ),
 }
 
 
@@ -33,6 +64,42 @@ def modules():
 
 
 MODULES = modules()
+
+
+class Floor(NamedTuple):
+    """A row of the table in CONTRIBUTING.md."""
+
+    name: str
+    patterns: list[str]
+    may_import: set[str]
+
+
+def floors():
+    """The floors of CONTRIBUTING.md, the lowest first."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| ([\w ]+) \| (`.+`) \| .+ \| (.*)\|$", text, re.MULTILINE)
+    found = []
+    for name, modules, below in rows:
+        allowed = {floor.strip() for floor in below.split(",")} - {""}
+        if allowed == {"all above"}:
+            allowed = {floor.name for floor in found}
+        found.append(Floor(name, re.findall(r"`(.+?)`", modules), allowed))
+    return found
+
+
+FLOORS = floors()
+
+
+def floor_of(module):
+    """The only floor with a pattern that a module fits."""
+    matching = [
+        floor
+        for floor in FLOORS
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in floor.patterns)
+    ]
+    names = [floor.name for floor in matching]
+    assert len(matching) == 1, f"{module}: floors of CONTRIBUTING.md are {names}"
+    return matching[0]
 
 
 def imports(name):
@@ -61,6 +128,35 @@ def test_imports_have_no_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_every_floor_has_modules_and_may_import_from_lower_ones_only():
+    names = [floor.name for floor in FLOORS]
+    assert len(names) > 8
+    for i, floor in enumerate(FLOORS):
+        assert floor.may_import <= {*names[:i]}, floor.name
+        for pattern in floor.patterns:
+            assert fnmatch.filter(MODULES, pattern), pattern
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_from_its_floor_and_from_those_that_the_map_names(module):
+    floor = floor_of(module)
+    others = {floor_of(other).name for other in imports(module)[0]}
+    assert others <= floor.may_import | {floor.name}
+
+
+def test_a_module_has_tests_of_its_name_or_is_listed_with_the_reason():
+    tests = pathlib.Path(__file__).parent
+    for module, path in MODULES.items():
+        if path.stem == "__init__":
+            continue
+        *packages, name = [part.lstrip("_") for part in module.split(".")]
+        has_tests = tests.joinpath(*packages, f"test_{name}.py").exists()
+        listed = [key for key in TESTED_BY if fnmatch.fnmatchcase(module, key)]
+        assert has_tests or listed, f"{module}: no test_{name}.py, not in TESTED_BY"
+        assert not (has_tests and module in TESTED_BY), f"{module}: has test_{name}.py"
+    assert all((tests / f"{file}.py").exists() for file, _ in TESTED_BY.values())
+
+
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_only_the_modules_that_need_it_import(package):
     importers = {name for name in MODULES if package in imports(name)[1]}
@@ -68,7 +164,7 @@ def test_only_the_modules_that_need_it_import(package):
 
 
 def test_nothing_else_is_imported():
-    allowed = {"jax", "numpy", "tqdm", *MAY_IMPORT, *sys.stdlib_module_names}
+    allowed = {"jax", "numpy", *MAY_IMPORT, *sys.stdlib_module_names}
     assert set.union(*(imports(name)[1] for name in MODULES)) <= allowed
 
 

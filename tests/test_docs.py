@@ -13,7 +13,7 @@ import pytest
 
 import jmp_scale
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import _health
+from jmp_scale.diagnostics._run import health
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -159,9 +159,9 @@ def test_every_sentence_of_health_has_a_section_that_quotes_one():
     sections = re.findall(
         r"^### (.+)\n\n> (.+)$", TEXTS["docs/troubleshoot.md"], re.MULTILINE
     )
-    assert [name for name, _ in sections] == list(_health._SENTENCES)
+    assert [name for name, _ in sections] == list(health._SENTENCES)
     for name, quote in sections:
-        words = re.split(r"\{[^}]*\}", _health._SENTENCES[name])
+        words = re.split(r"\{[^}]*\}", health._SENTENCES[name])
         assert re.fullmatch(".*".join(map(re.escape, words)), quote), name
 
 
@@ -173,7 +173,7 @@ def test_every_rule_of_the_precision_report_has_its_section_and_its_row():
 
 
 def test_pages_and_findings_agree_on_what_is_normal_and_what_is_too_small():
-    assert _health._NORMAL_RATE == 0.01
+    assert health._NORMAL_RATE == 0.01
     assert "one step in a hundred is skipped" in TEXTS["docs/monitor.md"]
     told = r"(?:at least|epsilon of)[\s\"]+(1e-\d+)(?:,| or more)"
     least = re.findall(told, PRECISION + TEXTS["docs/precision.md"])

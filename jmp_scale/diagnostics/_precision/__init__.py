@@ -1,11 +1,9 @@
-"""Reads what half precision does to a program: `precision_report`.
+"""Is half precision enough for this program?
 
-`report` traces. `walk` goes through the equations with the `rules` of one operation,
-the `loops` and the `matrix_work`. `conclusions` has the rules of a whole program.
-`facts` and `origins` are about values, a `step` is an equation, `source` has its line.
+`precision_report` reads a program, `compare_gradients` runs it beside float32, and
+`sensitive_products` runs it with each product in turn in float32, by a `probe`.
+
+In the report, `walk` goes through the traced equations with the `rules` of one
+operation, the `loops` and the `matrix_work`. `conclusions` has the rules of a whole
+program. `facts` and `origins` are about values, a `step` is an equation.
 """
-
-from .matrix_work import Operation as Operation
-from .report import PrecisionReport as PrecisionReport
-from .report import precision_report as precision_report
-from .step import Finding as Finding

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from ..._jaxpr import PRODUCTS, shape
-from .matrix_work import Line
+from .._source import Place, place_of_function
+from .matrix_work import SourceLine
 from .origins import is_half, is_half_product
-from .source import Place, place_of_function
 from .step import SEVERITIES, Finding, Step, finding_at
 from .walk import Walk
 
@@ -61,7 +61,7 @@ def half_loss(
     yield finding
 
 
-def overflowing_constants(forward: Walk, lines: set[Line]) -> Iterator[Finding]:
+def overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Finding]:
     """Numbers that were infinite in half precision before they came into the trace."""
     # The trace says where such a constant is used, if at all, not where it was made.
     for dtype in forward.infinite:

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn, Literal
 
-from ..._jaxpr import constant, dtype_name, is_literal, shape, size, words
-from .origins import MOVES, NOTHING, Origin, entries_added, origin_of
+from ..._jaxpr import constant, dtype_name, shape, size, words
+from .origins import NOTHING, SAME_ENTRIES, Atom, Origin, entries_added, origin_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -31,10 +32,9 @@ class Fact:
     values: frozenset[float] = frozenset()  # constants that entries may be equal to
     only: bool = False  # whether every entry is one of `values`
     integral: bool = False  # whether every entry is an integer
-    # What an entry is if the value that a number was added to, or that `max` bounds by
-    # a number, is 0; None if there is no such number.
+    # Result when the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
-    summed: float = 0.0  # what a float32 sum is if its entries are 1; 0 if it is none
+    summed: float = 0.0  # number of float32 entries summed
     squared: bool = False  # squares, or sums of squares, in float32
     cast: bool = False  # whether the user cast these entries to half precision
     promoted: Any = None  # the `Promotion` of half precision that they come from
@@ -90,14 +90,14 @@ def of_constant(value: Any, dtype: str) -> Fact:
 
 def _of_values(values: np.ndarray, integral: bool) -> Fact:
     few = values.size <= _MOST_VALUES
-    known = frozenset(values.tolist()) if few else frozenset()
-    return Fact(float(values[0]), float(values[-1]), known, few, integral)
+    constants = frozenset(values.tolist()) if few else frozenset()
+    return Fact(float(values[0]), float(values[-1]), constants, few, integral)
 
 
-def of_atom(atom: Any) -> Fact:
+def of_atom(atom: Atom) -> Fact:
     """What is known about a literal, or about a variable by its type alone."""
     dtype = dtype_name(atom)
-    if is_literal(atom):
+    if isinstance(atom, Literal):
         return of_constant(atom.val, dtype)
     return dataclasses.replace(of_dtype(dtype), origin=Origin(id(atom)))
 
@@ -120,7 +120,7 @@ def join(a: Fact, b: Fact) -> Fact:
     )
 
 
-def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
+def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     """What is known about the outputs of an equation without nested jaxprs."""
     outs = [of_atom(v) for v in eqn.outvars]
     if len(outs) == 1:
@@ -132,7 +132,7 @@ def transfer(eqn: Any, facts: Sequence[Fact]) -> list[Fact]:
     return [dataclasses.replace(f, promoted=p) for f, p in zip(outs, made, strict=True)]
 
 
-def _origin(eqn: Any, facts: Sequence[Fact]) -> Origin:
+def _origin(eqn: JaxprEqn, facts: Sequence[Fact]) -> Origin:
     origin = origin_of(eqn, [fact.origin for fact in facts])
     # Autocast computes cheap values once for each reader: equal ones are one.
     made_of = [(fact.origin.value, fact.values) for fact in facts]
@@ -143,7 +143,7 @@ def _origin(eqn: Any, facts: Sequence[Fact]) -> Origin:
     return dataclasses.replace(origin, value=value, parameters=of_parameters)
 
 
-def _computed(fun: Callable[..., Any], eqn: Any, *facts: Fact) -> Fact:
+def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
     """What a function of numbers makes of bounds, constants, epsilons and sums."""
     name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
     results = functools.partial(_results, fun, dtype)
@@ -202,19 +202,19 @@ def _ends(x: Fact) -> Iterable[float]:
     return {x.low, x.high, 0.0} if x.may_be_zero else {x.low, x.high}
 
 
-def _div(eqn: Any, x: Fact, y: Fact) -> Fact:
+def _div(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
     if y.low < 0 <= y.high:  # the quotient may have any size and sign
         return of_dtype(dtype_name(eqn.outvars[0]))
     return _computed(np.divide, eqn, x, y)
 
 
-def _mul(eqn: Any, x: Fact, y: Fact) -> Fact:
+def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
     if eqn.invars[0] is eqn.invars[1]:
         return _power(eqn, x, 2)
     return _computed(np.multiply, eqn, x, y)
 
 
-def _power(eqn: Any, x: Fact, exponent: int) -> Fact:
+def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
     # 1/x and x^0 have no bounds that any rule asks for.
     if exponent < 2:
         return Fact()
@@ -223,26 +223,26 @@ def _power(eqn: Any, x: Fact, exponent: int) -> Fact:
     return dataclasses.replace(fact, summed=0.0, squared=wide)
 
 
-def _sqrt(eqn: Any, x: Fact) -> Fact:
+def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
     # A lost epsilon is reported here, so that the root divides is nothing new.
-    kept = dataclasses.replace(x, epsilon=x.epsilon or None)
-    return _computed(np.sqrt, eqn, kept)
+    without_lost = dataclasses.replace(x, epsilon=x.epsilon or None)
+    return _computed(np.sqrt, eqn, without_lost)
 
 
-def _moved(eqn: Any, x: Fact, *rest: Fact) -> Fact:
+def _moved(eqn: JaxprEqn, x: Fact, *rest: Fact) -> Fact:
     # A sum that is spread over an array again is part of another computation.
     spread = size(eqn.outvars[0]) > size(eqn.invars[0])
     return dataclasses.replace(x, summed=0.0) if spread else x
 
 
-def _joined(eqn: Any, *facts: Fact) -> Fact:
+def _joined(eqn: JaxprEqn, *facts: Fact) -> Fact:
     """Of an operation whose entries are those of operands; others are indices."""
     dtype = dtype_name(eqn.outvars[0])
     pairs = zip(eqn.invars, facts, strict=True)
     return functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
 
 
-def _sum(eqn: Any, x: Fact) -> Fact:
+def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     count = max(entries_added(eqn), 1)
     wide = is_wide(dtype_name(eqn.outvars[0]))
     return Fact(
@@ -257,7 +257,7 @@ def _up_to(count: int) -> Fact:
     return Fact(0.0, float(max(count - 1, 0)), integral=True)
 
 
-def _index(eqn: Any, x: Fact) -> Fact:
+def _index(eqn: JaxprEqn, x: Fact) -> Fact:
     return _up_to(size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1))
 
 
@@ -281,7 +281,7 @@ _CHOICES = words(
 _JOINS = words("concatenate dynamic_update_slice pad scatter select_n stack")
 
 _RULES: dict[str, Callable[..., Fact]] = {
-    **dict.fromkeys(MOVES | _CHOICES, _moved),
+    **dict.fromkeys(SAME_ENTRIES | _CHOICES, _moved),
     **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["argmax", "argmin"], _index),

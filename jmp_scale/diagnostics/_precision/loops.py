@@ -7,17 +7,21 @@ does not. A residual stream `x + f(x)` does only in a solver of very many steps.
 
 import enum
 from collections.abc import Iterator
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, shape, size, words
 from .facts import Fact
-from .origins import MOVES, is_half
+from .origins import SAME_ENTRIES, Atom, is_half
 
-_LINEAR_IN_FIRST = MOVES | {"neg"}
+_LINEAR_IN_FIRST = SAME_ENTRIES | {"neg"}
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _MORE_THAN_LAYERS = 256
 _LONG_BACKWARD_LOOP = 64
+
+# What to say, what adds up in half precision, and the equation that adds to it.
+Accumulation = tuple[str, Var, JaxprEqn]
 
 
 class _Form(enum.IntEnum):
@@ -29,11 +33,11 @@ class _Form(enum.IntEnum):
     OTHER = 3
 
 
-def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Messages, what adds up in half precision, and equations that add to it."""
+def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
+    """The carries of a loop that add up in half precision."""
     # Backward, carries are gradients of what all iterations share.
     least = _LONG_BACKWARD_LOOP if backward else 2
-    # Of a loop that waits for a condition nobody knows the length: it may be long.
+    # A while loop's length is unknown: it may be long.
     if loop.trips is not None and loop.trips < least:
         return
     times = "each iteration" if loop.trips is None else f"{loop.trips:,} iterations"
@@ -48,7 +52,7 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[tuple[str, Any, Any]]:
             yield _message("a carry", half, times, cure), half, eqn
 
 
-def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
+def half_states(program: ClosedJaxpr) -> Iterator[Accumulation]:
     """The same of outputs beside the loss: training is the loop that carries them."""
     inner, _ = open_jaxpr(program)
     what, cure = "a state that leaves beside the loss", "compute and keep it in float32"
@@ -60,7 +64,7 @@ def half_states(program: Any) -> Iterator[tuple[str, Any, Any]]:
             yield _message(what, half, "the steps", cure), half, eqn
 
 
-def _message(what: str, half: Any, times: str, cure: str) -> str:
+def _message(what: str, half: Var, times: str, cure: str) -> str:
     adds = f"{what} adds up in {dtype_name(half)} over {times}"
     return f"{adds} and loses what is small beside it; {cure}"
 
@@ -82,8 +86,8 @@ def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
 
 
 def _accumulating(
-    jaxpr: Any, variable: Any, outputs: list[int], solver: bool = False
-) -> Iterator[tuple[Any, Any]]:
+    jaxpr: Jaxpr, variable: Var, outputs: list[int], solver: bool = False
+) -> Iterator[tuple[Var, JaxprEqn]]:
     """Half-precision sums of a variable that are outputs, and equations that add."""
     made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     forms = _forms(jaxpr, {id(variable): _Form.CARRY}) if outputs else []
@@ -101,7 +105,7 @@ def _accumulating(
             yield halves[0], eqn
 
 
-def _forms(jaxpr: Any, forms: dict[int, _Form]) -> list[_Form]:
+def _forms(jaxpr: Jaxpr, forms: dict[int, _Form]) -> list[_Form]:
     """The forms of the outputs of a jaxpr, given those of its inputs by `id`."""
     for eqn in jaxpr.eqns:
         ins = [forms.get(id(v), _Form.CONSTANT) for v in eqn.invars]
@@ -111,7 +115,7 @@ def _forms(jaxpr: Any, forms: dict[int, _Form]) -> list[_Form]:
     return [forms.get(id(v), _Form.CONSTANT) for v in jaxpr.outvars]
 
 
-def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
+def _forms_of_results(eqn: JaxprEqn, ins: list[_Form]) -> list[_Form]:
     name, outputs = eqn.primitive.name, len(eqn.outvars)
     bodies = jaxprs.subjaxprs(eqn)
     arguments = ins[1:] if name == "cond" else ins
@@ -125,7 +129,7 @@ def _forms_of_results(eqn: Any, ins: list[_Form]) -> list[_Form]:
     return [_form_of_result(eqn, ins) if outputs == 1 else _Form.OTHER] * outputs
 
 
-def _form_of_result(eqn: Any, ins: list[_Form]) -> _Form:
+def _form_of_result(eqn: JaxprEqn, ins: list[_Form]) -> _Form:
     if _Form.OTHER in ins:
         return _Form.OTHER
     match eqn.primitive.name:
@@ -144,19 +148,19 @@ def _form_of_result(eqn: Any, ins: list[_Form]) -> _Form:
     return _Form.OTHER
 
 
-def _is_number(factor: Any, eqn: Any) -> bool:
+def _is_number(factor: Atom, eqn: JaxprEqn) -> bool:
     # A decay rate is one number, a gate is as large as the state that it multiplies.
     return is_literal(factor) or (size(factor) == 1 and size(eqn.outvars[0]) > 1)
 
 
-def _adds_a_slice(eqn: Any, made_by: dict[int, Any]) -> bool:
+def _adds_a_slice(eqn: JaxprEqn, made_by: dict[int, JaxprEqn]) -> bool:
     """Whether it adds to other entries each time, as in the gradient of `x[i]`."""
     makers = [made_by[id(v)] for v in eqn.invars if id(v) in made_by]
     slices = any(maker.primitive.name in _SLICE_GRADIENTS for maker in makers)
     return eqn.primitive.name == "add_any" and slices
 
 
-def _uncast(atom: Any, made_by: dict[int, Any]) -> Any:
+def _uncast(atom: Atom, made_by: dict[int, JaxprEqn]) -> Atom:
     """What a variable was before it was cast or reshaped."""
     while id(atom) in made_by:
         eqn = made_by[id(atom)]

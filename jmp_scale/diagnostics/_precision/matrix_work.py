@@ -4,13 +4,15 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn
 
 from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
 from ..._operations import is_sum, stays_float32
 from .facts import Fact, is_wide
-from .origins import MOVES, entries_added, is_half
+from .origins import SAME_ENTRIES, entries_added, is_half
 from .rules import is_cast_by_user, is_narrowed_by_user
 from .step import Finding, Step
 
@@ -18,12 +20,12 @@ _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute with half precision whatever the operands' dtype.
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
-_NO_WORK = MOVES | words(
+_NO_WORK = SAME_ENTRIES | words(
     "concatenate dynamic_update_slice eq ge gt is_finite le lt ne pad select_n split "
     "stack unstack"
 )
 
-Line = tuple[str | None, int | None]
+SourceLine = tuple[str | None, int | None]
 
 
 class Operation(NamedTuple):
@@ -45,23 +47,31 @@ class Operation(NamedTuple):
     share: float
 
 
-def flops(eqn: Any) -> int:
+def flops(eqn: JaxprEqn) -> int:
     """Multiplications and additions of one matrix product or convolution; else 0."""
     name = eqn.primitive.name
     if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
         return 0
     left, right, result = eqn.invars[0], eqn.invars[1], eqn.outvars[0]
-    if name == "dot_general":
-        return 2 * size(result) * entries_added(eqn)
-    if name == "conv_general_dilated":
-        features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
-        # The zeros inside a dilated input are not multiplied.
-        zeros = math.prod(eqn.params.get("lhs_dilation") or (1,))
-        return 2 * size(result) * (size(right) // max(features, 1)) // zeros
-    return 2 * size(left) * shape(right)[-1]
+    match name:
+        case "dot_general":
+            return 2 * size(result) * entries_added(eqn)
+        case "conv_general_dilated":
+            features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
+            # The zeros inside a dilated input are not multiplied.
+            zeros = math.prod(eqn.params.get("lhs_dilation") or (1,))
+            return 2 * size(result) * (size(right) // max(features, 1)) // zeros
+        case "ragged_dot_general":
+            # Each row of the first operand meets one group of the second.
+            numbers = eqn.params["ragged_dot_dimension_numbers"]
+            (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+            others = {*contracted, *batch, *numbers.rhs_group_dimensions}
+            free = [n for axis, n in enumerate(shape(right)) if axis not in others]
+            return 2 * size(left) * math.prod(free)
+    return 0
 
 
-def operand_dtypes(eqn: Any) -> tuple[str, ...]:
+def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The dtypes that an operation computes with, each once."""
     algorithm = eqn.params.get("precision")
     if algorithm in _DTYPES:
@@ -120,7 +130,7 @@ class Promotion:
 def follow(step: Step, fact: Fact) -> Fact:
     """Marks the output of a step that casts, and notes what the float32 operand is."""
     if step.name == "convert_element_type" and is_half(step.source):
-        # What the user did not write: JAX or a library promotes.
+        # A cast that the user did not write: JAX or a library promotes.
         promotes = is_wide(step.result) and not is_cast_by_user(step.place())
         cast = promotes and step.ins[0].cast
         promoted = Promotion(step) if promotes else None
@@ -159,7 +169,7 @@ def _name_of(maker: Step | None) -> str:
     return f"made by {name} at line {maker.place().line}"
 
 
-def full_matmuls(steps: Iterable[Step], told: set[Line]) -> Iterator[Finding]:
+def full_matmuls(steps: Iterable[Step], told: set[SourceLine]) -> Iterator[Finding]:
     """Matrix products in float32 while others are half precision, at new lines."""
     products = [step for step in steps if flops(step.eqn)]
     wide = [step for step in products if not _is_narrow(operand_dtypes(step.eqn))]

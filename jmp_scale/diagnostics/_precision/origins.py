@@ -7,12 +7,16 @@ cancels, an angle's turns, an inverse.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..._jaxpr import PRODUCTS, dtype_name, equations, shape, size, subjaxprs, words
 
+Atom = Var | Literal
+AnyJaxpr = Jaxpr | ClosedJaxpr
+
 # Entries of the result are entries of the first operand, perhaps cast.
-MOVES = words(
+SAME_ENTRIES = words(
     "broadcast_in_dim convert_element_type copy device_put dynamic_slice expand_dims "
     "gather name optimization_barrier pbroadcast pvary reduce_precision reshape rev "
     "sharding_constraint slice squeeze stop_gradient tile transpose"
@@ -43,7 +47,7 @@ def is_half(dtype: str) -> bool:
     return dtype in ("float16", "bfloat16")
 
 
-def is_half_product(eqn: Any) -> bool:
+def is_half_product(eqn: JaxprEqn) -> bool:
     """Whether a matrix product or convolution rounds its operands, or its result."""
     if eqn.primitive.name not in PRODUCTS:
         return False
@@ -51,13 +55,13 @@ def is_half_product(eqn: Any) -> bool:
     return any(map(is_half, dtypes))
 
 
-def is_inner_product(eqn: Any) -> bool:
+def is_inner_product(eqn: JaxprEqn) -> bool:
     """Whether a product is of vectors, for each index of the batch."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
 
 
-def entries_added(eqn: Any) -> int:
+def entries_added(eqn: JaxprEqn) -> int:
     """How many entries an equation adds up into one; 0 if it is no sum."""
     match eqn.primitive.name:
         case "reduce" | "reduce_window" if not _adds(eqn):
@@ -77,16 +81,16 @@ def entries_added(eqn: Any) -> int:
     return 0
 
 
-def _adds(eqn: Any) -> bool:
+def _adds(eqn: JaxprEqn) -> bool:
     inner = [e for body in subjaxprs(eqn) for e in equations(body)]
     return [e.primitive.name for e in inner] == ["add"]
 
 
-def origin_of(eqn: Any, ins: Sequence[Origin]) -> Origin:
+def origin_of(eqn: JaxprEqn, ins: Sequence[Origin]) -> Origin:
     """What the output of an equation without nested jaxprs was made of."""
     name = eqn.primitive.name
     first, second = (*ins, NOTHING, NOTHING)[:2]
-    if name in MOVES:
+    if name in SAME_ENTRIES:
         return first
     same = first.value == second.value != 0
     inner = name == "dot_general" and same and is_inner_product(eqn)

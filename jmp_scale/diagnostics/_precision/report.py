@@ -11,9 +11,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from ..._half_parameters import find_half_states
 from .._backward import Loss, is_array, split_arrays
+from .._source import begin_user_code, place_of_caller
 from . import conclusions, matrix_work
-from .matrix_work import Line, Operation
-from .source import begin_user_code, place_of_caller
+from .matrix_work import Operation, SourceLine
 from .step import SEVERITIES, Finding
 from .walk import Walk
 
@@ -44,8 +44,8 @@ class PrecisionReport(NamedTuple):
             + (" (backward pass)" if f.backward else "")
             for f in self.findings
         ]
-        for primitive, where in self.not_looked_into:
-            lines.append(f"{where}: note: {primitive} was not looked into.")
+        for primitive, line in self.not_looked_into:
+            lines.append(f"{line}: note: {primitive} was not looked into.")
         lines.append(_counts(self.findings))
         return "\n".join([*lines, *_table(self)])
 
@@ -122,7 +122,7 @@ def precision_report(
     told = {step.place()[:2] for p in promotions for step in p.products}
     steps = [step for step in backward.steps if step.times]
     operations = matrix_work.operations(steps)
-    # What autocast left in float32 is not for the user to cast.
+    # Products that autocast left in float32 are not for the user to cast.
     notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
     keeps_digits = find_half_states((args, opt_state))
     halves = conclusions.half_parameters(gradients, fun, caller)
@@ -169,24 +169,24 @@ def _positions(loss: Loss) -> range:
 
 
 @contextlib.contextmanager
-def _noting_lost_constants() -> Iterator[tuple[set[Line], set[Line]]]:
+def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]]:
     """Notes the lines at which a number becomes infinite, or 0, in its dtype.
 
     The trace shows only what is left of it. NumPy casts, and can say what it loses.
     """
-    lines: dict[str, set[Line]] = {"overflow": set(), "underflow": set()}
+    lines: dict[str, set[SourceLine]] = {"overflow": set(), "underflow": set()}
 
     def note(kind: str, flag: int) -> None:
         lines[kind].add(place_of_caller()[:2])
 
-    # For what JAX finds in its cache of traces NumPy casts nothing. With metadata of
-    # their own these traces are new, and no compiled program shares them.
+    # NumPy casts nothing of a trace in JAX's cache. With metadata of their own these
+    # traces are new, and no compiled program shares them.
     fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
     with fresh, np.errstate(over="call", under="call", call=note):
         yield lines["overflow"], lines["underflow"]
 
 
-def _location(line: Line) -> str:
+def _location(line: SourceLine) -> str:
     return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 
 from ..._jaxpr import dtype_name, words
+from .._source import Place
 from .facts import Fact, is_integer, is_wide, rounded, transfer
 from .origins import NOTHING, entries_added, is_half, is_inner_product
-from .source import Place
 from .step import Finding, Severity, Step
 
 FLOAT16_MAX = 65504
@@ -80,7 +80,7 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         harms.append("drops small terms")
     if step.backward and not comes_back:
         cure = "broadcast the smaller operand in float32, then cast it"
-        # From outside of Flax's or Equinox's convolution nobody can follow this.
+        # Nobody can follow this from outside of Flax's or Equinox's convolution.
         if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
             severity = "note"
     harm = " and ".join(harms) or "keeps two digits"
@@ -152,7 +152,7 @@ def _power_of_one_value(step: Step) -> int:
         case "mul" if same:
             return 2
         case "dot_general" if same:
-            # Of a vector with itself; a Gram matrix is a product.
+            # A vector with itself is squared; a Gram matrix is a product.
             return 2 if is_inner_product(step.eqn) else 0
     return 0
 

@@ -1,12 +1,14 @@
 """A step of a traced program, and what the rules say about it: a `Finding`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+from jax.extend.core import JaxprEqn
 
 from ..._jaxpr import dtype_name, shape
+from .._source import Place
 from .facts import Fact, is_wide
-from .origins import is_half
-from .source import Place
+from .origins import Atom, is_half
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")
@@ -42,7 +44,7 @@ class Finding(NamedTuple):
 class Step(NamedTuple):
     """An equation of the traced program in its place."""
 
-    eqn: Any
+    eqn: JaxprEqn
     place: Callable[[], Place]  # gives its place, which takes time
     backward: bool = False  # whether JAX made it by transposing one of the same line
     times: int = 1  # how often it runs
@@ -70,7 +72,7 @@ class Step(NamedTuple):
         return casts and is_wide(self.source) and is_half(self.result)
 
     def finding(
-        self, rule: str, severity: Severity, message: str, atom: Any = None
+        self, rule: str, severity: Severity, message: str, atom: Atom | None = None
     ) -> Finding:
         """What a rule found here, in an input of the equation, by default the first."""
         dtype = self.result if atom is None else dtype_name(atom)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._history import LossScaleHistory
+from .history import LossScaleHistory
 
 _LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
 _LEAST_CHANGES = 6  # of S, below which a noisy loss may follow it by chance
@@ -34,44 +34,44 @@ def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]
     keep = arrays["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in arrays.items()}
     first_norm = float(history.first_norm)
-    known = {name: x[np.isfinite(x)] for name, x in columns.items()}
+    finite = {name: x[np.isfinite(x)] for name, x in columns.items()}
     found = {"wrongly scaled": wrongly_scaled(arrays)}
-    found["lost updates"] = loses_updates(known, first_norm)
+    found["lost updates"] = loses_updates(finite, first_norm)
     level = loss_level(columns, float(history.first_loss))
     if level is not None:
         found["loss diverges"] = diverges(level)
         found["loss blew up"] = blew_up(columns, level)
-        found["gradients vanished"] = vanished(known, first_norm, level)
+        found["gradients vanished"] = vanished(finite, first_norm, level)
     return [(kind, values) for kind, values in found.items() if values]
 
 
 def wrongly_scaled(arrays: Columns) -> Values:
     """Whether the loss or the gradient norm changes wherever S does, and as it does."""
-    for name, power, what in (
+    for name, exponent, what in (
         ("loss", 1, "loss grows and falls with the loss scale: it is scaled twice"),
         ("grad_norm", 1, "gradient norm grows and falls with the loss scale: the "
          "gradients are scaled twice, or never unscaled"),
         ("grad_norm", -1, "gradient norm falls where the loss scale grows: the "
          "gradients are unscaled twice"),
     ):  # fmt: skip
-        known = np.isfinite(arrays[name]) & (arrays[name] > 0)
-        changes = np.diff(np.log2(arrays[name][known]))
-        of_s = np.diff(arrays["log2_scale"][known])
+        is_positive = np.isfinite(arrays[name]) & (arrays[name] > 0)
+        changes = np.diff(np.log2(arrays[name][is_positive]))
+        of_s = np.diff(arrays["log2_scale"][is_positive])
         ratios = changes[of_s != 0] / of_s[of_s != 0]
-        if len(ratios) >= _LEAST_CHANGES and np.median(abs(ratios - power)) < 0.25:
+        if len(ratios) >= _LEAST_CHANGES and np.median(abs(ratios - exponent)) < 0.25:
             return {"what": what}
     return None
 
 
 def loss_level(columns: Columns, first: float) -> Level | None:
     """The present level of the loss and its best, or None for too few steps."""
-    known = np.isfinite(columns["loss"])
-    count = int(known.sum())
+    is_finite = np.isfinite(columns["loss"])
+    count = int(is_finite.sum())
     if count < _LEAST_STEPS:
         return None
     block = max(3, min(20, count // 10))  # steps of a median
     pair = columns["loss"], columns["step"]
-    loss, step = (x[known][count % block :].reshape(-1, block) for x in pair)
+    loss, step = (x[is_finite][count % block :].reshape(-1, block) for x in pair)
     medians = np.median(loss, 1)
     spreads = np.median(np.abs(loss - medians[:, None]), 1)
     # The lower of two blocks, so that no single burst makes a level.
@@ -106,9 +106,9 @@ def blew_up(columns: Columns, level: Level) -> Values:
     return {"peak": loss[peak], "step": step, **level._asdict()}
 
 
-def vanished(known: Columns, first_norm: float, level: Level) -> Values:
+def vanished(finite: Columns, first_norm: float, level: Level) -> Values:
     """Whether the gradients have vanished while the loss is still near its start."""
-    norms = known["grad_norm"]
+    norms = finite["grad_norm"]
     if len(norms) < _LEAST_STEPS or level.current <= 0.5 * level.first:
         return None
     norm = float(np.median(norms[-_LEAST_STEPS:]))
@@ -122,16 +122,16 @@ def vanished(known: Columns, first_norm: float, level: Level) -> Values:
     return {"change": change, **level._asdict()}
 
 
-def loses_updates(known: Columns, first_norm: float) -> Values:
+def loses_updates(finite: Columns, first_norm: float) -> Values:
     """Whether most of the recent updates were rounded away while they were needed."""
-    magnitude = known["lost_magnitude"][-_RECENT:]
+    magnitude = finite["lost_magnitude"][-_RECENT:]
     if len(magnitude) < _LEAST_STEPS:
         return None
     share = float(np.median(magnitude))
-    norms = known["grad_norm"][-_RECENT:]
+    norms = finite["grad_norm"][-_RECENT:]
     # Near a minimum small updates are lost too, and are not missed.
     is_steep = len(norms) == 0 or np.median(norms) > 0.2 * first_norm
     if share <= 0.7 or not is_steep:
         return None
-    entries = float(np.median(known["lost_entries"][-_RECENT:]))
+    entries = float(np.median(finite["lost_entries"][-_RECENT:]))
     return {"entries": entries, "magnitude": share, "steps": len(magnitude)}

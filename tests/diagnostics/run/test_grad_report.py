@@ -18,7 +18,7 @@ from helpers import count_traces
 
 import jmp_scale
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import _casts
+from jmp_scale.diagnostics._run import casts
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -268,9 +268,9 @@ def test_the_summary_can_be_read_at_extreme_loss_scales():
 def test_log2_is_exact_for_powers_of_two_and_close_for_other_numbers():
     exponents = np.arange(-149, 128)
     powers = np.ldexp(np.float64(1), exponents).astype(np.float32)
-    log2 = _casts.log2_magnitude(_casts.magnitude_bits(powers))
+    log2 = casts.log2_magnitude(casts.magnitude_bits(powers))
     assert log2.tolist() == exponents.tolist()
     others = np.float32([3e-45, 1e-40, 1.1754942e-38, 0.7, 3.4028235e38])
-    log2 = _casts.log2_magnitude(_casts.magnitude_bits(others))
+    log2 = casts.log2_magnitude(casts.magnitude_bits(others))
     # An ulp of the sum at magnitude 149, and one of the logarithm of the mantissa.
     np.testing.assert_allclose(log2, np.log2(np.float64(others)), atol=2e-5, rtol=0)

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _jaxpr
-from .._autocast import Cast
-from .._autocast_plan import Origin, Plan, Unit
-from .._dot_general import bilinear
-from .._marks import Names, tracing
-from .._operations import Product, softmax_from, softmaxes_of, with_value
-from ._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
-from ._comparison import GradientComparison, Reference
-from ._precision.matrix_work import flops
-from ._precision.source import Place, begin_user_code, place_of
+from ... import _jaxpr
+from ..._autocast import Cast
+from ..._autocast_plan import Origin, Plan, Unit
+from ..._dot_general import bilinear
+from ..._marks import Names, tracing
+from ..._operations import Product, softmax_from, softmaxes_of, with_value
+from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
+from .._source import Place, begin_user_code, place_of
+from .comparison import GradientComparison, Reference
+from .matrix_work import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
 _MOST = 4096  # flags of the compiled program; products beyond share the last one

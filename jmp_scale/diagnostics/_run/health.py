@@ -7,18 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._half_parameters import find_half_states
-from .._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
-from .._state import LossScaleState
-from .._tree import named_inexact_leaves
-from ._history import LossScaleHistory
-from ._metrics import find_states
-from ._report import power
-from ._trends import trend_findings
+from ..._half_parameters import find_half_states
+from ..._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
+from ..._state import LossScaleState
+from ..._tree import named_inexact_leaves
+from .._tables import power
+from .history import LossScaleHistory
+from .metrics import find_states
+from .trends import trend_findings
 
 _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 
-# By kind, the most urgent first.
+# Sentences by kind, the most urgent first.
 _SENTENCES = {
     "loss scale out of range": "The loss scale is {s}. No step can change that, so "
     "every step will be skipped: put a new DynamicLossScale into the state, or go back "
@@ -85,7 +85,7 @@ _LISTED = 5  # steps that a sentence names
 _CAUSES = ("overflow", "a broken loss", "a spike")
 
 Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
-Finding = tuple[str, str]  # the kind, and what happened
+KindAndText = tuple[str, str]  # the kind, and what happened
 Counts = np.ndarray  # i64[3], skipped steps by cause, in the order of `_CAUSES`
 
 
@@ -171,7 +171,7 @@ def _findings(
     steps = history.to_dict() if history is not None and history.pushed > 0 else None
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
-        # Of a replicated state every number below is an array, and `float` fails.
+        # Every number below is an array in a replicated state, and `float` fails.
         if shape != ():
             raise ValueError(
                 f"health: expected one state, got {shape} of them; take one of "
@@ -250,7 +250,7 @@ def _scale_kind(state: LossScaleState) -> str:
     return ""
 
 
-def _present(state: LossScaleState, steps: Steps, new: Counts) -> Finding | None:
+def _present(state: LossScaleState, steps: Steps, new: Counts) -> KindAndText | None:
     """The finding on the present run of skips, or on those since the last call."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     if in_a_row == 0:
@@ -286,7 +286,7 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> Finding | None
     return ("occasional overflow" if is_known else "skipped step"), last
 
 
-def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, Finding]:
+def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAndText]:
     """The findings on recorded spikes, and on recorded steps that were not finite."""
     spike = steps["spike"]
     skipped = ~(steps["grads_finite"] | spike)

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 from losses import examples, of_examples
 from precision_checks import reported
-from test_precision import X
 from test_precision_clean import F32, array, assert_clean
 from test_precision_faults import mean
+from test_report import X
 
 import jmp_scale.nnx
 from jmp_scale.diagnostics import precision_report

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._finite import finite_and_norm
-from .._loss_scale import number_of
-from .._state import LossScaleState, find_loss_scale_states, is_variable
-from .._validation import Arguments
-from ._casts import log2_magnitude, magnitude_bits
-from ._metrics import find_states
-from ._updates import lost_updates_of
+from ..._finite import finite_and_norm
+from ..._loss_scale import number_of
+from ..._state import LossScaleState, find_loss_scale_states, is_variable
+from ..._validation import Arguments
+from .casts import log2_magnitude, magnitude_bits
+from .metrics import find_states
+from .updates import lost_updates_of
 
 
 class HistorySummary(NamedTuple):
@@ -167,7 +167,7 @@ class LossScaleHistory:
             "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
             "lost_entries": lost[0],
             "lost_magnitude": lost[1],
-            # Of a mapping made by Flax the guard's configuration is not known.
+            # A mapping made by Flax has no configuration of the guard.
             "loss_limit": getattr(old.guard, "loss_limit", _NAN),
             "norm_limit": getattr(old.guard, "norm_limit", _NAN),
         }
@@ -206,8 +206,8 @@ class LossScaleHistory:
         # A loss that is not finite makes its gradients so: one step, counted once.
         overflowed = loss_finite & ~(recorded["grads_finite"] | recorded["spike"])
         steps, changes = len(skipped), np.diff(recorded["log2_scale"])
-        # With an applied step before the first and after the last, each run of skips is
-        # the gap between two neighbors.
+        # Each run of skips is the gap between two neighbors, with an applied step
+        # before the first and after the last.
         applied = np.flatnonzero(np.concatenate([[True], ~skipped, [True]]))
         return HistorySummary(
             steps=steps,

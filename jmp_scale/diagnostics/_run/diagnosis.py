@@ -10,16 +10,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
-from .. import _jaxpr as jaxprs
-from .._finite import all_finite
-from .._jaxpr import is_literal, open_jaxpr, value_of, words
-from .._loss_scale import scale_value
-from .._operations import CALLS
-from .._tree import named_inexact_leaves
-from .._validation import Arguments
-from ._backward import Backward, Loss, described, split_arrays
-from ._precision.source import Place, place_of
+from ... import _jaxpr as jaxprs
+from ..._finite import all_finite
+from ..._jaxpr import is_literal, open_jaxpr, value_of, words
+from ..._loss_scale import scale_value
+from ..._operations import CALLS
+from ..._tree import named_inexact_leaves
+from ..._validation import Arguments
+from .._backward import Backward, Loss, described, split_arrays
+from .._source import Place, place_of
 
 _NAMES = {
     "cholesky": "a Cholesky factorization",
@@ -159,12 +160,12 @@ def diagnose_nonfinite(
         return Diagnosis("forward", first, None, nonfinite, *found)
     if not nonfinite:
         return Diagnosis("none")
-    # From the largest power of two below S, which has just been tried.
+    # The first is the largest power of two below S, which has just been tried.
     for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, log2_min - 1, -1):
         _, smaller = run(2.0**log2_scale)
         if not smaller:
             return Diagnosis("overflow", nonfinite[0], log2_scale, nonfinite)
-        # What is left at the smallest S that overflows does so first as S grows.
+        # The leaves left at the smallest S that overflows do so first as S grows.
         nonfinite = smaller
     return Diagnosis("nan", nonfinite[0], None, nonfinite, _nonfinite_argument(args))
 
@@ -196,7 +197,7 @@ def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
 
 
 def _run(
-    jaxpr: Any, args: Sequence[Any], outer: Place
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[Any], outer: Place
 ) -> tuple[list[Any], _Maker | None]:
     """The outputs, and what made the first that is not finite, if that was here."""
     inner, consts = open_jaxpr(jaxpr)
@@ -204,31 +205,31 @@ def _run(
     values = dict(given)
     makers = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
 
-    def recorded(v: Any, value: Any) -> Any:
+    def recorded(v: core.Var, value: Any) -> Any:
         values[v] = value
         return value
 
     # One after the other: compiled together, they might not round as they are written.
     outs = jaxprs.evaluate_all(inner, args, consts, recorded)
 
-    def kind_of(atom: Any) -> str:
+    def kind_of(atom: core.Var | core.Literal) -> str:
         """ "NaN" or "infinity", whichever comes first, if entries are; else ""."""
         x = value_of(atom, values)
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.isfinite(x).all():
             return ""
         return "NaN" if jnp.isnan(x).any() else "infinity"
 
-    def place(eqn: Any) -> Place:
+    def place(eqn: core.JaxprEqn) -> Place:
         """Its line; of a cast by `autocast` that of what reads it, or what it reads."""
         readers = [e for e in inner.eqns if any(v in eqn.outvars for v in e.invars)]
         read = [makers[v] for v in jaxprs.variables(eqn.invars) if v in makers]
         places = [place_of(e, _NOWHERE) for e in (eqn, *readers, *read)]
         return next((p for p in places if p.file), place_of(eqn, outer))
 
-    def made(v: Any) -> _Maker | None:
+    def made(v: core.Var | core.Literal) -> _Maker | None:
         """What made a value infinite or NaN; None if it came so."""
         eqn, kind = None, ""
-        while not is_literal(v) and v in makers:
+        while not isinstance(v, core.Literal) and v in makers:
             eqn, kind = makers[v], kind_of(v)
             bad = [a for a in eqn.invars if kind_of(a)]
             same = [a for a in bad if kind == "infinity" or kind_of(a) == "NaN"]
@@ -247,7 +248,9 @@ def _run(
     return outs, made(bad[0]) if bad else None
 
 
-def _in_equation(eqn: Any, kind: str, values: dict[Any, Any], place: Place) -> _Maker:
+def _in_equation(
+    eqn: core.JaxprEqn, kind: str, values: dict[core.Var, Any], place: Place
+) -> _Maker:
     nested = _in_nested(eqn, [value_of(a, values) for a in eqn.invars], place)
     name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
     if name == "convert_element_type":
@@ -259,7 +262,7 @@ def _at(place: Place) -> str:
     return f" at {place.file}:{place.line}" if place.file else ""
 
 
-def _in_nested(eqn: Any, ins: list[Any], place: Place) -> _Maker | None:
+def _in_nested(eqn: core.JaxprEqn, ins: list[Any], place: Place) -> _Maker | None:
     """The same in the jaxpr that an equation runs, of a loop in the first such turn."""
     bodies, loop = jaxprs.subjaxprs(eqn), jaxprs.loop_of(eqn)
     if loop is not None and loop.trips:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +11,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._loss_scale import scale_value
-from . import _casts
+from ..._loss_scale import scale_value
+from .._tables import leaf_name, power, table
+from . import casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
 
@@ -159,28 +159,23 @@ def grad_report(
             "grad_report: expected dtype to be float16 or float8, got bfloat16, which "
             "has float32's range; for its smallest numbers use exponent_histogram"
         )
-    limits = _casts.limits(name, "grad_report")
-    paths, leaves = _casts.countable_leaves("grad_report", grads)
+    limits = casts.limits(name, "grad_report")
+    paths, leaves = casts.countable_leaves("grad_report", grads)
     loss_scale = scale_value("grad_report", loss_scale)
     arrays = _report_arrays(leaves, loss_scale, limits)
     return GradReport(**arrays, paths=paths, dtype=name)
 
 
-def power(s: float) -> str:
-    """S as a power of two, "2^15"; or "nan", "inf" and "0" as they are."""
-    return f"2^{math.log2(s):.4g}" if 0 < s < math.inf else f"{s:g}"
-
-
 @functools.partial(jax.jit, static_argnames="limits")
 def _report_arrays(
-    leaves: list[Any], loss_scale: jax.Array, limits: _casts.Limits
+    leaves: list[Any], loss_scale: jax.Array, limits: casts.Limits
 ) -> dict[str, jax.Array]:
-    # With an empty leaf at the end, because a tree may have no leaves.
+    # An empty leaf stands at the end, because a tree may have no leaves.
     rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
     columns = (jnp.stack(column)[: len(leaves)] for column in zip(*rows, strict=True))
     amax, amin, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
-    log2_amax, log2_amin = map(_casts.log2_magnitude, (amax, amin))
-    log2_scale = _casts.log2_magnitude(_casts.magnitude_bits(loss_scale))
+    log2_amax, log2_amin = map(casts.log2_magnitude, (amax, amin))
+    log2_scale = casts.log2_magnitude(casts.magnitude_bits(loss_scale))
     # Doublings up to the limit, from the bits: a float32 log2 just above a power of two
     # rounds down to it, and would recommend one too many.
     largest = jnp.max(amax, initial=0)
@@ -188,7 +183,7 @@ def _report_arrays(
     most = (doublings - MARGIN_BITS).astype(jnp.float32)
     some = (largest > 0) & (most >= LOWEST)
     bad = nonfinite > 0
-    # With one more, because there may be no leaves to search.
+    # One more is appended, because there may be no leaves to search.
     first = jnp.argmax(jnp.append(bad, True))
     range_bits = jnp.where(jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0)
     return {
@@ -209,26 +204,26 @@ def _report_arrays(
 
 
 def _statistics(
-    leaf: Any, loss_scale: jax.Array, limits: _casts.Limits
+    leaf: Any, loss_scale: jax.Array, limits: casts.Limits
 ) -> tuple[Any, ...]:
     """The bits of amax and of the least non-zero magnitude, and six cumulative counts.
 
     Of all entries, those not zero, after the cast not zero, normal, and infinite, and
     those not finite before.
     """
-    bits = _casts.magnitude_bits(leaf)
-    scaled = _casts.magnitude_bits(leaf, loss_scale)
+    bits = casts.magnitude_bits(leaf)
+    scaled = casts.magnitude_bits(leaf, loss_scale)
     bounds = np.array(limits[:3], np.float32).view(np.int32)
     bounds[0] += 1
-    finite, nonzero = bits < _casts.INFINITY, bits > 0
+    finite, nonzero = bits < casts.INFINITY, bits > 0
     reached = [nonzero, *(scaled >= bound for bound in bounds), ~finite]
     operands = [
         jnp.where(finite, bits, 0),
-        jnp.where(nonzero, bits, _casts.INFINITY),
+        jnp.where(nonzero, bits, casts.INFINITY),
         *(mask.astype(jnp.uint32) for mask in reached),
     ]
     # Zeros count as infinity: the least non-zero magnitude of a leaf is not 0.
-    starts = [np.int32(0), np.int32(_casts.INFINITY), *[np.uint32(0)] * len(reached)]
+    starts = [np.int32(0), np.int32(casts.INFINITY), *[np.uint32(0)] * len(reached)]
 
     def join(a: Any, b: Any) -> Any:
         counts = [x + y for x, y in zip(a[2:], b[2:], strict=True)]
@@ -254,24 +249,6 @@ def _headline(report: dict[str, Any]) -> str:
         if any(row["amax"] for row in report["leaves"].values()):
             advice = "the loss scale must be below 1: give it another min_loss_scale"
     return f"{start}: {finite}; {advice}"
-
-
-def leaf_name(path: str) -> str:
-    return path or "(the whole tree)"
-
-
-def table(
-    rows: Sequence[tuple[str, ...]], names: int = 1, k: int | None = None
-) -> list[str]:
-    """The lines of a head and k rows, or all: names, then cells of 12 characters."""
-    k = len(rows) if k is None else k
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows[: k + 1]:
-        left = "  ".join(map(str.ljust, row[:names], widths))
-        lines.append(left + "".join(cell.rjust(12) for cell in row[names:]))
-    more = len(rows) - 1 - k
-    return [*lines, f"and {more} more"] if more > 0 else lines
 
 
 def _percent(count: float, size: float) -> str:

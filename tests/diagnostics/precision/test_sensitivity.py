@@ -15,11 +15,11 @@ from losses import cross_entropy, of_examples, squared_distances
 
 import jmp_scale
 from jmp_scale.diagnostics import (
-    _sensitivity,
     compare_gradients,
     precision_report,
     sensitive_products,
 )
+from jmp_scale.diagnostics._precision import sensitivity
 
 pytestmark = pytest.mark.usefixtures("ranks_promote")
 KEYS = jax.random.split(jax.random.key(0), 12)
@@ -147,7 +147,7 @@ def test_a_product_within_a_library_has_its_module_and_the_line_of_the_user():
 
 
 def test_more_lines_than_the_limit_are_measured_in_groups(monkeypatch):
-    monkeypatch.setattr(_sensitivity, "_MOST", 2)
+    monkeypatch.setattr(sensitivity, "_MOST_MEASURED", 2)
 
     def loss(w, x):
         a = jnp.tanh(x @ w)

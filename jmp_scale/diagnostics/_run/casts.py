@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .._tree import named_inexact_leaves
+from ..._tree import named_inexact_leaves
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
 
@@ -40,8 +40,8 @@ def limits(dtype: DTypeLike, function: str) -> Limits:
     """The limits of a cast from float32 to `dtype`; errors name `function`."""
     name = jnp.dtype(dtype).name
     if name not in _LIMITS:
-        known = ", ".join(_LIMITS)
-        raise ValueError(f"{function}: expected dtype to be one of {known}, got {name}")
+        names = ", ".join(_LIMITS)
+        raise ValueError(f"{function}: expected dtype to be one of {names}, got {name}")
     return _LIMITS[name]
 
 

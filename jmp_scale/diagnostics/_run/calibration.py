@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._finite import all_finite
-from .._jaxpr import dtype_name, equations
-from ._backward import Loss, split_arrays
-from ._report import HIGHEST, LOWEST, MARGIN_BITS
+from ..._finite import all_finite
+from ..._jaxpr import dtype_name, equations
+from .._backward import Loss, split_arrays
+from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 
 
 @jax.tree_util.register_dataclass
@@ -139,7 +139,7 @@ def calibrate_loss_scale(
     found, finite = sweep(arrays)
     zero_fraction = jnp.stack(found.leaves, axis=1)
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
-    # As near to the margin as the window and a DynamicLossScale allow.
+    # The nearest to the margin that the window and a DynamicLossScale allow.
     least, most = jnp.maximum(low, LOWEST), jnp.minimum(high, HIGHEST)
     best = jnp.where(least <= most, jnp.clip(high - margin_bits, least, most), jnp.nan)
     return Calibration(
@@ -164,7 +164,7 @@ def _window(
     lost = zero_fraction - unavoidable
     # 2^-8 changes no training run, and single entries at the edge do not exceed it.
     works = finite & (lost <= 2.0**-8 * (1 - unavoidable)).all(1)
-    # Of each, the length of the run of working loss scales up to it.
+    # The length of the run of working loss scales up to each.
     places = jnp.arange(len(log2), dtype=jnp.int32)
     run = places - lax.cummax(jnp.where(works, np.int32(-1), places))
     end = jnp.argmax(run).astype(jnp.int32)  # the first, so the lower of equal ones

@@ -1,6 +1,5 @@
 """Finds the line of user code that an operation of a traced program comes from."""
 
-import contextlib
 import functools
 import inspect
 import re
@@ -8,6 +7,8 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn
 
 _LIBRARIES = "jmp_scale jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
 _INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
@@ -35,7 +36,7 @@ def begin_user_code(fun: Any, *args: Any, **kwargs: Any) -> Any:
     return fun(*args, **kwargs)
 
 
-def place_of(eqn: Any, outer: Place) -> Place:
+def place_of(eqn: JaxprEqn, outer: Place) -> Place:
     """The innermost line of user code that made an equation.
 
     A nested jaxpr may come from JAX's cache, traced for another line. So frames beyond
@@ -72,7 +73,7 @@ def place_of_caller() -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def place_of_function(fun: Any, otherwise: Place, eqn: Any = None) -> Place:
+def place_of_function(fun: Any, otherwise: Place, eqn: JaxprEqn | None = None) -> Place:
     """The line of a function's body that led to an equation, or where it is defined."""
     code = _code_of(fun)
     if code is None or _package(code.co_filename) is not None:
@@ -83,11 +84,11 @@ def place_of_function(fun: Any, otherwise: Place, eqn: Any = None) -> Place:
     return Place(code.co_filename, code.co_firstlineno)
 
 
-def _frames(eqn: Any) -> Iterator[tuple[str, str, int]]:
+def _frames(eqn: JaxprEqn | None) -> Iterator[tuple[str, str, int]]:
     """(file, function, line) of the Python frames of an equation, innermost first."""
-    with contextlib.suppress(Exception):
-        for frame in eqn.source_info.traceback.frames:
-            yield frame.file_name, frame.function_name, frame.line_num
+    traceback = None if eqn is None else eqn.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        yield frame.file_name, frame.function_name, frame.line_num
 
 
 def _begins_program(file: str, function: str) -> bool:
@@ -107,7 +108,7 @@ def _package(file: str) -> str | None:
         path = getattr(sys.modules.get(name), "__file__", None)
         root, _, _ = (path or "").rpartition("__init__")
         if root and file.startswith(root):
-            # What autocast casts is not of the user's making.
+            # The casts of autocast are not of the user's making.
             return "" if "_autocast" in file.removeprefix(root) else name
     if "site-packages" in file or "dist-packages" in file:
         return ""

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._finite import finite_and_norm
-from .._loss_scale import LossScale, number_of
-from .._state import START, LossScaleState, find_loss_scale_states, with_arrays
-from ._updates import lost_updates_of
+from ..._finite import finite_and_norm
+from ..._loss_scale import LossScale, number_of
+from ..._state import START, LossScaleState, find_loss_scale_states, with_arrays
+from .updates import lost_updates_of
 
 
 def metrics(

@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._finite import all_finite, finite_and_norm
-from ._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
-from ._report import leaf_name, power, table
+from ..._finite import all_finite, finite_and_norm
+from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
+from .._tables import leaf_name, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
 _BEARABLE = 0.1
+
+NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
 
 class LeafComparison(NamedTuple):
@@ -232,7 +234,7 @@ def _verdict(found: GradientComparison) -> str:
     at = f"at loss scale {power(found.loss_scale)}"
     search = "sensitive_products finds what must stay float32."
     if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
-        text = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
+        text = NOT_FINITE
     elif not math.isfinite(found.half_loss):
         text = f"Half precision is not precise enough: its loss is not finite. {search}"
     elif not all(leaf.finite for leaf in found.leaves):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._tree import is_inexact
+from ..._tree import is_inexact
 
 
 class LostUpdates(NamedTuple):
@@ -59,7 +59,7 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
         moves = update != 0
         for row, chosen in enumerate((_is_lost(param, update) & moves, moves)):
             size = jnp.sum(jnp.where(chosen, jnp.abs(update).astype(jnp.float32), 0))
-            # As integers first: a float32 count stops at 2^24.
+            # Integers are counted first: a float32 count stops at 2^24.
             count = jnp.sum(chosen, dtype=jnp.uint32).astype(jnp.float32)
             sums = sums.at[row].add(jnp.stack([count, size]))
     return LostUpdates(*jnp.where(sums[1] > 0, sums[0] / sums[1], 0))

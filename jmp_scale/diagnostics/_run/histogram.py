@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import _mesh
-from . import _casts
+from ... import _mesh
+from . import casts
 
 _EXPONENTS = range(-149, 128)  # of float32
 
@@ -78,7 +78,7 @@ class ExponentHistogram:
                 f"{function}: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        limits = _casts.limits(dtype, function)
+        limits = casts.limits(dtype, function)
         # Columns from 2^-150 on, at which there is nothing, to 2^128.
         below = jnp.pad(jnp.cumsum(self.counts, 1, jnp.uint32), ((0, 0), (2, 0)))
         up_to = below + jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
@@ -115,7 +115,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
       >>> [round(share, 2) for share in shares.ravel().tolist()]
       [0.33, 0.33, 0.0]
     """
-    paths, leaves = _casts.countable_leaves("exponent_histogram", tree)
+    paths, leaves = casts.countable_leaves("exponent_histogram", tree)
     columns = len(_EXPONENTS)
     rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
     counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]
@@ -128,10 +128,10 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
 @jax.jit
 def _counts(leaf: Any) -> jax.Array:
     """u32[556]: powers of two and other numbers by exponent, zeros, non-finite ones."""
-    bits = _casts.magnitude_bits(leaf).ravel()
-    exponent, fraction = _casts.exponent_and_fraction(bits)
+    bits = casts.magnitude_bits(leaf).ravel()
+    exponent, fraction = casts.exponent_and_fraction(bits)
     n, column = len(_EXPONENTS), exponent - _EXPONENTS[0]
     column += jnp.where(fraction == 0, 0, n)
     column = jnp.where(bits == 0, 2 * n, column)
-    column = jnp.where(bits >= _casts.INFINITY, 2 * n + 1, column)
+    column = jnp.where(bits >= casts.INFINITY, 2 * n + 1, column)
     return jnp.zeros(2 * n + 2, jnp.uint32).at[column].add(np.uint32(1))

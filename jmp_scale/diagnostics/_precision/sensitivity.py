@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from .._finite import all_finite
-from .._policy import checked_half
-from ._backward import Loss, Start, start_of
-from ._comparison import judged_error, percent
-from ._probe import Line, Probe, where
-from ._report import power, table
+from ..._finite import all_finite
+from ..._policy import checked_half
+from .._backward import Loss, Start, start_of
+from .._tables import power, table
+from .comparison import NOT_FINITE, judged_error, percent
+from .probe import Line, Probe, where
 
-_MOST = 128  # lines, or groups of neighbors, that are measured one by one
+_MOST_MEASURED = 128  # lines, or groups of neighbors, that are measured one by one
 
 
 class SensitiveProduct(NamedTuple):
@@ -135,8 +135,14 @@ def sensitive_products(
     start = start_of(function, loss_scale)
     probe = Probe(checked, forward, back)
     if not all_finite(probe.reference.backward):
-        advice = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
-        return SensitiveProducts((), (), 0.0, math.inf, math.inf, advice)
+        return SensitiveProducts(
+            products=(),
+            keep=(),
+            half_share=0.0,
+            error_before=math.inf,
+            error_after=math.inf,
+            advice=NOT_FINITE,
+        )
     call = f'jmp_scale.autocast(loss, "{forward.name}"'
     if backward is not None:
         call += f', backward="{back.name}"'
@@ -158,9 +164,9 @@ class _Search:
         cure = self._other_loss_scale() if before > self._tolerance else ""
         required = [] if cure else self._required(before)
         keep = _names(required, lines)
-        kept = [line for line in lines if any(map(line.is_kept, keep))]
-        after = self._error_without(kept) if kept else before
-        share = _work(line for line in lines if line not in kept) / total
+        float32 = [line for line in lines if any(map(line.is_kept, keep))]
+        after = self._error_without(float32) if float32 else before
+        share = _work(line for line in lines if line not in float32) / total
         advice = f"Half precision changes the gradient by {percent(before)}"
         if before <= self._tolerance:
             advice += ", which is precise enough."
@@ -174,11 +180,24 @@ class _Search:
         advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
         rows = []
         for line in lines:
-            place, scope = line.place, "/".join(line.scopes)
-            names = place.file, place.line, place.library, scope
-            numbers = line.work / total, line.alone, line.without
-            rows.append(SensitiveProduct(*names, *numbers))
-        return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
+            row = SensitiveProduct(
+                file=line.place.file,
+                line=line.place.line,
+                library=line.place.library,
+                scope="/".join(line.scopes),
+                share=line.work / total,
+                alone=line.alone,
+                without=line.without,
+            )
+            rows.append(row)
+        return SensitiveProducts(
+            products=tuple(rows),
+            keep=keep,
+            half_share=share,
+            error_before=before,
+            error_after=after,
+            advice=advice,
+        )
 
     def _error(self, half: Sequence[Line]) -> float:
         return judged_error(self._probe.compared(half, self._start))
@@ -187,11 +206,11 @@ class _Search:
         return self._error([line for line in self._lines if line not in float32])
 
     def _measure(self) -> None:
-        size = -(-len(self._lines) // _MOST) or 1
-        starts = range(0, len(self._lines), size)
-        for start in _with_progress(starts):
+        size = max(math.ceil(len(self._lines) / _MOST_MEASURED), 1)
+        for start in range(0, len(self._lines), size):
             group = self._lines[start : start + size]
-            alone, without = self._error(group), self._error_without(group)
+            alone = self._error(group)
+            without = self._error_without(group)
             for line in group:
                 line.alone, line.without = alone, without
 
@@ -207,7 +226,7 @@ class _Search:
         first = range(len(order))  # so many of them; all are enough
         count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
         required = order[:count]
-        for line in sorted(required, key=lambda line: -line.work)[:_MOST]:
+        for line in sorted(required, key=lambda line: -line.work)[:_MOST_MEASURED]:
             rest = [other for other in required if other is not line]
             required = rest if is_enough(rest) else required
         is_mild = before <= 2 * self._tolerance
@@ -242,20 +261,12 @@ def _names(required: Sequence[Line], lines: Sequence[Line]) -> tuple[str, ...]:
     """Names that keep the required lines, and as few others as possible."""
 
     def cost(name: str) -> tuple[int, int, int]:
-        kept = [line for line in lines if line.is_kept(name)]
-        others = [line for line in kept if line not in required]
-        return _work(others), len(others), -len(kept)
+        float32 = [line for line in lines if line.is_kept(name)]
+        others = [line for line in float32 if line not in required]
+        return _work(others), len(others), -len(float32)
 
     chosen: list[str] = []
     for line in required:
         if not any(map(line.is_kept, chosen)):
             chosen.append(min(filter(line.is_kept, line.names()), key=cost))
     return tuple(chosen)
-
-
-def _with_progress(items: Sequence[int]) -> Iterable[int]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, "sensitive_products", leave=False)

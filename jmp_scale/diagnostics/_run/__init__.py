@@ -1,0 +1,1 @@
+"""How is this run? Its loss scales, gradients, updates and last steps."""

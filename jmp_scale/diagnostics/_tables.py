@@ -1,0 +1,27 @@
+"""How results are written: loss scales, names of leaves, and tables."""
+
+import math
+from collections.abc import Sequence
+
+
+def power(s: float) -> str:
+    """S as a power of two, "2^15"; or "nan", "inf" and "0" as they are."""
+    return f"2^{math.log2(s):.4g}" if 0 < s < math.inf else f"{s:g}"
+
+
+def leaf_name(path: str) -> str:
+    return path or "(the whole tree)"
+
+
+def table(
+    rows: Sequence[tuple[str, ...]], names: int = 1, k: int | None = None
+) -> list[str]:
+    """The lines of a head and k rows, or all: names, then cells of 12 characters."""
+    k = len(rows) if k is None else k
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows[: k + 1]:
+        left = "  ".join(map(str.ljust, row[:names], widths))
+        lines.append(left + "".join(cell.rjust(12) for cell in row[names:]))
+    more = len(rows) - 1 - k
+    return [*lines, f"and {more} more"] if more > 0 else lines

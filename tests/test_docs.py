@@ -12,8 +12,9 @@ import jax
 import pytest
 
 import jmp_scale
+import jmp_scale.nnx
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import _health
+from jmp_scale.diagnostics import _health, precision_report
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -95,6 +96,18 @@ def test_the_page_on_checkpoints_restores_a_state_from_before_loss_scaling():
     state = run("docs/checkpoints.md")["state"]
     assert state["params"]["w"].tolist() == [0, 1, 2]
     assert state["opt_state"].loss_scale.loss_scale == 2**15
+
+
+def test_the_page_on_flax_trains_in_bfloat16_with_an_optimizer_of_flax_alone():
+    page = run("docs/flax.md")
+    assert type(page["optimizer"]) is page["nnx"].Optimizer
+    assert page["optimizer"].step[...] == 1
+    half_loss = jmp_scale.nnx.autocast(page["nnx_loss_fn"], "bfloat16")
+    report = precision_report(half_loss, page["model"], page["x"])
+    assert report.half_share == 1
+    assert page["scaled_optimizer"].step[...] == 1
+    assert page["state"].step == 1
+    assert (page["state"].batch_stats["BatchNorm_0"]["mean"] != 0).any()
 
 
 def test_the_page_on_how_it_works_saves_a_gradient_that_float16_loses():

@@ -7,8 +7,11 @@ import json
 import pathlib
 import re
 import subprocess
+import tempfile
 
+import equinox as eqx
 import jax
+import orbax.checkpoint
 import pytest
 
 import jmp_scale
@@ -92,10 +95,24 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     run(page)
 
 
-def test_the_page_on_checkpoints_restores_a_state_from_before_loss_scaling():
-    state = run("docs/checkpoints.md")["state"]
-    assert state["params"]["w"].tolist() == [0, 1, 2]
-    assert state["opt_state"].loss_scale.loss_scale == 2**15
+def test_the_page_on_checkpoints_resumes_in_each_library_and_restores_old_states():
+    page = run("docs/checkpoints.md")
+    assert page["state"]["params"]["w"].tolist() == [0, 1, 2]
+    assert page["state"]["opt_state"].loss_scale.loss_scale == 2**15
+    linen, optimizer, opt_state = (
+        page[name] for name in ("linen_state", "optimizer", "eqx_opt_state")
+    )
+    assert linen.step == optimizer.step[...] == 5
+    counters = [s.loss_scale.counter for s in (linen, optimizer, opt_state)]
+    assert counters == [5, 5, 5]
+    # As if never interrupted, bit for bit. (Later blocks give the name to Orbax's v1.)
+    page["ocp"] = orbax.checkpoint
+    for name, resumed in (("linen", linen), ("eqx", (page["mlp"], opt_state))):
+        at_once = page[f"train_{name}"](tempfile.mkdtemp(), steps=5)
+        leaves = map(jax.tree.leaves, (resumed, at_once))
+        for a, b in zip(*leaves, strict=True):
+            if eqx.is_array(a):
+                assert (a == b).all()
 
 
 def test_the_page_on_flax_trains_in_bfloat16_with_an_optimizer_of_flax_alone():

@@ -10,41 +10,33 @@ import decimal
 import pathlib
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# The names of rows on the pages, and those of the models in results/autocast.md.
+# The names of rows on the pages, and of models, steps and layouts in the results.
 MODELS = {
-    "4 layers of GPT-2 small (8 x 1024 tokens, vocabulary 8,192)": "gpt4",
-    "the same with a vocabulary of 50,257": "gpt4-V50257",
-    "the same, attention in a `jax.checkpoint`": "gpt4-no-scores",
+    "GPT-2, 4 layers": "gpt4",
+    "the same, vocabulary 50,257": "gpt4-V50257",
+    "the same, attention in a checkpoint": "gpt4-no-scores",
     "the same in Equinox": "equinox4",
-    "12 of them in a `scan`": "gpt12-scan",
-    "MLP, 8 x 4096, 8,192 rows, gelu": "mlp-gelu",
-    "the same with relu": "mlp-relu",
-    "MLP-Mixer, 8 blocks": "mixer8",
-    "ResNet-50, stage 3, batch 32, `share_casts=True`": "resnet50-stage3",
-    # Where there is no room:
-    "GPT-2 small, 4 layers": "gpt4",
-    "MLP, 8 x 4096, gelu": "mlp-gelu",
+    "GPT-2, 12 layers in a `scan`": "gpt12-scan",
+    "MLP, gelu": "mlp-gelu",
+    "MLP, relu": "mlp-relu",
+    "MLP-Mixer": "mixer8",
+    "ResNet-50": "resnet50-stage3",
     "ResNet-50, stage 3": "resnet50-stage3",
 }
-AUTOCAST_COLUMNS = {
-    "h100, bf16": ["temporaries, MB", "bytes, GB"],
-    "tpu-v5e, bf16": ["temporaries, MB", "M cycles"],
-}
-
-# The same of the cost of a skip: files, titles of their tables, and names of columns.
-MACHINES = {"CPU": "cpu", "v5e": "tpu-v5e", "v6e": "tpu-v6e", "H100": "h100"}
 STEPS = {
-    "AdamW": r"(?<!and )AdamW alone, f32 .* 100 leaves",
-    "clip and AdamW": r"Clipping .* and AdamW alone, f32 .* 100 leaves",
-    "a train step": r"Train step \(AdamW\), .*f32",
-    "a train step in float16": r"Train step \(AdamW\), .*f16",
+    "AdamW": (r"(?<!and )AdamW alone, f32 .* 100 leaves", "f32"),
+    "clip and AdamW": (r"Clipping .* and AdamW alone, f32 .* 100 leaves", "f32"),
+    "train step, float32": (r"Train step \(AdamW\), .*f32", "f32"),
+    "train step": (r"Train step \(AdamW\), .*f16", "f16"),
 }
-MEASURES = {"time": "time ratio"}
+LAYOUTS = {"data parallel": "DP", "FSDP": "FSDP", "tensor parallel, 2 x 4": "TP"}
+MACHINES = {"CPU": "cpu", "v5e": "tpu-v5e", "v6e": "tpu-v6e", "H100": "h100"}
 LIBRARIES = [
     "with_loss_scale",
     "jmp",
@@ -53,7 +45,22 @@ LIBRARIES = [
     "optax.apply_if_finite",
 ]
 
+# What a column shows: a table of results/autocast.md, a program, a column.
+MEMORY, BYTES, CYCLES = "temporaries, MB", "bytes, GB", "M cycles"
+SAVED = [
+    ("h100, bf16", "autocast", MEMORY),
+    ("h100, bf16", "autocast", BYTES),
+    ("tpu-v5e, bf16", "autocast", MEMORY),
+    ("tpu-v5e, bf16", "autocast", CYCLES),
+]
+CHECKPOINTED = [
+    (machine, program, MEMORY)
+    for machine in ("h100, bf16", "tpu-v5e, bf16")
+    for program in ("autocast", "autocast, checkpoint")
+]
+
 Row = dict[str, str]
+Cells = Callable[[list[str]], list[str]]  # of a row as it stands, and as it should
 
 
 def rows_of(name: str, title: str) -> Iterator[Row]:
@@ -68,53 +75,66 @@ def rows_of(name: str, title: str) -> Iterator[Row]:
             yield dict(zip(lines[0], line, strict=True)) | {"title": heading}
 
 
-def autocast_over(base: str) -> Callable[[list[str]], list[str]]:
-    """Cells of `autocast`, where those of the program `base` are 1."""
+def autocast_over(base: str, shown: list[tuple[str, str, str]]) -> Cells:
+    """Cells of a model, where those of the program `base` are 1."""
 
     def cells(row: list[str]) -> list[str]:
-        if row[0] not in MODELS:
-            raise ValueError(f"no model is named {row[0]!r}: add it to MODELS")
-        shown = []
-        for title, columns in AUTOCAST_COLUMNS.items():
+        model = _named(row[0], MODELS)
+        figures = []
+        for title, program, column in shown:
             programs = {
-                found["program"]: found
+                found["program"]: found[column]
                 for found in rows_of("autocast", f"^{title}$")
-                if found["model"] == MODELS[row[0]]
+                if found["model"] == model
             }
-            for column in columns:
-                # The results are ratios to a cast by hand already.
-                over = "1" if base == "by hand" else programs[base][column]
-                shown.append(_ratio(programs["autocast"][column], over))
-        return [row[0], *shown]
+            # The results are ratios to a cast by hand already.
+            over = "1" if base == "by hand" else programs[base]
+            figures.append(_ratio(programs[program], over))
+        return [row[0], *figures]
 
     return cells
 
 
-def cost_of_a_skip() -> Callable[[list[str]], list[str]]:
+def cost_of_a_skip() -> Cells:
     """Cells of a step that may be skipped, where those of the plain step are 1."""
     machine = ""
 
     def cells(row: list[str]) -> list[str]:
         nonlocal machine
         machine = row[0] or machine  # an empty one is that of the row above
-        name = next(file for word, file in MACHINES.items() if word in machine)
-        dtype = "f16" if row[1].endswith("float16") else "f32"
-        column = MEASURES.get(row[2], row[2])
-        digits = 1 if row[2] == "time" else 2
+        file = next(file for word, file in MACHINES.items() if word in machine)
+        title, dtype = _named(row[1], STEPS)
+        column = {"time": "time ratio"}.get(row[2], row[2])
         found = {
-            line["step"]: _figure(line, column, dtype)
-            for line in rows_of(name, STEPS[row[1]])
+            line["step"]: _figure(line, column, dtype) for line in rows_of(file, title)
         }
-        figures = [_rounded(found[library], digits) for library in LIBRARIES]
-        return [*row[:3], *figures]
+        return [*row[:3], *(_rounded(found[library]) for library in LIBRARIES)]
+
+    return cells
+
+
+def bytes_between_devices() -> Cells:
+    """Cells of a layout over 8 H100s, where those of a cast by hand are 1."""
+
+    def cells(row: list[str]) -> list[str]:
+        layout = _named(row[0], LAYOUTS)
+        wire = {
+            found["program"]: found["wire, MB"]
+            for found in rows_of("sharded", "^h100 x 8, gradient, bf16")
+            if (found["layout"], found["model"]) == (layout, "u2")
+        }
+        programs = ("autocast", "autocast, half parameters")
+        return [row[0], *(_rounded(float(wire[program])) for program in programs)]
 
     return cells
 
 
 # How a table's header begins: what makes a function of its rows.
-TABLES: dict[str, Callable[[], Callable[[list[str]], list[str]]]] = {
-    "| float32 = 1 | H100": lambda: autocast_over("float32"),
-    "| by hand = 1 | H100": lambda: autocast_over("by hand"),
+TABLES: dict[str, Callable[[], Cells]] = {
+    "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", SAVED),
+    "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
+    "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
+    "| by hand = 1 | float32 parameters |": bytes_between_devices,
     "| machine | step | measure |": cost_of_a_skip,
 }
 
@@ -142,16 +162,22 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split(" |")]
 
 
+def _named(name: str, names: dict[str, Any]) -> Any:
+    if name not in names:
+        raise ValueError(f"{name!r} has no figures; docs/tables.py knows {list(names)}")
+    return names[name]
+
+
 def _ratio(figure: str, base: str) -> str:
     if base == "inf":  # more memory than the machine has
-        return "fits, float32 does not"
-    return "-" if base == "-" else _rounded(float(figure) / float(base), 2)
+        return "float32 does not fit"
+    return "-" if base == "-" else _rounded(float(figure) / float(base))
 
 
-def _rounded(figure: float, digits: int) -> str:
+def _rounded(figure: float) -> str:
     """As people round what they read in the results: 0.975 to 0.98."""
     shown = decimal.Decimal(f"{figure:.6f}")
-    return str(shown.quantize(decimal.Decimal(1).scaleb(-digits), "ROUND_HALF_UP"))
+    return str(shown.quantize(decimal.Decimal("0.01"), "ROUND_HALF_UP"))
 
 
 def _figure(row: Row, column: str, dtype: str) -> float:

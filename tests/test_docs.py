@@ -183,7 +183,7 @@ def test_pages_and_findings_agree_on_what_is_normal_and_what_is_too_small():
 
 
 def test_every_preset_is_in_the_table_of_presets():
-    table = TEXTS["docs/coming-from/presets.md"]
+    table = TEXTS["docs/coming-from/others.md"]
     for name in public_names("jmp_scale.presets"):
         assert f"`{name.removeprefix('jmp_scale.')}(" in table
 

@@ -63,12 +63,16 @@ def _short_names(identifier):
 
 NAMES = OWN | {short: name for name in OWN for short in _short_names(name)}
 # Code, headings and links as they are; a code span of one name becomes a link.
-# In the reference: an argument's type and default, which its signature shows; and the
-# dash between an attribute's type and its meaning.
+# In the reference: the types and defaults of arguments and results, which a signature
+# shows; and the dash between an attribute's type and its meaning.
 ARGUMENTS = re.compile(
     r'<span class="doc-section-title">Parameters:.*?</ul>', re.DOTALL
 )
 TYPE = re.compile(r"(</b>)\s*\(<code>.*?\)\s*\u2013\s*(?=<div)", re.DOTALL)
+RESULT = re.compile(
+    r'(doc-section-title">Returns:.*?field-body">)\s*<code>.*?\u2013\s*(?=<div)',
+    re.DOTALL,
+)
 DASH = re.compile(r"(</b>|</code>|\))\s*\u2013\s*(?=<div)")
 PARTS = re.compile(
     r"<pre.*?</pre>|<h\d.*?</h\d>|<a[ >].*?</a>|<autoref.*?</autoref>"
@@ -166,7 +170,8 @@ def on_page_content(html, page, **_):
         return f'<autoref identifier="{target}" optional>{whole}</autoref>'
 
     html = ARGUMENTS.sub(lambda part: TYPE.sub(r"\1:", part[0]), html)
-    return PARTS.sub(linked, DASH.sub(r"\1:", html))
+    html = DASH.sub(r"\1:", RESULT.sub(r"\1", html))
+    return PARTS.sub(linked, html)
 
 
 def on_post_page(output, page, **_):

@@ -161,8 +161,16 @@ def test_every_sentence_of_health_has_a_section_that_quotes_one():
     )
     assert [name for name, _ in sections] == list(_health._SENTENCES)
     for name, quote in sections:
-        words = re.split(r"\{[^}]*\}", _health._SENTENCES[name])
-        assert re.fullmatch(".*".join(map(re.escape, words)), quote), name
+        assert begins(_health._SENTENCES[name], quote.removesuffix(" ...")), name
+
+
+def begins(template, text):
+    """Whether a template, filled in, begins with the text."""
+    for end in range(len(template) + 1):
+        words = re.split(r"\{[^}]*\}", template[:end])
+        if re.fullmatch(".*".join(map(re.escape, words)), text):
+            return len(text) > 15
+    return False
 
 
 def test_every_rule_of_the_precision_report_has_its_section_and_its_row():

@@ -9,7 +9,15 @@ const STOP = new Set(`a about after all already also am an and any are as at be 
   with without work works would you your`.split(/\s+/))
 
 // What the pages call by another word.
-const SAME = new Map([["oom", "memory"], ["fp32", "float32"]])
+const SAME = new Map(Object.entries({
+  oom: "memory",
+  vram: "memory",
+  fp32: "float32",
+  f32: "float32",
+  fp16: "float16",
+  f16: "float16",
+  bf16: "bfloat16",
+}))
 
 // The beginning that a word shares with its other forms: skipped, skips, skipping.
 function stem(word) {

@@ -1,4 +1,4 @@
-"""docs/half-precision.md: each recipe runs, and is clean by `precision_report`."""
+"""docs/precision.md: each recipe runs, and is clean by `precision_report`."""
 
 import pathlib
 import re
@@ -18,8 +18,10 @@ from jmp_scale.diagnostics import precision_report
 
 pytestmark = pytest.mark.usefixtures("ranks_promote")
 
-PAGE = (pathlib.Path(__file__).parents[1] / "docs/half-precision.md").read_text()
-RECIPES = dict(re.findall(r"## ([\w ]+)\n\n```python\n(.*?)```", PAGE, re.DOTALL))
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/precision.md").read_text()
+RECIPES = dict(
+    re.findall(r"^### ([\w ]+)\n\n```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
+)
 TRANSFORMS = {"Flax NNX": nnx.value_and_grad, "Equinox": eqx.filter_value_and_grad}
 LIBRARIES = {"eqx": eqx, "hk": hk, "jax": jax, "jmp_scale": jmp_scale, "jnp": jnp,
              "nn": nn, "nnx": nnx, "optax": optax}  # fmt: skip

@@ -1,4 +1,4 @@
-"""docs/myths.md: the programs behind the answers run, and print what the page says."""
+"""docs/do-i-need-it.md: the programs run, and print what the page says."""
 
 import contextlib
 import io
@@ -10,8 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-PAGE = (pathlib.Path(__file__).parents[1] / "docs/myths.md").read_text()
-BLOCK = r'## "([^"]+)"(.*?)(?=\n## |\Z)'
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/do-i-need-it.md").read_text()
+BLOCK = r'### "([^"]+)"(.*?)(?=\n### |\Z)'
 SECTIONS = dict(re.findall(BLOCK, PAGE, re.DOTALL))
 
 

@@ -12,8 +12,8 @@ from jmp_scale.diagnostics import precision_report
 pytestmark = pytest.mark.usefixtures("ranks_promote")
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/precision.md").read_text()
-PROGRAM = r"## ([\w-]+)\n\n```python\n(.*?)```"
-PROGRAMS = dict(re.findall(PROGRAM, PAGE, re.DOTALL))
+PROGRAM = r"^## ([\w-]+)\n\n```python\n(.*?)```"
+PROGRAMS = dict(re.findall(PROGRAM, PAGE, re.DOTALL | re.MULTILINE))
 ROWS = dict(re.findall(r"^\| \[([\w-]+)\]\(#\1\) \| (\w+)", PAGE, re.MULTILINE))
 
 

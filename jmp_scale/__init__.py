@@ -32,4 +32,4 @@ from ._transform import LossScaleTransformation as LossScaleTransformation
 from ._transform import with_loss_scale as with_loss_scale
 from ._tree import select_tree as select_tree
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"

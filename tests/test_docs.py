@@ -7,21 +7,25 @@ import json
 import pathlib
 import re
 import subprocess
+import tempfile
 
+import equinox as eqx
 import jax
+import orbax.checkpoint
 import pytest
 
 import jmp_scale
+import jmp_scale.nnx
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import _health
+from jmp_scale.diagnostics import _health, precision_report
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(ROOT)): page for page in sorted(DOCS.rglob("*.md"))}
 TEXTS = {name: page.read_text() for name, page in PAGES.items()}
 FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
-# Run by default, as those that a newcomer reads first, as is the README's first block.
-FIRST = {f"docs/{name}.md" for name in ("flax", "spikes")}
+# Run by default, as those that a newcomer reads first, as are the README's blocks.
+FIRST = {f"docs/{name}.md" for name in ("index", "flax", "spikes")}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -91,10 +95,36 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     run(page)
 
 
-def test_the_page_on_checkpoints_restores_a_state_from_before_loss_scaling():
-    state = run("docs/checkpoints.md")["state"]
-    assert state["params"]["w"].tolist() == [0, 1, 2]
-    assert state["opt_state"].loss_scale.loss_scale == 2**15
+def test_the_page_on_checkpoints_resumes_in_each_library_and_restores_old_states():
+    page = run("docs/checkpoints.md")
+    assert page["state"]["params"]["w"].tolist() == [0, 1, 2]
+    assert page["state"]["opt_state"].loss_scale.loss_scale == 2**15
+    linen, optimizer, opt_state = (
+        page[name] for name in ("linen_state", "optimizer", "eqx_opt_state")
+    )
+    assert linen.step == optimizer.step[...] == 5
+    counters = [s.loss_scale.counter for s in (linen, optimizer, opt_state)]
+    assert counters == [5, 5, 5]
+    # As if never interrupted, bit for bit. (Later blocks give the name to Orbax's v1.)
+    page["ocp"] = orbax.checkpoint
+    for name, resumed in (("linen", linen), ("eqx", (page["mlp"], opt_state))):
+        at_once = page[f"train_{name}"](tempfile.mkdtemp(), steps=5)
+        leaves = map(jax.tree.leaves, (resumed, at_once))
+        for a, b in zip(*leaves, strict=True):
+            if eqx.is_array(a):
+                assert (a == b).all()
+
+
+def test_the_page_on_flax_trains_in_bfloat16_with_an_optimizer_of_flax_alone():
+    page = run("docs/flax.md")
+    assert type(page["optimizer"]) is page["nnx"].Optimizer
+    assert page["optimizer"].step[...] == 1
+    half_loss = jmp_scale.nnx.autocast(page["nnx_loss_fn"], "bfloat16")
+    report = precision_report(half_loss, page["model"], page["x"])
+    assert report.half_share == 1
+    assert page["scaled_optimizer"].step[...] == 1
+    assert page["state"].step == 1
+    assert (page["state"].batch_stats["BatchNorm_0"]["mean"] != 0).any()
 
 
 def test_the_page_on_how_it_works_saves_a_gradient_that_float16_loses():
@@ -150,9 +180,12 @@ def test_the_site_asks_no_other_host_for_anything():
     assert "repo_url" not in configuration  # whose stars the theme would fetch
 
 
-def test_the_first_block_of_the_site_is_that_of_the_readme():
-    first = PYTHON.search((ROOT / "README.md").read_text())
-    assert PYTHON.search(TEXTS["docs/index.md"])[2] == first[2]
+def test_the_first_page_of_the_site_shows_the_lines_of_the_readme():
+    blocks = PYTHON.findall((ROOT / "README.md").read_text())
+    assert len(blocks) == 2
+    for _, code in blocks:
+        code = re.sub(r"^import .*\n", "", code)
+        assert code in TEXTS["docs/index.md"]
 
 
 def test_every_sentence_of_health_has_a_section_that_quotes_one():

@@ -1,0 +1,201 @@
+"""Writes the tables of figures into the pages, from benchmarks/results.
+
+`python docs/tables.py` finds each table by its header, on whichever page it stands, and
+computes its cells from the results: the header says of what, the first cell of a row of
+which model or step. Run it after new results, or after a new row. The tests fail where
+a page and the results differ.
+"""
+
+import decimal
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# The names of rows on the pages, and of models, steps and layouts in the results.
+MODELS = {
+    "GPT-2, 4 layers": "gpt4",
+    "the same, vocabulary 50,257": "gpt4-V50257",
+    "the same, attention in a checkpoint": "gpt4-no-scores",
+    "the same in Equinox": "equinox4",
+    "GPT-2, 12 layers in a `scan`": "gpt12-scan",
+    "MLP, gelu": "mlp-gelu",
+    "MLP, relu": "mlp-relu",
+    "MLP-Mixer": "mixer8",
+    "ResNet-50": "resnet50-stage3",
+    "ResNet-50, stage 3": "resnet50-stage3",
+}
+STEPS = {
+    "AdamW": (r"(?<!and )AdamW alone, f32 .* 100 leaves", "f32"),
+    "clip and AdamW": (r"Clipping .* and AdamW alone, f32 .* 100 leaves", "f32"),
+    "train step, float32": (r"Train step \(AdamW\), .*f32", "f32"),
+    "train step": (r"Train step \(AdamW\), .*f16", "f16"),
+}
+LAYOUTS = {"data parallel": "DP", "FSDP": "FSDP", "tensor parallel, 2 x 4": "TP"}
+MACHINES = {"CPU": "cpu", "v5e": "tpu-v5e", "v6e": "tpu-v6e", "H100": "h100"}
+LIBRARIES = [
+    "with_loss_scale",
+    "jmp",
+    "flax DynamicScale",
+    "mpx",
+    "optax.apply_if_finite",
+]
+
+# What a column shows: a table of results/autocast.md, a program, a column.
+MEMORY, BYTES, CYCLES = "temporaries, MB", "bytes, GB", "M cycles"
+SAVED = [
+    ("h100, bf16", "autocast", MEMORY),
+    ("h100, bf16", "autocast", BYTES),
+    ("tpu-v5e, bf16", "autocast", MEMORY),
+    ("tpu-v5e, bf16", "autocast", CYCLES),
+]
+CHECKPOINTED = [
+    (machine, program, MEMORY)
+    for machine in ("h100, bf16", "tpu-v5e, bf16")
+    for program in ("autocast", "autocast, checkpoint")
+]
+
+Row = dict[str, str]
+Cells = Callable[[list[str]], list[str]]  # of a row as it stands, and as it should
+
+
+def rows_of(name: str, title: str) -> Iterator[Row]:
+    """The rows of a file's tables whose title matches, as column: cell, and `title`."""
+    text = (RESULTS / f"{name}.md").read_text()
+    for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
+        heading = section.partition("\n")[0]
+        if not re.search(title, heading):
+            continue
+        lines = [_cells(line) for line in section.splitlines() if line.startswith("|")]
+        for line in lines[2:]:
+            yield dict(zip(lines[0], line, strict=True)) | {"title": heading}
+
+
+def autocast_over(base: str, shown: list[tuple[str, str, str]]) -> Cells:
+    """Cells of a model, where those of the program `base` are 1."""
+
+    def cells(row: list[str]) -> list[str]:
+        model = _named(row[0], MODELS)
+        figures = []
+        for title, program, column in shown:
+            programs = {
+                found["program"]: found[column]
+                for found in rows_of("autocast", f"^{title}$")
+                if found["model"] == model
+            }
+            # The results are ratios to a cast by hand already.
+            over = "1" if base == "by hand" else programs[base]
+            figures.append(_ratio(programs[program], over))
+        return [row[0], *figures]
+
+    return cells
+
+
+def cost_of_a_skip() -> Cells:
+    """Cells of a step that may be skipped, where those of the plain step are 1."""
+    machine = ""
+
+    def cells(row: list[str]) -> list[str]:
+        nonlocal machine
+        machine = row[0] or machine  # an empty one is that of the row above
+        file = next(file for word, file in MACHINES.items() if word in machine)
+        title, dtype = _named(row[1], STEPS)
+        column = {"time": "time ratio"}.get(row[2], row[2])
+        found = {
+            line["step"]: _figure(line, column, dtype) for line in rows_of(file, title)
+        }
+        return [*row[:3], *(_rounded(found[library]) for library in LIBRARIES)]
+
+    return cells
+
+
+def bytes_between_devices() -> Cells:
+    """Cells of a layout over 8 H100s, where those of a cast by hand are 1."""
+
+    def cells(row: list[str]) -> list[str]:
+        layout = _named(row[0], LAYOUTS)
+        wire = {
+            found["program"]: found["wire, MB"]
+            for found in rows_of("sharded", "^h100 x 8, gradient, bf16")
+            if (found["layout"], found["model"]) == (layout, "u2")
+        }
+        programs = ("autocast", "autocast, half parameters")
+        return [row[0], *(_rounded(float(wire[program])) for program in programs)]
+
+    return cells
+
+
+# How a table's header begins: what makes a function of its rows.
+TABLES: dict[str, Callable[[], Cells]] = {
+    "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", SAVED),
+    "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
+    "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
+    "| by hand = 1 | float32 parameters |": bytes_between_devices,
+    "| machine | step | measure |": cost_of_a_skip,
+}
+
+
+def written(page: str) -> str:
+    """The page with its tables as the results have them."""
+    lines = page.splitlines(keepends=True)
+    cells = None
+    for i, line in enumerate(lines):
+        begins = [make for header, make in TABLES.items() if line.startswith(header)]
+        if begins:
+            cells = begins[0]()
+        elif not line.startswith("|"):
+            cells = None
+        elif cells and not line.startswith("|---"):
+            lines[i] = _line(cells(_cells(line)))
+    return "".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split(" |")]
+
+
+def _named(name: str, names: dict[str, Any]) -> Any:
+    if name not in names:
+        raise ValueError(f"{name!r} has no figures; docs/tables.py knows {list(names)}")
+    return names[name]
+
+
+def _ratio(figure: str, base: str) -> str:
+    if base == "inf":  # more memory than the machine has
+        return "float32 does not fit"
+    return "-" if base == "-" else _rounded(float(figure) / float(base))
+
+
+def _rounded(figure: float) -> str:
+    """As people round what they read in the results: 0.975 to 0.98."""
+    shown = decimal.Decimal(f"{figure:.6f}")
+    return str(shown.quantize(decimal.Decimal("0.01"), "ROUND_HALF_UP"))
+
+
+def _figure(row: Row, column: str, dtype: str) -> float:
+    """The ratio in a cell of one dtype: `1.2`, `1.2 / 1.1`, or `150 (1.2)`."""
+    cell = row.get(f"{column} ({dtype})") or row[column]
+    both = cell.split(" / ")
+    cell = both[-1] if dtype == "f16" else both[0]
+    counted = re.fullmatch(r"\d+ \((.+)\)", cell)
+    return float(counted[1] if counted else cell.partition(" ")[0])
+
+
+def main() -> None:
+    for path in PAGES:
+        text = path.read_text()
+        if text != written(text):
+            path.write_text(written(text))
+            print(f"{path.relative_to(ROOT)}: new figures")
+
+
+if __name__ == "__main__":
+    main()

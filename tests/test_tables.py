@@ -1,0 +1,135 @@
+"""Figures on the pages are those of benchmarks/results: `python docs/tables.py`."""
+
+import importlib
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+NAMES = ("README", "index", "autocast", "memory", "compare", "devices")
+HELD = [page for page in PAGES if page.stem in NAMES]
+
+RESULTS = """# autocast
+
+#### h100, bf16
+
+| model | program | temporaries, MB | bytes, GB | kernels |
+| --- | --- | --- | --- | --- |
+| mlp-gelu | by hand | 1376 | 8.699 | 65 |
+| mlp-gelu | float32 | 1.560 | 1.506 | 0.754 |
+| mlp-gelu | autocast | 0.391 | 1.232 | 1.000 |
+| mlp-gelu | autocast, checkpoint | 0.878 | 1.950 | 1.508 |
+
+#### tpu-v5e, bf16
+
+| model | program | temporaries, MB | bytes, GB | M cycles |
+| --- | --- | --- | --- | --- |
+| mlp-gelu | by hand | 135 | 5.034 | 60.97 |
+| mlp-gelu | float32 | inf | - | - |
+| mlp-gelu | autocast | 0.975 | 1.040 | 0.958 |
+| mlp-gelu | autocast, checkpoint | 1.500 | 1.560 | 1.496 |
+"""
+
+COSTS = """## jmp_scale
+
+#### AdamW alone, f32 / f16 gradients, 2 parameters in 100 leaves
+
+| step | bytes | kernels | time ratio |
+| --- | --- | --- | --- |
+| with_loss_scale | 1.100 / 1.056 | 518 (1.70) / 519 (1.71) | 1.20 (1.1 to 1.3) / 1.1 |
+
+#### Clipping by the global norm and AdamW alone, f32 / f16 gradients, in 100 leaves
+
+| step | bytes |
+| --- | --- |
+| with_loss_scale | 9.000 |
+
+## The other libraries
+
+#### AdamW alone, f32 and f16 gradients, 2 parameters in 100 leaves
+
+| step | bytes (f32) | bytes (f16) | kernels | time ratio (f32) |
+| --- | --- | --- | --- | --- |
+| jmp | 1.650 | 1.611 | 829 (2.73) | 6.13 (5.9 to 6.2) |
+| flax DynamicScale | 1.850 | 2.000 | 928 (3.05) | 8.02 (7.8 to 8.2) |
+| mpx | 1.650 | 1.611 | 829 (2.73) | 5.74 (5.6 to 5.9) |
+| optax.apply_if_finite | 1.650 | 1.722 | 400 (1.32) | 4.21 (4.1 to 4.3) |
+"""
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("tables")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_figures_of_a_page_are_those_of_the_results(page, tables):
+    text = page.read_text()
+    assert text == tables.written(text), "run `python docs/tables.py`"
+
+
+@pytest.mark.parametrize("page", HELD, ids=lambda page: page.stem)
+def test_every_table_of_figures_is_one_that_the_results_fill(page, tables):
+    for table in re.findall(r"^\|(?:.*\n\|)+.*$", page.read_text(), re.MULTILINE):
+        cells = [cell.strip() for cell in table.split("|")]
+        if any(re.fullmatch(r"\**\d\.\d\d\**", cell) for cell in cells):
+            assert table.startswith(tuple(tables.TABLES)), table
+
+
+def test_the_gain_stands_in_the_readme_and_on_the_first_page():
+    for page in (ROOT / "README.md", ROOT / "docs/index.md"):
+        assert "| float32 = 1 | H100" in page.read_text()
+
+
+def test_a_row_has_the_ratios_of_its_model(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    (tmp_path / "autocast.md").write_text(RESULTS)
+    name = "MLP, gelu"
+    columns = "| H100: memory | bytes | v5e: memory | cycles |\n|---|---|---|---|---|\n"
+    page = f"| float32 = 1 {columns}| {name} | |\n"
+    row = f"| {name} | 0.25 | 0.82 | float32 does not fit | - |\n"
+    assert tables.written(page).endswith(row)
+    page = f"| by hand = 1 {columns}| {name} | 0.5 |\n\nText.\n| other | table |\n"
+    row = f"| {name} | 0.39 | 1.23 | 0.98 | 0.96 |\n\nText.\n| other | table |\n"
+    assert tables.written(page).endswith(row)
+    columns = "| H100, without | with | v5e, without | with |\n|---|---|---|---|---|\n"
+    page = f"| by hand = 1 {columns}| {name} |\n"
+    row = f"| {name} | 0.39 | 0.88 | 0.98 | 1.50 |\n"
+    assert tables.written(page).endswith(row)
+    with pytest.raises(ValueError, match="'GPT-7' has no figures"):
+        tables.written(page.replace(name, "GPT-7"))
+
+
+def test_a_row_has_the_cost_of_each_library(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    (tmp_path / "cpu.md").write_text(COSTS)
+    page = """| machine | step | measure |
+|---|---|---|
+| a CPU | AdamW | time |
+| | AdamW | bytes |
+| | AdamW | kernels |
+"""
+    assert tables.written(page).splitlines()[2:] == [
+        "| a CPU | AdamW | time | 1.20 | 6.13 | 8.02 | 5.74 | 4.21 |",
+        "| | AdamW | bytes | 1.10 | 1.65 | 1.85 | 1.65 | 1.65 |",
+        "| | AdamW | kernels | 1.70 | 2.73 | 3.05 | 2.73 | 1.32 |",
+    ]
+
+
+def test_a_row_has_the_bytes_of_its_layout(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    results = """### h100 x 8, gradient, bf16, auto
+| layout | model | program | wire, MB |
+| --- | --- | --- | --- |
+| TP | u2 | by hand | 281.9 |
+| TP | u2 | autocast | 1.285 |
+| TP | u2 | autocast, half parameters | 1.090 |
+| TP | u9 | autocast | 9.000 |
+"""
+    (tmp_path / "sharded.md").write_text(results)
+    header = "| by hand = 1 | float32 parameters | half parameters |\n|---|---|---|\n"
+    row = "| tensor parallel, 2 x 4 | 1.29 | 1.09 |\n"
+    assert tables.written(header + "| tensor parallel, 2 x 4 |\n") == header + row

@@ -43,10 +43,26 @@ TESTS = {
     "_spike_guard": "test_spike_guard",
     "_policy": "test_policy test_jmp",
     **dict.fromkeys(
-        ("_autocast", "_autocast_plan", "_operations", "_higher_order", "_marks"),
+        (
+            "_autocast",
+            "_autocast_interpreter",
+            "_autocast_plan",
+            "_operations",
+            "_higher_order",
+            "_marks",
+        ),
         "test_autocast test_autocast_exact",
     ),
-    "_jaxpr": "test_autocast test_skip diagnostics/test_diagnosis",
+    **dict.fromkeys(
+        (
+            "_jaxpr/primitives",
+            "_jaxpr/read",
+            "_jaxpr/rewrite",
+            "_jaxpr/evaluate",
+        ),
+        "test_autocast test_skip diagnostics/test_diagnosis",
+    ),
+    "_dot_general": "test_dot_general",
     "_pytree": "test_checkpoints test_loss_scale test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jaxpr import constant, dtype_name, is_literal, shape, size, words
-from .origins import MOVES, NOTHING, Origin, entries_added, origin_of
+from .origins import NOTHING, SAME_ENTRIES, Origin, entries_added, origin_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -281,7 +281,7 @@ _CHOICES = words(
 _JOINS = words("concatenate dynamic_update_slice pad scatter select_n stack")
 
 _RULES: dict[str, Callable[..., Fact]] = {
-    **dict.fromkeys(MOVES | _CHOICES, _moved),
+    **dict.fromkeys(SAME_ENTRIES | _CHOICES, _moved),
     **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
     **dict.fromkeys(_JOINS, _joined),
     **dict.fromkeys(["argmax", "argmin"], _index),

@@ -12,9 +12,9 @@ from typing import Any
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, shape, size, words
 from .facts import Fact
-from .origins import MOVES, is_half
+from .origins import SAME_ENTRIES, is_half
 
-_LINEAR_IN_FIRST = MOVES | {"neg"}
+_LINEAR_IN_FIRST = SAME_ENTRIES | {"neg"}
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
 _MORE_THAN_LAYERS = 256
 _LONG_BACKWARD_LOOP = 64

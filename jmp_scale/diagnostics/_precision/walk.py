@@ -12,6 +12,7 @@ from typing import Any
 
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr
+from ..._marks import UNIT
 from .facts import Fact, join, of_atom, of_constant, transfer
 from .loops import counted, half_carries, half_states
 from .matrix_work import Line, Promotion, follow, promotions_of
@@ -158,7 +159,7 @@ class Walk:
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
-                self.autocasts |= "Cast._run_half" in step.place().calls
+                self.autocasts |= jaxprs.name_of_call(eqn) == UNIT
             return outs
         if not is_call or step.name not in jaxprs.known_primitives():
             self._leave_unread(step)

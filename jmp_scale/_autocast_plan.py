@@ -394,7 +394,7 @@ class _Units:
         """
 
         def needed(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
-            return _needed(island, ops.read_by_derivative(island, softmaxes), known)
+            return needed_for(island, ops.read_by_derivative(island, softmaxes), known)
 
         def read(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
             return needed(softmaxes, known).intersection(island.invars)
@@ -420,7 +420,7 @@ class _Units:
                 inputs = fewer
         again: set[Var] = set()
         for v in sorted(operands, key=_jaxpr.size, reverse=True):
-            values = _needed(island, [v], known)
+            values = needed_for(island, [v], known)
             more = values.intersection(island.invars) - inputs
             is_exact = softmaxes.isdisjoint(values)
             can_run = is_exact and self._can_run_behind(v, i)
@@ -473,7 +473,9 @@ class _Units:
         )
 
 
-def _needed(island: Jaxpr, atoms: Iterable[Atom], given: Collection[Var]) -> set[Var]:
+def needed_for(
+    island: Jaxpr, atoms: Iterable[Atom], given: Collection[Var]
+) -> set[Var]:
     """The variables of an island from which values are computed, given some of them."""
     known = {*ops.small_sums(island)}.union(given)
     found = {*variables(atoms)} - known

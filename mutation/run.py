@@ -203,7 +203,8 @@ class Tests:
             self.durations |= json.loads(file.read_text())
         # Two mutants of one size within a second look equal to Python's cache.
         sys.dont_write_bytecode = True
-        shutil.rmtree(self.work / "jmp_scale" / "__pycache__", ignore_errors=True)
+        for cache in (self.work / "jmp_scale").rglob("__pycache__"):
+            shutil.rmtree(cache)
         times = sorted(self.durations.values())
         total = list(itertools.accumulate(times))
         count = sum(t <= seconds for t in total)

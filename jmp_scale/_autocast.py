@@ -12,7 +12,7 @@ Kinds of machines differ in the barriers between the two passes, but not in valu
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,18 @@ from jax.typing import DTypeLike
 
 from . import _jaxpr, _marks
 from . import _operations as ops
-from ._autocast_plan import Origin, Plan, Unit, make_plan
+from ._autocast_interpreter import Interpreter, Notes, TraceCache
+from ._autocast_plan import Origin, Plan, Unit
 from ._dot_general import is_zero
-from ._higher_order import RUNS
+from ._jaxpr import Program, Var
 from ._policy import checked_half
 from ._tree import FlatCall, is_module
 from ._validation import require_function, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+Arrays = Sequence[jax.Array]
+ByPosition = dict[int, jax.Array]  # of a unit's outputs, or of its inputs
 
 
 def autocast(
@@ -107,9 +111,16 @@ def autocast(
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with _marks.tracing(forward), jax.default_matmul_precision(None):
             jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
-        shared = functools.cache(lambda make, *facts: make(*facts))
-        flags = bool(recompute), bool(share_casts)
-        cast = Cast(forward, back, *flags, names, setting, warned, shared)
+        cast = Cast(
+            forward=forward,
+            backward=back,
+            names=names,
+            traces=TraceCache(),
+            notes=Notes(warned),
+            recompute=bool(recompute),
+            share_casts=bool(share_casts),
+            setting=setting,
+        )
         results = cast.run(jaxpr, [Origin.PARAMETER] * len(flat.arrays), *flat.arrays)
         cast.warn_of_nothing(jaxpr)
         return flat.result(results)
@@ -118,50 +129,17 @@ def autocast(
 
 
 @dataclasses.dataclass(frozen=True)
-class Cast:
-    """How plans are run. `shared` makes one function of equal units: traced once."""
-
-    forward: Any  # dtype of the products of the forward pass
-    backward: Any
-    recompute: bool
-    share_casts: bool
-    names: _marks.Names
-    setting: Any  # precision of products that stay float32 and have none of their own
-    warned: set[str] = dataclasses.field(compare=False)
-    shared: Any = dataclasses.field(compare=False)
-    halved: set[str] = dataclasses.field(default_factory=set, compare=False)
-    in_loop: bool = False
-
-    def run(self, jaxpr: Any, origins: Sequence[Origin], *values: Any) -> list[Any]:
-        """The results of a program whose inputs have these origins."""
-        plan = make_plan(
-            jaxpr,
-            origins,
-            self.forward,
-            self.names,
-            share_casts=self.share_casts,
-            join=self.recompute,
-        )
-        env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
-        env |= {v: self.rounded(env[v]) for v in plan.jaxpr.invars if v in plan.shared}
-        halves: dict[Any, jax.Array] = {}
-        for unit in plan.units:
-            equations = unit.jaxpr.eqns or unit.products[0][0].jaxpr.eqns
-            with equations[-1].ctx.manager:  # settings and mesh, as they were traced
-                if unit.kind == "half":
-                    self._run_half(unit, plan, env, halves)
-                else:
-                    self._run_traced(unit, plan, env)
-        return _jaxpr.results_of(plan.jaxpr, env)
+class Cast(Interpreter):
+    """Runs products in half precision, with derivatives that run islands again."""
 
     @property
     def is_mixed(self) -> bool:
         """Whether the backward pass has another range than the forward pass."""
         return self.forward != self.backward
 
-    def warn_of_nothing(self, jaxpr: Any) -> None:
+    def warn_of_nothing(self, jaxpr: Program) -> None:
         """Warns once of names that match nothing, and where no product became half."""
-        names, warned = self.names, self.warned
+        names, warned = self.names, self.notes.warned
         if missing := sorted(names.names - names.found - warned):
             warned.update(missing)
             there = ", ".join(sorted(names.there)) or "none"
@@ -169,23 +147,24 @@ class Cast:
                 "autocast: keep_float32 names nothing in which a product is: "
                 f"{missing}; there are {there}"
             )
-        if not self.halved and "no product" not in warned:
+        if not self.notes.any_half and "no product" not in warned:
             warned.add("no product")
             if reasons := ops.why_float32(jaxpr):
                 warn(f"autocast: no product became half precision: {reasons}")
 
-    def rounded(self, x: jax.Array) -> jax.Array:
-        """`x` and its cotangent in half precision: one array serves all readers."""
-        dtypes = self.backward, self.forward
-        return ops.with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
-
-    def apart(self, x: Any) -> Any:
-        """Arrays from which XLA:GPU computes again what else it had kept in float32."""
+    def apart(self, x: T) -> T:
+        """Arrays from which XLA:GPU computes values again, and keeps no float32."""
         with_barrier = self.recompute and not self.in_loop
         return jax.tree.map(ops.kept_apart, x) if with_barrier else x
 
-    def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
-        """Runs an island and its products."""
+    def run_products(
+        self,
+        unit: Unit,
+        plan: Plan,
+        env: dict[Var, jax.Array],
+        halves: dict[Var, jax.Array],
+    ) -> dict[Var, jax.Array]:
+        """Runs an island and its products as one function with a rule of its own."""
         inputs = unit.jaxpr.invars
         whole = {*inputs[: unit.reads]}
         if self.in_loop:  # whose halves would be kept for each turn
@@ -205,83 +184,44 @@ class Cast:
 
         run = _function_of(unit, self)
         outs, made, kept = run([env[v] for v in inputs], [*map(copy, inputs)])
-        env |= {unit.jaxpr.outvars[i]: x for i, x in outs.items()}
-        env |= {unit.products[k][0].result: x for k, x in made.items()}
-        halves |= {unit.jaxpr.outvars[i]: x for i, x in kept.items()}
+        outputs = _jaxpr.variables(unit.jaxpr.outvars)
+        halves.update({outputs[i]: x for i, x in kept.items()})
         if made:
-            self.halved.add("a product")
-
-    def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
-        """Runs equations as they are, or one whose nested jaxprs hold products."""
-        outputs = unit.jaxpr.outvars
-
-        def change(v: Any, x: Any) -> Any:
-            return self.rounded(x) if v in plan.shared else x
-
-        inputs = [env[v] for v in unit.jaxpr.invars]
-        with _jaxpr.scope(unit.scope):
-            results = self._call(unit, plan, env) if unit.kind == "call" else None
-            if unit.kind == "own":
-                ((product, _),) = unit.products
-                results = [product.run(product.dtype, *inputs)]
-                self.halved.add("a product")
-            if results is None:
-                if _jaxpr.subjaxprs(unit.jaxpr.eqns[0]):
-                    inputs = [*map(ops.with_cotangent_of_its_dtype, inputs)]
-                jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
-                results = _jaxpr.evaluate_all(jaxpr, inputs, change=change)
-            else:
-                results = map(change, outputs, results)
-        env.update(zip(outputs, results, strict=True))
-
-    def _call(self, unit: Unit, plan: Plan, env: Any) -> list[Any] | None:
-        """Runs an equation whose nested jaxprs hold products, if that can be done."""
-        (eqn,) = unit.jaxpr.eqns
-        origins = [
-            Origin.ARGUMENTS
-            if _jaxpr.is_literal(v)
-            else plan.origins.get(v, Origin.DATA)
-            for v in eqn.invars
-        ]
-
-        def body(jaxpr: Any, places: Any, part: str) -> Callable[..., list[Any]]:
-            inner = tuple(Origin.DATA if i is None else origins[i] for i in places)
-            # A rule is transposed: what is computed again has no derivative there.
-            recompute = self.recompute and part != "rule"
-            in_loop = self.in_loop or part == "loop"
-            cast = dataclasses.replace(self, recompute=recompute, in_loop=in_loop)
-            return self.shared(functools.partial, Cast.run, cast, jaxpr, inner)
-
-        values = [_jaxpr.value_of(v, env) for v in eqn.invars]
-        run = RUNS.get(eqn.primitive.name)
-        results = run and run(eqn, values, body)
-        inner, _ = _jaxpr.open_jaxpr(_jaxpr.subjaxprs(eqn)[0])
-        name = eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
-        if results is None and name not in self.warned:
-            self.warned.add(name)
-            warn(
-                f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
-                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
-                "give it half precision, or by jmp_scale.keep_float32"
-            )
-        return results
+            self.notes.any_half = True
+        results = {unit.products[k][0].result: x for k, x in made.items()}
+        return results | {outputs[i]: x for i, x in outs.items()}
 
 
-def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
+class Results(NamedTuple):
+    """Values that a unit makes, or their tangents."""
+
+    outs: ByPosition  # of the island
+    made: ByPosition  # of products, by their position in the unit
+    kept: ByPosition  # half-precision copies of operands
+
+
+class _Whole(NamedTuple):
+    """Float32 values, whose derivatives copies in another dtype have."""
+
+    inputs: Arrays
+    operands: ByPosition
+
+
+def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
     """An island and its products, with a derivative that runs the island again.
 
     A function of the island's inputs, and of what the backward pass keeps of them. It
     gives by position what the island and the products make, and half-precision copies.
     """
-    island = cast.shared(_Island, unit, cast)
+    island = cast.traces.made(_Island, unit, cast)
     product_tangents = [
-        cast.shared(ops.Product.tangent, p, cast.backward) for p, _ in unit.products
+        cast.traces.made(ops.Product.tangent, p, cast.backward)
+        for p, _ in unit.products
     ]
 
     operands = {i for _, wires in unit.products for i in wires[:2]}
 
-    @jax.custom_jvp
-    def run(inputs: list[Any], copies: list[Any]) -> Any:
+    def forward(inputs: Arrays, copies: Arrays) -> Results:
         with _jaxpr.scope(unit.scope):
             outs = island.run(inputs)
             values = island.halved(island.read(outs, copies))
@@ -290,10 +230,19 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
             with _jaxpr.scope(product.scope):
                 made[k] = product.run(cast.forward, *(values[i] for i in wires))
         own = {i: x for i, x in enumerate(outs) if i not in island.passed}
-        return own, made, {i: values[i] for i in unit.kept}
+        return Results(own, made, {i: values[i] for i in unit.kept})
+
+    forward.__name__ = _marks.UNIT
+    run = jax.custom_jvp(forward)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def tangents_of(copies: Any, known: Any, kept: Any, live: Any, whole: Any) -> Any:
+    def tangents_of(
+        copies: Arrays,
+        known: ByPosition,
+        kept: ByPosition,
+        live: ByPosition,
+        whole: "_Whole | None",
+    ) -> tuple[ByPosition, ByPosition]:
         """Tangents of results and of products, by position, for those of inputs."""
         read, known, kept = cast.apart((copies[: unit.reads], known, kept))
         copies = [*read, *copies[unit.reads :]]
@@ -315,17 +264,24 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[..., Any]:
                     made[k] = cast.apart(tangent)
         return found, made
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(
+        primals: tuple[Arrays, Arrays], tangents: tuple[Sequence[Any], Any]
+    ) -> tuple[Results, Results]:
         if cast.backward == jnp.float16:
-            _marks.warn_of_no_loss_scale(cast.warned)
+            _marks.warn_of_no_loss_scale(cast.notes.warned)
         outs, made, kept = results = run(*primals)
         live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
         known = {i: outs[i] for i in unit.known}
         # Second derivatives need the range of `backward`, which float16 copies lack.
-        whole = (primals[0], {i: outs[i] for i in kept}) if cast.is_mixed else None
+        whole = None
+        if cast.is_mixed:
+            whole = _Whole(primals[0], {i: outs[i] for i in kept})
         found, moved = tangents_of(primals[1], known, kept, live, whole)
-        pairs = (outs, found), (made, moved), (kept, found)
-        return results, tuple(_tangents(*pair) for pair in pairs)
+        return results, Results(
+            outs=_tangents(outs, found),
+            made=_tangents(made, moved),
+            kept=_tangents(kept, found),
+        )
 
     run.defjvp(rule, symbolic_zeros=True)
     return run
@@ -345,40 +301,41 @@ class _Island:
         self._softmaxes = ops.softmaxes_of(unit.jaxpr)
         self.again = jax.jit(self._again)
 
-    def run(self, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, inputs: Arrays) -> list[jax.Array]:
         return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
 
-    def read(self, outs: Sequence[Any], copies: Sequence[Any]) -> dict[int, Any]:
-        """What products read, by position."""
+    def read(self, outs: Arrays, copies: Arrays) -> ByPosition:
+        """The values that products read."""
         passed = self.passed
         return {i: copies[passed[i]] if i in passed else outs[i] for i in self._read}
 
-    def halved(self, found: dict[int, Any]) -> dict[int, Any]:
+    def halved(self, found: ByPosition) -> ByPosition:
         """The same, operands in half precision."""
         return found | {i: found[i].astype(self._cast.forward) for i in self._halved}
 
-    def _rounded(self, v: Any, x: Any) -> Any:
+    def _rounded(self, v: Var, x: jax.Array) -> jax.Array:
         is_shared = self._places.get(v) in self._unit.shared
         return self._cast.rounded(x) if is_shared else x
 
     def _again(
-        self, copies: Any, known: Any, kept: Any, live: dict[int, Any], whole: Any
-    ) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Tangents of outputs, for those of inputs, and operands made again.
-
-        `whole` are float32 inputs and operands, whose derivatives copies and kept
-        operands have then.
-        """
+        self,
+        copies: Arrays,
+        known: ByPosition,
+        kept: ByPosition,
+        live: ByPosition,
+        whole: _Whole | None,
+    ) -> tuple[ByPosition, ByPosition]:
+        """Tangents of outputs, for those of inputs, and operands made again."""
         if whole:
-            copies = [*map(_with_derivative_of, whole[0], copies)]
+            copies = [*map(_with_derivative_of, whole.inputs, copies)]
         types = zip(copies, self._jaxpr.invars, strict=True)
-        inputs = [x.astype(v.aval.dtype) for x, v in types]
+        inputs = [x.astype(_jaxpr.dtype_of(v)) for x, v in types]
         reached = ops.reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
 
-        def run(some: dict[int, Any]) -> Any:
-            values: dict[Any, Any] = {}
+        def run(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
+            values: dict[Var, jax.Array] = {}
 
-            def replace(v: Any, x: Any) -> Any:
+            def replace(v: Var, x: jax.Array) -> jax.Array:
                 x = values[v] = self._rounded(v, x)
                 i = self._places.get(v)
                 if i in self._unit.softmaxes:
@@ -398,7 +355,7 @@ class _Island:
         found = self.read(outs, copies)
         values = self.halved(found) | kept
         if whole:
-            found |= whole[1]
+            found |= whole.operands
             for i in self._halved:
                 operands = (x[i].astype(self._cast.backward) for x in (found, values))
                 values[i] = ops.with_value(*operands)
@@ -410,8 +367,8 @@ def _with_derivative_of(x: jax.Array, copy: jax.Array) -> jax.Array:
     return ops.with_value(x, copy.astype(x.dtype)) if is_half else copy
 
 
-def _tangents(primals: dict[int, Any], found: dict[int, Any]) -> dict[int, Any]:
-    """Those that were found, and zeros for the others."""
+def _tangents(primals: ByPosition, found: ByPosition) -> dict[int, Any]:
+    """The tangents that were found, and zeros for the others."""
     return {
         i: found[i].astype(x.dtype) if i in found else ops.no_tangent(x)
         for i, x in primals.items()

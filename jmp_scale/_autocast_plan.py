@@ -1,4 +1,4 @@
-"""What of a float32 program runs in half precision: a plan, read off its jaxpr.
+"""A plan of a float32 program: what runs in half precision, read off its jaxpr.
 
 Matrix products and convolutions become half precision, the rest stays as traced. The
 cheap operations between products form islands. An island and the products that
@@ -16,24 +16,30 @@ it keeps `x`, an argument, and in half precision, as products gave them, `x @ w1
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from . import _jaxpr
 from . import _operations as ops
-from ._jaxpr import is_float32, variables
+from ._jaxpr import Atom, Jaxpr, JaxprEqn, NameStack, Var, is_float32, variables
 from ._marks import Names
+from ._policy import is_half
 
 _INTEGERS = "bool", "int", "uint"
-# So many operations on arguments alone are repeated in each island that reads them.
+# At most this many operations on arguments alone are repeated in each island that reads
+# them.
 _MOST_REPEATED = 32
 
 
+UnitKind = Literal["half", "call", "own", "other"]
+
+
 class Origin(enum.IntEnum):
-    """What a value is computed from."""
+    """The origin of a value: all that it is computed from."""
 
     DATA = 0  # from results of products too, or in a loop
     ARGUMENTS = 1  # from arguments and constants alone, and so kept anyway
@@ -47,38 +53,38 @@ class Unit:
     # "half": an island, which may be empty, and products. "call": one equation whose
     # nested jaxprs hold products. "own": a product in the dtype of an operand, which is
     # not `autocast`'s. "other": what runs as it was traced.
-    kind: Literal["half", "call", "own", "other"]
-    likeness: Any  # what equal units share
+    kind: UnitKind
+    key: Hashable  # equal for equal units
     # The island, or the equation. An island has these outputs: its results, then small
     # sums, then what products read that it does not make.
-    jaxpr: Any = dataclasses.field(compare=False)
+    jaxpr: Jaxpr = dataclasses.field(compare=False)
     # The scopes in which all equations were, which they no longer name.
-    scope: Any = dataclasses.field(compare=False)
+    scope: NameStack = dataclasses.field(compare=False)
     # Each with what it reads. These and all below are positions of outputs.
     products: tuple[tuple[ops.Product, tuple[int, ...]], ...] = ()
     reads: int = 0  # inputs that the island reads itself; it passes on the others
     kept: tuple[int, ...] = ()  # `Kept`'s
     softmaxes: tuple[int, ...] = ()
     known: tuple[int, ...] = ()  # small sums, and `Kept`'s streams
-    shared: tuple[int, ...] = ()  # of which all operations read one cast
+    shared: tuple[int, ...] = ()  # all operations read one cast of these
 
 
 class Plan(NamedTuple):
     """A program as a sequence of units."""
 
-    jaxpr: Any  # with calls inlined that hold products or cheap equations
-    constants: dict[Any, Any]  # values, by variable
+    jaxpr: Jaxpr  # with calls inlined that hold products or cheap equations
+    constants: dict[Var, Any]  # values, by variable
     units: list[Unit]  # in the order in which they run
-    given: set[Any]  # arguments and constants, which may be kept as they are
-    origins: dict[Any, Origin]  # by variable; `DATA` where it has none
-    halves: set[Any]  # float32 variables whose half-precision copies are exact
-    shared: set[Any]  # those of which all operations read one cast
+    given: set[Var]  # arguments and constants, which may be kept as they are
+    origins: dict[Var, Origin]  # by variable; `DATA` where it has none
+    halves: set[Var]  # float32 variables whose half-precision copies are exact
+    shared: set[Var]  # all operations read one cast of these
 
 
 def make_plan(
-    jaxpr: Any,
+    jaxpr: _jaxpr.Program,
     origins: Sequence[Origin],
-    dtype: Any,
+    dtype: DTypeLike,
     names: Names,
     *,
     share_casts: bool,
@@ -90,10 +96,10 @@ def make_plan(
     `join`: whether islands are joined with products, to be computed again.
     """
 
-    def is_open(eqn: Any) -> bool:
-        if eqn.primitive.name not in ops.CALLS:
+    def is_open(eqn: JaxprEqn) -> bool:
+        if eqn.primitive.name not in _jaxpr.CALLS:
             return False
-        return not names.keep(eqn) if ops.has_products(eqn) else ops.is_cheap(eqn)
+        return not names.exempt(eqn) if ops.has_products(eqn) else ops.is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     known = {v: o for v, o in zip(flat.invars, origins, strict=True) if o}
@@ -107,17 +113,20 @@ def make_plan(
     read = {
         v for part in parts if part.kind == "product" for v in part.jaxpr.invars[:2]
     }
-    shared = read - {*planner.origins} - halves if share_casts else set[Any]()
+    shared = read - {*planner.origins} - halves if share_casts else set[Var]()
     halves |= shared
     units = _Units(parts, halves, given, shared).units(join)
     return Plan(flat, constants, units, given, planner.origins, halves, shared)
 
 
+PartKind = Literal["island", "product", "own", "call", "other"]
+
+
 class _Part(NamedTuple):
     """Equations that run together, of which units are made."""
 
-    kind: str  # "island", "product", "own", "call" or "other"
-    jaxpr: Any
+    kind: PartKind
+    jaxpr: Jaxpr
     product: ops.Product | None = None
 
 
@@ -131,10 +140,10 @@ class _Planner:
 
     def __init__(
         self,
-        jaxpr: Any,
-        given: dict[Any, Origin],
-        numbers: set[Any],
-        dtype: Any,
+        jaxpr: Jaxpr,
+        given: dict[Var, Origin],
+        numbers: set[Var],
+        dtype: DTypeLike,
         names: Names,
     ) -> None:
         self.jaxpr, self.equations = jaxpr, jaxpr.eqns
@@ -144,7 +153,7 @@ class _Planner:
         self._dtype = np.dtype(dtype).name
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
         self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
-        self.kinds: list[str] = []
+        self.kinds: list[PartKind] = []
         self.starts: list[int] = []  # level of an equation's inputs
         level = dict.fromkeys([*jaxpr.invars, *given], 0)
         differentiable = {v for v in level if _jaxpr.is_floating(v)}
@@ -166,35 +175,42 @@ class _Planner:
             level |= dict.fromkeys(eqn.outvars, start + (kind != "island"))
         self._sink()
 
-    def _kind(self, eqn: Any, names: Names) -> str:
-        is_product = eqn.primitive.name in _jaxpr.PRODUCTS
-        if is_product and ops.fate(eqn, self._is_parameter) is ops.Fate.BECOMES_HALF:
-            exact = self.numbers.issuperset(variables(eqn.invars[:2]))
-            if exact or names.keep(eqn):
+    def _kind(self, eqn: JaxprEqn, names: Names) -> PartKind:
+        if eqn.primitive.name in _jaxpr.PRODUCTS:
+            fate = ops.fate(
+                eqn,
+                is_parameter=self._is_parameter,
+                is_number=self.numbers.__contains__,
+                is_exempt=names.exempt,
+            )
+            if fate is not ops.Fate.BECOMES_HALF:
                 return "other"
             return "own" if self._own_dtype(eqn) else "product"
         if ops.is_cheap(eqn):
             return "island"
-        return "call" if ops.has_products(eqn) and not names.keep(eqn) else "other"
+        return "call" if ops.has_products(eqn) and not names.exempt(eqn) else "other"
 
-    def _is_parameter(self, v: Any) -> bool:
+    def _is_parameter(self, v: Var) -> bool:
         return self.origins.get(v) == Origin.PARAMETER
 
-    def _own_dtype(self, eqn: Any) -> str | None:
-        """That of a half-precision operand, if it is not `autocast`'s."""
-        dtypes = {_jaxpr.dtype_name(self._side(v)[0]) for v in eqn.invars[:2]}
-        half = dtypes.intersection(ops.HALF_DTYPES)
+    def _own_dtype(self, eqn: JaxprEqn) -> str | None:
+        """The dtype of a half-precision operand, if it is not `autocast`'s."""
+        sources = [self._side(v)[0] for v in variables(eqn.invars[:2])]
+        dtypes = map(_jaxpr.dtype_name, sources)
+        half = {*filter(is_half, dtypes)}
         return half.pop() if len(half) == 1 and self._dtype not in half else None
 
-    def _note_origin(self, eqn: Any, inputs: Sequence[Any], kind: str) -> None:
-        """Whether results come from arguments alone, or from integers and constants."""
+    def _note_origin(
+        self, eqn: JaxprEqn, inputs: Sequence[Var], kind: PartKind
+    ) -> None:
+        """Notes what comes from arguments alone, or from integers and constants."""
         integers = [v for v in inputs if _jaxpr.dtype_name(v).startswith(_INTEGERS)]
         if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
             self.numbers.update(eqn.outvars)
         is_plain = kind in ("island", "other") and not ops.holds_half_products(eqn)
         is_plain = is_plain and not ops.looks_up_rows(eqn)
         if is_plain and self.origins.keys() >= {*inputs}:
-            scales = eqn.primitive.name in ops.SCALINGS
+            scales = eqn.primitive.name in _jaxpr.SCALINGS
             is_parameter = scales and any(map(self._is_parameter, inputs))
             origin = Origin.PARAMETER if is_parameter else Origin.ARGUMENTS
             self.origins.update(dict.fromkeys(eqn.outvars, origin))
@@ -206,7 +222,10 @@ class _Planner:
                 self.repeats.update(dict.fromkeys(eqn.outvars, count))
 
     def _sink(self) -> None:
-        """Moves what only later islands read into the first: one array less is kept."""
+        """Delays an equation to the first island that reads it.
+
+        One array less is kept.
+        """
         first = dict.fromkeys(variables(self.jaxpr.outvars), -1)
         for index, eqn in reversed([*enumerate(self.equations)]):
             inputs, is_island = variables(eqn.invars), self.kinds[index] == "island"
@@ -218,10 +237,10 @@ class _Planner:
             first |= {v: min(first.get(v, start), start) for v in inputs}
 
     def parts(self) -> list[_Part]:
-        """What runs together, in its order, without what nobody reads."""
+        """The parts in their order, without those that nobody reads."""
         parts: list[_Part] = []
         wanted = {*variables(self.jaxpr.outvars)}
-        for members in reversed(self._groups()):
+        for members in reversed(self._members()):
             kind, eqn = self.kinds[members[0]], self.equations[members[0]]
             if kind == "island":
                 part = _Part(kind, self._island(members, wanted))
@@ -230,28 +249,31 @@ class _Planner:
                 part = _Part(kind, product.jaxpr, product)
             else:
                 inputs = dict.fromkeys(variables(eqn.invars))
-                part = _Part(kind, _jaxpr.part(self.jaxpr, [eqn], inputs, eqn.outvars))
+                alone = _jaxpr.excerpt(self.jaxpr, [eqn], inputs, eqn.outvars)
+                part = _Part(kind, alone)
             if eqn.effects or wanted.intersection(part.jaxpr.outvars):
                 parts.append(part)
                 wanted.update(part.jaxpr.invars)
         return parts[::-1]
 
-    def _groups(self) -> list[list[int]]:
-        """Which equations run together, in the order in which they run."""
-        groups: dict[tuple[int, int, str], list[int]] = {}
+    def _members(self) -> list[list[int]]:
+        """The equations of each part, in the order in which parts run."""
+        members: dict[tuple[int, int, str], list[int]] = {}
         for index, kind in enumerate(self.kinds):
             key = self.starts[index], index, ""
             if kind == "island":  # runs before what else reads values of its level
-                mesh = self.equations[index].outvars[0].aval.sharding.mesh
+                mesh = ops.mesh_of(self.equations[index].outvars[0])
                 key = self.starts[index], -1, str(mesh.axis_types)
-            groups.setdefault(key, []).append(index)
-        return [groups[key] for key in sorted(groups)]
+            members.setdefault(key, []).append(index)
+        return [members[key] for key in sorted(members)]
 
-    def _island(self, members: list[int], wanted: set[Any]) -> Any:
-        """What of an island is wanted, with what it computes from arguments alone."""
+    def _island(self, members: list[int], wanted: set[Var]) -> Jaxpr:
+        """The wanted equations of an island, and what they read of arguments alone."""
         outputs = [v for i in members for v in self.equations[i].outvars if v in wanted]
-        allowed, needed, todo = {*members}, set[int](), [*outputs]
-        inputs: dict[Any, None] = {}
+        allowed = {*members}
+        needed = set[int]()
+        todo = [*outputs]
+        inputs: dict[Var, None] = {}
         while todo:
             v = todo.pop()
             maker = self.maker.get(v)
@@ -261,31 +283,37 @@ class _Planner:
                 needed.add(maker)
                 todo += variables(self.equations[maker].invars)
         equations = [self.equations[i] for i in sorted(needed)]
-        return _jaxpr.part(self.jaxpr, equations, inputs, outputs)
+        return _jaxpr.excerpt(self.jaxpr, equations, inputs, outputs)
 
-    def _product(self, eqn: Any) -> ops.Product:
-        (lhs, left), (rhs, right) = map(self._side, eqn.invars[:2])
+    def _product(self, eqn: JaxprEqn) -> ops.Product:
+        (lhs, left), (rhs, right) = map(self._side, variables(eqn.invars[:2]))
         inputs = [lhs, rhs, *variables(eqn.invars[2:])]
-        part = _jaxpr.part(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
-        scope, part = _jaxpr.without_common_scope(part)
+        whole = _jaxpr.excerpt(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
+        scope, jaxpr = _jaxpr.without_common_scope(whole)
         is_dot = eqn.primitive.name == "dot_general"
         wide = [is_dot and is_float32(v) and v in self.wide for v in (lhs, rhs)]
-        facts = _jaxpr.likeness(part), part, len(left), (*wide,), self._own_dtype(eqn)
-        return ops.Product(*facts, scope)
+        return ops.Product(
+            key=_jaxpr.structural_key(jaxpr),
+            jaxpr=jaxpr,
+            moves=len(left),
+            wide_sides=tuple(wide),
+            dtype=self._own_dtype(eqn),
+            scope=scope,
+        )
 
-    def _side(self, v: Any) -> tuple[Any, list[Any]]:
+    def _side(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
         """An operand of a product before its entries are moved, and what moves them.
 
         A parameter that is stored in half precision is read as it is stored, so its
         gradient is of its dtype from the product on.
         """
-        moves: list[Any] = []
+        moves: list[JaxprEqn] = []
         while (i := self.maker.get(v)) is not None:
             eqn = self.equations[i]
             if len(variables(eqn.invars)) != 1:
                 break
             (source,) = variables(eqn.invars)
-            if eqn.primitive.name in ops.MOVES:
+            if eqn.primitive.name in _jaxpr.REARRANGES:
                 moves.insert(0, eqn)
             elif not (_is_widening(eqn) and source in self.origins):
                 break
@@ -293,33 +321,33 @@ class _Planner:
         return v, moves
 
 
-def _is_widening(eqn: Any) -> bool:
+def _is_widening(eqn: JaxprEqn) -> bool:
     is_cast = eqn.primitive.name == "convert_element_type"
-    is_half = _jaxpr.dtype_name(eqn.invars[0]) in ops.HALF_DTYPES
-    return is_cast and is_half and is_float32(eqn.outvars[0])
+    from_half = is_half(_jaxpr.dtype_name(eqn.invars[0]))
+    return is_cast and from_half and is_float32(eqn.outvars[0])
 
 
 class Kept(NamedTuple):
-    """What the backward pass keeps of an island, and makes again."""
+    """Values of an island that the backward pass keeps, and those it makes again."""
 
-    again: Collection[Any] = ()  # operands of products that it computes again
-    kept: Collection[Any] = ()  # the other operands
-    softmaxes: Collection[Any] = ()  # those of the kept ones that the derivative reads
-    streams: Collection[Any] = ()  # results, in place of what they are computed from
-    inputs: Collection[Any] = ()  # what is read besides these
+    again: Collection[Var] = ()  # operands of products that it computes again
+    kept: Collection[Var] = ()  # the other operands
+    softmaxes: Collection[Var] = ()  # those of the kept ones that the derivative reads
+    streams: Collection[Var] = ()  # results, in place of what they are computed from
+    inputs: Collection[Var] = ()  # read besides these
 
 
 class _Units:
     """Joins each island with the products whose operands it makes again."""
 
     def __init__(
-        self, parts: list[_Part], halves: set[Any], given: set[Any], shared: set[Any]
+        self, parts: list[_Part], halves: set[Var], given: set[Var], shared: set[Var]
     ) -> None:
         self._parts, self._halves, self._shared = parts, halves, shared
-        self._held = {*given}  # what the backward pass keeps anyway
+        self._held = {*given}  # the backward pass keeps these anyway
         self._maker = {v: i for i, p in enumerate(parts) for v in p.jaxpr.outvars}
         self._later = {v for p in parts if p.kind == "island" for v in p.jaxpr.invars}
-        self._readers: dict[Any, list[int]] = {}
+        self._readers: dict[Var, list[int]] = {}
         for i, part in enumerate(parts):
             is_product = part.kind == "product"
             for v in dict.fromkeys(part.jaxpr.invars[:2] if is_product else ()):
@@ -335,7 +363,7 @@ class _Units:
         for i, (kind, jaxpr, product) in enumerate(self._parts):
             if i in done:
                 continue
-            nothing = _jaxpr.part(jaxpr, [], [], [])
+            nothing = _jaxpr.excerpt(jaxpr, [], [], [])
             if product and kind == "own":
                 units.append(self._unit("own", jaxpr, products=((product, ()),)))
             elif product:
@@ -347,7 +375,8 @@ class _Units:
                 done.update(products)
                 self._held.update(choice.inputs, choice.streams)
                 self._held |= self._halves.intersection(choice.kept)
-                behind = [self._parts[n].product for n in products]
+                parts = [self._parts[n] for n in products]
+                behind = [part.product for part in parts if part.product]
                 if join:
                     units.append(self._half(jaxpr, behind, choice))
                     continue
@@ -358,7 +387,7 @@ class _Units:
                 units.append(self._unit("call" if kind == "call" else "other", jaxpr))
         return units
 
-    def _choice(self, i: int, island: Any) -> Kept:
+    def _choice(self, i: int, island: Jaxpr) -> Kept:
         """Chooses what the backward pass keeps of an island.
 
         An operand of a product is made again where that reads little that the island's
@@ -369,16 +398,16 @@ class _Units:
         Nothing else reads these: it would not be what the forward pass read.
         """
 
-        def needed(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:
-            return _needed(island, ops.read_by_derivative(island, softmaxes), known)
+        def needed(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
+            return needed_for(island, ops.read_by_derivative(island, softmaxes), known)
 
-        def read(softmaxes: Collection[Any], known: Collection[Any]) -> set[Any]:
+        def read(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
             return needed(softmaxes, known).intersection(island.invars)
 
-        def total(atoms: Collection[Any]) -> int:
-            return sum(map(self._cost, atoms))
+        def total(values: Collection[Var]) -> int:
+            return sum(map(self._cost, values))
 
-        results = [v for v in island.outvars if is_float32(v)]
+        results = [v for v in variables(island.outvars) if is_float32(v)]
         operands = [v for v in results if v in self._readers]
         softmaxes = {v for v in ops.softmaxes_of(island) if v in operands}
         # From the last one on: what reads a result itself may be another one.
@@ -387,16 +416,16 @@ class _Units:
             scores_are_kept = read(others, ()) == read(softmaxes, ())
             if scores_are_kept or v in needed(softmaxes, ()):
                 softmaxes = others
-        known: set[Any] = set()
+        known: set[Var] = set()
         inputs = read(softmaxes, known)
         for v in (v for v in results if v in self._later):
             fewer = read(softmaxes, known | {v})
             if total(fewer) + self._cost(v) < total(inputs):
                 known.add(v)
                 inputs = fewer
-        again: set[Any] = set()
+        again: set[Var] = set()
         for v in sorted(operands, key=_jaxpr.size, reverse=True):
-            values = _needed(island, [v], known)
+            values = needed_for(island, [v], known)
             more = values.intersection(island.invars) - inputs
             is_exact = softmaxes.isdisjoint(values)
             can_run = is_exact and self._can_run_behind(v, i)
@@ -405,12 +434,12 @@ class _Units:
                 inputs |= more
         return Kept(again, {*operands} - again, softmaxes, known, inputs)
 
-    def _cost(self, v: Any) -> int:
+    def _cost(self, v: Var) -> int:
         """Bytes that the backward pass keeps more if it reads a variable."""
-        width = 2 if v in self._halves else getattr(v.aval.dtype, "itemsize", 8)
+        width = 2 if v in self._halves else _jaxpr.bytes_per_entry(v)
         return 0 if v in self._held else width * _jaxpr.size(v)
 
-    def _can_run_behind(self, v: Any, i: int) -> bool:
+    def _can_run_behind(self, v: Var, i: int) -> bool:
         """Whether the products that read a result of an island can run right behind."""
         products = [self._parts[n].jaxpr for n in self._readers[v]]
         read = {v for product in products for v in product.invars}
@@ -418,7 +447,9 @@ class _Units:
         are_made = all(self._maker.get(v, -1) <= i for v in read)
         return are_made and all(p.eqns[-1].ctx == context for p in products)
 
-    def _half(self, island: Any, products: Sequence[Any], choice: Kept) -> Unit:
+    def _half(
+        self, island: Jaxpr, products: Sequence[ops.Product], choice: Kept
+    ) -> Unit:
         sums = ops.small_sums(island)
         made = dict.fromkeys([*island.outvars, *sums])
         read = [v for p in products for v in p.jaxpr.invars if v not in made]
@@ -427,7 +458,7 @@ class _Units:
         wires = [tuple(map(outputs.index, p.jaxpr.invars)) for p in products]
         return self._unit(
             "half",
-            _jaxpr.part(island, island.eqns, inputs, outputs),
+            _jaxpr.excerpt(island, island.eqns, inputs, outputs),
             products=tuple(zip(products, wires, strict=True)),
             reads=len(island.invars),
             kept=_places(outputs, choice.kept),
@@ -435,13 +466,21 @@ class _Units:
             known=_places(outputs, {*sums}.union(choice.streams)),
         )
 
-    def _unit(self, kind: Any, jaxpr: Any, **facts: Any) -> Unit:
+    def _unit(self, kind: UnitKind, jaxpr: Jaxpr, **facts: Any) -> Unit:
         scope, jaxpr = _jaxpr.without_common_scope(jaxpr)
-        shared = _places(jaxpr.outvars, self._shared)
-        return Unit(kind, _jaxpr.likeness(jaxpr), jaxpr, scope, shared=shared, **facts)
+        return Unit(
+            kind=kind,
+            key=_jaxpr.structural_key(jaxpr),
+            jaxpr=jaxpr,
+            scope=scope,
+            shared=_places(jaxpr.outvars, self._shared),
+            **facts,
+        )
 
 
-def _needed(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[Any]:
+def needed_for(
+    island: Jaxpr, atoms: Iterable[Atom], given: Collection[Var]
+) -> set[Var]:
     """The variables of an island from which values are computed, given some of them."""
     known = {*ops.small_sums(island)}.union(given)
     found = {*variables(atoms)} - known
@@ -451,5 +490,5 @@ def _needed(island: Any, atoms: Iterable[Any], given: Collection[Any]) -> set[An
     return found
 
 
-def _places(outputs: Sequence[Any], chosen: Collection[Any]) -> tuple[int, ...]:
+def _places(outputs: Sequence[Atom], chosen: Collection[Var]) -> tuple[int, ...]:
     return tuple(i for i, v in enumerate(outputs) if v in chosen)

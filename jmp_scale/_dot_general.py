@@ -3,17 +3,18 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from . import _jaxpr
 
-# Of a GPU's matrix units: half-precision operands, float32 sums and results.
+# Algorithms of a GPU's matrix units: half-precision operands, float32 sums and results.
 ALGORITHMS = {
     "float16": lax.DotAlgorithmPreset.F16_F16_F32,
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
@@ -25,7 +26,7 @@ def dot_general(
     rhs: jax.Array,
     dimension_numbers: lax.DotDimensionNumbers,
     precision: Any = None,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     **options: Any,
 ) -> jax.Array:
     """`jax.lax.dot_general`, whose backward pass gives float32 before it rounds.
@@ -69,14 +70,20 @@ def dot_general(
         precision = tuple(precision)
 
     def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        given = lhs, rhs, dimensions, precision, preferred_element_type
-        return lax.dot_general(*given, **options)
+        return lax.dot_general(
+            lhs,
+            rhs,
+            dimensions,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            **options,
+        )
 
     def term(side: int, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         pair = [lhs, rhs]
         pair[side] = pair[side].astype(_at_least_float32(pair[side]))
-        params = dimensions, dtype, precision, options.get("out_sharding")
-        return wide_dot_general(*pair, *params)
+        sharding = options.get("out_sharding")
+        return wide_dot_general(*pair, dimensions, dtype, precision, sharding)
 
     dtype = jax.eval_shape(product, lhs, rhs).dtype
     return bilinear(product, term, (lhs, rhs), (lhs, rhs))
@@ -95,11 +102,13 @@ def bilinear(
     """
 
     @jax.custom_jvp
-    def run(operands: Any, copies: Any) -> jax.Array:
+    def run(
+        operands: tuple[jax.Array, ...], copies: tuple[jax.Array, ...]
+    ) -> jax.Array:
         return product(*copies)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # what it casts is not kept
-    def terms(copies: Any, live: dict[int, jax.Array]) -> jax.Array:
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # its casts are not kept
+    def terms(copies: tuple[jax.Array, ...], live: dict[int, jax.Array]) -> jax.Array:
         return sum_of_terms(term, copies, live)
 
     def rule(primals: Any, tangents: Any) -> Any:
@@ -112,7 +121,9 @@ def bilinear(
 
 
 def sum_of_terms(
-    term: Callable[..., jax.Array], values: Sequence[Any], live: dict[int, jax.Array]
+    term: Callable[..., jax.Array],
+    values: Sequence[jax.Array],
+    live: dict[int, jax.Array],
 ) -> jax.Array:
     """The tangent of a product, as a sum of terms: in each one value is a tangent."""
     terms = [term(i, *values[:i], t, *values[i + 1 :]) for i, t in live.items()]
@@ -123,8 +134,8 @@ def sum_of_terms(
 def wide_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
-    dimensions: Any,
-    dtype: Any,
+    dimensions: lax.DotDimensionNumbers,
+    dtype: DTypeLike,
     precision: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
@@ -138,8 +149,15 @@ def wide_dot_general(
     wide = _at_least_float32(lhs, rhs)
 
     def dot(precision: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        given = lhs, rhs, dimensions, precision, wide
-        return lax.dot_general(*given, out_sharding=out_sharding).astype(dtype)
+        product = lax.dot_general(
+            lhs,
+            rhs,
+            dimensions,
+            precision=precision,
+            preferred_element_type=wide,
+            out_sharding=out_sharding,
+        )
+        return product.astype(dtype)
 
     algorithm = ALGORITHMS.get(jnp.dtype(dtype).name)
     if precision not in (None, lax.Precision.DEFAULT) or algorithm is None:
@@ -147,11 +165,11 @@ def wide_dot_general(
     return _by_algorithm(functools.partial(dot, algorithm), lhs, rhs)
 
 
-def _at_least_float32(*arrays: jax.Array) -> Any:
+def _at_least_float32(*arrays: jax.Array) -> DTypeLike:
     return jnp.result_type(jnp.float32, *(x for x in arrays if x.dtype.itemsize >= 4))
 
 
-def is_zero(tangent: Any) -> bool:
+def is_zero(tangent: object) -> bool:
     """Whether a tangent is zero in itself, as that of what is not differentiated."""
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
@@ -164,7 +182,7 @@ _JAXS = jax.extend.core.primitives.dot_general_p
 _OWN = jax.extend.core.Primitive("dot_general")
 
 
-def _by_algorithm(fun: Callable[..., jax.Array], *args: Any) -> jax.Array:
+def _by_algorithm(fun: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
     """`fun` of arrays, in which the algorithms of products hold on a GPU alone."""
     inner, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fun)(*args))
     own = [e.replace(primitive=_OWN) if e.primitive is _JAXS else e for e in inner.eqns]
@@ -178,17 +196,29 @@ def _plain(*operands: jax.Array, **params: Any) -> jax.Array:
 
 def _on_gpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     # XLA:GPU makes a sum of a product with a vector, and refuses the algorithm there.
-    is_vector = has_vector((lhs.shape, rhs.shape), params["dimension_numbers"])
-    return (_plain if is_vector else _JAXS.bind)(lhs, rhs, **params)
+    sizes = split_sizes((lhs.shape, rhs.shape), params["dimension_numbers"])
+    # A size may be symbolic: not 1.
+    counts = [math.prod(part) for each in sizes for part in each]
+    return (_plain if 1 in counts else _JAXS.bind)(lhs, rhs, **params)
 
 
-def has_vector(shapes: Sequence[Any], dimension_numbers: Any) -> bool:
-    """Whether an operand is a vector for each batch index, or nothing is contracted."""
-    sizes = []
-    for shape, contracting, batch in zip(shapes, *dimension_numbers, strict=True):
-        own = {*range(len(shape))}.difference(contracting, batch)
-        sizes += [math.prod(shape[d] for d in dims) for dims in (own, contracting)]
-    return 1 in sizes  # which may be symbolic: not 1
+class Sizes(NamedTuple):
+    """Sizes of an operand's dimensions, except those of the batch."""
+
+    own: list[int]  # the result has them too
+    contracted: list[int]
+
+
+def split_sizes(
+    shapes: Sequence[Sequence[int]], dimension_numbers: lax.DotDimensionNumbers
+) -> list[Sizes]:
+    """The sizes of both operands of a matrix product."""
+    found = []
+    for shape, contracted, batch in zip(shapes, *dimension_numbers, strict=True):
+        others = {*range(len(shape))}.difference(contracted, batch)
+        own = [shape[d] for d in sorted(others)]
+        found.append(Sizes(own, [shape[d] for d in contracted]))
+    return found
 
 
 def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Array:

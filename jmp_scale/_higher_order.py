@@ -6,44 +6,69 @@ higher-order primitives are not an interface.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
 from . import _jaxpr
+from ._jaxpr import JaxprEqn, Program
 
-# Of a nested jaxpr, for each of its inputs the position of the operand of the equation
-# that it is in every run, or None, and what it is a part of, a function of its inputs.
-Body = Callable[[Any, Sequence[int | None], Literal["loop", "rule", ""]], Any]
+Values = list[jax.Array]
 
 
-def _scan(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
+class Body(Protocol):
+    """Makes the function that runs in place of a nested jaxpr."""
+
+    def __call__(
+        self,
+        jaxpr: Program,
+        *,
+        places: Sequence[int | None],
+        part_of: Literal["loop", "rule", ""],
+    ) -> Callable[..., list[jax.Array]]:
+        """A function of the jaxpr's inputs.
+
+        `places` has for each of these the position of the operand of the equation that
+        it is in every run, or None.
+        """
+        ...
+
+
+def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
     loop = _jaxpr.loop_of(eqn)
     if loop is None:
         return None
     first, last = loop.consts, loop.consts + loop.carry
     places = [None if first <= i < last else i for i in range(len(values))]
-    run = body(loop.body, places, "loop")
+    run = body(loop.body, places=places, part_of="loop")
 
-    def step(carry: Any, xs: Any) -> Any:
+    def step(carry: Values, xs: Values) -> tuple[Values, Values]:
         results = run(*values[:first], *carry, *xs)
         return results[: loop.carry], results[loop.carry :]
 
-    inputs = values[first:last], values[last:], loop.trips
-    carry, ys = lax.scan(step, *inputs, eqn.params["reverse"], eqn.params["unroll"])
+    carry, ys = lax.scan(
+        step,
+        init=values[first:last],
+        xs=values[last:],
+        length=loop.trips,
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
     return [*carry, *ys]
 
 
-def _while(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
-    loop: Any = _jaxpr.loop_of(eqn)
+def _while(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
+    loop = _jaxpr.loop_of(eqn)
     condition = eqn.params["cond_jaxpr"]
-    if _jaxpr.shape(_jaxpr.open_jaxpr(condition)[0].outvars[0]):
-        return None  # under `vmap`, where it ends for one index after the other
+    # Under `vmap` a loop ends for one index after the other.
+    if loop is None or _jaxpr.shape(_jaxpr.bare(condition).outvars[0]):
+        return None
     count, first = loop.offset, loop.offset + loop.consts
     carry = [None] * loop.carry
-    run = body(loop.body, [*range(count, first), *carry], "loop")
-    test = body(condition, [*range(count), *carry], "loop")
+    run = body(loop.body, places=[*range(count, first), *carry], part_of="loop")
+    test = body(condition, places=[*range(count), *carry], part_of="loop")
     return lax.while_loop(
         lambda carry: test(*values[:count], *carry)[0],
         lambda carry: run(*values[count:first], *carry),
@@ -51,23 +76,26 @@ def _while(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
     )
 
 
-def _cond(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
+def _cond(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
     if eqn.params.get("branches_platforms"):
         return None  # public functions cannot put these branches back
     places = range(1, len(values))
-    branches = [body(b, places, "") for b in eqn.params["branches"]]
+    branches = [body(b, places=places, part_of="") for b in eqn.params["branches"]]
     return lax.switch(values[0], branches, *values[1:])
 
 
-def _remat(eqn: Any, values: list[Any], body: Body) -> list[Any]:
-    policy, prevent = eqn.params["policy"], eqn.params["prevent_cse"]
-    part = "rule" if policy else ""  # the policy alone says what is kept
-    run = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), part)
+def _remat(eqn: JaxprEqn, values: Values, body: Body) -> Values:
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    # With a policy, that alone says what is kept.
+    part_of = "rule" if policy else ""
+    run = body(_jaxpr.subjaxprs(eqn)[0], places=range(len(values)), part_of=part_of)
     policy = policy and functools.partial(_saves, policy)
-    return jax.checkpoint(run, policy=policy, prevent_cse=prevent)(*values)
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*values)
 
 
-def _saves(policy: Any, primitive: Any, *avals: Any, **params: Any) -> Any:
+def _saves(
+    policy: Callable[..., Any], primitive: Primitive, *avals: Any, **params: Any
+) -> Any:
     """A policy of `jax.checkpoint` for products that are functions with a rule."""
     if primitive.name == "custom_jvp_call":
         for inner in _jaxpr.equations(params["call_jaxpr"]):
@@ -76,34 +104,42 @@ def _saves(policy: Any, primitive: Any, *avals: Any, **params: Any) -> Any:
     return policy(primitive, *avals, **params)
 
 
-def _custom_jvp(eqn: Any, values: list[Any], body: Body) -> list[Any] | None:
+def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
     traced = _jaxpr.jvp_rule(eqn)
     if traced is None:
         return None
-    fun = jax.custom_jvp(body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), ""))
+    jaxpr = _jaxpr.subjaxprs(eqn)[0]
+    fun = jax.custom_jvp(body(jaxpr, places=range(len(values)), part_of=""))
     first, count = eqn.params["num_consts"], len(eqn.outvars)
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
         inputs = [*primals[first:], *tangents[first:]]
-        results = body(traced, [None] * len(inputs), "rule")(*inputs)
+        run = body(traced, places=[None] * len(inputs), part_of="rule")
+        results = run(*inputs)
         return results[:count], results[count:]
 
     fun.defjvp(rule)
     return fun(*values)
 
 
-def _shard_map(eqn: Any, values: list[Any], body: Body) -> Any:
+def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Values:
     params = eqn.params
-    axes = {*params.get("manual_axes", params.get("newly_manual_axes"))}
-    run = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), "")
-    same = {k: params[k] for k in ("mesh", "in_specs", "out_specs", "check_vma")}
-    fun = jax.shard_map(lambda *xs: tuple(run(*xs)), axis_names=axes, **same)
-    return fun(*values)
+    axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
+    run = body(_jaxpr.subjaxprs(eqn)[0], places=range(len(values)), part_of="")
+    fun = jax.shard_map(
+        lambda *xs: tuple(run(*xs)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names={*axes},
+        check_vma=params["check_vma"],
+    )
+    return [*fun(*values)]
 
 
 # The results of an equation whose nested jaxprs are `body`'s functions, by its
 # primitive; None if it cannot be put back.
-RUNS: dict[str, Callable[[Any, list[Any], Body], list[Any] | None]] = {
+RUNS: dict[str, Callable[[JaxprEqn, Values, Body], Values | None]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,

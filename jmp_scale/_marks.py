@@ -1,23 +1,38 @@
-"""What a program says to `autocast`: functions that stay float32, and those in half."""
+"""Marks that a program and `autocast` leave: what stays float32, and what is half."""
 
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
 
 from ._validation import require_callable, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
-_KEPT = "keep_float32"  # a scope
+T = TypeVar("T")
+# Name of the functions with a rule of their own that `autocast` makes: in a traced
+# program it tells the report that autocast was there.
+UNIT = "autocast_unit"
+_EXEMPT = "keep_float32"  # name of a scope
 # Contexts of JAX's are a part of the keys of its caches: a jitted function is traced
 # anew in another one. This one is whether `value_and_grad` differentiates unscaled.
 UNSCALED = jax.make_user_context(False)
-# The half-precision dtype while `autocast` traces, and whether `in_half` is around.
-_HALF = jax.make_user_context(("", False))
+
+
+class _Tracing(NamedTuple):
+    """How `autocast` traces now."""
+
+    half: str = ""  # its half-precision dtype; "" where it does not trace
+    in_half: bool = False  # whether a function marked by `in_half` is around
+
+
+_TRACING = jax.make_user_context(_Tracing())
 
 
 def keep_float32(fun: F) -> F:
@@ -45,16 +60,16 @@ def keep_float32(fun: F) -> F:
     require_callable("keep_float32", fun, "write keep_float32(fun)(x)")
 
     @functools.wraps(fun)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        half, is_inside = _HALF.value
-        if not is_inside:
-            with jax.named_scope(_KEPT):
+    def exempt(*args: Any, **kwargs: Any) -> Any:
+        half, in_half = _TRACING.value
+        if not in_half:
+            with jax.named_scope(_EXEMPT):
                 return fun(*args, **kwargs)
         args, kwargs = _cast((args, kwargs), half, "float32")
-        with jax.named_scope(_KEPT), _HALF((half, False)):
+        with jax.named_scope(_EXEMPT), _TRACING(_Tracing(half)):
             return _cast(fun(*args, **kwargs), "float32", half)
 
-    return kept  # pyright: ignore[reportReturnType]
+    return exempt  # pyright: ignore[reportReturnType]
 
 
 def in_half(fun: F) -> F:
@@ -83,19 +98,19 @@ def in_half(fun: F) -> F:
 
     @functools.wraps(fun)
     def halved(*args: Any, **kwargs: Any) -> Any:
-        half, _ = _HALF.value
+        half = _TRACING.value.half
         if not half:
             return fun(*args, **kwargs)
         args, kwargs = _cast((args, kwargs), "float32", half)
-        with _HALF((half, True)):
+        with _TRACING(_Tracing(half, in_half=True)):
             return _cast(fun(*args, **kwargs), half, "float32")
 
     return halved  # pyright: ignore[reportReturnType]
 
 
-def tracing(half: Any) -> Any:
+def tracing(half: DTypeLike) -> AbstractContextManager[Any]:
     """A context in which functions marked by `in_half` get arrays of this dtype."""
-    return _HALF((jnp.dtype(half).name, False))
+    return _TRACING(_Tracing(jnp.dtype(half).name))
 
 
 def warn_of_no_loss_scale(warned: set[str]) -> None:
@@ -108,7 +123,7 @@ def warn_of_no_loss_scale(warned: set[str]) -> None:
         )
 
 
-def _cast(tree: Any, old: str, new: str) -> Any:
+def _cast(tree: T, old: str, new: str) -> T:
     def cast(x: Any) -> Any:
         return x.astype(new) if getattr(x, "dtype", None) == jnp.dtype(old) else x
 
@@ -117,17 +132,17 @@ def _cast(tree: Any, old: str, new: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Names of what stays float32, those found, and what could have been named."""
+    """Names that keep products float32, those found, and what could be named."""
 
     names: frozenset[str] = frozenset()  # functions, scopes, modules, "file.py:123"
     found: set[str] = dataclasses.field(default_factory=set, compare=False)
     there: set[str] = dataclasses.field(default_factory=set, compare=False)
 
-    def keep(self, eqn: Any) -> bool:
+    def exempt(self, eqn: JaxprEqn) -> bool:
         """Whether a product, or a call that holds some, stays float32."""
         scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
         if not self.names:
-            return _KEPT in scopes
+            return _EXEMPT in scopes
         own, others, places = {*scopes}, set[str](), []
         if isinstance(eqn.params.get("name"), str):
             own.add(eqn.params["name"])
@@ -148,7 +163,7 @@ class Names:
             if f".{name}." in dotted or any(p.endswith(f"/{name}") for p in places):
                 found.add(name)
         self.found.update(found)
-        return bool(found) or _KEPT in scopes
+        return bool(found) or _EXEMPT in scopes
 
 
 def checked_names(names: str | Collection[str]) -> Names:

@@ -1,86 +1,85 @@
-"""What JAX's operations are to `autocast`.
+"""Operations as `autocast` sees them.
 
-Which products become half precision, and how they run; which operations only move
-entries, are cheap, or are linear; and identities with derivatives of their own.
+Which products become half precision, and how they run; which operations are computed
+again, and what their derivatives read; and identities with derivatives of their own.
 """
 
 import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from . import _jaxpr
-from ._dot_general import is_zero, sum_of_terms, wide_dot_general
-from ._jaxpr import PRODUCTS, is_literal, variables, words
+from ._dot_general import is_zero, split_sizes, sum_of_terms, wide_dot_general
+from ._jaxpr import (
+    CALLS,
+    CHEAP,
+    LINEAR,
+    PRODUCTS,
+    SCALED_PRODUCTS,
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    NameStack,
+    Var,
+    variables,
+)
+from ._policy import is_half
+
+T = TypeVar("T")
 
 _NOT_REACHED = (
     "constants as operands (pass parameters as arguments), keep_float32 around them, "
     "or a call around them that cannot be read"
 )
 _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
-
-# Linear operations on one array that only move its entries.
-MOVES = words("copy reshape rev sharding_constraint squeeze transpose")
-# Operations whose derivative reads no floating-point operand: they are linear in these.
-_LINEAR = MOVES | words("""
-    add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
-    gather imag name neg optimization_barrier pad pbroadcast pvary real reduce_sum
-    reshard select_n slice split stop_gradient sub
-""")
-# What makes another parameter of one.
-SCALINGS = _LINEAR | words("div dynamic_slice mul")
-# What costs less to compute again than to keep. A gather may not: over devices, as of
-# the rows of a table, it communicates.
-_CHEAP = _LINEAR - {"gather"} | words("""
-    abs acos acosh and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
-    cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-    integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne nextafter
-    not or population_count pow reduce_and reduce_max reduce_min reduce_or
-    reduce_precision reduce_prod rem round rsqrt shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square tan tanh xor
-""")
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
-# Of `jax.lax.scaled_dot` and `jax.nn.scaled_matmul`.
-_SCALED_PRODUCTS = words("scaled_dot scaled_matmul_wrapper")
-CALLS = words("closed_call jit")
-HALF_DTYPES = words("bfloat16 float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A matrix product or convolution. Equal ones are traced once."""
 
-    likeness: Any  # what equal products share
-    # What moves the entries of its operands, and the product, of the operands before
-    # that and what else it reads.
-    jaxpr: Any = dataclasses.field(compare=False)
+    key: Hashable  # equal for equal products
+    # Equations that move the operands' entries, then the product. The first two inputs
+    # are the operands.
+    jaxpr: Jaxpr = dataclasses.field(compare=False)
     moves: int  # equations for the first operand; the others are for the second
     # Whether a float32 operand of a matrix product is computed from arguments alone: it
     # has a float32 gradient. The transposes of other products take operands of one
     # dtype.
     wide_sides: tuple[bool, ...]
-    dtype: Any  # that of an operand, where it is not `autocast`'s
-    scope: Any = dataclasses.field(compare=False)  # as in a `Unit`
+    dtype: str | None  # that of an operand, where it is not `autocast`'s
+    scope: NameStack = dataclasses.field(compare=False)  # as in a `Unit`
 
     @property
-    def result(self) -> Any:
+    def result(self) -> Var:
         """The variable that it makes."""
-        return self.jaxpr.outvars[0]
+        return self.jaxpr.eqns[-1].outvars[0]
 
-    def run(self, dtype: Any, *values: jax.Array, wide: int | None = None) -> jax.Array:
-        """The product in half precision; only the operand `wide` stays float32."""
-        *moves, eqn = self.jaxpr.eqns
-        pair = [x if i == wide else x.astype(dtype) for i, x in enumerate(values[:2])]
-        for i, move in enumerate(moves):
+    def moved(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The operands, their entries where the product reads them."""
+        pair = [*operands]
+        for i, move in enumerate(self.jaxpr.eqns[:-1]):
             side = int(i >= self.moves)
             (pair[side],) = _jaxpr.evaluate(move, [pair[side]])
+        return pair
+
+    def run(
+        self, dtype: DTypeLike, *values: jax.Array, wide: int | None = None
+    ) -> jax.Array:
+        """The product in half precision; only the operand `wide` stays float32."""
+        operands = enumerate(values[:2])
+        pair = self.moved([x if i == wide else x.astype(dtype) for i, x in operands])
+        eqn = self.jaxpr.eqns[-1]
         if wide is None:
             params = {"precision": None, "preferred_element_type": dtype}
             (result,) = _jaxpr.evaluate(eqn, [*pair, *values[2:]], **params)
@@ -90,7 +89,7 @@ class Product:
             result = wide_dot_general(*pair, numbers, dtype, _DEFAULT, sharding)
         return result.astype(jnp.float32)
 
-    def tangent(self, dtype: Any) -> Callable[..., jax.Array]:
+    def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
         """A function to its half-precision tangent, of those of operands by side."""
 
         def term(side: int, *values: jax.Array) -> jax.Array:
@@ -98,73 +97,88 @@ class Product:
             return self.run(dtype, *values, wide=wide)
 
         @jax.jit
-        def tangent(values: Sequence[Any], live: dict[int, jax.Array]) -> jax.Array:
+        def tangent(
+            values: Sequence[jax.Array], live: dict[int, jax.Array]
+        ) -> jax.Array:
             return sum_of_terms(term, values, live).astype(dtype)
 
         return tangent
 
 
 class Fate(enum.Enum):
-    """What becomes of a product."""
+    """What becomes of a product, and why the others stay as they are."""
 
-    BECOMES_HALF = enum.auto()
-    IS_HALF = enum.auto()  # as traced
-    # The others stay as they are.
-    OTHER_DTYPE = enum.auto()
+    BECOMES_HALF = "float32 operands"
+    IS_HALF = "half precision as traced"
+    OTHER_DTYPE = "another dtype"
     OWN_PRECISION = "a precision of their own"
     IS_SUM = (
         "nothing to do for a matrix unit (sums, outer products; put autocast around "
         "jax.vmap, not within it)"
     )
+    IS_CONSTANT = "constants as operands"
+    IS_EXEMPT = "keep_float32 around them"
 
 
-def fate(eqn: Any, is_parameter: Callable[[Any], bool] = lambda v: True) -> Fate:
-    """What becomes of a product, before it is asked whether its name is to be kept.
+def fate(
+    eqn: JaxprEqn,
+    *,
+    is_parameter: Callable[[Var], bool] = lambda v: True,
+    is_number: Callable[[Var], bool] = lambda v: False,
+    is_exempt: Callable[[JaxprEqn], bool] = lambda eqn: False,
+) -> Fate:
+    """What becomes of a product: the plan, the warning and the report ask this.
 
-    `is_parameter`: whether a matrix is one of the program, so that a vector times it is
-    one row of a batch. Without it, whether the product may become half precision.
+    Where nothing is known of the program around it, the product is assumed to become
+    half precision if it can.
+
+    Args:
+      eqn: a product, of `PRODUCTS`.
+      is_parameter: whether a matrix is one of the program's parameters, so that a
+        vector times it is one row of a batch.
+      is_number: whether an operand is made of integers and constants alone.
+      is_exempt: whether a name keeps the product float32. Asked last, because names
+        note which products they met.
     """
     operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
     result = _jaxpr.dtype_name(eqn.outvars[0])
-    half = operands.intersection(HALF_DTYPES)
-    if half == operands or result in HALF_DTYPES:
+    half = {*filter(is_half, operands)}
+    if half == operands or is_half(result):
         return Fate.IS_HALF
     if (operands - half) | {result} != {"float32"}:
         return Fate.OTHER_DTYPE
     if {*jax.tree.leaves(eqn.params.get("precision"))} - {_DEFAULT}:
         return Fate.OWN_PRECISION
-    return Fate.BECOMES_HALF if _has_work(eqn, is_parameter) else Fate.IS_SUM
+    if not has_matrix_work(eqn, is_parameter):
+        return Fate.IS_SUM
+    if all(map(is_number, variables(eqn.invars[:2]))):
+        return Fate.IS_CONSTANT
+    return Fate.IS_EXEMPT if is_exempt(eqn) else Fate.BECOMES_HALF
 
 
-def _has_work(eqn: Any, is_parameter: Callable[[Any], bool]) -> bool:
+def has_matrix_work(
+    eqn: JaxprEqn, is_parameter: Callable[[Var], bool] = lambda v: False
+) -> bool:
     """Whether a product has work for a matrix unit, by itself or as one row of many.
 
     Not if it contracts nothing or is of two vectors, for each index of the batch.
     """
     if eqn.primitive.name != "dot_general":
         return True
-    contracting, batch = eqn.params["dimension_numbers"]
-    left, right = eqn.invars[:2]
-    if math.prod(_jaxpr.shape(left)[d] for d in contracting[0]) == 1:
+    numbers = eqn.params["dimension_numbers"]
+    operands = eqn.invars[:2]
+    sizes = split_sizes([_jaxpr.shape(v) for v in operands], numbers)
+    if math.prod(sizes[0].contracted) == 1:
         return False
-    own = [
-        (left, _own_sizes(left, contracting[0], batch[0])),
-        (right, _own_sizes(right, contracting[1], batch[1])),
-    ]
-    matrices = [v for v, sizes in own if sizes]
+    matrices = [v for v, each in zip(operands, sizes, strict=True) if each.own]
     if len(matrices) == 2:  # also of one row, unless there is one for each index
-        is_row = all(math.prod(sizes) == 1 for _, sizes in own)
-        return not (is_row and batch[0])
-    return any(map(is_parameter, matrices))
+        is_row = all(math.prod(each.own) == 1 for each in sizes)
+        is_batched = bool(numbers[1][0])
+        return not (is_row and is_batched)
+    return any(is_parameter(v) for v in variables(matrices))
 
 
-def _own_sizes(v: Any, contracting: Any, batch: Any) -> list[int]:
-    """Sizes of the dimensions of an operand that its product has, but the batch's."""
-    shape = _jaxpr.shape(v)
-    return [shape[d] for d in range(len(shape)) if d not in (*contracting, *batch)]
-
-
-def looks_up_rows(eqn: Any) -> bool:
+def looks_up_rows(eqn: JaxprEqn) -> bool:
     """Whether an equation takes several vectors of a table, as an embedding does.
 
     They are data, which many positions share; matrices, as of experts, are weights.
@@ -175,72 +189,79 @@ def looks_up_rows(eqn: Any) -> bool:
     return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1
 
 
-def becomes_half(eqn: Any) -> bool:
+def becomes_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that may become half precision."""
     return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
 
 
-def stays_float32(eqn: Any) -> bool:
+def stays_float32(eqn: JaxprEqn) -> bool:
     """Whether `autocast` leaves a product float32 on purpose."""
-    found = fate(eqn, lambda v: False)
+    found = fate(eqn, is_parameter=lambda v: False)
     return found not in (Fate.BECOMES_HALF, Fate.IS_HALF)
 
 
-def has_products(eqn: Any) -> bool:
+def has_products(eqn: JaxprEqn) -> bool:
     """Whether nested jaxprs hold products that become half precision."""
-    parts = _jaxpr.subjaxprs(eqn)
-    return any(becomes_half(inner) for p in parts for inner in _jaxpr.equations(p))
+    return any(map(becomes_half, _jaxpr.equations_within(eqn)))
 
 
-def holds_half_products(eqn: Any) -> bool:
+def holds_half_products(eqn: JaxprEqn) -> bool:
     """Whether an equation is or holds a product that is half precision as traced."""
-    parts = _jaxpr.subjaxprs(eqn)
-    nested = (inner for part in parts for inner in _jaxpr.equations(part))
-    products = (e for e in (eqn, *nested) if e.primitive.name in PRODUCTS)
+    equations = (eqn, *_jaxpr.equations_within(eqn))
+    products = (e for e in equations if e.primitive.name in PRODUCTS)
     return any(fate(e) is Fate.IS_HALF for e in products)
 
 
-def why_float32(jaxpr: Any) -> str:
+def is_half_product(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product that reads or gives half precision as traced."""
+    atoms = [*eqn.invars[:2], *eqn.outvars[:1]]
+    has_half = any(is_half(_jaxpr.dtype_name(v)) for v in atoms)
+    return eqn.primitive.name in PRODUCTS and has_half
+
+
+def why_float32(jaxpr: _jaxpr.Program) -> str:
     """Why no product of a program becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
     for eqn in _jaxpr.equations(jaxpr):
-        if eqn.primitive.name in _SCALED_PRODUCTS:
+        if eqn.primitive.name in SCALED_PRODUCTS:
             reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
-        found = fate(eqn, lambda v: False)
+        found = fate(eqn, is_parameter=lambda v: False)
         if found is Fate.IS_HALF:
             return ""
-        reason = str(found.value)
-        if found is Fate.OTHER_DTYPE:
-            dtypes = {_jaxpr.dtype_name(v) for v in (*eqn.invars[:2], eqn.outvars[0])}
-            reason = "dtype " + " and ".join(sorted(dtypes))
-        elif found is Fate.BECOMES_HALF:
-            reason = _NOT_REACHED
-        reasons[reason] = None
+        reasons[_reason(eqn, found)] = None
     return "they have " + "; ".join(reasons) if reasons else "there is none"
 
 
-def is_sum(eqn: Any) -> bool:
-    """Whether a product is of vectors, or contracts nothing."""
-    return not _has_work(eqn, lambda v: False)
+def _reason(eqn: JaxprEqn, found: Fate) -> str:
+    if found is Fate.OTHER_DTYPE:
+        atoms = [*eqn.invars[:2], eqn.outvars[0]]
+        return "dtype " + " and ".join(sorted({_jaxpr.dtype_name(v) for v in atoms}))
+    return _NOT_REACHED if found is Fate.BECOMES_HALF else str(found.value)
 
 
-def is_cheap(eqn: Any) -> bool:
+def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation costs less to compute again than to keep."""
     bodies, name = _jaxpr.subjaxprs(eqn), eqn.primitive.name
     if eqn.effects:
         return False
     if name == "reshard":  # to another mesh it is a border between units
-        return eqn.invars[0].aval.sharding.mesh == eqn.outvars[0].aval.sharding.mesh
+        return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])
     if not bodies:
-        return name in _CHEAP
+        return name in CHEAP
     return (name in CALLS or name == "custom_jvp_call") and all(
-        is_cheap(inner) for body in bodies for inner in _jaxpr.open_jaxpr(body)[0].eqns
+        is_cheap(inner) for body in bodies for inner in _jaxpr.bare(body).eqns
     )
 
 
-def reached_by(jaxpr: Any, inputs: Iterable[Any]) -> set[Any]:
+def mesh_of(atom: Atom) -> Any:
+    """The mesh of an array; JAX has no public type for an abstract one."""
+    aval: Any = atom.aval
+    return aval.sharding.mesh
+
+
+def reached_by(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
     """Floating-point variables with a tangent, if these inputs have one."""
     found = {*inputs}
     for eqn in jaxpr.eqns:
@@ -250,13 +271,13 @@ def reached_by(jaxpr: Any, inputs: Iterable[Any]) -> set[Any]:
     return found
 
 
-def read_by_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any]:
+def read_by_derivative(island: Jaxpr, softmaxes: Collection[Var] = ()) -> list[Atom]:
     """Variables whose values the derivative reads, besides results of `softmaxes`."""
     active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
     exponents = softmaxes_of(island)
-    wanted = {*island.outvars}.difference(softmaxes)
-    wanted.update(exponents[v][0] for v in softmaxes)
-    found: list[Any] = []
+    wanted = {*variables(island.outvars)}.difference(softmaxes)
+    wanted.update(exponents[v].exponents for v in softmaxes)
+    found: list[Atom] = []
     for eqn in reversed(island.eqns):
         inputs = variables(eqn.invars)
         live = [v for v in inputs if v in active]
@@ -268,10 +289,10 @@ def read_by_derivative(island: Any, softmaxes: Collection[Any] = ()) -> list[Any
     return found
 
 
-def _read(eqn: Any, live: Sequence[Any]) -> list[Any]:
+def _read(eqn: JaxprEqn, live: Sequence[Var]) -> list[Atom]:
     """Operands whose values the derivative of an equation reads."""
     name = eqn.primitive.name
-    if name in _LINEAR:
+    if name in LINEAR:
         return [v for v in eqn.invars if not _jaxpr.is_floating(v)]
     if name == "mul":
         left, right = eqn.invars
@@ -281,28 +302,36 @@ def _read(eqn: Any, live: Sequence[Any]) -> list[Any]:
     return [*eqn.invars]
 
 
-def softmaxes_of(island: Any) -> dict[Any, tuple[Any, tuple[int, ...]]]:
-    """The exponents and the axes of the softmaxes of an island, by their results."""
+class Softmax(NamedTuple):
+    """A softmax within an island."""
+
+    exponents: Var  # its maxima subtracted
+    axes: tuple[int, ...]
+
+
+def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
+    """The softmaxes of an island, by their results."""
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
 
-    def made_by(v: Any, *names: str) -> Any:
-        eqn = None if is_literal(v) else maker.get(v)
+    def made_by(v: Atom, *names: str) -> JaxprEqn | None:
+        eqn = maker.get(v) if isinstance(v, Var) else None
         return eqn if eqn is not None and eqn.primitive.name in names else None
 
-    found: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+    found: dict[Var, Softmax] = {}
     for eqn in island.eqns:
         if eqn.primitive.name != "div":
             continue
-        total = eqn.invars[1]
-        while broadcast := made_by(total, "broadcast_in_dim", "reshape"):
-            total = broadcast.invars[0]
-        exp, total = made_by(eqn.invars[0], "exp"), made_by(total, "reduce_sum")
-        if exp and total and total.invars[0] is eqn.invars[0]:
-            found[eqn.outvars[0]] = exp.invars[0], tuple(total.params["axes"])
+        dividend, divisor = eqn.invars
+        while broadcast := made_by(divisor, "broadcast_in_dim", "reshape"):
+            divisor = broadcast.invars[0]
+        exp, total = made_by(dividend, "exp"), made_by(divisor, "reduce_sum")
+        if exp and total and total.invars[0] is dividend:
+            (exponents,) = variables(exp.invars)
+            found[eqn.outvars[0]] = Softmax(exponents, tuple(total.params["axes"]))
     return found
 
 
-def small_sums(island: Any) -> list[Any]:
+def small_sums(island: Jaxpr) -> list[Var]:
     """Results of sums and the like that are an eighth of their operand or smaller.
 
     They are kept from the forward pass, except sums of rows that a kernel may hold: a
@@ -319,13 +348,14 @@ def small_sums(island: Any) -> list[Any]:
     return found
 
 
-def with_cotangent_of_its_dtype(x: Any) -> Any:
+def with_cotangent_of_its_dtype(x: T) -> T:
     """`x`, whatever dtype the rule of a `custom_vjp` that reads it returns.
 
     JAX passes on a float32 cotangent of a half-precision array as it is.
     """
-    is_half = getattr(x, "dtype", None) in (jnp.float16, jnp.bfloat16)
-    return x.astype(jnp.float32).astype(x.dtype) if is_half else x
+    if isinstance(x, jax.Array) and is_half(x.dtype):
+        return x.astype(jnp.float32).astype(x.dtype)
+    return x
 
 
 @jax.jit
@@ -337,7 +367,7 @@ def _on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, cuda=fun, rocm=fun, default=lambda x: x)
 
 
-# The second array, which is what the first should be, with the first one's derivative.
+# Returns `value`, differentiates as its first argument.
 with_value = jax.custom_jvp(lambda _, value: value)
 with_value.defjvp(lambda both, t: (with_value(*both), t[0]), symbolic_zeros=True)
 
@@ -345,13 +375,17 @@ no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def softmax_from(exponents: Any, result: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def softmax_from(
+    exponents: jax.Array, result: jax.Array, axes: tuple[int, ...]
+) -> jax.Array:
     """`result`, which is the softmax of the exponents and gives their derivative."""
     return result
 
 
 @functools.partial(softmax_from.defjvp, symbolic_zeros=True)
-def _softmax_rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+def _softmax_rule(
+    axes: tuple[int, ...], primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, Any]:
     # Derivatives of this one are of the exponents too.
     result, tangent = softmax_from(*primals, axes), tangents[0]
     if is_zero(tangent):

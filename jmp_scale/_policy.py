@@ -18,6 +18,7 @@ dtype_to_names: dict[Any, tuple[str, ...]] = {
     jnp.float64: ("f64", "float64"),
 }
 name_to_dtype = {name: d for d, names in dtype_to_names.items() for name in names}
+HALF_DTYPES = frozenset({"bfloat16", "float16"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +113,16 @@ def half_dtype() -> Any:
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
+def is_half(dtype: Any) -> bool:
+    """Whether a NumPy dtype, or the name of one, is float16 or bfloat16."""
+    return str(dtype) in HALF_DTYPES
+
+
 def checked_half(argument: str, dtype: Any) -> Any:
     """float16 or bfloat16, by a dtype or a name that means one on all machines."""
     known = name_to_dtype.get(dtype) if isinstance(dtype, str) else dtype
     with contextlib.suppress(TypeError):
-        if known is not None and jnp.dtype(known) in (jnp.float16, jnp.bfloat16):
+        if known is not None and is_half(jnp.dtype(known)):
             return jnp.dtype(known)
     raise ValueError(
         f"autocast: expected {argument} float16 or bfloat16, got {dtype!r}; short "

@@ -25,11 +25,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ._jaxpr import equations, evaluate_all, is_literal, words
+from ._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
 from ._tree import is_inexact, map_inexact, select_tree
-
-# Primitives that wait for a condition, or that show their operands to the host.
-_PLAIN_ONLY = words("while cond check callback ffi_call custom_call pallas")
 
 
 def select_step(
@@ -173,9 +170,8 @@ def _hidden_from_checkify(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _is_plain_only(closed: Any) -> bool:
     if _debugs_nans() or closed.effects:
         return True
-    # By parts of names: io_callback, pure_callback, debug_callback; pallas_call.
     names = {eqn.primitive.name for eqn in equations(closed)}
-    return any(part in name for name in names for part in _PLAIN_ONLY)
+    return any(part in name for name in names for part in WAITS_OR_SHOWS)
 
 
 def _debugs_nans() -> bool:

@@ -22,11 +22,7 @@ MAY_IMPORT = {
 }
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
-    "_autocast_plan": ("test_autocast", "what a plan is worth shows in what it saves"),
-    "_operations": ("test_autocast", "operations are what autocast is about"),
-    "_higher_order": ("test_autocast", "loops and calls are met in whole programs"),
-    "_marks": ("test_autocast", "names are what keep_float32 and in_half take"),
-    "_jaxpr*": ("test_autocast", "programs are read to be changed"),
+    "_jaxpr.*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
     "_pytree": ("test_loss_scale", "fields are those of loss scales and guards"),
     "_state": ("test_transform", "a state is what the transformation returns"),
     "_extra_args": ("test_transform", "arguments are passed through a transformation"),
@@ -164,7 +160,7 @@ def test_only_the_modules_that_need_it_import(package):
 
 
 def test_nothing_else_is_imported():
-    allowed = {"jax", "numpy", *MAY_IMPORT, *sys.stdlib_module_names}
+    allowed = {"jax", "numpy", "tqdm", *MAY_IMPORT, *sys.stdlib_module_names}
     assert set.union(*(imports(name)[1] for name in MODULES)) <= allowed
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from ..._jaxpr import constant, dtype_name, shape, size, words
-from .origins import NOTHING, SAME_ENTRIES, Atom, Origin, entries_added, origin_of
+from ..._jaxpr import Atom, constant, dtype_name, shape, size, words
+from .origins import NOTHING, SAME_ENTRIES, Origin, entries_added, origin_of
 
 INF = math.inf
 _MOST_VALUES = 8

@@ -11,9 +11,20 @@ from collections.abc import Iterator
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from ... import _jaxpr as jaxprs
-from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr, shape, size, words
+from ..._jaxpr import (
+    SAME_ENTRIES,
+    Atom,
+    Loop,
+    dtype_name,
+    fits,
+    is_literal,
+    open_jaxpr,
+    shape,
+    size,
+    words,
+)
+from ..._policy import is_half
 from .facts import Fact
-from .origins import SAME_ENTRIES, Atom, is_half
 
 _LINEAR_IN_FIRST = SAME_ENTRIES | {"neg"}
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")

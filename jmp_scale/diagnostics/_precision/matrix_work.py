@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
-from ..._operations import is_sum, stays_float32
+from ..._operations import has_matrix_work, stays_float32
 from .facts import Fact, is_wide
 from .origins import SAME_ENTRIES, entries_added, is_half
 from .rules import is_cast_by_user, is_narrowed_by_user
@@ -145,7 +145,7 @@ def follow(step: Step, fact: Fact) -> Fact:
 
 def promotions_of(step: Step) -> Iterator[Promotion]:
     """Why a matrix product is in float32 although the user has cast an operand."""
-    if not flops(step.eqn) or is_sum(step.eqn):
+    if not flops(step.eqn) or not has_matrix_work(step.eqn):
         return
     operands = [*zip(step.eqn.invars[:2], step.ins[:2], strict=True)]
     wide = [f for v, f in operands if is_wide(dtype_name(v))]

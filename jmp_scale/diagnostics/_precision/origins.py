@@ -8,19 +8,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-
-from ..._jaxpr import PRODUCTS, dtype_name, equations, shape, size, subjaxprs, words
-
-Atom = Var | Literal
-AnyJaxpr = Jaxpr | ClosedJaxpr
-
-# Entries of the result are entries of the first operand, perhaps cast.
-SAME_ENTRIES = words(
-    "broadcast_in_dim convert_element_type copy device_put dynamic_slice expand_dims "
-    "gather name optimization_barrier pbroadcast pvary reduce_precision reshape rev "
-    "sharding_constraint slice squeeze stop_gradient tile transpose"
+from ..._jaxpr import (
+    PRODUCTS,
+    SAME_ENTRIES,
+    JaxprEqn,
+    dtype_name,
+    equations_within,
+    shape,
+    size,
+    words,
 )
+from ..._operations import is_half_product
+from ..._policy import is_half
+
 _SUMS = words("add add_any concatenate mul pad scatter select_n sub")
 
 
@@ -41,18 +41,6 @@ class Origin:
 
 
 NOTHING = Origin()
-
-
-def is_half(dtype: str) -> bool:
-    return dtype in ("float16", "bfloat16")
-
-
-def is_half_product(eqn: JaxprEqn) -> bool:
-    """Whether a matrix product or convolution rounds its operands, or its result."""
-    if eqn.primitive.name not in PRODUCTS:
-        return False
-    dtypes = map(dtype_name, (*eqn.invars[:2], eqn.outvars[0]))
-    return any(map(is_half, dtypes))
 
 
 def is_inner_product(eqn: JaxprEqn) -> bool:
@@ -82,8 +70,7 @@ def entries_added(eqn: JaxprEqn) -> int:
 
 
 def _adds(eqn: JaxprEqn) -> bool:
-    inner = [e for body in subjaxprs(eqn) for e in equations(body)]
-    return [e.primitive.name for e in inner] == ["add"]
+    return [e.primitive.name for e in equations_within(eqn)] == ["add"]
 
 
 def origin_of(eqn: JaxprEqn, ins: Sequence[Origin]) -> Origin:

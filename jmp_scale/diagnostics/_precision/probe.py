@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jaxpr
-from ..._autocast import Cast
+from ..._autocast_interpreter import Interpreter, Notes, Part, TraceCache
 from ..._autocast_plan import Origin, Plan, Unit
 from ..._dot_general import bilinear
+from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
 from ..._marks import Names, tracing
 from ..._operations import Product, softmax_from, softmaxes_of, with_value
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
@@ -28,7 +29,7 @@ from .comparison import GradientComparison, Reference
 from .matrix_work import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
-_MOST = 4096  # flags of the compiled program; products beyond share the last one
+_MOST_FLAGS = 4096  # flags of the compiled program; products beyond share the last one
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,7 +53,7 @@ class Line:
 
     def is_kept(self, name: str) -> bool:
         """Whether `keep_float32=` of this name keeps it."""
-        return any(map(Names(frozenset({name})).keep, self.equations))
+        return any(map(Names(frozenset({name})).exempt, self.equations))
 
     def names(self) -> list[str]:
         """What keeps it: its function, itself, its scopes."""
@@ -82,7 +83,7 @@ class Probe:
         # At level 3 small products compile six times as long, and run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
-        in_float32 = np.zeros(_MOST, bool), jnp.float32(1)
+        in_float32 = np.zeros(_MOST_FLAGS, bool), jnp.float32(1)
         run = functools.partial(self._program, *in_float32)
         self.reference = Reference(run, self._arrays)
         for number in sorted(self._cast):
@@ -97,7 +98,7 @@ class Probe:
 
     def run(self, half: Sequence[Line], s: Any) -> Backward:
         """The backward pass at S = `s` with these lines in half precision."""
-        flags = np.zeros(_MOST, bool)
+        flags = np.zeros(_MOST_FLAGS, bool)
         flags[[n for line in half for n in line.numbers]] = True
         return self._program(flags, jnp.float32(s), self._arrays)
 
@@ -112,38 +113,48 @@ class Probe:
         with tracing(self.forward):
             program = jax.make_jaxpr(loss)(*arrays)
         program = self._numbered(program, (), Place(None, None), 1)
-        shared = functools.cache(lambda make, *facts: make(*facts))
-        dtypes = self.forward, self._backward
-        given = *dtypes, True, False, Names(), None, set[str](), shared
-        cast = _Flagged(*given, flags=flags, cast=self._cast)
-        return cast.run(program, [Origin.PARAMETER] * len(arrays), *arrays)[0]
+        flagged = _Flagged(
+            forward=self.forward,
+            backward=self._backward,
+            names=Names(),
+            traces=TraceCache(),
+            notes=Notes(warned=set()),
+            flags=flags,
+            met=self._cast,
+        )
+        return flagged.run(program, [Origin.PARAMETER] * len(arrays), *arrays)[0]
 
-    def _numbered(self, jaxpr: Any, outer: Any, place: Place, times: int) -> Any:
+    def _numbered(
+        self, jaxpr: Program, outer: tuple[JaxprEqn, ...], place: Place, times: int
+    ) -> Program:
         """A jaxpr whose products, and calls with rules, name their numbers."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)  # jax 0.12 has only one kind of jaxpr
-        if inner is not jaxpr:
-            inner = self._numbered(inner, outer, place, times)
-            return jaxpr.replace(jaxpr=inner)
-        equations = []
-        for eqn in jaxpr.eqns:
+
+        def change(eqn: JaxprEqn) -> JaxprEqn:
             name, chain = eqn.primitive.name, (*outer, eqn)
             if name in _jaxpr.PRODUCTS:
                 self.work += times * flops(eqn)
-                eqn = self._with_number(eqn, chain, place_of(eqn, place), times)
-            elif any(map(flops, _equations_within(eqn))):
-                here, loop = place_of(eqn, place), _jaxpr.loop_of(eqn)
-                trips = ((loop and loop.trips) or 1) * _jaxpr.mesh_size(eqn)
-                within = {"outer": chain, "place": here, "times": times * trips}
-                numbered = functools.partial(self._numbered, **within)
-                eqn = eqn.replace(params=_jaxpr.map_jaxprs(numbered, eqn))
-                if name == "custom_jvp_call":  # for the products of its rule
-                    eqn = self._with_number(eqn, chain, here, times)
-            equations.append(eqn)
-        return jaxpr.replace(eqns=equations)
+                return self._with_number(eqn, chain, place_of(eqn, place), times)
+            if not any(map(flops, _jaxpr.equations_within(eqn))):
+                return eqn
+            here, loop = place_of(eqn, place), _jaxpr.loop_of(eqn)
+            trips = loop.trips if loop else None
+            runs = times * (trips or 1) * _jaxpr.mesh_size(eqn)
 
-    def _with_number(self, eqn: Any, chain: Any, place: Place, times: int) -> Any:
-        number = min(len(self._products), _MOST - 1)
-        work = times * sum(map(flops, (eqn, *_equations_within(eqn))))
+            def numbered(nested: Program) -> Program:
+                return self._numbered(nested, chain, here, runs)
+
+            eqn = eqn.replace(params=_jaxpr.map_jaxprs(numbered, eqn))
+            if name == "custom_jvp_call":  # for the products of its rule
+                eqn = self._with_number(eqn, chain, here, times)
+            return eqn
+
+        return _jaxpr.map_equations(change, jaxpr)
+
+    def _with_number(
+        self, eqn: JaxprEqn, chain: tuple[JaxprEqn, ...], place: Place, times: int
+    ) -> JaxprEqn:
+        number = min(len(self._products), _MOST_FLAGS - 1)
+        work = times * sum(map(flops, (eqn, *_jaxpr.equations_within(eqn))))
         line = Line(chain, place)
         key = *place[:2], place.library, line.scopes
         self._products.append((self._by_place.setdefault(key, line), work))
@@ -156,37 +167,54 @@ def where(place: Any) -> str:
     return place.library or f"{os.path.basename(place.file or '?')}:{place.line}"
 
 
-def _equations_within(eqn: Any) -> list[Any]:
-    return [e for body in _jaxpr.subjaxprs(eqn) for e in _jaxpr.equations(body)]
-
-
 @dataclasses.dataclass(frozen=True)
-class _Flagged(Cast):
+class _Flagged(Interpreter):
     """Runs each product in half precision where its flag is set."""
 
     flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by number
-    cast: Any = dataclasses.field(default=None, compare=False)  # the numbers met
+    # The numbers of the products that it met.
+    met: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
-    def _run_half(self, unit: Unit, plan: Plan, env: Any, halves: Any) -> None:
+    def run_products(
+        self,
+        unit: Unit,
+        plan: Plan,
+        env: dict[Var, jax.Array],
+        halves: dict[Var, jax.Array],
+    ) -> dict[Var, jax.Array]:
         inputs = [env[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)
             if unit.softmaxes:
                 outs = self._with_softmaxes(unit, plan, inputs, outs)
-        env.update(zip(unit.jaxpr.outvars, outs, strict=True))
-        for product, _ in unit.products:
-            self._run_product(product, env)
+        outputs = _jaxpr.variables(unit.jaxpr.outvars)
+        results = dict(zip(outputs, outs, strict=True))
+        for product, wires in unit.products:
+            values = [outs[i] for i in wires]
+            results[product.result] = self._run_product(product, values)
+        return results
+
+    def within(self, unit: Unit, part_of: Part) -> Interpreter:
+        number = self._number(unit.scope, unit.jaxpr)
+        within = super().within(unit, part_of)
+        return dataclasses.replace(within, rule=number)
 
     def _with_softmaxes(
-        self, unit: Unit, plan: Plan, inputs: Sequence[Any], outs: Sequence[Any]
-    ) -> list[Any]:
+        self,
+        unit: Unit,
+        plan: Plan,
+        inputs: Sequence[jax.Array],
+        outs: Sequence[jax.Array],
+    ) -> list[jax.Array]:
         """An island's results, whose derivative reads softmaxes as products do."""
-        softmaxes, values = softmaxes_of(unit.jaxpr), dict[Any, Any]()
-        kept = {unit.jaxpr.outvars[i] for i in unit.softmaxes}
+        softmaxes = softmaxes_of(unit.jaxpr)
+        values: dict[Var, jax.Array] = {}
+        outputs = _jaxpr.variables(unit.jaxpr.outvars)
+        kept = {outputs[i] for i in unit.softmaxes}
         products = [product for each in plan.units for product, _ in each.products]
 
-        def replace(v: Any, x: Any) -> Any:
+        def replace(v: Var, x: jax.Array) -> jax.Array:
             values[v] = x
             if v not in kept:
                 return x
@@ -197,13 +225,15 @@ class _Flagged(Cast):
             return softmax_from(values[exponents], read, axes)
 
         read = _jaxpr.evaluate_all(unit.jaxpr, inputs, change=replace)
-        triples = zip(unit.jaxpr.outvars, read, outs, strict=True)
-        return [with_value(*x) if _jaxpr.is_floating(v) else x[1] for v, *x in triples]
+        return [
+            with_value(x, value) if _jaxpr.is_floating(v) else value
+            for v, x, value in zip(outputs, read, outs, strict=True)
+        ]
 
-    def _run_product(self, product: Product, env: Any) -> None:
+    def _run_product(self, product: Product, inputs: Sequence[jax.Array]) -> jax.Array:
         number = self._number(product.scope, product.jaxpr)
-        self.cast.add(number)
-        inputs, half = [env[v] for v in product.jaxpr.invars], self.flags[number]
+        self.met.add(number)
+        half = self.flags[number]
         copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
 
         def term(side: int, *copies: jax.Array) -> jax.Array:
@@ -213,15 +243,10 @@ class _Flagged(Cast):
         run = functools.partial(_multiply, product, self.forward, None)
         copies = [*copies, *inputs[2:], half]
         with _jaxpr.scope(product.scope):
-            result = bilinear(run, term, inputs[:2], copies)
-        env[product.result] = result
+            return bilinear(run, term, inputs[:2], copies)
 
-    def _run_traced(self, unit: Unit, plan: Plan, env: Any) -> None:
-        number = self._number(unit.scope, unit.jaxpr)
-        Cast._run_traced(dataclasses.replace(self, rule=number), unit, plan, env)
-
-    def _number(self, scope: Any, jaxpr: Any) -> int:
-        """Of the innermost product or call that has one, or of the rule."""
+    def _number(self, scope: NameStack, jaxpr: Jaxpr) -> int:
+        """The number of the innermost product or call that has one, or of the rule."""
         scopes = f"{scope}/{jaxpr.eqns[-1].source_info.name_stack}"
         return int([self.rule, *_NUMBER.findall(scopes)][-1])
 
@@ -230,15 +255,12 @@ def _multiply(
     product: Product, dtype: Any, wide: int | None, *values: jax.Array
 ) -> jax.Array:
     """A product, rounded where the last value is True; operand `wide` is not."""
-    *moves, eqn = product.jaxpr.eqns
     *operands, half = values
     for side in {0, 1} - {wide}:
         operands[side] = _rounded(operands[side], half, dtype)
-    for i, move in enumerate(moves):
-        side = int(i >= product.moves)
-        (operands[side],) = _jaxpr.evaluate(move, [operands[side]])
     precision = (jax.lax.Precision.HIGHEST,) * 2  # the flag decides, not the machine
-    (result,) = _jaxpr.evaluate(eqn, operands, precision=precision)
+    eqn, moved = product.jaxpr.eqns[-1], product.moved(operands)
+    (result,) = _jaxpr.evaluate(eqn, moved, precision=precision)
     return _rounded(result, half, dtype)
 
 

@@ -207,7 +207,7 @@ class _Search:
 
     def _measure(self) -> None:
         size = max(math.ceil(len(self._lines) / _MOST_MEASURED), 1)
-        for start in range(0, len(self._lines), size):
+        for start in _with_progress(range(0, len(self._lines), size)):
             group = self._lines[start : start + size]
             alone = self._error(group)
             without = self._error_without(group)
@@ -270,3 +270,11 @@ def _names(required: Sequence[Line], lines: Sequence[Line]) -> tuple[str, ...]:
         if not any(map(line.is_kept, chosen)):
             chosen.append(min(filter(line.is_kept, line.names()), key=cost))
     return tuple(chosen)
+
+
+def _with_progress(items: Sequence[int]) -> Iterable[int]:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, "sensitive_products", leave=False)

@@ -5,10 +5,10 @@ from typing import Literal, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from ..._jaxpr import dtype_name, shape
+from ..._jaxpr import Atom, dtype_name, shape
 from .._source import Place
 from .facts import Fact, is_wide
-from .origins import Atom, is_half
+from .origins import is_half
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")

@@ -13,13 +13,14 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from ... import _jaxpr as jaxprs
-from ..._jaxpr import Loop, dtype_name, fits, is_literal, open_jaxpr
+from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
+from ..._marks import UNIT
 from ..._validation import warn
 from .._source import Place, place_of
 from .facts import Fact, join, of_atom, of_constant, transfer
 from .loops import Accumulation, counted, half_carries, half_states
 from .matrix_work import Promotion, SourceLine, follow, promotions_of
-from .origins import AnyJaxpr, Atom, Origin, is_half
+from .origins import Origin, is_half
 from .rules import faults
 from .step import Finding, Step
 
@@ -74,7 +75,7 @@ class Walk:
             self._record_carries(half_states(program), outer)
         return self
 
-    def _run(self, jaxpr: AnyJaxpr, facts: Sequence[Fact], outer: Step) -> list[Fact]:
+    def _run(self, jaxpr: Program, facts: Sequence[Fact], outer: Step) -> list[Fact]:
         """What is known about the outputs of a jaxpr, given facts about its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         by_variable: dict[Var, Fact] = {}
@@ -165,7 +166,7 @@ class Walk:
             step = outer._replace(eqn=eqn, place=_lazily(eqn, outer.place))
             self.found.append(step.finding("half-carry", "warning", message, half))
 
-    def _nested(self, step: Step, bodies: list[AnyJaxpr]) -> list[Fact]:
+    def _nested(self, step: Step, bodies: list[Program]) -> list[Fact]:
         eqn, ins, before = step.eqn, list(step.ins), len(self.found)
         # Shapes in a shard_map are those of one device, but all of them compute.
         step = step._replace(times=step.times * jaxprs.mesh_size(eqn))
@@ -185,7 +186,7 @@ class Walk:
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
-                self.autocasts |= "Cast._run_half" in step.place().calls
+                self.autocasts |= jaxprs.name_of_call(eqn) == UNIT
             return outs
         if not is_call or step.name not in jaxprs.known_primitives():
             self._leave_unread(step)

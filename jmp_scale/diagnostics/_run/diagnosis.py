@@ -14,9 +14,8 @@ from jax.extend import core
 
 from ... import _jaxpr as jaxprs
 from ..._finite import all_finite
-from ..._jaxpr import is_literal, open_jaxpr, value_of, words
+from ..._jaxpr import CALLS, is_literal, open_jaxpr, value_of, words
 from ..._loss_scale import scale_value
-from ..._operations import CALLS
 from ..._tree import named_inexact_leaves
 from ..._validation import Arguments
 from .._backward import Backward, Loss, described, split_arrays

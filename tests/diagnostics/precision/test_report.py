@@ -526,7 +526,7 @@ def test_a_foreign_primitive_is_not_looked_into():
 
 
 def test_an_unreadable_scan_is_walked_through_and_said_to_be_unread(monkeypatch):
-    monkeypatch.setattr(jmp_scale._jaxpr, "_scan_layout", lambda eqn: None)
+    monkeypatch.setattr(jmp_scale._jaxpr.read, "_scan_layout", lambda eqn: None)
 
     def loss(w, x):
         step = lambda h, _: (jnp.exp(h @ w.astype(F16)), None)  # noqa: E731

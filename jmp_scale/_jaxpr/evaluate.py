@@ -1,0 +1,63 @@
+"""Evaluates traced programs, one equation after the other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from .read import Atom
+
+
+def evaluate(eqn: JaxprEqn, values: Sequence[Any], **params: Any) -> list[jax.Array]:
+    """The results of an equation for these operands, `params` in place of its own."""
+    # As `jax.core.eval_jaxpr` does it, which needs a jaxpr for each equation.
+    bound = eqn.primitive.get_bind_params({**eqn.params, **params})
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.8
+    where = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + where.name_stack
+    context = source_info_util.user_context(where.traceback, name_stack=name_stack)
+    with context, eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *values, **bound)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def evaluate_all(
+    jaxpr: Jaxpr,
+    inputs: Sequence[Any],
+    consts: Sequence[Any] = (),
+    change: Callable[[Var, Any], Any] = lambda var, value: value,
+) -> list[jax.Array]:
+    """The outputs of a bare jaxpr, evaluated equation by equation.
+
+    `change` takes a variable and its value, and returns the value that it gets.
+    """
+    arguments = [*consts, *inputs]
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+    for eqn in jaxpr.eqns:
+        results = evaluate(eqn, [value_of(atom, values) for atom in eqn.invars])
+        for var, value in zip(eqn.outvars, results, strict=True):
+            values[var] = change(var, value)
+    return results_of(jaxpr, values)
+
+
+def results_of(jaxpr: Jaxpr, values: Mapping[Var, jax.Array]) -> list[jax.Array]:
+    """The outputs of a jaxpr, where its variables have these values."""
+    return [
+        jnp.asarray(v.val) if isinstance(v, Literal) else values[v]
+        for v in jaxpr.outvars
+    ]
+
+
+def value_of(atom: Atom, values: Mapping[Var, jax.Array]) -> jax.Array:
+    """The value of a number in the program text, or of a variable."""
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def scope(name_stack: source_info_util.NameStack) -> AbstractContextManager[None]:
+    """A context in which operations are in these scopes too."""
+    current = source_info_util.current_name_stack()
+    return source_info_util.set_name_stack(current + name_stack)

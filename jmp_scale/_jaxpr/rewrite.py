@@ -1,0 +1,137 @@
+"""Makes other programs of traced ones: excerpts, opened calls, scopes, precisions."""
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.source_info_util import NameStack
+
+from .primitives import PRODUCTS
+from .read import (
+    Atom,
+    Program,
+    bare,
+    is_jaxpr,
+    is_no_sequence,
+    open_jaxpr,
+    subjaxprs,
+)
+
+
+def structural_key(jaxpr: Jaxpr) -> Hashable:
+    """A hashable key, equal for the same equations from the same source lines."""
+    numbers: dict[Var, int] = {}
+
+    def name(atom: Atom) -> Hashable:
+        if isinstance(atom, Literal):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return numbers.setdefault(atom, len(numbers))
+
+    facts: list[Hashable] = [(name(v), v.aval) for v in jaxpr.invars]
+    for eqn in jaxpr.eqns:
+        where = eqn.source_info.traceback, eqn.source_info.name_stack
+        params = sorted(eqn.params.items())
+        names = [name(v) for v in [*eqn.invars, *eqn.outvars]]
+        facts.append((eqn.primitive, eqn.ctx, where, *params, *names))
+    return *facts, *map(name, jaxpr.outvars)
+
+
+def without_common_scope(jaxpr: Jaxpr) -> tuple[NameStack, Jaxpr]:
+    """The scopes in which all equations are, and the jaxpr with the others."""
+    stacks = [eqn.source_info.name_stack for eqn in jaxpr.eqns]
+    columns = zip(*(stack.stack for stack in stacks), strict=False)
+    depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, columns)])
+    pairs = zip(jaxpr.eqns, stacks, strict=True)
+    eqns = [with_scopes(eqn, stack[depth:]) for eqn, stack in pairs]
+    common = stacks[0][:depth] if stacks else NameStack()
+    return common, jaxpr.replace(eqns=eqns)
+
+
+def with_scopes(eqn: JaxprEqn, name_stack: NameStack) -> JaxprEqn:
+    """An equation in these scopes in place of its own."""
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
+
+
+def with_precision(jaxpr: Program, precision: str | None) -> Program:
+    """A jaxpr whose products without a precision of their own have this one."""
+    if precision is None:
+        return jaxpr
+    try:
+        level = jax.lax.Precision(precision)
+    except ValueError:  # it names an algorithm
+        return jaxpr
+
+    def change(eqn: JaxprEqn) -> JaxprEqn:
+        params = map_jaxprs(functools.partial(map_equations, change), eqn)
+        if eqn.primitive.name in PRODUCTS and params.get("precision", 0) is None:
+            params["precision"] = (level, level)
+        return eqn.replace(params=params)
+
+    return map_equations(change, jaxpr)
+
+
+def map_equations(fun: Callable[[JaxprEqn], JaxprEqn], jaxpr: Program) -> Program:
+    """A jaxpr with `fun` of each of its own equations."""
+    inner = bare(jaxpr)
+    changed = inner.replace(eqns=[*map(fun, inner.eqns)])
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation, with `fun` of each jaxpr among them."""
+
+    def change(value: object) -> object:
+        return fun(value) if is_jaxpr(value) else value
+
+    items = eqn.params.items()
+    return {k: jax.tree.map(change, v, is_leaf=is_no_sequence) for k, v in items}
+
+
+def inlined(
+    jaxpr: Program, is_open: Callable[[JaxprEqn], bool]
+) -> tuple[Jaxpr, dict[Var, Any]]:
+    """A jaxpr with some of its calls opened, and its constants by variable."""
+    constants: dict[Var, Any] = {}
+    eqns: list[JaxprEqn] = []
+
+    def add(body: Program, inputs: Sequence[Atom], scopes: NameStack) -> list[Atom]:
+        inner, values = open_jaxpr(body)
+        fresh = [Var(v.aval) for v in inner.constvars]
+        constants.update(zip(fresh, values, strict=True))
+        before, after = [*inner.constvars, *inner.invars], [*fresh, *inputs]
+        renamed = dict(zip(before, after, strict=True))
+
+        def named(atoms: Sequence[Atom]) -> list[Atom]:
+            return [v if isinstance(v, Literal) else renamed[v] for v in atoms]
+
+        for eqn in inner.eqns:
+            inputs = named(eqn.invars)
+            within = scopes + eqn.source_info.name_stack
+            if is_open(eqn):
+                outputs = add(subjaxprs(eqn)[0], inputs, within)
+            else:
+                outputs = [Var(v.aval) for v in eqn.outvars]
+                renewed = eqn.replace(invars=inputs, outvars=outputs)
+                eqns.append(with_scopes(renewed, within))
+            renamed.update(zip(eqn.outvars, outputs, strict=True))
+        return named(inner.outvars)
+
+    outer = bare(jaxpr)
+    outputs = add(jaxpr, outer.invars, NameStack())
+    return excerpt(outer, eqns, outer.invars, outputs), constants
+
+
+def excerpt(
+    jaxpr: Jaxpr,
+    eqns: Iterable[JaxprEqn],
+    inputs: Iterable[Var],
+    outputs: Iterable[Atom],
+) -> Jaxpr:
+    """A jaxpr of some equations of another one, with these inputs and outputs."""
+    return jaxpr.replace(
+        constvars=[], invars=[*inputs], outvars=[*outputs], eqns=[*eqns]
+    )

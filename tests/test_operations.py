@@ -1,0 +1,277 @@
+"""What becomes of a product, and what derivatives of operations read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_programs import W, X, arrays
+from jax import lax
+
+from jmp_scale import _jaxpr
+from jmp_scale import _operations as ops
+from jmp_scale._operations import Fate
+
+(V, ROW, BATCH) = arrays((16,), (1, 16), (3, 8, 16))
+HALF = X.astype("bfloat16")
+
+
+def program(fun, *args):
+    return jax.make_jaxpr(fun)(*args)
+
+
+def product(fun, *args):
+    (eqn,) = (e for e in program(fun, *args).eqns if e.primitive.name in ops.PRODUCTS)
+    return eqn
+
+
+def dot(precision=None, result="float32"):
+    """The product of two matrices."""
+
+    def fun(x, w):
+        return lax.dot(x, w, precision=precision, preferred_element_type=result)
+
+    return fun
+
+
+FATES = {
+    "float32": (dot(), (X, W), Fate.BECOMES_HALF),
+    "default precision": (dot("default"), (X, W), Fate.BECOMES_HALF),
+    "high precision": (dot("high"), (X, W), Fate.OWN_PRECISION),
+    "a weight stored in half": (dot(), (X, W.astype("float16")), Fate.BECOMES_HALF),
+    "half": (dot(result=None), (HALF, W.astype("bfloat16")), Fate.IS_HALF),
+    "half with a float32 result": (dot(), (HALF, HALF.T), Fate.IS_HALF),
+    "a half result": (dot(result="float16"), (X, W), Fate.IS_HALF),
+    "integers": (dot(result=None), (X.astype(int), W.astype(int)), Fate.OTHER_DTYPE),
+    "complex": (jnp.dot, (X.astype("complex64"), W), Fate.OTHER_DTYPE),
+    "outer product": (lambda x, y: jnp.einsum("i,j->ij", x, y), (V, V), Fate.IS_SUM),
+    "contracts one entry": (dot(), (V[:, None], ROW), Fate.IS_SUM),
+    "two vectors": (jnp.dot, (V, V), Fate.IS_SUM),
+    "one row": (dot(), (ROW, W), Fate.BECOMES_HALF),
+    "one row and one column": (dot(), (ROW, ROW.T), Fate.BECOMES_HALF),
+    "a row and a column for each index": (
+        lambda x, y: jnp.einsum("bik,bkj->bij", x, y),
+        (BATCH[:, :1], BATCH.transpose(0, 2, 1)[..., :1]),
+        Fate.IS_SUM,
+    ),
+    "a matrix for each index": (
+        lambda x, y: jnp.einsum("bik,bjk->bij", x, y),
+        (BATCH, BATCH),
+        Fate.BECOMES_HALF,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FATES)
+def test_the_fate_of_a_product(name):
+    fun, args, wanted = FATES[name]
+    eqn = product(fun, *args)
+    assert ops.fate(eqn) is wanted
+    assert ops.becomes_half(eqn) == (wanted is Fate.BECOMES_HALF)
+    assert ops.stays_float32(eqn) == (wanted not in (Fate.BECOMES_HALF, Fate.IS_HALF))
+
+
+def test_a_vector_times_a_parameter_is_one_row_of_a_batch():
+    eqn = product(jnp.dot, V, W)
+    matrix = eqn.invars[1]
+    assert ops.fate(eqn) is Fate.BECOMES_HALF
+    is_parameter = {matrix: True}.__getitem__
+    assert ops.fate(eqn, is_parameter=is_parameter) is Fate.BECOMES_HALF
+    assert ops.fate(eqn, is_parameter=lambda v: False) is Fate.IS_SUM
+    assert ops.stays_float32(eqn)
+    assert not ops.has_matrix_work(eqn)
+    assert ops.has_matrix_work(eqn, is_parameter)
+
+
+def test_constants_and_names_decide_last():
+    eqn = product(jnp.dot, X, W)
+    both, one = {*eqn.invars}, {eqn.invars[0]}
+    asked = []
+
+    def is_exempt(product):
+        asked.append(product)
+        return True
+
+    fate = ops.fate(eqn, is_number=both.__contains__, is_exempt=is_exempt)
+    assert (fate, asked) == (Fate.IS_CONSTANT, [])
+    fate = ops.fate(eqn, is_number=one.__contains__, is_exempt=is_exempt)
+    assert (fate, asked) == (Fate.IS_EXEMPT, [eqn])
+    assert ops.fate(product(dot("high"), X, W), is_exempt=is_exempt)
+    assert asked == [eqn]
+
+
+@pytest.mark.parametrize(
+    ("args", "is_half"),
+    [((X, W), False), ((HALF, W), True), ((X, W.astype("float16")), True)],
+)
+def test_a_product_that_reads_half_precision(args, is_half):
+    assert ops.is_half_product(product(dot(), *args)) == is_half
+    assert ops.is_half_product(product(dot(result="float16"), X, W))
+    (cast,) = program(lambda x: x.astype("float16"), X).eqns
+    assert not ops.is_half_product(cast)
+
+
+def test_products_within_calls():
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    call = program(layer, X, W).eqns[0]
+    assert ops.has_products(call)
+    assert not ops.holds_half_products(call)
+    half = program(layer, HALF, W.astype("bfloat16")).eqns[0]
+    assert ops.holds_half_products(half)
+    assert not ops.has_products(half)
+    dot, tanh = _jaxpr.bare(_jaxpr.subjaxprs(half)[0]).eqns
+    assert ops.holds_half_products(dot)
+    assert not ops.holds_half_products(tanh)
+    assert not ops.is_cheap(call)
+
+
+REASONS = {
+    "there is none": (jnp.sin, (X,)),
+    "they have dtype int32": (jnp.dot, (X.astype(int), W.astype(int))),
+    "they have a precision of their own": (dot("highest"), (X, W)),
+    "they have constants as operands": (jnp.dot, (X, W)),
+    "they have nothing to do for a matrix unit": (jnp.dot, (V, V)),
+    "": (jnp.dot, (HALF, HALF.T)),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_why_no_product_became_half_precision(reason):
+    fun, args = REASONS[reason]
+    found = ops.why_float32(program(fun, *args))
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+def test_all_reasons_are_told_once():
+    def f(x, v):
+        return v @ v + v @ v, dot("high")(x, x.T), x.astype(int) @ x.astype(int).T
+
+    reasons = ops.why_float32(program(f, X, V)).split("; ")
+    assert reasons[-2:] == ["a precision of their own", "dtype int32"]
+    assert len(ops.why_float32(program(f, X, V)).split("matrix unit")) == 2
+
+
+def test_what_is_cheap_to_compute_again():
+    def cheap(fun, *args):
+        return ops.is_cheap(program(fun, *args).eqns[-1])
+
+    assert cheap(jnp.tanh, X)
+    assert cheap(jax.jit(jnp.tanh), X)
+    assert cheap(jax.nn.relu, X)
+    assert cheap(lambda x: lax.reduce_max(x, (0,)), X)
+    assert not cheap(lambda x, i: x[i], X, jnp.arange(3))
+    assert not cheap(lambda x: lax.sort(x), X)
+    assert not cheap(jax.jit(jnp.sort), X)
+    assert not cheap(lambda x: lax.scan(lambda c, _: (c + 1, None), x, length=2), X)
+    assert not cheap(lambda x: jax.debug.print("{}", x), X)
+
+
+def read(fun, *args, softmaxes=()):
+    """Positions of the inputs that the derivative reads, and other primitives."""
+    island = program(fun, *args).jaxpr
+    found = ops.softmaxes_of(island) if softmaxes == "all" else ()
+    atoms = _jaxpr.variables(ops.read_by_derivative(island, found))
+    maker = {v: eqn.primitive.name for eqn in island.eqns for v in eqn.outvars}
+    return {maker.get(v) or island.invars.index(v) for v in atoms}
+
+
+READ = {
+    "a sum": (lambda x, y: x + 2 * y.T.T, set()),
+    "a product": (lambda x, y: x * y, {0, 1}),
+    "a product with a constant": (lambda x, y: x * 2, set()),
+    "a product with one that stops": (
+        lambda x, y: x * lax.stop_gradient(y),
+        {"stop_gradient"},
+    ),
+    "all of it stops": (lambda x, y: lax.stop_gradient(x * y) + x, set()),
+    "a quotient": (lambda x, y: x / y, {0, 1}),
+    "a quotient by one that stops": (
+        lambda x, y: x / lax.stop_gradient(y),
+        {"stop_gradient"},
+    ),
+    "a choice": (lambda x, y: lax.select(x > 0, x, y), {"gt", 0}),
+    "a function": (lambda x, y: jnp.tanh(x) + y, {0}),
+    "nobody wants it": (lambda x, y: (jnp.sin(x), jnp.cos(y))[0], {0}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_values_that_a_derivative_reads(name):
+    fun, wanted = READ[name]
+    assert read(fun, X, X) == wanted
+
+
+def softmax(x, axis=-1):
+    e = jnp.exp(x - lax.stop_gradient(jnp.max(x, axis, keepdims=True)))
+    return e / jnp.sum(e, axis, keepdims=True)
+
+
+def test_softmaxes_are_found_and_read_as_results():
+    island = program(lambda x: softmax(x, 0) + 1, X).jaxpr
+    ((result, found),) = ops.softmaxes_of(island).items()
+    maker = {v: e.primitive.name for e in island.eqns for v in e.outvars}
+    assert (maker[result], maker[found.exponents]) == ("div", "sub")
+    assert found.axes == (0,)
+    assert "exp" in read(softmax, X)
+    assert "exp" not in read(softmax, X, softmaxes="all")
+    others = (
+        lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x + 1), -1, keepdims=True),
+        lambda x: jnp.exp(x) / jnp.max(jnp.exp(x), -1, keepdims=True),
+        lambda x: x / jnp.sum(x, -1, keepdims=True),
+        lambda x: 1 / x,
+    )
+    for fun in others:
+        assert not ops.softmaxes_of(program(fun, X).jaxpr)
+
+
+def test_small_sums_are_an_eighth_of_their_operand():
+    def sums(shape, axis, dtype="float32"):
+        island = program(lambda x: jnp.sum(x, axis), jnp.zeros(shape, dtype)).jaxpr
+        return len(ops.small_sums(island))
+
+    assert (sums((8, 4), 0), sums((7, 4), 0)) == (1, 0)
+    assert (sums((2, 16384), 1), sums((2, 16385), 1)) == (0, 1)
+    assert sums((4, 8, 8), (1, 2)) == 1
+    assert sums((8, 4), 0, "int32") == 0
+
+
+def test_tangents_reach_what_is_differentiable():
+    def f(x, y):
+        z = lax.stop_gradient(x) + 1
+        return z, x * 2, jnp.argmax(x), y
+
+    jaxpr = program(f, X, X).jaxpr
+    reached = ops.reached_by(jaxpr, jaxpr.invars[:1])
+    assert [v in reached for v in jaxpr.outvars] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_cotangent_has_the_dtype_of_its_array(dtype):
+    x = jnp.ones(3, dtype)
+    jaxpr = program(ops.with_cotangent_of_its_dtype, x)
+    assert len(jaxpr.eqns) == (0 if dtype == "float32" else 2)
+    assert ops.with_cotangent_of_its_dtype(x).dtype == dtype
+    assert ops.with_cotangent_of_its_dtype(3) == 3
+
+
+def test_a_value_with_the_derivative_of_another():
+    def f(x):
+        return ops.with_value(jnp.sin(x), jnp.float32(7))
+
+    value, slope = jax.value_and_grad(f)(0.5)
+    assert value == 7
+    np.testing.assert_allclose(slope, np.cos(0.5), rtol=1e-6)
+
+
+def test_a_softmax_from_its_result_has_the_derivative_of_its_exponents():
+    def loss(from_result, x):
+        p = softmax(x)
+        if from_result:
+            p = ops.softmax_from(x, lax.stop_gradient(p), (1,))
+        return jnp.sum(p * jnp.arange(16.0)[None])
+
+    got, wanted = (jax.grad(loss, 1)(flag, X) for flag in (True, False))
+    np.testing.assert_allclose(got, wanted, atol=1e-5)

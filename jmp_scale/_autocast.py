@@ -260,7 +260,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
             if moving:
                 with _jaxpr.scope(product.scope):
                     tangent = product_tangents[k]([values[i] for i in wires], moving)
-                    # So the cotangent is half precision, and an array of its own.
+                    # The cotangent is then half precision, and an array of its own.
                     made[k] = cast.apart(tangent)
         return found, made
 

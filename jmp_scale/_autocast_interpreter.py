@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +21,6 @@ from ._jaxpr import Program, Var
 from ._marks import Names
 from ._validation import warn
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Part = Literal["loop", "rule", ""]
 
@@ -32,11 +31,11 @@ class TraceCache:
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
 
-    def made(self, make: Callable[P, T], *facts: P.args, **no_keywords: P.kwargs) -> T:
+    def made(self, make: Callable[..., T], *facts: Hashable) -> T:
         """`make(*facts)`, or what it made of equal facts before."""
         key = make, facts
         if key not in self._made:
-            self._made[key] = make(*facts, **no_keywords)
+            self._made[key] = make(*facts)
         return self._made[key]
 
 
@@ -163,7 +162,7 @@ class Interpreter(abc.ABC):
         ) -> Callable[..., list[jax.Array]]:
             inner = tuple(Origin.DATA if i is None else origins[i] for i in places)
             nested = self.within(unit, part_of)
-            return self.traces.made(_function_of, nested, jaxpr, inner)
+            return self.traces.made(_nested_function, nested, jaxpr, inner)
 
         values = [_jaxpr.value_of(v, env) for v in eqn.invars]
         run = RUNS.get(eqn.primitive.name)
@@ -179,7 +178,7 @@ class Interpreter(abc.ABC):
         return results
 
 
-def _function_of(
+def _nested_function(
     interpreter: Interpreter, jaxpr: Program, origins: tuple[Origin, ...]
 ) -> Callable[..., list[jax.Array]]:
     return functools.partial(interpreter.run, jaxpr, origins)

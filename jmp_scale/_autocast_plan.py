@@ -102,11 +102,10 @@ def make_plan(
         return not names.exempt(eqn) if ops.has_products(eqn) else ops.is_cheap(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
-    known = {v: o for v, o in zip(flat.invars, origins, strict=True) if o}
-    known.update(dict.fromkeys(constants, Origin.PARAMETER))
-    given = {*known}
+    given = {v: o for v, o in zip(flat.invars, origins, strict=True) if o}
+    given.update(dict.fromkeys(constants, Origin.PARAMETER))
     numbers = {v for v, x in constants.items() if not isinstance(x, Tracer)}
-    planner = _Planner(flat, known, numbers, dtype, names)
+    planner = _Planner(flat, given, numbers, dtype, names)
     parts = planner.parts()
     products = [part.product for part in parts if part.kind == "product"]
     halves = {product.result for product in products if product}
@@ -115,8 +114,15 @@ def make_plan(
     }
     shared = read - {*planner.origins} - halves if share_casts else set[Var]()
     halves |= shared
-    units = _Units(parts, halves, given, shared).units(join)
-    return Plan(flat, constants, units, given, planner.origins, halves, shared)
+    return Plan(
+        jaxpr=flat,
+        constants=constants,
+        units=_Units(parts, halves, {*given}, shared).units(join),
+        given={*given},
+        origins=planner.origins,
+        halves=halves,
+        shared=shared,
+    )
 
 
 PartKind = Literal["island", "product", "own", "call", "other"]
@@ -410,7 +416,7 @@ class _Units:
         results = [v for v in variables(island.outvars) if is_float32(v)]
         operands = [v for v in results if v in self._readers]
         softmaxes = {v for v in ops.softmaxes_of(island) if v in operands}
-        # From the last one on: what reads a result itself may be another one.
+        # The last one is first: what reads a result itself may be another one.
         for v in reversed([v for v in operands if v in softmaxes]):
             others = softmaxes - {v}
             scores_are_kept = read(others, ()) == read(softmaxes, ())

@@ -174,7 +174,7 @@ def is_zero(tangent: object) -> bool:
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
-# Where an algorithm of a GPU holds on a GPU alone: JAX lowers each branch of
+# An algorithm of a GPU must hold on a GPU alone, but JAX lowers each branch of
 # `lax.platform_dependent` for all platforms of a program, and a CPU refuses such an
 # algorithm. So these products are a primitive, of the same name and parameters, that
 # each platform lowers in its own way; its rules are JAX's.

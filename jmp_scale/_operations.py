@@ -106,7 +106,7 @@ class Product:
 
 
 class Fate(enum.Enum):
-    """What becomes of a product, and why the others stay as they are."""
+    """The fate of a product: it becomes half precision, is so already, or stays."""
 
     BECOMES_HALF = "float32 operands"
     IS_HALF = "half precision as traced"
@@ -127,7 +127,7 @@ def fate(
     is_number: Callable[[Var], bool] = lambda v: False,
     is_exempt: Callable[[JaxprEqn], bool] = lambda eqn: False,
 ) -> Fate:
-    """What becomes of a product: the plan, the warning and the report ask this.
+    """The fate of a product: the plan, the warning and the report ask this.
 
     Where nothing is known of the program around it, the product is assumed to become
     half precision if it can.
@@ -396,5 +396,5 @@ def _softmax_rule(
     # Rounded probabilities do not add up to 1. Divided by their sum, a constant added
     # to the cotangent changes nothing, as in the exact derivative.
     mean = jnp.sum(product, axes, keepdims=True) / jnp.sum(p, axes, keepdims=True)
-    # Not a difference, of which jax 0.8.0 makes a wrong gradient on a CPU.
+    # A difference here has a wrong gradient on a CPU with jax 0.8.0.
     return result, product + p * -mean

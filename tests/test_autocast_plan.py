@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from autocast_programs import W, X, arrays
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from jmp_scale import _jaxpr, keep_float32
 from jmp_scale._autocast_plan import Origin, make_plan, needed_for
@@ -210,3 +211,19 @@ def test_what_only_a_later_island_reads_runs_there():
 
     (unit,) = (u for u in plan_of(f, W, X).units if "mul" in primitives(u))
     assert "sin" in primitives(unit)
+
+
+def test_an_island_is_joined_with_products_of_the_context_in_which_it_ends():
+    def f(w, x, inside):
+        h = jnp.tanh(x @ w)
+        with set_xla_metadata(mark="1"):
+            h = jnp.sin(h)
+            if inside:
+                return h @ w
+        return h @ w
+
+    def joined(inside):
+        units = plan_of(lambda w, x: f(w, x, inside), W, X).units
+        return any("tanh" in primitives(unit) and unit.products for unit in units)
+
+    assert (joined(True), joined(False)) == (True, False)

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autocast_programs import W, X, arrays
+from helpers import EXPLICIT_TWO
 from jax import lax
+from jax.sharding import NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
 
 from jmp_scale import _jaxpr
 from jmp_scale import _operations as ops
@@ -167,6 +170,19 @@ def test_what_is_cheap_to_compute_again():
     assert not cheap(jax.jit(jnp.sort), X)
     assert not cheap(lambda x: lax.scan(lambda c, _: (c + 1, None), x, length=2), X)
     assert not cheap(lambda x: jax.debug.print("{}", x), X)
+
+
+def test_a_reshard_within_a_mesh_is_cheap_and_to_another_one_is_not():
+    mesh = EXPLICIT_TWO
+    other = jax.sharding.Mesh(
+        mesh.devices.T, mesh.axis_names, axis_types=mesh.axis_types
+    )
+    (eqn,) = program(lambda x: reshard(x, NamedSharding(mesh, P("i"))), X).eqns[-1:]
+    (moved,) = program(lambda x: reshard(x, NamedSharding(other, P("j"))), X).eqns[-1:]
+    (before,) = eqn.outvars
+    assert ops.mesh_of(before) == mesh.abstract_mesh
+    assert ops.is_cheap(eqn.replace(invars=[before]))
+    assert not ops.is_cheap(moved.replace(invars=[before]))
 
 
 def read(fun, *args, softmaxes=()):

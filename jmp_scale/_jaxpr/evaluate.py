@@ -14,7 +14,7 @@ from .read import Atom
 
 def evaluate(eqn: JaxprEqn, values: Sequence[Any], **params: Any) -> list[jax.Array]:
     """The results of an equation for these operands, `params` in place of its own."""
-    # As `jax.core.eval_jaxpr` does it, which needs a jaxpr for each equation.
+    # Written after `jax.core.eval_jaxpr`, which needs a jaxpr for each equation.
     bound = eqn.primitive.get_bind_params({**eqn.params, **params})
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.8
     where = eqn.source_info

@@ -1,4 +1,4 @@
-"""What JAX's primitives do: the tables that autocast, report and skip read.
+"""Tables of JAX's primitives, by what they do: autocast, report and skip read them.
 
 A primitive is named as in a printed jaxpr.
 """

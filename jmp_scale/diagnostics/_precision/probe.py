@@ -56,7 +56,7 @@ class Line:
         return any(map(Names(frozenset({name})).exempt, self.equations))
 
     def names(self) -> list[str]:
-        """What keeps it: its function, itself, its scopes."""
+        """Names that keep it: of its function, of itself, of its scopes."""
         parts = self.place.function.split(".")
         functions = [p for p in parts if p.isidentifier() and not p.startswith("__")]
         scopes = self.scopes

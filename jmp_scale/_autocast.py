@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from . import _jaxpr, _marks
 from . import _operations as ops
-from ._autocast_interpreter import Interpreter, Notes, TraceCache
+from ._autocast_interpreter import Interpreter, Notes, TraceCache, Values
 from ._autocast_plan import Origin, Plan, Unit
 from ._dot_general import is_zero
 from ._jaxpr import Program, Var
@@ -158,12 +158,8 @@ class Cast(Interpreter):
         return jax.tree.map(ops.kept_apart, x) if with_barrier else x
 
     def run_products(
-        self,
-        unit: Unit,
-        plan: Plan,
-        env: dict[Var, jax.Array],
-        halves: dict[Var, jax.Array],
-    ) -> dict[Var, jax.Array]:
+        self, unit: Unit, plan: Plan, env: Values, halves: Values
+    ) -> Values:
         """Runs an island and its products as one function with a rule of its own."""
         inputs = unit.jaxpr.invars
         whole = {*inputs[: unit.reads]}

@@ -23,6 +23,7 @@ from ._validation import warn
 
 T = TypeVar("T")
 Part = Literal["loop", "rule", ""]
+Values = dict[Var, jax.Array]
 
 
 class TraceCache:
@@ -64,22 +65,11 @@ class Interpreter(abc.ABC):
 
     @abc.abstractmethod
     def run_products(
-        self,
-        unit: Unit,
-        plan: Plan,
-        env: dict[Var, jax.Array],
-        halves: dict[Var, jax.Array],
-    ) -> dict[Var, jax.Array]:
-        """Runs an island and the products that read its results.
+        self, unit: Unit, plan: Plan, env: Values, halves: Values
+    ) -> Values:
+        """The float32 values that an island makes, and the products that read it.
 
-        Args:
-          unit: one of the kind "half".
-          plan: the plan that it is of.
-          env: values so far, by variable.
-          halves: half-precision copies of these, to which it may add.
-
-        Returns:
-          The values that the unit makes, float32.
+        `env` has the values so far, `halves` half-precision copies, to which it adds.
         """
 
     def within(self, unit: Unit, part_of: Part) -> "Interpreter":
@@ -107,7 +97,7 @@ class Interpreter(abc.ABC):
         for v in plan.jaxpr.invars:
             if v in plan.shared:
                 env[v] = self.rounded(env[v])
-        halves: dict[Var, jax.Array] = {}
+        halves: Values = {}
         for unit in plan.units:
             equations = unit.jaxpr.eqns or unit.products[0][0].jaxpr.eqns
             with equations[-1].ctx.manager:  # settings and mesh, as they were traced
@@ -122,9 +112,7 @@ class Interpreter(abc.ABC):
         dtypes = self.backward, self.forward
         return ops.with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
-    def _run_traced(
-        self, unit: Unit, plan: Plan, env: dict[Var, jax.Array]
-    ) -> dict[Var, jax.Array]:
+    def _run_traced(self, unit: Unit, plan: Plan, env: Values) -> Values:
         """Runs equations as they are, or one whose nested jaxprs hold products."""
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
 
@@ -147,9 +135,7 @@ class Interpreter(abc.ABC):
                 results = map(change, outputs, results)
         return dict(zip(outputs, results, strict=True))
 
-    def _call(
-        self, unit: Unit, plan: Plan, env: dict[Var, jax.Array]
-    ) -> list[jax.Array] | None:
+    def _call(self, unit: Unit, plan: Plan, env: Values) -> list[jax.Array] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""
         (eqn,) = unit.jaxpr.eqns
         origins = [

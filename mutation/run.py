@@ -45,7 +45,6 @@ TESTS = {
     "_autocast": "test_autocast test_autocast_exact",
     "_autocast_interpreter": "test_autocast_interpreter test_autocast",
     "_autocast_plan": "test_autocast_plan test_autocast test_autocast_exact",
-    "_autocast_text": "test_autocast_text",
     "_operations": "test_operations test_autocast test_autocast_exact",
     "_higher_order": "test_higher_order test_autocast",
     "_marks": "test_marks test_autocast",

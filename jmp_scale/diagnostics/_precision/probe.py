@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jaxpr
-from ..._autocast_interpreter import Interpreter, Notes, Part, TraceCache
+from ..._autocast_interpreter import Interpreter, Notes, Part, TraceCache, Values
 from ..._autocast_plan import Origin, Plan, Unit
 from ..._dot_general import bilinear
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
@@ -177,12 +177,8 @@ class _Flagged(Interpreter):
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def run_products(
-        self,
-        unit: Unit,
-        plan: Plan,
-        env: dict[Var, jax.Array],
-        halves: dict[Var, jax.Array],
-    ) -> dict[Var, jax.Array]:
+        self, unit: Unit, plan: Plan, env: Values, halves: Values
+    ) -> Values:
         inputs = [env[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)

@@ -1,41 +1,40 @@
-"""The plan of a program in words: what `autocast` runs, keeps and makes again."""
+"""Prints the plan of a program: what `autocast` runs, keeps and makes again.
+
+`python docs/print_plan.py` prints that of an attention block. It reads private modules.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from . import _jaxpr
-from . import _operations as ops
-from ._autocast_plan import Origin, Plan, Unit, make_plan, needed_for
-from ._jaxpr import Var
-from ._marks import Names
-from ._tree import FlatCall
+from jmp_scale import _jaxpr
+from jmp_scale import _operations as ops
+from jmp_scale._autocast_plan import Origin, Plan, Unit, make_plan, needed_for
+from jmp_scale._jaxpr import Var
+from jmp_scale._marks import Names
+from jmp_scale._tree import FlatCall
+
+
+def attention(weights, x):
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+    q, k, v = h @ weights["q"], h @ weights["k"], h @ weights["v"]
+    scores = q @ jnp.swapaxes(k, 1, 2) / 8
+    return x + jax.nn.softmax(scores) @ v @ weights["out"]
+
+
+def main() -> None:
+    weights = {name: jnp.ones((64, 64)) for name in ("q", "k", "v", "out")}
+    print(plan_text(attention, weights, jnp.ones((4, 128, 64))))
 
 
 def plan_text(
     fun: Callable[..., Any], *args: Any, dtype: DTypeLike = "bfloat16"
 ) -> str:
-    """The plan by which `autocast(fun, dtype)` runs, unit by unit.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale._autocast_text import plan_text
-      >>> x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
-      >>> print(plan_text(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), w, x))
-      0 arguments: a[4, 4], b[8, 4]
-      1 half:
-          c[8, 4] = dot_general of b, a
-      2 half: tanh
-          e[8, 4] = dot_general of d, a
-          keeps in half: c[8, 4]
-          makes again: d[8, 4]
-      3 half: reduce_sum
-          keeps: f[]
-      results: f
-    """
+    """The plan by which `autocast(fun, dtype)` runs, unit by unit."""
     flat = FlatCall(fun, args, {})
     jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
     origins = [Origin.PARAMETER] * len(flat.arrays)
@@ -109,3 +108,7 @@ def _letters(number: int) -> str:
         for letters in itertools.product(alphabet, repeat=length)
     )
     return next(itertools.islice(words, number, None))
+
+
+if __name__ == "__main__":
+    main()

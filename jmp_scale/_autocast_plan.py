@@ -214,7 +214,7 @@ class _Planner:
         if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
             self.numbers.update(eqn.outvars)
         is_plain = kind in ("island", "other") and not ops.holds_half_products(eqn)
-        is_plain = is_plain and not ops.looks_up_rows(eqn)
+        is_plain = is_plain and not self._is_lookup(eqn)
         if is_plain and self.origins.keys() >= {*inputs}:
             scales = eqn.primitive.name in _jaxpr.SCALINGS
             is_parameter = scales and any(map(self._is_parameter, inputs))
@@ -226,6 +226,20 @@ class _Planner:
             count = 1 + sum(self.repeats[v] for v in inputs)
             if count <= _MOST_REPEATED:
                 self.repeats.update(dict.fromkeys(eqn.outvars, count))
+
+    def _is_lookup(self, eqn: JaxprEqn) -> bool:
+        """Whether rows are looked up by what is passed, as tokens: these are data."""
+        if not ops.looks_up_rows(eqn):
+            return False
+        todo = variables(eqn.invars[1:2])
+        while todo:
+            v = todo.pop()
+            maker = self.maker.get(v)
+            if maker is not None:
+                todo += variables(self.equations[maker].invars)
+            elif v not in self.numbers:
+                return True
+        return False
 
     def _sink(self) -> None:
         """Delays an equation to the first island that reads it.

@@ -1,4 +1,4 @@
-"""The train steps of the README pass a type checker in a user's own program."""
+"""Train steps as the documentation has them pass a type checker in a user's program."""
 
 import importlib.util
 import json
@@ -14,20 +14,67 @@ from test_readme import BLOCKS
 
 import jmp_scale
 
-# How a program goes on after the block.
+# Programs of the documentation, and how they go on.
+LOSS = """\
+import jax, jax.numpy as jnp, jmp_scale, optax
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params[0]) ** 2)
+
+"""
 USES = {
-    "quickstart": """
+    "float16": """
+        params = [jnp.ones((2, 2))]
+        opt_state = tx.init(params)
+        params, opt_state, loss = train_step(params, opt_state, jnp.ones((1, 2)))
         print(opt_state.loss_scale, opt_state.applied, opt_state.skipped)
         print(optax.chain(tx, optax.identity()))
         """,
     "linen": "print(state.loss_scale, state.opt_state.applied, state.step)",
     "nnx": "print(optimizer.loss_scale, optimizer.opt_state.applied, optimizer.step)",
 }
+PROGRAMS = {
+    "float16": LOSS + BLOCKS["float16"][1],
+    "linen": """\
+from typing import Any
+import flax.linen as nn, jax, jax.numpy as jnp, jmp_scale, optax
+from jmp_scale.linen import TrainState
+
+class BatchNormState(TrainState):
+    batch_stats: Any
+
+model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False)])
+x = jnp.ones((8, 4))
+state = BatchNormState.create(
+    apply_fn=model.apply, tx=optax.adamw(3e-4), loss_scale=jmp_scale.DynamicLossScale(),
+    **model.init(jax.random.key(0), x),
+)
+def loss_fn(params, batch_stats):
+    variables = {"params": params, "batch_stats": batch_stats}
+    y, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+    return jnp.mean((y - 1) ** 2), new
+
+grad_fn = state.value_and_grad(jmp_scale.autocast(loss_fn, "float16"), has_aux=True)
+(loss, new), grads = grad_fn(state.params, state.batch_stats)
+state = state.apply_gradients(grads=grads, value=loss, batch_stats=new["batch_stats"])
+""",
+    "nnx": """\
+import jax.numpy as jnp, jmp_scale, jmp_scale.nnx, optax
+from flax import nnx
+model, x = nnx.Linear(4, 2, rngs=nnx.Rngs(0)), jnp.ones((8, 4))
+loss_scale = jmp_scale.DynamicLossScale()
+optimizer = jmp_scale.nnx.Optimizer(model, optax.adamw(3e-4), loss_scale=loss_scale)
+half_loss = jmp_scale.nnx.autocast(lambda model, x: jnp.mean(model(x) ** 2), "float16")
+loss, grads = optimizer.value_and_grad(half_loss)(model, x)
+optimizer.update(model, grads, value=loss)
+""",
+}
 # The annotations with which a user of strict mode writes the block's functions.
 ANNOTATIONS = {
     "params": "list[jax.Array]",
     "batch_stats": "dict[str, jax.Array]",
     "x": "jax.Array",
+    "batch": "jax.Array",
     "opt_state": "jmp_scale.LossScaleState",
 }
 # What is ours in a program. JAX, Optax and Flax themselves are not fully typed, nor is
@@ -48,7 +95,7 @@ def annotated(code):
 
 def write_programs(folder):
     for name, uses in USES.items():
-        code = f"{BLOCKS[name][1]}\n{textwrap.dedent(uses)}"
+        code = f"{PROGRAMS[name]}\n{textwrap.dedent(uses)}"
         (folder / f"basic_{name}.py").write_text(code)
         strict = f"# pyright: strict\n{annotated(code)}"
         (folder / f"strict_{name}.py").write_text(strict)

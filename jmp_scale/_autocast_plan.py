@@ -154,7 +154,9 @@ class _Planner:
     ) -> None:
         self.jaxpr, self.equations = jaxpr, jaxpr.eqns
         self.origins, self.numbers = {**given}, {*numbers}
-        # What float32 arguments are in, so its gradient is float32 from products on.
+        self.fixed = {*numbers}  # values that do not depend on arguments
+        # Values that float32 arguments are in: their gradients are float32 from the
+        # product on.
         self.wide = {v for v in given if is_float32(v)} - self.numbers
         self._dtype = np.dtype(dtype).name
         self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
@@ -210,11 +212,13 @@ class _Planner:
         self, eqn: JaxprEqn, inputs: Sequence[Var], kind: PartKind
     ) -> None:
         """Notes what comes from arguments alone, or from integers and constants."""
+        if self.fixed.issuperset(inputs):
+            self.fixed.update(eqn.outvars)
         integers = [v for v in inputs if _jaxpr.dtype_name(v).startswith(_INTEGERS)]
         if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
             self.numbers.update(eqn.outvars)
-        is_plain = kind in ("island", "other") and not ops.holds_half_products(eqn)
-        is_plain = is_plain and not self._is_lookup(eqn)
+        is_data = ops.holds_half_products(eqn) or self._is_lookup(eqn)
+        is_plain = kind in ("island", "other") and not is_data
         if is_plain and self.origins.keys() >= {*inputs}:
             scales = eqn.primitive.name in _jaxpr.SCALINGS
             is_parameter = scales and any(map(self._is_parameter, inputs))
@@ -229,17 +233,8 @@ class _Planner:
 
     def _is_lookup(self, eqn: JaxprEqn) -> bool:
         """Whether rows are looked up by what is passed, as tokens: these are data."""
-        if not ops.looks_up_rows(eqn):
-            return False
-        todo = variables(eqn.invars[1:2])
-        while todo:
-            v = todo.pop()
-            maker = self.maker.get(v)
-            if maker is not None:
-                todo += variables(self.equations[maker].invars)
-            elif v not in self.numbers:
-                return True
-        return False
+        is_fixed = self.fixed.issuperset(variables(eqn.invars[1:2]))
+        return ops.looks_up_rows(eqn) and not is_fixed
 
     def _sink(self) -> None:
         """Delays an equation to the first island that reads it.

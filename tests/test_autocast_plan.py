@@ -227,3 +227,22 @@ def test_an_island_is_joined_with_products_of_the_context_in_which_it_ends():
         return any("tanh" in primitives(unit) and unit.products for unit in units)
 
     assert (joined(True), joined(False)) == (True, False)
+
+
+def wide_sides(fun, *args):
+    (product,) = [p for unit in plan_of(fun, *args).units for p, _ in unit.products]
+    return product.wide_sides
+
+
+@pytest.mark.parametrize("steps", [0, 60])  # an index that is read twice in each
+def test_rows_that_are_looked_up_by_an_argument_are_data(steps):
+    def doubled(i):
+        for _ in range(steps):
+            i = (i + i) % 8
+        return i
+
+    tokens = jnp.arange(4)
+    table = W[:8]
+    assert wide_sides(lambda t, i: t[doubled(i)] @ X.T, table, tokens) == (False, False)
+    fixed = wide_sides(lambda t: t[doubled(jnp.arange(4))] @ X.T, table)
+    assert fixed == (True, False)

@@ -1,4 +1,4 @@
-"""Train steps as the documentation has them pass a type checker in a user's program."""
+"""The README's step, and steps of Linen and NNX, pass a type checker as users write."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from test_readme import BLOCKS
 
 import jmp_scale
 
-# Programs of the documentation, and how they go on.
+# How each program goes on.
 LOSS = """\
 import jax, jax.numpy as jnp, jmp_scale, optax
 

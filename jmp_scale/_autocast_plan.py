@@ -33,7 +33,8 @@ _INTEGERS = "bool", "int", "uint"
 # At most this many operations on arguments alone are repeated in each island that reads
 # them.
 _MOST_REPEATED = 32
-
+# An equation of one array and smaller ones reads at most this many times its result.
+_ONE_ARRAY = 9 / 8
 
 UnitKind = Literal["half", "call", "own", "other"]
 
@@ -244,8 +245,8 @@ class _Planner:
         first = dict.fromkeys(variables(self.jaxpr.outvars), -1)
         for index, eqn in reversed([*enumerate(self.equations)]):
             inputs, is_island = variables(eqn.invars), self.kinds[index] == "island"
-            entries = sum(map(_jaxpr.size, inputs))  # of one array and small ones
-            if is_island and entries * 8 <= _jaxpr.size(eqn.outvars[0]) * 9:
+            entries = sum(map(_jaxpr.size, inputs))
+            if is_island and entries <= _ONE_ARRAY * _jaxpr.size(eqn.outvars[0]):
                 reader = min(first.get(v, -1) for v in eqn.outvars)
                 self.starts[index] = max(self.starts[index], reader)
             start = self.starts[index] if is_island else -1

@@ -42,6 +42,9 @@ _NOT_REACHED = (
 _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 # Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
 _LONGEST_ROW = 16384
+# A float32 sum that is less than half of its operand is smaller than that in half
+# precision.
+_SMALL_SUM = 1 / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +335,7 @@ def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
 
 
 def small_sums(island: Jaxpr) -> list[Var]:
-    """Results of sums and the like that are an eighth of their operand or smaller.
+    """Results of sums and the like that are small beside their operand.
 
     They are kept from the forward pass, except sums of rows that a kernel may hold: a
     GPU has one kernel for a norm or softmax, which breaks at a sum that is known.
@@ -342,7 +345,7 @@ def small_sums(island: Jaxpr) -> list[Var]:
         (result,), shape = eqn.outvars, _jaxpr.shape(eqn.invars[0])
         is_row = (*eqn.params["axes"],) == (len(shape) - 1,)
         fits = is_row and shape[-1] <= _LONGEST_ROW
-        is_small = _jaxpr.size(eqn.invars[0]) >= 8 * _jaxpr.size(result)
+        is_small = _jaxpr.size(result) < _SMALL_SUM * _jaxpr.size(eqn.invars[0])
         if is_small and not fits and _jaxpr.is_float32(result):
             found.append(result)
     return found

@@ -185,3 +185,49 @@ def test_a_row_has_the_losses_of_its_form(tables, tmp_path, monkeypatch):
         f"| naive |{' **2.5** |' * 6}",
         f"| remainder |{' 1.5 |' * 6}",
     ]
+
+
+def ratios(tables, machine, column):
+    """Of the models on the pages: what `autocast` takes, where a cast by hand is 1."""
+    return {
+        row["model"]: float(row[column])
+        for row in tables.rows_of("autocast", f"^{machine}, bf16$")
+        if row["program"] == "autocast" and row["model"] in tables.MODELS.values()
+    }
+
+
+def test_the_pages_name_the_models_that_take_more_than_a_cast_by_hand(tables):
+    compare, memory = (
+        (ROOT / f"docs/{page}.md").read_text() for page in ("compare", "memory")
+    )
+    told = "on a v5e more memory for an MLP with relu, an MLP-Mixer and\n  Equinox"
+    assert f"{told}, on an H100 mostly more bytes" in compare
+    v5e = ratios(tables, "tpu-v5e", tables.MEMORY)
+    assert {model for model, over in v5e.items() if over > 1.02} == {
+        "mlp-relu",
+        "mixer8",
+        "equinox4",
+    }
+    h100 = ratios(tables, "h100", tables.BYTES)
+    assert sum(over > 1 for over in h100.values()) > len(h100) / 2
+    assert "in one case (MLP-Mixer, H100) several times as long" in memory
+    slow = {
+        (machine, model)
+        for machine in ("h100", "tpu-v5e")
+        for model, over in ratios(tables, machine, "compile time, s").items()
+        if over > 2
+    }
+    assert slow == {("h100", "mixer8")}
+    assert "a v6e**, where Flax's `DynamicScale` takes fewer cycles" in compare
+    row = tables._cells(compare.partition("| TPU v6e |")[2].splitlines()[1])
+    assert row[1:3] == ["train step", "cycles"]
+    assert float(row[5]) < float(row[3])
+
+
+def test_every_figure_is_lower_than_in_float32(tables):
+    page = (ROOT / "docs/memory.md").read_text()
+    assert "less memory and moves less in every model tried" in page
+    gain = page.partition("| float32 = 1 |")[2].partition("\n\n")[0]
+    figures = re.findall(r"\| (\d\.\d\d) ", gain)
+    assert len(figures) > 30
+    assert all(float(figure) < 1 for figure in figures)

@@ -36,6 +36,13 @@ STEPS = {
     "train step": (r"Train step \(AdamW\), .*f16", "f16"),
 }
 LAYOUTS = {"data parallel": "DP", "FSDP": "FSDP", "tensor parallel, 2 x 4": "TP"}
+TRACED = {
+    "twelve layers of GPT-2": "gpt12",
+    "in Linen": "linen12",
+    "in Equinox": "equinox12",
+}
+TASKS = ("digits", "character transformer")
+RATES = ("1e-3", "1e-4", "1e-5")
 MACHINES = {"CPU": "cpu", "v5e": "tpu-v5e", "v6e": "tpu-v6e", "H100": "h100"}
 LIBRARIES = [
     "with_loss_scale",
@@ -45,8 +52,10 @@ LIBRARIES = [
     "optax.apply_if_finite",
 ]
 
+HALF_PARAMETERS = ", half parameters"  # ends the name of a program, and of a row
+
 # What a column shows: a table of results/autocast.md, a program, a column.
-MEMORY, BYTES, CYCLES = "temporaries, MB", "bytes, GB", "M cycles"
+MEMORY, BYTES, CYCLES, WIRE = "temporaries, MB", "bytes, GB", "M cycles", "wire, MB"
 SAVED = [
     ("h100, bf16", "autocast", MEMORY),
     ("h100, bf16", "autocast", BYTES),
@@ -57,6 +66,15 @@ CHECKPOINTED = [
     (machine, program, MEMORY)
     for machine in ("h100, bf16", "tpu-v5e, bf16")
     for program in ("autocast", "autocast, checkpoint")
+]
+
+BETWEEN_DEVICES = [
+    ("h100 x 8", WIRE),
+    ("h100 x 8", MEMORY),
+    ("h100 x 8", BYTES),
+    ("tpu-v5e x 8", WIRE),
+    ("tpu-v5e x 8", MEMORY),
+    ("tpu-v5e x 8", CYCLES),
 ]
 
 Row = dict[str, str]
@@ -113,18 +131,63 @@ def cost_of_a_skip() -> Cells:
     return cells
 
 
-def bytes_between_devices() -> Cells:
-    """Cells of a layout over 8 H100s, where those of a cast by hand are 1."""
+def over_devices() -> Cells:
+    """Cells of a layout over 8 devices, where those of a cast by hand are 1."""
 
     def cells(row: list[str]) -> list[str]:
-        layout = _named(row[0], LAYOUTS)
-        wire = {
-            found["program"]: found["wire, MB"]
-            for found in rows_of("sharded", "^h100 x 8, gradient, bf16")
-            if (found["layout"], found["model"]) == (layout, "u2")
+        name = row[0].removesuffix(HALF_PARAMETERS)
+        layout = _named(name, LAYOUTS)
+        program = "autocast" + row[0].removeprefix(name)
+        figures = []
+        for machine, column in BETWEEN_DEVICES:
+            (found,) = [
+                line[column]
+                for line in rows_of("sharded", f"^{machine}, gradient, bf16")
+                if line["layout"] == layout
+                if line["model"] == "u2"
+                if line["program"] == program
+            ]
+            figures.append(_rounded(float(found)))
+        return [row[0], *figures]
+
+    return cells
+
+
+def time_of_a_trace() -> Cells:
+    """Cells of a model, where tracing it in float32 is 1."""
+
+    def cells(row: list[str]) -> list[str]:
+        model = _named(row[0], TRACED)
+        times = {
+            found["program"]: found["trace time, s, median of five"]
+            for found in rows_of("autocast", "^As traced$")
+            if found["model"] == model
         }
-        programs = ("autocast", "autocast, half parameters")
-        return [row[0], *(_rounded(float(wire[program])) for program in programs)]
+        programs = ("by hand", "autocast", "autocast, checkpoint")
+        return [row[0], *(_rounded(float(times[program])) for program in programs)]
+
+    return cells
+
+
+def last_losses() -> Cells:
+    """Cells of what is kept beside parameters; bold where it is not as float32."""
+
+    def cells(row: list[str]) -> list[str]:
+        figures = []
+        for task in TASKS:
+            for rate in RATES:
+                (found,) = [
+                    line
+                    for line in rows_of("half_parameters", f"^{task}, .*{rate}$")
+                    if line["form"] == row[0]
+                ]
+                loss = found["median"]
+                if row[0] == "float32 parameters":
+                    loss = f"{loss} ({found['least']} to {found['largest']})"
+                if found["verdict"] != "as float32":
+                    loss = f"**{loss}**"
+                figures.append(loss)
+        return [row[0], *figures]
 
     return cells
 
@@ -134,7 +197,9 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", SAVED),
     "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
-    "| by hand = 1 | float32 parameters |": bytes_between_devices,
+    "| by hand = 1 | H100: wire |": over_devices,
+    "| tracing, float32 = 1 |": time_of_a_trace,
+    "| last loss | digits, 1e-3 |": last_losses,
     "| machine | step | measure |": cost_of_a_skip,
 }
 

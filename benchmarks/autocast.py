@@ -166,7 +166,8 @@ def _exact(model: str) -> Any:
 
 def _gradients(loss: Any, problems: Sequence[Any]) -> np.ndarray:
     """A row for the parameters of each problem."""
-    step = jax.jit(jax.grad(lambda *args: loss(*args) * LOSS_SCALE))
+    scaled = jax.grad(lambda *args: loss(*args) * LOSS_SCALE)
+    step = jax.jit(scaled, compiler_options=AS_WRITTEN)
     rows = [jax.tree.leaves(step(*problem)) for problem in problems]
     return np.array([np.concatenate([np.ravel(x) for x in row]) for row in rows], float)
 

@@ -891,22 +891,36 @@ def test_each_layer_keeps_its_scopes_in_both_passes():
             assert {*passes} == {True, False}
 
 
-def test_a_call_that_cannot_be_read_warns_once_and_stays_float32():
-    fun, args, *_ = PROGRAMS["custom_vjp_with_products"]
-    with pytest.warns(UserWarning, match="opaque .custom_vjp_call. holds") as caught:
-        autocast(lambda w, x: fun(w, x) + fun(w, 2 * x), "float16")(*args)
-    assert len(caught) == 1
+def by_platform(w, x):
+    both = {"cpu": layer, "default": lambda w, x: x @ w}
+    return mean_square(lax.platform_dependent(w, x, **both))
 
 
-@pytest.mark.filterwarnings("ignore:autocast")
-def test_a_while_loop_that_ends_for_one_index_after_the_other_stays_float32():
+def loops_that_end_one_after_the_other(w, x):
     def loop(v):
         carry = jnp.float32(0), v
         more = lambda c: c[0] < 9 * jnp.abs(v[0])  # noqa: E731
-        return lax.while_loop(more, lambda c: (c[0] + 1, layer(W, c[1])), carry)[1]
+        return lax.while_loop(more, lambda c: (c[0] + 1, layer(w, c[1])), carry)[1]
 
-    f = jax.vmap(loop)
-    assert_close(autocast(f, "float16")(X), f(X), 1e-6)
+    return mean_square(jax.vmap(loop)(x))
+
+
+@pytest.mark.parametrize(
+    ("fun", "call"),
+    [
+        (PROGRAMS["custom_vjp_with_products"][0], "opaque .custom_vjp_call"),
+        (by_platform, "cond"),
+        (loops_that_end_one_after_the_other, "while"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+def test_a_call_that_cannot_be_read_warns_once_and_stays_float32(fun, call):
+    half = autocast(lambda w, x: fun(w, x) + fun(w, 2 * x), "float16")
+    with pytest.warns(UserWarning, match=f"{call}. holds") as caught:
+        value = half(W, X)
+    assert len([w for w in caught if "holds" in str(w.message)]) == 1
+    assert_close(value, fun(W, X) + fun(W, 2 * X), 0.01)
+    assert F32 in products(half, W, X)
 
 
 @pytest.mark.parametrize("around", ["cond", "scan"])

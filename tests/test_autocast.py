@@ -250,6 +250,10 @@ def test_the_setting_for_precision_holds_around_a_linear_solve():
         (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "put autocast around"),
         (lambda w, x: keep_float32(jnp.dot)(x, w), "keep_float32 around them"),
         (lambda w, x: jnp.dot(X, W), "pass parameters as arguments"),
+        (
+            lambda w, x: (x[0] @ x[0], x[1] @ x[1], x.astype(int) @ W.T.astype(int).T),
+            r"not within it\); dtype int32$",
+        ),
     ],
 )
 def test_a_function_in_which_nothing_becomes_half_warns_once(fun, reason):

@@ -480,14 +480,24 @@ def assert_norm_close(got, wanted, tolerance):
 
 
 @jax.custom_vjp
-def kernel(q, k):
+def kernel(q, k, n):
     """Like a fused kernel: one dtype, and a derivative of its own."""
     assert q.dtype == k.dtype
-    return jnp.tanh(q @ k)
+    return q @ k * n
 
 
+def n32(x):
+    return x.astype(jnp.float32)
+
+
+# The rule computes in float32, and casts nothing back.
 kernel.defvjp(
-    lambda q, k: (kernel(q, k), (q, k)), lambda r, g: (g @ r[1].T, r[0].T @ g)
+    lambda q, k, n: (kernel(q, k, n), (q, k, n)),
+    lambda r, g: (
+        n32(g) @ n32(r[1]).T * r[2],
+        n32(r[0]).T @ n32(g) * r[2],
+        np.zeros((), jax.dtypes.float0),
+    ),
 )
 WITHIN = {
     "plain": lambda f: f,
@@ -499,61 +509,29 @@ WITHIN = {
     "shard_map": lambda f: jax.shard_map(
         f, mesh=ONE_AXIS, in_specs=(P("i"), P()), out_specs=P("i"), check_vma=False
     ),
+    "scan": lambda f: (
+        lambda q, k: lax.scan(lambda c, k: (f(c, k), None), q, k[None])[0]
+    ),
+    "twice": lambda f: lambda q, k: f(jax.jit(f)(q, k), k),
 }
 
 
-@pytest.mark.parametrize("within", WITHIN)
-def test_a_kernel_gets_half_precision_within_a_cast_program(within):
-    fused = WITHIN[within](in_half(kernel))
-
-    def loss(w, x):
-        return mean_square(fused(x @ w, w))
-
-    assert F16 in products(jax.grad(autocast(loss, "float16")), W, X)
-    assert_close_gradients(loss, W, X)
-    assert in_half(kernel)(X, W).dtype == jnp.float32
-
-
-@jax.custom_vjp
-def counted(q, k, n):
-    return kernel(q, k) * n
-
-
-# Its rule computes in float32, and casts nothing back.
-counted.defvjp(
-    lambda q, k, n: (counted(q, k, n), (q, k, n)),
-    lambda r, g: (
-        n32(g) @ n32(r[1]).T * r[2],
-        n32(r[0]).T @ n32(g) * r[2],
-        np.zeros((), jax.dtypes.float0),
-    ),
-)
-
-
-def n32(x):
-    return x.astype(jnp.float32)
-
-
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("within", [*WITHIN, "scan", "twice"])
-def test_the_rule_of_a_kernel_may_return_another_dtype(within, recompute):
-    one = in_half(lambda q, k: counted(q, k, jnp.int32(2)))
-    more = {
-        "scan": lambda f: (
-            lambda q, k: lax.scan(lambda c, k: (f(c, k), None), q, k[None])[0]
-        ),
-        "twice": lambda f: lambda q, k: f(jax.jit(f)(q, k), k),
-    }
-    fused = (WITHIN | more)[within](one)
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_kernel_gets_half_precision_and_its_rule_may_return_float32(
+    within, recompute
+):
+    doubled = in_half(lambda q, k: kernel(q, k, jnp.int32(2)))
+    fused = WITHIN[within](doubled)
 
     def loss(w, x):
         return mean_square(fused(x @ w, w * w))
 
     half = autocast(loss, "bfloat16", recompute=recompute)
-    for got, wanted in zip(
-        *(jax.jit(jax.grad(f, (0, 1)))(W, X) for f in (half, loss)), strict=True
-    ):
-        assert_close(got, wanted, 0.05)
+    assert products(half, W, X).count(BF16) >= 2
+    got, wanted = (jax.jit(jax.grad(f, (0, 1)))(W, X) for f in (half, loss))
+    assert_close(got, wanted, 0.05)
+    assert doubled(X, W).dtype == jnp.float32
 
 
 def test_the_inner_one_of_in_half_and_keep_float32_decides():
@@ -563,13 +541,6 @@ def test_the_inner_one_of_in_half_and_keep_float32_decides():
     dot = lambda q, k: q @ k  # noqa: E731
     assert dtypes(keep_float32(in_half(dot))) == [BF16]
     assert dtypes(in_half(keep_float32(dot))) == [F32]
-
-
-def test_fused_attention_of_jax_takes_half_precision():
-    attention = in_half(functools.partial(jax.nn.dot_product_attention, is_causal=True))
-    x = X[None, :, None]
-    half = autocast(lambda w, x: mean_square(attention(x @ w, x, x)), "bfloat16")
-    assert {*products(half, W, x)} == {BF16}
 
 
 def pallas_kernel(x, w):
@@ -632,44 +603,6 @@ def test_layers_of_haiku_with_state_work_in_keep_float32():
         assert_close(half(params, state, X), wanted, 0.05)
     batched = jax.vmap(half, (None, None, 0))(params, state, X[None])
     assert_close(jax.tree.map(lambda y: y[0], batched), wanted, 0.05)
-
-
-def test_layers_of_linen_with_state_work_in_keep_float32():
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            norm = linen.BatchNorm(use_running_average=False)
-            x = keep_float32(norm)(linen.Dense(N)(x))
-            return keep_float32(linen.Dense(3))(x)
-
-    net = Net()
-    variables = jax.jit(net.init)(jax.random.key(0), X)
-    apply = functools.partial(net.apply, mutable=["batch_stats"])
-    half = autocast(apply, "bfloat16")
-    for fun in (apply, half):
-        y, state = jax.jit(fun)(variables, X)
-        assert y.dtype == jnp.float32
-        assert jax.tree.leaves(state)[0].any()
-    assert products(half, variables, X) == [BF16, F32]
-    named = autocast(apply, "bfloat16", keep_float32="Dense_0")
-    with pytest.warns(UserWarning, match="no product became half"):
-        assert products(named, variables, X) == [F32, F32]
-
-
-def test_layers_of_nnx_with_state_work_in_keep_float32():
-    def run(model, x):
-        linear, norm, dropout = model
-        return keep_float32(dropout)(keep_float32(norm)(linear(x)))
-
-    rngs = nnx.Rngs(0)
-    layers = nnx.Linear(N, N, rngs=rngs), nnx.BatchNorm(N, rngs=rngs)
-    model = nnx.List([*layers, nnx.Dropout(0.5, rngs=rngs)])
-    assert nnx.jit(run)(model, X).shape == X.shape
-    assert model[1].mean[...].any()
-    assert jmp_scale.nnx.autocast(run, "bfloat16")(model, X).shape == X.shape
-    named = jmp_scale.nnx.autocast(run, "bfloat16", keep_float32="Linear")  # its class
-    with pytest.warns(UserWarning, match="no product became half.*keep"):
-        named(model, X)
 
 
 STACKED = {
@@ -1250,13 +1183,14 @@ def test_equinox_modules_pass_both_ways_through_its_own_value_and_grad():
     assert_close((value, grads), (wanted, wanted_grads), 0.01)
 
 
-def test_linen_modules_update_their_collections():
+def test_layers_of_linen_with_state_work_in_keep_float32():
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
-            x = linen.Dense(32, use_bias=False)(x)
-            x = linen.BatchNorm(use_running_average=False)(x)
-            return linen.Dropout(0.5, deterministic=False)(linen.relu(x))
+            norm = linen.BatchNorm(use_running_average=False)
+            x = keep_float32(norm)(linen.Dense(N)(x))
+            x = linen.Dropout(0.5, deterministic=False)(linen.relu(x))
+            return keep_float32(linen.Dense(3))(x)
 
     net, rngs = Net(), {"dropout": jax.random.key(1)}
     variables = jax.jit(net.init)({"params": jax.random.key(0), **rngs}, X)
@@ -1265,11 +1199,15 @@ def test_linen_modules_update_their_collections():
         y, new = net.apply(variables, x, mutable=["batch_stats"], rngs=rngs)
         return mean_square(y), new
 
+    half = autocast(loss, "float16")
+    assert products(half, variables, X) == [F16, F32]
     got, wanted = (
-        jax.jit(jax.value_and_grad(f, has_aux=True))(variables, X)
-        for f in (autocast(loss, "float16"), loss)
+        jax.jit(jax.value_and_grad(f, has_aux=True))(variables, X) for f in (half, loss)
     )
     assert_close(got, wanted, 0.01)
+    named = autocast(loss, "float16", keep_float32="Dense_0")
+    with pytest.warns(UserWarning, match="no product became half"):
+        assert products(named, variables, X) == [F32, F32]
 
 
 def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
@@ -1280,7 +1218,7 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
             self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
         def __call__(self, x):
-            return self.dropout(self.norm(self.dense(x)))
+            return keep_float32(self.dropout)(keep_float32(self.norm)(self.dense(x)))
 
     def step(loss):
         model = Net(nnx.Rngs(0))
@@ -1289,10 +1227,12 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
         return jax.tree.leaves((result, written))
 
     wanted = step(bare_nnx_loss)
-    half = jmp_scale.nnx.autocast(bare_nnx_loss, "float16")
-    assert_close(step(half), wanted, 0.02)
+    half = functools.partial(jmp_scale.nnx.autocast, bare_nnx_loss, "float16")
+    assert_close(step(half()), wanted, 0.02)
     # The counter of the random stream is among them.
     assert any(x.dtype == jnp.uint32 and x == 1 for x in wanted)
+    with pytest.warns(UserWarning, match="no product became half.*keep"):
+        half(keep_float32="Linear")(Net(nnx.Rngs(0)), X)  # its class
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])

@@ -248,6 +248,7 @@ def test_the_setting_for_precision_holds_around_a_linear_solve():
         (lambda w, x: jnp.dot(x, w, precision="high"), "a precision of their own"),
         (lambda w, x: jnp.dot(x, w, precision=HIGH), "a precision of their own"),
         (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "put autocast around"),
+        (lambda w, x: x[0] @ jnp.sin(x.T), "put autocast around"),
         (lambda w, x: keep_float32(jnp.dot)(x, w), "keep_float32 around them"),
         (lambda w, x: jnp.dot(X, W), "pass parameters as arguments"),
         (
@@ -277,6 +278,12 @@ COLUMN = W[:, :1]
         (lambda x: jnp.einsum("hk,hkn->hn", x, B3), X[:4, :8], None),
         (lambda x: lax.map(lambda x: x @ W, x, batch_size=3), X[:4], X),
         (lambda x: (x @ W) @ (x[:1] @ W).T, X[:1], None),
+        (jax.checkpoint(lambda x: x @ W), X[0], X),
+        (
+            lambda x: lax.while_loop(lambda y: (y @ W).max() > 9, lambda y: y @ W, x),
+            X[0],
+            None,
+        ),
     ],
 )
 def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):

@@ -9,6 +9,7 @@ import jax.experimental.pallas
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autocast_programs import X
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -63,6 +64,15 @@ def test_what_cannot_be_read_is_told():
     rule = only(traced(jax.nn.relu, 1.0))
     without = rule.replace(params={**rule.params, "jvp_jaxpr_fun": None})
     assert _jaxpr.jvp_rule(without) is None
+
+
+def test_only_equal_programs_from_one_line_have_one_key():
+    def double():
+        return traced(lambda x: x * 2.0, X).jaxpr
+
+    key = _jaxpr.structural_key
+    assert key(double()) == key(double())
+    assert key(double()) != key(traced(lambda x: x * 2.0, X).jaxpr)
 
 
 def test_devices_of_a_mesh():

@@ -84,6 +84,13 @@ def test_a_vector_times_a_parameter_is_one_row_of_a_batch():
     assert ops.has_matrix_work(eqn, is_parameter)
 
 
+def test_a_name_is_asked_last():
+    eqn = product(jnp.dot, X, W)
+    asked = []
+    found = ops.fate(eqn, is_number=lambda v: True, is_exempt=asked.append)
+    assert (found, asked) == (Fate.IS_CONSTANT, [])
+
+
 def test_what_is_cheap_to_compute_again():
     def cheap(fun, *args):
         return ops.is_cheap(program(fun, *args).eqns[-1])

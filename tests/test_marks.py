@@ -60,6 +60,16 @@ def test_a_product_is_named_by_functions_scopes_and_places(name, is_exempt):
     assert "nothing" not in names.there
 
 
+def test_a_call_is_named_by_its_function():
+    @jax.jit
+    def jitted(w, x):
+        return x @ w
+
+    call = jax.make_jaxpr(lambda w, x: jitted(w, x))(W, X).eqns[0]
+    assert Names(frozenset({"jitted"})).exempt(call)
+    assert not Names(frozenset({"other"})).exempt(call)
+
+
 def test_frames_outside_of_a_nested_trace_do_not_name_a_product():
     """jax 0.8 keeps them; it fails where JAX renames the function that traces."""
 

@@ -147,6 +147,8 @@ def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
 
     # Of six products the results, of two streams what a product or the loss reads.
     assert sizes_of(autocast(loss, "float16"), W, X) == {"float16": 7, "float32": 1}
+    # Also with a weight that is stored in half precision.
+    assert sizes_of(autocast(loss, "float16"), W.astype("float16"), X).total() == 8
     plain = sizes_of(autocast(loss, "float16", recompute=False), W, X)
     assert plain["float32"] > 9
 

@@ -6,7 +6,7 @@ import pytest
 from autocast_programs import W, X
 
 from jmp_scale import _jaxpr
-from jmp_scale._autocast_plan import Origin, make_plan
+from jmp_scale._autocast_plan import Origin, make_plan, needed_for
 from jmp_scale._marks import Names
 
 
@@ -38,15 +38,23 @@ def test_a_softmax_is_kept_that_the_next_product_reads():
 def test_operands_are_read_before_they_are_moved():
     def f(w, x):
         h = jnp.tanh(x @ w)
-        return h.T @ h.reshape(2, 4, 16).reshape(8, 16)
+        return h.T @ h.T.reshape(8, 16)
 
     product = plan_of(f, W, X).units[1].products[0][0]
     moves = [eqn.primitive.name for eqn in product.jaxpr.eqns]
-    assert moves == ["transpose", "reshape", "reshape", "dot_general"]
+    assert moves == ["transpose", "transpose", "reshape", "dot_general"]
     assert product.moves == 1
     lhs, rhs = product.jaxpr.invars
     assert lhs is rhs
     assert product.wide_sides == (False, False)
+
+
+def test_what_is_known_is_not_computed_again():
+    island = jax.make_jaxpr(lambda x, y: jnp.sin(x) * y)(X, X).jaxpr
+    x, y = island.invars
+    (sine,), (product,) = (eqn.outvars for eqn in island.eqns)
+    assert needed_for(island, [product], ()) == {product, sine, x, y}
+    assert needed_for(island, [product], {sine}) == {product, y}
 
 
 def test_small_sums_are_known_to_the_backward_pass():

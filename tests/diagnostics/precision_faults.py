@@ -85,6 +85,7 @@ OF_FLOAT32 = {
     "gradient_of_a_factor": lambda x: ROWS * x[:2].astype(F16),  # !half-sum
     "cast_epsilon": lambda x: F16(1) / (abs(x) + 1e-8).astype(F16),  # !half-division
     "round_trip": lambda x: x.astype(F16).astype(F32),  # !round-trip
+    "round_trip_by_lax": lambda x: lax.convert_element_type(F16(x), F32),  # !round-trip
     "round_trip_by_asarray": lambda x: jnp.asarray(jnp.float16(x), F32),  # !round-trip
 }
 # Of the carry of a scan over a float16 vector.

@@ -43,10 +43,10 @@ TESTS = {
     "_spike_guard": "test_spike_guard",
     "_policy": "test_policy test_jmp",
     "_autocast": "test_autocast test_autocast_exact",
-    "_autocast_interpreter": "test_autocast_interpreter test_autocast",
+    "_autocast_interpreter": "test_autocast test_autocast_exact",
     "_autocast_plan": "test_autocast_plan test_autocast test_autocast_exact",
     "_operations": "test_operations test_autocast test_autocast_exact",
-    "_higher_order": "test_higher_order test_autocast",
+    "_higher_order": "test_autocast test_autocast_exact",
     "_marks": "test_marks test_autocast",
     **dict.fromkeys(
         ("_jaxpr/primitives", "_jaxpr/read", "_jaxpr/rewrite", "_jaxpr/evaluate"),

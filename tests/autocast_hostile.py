@@ -7,7 +7,7 @@ forward pass read.
 
 import jax
 import jax.numpy as jnp
-from autocast_programs import N, arrays, convolve, mean_square
+from autocast_programs import N, arrays, mean_square
 from jax import lax
 
 HOSTILE = {}
@@ -87,14 +87,6 @@ def importance_ratio(w, x):
 def gathered_energies(w, x):
     y = (-76.41 + 0.01 * TABLE)[IDS]
     return 1e4 * jnp.mean((-76.4 + 0.01 * (jnp.tanh(x @ w) @ w) - y) ** 2)
-
-
-@hostile
-def gathered_noise_levels(w, x):
-    sigma = jnp.logspace(-6, 3, 32)[IDS][:, None]
-    noisy = jnp.tanh(x @ w) + sigma * x
-    errors = ((noisy / jnp.sqrt(1 + sigma**2)) @ w) ** 2
-    return jnp.mean(errors * (1 + sigma**2) / sigma) * 1e-5
 
 
 @hostile
@@ -223,21 +215,9 @@ def safe_norm(w, x):
 
 
 @hostile
-def batch_norm(w, x):
-    h = jax.nn.standardize(x @ w, 0, epsilon=1e-5)
-    return mean_square(jax.nn.relu(h) @ w + h)
-
-
-@hostile
 def cumulative_sums_of_1e4(w, x):
     h = jnp.cumsum(1e4 * jnp.tanh(x @ w), 0)
     return mean_square(lax.cumlogsumexp(h / 1e4, axis=1) @ w) + mean_square(h / 1e5)
-
-
-@hostile
-def scattered(w, x):
-    h = jnp.zeros((4, N)).at[IDS % 4].add(1e5 * (x @ w))
-    return mean_square((h / 1e5) @ w + jnp.log1p(h * h))
 
 
 @hostile
@@ -263,14 +243,6 @@ def mixture_of_experts(w, x):
 
 
 @hostile
-def convolution(w, x):
-    image = x.reshape(2, 8, 8, 1)
-    h = convolve(image, w[:3, :3, None, None], (1, 1), "SAME")
-    h = 1e5 * image + 1e5 * jax.nn.relu(h)
-    return mean_square(rms(h.reshape(8, N)) @ w)
-
-
-@hostile
 def loss_of_a_gradient(w, x):
     return mean_square(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w) @ w))(x))
 
@@ -279,11 +251,3 @@ def loss_of_a_gradient(w, x):
 def norm_in_a_loss_of_a_gradient(w, x):
     energy = lambda x: jnp.sum(jax.nn.standardize(x @ w, 0) ** 3 @ w)  # noqa: E731
     return mean_square(jax.grad(energy)(x))
-
-
-@hostile
-def shared_stream(w, x):
-    h = x
-    for _ in range(3):
-        h = jax.nn.relu(h @ w + h)
-    return mean_square(h)

@@ -94,12 +94,6 @@ def fused_attention(w, x):
 
 
 @program
-def qkv_split_without_bias(w, x):
-    q, k = jnp.split(x @ w, 2, axis=-1)
-    return mean_square(q @ k.T)
-
-
-@program
 def jax_nn(w, x):
     y = jax.nn.gelu(x @ w) + jax.nn.silu(x @ w.T)
     y = jax.nn.softplus(jax.nn.leaky_relu(jax.nn.elu(y @ w)))
@@ -330,12 +324,6 @@ def python_scalars_and_weak_types(w, x):
 
 
 @program
-def large_and_small_entries(w, x):
-    big = jnp.where(x > 0, 1e6, 1e-6) * (x @ w)
-    return mean_square(big / 1e6) + mean_square(jnp.log1p(jnp.exp(-(big**2))) @ w)
-
-
-@program
 def pvary_free_reductions(w, x):
     y = layer(w, x)
     return jnp.max(y) + jnp.min(y @ w) + jnp.prod(1 + y[0] / 8) + jnp.linalg.norm(y)
@@ -401,35 +389,10 @@ def sharding_constraint(w, x):
 
 
 @program
-def deep_program(w, x):
-    for i in range(40):
-        x = x + 0.001 * jnp.sin(x + i)
-        if i % 4 == 0:
-            x = layer(w / 4, x)
-    return mean_square(x)
-
-
-@program
 def named_scopes_and_names(w, x):
     with jax.named_scope("block"):
         y = checkpoint_name(x @ w, "y")
     return mean_square(y @ w)
-
-
-@program
-def log_of_sums_of_tiny_numbers(w, x):
-    tiny = jnp.exp(-20 - jnp.square(x @ w))
-    return -jnp.mean(jnp.log(jnp.cumsum(tiny, -1)))
-
-
-@program
-def total_over_a_large_count(w, x):
-    def step(carry, y):
-        total, count = carry
-        return (total + 1e5 * mean_square(y @ w), count + 1e5), None
-
-    (total, count), _ = lax.scan(step, (0.0, 0.0), B3)
-    return total / count
 
 
 @program(halves=False)
@@ -445,24 +408,6 @@ def distances_by_an_exact_product(w, x):
     products = jnp.dot(y, y.T, precision="highest")
     distances = squares[:, None] + squares[None] - 2 * products + jnp.eye(len(x))
     return jnp.mean(1 / jnp.sqrt(distances))
-
-
-@program
-def sine_of_large_phases(w, x):
-    phases = lax.scan(lambda c, y: (c + y, c), jnp.zeros(N), 30 + B3.reshape(32, N))[1]
-    return mean_square(jnp.sin(phases + jnp.cumsum(30 + x @ w, 0)[:1]) @ w)
-
-
-@program
-def mask_of_the_largest(w, x):
-    y = jnp.cumsum(layer(w, x), 0)
-    return mean_square((y == y.max(0, keepdims=True)) * (x @ w.T))
-
-
-@program
-def targets_picked_by_index(w, x):
-    y = (2e5 + 5e4 * ROWS)[jnp.array([3, 1, 31, 7, 7, 0, 12, 30])]
-    return jnp.mean(((1e5 * (layer(w, x) @ w + 1) - y) / 1e5) ** 2)
 
 
 @program

@@ -23,6 +23,8 @@ MAY_IMPORT = {
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
     "_jaxpr.*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
+    "_autocast_interpreter": ("test_autocast", "programs run as their plans say"),
+    "_higher_order": ("test_autocast", "loops and calls run as they did"),
     "_pytree": ("test_loss_scale", "fields are those of loss scales and guards"),
     "_state": ("test_transform", "a state is what the transformation returns"),
     "_extra_args": ("test_transform", "arguments are passed through a transformation"),

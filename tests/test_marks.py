@@ -3,12 +3,11 @@
 import inspect
 
 import jax
-import jax.numpy as jnp
 import pytest
 from autocast_programs import W, X
 from jax import lax
 
-from jmp_scale import _jaxpr, _marks, autocast, in_half, keep_float32
+from jmp_scale import _jaxpr, _marks, in_half
 from jmp_scale._marks import Names
 
 
@@ -86,38 +85,6 @@ def test_frames_outside_of_a_nested_trace_do_not_name_a_product():
     assert "outside" not in names.there
 
 
-def test_a_function_that_is_marked_stays_float32_without_names():
-    assert Names().exempt(product(keep_float32(energy)))
-    assert Names(frozenset({"x"})).exempt(product(keep_float32(energy)))
-    assert not Names().exempt(product())
-    assert not Names().there
-
-
-def test_names_are_strings():
-    assert _marks.checked_names("layer").names == {"layer"}
-    assert _marks.checked_names(["a", "b"]).names == {"a", "b"}
-    with pytest.raises(
-        TypeError, match=r"names in keep_float32, got function 'energy'"
-    ):
-        _marks.checked_names([energy])
-
-
-def test_marked_functions_get_the_dtype_of_the_trace():
-    dtypes = []
-
-    def note(*xs):
-        dtypes.append([x.dtype.name for x in xs])
-        return xs[0]
-
-    ids = jnp.arange(3)
-    half = in_half(lambda x, ids: (note(x, ids), keep_float32(note)(x, ids))[0])
-    assert half(X, ids).dtype == jnp.float32
-    with _marks.tracing(jnp.float16):
-        assert half(X, ids).dtype == jnp.float32
-    assert dtypes[:2] == [["float32", "int32"]] * 2
-    assert dtypes[2:] == [["float16", "int32"], ["float32", "int32"]]
-
-
 def test_a_jitted_function_is_traced_anew_for_each_dtype():
     jitted = jax.jit(in_half(lambda x: x * 1))
 
@@ -128,15 +95,3 @@ def test_a_jitted_function_is_traced_anew_for_each_dtype():
 
     assert "float16" in dtypes("float16")
     assert "float16" not in dtypes("bfloat16")
-
-
-def test_a_traced_program_names_the_units_of_autocast():
-    def names(fun):
-        calls = _jaxpr.equations(jax.make_jaxpr(fun)(W, X))
-        return [_jaxpr.name_of_call(e) for e in calls if _jaxpr.subjaxprs(e)]
-
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(x @ w) @ w)
-
-    assert names(autocast(loss, "float16")).count(_marks.UNIT) == 3
-    assert _marks.UNIT not in names(jax.jit(loss))

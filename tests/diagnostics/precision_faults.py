@@ -5,6 +5,7 @@ another name, and returns an array; `# !rule:severity` gives a severity other th
 rule's usual one. What is not marked must not be reported.
 """
 
+import functools
 import inspect
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 LEAST = float(jnp.finfo(F32).min)
+ROWS = np.ones((8192, 2), np.float16)
 
 # Faults of one line, by the dtype of the vector that they take.
 OF_FLOAT16 = {
@@ -23,6 +25,7 @@ OF_FLOAT16 = {
     "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
     "reduce": lambda h: lax.reduce(jnp.tile(h, 99), F16(0), lax.add, [0]),  # !half-sum
     "product_with_ones": lambda h: jnp.tile(h, 100) @ jnp.ones(6400, F16),  # !half-sum
+    "sum_with_a_mask": lambda h: jnp.sum(jnp.tile(h, 99), where=h[0] > 0),  # !half-sum
     "square": lambda h: h**2,  # !half-square
     "square_by_product": lambda h: h * h,  # !half-square
     "square_function": lambda h: jnp.square(h),  # !half-square
@@ -41,6 +44,7 @@ OF_FLOAT16 = {
     "logarithm": lambda h: jnp.log(jnp.abs(h) + 1),  # !half-exp
     "power_function": lambda h: jnp.power(jnp.abs(h) + 1, h),  # !half-exp
     "argmax": lambda h: jnp.argmax(jnp.tile(h, 100)).astype(F16),  # !half-integers
+    "integers_beside_half": lambda h: h[0] * jnp.arange(3000),  # !half-integers
     "mask_constant": lambda h: jnp.where(h > 0, h, -1e9),  # !half-constant
     "mask_times_constant": lambda h: h + (h > 0).astype(F16) * -1e9,  # !half-constant
     "mask_by_scalar_type": lambda h: jnp.where(h > 0, h, F16(-1e9)),  # !half-constant
@@ -55,6 +59,8 @@ OF_FLOAT16 = {
     "epsilon_in_rsqrt": lambda h: lax.rsqrt(jnp.abs(h) + 1e-8),  # !half-division
     "epsilon_in_a_root_alone": lambda h: jnp.sqrt(jnp.abs(h) + 1e-12),  # !half-division
     "floor_under_a_root": lambda h: jnp.sqrt(jnp.maximum(h, 1e-8)),  # !half-division
+    "epsilon_in_a_log": lambda h: jnp.log((h + 1e-20).astype(F32)),  # !half-division
+    "wide_division": lambda h: 1 / (abs(h) + 1e-8).astype(F32),  # !half-division
     "epsilon_in_maximum": lambda h: h / jnp.maximum(jnp.abs(h), 1e-8),  # !half-division
 }
 OF_BFLOAT16 = {
@@ -74,19 +80,35 @@ OF_FLOAT32 = {
     "cast_numbers": lambda x: jnp.arange(9999.0).astype(F16),  # !half-integers
     "odd_integers": lambda x: (2 * jnp.arange(1500) + 7).astype(F16),  # !half-integers
     "cast_mask": lambda x: jnp.where(x > 0, 0.0, -1e9).astype(F16),  # !half-constant
+    "samples": lambda x: (x * 100).astype(jnp.int16).astype(F16),  # !half-integers
+    "gradient_of_a_bias": lambda x: ROWS + x[:2].astype(F16),  # !half-sum
+    "gradient_of_a_factor": lambda x: ROWS * x[:2].astype(F16),  # !half-sum
+    "cast_epsilon": lambda x: F16(1) / (abs(x) + 1e-8).astype(F16),  # !half-division
     "round_trip": lambda x: x.astype(F16).astype(F32),  # !round-trip
+    "round_trip_by_lax": lambda x: lax.convert_element_type(F16(x), F32),  # !round-trip
     "round_trip_by_asarray": lambda x: jnp.asarray(jnp.float16(x), F32),  # !round-trip
+}
+# Of the carry of a scan over a float16 vector.
+STEPS = {
+    "running_sum": lambda total, row: total + row,  # !half-carry
+    "moving_average": lambda average, row: 0.99 * average + 0.01 * row,  # !half-carry
+    "moving_by_difference": lambda old, row: old + 0.01 * (row - old),  # !half-carry
+    "wide_sum": lambda total, row: (total.astype(F32) + row).astype(F16),  # !half-carry
+    "masked_sum": lambda old, row: jnp.where(row > 0, old + row, old),  # !half-carry
 }
 
 
-def accumulator_in_bfloat16(x: BF16):
-    h = jnp.tile(x, 2000)
-    return lax.reduce(h, np.asarray(0, BF16), lax.add, (0,))  # !half-sum:error
+def reduce_in_bfloat16(h: BF16):
+    return lax.reduce(jnp.tile(h, 2000), BF16(0), lax.add, (0,))  # !half-sum:error
 
 
-def reversed_cumulative_sum_cast_back(x):
-    wide = lax.cumsum(jnp.tile(x, 100), reverse=True)
-    return wide.astype(F16)[0]  # !half-sum
+def reversed_sum(x):
+    return lax.cumsum(jnp.tile(x, 99), reverse=True).astype(F16)[0]  # !half-sum
+
+
+def inner_products(x: F16):
+    h = x.reshape(8, 8)
+    return jnp.einsum("ij,ij->i", h, h)  # !half-square
 
 
 def sum_over_a_window(x: F16):
@@ -95,33 +117,8 @@ def sum_over_a_window(x: F16):
     return lax.reduce_window(h, zero, lax.add, (8192,), (1,), "VALID")  # !half-sum
 
 
-def sum_with_a_mask(x: F16):
-    h = jnp.tile(x, 100)
-    return jnp.sum(h, where=h > 0)  # !half-sum
-
-
 def segment_sum(x: F16):
     return jax.ops.segment_sum(jnp.tile(x, 200), jnp.zeros(12800, int), 2)  # !half-sum
-
-
-def gradient_of_a_broadcast_bias(x):
-    bias = x[:2].astype(F16)
-    return jnp.ones((8192, 2), F16) + bias  # !half-sum
-
-
-def gradient_of_a_long_broadcast_bias(x):
-    bias = x[:2].astype(F16)
-    return jnp.zeros((131_072, 2), F16) + bias  # !half-sum:error
-
-
-def gradient_of_a_factor(x):
-    rows = jnp.ones((8192, 2), F16)
-    return rows * x[:2].astype(F16)  # !half-sum
-
-
-def inner_products(x: F16):
-    h = x.reshape(8, 8)
-    return jnp.einsum("ij,ij->i", h, h)  # !half-square
 
 
 def mask_added_in_float32(x):
@@ -156,45 +153,11 @@ def epsilon_in_a_root_below(h: F16):
     return h / root
 
 
-def epsilon_in_a_log(x: F16):
-    h = jax.nn.sigmoid(x)
-    return jnp.log((h + 1e-20).astype(F32))  # !half-division
-
-
-def epsilon_cast_after(x):
-    h = x.astype(F16)
-    guard = (jnp.abs(x) + 1e-8).astype(F16)
-    return h / guard  # !half-division
-
-
-def epsilon_before_a_wide_division(x):
-    h = x.astype(F16)
-    guard = jnp.abs(h) + 1e-8
-    return x / guard.astype(F32)  # !half-division
-
-
-def integers_by_promotion(x):
-    position = jnp.arange(3000)
-    return lax.stop_gradient(x[:1].astype(F16)) * position  # !half-integers
-
-
-def integers_of_16_bits(x):
-    samples = (x * 100).astype(jnp.int16)
-    return x.astype(F16) * samples.astype(F16)  # !half-integers
-
-
 def loop_counter(x):
     def body(i, total):
         return jnp.maximum(total, i.astype(F16))  # !half-integers
 
     return lax.fori_loop(0, 5000, body, x[0].astype(F16))
-
-
-def running_sum(x: F16):
-    def body(total, row):
-        return total + row, None  # !half-carry
-
-    return lax.scan(body, jnp.zeros((), F16), x)[0]
 
 
 def running_sum_in_while(x):
@@ -207,44 +170,9 @@ def running_sum_in_while(x):
     return lax.while_loop(lambda s: s[0] < 64, body, (0, F16(0)))[1]
 
 
-def moving_average(x: F16):
-    def body(average, row):
-        average = 0.99 * average + 0.01 * row  # !half-carry
-        return average, None
-
-    return lax.scan(body, jnp.zeros((), F16), x)[0]
-
-
-def moving_average_by_difference(x: F16):
-    def body(average, row):
-        average = average + 0.01 * (row - average)  # !half-carry
-        return average, average
-
-    return lax.scan(body, jnp.zeros((), F16), x)[0]
-
-
-def sum_computed_in_float32_but_carried_in_half(x):
-    def body(total, row):
-        return (total.astype(F32) + row).astype(F16), None  # !half-carry
-
-    return lax.scan(body, jnp.zeros((), F16), x)[0]
-
-
-def masked_running_sum(x: F16):
-    def body(total, row):
-        return jnp.where(row > 0, total + row, total), None  # !half-carry
-
-    return lax.scan(body, jnp.zeros((), F16), x)[0]
-
-
 def round_trip_on_two_lines(x):
     h = x.astype(BF16)
     return h.astype(F32)  # !round-trip
-
-
-def round_trip_by_lax(x):
-    half = lax.convert_element_type(x, F16)
-    return lax.convert_element_type(half, F32)  # !round-trip
 
 
 def dtype_of(function):
@@ -258,5 +186,16 @@ FAULTS = {
     for name, function in list(globals().items())
     if getattr(function, "__module__", "") == __name__ and name != "dtype_of"
 }
+
+
+def scan_of(step):
+    @functools.wraps(step)
+    def scan(x):
+        return lax.scan(lambda carry, row: (step(carry, row), None), F16(0), x)[0]
+
+    return scan
+
+
+OF_FLOAT16 |= {name: scan_of(step) for name, step in STEPS.items()}
 for table, dtype in ((OF_FLOAT16, F16), (OF_BFLOAT16, BF16), (OF_FLOAT32, F32)):
     FAULTS |= {name: (function, dtype) for name, function in table.items()}

@@ -81,7 +81,8 @@ def by_hand(w, x):
     x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     positions = x[:, 0][:, None] * w[0]
     tables = jnp.cos(positions.astype(jnp.float32))  # !half-angle
-    return tables + squares(x, w) - (x @ w.T).astype(jnp.float32)  # !half-cancellation
+    products = jnp.dot(x, w.T, preferred_element_type=jnp.float32)
+    return tables + squares(x, w) - products  # !half-cancellation
 
 
 def test_casts_by_hand_are_read_too():

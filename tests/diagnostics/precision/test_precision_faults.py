@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("ranks_promote")
 
 # One or two of each rule: the others differ in the operation, not in where it runs.
 SOME = """
-    sum_in_float16 gradient_of_a_broadcast_bias cumulative_sum square variance
+    sum_in_float16 gradient_of_a_bias cumulative_sum square variance
     exponential softmax mask_constant mask_by_full mask_by_scalar_type
     epsilon_in_a_division epsilon_in_a_root_below integers loop_counter
     running_sum moving_average round_trip
@@ -83,7 +83,7 @@ def test_a_planted_fault_is_found_at_its_line_and_nothing_else(name):
     ids=lambda wrap: wrap.__name__,
 )
 def test_a_fault_is_found_wherever_it_runs(name, wrap):
-    if (name, wrap) == ("gradient_of_a_broadcast_bias", in_custom_vjp):
+    if (name, wrap) == ("gradient_of_a_bias", in_custom_vjp):
         wrap = jax.jit  # JAX gives a sum in a backward rule the line of the call
     assert_found(name, wrap)
 

@@ -172,10 +172,6 @@ def run(tx, gradients, params=W):
     return history_of(jax.jit(step), params, tx.init(params), gradients)[1:]
 
 
-def w(history, step=-1):
-    return history[step][0]["w"].tolist()
-
-
 def test_accumulation_inside_goes_by_windows_of_finite_micro_batches():
     """Outside, MultiSteps keeps the NaN in its accumulator.
 
@@ -195,12 +191,6 @@ def test_accumulation_inside_goes_by_windows_of_finite_micro_batches():
     first, second = W["w"] - 2, W["w"] - 2 - 2 * 1
     assert average["w"].tolist() == (W["w"] / 4 + first / 4 + second / 2).tolist()
     assert scales == [10, 9, 9, 9, 8, 8, 8, 9]
-
-
-def test_accumulation_outside_never_recovers_from_one_infinite_micro_batch():
-    history = run(accumulated(dynamic(optax.sgd(1.0))), [OVERFLOW, *[ONES] * 9])
-    assert w(history) == W["w"].tolist()
-    assert int(history[-1][1].inner_opt_state.skipped) == 5
 
 
 def test_gradients_accumulated_under_different_scales_average_correctly():
@@ -224,27 +214,6 @@ def test_micro_batches_of_optax_give_the_mean_of_unscaled_gradients():
     micro = optax.microbatch(scaled, 1, 2, mean)
     assert_trees_all_close(micro(W, x), jax.value_and_grad(loss)(W, x))
     assert not jmp_scale.all_finite(micro(W, x.at[0, 0].set(INF))[1])
-
-
-@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="needs Optax 0.2.7")
-def test_optax_s_monitor_is_refused_because_its_first_step_changes_its_state():
-    monitor = optax.monitor({"norm": optax.measure_with_ema(optax.tree.norm, 0.9)})
-    with pytest.raises(ValueError, match=r"(?s)to keep the structure.*beside the opt"):
-        run(dynamic(optax.chain(monitor, optax.sgd(1.0))), [ONES])
-
-
-def test_a_nan_in_the_gradient_of_a_frozen_parameter_skips_the_step_all_the_same():
-    # What may be ignored only the loss knows: `jax.lax.stop_gradient` makes it zero.
-    ((_, state),) = run(dynamic(OPTIMIZERS["freeze"]), POISONS[:1], PARAMS)
-    assert int(state.skipped) == 1
-
-
-def test_apply_if_finite_left_around_the_wrapper_rejects_the_state_that_backs_off():
-    around = optax.apply_if_finite(dynamic(optax.sgd(1.0)), 1000)
-    inner = run(around, [OVERFLOW] * 20)[-1][1].inner_state
-    assert (float(inner.loss_scale.loss_scale), int(inner.skipped)) == (2.0**10, 0)
-    _, alone = run(dynamic(optax.sgd(1.0)), [OVERFLOW] * 20)[-1]
-    assert (float(alone.loss_scale.loss_scale), int(alone.skipped)) == (1.0, 20)
 
 
 def test_optax_maps_over_the_parameters_within_the_state():

@@ -402,19 +402,6 @@ def test_the_guard_does_without_a_loss_and_with_every_loss_scale():
         assert state.spikes == 1
 
 
-def test_members_of_a_mapped_population_have_statistics_and_an_s_of_their_own():
-    members = jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS)
-    state = jax.vmap(TX.init)(members)
-    step = jax.jit(jax.vmap(TX.update))
-    for step_index in range(13):
-        factor = jnp.array([1.0, 1e3, jnp.inf] if step_index == 12 else [1.0] * 3)
-        updates, state = step(jax.vmap(times)(factor), state, members)
-    assert state.spikes.tolist() == [0, 1, 0]
-    assert state.guard.norm_steps.tolist() == [13, 12, 12]
-    assert state.loss_scale.loss_scale.tolist() == [8, 8, 4]
-    assert updates["b"].any(1).tolist() == [True, False, False]
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
     tx = with_loss_scale(optax.sgd(0.1), guard=GUARD)

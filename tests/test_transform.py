@@ -85,20 +85,6 @@ def test_extra_arguments_reach_the_inner_optimizer_gradients_in_float32():
     assert updates == 7
 
 
-@pytest.mark.parametrize("param_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_any_mix_of_gradient_and_parameter_dtypes_keeps_the_state_s_types(
-    grad_dtype, param_dtype
-):
-    params = jax.tree.map(lambda p: p.astype(param_dtype), PARAMS)
-    grads = jax.tree.map(lambda g: g.astype(grad_dtype), GOOD)
-    tx = jmp_scale.with_loss_scale(SPECIAL["multi_steps"], DynamicLossScale(8.0))
-    state = tx.init(params)
-    updates, new_state = jax.eval_shape(tx.update, grads, state, params)
-    assert jax.tree.map(jax.typeof, new_state) == jax.tree.map(jax.typeof, state)
-    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(param_dtype)}
-
-
 @pytest.mark.parametrize("nest", [
     lambda tx: tx,
     lambda tx: optax.chain(tx, optax.identity()),

@@ -28,17 +28,3 @@ def test_an_exception_is_an_answer_and_a_missing_function_is_none():
     raising = {"jmp_scale": lambda tree: tree["absent"]}
     assert correctness.verdict("jmp_scale", raising, check) == "**KeyError**"
     assert correctness.verdict("jmp_scale", {"other": jnp.isfinite}, check) == "-"
-
-
-@pytest.mark.parametrize(
-    ("check", "answer"),
-    [
-        (correctness.a_floor_below_one_is_kept_under_jit, "**wrong**"),  # its issue 44
-        (correctness.integers_pass_unscale_unchanged, "**wrong**"),
-        (correctness.gradients_stay_true_when_s_grows, "right"),
-        (correctness.s_grows_on_the_last_step_of_a_finite_period, "right"),
-    ],
-)
-def test_jmp_s_answers_are_those_of_its_release(check, answer):
-    subjects = next(subjects for subjects, row in correctness.rows() if row is check)
-    assert correctness.verdict("jmp", subjects, check) == answer

@@ -85,14 +85,17 @@ def test_extra_arguments_reach_the_inner_optimizer_gradients_in_float32():
     assert updates == 7
 
 
-@pytest.mark.parametrize("nest", [
-    lambda tx: tx,
-    lambda tx: optax.chain(tx, optax.identity()),
-    lambda tx: optax.chain(optax.chain(tx)),
-])  # fmt: skip
-def test_optax_finds_the_loss_scale_at_any_depth(nest):
-    tx = nest(jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0)))
-    state = tx.init(PARAMS)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_updates_have_the_dtype_of_the_parameters(dtype):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+    param = jnp.ones(2, dtype)
+    updates, _ = tx.update(jnp.ones(2), tx.init(param), param)
+    assert updates.dtype == dtype
+
+
+def test_optax_finds_the_loss_scale_at_any_depth():
+    tx = jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0))
+    state = optax.chain(optax.chain(tx), optax.identity()).init(PARAMS)
     found = optax.tree.get(state, "loss_scale")
     assert isinstance(found, DynamicLossScale)
     assert found.loss_scale == 8

@@ -12,7 +12,6 @@ from helpers import (
     ONE_AXIS,
     TWO_AXES,
     assert_bitwise_equal,
-    collectives,
     on_each_device,
     sharded,
     varying,
@@ -189,34 +188,3 @@ def test_every_mode_takes_the_step_of_a_single_device(mode):
     for name in "ab":
         of_one = np.asarray(params[name]).reshape(-1, 8, 8)[0]
         np.testing.assert_allclose(of_one, expected[name], rtol=0, atol=2e-4)
-
-
-BOOLEAN_ALL_REDUCES = {
-    "jit data-parallel": [],
-    "jit data-parallel, Explicit": [],
-    "jit FSDP": ["(pred[], pred[])"],
-    "jit FSDP 2-D": ["(pred[], pred[])"] * 2,
-    "jit FSDP, Explicit": ["pred[]"],
-}
-
-
-@pytest.mark.parametrize("mode", BOOLEAN_ALL_REDUCES)
-def test_the_check_adds_no_other_collectives_than_these_to_a_step(mode):
-    state, _, train_step, _ = first_step(mode)
-    loss = gathered_loss_fn if mode == "jit FSDP, Explicit" else loss_fn
-    inner_tx = optax.adam(0.1)
-
-    def bare_step(state, *batch):
-        value, grads = jax.value_and_grad(loss)(state[0], *batch)
-        updates, opt_state = inner_tx.update(grads, state[1])
-        return optax.apply_updates(state[0], updates), opt_state, value
-
-    mesh = state[0]["a"].sharding.mesh
-    batch = sharded(example(), mesh, P(mesh.axis_names))
-    with jax.set_mesh(mesh):
-        found = collectives(train_step.jitted, state, *batch)
-        bare_state = (state[0], state[1].inner_state[1])
-        bare = collectives(jax.jit(bare_step), bare_state, *batch)
-    booleans = [shape for _, shape in found if "pred" in shape]
-    assert booleans == BOOLEAN_ALL_REDUCES[mode]
-    assert len(found) - len(booleans) <= len(bare)

@@ -1,4 +1,4 @@
-"""`benchmarks/half_parameters.py`: its command runs, and its forms do what they say."""
+"""`benchmarks/half_parameters.py`: its command runs, and states have its bytes."""
 
 import os
 

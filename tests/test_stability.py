@@ -1,4 +1,4 @@
-"""The benchmark of spikes: the guard keeps its goals, the others do what it says."""
+"""The benchmark of spikes: the guard keeps its goals, no rule does not."""
 
 import functools
 

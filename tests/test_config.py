@@ -18,6 +18,11 @@ from jmp_scale import (
 pytestmark = pytest.mark.strict_promotion
 
 
+FLOAT16 = ("f16", "float16", "fp16", "FP16", "half", jnp.float16, np.dtype("float16"))
+WIDE = ("bf16", "bfloat16", "f32", "float32", "fp32", "full", "f64", "float64")
+WIDE += (jnp.bfloat16, jnp.float32, np.float64, float, jnp.dtype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
@@ -37,27 +42,12 @@ pytestmark = pytest.mark.strict_promotion
         (np.float16(8), StaticLossScale(8.0)),
         (np.array(8.0), StaticLossScale(8.0)),
         (jnp.float32(8), StaticLossScale(8.0)),
+        *((spec, DynamicLossScale()) for spec in FLOAT16),
+        *((spec, NoOpLossScale()) for spec in WIDE),
     ],
 )
 def test_a_spec_gives_the_loss_scale_it_names(spec, expected):
     assert_bitwise_equal(get_loss_scale(spec), expected)
-
-
-FLOAT16 = ("f16", "float16", "fp16", "FP16", "half", jnp.float16, np.dtype("float16"))
-
-
-@pytest.mark.parametrize("spec", FLOAT16)
-def test_float16_gets_the_dynamic_loss_scale(spec):
-    assert_bitwise_equal(get_loss_scale(spec), DynamicLossScale())
-
-
-WIDE = ("bf16", "bfloat16", "f32", "float32", "fp32", "full", "f64", "float64")
-WIDE_DTYPES = (jnp.bfloat16, jnp.float32, np.float64, float, jnp.dtype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize("spec", [*WIDE, *WIDE_DTYPES])
-def test_a_dtype_with_the_range_of_float32_needs_none(spec):
-    assert get_loss_scale(spec) == NoOpLossScale()
 
 
 def test_the_half_type_of_a_tpu_needs_none(monkeypatch):
@@ -77,6 +67,8 @@ DEEPSPEED_DEFAULTS |= {"initial_scale_power": 16, "loss_scale_window": 1000}
 DEEPSPEED_DEFAULTS |= {"hysteresis": 2, "consecutive_hysteresis": False}
 DEEPSPEED_DEFAULTS |= {"min_loss_scale": 1, "fp16_master_weights_and_grads": False}
 DYNAMIC = {"loss_scaling_factor": "dynamic"}  # of Cerebras
+GRAD_SCALER = {"init_scale": 2.0**14, "growth_factor": 4, "growth_interval": 10}
+MEGATRON = {"initial_loss_scale": 2**32, "loss_scale_window": 500, "hysteresis": 3}
 
 
 @pytest.mark.parametrize(
@@ -115,9 +107,26 @@ DYNAMIC = {"loss_scaling_factor": "dynamic"}  # of Cerebras
         (DYNAMIC | {"enabled": False}, NoOpLossScale()),
         ({"loss_scaling_factor": 64.0}, StaticLossScale(64.0)),
         ({"loss_scaling_factor": "64"}, StaticLossScale(64.0)),
+        ({"growth_interval": 10}, presets.pytorch(growth_interval=10)),
+        ({"init_scale": "2**9", "device": "cuda"}, presets.pytorch(512)),
+        (GRAD_SCALER | {"enabled": True}, presets.pytorch(2.0**14, 4, 0.5, 10)),
+        (GRAD_SCALER | {"enabled": False}, NoOpLossScale()),
+        (MEGATRON, presets.megatron(growth_interval=500, hysteresis=3)),
+        (
+            MEGATRON | {"fp16": True, "min_loss_scale": 2, "loss_scale": None},
+            presets.megatron(min_scale=2, growth_interval=500, hysteresis=3),
+        ),
+        (MEGATRON | {"fp16": True, "loss_scale": 128}, StaticLossScale(128)),
+        (MEGATRON | {"bf16": True}, NoOpLossScale()),
+        (MEGATRON | {"fp16": False}, NoOpLossScale()),
+        (
+            MEGATRON | {"bf16": False},
+            presets.megatron(growth_interval=500, hysteresis=3),
+        ),
+        ({"bf16": False}, NoOpLossScale()),
     ],
 )
-def test_a_section_of_deepspeed_or_cerebras_is_its_preset(section, expected):
+def test_a_section_of_a_framework_is_its_preset(section, expected):
     assert_bitwise_equal(get_loss_scale(types.MappingProxyType(section)), expected)
 
 
@@ -152,36 +161,6 @@ def test_numbers_in_a_section_of_cerebras_may_be_those_of_its_documentation():
 def test_a_wrong_section_is_an_error_that_says_what_to_do(section, message):
     with pytest.raises(ValueError, match=message):
         get_loss_scale(section)
-
-
-GRAD_SCALER = {"init_scale": 2.0**14, "growth_factor": 4, "growth_interval": 10}
-MEGATRON = {"initial_loss_scale": 2**32, "loss_scale_window": 500, "hysteresis": 3}
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        ({"growth_interval": 10}, presets.pytorch(growth_interval=10)),
-        ({"init_scale": "2**9", "device": "cuda"}, presets.pytorch(512)),
-        (GRAD_SCALER | {"enabled": True}, presets.pytorch(2.0**14, 4, 0.5, 10)),
-        (GRAD_SCALER | {"enabled": False}, NoOpLossScale()),
-        (MEGATRON, presets.megatron(growth_interval=500, hysteresis=3)),
-        (
-            MEGATRON | {"fp16": True, "min_loss_scale": 2, "loss_scale": None},
-            presets.megatron(min_scale=2, growth_interval=500, hysteresis=3),
-        ),
-        (MEGATRON | {"fp16": True, "loss_scale": 128}, StaticLossScale(128)),
-        (MEGATRON | {"bf16": True}, NoOpLossScale()),
-        (MEGATRON | {"fp16": False}, NoOpLossScale()),
-        (
-            MEGATRON | {"bf16": False},
-            presets.megatron(growth_interval=500, hysteresis=3),
-        ),
-        ({"bf16": False}, NoOpLossScale()),
-    ],
-)
-def test_a_section_of_pytorch_or_megatron_is_its_preset(section, expected):
-    assert_bitwise_equal(get_loss_scale(types.MappingProxyType(section)), expected)
 
 
 @pytest.mark.parametrize("s", [1024.0, 65536.0])

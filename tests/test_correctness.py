@@ -1,9 +1,13 @@
 """The benchmark of known mistakes: we make none, and a library that does is seen."""
 
+import pathlib
+import re
+
 import correctness
-import jax.numpy as jnp
 import pytest
 from _loops import Step, train_jmp_scale
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -23,22 +27,24 @@ def test_a_library_that_unscales_with_the_wrong_s_is_seen():
     assert correctness.verdict("jmp_scale", {"jmp_scale": train}, check) == "**wrong**"
 
 
-def test_an_exception_is_an_answer_and_a_missing_function_is_none():
-    check = correctness.an_empty_tree_is_finite
-    raising = {"jmp_scale": lambda tree: tree["absent"]}
-    assert correctness.verdict("jmp_scale", raising, check) == "**KeyError**"
-    assert correctness.verdict("jmp_scale", {"other": jnp.isfinite}, check) == "-"
+def table(text):
+    """The first table of a text as rows of cells, without its head."""
+    lines = re.search(r"(?:^\|.*\|\n)+", text, re.MULTILINE)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("| ").split(" |")] for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("check", "answer"),
-    [
-        (correctness.a_floor_below_one_is_kept_under_jit, "**wrong**"),  # its issue 44
-        (correctness.integers_pass_unscale_unchanged, "**wrong**"),
-        (correctness.gradients_stay_true_when_s_grows, "right"),
-        (correctness.s_grows_on_the_last_step_of_a_finite_period, "right"),
-    ],
-)
-def test_jmp_s_answers_are_those_of_its_release(check, answer):
-    subjects = next(subjects for subjects, row in correctness.rows() if row is check)
-    assert correctness.verdict("jmp", subjects, check) == answer
+def test_the_mistakes_of_the_comparison_are_counted_from_the_benchmark():
+    benchmarks = (ROOT / "benchmarks/README.md").read_text()
+    part = benchmarks.partition("[start:correctness]")[2].partition("[end:")[0]
+    columns = list(zip(*table(part), strict=True))[1:]
+    counted = [
+        (
+            sum(cell != "-" for cell in cells),
+            sum(cell not in ("-", "right") for cell in cells),
+        )
+        for cells in columns
+    ]
+    page = (ROOT / "docs/compare.md").read_text()
+    told = table(page.partition("## What each gets wrong")[2])
+    assert [(int(row[1]), int(row[2])) for row in told] == counted[:-1]
+    assert counted[-1] == (32, 0)

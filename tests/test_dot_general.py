@@ -1,5 +1,4 @@
 import functools
-import re
 
 import flax.linen as nn
 import jax
@@ -131,62 +130,6 @@ def test_the_precision_holds_in_the_backward_pass_too():
     products = [line for line in lines if "stablehlo.dot_general" in line]
     assert len(products) >= 2
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
-
-
-def loss_of(dot_general):
-    """Two layers in float16, float32 parameters: as Flax's `Dense` computes."""
-
-    def dense(x, w):
-        return dot_general(x, w.astype(jnp.float16), MATRICES)
-
-    def loss(params, x):
-        hidden = jnp.tanh(dense(x.astype(jnp.float16), params["in"]))
-        return jnp.square(dense(hidden, params["out"]).astype(jnp.float32)).mean()
-
-    return loss
-
-
-SHARDINGS = {  # of the parameters and of the batch
-    "data-parallel": ({"in": P(), "out": P()}, P("i")),
-    "fsdp": ({"in": P("i"), "out": P("i")}, P("i")),
-    "tensor-parallel": ({"in": P(None, "i"), "out": P("i")}, P()),
-}
-
-
-def sums_of_gradients(dot_general, how, directory):
-    """Types of the all-reduces right after XLA's partitioner, except those of scalars.
-
-    XLA:CPU makes the float16 ones float32 later, which other compilers do not.
-    """
-    shardings = jax.tree.map(functools.partial(NamedSharding, ONE_AXIS), SHARDINGS[how])
-    params = {"in": jnp.ones((16, 32)), "out": jnp.ones((32, 16))}
-    given = jax.device_put((params, jnp.ones((64, 16))), shardings)
-    grad = jax.jit(jax.grad(loss_of(dot_general), (0, 1)), out_shardings=shardings)
-    options = {"xla_dump_to": str(directory), "xla_dump_hlo_pass_re": "spmd-part.*"}
-    grad.lower(*given).compile(compiler_options=options)
-    (after,) = directory.glob("*after_spmd-partitioning*.txt")
-    found = re.findall(
-        r"= (\w+\[[\d,]+\])\S* (?:all-reduce|reduce-scatter)\(", after.read_text()
-    )
-    return sorted(set(found))
-
-
-WEIGHTS = ["[16,32]", "[32,16]"]
-# What is left in float16 is the sum of the activations of the forward pass.
-SUMS = {
-    "data-parallel": ([f"f16{x}" for x in WEIGHTS], [f"f32{x}" for x in WEIGHTS]),
-    "fsdp": ([f"f16{x}" for x in WEIGHTS], [f"f32{x}" for x in WEIGHTS]),
-    "tensor-parallel": (["f16[64,16]"], ["f16[64,16]", "f32[64,16]"]),
-}
-
-
-@pytest.mark.parametrize("sharding", SUMS)
-def test_gradients_are_summed_over_devices_in_float32(sharding, tmp_path):
-    plain, cured = (
-        sums_of_gradients(dot_general, sharding, tmp_path / name)
-        for name, dot_general in (("a", lax.dot_general), ("b", jmp_scale.dot_general))
-    )
-    assert (plain, cured) == SUMS[sharding]
 
 
 @pytest.mark.parametrize("mesh", [TWO_AXES, EXPLICIT_TWO])

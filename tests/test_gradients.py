@@ -60,23 +60,6 @@ def test_values_and_structure_are_those_of_jax(function, loss_scale, has_aux, ar
     assert_bitwise_equal(scaled(*args, shift=1.0), plain(*args, shift=1.0))
 
 
-@pytest.mark.parametrize(
-    "loss_scale", [StaticLossScale(2.0**60), DynamicLossScale(2.0**20)]
-)
-def test_gradients_of_a_tanh_mlp_do_not_depend_on_a_power_of_two_s(loss_scale):
-    weights = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
-    x = jax.random.normal(jax.random.key(1), (32, 16))
-
-    def fun(weights):
-        return (jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]) ** 2).mean()
-
-    def scaled(loss_scale, weights):
-        return jmp_scale.value_and_grad(fun, loss_scale)(weights)
-
-    got = jax.jit(scaled)(loss_scale, weights)
-    assert_bitwise_equal(got, jax.jit(jax.value_and_grad(fun))(weights))
-
-
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
 def test_float16_parameters_get_float32_gradients(loss_scale):
     fun = jmp_scale.value_and_grad(lambda w: (w * w).sum(), loss_scale)
@@ -196,13 +179,11 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
     [
         (lambda w: w * jnp.ones(2), False, r"scalar loss, got shape \(2,\)"),
         (lambda w: (w, {}), False, "loss, got a tuple of length 2; pass has_aux"),
-        (lambda w: [w], False, "loss, got a list of length 1; pass has_aux=True"),
         (lambda w: {"loss": w}, False, "scalar loss, got a dict; pass has_aux=True"),
         (lambda w: None, False, "scalar loss, got None; let fun return it"),
         (lambda w: (w, 1, 2), True, r"\(loss, aux\) .* a tuple of length 3; return"),
         (lambda w: w, True, r"\(loss, aux\) .* got an array of shape \(\); return"),
         (lambda w: ({}, w), True, "scalar loss, got a dict; return the loss first"),
-        (lambda w: (jnp.ones(3), w), True, r"scalar loss, got shape \(3,\); take its"),
     ],
 )
 def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(
@@ -267,10 +248,8 @@ OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
     [
         (1024.0, r"got 1024.0; pass jmp_scale.get_loss_scale\(1024.0\)"),
         ("dynamic", r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic"),
-        (np.float32(8), r"pass jmp_scale.get_loss_scale\(np.float32\(8.0\)\)"),
         (jnp.float32(8), r"pass jmp_scale.get_loss_scale\(8.0\)$"),
         (0.0, r"got 0.0; pass DynamicLossScale\(\) or another one"),
-        (jnp.ones(2), r"got Array.*; pass DynamicLossScale\(\) or another"),
         ("dynamc", r"\('dynamc'\), or DynamicLossScale\(\)"),
         (DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),
         (OPTIMIZER_STATE, "got a LossScaleState; pass its .loss_scale"),
@@ -281,7 +260,6 @@ OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
         ({"a": NoOpLossScale()}, "got a dict; pass its .loss_scale, or optax"),
         (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
         ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
-        (None, r"got a NoneType; pass DynamicLossScale\(\)"),
     ],
 )
 def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(

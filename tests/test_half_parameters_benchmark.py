@@ -1,4 +1,4 @@
-"""`benchmarks/half_parameters.py`: its command runs, and its forms do what they say."""
+"""`benchmarks/half_parameters.py`: its command runs, and states have its bytes."""
 
 import os
 
@@ -7,28 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-
-
-def last(form, steps=300):
-    """A parameter after steps of 2^-12 from 1, where bfloat16 has steps of 2^-7."""
-    tx = half_parameters.FORMS[form].wrap(optax.sgd(2.0**-12), None)
-    params = jnp.ones(3, jnp.bfloat16)
-    state = tx.init(params)
-    for _ in range(steps):
-        updates, state = tx.update(-jnp.ones_like(params), state, params)
-        params = optax.apply_updates(params, updates)
-    assert params.dtype == jnp.bfloat16
-    return params
-
-
-@pytest.mark.parametrize("form", ["float32 copy", "Kahan sum", "remainder"])
-def test_forms_that_keep_something_lose_no_update(form):
-    assert (last(form) == jnp.bfloat16(1 + 300 * 2.0**-12)).all()
-
-
-@pytest.mark.parametrize("form", ["naive", "naive, float32 moments"])
-def test_naive_forms_lose_every_small_update(form):
-    assert (last(form) == 1).all()
 
 
 @pytest.mark.parametrize("form", half_parameters.FORMS)

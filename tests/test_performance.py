@@ -9,7 +9,6 @@ import pytest
 from helpers import on_devices
 
 import jmp_scale
-from jmp_scale import _finite, _skip
 
 pytestmark = pytest.mark.targets
 
@@ -69,25 +68,6 @@ def test_only_scalars_of_the_state_are_copied(steps):
     ).init(PARAMS)
     assert scaled.copied_arrays == 0
     assert len(scaled.copies) <= sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state))
-
-
-def test_without_the_reduction_of_two_operands_there_are_temporaries(switched):
-    reduced = _finite._reduced
-    switched(
-        _finite,
-        "_reduced",
-        lambda reading, parts, axes=None: [
-            reduced(reading, [part], axes)[0] for part in parts
-        ],
-    )
-    assert of_adamw("with_loss_scale", "f32").temporaries > 0.2 * PARAM_BYTES
-
-
-def test_without_the_early_select_arrays_are_copied(switched):
-    switched(_skip, "_is_plain_only", lambda closed: True)
-    scaled = of_adamw("with_loss_scale", "f32")
-    assert scaled.copied_arrays == 2 * len(jax.tree.leaves(PARAMS))
-    assert scaled.temporaries > PARAM_BYTES
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])

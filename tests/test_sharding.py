@@ -12,14 +12,13 @@ from helpers import (
     ONE_AXIS,
     TWO_AXES,
     assert_bitwise_equal,
-    collectives,
     on_each_device,
     sharded,
     varying,
 )
 from jax import lax
-from jax.sharding import AxisType, reshard
 from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 import jmp_scale
 
@@ -189,69 +188,3 @@ def test_every_mode_takes_the_step_of_a_single_device(mode):
     for name in "ab":
         of_one = np.asarray(params[name]).reshape(-1, 8, 8)[0]
         np.testing.assert_allclose(of_one, expected[name], rtol=0, atol=2e-4)
-
-
-BOOLEAN_ALL_REDUCES = {
-    "jit data-parallel": [],
-    "jit data-parallel, Explicit": [],
-    "jit FSDP": ["(pred[], pred[])"],
-    "jit FSDP 2-D": ["(pred[], pred[])"] * 2,
-    "jit FSDP, Explicit": ["pred[]"],
-}
-
-
-@pytest.mark.parametrize("mode", BOOLEAN_ALL_REDUCES)
-def test_the_check_adds_no_other_collectives_than_these_to_a_step(mode):
-    state, _, train_step, _ = first_step(mode)
-    loss = gathered_loss_fn if mode == "jit FSDP, Explicit" else loss_fn
-    inner_tx = optax.adam(0.1)
-
-    def bare_step(state, *batch):
-        value, grads = jax.value_and_grad(loss)(state[0], *batch)
-        updates, opt_state = inner_tx.update(grads, state[1])
-        return optax.apply_updates(state[0], updates), opt_state, value
-
-    mesh = state[0]["a"].sharding.mesh
-    batch = sharded(example(), mesh, P(mesh.axis_names))
-    with jax.set_mesh(mesh):
-        found = collectives(train_step.jitted, state, *batch)
-        bare_state = (state[0], state[1].inner_state[1])
-        bare = collectives(jax.jit(bare_step), bare_state, *batch)
-    booleans = [shape for _, shape in found if "pred" in shape]
-    assert booleans == BOOLEAN_ALL_REDUCES[mode]
-    assert len(found) - len(booleans) <= len(bare)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_shard_map_has_already_summed_gradients_in_the_dtype_of_the_computation(half):
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P()
-    )
-    def total(w, x):
-        loss = lambda w: (w.astype(x.dtype) * x).mean().astype(jnp.float32)  # noqa: E731
-        return jmp_scale.grad(loss, jmp_scale.StaticLossScale(8.0))(w)
-
-    x = np.full(8, 6000, np.float16 if half else np.float32)
-    assert float(total(np.float32(1), x)) == (np.inf if half else 48000)
-
-
-@pytest.mark.parametrize(("axis", "again"), [("batch", 0), ("other", 1)])
-def test_a_replicated_state_under_pmap_compiles_once_on_a_mesh_of_its_axis_name(
-    axis, again
-):
-    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), LOSS_SCALE)
-
-    def train_step(params, opt_state, x):
-        grads = lax.pmean(params * x, "batch")
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, mesh = jnp.ones(2), jax.make_mesh((8,), (axis,), (AxisType.Auto,))
-    state = sharded((params, tx.init(params)), mesh, P())
-    train_step = jax.pmap(train_step, "batch", in_axes=(None, None, 0), out_axes=None)
-    state = train_step(*state, jnp.ones((8, 1)))
-    COMPILATIONS.clear()
-    for _ in range(2):
-        state = train_step(*state, jnp.ones((8, 1)))
-    assert len(COMPILATIONS) == again

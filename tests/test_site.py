@@ -75,39 +75,3 @@ def test_pages_load_nothing_from_another_host(site):
             r'<(?:script|img|link)[^>]*(?:src|href)="(\w+:[^"]*)', page.read_text()
         )
         assert all(link.startswith("data:") for link in loaded), (page, loaded)
-
-
-# Every page that the site had before pages were merged.
-OLD = """
-api/checkpoints api/diagnostics api/finite api/flax api/gradients api/index
-api/loss-scales api/optax api/plotting api/policy api/presets api/runs autocast
-benchmarks changelog checkpoints choose choose-a-scale citation
-coming-from/apply-if-finite coming-from/deepspeed-megatron
-coming-from/flax-dynamicscale coming-from/jmp coming-from/keras coming-from/presets
-coming-from/pytorch coming-from/state-dicts coming-from/version-0.1 compare
-contributing devices do-i-need-it examples faq flax half-parameters half-precision
-how-it-works index monitor myths notebook optax precise-enough precision quickstart
-several-losses spike-rules spikes stability troubleshoot which-half
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OLD.split())
-def test_an_old_address_leads_on_to_a_page_and_a_section_that_exist(site, name):
-    page = site / f"{name}.html"
-    text = page.read_text()
-    found = re.search(r'url=([^"]+)"', text)
-    targets = [found[1]] if found else re.findall(r': "([^"]+\.html#[^"]+)"', text)
-    for target in targets:
-        file, _, section = target.partition("#")
-        new = (page.parent / file).read_text()
-        assert "<article" in new
-        assert not section or f'id="{section}"' in new
-
-
-@pytest.mark.slow
-def test_the_site_has_at_most_27_pages_and_each_title_is_its_own(site):
-    texts = [p.read_text() for p in site.rglob("*.html") if p.name != "404.html"]
-    pages = [text for text in texts if "<article" in text]
-    titles = {re.search(r"<h1[^>]*>(.*?)<a", page, re.DOTALL)[1] for page in pages}
-    assert len(titles) == len(pages) <= 27

@@ -1,4 +1,4 @@
-"""The benchmark of spikes: the guard keeps its goals, the others do what it says."""
+"""The benchmark of spikes: the guard keeps its goals, no rule does not."""
 
 import functools
 
@@ -62,19 +62,3 @@ def test_a_guarded_run_ends_within_15_percent_of_the_clean_one(fault):
 @pytest.mark.parametrize("fault", ["one spike", "NaN later"])
 def test_a_run_without_a_rule_does_not(fault):
     assert ratio(rules.nothing, fault) > stability.GOAL
-
-
-window_skips = jax.jit(rules.skips_of_window)
-
-
-def noisy(steps=600):
-    random = np.random.RandomState(0)
-    return np.float32(2 + 0.1 * random.randn(2, steps))
-
-
-def test_a_spike_hides_the_next_from_the_rule_of_a_window_and_not_from_the_guard():
-    losses, norms = noisy()
-    losses[[200, 220, 240]] = [1e6, 10, 10]  # 80 deviations of 0.1
-    assert np.flatnonzero(window_skips(losses, norms)).tolist() == [200]
-    skips = jax.jit(rules.skips_of_guard)(losses, norms)
-    assert np.flatnonzero(skips).tolist() == [200, 220, 240]

@@ -1,7 +1,6 @@
 """The lines of docs/checkpoints.md, on the frameworks' own runs, cut."""
 
 import dataclasses
-import math
 import pathlib
 import re
 import types
@@ -150,13 +149,6 @@ def test_every_row_has_runs():
     rows = {STATES[peer][0] for peer in peers}
     assert rows == {row for row, _ in STATES.values()}
     assert rows == {row for row in LINES if "state" in LINES[row]}
-
-
-@pytest.mark.parametrize("scale", [0.0, math.inf])
-def test_a_scale_that_was_lost_is_an_error(scale):
-    state = {"scale": scale, "_growth_tracker": 3}
-    with pytest.raises(ValueError, match="expected loss_scale to be"):
-        evaluate("PyTorch `GradScaler`", preset=presets.pytorch(), state=state)
 
 
 def test_a_scale_is_read_and_set_without_another_compilation():

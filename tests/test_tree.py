@@ -76,14 +76,6 @@ def test_select_tree_refuses_a_predicate_that_is_not_a_boolean_scalar(pred):
         jmp_scale.select_tree(pred, None, None)
 
 
-@pytest.mark.parametrize(
-    ("leaf", "inexact"),
-    [(1.0, True), (1j, True), (np.float16(1), True), (np.array(["a"]), False)],
-)
-def test_a_leaf_is_inexact_if_it_holds_floating_point_numbers(leaf, inexact):
-    assert _tree.is_inexact(leaf) is inexact
-
-
 def test_map_inexact_applies_to_the_inexact_leaves_of_the_first_tree_only():
     tree = {"f16": jnp.ones(2, jnp.float16), "i32": jnp.int32(3), "text": "a"}
     other = {"f16": 4, "i32": 5.0, "text": 6.0}

@@ -19,6 +19,8 @@ OUT_OF_RANGE = {
     "loss_scale": [0, 0.0, -8.0, INF, NAN, 0.5, 2.0**25, np.float32(0.5), np.zeros(3)],
     "growth_delay": [-1, 0.5],
     "hysteresis": [0, 1.5],
+    "counter": [2**31, -(2**31) - 1, 1e300, NAN, 3.7],
+    "hysteresis_left": [2**31, -(2**31) - 1, 1e300, NAN, 3.7],
     "hysteresis_reset": ["never"],
     "at_max": ["stop"],
 }
@@ -48,7 +50,7 @@ def test_a_value_out_of_range_is_a_value_error_that_names_argument_and_value(
 ):
     message = rf"(?s)^DynamicLossScale: expected {argument} to be .*, got "
     with pytest.raises(ValueError, match=message) as error:
-        DynamicLossScale(**{argument: value})
+        DynamicLossScale(**{"hysteresis": 2, argument: value})
     if argument != "loss_scale":
         assert str(error.value).endswith(repr(value))
 
@@ -191,16 +193,9 @@ def test_a_counter_takes_the_shape_of_the_loss_scale():
     assert several.hysteresis_left.tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 1e300, 10**400, NAN, 3.7])
-@pytest.mark.parametrize("name", ["counter", "hysteresis_left"])
-def test_a_counter_beyond_int32_is_a_value_error_that_names_it(name, value):
-    with pytest.raises(ValueError, match=rf"expected {name} to be an integer in .*got"):
-        DynamicLossScale(hysteresis=2, **{name: value})
-
-
 @pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["a", "b", "c"])
 @pytest.mark.parametrize(
-    "argument", ["loss_scale", "period", "factor", "min_loss_scale", "max_loss_scale"]
+    "argument", ["loss_scale", "period", "factor", "max_loss_scale", "counter"]
 )
 def test_an_integer_beyond_float64_is_a_value_error_that_names_the_argument(
     argument, value

@@ -6,13 +6,13 @@ Which one answers which question is in `docs/monitor.md`.
 from ._precision.comparison import GradientComparison as GradientComparison
 from ._precision.comparison import LeafComparison as LeafComparison
 from ._precision.comparison import compare_gradients as compare_gradients
-from ._precision.matrix_work import Operation as Operation
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._precision.report import precision_report as precision_report
 from ._precision.sensitivity import SensitiveProduct as SensitiveProduct
 from ._precision.sensitivity import SensitiveProducts as SensitiveProducts
 from ._precision.sensitivity import sensitive_products as sensitive_products
 from ._precision.step import Finding as Finding
+from ._precision.work import Operation as Operation
 from ._run.calibration import Calibration as Calibration
 from ._run.calibration import calibrate_loss_scale as calibrate_loss_scale
 from ._run.diagnosis import Diagnosis as Diagnosis

@@ -4,6 +4,6 @@
 `sensitive_products` runs it with each product in turn in float32, by a `probe`.
 
 In the report, `walk` goes through the traced equations with the `rules` of one
-operation, the `loops` and the `matrix_work`. `conclusions` has the rules of a whole
-program. `facts` and `origins` are about values, a `step` is an equation.
+operation, the `loops` and the `work`. `conclusions` has the rules of a whole
+program. `facts` and `lineage` are about values, a `step` is an equation.
 """

@@ -7,10 +7,10 @@ import jax
 
 from ..._jaxpr import PRODUCTS, shape
 from .._source import Place, place_of_function
-from .matrix_work import SourceLine
-from .origins import is_half, is_half_product
+from .lineage import is_half, is_half_product
 from .step import SEVERITIES, Finding, Step, finding_at
 from .walk import Walk
+from .work import SourceLine
 
 
 def half_parameters(
@@ -92,7 +92,7 @@ def two_dtypes(forward: Walk) -> Iterator[Finding]:
 def products_of_parameters(forward: Walk) -> Iterator[Finding]:
     """Products by which autocast makes a weight, as in LoRA."""
     for step in forward.steps if forward.autocasts else ():
-        of_parameters = all(fact.origin.parameters for fact in step.ins[:2])
+        of_parameters = all(fact.lineage.parameters for fact in step.ins[:2])
         if not of_parameters or not is_half_product(step.eqn):
             continue
         overflow = ", where they can overflow" if step.source == "float16" else ""

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from ..._jaxpr import Atom, constant, dtype_name, shape, size, words
-from .origins import NOTHING, SAME_ENTRIES, Origin, entries_added, origin_of
+from .lineage import NOTHING, SAME_ENTRIES, Lineage, entries_added, lineage_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -39,7 +39,7 @@ class Fact:
     cast: bool = False  # whether the user cast these entries to half precision
     promoted: Any = None  # the `Promotion` of half precision that they come from
     maker: Any = None  # the `Step` that made their array, inside of calls
-    origin: Origin = NOTHING  # what the entries were made of
+    lineage: Lineage = NOTHING  # what the entries were made of
 
     @property
     def magnitude(self) -> float:
@@ -99,7 +99,7 @@ def of_atom(atom: Atom) -> Fact:
     dtype = dtype_name(atom)
     if isinstance(atom, Literal):
         return of_constant(atom.val, dtype)
-    return dataclasses.replace(of_dtype(dtype), origin=Origin(id(atom)))
+    return dataclasses.replace(of_dtype(dtype), lineage=Lineage(id(atom)))
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -116,7 +116,7 @@ def join(a: Fact, b: Fact) -> Fact:
         summed=max(a.summed, b.summed),
         squared=a.squared or b.squared,
         promoted=a.promoted or b.promoted,
-        origin=a.origin,
+        lineage=a.lineage,
     )
 
 
@@ -126,21 +126,21 @@ def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
         fact = outs[0] if rule is None else rule(eqn, *facts)
-        outs = [dataclasses.replace(fact, origin=_origin(eqn, facts))]
+        outs = [dataclasses.replace(fact, lineage=_lineage(eqn, facts))]
     promoted = next((fact.promoted for fact in facts if fact.promoted), None)
     made = [promoted if is_wide(dtype_name(v)) else None for v in eqn.outvars]
     return [dataclasses.replace(f, promoted=p) for f, p in zip(outs, made, strict=True)]
 
 
-def _origin(eqn: JaxprEqn, facts: Sequence[Fact]) -> Origin:
-    origin = origin_of(eqn, [fact.origin for fact in facts])
+def _lineage(eqn: JaxprEqn, facts: Sequence[Fact]) -> Lineage:
+    lineage = lineage_of(eqn, [fact.lineage for fact in facts])
     # Autocast computes cheap values once for each reader: equal ones are one.
-    made_of = [(fact.origin.value, fact.values) for fact in facts]
-    value = origin.value or hash((eqn.primitive, *made_of, str(eqn.params)))
-    of_parameters = any(fact.origin.parameters for fact in facts) and all(
-        fact.origin.parameters or fact.single is not None for fact in facts
+    made_of = [(fact.lineage.value, fact.values) for fact in facts]
+    value = lineage.value or hash((eqn.primitive, *made_of, str(eqn.params)))
+    of_parameters = any(fact.lineage.parameters for fact in facts) and all(
+        fact.lineage.parameters or fact.single is not None for fact in facts
     )
-    return dataclasses.replace(origin, value=value, parameters=of_parameters)
+    return dataclasses.replace(lineage, value=value, parameters=of_parameters)
 
 
 def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:

@@ -12,10 +12,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from ..._half_parameters import find_half_states
 from .._backward import Loss, is_array, split_arrays
 from .._source import begin_user_code, place_of_caller
-from . import conclusions, matrix_work
-from .matrix_work import Operation, SourceLine
+from . import conclusions, work
 from .step import SEVERITIES, Finding
 from .walk import Walk
+from .work import Operation, SourceLine
 
 _REPORTS = itertools.count()
 
@@ -121,9 +121,9 @@ def precision_report(
     promotions = [*dict.fromkeys(forward.promotions)]
     told = {step.place()[:2] for p in promotions for step in p.products}
     steps = [step for step in backward.steps if step.times]
-    operations = matrix_work.operations(steps)
+    operations = work.operations(steps)
     # Products that autocast left in float32 are not for the user to cast.
-    notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
+    notes = () if forward.autocasts else work.full_matmuls(steps, told)
     keeps_digits = find_half_states((args, opt_state))
     halves = conclusions.half_parameters(gradients, fun, caller)
     of_loss = [*conclusions.half_loss(forward, loss, fun, caller)]
@@ -143,7 +143,7 @@ def precision_report(
     return PrecisionReport(
         tuple(conclusions.in_order(found, forward)),
         operations,
-        matrix_work.half_share(operations),
+        work.half_share(operations),
         tuple(dict.fromkeys(unread)),
     )
 

@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 from ..._jaxpr import Atom, dtype_name, shape
 from .._source import Place
 from .facts import Fact, is_wide
-from .origins import is_half
+from .lineage import is_half
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")

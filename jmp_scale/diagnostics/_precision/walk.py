@@ -18,11 +18,11 @@ from ..._marks import UNIT
 from ..._validation import warn
 from .._source import Place, place_of
 from .facts import Fact, join, of_atom, of_constant, transfer
+from .lineage import Lineage, is_half
 from .loops import Accumulation, counted, half_carries, half_states
-from .matrix_work import Promotion, SourceLine, follow, promotions_of
-from .origins import Origin, is_half
 from .rules import faults
 from .step import Finding, Step
+from .work import Promotion, SourceLine, follow, promotions_of
 
 # These have a jaxpr of scalars that says how two entries are combined.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
@@ -68,8 +68,8 @@ class Walk:
         outer = Step(no_equation, lambda: caller)
         facts = [of_atom(v) for v in inner.invars]
         for i in parameters:
-            origin = Origin(id(inner.invars[i]), parameters=True)
-            facts[i] = dataclasses.replace(facts[i], origin=origin)
+            lineage = Lineage(id(inner.invars[i]), parameters=True)
+            facts[i] = dataclasses.replace(facts[i], lineage=lineage)
         self.outs = self._run(program, facts, outer)
         if not self._differentiated:
             self._record_carries(half_states(program), outer)
@@ -87,8 +87,8 @@ class Walk:
                 self.infinite.add(dtype_name(atom))
         for variable, value in zip(inner.constvars, consts, strict=True):
             fact = of_constant(value, dtype_name(variable))
-            origin = Origin(id(variable))
-            by_variable[variable] = dataclasses.replace(fact, origin=origin)
+            lineage = Lineage(id(variable))
+            by_variable[variable] = dataclasses.replace(fact, lineage=lineage)
         by_variable.update(zip(inner.invars, facts, strict=True))
 
         def fact_of(atom: Atom) -> Fact:

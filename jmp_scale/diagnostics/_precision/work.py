@@ -12,7 +12,7 @@ from ..._dot_general import ALGORITHMS
 from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
 from ..._operations import has_matrix_work, stays_float32
 from .facts import Fact, is_wide
-from .origins import SAME_ENTRIES, entries_added, is_half
+from .lineage import SAME_ENTRIES, entries_added, is_half
 from .rules import is_cast_by_user, is_narrowed_by_user
 from .step import Finding, Step
 

@@ -56,39 +56,21 @@ class ExponentHistogram:
           TypeError: `log2_scale` does not have an integer dtype.
           ValueError: another dtype.
         """
-        return self._shares("flushed_share", log2_scale, dtype)[0]
-
-    def subnormal_share(
-        self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
-    ) -> jax.Array:
-        """Share of the finite non-zero entries left subnormal, but not flushed.
-
-        Takes, returns and raises the same as `flushed_share`.
-        """
-        flushed, below_normal = self._shares("subnormal_share", log2_scale, dtype)
-        return below_normal - flushed
-
-    def _shares(
-        self, function: str, log2_scale: ArrayLike, dtype: DTypeLike
-    ) -> list[jax.Array]:
-        """Shares of the entries that become zero, and that become less than normal."""
         log2_scale = jnp.asarray(log2_scale)
         if not jnp.issubdtype(log2_scale.dtype, jnp.integer):
             raise TypeError(
-                f"{function}: expected log2_scale of whole numbers, got "
+                "flushed_share: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        limits = casts.limits(dtype, function)
-        # Columns from 2^-150 on, at which there is nothing, to 2^128.
+        limit = casts.limits(dtype, "flushed_share").zero_up_to
+        # Columns from 2^-150 on, at which there is nothing, to 2^128. A power of two at
+        # the limit is a tie, which a cast rounds to zero.
         below = jnp.pad(jnp.cumsum(self.counts, 1, jnp.uint32), ((0, 0), (2, 0)))
         up_to = below + jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
-        total, shares = jnp.maximum(below[:, -1], np.uint32(1)), []
-        # The first is a tie, which a cast rounds to zero.
-        for counts, at in ((up_to, limits.zero_up_to), (below, limits.subnormal_below)):
-            column = int(np.log2(at)) + 150 - log2_scale.astype(jnp.int32)
-            found = counts.T[jnp.clip(column, 0, counts.shape[1] - 1)]
-            shares.append(found / jnp.broadcast_to(total, found.shape))
-        return shares
+        column = int(np.log2(limit)) + 150 - log2_scale.astype(jnp.int32)
+        found = up_to.T[jnp.clip(column, 0, up_to.shape[1] - 1)]
+        total = jnp.maximum(below[:, -1], np.uint32(1))
+        return found / jnp.broadcast_to(total, found.shape)
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._finite import all_finite, finite_and_norm
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
-from .._tables import leaf_name, power, table
+from .._tables import leaf_name, percent, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
@@ -189,12 +189,6 @@ def judged_error(found: GradientComparison) -> float:
     if not math.isfinite(found.loss) or not math.isfinite(found.half_loss):
         return math.inf
     return max(found.error, found.scaled_error / 3)
-
-
-def percent(share: float) -> str:
-    if not math.isfinite(share) or share >= 100:
-        return f"{share:.2g}"
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:

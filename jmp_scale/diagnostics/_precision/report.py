@@ -12,6 +12,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from ..._half_parameters import find_half_states
 from .._backward import Loss, is_array, split_arrays
 from .._source import begin_user_code, place_of_caller
+from .._tables import table
 from . import conclusions, work
 from .step import SEVERITIES, Finding
 from .walk import Walk
@@ -198,14 +199,12 @@ def _counts(findings: Sequence[Finding]) -> str:
 
 
 def _table(report: PrecisionReport) -> list[str]:
-    rows = [row for row in report.operations if row.flops]
-    if not rows:
+    rows: list[tuple[str, ...]] = [("operation", "operands", "runs", "share")]
+    for row in report.operations:
+        if row.flops:
+            cells = str(row.executions), f"{100 * row.share:.1f} %"
+            rows.append((row.primitive, row.dtype, *cells))
+    if not rows[1:]:
         return ["No matrix products or convolutions."]
-    return [
-        f"{100 * report.half_share:.1f} % of the matrix work is half precision:",
-        f"  {'operation':<22}{'operands':<20}{'runs':>8}{'share':>9}",
-        *(
-            f"  {r.primitive:<22}{r.dtype:<20}{r.executions:>8}{100 * r.share:>7.1f} %"
-            for r in rows
-        ),
-    ]
+    share = f"{100 * report.half_share:.1f} %"
+    return [f"{share} of the matrix work is half precision:", *table(rows, names=2)]

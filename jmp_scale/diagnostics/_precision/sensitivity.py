@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from ..._finite import all_finite
 from ..._policy import checked_half
 from .._backward import Loss, Start, start_of
-from .._tables import power, table
-from .comparison import NOT_FINITE, judged_error, percent
+from .._tables import percent, power, table
+from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
 
 _MOST_MEASURED = 128  # lines, or groups of neighbors, that are measured one by one

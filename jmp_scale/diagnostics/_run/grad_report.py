@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..._loss_scale import scale_value
-from .._tables import leaf_name, power, table
+from .._tables import leaf_name, percent, power, table
 from . import casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
@@ -38,10 +38,8 @@ class GradReport:
       overflow: finite entries that become infinite (NaN in float8_e4m3fn).
       nonfinite: entries that are NaN or infinite themselves.
       headroom_bits: f32[L], log2(M / (S amax)) for the dtype's largest M, or infinite.
-      dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero one, or 0.
       loss_scale: f32[], S.
       all_finite: bool[], whether `nonfinite` is 0 everywhere.
-      first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
       recommended_log2_scale: f32[], a whole number in [0, 24]: the largest S whose
         `headroom_bits` is at least 2 in every leaf; NaN without one, or without finite
         non-zero entries. Gradients of activations may need a smaller one: see
@@ -58,10 +56,8 @@ class GradReport:
     overflow: jax.Array
     nonfinite: jax.Array
     headroom_bits: jax.Array
-    dynamic_range_bits: jax.Array
     loss_scale: jax.Array
     all_finite: jax.Array
-    first_nonfinite: jax.Array
     recommended_log2_scale: jax.Array
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
@@ -109,14 +105,13 @@ class GradReport:
         """A table of the k worst leaves, or of all in the order of the tree (host)."""
         report = self.to_dict()
         rows = report["leaves"] if k is None else self.worst(k)
-        lines = [("leaf", "entries", *_SHARES, "amax", "headroom", "range")]
+        lines = [("leaf", "entries", *_SHARES, "amax", "headroom")]
         for path, row in rows.items():
-            cells = [_percent(row[name], row["size"]) for name in _SHARES]
-            # A leaf of zeros, or without finite entries, has no headroom and no range.
-            sizes = ["-", "-", "-"]
+            cells = [percent(row[name] / max(row["size"], 1)) for name in _SHARES]
+            # A leaf of zeros, or without finite entries, has no headroom.
+            sizes = ["-", "-"]
             if row["amax"]:
-                bits = row["headroom_bits"], row["dynamic_range_bits"]
-                sizes = [f"{row['amax']:.2e}", *(f"{x:z.1f} bits" for x in bits)]
+                sizes = [f"{row['amax']:.2e}", f"{row['headroom_bits']:z.1f} bits"]
             lines += [(leaf_name(path), f"{row['size']:,}", *cells, *sizes)]
         return "\n".join([_headline(report), *(table(lines) if rows else [])])
 
@@ -173,19 +168,15 @@ def _report_arrays(
     # An empty leaf stands at the end, because a tree may have no leaves.
     rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
     columns = (jnp.stack(column)[: len(leaves)] for column in zip(*rows, strict=True))
-    amax, amin, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
-    log2_amax, log2_amin = map(casts.log2_magnitude, (amax, amin))
+    amax, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
     log2_scale = casts.log2_magnitude(casts.magnitude_bits(loss_scale))
+    log2_largest = np.float32(np.log2(limits.largest))
     # Doublings up to the limit, from the bits: a float32 log2 just above a power of two
     # rounds down to it, and would recommend one too many.
     largest = jnp.max(amax, initial=0)
     doublings = (np.float32(limits.largest).view(np.int32) - largest) >> 23
     most = (doublings - MARGIN_BITS).astype(jnp.float32)
     some = (largest > 0) & (most >= LOWEST)
-    bad = nonfinite > 0
-    # One more is appended, because there may be no leaves to search.
-    first = jnp.argmax(jnp.append(bad, True))
-    range_bits = jnp.where(jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0)
     return {
         "amax": lax.bitcast_convert_type(amax, jnp.float32),
         "size": size,
@@ -194,11 +185,9 @@ def _report_arrays(
         "subnormal": not_flushed - not_subnormal,
         "overflow": infinite - nonfinite,
         "nonfinite": nonfinite,
-        "headroom_bits": np.float32(np.log2(limits.largest)) - log2_amax - log2_scale,
-        "dynamic_range_bits": range_bits,
+        "headroom_bits": log2_largest - casts.log2_magnitude(amax) - log2_scale,
         "loss_scale": loss_scale,
-        "all_finite": ~bad.any(),
-        "first_nonfinite": jnp.where(bad.any(), first, -1).astype(jnp.int32),
+        "all_finite": ~(nonfinite > 0).any(),
         "recommended_log2_scale": jnp.where(some, most.clip(max=HIGHEST), jnp.nan),
     }
 
@@ -206,10 +195,10 @@ def _report_arrays(
 def _statistics(
     leaf: Any, loss_scale: jax.Array, limits: casts.Limits
 ) -> tuple[Any, ...]:
-    """The bits of amax and of the least non-zero magnitude, and six cumulative counts.
+    """The bits of amax, and six cumulative counts.
 
-    Of all entries, those not zero, after the cast not zero, normal, and infinite, and
-    those not finite before.
+    Counted are all entries, those not zero, after the cast not zero, normal, and
+    infinite, and those not finite before.
     """
     bits = casts.magnitude_bits(leaf)
     scaled = casts.magnitude_bits(leaf, loss_scale)
@@ -217,40 +206,32 @@ def _statistics(
     bounds[0] += 1
     finite, nonzero = bits < casts.INFINITY, bits > 0
     reached = [nonzero, *(scaled >= bound for bound in bounds), ~finite]
-    operands = [
-        jnp.where(finite, bits, 0),
-        jnp.where(nonzero, bits, casts.INFINITY),
-        *(mask.astype(jnp.uint32) for mask in reached),
-    ]
-    # Zeros count as infinity: the least non-zero magnitude of a leaf is not 0.
-    starts = [np.int32(0), np.int32(casts.INFINITY), *[np.uint32(0)] * len(reached)]
+    masks = [mask.astype(jnp.uint32) for mask in reached]
+    operands = [jnp.where(finite, bits, 0), *masks]
+    starts = [np.int32(0), *[np.uint32(0)] * len(masks)]
 
     def join(a: Any, b: Any) -> Any:
-        counts = [x + y for x, y in zip(a[2:], b[2:], strict=True)]
-        return jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]), *counts
+        counts = [x + y for x, y in zip(a[1:], b[1:], strict=True)]
+        return jnp.maximum(a[0], b[0]), *counts
 
-    # One reduction of seven values. XLA:CPU does not fuse seven reductions, and would
-    # read the leaf seven times (test_the_gradients_are_read_once).
-    amax, amin, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
-    return amax, amin, np.uint32(bits.size), *counts
+    # One reduction of six values. XLA:CPU does not fuse six reductions, and would read
+    # the leaf six times (test_the_gradients_are_read_once).
+    amax, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
+    return amax, np.uint32(bits.size), *counts
 
 
 def _headline(report: dict[str, Any]) -> str:
-    log2, leaves = report["recommended_log2_scale"], list(report["leaves"])
+    log2, leaves = report["recommended_log2_scale"], report["leaves"]
     start = f"gradients at loss scale {power(report['loss_scale'])}"
     start += f", cast to {report['dtype']}"
     if not leaves:
         return f"{start}: no floating-point leaves"
     finite, advice = "all finite", f"recommended loss scale at most 2^{log2:g}"
     if not report["all_finite"]:
-        finite = f"not finite from {leaf_name(leaves[report['first_nonfinite']])} on"
+        first = next(path for path, row in leaves.items() if row["nonfinite"])
+        finite = f"not finite from {leaf_name(first)} on"
     if math.isnan(log2):
         advice = "no loss scale to recommend: no entry is finite and non-zero"
-        if any(row["amax"] for row in report["leaves"].values()):
+        if any(row["amax"] for row in leaves.values()):
             advice = "the loss scale must be below 1: give it another min_loss_scale"
     return f"{start}: {finite}; {advice}"
-
-
-def _percent(count: float, size: float) -> str:
-    share = 100 * count / max(size, 1)
-    return "0" if share == 0 else f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"

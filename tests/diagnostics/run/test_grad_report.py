@@ -83,20 +83,18 @@ def test_float64_entries_beyond_float32_are_counted_and_have_its_nearest_amax():
         assert float(only_tiny.recommended_log2_scale) == 24
 
 
-def test_amax_headroom_and_range_are_those_of_the_finite_entries():
+def test_amax_and_headroom_are_those_of_the_finite_entries():
     x = {
         "a": np.float32([0, -3e-5, 0.7, np.nan, np.inf]),
         "b": np.float32([1e-42, 2e-44]),
         "c": np.zeros(3),
     }
     report = jitted_report(jax.tree.map(jnp.float32, x), 2.0**12)
-    a, b = np.float32([0.7, 3e-5]), np.float64([np.float32(1e-42), np.float32(2e-44)])
-    assert report.amax.tolist() == [float(a[0]), float(b[0]), 0.0]
-    headroom = np.log2(65504) - np.log2([a[0], b[0]]) - 12
+    a, b = float(np.float32(0.7)), float(np.float32(1e-42))
+    assert report.amax.tolist() == [a, b, 0.0]
+    headroom = np.log2(65504) - np.log2([a, b]) - 12
     headroom = [*headroom, np.inf]  # to one float32 log2
     np.testing.assert_allclose(report.headroom_bits, headroom, atol=1e-5)
-    ranges = [np.log2(a[0] / a[1]), np.log2(b[0] / b[1]), 0]
-    np.testing.assert_allclose(report.dynamic_range_bits, ranges, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", REPORTED)
@@ -125,7 +123,8 @@ def test_leaves_are_named_and_the_first_non_finite_one_is_found():
     }
     report = jitted_report(grads, jmp_scale.DynamicLossScale())
     assert report.paths == ("['a'][0]", "['b']", "['c']")
-    assert (bool(report.all_finite), int(report.first_nonfinite)) == (False, 1)
+    assert not report.all_finite
+    assert "not finite from ['b'] on" in report.summary()
     assert report.nonfinite.tolist() == [0, 1, 1]
 
 
@@ -231,7 +230,7 @@ def test_the_worst_leaves_come_first_and_the_summary_names_them():
     lines = report.summary().splitlines()
     assert "not finite from ['nan'] on" in lines[0]
     assert [line.split()[0] for line in lines[2:]] == list(report.paths)
-    assert "100.0 %" in lines[3]
+    assert "100 %" in lines[3]
     assert len(report.summary(1).splitlines()) == 3
 
 
@@ -251,7 +250,6 @@ def test_nothing_is_recommended_without_a_finite_nonzero_entry(case):
     report = jitted_report(grads, 2.0**15)
     assert np.isnan(report.recommended_log2_scale)
     assert bool(report.all_finite) == ("NaN" not in case)
-    assert int(report.first_nonfinite) == (0 if "NaN" in case else -1)
     summary = report.summary()
     assert expected in summary
     assert "nan" not in summary

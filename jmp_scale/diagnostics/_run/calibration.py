@@ -31,9 +31,9 @@ class Calibration:
       finite: bool[K], whether the loss and all gradients are finite.
       log2_low: f32[], the lowest loss scale of the window, NaN if none works, and
       log2_high: f32[], the highest.
-      recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below
-        `log2_low`, and in [0, 24], as S of a `DynamicLossScale()` is; NaN without one.
-      needs_scaling: bool[], whether S = 1 is outside the window; True if none works.
+      recommended_log2_scale: f32[], 2 below `log2_high`, for batches with larger
+        gradients, but not below `log2_low`, and in [0, 24], as S of a
+        `DynamicLossScale()` is; NaN without one.
       has_half_precision: whether anything in the loss is narrower than 32 bits. If not,
         every other answer is about float32. Static.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
@@ -45,7 +45,6 @@ class Calibration:
     log2_low: jax.Array
     log2_high: jax.Array
     recommended_log2_scale: jax.Array
-    needs_scaling: jax.Array
     has_half_precision: bool = dataclasses.field(metadata={"static": True})
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
@@ -60,9 +59,7 @@ class Calibration:
         if np.isnan(low):
             return f"{none} works for all leaves: try others."
         window = f"Loss scales from 2^{low:g} to 2^{high:g} work"
-        if low == high:
-            window = f"Of the loss scales tried, only 2^{low:g} works"
-        if not bool(self.needs_scaling):
+        if low <= 0 <= high:
             return f"{window}, including 1: loss scaling is not needed here."
         best = float(self.recommended_log2_scale)
         if not np.isnan(best):
@@ -78,7 +75,6 @@ def calibrate_loss_scale(
     has_aux: bool = False,
     transform: Callable[..., Any] = jax.value_and_grad,
     log2_scales: Sequence[int] = range(-4, 25, 2),
-    margin_bits: float = MARGIN_BITS,
 ) -> Calibration:
     """Runs the real low-precision backward pass at each loss scale of a sweep.
 
@@ -91,9 +87,7 @@ def calibrate_loss_scale(
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
       log2_scales: increasing whole numbers in [-126, 126]; default -4, -2, ..., 24, up
-        to the cap of `DynamicLossScale`. Include 0 if you need `needs_scaling`.
-      margin_bits: doublings that the recommendation stays below the first overflow, for
-        batches with larger gradients; default 2.
+        to the cap of `DynamicLossScale`.
 
     Returns:
       A `Calibration`. It holds for these parameters and this batch: gradients usually
@@ -141,7 +135,7 @@ def calibrate_loss_scale(
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
     # The nearest to the margin that the window and a DynamicLossScale allow.
     least, most = jnp.maximum(low, LOWEST), jnp.minimum(high, HIGHEST)
-    best = jnp.where(least <= most, jnp.clip(high - margin_bits, least, most), jnp.nan)
+    best = jnp.where(least <= most, jnp.clip(high - MARGIN_BITS, least, most), jnp.nan)
     return Calibration(
         log2_scales=jnp.asarray(log2),
         zero_fraction=zero_fraction,
@@ -149,7 +143,6 @@ def calibrate_loss_scale(
         log2_low=low,
         log2_high=high,
         recommended_log2_scale=best,
-        needs_scaling=~((low <= 0) & (high >= 0)),
         has_half_precision=has_half,
         paths=found.paths,
     )

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +16,6 @@ from ..._finite import all_finite
 from ..._jaxpr import CALLS, is_literal, open_jaxpr, value_of, words
 from ..._loss_scale import scale_value
 from ..._tree import named_inexact_leaves
-from ..._validation import Arguments
 from .._backward import Backward, Loss, described, split_arrays
 from .._source import Place, place_of
 
@@ -27,6 +25,7 @@ _NAMES = {
     "dot_general": "a matrix product",
 }
 _Maker = tuple[str | None, str | None]  # the constant, or the operation
+_LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
 _NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 
@@ -95,7 +94,6 @@ def diagnose_nonfinite(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable[..., Any] = jax.value_and_grad,
-    log2_min: int = -14,
 ) -> Diagnosis:
     """Finds out why a step is not finite by running it again at smaller loss scales.
 
@@ -108,15 +106,14 @@ def diagnose_nonfinite(
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
       loss_scale: the loss scale of that step, or its S as a number.
-      log2_min: log2 of the smallest S to try; -14, as some overflows persist at S = 1.
 
     Returns:
       A `Diagnosis`.
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is neither a loss scale nor
-        a number, or `log2_min` not an integer.
-      ValueError: also if `log2_min` is not in [-126, 126], or S not above 0 or finite.
+        a number.
+      ValueError: as `precision_report`; also if S is not above 0 or not finite.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -129,8 +126,6 @@ def diagnose_nonfinite(
       ('nan', "['a']")
     """
     function = "diagnose_nonfinite"
-    is_valid = operator.index(log2_min) in range(-126, 127)
-    Arguments(function).require(is_valid, "log2_min", log2_min, "in [-126, 126]")
     s = scale_value(function, loss_scale)
     loss = Loss(function, fun, args, argnums, has_aux, transform)
     arrays, rejoin = split_arrays(args)
@@ -160,7 +155,7 @@ def diagnose_nonfinite(
     if not nonfinite:
         return Diagnosis("none")
     # The first is the largest power of two below S, which has just been tried.
-    for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, log2_min - 1, -1):
+    for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, _LOWEST_TRIED - 1, -1):
         _, smaller = run(2.0**log2_scale)
         if not smaller:
             return Diagnosis("overflow", nonfinite[0], log2_scale, nonfinite)

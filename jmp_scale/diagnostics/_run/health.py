@@ -323,12 +323,6 @@ def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
     coarse = [pair for pair in pairs if pair[1].dtype == jnp.bfloat16]
     coarse = [pair for pair in coarse if re.search(r"\b(nu|v)\b", pair[0])]  # squares
-    # The decay is known only where the optimizer's state holds it.
-    of_decay = r"\bhyperparams\b.*\bb2\b"
-    decays = [float(x) for path, x in pairs if re.search(of_decay, path)]
-    # Nearer to 1, a step changes less than half the distance between bfloat16 numbers.
-    if max(decays, default=1.0) <= 1 - 2.0**-9:
-        coarse = []
     findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:

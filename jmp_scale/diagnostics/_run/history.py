@@ -23,9 +23,6 @@ class HistorySummary(NamedTuple):
     Attributes:
       steps: recorded steps, at most the capacity.
       skip_rate: share of them that was skipped, 0 without steps.
-      longest_run: most skipped steps in a row.
-      growths: how often S grew between two of them.
-      backoffs: how often it backed off.
       loss_nonfinite: steps whose loss was not finite, which no S changes.
       spikes: steps that a guard skipped as spikes, whether they overflowed or not.
       overflows: the other steps whose gradients were not finite, but whose loss was.
@@ -33,9 +30,6 @@ class HistorySummary(NamedTuple):
 
     steps: int
     skip_rate: float
-    longest_run: int
-    growths: int
-    backoffs: int
     loss_nonfinite: int
     spikes: int
     overflows: int
@@ -76,8 +70,8 @@ class LossScaleHistory:
       ...     _, state = tx.update(jnp.full(2, g), before)
       ...     history = history.push(before, state)
       >>> summary = history.summary()
-      >>> summary.skip_rate, summary.longest_run, summary.growths, summary.backoffs
-      (0.25, 1, 1, 1)
+      >>> summary.steps, summary.skip_rate, summary.overflows
+      (4, 0.25, 1)
     """
 
     log2_scale: jax.Array
@@ -157,7 +151,7 @@ class LossScaleHistory:
         if loss is not None:
             loss_finite &= jnp.isfinite(loss)
         values = {
-            # Exact for powers of two, unlike a device's log2: `summary` counts changes.
+            # Exact for powers of two, unlike a device's log2: `health` compares.
             "log2_scale": _NAN if s is None else log2_magnitude(magnitude_bits(s)),
             "grads_finite": new.grads_finite,
             "applied": new.applied,
@@ -205,16 +199,9 @@ class LossScaleHistory:
         skipped, loss_finite = ~recorded["applied"], recorded["loss_finite"]
         # A loss that is not finite makes its gradients so: one step, counted once.
         overflowed = loss_finite & ~(recorded["grads_finite"] | recorded["spike"])
-        steps, changes = len(skipped), np.diff(recorded["log2_scale"])
-        # Each run of skips is the gap between two neighbors, with an applied step
-        # before the first and after the last.
-        applied = np.flatnonzero(np.concatenate([[True], ~skipped, [True]]))
         return HistorySummary(
-            steps=steps,
-            skip_rate=float(skipped.mean()) if steps else 0.0,
-            longest_run=int(np.diff(applied).max()) - 1,
-            growths=int((changes > 0).sum()),
-            backoffs=int((changes < 0).sum()),
+            steps=len(skipped),
+            skip_rate=float(skipped.sum()) / max(len(skipped), 1),
             loss_nonfinite=int((~loss_finite).sum()),
             spikes=int(recorded["spike"].sum()),
             overflows=int(overflowed.sum()),

@@ -37,7 +37,7 @@ class Fact:
     summed: float = 0.0  # number of float32 entries summed
     squared: bool = False  # squares, or sums of squares, in float32
     cast: bool = False  # whether the user cast these entries to half precision
-    promoted: Any = None  # the `Promotion` of half precision that they come from
+    promoted: Any = None  # the `Step` that made float32 of half precision for them
     maker: Any = None  # the `Step` that made their array, inside of calls
     lineage: Lineage = NOTHING  # what the entries were made of
 

@@ -119,12 +119,10 @@ def precision_report(
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(zero).through(program, caller, _positions(checked))
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
-    promotions = [*dict.fromkeys(forward.promotions)]
-    told = {step.place()[:2] for p in promotions for step in p.products}
     steps = [step for step in backward.steps if step.times]
     operations = work.operations(steps)
     # Products that autocast left in float32 are not for the user to cast.
-    notes = () if forward.autocasts else work.full_matmuls(steps, told)
+    notes = () if forward.autocasts else work.full_matmuls(steps, forward.told)
     keeps_digits = find_half_states((args, opt_state))
     halves = conclusions.half_parameters(gradients, fun, caller)
     of_loss = [*conclusions.half_loss(forward, loss, fun, caller)]
@@ -137,7 +135,6 @@ def precision_report(
         *conclusions.products_of_parameters(forward),
         # A derivative rule often repeats the function that it is the rule of.
         *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
-        *(promotion.finding() for promotion in promotions),
         *notes,
     ]
     unread = [(name, _location(place[:2])) for name, place in forward.unread]

@@ -22,22 +22,11 @@ from .lineage import Lineage, is_half
 from .loops import Accumulation, counted, half_carries, half_states
 from .rules import faults
 from .step import Finding, Step
-from .work import Promotion, SourceLine, follow, promotions_of
+from .work import SourceLine, follow, useless_cast
 
 # These have a jaxpr of scalars that says how two entries are combined.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
 _KERNELS = ("core_map", "pallas_call")  # their jaxprs are about blocks of arrays
-
-
-class _ParameterError(Exception):
-    """An equation lacks a parameter: this JAX names or lays it out differently."""
-
-
-class _Parameters(dict[str, Any]):
-    """Those of an equation; one that it lacks is a `_ParameterError`."""
-
-    def __missing__(self, name: str) -> Any:
-        raise _ParameterError(name)
 
 
 class Walk:
@@ -54,7 +43,7 @@ class Walk:
         self.ruled: dict[SourceLine, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` makes products half precision
-        self.promotions: list[Promotion] = []
+        self.told: set[SourceLine] = set()  # where casts of products have no effect
         self._lost = lost
         self._differentiated = differentiated
         self.outs: list[Fact] = []  # what is known about the program's outputs
@@ -105,14 +94,12 @@ class Walk:
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = _lazily(eqn, outer.place)
-        readable = eqn.replace(params=_Parameters(eqn.params))
-        step = Step(readable, place, backward, outer.times, ins, in_rule)
+        step = Step(eqn, place, backward, outer.times, ins, in_rule)
         try:
             return self._results(step)
-        except _ParameterError:
-            pass
         except Exception as error:
-            # The other findings are worth having. The tests make warnings errors.
+            # JAX may have renamed a parameter, and the other findings are worth having.
+            # The tests make warnings errors.
             warn(
                 f"precision_report: a rule failed at {step.name}, which is left out: "
                 f"{error!r}; please report this"
@@ -158,7 +145,10 @@ class Walk:
         self.found.extend(faults(step))
         if step.backward:
             return outs
-        self.promotions += promotions_of(step)
+        useless = useless_cast(step)
+        if useless is not None:
+            self.found.append(useless)
+            self.told.add(step.place()[:2])
         return [follow(step, outs[0]), *outs[1:]]
 
     def _record_carries(self, carries: Iterable[Accumulation], outer: Step) -> None:

@@ -22,15 +22,11 @@ class ExponentHistogram:
     Attributes:
       counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), e = -149 to 127.
       powers_of_two: u32[L, 277], those that are exactly 2^e: the ties of a cast.
-      zero: u32[L], entries that are zero.
-      nonfinite: u32[L], entries that are NaN or infinite.
       paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
     counts: jax.Array
     powers_of_two: jax.Array
-    zero: jax.Array
-    nonfinite: jax.Array
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -101,19 +97,16 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
     columns = len(_EXPONENTS)
     rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
     counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]
-    powers_of_two, others = counts[:, :columns], counts[:, columns:-2]
-    return ExponentHistogram(
-        powers_of_two + others, powers_of_two, counts[:, -2], counts[:, -1], paths
-    )
+    powers_of_two, others = counts[:, :columns], counts[:, columns:]
+    return ExponentHistogram(powers_of_two + others, powers_of_two, paths)
 
 
 @jax.jit
 def _counts(leaf: Any) -> jax.Array:
-    """u32[556]: powers of two and other numbers by exponent, zeros, non-finite ones."""
+    """u32[554]: powers of two, and other numbers, by exponent."""
     bits = casts.magnitude_bits(leaf).ravel()
     exponent, fraction = casts.exponent_and_fraction(bits)
     n, column = len(_EXPONENTS), exponent - _EXPONENTS[0]
     column += jnp.where(fraction == 0, 0, n)
-    column = jnp.where(bits == 0, 2 * n, column)
-    column = jnp.where(bits >= casts.INFINITY, 2 * n + 1, column)
-    return jnp.zeros(2 * n + 2, jnp.uint32).at[column].add(np.uint32(1))
+    counted = (bits > 0) & (bits < casts.INFINITY)
+    return jnp.zeros(2 * n, jnp.uint32).at[column].add(counted.astype(jnp.uint32))

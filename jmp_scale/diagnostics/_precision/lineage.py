@@ -1,4 +1,4 @@
-"""What values were made of, for the rules that look beyond a single operation.
+"""The values that others were made of, for the rules that look beyond one operation.
 
 A product's rounding is harmless until what comes next amplifies it: a difference that
 cancels, an angle's turns, an inverse.
@@ -8,20 +8,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from ..._jaxpr import (
-    PRODUCTS,
-    SAME_ENTRIES,
-    JaxprEqn,
-    dtype_name,
-    equations_within,
-    shape,
-    size,
-    words,
-)
+from ... import _jaxpr as jaxprs
+from ..._jaxpr import SAME_ENTRIES, JaxprEqn, dtype_name, shape, size
 from ..._operations import is_half_product
 from ..._policy import is_half
 
-_SUMS = words("add add_any concatenate mul pad scatter select_n sub")
+_SUMS = jaxprs.words("add add_any concatenate mul pad scatter select_n sub")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,11 +62,11 @@ def entries_added(eqn: JaxprEqn) -> int:
 
 
 def _adds(eqn: JaxprEqn) -> bool:
-    return [e.primitive.name for e in equations_within(eqn)] == ["add"]
+    return [e.primitive.name for e in jaxprs.equations_within(eqn)] == ["add"]
 
 
 def lineage_of(eqn: JaxprEqn, ins: Sequence[Lineage]) -> Lineage:
-    """What the output of an equation without nested jaxprs was made of."""
+    """The lineage of the output of an equation without nested jaxprs."""
     name = eqn.primitive.name
     first, second = (*ins, NOTHING, NOTHING)[:2]
     if name in SAME_ENTRIES:
@@ -87,7 +79,7 @@ def lineage_of(eqn: JaxprEqn, ins: Sequence[Lineage]) -> Lineage:
     if is_half_product(eqn):
         factors = frozenset({first.value, second.value})
         return Lineage(factors=factors, rounded=True)
-    if name in PRODUCTS or name.startswith(("reduce", "cum")):
+    if name in jaxprs.PRODUCTS or name.startswith(("reduce", "cum")):
         return Lineage(norms=first.norms if name == "reduce_sum" else frozenset())
     if name in ("div", "neg"):
         return dataclasses.replace(first, value=0)

@@ -52,7 +52,6 @@ class ProductGroup:
         return tuple(scope.name for scope in scopes)
 
     def is_kept(self, name: str) -> bool:
-        """Whether `keep_float32=` of this name keeps it."""
         return any(map(Names(frozenset({name})).exempt, self.equations))
 
     def names(self) -> list[str]:
@@ -95,11 +94,9 @@ class Probe:
     def compared(
         self, half: Sequence[ProductGroup], start: Start
     ) -> GradientComparison:
-        """The gradient with these products in half precision, beside float32's."""
         return self.reference.compared(*start.found(lambda s: self.run(half, s)))
 
     def run(self, half: Sequence[ProductGroup], s: Any) -> Backward:
-        """The backward pass at S = `s` with these products in half precision."""
         flags = np.zeros(_MOST_FLAGS, bool)
         flags[[n for group in half for n in group.numbers]] = True
         return self._program(flags, jnp.float32(s), self._arrays)
@@ -109,7 +106,7 @@ class Probe:
 
         def loss(*arrays: Any) -> Any:
             out = begin_user_code(self._loss.fun, *rejoin(arrays))
-            self._loss.dtype_of(out)
+            self._loss.check_output(out)
             return out[0] if self._loss.has_aux else out
 
         with tracing(self.forward):

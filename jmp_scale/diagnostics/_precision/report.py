@@ -22,7 +22,7 @@ _REPORTS = itertools.count()
 
 
 class PrecisionReport(NamedTuple):
-    """What `precision_report` read off a program, in Python values on the host.
+    """The result of `precision_report`, in Python values.
 
     Attributes:
       findings: in the order of the program, one for each line and rule.
@@ -47,7 +47,10 @@ class PrecisionReport(NamedTuple):
         ]
         for primitive, line in self.not_looked_into:
             lines.append(f"{line}: note: {primitive} was not looked into.")
-        lines.append(_counts(self.findings))
+        severities = [f.severity for f in self.findings]
+        counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
+        parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
+        lines.append(", ".join(parts) or "No findings.")
         return "\n".join([*lines, *_table(self)])
 
 
@@ -62,17 +65,13 @@ def precision_report(
     """Reads what half precision does to a loss and its backward pass, line by line.
 
     Nothing runs: the loss and its gradient are traced, and their operations are read.
-    So the answer holds for all values of the arguments, and `args` may be
-    `jax.ShapeDtypeStruct`s. A finding names the innermost line of your own code that
-    makes an operation, not of JAX, Flax, Equinox, Haiku, Optax or this library.
-
-    The rules, why each matters, and how to mend what they find are in
-    `docs/precision.md`. Loss scaling fixes none of this: it saves small gradients, and
-    these programs compute something other than what they say.
+    A finding names the innermost line of your own code. The rules are in
+    `docs/precision.md`.
 
     Args:
       fun: the whole loss as you train it, without the loss scale.
-      *args: its arguments: parameters, batch. What is not an array is static.
+      *args: its arguments, with `jax.ShapeDtypeStruct`s for arrays where you like.
+        Arguments that are not arrays are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
       transform: what differentiates: `jax.value_and_grad` (default),
@@ -80,26 +79,10 @@ def precision_report(
       opt_state: the optimizer's state: with one of `with_half_parameters` in it, or in
         `args`, half-precision parameters are no error.
 
-    Returns:
-      A `PrecisionReport`; print its `.summary()`.
-
     Raises:
       TypeError: `fun` is not callable or does not return a real scalar loss, or
         `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
       ValueError: `argnums` is empty or out of range.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> def loss(w, x):
-      ...     h = x.astype(jnp.float16) @ w.astype(jnp.float16)
-      ...     return jnp.mean(jnp.exp(h).astype(jnp.float32))
-      >>> w, x = jax.ShapeDtypeStruct((4, 4), "float32"), jnp.ones((8, 4))
-      >>> report = diagnostics.precision_report(loss, w, x)
-      >>> [(finding.rule, finding.severity) for finding in report.findings]
-      [('half-exp', 'warning')]
-      >>> report.half_share
-      1.0
     """
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
     keywords: dict[str, Any] = {"has_aux": True} if has_aux else {}
@@ -109,7 +92,7 @@ def precision_report(
 
     def checked_fun(*args: Any, **kwargs: Any) -> Any:
         out = begin_user_code(fun, *args, **kwargs)
-        checked.dtype_of(out)
+        checked.check_output(out)
         return out
 
     with _noting_lost_constants() as (infinite, zero):
@@ -186,13 +169,6 @@ def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]
 
 def _location(line: SourceLine) -> str:
     return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
-
-
-def _counts(findings: Sequence[Finding]) -> str:
-    severities = [f.severity for f in findings]
-    counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
-    parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
-    return ", ".join(parts) or "No findings."
 
 
 def _table(report: PrecisionReport) -> list[str]:

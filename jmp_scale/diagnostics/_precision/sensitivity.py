@@ -26,7 +26,7 @@ class SensitiveProduct(NamedTuple):
       line: line in that file, from 1, or None.
       library: the line of a library that they are in, as "ott/costs.py:560", or "".
       scope: names of the scopes and modules that they are in, joined by "/".
-      share: their share of the program's matrix work.
+      share: their share of the program's matrix work, from 0 to 1.
       alone: error of the gradient if they alone are half precision.
       without: error of the gradient if all but they are half precision.
     """
@@ -41,7 +41,7 @@ class SensitiveProduct(NamedTuple):
 
 
 class SensitiveProducts(NamedTuple):
-    """What `sensitive_products` found, in Python values on the host.
+    """The result of `sensitive_products`, in Python values.
 
     Errors are those of `GradientComparison`: `error`, or a third of `scaled_error` if
     that is more; infinite if anything is not finite.
@@ -64,7 +64,7 @@ class SensitiveProducts(NamedTuple):
     advice: str
 
     def summary(self, k: int = 20) -> str:
-        """What to write, and the k lines that change the gradient most."""
+        """The advice, and the k lines that change the gradient most."""
         if not self.products:
             return self.advice
         rows: list[tuple[str, ...]] = [("line", "scope", "share", "alone", "without")]
@@ -94,39 +94,23 @@ def sensitive_products(
                       then each goes back to half precision that may, the largest first
     ```
 
-    Runs on the host, on real values: the answer holds for these parameters and this
-    batch. The program is compiled once and runs twice a line: in float32, with rounded
-    operands, results and cotangents where `autocast` has them, so with up to twice the
-    memory and time of a float32 step. Lines in different modules count as different
-    ones. Of more than 128, neighbors are measured together.
+    Runs on the host: compiled once, run twice a line, in float32 with the roundings of
+    `autocast`. The result holds for these parameters and this batch. Lines in different
+    modules count as different ones; of more than 128, neighbors are measured together.
 
     Args:
       loss: the whole loss in float32, to which `autocast` is to be applied. Its
         arguments, `argnums`, `has_aux` and `transform` are those of `precision_report`.
-      dtype: as in `autocast`, and so is `backward`.
+      dtype: as in `autocast`.
+      backward: as in `autocast`.
       loss_scale: as in `compare_gradients`.
       tolerance: the largest error of the gradient, relative to its norm; default 5 %,
         half of what `compare_gradients` calls precise enough. Up to twice as much, no
         set that holds most of the work is recommended.
 
-    Returns:
-      A `SensitiveProducts`; print its `.summary()`.
-
     Raises:
       TypeError: as `compare_gradients`.
       ValueError: also if `dtype` or `backward` is not float16 or bfloat16.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> def squared_distances(x, y):
-      ...     return (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T
-      >>> def loss(w, x):
-      ...     return jnp.mean(jnp.exp(-squared_distances(20 + x @ w, 20 + x)))
-      >>> x = jnp.linspace(0, 1, 32).reshape(8, 4)
-      >>> found = diagnostics.sensitive_products(loss, jnp.eye(4), x)
-      >>> found.keep, found.error_before > 0.05 > found.error_after
-      (('squared_distances',), True)
     """
     function = "sensitive_products"
     checked = Loss(function, loss, args, argnums, has_aux, transform)
@@ -157,7 +141,6 @@ class _Search:
         self._groups = probe.groups
 
     def result(self, call: str) -> SensitiveProducts:
-        """What was found, with the advice to write `call, keep_float32=...)`."""
         groups, total = self._groups, max(self._probe.work, 1)
         before = self._error(groups)
         self._measure()
@@ -233,7 +216,7 @@ class _Search:
         return [] if is_mild and 2 * _work(required) > _work(order) else required
 
     def _other_loss_scale(self) -> str:
-        """What to say if another loss scale helps, "" if none does."""
+        """The advice if another loss scale helps, "" if none does."""
         other = Start(2.0**24 if self._start.settles else 2.0**15, settles=True)
         found = self._probe.compared(self._groups, other)
         error, what = judged_error(found), f"loss scale {power(found.loss_scale)}"
@@ -245,7 +228,6 @@ class _Search:
         return f"{fault} calibrate_loss_scale finds where to start."
 
     def _way_out(self) -> str:
-        """What to say where no set of products helps."""
         dtype, found = self._probe.forward, self._probe.run(self._groups, 1.0)
         if dtype == "float16" and not all_finite(found.loss):
             return "The forward pass leaves float16's range: try bfloat16."

@@ -51,7 +51,6 @@ class Walk:
     def through(
         self, program: ClosedJaxpr, caller: Place, parameters: Collection[int] = ()
     ) -> "Walk":
-        """Walks through a whole program, with its parameters at these positions."""
         inner, _ = open_jaxpr(program)
         no_equation: Any = None  # is around a whole program
         outer = Step(no_equation, lambda: caller)
@@ -65,7 +64,7 @@ class Walk:
         return self
 
     def _run(self, jaxpr: Program, facts: Sequence[Fact], outer: Step) -> list[Fact]:
-        """What is known about the outputs of a jaxpr, given facts about its inputs."""
+        """The facts of the outputs of a jaxpr, given those of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         by_variable: dict[Var, Fact] = {}
         numbers = [
@@ -108,7 +107,7 @@ class Walk:
         return [of_atom(v) for v in eqn.outvars]
 
     def _results(self, step: Step) -> list[Fact]:
-        """What is known about the outputs of an equation, which the rules see too."""
+        """The facts of the outputs of an equation, which the rules see too."""
         loop = jaxprs.loop_of(step.eqn)
         if loop is not None:
             return self._loop(step, loop)

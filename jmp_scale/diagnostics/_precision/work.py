@@ -1,4 +1,4 @@
-"""Counts the work of matrix products, and finds what keeps it from half precision."""
+"""Counts the work of matrix products, and finds those left in float32."""
 
 import dataclasses
 import math
@@ -34,8 +34,8 @@ class Operation(NamedTuple):
     Attributes:
       primitive: JAX's name of the operation.
       dtype: dtype of its operands, joined by " x " where they differ.
-      executions: how often it runs; the body of a scan counts for each iteration, that
-        of a while loop once, and of a branch each alternative.
+      executions: how often it runs: in a scan for each iteration, in a while loop once,
+        and in each branch.
       flops: floating-point operations of matrix products and convolutions; else 0.
       share: of all such operations of the program, from 0 to 1.
     """
@@ -72,7 +72,6 @@ def flops(eqn: JaxprEqn) -> int:
 
 
 def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The dtypes that an operation computes with, each once."""
     algorithm = eqn.params.get("precision")
     if algorithm in _DTYPES:
         return (_DTYPES[algorithm],)
@@ -107,7 +106,6 @@ def _is_narrow(dtypes: Iterable[str]) -> bool:
 
 
 def follow(step: Step, fact: Fact) -> Fact:
-    """Marks the output of a step that casts."""
     if step.name == "convert_element_type" and is_half(step.source):
         # A cast that the user did not write: JAX or a library promotes.
         promotes = is_wide(step.result) and not is_cast_by_user(step.place())

@@ -1,6 +1,6 @@
-"""What the loss scale is doing, and why: reports that read and never change anything.
+"""Reports on a run and its loss scale, which read and never change anything.
 
-Which one answers which question is in `docs/monitor.md`.
+`docs/monitor.md` says which one answers which question.
 """
 
 from ._precision.comparison import GradientComparison as GradientComparison
@@ -23,7 +23,6 @@ from ._run.health import HealthLog as HealthLog
 from ._run.health import health as health
 from ._run.histogram import ExponentHistogram as ExponentHistogram
 from ._run.histogram import exponent_histogram as exponent_histogram
-from ._run.history import HistorySummary as HistorySummary
 from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
 from ._run.updates import LostUpdates as LostUpdates

@@ -1,4 +1,4 @@
-"""Why a step is not finite: smaller loss scales, then operation by operation."""
+"""The cause of a step that is not finite: smaller loss scales, then each operation."""
 
 import contextlib
 import functools
@@ -31,21 +31,20 @@ _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 
 
 class Diagnosis(NamedTuple):
-    """What `diagnose_nonfinite` found, in Python values.
+    """The result of `diagnose_nonfinite`, in Python values.
 
     Attributes:
-      cause: "none", "forward", "overflow" or "nan".
-      path: the gradient leaf where it first shows, named as `jax.tree_util.keystr`
-        does; with "overflow" the first to overflow as S grows. None if all are finite.
+      cause: "none", "forward" (the loss is not finite, at any S), "overflow" (a smaller
+        S cures it) or "nan" (none does).
+      path: the gradient leaf where it first shows, as `jax.tree_util.keystr` names it;
+        with "overflow" the first to overflow as S grows. Or None.
       finite_at_log2: for "overflow", log2 of the largest power of two below S whose
         gradients are finite.
-      nonfinite_paths: all gradient leaves that are not finite there. A NaN goes on to
-        every layer before the one that made it, so look at the model's last of them.
-      nonfinite_argument: the first leaf of `fun`'s arguments that is not finite itself,
-        such as `args[1]['x']`: a broken batch or parameter. Or a constant of `fun` that
-        made the loss NaN. None if all are finite.
-      operation: for "forward", what made the NaN or infinity of the loss, such as
-        "log gave NaN at /home/me/model.py:41"; None if it is unknown.
+      nonfinite_paths: all gradient leaves that are not finite there.
+      nonfinite_argument: the first leaf of the arguments that is not finite itself, as
+        `args[1]['x']`, or a constant of `fun` that made the loss NaN. Or None.
+      operation: for "forward", what made the NaN or infinity, as "log gave NaN at
+        /home/me/model.py:41". None if it is unknown.
       float32_loss: for "forward", the loss of the function that `autocast` was given,
         if that is finite; else None.
     """
@@ -59,15 +58,13 @@ class Diagnosis(NamedTuple):
     float32_loss: float | None = None
 
     def summary(self) -> str:
-        """One or two sentences: the cause, and what to do (host)."""
+        """The cause, and what to do, in one or two sentences."""
         if self.cause == "none":
             return "Loss and gradients are finite."
         if self.cause == "overflow":
-            is_below_one = (self.finite_at_log2 or 0) < 0
-            below = ", below 1: a layer is nearly out of range" if is_below_one else ""
             return (
                 f"The gradients overflow, first in {self.path}, and are finite at loss "
-                f"scale 2^{self.finite_at_log2}{below}."
+                f"scale 2^{self.finite_at_log2}."
             )
         if self.nonfinite_argument is not None:
             what = f"{self.nonfinite_argument} is not finite itself"
@@ -97,33 +94,18 @@ def diagnose_nonfinite(
 ) -> Diagnosis:
     """Finds out why a step is not finite by running it again at smaller loss scales.
 
-    Runs on the host: one call of one compiled backward pass for each S. Give it the
-    parameters and the batch of the step that was skipped. Models among the arguments
-    stay as they are. The causes are "none": the step is finite; "forward": the loss is
-    not, which no S changes; "overflow": a smaller S cures it; "nan": none does.
+    Runs on the host: one call of one compiled backward pass for each S, down to 2^-14.
 
     Args:
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
-      loss_scale: the loss scale of that step, or its S as a number.
-
-    Returns:
-      A `Diagnosis`.
+      loss_scale: the loss scale of the step, or its S as a number.
+      *args: parameters and batch of the step that was skipped.
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is neither a loss scale nor
         a number.
       ValueError: as `precision_report`; also if S is not above 0 or not finite.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> def loss(w):
-      ...     return jnp.sqrt(w["a"]).sum() + w["b"].sum()
-      >>> params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
-      >>> diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**15, params)
-      >>> diagnosis.cause, diagnosis.path
-      ('nan', "['a']")
     """
     function = "diagnose_nonfinite"
     s = scale_value(function, loss_scale)
@@ -136,7 +118,6 @@ def diagnose_nonfinite(
         return jax.tree.map(all_finite, loss.run(s, rejoin(arrays)))
 
     def run(s: Any) -> tuple[bool, tuple[str, ...]]:
-        """Whether the loss is finite at S = s, and the gradient leaves that are not."""
         finite = jax.device_get(flags(jnp.asarray(s, jnp.float32), arrays))
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), tuple(path for path, flag in pairs if not flag)
@@ -167,7 +148,7 @@ def diagnose_nonfinite(
 def _forward(
     loss: Loss, arrays: list[Any], rejoin: Callable[..., Any]
 ) -> tuple[_Maker, float | None]:
-    """What made the loss not finite, and the loss in float32."""
+    """The maker of a loss that is not finite, and the loss in float32."""
 
     def of_arrays(fun: Callable[..., Any], *arrays: Any) -> Any:
         out = fun(*rejoin(arrays))
@@ -193,7 +174,7 @@ def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
 def _run(
     jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[Any], outer: Place
 ) -> tuple[list[Any], _Maker | None]:
-    """The outputs, and what made the first that is not finite, if that was here."""
+    """The outputs, and the maker of the first that is not finite, if that was here."""
     inner, consts = open_jaxpr(jaxpr)
     given = zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
     values = dict(given)
@@ -221,7 +202,7 @@ def _run(
         return next((p for p in places if p.file), place_of(eqn, outer))
 
     def made(v: core.Var | core.Literal) -> _Maker | None:
-        """What made a value infinite or NaN; None if it came so."""
+        """The maker of an infinite or NaN value; None if it came so."""
         eqn, kind = None, ""
         while not isinstance(v, core.Literal) and v in makers:
             eqn, kind = makers[v], kind_of(v)

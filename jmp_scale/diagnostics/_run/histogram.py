@@ -1,4 +1,4 @@
-"""Entries of a tree by power of two, and what each loss scale and dtype would flush."""
+"""Entries of a tree by power of two, and the shares that S and a cast flush."""
 
 import dataclasses
 from typing import Any
@@ -17,12 +17,12 @@ _EXPONENTS = range(-149, 128)  # of float32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExponentHistogram:
-    """Entries by power of two, for each of the L inexact leaves of a tree.
+    """The result of `exponent_histogram`; L is the number of inexact leaves.
 
     Attributes:
       counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), e = -149 to 127.
       powers_of_two: u32[L, 277], those that are exactly 2^e: the ties of a cast.
-      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+      paths: names of the leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
     counts: jax.Array
@@ -39,11 +39,9 @@ class ExponentHistogram:
     ) -> jax.Array:
         """Share of the finite non-zero entries that S = 2^log2_scale and a cast flush.
 
-        As a count of real casts, ties included, while S x is in float32's range.
-
         Args:
           log2_scale: integers of any shape.
-          dtype: see `grad_report`.
+          dtype: a dtype of `grad_report`, or bfloat16.
 
         Returns:
           f32[*log2_scale.shape, L], 0 for a leaf without such entries.
@@ -72,26 +70,14 @@ class ExponentHistogram:
 def exponent_histogram(tree: Any) -> ExponentHistogram:
     """Counts entries by power of two, which shows what any S and dtype would flush.
 
-    Compatible with `jit`, `vmap` and `lax.scan`. It costs several times as much as
-    `grad_report`: take it every few hundred steps.
+    Compatible with `jit`, `vmap` and `lax.scan`; costs several times `grad_report`.
 
     Args:
-      tree: pytree, typically of unscaled gradients. Leaves that are not real or
-        complex floating point are left out; a complex entry counts as two.
-
-    Returns:
-      An `ExponentHistogram`.
+      tree: pytree, typically of unscaled gradients. Leaves that are not floating point
+        are left out; a complex entry counts as two.
 
     Raises:
-      ValueError: a leaf of 2^32 entries or more, which 32-bit counts cannot hold.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> histogram = diagnostics.exponent_histogram(jnp.array([0.0, 1e-8, 3e-8, 1.0]))
-      >>> shares = histogram.flushed_share(jnp.array([0, 1, 2]))
-      >>> [round(share, 2) for share in shares.ravel().tolist()]
-      [0.33, 0.33, 0.0]
+      ValueError: a leaf of 2^32 entries or more.
     """
     paths, leaves = casts.countable_leaves("exponent_histogram", tree)
     columns = len(_EXPONENTS)

@@ -1,4 +1,4 @@
-"""What recorded losses and gradient norms say about a run whose numbers are all finite.
+"""Findings on recorded losses and gradient norms of a run whose numbers are all finite.
 
 The rules were tuned on runs that go wrong and runs that do not, and measured on others:
 `benchmarks/health_validation.py` prints how often each is right.

@@ -35,7 +35,6 @@ def out_of_range(w):
 def test_an_overflow_that_persists_at_one_is_searched_further_down():
     diagnosis = diagnose(out_of_range, 8, jnp.float32(1))
     assert diagnosis.finite_at_log2 == -2
-    assert "below 1" in diagnosis.summary()
     for factor, cause in ((2.0**12, "overflow"), (2.0**13, "nan")):
         loss = lambda w, factor=factor: factor * out_of_range(w)  # noqa: E731
         assert diagnose(loss, 8, jnp.float32(1)).cause == cause

@@ -58,9 +58,8 @@ class GradReport:
         """Python numbers (host): scalars by name, and by path those of each leaf."""
         names = ("loss_scale", "recommended_log2_scale")
         scalars = {name: float(getattr(self, name)) for name in names}  # of one report
-        columns = {"amax": np.asarray(self.amax).tolist()}
-        for name in ("size", *_SHARES):
-            columns[name] = np.asarray(getattr(self, name)).tolist()
+        names = ("amax", "size", *_SHARES)
+        columns = {name: np.asarray(getattr(self, name)).tolist() for name in names}
         leaves = {}
         for i, path in enumerate(self.paths):
             leaves[path] = {name: column[i] for name, column in columns.items()}

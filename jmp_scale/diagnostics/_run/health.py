@@ -153,7 +153,7 @@ def _findings(
             )
         prefix = f"{path}: " if len(states) > 1 else ""
         counts = _counts(state)
-        # Of another run, or a later step of this one, there were more.
+        # Counts are smaller after a return to a checkpoint.
         new = np.maximum(counts - seen.get(path, counts), 0)
         findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
         seen[path] = counts

@@ -96,9 +96,8 @@ class LossScaleHistory:
           updates: the optimizer's updates of them, as in `lost_updates`.
 
         Raises:
-          ValueError: `before` or `after` does not contain exactly one state of one
-            step, or they are the same object; a loss of a shape other than (); only one
-            of `params` and `updates`.
+          ValueError: not exactly one state of one step in `before` or `after`, or the
+            same; a loss of a shape other than (); only one of `params` and `updates`.
         """
         if before is after or _share_variables(before, after):
             raise ValueError(

@@ -50,11 +50,10 @@ def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
 def find_states(
     function: str, tree: Any, name: str = "opt_state"
 ) -> list[tuple[str, LossScaleState]]:
-    """Paths and states of `with_loss_scale` in a pytree, with plain arrays.
+    """Paths and states of `with_loss_scale` in a pytree, with arrays, no `inner_state`.
 
-    Their `inner_state` is left out. Mappings, as `nnx.state` and state dicts make them,
-    have no static configuration: `loss_scale` is then S alone, or None where S is
-    configuration itself, and `guard` the mapping of its statistics.
+    Mappings, as `nnx.state` makes them, hold no configuration: `loss_scale` is then S
+    alone or None, and `guard` the mapping of its statistics.
     """
     states = find_loss_scale_states(tree)
     if not states:

@@ -29,7 +29,6 @@ class Level(NamedTuple):
 
 
 def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]]:
-    """The findings on a run whose numbers are finite, of the names in `health`."""
     arrays = history.to_dict()
     keep = arrays["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in arrays.items()}

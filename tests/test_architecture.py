@@ -42,7 +42,7 @@ TESTED_BY = {
     **dict.fromkeys(
         [
             f"diagnostics._precision.{name}"
-            for name in ("conclusions", "facts", "loops", "origins", "rules", "step")
+            for name in ("conclusions", "facts", "loops", "lineage", "rules", "step")
         ],
         ("diagnostics/precision/test_precision_faults", "planted faults are found"),
     ),

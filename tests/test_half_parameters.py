@@ -300,8 +300,7 @@ def test_diagnostics_know_that_nothing_is_lost():
     tx = with_loss_scale(with_half_parameters(optax.adam(1e-5)))
     state = tx.init(params)
     updates, state = tx.update(GOOD, state, params)
-    found = jmp_scale.diagnostics.metrics(state, params=params, updates=updates)
-    assert found["lost_entries"] == 0
+    assert jmp_scale.diagnostics.lost_updates(params, updates).entries == 0
     assert jmp_scale.diagnostics.health((params, state)) == []
     report = functools.partial(jmp_scale.diagnostics.precision_report, squares, params)
     assert [f.rule for f in report(opt_state=state).findings] == []

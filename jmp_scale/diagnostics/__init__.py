@@ -1,18 +1,18 @@
-"""What the loss scale is doing, and why: reports that read and never change anything.
+"""Reports on a run and its loss scale, which read and never change anything.
 
-Which one answers which question is in `docs/monitor.md`.
+`docs/monitor.md` says which one answers which question.
 """
 
 from ._precision.comparison import GradientComparison as GradientComparison
 from ._precision.comparison import LeafComparison as LeafComparison
 from ._precision.comparison import compare_gradients as compare_gradients
-from ._precision.matrix_work import Operation as Operation
 from ._precision.report import PrecisionReport as PrecisionReport
 from ._precision.report import precision_report as precision_report
 from ._precision.sensitivity import SensitiveProduct as SensitiveProduct
 from ._precision.sensitivity import SensitiveProducts as SensitiveProducts
 from ._precision.sensitivity import sensitive_products as sensitive_products
 from ._precision.step import Finding as Finding
+from ._precision.work import Operation as Operation
 from ._run.calibration import Calibration as Calibration
 from ._run.calibration import calibrate_loss_scale as calibrate_loss_scale
 from ._run.diagnosis import Diagnosis as Diagnosis
@@ -23,7 +23,6 @@ from ._run.health import HealthLog as HealthLog
 from ._run.health import health as health
 from ._run.histogram import ExponentHistogram as ExponentHistogram
 from ._run.histogram import exponent_histogram as exponent_histogram
-from ._run.history import HistorySummary as HistorySummary
 from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
 from ._run.updates import LostUpdates as LostUpdates

@@ -56,8 +56,8 @@ class Loss:
             if isinstance(number, int):  # not a filter of NNX
                 self._check_differentiable(number)
 
-    def dtype_of(self, out: Any) -> str:
-        """The dtype of the loss in what `fun` returned, by name."""
+    def check_output(self, out: Any) -> None:
+        """Raises unless `fun` returned a real scalar loss, or one with `aux`."""
         checked_output(self.function, out, self.has_aux)
         loss = out[0] if self.has_aux else out
         dtype = jnp.result_type(loss)
@@ -66,14 +66,13 @@ class Loss:
                 f"{self.function}: expected fun to return a real scalar loss, got "
                 f"{dtype}; return its real part, or cast it"
             )
-        return dtype.name
 
     def run(self, s: Any, args: tuple[Any, ...]) -> Backward:
         """Runs `value_and_grad` at S = `s`, f32[], which may be traced."""
 
         def checked(*args: Any) -> Any:
             out = self.fun(*args)
-            self.dtype_of(out)
+            self.check_output(out)
             return out
 
         # A StaticLossScale's S is configuration: a sweep would compile once for each.
@@ -117,7 +116,6 @@ class Start(NamedTuple):
     settles: bool  # whether it is lowered, down to 1, while the gradient is not finite
 
     def found(self, run: Callable[[Any], Backward]) -> tuple[Backward, float]:
-        """A backward pass, and its S."""
         s = self.s
         while True:
             found = run(jnp.float32(s))
@@ -128,7 +126,7 @@ class Start(NamedTuple):
 
 
 def start_of(function: str, loss_scale: Any) -> Start:
-    """What a tool's argument `loss_scale` stands for, as in `compare_gradients`."""
+    """The start that a tool's argument `loss_scale` stands for."""
     if loss_scale is None:
         return Start(2.0**15, True)
     settles = isinstance(loss_scale, DynamicLossScale)

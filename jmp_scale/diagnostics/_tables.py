@@ -1,4 +1,4 @@
-"""How results are written: loss scales, names of leaves, and tables."""
+"""How results are written: loss scales, names of leaves, shares, and tables."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,13 @@ from collections.abc import Sequence
 def power(s: float) -> str:
     """S as a power of two, "2^15"; or "nan", "inf" and "0" as they are."""
     return f"2^{math.log2(s):.4g}" if 0 < s < math.inf else f"{s:g}"
+
+
+def percent(share: float) -> str:
+    """A share with two digits, "9.4 %"; a multiple of 100 or more as it is."""
+    if not math.isfinite(share) or share >= 100:
+        return f"{share:.2g}"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def leaf_name(path: str) -> str:

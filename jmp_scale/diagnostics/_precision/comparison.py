@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._finite import all_finite, finite_and_norm
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
-from .._tables import leaf_name, power, table
+from .._tables import leaf_name, percent, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
@@ -21,7 +21,7 @@ NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)
 
 
 class LeafComparison(NamedTuple):
-    """What half precision does to one leaf of the gradient.
+    """One leaf of the gradient in half precision, beside float32's.
 
     Attributes:
       path: name of the leaf, as `jax.tree_util.keystr` writes it.
@@ -29,8 +29,7 @@ class LeafComparison(NamedTuple):
       error: norm of the difference over `norm`; infinite if it is not finite.
       lost: share of the entries that are zero in half precision alone.
       finite: whether all entries are finite in half precision.
-      float32_error: the error of float32 itself, as in `GradientComparison`. Where it
-        is large, the leaf is zero but for rounding, in any precision.
+      float32_error: the error of float32 itself, as in `GradientComparison`.
     """
 
     path: str
@@ -42,7 +41,7 @@ class LeafComparison(NamedTuple):
 
 
 class GradientComparison(NamedTuple):
-    """What `compare_gradients` found, in Python values on the host.
+    """The result of `compare_gradients`, in Python values.
 
     Attributes:
       loss: the float32 loss.
@@ -53,8 +52,7 @@ class GradientComparison(NamedTuple):
         sees it; at most 1 a leaf, and without those that float32 does not know either.
       leaves: the same for each leaf, in the order of the tree.
       float32_error: the same between two float32 gradients, of the arguments as they
-        are and with each entry changed by its last digit. Sums in another order differ
-        as much: no precision below that can be asked for.
+        are and with each entry changed by its last digit.
       loss_scale: S of the half-precision gradient.
     """
 
@@ -71,7 +69,7 @@ class GradientComparison(NamedTuple):
         """Whether `error` and a third of `scaled_error` are at most 10 %.
 
         Or at most twice `float32_error`, where that is more. False if a loss or a
-        gradient is not finite, in half precision or in float32.
+        gradient is not finite.
         """
         error = judged_error(self)
         limit = max(_BEARABLE, 2 * self.float32_error)
@@ -103,40 +101,20 @@ def compare_gradients(
 ) -> GradientComparison:
     """Compares the gradient of a half-precision program with that of a float32 one.
 
-    Runs both on the host, each compiled once, on real values: the answer holds for
-    these parameters, this batch, and the gradient as you train with it, scaled by S and
-    unscaled. XLA leaves out none of the roundings, as it may elsewhere
-    (`xla_allow_excess_precision`). Models among the arguments stay as they are.
+    Runs both on the host, each compiled once without leaving out a rounding
+    (`xla_allow_excess_precision`). The result holds for these arguments.
 
     Args:
-      half_loss: the whole loss in half precision, by `autocast`, by `Policy`, by casts
-        by hand or by layers with a `dtype`.
+      half_loss: the whole loss in half precision.
       loss: the same in float32. Their arguments, `argnums`, `has_aux` and `transform`
         are those of `precision_report`.
-      loss_scale: the loss scale of the half-precision gradient, or S as a number. A
-        `DynamicLossScale` settles at another S where its own overflows, and is
-        measured there: 8 times smaller while the gradient is not finite, down to 1.
-        None, the default, stands for `DynamicLossScale()`. A power of two changes
-        nothing in bfloat16.
-
-    Returns:
-      A `GradientComparison`; print its `.summary()`. If it is not precise enough,
-      `sensitive_products` finds what must stay float32.
+      loss_scale: the loss scale of the half-precision gradient, or S as a number. With
+        a `DynamicLossScale`, S is 8 times smaller while the gradient is not finite,
+        down to 1. None, the default, stands for `DynamicLossScale()`.
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is not a loss scale.
       ValueError: as `precision_report`.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale
-      >>> from jmp_scale import diagnostics
-      >>> def loss(w, x):
-      ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> half_loss = jmp_scale.autocast(loss, "float16")
-      >>> w, x = jnp.full((4, 4), 0.3), jnp.linspace(0, 1, 32).reshape(8, 4)
-      >>> found = diagnostics.compare_gradients(half_loss, loss, w, x)
-      >>> found.is_precise, found.error < 0.01, found.leaves[0].finite
-      (True, True, True)
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
@@ -182,7 +160,7 @@ class Reference:
 
 
 def judged_error(found: GradientComparison) -> float:
-    """What is compared with the tolerance: `error`, or a third of `scaled_error`.
+    """The error to hold against a tolerance: `error`, or a third of `scaled_error`.
 
     Infinite if a loss is not finite: such a step is skipped, whatever its gradient.
     """
@@ -191,14 +169,7 @@ def judged_error(found: GradientComparison) -> float:
     return max(found.error, found.scaled_error / 3)
 
 
-def percent(share: float) -> str:
-    if not math.isfinite(share) or share >= 100:
-        return f"{share:.2g}"
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-
-
 def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
-    """Arrays whose float32 and float64 entries are the next ones, up or down."""
     changed = list(arrays)
     for i, x in enumerate(arrays):
         if x.dtype in (jnp.float32, jnp.float64):

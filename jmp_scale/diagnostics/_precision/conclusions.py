@@ -7,16 +7,15 @@ import jax
 
 from ..._jaxpr import PRODUCTS, shape
 from .._source import Place, place_of_function
-from .matrix_work import SourceLine
-from .origins import is_half, is_half_product
+from .lineage import is_half, is_half_product
 from .step import SEVERITIES, Finding, Step, finding_at
 from .walk import Walk
+from .work import SourceLine
 
 
 def half_parameters(
     gradients: Any, fun: Callable[..., Any], caller: Place
 ) -> Iterator[Finding]:
-    """Differentiated arguments in half precision, by the dtypes of the gradients."""
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
     if not halves:
@@ -36,7 +35,6 @@ def half_parameters(
 def half_loss(
     forward: Walk, loss: Any, fun: Callable[..., Any], caller: Place
 ) -> Iterator[Finding]:
-    """A loss in half precision, at the line of the function that makes it."""
     dtype = str(getattr(loss, "dtype", ""))  # Python's numbers have none
     if not is_half(dtype):
         return
@@ -47,9 +45,9 @@ def half_loss(
     )
     step = forward.outs[0].maker
     place = place_of_function(fun, caller, None if step is None else step.eqn)
-    finding = finding_at(place, "half-loss", "warning", message, dtype)
+    name = "" if step is None else step.name
+    finding = finding_at(place, "half-loss", "warning", message, dtype, name)
     if step is not None:
-        finding = finding._replace(primitive=step.name)
         # The cast of the loss itself is at fault in no other way.
         cast = *step.place()[:2], step.name
         forward.found = [
@@ -92,7 +90,7 @@ def two_dtypes(forward: Walk) -> Iterator[Finding]:
 def products_of_parameters(forward: Walk) -> Iterator[Finding]:
     """Products by which autocast makes a weight, as in LoRA."""
     for step in forward.steps if forward.autocasts else ():
-        of_parameters = all(fact.origin.parameters for fact in step.ins[:2])
+        of_parameters = all(fact.lineage.parameters for fact in step.ins[:2])
         if not of_parameters or not is_half_product(step.eqn):
             continue
         overflow = ", where they can overflow" if step.source == "float16" else ""

@@ -1,4 +1,4 @@
-"""What is known about traced values without running the program.
+"""Facts about traced values, found without running the program.
 
 A `Fact` bounds the entries of an array and remembers the few things that decide whether
 half precision holds them. `transfer` derives the facts of an operation's outputs.
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from ..._jaxpr import Atom, constant, dtype_name, shape, size, words
-from .origins import NOTHING, SAME_ENTRIES, Origin, entries_added, origin_of
+from .lineage import NOTHING, SAME_ENTRIES, Lineage, entries_added, lineage_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -25,7 +25,7 @@ _NUMBERS = ("float", "bfloat", "int", "uint")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known about the entries of an array."""
+    """Knowledge about the entries of an array."""
 
     low: float = -INF  # no entry is smaller
     high: float = INF  # no entry is larger
@@ -37,9 +37,9 @@ class Fact:
     summed: float = 0.0  # number of float32 entries summed
     squared: bool = False  # squares, or sums of squares, in float32
     cast: bool = False  # whether the user cast these entries to half precision
-    promoted: Any = None  # the `Promotion` of half precision that they come from
+    promoted: Any = None  # the `Step` that made float32 of half precision for them
     maker: Any = None  # the `Step` that made their array, inside of calls
-    origin: Origin = NOTHING  # what the entries were made of
+    lineage: Lineage = NOTHING  # what the entries were made of
 
     @property
     def magnitude(self) -> float:
@@ -70,7 +70,7 @@ def rounded(value: Any, dtype: str) -> Any:
 
 
 def of_dtype(dtype: str) -> Fact:
-    """What the dtype alone says: small integer types and booleans have bounds."""
+    """The fact of the dtype alone: small integer types and booleans have bounds."""
     if dtype == "bool":
         return Fact(0.0, 1.0, frozenset({0.0, 1.0}), only=True, integral=True)
     if dtype.endswith(("int8", "int16")):
@@ -80,7 +80,7 @@ def of_dtype(dtype: str) -> Fact:
 
 
 def of_constant(value: Any, dtype: str) -> Fact:
-    """What is known about a constant: its range, and its values if they are few."""
+    """The fact of a constant: its range, and its values if they are few."""
     array = constant(value)
     # A NaN has no place between bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
@@ -95,15 +95,15 @@ def _of_values(values: np.ndarray, integral: bool) -> Fact:
 
 
 def of_atom(atom: Atom) -> Fact:
-    """What is known about a literal, or about a variable by its type alone."""
+    """The fact of a literal, or of a variable by its type alone."""
     dtype = dtype_name(atom)
     if isinstance(atom, Literal):
         return of_constant(atom.val, dtype)
-    return dataclasses.replace(of_dtype(dtype), origin=Origin(id(atom)))
+    return dataclasses.replace(of_dtype(dtype), lineage=Lineage(id(atom)))
 
 
 def join(a: Fact, b: Fact) -> Fact:
-    """What is known about a value that is one or the other, entry by entry."""
+    """The fact of a value that is one or the other, entry by entry."""
     values = a.values | b.values
     if len(values) > _MOST_VALUES:
         values = frozenset()
@@ -116,35 +116,35 @@ def join(a: Fact, b: Fact) -> Fact:
         summed=max(a.summed, b.summed),
         squared=a.squared or b.squared,
         promoted=a.promoted or b.promoted,
-        origin=a.origin,
+        lineage=a.lineage,
     )
 
 
 def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
-    """What is known about the outputs of an equation without nested jaxprs."""
+    """The facts of the outputs of an equation without nested jaxprs."""
     outs = [of_atom(v) for v in eqn.outvars]
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
         fact = outs[0] if rule is None else rule(eqn, *facts)
-        outs = [dataclasses.replace(fact, origin=_origin(eqn, facts))]
+        outs = [dataclasses.replace(fact, lineage=_lineage(eqn, facts))]
     promoted = next((fact.promoted for fact in facts if fact.promoted), None)
     made = [promoted if is_wide(dtype_name(v)) else None for v in eqn.outvars]
     return [dataclasses.replace(f, promoted=p) for f, p in zip(outs, made, strict=True)]
 
 
-def _origin(eqn: JaxprEqn, facts: Sequence[Fact]) -> Origin:
-    origin = origin_of(eqn, [fact.origin for fact in facts])
+def _lineage(eqn: JaxprEqn, facts: Sequence[Fact]) -> Lineage:
+    lineage = lineage_of(eqn, [fact.lineage for fact in facts])
     # Autocast computes cheap values once for each reader: equal ones are one.
-    made_of = [(fact.origin.value, fact.values) for fact in facts]
-    value = origin.value or hash((eqn.primitive, *made_of, str(eqn.params)))
-    of_parameters = any(fact.origin.parameters for fact in facts) and all(
-        fact.origin.parameters or fact.single is not None for fact in facts
+    made_of = [(fact.lineage.value, fact.values) for fact in facts]
+    value = lineage.value or hash((eqn.primitive, *made_of, str(eqn.params)))
+    of_parameters = any(fact.lineage.parameters for fact in facts) and all(
+        fact.lineage.parameters or fact.single is not None for fact in facts
     )
-    return dataclasses.replace(origin, value=value, parameters=of_parameters)
+    return dataclasses.replace(lineage, value=value, parameters=of_parameters)
 
 
 def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """What a function of numbers makes of bounds, constants, epsilons and sums."""
+    """The bounds, constants, epsilons and sums of a function of numbers."""
     name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
     results = functools.partial(_results, fun, dtype)
     ends = results(map(_ends, facts)) if dtype.startswith(_NUMBERS) else np.empty(0)
@@ -168,7 +168,6 @@ def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
     (x,) = arrays
 
     def result(number: float) -> float:
-        """For this entry of the only array."""
         found = results([number] if f is x else f.values for f in facts)
         return float(found[0]) if found.size else INF
 
@@ -236,7 +235,7 @@ def _moved(eqn: JaxprEqn, x: Fact, *rest: Fact) -> Fact:
 
 
 def _joined(eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """Of an operation whose entries are those of operands; others are indices."""
+    """The fact of entries that are those of operands; other operands are indices."""
     dtype = dtype_name(eqn.outvars[0])
     pairs = zip(eqn.invars, facts, strict=True)
     return functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])

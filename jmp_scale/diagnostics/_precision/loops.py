@@ -11,32 +11,21 @@ from collections.abc import Iterator
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from ... import _jaxpr as jaxprs
-from ..._jaxpr import (
-    SAME_ENTRIES,
-    Atom,
-    Loop,
-    dtype_name,
-    fits,
-    is_literal,
-    open_jaxpr,
-    shape,
-    size,
-    words,
-)
+from ..._jaxpr import Atom, Loop, dtype_name, fits, shape, size
 from ..._policy import is_half
 from .facts import Fact
 
-_LINEAR_IN_FIRST = SAME_ENTRIES | {"neg"}
-_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
+_LINEAR_IN_FIRST = jaxprs.SAME_ENTRIES | {"neg"}
+_SLICE_GRADIENTS = jaxprs.words("dynamic_update_slice pad scatter scatter-add")
 _MORE_THAN_LAYERS = 256
 _LONG_BACKWARD_LOOP = 64
 
-# What to say, what adds up in half precision, and the equation that adds to it.
+# The message, the variable that adds up in half precision, and the equation that adds.
 Accumulation = tuple[str, Var, JaxprEqn]
 
 
 class _Form(enum.IntEnum):
-    """How a value of an iteration depends on a carry."""
+    """The way in which a value of an iteration depends on a carry."""
 
     CONSTANT = 0  # not at all
     CARRY = 1  # the carry, perhaps times a number
@@ -55,7 +44,7 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
     cure = "keep the carry in float32 and add float32 values"
     if backward:
         cure = "cast what the iterations share to half precision inside the loop"
-    inner, _ = open_jaxpr(loop.body)
+    inner, _ = jaxprs.open_jaxpr(loop.body)
     # More steps of `x + f(x)` than a network has layers are those of a solver.
     solver = (loop.trips or 0) >= _MORE_THAN_LAYERS
     for i, variable in enumerate(loop.carries):
@@ -65,7 +54,7 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
 
 def half_states(program: ClosedJaxpr) -> Iterator[Accumulation]:
     """The same of outputs beside the loss: training is the loop that carries them."""
-    inner, _ = open_jaxpr(program)
+    inner, _ = jaxprs.open_jaxpr(program)
     what, cure = "a state that leaves beside the loss", "compute and keep it in float32"
     for argument in inner.invars:
         outputs = enumerate(inner.outvars)
@@ -81,15 +70,15 @@ def _message(what: str, half: Var, times: str, cure: str) -> str:
 
 
 def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
-    """What is known in all iterations of a loop counter; None if a carry is not one."""
-    inner, _ = open_jaxpr(loop.body)
+    """The fact of a loop counter in all iterations; None if a carry is not one."""
+    inner, _ = jaxprs.open_jaxpr(loop.body)
     variable, result = loop.carries[index], inner.outvars[index]
     if loop.trips is None or start.single is None or not start.integral:
         return None
     for eqn in inner.eqns:
         if eqn.primitive.name == "add" and eqn.outvars[0] is result:
             this, other = eqn.invars
-            if this is variable and is_literal(other):
+            if this is variable and jaxprs.is_literal(other):
                 last = start.single + float(other.val) * max(loop.trips - 1, 0)
                 low, high = sorted((start.single, last))
                 return Fact(low, high, integral=last.is_integer())
@@ -133,7 +122,7 @@ def _forms_of_results(eqn: JaxprEqn, ins: list[_Form]) -> list[_Form]:
     readable = name not in ("scan", "while") and (name != "cond" or not ins[0])
     if bodies and readable and all(fits(b, len(arguments), outputs) for b in bodies):
         results = []
-        for inner, _ in map(open_jaxpr, bodies):
+        for inner, _ in map(jaxprs.open_jaxpr, bodies):
             pairs = zip(inner.invars, arguments, strict=True)
             results.append(_forms(inner, {id(v): form for v, form in pairs}))
         return [max(forms) for forms in zip(*results, strict=True)]
@@ -161,7 +150,8 @@ def _form_of_result(eqn: JaxprEqn, ins: list[_Form]) -> _Form:
 
 def _is_number(factor: Atom, eqn: JaxprEqn) -> bool:
     # A decay rate is one number, a gate is as large as the state that it multiplies.
-    return is_literal(factor) or (size(factor) == 1 and size(eqn.outvars[0]) > 1)
+    is_scalar = size(factor) == 1 and size(eqn.outvars[0]) > 1
+    return is_scalar or jaxprs.is_literal(factor)
 
 
 def _adds_a_slice(eqn: JaxprEqn, made_by: dict[int, JaxprEqn]) -> bool:
@@ -172,7 +162,7 @@ def _adds_a_slice(eqn: JaxprEqn, made_by: dict[int, JaxprEqn]) -> bool:
 
 
 def _uncast(atom: Atom, made_by: dict[int, JaxprEqn]) -> Atom:
-    """What a variable was before it was cast or reshaped."""
+    """A variable before it was cast or reshaped."""
     while id(atom) in made_by:
         eqn = made_by[id(atom)]
         if eqn.primitive.name not in _LINEAR_IN_FIRST:

@@ -26,14 +26,14 @@ from ..._operations import Product, softmax_from, softmaxes_of, with_value
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference
-from .matrix_work import flops
+from .work import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
 _MOST_FLAGS = 4096  # flags of the compiled program; products beyond share the last one
 
 
 @dataclasses.dataclass(eq=False)
-class Line:
+class ProductGroup:
     """The matrix products and convolutions of one line of the program, in one scope."""
 
     equations: tuple[Any, ...]  # a product or a call with a rule, after those around it
@@ -52,7 +52,6 @@ class Line:
         return tuple(scope.name for scope in scopes)
 
     def is_kept(self, name: str) -> bool:
-        """Whether `keep_float32=` of this name keeps it."""
         return any(map(Names(frozenset({name})).exempt, self.equations))
 
     def names(self) -> list[str]:
@@ -70,8 +69,8 @@ class Probe:
     def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
         self._arrays, rejoin = split_arrays(loss.args)
-        self._products: list[tuple[Line, int]] = []  # their line and work, by number
-        self._by_place: dict[Any, Line] = {}
+        self._products: list[tuple[ProductGroup, int]] = []  # group and work, by number
+        self._by_place: dict[Any, ProductGroup] = {}
         self._cast: set[int] = set()  # numbers of those that `autocast` casts
         self.work = 0  # of all
 
@@ -87,19 +86,19 @@ class Probe:
         run = functools.partial(self._program, *in_float32)
         self.reference = Reference(run, self._arrays)
         for number in sorted(self._cast):
-            line, work = self._products[number]
-            line.numbers.append(number)
-            line.work += work
-        self.lines = [line for line in self._by_place.values() if line.numbers]
+            group, work = self._products[number]
+            group.numbers.append(number)
+            group.work += work
+        self.groups = [group for group in self._by_place.values() if group.numbers]
 
-    def compared(self, half: Sequence[Line], start: Start) -> GradientComparison:
-        """The gradient with these lines in half precision, beside float32's."""
+    def compared(
+        self, half: Sequence[ProductGroup], start: Start
+    ) -> GradientComparison:
         return self.reference.compared(*start.found(lambda s: self.run(half, s)))
 
-    def run(self, half: Sequence[Line], s: Any) -> Backward:
-        """The backward pass at S = `s` with these lines in half precision."""
+    def run(self, half: Sequence[ProductGroup], s: Any) -> Backward:
         flags = np.zeros(_MOST_FLAGS, bool)
-        flags[[n for line in half for n in line.numbers]] = True
+        flags[[n for group in half for n in group.numbers]] = True
         return self._program(flags, jnp.float32(s), self._arrays)
 
     def _flagged(self, flags: jax.Array, *args: Any) -> jax.Array:
@@ -107,7 +106,7 @@ class Probe:
 
         def loss(*arrays: Any) -> Any:
             out = begin_user_code(self._loss.fun, *rejoin(arrays))
-            self._loss.dtype_of(out)
+            self._loss.check_output(out)
             return out[0] if self._loss.has_aux else out
 
         with tracing(self.forward):
@@ -155,9 +154,9 @@ class Probe:
     ) -> JaxprEqn:
         number = min(len(self._products), _MOST_FLAGS - 1)
         work = times * sum(map(flops, (eqn, *_jaxpr.equations_within(eqn))))
-        line = Line(chain, place)
-        key = *place[:2], place.library, line.scopes
-        self._products.append((self._by_place.setdefault(key, line), work))
+        group = ProductGroup(chain, place)
+        key = *place[:2], place.library, group.scopes
+        self._products.append((self._by_place.setdefault(key, group), work))
         stack = eqn.source_info.name_stack.extend(f"float32_or_half_{number}")
         return _jaxpr.with_scopes(eqn, stack)
 

@@ -12,16 +12,17 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from ..._half_parameters import find_half_states
 from .._backward import Loss, is_array, split_arrays
 from .._source import begin_user_code, place_of_caller
-from . import conclusions, matrix_work
-from .matrix_work import Operation, SourceLine
+from .._tables import table
+from . import conclusions, work
 from .step import SEVERITIES, Finding
 from .walk import Walk
+from .work import Operation, SourceLine
 
 _REPORTS = itertools.count()
 
 
 class PrecisionReport(NamedTuple):
-    """What `precision_report` read off a program, in Python values on the host.
+    """The result of `precision_report`, in Python values.
 
     Attributes:
       findings: in the order of the program, one for each line and rule.
@@ -46,7 +47,10 @@ class PrecisionReport(NamedTuple):
         ]
         for primitive, line in self.not_looked_into:
             lines.append(f"{line}: note: {primitive} was not looked into.")
-        lines.append(_counts(self.findings))
+        severities = [f.severity for f in self.findings]
+        counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
+        parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
+        lines.append(", ".join(parts) or "No findings.")
         return "\n".join([*lines, *_table(self)])
 
 
@@ -61,17 +65,13 @@ def precision_report(
     """Reads what half precision does to a loss and its backward pass, line by line.
 
     Nothing runs: the loss and its gradient are traced, and their operations are read.
-    So the answer holds for all values of the arguments, and `args` may be
-    `jax.ShapeDtypeStruct`s. A finding names the innermost line of your own code that
-    makes an operation, not of JAX, Flax, Equinox, Haiku, Optax or this library.
-
-    The rules, why each matters, and how to mend what they find are in
-    `docs/precision.md`. Loss scaling fixes none of this: it saves small gradients, and
-    these programs compute something other than what they say.
+    A finding names the innermost line of your own code. The rules are in
+    `docs/precision.md`.
 
     Args:
       fun: the whole loss as you train it, without the loss scale.
-      *args: its arguments: parameters, batch. What is not an array is static.
+      *args: its arguments, with `jax.ShapeDtypeStruct`s for arrays where you like.
+        Arguments that are not arrays are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
       transform: what differentiates: `jax.value_and_grad` (default),
@@ -79,26 +79,10 @@ def precision_report(
       opt_state: the optimizer's state: with one of `with_half_parameters` in it, or in
         `args`, half-precision parameters are no error.
 
-    Returns:
-      A `PrecisionReport`; print its `.summary()`.
-
     Raises:
       TypeError: `fun` is not callable or does not return a real scalar loss, or
         `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
       ValueError: `argnums` is empty or out of range.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> def loss(w, x):
-      ...     h = x.astype(jnp.float16) @ w.astype(jnp.float16)
-      ...     return jnp.mean(jnp.exp(h).astype(jnp.float32))
-      >>> w, x = jax.ShapeDtypeStruct((4, 4), "float32"), jnp.ones((8, 4))
-      >>> report = diagnostics.precision_report(loss, w, x)
-      >>> [(finding.rule, finding.severity) for finding in report.findings]
-      [('half-exp', 'warning')]
-      >>> report.half_share
-      1.0
     """
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
     keywords: dict[str, Any] = {"has_aux": True} if has_aux else {}
@@ -108,7 +92,7 @@ def precision_report(
 
     def checked_fun(*args: Any, **kwargs: Any) -> Any:
         out = begin_user_code(fun, *args, **kwargs)
-        checked.dtype_of(out)
+        checked.check_output(out)
         return out
 
     with _noting_lost_constants() as (infinite, zero):
@@ -118,12 +102,10 @@ def precision_report(
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(zero).through(program, caller, _positions(checked))
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
-    promotions = [*dict.fromkeys(forward.promotions)]
-    told = {step.place()[:2] for p in promotions for step in p.products}
     steps = [step for step in backward.steps if step.times]
-    operations = matrix_work.operations(steps)
+    operations = work.operations(steps)
     # Products that autocast left in float32 are not for the user to cast.
-    notes = () if forward.autocasts else matrix_work.full_matmuls(steps, told)
+    notes = () if forward.autocasts else work.full_matmuls(steps, forward.told)
     keeps_digits = find_half_states((args, opt_state))
     halves = conclusions.half_parameters(gradients, fun, caller)
     of_loss = [*conclusions.half_loss(forward, loss, fun, caller)]
@@ -136,14 +118,13 @@ def precision_report(
         *conclusions.products_of_parameters(forward),
         # A derivative rule often repeats the function that it is the rule of.
         *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
-        *(promotion.finding() for promotion in promotions),
         *notes,
     ]
     unread = [(name, _location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
         tuple(conclusions.in_order(found, forward)),
         operations,
-        matrix_work.half_share(operations),
+        work.half_share(operations),
         tuple(dict.fromkeys(unread)),
     )
 
@@ -190,22 +171,13 @@ def _location(line: SourceLine) -> str:
     return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 
-def _counts(findings: Sequence[Finding]) -> str:
-    severities = [f.severity for f in findings]
-    counts = [(severities.count(s), s) for s in reversed(SEVERITIES)]
-    parts = [f"{n} {s}{'s' if n > 1 else ''}" for n, s in counts if n]
-    return ", ".join(parts) or "No findings."
-
-
 def _table(report: PrecisionReport) -> list[str]:
-    rows = [row for row in report.operations if row.flops]
-    if not rows:
+    rows: list[tuple[str, ...]] = [("operation", "operands", "runs", "share")]
+    for row in report.operations:
+        if row.flops:
+            cells = str(row.executions), f"{100 * row.share:.1f} %"
+            rows.append((row.primitive, row.dtype, *cells))
+    if not rows[1:]:
         return ["No matrix products or convolutions."]
-    return [
-        f"{100 * report.half_share:.1f} % of the matrix work is half precision:",
-        f"  {'operation':<22}{'operands':<20}{'runs':>8}{'share':>9}",
-        *(
-            f"  {r.primitive:<22}{r.dtype:<20}{r.executions:>8}{100 * r.share:>7.1f} %"
-            for r in rows
-        ),
-    ]
+    share = f"{100 * report.half_share:.1f} %"
+    return [f"{share} of the matrix work is half precision:", *table(rows, names=2)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ..._jaxpr import dtype_name, words
 from .._source import Place
 from .facts import Fact, is_integer, is_wide, rounded, transfer
-from .origins import NOTHING, entries_added, is_half, is_inner_product
+from .lineage import NOTHING, entries_added, is_half, is_inner_product
 from .step import Finding, Severity, Step
 
 FLOAT16_MAX = 65504
@@ -281,7 +281,7 @@ def _round_trip(step: Step) -> Iterator[Finding]:
 
 def _amplified_product(step: Step) -> Iterator[Finding]:
     """A half-precision product whose rounding the next operation makes larger."""
-    first, second = (*(f.origin for f in step.ins), NOTHING, NOTHING)[:2]
+    first, second = (*(f.lineage for f in step.ins), NOTHING, NOTHING)[:2]
     if step.name in ("add", "sub") and first.cancels(second):
         rule = "half-cancellation"
         harm = (

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from ..._finite import all_finite
 from ..._policy import checked_half
 from .._backward import Loss, Start, start_of
-from .._tables import power, table
-from .comparison import NOT_FINITE, judged_error, percent
-from .probe import Line, Probe, where
+from .._tables import percent, power, table
+from .comparison import NOT_FINITE, judged_error
+from .probe import Probe, ProductGroup, where
 
 _MOST_MEASURED = 128  # lines, or groups of neighbors, that are measured one by one
 
@@ -26,7 +26,7 @@ class SensitiveProduct(NamedTuple):
       line: line in that file, from 1, or None.
       library: the line of a library that they are in, as "ott/costs.py:560", or "".
       scope: names of the scopes and modules that they are in, joined by "/".
-      share: their share of the program's matrix work.
+      share: their share of the program's matrix work, from 0 to 1.
       alone: error of the gradient if they alone are half precision.
       without: error of the gradient if all but they are half precision.
     """
@@ -41,7 +41,7 @@ class SensitiveProduct(NamedTuple):
 
 
 class SensitiveProducts(NamedTuple):
-    """What `sensitive_products` found, in Python values on the host.
+    """The result of `sensitive_products`, in Python values.
 
     Errors are those of `GradientComparison`: `error`, or a third of `scaled_error` if
     that is more; infinite if anything is not finite.
@@ -64,7 +64,7 @@ class SensitiveProducts(NamedTuple):
     advice: str
 
     def summary(self, k: int = 20) -> str:
-        """What to write, and the k lines that change the gradient most."""
+        """The advice, and the k lines that change the gradient most."""
         if not self.products:
             return self.advice
         rows: list[tuple[str, ...]] = [("line", "scope", "share", "alone", "without")]
@@ -94,23 +94,19 @@ def sensitive_products(
                       then each goes back to half precision that may, the largest first
     ```
 
-    Runs on the host, on real values: the answer holds for these parameters and this
-    batch. The program is compiled once and runs twice a line: in float32, with rounded
-    operands, results and cotangents where `autocast` has them, so with up to twice the
-    memory and time of a float32 step. Lines in different modules count as different
-    ones. Of more than 128, neighbors are measured together.
+    Runs on the host: compiled once, run twice a line, in float32 with the roundings of
+    `autocast`. The result holds for these parameters and this batch. Lines in different
+    modules count as different ones; of more than 128, neighbors are measured together.
 
     Args:
       loss: the whole loss in float32, to which `autocast` is to be applied. Its
         arguments, `argnums`, `has_aux` and `transform` are those of `precision_report`.
-      dtype: as in `autocast`, and so is `backward`.
+      dtype: as in `autocast`.
+      backward: as in `autocast`.
       loss_scale: as in `compare_gradients`.
       tolerance: the largest error of the gradient, relative to its norm; default 5 %,
         half of what `compare_gradients` calls precise enough. Up to twice as much, no
         set that holds most of the work is recommended.
-
-    Returns:
-      A `SensitiveProducts`; print its `.summary()`.
 
     Raises:
       TypeError: as `compare_gradients`.
@@ -119,14 +115,9 @@ def sensitive_products(
     Examples:
       >>> import jax.numpy as jnp
       >>> from jmp_scale import diagnostics
-      >>> def squared_distances(x, y):
-      ...     return (x**2).sum(1)[:, None] + (y**2).sum(1) - 2 * x @ y.T
-      >>> def loss(w, x):
-      ...     return jnp.mean(jnp.exp(-squared_distances(20 + x @ w, 20 + x)))
-      >>> x = jnp.linspace(0, 1, 32).reshape(8, 4)
-      >>> found = diagnostics.sensitive_products(loss, jnp.eye(4), x)
-      >>> found.keep, found.error_before > 0.05 > found.error_after
-      (('squared_distances',), True)
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> diagnostics.sensitive_products(loss, jnp.eye(4), jnp.ones((8, 4))).keep
+      ()
     """
     function = "sensitive_products"
     checked = Loss(function, loss, args, argnums, has_aux, transform)
@@ -150,23 +141,22 @@ def sensitive_products(
 
 
 class _Search:
-    """The lines of a program, and the fewest whose float32 is precise enough."""
+    """The products of a program, and the fewest whose float32 is precise enough."""
 
     def __init__(self, probe: Probe, start: Start, tolerance: float) -> None:
         self._probe, self._start, self._tolerance = probe, start, tolerance
-        self._lines = probe.lines
+        self._groups = probe.groups
 
     def result(self, call: str) -> SensitiveProducts:
-        """What was found, with the advice to write `call, keep_float32=...)`."""
-        lines, total = self._lines, max(self._probe.work, 1)
-        before = self._error(lines)
+        groups, total = self._groups, max(self._probe.work, 1)
+        before = self._error(groups)
         self._measure()
         cure = self._other_loss_scale() if before > self._tolerance else ""
         required = [] if cure else self._required(before)
-        keep = _names(required, lines)
-        float32 = [line for line in lines if any(map(line.is_kept, keep))]
+        keep = _names(required, groups)
+        float32 = [group for group in groups if any(map(group.is_kept, keep))]
         after = self._error_without(float32) if float32 else before
-        share = _work(line for line in lines if line not in float32) / total
+        share = _work(group for group in groups if group not in float32) / total
         advice = f"Half precision changes the gradient by {percent(before)}"
         if before <= self._tolerance:
             advice += ", which is precise enough."
@@ -179,15 +169,15 @@ class _Search:
             advice += f"\nNo smaller set of products helps. {self._way_out()}"
         advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
         rows = []
-        for line in lines:
+        for group in groups:
             row = SensitiveProduct(
-                file=line.place.file,
-                line=line.place.line,
-                library=line.place.library,
-                scope="/".join(line.scopes),
-                share=line.work / total,
-                alone=line.alone,
-                without=line.without,
+                file=group.place.file,
+                line=group.place.line,
+                library=group.place.library,
+                scope="/".join(group.scopes),
+                share=group.work / total,
+                alone=group.alone,
+                without=group.without,
             )
             rows.append(row)
         return SensitiveProducts(
@@ -199,43 +189,43 @@ class _Search:
             advice=advice,
         )
 
-    def _error(self, half: Sequence[Line]) -> float:
+    def _error(self, half: Sequence[ProductGroup]) -> float:
         return judged_error(self._probe.compared(half, self._start))
 
-    def _error_without(self, float32: Collection[Line]) -> float:
-        return self._error([line for line in self._lines if line not in float32])
+    def _error_without(self, float32: Collection[ProductGroup]) -> float:
+        return self._error([group for group in self._groups if group not in float32])
 
     def _measure(self) -> None:
-        size = max(math.ceil(len(self._lines) / _MOST_MEASURED), 1)
-        for start in _with_progress(range(0, len(self._lines), size)):
-            group = self._lines[start : start + size]
-            alone = self._error(group)
-            without = self._error_without(group)
-            for line in group:
-                line.alone, line.without = alone, without
+        size = max(math.ceil(len(self._groups) / _MOST_MEASURED), 1)
+        for start in _with_progress(range(0, len(self._groups), size)):
+            together = self._groups[start : start + size]
+            alone = self._error(together)
+            without = self._error_without(together)
+            for group in together:
+                group.alone, group.without = alone, without
 
-    def _required(self, before: float) -> list[Line]:
+    def _required(self, before: float) -> list[ProductGroup]:
         """The fewest found, by their matrix work, whose float32 is precise enough."""
 
-        def is_enough(float32: Collection[Line]) -> bool:
+        def is_enough(float32: Collection[ProductGroup]) -> bool:
             return self._error_without(float32) <= self._tolerance
 
         if before <= self._tolerance:
             return []
-        order = sorted(self._lines, key=lambda line: (-line.alone, line.work))
+        order = sorted(self._groups, key=lambda group: (-group.alone, group.work))
         first = range(len(order))  # so many of them; all are enough
         count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
         required = order[:count]
-        for line in sorted(required, key=lambda line: -line.work)[:_MOST_MEASURED]:
-            rest = [other for other in required if other is not line]
+        for group in sorted(required, key=lambda group: -group.work)[:_MOST_MEASURED]:
+            rest = [other for other in required if other is not group]
             required = rest if is_enough(rest) else required
         is_mild = before <= 2 * self._tolerance
         return [] if is_mild and 2 * _work(required) > _work(order) else required
 
     def _other_loss_scale(self) -> str:
-        """What to say if another loss scale helps, "" if none does."""
+        """The advice if another loss scale helps, "" if none does."""
         other = Start(2.0**24 if self._start.settles else 2.0**15, settles=True)
-        found = self._probe.compared(self._lines, other)
+        found = self._probe.compared(self._groups, other)
         error, what = judged_error(found), f"loss scale {power(found.loss_scale)}"
         if error > self._tolerance:
             return ""
@@ -245,30 +235,31 @@ class _Search:
         return f"{fault} calibrate_loss_scale finds where to start."
 
     def _way_out(self) -> str:
-        """What to say where no set of products helps."""
-        dtype, found = self._probe.forward, self._probe.run(self._lines, 1.0)
+        dtype, found = self._probe.forward, self._probe.run(self._groups, 1.0)
         if dtype == "float16" and not all_finite(found.loss):
             return "The forward pass leaves float16's range: try bfloat16."
         finer = "; float16 has 8 times the digits" if dtype == "bfloat16" else ""
         return f"No few products are at fault, their roundings add up{finer}."
 
 
-def _work(lines: Iterable[Line]) -> int:
-    return sum(line.work for line in lines)
+def _work(groups: Iterable[ProductGroup]) -> int:
+    return sum(group.work for group in groups)
 
 
-def _names(required: Sequence[Line], lines: Sequence[Line]) -> tuple[str, ...]:
-    """Names that keep the required lines, and as few others as possible."""
+def _names(
+    required: Sequence[ProductGroup], groups: Sequence[ProductGroup]
+) -> tuple[str, ...]:
+    """Names that keep the required groups, and as few others as possible."""
 
     def cost(name: str) -> tuple[int, int, int]:
-        float32 = [line for line in lines if line.is_kept(name)]
-        others = [line for line in float32 if line not in required]
+        float32 = [group for group in groups if group.is_kept(name)]
+        others = [group for group in float32 if group not in required]
         return _work(others), len(others), -len(float32)
 
     chosen: list[str] = []
-    for line in required:
-        if not any(map(line.is_kept, chosen)):
-            chosen.append(min(filter(line.is_kept, line.names()), key=cost))
+    for group in required:
+        if not any(map(group.is_kept, chosen)):
+            chosen.append(min(filter(group.is_kept, group.names()), key=cost))
     return tuple(chosen)
 
 

@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 from ..._jaxpr import Atom, dtype_name, shape
 from .._source import Place
 from .facts import Fact, is_wide
-from .origins import is_half
+from .lineage import is_half
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")
@@ -56,13 +56,11 @@ class Step(NamedTuple):
         return self.eqn.primitive.name
 
     @property
-    def source(self) -> str:
-        """Dtype of the first input, "" without inputs."""
+    def source(self) -> str:  # dtype
         return dtype_name(self.eqn.invars[0]) if self.eqn.invars else ""
 
     @property
-    def result(self) -> str:
-        """Dtype of the first output, "" without outputs."""
+    def result(self) -> str:  # dtype
         return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
 
     @property
@@ -74,7 +72,7 @@ class Step(NamedTuple):
     def finding(
         self, rule: str, severity: Severity, message: str, atom: Atom | None = None
     ) -> Finding:
-        """What a rule found here, in an input of the equation, by default the first."""
+        """The finding of a rule on an input of the equation, by default the first."""
         dtype = self.result if atom is None else dtype_name(atom)
         atom = (*self.eqn.invars, *self.eqn.outvars)[0] if atom is None else atom
         found = finding_at(self.place(), rule, severity, message, dtype, self.name)
@@ -84,7 +82,7 @@ class Step(NamedTuple):
 def finding_at(
     place: Place, rule: str, severity: Severity, text: str, dtype: str, name: str = ""
 ) -> Finding:
-    """What a rule found at a line; in a library, its line ends the message."""
+    """The finding of a rule at a line; in a library, its line ends the message."""
     library = f" (in {place.library})" if place.library else ""
     message = f"{text[0].upper()}{text[1:]}{library}."
     return Finding(rule, severity, message, *place[:2], name, dtype, (), False)

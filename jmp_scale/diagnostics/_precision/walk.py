@@ -18,26 +18,15 @@ from ..._marks import UNIT
 from ..._validation import warn
 from .._source import Place, place_of
 from .facts import Fact, join, of_atom, of_constant, transfer
+from .lineage import Lineage, is_half
 from .loops import Accumulation, counted, half_carries, half_states
-from .matrix_work import Promotion, SourceLine, follow, promotions_of
-from .origins import Origin, is_half
 from .rules import faults
 from .step import Finding, Step
+from .work import SourceLine, follow, useless_cast
 
 # These have a jaxpr of scalars that says how two entries are combined.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
 _KERNELS = ("core_map", "pallas_call")  # their jaxprs are about blocks of arrays
-
-
-class _ParameterError(Exception):
-    """An equation lacks a parameter: this JAX names or lays it out differently."""
-
-
-class _Parameters(dict[str, Any]):
-    """Those of an equation; one that it lacks is a `_ParameterError`."""
-
-    def __missing__(self, name: str) -> Any:
-        raise _ParameterError(name)
 
 
 class Walk:
@@ -54,7 +43,7 @@ class Walk:
         self.ruled: dict[SourceLine, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` makes products half precision
-        self.promotions: list[Promotion] = []
+        self.told: set[SourceLine] = set()  # where casts of products have no effect
         self._lost = lost
         self._differentiated = differentiated
         self.outs: list[Fact] = []  # what is known about the program's outputs
@@ -62,21 +51,20 @@ class Walk:
     def through(
         self, program: ClosedJaxpr, caller: Place, parameters: Collection[int] = ()
     ) -> "Walk":
-        """Walks through a whole program, with its parameters at these positions."""
         inner, _ = open_jaxpr(program)
         no_equation: Any = None  # is around a whole program
         outer = Step(no_equation, lambda: caller)
         facts = [of_atom(v) for v in inner.invars]
         for i in parameters:
-            origin = Origin(id(inner.invars[i]), parameters=True)
-            facts[i] = dataclasses.replace(facts[i], origin=origin)
+            lineage = Lineage(id(inner.invars[i]), parameters=True)
+            facts[i] = dataclasses.replace(facts[i], lineage=lineage)
         self.outs = self._run(program, facts, outer)
         if not self._differentiated:
             self._record_carries(half_states(program), outer)
         return self
 
     def _run(self, jaxpr: Program, facts: Sequence[Fact], outer: Step) -> list[Fact]:
-        """What is known about the outputs of a jaxpr, given facts about its inputs."""
+        """The facts of the outputs of a jaxpr, given those of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         by_variable: dict[Var, Fact] = {}
         numbers = [
@@ -87,8 +75,8 @@ class Walk:
                 self.infinite.add(dtype_name(atom))
         for variable, value in zip(inner.constvars, consts, strict=True):
             fact = of_constant(value, dtype_name(variable))
-            origin = Origin(id(variable))
-            by_variable[variable] = dataclasses.replace(fact, origin=origin)
+            lineage = Lineage(id(variable))
+            by_variable[variable] = dataclasses.replace(fact, lineage=lineage)
         by_variable.update(zip(inner.invars, facts, strict=True))
 
         def fact_of(atom: Atom) -> Fact:
@@ -105,14 +93,12 @@ class Walk:
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = _lazily(eqn, outer.place)
-        readable = eqn.replace(params=_Parameters(eqn.params))
-        step = Step(readable, place, backward, outer.times, ins, in_rule)
+        step = Step(eqn, place, backward, outer.times, ins, in_rule)
         try:
             return self._results(step)
-        except _ParameterError:
-            pass
         except Exception as error:
-            # The other findings are worth having. The tests make warnings errors.
+            # JAX may have renamed a parameter, and the other findings are worth having.
+            # The tests make warnings errors.
             warn(
                 f"precision_report: a rule failed at {step.name}, which is left out: "
                 f"{error!r}; please report this"
@@ -121,7 +107,7 @@ class Walk:
         return [of_atom(v) for v in eqn.outvars]
 
     def _results(self, step: Step) -> list[Fact]:
-        """What is known about the outputs of an equation, which the rules see too."""
+        """The facts of the outputs of an equation, which the rules see too."""
         loop = jaxprs.loop_of(step.eqn)
         if loop is not None:
             return self._loop(step, loop)
@@ -158,7 +144,10 @@ class Walk:
         self.found.extend(faults(step))
         if step.backward:
             return outs
-        self.promotions += promotions_of(step)
+        useless = useless_cast(step)
+        if useless is not None:
+            self.found.append(useless)
+            self.told.add(step.place()[:2])
         return [follow(step, outs[0]), *outs[1:]]
 
     def _record_carries(self, carries: Iterable[Accumulation], outer: Step) -> None:

@@ -1,4 +1,4 @@
-"""Which loss scales work: the real backward pass at each loss scale of a sweep."""
+"""The real backward pass at each loss scale of a sweep."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,25 +18,22 @@ from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What `calibrate_loss_scale` found: arrays for K loss scales and L inexact leaves.
+    """The result of `calibrate_loss_scale` for K loss scales and L inexact leaves.
 
     A loss scale *works* if the loss and all gradients are finite, and if at most 2^-8
     of each leaf's entries are zero that are not zero at the best of the finite loss
-    scales. The window is the longest run of neighboring loss scales that all work; of
-    two equally long ones, the lower. All works under `jit` except `summary`.
+    scales. The window is the longest run of neighbors that work, of two the lower.
 
     Attributes:
       log2_scales: i32[K], the loss scales that were tried.
       zero_fraction: f32[K, L], share of the entries of each gradient that are zero.
       finite: bool[K], whether the loss and all gradients are finite.
-      log2_low: f32[], the lowest loss scale of the window, NaN if none works, and
+      log2_low: f32[], the lowest loss scale of the window, or NaN.
       log2_high: f32[], the highest.
-      recommended_log2_scale: f32[], `margin_bits` below `log2_high`, but not below
-        `log2_low`, and in [0, 24], as S of a `DynamicLossScale()` is; NaN without one.
-      needs_scaling: bool[], whether S = 1 is outside the window; True if none works.
-      has_half_precision: whether anything in the loss is narrower than 32 bits. If not,
-        every other answer is about float32. Static.
-      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+      recommended_log2_scale: f32[], 2 below `log2_high`, but in the window and in
+        [0, 24], as S of a `DynamicLossScale()` is; or NaN.
+      has_half_precision: whether anything in the loss is narrower than 32 bits. Static.
+      paths: names of the leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
     log2_scales: jax.Array
@@ -45,7 +42,6 @@ class Calibration:
     log2_low: jax.Array
     log2_high: jax.Array
     recommended_log2_scale: jax.Array
-    needs_scaling: jax.Array
     has_half_precision: bool = dataclasses.field(metadata={"static": True})
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
@@ -60,9 +56,7 @@ class Calibration:
         if np.isnan(low):
             return f"{none} works for all leaves: try others."
         window = f"Loss scales from 2^{low:g} to 2^{high:g} work"
-        if low == high:
-            window = f"Of the loss scales tried, only 2^{low:g} works"
-        if not bool(self.needs_scaling):
+        if low <= 0 <= high:
             return f"{window}, including 1: loss scaling is not needed here."
         best = float(self.recommended_log2_scale)
         if not np.isnan(best):
@@ -78,40 +72,21 @@ def calibrate_loss_scale(
     has_aux: bool = False,
     transform: Callable[..., Any] = jax.value_and_grad,
     log2_scales: Sequence[int] = range(-4, 25, 2),
-    margin_bits: float = MARGIN_BITS,
 ) -> Calibration:
     """Runs the real low-precision backward pass at each loss scale of a sweep.
 
-    It sees what is flushed on the way too, in the smaller gradients of activations.
-    Compatible with `jit`, `vmap` and `lax.scan`. One compiled call, which tries the
-    loss scales one after another, so it needs no more memory than one step. Models
-    among the arguments stay as they are, whatever the forward pass writes to them.
+    Compatible with `jit`, `vmap` and `lax.scan`. It needs the memory of one step, and
+    holds for these parameters and this batch.
 
     Args:
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
       log2_scales: increasing whole numbers in [-126, 126]; default -4, -2, ..., 24, up
-        to the cap of `DynamicLossScale`. Include 0 if you need `needs_scaling`.
-      margin_bits: doublings that the recommendation stays below the first overflow, for
-        batches with larger gradients; default 2.
-
-    Returns:
-      A `Calibration`. It holds for these parameters and this batch: gradients usually
-      shrink as training goes on.
+        to the cap of `DynamicLossScale`.
 
     Raises:
       TypeError: as `precision_report`.
       ValueError: also if `log2_scales` is empty, not increasing or not whole.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> def loss(w):
-      ...     half = w.astype(jnp.float16) * jnp.float16(2**-10)
-      ...     # The gradient, 2^-30, is zero in float16.
-      ...     return half.astype(jnp.float32).sum() * 2.0**-20
-      >>> print(diagnostics.calibrate_loss_scale(loss, jnp.ones(3)).summary())
-      Loss scales from 2^6 to 2^24 work: start from 2^22.
     """
     loss = Loss("calibrate_loss_scale", fun, args, argnums, has_aux, transform)
     log2 = _checked_log2_scales(log2_scales)
@@ -141,7 +116,7 @@ def calibrate_loss_scale(
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
     # The nearest to the margin that the window and a DynamicLossScale allow.
     least, most = jnp.maximum(low, LOWEST), jnp.minimum(high, HIGHEST)
-    best = jnp.where(least <= most, jnp.clip(high - margin_bits, least, most), jnp.nan)
+    best = jnp.where(least <= most, jnp.clip(high - MARGIN_BITS, least, most), jnp.nan)
     return Calibration(
         log2_scales=jnp.asarray(log2),
         zero_fraction=zero_fraction,
@@ -149,7 +124,6 @@ def calibrate_loss_scale(
         log2_low=low,
         log2_high=high,
         recommended_log2_scale=best,
-        needs_scaling=~((low <= 0) & (high >= 0)),
         has_half_precision=has_half,
         paths=found.paths,
     )

@@ -1,9 +1,8 @@
-"""Why a step is not finite: smaller loss scales, then operation by operation."""
+"""The cause of a step that is not finite: smaller loss scales, then each operation."""
 
 import contextlib
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +16,6 @@ from ..._finite import all_finite
 from ..._jaxpr import CALLS, is_literal, open_jaxpr, value_of, words
 from ..._loss_scale import scale_value
 from ..._tree import named_inexact_leaves
-from ..._validation import Arguments
 from .._backward import Backward, Loss, described, split_arrays
 from .._source import Place, place_of
 
@@ -27,26 +25,26 @@ _NAMES = {
     "dot_general": "a matrix product",
 }
 _Maker = tuple[str | None, str | None]  # the constant, or the operation
+_LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
 _NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 
 
 class Diagnosis(NamedTuple):
-    """What `diagnose_nonfinite` found, in Python values.
+    """The result of `diagnose_nonfinite`, in Python values.
 
     Attributes:
-      cause: "none", "forward", "overflow" or "nan".
-      path: the gradient leaf where it first shows, named as `jax.tree_util.keystr`
-        does; with "overflow" the first to overflow as S grows. None if all are finite.
+      cause: "none", "forward" (the loss is not finite, at any S), "overflow" (a smaller
+        S cures it) or "nan" (none does).
+      path: the gradient leaf where it first shows, as `jax.tree_util.keystr` names it;
+        with "overflow" the first to overflow as S grows. Or None.
       finite_at_log2: for "overflow", log2 of the largest power of two below S whose
         gradients are finite.
-      nonfinite_paths: all gradient leaves that are not finite there. A NaN goes on to
-        every layer before the one that made it, so look at the model's last of them.
-      nonfinite_argument: the first leaf of `fun`'s arguments that is not finite itself,
-        such as `args[1]['x']`: a broken batch or parameter. Or a constant of `fun` that
-        made the loss NaN. None if all are finite.
-      operation: for "forward", what made the NaN or infinity of the loss, such as
-        "log gave NaN at /home/me/model.py:41"; None if it is unknown.
+      nonfinite_paths: all gradient leaves that are not finite there.
+      nonfinite_argument: the first leaf of the arguments that is not finite itself, as
+        `args[1]['x']`, or a constant of `fun` that made the loss NaN. Or None.
+      operation: for "forward", what made the NaN or infinity, as "log gave NaN at
+        /home/me/model.py:41". None if it is unknown.
       float32_loss: for "forward", the loss of the function that `autocast` was given,
         if that is finite; else None.
     """
@@ -60,15 +58,13 @@ class Diagnosis(NamedTuple):
     float32_loss: float | None = None
 
     def summary(self) -> str:
-        """One or two sentences: the cause, and what to do (host)."""
+        """The cause, and what to do, in one or two sentences."""
         if self.cause == "none":
             return "Loss and gradients are finite."
         if self.cause == "overflow":
-            is_below_one = (self.finite_at_log2 or 0) < 0
-            below = ", below 1: a layer is nearly out of range" if is_below_one else ""
             return (
                 f"The gradients overflow, first in {self.path}, and are finite at loss "
-                f"scale 2^{self.finite_at_log2}{below}."
+                f"scale 2^{self.finite_at_log2}."
             )
         if self.nonfinite_argument is not None:
             what = f"{self.nonfinite_argument} is not finite itself"
@@ -95,42 +91,23 @@ def diagnose_nonfinite(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Callable[..., Any] = jax.value_and_grad,
-    log2_min: int = -14,
 ) -> Diagnosis:
     """Finds out why a step is not finite by running it again at smaller loss scales.
 
-    Runs on the host: one call of one compiled backward pass for each S. Give it the
-    parameters and the batch of the step that was skipped. Models among the arguments
-    stay as they are. The causes are "none": the step is finite; "forward": the loss is
-    not, which no S changes; "overflow": a smaller S cures it; "nan": none does.
+    Runs on the host: one call of one compiled backward pass for each S, down to 2^-14.
 
     Args:
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
-      loss_scale: the loss scale of that step, or its S as a number.
-      log2_min: log2 of the smallest S to try; -14, as some overflows persist at S = 1.
-
-    Returns:
-      A `Diagnosis`.
+      loss_scale: the loss scale of the step, or its S as a number.
+      *args: parameters and batch of the step that was skipped.
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is neither a loss scale nor
-        a number, or `log2_min` not an integer.
-      ValueError: also if `log2_min` is not in [-126, 126], or S not above 0 or finite.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> def loss(w):
-      ...     return jnp.sqrt(w["a"]).sum() + w["b"].sum()
-      >>> params = {"a": jnp.zeros(2), "b": jnp.ones(2)}
-      >>> diagnosis = diagnostics.diagnose_nonfinite(loss, 2.0**15, params)
-      >>> diagnosis.cause, diagnosis.path
-      ('nan', "['a']")
+        a number.
+      ValueError: as `precision_report`; also if S is not above 0 or not finite.
     """
     function = "diagnose_nonfinite"
-    is_valid = operator.index(log2_min) in range(-126, 127)
-    Arguments(function).require(is_valid, "log2_min", log2_min, "in [-126, 126]")
     s = scale_value(function, loss_scale)
     loss = Loss(function, fun, args, argnums, has_aux, transform)
     arrays, rejoin = split_arrays(args)
@@ -141,7 +118,6 @@ def diagnose_nonfinite(
         return jax.tree.map(all_finite, loss.run(s, rejoin(arrays)))
 
     def run(s: Any) -> tuple[bool, tuple[str, ...]]:
-        """Whether the loss is finite at S = s, and the gradient leaves that are not."""
         finite = jax.device_get(flags(jnp.asarray(s, jnp.float32), arrays))
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), tuple(path for path, flag in pairs if not flag)
@@ -160,7 +136,7 @@ def diagnose_nonfinite(
     if not nonfinite:
         return Diagnosis("none")
     # The first is the largest power of two below S, which has just been tried.
-    for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, log2_min - 1, -1):
+    for log2_scale in range(int(np.ceil(np.log2(float(s)))) - 1, _LOWEST_TRIED - 1, -1):
         _, smaller = run(2.0**log2_scale)
         if not smaller:
             return Diagnosis("overflow", nonfinite[0], log2_scale, nonfinite)
@@ -172,7 +148,7 @@ def diagnose_nonfinite(
 def _forward(
     loss: Loss, arrays: list[Any], rejoin: Callable[..., Any]
 ) -> tuple[_Maker, float | None]:
-    """What made the loss not finite, and the loss in float32."""
+    """The maker of a loss that is not finite, and the loss in float32."""
 
     def of_arrays(fun: Callable[..., Any], *arrays: Any) -> Any:
         out = fun(*rejoin(arrays))
@@ -198,7 +174,7 @@ def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
 def _run(
     jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[Any], outer: Place
 ) -> tuple[list[Any], _Maker | None]:
-    """The outputs, and what made the first that is not finite, if that was here."""
+    """The outputs, and the maker of the first that is not finite, if that was here."""
     inner, consts = open_jaxpr(jaxpr)
     given = zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
     values = dict(given)
@@ -226,7 +202,7 @@ def _run(
         return next((p for p in places if p.file), place_of(eqn, outer))
 
     def made(v: core.Var | core.Literal) -> _Maker | None:
-        """What made a value infinite or NaN; None if it came so."""
+        """The maker of an infinite or NaN value; None if it came so."""
         eqn, kind = None, ""
         while not isinstance(v, core.Literal) and v in makers:
             eqn, kind = makers[v], kind_of(v)

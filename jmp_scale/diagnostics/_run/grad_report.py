@@ -1,4 +1,4 @@
-"""What a loss scale and a cast do to every leaf of a gradient, in one pass over it."""
+"""The losses of every leaf of a gradient to a loss scale and a cast, in one pass."""
 
 import dataclasses
 import functools
@@ -12,10 +12,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..._loss_scale import scale_value
-from .._tables import leaf_name, power, table
+from .._tables import leaf_name, percent, power, table
 from . import casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
+_BY_HARM = ("nonfinite", "overflow", "flushed", "subnormal")
 
 MARGIN_BITS = 2  # doublings from the largest entry to overflow at a recommended S
 LOWEST, HIGHEST = 0, 24  # log2 of S that `DynamicLossScale` takes by default
@@ -24,29 +25,20 @@ LOWEST, HIGHEST = 0, 24  # log2 of S that `DynamicLossScale` takes by default
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:
-    """What `grad_report` found: arrays with one entry for each of the L inexact leaves.
-
-    The counts, from `size` to `nonfinite`, are u32[L]; a complex entry counts as two.
+    """The result of `grad_report`: arrays of L entries, one for each inexact leaf.
 
     Attributes:
-      amax: f32[L], the largest finite magnitude of the unscaled entries, 0 without one.
-        Float64 numbers beyond float32's range are taken for the nearest in it.
-      size: entries.
-      zero: entries that are zero themselves.
-      flushed: non-zero entries that become zero when multiplied by S and cast.
-      subnormal: entries that S and the cast leave below the least normal number.
-      overflow: finite entries that become infinite (NaN in float8_e4m3fn).
-      nonfinite: entries that are NaN or infinite themselves.
-      headroom_bits: f32[L], log2(M / (S amax)) for the dtype's largest M, or infinite.
-      dynamic_range_bits: f32[L], log2 of `amax` over the least non-zero one, or 0.
+      amax: f32[L], the largest finite magnitude of the unscaled entries, or 0.
+      size: u32[L], entries; here and below a complex one counts as two.
+      zero: u32[L], entries that are zero themselves.
+      flushed: u32[L], other entries that S and the cast make zero.
+      subnormal: u32[L], entries that they leave below the least normal number.
+      overflow: u32[L], finite entries that they make infinite (NaN in float8_e4m3fn).
+      nonfinite: u32[L], entries that are NaN or infinite themselves.
       loss_scale: f32[], S.
-      all_finite: bool[], whether `nonfinite` is 0 everywhere.
-      first_nonfinite: i32[], index of the first leaf with a non-finite entry, or -1.
-      recommended_log2_scale: f32[], a whole number in [0, 24]: the largest S whose
-        `headroom_bits` is at least 2 in every leaf; NaN without one, or without finite
-        non-zero entries. Gradients of activations may need a smaller one: see
-        `calibrate_loss_scale`.
-      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+      recommended_log2_scale: f32[], the largest whole number in [0, 24] at which S
+        times every `amax` is at most a quarter of the dtype's largest number, or NaN.
+      paths: names of the leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """
 
@@ -57,50 +49,28 @@ class GradReport:
     subnormal: jax.Array
     overflow: jax.Array
     nonfinite: jax.Array
-    headroom_bits: jax.Array
-    dynamic_range_bits: jax.Array
     loss_scale: jax.Array
-    all_finite: jax.Array
-    first_nonfinite: jax.Array
     recommended_log2_scale: jax.Array
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
 
-    @property
-    def flushed_share(self) -> jax.Array:
-        """f32[L], `flushed` over the non-zero entries, 0 if there are none."""
-        return self.flushed / jnp.maximum(self.size - self.zero, np.uint32(1))
-
     def to_dict(self) -> dict[str, Any]:
-        """Python numbers (host): scalars by name, "dtype", "leaves": a dictionary each.
-
-        Raises:
-          ValueError: several reports, from `vmap` or `lax.scan`.
-        """
-        names = [f.name for f in dataclasses.fields(self)[:-2]] + ["flushed_share"]
-        arrays = {name: np.asarray(getattr(self, name)) for name in names}
-        if arrays["amax"].ndim != 1:
-            raise ValueError(
-                "to_dict: expected one report, got a batch "
-                f"{arrays['amax'].shape[:-1]} of them; index one with jax.tree.map"
-            )
-        totals = {name: x.item() for name, x in arrays.items() if x.ndim == 0}
-        columns = {name: x.tolist() for name, x in arrays.items() if x.ndim == 1}
+        """Python numbers (host): scalars by name, and by path those of each leaf."""
+        names = ("loss_scale", "recommended_log2_scale")
+        scalars = {name: float(getattr(self, name)) for name in names}  # of one report
+        names = ("amax", "size", *_SHARES)
+        columns = {name: np.asarray(getattr(self, name)).tolist() for name in names}
         leaves = {}
         for i, path in enumerate(self.paths):
             leaves[path] = {name: column[i] for name, column in columns.items()}
-        return {"dtype": self.dtype, **totals, "leaves": leaves}
+        return {"dtype": self.dtype, **scalars, "leaves": leaves}
 
     def worst(self, k: int = 5) -> dict[str, dict[str, Any]]:
-        """The k leaves of `to_dict()["leaves"]` that lose most, worst first (host).
-
-        By the share of entries not finite, then overflowed, flushed, subnormal.
-        """
+        """The k leaves of `to_dict()["leaves"]` that lose most, worst first (host)."""
 
         def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
-            row, size = item[1], max(item[1]["size"], 1)
-            lost = row["nonfinite"] / size, row["overflow"] / size
-            return *lost, row["flushed_share"], row["subnormal"] / size
+            _, row = item
+            return tuple(row[name] / max(row["size"], 1) for name in _BY_HARM)
 
         rows = self.to_dict()["leaves"].items()
         return dict(sorted(rows, key=badness, reverse=True)[:k])
@@ -109,15 +79,11 @@ class GradReport:
         """A table of the k worst leaves, or of all in the order of the tree (host)."""
         report = self.to_dict()
         rows = report["leaves"] if k is None else self.worst(k)
-        lines = [("leaf", "entries", *_SHARES, "amax", "headroom", "range")]
+        lines: list[tuple[str, ...]] = [("leaf", "entries", *_SHARES, "amax")]
         for path, row in rows.items():
-            cells = [_percent(row[name], row["size"]) for name in _SHARES]
-            # A leaf of zeros, or without finite entries, has no headroom and no range.
-            sizes = ["-", "-", "-"]
-            if row["amax"]:
-                bits = row["headroom_bits"], row["dynamic_range_bits"]
-                sizes = [f"{row['amax']:.2e}", *(f"{x:z.1f} bits" for x in bits)]
-            lines += [(leaf_name(path), f"{row['size']:,}", *cells, *sizes)]
+            cells = [percent(row[name] / max(row["size"], 1)) for name in _SHARES]
+            size, amax = f"{row['size']:,}", f"{row['amax']:.2e}"
+            lines.append((leaf_name(path), size, *cells, amax))
         return "\n".join([_headline(report), *(table(lines) if rows else [])])
 
 
@@ -126,35 +92,21 @@ def grad_report(
 ) -> GradReport:
     """Counts, leaf by leaf, what a loss scale and a cast lose of a gradient.
 
-    One pass. Compatible with `jit`, `vmap`, `lax.scan`; in `shard_map` shard by shard.
+    Compatible with `jit`, `vmap`, `lax.scan`; in `shard_map` shard by shard.
 
     Args:
-      grads: pytree of unscaled gradients, as `value_and_grad` gives them. Leaves that
-        are not real or complex floating point are left out.
+      grads: pytree of unscaled gradients, float64 ones taken as float32. Leaves that
+        are not floating point are left out.
       loss_scale: a loss scale, or S as a number or f32[].
-      dtype: the dtype of the backward pass: float16 (default), float8_e5m2 or
-        float8_e4m3fn.
-
-    Returns:
-      A `GradReport`. What the backward pass has flushed before shows as `zero`.
+      dtype: dtype of the backward pass: float16, float8_e5m2 or float8_e4m3fn.
 
     Raises:
       TypeError: `loss_scale` is not a number.
-      ValueError: another dtype, a loss scale of a shape other than (), or a leaf of
+      ValueError: another dtype, a `loss_scale` of a shape other than (), or a leaf of
         2^32 entries or more.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> grads = {"w": jnp.array([0.0, 1e-8, 1e-6, 1.0])}
-      >>> report = diagnostics.grad_report(grads, 2.0**0)
-      >>> report.zero.tolist(), report.flushed.tolist(), report.subnormal.tolist()
-      ([1], [1], [1])
-      >>> float(report.recommended_log2_scale), float(report.headroom_bits[0]) >= 2
-      (13.0, True)
     """
     name = jnp.dtype(dtype).name
-    if name == "bfloat16":
+    if name == "bfloat16":  # S x would be a float32 subnormal, which XLA makes 0
         raise ValueError(
             "grad_report: expected dtype to be float16 or float8, got bfloat16, which "
             "has float32's range; for its smallest numbers use exponent_histogram"
@@ -173,19 +125,13 @@ def _report_arrays(
     # An empty leaf stands at the end, because a tree may have no leaves.
     rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
     columns = (jnp.stack(column)[: len(leaves)] for column in zip(*rows, strict=True))
-    amax, amin, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
-    log2_amax, log2_amin = map(casts.log2_magnitude, (amax, amin))
-    log2_scale = casts.log2_magnitude(casts.magnitude_bits(loss_scale))
+    amax, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
     # Doublings up to the limit, from the bits: a float32 log2 just above a power of two
     # rounds down to it, and would recommend one too many.
     largest = jnp.max(amax, initial=0)
     doublings = (np.float32(limits.largest).view(np.int32) - largest) >> 23
     most = (doublings - MARGIN_BITS).astype(jnp.float32)
     some = (largest > 0) & (most >= LOWEST)
-    bad = nonfinite > 0
-    # One more is appended, because there may be no leaves to search.
-    first = jnp.argmax(jnp.append(bad, True))
-    range_bits = jnp.where(jnp.isfinite(log2_amax), log2_amax - log2_amin, 0.0)
     return {
         "amax": lax.bitcast_convert_type(amax, jnp.float32),
         "size": size,
@@ -194,11 +140,7 @@ def _report_arrays(
         "subnormal": not_flushed - not_subnormal,
         "overflow": infinite - nonfinite,
         "nonfinite": nonfinite,
-        "headroom_bits": np.float32(np.log2(limits.largest)) - log2_amax - log2_scale,
-        "dynamic_range_bits": range_bits,
         "loss_scale": loss_scale,
-        "all_finite": ~bad.any(),
-        "first_nonfinite": jnp.where(bad.any(), first, -1).astype(jnp.int32),
         "recommended_log2_scale": jnp.where(some, most.clip(max=HIGHEST), jnp.nan),
     }
 
@@ -206,10 +148,10 @@ def _report_arrays(
 def _statistics(
     leaf: Any, loss_scale: jax.Array, limits: casts.Limits
 ) -> tuple[Any, ...]:
-    """The bits of amax and of the least non-zero magnitude, and six cumulative counts.
+    """The bits of amax, and six cumulative counts.
 
-    Of all entries, those not zero, after the cast not zero, normal, and infinite, and
-    those not finite before.
+    Counted are all entries, those not zero, after the cast not zero, normal, and
+    infinite, and those not finite before.
     """
     bits = casts.magnitude_bits(leaf)
     scaled = casts.magnitude_bits(leaf, loss_scale)
@@ -217,40 +159,32 @@ def _statistics(
     bounds[0] += 1
     finite, nonzero = bits < casts.INFINITY, bits > 0
     reached = [nonzero, *(scaled >= bound for bound in bounds), ~finite]
-    operands = [
-        jnp.where(finite, bits, 0),
-        jnp.where(nonzero, bits, casts.INFINITY),
-        *(mask.astype(jnp.uint32) for mask in reached),
-    ]
-    # Zeros count as infinity: the least non-zero magnitude of a leaf is not 0.
-    starts = [np.int32(0), np.int32(casts.INFINITY), *[np.uint32(0)] * len(reached)]
+    masks = [mask.astype(jnp.uint32) for mask in reached]
+    operands = [jnp.where(finite, bits, 0), *masks]
+    starts = [np.int32(0), *[np.uint32(0)] * len(masks)]
 
     def join(a: Any, b: Any) -> Any:
-        counts = [x + y for x, y in zip(a[2:], b[2:], strict=True)]
-        return jnp.maximum(a[0], b[0]), jnp.minimum(a[1], b[1]), *counts
+        counts = [x + y for x, y in zip(a[1:], b[1:], strict=True)]
+        return jnp.maximum(a[0], b[0]), *counts
 
-    # One reduction of seven values. XLA:CPU does not fuse seven reductions, and would
-    # read the leaf seven times (test_the_gradients_are_read_once).
-    amax, amin, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
-    return amax, amin, np.uint32(bits.size), *counts
+    # One reduction of six values. XLA:CPU does not fuse six reductions, and would read
+    # the leaf six times (test_the_gradients_are_read_once).
+    amax, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
+    return amax, np.uint32(bits.size), *counts
 
 
 def _headline(report: dict[str, Any]) -> str:
-    log2, leaves = report["recommended_log2_scale"], list(report["leaves"])
+    log2, leaves = report["recommended_log2_scale"], report["leaves"]
     start = f"gradients at loss scale {power(report['loss_scale'])}"
     start += f", cast to {report['dtype']}"
     if not leaves:
         return f"{start}: no floating-point leaves"
     finite, advice = "all finite", f"recommended loss scale at most 2^{log2:g}"
-    if not report["all_finite"]:
-        finite = f"not finite from {leaf_name(leaves[report['first_nonfinite']])} on"
+    broken = [path for path, row in leaves.items() if row["nonfinite"]]
+    if broken:
+        finite = f"not finite from {leaf_name(broken[0])} on"
     if math.isnan(log2):
         advice = "no loss scale to recommend: no entry is finite and non-zero"
-        if any(row["amax"] for row in report["leaves"].values()):
+        if any(row["amax"] for row in leaves.values()):
             advice = "the loss scale must be below 1: give it another min_loss_scale"
     return f"{start}: {finite}; {advice}"
-
-
-def _percent(count: float, size: float) -> str:
-    share = 100 * count / max(size, 1)
-    return "0" if share == 0 else f"{share:.1f} %" if share >= 0.05 else "< 0.1 %"

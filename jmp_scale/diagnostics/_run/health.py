@@ -1,4 +1,4 @@
-"""What a run's state and its last steps show, in one sentence per finding."""
+"""Findings on a run's state and its last steps, in one sentence each."""
 
 import math
 import re
@@ -33,7 +33,7 @@ _SENTENCES = {
     "a lower min_loss_scale cures. If it finds none, the step may scale by another S "
     "than opt_state's, or not unscale.",
     "every step skipped": "{last} (in total {causes}), and the loss scale is now at "
-    "{s}: something broke. {diagnose} finds the cause{cure}.",
+    "{s}: something broke. {diagnose} finds the cause.",
     "loss diverges": "The loss diverges: it is {current:.3g}, after {best:.3g} around "
     "step {best_step} and {first:.3g} at the start. Go back to a checkpoint from "
     "before, and lower the learning rate or clip the gradients.",
@@ -58,7 +58,7 @@ _SENTENCES = {
     "broken batches": "{last}, mostly because the loss itself was not finite: look for "
     "broken data in those batches.",
     "frequent overflow": "{last}, where one in a hundred is a lot: see with "
-    "grad_report which leaf overflows, and take {remedy}.",
+    "grad_report which leaf overflows, and take a DynamicLossScale or a longer period.",
     "warm-up": "{last}, the only ones so far, and the loss scale is now at {s}: an "
     "expected warm-up if no step was applied before; else see that gradients are "
     "unscaled. Its floor is {floor}.",
@@ -90,21 +90,16 @@ Counts = np.ndarray  # i64[3], skipped steps by cause, in the order of `_CAUSES`
 
 
 def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
-    """Describes the state of a run, one sentence per finding, most urgent first.
+    """Describes the state of a run, one sentence per finding, most urgent first (host).
 
-    Runs on the host: call it every few hundred steps. Each sentence has its section in
-    `docs/troubleshoot.md`. A history with losses and gradient norms also shows a loss
-    that diverges or blew up, vanished gradients, and updates that are lost in rounding.
-    For one line per change, use `HealthLog`.
+    Each sentence has its section in `docs/troubleshoot.md`.
 
     Args:
-      opt_state: state of `with_loss_scale`, at any depth of any pytree. If that holds
-        the parameters too (a Flax `TrainState`, a tuple), their dtypes are checked
-        too; otherwise those of the optimizer's moments are.
-      history: the last steps. Without it only the current run of skipped steps is
-        known, and its cause only if all skips so far had the same. The trends need 40
-        steps with `loss`, `grads` or `updates`. Do not record the losses of an
-        adversarial training, which rise and fall by design.
+      opt_state: state of `with_loss_scale`, at any depth of any pytree. Dtypes of all
+        that it holds are checked: the optimizer's moments, and parameters.
+      history: the last steps; findings on losses, norms and updates need 40 that have
+        them. Do not record the losses of an adversarial training, which rise and fall
+        by design.
 
     Returns:
       Sentences; an empty list if there is nothing to report.
@@ -112,15 +107,6 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     Raises:
       ValueError: there is no such state in `opt_state`, or it is one of several
         replicas or of a `vmap`.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale import diagnostics
-      >>> static = jmp_scale.StaticLossScale(2.0**-3)
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), static)
-      >>> for sentence in diagnostics.health(tx.init(jnp.ones(2))):
-      ...     print(sentence[:65], "...")
-      The loss scale is 2^-3, below 1: unscaled gradients overflow, ...
     """
     return list(_findings(opt_state, history, {}).values())
 
@@ -128,24 +114,12 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
 class HealthLog:
     """`health`, once per change: each finding when it begins, and a line when it ends.
 
-    A callable for the host. It remembers its last findings and counts of skipped steps,
-    and so can tell the cause of new ones, and of a broken batch between two calls.
+    A callable for the host, which remembers its last findings and counts of skipped
+    steps, and so can tell the cause of new ones.
 
     Attributes:
       kinds: names of the last findings, such as "loss diverges", for code that acts on
         them. With several states each starts with a path: "['generator']: spike".
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale import diagnostics
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
-      >>> state, log = tx.init(jnp.ones(())), diagnostics.HealthLog()
-      >>> for gradient in (jnp.nan, jnp.nan, 1.0):
-      ...     _, state = tx.update(jnp.float32(gradient), state)
-      ...     print([sentence[:26] for sentence in log(state)], sorted(log.kinds))
-      ['The last step was skipped;'] ['skipped step']
-      [] ['skipped step']
-      ['Over: skipped step.'] []
     """
 
     def __init__(self) -> None:
@@ -179,9 +153,8 @@ def _findings(
             )
         prefix = f"{path}: " if len(states) > 1 else ""
         counts = _counts(state)
-        new = counts - seen.get(path, counts)
-        if new.min() < 0:  # since another run, or a later step of this one
-            new = 0 * new
+        # Counts are smaller after a return to a checkpoint.
+        new = np.maximum(counts - seen.get(path, counts), 0)
         findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
         seen[path] = counts
     findings += [("", *found) for found in _leaf_findings(opt_state)]
@@ -212,19 +185,12 @@ def _is_fixed(rule: Any) -> bool:
 def _state_findings(
     state: LossScaleState, steps: Steps, new: Counts
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The findings on S, on spikes and on other skips. `new`: since the last call."""
     rule, s = state.loss_scale, number_of(state.loss_scale)
-    cure, remedy = "", "a longer period"
-    if _is_fixed(rule):
-        remedy = "a DynamicLossScale"
-        cure = f"; if it is an overflow, take {remedy}"
     values = {
         "s": "its fixed value" if s is None else power(float(s)),
         "floor": power(getattr(rule, "min_loss_scale", 1)),
         "in_a_row": int(state.skipped_in_a_row),
         "causes": _listed(_counts(state)),
-        "cure": cure,
-        "remedy": remedy,
     }
     found = {} if steps is None else _recorded(steps, _is_fixed(rule))
     present = _present(state, steps, new)
@@ -254,14 +220,11 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> KindAndText | 
     """The finding on the present run of skips, or on those since the last call."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     if in_a_row == 0:
-        overflows, losses, _ = new
+        # Overflows are not told, since an S that adapts causes them itself.
+        if steps is not None or not new[1]:
+            return None
         last = f"Steps were skipped since the last call ({_listed(new)})"
-        if steps is None and losses:
-            return "loss not finite", last
-        # An S that adapts causes overflows itself: of those a rate would be needed.
-        if steps is None and overflows and _is_fixed(rule):
-            return "skipped step", last
-        return None
+        return "loss not finite", last
     many = f"The last {in_a_row} steps were all skipped"
     last = "The last step was skipped" if in_a_row == 1 else many
     overflows, losses, _ = new if new.any() else _counts(state)
@@ -287,7 +250,6 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> KindAndText | 
 
 
 def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAndText]:
-    """The findings on recorded spikes, and on recorded steps that were not finite."""
     spike = steps["spike"]
     skipped = ~(steps["grads_finite"] | spike)
     if steps["step"][0] == 0:  # skips before the first applied step are expected
@@ -314,7 +276,6 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
 
 
 def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The findings on dtypes: float16 anywhere, bfloat16 in second moments."""
     # Half-precision parameters that lose nothing stand beside their optimizer's state.
     halves = [node for _, node in find_half_states(opt_state)]
     pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)
@@ -323,12 +284,6 @@ def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
     coarse = [pair for pair in pairs if pair[1].dtype == jnp.bfloat16]
     coarse = [pair for pair in coarse if re.search(r"\b(nu|v)\b", pair[0])]  # squares
-    # The decay is known only where the optimizer's state holds it.
-    of_decay = r"\bhyperparams\b.*\bb2\b"
-    decays = [float(x) for path, x in pairs if re.search(of_decay, path)]
-    # Nearer to 1, a step changes less than half the distance between bfloat16 numbers.
-    if max(decays, default=1.0) <= 1 - 2.0**-9:
-        coarse = []
     findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:

@@ -1,4 +1,4 @@
-"""Entries of a tree by power of two, and what each loss scale and dtype would flush."""
+"""Entries of a tree by power of two, and the shares that S and a cast flush."""
 
 import dataclasses
 from typing import Any
@@ -17,20 +17,16 @@ _EXPONENTS = range(-149, 128)  # of float32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExponentHistogram:
-    """Entries by power of two, for each of the L inexact leaves of a tree.
+    """The result of `exponent_histogram`; L is the number of inexact leaves.
 
     Attributes:
       counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), e = -149 to 127.
       powers_of_two: u32[L, 277], those that are exactly 2^e: the ties of a cast.
-      zero: u32[L], entries that are zero.
-      nonfinite: u32[L], entries that are NaN or infinite.
-      paths: names of the L leaves, as `jax.tree_util.keystr` writes them. Static.
+      paths: names of the leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
     counts: jax.Array
     powers_of_two: jax.Array
-    zero: jax.Array
-    nonfinite: jax.Array
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -43,11 +39,9 @@ class ExponentHistogram:
     ) -> jax.Array:
         """Share of the finite non-zero entries that S = 2^log2_scale and a cast flush.
 
-        As a count of real casts, ties included, while S x is in float32's range.
-
         Args:
           log2_scale: integers of any shape.
-          dtype: see `grad_report`.
+          dtype: a dtype of `grad_report`, or bfloat16.
 
         Returns:
           f32[*log2_scale.shape, L], 0 for a leaf without such entries.
@@ -56,82 +50,49 @@ class ExponentHistogram:
           TypeError: `log2_scale` does not have an integer dtype.
           ValueError: another dtype.
         """
-        return self._shares("flushed_share", log2_scale, dtype)[0]
-
-    def subnormal_share(
-        self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
-    ) -> jax.Array:
-        """Share of the finite non-zero entries left subnormal, but not flushed.
-
-        Takes, returns and raises the same as `flushed_share`.
-        """
-        flushed, below_normal = self._shares("subnormal_share", log2_scale, dtype)
-        return below_normal - flushed
-
-    def _shares(
-        self, function: str, log2_scale: ArrayLike, dtype: DTypeLike
-    ) -> list[jax.Array]:
-        """Shares of the entries that become zero, and that become less than normal."""
         log2_scale = jnp.asarray(log2_scale)
         if not jnp.issubdtype(log2_scale.dtype, jnp.integer):
             raise TypeError(
-                f"{function}: expected log2_scale of whole numbers, got "
+                "flushed_share: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        limits = casts.limits(dtype, function)
-        # Columns from 2^-150 on, at which there is nothing, to 2^128.
+        limit = casts.limits(dtype, "flushed_share").zero_up_to
+        # Columns from 2^-150 on, at which there is nothing, to 2^128. A power of two at
+        # the limit is a tie, which a cast rounds to zero.
         below = jnp.pad(jnp.cumsum(self.counts, 1, jnp.uint32), ((0, 0), (2, 0)))
         up_to = below + jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
-        total, shares = jnp.maximum(below[:, -1], np.uint32(1)), []
-        # The first is a tie, which a cast rounds to zero.
-        for counts, at in ((up_to, limits.zero_up_to), (below, limits.subnormal_below)):
-            column = int(np.log2(at)) + 150 - log2_scale.astype(jnp.int32)
-            found = counts.T[jnp.clip(column, 0, counts.shape[1] - 1)]
-            shares.append(found / jnp.broadcast_to(total, found.shape))
-        return shares
+        column = int(np.log2(limit)) + 150 - log2_scale.astype(jnp.int32)
+        found = up_to.T[jnp.clip(column, 0, up_to.shape[1] - 1)]
+        total = jnp.maximum(below[:, -1], np.uint32(1))
+        return found / jnp.broadcast_to(total, found.shape)
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:
     """Counts entries by power of two, which shows what any S and dtype would flush.
 
-    Compatible with `jit`, `vmap` and `lax.scan`. It costs several times as much as
-    `grad_report`: take it every few hundred steps.
+    Compatible with `jit`, `vmap` and `lax.scan`; costs several times `grad_report`.
 
     Args:
-      tree: pytree, typically of unscaled gradients. Leaves that are not real or
-        complex floating point are left out; a complex entry counts as two.
-
-    Returns:
-      An `ExponentHistogram`.
+      tree: pytree, typically of unscaled gradients. Leaves that are not floating point
+        are left out; a complex entry counts as two.
 
     Raises:
-      ValueError: a leaf of 2^32 entries or more, which 32-bit counts cannot hold.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_scale import diagnostics
-      >>> histogram = diagnostics.exponent_histogram(jnp.array([0.0, 1e-8, 3e-8, 1.0]))
-      >>> shares = histogram.flushed_share(jnp.array([0, 1, 2]))
-      >>> [round(share, 2) for share in shares.ravel().tolist()]
-      [0.33, 0.33, 0.0]
+      ValueError: a leaf of 2^32 entries or more.
     """
     paths, leaves = casts.countable_leaves("exponent_histogram", tree)
     columns = len(_EXPONENTS)
     rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
     counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]
-    powers_of_two, others = counts[:, :columns], counts[:, columns:-2]
-    return ExponentHistogram(
-        powers_of_two + others, powers_of_two, counts[:, -2], counts[:, -1], paths
-    )
+    powers_of_two, others = counts[:, :columns], counts[:, columns:]
+    return ExponentHistogram(powers_of_two + others, powers_of_two, paths)
 
 
 @jax.jit
 def _counts(leaf: Any) -> jax.Array:
-    """u32[556]: powers of two and other numbers by exponent, zeros, non-finite ones."""
+    """u32[554]: powers of two, and other numbers, by exponent."""
     bits = casts.magnitude_bits(leaf).ravel()
     exponent, fraction = casts.exponent_and_fraction(bits)
     n, column = len(_EXPONENTS), exponent - _EXPONENTS[0]
     column += jnp.where(fraction == 0, 0, n)
-    column = jnp.where(bits == 0, 2 * n, column)
-    column = jnp.where(bits >= casts.INFINITY, 2 * n + 1, column)
-    return jnp.zeros(2 * n + 2, jnp.uint32).at[column].add(np.uint32(1))
+    counted = (bits > 0) & (bits < casts.INFINITY)
+    return jnp.zeros(2 * n, jnp.uint32).at[column].add(counted.astype(jnp.uint32))

@@ -1,7 +1,7 @@
 """The last steps of a run, kept on the device."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +14,7 @@ from ..._state import LossScaleState, find_loss_scale_states, is_variable
 from ..._validation import Arguments
 from .casts import log2_magnitude, magnitude_bits
 from .metrics import find_states
-from .updates import lost_updates_of
-
-
-class HistorySummary(NamedTuple):
-    """What `LossScaleHistory.summary` counts over the recorded steps (host).
-
-    Attributes:
-      steps: recorded steps, at most the capacity.
-      skip_rate: share of them that was skipped, 0 without steps.
-      longest_run: most skipped steps in a row.
-      growths: how often S grew between two of them.
-      backoffs: how often it backed off.
-      loss_nonfinite: steps whose loss was not finite, which no S changes.
-      spikes: steps that a guard skipped as spikes, whether they overflowed or not.
-      overflows: the other steps whose gradients were not finite, but whose loss was.
-    """
-
-    steps: int
-    skip_rate: float
-    longest_run: int
-    growths: int
-    backoffs: int
-    loss_nonfinite: int
-    spikes: int
-    overflows: int
+from .updates import lost_updates
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +22,7 @@ class HistorySummary(NamedTuple):
 class LossScaleHistory:
     """A ring buffer of the last N steps, a pytree to carry next to the optimizer state.
 
-    `create(N)` makes it; `push` records a step and returns the next history, also under
-    `jit` and `lax.scan`. Numbers that are not known are NaN.
+    Numbers that are not known are NaN.
 
     Attributes:
       log2_scale: f32[N], log2 of the S that scaled the loss of the step.
@@ -57,27 +32,13 @@ class LossScaleHistory:
       spike: bool[N], whether a guard skipped it as a spike.
       loss: f32[N], the unscaled loss.
       grad_norm: f32[N], the global norm of the unscaled gradients.
-      lost_entries: f32[N], and
-      lost_magnitude: f32[N], of `lost_updates`.
+      lost_entries: f32[N], as in `lost_updates`.
+      lost_magnitude: f32[N], as in `lost_updates`.
       loss_limit: f32[N], the loss above which the step was a spike.
-      norm_limit: f32[N], the same of the gradient norm.
-      first_loss: f32[], the first finite loss of all, also after it left the buffer.
+      norm_limit: f32[N], the gradient norm above which it was one.
+      first_loss: f32[], the first finite loss of all.
       first_norm: f32[], the first finite gradient norm that was not zero.
       pushed: i32[], steps recorded in total; step i is at index i modulo N.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale import diagnostics
-      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
-      >>> history, state = diagnostics.LossScaleHistory.create(), tx.init(jnp.ones(2))
-      >>> for g in (jnp.inf, 1.0, 1.0, 1.0):
-      ...     before = state
-      ...     _, state = tx.update(jnp.full(2, g), before)
-      ...     history = history.push(before, state)
-      >>> summary = history.summary()
-      >>> summary.skip_rate, summary.longest_run, summary.growths, summary.backoffs
-      (0.25, 1, 1, 1)
     """
 
     log2_scale: jax.Array
@@ -100,8 +61,7 @@ class LossScaleHistory:
         """An empty history of the last `capacity` steps; 1000 take 32 kB.
 
         Raises:
-          TypeError: a capacity that is not a number.
-          ValueError: one that is not an integer >= 1.
+          TypeError, ValueError: a capacity that is not an integer >= 1.
         """
         arguments = Arguments("LossScaleHistory.create")
         capacity = arguments.integer("capacity", capacity, least=1)
@@ -121,28 +81,23 @@ class LossScaleHistory:
         params: Any = None,
         updates: Any = None,
     ) -> "LossScaleHistory":
-        """Records a step, in place of the oldest if the buffer is full.
+        """The history with one more step, of the same structure, shapes and dtypes.
 
-        `health` needs `loss` and `grads` to see a run that goes wrong with finite
-        numbers, and `params` and `updates` to see one that has stalled.
+        Compatible with `jit`, `vmap` and `lax.scan`.
 
         Args:
           before: the state of `with_loss_scale` before the step, or any pytree with
-            exactly one, such as Linen's `TrainState`. `nnx.state` too changes in place:
-            take `jax.tree.map(lambda x: x, nnx.state(optimizer))` before the update.
-          after: the same after the step. The two give S, the flags and the limits.
+            exactly one. `nnx.state` changes in place, so take
+            `jax.tree.map(lambda x: x, nnx.state(optimizer))` before the update.
+          after: the same after the step.
           loss: f32[], the unscaled loss.
-          grads: unscaled gradients, before any clipping; their norm is recorded.
-          params: parameters before the step, and
-          updates: what the optimizer returned for them: see `lost_updates`.
-
-        Returns:
-          A history of the same structure, shapes and dtypes.
+          grads: unscaled gradients, before any clipping.
+          params: parameters before the step.
+          updates: the optimizer's updates of them, as in `lost_updates`.
 
         Raises:
-          ValueError: `before` or `after` does not contain exactly one state of one
-            step, or they are the same object; a loss of a shape other than (); only one
-            of `params` and `updates`.
+          ValueError: not exactly one state of one step in `before` or `after`, or the
+            same; a loss of a shape other than (); only one of `params` and `updates`.
         """
         if before is after or _share_variables(before, after):
             raise ValueError(
@@ -151,13 +106,15 @@ class LossScaleHistory:
                 "jax.tree.map(lambda x: x, nnx.state(optimizer)) before the update"
             )
         old, new = _the_state("before", before), _the_state("after", after)
-        lost = lost_updates_of("LossScaleHistory.push", params, updates) or (_NAN, _NAN)
+        lost_entries, lost_magnitude = _NAN, _NAN
+        if params is not None or updates is not None:
+            lost_entries, lost_magnitude = lost_updates(params, updates)
         s = number_of(old.loss_scale)
         loss_finite = new.nonfinite_losses == old.nonfinite_losses
         if loss is not None:
             loss_finite &= jnp.isfinite(loss)
         values = {
-            # Exact for powers of two, unlike a device's log2: `summary` counts changes.
+            # Exact for powers of two, unlike a device's log2: `health` compares.
             "log2_scale": _NAN if s is None else log2_magnitude(magnitude_bits(s)),
             "grads_finite": new.grads_finite,
             "applied": new.applied,
@@ -165,8 +122,8 @@ class LossScaleHistory:
             "loss": _NAN if loss is None else loss,
             "loss_finite": loss_finite,
             "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
-            "lost_entries": lost[0],
-            "lost_magnitude": lost[1],
+            "lost_entries": lost_entries,
+            "lost_magnitude": lost_magnitude,
             # A mapping made by Flax has no configuration of the guard.
             "loss_limit": getattr(old.guard, "loss_limit", _NAN),
             "norm_limit": getattr(old.guard, "norm_limit", _NAN),
@@ -199,25 +156,17 @@ class LossScaleHistory:
             arrays[name] = np.asarray(getattr(self, name))[steps % capacity]
         return arrays
 
-    def summary(self) -> HistorySummary:
-        """Rates and counts over the recorded steps (host)."""
+    def summary(self) -> str:
+        """The number of recorded steps that were skipped, by cause (host)."""
         recorded = self.to_dict()
-        skipped, loss_finite = ~recorded["applied"], recorded["loss_finite"]
-        # A loss that is not finite makes its gradients so: one step, counted once.
-        overflowed = loss_finite & ~(recorded["grads_finite"] | recorded["spike"])
-        steps, changes = len(skipped), np.diff(recorded["log2_scale"])
-        # Each run of skips is the gap between two neighbors, with an applied step
-        # before the first and after the last.
-        applied = np.flatnonzero(np.concatenate([[True], ~skipped, [True]]))
-        return HistorySummary(
-            steps=steps,
-            skip_rate=float(skipped.mean()) if steps else 0.0,
-            longest_run=int(np.diff(applied).max()) - 1,
-            growths=int((changes > 0).sum()),
-            backoffs=int((changes < 0).sum()),
-            loss_nonfinite=int((~loss_finite).sum()),
-            spikes=int(recorded["spike"].sum()),
-            overflows=int(overflowed.sum()),
+        applied, spike = recorded["applied"], recorded["spike"]
+        # A loss that is not finite makes its gradients so, and a spike may overflow.
+        broken = ~recorded["loss_finite"]
+        overflowed = ~(recorded["grads_finite"] | broken | spike)
+        return (
+            f"{(~applied).sum()} of {applied.size} steps skipped: "
+            f"{overflowed.sum()} by overflow, {broken.sum()} by a broken loss, "
+            f"{spike.sum()} by a spike"
         )
 
 

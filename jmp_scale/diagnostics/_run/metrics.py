@@ -9,57 +9,30 @@ import jax.numpy as jnp
 from ..._finite import finite_and_norm
 from ..._loss_scale import LossScale, number_of
 from ..._state import START, LossScaleState, find_loss_scale_states, with_arrays
-from .updates import lost_updates_of
 
 
-def metrics(
-    opt_state: Any, grads: Any = None, *, params: Any = None, updates: Any = None
-) -> dict[str, jax.Array]:
+def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
     """Scalars for any logger, which stay on the device until they are asked for.
 
-    Compatible with `jit`, `vmap` and `lax.scan`: return them from the train step, and
-    convert them (`float`, `jax.device_get`) only at steps that are logged.
+    Compatible with `jit`, `vmap` and `lax.scan`.
 
     Args:
-      opt_state: state of `with_loss_scale`, at any depth of any pytree: a Flax
-        `TrainState`, `nnx.state(optimizer)`, a tuple with the parameters.
-      grads: unscaled gradients of the step; adds their norm.
-      params: parameters before the step, and
-      updates: what the optimizer returned for them; they add what rounding loses.
+      opt_state: state of `with_loss_scale`, at any depth of any pytree.
+      grads: unscaled gradients of the step.
 
     Returns:
-      A dictionary of scalars:
+      A dictionary of scalars. Of several states, each name except the last starts with
+      the path of its state, as in "['generator'].loss_scale".
 
-      - `loss_scale` f32[], of the next step. Missing where a mapping made by Flax does
-        not hold it, as for a constant S.
+      - `loss_scale` f32[], of the next step. A mapping made by Flax does not hold a
+        constant S.
       - the flags, bool[], and counters, i32[], of `LossScaleState`, by their names.
-        The overflows are `skipped - nonfinite_losses - spikes`.
-      - `loss_limit`, `norm_limit` f32[], with a `SpikeGuard` (not of a mapping made by
-        Flax): the loss and the gradient norm above which the next step is a spike.
-      - `grad_norm` f32[], with `grads`: the Euclidean norm over all inexact leaves.
-        Infinite if one of them is not finite.
-      - `lost_entries`, `lost_magnitude` f32[], with `params` and `updates`: see
-        `lost_updates`.
-
-      Of several states, each name except the last three starts with the path of its
-      state, as in "['generator'].loss_scale".
+      - `grad_norm` f32[], with `grads`: the Euclidean norm over all inexact leaves,
+        infinite if one of them is not finite.
 
     Raises:
-      ValueError: there is no such state in `opt_state`; only one of `params` and
-        `updates` is given, or their structures or shapes differ.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale import diagnostics
-      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())
-      >>> state, grads = tx.init(jnp.ones(2)), jnp.array([3.0, 4.0])
-      >>> scalars = diagnostics.metrics(state, grads)
-      >>> scalars["loss_scale"].item(), scalars["skipped"].item()
-      (32768.0, 0)
-      >>> scalars["grad_norm"].item()
-      5.0
+      ValueError: there is no such state in `opt_state`.
     """
-    lost = lost_updates_of("metrics", params, updates)
     states = find_states("metrics", opt_state)
     scalars = {}
     for path, state in states:
@@ -69,25 +42,18 @@ def metrics(
             scalars[f"{prefix}loss_scale"] = jnp.asarray(s, jnp.float32)
         for name in START:
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
-        for name in ("loss_limit", "norm_limit"):
-            # A mapping made by Flax has the guard's statistics, but not its threshold.
-            if hasattr(state.guard, name):
-                scalars[prefix + name] = getattr(state.guard, name)
     if grads is not None:
         scalars["grad_norm"] = finite_and_norm(grads)[1]
-    if lost is not None:
-        scalars |= {"lost_entries": lost.entries, "lost_magnitude": lost.magnitude}
     return scalars
 
 
 def find_states(
     function: str, tree: Any, name: str = "opt_state"
 ) -> list[tuple[str, LossScaleState]]:
-    """Paths and states of `with_loss_scale` in a pytree, with plain arrays.
+    """Paths and states of `with_loss_scale` in a pytree, with arrays, no `inner_state`.
 
-    Their `inner_state` is left out. Mappings, as `nnx.state` and state dicts make them,
-    have no static configuration: `loss_scale` is then S alone, or None where S is
-    configuration itself, and `guard` the mapping of its statistics.
+    Mappings, as `nnx.state` makes them, hold no configuration: `loss_scale` is then S
+    alone or None, and `guard` the mapping of its statistics.
     """
     states = find_loss_scale_states(tree)
     if not states:

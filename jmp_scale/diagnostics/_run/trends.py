@@ -1,4 +1,4 @@
-"""What recorded losses and gradient norms say about a run whose numbers are all finite.
+"""Findings on recorded losses and gradient norms of a run whose numbers are all finite.
 
 The rules were tuned on runs that go wrong and runs that do not, and measured on others:
 `benchmarks/health_validation.py` prints how often each is right.
@@ -29,7 +29,6 @@ class Level(NamedTuple):
 
 
 def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]]:
-    """The findings on a run whose numbers are finite, of the names in `health`."""
     arrays = history.to_dict()
     keep = arrays["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in arrays.items()}

@@ -183,18 +183,12 @@ def promoted_in_the_product(w, x):
 
 
 @pytest.mark.parametrize(
-    ("loss", "origin", "products"),
-    [
-        (promoted_by_zeros, "made by zeros at line", "3 matrix products run"),
-        (promoted_by_an_argument, "an argument", "a matrix product runs"),
-        (promoted_in_the_product, "an argument", "a matrix product runs"),
-    ],
+    "loss", [promoted_by_zeros, promoted_by_an_argument, promoted_in_the_product]
 )
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_a_useless_cast_is_a_warning_where_float32_enters(loss, origin, products, wrap):
+def test_a_useless_cast_is_a_warning_where_float32_enters(loss, wrap):
     (finding,) = assert_finds([loss], wrap(loss), W, X).findings
-    assert origin in finding.message
-    assert products in finding.message
+    assert "casts have no effect" in finding.message
 
 
 def test_layers_that_promote_casts_of_the_user_and_a_head_in_float32():

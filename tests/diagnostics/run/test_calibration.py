@@ -26,7 +26,6 @@ def test_calibration_finds_the_window_that_the_backward_pass_has():
     # Zero up to 2^-25 = 2^(5-30); the cotangent S 2^-20 is infinite from 2^36 on.
     assert [float(x) for x in (found.log2_low, found.log2_high)] == [6, 35]
     assert float(found.recommended_log2_scale) == 24  # not 33: see below
-    assert bool(found.needs_scaling)
     assert found.log2_scales.tolist() == list(scales)
     assert found.finite.tolist() == [k < 36 for k in scales]
     assert found.zero_fraction[:36].tolist() == [[float(k < 6)] for k in scales][:36]
@@ -86,7 +85,6 @@ def test_all_loss_scales_of_the_window_work(works, window):
         lambda w: finite_at(w, loss_scales).sum(), jnp.ones(2), log2_scales=range(10)
     )
     assert (float(found.log2_low), float(found.log2_high)) == window
-    assert bool(found.needs_scaling) == (window[0] > 0)
 
 
 def test_entries_that_are_always_zero_do_not_count_as_lost():
@@ -108,7 +106,6 @@ def test_calibration_says_so_where_no_scale_works():
     found = diagnostics.calibrate_loss_scale(lambda w: jnp.log(w).sum(), -jnp.ones(3))
     for value in (found.log2_low, found.log2_high, found.recommended_log2_scale):
         assert np.isnan(value)
-    assert bool(found.needs_scaling)
     words = "No loss scale of the sweep gives finite gradients: run diagnose_nonfinite."
     assert found.summary() == words
 
@@ -142,7 +139,12 @@ def test_calibration_refuses_scales_that_do_not_increase(scales):
             (0, range(26, 36), None, "only with another max_loss_scale"),
             (-35, range(-10, 2), 0, "including 1: loss scaling is not needed"),
             (-50, range(-20, 2), None, "only with another min_loss_scale"),
-            (0, [35], None, "only 2^35 works, which a DynamicLossScale takes only"),
+            (
+                0,
+                [35],
+                None,
+                "2^35 work, which a DynamicLossScale takes only",
+            ),
         ],
     ),
 )

@@ -35,10 +35,9 @@ def out_of_range(w):
 def test_an_overflow_that_persists_at_one_is_searched_further_down():
     diagnosis = diagnose(out_of_range, 8, jnp.float32(1))
     assert diagnosis.finite_at_log2 == -2
-    assert "below 1" in diagnosis.summary()
-    for log2_min, cause in ((-1, "nan"), (-2, "overflow")):
-        found = diagnose(out_of_range, 8, jnp.float32(1), log2_min=log2_min)
-        assert found.cause == cause
+    for factor, cause in ((2.0**12, "overflow"), (2.0**13, "nan")):
+        loss = lambda w, factor=factor: factor * out_of_range(w)  # noqa: E731
+        assert diagnose(loss, 8, jnp.float32(1)).cause == cause
 
 
 def test_the_leaf_that_overflows_first_as_the_scale_grows_is_named():
@@ -162,10 +161,8 @@ def test_a_diagnosis_compiles_the_loss_once_however_many_scales_it_tries():
 
 
 @pytest.mark.parametrize("s", [jnp.nan, jnp.inf, 0.0, -8.0])
-def test_a_diagnosis_refuses_a_bad_loss_scale_and_search_range(s):
+def test_a_diagnosis_refuses_a_bad_loss_scale(s):
     broken = jmp_scale.StaticLossScale(8)
     object.__setattr__(broken, "loss_scale", jnp.float32(s))
     with pytest.raises(ValueError, match="expected a positive finite loss scale"):
         diagnose(out_of_range, broken, jnp.float32(1))
-    with pytest.raises(ValueError, match="diagnose_nonfinite: expected log2_min to be"):
-        diagnose(out_of_range, 8, jnp.float32(1), log2_min=-127)

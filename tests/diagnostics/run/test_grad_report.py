@@ -23,6 +23,7 @@ from jmp_scale.diagnostics._run import casts
 pytestmark = pytest.mark.strict_promotion
 
 REPORTED = [name for name in DTYPES if name != "bfloat16"]
+
 jitted_report = jax.jit(diagnostics.grad_report, static_argnames="dtype")
 
 
@@ -66,37 +67,22 @@ def test_a_complex_entry_counts_as_two():
     assert counts_of(report) == reference_counts(parts, 1.0, "float16")
 
 
-def test_float64_entries_beyond_float32_are_counted_and_have_its_nearest_amax():
+def test_float64_entries_are_taken_as_float32():
     with jax.enable_x64(True):
-        grads = {"wide": jnp.array([1e300, 1e-300, 0.0, np.inf]), "tiny": 1e-300}
-        report = diagnostics.grad_report({**grads, "w": jnp.float32(1)}, 2.0**10)
-        assert report.paths == ("['tiny']", "['w']", "['wide']")
-        assert list(counts_of(report, 2).values()) == [4, 1, 1, 0, 1, 1]
-        assert report.amax.dtype == jnp.float32
-        amax = [2.0**-149, 1, np.finfo(np.float32).max]
-        assert report.amax.tolist() == amax
-        expected = np.log2(65504) - np.log2(amax) - 10
-        np.testing.assert_allclose(report.headroom_bits, expected, rtol=1e-6)
-        # No S takes 1e300 into float16's range.
-        assert np.isnan(report.recommended_log2_scale)
-        only_tiny = diagnostics.grad_report(jnp.array([1e-300]), 1.0)
-        assert float(only_tiny.recommended_log2_scale) == 24
+        report = diagnostics.grad_report(jnp.array([1e300, 1e-300, 0.1]), 2.0**10)
+    assert list(counts_of(report).values()) == [3, 1, 0, 0, 0, 1]
+    assert report.amax.tolist() == [float(np.float32(0.1))]
 
 
-def test_amax_headroom_and_range_are_those_of_the_finite_entries():
+def test_amax_is_that_of_the_finite_entries():
     x = {
         "a": np.float32([0, -3e-5, 0.7, np.nan, np.inf]),
         "b": np.float32([1e-42, 2e-44]),
         "c": np.zeros(3),
     }
     report = jitted_report(jax.tree.map(jnp.float32, x), 2.0**12)
-    a, b = np.float32([0.7, 3e-5]), np.float64([np.float32(1e-42), np.float32(2e-44)])
-    assert report.amax.tolist() == [float(a[0]), float(b[0]), 0.0]
-    headroom = np.log2(65504) - np.log2([a[0], b[0]]) - 12
-    headroom = [*headroom, np.inf]  # to one float32 log2
-    np.testing.assert_allclose(report.headroom_bits, headroom, atol=1e-5)
-    ranges = [np.log2(a[0] / a[1]), np.log2(b[0] / b[1]), 0]
-    np.testing.assert_allclose(report.dynamic_range_bits, ranges, atol=1e-4)
+    a, b = float(np.float32(0.7)), float(np.float32(1e-42))
+    assert report.amax.tolist() == [a, b, 0.0]
 
 
 @pytest.mark.parametrize("dtype", REPORTED)
@@ -125,7 +111,7 @@ def test_leaves_are_named_and_the_first_non_finite_one_is_found():
     }
     report = jitted_report(grads, jmp_scale.DynamicLossScale())
     assert report.paths == ("['a'][0]", "['b']", "['c']")
-    assert (bool(report.all_finite), int(report.first_nonfinite)) == (False, 1)
+    assert "not finite from ['b'] on" in report.summary()
     assert report.nonfinite.tolist() == [0, 1, 1]
 
 
@@ -161,12 +147,6 @@ def test_bad_input_is_refused_by_name(case):
     error = TypeError if case == "text" else ValueError
     with pytest.raises(error, match=f"grad_report: .*{words}"):
         diagnostics.grad_report(*args)
-
-
-def test_a_batch_of_reports_is_not_one_dictionary():
-    batch = jax.vmap(lambda s: diagnostics.grad_report(ALL_F16, s))(jnp.ones(3))
-    with pytest.raises(ValueError, match=r"to_dict: .* one report, got a batch \(3,\)"):
-        batch.to_dict()
 
 
 def test_a_report_is_the_same_in_jit_vmap_and_scan():
@@ -226,12 +206,10 @@ def test_the_worst_leaves_come_first_and_the_summary_names_them():
     report = diagnostics.grad_report(grads, 1.0)
     assert list(report.worst(2)) == ["['nan']", "['lost']"]
     assert report.to_dict()["leaves"]["['lost']"]["flushed"] == 4
-    assert report.to_dict()["all_finite"] is False
-    assert report.flushed_share.tolist() == [0.0, 1.0, 0.0]
     lines = report.summary().splitlines()
     assert "not finite from ['nan'] on" in lines[0]
     assert [line.split()[0] for line in lines[2:]] == list(report.paths)
-    assert "100.0 %" in lines[3]
+    assert "100 %" in lines[3]
     assert len(report.summary(1).splitlines()) == 3
 
 
@@ -250,8 +228,6 @@ def test_nothing_is_recommended_without_a_finite_nonzero_entry(case):
     grads, expected = NOTHING_TO_RECOMMEND_BY[case]
     report = jitted_report(grads, 2.0**15)
     assert np.isnan(report.recommended_log2_scale)
-    assert bool(report.all_finite) == ("NaN" not in case)
-    assert int(report.first_nonfinite) == (0 if "NaN" in case else -1)
     summary = report.summary()
     assert expected in summary
     assert "nan" not in summary
@@ -260,7 +236,7 @@ def test_nothing_is_recommended_without_a_finite_nonzero_entry(case):
 
 def test_the_summary_can_be_read_at_extreme_loss_scales():
     report = diagnostics.grad_report({"w": jnp.full(2, 1e38)}, jnp.float32(2.0**120))
-    assert "1.00e+38 -230.2 bits" in " ".join(report.summary().split())
+    assert report.summary().endswith(" 1.00e+38")
     summary = diagnostics.grad_report(jnp.ones(2), jnp.float32(jnp.nan)).summary()
     assert summary.startswith("gradients at loss scale nan, cast to float16")
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from runs import guard_of, state
+from runs import state
 
 import jmp_scale.nnx
 from jmp_scale import diagnostics
@@ -66,26 +66,8 @@ def test_the_state_of_an_nnx_optimizer_is_found_in_each_form(form, loss_scale):
     assert diagnostics.health(tree) == []
 
 
-def test_a_guard_adds_the_limits_of_the_next_step():
-    guard = guard_of(loss_mean=2, loss_deviation=0.5, norm_mean=3, norm_deviation=1)
-    scalars = diagnostics.metrics(state(guard=guard))
-    assert scalars["loss_limit"] == guard.loss_limit
-    assert scalars["norm_limit"] == guard.norm_limit
-
-
 def test_a_population_has_one_number_for_each_member():
     tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())
     opt_state = jax.vmap(tx.init)(jnp.ones((3, 2)))
     scalars = diagnostics.metrics(opt_state)
     assert {x.shape for x in scalars.values()} == {(3,)}
-
-
-def test_metrics_give_the_updates_that_are_lost_in_rounding():
-    params, updates = jnp.ones(4, jnp.bfloat16), jnp.float32([1e-4, 1e-4, 1, 0])
-    scalars = diagnostics.metrics(state(), params=params, updates=updates)
-    np.testing.assert_allclose(scalars["lost_entries"], 2 / 3)
-    np.testing.assert_allclose(scalars["lost_magnitude"], 2e-4, rtol=1e-3)
-    with pytest.raises(ValueError, match="metrics: expected both params and updates"):
-        diagnostics.metrics(state(), params=params)
-    with pytest.raises(ValueError, match=r"or neither, got only updates"):
-        diagnostics.metrics(state(), updates=updates)

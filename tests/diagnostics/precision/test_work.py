@@ -7,7 +7,7 @@ from jax import lax
 
 from jmp_scale._jaxpr import PRODUCTS, equations
 from jmp_scale.diagnostics import precision_report
-from jmp_scale.diagnostics._precision.matrix_work import flops
+from jmp_scale.diagnostics._precision.work import flops
 
 GROUPS = jnp.array([3, 5])
 

@@ -1,4 +1,4 @@
-"""What values were made of, for the rules that look beyond a single operation.
+"""The values that others were made of, for the rules that look beyond one operation.
 
 A product's rounding is harmless until what comes next amplifies it: a difference that
 cancels, an angle's turns, an inverse.
@@ -8,24 +8,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from ..._jaxpr import (
-    PRODUCTS,
-    SAME_ENTRIES,
-    JaxprEqn,
-    dtype_name,
-    equations_within,
-    shape,
-    size,
-    words,
-)
+from ... import _jaxpr as jaxprs
+from ..._jaxpr import SAME_ENTRIES, JaxprEqn, dtype_name, shape, size
 from ..._operations import is_half_product
 from ..._policy import is_half
 
-_SUMS = words("add add_any concatenate mul pad scatter select_n sub")
+_SUMS = jaxprs.words("add add_any concatenate mul pad scatter select_n sub")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
+class Lineage:
     # Stands for the value whose entries these are, moved or cast; 0 if unknown.
     value: int = 0
     # Values whose half-precision product it is, scaled or in a sum; 0 for those of a
@@ -35,12 +27,12 @@ class Origin:
     rounded: bool = False  # whether it has entries of a half-precision product
     parameters: bool = False  # whether it is made of parameters and numbers alone
 
-    def cancels(self, other: "Origin") -> bool:
+    def cancels(self, other: "Lineage") -> bool:
         """Whether a sum of two values is of a product and its operands' squares."""
         return bool(self.factors & other.norms or self.norms & other.factors)
 
 
-NOTHING = Origin()
+NOTHING = Lineage()
 
 
 def is_inner_product(eqn: JaxprEqn) -> bool:
@@ -70,11 +62,11 @@ def entries_added(eqn: JaxprEqn) -> int:
 
 
 def _adds(eqn: JaxprEqn) -> bool:
-    return [e.primitive.name for e in equations_within(eqn)] == ["add"]
+    return [e.primitive.name for e in jaxprs.equations_within(eqn)] == ["add"]
 
 
-def origin_of(eqn: JaxprEqn, ins: Sequence[Origin]) -> Origin:
-    """What the output of an equation without nested jaxprs was made of."""
+def lineage_of(eqn: JaxprEqn, ins: Sequence[Lineage]) -> Lineage:
+    """The lineage of the output of an equation without nested jaxprs."""
     name = eqn.primitive.name
     first, second = (*ins, NOTHING, NOTHING)[:2]
     if name in SAME_ENTRIES:
@@ -83,20 +75,20 @@ def origin_of(eqn: JaxprEqn, ins: Sequence[Origin]) -> Origin:
     inner = name == "dot_general" and same and is_inner_product(eqn)
     square = name == "square" or eqn.params.get("y") == 2 or (name == "mul" and same)
     if square or inner:
-        return Origin(norms=frozenset({first.value}), rounded=first.rounded)
+        return Lineage(norms=frozenset({first.value}), rounded=first.rounded)
     if is_half_product(eqn):
         factors = frozenset({first.value, second.value})
-        return Origin(factors=factors, rounded=True)
-    if name in PRODUCTS or name.startswith(("reduce", "cum")):
-        return Origin(norms=first.norms if name == "reduce_sum" else frozenset())
+        return Lineage(factors=factors, rounded=True)
+    if name in jaxprs.PRODUCTS or name.startswith(("reduce", "cum")):
+        return Lineage(norms=first.norms if name == "reduce_sum" else frozenset())
     if name in ("div", "neg"):
         return dataclasses.replace(first, value=0)
     rounded = any(x.rounded for x in ins)
     if name not in _SUMS or first.cancels(second):
-        return Origin(rounded=rounded)
+        return Lineage(rounded=rounded)
     factors = frozenset().union(*(x.factors for x in ins))
     norms = frozenset().union(*(x.norms for x in ins))
     arrays = all(map(shape, eqn.invars))
     if name == "mul" and arrays and is_half(dtype_name(eqn.outvars[0])):
         factors |= {0}  # of positions and frequencies: angles
-    return Origin(0, factors, norms, rounded)
+    return Lineage(0, factors, norms, rounded)

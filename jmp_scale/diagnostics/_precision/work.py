@@ -1,4 +1,4 @@
-"""Counts the work of matrix products, and finds what keeps it from half precision."""
+"""Counts the work of matrix products, and finds those left in float32."""
 
 import dataclasses
 import math
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ..._dot_general import ALGORITHMS
-from ..._jaxpr import PRODUCTS, dtype_name, is_literal, shape, size, words
+from ..._jaxpr import PRODUCTS, dtype_name, shape, size, words
 from ..._operations import has_matrix_work, stays_float32
 from .facts import Fact, is_wide
-from .origins import SAME_ENTRIES, entries_added, is_half
+from .lineage import SAME_ENTRIES, entries_added, is_half
 from .rules import is_cast_by_user, is_narrowed_by_user
 from .step import Finding, Step
 
@@ -34,8 +34,8 @@ class Operation(NamedTuple):
     Attributes:
       primitive: JAX's name of the operation.
       dtype: dtype of its operands, joined by " x " where they differ.
-      executions: how often it runs; the body of a scan counts for each iteration, that
-        of a while loop once, and of a branch each alternative.
+      executions: how often it runs: in a scan for each iteration, in a while loop once,
+        and in each branch.
       flops: floating-point operations of matrix products and convolutions; else 0.
       share: of all such operations of the program, from 0 to 1.
     """
@@ -72,7 +72,6 @@ def flops(eqn: JaxprEqn) -> int:
 
 
 def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The dtypes that an operation computes with, each once."""
     algorithm = eqn.params.get("precision")
     if algorithm in _DTYPES:
         return (_DTYPES[algorithm],)
@@ -106,67 +105,35 @@ def _is_narrow(dtypes: Iterable[str]) -> bool:
     return all(dtype.startswith(_NARROW) for dtype in dtypes)
 
 
-@dataclasses.dataclass(eq=False)
-class Promotion:
-    """Where a float32 operand makes float32 of half precision."""
-
-    step: Step
-    operand: str = ""  # what the float32 operand is
-    products: list[Step] = dataclasses.field(default_factory=list)  # that it led to
-
-    def finding(self) -> Finding:
-        half = next(d for d in map(dtype_name, self.step.eqn.invars) if is_half(d))
-        count = len(self.products)
-        runs = f"{count} matrix products run" if count > 1 else "a matrix product runs"
-        operand = self.operand or "an argument or a constant"
-        message = (
-            f"a float32 operand, {operand}, makes float32 of {half} here, so that "
-            f"{runs} in float32 and casts have no effect; cast this operand too"
-        )
-        found = self.step.finding("full-matmul", "warning", message)
-        return found._replace(dtype="float32")
-
-
 def follow(step: Step, fact: Fact) -> Fact:
-    """Marks the output of a step that casts, and notes what the float32 operand is."""
     if step.name == "convert_element_type" and is_half(step.source):
         # A cast that the user did not write: JAX or a library promotes.
         promotes = is_wide(step.result) and not is_cast_by_user(step.place())
         cast = promotes and step.ins[0].cast
-        promoted = Promotion(step) if promotes else None
+        promoted = step if promotes else None
         return dataclasses.replace(fact, cast=cast, promoted=promoted)
-    met = {f.promoted for f in step.ins if f.promoted and not f.promoted.operand}
-    for v, f in zip(step.eqn.invars, step.ins, strict=True):
-        if met and is_wide(dtype_name(v)) and not f.promoted and not is_literal(v):
-            for promotion in met:
-                promotion.operand = _name_of(f.maker)
     return dataclasses.replace(fact, cast=True) if is_narrowed_by_user(step) else fact
 
 
-def promotions_of(step: Step) -> Iterator[Promotion]:
-    """Why a matrix product is in float32 although the user has cast an operand."""
+def useless_cast(step: Step) -> Finding | None:
+    """A matrix product in float32 although the user has cast an operand, and why."""
     if not flops(step.eqn) or not has_matrix_work(step.eqn):
-        return
+        return None
     operands = [*zip(step.eqn.invars[:2], step.ins[:2], strict=True)]
     wide = [f for v, f in operands if is_wide(dtype_name(v))]
     half = [f for v, f in operands if is_half(dtype_name(v))]
-    found = next((f.promoted for f in wide if half or f.cast), None)
-    if found is None and wide and any(f.cast for f in half):
-        found = Promotion(step, _name_of(wide[0].maker))
-    if found is not None:
-        found.products.append(step)
-        yield found
-
-
-def _name_of(maker: Step | None) -> str:
-    """Of a value that this step made: the function that was called for it."""
-    while maker and maker.name in _NO_WORK and not is_literal(maker.eqn.invars[0]):
-        maker = maker.ins[0].maker
-    if maker is None or maker.place().line is None:
-        return "an argument or a constant"
-    public = [c for c in maker.place().calls if c.isidentifier() and c[0] != "_"]
-    name = public[-1] if public else maker.name
-    return f"made by {name} at line {maker.place().line}"
+    promotion = next((f.promoted for f in wide if half or f.cast), None)
+    if promotion is None and wide and any(f.cast for f in half):
+        promotion = step
+    if promotion is None:
+        return None
+    dtype = next(d for d in map(dtype_name, promotion.eqn.invars) if is_half(d))
+    message = (
+        f"a float32 operand makes float32 of {dtype} here, so that matrix products run "
+        "in float32 and casts have no effect; cast this operand too"
+    )
+    found = promotion.finding("full-matmul", "warning", message)
+    return found._replace(dtype="float32")
 
 
 def full_matmuls(steps: Iterable[Step], told: set[SourceLine]) -> Iterator[Finding]:

@@ -142,7 +142,7 @@ def over_devices() -> Cells:
         for machine, column in BETWEEN_DEVICES:
             (found,) = [
                 line[column]
-                for line in rows_of("sharded", f"^{machine}, gradient, bf16")
+                for line in rows_of("sharded", f"^{machine}, gradient, bf16, auto")
                 if line["layout"] == layout
                 if line["model"] == "u2"
                 if line["program"] == program

@@ -55,13 +55,21 @@ def countable_leaves(function: str, tree: Any) -> tuple[tuple[str, ...], list[An
 
 
 def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.Array:
-    """The float32 bits of |x|, or of |S x|, i32; of complex x those of both parts."""
+    """The float32 bits of |x|, or of |S x|, i32, of a complex leaf those of both parts.
+
+    Entries wider than float32 are rounded, but neither to zero nor to infinity.
+    """
     x = jnp.asarray(leaf)
     x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
-    x = x.astype(jnp.float32)
     if loss_scale is not None:
-        x *= jnp.asarray(loss_scale, jnp.float32)
-    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+        wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
+        x = x.astype(wide) * jnp.asarray(loss_scale, wide)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    if x.dtype.itemsize <= 4:
+        return bits
+    # Without the clip 1e300 would be counted as infinite, and 1e-300 as zero.
+    clipped = jnp.clip(bits, (x != 0).astype(jnp.int32), INFINITY - 1)
+    return jnp.where(jnp.isfinite(x), clipped, bits)
 
 
 def exponent_and_fraction(bits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -220,11 +220,14 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> KindAndText | 
     """The finding on the present run of skips, or on those since the last call."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     if in_a_row == 0:
-        # Overflows are not told, since an S that adapts causes them itself.
-        if steps is not None or not new[1]:
-            return None
+        overflows, losses, _ = new
         last = f"Steps were skipped since the last call ({_listed(new)})"
-        return "loss not finite", last
+        if steps is None and losses:
+            return "loss not finite", last
+        # An S that adapts causes overflows itself: of those a rate would be needed.
+        if steps is None and overflows and _is_fixed(rule):
+            return "skipped step", last
+        return None
     many = f"The last {in_a_row} steps were all skipped"
     last = "The last step was skipped" if in_a_row == 1 else many
     overflows, losses, _ = new if new.any() else _counts(state)

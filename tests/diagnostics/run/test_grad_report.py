@@ -67,11 +67,16 @@ def test_a_complex_entry_counts_as_two():
     assert counts_of(report) == reference_counts(parts, 1.0, "float16")
 
 
-def test_float64_entries_are_taken_as_float32():
+def test_float64_entries_beyond_float32_are_counted_and_have_its_nearest_amax():
     with jax.enable_x64(True):
-        report = diagnostics.grad_report(jnp.array([1e300, 1e-300, 0.1]), 2.0**10)
-    assert list(counts_of(report).values()) == [3, 1, 0, 0, 0, 1]
-    assert report.amax.tolist() == [float(np.float32(0.1))]
+        grads = {"wide": jnp.array([1e300, 1e-300, 0.0, np.inf]), "tiny": 1e-300}
+        report = diagnostics.grad_report({**grads, "w": jnp.float32(1)}, 2.0**10)
+        assert report.paths == ("['tiny']", "['w']", "['wide']")
+        assert list(counts_of(report, 2).values()) == [4, 1, 1, 0, 1, 1]
+        amax = [2.0**-149, 1, np.finfo(np.float32).max]
+        assert report.amax.tolist() == amax
+        # No S takes 1e300 into float16's range.
+        assert np.isnan(report.recommended_log2_scale)
 
 
 def test_amax_is_that_of_the_finite_entries():

@@ -308,13 +308,16 @@ def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
         (["overflow", "fine", "overflow"], "occasional overflow"),
         (["loss", "fine"], "loss not finite"),  # between two calls
         (["overflow", "fine"], None),  # as S grows
+        (["a constant S", "overflow", "fine"], "skipped step"),
     ],
 )
 def test_a_log_names_only_a_cause_that_all_new_skips_have(causes, kind):
-    log = diagnostics.HealthLog()
-    opt_state = updated(None, "fine", "loss", "overflow", "fine")
+    log, loss_scale = diagnostics.HealthLog(), None
+    if causes[0] == "a constant S":
+        causes, loss_scale = causes[1:], jmp_scale.StaticLossScale(8)
+    opt_state = updated(None, "fine", "loss", "overflow", "fine", loss_scale=loss_scale)
     log(opt_state)
-    log(updated(opt_state, *causes))
+    log(updated(opt_state, *causes, loss_scale=loss_scale))
     assert log.kinds == ({kind} if kind else set())
 
 

@@ -84,16 +84,6 @@ class Arguments:
         return value
 
 
-def require_no_tolerance(arguments: Arguments, argument: str, tolerance: Any) -> None:
-    if arguments.number(argument, tolerance) != 0:
-        message = arguments.message(argument, "0", tolerance)
-        raise ValueError(
-            f"{message}; a tolerated share of overflows depends on the steps since S "
-            "last changed, which this rule does not count: to absorb single overflows "
-            "use hysteresis (presets.megatron, presets.deepspeed)"
-        )
-
-
 def static_loss_scale(arguments: Arguments, value: Any) -> float:
     """The S of a `StaticLossScale` as a Python number."""
     s = arguments.number("loss_scale", value)

@@ -33,7 +33,7 @@ from typing import Any
 
 from . import _validation
 from ._loss_scale import DynamicLossScale
-from ._validation import LARGEST, SMALLEST, Arguments, require_no_tolerance
+from ._validation import LARGEST, SMALLEST, Arguments
 
 # What frameworks call the fields of `DynamicLossScale`, where they call them otherwise.
 _NAMES = {
@@ -168,7 +168,13 @@ def fairseq(
     and `skipped_in_a_row` grows. `tolerance` > 0 is refused: the share of overflows
     since S changed is not counted.
     """
-    require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
+    if tolerance != 0:
+        raise ValueError(
+            f"presets.fairseq: expected tolerance to be 0, got {tolerance!r}; a "
+            "tolerated share of overflows depends on the steps since S last changed, "
+            "which this rule does not count: to absorb single overflows use hysteresis "
+            "(presets.megatron, presets.deepspeed)"
+        )
     del tolerance
     return _dynamic("fairseq", locals())
 
@@ -184,8 +190,7 @@ def cerebras(
     S doubles after `steps_per_increase` + 1 finite steps (in TensorFlow's
     `CSDynamicLossScale` not + 1), halves at every overflow, and is clamped to
     [min_loss_scale, max_loss_scale], also at the start (None: at the cap). For
-    cbfloat16 the cap is 2^31. `get_loss_scale` reads its YAML, and refuses
-    `overflow_tolerance`, as `fairseq` does.
+    cbfloat16 the cap is 2^31. There is no `overflow_tolerance`: see `fairseq`.
 
     Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Such
     numbers (>= 2e10 or <= 2e-10) are read as powers of two, with a `UserWarning`.

@@ -63,23 +63,13 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     return _restore("restore_without_loss_scale", load, state, [_inner_state])
 
 
-def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint with a loss scale from before the optimizer had a guard.
-
-    As `restore_older`: the guard, which warms up again, comes from `state`, and S and
-    all else from disk.
-    """
-    return _restore("restore_without_guard", load, state, _forms_of_versions())
-
-
 def restore_older(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint that an earlier version of this library made, from 0.1 on.
+    """Restores a checkpoint from before the guard, or of an earlier version, from 0.1.
 
     As `restore_without_loss_scale`, but only what a `LossScaleState` lacks there comes
-    from `state`: newer counters, and the guard. S and all else come from disk.
-
-    `load` gets the form of each version, the newest first, until it raises no
-    `ValueError`, `TypeError` or `KeyError`. The checkpoint may be of this version too.
+    from `state`: newer counters, and the guard, which warms up again. S and all else
+    come from disk. `load` gets the form of each version, the newest first, until it
+    raises no `ValueError`, `TypeError` or `KeyError`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax

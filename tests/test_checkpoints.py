@@ -23,7 +23,6 @@ from helpers import assert_bitwise_equal, count_traces
 import jmp_scale
 from jmp_scale.checkpoints import (
     restore_older,
-    restore_without_guard,
     restore_without_half_parameters,
     restore_without_loss_scale,
     without_half_parameters,
@@ -270,7 +269,7 @@ def test_a_loss_scale_is_expected_in_the_state_alone(saved, state, message):
         restore_without_loss_scale(lambda _: saved(), state())
 
 
-@pytest.mark.parametrize("restore", [restore_without_loss_scale, restore_without_guard])
+@pytest.mark.parametrize("restore", [restore_without_loss_scale, restore_older])
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -302,7 +301,7 @@ def test_a_damaged_orbax_checkpoint_is_an_error_and_stays_as_it_is(tmp_path):
 def test_a_checkpoint_without_a_guard_is_restored(loader, guard, tmp_path):
     saved = make_state(advanced(7)).apply_gradients(grads=GRADS)
     load, before = loader(saved), files(tmp_path)
-    state = restore_without_guard(load, make_state(guard=guard))
+    state = restore_older(load, make_state(guard=guard))
     assert_bitwise_equal(state.opt_state._replace(guard=None), saved.opt_state)
     assert_bitwise_equal(state.opt_state.guard, guard)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.opt_state))
@@ -316,7 +315,7 @@ def test_an_optax_state_without_a_guard_is_restored_at_any_depth(tmp_path):
     load = with_orbax({"params": PARAMS, "states": [saved] * 2}, tmp_path)
     guarded = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
     state = {"params": PARAMS, "states": [guarded.init(PARAMS), guarded.init(PARAMS)]}
-    state = restore_without_guard(load, state)
+    state = restore_older(load, state)
     assert_bitwise_equal(state["states"][1].guard, GUARD)
     assert int(state["states"][1].spikes) == 0
 
@@ -337,7 +336,7 @@ def test_an_nnx_state_without_a_guard_is_restored(
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     saved.update(model, jax.tree.map(lambda g: g * jnp.inf, grads))
     _, optimizer = nnx_optimizer(tx, loss_scale, guard=guard)
-    restored = restore_without_guard(*with_nnx(on_disk, saved, optimizer, tmp_path))
+    restored = restore_older(*with_nnx(on_disk, saved, optimizer, tmp_path))
     nnx.update(optimizer, restored)
     assert int(optimizer.opt_state.skipped[...]) == 1
     assert_bitwise_equal(optimizer.loss_scale, saved.loss_scale)

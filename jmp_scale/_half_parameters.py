@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from ._policy import is_half
 from ._state import find_loss_scale_states, with_arrays
 from ._tree import leaves_by_name, promote_to_float32
 
-_HALF = (jnp.bfloat16, jnp.float16)
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 
@@ -102,7 +102,7 @@ def with_half_parameters(
     words = None if key is None else jax.random.key_data(key)[:2]
 
     def init(params: optax.Params) -> HalfParametersState:
-        inner_state = inner.init(jax.tree.map(_to_float32, params))
+        inner_state = inner.init(jax.tree.map(_join, params))
         if find_loss_scale_states(inner_state) or find_half_states(inner_state):
             raise ValueError(
                 "with_half_parameters: expected an optimizer without a loss scale and "
@@ -156,16 +156,16 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
     Raises:
       ValueError: the remainders in `opt_state` are those of other parameters.
     """
-    params, kept = with_arrays(params), remainders(opt_state)
-    _check_pairs("full_parameters", params, kept)
-    leaves = leaves_by_name(params).items()
+    arrays, kept = with_arrays(params), remainders(opt_state)
+    _check_pairs("full_parameters", arrays, kept)
+    leaves = leaves_by_name(arrays).items()
     joined = [_join(leaf, kept.get(name)) for name, leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
 def split(x: Any, like: Any) -> tuple[Any, Any]:
     """A float32 value as a parameter of the dtype of `like`, and its remainder."""
-    if not _is_half(like):
+    if not holds_half(like):
         return x, None
     made = _rounded(x, like.dtype).astype(like.dtype)
     return made, _remainder(x, made)
@@ -215,22 +215,21 @@ def _check_pairs(function: str, params: Any, remainders: Any) -> None:
             )
 
 
-def _is_half(p: Any) -> bool:
-    return getattr(p, "dtype", None) in _HALF
-
-
-def _to_float32(p: Any) -> Any:
-    return jnp.asarray(p).astype(jnp.float32) if _is_half(p) else p
+def holds_half(x: Any) -> bool:
+    return is_half(getattr(x, "dtype", None))
 
 
 def _zeros(p: Any) -> jax.Array | None:
-    dtype = jnp.int16 if getattr(p, "dtype", None) == jnp.bfloat16 else jnp.float32
-    return jnp.zeros_like(p, dtype) if _is_half(p) else None
+    if not holds_half(p):
+        return None
+    return jnp.zeros_like(p, jnp.int16 if p.dtype == jnp.bfloat16 else jnp.float32)
 
 
-def _join(p: Any, remainder: Any) -> Any:
-    """The float32 value of a parameter and its remainder."""
-    x = _to_float32(p)
+def _join(p: Any, remainder: Any = None) -> Any:
+    """The float32 value of a half-precision parameter and its remainder."""
+    if not holds_half(p):
+        return p
+    x = jnp.asarray(p).astype(jnp.float32)
     if remainder is None:
         return x
     if p.dtype == jnp.float16:
@@ -244,9 +243,9 @@ def _rounded_update(
     update: Any, p: Any, full: Any, remainder: Any, key: Any
 ) -> tuple[Any, Any]:
     """What takes a parameter to the rounding of its new value, and what that leaves."""
-    if is_nothing(update) or not _is_half(p):
+    if is_nothing(update) or not holds_half(p):
         return update, remainder
-    x, old = (full + update).astype(jnp.float32), _to_float32(p)
+    x, old = (full + update).astype(jnp.float32), _join(p)
     noise = None
     if key is not None:
         noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.int32)

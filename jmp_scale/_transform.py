@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from . import _mesh
 from ._extra_args import keywords_of, takes_value
 from ._finite import finite, finite_and_norm
-from ._half_parameters import find_half_states, is_nothing
+from ._half_parameters import find_half_states, holds_half, is_nothing
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
@@ -269,8 +269,7 @@ def _warn_of_half_precision(params: Any) -> None:
 
 def _half_leaves(tree: Any) -> list[tuple[Any, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    half = (jnp.float16, jnp.bfloat16)
-    return [(p, x.dtype) for p, x in leaves if getattr(x, "dtype", None) in half]
+    return [(path, x.dtype) for path, x in leaves if holds_half(x)]
 
 
 def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> None:

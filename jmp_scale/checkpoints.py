@@ -103,7 +103,7 @@ def restore_without_half_parameters(
       ValueError: the checkpoint has other leaves than the template, or of other types.
     """
     name = "restore_without_half_parameters"
-    pair = _with_values(params, opt_state), opt_state
+    pair = full_parameters(params, opt_state), opt_state
     full, opt_state = _restore(name, load, pair, [_inner_state], is_half_state)
     leaves, structure = jax.tree.flatten(opt_state)
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
@@ -122,13 +122,7 @@ def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
       opt_state: the state of `with_half_parameters` after the same step, at any depth.
     """
     inner = _in_form(opt_state, is_half_state, _inner_state)
-    return _with_values(params, opt_state), inner
-
-
-def _with_values(params: Any, opt_state: Any) -> Any:
-    """The float32 values, in the variables of NNX where `params` are."""
-    values = jax.tree.leaves(full_parameters(params, opt_state))
-    return jax.tree.unflatten(jax.tree.structure(params), values)
+    return full_parameters(params, opt_state), inner
 
 
 def _restore(

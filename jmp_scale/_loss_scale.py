@@ -145,16 +145,6 @@ class DynamicLossScale(_pytree.Pytree):
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = "loss_scale", "counter", "hysteresis_left"
-    _other_names: ClassVar[dict[str, str]] = {
-        "init_scale": "loss_scale",
-        "initial_scale": "loss_scale",
-        "growth_interval": "period",
-        "growth_factor": "factor",
-        "scale_window": "period",
-        "scale_factor": "factor",
-        "min_scale": "min_loss_scale",
-        "max_scale": "max_loss_scale",
-    }
 
     loss_scale: Any = 2.0**15
     counter: Any = None
@@ -172,7 +162,7 @@ class DynamicLossScale(_pytree.Pytree):
 
     def __post_init__(self) -> None:
         arguments = _validation.Arguments(type(self).__name__)
-        values = _validation.rule(arguments, _pytree.fields_of(self))
+        values = _validation.rule(arguments, vars(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]
         s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
         values |= {"loss_scale": s, "hysteresis_left": None}

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import json
-import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
@@ -22,8 +20,6 @@ class Pytree:
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()
-    # Arguments of other libraries, and what they are called here.
-    _other_names: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -45,11 +41,6 @@ class Pytree:
         return {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        for name in cls._other_names.keys() & kwargs.keys():
-            raise TypeError(
-                f"{cls.__name__}: expected {cls._other_names[name]}, got {name}, "
-                "its name in another library"
-            )
         # Not in __init_subclass__, where a subclass is not a dataclass yet.
         if cls not in registered_classes:
             with contextlib.suppress(ValueError):  # registered, or of an equal name
@@ -71,14 +62,9 @@ def _text(value: Any) -> str:
     return f"{value.dtype}{[*value.shape]}"
 
 
-def fields_of(tree: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name; `vars` has none of those in slots."""
-    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-
-
 def with_fields(tree: Any, /, **fields: Any) -> Any:
     """A copy with other fields, unchecked: they may be placeholders."""
-    return _with_all_fields(type(tree), (fields_of(tree) | fields).items())
+    return _instance(type(tree), vars(tree) | fields)
 
 
 def register(cls: type[C]) -> type[C]:
@@ -92,24 +78,18 @@ def register(cls: type[C]) -> type[C]:
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
-    leaves_of, static_of = _getter(leaf_names), _getter(static_names)
     names = (*leaf_names, *static_names)
 
     def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return leaves_of(x), static_of(x)
+        leaves = tuple(getattr(x, name) for name in leaf_names)
+        return leaves, tuple(getattr(x, name) for name in static_names)
 
     def flatten_with_keys(x: Any) -> tuple[Any, tuple[Any, ...]]:
-        return tuple(zip(keys, leaves_of(x), strict=True)), static_of(x)
-
-    has_slots = any("__slots__" in vars(c) for c in cls.__mro__[:-1])
+        leaves, static = flatten(x)
+        return tuple(zip(keys, leaves, strict=True)), static
 
     def unflatten(static: tuple[Any, ...], leaves: Any) -> Any:
-        fields = zip(names, (*leaves, *static), strict=True)
-        if has_slots:
-            return _with_all_fields(cls, fields)
-        instance = object.__new__(cls)
-        instance.__dict__.update(fields)  # in C, for every call of a compiled step
-        return instance
+        return _instance(cls, dict(zip(names, (*leaves, *static), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     jax.export.register_pytree_node_serialization(
@@ -129,17 +109,10 @@ def register_state_dict(cls: type) -> None:
         flax.register_serialization_state(cls, _to_state_dict, _from_state_dict)
 
 
-def _with_all_fields(cls: type, fields: Iterable[tuple[str, Any]]) -> Any:
+def _instance(cls: type, fields: dict[str, Any]) -> Any:
     instance = object.__new__(cls)
-    for name, value in fields:
-        object.__setattr__(instance, name, value)
+    instance.__dict__.update(fields)
     return instance
-
-
-def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) > 1:
-        return operator.attrgetter(*names)  # in C
-    return lambda x: tuple(getattr(x, name) for name in names)
 
 
 def _to_state_dict(target: Any) -> dict[str, Any]:

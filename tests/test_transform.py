@@ -186,12 +186,11 @@ def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(inner, wrap):
     assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
-def test_a_chain_that_both_refuses_and_needs_the_loss_is_an_error_with_a_cure():
+def test_a_chain_that_both_refuses_and_needs_the_loss_has_the_error_of_optax():
     plateau = optax.contrib.reduce_on_plateau(patience=1)
     tx = jmp_scale.with_loss_scale(optax.chain(SAM, plateau))
     state, value = tx.init(PARAMS), jnp.float32(1)
-    message = r"with_loss_scale: .*refuses it.*GradientTransf"
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
         tx.update(GOOD, state, PARAMS, value=value)
 
     cured = optax.chain(optax.GradientTransformation(SAM.init, SAM.update), plateau)

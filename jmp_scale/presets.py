@@ -351,9 +351,3 @@ def _dynamic(
     ends = rule["min_loss_scale"], rule["max_loss_scale"]
     _validation.float32_leaf(arguments, s, *ends)
     return DynamicLossScale(s, **rule)
-
-
-def __dir__() -> list[str]:
-    # Completion shows the presets and nothing else.
-    own = (n for n, x in globals().items() if getattr(x, "__module__", "") == __name__)
-    return [name for name in own if not name.startswith("_")]

@@ -341,8 +341,3 @@ def test_an_argument_that_is_not_a_number_is_a_type_error_under_its_own_name():
             getattr(presets, preset)(**{name: value})
     with pytest.raises(TypeError, match="unexpected keyword argument 'period'"):
         presets.keras(period=3)
-
-
-def test_completion_shows_the_presets_and_nothing_else():
-    names = {name for name in dir(presets) if not name.startswith("__")}
-    assert names == set(SIGNATURES)

@@ -1,6 +1,5 @@
 """The three loss scales, and their verbs."""
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any, ClassVar, Self, TypeVar
@@ -294,25 +293,15 @@ def adjust(
 
 def checked_loss_scale(function: str, value: Any) -> LossScale:
     """`value`, which must be a loss scale: else the error says how to get one."""
-
     if isinstance(value, LossScale):
         return value
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, LossScale))
-    got, cure = f"a {type(value).__name__}", "pass DynamicLossScale() or another one"
-    if isinstance(value, type):
-        got = f"the class {value.__name__}"
-        cure = f"pass an instance, {value.__name__}(...)"
-    elif isinstance(value, (str, int, float)) or hasattr(value, "dtype"):
-        got = repr(value)
-        if isinstance(value, str):
-            cure = f"pass jmp_scale.get_loss_scale({value!r}), or DynamicLossScale()"
-        with contextlib.suppress(TypeError, ValueError):
-            StaticLossScale(value)  # pyright: ignore[reportArgumentType]
-            number = float(value) if isinstance(value, jax.Array) else value
-            cure = f"pass jmp_scale.get_loss_scale({number!r})"
-    elif any(isinstance(leaf, LossScale) for leaf in leaves):
-        cure = 'pass its .loss_scale, or optax.tree.get(opt_state, "loss_scale")'
-    raise TypeError(f"{function}: expected a loss scale, got {got}; {cure}")
+    is_short = isinstance(value, (str, int, float, type)) or hasattr(value, "dtype")
+    got = repr(value) if is_short else f"a {type(value).__name__}"
+    raise TypeError(
+        f"{function}: expected a loss scale, got {got}; pass an instance such as "
+        "DynamicLossScale(), jmp_scale.get_loss_scale(...) of a number or a name, or "
+        'of a state its .loss_scale, optax.tree.get(opt_state, "loss_scale")'
+    )
 
 
 def scale_value(function: str, loss_scale: Any) -> jax.Array:

@@ -265,23 +265,18 @@ OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (1024.0, r"got 1024.0; pass jmp_scale.get_loss_scale\(1024.0\)"),
-        ("dynamic", r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic"),
-        (np.float32(8), r"pass jmp_scale.get_loss_scale\(np.float32\(8.0\)\)"),
-        (jnp.float32(8), r"pass jmp_scale.get_loss_scale\(8.0\)$"),
-        (0.0, r"got 0.0; pass DynamicLossScale\(\) or another one"),
-        (jnp.ones(2), r"got Array.*; pass DynamicLossScale\(\) or another"),
-        ("dynamc", r"\('dynamc'\), or DynamicLossScale\(\)"),
-        (DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),
-        (OPTIMIZER_STATE, "got a LossScaleState; pass its .loss_scale"),
+        (1024.0, r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
+        ("dynamic", r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
+        (jnp.float32(8), "got Array.*; pass"),
+        (DynamicLossScale, "got <class .*DynamicLossScale'>; pass an instance"),
+        (OPTIMIZER_STATE, "got a LossScaleState; .* its .loss_scale"),
         (
             (optax.EmptyState(), OPTIMIZER_STATE),
             r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",
         ),
-        ({"a": NoOpLossScale()}, "got a dict; pass its .loss_scale, or optax"),
         (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
         ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
-        (None, r"got a NoneType; pass DynamicLossScale\(\)"),
+        (None, r"got a NoneType; pass .* DynamicLossScale\(\)"),
     ],
 )
 def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(

@@ -45,25 +45,20 @@ class Arguments:
         return self.names.get(argument, argument)
 
     def message(self, argument: str, allowed: str, value: Any) -> str:
-        # Longer ones Python does not print.
-        is_long = isinstance(value, int) and abs(value) >= 2**1024
-        got = f"an integer of {value.bit_length()} bits" if is_long else repr(value)
         name = self.name(argument)
-        return f"{self.function}: expected {name} to be {allowed}, got {got}"
+        return f"{self.function}: expected {name} to be {allowed}, got {value!r}"
 
     def require(self, condition: bool, argument: str, value: Any, allowed: str) -> None:
         if not condition:
             raise ValueError(self.message(argument, allowed, value))
 
     def number(self, argument: str, value: Any) -> float:
-        """`value` as a Python number, infinite if it is beyond float64."""
+        """`value` as a Python number."""
         is_number = isinstance(value, (int, float, *_ARRAYS))
         if not is_number or isinstance(value, (bool, np.bool_)):
             raise TypeError(self.message(argument, "a real number", value))
         try:
             return float(value)
-        except OverflowError:
-            return math.inf if int(value) > 0 else -math.inf
         except TypeError as error:  # an array with axes, or a tracer
             allowed = "a number or a concrete 0-d array of one"
             raise TypeError(self.message(argument, allowed, value)) from error

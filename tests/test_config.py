@@ -134,7 +134,7 @@ def test_an_unknown_spec_is_an_error_that_lists_what_is_known(spec):
         get_loss_scale(spec)
 
 
-OUT_OF_RANGE = (0, -1, "0", "-8", "inf", "nan", float("inf"), 10**400)
+OUT_OF_RANGE = (0, -1, "0", "-8", "inf", "nan", float("inf"))
 
 
 @pytest.mark.parametrize("spec", [*OUT_OF_RANGE, "dynamic:0", "dynamic:2**30"])

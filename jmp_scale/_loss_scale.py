@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -143,10 +143,8 @@ class DynamicLossScale(_pytree.Pytree):
       32768.0 0
     """
 
-    _leaf_names: ClassVar[tuple[str, ...]] = "loss_scale", "counter", "hysteresis_left"
-
-    loss_scale: Any = 2.0**15
-    counter: Any = None
+    loss_scale: _pytree.Leaf = 2.0**15
+    counter: _pytree.Leaf = None
     period: int = 2000
     factor: float = 2
     min_loss_scale: float = 1.0
@@ -157,7 +155,7 @@ class DynamicLossScale(_pytree.Pytree):
     hysteresis: int = 1
     hysteresis_reset: str = "growth"
     at_max: str = "hold"
-    hysteresis_left: Any = None
+    hysteresis_left: _pytree.Leaf = None
 
     def __post_init__(self) -> None:
         arguments = _validation.Arguments(type(self).__name__)

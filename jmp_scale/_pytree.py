@@ -4,22 +4,25 @@ import contextlib
 import dataclasses
 import json
 import sys
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+# The type of fields that are leaves: arrays, or whatever JAX puts in their place.
+Leaf = Annotated[Any, "leaf"]
+
 
 class Pytree:
     """A frozen dataclass that is a pytree, and so is each subclass.
 
-    Its leaves are the fields named in `_leaf_names`. All others are static, also those
-    of a subclass: a forgotten one would fall back to its default in every `jit`.
+    Its leaves are the fields of type `Leaf`. All others are static, also those of a
+    subclass: a forgotten one would fall back to its default in every `jit`.
     """
 
-    _leaf_names: ClassVar[tuple[str, ...]] = ()
+    _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -74,9 +77,9 @@ def register(cls: type[C]) -> type[C]:
     checks leaves, for which JAX puts None, object() or a PartitionSpec.
     """
     registered_classes.add(cls)
-    leaf_names = cls._leaf_names
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    static_names = [f.name for f in fields if f.name not in leaf_names]
+    leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
+    static_names = [f.name for f in fields if f.type is not Leaf]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
     names = (*leaf_names, *static_names)
 

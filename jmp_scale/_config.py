@@ -39,8 +39,7 @@ def get_loss_scale(spec: Any) -> LossScale:
     | a loss scale | itself |
 
     Dtypes are named as for `get_policy`; case and blanks do not matter. A section is
-    enabled unless it says otherwise: DeepSpeed's own default would silently turn loss
-    scaling off. For other frameworks call their function of `presets`.
+    enabled unless it says otherwise. Other frameworks have functions in `presets`.
 
     Args:
       spec: a string, a number, a dtype, a mapping or a loss scale.

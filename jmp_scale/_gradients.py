@@ -32,10 +32,8 @@ def value_and_grad(
     yourself. End it in float32 (`.astype(jnp.float32)` before the last mean): the
     gradient that enters a float16 loss is S cast to float16, infinite from S = 2^16 on.
 
-    Average over devices afterwards: `jax.lax.pmean(grads, axis)` in `pmap` and in
-    `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed
-    the gradients of replicated parameters over the axis: divide by its size there.
-    New values in Flax's float8 collection `_overwrite_with_gradient` pass unchanged.
+    Average over devices afterwards. New values in Flax's float8 collection
+    `_overwrite_with_gradient` pass unchanged.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -51,9 +49,8 @@ def value_and_grad(
       grads)`. Loss and gradients are float32 where they were narrower.
 
     Raises:
-      TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
-        is given; while tracing, `fun` does not return what `has_aux` says, `transform`
-        not what `jax.value_and_grad` does, or a differentiated leaf is not
+      TypeError: an argument of another type, or `axis_name`; while tracing, `fun` or
+        `transform` returns something else, or a differentiated leaf is not
         floating-point.
       ValueError: the loss scale has a shape other than ().
 

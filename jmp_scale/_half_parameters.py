@@ -53,9 +53,9 @@ def with_half_parameters(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an Optax optimizer: parameters in half precision lose no update.
 
-    `inner` updates float32 values, whose rounding the bfloat16 or float16 parameters
-    are; the state keeps the rest. So training is that of `inner` on float32 parameters,
-    bit for bit, given the same gradients. Leaves of other dtypes pass as they are.
+    `inner` updates float32 values, whose rounding the parameters are; the state keeps
+    the rest. So training is that of `inner` on float32 parameters, bit for bit, given
+    the same gradients. Leaves of other dtypes pass as they are.
 
     With a `key` nothing is kept: new values are rounded up or down at random, right in
     the mean and the same on all devices. What needs no rounding stays.
@@ -154,7 +154,7 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
       no remainder. Leaves of other dtypes pass.
 
     Raises:
-      ValueError: the remainders in `opt_state` are those of other parameters.
+      ValueError: the remainders are those of other parameters.
     """
     arrays, kept = with_arrays(params), remainders(opt_state)
     _check_pairs("full_parameters", arrays, kept)

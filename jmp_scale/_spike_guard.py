@@ -11,7 +11,6 @@ from . import _pytree
 from ._validation import Arguments
 
 # Least spreads. Without them a run of equal losses or norms makes any other a spike.
-# The norm's is 0.25 bits, a factor of 1.19. The loss's is a share of its mean.
 _NORM_FLOOR = 0.25
 _LOSS_FLOOR = 0.02
 
@@ -55,9 +54,8 @@ class SpikeGuard(_pytree.Pytree):
     Mean and deviation are exponential with `decay`, unbiased from the first step on.
     Nothing leaps before `warmup` accepted steps, in which a leap enters up to the
     threshold, and a leap down starts the statistics again: one huge step does not blind
-    the guard. Steps without gradients enter only before all others, but their loss can
-    leap, as can that of gradients that overflow. No other step that is not finite is a
-    spike, and none changes the statistics.
+    the guard. A step that is not finite is a spike only if its loss is finite and
+    leaps, and none changes the statistics.
 
     A frozen dataclass and a pytree, whose leaves are the statistics, f32[], and counts,
     i32[]: accepted steps whose loss or norm entered, `accepted` steps since the start

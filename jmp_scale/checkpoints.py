@@ -1,8 +1,6 @@
 """Checkpoints of earlier versions, or from before what the state now has.
 
-A checkpoint of a state with a loss scale needs nothing from this module: S and its
-counter are saved and restored like all other leaves. Period, bounds and other arguments
-come from the code that restores.
+Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
 import functools
@@ -37,8 +35,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
         `lambda template: ocp.load(path, template)`. The template is `state` with each
-        `LossScaleState` replaced by its `inner_state`. A `load` that ignores it may
-        return nested dicts and lists with the same names.
+        `LossScaleState` replaced by its `inner_state`; dicts of its names may return.
       state: the new state, with a loss scale at any depth: a `TrainState`, an
         `nnx.state(optimizer)`, ... Other leaves may be `jax.ShapeDtypeStruct`s.
 

@@ -27,8 +27,7 @@ class TrainState(train_state.TrainState):
 
     Gradients come from `state.value_and_grad`, and `apply_gradients` takes whatever
     else the step computed (`batch_stats=`). `step` counts its calls, as Flax documents;
-    `state.step - state.opt_state.skipped` counts the applied steps. All other fields
-    are Flax's; subclass it for more of them (`batch_stats: Any`).
+    `state.step - state.opt_state.skipped` counts the applied steps.
 
     Flax's float8 collection `_overwrite_with_gradient` in `params` holds next values,
     not gradients, and is never unscaled. A skipped step keeps the old ones, and a step
@@ -69,8 +68,7 @@ class TrainState(train_state.TrainState):
           tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
           loss_scale: the initial loss scale; default `NoOpLossScale()`.
           guard: a `SpikeGuard` skips steps whose loss or gradient norm leaps, too.
-          **kwargs: the subclass's own fields. A buffer in two of them (an EMA that
-            starts as `params`) is copied, for donation.
+          **kwargs: the subclass's own fields; a buffer in two of them is copied.
 
         Raises:
           ValueError: `loss_scale` or `guard` is given and `tx` already is

@@ -151,10 +151,9 @@ class Optimizer(nnx.Optimizer):
     ) -> Callable[..., tuple[Any, Any]]:
         """`nnx.value_and_grad` with this optimizer's loss scale.
 
-        Arguments and results are those of `jmp_scale.value_and_grad`, and `**kwargs`
-        goes to `nnx.value_and_grad`. Of a module, only the variables of `wrt` are
-        differentiated, or those of an `nnx.DiffState(position, filter)` in `argnums`;
-        in Flax's tree mode (`graph=False`) all.
+        Arguments and results are those of `jmp_scale.value_and_grad`. Of a module, only
+        the variables of `wrt` are differentiated, or those of an `nnx.DiffState` in
+        `argnums`; in Flax's tree mode (`graph=False`) all.
         """
 
         def or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
@@ -188,9 +187,6 @@ class Optimizer(nnx.Optimizer):
           grads: unscaled gradients, as `value_and_grad` returns them.
           value: the unscaled loss, as in `with_loss_scale`.
           **extra: extra arguments of `tx`.
-
-        Returns:
-          What `nnx.Optimizer.update` returns: the updates, from Flax 0.12.1 on.
 
         Raises:
           TypeError: the gradients come before the model.

@@ -62,13 +62,7 @@ def plot_spikes(
 
     Args:
       history: of at least one step with `loss` or `grads`, and a guard for the limits.
-      axes: two to draw into, for the loss and for the norm; default a new figure's.
-
-    Returns:
-      The two axes: steps by loss, and by gradient norm on a logarithmic axis.
-
-    Raises:
-      ValueError: not two axes.
+      axes: two, for the loss and for the norm; default a new figure's. Returned.
     """
     _check("plot_spikes", history, LossScaleHistory)
     recorded = history.to_dict()
@@ -107,17 +101,12 @@ def plot_exponent_histogram(
 ) -> Axes:
     """Shares of the non-zero entries by power of two, before a dtype's range at S.
 
-    Raising S moves the range to smaller entries.
-
     Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
 
     Args:
       histogram: of unscaled gradients.
       log2_scale: log2 of S.
       dtype: see `grad_report`.
-
-    Raises:
-      ValueError: another dtype.
     """
     _check("plot_exponent_histogram", histogram, ExponentHistogram)
     counts = np.asarray(histogram.counts, np.float64).sum(0)

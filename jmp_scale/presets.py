@@ -97,8 +97,7 @@ def deepspeed(
     overflow and at each one after it until S grows, or with `consecutive_hysteresis`
     until a step is finite. `get_loss_scale` reads the section itself.
 
-    Traps: from an `initial_scale_power` of 0, an exponent, S needs 15,000 steps to
-    2^15. At `min_loss_scale` DeepSpeed raises by default; here S stays there and
+    At `min_loss_scale` DeepSpeed raises by default; here S stays there and
     `skipped_in_a_row` grows. Give `hysteresis=1` for `FP16_Optimizer` and
     `FP16_UnfusedOptimizer`, which ignore it.
     """
@@ -307,9 +306,8 @@ def mpx(
 
     As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start.
 
-    Traps: 65504 is not a power of two: from there on scaling rounds; for a new run take
-    `jmp`. MPX unscales by the adjusted S: its gradients are too small by `factor`
-    whenever S grows, unlike here.
+    Trap: 65504 is not a power of two: from there on scaling rounds; for a new run take
+    `jmp`. MPX unscales by the adjusted S, unlike here.
     """
     cap = {"max_loss_scale": 65504.0, "at_max": "clamp"}
     return _dynamic(mpx, loss_scaling, min_loss_scaling, factor, period, **cap)

@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 from ._marks import UNSCALED
-from ._tree import is_inexact, map_gradients, promote_to_float32
+from ._tree import map_gradients, promote_to_float32
 from ._validation import described, require_callable, warn
 
 
@@ -50,8 +50,7 @@ def value_and_grad(
 
     Raises:
       TypeError: an argument of another type, or `axis_name`; while tracing, `fun` or
-        `transform` returns something else, or a differentiated leaf is not
-        floating-point.
+        `transform` returns something else.
       ValueError: the loss scale has a shape other than ().
 
     Warns:
@@ -146,8 +145,6 @@ def _differentiated(
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
-        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-            _check_differentiated(function, args, argnums)
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
@@ -157,19 +154,6 @@ def _differentiated(
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
-
-
-def _check_differentiated(function: str, args: Any, argnums: Any) -> None:
-    numbers = argnums if isinstance(argnums, Sequence) else [argnums]
-    given = {n: args[n] for n in numbers if -len(args) <= n < len(args)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
-        if not (is_inexact(leaf) or hasattr(leaf, "__jax_array__")):
-            got = getattr(leaf, "dtype", type(leaf).__name__)
-            raise TypeError(
-                f"{function}: expected floating-point arrays to differentiate, got "
-                f"{got} at args{jax.tree_util.keystr(path)}; pass the parameters "
-                "alone, or for a model transform=equinox.filter_value_and_grad"
-            )
 
 
 def _warn_if_captured(function: str, loss_scale: LossScale, args: Any) -> None:

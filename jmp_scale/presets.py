@@ -95,7 +95,7 @@ def deepspeed(
     S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
     steps, one later after the start or an overflow. It halves at the `hysteresis`-th
     overflow and at each one after it until S grows, or with `consecutive_hysteresis`
-    until a step is finite. `get_loss_scale` reads the section itself.
+    until a step is finite.
 
     At `min_loss_scale` DeepSpeed raises by default; here S stays there and
     `skipped_in_a_row` grows. Give `hysteresis=1` for `FP16_Optimizer` and

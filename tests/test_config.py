@@ -1,5 +1,3 @@
-import types
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from jmp_scale import (
     NoOpLossScale,
     StaticLossScale,
     get_loss_scale,
-    presets,
 )
 
 pytestmark = pytest.mark.strict_promotion
@@ -70,62 +67,22 @@ def test_a_loss_scale_passes_unchanged(loss_scale):
     assert get_loss_scale(loss_scale) is loss_scale
 
 
-DEEPSPEED_DEFAULTS = {"enabled": True, "auto_cast": False, "loss_scale": 0}
-DEEPSPEED_DEFAULTS |= {"initial_scale_power": 16, "loss_scale_window": 1000}
-DEEPSPEED_DEFAULTS |= {"hysteresis": 2, "consecutive_hysteresis": False}
-DEEPSPEED_DEFAULTS |= {"min_loss_scale": 1, "fp16_master_weights_and_grads": False}
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (DEEPSPEED_DEFAULTS, presets.deepspeed()),
-        ({"enabled": True}, presets.deepspeed()),
-        ({"initial_scale_power": 12, "hysteresis": 3}, presets.deepspeed(12, 1000, 3)),
-        (
-            {"consecutive_hysteresis": True, "loss_scale": None},
-            presets.deepspeed(consecutive_hysteresis=True),
-        ),
-        ({"loss_scale_window": 50}, presets.deepspeed(loss_scale_window=50)),
-        ({"min_loss_scale": 0.25}, presets.deepspeed(min_loss_scale=0.25)),
-        (DEEPSPEED_DEFAULTS | {"loss_scale": 128}, StaticLossScale(128.0)),
-        (DEEPSPEED_DEFAULTS | {"enabled": False, "loss_scale": 8}, NoOpLossScale()),
-    ],
-)
-def test_a_section_of_deepspeed_is_its_preset(section, expected):
-    assert_bitwise_equal(get_loss_scale(types.MappingProxyType(section)), expected)
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"initial_scale_pwer": 4, "hysteresis": 2}, r"\['initial_scale_pwer'\]; k"),
-        ({"enabled": True, "growth": 2}, r"section, got \['growth'\]; known .*hyst"),
-        ({"fp16": {"enabled": True}}, r"DeepSpeed's fp16 section, got \['fp16'\]"),
-        ({"enabled": "yes"}, "expected enabled to be True or False, got 'yes'"),
-        ({"enabled": "auto"}, "expected enabled to be True or False, got 'auto'"),
-        ({"enabled": True, "loss_scale": -2}, "expected loss_scale to be a finite"),
-        ({"enabled": True, "hysteresis": 0}, "presets.deepspeed: expected hysteresis"),
-    ],
-)
-def test_a_wrong_section_is_an_error_that_says_what_is_expected(section, message):
-    with pytest.raises(ValueError, match=message):
-        get_loss_scale(section)
-
-
-@pytest.mark.parametrize("key", ["enabled", "loss_scale", "hysteresis"])
-@pytest.mark.parametrize("value", ["auto", [1]])
-def test_another_type_in_a_section_is_an_error_that_names_its_key(key, value):
-    with pytest.raises((TypeError, ValueError), match=f"expected {key} to be"):
-        get_loss_scale({"auto_cast": False, key: value})
-
-
 @pytest.mark.parametrize(
     "spec",
     [
         *("", "dynamics", "dynamic:", "dynamic:big", "dynamic:2**", "static"),
         *("static:", "none:1", "f16:2", "int8", "float8_e4m3fn", "2**15**2", "10**999"),
-        *(None, True, [128], {}, jnp.int32, np.dtype("int8"), int, object()),
+        *(
+            None,
+            True,
+            [128],
+            {},
+            {"loss_scale": 0},
+            jnp.int32,
+            np.dtype("int8"),
+            int,
+            object(),
+        ),
     ],
 )
 def test_an_unknown_spec_is_an_error_that_lists_what_is_known(spec):

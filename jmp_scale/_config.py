@@ -50,7 +50,7 @@ def get_loss_scale(spec: Any) -> LossScale:
         return _from_string(spec)
     numbers = (int, float, np.generic, np.ndarray, jax.Array)
     if isinstance(spec, numbers) and not isinstance(spec, bool):
-        return StaticLossScale(spec)
+        return StaticLossScale(spec)  # pyright: ignore[reportArgumentType]
     return _from_dtype(spec, spec)
 
 

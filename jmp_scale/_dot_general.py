@@ -64,15 +64,13 @@ def dot_general(
     if isinstance(precision, list):
         precision = tuple(precision)
 
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            lhs,
-            rhs,
-            dimensions,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            **options,
-        )
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dimensions,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        **options,
+    )
 
     def term(side: int, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         pair = [lhs, rhs]

@@ -184,20 +184,11 @@ def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
                 f"got {described(output)}; return everything but the loss as one aux"
             )
         loss, aux = output
-    if not (hasattr(loss, "shape") or isinstance(loss, (int, float, complex))):
-        cure = "pass has_aux=True if fun returns (loss, aux)"
-        if has_aux:
-            cure = "return the loss first"
-        elif loss is None:
-            cure = "let fun return it"
+    is_number = hasattr(loss, "shape") or isinstance(loss, (int, float, complex))
+    if not is_number or jnp.shape(loss) != ():
         raise TypeError(
-            f"{function}: expected fun to return a scalar loss, got "
-            f"{described(loss)}; {cure}"
-        )
-    if jnp.shape(loss) != ():
-        raise TypeError(
-            f"{function}: expected fun to return a scalar loss, got shape "
-            f"{jnp.shape(loss)}; take its mean or sum"
+            f"{function}: expected fun to return a scalar loss, got {described(loss)}; "
+            "return its mean or sum, and pass has_aux=True if fun returns (loss, aux)"
         )
     return _Output(promote_to_float32(loss), aux)
 

@@ -124,26 +124,22 @@ def _to_state_dict(target: Any) -> dict[str, Any]:
     return {path[0].name: leaf for path, leaf in paths}
 
 
+def _types(leaves: dict[str, Any]) -> dict[str, str]:
+    return {k: f"{jnp.result_type(x)}{[*jnp.shape(x)]}" for k, x in leaves.items()}
+
+
 def _from_state_dict(target: Any, state: Any) -> Any:
     """The leaves of `state` in an object that is configured like `target`."""
-    expected = _to_state_dict(target)
-    path = sys.modules["flax.serialization"].current_path()
-    where = f"{type(target).__name__} at path {path}"
+    expected = _types(_to_state_dict(target))
+    got = _types(state) if isinstance(state, dict) else repr(state)
     # Flax compares names only for its own kinds of containers.
-    if not isinstance(state, dict) or set(state) != set(expected):
-        got = sorted(state) if isinstance(state, dict) else repr(state)
+    if got != expected:
+        path = sys.modules["flax.serialization"].current_path()
         raise ValueError(
-            f"{where}: expected a state dict with the names {sorted(expected)}, got "
-            f"{got}; was it saved with another kind of loss scale or guard, or before "
-            "there was one (jmp_scale.checkpoints)?"
+            f"{type(target).__name__} at path {path}: expected {expected}, got {got}; "
+            "was it saved with another kind of loss scale or guard, or before there "
+            "was one (jmp_scale.checkpoints)?"
         )
-    for name, leaf in expected.items():
-        wanted, got = ((jnp.shape(x), jnp.result_type(x)) for x in (leaf, state[name]))
-        if got != wanted:
-            raise ValueError(
-                f"{where}: expected {name} of shape and dtype {wanted}, got {got}: "
-                f"{state[name]!r}"
-            )
     # Not by the constructor, which refuses an S outside the bounds of the code that
     # restores. JAX arrays, because the NumPy arrays of Flax cannot be donated.
     leaves = [jnp.asarray(state[name]) for name in expected]

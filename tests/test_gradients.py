@@ -194,15 +194,23 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
 @pytest.mark.parametrize(
     ("fun", "has_aux", "message"),
     [
-        (lambda w: w * jnp.ones(2), False, r"scalar loss, got shape \(2,\)"),
-        (lambda w: (w, {}), False, "loss, got a tuple of length 2; pass has_aux"),
-        (lambda w: [w], False, "loss, got a list of length 1; pass has_aux=True"),
-        (lambda w: {"loss": w}, False, "scalar loss, got a dict; pass has_aux=True"),
-        (lambda w: None, False, "scalar loss, got None; let fun return it"),
+        (
+            lambda w: w * jnp.ones(2),
+            False,
+            r"got an array of shape \(2,\); return its mean",
+        ),
+        (lambda w: (w, {}), False, "loss, got a tuple of length 2; .* pass has_aux"),
+        (lambda w: [w], False, "loss, got a list of length 1; .* has_aux=True"),
+        (lambda w: {"loss": w}, False, "scalar loss, got a dict; .* has_aux=True"),
+        (lambda w: None, False, "scalar loss, got None; return"),
         (lambda w: (w, 1, 2), True, r"\(loss, aux\) .* a tuple of length 3; return"),
         (lambda w: w, True, r"\(loss, aux\) .* got an array of shape \(\); return"),
-        (lambda w: ({}, w), True, "scalar loss, got a dict; return the loss first"),
-        (lambda w: (jnp.ones(3), w), True, r"scalar loss, got shape \(3,\); take its"),
+        (lambda w: ({}, w), True, "scalar loss, got a dict; return"),
+        (
+            lambda w: (jnp.ones(3), w),
+            True,
+            r"got an array of shape \(3,\); return its mean",
+        ),
     ],
 )
 def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(

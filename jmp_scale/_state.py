@@ -1,7 +1,7 @@
 """The state of an optimizer with a loss scale, and how it is found in others."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import jax
 import jax.export
@@ -19,7 +19,7 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: the loss scale of the next step.
-      inner_state: state of the wrapped optimizer.
+      inner_state: state of the wrapped optimizer, with the fields that it has.
       grads_finite: bool[], whether the last step's gradients, and its `value` if given,
         were all finite. True before the first step.
       applied: bool[], whether the last step was applied: `grads_finite`, and no spike.
@@ -44,15 +44,6 @@ class LossScaleState(NamedTuple):
     nonfinite_losses: Count
     spikes: Count
     guard: Any
-
-    if not TYPE_CHECKING:  # which would take any name for one of the class
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"LossScaleState has no {name!r}; the optimizer's own state is "
-                f".inner_state: optax.tree.get(opt_state, {name!r}) finds a field at "
-                "any depth"
-            )
 
 
 FIELDS_OF_0_2 = 9

@@ -2,8 +2,8 @@
 
 Each function draws into the axes it is given as `ax`, or into those of a new figure,
 and returns them: their titles, limits and legends are yours to change. Nothing is shown
-or written. All run on the host, and raise `TypeError` for a report of another kind, and
-`ValueError` for one with nothing to draw.
+or written. All run on the host, and raise `ValueError` for a report with nothing to
+draw.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,6 @@ _INK = "#7f7f7f"  # of text, which can be read on both
 
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     """log2 S over the recorded steps, and which of them were skipped."""
-    _check("plot_loss_scale", history, LossScaleHistory)
     recorded = history.to_dict()
     step, log2_scale = recorded["step"], recorded["log2_scale"]
     _check_some("plot_loss_scale", step.size, "a history of at least one step")
@@ -64,7 +63,6 @@ def plot_spikes(
       history: of at least one step with `loss` or `grads`, and a guard for the limits.
       axes: two, for the loss and for the norm; default a new figure's. Returned.
     """
-    _check("plot_spikes", history, LossScaleHistory)
     recorded = history.to_dict()
     known = np.isfinite([recorded["loss"], recorded["grad_norm"]]).any()
     needed = "a history with losses or gradient norms (loss= and grads= of push)"
@@ -108,7 +106,6 @@ def plot_exponent_histogram(
       log2_scale: log2 of S.
       dtype: see `grad_report`.
     """
-    _check("plot_exponent_histogram", histogram, ExponentHistogram)
     counts = np.asarray(histogram.counts, np.float64).sum(0)
     _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
     cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
@@ -147,7 +144,6 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
       report: of `grad_report`.
       k: leaves that are drawn at most, the worst ones, in the order of the tree.
     """
-    _check("plot_flushed", report, GradReport)
     rows = report.to_dict()["leaves"]
     _check_some("plot_flushed", rows, "a report of at least one leaf")
     worst = report.worst(k)
@@ -176,7 +172,6 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
 
 def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     """The share of zero entries by leaf and log2 S, and the window of S that work."""
-    _check("plot_calibration", calibration, Calibration)
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     low, high = float(calibration.log2_low), float(calibration.log2_high)
     best = float(calibration.recommended_log2_scale)
@@ -203,13 +198,6 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     ax.set_ylim(len(paths) - 0.5, -0.5)
     _power_of_two_axis(ax.xaxis)
     return ax
-
-
-def _check(function: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"{function}: expected a {kind.__name__}, got a {type(value).__name__}"
-        )
 
 
 def _check_some(function: str, some: Any, needed: str) -> None:

@@ -425,9 +425,3 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
 def test_an_argument_of_another_type_is_named(arguments, message):
     with pytest.raises(TypeError, match=f"with_loss_scale: expected .*{message}"):
         jmp_scale.with_loss_scale(**{"inner": optax.sgd(0.1)} | arguments)
-
-
-def test_a_field_of_the_optimizer_s_own_state_is_an_error_that_says_where_it_is():
-    state = jmp_scale.with_loss_scale(optax.adam(0.1)).init(PARAMS)
-    with pytest.raises(AttributeError, match=r"no 'mu'; .* .inner_state.*get\(opt_sta"):
-        state.mu  # noqa: B018

@@ -21,7 +21,7 @@ import optax
 from jax import lax
 
 from ._policy import is_half
-from ._state import find_loss_scale_states, with_arrays
+from ._state import find_loss_scale_states, find_nodes, with_arrays
 from ._tree import leaves_by_name, promote_to_float32
 
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
@@ -180,12 +180,6 @@ def remainders(tree: Any) -> dict[str, Any]:
     return found
 
 
-def find_half_states(tree: Any) -> list[tuple[Any, Any]]:
-    """(key path, node) of every state of `with_half_parameters` in a pytree."""
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_half_state)[0]
-    return [(path, node) for path, node in nodes if is_half_state(node)]
-
-
 def is_half_state(node: Any) -> bool:
     """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
     if isinstance(node, Mapping):
@@ -193,6 +187,9 @@ def is_half_state(node: Any) -> bool:
         own = not names.isdisjoint({"remainder", "rounding_key"})
         return own and names <= set(HalfParametersState._fields)
     return isinstance(node, HalfParametersState)
+
+
+find_half_states = functools.partial(find_nodes, is_half_state)
 
 
 def is_nothing(x: Any) -> bool:

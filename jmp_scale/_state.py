@@ -1,6 +1,7 @@
 """The state of an optimizer with a loss scale, and how it is found in others."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import jax
@@ -63,10 +64,10 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def find_loss_scale_states(tree: Any) -> list[tuple[Any, Any]]:
-    """(key path, node) of every `is_loss_scale_state` in a pytree, outermost only."""
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_loss_scale_state)[0]
-    return [(path, node) for path, node in nodes if is_loss_scale_state(node)]
+def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[tuple[Any, Any]]:
+    """(key path, node) of every `is_node` in a pytree, outermost only."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
+    return [(path, node) for path, node in nodes if is_node(node)]
 
 
 def is_loss_scale_state(node: Any) -> bool:
@@ -80,6 +81,9 @@ def is_loss_scale_state(node: Any) -> bool:
         always = {"grads_finite", "skipped", "skipped_in_a_row"}
         return always <= set(node) <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)
+
+
+find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
 
 
 def with_arrays(tree: Any) -> Any:

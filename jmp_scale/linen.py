@@ -29,9 +29,8 @@ class TrainState(train_state.TrainState):
     else the step computed (`batch_stats=`). `step` counts its calls, as Flax documents;
     `state.step - state.opt_state.skipped` counts the applied steps.
 
-    Flax's float8 collection `_overwrite_with_gradient` in `params` holds next values,
-    not gradients, and is never unscaled. A skipped step keeps the old ones, and a step
-    that makes them NaN or infinite is skipped.
+    Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step that
+    makes it NaN or infinite is skipped.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -71,8 +70,7 @@ class TrainState(train_state.TrainState):
           **kwargs: the subclass's own fields; a buffer in two of them is copied.
 
         Raises:
-          ValueError: `loss_scale` or `guard` is given and `tx` already is
-            `with_loss_scale(...)`, or contains it.
+          ValueError: `loss_scale` or `guard` is given twice, or `tx` contains another.
         """
         given = {"loss_scale": loss_scale, "guard": guard}
         tx = _flax.wrap_once("TrainState.create", tx, **given)

@@ -94,8 +94,8 @@ class Optimizer(nnx.Optimizer):
       `value` to `update` too. Where gradients are changed or added up in between, the
       statistics of a skipped step can stay, finite in any case: to accumulate
       gradients, pass an `optax.MultiSteps` as `tx`.
-    - A new variable, structure or shape (`sow`, a growing cache) stays: a compiled step
-      has one structure. Old entries are put back, new ones not finite become 0.
+    - A new variable, structure or shape (a growing cache) stays, because a compiled
+      step has one. New entries that are not finite become 0.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
 
     Args:
@@ -107,8 +107,7 @@ class Optimizer(nnx.Optimizer):
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
-      ValueError: `loss_scale` or `guard` is given and `tx` already is
-        `with_loss_scale(...)`, or contains it somewhere inside.
+      ValueError: `loss_scale` or `guard` is given twice, or `tx` contains another.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax

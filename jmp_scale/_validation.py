@@ -67,8 +67,7 @@ class Arguments:
         """`value` as a Python integer in [least, 2^31)."""
         number = self.number(argument, value)
         valid = number.is_integer() and least <= number < 2**31
-        lowest = "-2**31" if least == -(2**31) else least
-        self.require(valid, argument, value, f"an integer in [{lowest}, 2**31)")
+        self.require(valid, argument, value, f"an integer in [{least}, 2**31)")
         return int(number)
 
     def word(self, argument: str, value: Any, words: tuple[str, ...]) -> str:

@@ -67,13 +67,8 @@ def plot_spikes(
     known = np.isfinite([recorded["loss"], recorded["grad_norm"]]).any()
     needed = "a history with losses or gradient norms (loss= and grads= of push)"
     _check_some("plot_spikes", known, needed)
-    if axes is None:
-        top, bottom = plt.subplots(2, 1, figsize=(7.0, 5.0), layout="constrained")[1]
-        bottom.sharex(top)
-    elif len(axes) != 2:
-        raise ValueError(f"plot_spikes: expected two axes, got {len(axes)}")
-    else:
-        top, bottom = axes
+    figure = {"figsize": (7.0, 5.0), "layout": "constrained", "sharex": True}
+    top, bottom = plt.subplots(2, **figure)[1] if axes is None else axes
     _draw_limited(top, recorded, "loss", "loss_limit")
     _draw_limited(bottom, recorded, "grad_norm", "norm_limit")
     top.set_ylabel("loss")

@@ -35,18 +35,13 @@ def dot_general(
     weight's gradient right behind the matrix product. In half precision that sum can
     overflow where no part does, and rounds once per addition. Here the parts and their
     sum are float32, and the sum is rounded once. It costs 4 bytes per entry on the
-    wire rather than 2.
-
-    The operands of all products stay in half precision, as tensor cores want them. A
-    float32 product of half operands (`preferred_element_type=float32`) has a float32
-    cotangent, which is kept as it is. With float32 operands nothing changes.
+    wire rather than 2. All operands stay in half precision, as tensor cores want them.
 
     For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
     place of `lax.dot_general`. The gradient of a bias is still summed in its own dtype.
 
     Args:
-      lhs: an array.
-      rhs: an array.
+      lhs, rhs: arrays.
       dimension_numbers: `((lhs contracting, rhs contracting), (lhs batch, rhs batch))`.
       precision: as in `jax.lax.dot_general`, for the backward pass too.
       preferred_element_type: dtype of the result; default that of the operands.
@@ -69,15 +64,13 @@ def dot_general(
     if isinstance(precision, list):
         precision = tuple(precision)
 
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            lhs,
-            rhs,
-            dimensions,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            **options,
-        )
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dimensions,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        **options,
+    )
 
     def term(side: int, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         pair = [lhs, rhs]

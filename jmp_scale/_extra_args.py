@@ -27,15 +27,9 @@ def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> b
                     "update(grads, state, params, value=loss)"
                 )
         return False
-    refused = any(not taken & {"", "value"} for taken in keywords)
-    if refused and any("value" in taken for taken in keywords):
-        raise TypeError(
-            "with_loss_scale: expected all parts of inner to take value= or none to "
-            "need it, got one whose update refuses it beside one that needs it; chain "
-            "the first as optax.GradientTransformation(part.init, part.update), to "
-            "which optax.chain gives no extra arguments"
-        )
-    return not refused
+    is_refused = any(not taken & {"", "value"} for taken in keywords)
+    # Where a part needs it beside one that refuses it, the error is that of Optax.
+    return not is_refused or any("value" in taken for taken in keywords)
 
 
 def keywords_of(update: Any, seen: set[int] | None = None) -> Keywords:

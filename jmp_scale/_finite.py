@@ -41,8 +41,7 @@ def all_finite(
 ) -> jax.Array:
     """Whether all entries of all leaves are finite, with one answer for all replicas.
 
-    Only inexact leaves (real or complex floating point) are looked at. NumPy arrays and
-    Python numbers are judged as they are, before JAX converts them: 1e300 is finite.
+    Only inexact leaves (real or complex floating point) are looked at.
 
     Args:
       tree: any pytree.
@@ -149,19 +148,7 @@ def _finite_and_norm(leaves: Arrays, specs: _mesh.Specs) -> tuple[jax.Array, jax
 
 
 def _inexact_arrays(tree: Any) -> list[jax.Array]:
-    return [_as_array(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-
-
-def _as_array(leaf: Any) -> jax.Array:
-    """An array of JAX's that is finite where `leaf` is."""
-    # Without 64-bit types a host's 1e300 becomes the largest float32, not infinity.
-    host: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    if dtype == host.dtype:
-        return jnp.asarray(host)
-    with np.errstate(over="ignore"):
-        narrow = host.astype(dtype)
-    return jnp.asarray(np.where(np.isfinite(host), np.nan_to_num(narrow), narrow))
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
 class _Reading(NamedTuple):

@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 from ._marks import UNSCALED
-from ._tree import is_inexact, map_gradients, promote_to_float32
+from ._tree import map_gradients, promote_to_float32
 from ._validation import described, require_callable, warn
 
 
@@ -32,10 +32,8 @@ def value_and_grad(
     yourself. End it in float32 (`.astype(jnp.float32)` before the last mean): the
     gradient that enters a float16 loss is S cast to float16, infinite from S = 2^16 on.
 
-    Average over devices afterwards: `jax.lax.pmean(grads, axis)` in `pmap` and in
-    `shard_map(check_vma=False)`. In `shard_map(check_vma=True)` JAX has already summed
-    the gradients of replicated parameters over the axis: divide by its size there.
-    New values in Flax's float8 collection `_overwrite_with_gradient` pass unchanged.
+    Average over devices afterwards. New values in Flax's float8 collection
+    `_overwrite_with_gradient` pass unchanged.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -51,10 +49,8 @@ def value_and_grad(
       grads)`. Loss and gradients are float32 where they were narrower.
 
     Raises:
-      TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
-        is given; while tracing, `fun` does not return what `has_aux` says, `transform`
-        not what `jax.value_and_grad` does, or a differentiated leaf is not
-        floating-point.
+      TypeError: an argument of another type, or `axis_name`; while tracing, `fun` or
+        `transform` returns something else.
       ValueError: the loss scale has a shape other than ().
 
     Warns:
@@ -149,8 +145,6 @@ def _differentiated(
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
     def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
-        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-            _check_differentiated(function, args, argnums)
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
@@ -160,19 +154,6 @@ def _differentiated(
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
-
-
-def _check_differentiated(function: str, args: Any, argnums: Any) -> None:
-    numbers = argnums if isinstance(argnums, Sequence) else [argnums]
-    given = {n: args[n] for n in numbers if -len(args) <= n < len(args)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
-        if not (is_inexact(leaf) or hasattr(leaf, "__jax_array__")):
-            got = getattr(leaf, "dtype", type(leaf).__name__)
-            raise TypeError(
-                f"{function}: expected floating-point arrays to differentiate, got "
-                f"{got} at args{jax.tree_util.keystr(path)}; pass the parameters "
-                "alone, or for a model transform=equinox.filter_value_and_grad"
-            )
 
 
 def _warn_if_captured(function: str, loss_scale: LossScale, args: Any) -> None:
@@ -203,20 +184,11 @@ def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
                 f"got {described(output)}; return everything but the loss as one aux"
             )
         loss, aux = output
-    if not (hasattr(loss, "shape") or isinstance(loss, (int, float, complex))):
-        cure = "pass has_aux=True if fun returns (loss, aux)"
-        if has_aux:
-            cure = "return the loss first"
-        elif loss is None:
-            cure = "let fun return it"
+    is_number = hasattr(loss, "shape") or isinstance(loss, (int, float, complex))
+    if not is_number or jnp.shape(loss) != ():
         raise TypeError(
-            f"{function}: expected fun to return a scalar loss, got "
-            f"{described(loss)}; {cure}"
-        )
-    if jnp.shape(loss) != ():
-        raise TypeError(
-            f"{function}: expected fun to return a scalar loss, got shape "
-            f"{jnp.shape(loss)}; take its mean or sum"
+            f"{function}: expected fun to return a scalar loss, got {described(loss)}; "
+            "return its mean or sum, and pass has_aux=True if fun returns (loss, aux)"
         )
     return _Output(promote_to_float32(loss), aux)
 

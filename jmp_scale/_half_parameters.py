@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ._state import find_loss_scale_states, with_arrays
+from ._policy import is_half
+from ._state import find_loss_scale_states, find_nodes, with_arrays
 from ._tree import leaves_by_name, promote_to_float32
 
-_HALF = (jnp.bfloat16, jnp.float16)
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 
@@ -53,9 +53,9 @@ def with_half_parameters(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an Optax optimizer: parameters in half precision lose no update.
 
-    `inner` updates float32 values, whose rounding the bfloat16 or float16 parameters
-    are; the state keeps the rest. So training is that of `inner` on float32 parameters,
-    bit for bit, given the same gradients. Leaves of other dtypes pass as they are.
+    `inner` updates float32 values, whose rounding the parameters are; the state keeps
+    the rest. So training is that of `inner` on float32 parameters, bit for bit, given
+    the same gradients. Leaves of other dtypes pass as they are.
 
     With a `key` nothing is kept: new values are rounded up or down at random, right in
     the mean and the same on all devices. What needs no rounding stays.
@@ -102,7 +102,7 @@ def with_half_parameters(
     words = None if key is None else jax.random.key_data(key)[:2]
 
     def init(params: optax.Params) -> HalfParametersState:
-        inner_state = inner.init(jax.tree.map(_to_float32, params))
+        inner_state = inner.init(jax.tree.map(_join, params))
         if find_loss_scale_states(inner_state) or find_half_states(inner_state):
             raise ValueError(
                 "with_half_parameters: expected an optimizer without a loss scale and "
@@ -154,18 +154,18 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
       no remainder. Leaves of other dtypes pass.
 
     Raises:
-      ValueError: the remainders in `opt_state` are those of other parameters.
+      ValueError: the remainders are those of other parameters.
     """
-    params, kept = with_arrays(params), remainders(opt_state)
-    _check_pairs("full_parameters", params, kept)
-    leaves = leaves_by_name(params).items()
+    arrays, kept = with_arrays(params), remainders(opt_state)
+    _check_pairs("full_parameters", arrays, kept)
+    leaves = leaves_by_name(arrays).items()
     joined = [_join(leaf, kept.get(name)) for name, leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
 def split(x: Any, like: Any) -> tuple[Any, Any]:
     """A float32 value as a parameter of the dtype of `like`, and its remainder."""
-    if not _is_half(like):
+    if not holds_half(like):
         return x, None
     made = _rounded(x, like.dtype).astype(like.dtype)
     return made, _remainder(x, made)
@@ -180,12 +180,6 @@ def remainders(tree: Any) -> dict[str, Any]:
     return found
 
 
-def find_half_states(tree: Any) -> list[tuple[Any, Any]]:
-    """(key path, node) of every state of `with_half_parameters` in a pytree."""
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_half_state)[0]
-    return [(path, node) for path, node in nodes if is_half_state(node)]
-
-
 def is_half_state(node: Any) -> bool:
     """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
     if isinstance(node, Mapping):
@@ -193,6 +187,9 @@ def is_half_state(node: Any) -> bool:
         own = not names.isdisjoint({"remainder", "rounding_key"})
         return own and names <= set(HalfParametersState._fields)
     return isinstance(node, HalfParametersState)
+
+
+find_half_states = functools.partial(find_nodes, is_half_state)
 
 
 def is_nothing(x: Any) -> bool:
@@ -215,22 +212,21 @@ def _check_pairs(function: str, params: Any, remainders: Any) -> None:
             )
 
 
-def _is_half(p: Any) -> bool:
-    return getattr(p, "dtype", None) in _HALF
-
-
-def _to_float32(p: Any) -> Any:
-    return jnp.asarray(p).astype(jnp.float32) if _is_half(p) else p
+def holds_half(x: Any) -> bool:
+    return is_half(getattr(x, "dtype", None))
 
 
 def _zeros(p: Any) -> jax.Array | None:
-    dtype = jnp.int16 if getattr(p, "dtype", None) == jnp.bfloat16 else jnp.float32
-    return jnp.zeros_like(p, dtype) if _is_half(p) else None
+    if not holds_half(p):
+        return None
+    return jnp.zeros_like(p, jnp.int16 if p.dtype == jnp.bfloat16 else jnp.float32)
 
 
-def _join(p: Any, remainder: Any) -> Any:
-    """The float32 value of a parameter and its remainder."""
-    x = _to_float32(p)
+def _join(p: Any, remainder: Any = None) -> Any:
+    """The float32 value of a half-precision parameter and its remainder."""
+    if not holds_half(p):
+        return p
+    x = jnp.asarray(p).astype(jnp.float32)
     if remainder is None:
         return x
     if p.dtype == jnp.float16:
@@ -244,9 +240,9 @@ def _rounded_update(
     update: Any, p: Any, full: Any, remainder: Any, key: Any
 ) -> tuple[Any, Any]:
     """What takes a parameter to the rounding of its new value, and what that leaves."""
-    if is_nothing(update) or not _is_half(p):
+    if is_nothing(update) or not holds_half(p):
         return update, remainder
-    x, old = (full + update).astype(jnp.float32), _to_float32(p)
+    x, old = (full + update).astype(jnp.float32), _join(p)
     noise = None
     if key is not None:
         noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.int32)

@@ -1,9 +1,8 @@
 """The three loss scales, and their verbs."""
 
-import contextlib
 import dataclasses
 import functools
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -144,20 +143,8 @@ class DynamicLossScale(_pytree.Pytree):
       32768.0 0
     """
 
-    _leaf_names: ClassVar[tuple[str, ...]] = "loss_scale", "counter", "hysteresis_left"
-    _other_names: ClassVar[dict[str, str]] = {
-        "init_scale": "loss_scale",
-        "initial_scale": "loss_scale",
-        "growth_interval": "period",
-        "growth_factor": "factor",
-        "scale_window": "period",
-        "scale_factor": "factor",
-        "min_scale": "min_loss_scale",
-        "max_scale": "max_loss_scale",
-    }
-
-    loss_scale: Any = 2.0**15
-    counter: Any = None
+    loss_scale: _pytree.Leaf = 2.0**15
+    counter: _pytree.Leaf = None
     period: int = 2000
     factor: float = 2
     min_loss_scale: float = 1.0
@@ -168,11 +155,11 @@ class DynamicLossScale(_pytree.Pytree):
     hysteresis: int = 1
     hysteresis_reset: str = "growth"
     at_max: str = "hold"
-    hysteresis_left: Any = None
+    hysteresis_left: _pytree.Leaf = None
 
     def __post_init__(self) -> None:
         arguments = _validation.Arguments(type(self).__name__)
-        values = _validation.rule(arguments, _pytree.fields_of(self))
+        values = _validation.rule(arguments, vars(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]
         s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
         values |= {"loss_scale": s, "hysteresis_left": None}
@@ -304,25 +291,15 @@ def adjust(
 
 def checked_loss_scale(function: str, value: Any) -> LossScale:
     """`value`, which must be a loss scale: else the error says how to get one."""
-
     if isinstance(value, LossScale):
         return value
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, LossScale))
-    got, cure = f"a {type(value).__name__}", "pass DynamicLossScale() or another one"
-    if isinstance(value, type):
-        got = f"the class {value.__name__}"
-        cure = f"pass an instance, {value.__name__}(...)"
-    elif isinstance(value, (str, int, float)) or hasattr(value, "dtype"):
-        got = repr(value)
-        if isinstance(value, str):
-            cure = f"pass jmp_scale.get_loss_scale({value!r}), or DynamicLossScale()"
-        with contextlib.suppress(TypeError, ValueError):
-            StaticLossScale(value)  # pyright: ignore[reportArgumentType]
-            number = float(value) if isinstance(value, jax.Array) else value
-            cure = f"pass jmp_scale.get_loss_scale({number!r})"
-    elif any(isinstance(leaf, LossScale) for leaf in leaves):
-        cure = 'pass its .loss_scale, or optax.tree.get(opt_state, "loss_scale")'
-    raise TypeError(f"{function}: expected a loss scale, got {got}; {cure}")
+    is_short = isinstance(value, (str, int, float, type)) or hasattr(value, "dtype")
+    got = repr(value) if is_short else f"a {type(value).__name__}"
+    raise TypeError(
+        f"{function}: expected a loss scale, got {got}; pass an instance such as "
+        "DynamicLossScale(), jmp_scale.get_loss_scale(...) of a number or a name, or "
+        'of a state its .loss_scale, optax.tree.get(opt_state, "loss_scale")'
+    )
 
 
 def scale_value(function: str, loss_scale: Any) -> jax.Array:

@@ -3,27 +3,26 @@
 import contextlib
 import dataclasses
 import json
-import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+# The type of fields that are leaves: arrays, or whatever JAX puts in their place.
+Leaf = Annotated[Any, "leaf"]
+
 
 class Pytree:
     """A frozen dataclass that is a pytree, and so is each subclass.
 
-    Its leaves are the fields named in `_leaf_names`. All others are static, also those
-    of a subclass: a forgotten one would fall back to its default in every `jit`.
+    Its leaves are the fields of type `Leaf`. All others are static, also those of a
+    subclass: a forgotten one would fall back to its default in every `jit`.
     """
 
-    _leaf_names: ClassVar[tuple[str, ...]] = ()
-    # Arguments of other libraries, and what they are called here.
-    _other_names: ClassVar[dict[str, str]] = {}
+    _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -45,11 +44,6 @@ class Pytree:
         return {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        for name in cls._other_names.keys() & kwargs.keys():
-            raise TypeError(
-                f"{cls.__name__}: expected {cls._other_names[name]}, got {name}, "
-                "its name in another library"
-            )
         # Not in __init_subclass__, where a subclass is not a dataclass yet.
         if cls not in registered_classes:
             with contextlib.suppress(ValueError):  # registered, or of an equal name
@@ -71,14 +65,9 @@ def _text(value: Any) -> str:
     return f"{value.dtype}{[*value.shape]}"
 
 
-def fields_of(tree: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name; `vars` has none of those in slots."""
-    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-
-
 def with_fields(tree: Any, /, **fields: Any) -> Any:
     """A copy with other fields, unchecked: they may be placeholders."""
-    return _with_all_fields(type(tree), (fields_of(tree) | fields).items())
+    return _instance(type(tree), vars(tree) | fields)
 
 
 def register(cls: type[C]) -> type[C]:
@@ -88,28 +77,22 @@ def register(cls: type[C]) -> type[C]:
     checks leaves, for which JAX puts None, object() or a PartitionSpec.
     """
     registered_classes.add(cls)
-    leaf_names = cls._leaf_names
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    static_names = [f.name for f in fields if f.name not in leaf_names]
+    leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
+    static_names = [f.name for f in fields if f.type is not Leaf]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
-    leaves_of, static_of = _getter(leaf_names), _getter(static_names)
     names = (*leaf_names, *static_names)
 
     def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return leaves_of(x), static_of(x)
+        leaves = tuple(getattr(x, name) for name in leaf_names)
+        return leaves, tuple(getattr(x, name) for name in static_names)
 
     def flatten_with_keys(x: Any) -> tuple[Any, tuple[Any, ...]]:
-        return tuple(zip(keys, leaves_of(x), strict=True)), static_of(x)
-
-    has_slots = any("__slots__" in vars(c) for c in cls.__mro__[:-1])
+        leaves, static = flatten(x)
+        return tuple(zip(keys, leaves, strict=True)), static
 
     def unflatten(static: tuple[Any, ...], leaves: Any) -> Any:
-        fields = zip(names, (*leaves, *static), strict=True)
-        if has_slots:
-            return _with_all_fields(cls, fields)
-        instance = object.__new__(cls)
-        instance.__dict__.update(fields)  # in C, for every call of a compiled step
-        return instance
+        return _instance(cls, dict(zip(names, (*leaves, *static), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     jax.export.register_pytree_node_serialization(
@@ -129,17 +112,10 @@ def register_state_dict(cls: type) -> None:
         flax.register_serialization_state(cls, _to_state_dict, _from_state_dict)
 
 
-def _with_all_fields(cls: type, fields: Iterable[tuple[str, Any]]) -> Any:
+def _instance(cls: type, fields: dict[str, Any]) -> Any:
     instance = object.__new__(cls)
-    for name, value in fields:
-        object.__setattr__(instance, name, value)
+    instance.__dict__.update(fields)
     return instance
-
-
-def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) > 1:
-        return operator.attrgetter(*names)  # in C
-    return lambda x: tuple(getattr(x, name) for name in names)
 
 
 def _to_state_dict(target: Any) -> dict[str, Any]:
@@ -148,26 +124,22 @@ def _to_state_dict(target: Any) -> dict[str, Any]:
     return {path[0].name: leaf for path, leaf in paths}
 
 
+def _types(leaves: dict[str, Any]) -> dict[str, str]:
+    return {k: f"{jnp.result_type(x)}{[*jnp.shape(x)]}" for k, x in leaves.items()}
+
+
 def _from_state_dict(target: Any, state: Any) -> Any:
     """The leaves of `state` in an object that is configured like `target`."""
-    expected = _to_state_dict(target)
-    path = sys.modules["flax.serialization"].current_path()
-    where = f"{type(target).__name__} at path {path}"
+    expected = _types(_to_state_dict(target))
+    got = _types(state) if isinstance(state, dict) else repr(state)
     # Flax compares names only for its own kinds of containers.
-    if not isinstance(state, dict) or set(state) != set(expected):
-        got = sorted(state) if isinstance(state, dict) else repr(state)
+    if got != expected:
+        path = sys.modules["flax.serialization"].current_path()
         raise ValueError(
-            f"{where}: expected a state dict with the names {sorted(expected)}, got "
-            f"{got}; was it saved with another kind of loss scale or guard, or before "
-            "there was one (jmp_scale.checkpoints)?"
+            f"{type(target).__name__} at path {path}: expected {expected}, got {got}; "
+            "was it saved with another kind of loss scale or guard, or before there "
+            "was one (jmp_scale.checkpoints)?"
         )
-    for name, leaf in expected.items():
-        wanted, got = ((jnp.shape(x), jnp.result_type(x)) for x in (leaf, state[name]))
-        if got != wanted:
-            raise ValueError(
-                f"{where}: expected {name} of shape and dtype {wanted}, got {got}: "
-                f"{state[name]!r}"
-            )
     # Not by the constructor, which refuses an S outside the bounds of the code that
     # restores. JAX arrays, because the NumPy arrays of Flax cannot be donated.
     leaves = [jnp.asarray(state[name]) for name in expected]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from . import _pytree
 from ._validation import Arguments
 
 # Least spreads. Without them a run of equal losses or norms makes any other a spike.
-# The norm's is 0.25 bits, a factor of 1.19. The loss's is a share of its mean.
 _NORM_FLOOR = 0.25
 _LOSS_FLOOR = 0.02
 
@@ -55,15 +54,12 @@ class SpikeGuard(_pytree.Pytree):
     Mean and deviation are exponential with `decay`, unbiased from the first step on.
     Nothing leaps before `warmup` accepted steps, in which a leap enters up to the
     threshold, and a leap down starts the statistics again: one huge step does not blind
-    the guard. Steps without gradients enter only before all others, but their loss can
-    leap, as can that of gradients that overflow. No other step that is not finite is a
-    spike, and none changes the statistics.
+    the guard. A step that is not finite is a spike only if its loss is finite and
+    leaps, and none changes the statistics.
 
-    A frozen dataclass and a pytree: the first four arguments are static, the statistics
-    are its leaves. They are f32[], counts are i32[], and start at 0: `loss_mean` and
-    `loss_deviation` of the loss, over `loss_steps` accepted steps; `norm_mean` and
-    `norm_deviation` of log2 of the norm, over `norm_steps`; `accepted` steps since the
-    start or the last new level; spikes `in_a_row` since the last accepted step.
+    A frozen dataclass and a pytree, whose leaves are the statistics, f32[], and counts,
+    i32[]: accepted steps whose loss or norm entered, `accepted` steps since the start
+    or the last new level, spikes `in_a_row`. All start at 0.
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes`, here
     with exponential windows, one-sided, and of accepted steps only.
@@ -90,33 +86,22 @@ class SpikeGuard(_pytree.Pytree):
       (1, 1)
     """
 
-    _leaf_names: ClassVar[tuple[str, ...]] = (
-        "loss_mean",
-        "loss_deviation",
-        "loss_steps",
-        "norm_mean",
-        "norm_deviation",
-        "norm_steps",
-        "accepted",
-        "in_a_row",
-    )
-
     threshold: float = 6.0
     decay: float = 0.99
     warmup: int = 100
     max_in_a_row: int = 10
     _: dataclasses.KW_ONLY
-    loss_mean: Any = None
-    loss_deviation: Any = None
-    loss_steps: Any = None
-    norm_mean: Any = None
-    norm_deviation: Any = None
-    norm_steps: Any = None
-    accepted: Any = None
-    in_a_row: Any = None
+    loss_mean: _pytree.Leaf = None
+    loss_deviation: _pytree.Leaf = None
+    loss_steps: _pytree.Leaf = None
+    norm_mean: _pytree.Leaf = None
+    norm_deviation: _pytree.Leaf = None
+    norm_steps: _pytree.Leaf = None
+    accepted: _pytree.Leaf = None
+    in_a_row: _pytree.Leaf = None
 
     def __post_init__(self) -> None:
-        arguments, values = Arguments("SpikeGuard"), _pytree.fields_of(self)
+        arguments, values = Arguments("SpikeGuard"), dict(vars(self))
         for name, end, allowed in (
             ("threshold", math.inf, "a finite number > 0"),
             ("decay", 1, "a number in (0, 1)"),

@@ -1,7 +1,8 @@
 """The state of an optimizer with a loss scale, and how it is found in others."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin, get_type_hints
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
 
 import jax
 import jax.export
@@ -19,7 +20,7 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: the loss scale of the next step.
-      inner_state: state of the wrapped optimizer.
+      inner_state: state of the wrapped optimizer, with the fields that it has.
       grads_finite: bool[], whether the last step's gradients, and its `value` if given,
         were all finite. True before the first step.
       applied: bool[], whether the last step was applied: `grads_finite`, and no spike.
@@ -45,15 +46,6 @@ class LossScaleState(NamedTuple):
     spikes: Count
     guard: Any
 
-    if not TYPE_CHECKING:  # which would take any name for one of the class
-
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(
-                f"LossScaleState has no {name!r}; the optimizer's own state is "
-                f".inner_state: optax.tree.get(opt_state, {name!r}) finds a field at "
-                "any depth"
-            )
-
 
 FIELDS_OF_0_2 = 9
 # A pickled state of an earlier version lacks the newest fields.
@@ -72,10 +64,10 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def find_loss_scale_states(tree: Any) -> list[tuple[Any, Any]]:
-    """(key path, node) of every `is_loss_scale_state` in a pytree, outermost only."""
-    nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_loss_scale_state)[0]
-    return [(path, node) for path, node in nodes if is_loss_scale_state(node)]
+def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[tuple[Any, Any]]:
+    """(key path, node) of every `is_node` in a pytree, outermost only."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
+    return [(path, node) for path, node in nodes if is_node(node)]
 
 
 def is_loss_scale_state(node: Any) -> bool:
@@ -89,6 +81,9 @@ def is_loss_scale_state(node: Any) -> bool:
         always = {"grads_finite", "skipped", "skipped_in_a_row"}
         return always <= set(node) <= set(LossScaleState._fields)
     return isinstance(node, LossScaleState)
+
+
+find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
 
 
 def with_arrays(tree: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from . import _mesh
 from ._extra_args import keywords_of, takes_value
 from ._finite import finite, finite_and_norm
-from ._half_parameters import find_half_states, is_nothing
+from ._half_parameters import find_half_states, holds_half, is_nothing
 from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from ._skip import select_step, unless
 from ._spike_guard import SpikeGuard
@@ -110,7 +110,7 @@ def with_loss_scale(
     keywords = keywords_of(inner.update)
 
     def init(params: optax.Params) -> LossScaleState:
-        inner_state = _initial(inner, params)
+        inner_state = inner.init(params)
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
@@ -232,19 +232,6 @@ def _next_state(
     )
 
 
-def _initial(inner: optax.GradientTransformation, params: Any) -> Any:
-    try:
-        return inner.init(params)
-    except TypeError as error:
-        others = [x for x in jax.tree.leaves(params) if not is_data(x)]
-        if not others:
-            raise
-        raise TypeError(
-            f"with_loss_scale: expected arrays as parameters, got {others[0]!r}; of an "
-            "Equinox model pass eqx.filter(model, eqx.is_inexact_array)"
-        ) from error
-
-
 def _refuse_nesting(inner_state: Any) -> None:
     nested = find_loss_scale_states(inner_state)
     if nested:
@@ -269,8 +256,7 @@ def _warn_of_half_precision(params: Any) -> None:
 
 def _half_leaves(tree: Any) -> list[tuple[Any, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    half = (jnp.float16, jnp.bfloat16)
-    return [(p, x.dtype) for p, x in leaves if getattr(x, "dtype", None) in half]
+    return [(path, x.dtype) for path, x in leaves if holds_half(x)]
 
 
 def _check_arguments(updates: Any, state: Any, params: Any, positional: Any) -> None:

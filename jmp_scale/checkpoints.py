@@ -1,8 +1,6 @@
 """Checkpoints of earlier versions, or from before what the state now has.
 
-A checkpoint of a state with a loss scale needs nothing from this module: S and its
-counter are saved and restored like all other leaves. Period, bounds and other arguments
-come from the code that restores.
+Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
 import functools
@@ -37,8 +35,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
         `lambda template: ocp.load(path, template)`. The template is `state` with each
-        `LossScaleState` replaced by its `inner_state`. A `load` that ignores it may
-        return nested dicts and lists with the same names.
+        `LossScaleState` replaced by its `inner_state`; dicts of its names may return.
       state: the new state, with a loss scale at any depth: a `TrainState`, an
         `nnx.state(optimizer)`, ... Other leaves may be `jax.ShapeDtypeStruct`s.
 
@@ -63,23 +60,13 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     return _restore("restore_without_loss_scale", load, state, [_inner_state])
 
 
-def restore_without_guard(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint with a loss scale from before the optimizer had a guard.
-
-    As `restore_older`: the guard, which warms up again, comes from `state`, and S and
-    all else from disk.
-    """
-    return _restore("restore_without_guard", load, state, _forms_of_versions())
-
-
 def restore_older(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint that an earlier version of this library made, from 0.1 on.
+    """Restores a checkpoint from before the guard, or of an earlier version, from 0.1.
 
     As `restore_without_loss_scale`, but only what a `LossScaleState` lacks there comes
-    from `state`: newer counters, and the guard. S and all else come from disk.
-
-    `load` gets the form of each version, the newest first, until it raises no
-    `ValueError`, `TypeError` or `KeyError`. The checkpoint may be of this version too.
+    from `state`: newer counters, and the guard, which warms up again. S and all else
+    come from disk. `load` gets the form of each version, the newest first, until it
+    raises no `ValueError`, `TypeError` or `KeyError`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -113,7 +100,7 @@ def restore_without_half_parameters(
       ValueError: the checkpoint has other leaves than the template, or of other types.
     """
     name = "restore_without_half_parameters"
-    pair = _with_values(params, opt_state), opt_state
+    pair = full_parameters(params, opt_state), opt_state
     full, opt_state = _restore(name, load, pair, [_inner_state], is_half_state)
     leaves, structure = jax.tree.flatten(opt_state)
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
@@ -132,13 +119,7 @@ def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
       opt_state: the state of `with_half_parameters` after the same step, at any depth.
     """
     inner = _in_form(opt_state, is_half_state, _inner_state)
-    return _with_values(params, opt_state), inner
-
-
-def _with_values(params: Any, opt_state: Any) -> Any:
-    """The float32 values, in the variables of NNX where `params` are."""
-    values = jax.tree.leaves(full_parameters(params, opt_state))
-    return jax.tree.unflatten(jax.tree.structure(params), values)
+    return full_parameters(params, opt_state), inner
 
 
 def _restore(

@@ -94,8 +94,8 @@ class Optimizer(nnx.Optimizer):
       `value` to `update` too. Where gradients are changed or added up in between, the
       statistics of a skipped step can stay, finite in any case: to accumulate
       gradients, pass an `optax.MultiSteps` as `tx`.
-    - A new variable, structure or shape (`sow`, a growing cache) stays: a compiled step
-      has one structure. Old entries are put back, new ones not finite become 0.
+    - A new variable, structure or shape (a growing cache) stays, because a compiled
+      step has one. New entries that are not finite become 0.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
 
     Args:
@@ -107,8 +107,7 @@ class Optimizer(nnx.Optimizer):
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
-      ValueError: `loss_scale` or `guard` is given and `tx` already is
-        `with_loss_scale(...)`, or contains it somewhere inside.
+      ValueError: `loss_scale` or `guard` is given twice, or `tx` contains another.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -151,10 +150,9 @@ class Optimizer(nnx.Optimizer):
     ) -> Callable[..., tuple[Any, Any]]:
         """`nnx.value_and_grad` with this optimizer's loss scale.
 
-        Arguments and results are those of `jmp_scale.value_and_grad`, and `**kwargs`
-        goes to `nnx.value_and_grad`. Of a module, only the variables of `wrt` are
-        differentiated, or those of an `nnx.DiffState(position, filter)` in `argnums`;
-        in Flax's tree mode (`graph=False`) all.
+        Arguments and results are those of `jmp_scale.value_and_grad`. Of a module, only
+        the variables of `wrt` are differentiated, or those of an `nnx.DiffState` in
+        `argnums`; in Flax's tree mode (`graph=False`) all.
         """
 
         def or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
@@ -188,9 +186,6 @@ class Optimizer(nnx.Optimizer):
           grads: unscaled gradients, as `value_and_grad` returns them.
           value: the unscaled loss, as in `with_loss_scale`.
           **extra: extra arguments of `tx`.
-
-        Returns:
-          What `nnx.Optimizer.update` returns: the updates, from Flax 0.12.1 on.
 
         Raises:
           TypeError: the gradients come before the model.

@@ -4,11 +4,12 @@ Each function returns the `DynamicLossScale` with its framework's S after every 
 "After n finite steps" means on the n-th finite step in a row: an overflow starts the
 count again, also where hysteresis absorbs it.
 
-One thing differs from the originals. S and 1/S are always normal float32 numbers here,
-never 0, NaN or infinite, which silently makes every gradient zero or NaN: a floor, cap
-or initial S beyond [2^-126, 2^126], or a floor or cap of None, is that end, where S
-then holds. S is float32 also where an original computes with Python numbers: the same
-for powers of two, otherwise within 1e-5 over hundreds of steps.
+One thing differs from the originals. S and 1/S are always normal float32 numbers here.
+In Apex, ColossalAI, Flax, Keras 3, Paddle and PyTorch S can become 0 or infinite, which
+silently makes every gradient zero or NaN: here a floor, cap or initial S beyond
+[2^-126, 2^126], or a floor or cap of None, is that end, where S then holds. S is
+float32 also where an original computes with Python numbers: the same for powers of two,
+otherwise within 1e-5 over hundreds of steps.
 
 All raise `TypeError` for an argument that is not a number, and `ValueError` for one out
 of range. `dataclasses.replace(preset, min_loss_scale=1.0)` sets what a preset has no
@@ -26,24 +27,25 @@ Examples:
   1024.0
 """
 
+import inspect
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 from . import _validation
 from ._loss_scale import DynamicLossScale
-from ._validation import LARGEST, SMALLEST, Arguments, require_no_tolerance
+from ._validation import LARGEST, SMALLEST, Arguments
 
 # What frameworks call the fields of `DynamicLossScale`, where they call them otherwise.
 _NAMES = {
-    "loss_scale": "init_scale initial_scale 2**initial_scale_power scale scale_value "
+    "loss_scale": "init_scale initial_scale initial_scale_power scale scale_value "
     "initial_loss_scale init_loss_scaling loss_scaling",
     "factor": "growth_factor scale_factor incr_ratio multiplier",
     "backoff_factor": "decr_ratio",
     "period": "growth_interval scale_window loss_scale_window steps_per_increase "
     "dynamic_growth_steps increment_period incr_every_n_steps",
     "hysteresis": "decr_every_n_nan_or_inf",
+    "hysteresis_reset": "consecutive_hysteresis",
     "min_loss_scale": "min_scale minimum_scale min_loss_scaling threshold",
     "max_loss_scale": "max_scale",
 }
@@ -60,11 +62,8 @@ def pytorch(
 
     S grows after `growth_interval` finite steps and backs off at every overflow. With
     several optimizers adjust one, by all flags.
-
-    Trap: 166 NaN steps take S from 2^16 to 0, and the next finite one ruins the
-    parameters; here S ends at 2^-126 and recovers.
     """
-    return _dynamic("pytorch", locals())
+    return _dynamic(pytorch, init_scale, growth_factor, backoff_factor, growth_interval)
 
 
 def apex(
@@ -78,10 +77,10 @@ def apex(
     S doubles after `scale_window` finite steps, halves at every overflow, and is
     clamped at `max_loss_scale`, also at the start. `num_losses=n` is a list of n. The
     older `fp16_utils` is `fairseq(2.0**32, scale_window=1000, threshold=1.0)`.
-
-    Trap: without `min_loss_scale` S ends at 0 there, with a ZeroDivisionError.
     """
-    return _dynamic("apex", locals(), at_max="clamp")
+    return _dynamic(
+        apex, init_scale, scale_window, min_loss_scale, max_loss_scale, at_max="clamp"
+    )
 
 
 def deepspeed(
@@ -96,19 +95,18 @@ def deepspeed(
     S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
     steps, one later after the start or an overflow. It halves at the `hysteresis`-th
     overflow and at each one after it until S grows, or with `consecutive_hysteresis`
-    until a step is finite. `get_loss_scale` reads the section itself.
+    until a step is finite.
 
-    Traps: from an `initial_scale_power` of 0, an exponent, S needs 15,000 steps to
-    2^15. At `min_loss_scale` DeepSpeed raises by default; here S stays there and
+    At `min_loss_scale` DeepSpeed raises by default; here S stays there and
     `skipped_in_a_row` grows. Give `hysteresis=1` for `FP16_Optimizer` and
     `FP16_UnfusedOptimizer`, which ignore it.
     """
-    given, arguments = dict(locals()), Arguments("presets.deepspeed")
-    power = arguments.number("initial_scale_power", given.pop("initial_scale_power"))
+    arguments = Arguments("presets.deepspeed")
+    power = arguments.number("initial_scale_power", initial_scale_power)
     arguments.require(abs(power) <= 126, "initial_scale_power", power, "in [-126, 126]")
-    given["2**initial_scale_power"] = 2.0**power
-    reset = "finite" if given.pop("consecutive_hysteresis") else "growth"
-    return _dynamic("deepspeed", given, growth_delay=1, hysteresis_reset=reset)
+    reset = "finite" if consecutive_hysteresis else "growth"
+    rule = loss_scale_window, hysteresis, reset, min_loss_scale
+    return _dynamic(deepspeed, 2.0**power, *rule, growth_delay=1)
 
 
 def megatron(
@@ -126,9 +124,10 @@ def megatron(
 
     Traps: a float16 run skips its first steps (17 until S is 2^16). A bad example that
     comes back before S can grow takes S down to `min_scale`, though no S can help: pass
-    `value=` against that. Without a cap S can be infinite there.
+    `value=` against that.
     """
-    return _dynamic("megatron", locals())
+    rule = growth_factor, backoff_factor, growth_interval, hysteresis
+    return _dynamic(megatron, initial_scale, min_scale, *rule)
 
 
 def colossalai(
@@ -142,12 +141,11 @@ def colossalai(
 ) -> DynamicLossScale:
     """ColossalAI's `DynamicGradScaler`.
 
-    As `megatron`, with a lower start and optional ends: a growth past `max_scale` is
-    clamped to it.
-
-    Trap: by default S can reach 0 and infinity there.
+    As `megatron`, with a lower start and optional ends, to which S is clamped.
     """
-    return _dynamic("colossalai", locals(), at_max="clamp", clamps_initial=False)
+    rule = growth_factor, backoff_factor, growth_interval
+    ends = min_scale, max_scale
+    return _dynamic(colossalai, initial_scale, *rule, *ends, hysteresis, at_max="clamp")
 
 
 def fairseq(
@@ -155,8 +153,6 @@ def fairseq(
     scale_factor: float = 2.0,
     scale_window: int = 2000,
     threshold: float | None = None,
-    *,
-    tolerance: float = 0.0,
 ) -> DynamicLossScale:
     """fairseq's `DynamicLossScaler`, with the class's defaults.
 
@@ -164,13 +160,11 @@ def fairseq(
     it at every overflow, down to `threshold`. The command line starts at 2^7 with a
     window of 2^14 / world size / update_freq.
 
-    Traps: below 1e-4 fairseq raises FloatingPointError; here S continues to the floor
-    and `skipped_in_a_row` grows. `tolerance` > 0 is refused: the share of overflows
-    since S changed is not counted.
+    There is no `tolerance`: the share of overflows since S changed is not counted. To
+    absorb single overflows use `megatron`. Below 1e-4 fairseq raises
+    FloatingPointError; here S continues to the floor and `skipped_in_a_row` grows.
     """
-    require_no_tolerance(Arguments("presets.fairseq"), "tolerance", tolerance)
-    del tolerance
-    return _dynamic("fairseq", locals())
+    return _dynamic(fairseq, init_scale, scale_factor, scale_window, threshold)
 
 
 def cerebras(
@@ -184,18 +178,21 @@ def cerebras(
     S doubles after `steps_per_increase` + 1 finite steps (in TensorFlow's
     `CSDynamicLossScale` not + 1), halves at every overflow, and is clamped to
     [min_loss_scale, max_loss_scale], also at the start (None: at the cap). For
-    cbfloat16 the cap is 2^31. `get_loss_scale` reads its YAML, and refuses
-    `overflow_tolerance`, as `fairseq` does.
+    cbfloat16 the cap is 2^31. There is no `overflow_tolerance`: see `fairseq`.
 
-    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14. Such
-    numbers (>= 2e10 or <= 2e-10) are read as powers of two, with a `UserWarning`.
+    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14.
     """
-    min_loss_scale = _meant("min_loss_scale", min_loss_scale)
-    max_loss_scale = _meant("max_loss_scale", max_loss_scale)
     if initial_loss_scale is None:
         initial_loss_scale = max_loss_scale
-    initial_loss_scale = _meant("initial_loss_scale", initial_loss_scale)
-    return _dynamic("cerebras", locals(), at_max="clamp", grows_late=True)
+    return _dynamic(
+        cerebras,
+        initial_loss_scale,
+        steps_per_increase,
+        min_loss_scale,
+        max_loss_scale,
+        at_max="clamp",
+        grows_late=True,
+    )
 
 
 def keras(
@@ -204,10 +201,8 @@ def keras(
     """Keras 3's `keras.optimizers.LossScaleOptimizer` (3.15).
 
     S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
-
-    Trap: S can reach 0 and infinity there, and then the parameters become NaN.
     """
-    return _dynamic("keras", locals())
+    return _dynamic(keras, initial_scale, dynamic_growth_steps)
 
 
 def tf_keras(
@@ -216,11 +211,8 @@ def tf_keras(
     """Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
 
     As `keras`, with a floor of 1.
-
-    Trap: with S at 1 and gradients that still overflow every step is skipped silently;
-    here `skipped_in_a_row` shows it.
     """
-    return _dynamic("tf_keras", locals(), min_loss_scale=1.0)
+    return _dynamic(tf_keras, initial_scale, dynamic_growth_steps, min_loss_scale=1.0)
 
 
 def tensorflow(
@@ -232,10 +224,10 @@ def tensorflow(
 
     S is multiplied by `multiplier` after `increment_period` finite steps and divided by
     it at every overflow, with a floor of 1.
-
-    Trap: as `tf_keras`.
     """
-    return _dynamic("tensorflow", locals(), min_loss_scale=1.0)
+    return _dynamic(
+        tensorflow, initial_loss_scale, increment_period, multiplier, min_loss_scale=1.0
+    )
 
 
 def paddle(
@@ -251,10 +243,16 @@ def paddle(
     `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row, a count that
     starts again at every finite step and backoff. The static graph has a floor of 1:
     `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
-
-    Trap: as `keras`.
     """
-    return _dynamic("paddle", locals(), hysteresis_reset="finite_or_backoff")
+    return _dynamic(
+        paddle,
+        init_loss_scaling,
+        incr_ratio,
+        decr_ratio,
+        incr_every_n_steps,
+        decr_every_n_nan_or_inf,
+        hysteresis_reset="finite_or_backoff",
+    )
 
 
 def mindspore(
@@ -265,10 +263,10 @@ def mindspore(
     S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
     it at every overflow, with a floor of 1, as in `DynamicLossScaleManager` (which
     raises after 1000 overflows in a row) and `DynamicLossScaleUpdateCell`.
-
-    Traps: as `tf_keras`; in the latter two S can be infinite.
     """
-    return _dynamic("mindspore", locals(), min_loss_scale=1.0)
+    return _dynamic(
+        mindspore, scale_value, scale_factor, scale_window, min_loss_scale=1.0
+    )
 
 
 def flax(
@@ -283,11 +281,11 @@ def flax(
     S is multiplied by `growth_factor` after `growth_interval` + 1 finite steps and by
     `backoff_factor` at every overflow, down to `minimum_scale`.
 
-    Traps: S can reach 3.4e38 there, where 1/S and with it every gradient is 0. From the
-    default floor back to 2^15 S takes 282,141 steps: raise `minimum_scale`, or pass
-    `value=`.
+    Trap: from the default floor back to 2^15 S takes 282,141 steps: raise
+    `minimum_scale`, or pass `value=`.
     """
-    return _dynamic("flax", locals(), grows_late=True)
+    rule = growth_factor, backoff_factor, growth_interval
+    return _dynamic(flax, *rule, scale, minimum_scale, grows_late=True)
 
 
 def jmp(
@@ -296,11 +294,9 @@ def jmp(
     """jmp's `DynamicLossScale` (0.0.4): this library's first five arguments.
 
     S is multiplied by `factor` after `period` finite steps and divided by it at every
-    overflow, down to `min_loss_scale`.
-
-    Trap: under `jit` jmp forgets it and takes 1.
+    overflow, down to `min_loss_scale` (under `jit` jmp forgets it and takes 1).
     """
-    return _dynamic("jmp", locals())
+    return _dynamic(jmp, loss_scale, period, factor, min_loss_scale)
 
 
 def mpx(
@@ -310,67 +306,46 @@ def mpx(
 
     As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start.
 
-    Traps: 65504 is not a power of two: from there on scaling rounds; for a new run take
-    `jmp`. MPX unscales by the adjusted S: its gradients are too small by `factor`
-    whenever S grows, unlike here.
+    Trap: 65504 is not a power of two: from there on scaling rounds; for a new run take
+    `jmp`. MPX unscales by the adjusted S, unlike here.
     """
-    return _dynamic("mpx", locals(), max_loss_scale=65504.0, at_max="clamp")
+    cap = {"max_loss_scale": 65504.0, "at_max": "clamp"}
+    return _dynamic(mpx, loss_scaling, min_loss_scaling, factor, period, **cap)
 
 
 def _dynamic(
-    preset: str,
-    given: Mapping[str, Any],
-    *,
-    clamps_initial: bool = True,
+    preset: Callable[..., DynamicLossScale],
+    *given: Any,
     grows_late: bool = False,
-    **fixed: Any,
+    **fields: Any,
 ) -> DynamicLossScale:
-    """The loss scale of a framework's arguments, with errors in its own words.
+    """The loss scale of a preset's arguments, in its order; errors use its names.
 
-    `given` are the arguments by the framework's names: all `locals()` of a preset.
-    An initial S beyond floor or cap is an error, except where `at_max="clamp"` clamps
-    it too. With `grows_late` the counter is compared before it is incremented.
+    With `at_max="clamp"` an initial S beyond floor or cap is that end, else an error.
+    With `grows_late` the counter is compared before it is incremented.
     """
-    names = {_FIELDS.get(name, name): name for name in given}
-    arguments = Arguments(f"presets.{preset}", names)
+    words = inspect.signature(preset).parameters
+    names = {_FIELDS.get(word, word): word for word in words}
+    arguments = Arguments(f"presets.{preset.__name__}", names)
     # Neither floor nor cap, unless the framework has them.
     no_ends = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}
-    fields = no_ends | fixed
-    for field, name in names.items():
-        if given[name] is not None or field not in no_ends:
-            fields[field] = given[name]
+    fields = no_ends | fields
+    for field, value in zip(names, given, strict=True):
+        fields[field] = no_ends.get(field) if value is None else value
     numbers = ("loss_scale", "min_loss_scale", "max_loss_scale")
     s, floor, cap = (arguments.number(name, fields[name]) for name in numbers)
-    if cap > LARGEST:
-        cap, fields["at_max"] = LARGEST, "hold"
-    if clamps_initial and fixed.get("at_max") == "clamp" and s > 0:
-        s = min(max(s, floor), cap)
+    if fields.get("at_max") == "clamp" and s > 0:
+        s = min(max(s, floor), cap, LARGEST)
     allowed = "a finite number > 0"
     arguments.require(0 < s < math.inf, "loss_scale", fields["loss_scale"], allowed)
-    s = min(max(s, SMALLEST), LARGEST)
+    if cap > LARGEST:
+        cap, fields["at_max"] = LARGEST, "hold"
     if grows_late:
         fields["period"] = arguments.integer("period", fields["period"], 0) + 1
+    s = min(max(s, SMALLEST), LARGEST)
     fields |= {"loss_scale": s, "min_loss_scale": floor, "max_loss_scale": cap}
     # Checked here already, where errors use the framework's own names.
     rule = _validation.rule(arguments, vars(DynamicLossScale) | fields)
     ends = rule["min_loss_scale"], rule["max_loss_scale"]
     _validation.float32_leaf(arguments, s, *ends)
     return DynamicLossScale(s, **rule)
-
-
-def _meant(argument: str, value: Any) -> float:
-    """The power of two that is meant by a number written as 2e15 or 2e-14."""
-    number = Arguments("presets.cerebras").number(argument, value)
-    written = re.fullmatch(r"2e([+-][1-9]\d+)", f"{number:g}")
-    if written is None:
-        return number
-    exponent = int(written[1])
-    meant = f"2e{exponent} is read as 2**{exponent}; write 2.0**{exponent}"
-    _validation.warn(f"presets.cerebras: {argument} = {meant}")
-    return 2.0**exponent
-
-
-def __dir__() -> list[str]:
-    # Completion shows the presets and nothing else.
-    own = (n for n, x in globals().items() if getattr(x, "__module__", "") == __name__)
-    return [name for name in own if not name.startswith("_")]

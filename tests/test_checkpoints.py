@@ -23,7 +23,6 @@ from helpers import assert_bitwise_equal, count_traces
 import jmp_scale
 from jmp_scale.checkpoints import (
     restore_older,
-    restore_without_guard,
     restore_without_half_parameters,
     restore_without_loss_scale,
     without_half_parameters,
@@ -285,7 +284,7 @@ def test_an_optax_state_without_a_guard_is_restored_at_any_depth(tmp_path):
     load = with_orbax({"params": PARAMS, "states": [saved] * 2}, tmp_path)
     guarded = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
     state = {"params": PARAMS, "states": [guarded.init(PARAMS), guarded.init(PARAMS)]}
-    state = restore_without_guard(load, state)
+    state = restore_older(load, state)
     assert_bitwise_equal(state["states"][1].guard, GUARD)
     assert int(state["states"][1].spikes) == 0
 

@@ -177,13 +177,23 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
 @pytest.mark.parametrize(
     ("fun", "has_aux", "message"),
     [
-        (lambda w: w * jnp.ones(2), False, r"scalar loss, got shape \(2,\)"),
-        (lambda w: (w, {}), False, "loss, got a tuple of length 2; pass has_aux"),
-        (lambda w: {"loss": w}, False, "scalar loss, got a dict; pass has_aux=True"),
-        (lambda w: None, False, "scalar loss, got None; let fun return it"),
+        (
+            lambda w: w * jnp.ones(2),
+            False,
+            r"got an array of shape \(2,\); return its mean",
+        ),
+        (lambda w: (w, {}), False, "loss, got a tuple of length 2; .* pass has_aux"),
+        (lambda w: [w], False, "loss, got a list of length 1; .* has_aux=True"),
+        (lambda w: {"loss": w}, False, "scalar loss, got a dict; .* has_aux=True"),
+        (lambda w: None, False, "scalar loss, got None; return"),
         (lambda w: (w, 1, 2), True, r"\(loss, aux\) .* a tuple of length 3; return"),
         (lambda w: w, True, r"\(loss, aux\) .* got an array of shape \(\); return"),
-        (lambda w: ({}, w), True, "scalar loss, got a dict; return the loss first"),
+        (lambda w: ({}, w), True, "scalar loss, got a dict; return"),
+        (
+            lambda w: (jnp.ones(3), w),
+            True,
+            r"got an array of shape \(3,\); return its mean",
+        ),
     ],
 )
 def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(
@@ -221,16 +231,6 @@ def test_a_transform_without_a_value_is_a_type_error(function, transform, argume
 
 
 @BOTH
-@pytest.mark.parametrize("leaf", [jax.nn.relu, jnp.int32(0), 3, "text"])
-def test_what_has_no_derivative_is_an_error_that_says_what_to_pass(function, leaf):
-    gradient = getattr(jmp_scale, function)(lambda w: 0.0, StaticLossScale(8.0))
-    got = getattr(leaf, "dtype", type(leaf).__name__)
-    message = rf"^{function}: .* got {got} at args\[0\]\['a'\]; pass .* transform=eq"
-    with pytest.raises(TypeError, match=message):
-        gradient({"w": jnp.ones(2), "a": leaf})
-
-
-@BOTH
 def test_a_loss_in_place_of_its_function_is_an_error_that_shows_the_call(function):
     message = (
         rf"^{function}: expected a function, got an array .*write {function}\(loss_"
@@ -246,20 +246,18 @@ OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (1024.0, r"got 1024.0; pass jmp_scale.get_loss_scale\(1024.0\)"),
-        ("dynamic", r"got 'dynamic'; pass jmp_scale.get_loss_scale\('dynamic"),
-        (jnp.float32(8), r"pass jmp_scale.get_loss_scale\(8.0\)$"),
-        (0.0, r"got 0.0; pass DynamicLossScale\(\) or another one"),
-        ("dynamc", r"\('dynamc'\), or DynamicLossScale\(\)"),
-        (DynamicLossScale, "the class DynamicLossScale; pass an instance, Dyn"),
-        (OPTIMIZER_STATE, "got a LossScaleState; pass its .loss_scale"),
+        (1024.0, r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
+        ("dynamic", r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
+        (jnp.float32(8), "got Array.*; pass"),
+        (DynamicLossScale, "got <class .*DynamicLossScale'>; pass an instance"),
+        (OPTIMIZER_STATE, "got a LossScaleState; .* its .loss_scale"),
         (
             (optax.EmptyState(), OPTIMIZER_STATE),
             r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",
         ),
-        ({"a": NoOpLossScale()}, "got a dict; pass its .loss_scale, or optax"),
         (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
         ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
+        (None, r"got a NoneType; pass .* DynamicLossScale\(\)"),
     ],
 )
 def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(

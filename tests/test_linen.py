@@ -162,8 +162,8 @@ def test_a_second_loss_scale_or_guard_or_one_within_is_refused(tx, kwargs, messa
     [
         ({"nonsense": 1}, TypeError, r"fields of the state \(step, .*, got nonsense="),
         ({"loss": 1.0}, TypeError, "expected the loss as value=, .* got loss="),
-        ({"batch_stats": {}}, ValueError, r"TrainState.apply_gradients: .* structure"),
-        ({"ema": jnp.float16}, ValueError, r"apply_gradients: .*'ema'.*float16"),
+        ({"batch_stats": {}}, ValueError, "same structure"),
+        ({"ema": jnp.float16}, ValueError, "'ema'.*float16"),
     ],
 )
 def test_a_change_that_is_not_like_its_field_is_refused(change, error, message):

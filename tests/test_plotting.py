@@ -100,8 +100,6 @@ def test_spikes_are_drawn_above_the_limits_that_they_passed():
 def test_spikes_are_drawn_into_the_two_axes_that_are_given():
     figure, axes = plt.subplots(1, 2)
     assert plotting.plot_spikes(spike_history(), axes) == tuple(axes)
-    with pytest.raises(ValueError, match="plot_spikes: expected two axes, got 1"):
-        plotting.plot_spikes(spike_history(), axes[:1])
     figure.canvas.draw()
 
 
@@ -182,15 +180,6 @@ def test_empty_reports_are_refused(name):
     empty, expected = EMPTY[name]
     with pytest.raises(ValueError, match=f"plot_{name}: expected {expected}"):
         getattr(plotting, f"plot_{name}")(empty)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in vars(plotting) if name.startswith("plot_")]
-)
-def test_an_object_of_another_kind_is_refused_by_name(name):
-    with pytest.raises(TypeError, match=rf"{name}: expected a [A-Z]\w+, got a dict"):
-        getattr(plotting, name)({"loss": 1.0})
-    assert not plt.get_fignums()
 
 
 def test_without_matplotlib_the_error_names_it(monkeypatch):

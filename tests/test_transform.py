@@ -176,12 +176,11 @@ def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(inner, wrap):
     assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
-def test_a_chain_that_both_refuses_and_needs_the_loss_is_an_error_with_a_cure():
+def test_a_chain_that_both_refuses_and_needs_the_loss_has_the_error_of_optax():
     plateau = optax.contrib.reduce_on_plateau(patience=1)
     tx = jmp_scale.with_loss_scale(optax.chain(SAM, plateau))
     state, value = tx.init(PARAMS), jnp.float32(1)
-    message = r"with_loss_scale: .*refuses it.*GradientTransf"
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
         tx.update(GOOD, state, PARAMS, value=value)
 
     cured = optax.chain(optax.GradientTransformation(SAM.init, SAM.update), plateau)
@@ -422,9 +421,3 @@ def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
 def test_an_argument_of_another_type_is_named(arguments, message):
     with pytest.raises(TypeError, match=f"with_loss_scale: expected .*{message}"):
         jmp_scale.with_loss_scale(**{"inner": optax.sgd(0.1)} | arguments)
-
-
-def test_a_field_of_the_optimizer_s_own_state_is_an_error_that_says_where_it_is():
-    state = jmp_scale.with_loss_scale(optax.adam(0.1)).init(PARAMS)
-    with pytest.raises(AttributeError, match=r"no 'mu'; .* .inner_state.*get\(opt_sta"):
-        state.mu  # noqa: B018

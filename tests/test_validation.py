@@ -193,13 +193,8 @@ def test_a_counter_takes_the_shape_of_the_loss_scale():
     assert several.hysteresis_left.tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["a", "b", "c"])
-@pytest.mark.parametrize(
-    "argument", ["loss_scale", "period", "factor", "max_loss_scale", "counter"]
-)
-def test_an_integer_beyond_float64_is_a_value_error_that_names_the_argument(
-    argument, value
-):
-    message = rf"expected {argument} to be .*, got an integer of \d+ bits"
-    with pytest.raises(ValueError, match=message):
-        DynamicLossScale(**{argument: value})
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 1e300, NAN, 3.7])
+@pytest.mark.parametrize("name", ["counter", "hysteresis_left"])
+def test_a_counter_beyond_int32_is_a_value_error_that_names_it(name, value):
+    with pytest.raises(ValueError, match=rf"expected {name} to be an integer in .*got"):
+        DynamicLossScale(hysteresis=2, **{name: value})

@@ -127,7 +127,7 @@ FILTER = r"at args\[0\]\['f'\]; .* equinox.filter_value_and_grad"
 MISTAKES = {
     "not a function": ((W,), {}, TypeError, r"fun to be a function, got float32\[16,8"),
     "not a transform": ((half, W), {"transform": "nnx"}, TypeError, "tion, got a str"),
-    "a vector": ((lambda w: w, W), {}, TypeError, r"scalar loss, got shape \(16, 8\)"),
+    "a vector": ((lambda w: w, W), {}, TypeError, r"shape \(16, 8\)"),
     "aux": ((lambda w: (half(w), w), W), {}, TypeError, "pass has_aux=True"),
     "no aux": ((half, W), {"has_aux": True}, TypeError, r"\(loss, aux\) with has_aux"),
     "an integer": ((lambda w: half(w).astype(int), W), {}, TypeError, "scalar.* int"),
@@ -157,7 +157,7 @@ def test_a_state_in_place_of_its_loss_scale_is_an_error_that_says_where_it_is():
     opt_state = state()
     diagnosed = functools.partial(diagnostics.diagnose_nonfinite, half)
     for call in (diagnosed, lambda s, w: diagnostics.grad_report(w, s)):
-        with pytest.raises(TypeError, match=r"got a LossScaleState; pass its \.loss_s"):
+        with pytest.raises(TypeError, match=r"got a LossScaleState; .* its \.loss_s"):
             call(opt_state, W)
         with pytest.raises(TypeError, match=r"optax\.tree\.get\(opt_state"):
             call((opt_state,), W)

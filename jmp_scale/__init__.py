@@ -1,5 +1,7 @@
 """Mixed precision for JAX: autocast, and loss scaling for Optax and Flax."""
 
+import typing as _typing
+
 from . import diagnostics as diagnostics
 from . import presets as presets
 from ._autocast import autocast as autocast
@@ -30,5 +32,8 @@ from ._state import LossScaleState as LossScaleState
 from ._transform import LossScaleTransformation as LossScaleTransformation
 from ._transform import with_loss_scale as with_loss_scale
 from ._tree import select_tree as select_tree
+
+if not _typing.TYPE_CHECKING:  # which would take any name for one of the module
+    from ._doors import __getattr__ as __getattr__
 
 __version__ = "0.2.0"

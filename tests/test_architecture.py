@@ -26,6 +26,7 @@ TESTED_BY = {
     "_pytree": ("test_loss_scale", "fields are those of loss scales and guards"),
     "_state": ("test_transform", "a state is what the transformation returns"),
     "_extra_args": ("test_transform", "arguments are passed through a transformation"),
+    "_doors": ("test_architecture", "an attribute of the package"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
@@ -200,6 +201,14 @@ def test_importing_the_package_imports_neither_flax_nor_matplotlib():
     loaded = set(lines_of_a_process(FLAX_LAST)[0])
     assert "jmp_scale" in loaded
     assert not loaded & {"flax", "matplotlib", "equinox", "haiku", "sklearn", "tqdm"}
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "linen", "nnx", "plotting", "other"])
+def test_a_module_that_is_imported_by_name_is_an_error_that_says_so(name, monkeypatch):
+    monkeypatch.delattr(jmp_scale, name, raising=False)
+    hint = "" if name == "other" else f"; write import jmp_scale.{name}"
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'{hint}$"):
+        getattr(jmp_scale, name)
 
 
 def test_every_test_that_a_comment_names_exists():

@@ -1,0 +1,10 @@
+"""The modules that are imported by name, because they need more than JAX and Optax."""
+
+from typing import NoReturn
+
+
+def __getattr__(name: str) -> NoReturn:
+    """What `jmp_scale` does with a name that it does not have."""
+    is_door = name in ("checkpoints", "linen", "nnx", "plotting")
+    hint = f"; write import jmp_scale.{name}" if is_door else ""
+    raise AttributeError(f"module 'jmp_scale' has no attribute {name!r}{hint}")

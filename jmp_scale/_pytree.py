@@ -65,9 +65,14 @@ def _text(value: Any) -> str:
     return f"{value.dtype}{[*value.shape]}"
 
 
+def fields_of(tree: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name; `vars` has none of those in slots."""
+    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+
+
 def with_fields(tree: Any, /, **fields: Any) -> Any:
     """A copy with other fields, unchecked: they may be placeholders."""
-    return _instance(type(tree), vars(tree) | fields)
+    return _instance(type(tree), fields_of(tree) | fields)
 
 
 def register(cls: type[C]) -> type[C]:
@@ -114,7 +119,8 @@ def register_state_dict(cls: type) -> None:
 
 def _instance(cls: type, fields: dict[str, Any]) -> Any:
     instance = object.__new__(cls)
-    instance.__dict__.update(fields)
+    for name, value in fields.items():
+        object.__setattr__(instance, name, value)
     return instance
 
 

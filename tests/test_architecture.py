@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+import jmp_scale
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
     "optax": {"_extra_args", "_half_parameters", "_transform", "_flax", "linen", "nnx"},

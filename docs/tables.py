@@ -35,7 +35,15 @@ STEPS = {
     "train step, float32": (r"Train step \(AdamW\), .*f32", "f32"),
     "train step": (r"Train step \(AdamW\), .*f16", "f16"),
 }
-LAYOUTS = {"data parallel": "DP", "FSDP": "FSDP", "tensor parallel, 2 x 4": "TP"}
+LAYOUTS = {
+    "data parallel": ("DP", "u2"),
+    "FSDP": ("FSDP", "u2"),
+    "FSDP, 12 layers in a `scan`": ("FSDP", "s12"),
+    "tensor parallel, 2 x 4": ("TP", "u2"),
+    "FSDP and tensor parallel": ("FSDPxTP", "u2"),
+    "sequence parallel": ("sequence", "u2"),
+    "data parallel by `shard_map`": ("shard_map", "u2"),
+}
 TRACED = {
     "twelve layers of GPT-2": "gpt12",
     "in Linen": "linen12",
@@ -136,7 +144,7 @@ def over_devices() -> Cells:
 
     def cells(row: list[str]) -> list[str]:
         name = row[0].removesuffix(HALF_PARAMETERS)
-        layout = _named(name, LAYOUTS)
+        layout, model = _named(name, LAYOUTS)
         program = "autocast" + row[0].removeprefix(name)
         figures = []
         for machine, column in BETWEEN_DEVICES:
@@ -144,7 +152,7 @@ def over_devices() -> Cells:
                 line[column]
                 for line in rows_of("sharded", f"^{machine}, gradient, bf16, auto")
                 if line["layout"] == layout
-                if line["model"] == "u2"
+                if line["model"] == model
                 if line["program"] == program
             ]
             figures.append(_rounded(float(found)))

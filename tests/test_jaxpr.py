@@ -75,6 +75,16 @@ def test_only_equal_programs_from_one_line_have_one_key():
     assert _jaxpr.structural_key(traced(lambda x: x * 2.0, X).jaxpr) not in here
 
 
+def test_an_equation_is_evaluated_in_its_scopes():
+    eqn = only(traced(jax.named_scope("inner")(jnp.sin), X))
+
+    @jax.named_scope("outer")
+    def again(x):
+        return _jaxpr.evaluate(eqn, [x])
+
+    assert str(only(traced(again, X)).source_info.name_stack) == "outer/inner"
+
+
 def test_constants_of_a_bare_jaxpr_are_unknown():
     inner = _jaxpr.bare(traced(lambda x: x + jnp.asarray(np.arange(16.0)), X[0]))
     if not hasattr(inner, "consts"):  # as in jax 0.12

@@ -167,6 +167,8 @@ def test_softmaxes_are_found_and_read_as_results():
     assert found.axes == (0,)
     assert "exp" in read(softmax, X)
     assert "exp" not in read(softmax, X, softmaxes="all")
+    scores = lambda x, y: softmax(x * y)  # noqa: E731
+    assert read(scores, X, X, softmaxes="all") >= {0, 1}
     others = (
         lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x + 1), -1, keepdims=True),
         lambda x: jnp.exp(x) / jnp.max(jnp.exp(x), -1, keepdims=True),

@@ -105,8 +105,15 @@ def deepspeed(
     power = arguments.number("initial_scale_power", initial_scale_power)
     arguments.require(abs(power) <= 126, "initial_scale_power", power, "in [-126, 126]")
     reset = "finite" if consecutive_hysteresis else "growth"
-    rule = loss_scale_window, hysteresis, reset, min_loss_scale
-    return _dynamic(deepspeed, 2.0**power, *rule, growth_delay=1)
+    return _dynamic(
+        deepspeed,
+        2.0**power,
+        loss_scale_window,
+        hysteresis,
+        reset,
+        min_loss_scale,
+        growth_delay=1,
+    )
 
 
 def megatron(
@@ -126,8 +133,15 @@ def megatron(
     comes back before S can grow takes S down to `min_scale`, though no S can help: pass
     `value=` against that.
     """
-    rule = growth_factor, backoff_factor, growth_interval, hysteresis
-    return _dynamic(megatron, initial_scale, min_scale, *rule)
+    return _dynamic(
+        megatron,
+        initial_scale,
+        min_scale,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+    )
 
 
 def colossalai(
@@ -143,9 +157,17 @@ def colossalai(
 
     As `megatron`, with a lower start and optional ends, to which S is clamped.
     """
-    rule = growth_factor, backoff_factor, growth_interval
-    ends = min_scale, max_scale
-    return _dynamic(colossalai, initial_scale, *rule, *ends, hysteresis, at_max="clamp")
+    return _dynamic(
+        colossalai,
+        initial_scale,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        min_scale,
+        max_scale,
+        hysteresis,
+        at_max="clamp",
+    )
 
 
 def fairseq(
@@ -284,8 +306,15 @@ def flax(
     Trap: from the default floor back to 2^15 S takes 282,141 steps: raise
     `minimum_scale`, or pass `value=`.
     """
-    rule = growth_factor, backoff_factor, growth_interval
-    return _dynamic(flax, *rule, scale, minimum_scale, grows_late=True)
+    return _dynamic(
+        flax,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        scale,
+        minimum_scale,
+        grows_late=True,
+    )
 
 
 def jmp(

@@ -41,7 +41,8 @@ def all_finite(
 ) -> jax.Array:
     """Whether all entries of all leaves are finite, with one answer for all replicas.
 
-    Only inexact leaves (real or complex floating point) are looked at.
+    Only inexact leaves (real or complex floating point) are looked at, as JAX converts
+    them: without 64-bit types NumPy's 1e300 is infinite.
 
     Args:
       tree: any pytree.

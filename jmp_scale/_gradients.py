@@ -49,8 +49,8 @@ def value_and_grad(
       grads)`. Loss and gradients are float32 where they were narrower.
 
     Raises:
-      TypeError: an argument of another type, or `axis_name`; while tracing, `fun` or
-        `transform` returns something else.
+      TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
+        is given; while tracing, `fun` returns no scalar, or not what `has_aux` says.
       ValueError: the loss scale has a shape other than ().
 
     Warns:

@@ -150,8 +150,8 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
         any depth: of `with_loss_scale`, a `TrainState`, `nnx.state(optimizer)`.
 
     Returns:
-      A tree like `params`: the exact values, or casts to float32 where the state keeps
-      no remainder. Leaves of other dtypes pass.
+      A tree like `params`, with NNX's variables: the exact values, or casts to float32
+      where the state keeps no remainder. Leaves of other dtypes pass.
 
     Raises:
       ValueError: the remainders are those of other parameters.

@@ -98,8 +98,7 @@ class DynamicLossScale(_pytree.Pytree):
     ```
 
     S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
-    after the third step and 32 after the sixth. If the factor is not a power of two, S
-    may differ from this by 1 ulp under `jit`, where XLA multiplies by reciprocals.
+    after the third step and 32 after the sixth.
 
     A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
     `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`. All

@@ -83,8 +83,10 @@ def register(cls: type[C]) -> type[C]:
     """
     registered_classes.add(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
-    static_names = [f.name for f in fields if f.type is not Leaf]
+    # A subclass may give a leaf another default, and so another type.
+    leaves = [f.name for f in fields if f.type is Leaf or f.name in cls._leaf_names]
+    leaf_names = cls._leaf_names = tuple(leaves)
+    static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
     names = (*leaf_names, *static_names)
 
@@ -136,9 +138,11 @@ def _types(leaves: dict[str, Any]) -> dict[str, str]:
 
 def _from_state_dict(target: Any, state: Any) -> Any:
     """The leaves of `state` in an object that is configured like `target`."""
-    expected = _types(_to_state_dict(target))
-    got = _types(state) if isinstance(state, dict) else repr(state)
+    leaves = _to_state_dict(target)
+    expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
+    if isinstance(state, dict) and state.keys() == leaves.keys():
+        got = _types(state)
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
         raise ValueError(

@@ -11,8 +11,8 @@ from . import _pytree
 from ._validation import Arguments
 
 # Least spreads. Without them a run of equal losses or norms makes any other a spike.
-_NORM_FLOOR = 0.25
-_LOSS_FLOOR = 0.02
+_NORM_FLOOR = 0.25  # bits, a factor of 1.19
+_LOSS_FLOOR = 0.02  # a share of the mean
 
 # How far a norm may leap beside an ordinary loss: 16 deviations at a threshold of 6, up
 # to 4 bits. Clean runs of 10,000 steps have norms of 14 (benchmarks/spike-rules.md).
@@ -55,7 +55,7 @@ class SpikeGuard(_pytree.Pytree):
     Nothing leaps before `warmup` accepted steps, in which a leap enters up to the
     threshold, and a leap down starts the statistics again: one huge step does not blind
     the guard. A step that is not finite is a spike only if its loss is finite and
-    leaps, and none changes the statistics.
+    leaps, and never changes the statistics.
 
     A frozen dataclass and a pytree, whose leaves are the statistics, f32[], and counts,
     i32[]: accepted steps whose loss or norm entered, `accepted` steps since the start

@@ -110,7 +110,7 @@ def with_loss_scale(
     keywords = keywords_of(inner.update)
 
     def init(params: optax.Params) -> LossScaleState:
-        inner_state = _initial(inner, params)
+        inner_state = inner.init(params)
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
@@ -230,19 +230,6 @@ def _next_state(
         spikes=state.spikes + jnp.int32(spike),
         guard=guard,
     )
-
-
-def _initial(inner: optax.GradientTransformation, params: Any) -> Any:
-    try:
-        return inner.init(params)
-    except TypeError as error:
-        others = [x for x in jax.tree.leaves(params) if not is_data(x)]
-        if not others:
-            raise
-        raise TypeError(
-            f"with_loss_scale: expected arrays as parameters, got {others[0]!r}; of an "
-            "Equinox model pass eqx.filter(model, eqx.is_inexact_array)"
-        ) from error
 
 
 def _refuse_nesting(inner_state: Any) -> None:

@@ -59,6 +59,9 @@ class Arguments:
             raise TypeError(self.message(argument, "a real number", value))
         try:
             return float(value)
+        except OverflowError:
+            allowed = "in the range of float64"
+            raise ValueError(self.message(argument, allowed, "more")) from None
         except TypeError as error:  # an array with axes, or a tracer
             allowed = "a number or a concrete 0-d array of one"
             raise TypeError(self.message(argument, allowed, value)) from error

@@ -35,7 +35,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
         `lambda template: ocp.load(path, template)`. The template is `state` with each
-        `LossScaleState` replaced by its `inner_state`; dicts of its names may return.
+        `LossScaleState` replaced by its `inner_state`. Dicts with its names will do.
       state: the new state, with a loss scale at any depth: a `TrainState`, an
         `nnx.state(optimizer)`, ... Other leaves may be `jax.ShapeDtypeStruct`s.
 
@@ -61,7 +61,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
 
 
 def restore_older(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint from before the guard, or of an earlier version, from 0.1.
+    """Restores a checkpoint of version 0.1 or later, or from before the guard.
 
     As `restore_without_loss_scale`, but only what a `LossScaleState` lacks there comes
     from `state`: newer counters, and the guard, which warms up again. S and all else

@@ -70,7 +70,7 @@ class TrainState(train_state.TrainState):
           **kwargs: the subclass's own fields; a buffer in two of them is copied.
 
         Raises:
-          ValueError: `loss_scale` or `guard` is given twice, or `tx` contains another.
+          ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
         """
         given = {"loss_scale": loss_scale, "guard": guard}
         tx = _flax.wrap_once("TrainState.create", tx, **given)

@@ -95,7 +95,7 @@ class Optimizer(nnx.Optimizer):
       statistics of a skipped step can stay, finite in any case: to accumulate
       gradients, pass an `optax.MultiSteps` as `tx`.
     - A new variable, structure or shape (a growing cache) stays, because a compiled
-      step has one. New entries that are not finite become 0.
+      step cannot change its structure. New entries that are not finite become 0.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
 
     Args:
@@ -107,7 +107,7 @@ class Optimizer(nnx.Optimizer):
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
-      ValueError: `loss_scale` or `guard` is given twice, or `tx` contains another.
+      ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax

@@ -155,7 +155,8 @@ def colossalai(
 ) -> DynamicLossScale:
     """ColossalAI's `DynamicGradScaler`.
 
-    As `megatron`, with a lower start and optional ends, to which S is clamped.
+    As `megatron`, with a lower start and optional ends, to which S is clamped, also at
+    the start, where ColossalAI refuses it.
     """
     return _dynamic(
         colossalai,
@@ -355,6 +356,8 @@ def _dynamic(
     """
     words = inspect.signature(preset).parameters
     names = {_FIELDS.get(word, word): word for word in words}
+    if preset is deepspeed:  # whose first argument is an exponent
+        names["loss_scale"] = "2**initial_scale_power"
     arguments = Arguments(f"presets.{preset.__name__}", names)
     # Neither floor nor cap, unless the framework has them.
     no_ends = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}

@@ -264,6 +264,11 @@ class SubclassWithSlots(DynamicLossScale):
     note: str = "a static field"
 
 
+@dataclasses.dataclass(frozen=True)
+class SubclassWithItsOwnStart(DynamicLossScale):
+    loss_scale: float = 2.0**10
+
+
 @jax.tree_util.register_pytree_node_class
 class RegisteredByHand(DynamicLossScale):
     def tree_flatten(self):
@@ -274,7 +279,10 @@ class RegisteredByHand(DynamicLossScale):
         return cls(*leaves, period=period)
 
 
-@pytest.mark.parametrize("cls", [PlainSubclass, SubclassWithSlots, RegisteredByHand])
+SUBCLASSES = PlainSubclass, SubclassWithSlots, SubclassWithItsOwnStart, RegisteredByHand
+
+
+@pytest.mark.parametrize("cls", SUBCLASSES)
 def test_a_subclass_is_a_pytree_like_its_base(cls):
     loss_scale = cls(8.0, period=1)
     assert len(jax.tree.leaves(loss_scale)) == 2

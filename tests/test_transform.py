@@ -1,7 +1,6 @@
 import functools
 import inspect
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,12 +281,6 @@ def test_gradients_of_another_structure_than_the_parameters_are_an_error(grads, 
         tx.update(grads, tx.init(params), params)
     for tree in (grads, params):
         assert str(jax.tree.structure(tree)) in str(error.value)
-
-
-def test_an_equinox_model_is_an_error_that_shows_the_filter_to_apply():
-    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))  # its activation is a leaf
-    with pytest.raises(TypeError, match=r"arrays as parameters.*pass eqx\.filter\(m"):
-        jmp_scale.with_loss_scale(optax.adam(0.1)).init(model)
 
 
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])

@@ -198,3 +198,9 @@ def test_a_counter_takes_the_shape_of_the_loss_scale():
 def test_a_counter_beyond_int32_is_a_value_error_that_names_it(name, value):
     with pytest.raises(ValueError, match=rf"expected {name} to be an integer in .*got"):
         DynamicLossScale(hysteresis=2, **{name: value})
+
+
+@pytest.mark.parametrize("argument", ["loss_scale", "period", "factor", "counter"])
+def test_an_integer_beyond_float64_is_a_value_error_that_names_the_argument(argument):
+    with pytest.raises(ValueError, match=f"expected {argument} to be "):
+        DynamicLossScale(**{argument: 10**5000})

@@ -22,7 +22,7 @@ class Calibration:
 
     A loss scale *works* if the loss and all gradients are finite, and if at most 2^-8
     of each leaf's entries are zero that are not zero at the best of the finite loss
-    scales. The window is the longest run of neighbors that work, of two the lower.
+    scales. The window is the longest run of neighbors that work, the lower of two.
 
     Attributes:
       log2_scales: i32[K], the loss scales that were tried.
@@ -56,6 +56,8 @@ class Calibration:
         if np.isnan(low):
             return f"{none} works for all leaves: try others."
         window = f"Loss scales from 2^{low:g} to 2^{high:g} work"
+        if low == high:
+            window = f"Of the loss scales tried, only 2^{low:g} works"
         if low <= 0 <= high:
             return f"{window}, including 1: loss scaling is not needed here."
         best = float(self.recommended_log2_scale)

@@ -95,8 +95,8 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     Each sentence has its section in `docs/troubleshoot.md`.
 
     Args:
-      opt_state: state of `with_loss_scale`, at any depth of any pytree. Dtypes of all
-        that it holds are checked: the optimizer's moments, and parameters.
+      opt_state: state of `with_loss_scale`, at any depth of any pytree. The
+        parameters and moments in it are checked for narrow dtypes.
       history: the last steps; findings on losses, norms and updates need 40 that have
         them. Do not record the losses of an adversarial training, which rise and fall
         by design.

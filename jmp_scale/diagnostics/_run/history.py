@@ -161,7 +161,7 @@ class LossScaleHistory:
         recorded = self.to_dict()
         applied, spike = recorded["applied"], recorded["spike"]
         # A loss that is not finite makes its gradients so, and a spike may overflow.
-        broken = ~recorded["loss_finite"]
+        broken = ~(recorded["loss_finite"] | applied)
         overflowed = ~(recorded["grads_finite"] | broken | spike)
         return (
             f"{(~applied).sum()} of {applied.size} steps skipped: "

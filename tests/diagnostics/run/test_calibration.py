@@ -143,7 +143,7 @@ def test_calibration_refuses_scales_that_do_not_increase(scales):
                 0,
                 [35],
                 None,
-                "2^35 work, which a DynamicLossScale takes only",
+                "2^35 works, which a DynamicLossScale takes only",
             ),
         ],
     ),

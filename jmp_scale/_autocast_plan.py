@@ -11,7 +11,8 @@ y = normalize(h) @ w3
 ```
 
 it keeps `x`, an argument, and in half precision, as products gave them, `x @ w1` and
-`gelu(...) @ w2`. It makes again what gelu gives, the sum `h`, and its norm.
+`gelu(...) @ w2`. It makes again what gelu gives, the sum `h`, and its norm. Parts
+and units are one module, because they are read together.
 """
 
 import dataclasses

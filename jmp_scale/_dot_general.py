@@ -32,16 +32,16 @@ def dot_general(
     """`jax.lax.dot_general`, whose backward pass gives float32 before it rounds.
 
     Where a batch or a weight is sharded under `jit`, XLA adds the devices' parts of a
-    weight's gradient right behind the matrix product. In half precision that sum can
-    overflow where no part does, and rounds once per addition. Here the parts and their
-    sum are float32, and the sum is rounded once. It costs 4 bytes per entry on the
-    wire rather than 2. All operands stay in half precision, as tensor cores want them.
+    weight's gradient right behind the product. In half precision that sum can overflow
+    where no part does, and rounds once per addition. Here parts and sum are float32, of
+    4 bytes an entry on the wire. Operands stay in half precision, for tensor cores.
 
     For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
     place of `lax.dot_general`. The gradient of a bias is still summed in its own dtype.
 
     Args:
-      lhs, rhs: arrays.
+      lhs: an array.
+      rhs: another.
       dimension_numbers: `((lhs contracting, rhs contracting), (lhs batch, rhs batch))`.
       precision: as in `jax.lax.dot_general`, for the backward pass too.
       preferred_element_type: dtype of the result; default that of the operands.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from _compiled import AS_WRITTEN
+from _compiled import options
 from _layouts import placed
 from _models import cast, wide
 from _targets import Target
@@ -109,7 +109,3 @@ def compile_minimal(
     jitted = jax.jit(gradient, out_shardings=(None, out))
     lowered = jitted.lower(params, place(*minimal.batch))
     return lowered.compile(compiler_options=options(target))
-
-
-def options(target: Target) -> Any:
-    return AS_WRITTEN if target.name == "h100" else {}

@@ -28,7 +28,7 @@ import _targets
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _compiled import AS_WRITTEN, figures
+from _compiled import AS_WRITTEN, figures, options
 from _half_models import DEEP, LARGE, SMALL
 from _harness import Table
 from _models import Model
@@ -113,21 +113,22 @@ def _table(args: Any, found: Any, part: str, where: str, dtype: str) -> Table:
 
 
 def _compiled(target: str, half: Any, model: str, program: str) -> dict[str, float]:
-    placed = _targets.Target(target).replicated(types(LARGE[model]))
+    where = _targets.Target(target)
+    placed = where.replicated(types(LARGE[model]))
     loss = PROGRAMS[program](LARGE[model], half)
     lowered = jax.jit(jax.value_and_grad(loss)).lower(*placed)
-    is_gpu = target == "h100"
-    options = AS_WRITTEN if is_gpu else {}
     start = time.process_time()
     try:
-        compiled = lowered.compile(compiler_options=options)
+        compiled = lowered.compile(compiler_options=options(where))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return {MEMORY: float("inf")}  # more than the machine has
         raise
     seconds = time.process_time() - start
-    read = figures(compiled, _targets.Target(target))
-    work = {"kernels": read.kernels} if is_gpu else {"M cycles": read.cycles / 1e6}
+    read = figures(compiled, where)
+    work = {"M cycles": read.cycles / 1e6}
+    if target == "h100":
+        work = {"kernels": read.kernels}
     memory = {MEMORY: read.temporaries / 1e6, "bytes, GB": read.bytes_accessed / 1e9}
     return memory | work | {"compile time, s": seconds}
 

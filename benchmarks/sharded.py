@@ -30,9 +30,10 @@ import _wire
 import jax
 import jax.numpy as jnp
 import optax
+from _compiled import options
 from _harness import Table
 from _layouts import LAYOUTS, place_state, placed
-from _minimal import HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal, options
+from _minimal import HALF_PARAMETERS, MINIMAL, PROGRAMS, compile_minimal
 from _models import Transformer, cast
 from _tables import compared
 from _targets import TARGETS, Target

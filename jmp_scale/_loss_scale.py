@@ -158,7 +158,7 @@ class DynamicLossScale(_pytree.Pytree):
 
     def __post_init__(self) -> None:
         arguments = _validation.Arguments(type(self).__name__)
-        values = _validation.rule(arguments, _pytree.fields_of(self))
+        values = _validation.rule(arguments, vars(self))
         low, high = values["min_loss_scale"], values["max_loss_scale"]
         s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
         values |= {"loss_scale": s, "hysteresis_left": None}

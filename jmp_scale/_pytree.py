@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import json
+import operator
 import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import jax
@@ -65,14 +67,9 @@ def _text(value: Any) -> str:
     return f"{value.dtype}{[*value.shape]}"
 
 
-def fields_of(tree: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name; `vars` has none of those in slots."""
-    return {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-
-
 def with_fields(tree: Any, /, **fields: Any) -> Any:
     """A copy with other fields, unchecked: they may be placeholders."""
-    return _instance(type(tree), fields_of(tree) | fields)
+    return _instance(type(tree), vars(tree) | fields)
 
 
 def register(cls: type[C]) -> type[C]:
@@ -82,21 +79,22 @@ def register(cls: type[C]) -> type[C]:
     checks leaves, for which JAX puts None, object() or a PartitionSpec.
     """
     registered_classes.add(cls)
+    for name in vars(cls).get("__slots__", ()):
+        delattr(cls, name)  # so that all fields are in `vars`
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     # A subclass may give a leaf another default, and so another type.
     leaves = [f.name for f in fields if f.type is Leaf or f.name in cls._leaf_names]
     leaf_names = cls._leaf_names = tuple(leaves)
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
+    leaves_of, static_of = _getter(leaf_names), _getter(static_names)
     names = (*leaf_names, *static_names)
 
     def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        leaves = tuple(getattr(x, name) for name in leaf_names)
-        return leaves, tuple(getattr(x, name) for name in static_names)
+        return leaves_of(x), static_of(x)
 
     def flatten_with_keys(x: Any) -> tuple[Any, tuple[Any, ...]]:
-        leaves, static = flatten(x)
-        return tuple(zip(keys, leaves, strict=True)), static
+        return tuple(zip(keys, leaves_of(x), strict=True)), static_of(x)
 
     def unflatten(static: tuple[Any, ...], leaves: Any) -> Any:
         return _instance(cls, dict(zip(names, (*leaves, *static), strict=True)))
@@ -121,9 +119,14 @@ def register_state_dict(cls: type) -> None:
 
 def _instance(cls: type, fields: dict[str, Any]) -> Any:
     instance = object.__new__(cls)
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
+    instance.__dict__.update(fields)  # in C, for every call of a compiled step
     return instance
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return operator.attrgetter(*names)  # in C
+    return lambda x: tuple(getattr(x, name) for name in names)
 
 
 def _to_state_dict(target: Any) -> dict[str, Any]:

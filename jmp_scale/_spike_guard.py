@@ -101,7 +101,7 @@ class SpikeGuard(_pytree.Pytree):
     in_a_row: _pytree.Leaf = None
 
     def __post_init__(self) -> None:
-        arguments, values = Arguments("SpikeGuard"), _pytree.fields_of(self)
+        arguments, values = Arguments("SpikeGuard"), dict(vars(self))
         for name, end, allowed in (
             ("threshold", math.inf, "a finite number > 0"),
             ("decay", 1, "a number in (0, 1)"),

@@ -95,8 +95,7 @@ def grad_report(
     Compatible with `jit`, `vmap`, `lax.scan`; in `shard_map` shard by shard.
 
     Args:
-      grads: pytree of unscaled gradients. Leaves that are not floating point are left
-        out.
+      grads: pytree of unscaled gradients; only floating-point leaves are looked at.
       loss_scale: a loss scale, or S as a number or f32[].
       dtype: dtype of the backward pass: float16, float8_e5m2 or float8_e4m3fn.
 

@@ -98,8 +98,7 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
       opt_state: state of `with_loss_scale`, at any depth of any pytree. The
         parameters and moments in it are checked for narrow dtypes.
       history: the last steps; findings on losses, norms and updates need 40 that have
-        them. Do not record the losses of an adversarial training, which rise and fall
-        by design.
+        them. Leave out losses of an adversarial training: they rise and fall by design.
 
     Returns:
       Sentences; an empty list if there is nothing to report.

@@ -24,8 +24,7 @@ def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
       A dictionary of scalars. Of several states, each name except `grad_norm` starts
       with the path of its state, as in "['generator'].loss_scale".
 
-      - `loss_scale` f32[], of the next step. Missing where a mapping made by Flax does
-        not hold it: a constant S.
+      - `loss_scale` f32[], of the next step; a mapping of Flax has no constant S.
       - the flags, bool[], and counters, i32[], of `LossScaleState`, by their names.
       - `grad_norm` f32[], with `grads`: the Euclidean norm over all inexact leaves,
         infinite if one of them is not finite.

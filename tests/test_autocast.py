@@ -29,6 +29,7 @@ from autocast_programs import (
 from flax import linen, nnx
 from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
 from jax import export, lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.experimental import pallas
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
@@ -1055,6 +1056,45 @@ def test_forward_mode_goes_through_a_loop_that_ends_by_its_values(recompute):
     half_loss = autocast(loss, "float16", recompute=recompute)
     got, wanted = (jax.jvp(f, (W,), (tangent,)) for f in (half_loss, loss))
     assert_close(got, wanted, 0.02)
+
+
+@jax.custom_jvp
+def solved(w, x):
+    """As of a solver: its solution, and numbers that have no derivative."""
+    y = x @ w
+    return jnp.max(y), jnp.tanh(y), jnp.argmax(y)
+
+
+@functools.partial(solved.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, map(zero_if_symbolic, primals, tangents)
+    largest, y, place = solved(w, x)
+    zeros = [zero_from_primal(v, symbolic_zeros=True) for v in (largest, place)]
+    return (largest, y, place), (zeros[0], (1 - y**2) * (dx @ w + x @ dw), zeros[1])
+
+
+def zero_if_symbolic(primal, tangent):
+    is_zero = isinstance(tangent, SymbolicZero)
+    return zero_from_primal(primal) if is_zero else tangent
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
+def test_a_rule_may_say_that_a_result_has_no_tangent(transform, recompute):
+    """As those of Optimistix, Lineax and Diffrax do."""
+
+    def loss(scale, w, x):
+        def step(x, _):
+            largest, y, _ = solved(scale * w, x)
+            return y / largest, None
+
+        return mean_square(lax.scan(step, x, length=2)[0])
+
+    half = autocast(loss, "float16", recompute=recompute)
+    one = jnp.float32(1.0)
+    got, wanted = (jax.jit(transform(f))(one, W, X) for f in (half, loss))
+    assert_close(got, wanted, 0.02)
+    assert {*products(jax.grad(half), one, W, X)} == {F16}
 
 
 @pytest.mark.parametrize("mode", ["jacfwd", "grad"])

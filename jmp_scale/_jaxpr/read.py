@@ -8,7 +8,7 @@ read is reported as not looked into.
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -192,13 +192,21 @@ def _scan_layout(eqn: JaxprEqn) -> Loop | None:
     )
 
 
-def jvp_rule(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The rule of a custom_jvp call, of (primals, tangents); None if unreadable."""
+class Rule(NamedTuple):
+    """The rule of a custom_jvp call: (primals, tangents) to results and tangents."""
+
+    jaxpr: ClosedJaxpr
+    zeros: Sequence[bool]  # the results without a tangent, which the jaxpr leaves out
+
+
+def jvp_rule(eqn: JaxprEqn) -> Rule | None:
+    """The rule of a custom_jvp call; None if unreadable."""
     with contextlib.suppress(Exception):
         # JAX asks of each tangent whether it is zero: the rule is traced for none.
         primals = len(eqn.invars) - eqn.params["num_consts"]
-        result = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
-        return ClosedJaxpr(bare(result[0]), result[1])
+        traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
+        jaxpr, consts, zeros = traced
+        return Rule(ClosedJaxpr(bare(jaxpr), consts), zeros)
     return None
 
 

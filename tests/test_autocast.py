@@ -32,6 +32,7 @@ from jax import export, lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.experimental import pallas
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale.nnx
@@ -1125,6 +1126,42 @@ def test_sharded_arrays_give_what_whole_ones_give(mesh):
     with jax.set_mesh(mesh):
         got = jax.jit(jax.value_and_grad(autocast(loss, "float16")))(*on_mesh(mesh))
     assert_close(got, wanted, 0.02)
+
+
+SPLIT, WHOLE = (NamedSharding(ONE_AXIS, P(*names)) for names in (["i"], []))
+split_layer = jax.jit(layer, in_shardings=(WHOLE, SPLIT), out_shardings=SPLIT)
+split = jax.jit(lambda x: x * 1, out_shardings=SPLIT)
+SHARDED = {
+    "layer": lambda w, x: split_layer(w, split_layer(w, x)),
+    "operand": lambda w, x: layer(w, split(x)),
+    "result": jax.jit(lambda w, x: layer(w, x), out_shardings=SPLIT),
+    "checkpoint": lambda w, x: jax.checkpoint(split_layer)(w, x),
+    "scan": lambda w, x: lax.scan(lambda c, _: (split_layer(w, c), 0), x, length=2)[0],
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, split_layer, layer, w, x),
+    "vmap": lambda w, x: jax.vmap(split_layer, (0, None))(jnp.stack([w, w]), x)[0],
+    "numbers": lambda w, x: split_layer(
+        w, x + jax.jit(lambda: 1.0, out_shardings=WHOLE)()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_shardings_of_an_inner_jit_are_kept(name):
+    """Else each device computes all of it."""
+    program = SHARDED[name]
+    args = sharded(jnp.ones((64, 64)), ONE_AXIS, P()), jnp.ones((256, 64))
+
+    def compiled(fun):
+        return jax.jit(fun).lower(*args).compile()
+
+    def flops(fun):
+        cost = compiled(jax.grad(lambda w, x: mean_square(fun(w, x)))).cost_analysis()
+        return cost["flops"]
+
+    half = autocast(program, "bfloat16")
+    got, wanted = (compiled(f).output_shardings for f in (half, program))
+    assert got.is_equivalent_to(wanted, 2)
+    assert flops(half) < 1.2 * flops(program)
 
 
 def test_a_product_over_a_sharded_axis_keeps_the_sharding_of_its_result():

@@ -1188,10 +1188,44 @@ def test_auto_axes_among_explicit_ones():
         assert_close_gradients(loss, *args)
 
 
-def test_a_size_may_be_symbolic():
+def attention(w, x):
+    q, k, v = (x @ w for w in (w, w.T, 2 * w))
+    return jax.nn.softmax(jnp.einsum("qd,kd->qk", q, k)) @ v
+
+
+def on_axes_of_one(fun):
+    """One sequence of one head, as libraries lay them out."""
+
+    def run(w, x):
+        q, k, v = ((x @ w)[None, :, None] for w in (w, w.T, 2 * w))
+        return fun(q, k, v)
+
+    return run
+
+
+SYMBOLIC = {
+    "attention": attention,
+    "attention of jax": on_axes_of_one(jax.nn.dot_product_attention),
+    "attention of Linen": on_axes_of_one(linen.dot_product_attention),
+    "covariance": lambda w, x: (x @ w).T @ (x @ w),
+    "lookup": lambda w, x: w[jnp.argmax(x, 1)] @ w,
+    "norm of a batch": lambda w, x: (x @ w / jnp.std(x @ w, 0, keepdims=True)) @ w,
+    "scan": lambda w, x: lax.scan(lambda c, _: (layer(w, c), None), x, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_a_program_of_symbolic_sizes_is_that_of_each_size(name):
+    """As `jax.export` traces it."""
+
+    def loss(w, x):
+        return mean_square(SYMBOLIC[name](w, x))
+
+    step = jax.jit(jax.value_and_grad(autocast(loss, "float16")))
     (b,) = export.symbolic_shape("b")
     types = W, jax.ShapeDtypeStruct((b, N), jnp.float32)
-    assert products(autocast(two_layers, "float16"), *types) == [F16, F16]
+    assert products(step, *types) == products(step, W, X)
+    assert_close(export.export(step)(*types).call(W, X), step(W, X), 1e-3)
 
 
 def test_constant_results_are_arrays():

@@ -18,6 +18,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 Atom = Var | Literal
 Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
 
+# What a size that is symbolic (`jax.export`) counts as: several, so that an axis of a
+# batch is not taken for one row, and a sum over it is small.
+_SYMBOLIC_SIZE = 8
 _text = functools.cache(str)  # the name of a dtype takes NumPy a microsecond
 
 
@@ -50,7 +53,7 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def shape(atom: Atom) -> tuple[int, ...]:
     """Shape of a variable, () if its type has none."""
     dims = getattr(atom.aval, "shape", ())
-    return tuple(d if isinstance(d, int) else 1 for d in dims)
+    return tuple(d if isinstance(d, int) else _SYMBOLIC_SIZE for d in dims)
 
 
 def size(atom: Atom) -> int:

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ._autocast import autocast as _autocast
 from ._gradients import value_and_grad
 from ._loss_scale import LossScale
+from ._marks import MarkedLayer
 from ._spike_guard import SpikeGuard
 from ._state import with_arrays
 from ._transform import judge_step
@@ -25,6 +26,7 @@ from ._validation import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 _AUTOCAST = "jmp_scale.nnx.autocast"  # of Flax's contexts
+nnx.register_data_type(MarkedLayer)  # else Flax refuses it as an attribute
 
 
 def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:

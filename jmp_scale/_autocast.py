@@ -85,7 +85,9 @@ def autocast(
 
     Warns:
       UserWarning: once, at the call, if no product became half precision, or a name in
-        `keep_float32` matches nothing.
+        `keep_float32` matches nothing; once, if float16 gradients have no loss scale:
+        in `jmp_scale.value_and_grad` of a `NoOpLossScale`, and where the
+        `value_and_grad` of JAX, Equinox or NNX is given the result itself.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -116,7 +118,7 @@ def autocast(
             backward=back,
             names=names,
             traces=TraceCache(),
-            notes=Notes(warned),
+            notes=Notes(warned, is_unscaled=_marks.is_unscaled(jaxpr)),
             recompute=bool(recompute),
             share_casts=bool(share_casts),
             setting=setting,
@@ -263,7 +265,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
     def rule(
         primals: tuple[Arrays, Arrays], tangents: tuple[Sequence[Any], Any]
     ) -> tuple[Results, Results]:
-        if cast.backward == jnp.float16:
+        if cast.notes.is_unscaled and cast.backward == jnp.float16:
             _marks.warn_of_no_loss_scale(cast.notes.warned)
         outs, made, kept = results = run(*primals)
         live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
+from ._jaxpr import Program, bare, shape, variables
 from ._tree import is_module
 from ._validation import require_callable, warn
 
@@ -23,8 +25,11 @@ T = TypeVar("T")
 UNIT = "autocast_unit"
 _EXEMPT = "keep_float32"  # name of a scope
 # Contexts of JAX's are a part of the keys of its caches: a jitted function is traced
-# anew in another one. This one is whether `value_and_grad` differentiates unscaled.
-UNSCALED = jax.make_user_context(False)
+# anew in another one. This one is whether our `value_and_grad` differentiates unscaled,
+# None outside of it.
+UNSCALED = jax.make_user_context(None)
+# What may stand between a `value_and_grad` and the function that it differentiates.
+_TRANSFORMS = re.compile(r"(jax|equinox|flax\.nnx|jmp_scale\.nnx|contextlib)\b")
 
 
 class _Tracing(NamedTuple):
@@ -166,12 +171,38 @@ def tracing(half: DTypeLike) -> AbstractContextManager[Any]:
     return _TRACING(_Tracing(jnp.dtype(half).name))
 
 
+def is_unscaled(jaxpr: Program) -> bool:
+    """Whether no loss scale reaches the gradients of what `autocast` runs now.
+
+    Not in our `value_and_grad`, which knows it better. Elsewhere it is certain only if
+    JAX's `value_and_grad`, perhaps Equinox's or NNX's around it, differentiates the
+    function itself: the caller's own code in between may scale, as may a product at
+    the end of the function.
+    """
+    if UNSCALED.value is not None:
+        return UNSCALED.value
+    frame = sys._getframe(2)
+    while frame and _TRANSFORMS.match(frame.f_globals.get("__name__", "")):
+        if frame.f_code.co_name == "value_and_grad_f":
+            return not _ends_in_a_product(jaxpr)
+        frame = frame.f_back
+    return False
+
+
+def _ends_in_a_product(jaxpr: Program) -> bool:
+    inner = bare(jaxpr)
+    last = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    scalars = (v for v in variables(inner.outvars) if shape(v) == ())
+    return any(v in last and last[v].primitive.name == "mul" for v in scalars)
+
+
 def warn_of_no_loss_scale(warned: set[str]) -> None:
-    """Warns once, in a rule for float16 gradients, if `value_and_grad` scales none."""
-    if UNSCALED.value and "no loss scale" not in warned:
+    """Warns once, in a rule for float16 gradients that no loss scale reaches."""
+    if "no loss scale" not in warned:
         warned.add("no loss scale")
         warn(
-            "autocast: float16 gradients without a loss scale: small ones vanish. Give "
+            "autocast: float16 gradients without a loss scale: small ones vanish. "
+            "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
             'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
         )
 

@@ -27,6 +27,7 @@ from autocast_programs import (
     products,
 )
 from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
 from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
 from jax import export, lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
@@ -441,9 +442,14 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
             function(model, "float16")
 
 
-@pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
-def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
-    none, static = jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(8.0)
+COMPILE = pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
+NO_SCALE = "float16 gradients without a loss scale"
+SCALE = jmp_scale.StaticLossScale(8.0)
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+def test_float16_gradients_of_no_loss_scale_warn_once(compile_):
     half = compile_(autocast(two_layers, "float16"))
 
     def train(fun, loss_scale):
@@ -451,15 +457,70 @@ def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
         return compile_(value_and_grad)(W, X)
 
     # Filters make a warning an error.
-    jax.grad(half)(W, X)
-    train(half, static)
-    train(lambda w, x: jmp_scale.grad(half, static)(w, x).sum(), none)
+    none = jmp_scale.NoOpLossScale()
+    train(half, SCALE)
+    train(lambda w, x: jmp_scale.grad(half, SCALE)(w, x).sum(), none)
     train(autocast(two_layers, "bfloat16"), none)
     train(autocast(two_layers, "float16", backward="bf16"), none)
-    with pytest.warns(UserWarning, match="float16 gradients without a") as record:
+    with pytest.warns(UserWarning, match=NO_SCALE) as record:
         train(half, none)
     assert [warning.filename for warning in record] == [__file__]
     train(half, none)
+
+
+def scaled(w, x):
+    return SCALE.scale(two_layers(w, x))
+
+
+FORGOTTEN = {
+    "grad": lambda f: jax.grad(f),
+    "value_and_grad": lambda f: jax.value_and_grad(f),
+    "of a jit": lambda f: jax.grad(jax.jit(f)),
+    "of a checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "a vmap": lambda f: lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, x[None]),
+    "Equinox": lambda f: lambda w, x: eqx.filter_value_and_grad(f)(w, x),
+    "Equinox's jit": lambda f: eqx.filter_jit(eqx.filter_grad(f)),
+    "NNX": nnx.value_and_grad,
+}
+SCALED = {
+    "after it": lambda half: jax.grad(lambda w, x: SCALE.scale(half(w, x))),
+    "in a jit": lambda half: jax.grad(jax.jit(lambda w, x: SCALE.scale(half(w, x)))),
+    "within it": lambda half: jax.grad(autocast(scaled, "float16")),
+    "by hand": lambda half: jax.grad(lambda w, x: 8 * half(w, x)),
+    "by a cotangent": lambda half: lambda w, x: jax.vjp(half, w, x)[1](jnp.float32(8)),
+    "by Flax": lambda half: lambda w, x: DynamicScale().value_and_grad(half)(w, x)[2],
+    "by value_and_grad": lambda half: jmp_scale.grad(half, SCALE),
+    "nothing to scale": lambda half: jax.grad(autocast(two_layers, "bfloat16")),
+    "bfloat16 backward": lambda half: jax.grad(
+        autocast(two_layers, "float16", backward="bfloat16")
+    ),
+    "no derivative": lambda half: half,
+}
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+@pytest.mark.parametrize("how", FORGOTTEN)
+def test_a_forgotten_loss_scale_warns_once(how, compile_):
+    step = compile_(FORGOTTEN[how](autocast(two_layers, "float16")))
+    with pytest.warns(UserWarning, match=NO_SCALE) as record:
+        step(W, X)
+    assert len(record) == 1
+    step(W, X[1:])
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+@pytest.mark.parametrize("how", SCALED)
+def test_a_loss_that_is_scaled_does_not_warn(how, compile_):
+    compile_(SCALED[how](autocast(two_layers, "float16")))(W, X)
+
+
+@pytest.mark.filterwarnings("error:autocast")
+def test_a_forgotten_loss_scale_warns_of_an_nnx_model():
+    half = jmp_scale.nnx.autocast(bare_nnx_loss, "float16")
+    with pytest.warns(UserWarning, match=NO_SCALE):
+        nnx.value_and_grad(half)(nnx.Linear(N, N, rngs=nnx.Rngs(0)), X)
 
 
 SECOND = {

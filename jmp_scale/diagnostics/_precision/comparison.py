@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._finite import all_finite, finite_and_norm
+from ..._jaxpr import Program, bytes_per_entry, equations, is_floating
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
 from .._tables import leaf_name, percent, power, table
 
@@ -54,6 +55,8 @@ class GradientComparison(NamedTuple):
       float32_error: the same between two float32 gradients, of the arguments as they
         are and with each entry changed by its last digit.
       loss_scale: S of the half-precision gradient.
+      holds_half: whether any number of `half_loss` and its backward pass is narrower
+        than float32.
     """
 
     loss: float
@@ -63,17 +66,18 @@ class GradientComparison(NamedTuple):
     leaves: tuple[LeafComparison, ...]
     float32_error: float
     loss_scale: float
+    holds_half: bool = True
 
     @property
     def is_precise(self) -> bool:
         """Whether `error` and a third of `scaled_error` are at most 10 %.
 
         Or at most twice `float32_error`, where that is more. False if a loss or a
-        gradient is not finite.
+        gradient is not finite, or if nothing was half precision.
         """
         error = judged_error(self)
         limit = max(_BEARABLE, 2 * self.float32_error)
-        return math.isfinite(error) and error <= limit
+        return self.holds_half and math.isfinite(error) and error <= limit
 
     def summary(self, k: int = 20) -> str:
         """Whether half precision is precise enough here, and the k worst leaves."""
@@ -125,7 +129,14 @@ def compare_gradients(
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     found = start.found(lambda s: run_half(s, arrays))
-    return Reference(run, arrays).compared(*found)
+    compared = Reference(run, arrays).compared(*found)
+    program = run_half.trace(jnp.float32(1.0), arrays).jaxpr
+    return compared._replace(holds_half=_holds_half(program))
+
+
+def _holds_half(program: Program) -> bool:
+    made = (v for eqn in equations(program) for v in eqn.outvars)
+    return any(is_floating(v) and bytes_per_entry(v) < 4 for v in made)
 
 
 class Reference:
@@ -206,6 +217,11 @@ def _verdict(found: GradientComparison) -> str:
     search = "sensitive_products finds what must stay float32."
     if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
         text = NOT_FINITE
+    elif not found.holds_half:
+        text = (
+            "Nothing was compared: no number of half_loss is half precision. Pass "
+            "autocast(loss, ...) as the first function, loss as the second."
+        )
     elif not math.isfinite(found.half_loss):
         text = f"Half precision is not precise enough: its loss is not finite. {search}"
     elif not all(leaf.finite for leaf in found.leaves):

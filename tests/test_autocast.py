@@ -275,6 +275,28 @@ def test_a_function_whose_products_were_cast_by_hand_does_not_warn():
 
 
 COLUMN = W[:, :1]
+STACK = jnp.stack([W, W.T])
+
+
+def counted(layer):
+    """A loop of two turns that counts."""
+
+    def run(x):
+        def turn(carry):
+            return carry[0] + 1, layer(*carry)
+
+        return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, x))[1]
+
+    return run
+
+
+LAYERS_OF_A_STACK = [
+    lambda x: lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ STACK[i]), x),
+    lambda x: lax.scan(lambda x, i: (x @ STACK[i], i), x, jnp.arange(2))[0],
+    counted(lambda i, x: jnp.tanh(x @ lax.dynamic_index_in_dim(STACK, i, 0, False))),
+    counted(lambda i, x: jnp.tanh(x @ STACK.at[i].get(mode="clip"))),
+    lambda x: x @ STACK[jnp.argmax(x @ W) % 2],  # an expert
+]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +311,7 @@ COLUMN = W[:, :1]
         (lambda x: lax.map(lambda x: x @ W, x, batch_size=3), X[:4], X),
         (lambda x: (x @ W) @ (x[:1] @ W).T, X[:1], None),
         (jax.checkpoint(lambda x: x @ W), X[0], X),
+        *((fun, X[0], X) for fun in LAYERS_OF_A_STACK),
         (
             lambda x: lax.while_loop(lambda y: (y @ W).max() > 9, lambda y: y @ W, x),
             X[0],

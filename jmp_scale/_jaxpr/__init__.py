@@ -14,6 +14,7 @@ from .evaluate import value_of as value_of
 from .primitives import CALLS as CALLS
 from .primitives import CHEAP as CHEAP
 from .primitives import LINEAR as LINEAR
+from .primitives import LOOKUPS as LOOKUPS
 from .primitives import PRODUCTS as PRODUCTS
 from .primitives import REARRANGES as REARRANGES
 from .primitives import SAME_ENTRIES as SAME_ENTRIES

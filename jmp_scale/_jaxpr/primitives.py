@@ -24,6 +24,8 @@ CALLS = words("closed_call jit")
 
 # The result has the entries of the only array, each once, in another order or shape.
 REARRANGES = words("copy reshape rev sharding_constraint squeeze transpose")
+# The result is entries of the first operand, at the places that the others say.
+LOOKUPS = words("dynamic_slice gather")
 # Entries of the result are entries of the first operand, perhaps cast.
 SAME_ENTRIES = REARRANGES | words("""
     broadcast_in_dim convert_element_type device_put dynamic_slice gather name

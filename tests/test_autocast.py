@@ -1332,6 +1332,15 @@ def test_whatever_is_no_float_array_passes():
     assert out["y"].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("kind", [np.asarray, lambda x: np.asarray(x, np.float64)])
+def test_numpy_arrays_are_arguments_as_in_jit(kind):
+    """Not constants, whose products stay float32."""
+    half = autocast(lambda args: (two_layers(*args["w, x"]), args["name"]), "bfloat16")
+    got, name = half({"w, x": (kind(W), kind(X)), "name": np.str_("static")})
+    assert name == "static"
+    assert got == autocast(two_layers, "bfloat16")(W, X) != two_layers(W, X)
+
+
 def test_the_loss_scale_s_value_and_grad_takes_it():
     def loss(x, w, bias):
         y = layer(w, x) + bias["b"]

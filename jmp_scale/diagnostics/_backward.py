@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._finite import all_finite
 from .._gradients import checked_output, value_and_grad
 from .._loss_scale import DynamicLossScale, scale_value
-from .._tree import is_inexact, named_inexact_leaves
+from .._tree import is_array, is_inexact, named_inexact_leaves
 
 # XLA may leave a rounding out that the program asks for, and another machine or version
 # of it not: what is measured is the program as written.
@@ -148,13 +147,6 @@ def split_arrays(
         return jax.tree.unflatten(treedef, new_leaves)
 
     return [leaf for leaf in leaves if is_array(leaf)], rejoin
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array for JAX, or stands for one."""
-    kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    # NumPy's strings, objects and dates are not arrays for JAX. Keys have no kind.
-    return isinstance(leaf, kinds) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
 
 
 def described(value: Any) -> str:

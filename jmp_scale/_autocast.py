@@ -32,6 +32,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Arrays = Sequence[jax.Array]
 ByPosition = dict[int, jax.Array]  # of a unit's outputs, or of its inputs
+_CLOSURE = (
+    "autocast: expected a custom_vjp function to read its arguments alone, got one that "
+    "closes over an array of the function that autocast traces, which JAX allows in no "
+    "jit, checkpoint or autocast that is differentiated. Pass the array to it as an "
+    "argument (a solver of jaxopt: to its run), or close over it outside of autocast"
+)
 
 
 def autocast(
@@ -123,7 +129,11 @@ def autocast(
             share_casts=bool(share_casts),
             setting=setting,
         )
-        results = cast.run(jaxpr, [Origin.PARAMETER] * len(flat.arrays), *flat.arrays)
+        origins = [Origin.PARAMETER] * len(flat.arrays)
+        try:
+            results = cast.run(jaxpr, origins, *flat.arrays)
+        except jax.errors.UnexpectedTracerError as error:
+            raise jax.errors.UnexpectedTracerError(_CLOSURE) from error
         cast.warn_of_nothing(jaxpr)
         return flat.result(results)
 

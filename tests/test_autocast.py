@@ -1312,6 +1312,20 @@ def test_a_program_of_symbolic_sizes_is_that_of_each_size(name):
     assert_close(export.export(step)(*types).call(W, X), step(W, X), 1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:autocast")
+def test_a_custom_vjp_that_closes_over_data_is_an_error_that_names_the_cure():
+    def loss(w, x):
+        solve = jax.custom_vjp(lambda w: jnp.tanh(x @ w))
+        solve.defvjp(lambda w: (solve(w), w), lambda w, g: (x.T @ g,))
+        return mean_square(solve(w))
+
+    grad = jax.grad(autocast(loss, "bfloat16"))
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"custom_vjp .* Pass"):
+        grad(W, X)
+    outside = jax.jit(jax.grad(autocast(lambda w: loss(w, X), "bfloat16")))
+    assert_close(outside(W), jax.grad(loss)(W, X), 0.02)
+
+
 def test_constant_results_are_arrays():
     half = autocast(lambda w: (X @ w, jnp.int32(3), jnp.asarray(1.0)), "float16")
     for x, dtype in zip(half(W)[1:], ("int32", "float32"), strict=True):

@@ -33,10 +33,10 @@ T = TypeVar("T")
 Arrays = Sequence[jax.Array]
 ByPosition = dict[int, jax.Array]  # of a unit's outputs, or of its inputs
 _CLOSURE = (
-    "autocast: expected a custom_vjp function to read its arguments alone, got one that "
-    "closes over an array of the function that autocast traces, which JAX allows in no "
-    "jit, checkpoint or autocast that is differentiated. Pass the array to it as an "
-    "argument (a solver of jaxopt: to its run), or close over it outside of autocast"
+    "autocast: expected a custom_vjp function to read its arguments alone, got one "
+    "that closes over an array of the function that autocast traces, which JAX allows "
+    "in no jit, checkpoint or autocast that is differentiated. Pass the array to it as "
+    "an argument (a solver of jaxopt: to run), or close over it outside of autocast"
 )
 
 

@@ -26,7 +26,7 @@ from ._dot_general import is_zero
 from ._jaxpr import Program, Var
 from ._policy import checked_half
 from ._tree import FlatCall, is_module
-from ._validation import require_function, warn
+from ._validation import require_bool, require_function, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -102,6 +102,14 @@ def autocast(
       dtype('float32')
     """
     require_function("autocast", fun)
+    for name, value in (("recompute", recompute), ("share_casts", share_casts)):
+        require_bool("autocast", name, value)
+    if dtype is None:
+        raise ValueError(
+            "autocast: expected dtype float16 or bfloat16, got None; write "
+            'autocast(fun, "bfloat16"), or above a function '
+            '@functools.partial(jmp_scale.autocast, dtype="bfloat16")'
+        )
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
     names = _marks.checked_names(keep_float32)
@@ -157,7 +165,8 @@ class Cast(Interpreter):
             there = ", ".join(sorted(names.there)) or "none"
             warn(
                 "autocast: keep_float32 names nothing in which a product is: "
-                f"{missing}; there are {there}"
+                f"{missing}; there are {there} (functions, scopes, Linen modules, and "
+                "the classes of NNX modules, not their attributes)"
             )
         if not self.notes.any_half and "no product" not in warned:
             warned.add("no product")

@@ -16,6 +16,7 @@ from jax import lax
 
 from . import _mesh
 from ._tree import is_inexact, promote_to_float32
+from ._validation import described
 
 Arrays = Sequence[jax.Array]
 
@@ -59,7 +60,8 @@ def all_finite(
       bool[], True for a tree without inexact leaves.
 
     Raises:
-      TypeError: `axis_name` or a leaf of `specs` is of another type.
+      TypeError: `tree` is a function or text; `axis_name` or a leaf of `specs` is of
+        another type.
       ValueError: `mesh` without `specs`, no mesh, or `specs` that do not fit `tree` or
         the mesh, or do not divide a leaf equally.
 
@@ -68,6 +70,11 @@ def all_finite(
       >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
       False
     """
+    is_leaf = jax.tree_util.all_leaves([tree])
+    if is_leaf and (callable(tree) or isinstance(tree, str)):
+        raise TypeError(
+            f"all_finite: expected arrays, got {described(tree)}; pass what it returns"
+        )
     agree = _mesh.agreement("all_finite", axis_name)
     try:
         return finite(tree, agree, specs, mesh)

@@ -252,12 +252,15 @@ class Names:
 
 def checked_names(names: str | Collection[str]) -> Names:
     """`keep_float32=` of `autocast`, if each name is a string."""
-    each = (names,) if isinstance(names, str) else (*names,)
+    each = (names,) if isinstance(names, str) else names
+    each = (*each,) if isinstance(each, Collection) else (each,)
     for name in each:
         if not isinstance(name, str):
+            # Not a layer's own text, which has many lines.
+            got = getattr(name, "__name__", "" if callable(name) else name)
             raise TypeError(
-                "autocast: expected names in keep_float32, got "
-                f"{type(name).__name__} {getattr(name, '__name__', name)!r}; mark a "
-                "function of your own by jmp_scale.keep_float32(fun)"
+                "autocast: expected keep_float32 to be a name or a tuple of names, "
+                f"got a {type(name).__name__} {got!r}; mark a function or layer of "
+                "your own by jmp_scale.keep_float32(fun)"
             )
     return Names(frozenset(each))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._finite import all_finite
 from .._gradients import checked_output, value_and_grad
@@ -130,6 +131,19 @@ def start_of(function: str, loss_scale: Any) -> Start:
         return Start(2.0**15, True)
     settles = isinstance(loss_scale, DynamicLossScale)
     return Start(float(scale_value(function, loss_scale)), settles)
+
+
+def concrete_arrays(
+    function: str, args: tuple[Any, ...]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """`split_arrays` for a tool that runs on the host."""
+    arrays, rejoin = split_arrays(args)
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise TypeError(
+            f"{function}: expected arrays with values, got traced ones; call it "
+            "outside of jax.jit, vmap and grad: it compiles what it runs itself"
+        )
+    return arrays, rejoin
 
 
 def split_arrays(

@@ -11,7 +11,14 @@ import numpy as np
 
 from ..._finite import all_finite, finite_and_norm
 from ..._jaxpr import Program, bytes_per_entry, equations, is_floating
-from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
+from .._backward import (
+    ALL_ROUNDINGS,
+    Backward,
+    Loss,
+    concrete_arrays,
+    described,
+    start_of,
+)
 from .._tables import leaf_name, percent, power, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
@@ -122,9 +129,15 @@ def compare_gradients(
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
+    if callable(half_loss) and not callable(loss):
+        raise TypeError(
+            f"{function}: expected two functions before their arguments, got one and "
+            f"{described(loss)}; write {function}(half_loss, loss, params, batch), "
+            "loss being the float32 function"
+        )
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
-    arrays, rejoin = split_arrays(args)
+    arrays, rejoin = concrete_arrays(function, args)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))

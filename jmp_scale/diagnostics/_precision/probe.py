@@ -23,7 +23,14 @@ from ..._dot_general import bilinear
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
 from ..._marks import Names, tracing
 from ..._operations import Product, softmax_from, softmaxes_of, with_value
-from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
+from .._backward import (
+    ALL_ROUNDINGS,
+    Backward,
+    Loss,
+    Start,
+    concrete_arrays,
+    split_arrays,
+)
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference
 from .work import flops
@@ -68,7 +75,7 @@ class Probe:
 
     def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
-        self._arrays, rejoin = split_arrays(loss.args)
+        self._arrays, rejoin = concrete_arrays(loss.function, loss.args)
         self._products: list[tuple[ProductGroup, int]] = []  # group and work, by number
         self._by_place: dict[Any, ProductGroup] = {}
         self._cast: set[int] = set()  # numbers of those that `autocast` casts

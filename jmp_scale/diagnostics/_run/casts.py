@@ -27,8 +27,8 @@ class Limits(NamedTuple):
     largest: float
 
 
-# Ties go to the even neighbor: to zero, to the least normal number, to infinity, and 464
-# to 448 in float8_e4m3fn.
+# Ties go to the even neighbor: to zero, to the least normal number, to infinity, and
+# 464 to 448 in float8_e4m3fn.
 _LIMITS = {
     "float16": Limits(2.0**-25, 2.0**-14 - 2.0**-25, 65520.0, 65504.0),
     "bfloat16": Limits(

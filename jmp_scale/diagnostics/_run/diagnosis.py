@@ -16,7 +16,7 @@ from ..._finite import all_finite
 from ..._jaxpr import CALLS, is_literal, open_jaxpr, value_of, words
 from ..._loss_scale import scale_value
 from ..._tree import named_inexact_leaves
-from .._backward import Backward, Loss, described, split_arrays
+from .._backward import Backward, Loss, concrete_arrays, described
 from .._source import Place, place_of
 
 _NAMES = {
@@ -110,7 +110,7 @@ def diagnose_nonfinite(
     function = "diagnose_nonfinite"
     s = scale_value(function, loss_scale)
     loss = Loss(function, fun, args, argnums, has_aux, transform)
-    arrays, rejoin = split_arrays(args)
+    arrays, rejoin = concrete_arrays(function, args)
 
     # S is an argument of the compiled function: one compilation for all S.
     @jax.jit

@@ -327,6 +327,15 @@ def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):
         np.testing.assert_allclose(got, wanted, 1e-6)
 
 
+def test_a_softmax_of_an_argument_that_a_product_reads_has_a_gradient():
+    def loss(scores, values):
+        return mean_square(jax.nn.softmax(scores) @ values)
+
+    assert_close_gradients(loss, X, W)
+    half, full = (jax.grad(f, 1)(X, W) for f in (autocast(loss, "float16"), loss))
+    assert_close(half, full, 0.02)
+
+
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
 @pytest.mark.parametrize(
     "fun",
@@ -638,6 +647,21 @@ def test_the_inner_one_of_in_half_and_keep_float32_decides():
     dot = lambda q, k: q @ k  # noqa: E731
     assert dtypes(keep_float32(in_half(dot))) == [BF16]
     assert dtypes(in_half(keep_float32(dot))) == [F32]
+
+
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_what_keep_float32_gives_is_half_precision_within_in_half(given):
+    def exact(x):
+        assert x.dtype == jnp.float32
+        return jnp.sin(x)
+
+    def outer(x):
+        y = keep_float32(exact)(x.astype(given))
+        assert y.dtype == jnp.bfloat16
+        return y
+
+    half = autocast(lambda x: in_half(outer)(x @ W), "bfloat16")
+    assert half(X).dtype == jnp.float32
 
 
 def pallas_kernel(x, w):

@@ -26,6 +26,7 @@ from ._dot_general import is_zero
 from ._identities import kept_apart, no_tangent, softmax_from, with_value
 from ._jaxpr import Program, Var
 from ._linear import linear
+from ._policies import Shown, in_sight
 from ._policy import checked_half
 from ._stored import Stored, stored
 from ._tree import FlatCall, is_module
@@ -224,16 +225,20 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
 
     operands = {i for _, wires in unit.products for i in wires[:2]}
 
-    def forward(inputs: Arrays, copies: Arrays) -> Results:
+    def rerun(given: ByPosition, inputs: Arrays, copies: Arrays) -> Results:
         with _jaxpr.scope(unit.scope):
             outs = island.run(inputs)
             values = island.halved(island.read(outs, copies))
-        made = {}
+        made = {k: x.astype(jnp.float32) for k, x in given.items()}
         for k, (product, wires) in enumerate(unit.products):
-            with _jaxpr.scope(product.scope):
-                made[k] = product.run(cast.forward, *(values[i] for i in wires))
+            if k not in given:
+                with _jaxpr.scope(product.scope):
+                    made[k] = product.run(cast.forward, *(values[i] for i in wires))
         own = {i: x for i, x in enumerate(outs) if i not in island.passed}
         return Results(own, made, {i: values[i] for i in unit.kept})
+
+    def forward(inputs: Arrays, copies: Arrays) -> Results:
+        return rerun({}, inputs, copies)
 
     def unchanged(results: Results, inputs: Arrays, copies: Arrays) -> Results:
         return results
@@ -304,7 +309,17 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
     ) -> tuple[Results, Results]:
         return derivative(*primals, tangents[1])
 
-    return run
+    return in_sight(
+        Shown(
+            run=run,
+            forward=forward,
+            rerun=lambda given, *args: attach(rerun(given, *args), *args),
+            given_by=lambda results: {
+                k: x.astype(cast.forward) for k, x in results.made.items()
+            },
+            products=[product.jaxpr.eqns[-1] for product, _ in unit.products],
+        )
+    )
 
 
 class _Island:

@@ -43,7 +43,10 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
     times = "each iteration" if loop.trips is None else f"{loop.trips:,} iterations"
     cure = "keep the carry in float32 and add float32 values"
     if backward:
-        cure = "cast what the iterations share to half precision inside the loop"
+        cure = (
+            "cast what the iterations share to half precision inside the loop, and a "
+            "parameter that is stored so to float32, once outside of it"
+        )
     inner, _ = jaxprs.open_jaxpr(loop.body)
     # More steps of `x + f(x)` than a network has layers are those of a solver.
     solver = (loop.trips or 0) >= _MORE_THAN_LAYERS

@@ -64,16 +64,20 @@ def autocast(
     as cast.
 
     Weights' gradients are float32 from the product on; those of convolutions and
-    `ragged_dot` are half precision at first. Call the result inside `jax.jit`: outside
-    of it, each call traces anew. `diagnostics.precision_report` lists its dtypes.
+    `ragged_dot` are half precision at first. The gradient of a weight that is stored in
+    half precision is a float32 sum over all that read it, rounded once. Call the result
+    inside `jax.jit`: outside of it, each call traces anew.
+    `diagnostics.precision_report` lists its dtypes.
 
     Args:
       fun: what `jax.jit` could trace; an argument that is not an array is static.
       dtype: float16 or bfloat16, a dtype or one of `get_policy`'s names.
       backward: dtype of the products of the backward pass; default `dtype`. With
         "bfloat16", of float32's range, a float16 forward pass needs no loss scale.
-      recompute: whether the backward pass computes cheap operations again. It changes
-        memory, never results. False leaves that to the caller's `jax.checkpoint`.
+      recompute: whether the backward pass recomputes cheap operations. It changes
+        memory, never values or gradients; of second derivatives the roundings, but not
+        the quality. False leaves that to the caller's `jax.checkpoint`. A policy of
+        `jax.checkpoint`, around or within, saves half-precision arrays with either.
       keep_float32: names of what stays float32: functions in which a product is traced,
         scopes, modules, and places such as "costs.py:560".
       share_casts: whether what a product reads is cast once, and all later operations

@@ -52,7 +52,8 @@ def all_finite(
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then looks at its own shards, and exactly one
         scalar all-reduce joins the answers. Not needed on Explicit mesh axes, where an
-        array's type holds its spec.
+        array's type holds its spec. Of an `unreduced` array each part is looked at: a
+        sum of finite parts is infinite only beyond the largest float32.
       mesh: the mesh of `specs`; default the leaves' own, then that of `jax.set_mesh`.
 
     Returns:
@@ -100,6 +101,7 @@ def finite_and_norm(
     most the largest float32, and infinity where the flag is False. Inside `pmap` and
     `shard_map` it is the largest of the devices' own: one bad device raises it.
     """
+    _mesh.refuse_unreduced("global norm", tree)  # that of the parts is another
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
     finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))
     return agree(lax.pmin, finite), agree(lax.pmax, norm)

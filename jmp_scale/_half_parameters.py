@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from ._mesh import refuse_unreduced
 from ._policy import is_half
 from ._state import find_loss_scale_states, find_nodes, with_arrays
 from ._tree import leaves_by_name, promote_to_float32
@@ -79,7 +80,8 @@ def with_half_parameters(
     Raises:
       TypeError: `inner` is not an Optax optimizer.
       ValueError: `inner` contains a `with_loss_scale` or another `with_half_parameters`
-        (from `init`); `update` without `params`, or with others than those of `init`.
+        (from `init`); `update` without `params`, with others than those of `init`, or
+        with gradients that are not added up over devices (`unreduced`).
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -121,6 +123,7 @@ def with_half_parameters(
                 "with_half_parameters: expected the parameters, got None; write "
                 "update(grads, state, params)"
             )
+        refuse_unreduced("with_half_parameters", updates)
         _check_pairs("with_half_parameters", params, state.remainder)
         full = jax.tree.map(_join, params, state.remainder)
         grads, extra_args = promote_to_float32((updates, extra_args))

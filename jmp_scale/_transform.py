@@ -73,7 +73,8 @@ def with_loss_scale(
         make, or a loss under another name than `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
         `update`, while tracing: `value` is not a scalar, gradients and parameters
-        differ in structure, or `inner` changes structure, shape or dtype of its state.
+        differ in structure, gradients are not added up over devices (`unreduced`), or
+        `inner` changes structure, shape or dtype of its state.
 
     Warns:
       UserWarning: `init` of half-precision parameters, which lose small updates.
@@ -131,6 +132,7 @@ def with_loss_scale(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_arguments(updates, state, params, positional)
+        _mesh.refuse_unreduced("with_loss_scale", updates)
         grads = promote_to_float32(updates)
         verdict = judge_step(updates, value, state.guard, agree)
         gives_value = takes_value(keywords, value, extra_args)

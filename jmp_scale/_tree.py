@@ -126,7 +126,9 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     if new.dtype == jax.dtypes.float0:
         return on_false
     if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
-        return lax.select(jnp.asarray(pred), on_true, on_false)  # one operation
+        # One operation: `jnp.where` is several.
+        select = lambda new, old, pred: lax.select(pred, new, old)  # noqa: E731
+        return on_parts(select, on_true, on_false, jnp.asarray(pred))
     return jnp.where(pred, on_true, on_false)
 
 
@@ -138,6 +140,37 @@ def is_data(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
+def unreduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The mesh axes over which an array is a sum that is not made yet.
+
+    Only the types of Explicit axes say so: devices then hold parts of the sum.
+    """
+    if not isinstance(leaf, jax.Array):
+        return ()
+    sharding: Any = jax.typeof(leaf).sharding
+    axes = sharding.spec.unreduced
+    return tuple(axis for axis in sharding.mesh.axis_names if axis in axes)
+
+
+def on_parts(fun: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
+    """`fun(x, *others)`, linear in x; of each device's part where x is unreduced.
+
+    JAX has no rules for most operations on such arrays, jax 0.8 not even for a select.
+    """
+    if not unreduced_axes(x):
+        return fun(x, *others)
+    sharding: Any = jax.typeof(x).sharding
+    manual = set(sharding.mesh.manual_axes)
+    return jax.shard_map(
+        fun,
+        mesh=sharding.mesh,
+        in_specs=tuple(jax.typeof(a).sharding.spec for a in (x, *others)),
+        out_specs=sharding.spec,
+        axis_names=set(sharding.mesh.axis_names) - manual,
+        check_vma=False,
+    )(x, *others)
+
+
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
     """`tree` times S, f32[], or times 1/S: as `DynamicLossScale.scale` says."""
     if jnp.shape(s) != ():
@@ -147,18 +180,20 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
             "with all_finite of all gradients"
         )
 
-    def times(x: jax.Array) -> jax.Array:
+    def times(x: jax.Array, s: jax.Array) -> jax.Array:
         factor = s.astype(x.dtype)
         # Not a quotient: XLA:CPU keeps a copy of the gradients (test_performance).
         return x * (1 / factor if inverse else factor)
 
+    def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:
+        if not jnp.iscomplexobj(x):
+            return times(x, s)
+        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
+        return lax.complex(times(x.real, s), times(x.imag, s))
+
     def multiply_leaf(leaf: Any) -> jax.Array:
         # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
-        x = jnp.asarray(promote_to_float32(leaf))
-        if not jnp.iscomplexobj(x):
-            return times(x)
-        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
-        return lax.complex(times(x.real), times(x.imag))
+        return on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
 
     return map_gradients(multiply_leaf, tree)
 

@@ -1,6 +1,5 @@
 """Mesh axes: where devices may disagree, and how they reach one answer."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
-
-from ._tree import is_inexact
 
 AxisName = str | Sequence[str] | None
 Specs = tuple[PartitionSpec, ...]  # of the leaves
@@ -116,31 +113,6 @@ def on_shards(
         out_specs=PartitionSpec(),
         axis_names=axes,
     )(*leaves)
-
-
-def checked_specs(tree: Any, leaves: Sequence[Any], specs: Any, mesh: Any) -> Specs:
-    """The specs of `all_finite`'s inexact leaves."""
-    if specs is None:
-        if mesh is None:
-            return sharding_specs(leaves)
-        raise ValueError(
-            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
-            "got mesh alone"
-        )
-
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec) or x is None
-
-    broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
-    for spec in spec_leaves:
-        if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in spec:
-            raise TypeError(
-                "all_finite: expected a PartitionSpec for each leaf in specs, got "
-                f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
-            )
-    is_read = map(is_inexact, jax.tree.leaves(tree))
-    return tuple(itertools.compress(spec_leaves, is_read))
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:

@@ -179,6 +179,26 @@ def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
     return jax.tree_util.tree_map_with_path(map_leaf, tree)
 
 
+def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[tuple[Any, Any]]:
+    """(key path, node) of every `is_node` in a pytree, outermost only."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
+    return [(path, node) for path, node in nodes if is_node(node)]
+
+
+def with_arrays(tree: Any) -> Any:
+    """`tree` with the arrays that NNX's variables in it hold."""
+
+    def array(x: Any) -> Any:
+        # A variable is a pytree of one leaf; `x[...]` is a copy in Flax 0.12.0.
+        return jax.tree.leaves(x)[0] if is_variable(x) else x
+
+    return jax.tree.map(array, tree, is_leaf=is_variable)
+
+
+def is_variable(x: Any) -> bool:
+    return hasattr(x, "copy_from")  # Flax need not be imported
+
+
 class FlatCall:
     """A call as a function of its arrays alone, which returns arrays alone."""
 

@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 
 from ..._finite import finite_and_norm
 from ..._loss_scale import number_of
-from ..._state import LossScaleState, find_loss_scale_states, is_variable
+from ..._state import LossScaleState, find_loss_scale_states
+from ..._tree import is_variable
 from ..._validation import Arguments
 from .casts import log2_magnitude, magnitude_bits
 from .metrics import find_states

@@ -12,7 +12,7 @@ import optax
 from ._tree import find_nodes
 
 if TYPE_CHECKING:
-    from ._loss_scale import LossScale
+    from ._scaling.loss_scale import LossScale
 
 # The types of flags and counters, which say their dtype and what they start at.
 Flag = Annotated[jax.Array, np.bool_(True)]

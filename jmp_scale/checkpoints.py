@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._half_parameters import full_parameters, remainders, split
+from ._half_storage.parameters import full_parameters, remainders, split
 from ._state import (
     FIELDS_OF_0_2,
     LossScaleState,

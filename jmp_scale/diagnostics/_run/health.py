@@ -7,7 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
+from ..._scaling.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    number_of,
+)
 from ..._state import LossScaleState, find_half_states
 from ..._tree import named_inexact_leaves
 from .._tables import power

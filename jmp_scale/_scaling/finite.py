@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from . import _mesh
-from ._tree import is_inexact, promote_to_float32
+from .. import _mesh
+from .._tree import is_inexact, promote_to_float32
 
 Arrays = Sequence[jax.Array]
 

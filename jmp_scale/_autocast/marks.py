@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from ._contexts import UNSCALED
-from ._validation import require_callable, warn
+from .._contexts import UNSCALED
+from .._validation import require_callable, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ._policy import holds_half
-from ._state import (
+from .._policy import holds_half
+from .._state import (
     HalfParametersState,
     find_half_states,
     find_loss_scale_states,
     is_nothing,
 )
-from ._tree import leaves_by_name, promote_to_float32, with_arrays
+from .._tree import leaves_by_name, promote_to_float32, with_arrays
 
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_scale import _jaxpr
-from jmp_scale import _operations as ops
-from jmp_scale._autocast_plan import Origin, Plan, Unit, make_plan, needed_for
+from jmp_scale._autocast import operations as ops
+from jmp_scale._autocast.marks import Names
+from jmp_scale._autocast.plan import Origin, Plan, Unit, make_plan, needed_for
 from jmp_scale._jaxpr import Var
-from jmp_scale._marks import Names
 from jmp_scale._tree import FlatCall
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from . import _pytree
-from ._transform import LossScaleTransformation, with_loss_scale
+from ._scaling.transform import LossScaleTransformation, with_loss_scale
 
 try:
     import flax.serialization  # noqa: F401  (_pytree looks for it)

@@ -1,6 +1,5 @@
 """Mesh axes: where devices may disagree, and how they reach one answer."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
-
-from ._tree import is_inexact, unreduced_axes
 
 AxisName = str | Sequence[str] | None
 Specs = tuple[PartitionSpec, ...]  # of the leaves
@@ -121,32 +118,6 @@ def on_shards(
     )(*leaves)
 
 
-def checked_specs(tree: Any, leaves: Sequence[Any], specs: Any, mesh: Any) -> Specs:
-    """The specs of `all_finite`'s inexact leaves."""
-    if specs is None:
-        if mesh is None:
-            return sharding_specs(leaves)
-        raise ValueError(
-            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
-            "got mesh alone"
-        )
-
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec) or x is None
-
-    broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
-    unconstrained = PartitionSpec.UNCONSTRAINED
-    for spec in spec_leaves:
-        if not isinstance(spec, PartitionSpec) or unconstrained in dimensions(spec):
-            raise TypeError(
-                "all_finite: expected a PartitionSpec for each leaf in specs, got "
-                f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
-            )
-    is_read = map(is_inexact, jax.tree.leaves(tree))
-    return tuple(itertools.compress(spec_leaves, is_read))
-
-
 def named_axes(spec: PartitionSpec) -> set[str]:
     """The axes over which an array is split, or a sum that is not made yet."""
     split = {axis for part in dimensions(spec) for axis in names_of(part)}
@@ -156,6 +127,37 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 def dimensions(spec: PartitionSpec) -> tuple[Any, ...]:
     """The parts of a spec. Newer JAX does not iterate one that is unreduced."""
     return getattr(spec, "partitions", None) or tuple(spec)
+
+
+def unreduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The mesh axes over which an array is a sum that is not made yet.
+
+    Only the types of Explicit axes say so: devices then hold parts of the sum.
+    """
+    if not isinstance(leaf, jax.Array):
+        return ()
+    sharding: Any = jax.typeof(leaf).sharding
+    axes = sharding.spec.unreduced
+    return tuple(axis for axis in sharding.mesh.axis_names if axis in axes)
+
+
+def on_parts(fun: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
+    """`fun(x, *others)`, linear in x; of each device's part where x is unreduced.
+
+    JAX has no rules for most operations on such arrays, jax 0.8 not even for a select.
+    """
+    if not unreduced_axes(x):
+        return fun(x, *others)
+    sharding: Any = jax.typeof(x).sharding
+    manual = set(sharding.mesh.manual_axes)
+    return jax.shard_map(
+        fun,
+        mesh=sharding.mesh,
+        in_specs=tuple(jax.typeof(a).sharding.spec for a in (x, *others)),
+        out_specs=sharding.spec,
+        axis_names=set(sharding.mesh.axis_names) - manual,
+        check_vma=False,
+    )(x, *others)
 
 
 def refuse_unreduced(function: str, grads: Any) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from . import _mesh
+
 T = TypeVar("T")
 
 # Flax's name for float8 scales and maxima of the last steps (google/flax#3623).
@@ -128,7 +130,7 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
         # One operation: `jnp.where` is several.
         select = lambda new, old, pred: lax.select(pred, new, old)  # noqa: E731
-        return on_parts(select, on_true, on_false, jnp.asarray(pred))
+        return _mesh.on_parts(select, on_true, on_false, jnp.asarray(pred))
     return jnp.where(pred, on_true, on_false)
 
 
@@ -138,37 +140,6 @@ def _leaf_at(path: Any) -> str:
 
 def is_data(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
-
-
-def unreduced_axes(leaf: Any) -> tuple[str, ...]:
-    """The mesh axes over which an array is a sum that is not made yet.
-
-    Only the types of Explicit axes say so: devices then hold parts of the sum.
-    """
-    if not isinstance(leaf, jax.Array):
-        return ()
-    sharding: Any = jax.typeof(leaf).sharding
-    axes = sharding.spec.unreduced
-    return tuple(axis for axis in sharding.mesh.axis_names if axis in axes)
-
-
-def on_parts(fun: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
-    """`fun(x, *others)`, linear in x; of each device's part where x is unreduced.
-
-    JAX has no rules for most operations on such arrays, jax 0.8 not even for a select.
-    """
-    if not unreduced_axes(x):
-        return fun(x, *others)
-    sharding: Any = jax.typeof(x).sharding
-    manual = set(sharding.mesh.manual_axes)
-    return jax.shard_map(
-        fun,
-        mesh=sharding.mesh,
-        in_specs=tuple(jax.typeof(a).sharding.spec for a in (x, *others)),
-        out_specs=sharding.spec,
-        axis_names=set(sharding.mesh.axis_names) - manual,
-        check_vma=False,
-    )(x, *others)
 
 
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
@@ -193,7 +164,7 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
 
     def multiply_leaf(leaf: Any) -> jax.Array:
         # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
-        return on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
+        return _mesh.on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
 
     return map_gradients(multiply_leaf, tree)
 
@@ -212,6 +183,26 @@ def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
         return fun(leaf)
 
     return jax.tree_util.tree_map_with_path(map_leaf, tree)
+
+
+def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[tuple[Any, Any]]:
+    """(key path, node) of every `is_node` in a pytree, outermost only."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
+    return [(path, node) for path, node in nodes if is_node(node)]
+
+
+def with_arrays(tree: Any) -> Any:
+    """`tree` with the arrays that NNX's variables in it hold."""
+
+    def array(x: Any) -> Any:
+        # A variable is a pytree of one leaf; `x[...]` is a copy in Flax 0.12.0.
+        return jax.tree.leaves(x)[0] if is_variable(x) else x
+
+    return jax.tree.map(array, tree, is_leaf=is_variable)
+
+
+def is_variable(x: Any) -> bool:
+    return hasattr(x, "copy_from")  # Flax need not be imported
 
 
 class FlatCall:

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._half_parameters import full_parameters, is_half_state, remainders, split
+from ._half_storage.parameters import full_parameters, remainders, split
 from ._state import (
     FIELDS_OF_0_2,
     LossScaleState,
     find_loss_scale_states,
+    is_half_state,
     is_loss_scale_state,
-    with_arrays,
 )
-from ._tree import is_data, leaves_by_name
+from ._tree import is_data, leaves_by_name, with_arrays
 
 T = TypeVar("T")
 Form = Callable[[Any], Any]  # of a state, as it was once

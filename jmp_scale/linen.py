@@ -13,12 +13,12 @@ from flax import core, struct
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from ._finite import all_finite
-from ._gradients import value_and_grad
-from ._loss_scale import LossScale
-from ._spike_guard import SpikeGuard
+from ._scaling.finite import all_finite
+from ._scaling.gradients import value_and_grad
+from ._scaling.loss_scale import LossScale
+from ._scaling.spike_guard import SpikeGuard
+from ._scaling.transform import fresh_buffers
 from ._state import LossScaleState
-from ._transform import fresh_buffers
 from ._tree import OVERWRITE_WITH_GRADIENT, map_inexact, select_tree
 
 

@@ -14,13 +14,12 @@ from flax import nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from ._autocast import autocast as _autocast
-from ._gradients import value_and_grad
-from ._loss_scale import LossScale
-from ._spike_guard import SpikeGuard
-from ._state import with_arrays
-from ._transform import judge_step
-from ._tree import is_data, is_inexact
+from ._autocast.autocast import autocast as _autocast
+from ._scaling.gradients import value_and_grad
+from ._scaling.loss_scale import LossScale
+from ._scaling.spike_guard import SpikeGuard
+from ._scaling.transform import judge_step
+from ._tree import is_data, is_inexact, with_arrays
 from ._validation import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])

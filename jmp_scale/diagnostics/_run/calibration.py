@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._finite import all_finite
 from ..._jaxpr import dtype_name, equations
+from ..._scaling.finite import all_finite
 from .._backward import Loss, split_arrays
 from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 

@@ -12,41 +12,25 @@ keep bfloat16 remainders in PyTorch (`store_param_remainders`).
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ._mesh import refuse_unreduced
-from ._policy import is_half
-from ._state import find_loss_scale_states, find_nodes, with_arrays
-from ._tree import leaves_by_name, promote_to_float32
+from .._mesh import refuse_unreduced
+from .._policy import holds_half
+from .._state import (
+    HalfParametersState,
+    find_half_states,
+    find_loss_scale_states,
+    is_nothing,
+)
+from .._tree import leaves_by_name, promote_to_float32, with_arrays
 
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
-
-
-class HalfParametersState(NamedTuple):
-    """State of `with_half_parameters`.
-
-    Attributes:
-      inner_state: state of the wrapped optimizer, of float32 parameters.
-      remainder: what the parameters lack, a tree of their structure: int16 for a
-        bfloat16 leaf, float32 for a float16 one, None for all others, and with a key.
-      rounding_key: u32[2], the key of the next step's rounding, or None.
-    """
-
-    inner_state: Any
-    remainder: Any
-    rounding_key: Any
-
-
-jax.export.register_namedtuple_serialization(
-    HalfParametersState, serialized_name="jmp_scale.HalfParametersState"
-)
 
 
 def with_half_parameters(
@@ -183,23 +167,6 @@ def remainders(tree: Any) -> dict[str, Any]:
     return found
 
 
-def is_half_state(node: Any) -> bool:
-    """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
-    if isinstance(node, Mapping):
-        names = set(node)  # NNX leaves out what is None
-        own = not names.isdisjoint({"remainder", "rounding_key"})
-        return own and names <= set(HalfParametersState._fields)
-    return isinstance(node, HalfParametersState)
-
-
-find_half_states = functools.partial(find_nodes, is_half_state)
-
-
-def is_nothing(x: Any) -> bool:
-    """Whether it stands for a leaf or a subtree without an update."""
-    return x is None or isinstance(x, optax.MaskedNode)
-
-
 def _check_pairs(function: str, params: Any, remainders: Any) -> None:
     leaves = leaves_by_name(params)
     for name, remainder in leaves_by_name(remainders).items():
@@ -213,10 +180,6 @@ def _check_pairs(function: str, params: Any, remainders: Any) -> None:
                 f"of which the state holds a remainder, got {got}; pass those "
                 "that optax.apply_updates makes (equinox's does not round)"
             )
-
-
-def holds_half(x: Any) -> bool:
-    return is_half(getattr(x, "dtype", None))
 
 
 def _zeros(p: Any) -> jax.Array | None:

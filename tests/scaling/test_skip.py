@@ -12,7 +12,7 @@ from jax.experimental import checkify
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, optimizer, stepper
 
 from jmp_scale import with_loss_scale
-from jmp_scale._skip import select_step
+from jmp_scale._scaling.skip import select_step
 
 
 def operations(tx, params):

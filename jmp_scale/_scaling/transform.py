@@ -10,16 +10,22 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import _mesh
-from ._extra_args import keywords_of, takes_value
-from ._finite import finite, finite_and_norm
-from ._half_parameters import find_half_states, holds_half, is_nothing
-from ._loss_scale import LossScale, NoOpLossScale, checked_loss_scale
-from ._skip import select_step, unless
-from ._spike_guard import SpikeGuard
-from ._state import START, LossScaleState, find_loss_scale_states
-from ._tree import is_data, is_inexact, map_inexact, promote_to_float32
-from ._validation import warn
+from .. import _mesh
+from .._policy import holds_half
+from .._state import (
+    START,
+    LossScaleState,
+    find_half_states,
+    find_loss_scale_states,
+    is_nothing,
+)
+from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
+from .._validation import warn
+from .extra_args import keywords_of, takes_value
+from .finite import finite, finite_and_norm
+from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
+from .skip import select_step, unless
+from .spike_guard import SpikeGuard
 
 
 class LossScaleTransformation(optax.GradientTransformationExtraArgs):

@@ -34,8 +34,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale.nnx
-from jmp_scale import _jaxpr, _marks, autocast, in_half, keep_float32
-from jmp_scale._autocast_plan import Origin, make_plan
+from jmp_scale import _jaxpr, autocast, in_half, keep_float32
+from jmp_scale._autocast import marks as _marks
+from jmp_scale._autocast.plan import Origin, make_plan
 
 HIGH = lax.Precision.HIGH
 F16, BF16, F32 = ((name, name) for name in ("float16", "bfloat16", "float32"))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
-from . import _jaxpr
+from .. import _jaxpr
 
 # Algorithms of a GPU's matrix units: half-precision operands, float32 sums and results.
 ALGORITHMS = {

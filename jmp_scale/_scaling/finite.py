@@ -5,6 +5,7 @@ is lowered: one that is compiled elsewhere is what the machine itself would make
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from . import _mesh
-from ._tree import is_inexact, promote_to_float32
+from .. import _mesh
+from .._tree import is_inexact, promote_to_float32
 
 Arrays = Sequence[jax.Array]
 
@@ -87,9 +89,37 @@ def finite(
 ) -> jax.Array:
     """`all_finite` over the axes of an agreement."""
     leaves = _inexact_arrays(tree)
-    leaf_specs = _mesh.checked_specs(tree, leaves, specs, mesh)
+    leaf_specs = _checked_specs(tree, leaves, specs, mesh)
     # Twice: over the axes that shard a leaf, and over the manual axes around this call.
     return agree(lax.pmin, _all_finite(leaves, leaf_specs, mesh))
+
+
+def _checked_specs(
+    tree: Any, leaves: Sequence[Any], specs: Any, mesh: Any
+) -> _mesh.Specs:
+    """The specs of `all_finite`'s inexact leaves."""
+    if specs is None:
+        if mesh is None:
+            return _mesh.sharding_specs(leaves)
+        raise ValueError(
+            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
+            "got mesh alone"
+        )
+
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, PartitionSpec) or x is None
+
+    broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+    spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
+    for spec in spec_leaves:
+        parts = _mesh.dimensions(spec) if isinstance(spec, PartitionSpec) else None
+        if parts is None or PartitionSpec.UNCONSTRAINED in parts:
+            raise TypeError(
+                "all_finite: expected a PartitionSpec for each leaf in specs, got "
+                f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
+            )
+    is_read = map(is_inexact, jax.tree.leaves(tree))
+    return tuple(itertools.compress(spec_leaves, is_read))
 
 
 def finite_and_norm(

@@ -25,8 +25,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
-from ._tree import is_inexact, map_inexact, select_tree
+from .._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
+from .._tree import is_inexact, map_inexact, select_tree
 
 
 def select_step(

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
-from ._marks import UNSCALED
-from ._tree import map_gradients, promote_to_float32
-from ._validation import described, require_callable, warn
+from .._contexts import UNSCALED
+from .._tree import map_gradients, promote_to_float32
+from .._validation import described, require_callable, warn
+from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 
 
 def value_and_grad(

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from . import _jaxpr
-from ._dot_general import is_zero, split_sizes, sum_of_terms, wide_dot_general
-from ._jaxpr import (
+from .. import _jaxpr
+from .._jaxpr import (
     CALLS,
     CHEAP,
     LINEAR,
@@ -31,7 +30,8 @@ from ._jaxpr import (
     Var,
     variables,
 )
-from ._policy import is_half
+from .._policy import is_half
+from .dot_general import is_zero, split_sizes, sum_of_terms, wide_dot_general
 
 T = TypeVar("T")
 

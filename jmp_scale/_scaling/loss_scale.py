@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from . import _pytree, _validation
-from ._tree import multiply
+from .. import _pytree, _validation
+from .._tree import multiply
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
-from ._validation import require_callable, warn
+from .._contexts import UNSCALED
+from .._validation import require_callable, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -20,9 +21,6 @@ T = TypeVar("T")
 # program it tells the report that autocast was there.
 UNIT = "autocast_unit"
 _EXEMPT = "keep_float32"  # name of a scope
-# Contexts of JAX's are a part of the keys of its caches: a jitted function is traced
-# anew in another one. This one is whether `value_and_grad` differentiates unscaled.
-UNSCALED = jax.make_user_context(False)
 
 
 class _Tracing(NamedTuple):

@@ -7,8 +7,9 @@ import pytest
 from autocast_programs import W, X
 from jax import lax
 
-from jmp_scale import _jaxpr, _marks, in_half
-from jmp_scale._marks import Names
+from jmp_scale import _jaxpr, in_half
+from jmp_scale._autocast import marks as _marks
+from jmp_scale._autocast.marks import Names
 
 
 def energy(w, x):

@@ -10,7 +10,7 @@ import pytest
 from helpers import on_devices, one_of
 
 import jmp_scale
-from jmp_scale import _finite
+from jmp_scale._scaling import finite as _finite
 
 pytestmark = pytest.mark.strict_promotion
 

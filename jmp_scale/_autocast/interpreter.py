@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeVar
 import jax
 import numpy as np
 
-from . import _jaxpr
-from . import _operations as ops
-from ._autocast_plan import Origin, Plan, Unit, make_plan
-from ._higher_order import RUNS
-from ._jaxpr import Program, Var
-from ._marks import Names
-from ._validation import warn
+from .. import _jaxpr
+from .._jaxpr import Program, Var
+from .._validation import warn
+from . import operations as ops
+from .higher_order import RUNS
+from .marks import Names
+from .plan import Origin, Plan, Unit, make_plan
 
 T = TypeVar("T")
 Part = Literal["loop", "rule", ""]

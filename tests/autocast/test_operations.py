@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from jmp_scale import _jaxpr
-from jmp_scale import _operations as ops
-from jmp_scale._operations import Fate
+from jmp_scale._autocast import operations as ops
+from jmp_scale._autocast.operations import Fate
 
 (V, ROW, BATCH) = arrays((16,), (1, 16), (3, 8, 16))
 HALF = X.astype("bfloat16")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import jmp_scale
-from jmp_scale import _autocast_plan, _operations
+from jmp_scale._autocast import operations as _operations
+from jmp_scale._autocast import plan as _autocast_plan
 
 MISSING = _targets.missing("h100")
 pytestmark = [

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _pytree
-from ._validation import Arguments
+from .. import _pytree
+from .._validation import Arguments
 
 # Least spreads. Without them a run of equal losses or norms makes any other a spike.
 _NORM_FLOOR = 0.25  # bits, a factor of 1.19

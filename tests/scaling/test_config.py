@@ -46,7 +46,7 @@ def test_a_spec_gives_the_loss_scale_it_names(spec, expected):
 
 
 def test_the_half_type_of_a_tpu_needs_none(monkeypatch):
-    monkeypatch.setattr("jmp_scale._config.half_dtype", lambda: jnp.bfloat16)
+    monkeypatch.setattr("jmp_scale._scaling.config.half_dtype", lambda: jnp.bfloat16)
     assert get_loss_scale("half") == NoOpLossScale()
 
 

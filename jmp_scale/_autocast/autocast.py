@@ -18,15 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from . import _jaxpr, _marks
-from . import _operations as ops
-from ._autocast_interpreter import Interpreter, Notes, TraceCache, Values
-from ._autocast_plan import Origin, Plan, Unit
-from ._dot_general import is_zero
-from ._jaxpr import Program, Var
-from ._policy import checked_half
-from ._tree import FlatCall, is_module
-from ._validation import require_function, warn
+from .. import _jaxpr
+from .._jaxpr import Program, Var
+from .._policy import checked_half
+from .._tree import FlatCall, is_module
+from .._validation import require_function, warn
+from . import marks as _marks
+from . import operations as ops
+from .dot_general import is_zero
+from .interpreter import Interpreter, Notes, TraceCache, Values
+from .plan import Origin, Plan, Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

@@ -24,11 +24,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from . import _jaxpr
-from . import _operations as ops
-from ._jaxpr import Atom, Jaxpr, JaxprEqn, NameStack, Var, is_float32, variables
-from ._marks import Names
-from ._policy import is_half
+from .. import _jaxpr
+from .._jaxpr import Atom, Jaxpr, JaxprEqn, NameStack, Var, is_float32, variables
+from .._policy import is_half
+from . import operations as ops
+from .marks import Names
 
 _INTEGERS = "bool", "int", "uint"
 # At most this many operations on arguments alone are repeated in each island that reads

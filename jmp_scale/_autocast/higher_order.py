@@ -12,8 +12,8 @@ import jax
 from jax import lax
 from jax.extend.core import Primitive
 
-from . import _jaxpr
-from ._jaxpr import JaxprEqn, Program
+from .. import _jaxpr
+from .._jaxpr import JaxprEqn, Program
 
 Values = list[jax.Array]
 

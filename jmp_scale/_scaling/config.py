@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from ._policy import dtype_to_names, half_dtype, name_to_dtype
+from .._policy import dtype_to_names, half_dtype, name_to_dtype
+from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 
 _POWER = re.compile(r"\s*(\d+)(?:\.0*)?\s*\*\*\s*(-?\d+)(?:\.0*)?\s*")
 

@@ -1,5 +1,6 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from .._state import (
     is_nothing,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
+from .._types import Flag, PyTree
 from .._validation import warn
-from .extra_args import keywords_of, takes_value
+from .extra_args import Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
 from .skip import select_step, unless
@@ -29,10 +31,17 @@ from .spike_guard import SpikeGuard
 
 
 class LossScaleTransformation(optax.GradientTransformationExtraArgs):
-    """What `with_loss_scale` returns: an Optax transformation whose state is typed."""
+    """The Optax transformation that `with_loss_scale` returns; its state is typed."""
 
-    init: Callable[[Any], LossScaleState]  # pyright: ignore
-    update: Callable[..., tuple[Any, LossScaleState]]  # pyright: ignore
+    init: Callable[[optax.Params], LossScaleState]  # pyright: ignore
+    update: Callable[..., tuple[optax.Updates, LossScaleState]]  # pyright: ignore
+
+    @property
+    def agreement(self) -> _mesh.Agreement:
+        """How devices reach one decision; the default if `update` was replaced."""
+        steps = getattr(self.update, "__self__", None)
+        is_own = isinstance(steps, _SkippingOptimizer)
+        return steps.agreement if is_own else _mesh.agreement()
 
 
 def with_loss_scale(
@@ -101,12 +110,12 @@ def with_loss_scale(
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "with_loss_scale: expected inner to be an optax.GradientTransformation, "
-            f"got {inner!r}; pass the optimizer first, the loss scale second, and of "
-            "an optax.MultiSteps its gradient_transformation()"
+            f"got {inner!r}; pass the optimizer first and the loss scale second. For "
+            "an optax.MultiSteps pass its .gradient_transformation()"
         )
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
-    agree = _mesh.agreement("with_loss_scale", axis_name)
+    agreement = _mesh.agreement("with_loss_scale", axis_name)
     if guard is not None and not isinstance(guard, SpikeGuard):
         raise TypeError(
             f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
@@ -114,83 +123,116 @@ def with_loss_scale(
         )
     inner = optax.with_extra_args_support(inner)
     keywords = keywords_of(inner.update)
+    steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
+    return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
 
-    def init(params: optax.Params) -> LossScaleState:
-        inner_state = inner.init(params)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SkippingOptimizer:
+    """The steps of `inner`, each of them applied or rejected as a whole."""
+
+    inner: optax.GradientTransformationExtraArgs
+    keywords: Keywords  # that `inner` accepts
+    loss_scale: LossScale  # of the first step
+    guard: SpikeGuard | None  # before the first step
+    agreement: _mesh.Agreement
+
+    def init(self, params: optax.Params) -> LossScaleState:
+        """Returns the state before the first step."""
+        inner_state = self.inner.init(params)
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
         state = LossScaleState(
-            loss_scale=loss_scale,
+            loss_scale=self.loss_scale,
             inner_state=inner_state,
-            guard=guard,
+            guard=self.guard,
             **{name: jnp.asarray(value) for name, value in START.items()},
         )
-        return fresh_buffers(state, (params, loss_scale, guard))
+        return fresh_buffers(state, (params, self.loss_scale, self.guard))
 
     def update(
+        self,
         updates: optax.Updates,
         state: LossScaleState,
         params: optax.Params | None = None,
-        *positional: Any,
+        *positional: object,
         value: ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[Any, LossScaleState]:
+    ) -> tuple[optax.Updates, LossScaleState]:
+        """Judges a step, applies or rejects it, and returns the state after it."""
         _check_arguments(updates, state, params, positional)
         grads = promote_to_float32(updates)
-        verdict = judge_step(updates, value, state.guard, agree)
-        gives_value = takes_value(keywords, value, extra_args)
-        given = {"value": jnp.asarray(value)} if gives_value else {}
-        if "grad" in extra_args:
-            given["grad"] = promote_to_float32(extra_args.pop("grad"))
-        for name in ("value_fn", "grad_fn", "obj_fn"):
-            if callable(fun := extra_args.get(name)):
-                extra_args[name] = _zero_fn_unless(verdict.applied, fun)
-
-        # Cast to half precision, the updates of with_half_parameters would lose digits.
+        verdict = judge_step(updates, value, state.guard, self.agreement)
+        arrays, others = self._split(extra_args, value, verdict.applied)
+        apply = functools.partial(self._apply, params, others)
         keeps_dtypes = params is None or find_half_states(state.inner_state)
-
-        def run(inputs: tuple[Any, Any], inner_state: Any) -> tuple[Any, Any]:
-            grads, given = inputs
-            out, new = inner.update(grads, inner_state, params, **extra_args, **given)
-            if not keeps_dtypes:
-                out = jax.tree.map(_cast_leaf, out, params, is_leaf=is_nothing)
-            return out, _state_like(new, inner_state)
-
-        is_half = _half_leaves(updates) and _half_leaves(params)
-        if (
-            is_half
-            and not keeps_dtypes
-            and not _takes(run, (grads, given), state.inner_state)
-        ):
-            grads = updates
-        # The overflow of a gradient that the optimizer asks for shows in its updates.
-        is_finite = functools.partial(finite, agree=agree)
-        is_good = is_finite if "grad_fn" in extra_args else None
-        inputs, context = (grads, given), (params, extra_args)
+        if _half_leaves(updates) and _half_leaves(params) and not keeps_dtypes:
+            if not _takes(apply, (grads, arrays), state.inner_state):
+                grads = updates
+        # If `inner` calls `grad_fn`, an overflow of its result shows in the updates.
+        is_finite = functools.partial(finite, agree=self.agreement)
         applied, new_updates, inner_state = select_step(
-            verdict.applied, run, inputs, state.inner_state, context, is_good
+            verdict.applied,
+            apply,
+            (grads, arrays),
+            state.inner_state,
+            context=(params, others),
+            is_good=is_finite if "grad_fn" in others else None,
         )
         return new_updates, _next_state(state, verdict, applied, inner_state)
 
-    update.agreement = agree  # pyright: ignore[reportFunctionMemberAccess]
-    return LossScaleTransformation(init, update)  # pyright: ignore
+    def _split(
+        self, extra_args: dict[str, Any], value: ArrayLike | None, applied: Flag
+    ) -> tuple[dict[str, PyTree], dict[str, Any]]:
+        """Returns the extra arguments of `inner` that may be NaN, and the others."""
+        arrays, others = {}, dict(extra_args)
+        if takes_value(self.keywords, value, extra_args):
+            arrays["value"] = jnp.asarray(value)
+        if "grad" in others:
+            arrays["grad"] = promote_to_float32(others.pop("grad"))
+        for name in ("value_fn", "grad_fn", "obj_fn"):
+            if callable(others.get(name)):
+                others[name] = _zero_fn_unless(applied, others[name])
+        return arrays, others
+
+    def _apply(
+        self,
+        params: optax.Params | None,
+        others: dict[str, Any],
+        inputs: tuple[optax.Updates, dict[str, PyTree]],
+        inner_state: optax.OptState,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """Calls `inner`; returns updates and a state of the types that they had."""
+        grads, arrays = inputs
+        updates, new = self.inner.update(grads, inner_state, params, **others, **arrays)
+        # A cast to half precision would round the updates of with_half_parameters.
+        if params is not None and not find_half_states(inner_state):
+            updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)
+        return updates, _state_like(new, inner_state)
 
 
 class _Verdict(NamedTuple):
     """What is known of a step before the optimizer runs: bool[], and the next guard."""
 
-    loss_finite: Any
-    only_grads_finite: Any  # without the loss, unlike grads_finite of the state
-    spike: Any
-    applied: Any
+    loss_finite: Flag
+    only_grads_finite: Flag  # without the loss, unlike grads_finite of the state
+    spike: Flag
+    applied: Flag
     guard: SpikeGuard | None = None
 
 
 def judge_step(
-    updates: Any, value: Any, guard: SpikeGuard | None, agree: _mesh.Agreement | None
+    updates: optax.Updates,
+    value: ArrayLike | None,
+    guard: SpikeGuard | None,
+    agree: _mesh.Agreement,
 ) -> _Verdict:
-    agree = agree or _mesh.agreement()
+    """Decides, alike on all devices, whether the optimizer may apply a step.
+
+    A step is applied if its gradients and its loss (`value`, if given) are finite, and
+    if `guard`, if given, sees no spike in them.
+    """
     if value is not None and not (is_data(value) and jnp.shape(value) == ()):
         raise ValueError(
             f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "

@@ -189,8 +189,9 @@ def with_arrays(tree: Any) -> Any:
     """`tree` with the arrays that NNX's variables in it hold."""
 
     def array(x: Any) -> Any:
-        # A variable is a pytree of one leaf; `x[...]` is a copy in Flax 0.12.0.
-        return jax.tree.leaves(x)[0] if is_variable(x) else x
+        # A variable is a pytree of one leaf, or of none if it holds None, as beside a
+        # float32 parameter; `x[...]` is a copy in Flax 0.12.0.
+        return next(iter(jax.tree.leaves(x)), None) if is_variable(x) else x
 
     return jax.tree.map(array, tree, is_leaf=is_variable)
 

@@ -15,6 +15,7 @@ from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 import jmp_scale.nnx
 from jmp_scale import (
     DynamicLossScale,
+    checkpoints,
     full_parameters,
     with_half_parameters,
     with_loss_scale,
@@ -278,6 +279,37 @@ def test_flax_trains_half_precision_models_as_float32_ones(train):
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     values = full_parameters(params, state)
     assert_bitwise_equal(jax.tree.leaves(values), jax.tree.leaves(expected))
+
+
+class Mixed(nnx.Module):
+    """Half-precision weights between float32 norms."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.LayerNorm(2, rngs=rngs)
+        self.linear = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs)
+
+
+@pytest.mark.parametrize("make", [jmp_scale.nnx.Optimizer, nnx.Optimizer])
+def test_full_parameters_of_a_mixed_nnx_model_are_those_of_a_float32_one(make):
+    def trained(model, tx):
+        optimizer = make(model, tx, wrt=nnx.Param)
+        for _ in range(2):
+            grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+            optimizer.update(model, grads)
+        return nnx.state(model, nnx.Param), nnx.state(optimizer)
+
+    wide = Mixed()
+    nnx.update(wide, half(nnx.state(wide), jnp.float32))
+    expected, inner_state = trained(wide, optax.adam(2.0**-9))
+    params, state = trained(Mixed(), with_half_parameters(optax.adam(2.0**-9)))
+    assert_bitwise_equal(full_parameters(params, state), expected)
+    full, back = checkpoints.without_half_parameters(params, state)
+    assert_bitwise_equal(*map(jax.tree.leaves, ((full, back), (expected, inner_state))))
+    restored = checkpoints.restore_without_half_parameters(
+        lambda _: (full, back), params, state
+    )
+    assert_bitwise_equal(restored, (params, state))
 
 
 def test_equinox_models_keep_their_functions():

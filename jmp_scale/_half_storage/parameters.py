@@ -10,14 +10,12 @@ The remainder of a float16 is the float32 `x - q`. Transformer Engine and Megatr
 keep bfloat16 remainders in PyTorch (`store_param_remainders`).
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from .._policy import holds_half
 from .._state import (
@@ -27,9 +25,7 @@ from .._state import (
     is_nothing,
 )
 from .._tree import leaves_by_name, promote_to_float32, with_arrays
-
-_bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+from .formats import FORMATS, format_of
 
 
 def with_half_parameters(
@@ -151,8 +147,9 @@ def split(x: Any, like: Any) -> tuple[Any, Any]:
     """A float32 value as a parameter of the dtype of `like`, and its remainder."""
     if not holds_half(like):
         return x, None
-    made = _rounded(x, like.dtype).astype(like.dtype)
-    return made, _remainder(x, made)
+    half = format_of(like)
+    made = half.rounded(x).astype(half.dtype)
+    return made, half.remainder(x, made)
 
 
 def remainders(tree: Any) -> dict[str, Any]:
@@ -167,7 +164,9 @@ def remainders(tree: Any) -> dict[str, Any]:
 def _check_pairs(function: str, params: Any, remainders: Any) -> None:
     leaves = leaves_by_name(params)
     for name, remainder in leaves_by_name(remainders).items():
-        dtype = "bfloat16" if remainder.dtype == jnp.int16 else "float16"
+        dtype = next(
+            name for name, x in FORMATS.items() if x.remainder_dtype == remainder.dtype
+        )
         expected, got = f"{dtype}{list(remainder.shape)}", "none"
         if hasattr(leaves.get(name), "dtype"):
             got = f"{leaves[name].dtype}{list(leaves[name].shape)}"
@@ -180,9 +179,7 @@ def _check_pairs(function: str, params: Any, remainders: Any) -> None:
 
 
 def _zeros(p: Any) -> jax.Array | None:
-    if not holds_half(p):
-        return None
-    return jnp.zeros_like(p, jnp.int16 if p.dtype == jnp.bfloat16 else jnp.float32)
+    return jnp.zeros_like(p, format_of(p).remainder_dtype) if holds_half(p) else None
 
 
 def _join(p: Any, remainder: Any = None) -> Any:
@@ -190,13 +187,7 @@ def _join(p: Any, remainder: Any = None) -> Any:
     if not holds_half(p):
         return p
     x = jnp.asarray(p).astype(jnp.float32)
-    if remainder is None:
-        return x
-    if p.dtype == jnp.float16:
-        return jnp.where(remainder == 0, x, x + remainder)  # of -0.0 + 0.0 the sign
-    # Below a zero, as of a pruned weight, there are NaNs.
-    low = jnp.maximum(remainder.astype(jnp.int32), -(_bits(x) & 0x7FFFFFFF))
-    return _float(_bits(x) + low)
+    return x if remainder is None else format_of(p).joined(x, remainder)
 
 
 def _rounded_update(
@@ -205,44 +196,13 @@ def _rounded_update(
     """What takes a parameter to the rounding of its new value, and what that leaves."""
     if is_nothing(update) or not holds_half(p):
         return update, remainder
-    x, old = (full + update).astype(jnp.float32), _join(p)
-    noise = None
+    half, noise = format_of(p), None
     if key is not None:
-        noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.int32)
-    new = _rounded(x, p.dtype, noise)
+        noise = half.noise(jax.random.bits(key, p.shape, jnp.uint16))
+    x, old = (full + update).astype(jnp.float32), _join(p)
+    new = half.rounded(x, noise)
     # Two infinite ones differ by NaN. Added to a zero, `new` keeps its sign.
     change = jnp.where(jnp.isfinite(new) & (old != 0), new - old, new)
     # The cast of `optax.apply_updates` itself: XLA:TPU makes one kernel of both.
     made = (old + change).astype(p.dtype)
-    return change, _remainder(x, made) if key is None else None
-
-
-def _remainder(x: jax.Array, made: jax.Array) -> jax.Array:
-    """What a half-precision parameter lacks of a float32 value."""
-    # XLA may leave out a cast and a cast back: rounded again, or read as its bits.
-    if made.dtype == jnp.float16:
-        made = _rounded(made.astype(jnp.float32), made.dtype)
-        return jnp.where(jnp.isfinite(made), x - made, 0)
-    made = lax.bitcast_convert_type(made, jnp.int16)
-    low = _bits(x) - (made.astype(jnp.int32) << 16)
-    return jnp.clip(low, -(2**15), 2**15 - 1).astype(jnp.int16)
-
-
-def _rounded(x: jax.Array, dtype: Any, noise: Any = None) -> jax.Array:
-    """The nearest number of a half-precision dtype, or one of two by 16 random bits.
-
-    At random in the mean to 2^-16 of a bfloat16's last digit, to 2^-13 of a float16's.
-    """
-    if dtype == jnp.bfloat16:
-        added = 2**15 if noise is None else noise
-        return jnp.where(jnp.isnan(x), x, _float((_bits(x) + added) & -(2**16)))
-    # The last digit is 2^-10 of x's power of two, or 2^-24 of the subnormal numbers,
-    # which lax.reduce_precision would make zero.
-    inside = jnp.clip(x, -65504.0, 65504.0)
-    last = jnp.maximum(_float(_bits(inside) & 0x7F800000), 2.0**-14) * 2.0**-10
-    if noise is not None:
-        # Less than half a digit, in so few bits that the sum with a float16 is exact.
-        inside += ((noise % 2**12 + 0.5) * 2.0**-12 - 0.5) * last
-    large = last * (1.5 * 2**23)
-    rounded = jnp.copysign((inside + large) - large, x)
-    return jnp.where(jnp.isfinite(x), rounded, x)
+    return change, half.remainder(x, made) if key is None else None

@@ -157,9 +157,9 @@ def with_loss_scale(
                 out = jax.tree.map(_cast_leaf, out, params, is_leaf=is_nothing)
             return out, _state_like(new, inner_state)
 
-        is_half = _half_leaves(updates) and _half_leaves(params)
+        are_half = _half_leaves(updates) and _half_leaves(params)
         if (
-            is_half
+            are_half
             and not keeps_dtypes
             and not _takes(run, (grads, given), state.inner_state)
         ):

@@ -1,7 +1,7 @@
 """Pytrees: their leaves, casts, products with S, selection; a call as its arrays."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -47,6 +47,13 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Leaves by path. On disk keys, indices and names of fields are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
+
+
+def listed(paths: Iterable[str]) -> str:
+    """At most five names, and how many more there are."""
+    paths = sorted(paths)
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return ", ".join(paths[:5]) + more or "none"
 
 
 def promote_to_float32(tree: T) -> T:

@@ -42,6 +42,19 @@ def format_of(x: Any) -> Format:
     return FORMATS[str(x.dtype)]
 
 
+def misfits(remainder: jax.Array, p: jax.Array | None) -> jax.Array:
+    """bool[], whether a float16 parameter `p` (None: unknown) lacks more than it can.
+
+    The largest float16 may lack anything, as finite values stop there.
+    """
+    size = jnp.abs(remainder)
+    if p is None:  # those of a bfloat16 are integers, cast to float32
+        return (size > 16).any() & (size == jnp.floor(size)).all()
+    largest = jnp.abs(p.astype(jnp.float32))
+    half_digit = jnp.maximum(largest * 2.0**-11, 2.0**-25)
+    return ((size > half_digit) & (largest < 65504)).any()
+
+
 def _rounded_to_bfloat16(x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     """The nearest bfloat16, ties up, or one of two: right in the mean to 2^-16 of the
     last digit."""

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from .._policy import holds_half
 from .._state import (
@@ -24,8 +26,8 @@ from .._state import (
     find_loss_scale_states,
     is_nothing,
 )
-from .._tree import leaves_by_name, promote_to_float32, with_arrays
-from .formats import FORMATS, format_of
+from .._tree import leaves_by_name, listed, promote_to_float32, with_arrays
+from .formats import FORMATS, format_of, misfits
 
 
 def with_half_parameters(
@@ -125,7 +127,8 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
     """The float32 values of half-precision parameters, for evaluation and averages.
 
     Args:
-      params: the parameters, as the optimizer's `init` got them.
+      params: the parameters, as the optimizer's `init` got them, or their
+        `jax.ShapeDtypeStruct`s, which gives those of the values.
       opt_state: the state after the same step, with that of `with_half_parameters` at
         any depth: of `with_loss_scale`, a `TrainState`, `nnx.state(optimizer)`.
 
@@ -134,10 +137,18 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
       where the state keeps no remainder. Leaves of other dtypes pass.
 
     Raises:
-      ValueError: the remainders are those of other parameters.
+      ValueError: the remainders are those of other parameters, of a part of these, or
+        of two optimizers whose parameters have the same names; arguments are swapped;
+        outside of `jit`, a float16 remainder is larger than half a digit.
     """
-    arrays, kept = with_arrays(params), remainders(opt_state)
+    if find_half_states(params) and not find_half_states(opt_state):
+        raise ValueError(
+            "full_parameters: expected the parameters, then the optimizer's state, got "
+            "the state first; write full_parameters(params, opt_state)"
+        )
+    arrays, kept = with_arrays(params), remainders("full_parameters", opt_state)
     _check_pairs("full_parameters", arrays, kept)
+    check_magnitudes("full_parameters", kept, leaves_by_name(arrays))
     leaves = leaves_by_name(arrays).items()
     joined = [_join(leaf, kept.get(name)) for name, leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
@@ -152,12 +163,19 @@ def split(x: Any, like: Any) -> tuple[Any, Any]:
     return made, half.remainder(x, made)
 
 
-def remainders(tree: Any) -> dict[str, Any]:
+def remainders(function: str, tree: Any) -> dict[str, Any]:
     """The remainders in a pytree, by the names of their parameters."""
-    found = {}
+    found: dict[str, Any] = {}
     for _, state in find_half_states(tree):
         fields = state if isinstance(state, Mapping) else state._asdict()
-        found |= leaves_by_name(with_arrays(fields.get("remainder")))
+        own = leaves_by_name(with_arrays(fields.get("remainder")))
+        for name in sorted(found.keys() & own.keys()):
+            raise ValueError(
+                f"{function}: expected one remainder of parameter {_named(name)}, got "
+                "those of two optimizers (a GAN's?); pass the state of the optimizer "
+                "that updates these parameters"
+            )
+        found |= own
     return found
 
 
@@ -168,14 +186,47 @@ def _check_pairs(function: str, params: Any, remainders: Any) -> None:
             name for name, x in FORMATS.items() if x.remainder_dtype == remainder.dtype
         )
         expected, got = f"{dtype}{list(remainder.shape)}", "none"
+        cure = (
+            f"params has {listed(leaves)}; pass all parameters as init got them, "
+            "and the state of their own optimizer"
+        )
         if hasattr(leaves.get(name), "dtype"):
             got = f"{leaves[name].dtype}{list(leaves[name].shape)}"
+            cure = (
+                "apply updates by optax.apply_updates (equinox.apply_updates does not "
+                "cast back)"
+            )
         if got != expected:
             raise ValueError(
-                f"{function}: expected parameter {name or 'params'} to be {expected}, "
-                f"of which the state holds a remainder, got {got}; pass those "
-                "that optax.apply_updates makes (equinox's does not round)"
+                f"{function}: expected parameter {_named(name)} to be {expected}, like "
+                f"its remainder in the state, got {got}; {cure}"
             )
+
+
+def check_magnitudes(
+    function: str, remainders: Mapping[str, Any], params: Mapping[str, Any]
+) -> None:
+    """Refuses remainders that a float16 cannot have, where they can be read.
+
+    Those of a bfloat16 are integers, which a loader such as Orbax casts to float32
+    without a word, if it restores into a float16 model.
+    """
+    for name, remainder in remainders.items():
+        p = params.get(name)
+        is_read = isinstance(remainder, (jax.Array, np.ndarray)) and not any(
+            isinstance(x, (Tracer, jax.ShapeDtypeStruct)) for x in (remainder, p)
+        )
+        if is_read and remainder.dtype == jnp.float32 and bool(misfits(remainder, p)):
+            raise ValueError(
+                f"{function}: expected a remainder of parameter {_named(name)} of at "
+                "most half a digit of a float16, got larger ones; pass parameters and "
+                "state of one step, and restore a checkpoint into parameters of the "
+                "dtype that was saved (to change it, take full_parameters of these)"
+            )
+
+
+def _named(name: str) -> str:
+    return name or "params"
 
 
 def _zeros(p: Any) -> jax.Array | None:
@@ -186,6 +237,8 @@ def _join(p: Any, remainder: Any = None) -> Any:
     """The float32 value of a half-precision parameter and its remainder."""
     if not holds_half(p):
         return p
+    if isinstance(p, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding)
     x = jnp.asarray(p).astype(jnp.float32)
     return x if remainder is None else format_of(p).joined(x, remainder)
 

@@ -106,6 +106,9 @@ def test_values_of_every_size_are_kept_in_every_bit(dtype, jit):
         nonzero = (nearest & 0x7FFF) != 0
         np.testing.assert_array_equal(got[nonzero], nearest[nonzero])
         assert (jnp.isnan(params) == jnp.isnan(plain)).all()
+    if dtype == jnp.float16:
+        with pytest.raises(ValueError, match="of at most half a digit of a float16"):
+            full_parameters(params / 2, state)
 
 
 def test_parameters_set_to_zero_meet_an_old_remainder_that_makes_no_nan():
@@ -195,6 +198,34 @@ def test_calls_without_or_with_other_parameters_are_errors():
             full_parameters(other | {"w": params["w"]}, state)
     with pytest.raises(TypeError, match="with_half_parameters: expected inner"):
         with_half_parameters("adam")
+
+
+def of_two(params, state):
+    """States of two optimizers whose parameters have the same names, as a GAN's."""
+    return params, {"generator": state, "discriminator": state}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (of_two, r"expected one remainder of parameter b, .*that updates these"),
+        (lambda p, s: (s, p), r"got the state first; write full_parameters\(params"),
+        (lambda p, s: ({"params": p}, s), r"params has params/b, params/w; pass all"),
+        (lambda p, s: (p["w"], s), r"parameter b to be bfloat16\[2\].*; pass all"),
+        (
+            lambda p, s: (half(p, jnp.float32), s),
+            "apply updates by optax.apply_updates",
+        ),
+    ],
+)
+def test_parameters_and_a_state_that_do_not_belong_together(given, message):
+    params = half(PARAMS)
+    state = with_half_parameters(optax.adam(0.1)).init(params)
+    with pytest.raises(ValueError, match=f"full_parameters: .*{message}"):
+        full_parameters(*given(params, state))
+    if given is of_two:
+        with pytest.raises(ValueError, match=message):
+            checkpoints.without_half_parameters(*given(params, state))
 
 
 # Stochastic rounding.
@@ -323,7 +354,7 @@ def test_equinox_models_keep_their_functions():
     expected = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-12), old)
     assert_bitwise_equal(eqx.filter(values, eqx.is_array), expected)
     assert values.activation is model.activation
-    with pytest.raises(ValueError, match=r"equinox's does not round"):
+    with pytest.raises(ValueError, match=r"equinox\.apply_updates does not"):
         tx.update(old, state, eqx.apply_updates(old, updates))
 
 

@@ -449,7 +449,8 @@ def test_a_float32_checkpoint_goes_into_abstract_half_precision_parameters(
     load = with_orbax(saved, tmp_path)
     restored = restore_without_half_parameters(load, *abstract)
     assert_bitwise_equal(without_half_parameters(*restored), saved)
-    assert jax.tree.structure(restored) == jax.tree.structure(abstract)
+    types = jax.tree.map(lambda x: x.dtype, (restored, abstract))
+    assert types[0] == types[1]
     assert {x.sharding for x in jax.tree.leaves(restored)} == {sharding}
     stochastic = jmp_scale.with_half_parameters(optax.adam(1e-3), key=jax.random.key(0))
     state = jax.eval_shape(stochastic.init, params)

@@ -25,8 +25,10 @@ from .._state import (
     find_half_states,
     find_loss_scale_states,
     is_nothing,
+    started,
 )
 from .._tree import leaves_by_name, listed, promote_to_float32, with_arrays
+from .._validation import described, key_words
 from .formats import FORMATS, format_of, misfits
 
 
@@ -59,9 +61,11 @@ def with_half_parameters(
       Extra arguments go to `inner`.
 
     Raises:
-      TypeError: `inner` is not an Optax optimizer.
+      TypeError: `inner` is not an Optax optimizer, `key` not a PRNG key, a leaf of the
+        parameters not an array, or the state of `update` that of a plain optimizer.
       ValueError: `inner` contains a `with_loss_scale` or another `with_half_parameters`
-        (from `init`); `update` without `params`, or with others than those of `init`.
+        (from `init`); several keys; `update` without `params`, or with others than
+        those of `init`, or with a state from before `key` was given or left out.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -81,10 +85,11 @@ def with_half_parameters(
             f"optax.GradientTransformation, got {inner!r}; pass the optimizer first"
         )
     inner = optax.with_extra_args_support(inner)
-    words = None if key is None else jax.random.key_data(key)[:2]
+    words = None if key is None else key_words("with_half_parameters", key)
 
     def init(params: optax.Params) -> HalfParametersState:
-        inner_state = inner.init(jax.tree.map(_join, params))
+        full = jax.tree.map(_join, params)
+        inner_state = started("with_half_parameters", inner, full)
         if find_loss_scale_states(inner_state) or find_half_states(inner_state):
             raise ValueError(
                 "with_half_parameters: expected an optimizer without a loss scale and "
@@ -98,12 +103,7 @@ def with_half_parameters(
     def update(
         updates: Any, state: HalfParametersState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, HalfParametersState]:
-        if params is None:
-            raise ValueError(
-                "with_half_parameters: expected the parameters, got None; write "
-                "update(grads, state, params)"
-            )
-        _check_pairs("with_half_parameters", params, state.remainder)
+        _check_arguments(state, params, words)
         full = jax.tree.map(_join, params, state.remainder)
         grads, extra_args = promote_to_float32((updates, extra_args))
         out, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
@@ -177,6 +177,38 @@ def remainders(function: str, tree: Any) -> dict[str, Any]:
             )
         found |= own
     return found
+
+
+def _check_arguments(
+    state: HalfParametersState, params: Any, words: jax.Array | None
+) -> None:
+    if not isinstance(state, HalfParametersState):
+        raise TypeError(
+            "with_half_parameters: expected the HalfParametersState that init returns, "
+            f"got {described(state)}; jmp_scale.checkpoints."
+            "restore_without_half_parameters makes it of a plain optimizer's state"
+        )
+    if params is None:
+        raise ValueError(
+            "with_half_parameters: expected the parameters, got None; write "
+            "update(grads, state, params)"
+        )
+    kinds = ["one without key=", "one with key="]
+    if (state.rounding_key is None) != (words is None):
+        raise ValueError(
+            f"with_half_parameters: expected the state of {kinds[words is not None]}, "
+            f"got that of {kinds[words is None]}; write "
+            "tx.init(params)._replace(inner_state=state.inner_state)"
+        )
+    _check_pairs("with_half_parameters", params, state.remainder)
+    known = leaves_by_name(state.remainder)
+    for name, p in leaves_by_name(params).items():
+        if words is None and holds_half(p) and name not in known:
+            raise ValueError(
+                f"with_half_parameters: expected a remainder of parameter "
+                f"{_named(name)} ({p.dtype}) in the state, got none; call init with "
+                "the parameters that update gets"
+            )
 
 
 def _check_pairs(function: str, params: Any, remainders: Any) -> None:

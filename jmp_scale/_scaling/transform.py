@@ -18,6 +18,7 @@ from .._state import (
     find_half_states,
     find_loss_scale_states,
     is_nothing,
+    started,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._validation import warn
@@ -116,7 +117,7 @@ def with_loss_scale(
     keywords = keywords_of(inner.update)
 
     def init(params: optax.Params) -> LossScaleState:
-        inner_state = inner.init(params)
+        inner_state = started("with_loss_scale", inner, params)
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)

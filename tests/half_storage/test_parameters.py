@@ -200,6 +200,61 @@ def test_calls_without_or_with_other_parameters_are_errors():
         with_half_parameters("adam")
 
 
+KEY = jax.random.key(0)
+
+
+def updated(state_of, key=None):
+    """An update of bfloat16 parameters with the state of something else."""
+    params = half(PARAMS)
+    state = state_of(optax.adam(0.1), params)
+    with_half_parameters(optax.adam(0.1), key=key).update(GOOD, state, params)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        (
+            lambda: updated(lambda tx, p: tx.init(p)),
+            TypeError,
+            "expected the HalfParametersState .*got a tuple of length 2; .*restore",
+        ),
+        (
+            lambda: updated(lambda tx, p: with_half_parameters(tx).init(p), key=KEY),
+            ValueError,
+            r"of one with key=, got that of one without key=; write tx.init\(params\)",
+        ),
+        (
+            lambda: updated(lambda tx, p: with_half_parameters(tx, key=KEY).init(p)),
+            ValueError,
+            "of one without key=, got that of one with key=",
+        ),
+        (
+            lambda: updated(lambda tx, p: with_half_parameters(tx).init(PARAMS)),
+            ValueError,
+            r"expected a remainder of parameter b \(bfloat16\) .*call init with",
+        ),
+        (
+            lambda: with_half_parameters(optax.adam(0.1), key=0),
+            TypeError,
+            r"to be a PRNG key, got 0; write key=jax.random.key\(0\)",
+        ),
+        (
+            lambda: with_half_parameters(optax.adam(0.1), key=jax.random.split(KEY)),
+            ValueError,
+            r"one PRNG key, got an array of shape \(2,\); .*_replace\(rounding_key=",
+        ),
+        *(
+            (lambda wrap=wrap: wrap(optax.adam(0.1)).init({"f": jax.nn.relu}), *rest)
+            for wrap in (with_half_parameters, with_loss_scale)
+            for rest in [(TypeError, r"got a .* at params\['f'\]; .*equinox.filter\(")]
+        ),
+    ],
+)
+def test_mistakes_are_named_with_their_cure(mistake, error, message):
+    with pytest.raises(error, match=f"with_(half_parameters|loss_scale): .*{message}"):
+        mistake()
+
+
 def of_two(params, state):
     """States of two optimizers whose parameters have the same names, as a GAN's."""
     return params, {"generator": state, "discriminator": state}
@@ -264,6 +319,21 @@ def test_values_that_need_no_rounding_stay_under_a_key(dtype):
         made[~jnp.isnan(made)], (params + zeros.astype(dtype))[~jnp.isnan(params)]
     )
     assert jax.tree.leaves(state.remainder) == []
+
+
+def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own():
+    tx = with_half_parameters(optax.sgd(1.0), key=KEY)
+    members, grads = jnp.ones((3, 100), jnp.bfloat16), jnp.full((3, 100), 2.0**-9)
+    states = jax.vmap(tx.init)(members)
+    keys = jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(1), 3))
+    states = states._replace(rounding_key=keys)
+    updates, states = jax.vmap(tx.update)(grads, states, members)
+    made = np.asarray(optax.apply_updates(members, updates), np.float32)
+    assert len(np.unique(made, axis=0)) == 3
+    one = tx.init(members[1])._replace(rounding_key=keys[1])
+    updates, _ = tx.update(grads[1], one, members[1])
+    alone = optax.apply_updates(members[1], updates)
+    np.testing.assert_array_equal(made[1], alone.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("spec", [("i", None), (None, "i"), ("i", "j"), ()])

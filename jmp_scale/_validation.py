@@ -146,7 +146,7 @@ def int32_leaf(
 def key_words(function: str, key: Any) -> jax.Array:
     """The first 64 bits of a PRNG key, typed or raw, as u32[2]: a Threefry key."""
     dtype = getattr(key, "dtype", np.dtype(object))
-    is_typed = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     is_raw = dtype == jnp.uint32
     if not (is_typed or is_raw):
         got = repr(key) if isinstance(key, (int, str)) else described(key)

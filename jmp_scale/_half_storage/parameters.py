@@ -248,7 +248,11 @@ def check_magnitudes(
         is_read = isinstance(remainder, (jax.Array, np.ndarray)) and not any(
             isinstance(x, (Tracer, jax.ShapeDtypeStruct)) for x in (remainder, p)
         )
-        if is_read and remainder.dtype == jnp.float32 and bool(misfits(remainder, p)):
+        if (
+            is_read
+            and remainder.dtype == jnp.float32
+            and bool(misfits(jnp.asarray(remainder), p))
+        ):
             raise ValueError(
                 f"{function}: expected a remainder of parameter {_named(name)} of at "
                 "most half a digit of a float16, got larger ones; pass parameters and "

@@ -19,6 +19,7 @@ from .._state import (
     find_half_states,
     find_loss_scale_states,
     is_nothing,
+    started,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, Function, KeyPath, Leaf, PyTree
@@ -148,7 +149,7 @@ class _SkippingOptimizer:
 
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
-        inner_state = self.inner.init(params)
+        inner_state = started("with_loss_scale", self.inner, params)
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ._autocast.autocast import autocast as _autocast
+from ._autocast.marks import MarkedLayer
 from ._scaling.gradients import value_and_grad
 from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
@@ -24,6 +25,7 @@ from ._validation import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 _AUTOCAST = "jmp_scale.nnx.autocast"  # of Flax's contexts
+nnx.register_data_type(MarkedLayer)  # else Flax refuses it as an attribute
 
 
 def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:

@@ -32,7 +32,6 @@ TESTED_BY = {
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
-    "diagnostics._tables": ("diagnostics/run/test_grad_report", "tables are summaries"),
     "diagnostics._run.casts": ("diagnostics/run/test_grad_report", "casts are counted"),
     "diagnostics._precision.probe": (
         "diagnostics/precision/test_sensitivity",

@@ -16,7 +16,15 @@ import jmp_scale
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
-    "optax": {"_extra_args", "_half_parameters", "_transform", "_flax", "linen", "nnx"},
+    "optax": {
+        "_extra_args",
+        "_gain",
+        "_half_parameters",
+        "_transform",
+        "_flax",
+        "linen",
+        "nnx",
+    },
     "flax": {"_flax", "linen", "nnx"},
     "matplotlib": {"plotting"},
 }
@@ -29,6 +37,9 @@ TESTED_BY = {
     "_state": ("test_transform", "a state is what the transformation returns"),
     "_extra_args": ("test_transform", "arguments are passed through a transformation"),
     "_doors": ("test_architecture", "an attribute of the package"),
+    "_gain": ("test_machine", "models are measured by the command"),
+    "_timing": ("test_machine", "programs are timed by the command"),
+    "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
@@ -114,7 +125,8 @@ def imports(name):
             base = package[: len(package) - (node.level - 1)]
             base += node.module.split(".") if node.module else []
             for alias in node.names:
-                candidates = [".".join([*base, alias.name]), ".".join(base)]
+                whole = ".".join(base) or "__init__"
+                candidates = [".".join([*base, alias.name]), whole]
                 own |= {next(c for c in candidates if c in MODULES)}
     return own, external
 

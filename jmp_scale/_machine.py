@@ -70,7 +70,9 @@ def settings() -> dict[str, str]:
         value = getattr(jax.config, name, default)
         if value != default:
             found[name] = f"{value} ({effect})"
-    return found | {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return found | {
+        name: os.environ[name].strip() for name in _VARIABLES if os.environ.get(name)
+    }
 
 
 def keeps_roundings() -> dict[str, bool]:

@@ -11,13 +11,14 @@ from jax.typing import DTypeLike
 from ..._policy import checked_half
 from ..._scaling.finite import all_finite
 from .._backward import Loss, Start, start_of
-from .._tables import percent, power, table
+from .._tables import percent, power, printed, table
 from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
 
 _MOST_MEASURED = 128  # lines, or groups of neighbors, that are measured one by one
 
 
+@printed
 class SensitiveProduct(NamedTuple):
     """The matrix products and convolutions of one line, in one scope.
 
@@ -40,6 +41,7 @@ class SensitiveProduct(NamedTuple):
     without: float
 
 
+@printed
 class SensitiveProducts(NamedTuple):
     """The result of `sensitive_products`, in Python values.
 

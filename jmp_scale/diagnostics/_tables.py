@@ -1,7 +1,10 @@
-"""How results are written: loss scales, names of leaves, shares, and tables."""
+"""How results are written: loss scales, names, shares, tables, and the way there."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def power(s: float) -> str:
@@ -32,3 +35,12 @@ def table(
         lines.append(left + "".join(cell.rjust(12) for cell in row[names:]))
     more = len(rows) - 1 - k
     return [*lines, f"and {more} more"] if more > 0 else lines
+
+
+def with_progress(items: Sequence[T], name: str) -> Iterable[T]:
+    """The items, with a progress bar where tqdm is installed."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, name, leave=False)

@@ -18,6 +18,7 @@ from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
 from ._scaling.config import get_loss_scale as get_loss_scale
 from ._scaling.finite import all_finite as all_finite
+from ._scaling.gradient_sums import sum_gradients as sum_gradients
 from ._scaling.gradients import grad as grad
 from ._scaling.gradients import value_and_grad as value_and_grad
 from ._scaling.loss_scale import DynamicLossScale as DynamicLossScale

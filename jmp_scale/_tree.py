@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from . import _mesh
+
 T = TypeVar("T")
 
 # Flax's name for float8 scales and maxima of the last steps (google/flax#3623).
@@ -133,7 +135,9 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     if new.dtype == jax.dtypes.float0:
         return on_false
     if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
-        return lax.select(jnp.asarray(pred), on_true, on_false)  # one operation
+        # One operation: `jnp.where` is several.
+        select = lambda new, old, pred: lax.select(pred, new, old)  # noqa: E731
+        return _mesh.on_parts(select, on_true, on_false, jnp.asarray(pred))
     return jnp.where(pred, on_true, on_false)
 
 
@@ -154,18 +158,20 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
             "with all_finite of all gradients"
         )
 
-    def times(x: jax.Array) -> jax.Array:
+    def times(x: jax.Array, s: jax.Array) -> jax.Array:
         factor = s.astype(x.dtype)
         # Not a quotient: XLA:CPU keeps a copy of the gradients (test_performance).
         return x * (1 / factor if inverse else factor)
 
+    def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:
+        if not jnp.iscomplexobj(x):
+            return times(x, s)
+        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
+        return lax.complex(times(x.real, s), times(x.imag, s))
+
     def multiply_leaf(leaf: Any) -> jax.Array:
         # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
-        x = jnp.asarray(promote_to_float32(leaf))
-        if not jnp.iscomplexobj(x):
-            return times(x)
-        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
-        return lax.complex(times(x.real), times(x.imag))
+        return _mesh.on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
 
     return map_gradients(multiply_leaf, tree)
 

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .._mesh import refuse_unreduced
 from .._policy import holds_half
 from .._state import (
     HalfParametersState,
@@ -64,8 +65,9 @@ def with_half_parameters(
       TypeError: `inner` is not an Optax optimizer, `key` not a PRNG key, a leaf of the
         parameters not an array, or the state of `update` that of a plain optimizer.
       ValueError: `inner` contains a `with_loss_scale` or another `with_half_parameters`
-        (from `init`); several keys; `update` without `params`, or with others than
-        those of `init`, or with a state from before `key` was given or left out.
+        (from `init`); several keys; `update` without `params`, with others than
+        those of `init`, with a state from before `key` was given or left out, or with
+        gradients that are not added up over devices (`unreduced`).
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -104,6 +106,7 @@ def with_half_parameters(
         updates: Any, state: HalfParametersState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, HalfParametersState]:
         _check_arguments(state, params, words)
+        refuse_unreduced("with_half_parameters", updates)
         full = jax.tree.map(_join, params, state.remainder)
         grads, extra_args = promote_to_float32((updates, extra_args))
         out, inner_state = inner.update(grads, state.inner_state, full, **extra_args)

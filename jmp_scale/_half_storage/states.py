@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_flatten_with_path
 
+from .._mesh import refuse_unreduced
 from .._policy import holds_half
 from .._state import (
     HalfStateState,
@@ -71,7 +72,8 @@ def with_half_state(
         collection of strings, a leaf of the parameters not an array; from `update`, a
         state that `init` did not make.
       ValueError: several keys; from `init`, no array has one of the `names`, or `inner`
-        contains a `with_loss_scale` or another `with_half_state`.
+        contains a `with_loss_scale` or another `with_half_state`; from `update`,
+        gradients that are not added up over devices (`unreduced`).
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -95,7 +97,10 @@ def with_half_state(
     words = key_words("with_half_state", key)
     inner = optax.with_extra_args_support(inner)
     wrapper = _Wrapper(inner, words, frozenset(names))
-    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
+    return optax.GradientTransformationExtraArgs(
+        wrapper.init,
+        wrapper.update,  # pyright: ignore[reportArgumentType]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +145,7 @@ class _Wrapper:
                 "new = tx.init(params), make new._replace(inner_state="
                 "optax.tree.cast_like(state, new.inner_state))"
             )
+        refuse_unreduced("with_half_state", updates)
         known = updates, params  # an update may lack what its parameter has
         leaves, structure, owners = self._averages(state.inner_state, *known)
         pairs = zip(leaves, owners, strict=True)
@@ -155,7 +161,7 @@ class _Wrapper:
 
     def _averages(
         self, state: optax.OptState, *trees: Any
-    ) -> tuple[list[Any], jax.tree_util.PyTreeDef, list[_Owner | None]]:
+    ) -> tuple[list[Any], Any, list[_Owner | None]]:
         """Leaves of a state, its structure, and of which parameter each is an average.
 
         A path in the state ends with that of the parameter, which is cut off first: a

@@ -1,7 +1,8 @@
 """Any Optax optimizer, with steps that overflowed skipped as a whole."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -146,7 +147,10 @@ def with_loss_scale(
 
         def run(inputs: tuple[Any, Any], inner_state: Any) -> tuple[Any, Any]:
             grads, given = inputs
-            out, new = inner.update(grads, inner_state, params, **extra_args, **given)
+            with _noting_the_state():
+                out, new = inner.update(
+                    grads, inner_state, params, **extra_args, **given
+                )
             if not keeps_dtypes:
                 out = jax.tree.map(_cast_leaf, out, params, is_leaf=is_nothing)
             return out, _state_like(new, inner_state)
@@ -230,6 +234,20 @@ def _next_state(
         spikes=state.spikes + jnp.int32(spike),
         guard=guard,
     )
+
+
+@contextlib.contextmanager
+def _noting_the_state() -> Iterator[None]:
+    """Adds to an optimizer's own error why its state may not fit."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            "with_loss_scale: raised by the optimizer that it wraps. If its state was "
+            "made by init of other parameters, keep one state for each optimizer and "
+            "model: a GAN has two"
+        )
+        raise
 
 
 def _refuse_nesting(inner_state: Any) -> None:

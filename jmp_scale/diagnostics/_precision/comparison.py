@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._finite import all_finite, finite_and_norm
+from ..._scaling.finite import all_finite, finite_and_norm
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
 from .._tables import leaf_name, percent, power, printed, table
 

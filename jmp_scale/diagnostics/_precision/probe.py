@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jaxpr
-from ..._autocast_interpreter import Interpreter, Notes, Part, TraceCache, Values
-from ..._autocast_plan import Origin, Plan, Unit
-from ..._dot_general import bilinear
+from ..._autocast.dot_general import bilinear
+from ..._autocast.interpreter import Interpreter, Notes, Part, TraceCache, Values
+from ..._autocast.marks import Names, tracing
+from ..._autocast.operations import Product, softmax_from, softmaxes_of, with_value
+from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
-from ..._marks import Names, tracing
-from ..._operations import Product, softmax_from, softmaxes_of, with_value
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference

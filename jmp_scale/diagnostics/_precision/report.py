@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from ..._half_parameters import find_half_states
+from ..._state import find_half_states
 from .._backward import Loss, is_array, split_arrays
 from .._source import begin_user_code, place_of_caller
 from .._tables import printed, table

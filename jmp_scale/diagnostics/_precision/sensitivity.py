@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
-from ..._finite import all_finite
 from ..._policy import checked_half
+from ..._scaling.finite import all_finite
 from .._backward import Loss, Start, start_of
 from .._tables import percent, power, printed, table
 from .comparison import NOT_FINITE, judged_error

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from ..._dot_general import ALGORITHMS
+from ..._autocast.dot_general import ALGORITHMS
+from ..._autocast.operations import has_matrix_work, stays_float32
 from ..._jaxpr import PRODUCTS, dtype_name, shape, size, words
-from ..._operations import has_matrix_work, stays_float32
 from .._tables import printed
 from .facts import Fact, is_wide
 from .lineage import SAME_ENTRIES, entries_added, is_half

@@ -12,9 +12,9 @@ import numpy as np
 from jax.extend import core
 
 from ... import _jaxpr as jaxprs
-from ..._finite import all_finite
 from ..._jaxpr import CALLS, is_literal, open_jaxpr, value_of, words
-from ..._loss_scale import scale_value
+from ..._scaling.finite import all_finite
+from ..._scaling.loss_scale import scale_value
 from ..._tree import named_inexact_leaves
 from .._backward import Backward, Loss, described, split_arrays
 from .._source import Place, place_of

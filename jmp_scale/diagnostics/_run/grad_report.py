@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ..._loss_scale import scale_value
+from ..._scaling.loss_scale import scale_value
 from .._tables import leaf_name, percent, power, printed, table
 from . import casts
 

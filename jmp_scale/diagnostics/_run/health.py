@@ -7,9 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._half_parameters import find_half_states
-from ..._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
-from ..._state import LossScaleState
+from ..._scaling.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    number_of,
+)
+from ..._state import LossScaleState, find_half_states
 from ..._tree import named_inexact_leaves
 from .._tables import power
 from .history import LossScaleHistory

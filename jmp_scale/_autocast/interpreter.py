@@ -1,0 +1,170 @@
+"""Runs a float32 program unit by unit, as its plan says.
+
+How a product runs is for a subclass to say, in one method: `autocast` makes it half
+precision, and the probe of `sensitive_products` where a flag is set.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax
+import numpy as np
+
+from .. import _jaxpr
+from .._jaxpr import Program, Var
+from .._validation import warn
+from . import operations as ops
+from .higher_order import RUNS
+from .marks import Names
+from .plan import Origin, Plan, Unit, make_plan
+
+T = TypeVar("T")
+Part = Literal["loop", "rule", ""]
+Values = dict[Var, jax.Array]
+
+
+class TraceCache:
+    """Makes one function of equal parts of a program, so that JAX traces it once."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def made(self, make: Callable[..., T], *facts: Hashable) -> T:
+        """`make(*facts)`, or what it made of equal facts before."""
+        key = make, facts
+        if key not in self._made:
+            self._made[key] = make(*facts)
+        return self._made[key]
+
+
+@dataclasses.dataclass(eq=False)
+class Notes:
+    """Notes on one call of a program, with all that is nested in it."""
+
+    warned: set[str]  # of these there is no further warning
+    any_half: bool = False  # whether a product became half precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter(abc.ABC):
+    """Runs programs by their plans. Equal ones share traces of equal programs."""
+
+    forward: np.dtype  # that of the products of the forward pass
+    backward: np.dtype
+    names: Names
+    traces: TraceCache = dataclasses.field(compare=False)
+    notes: Notes = dataclasses.field(compare=False)
+    recompute: bool = True
+    share_casts: bool = False
+    # Precision of products that stay float32 and have none of their own.
+    setting: str | None = None
+    in_loop: bool = False
+
+    @abc.abstractmethod
+    def run_products(
+        self, unit: Unit, plan: Plan, env: Values, halves: Values
+    ) -> Values:
+        """The float32 values that an island makes, and the products that read it.
+
+        `env` has the values so far, `halves` half-precision copies, to which it adds.
+        """
+
+    def within(self, unit: Unit, part_of: Part) -> "Interpreter":
+        """The interpreter of what is nested in the equation of a unit."""
+        return dataclasses.replace(
+            self,
+            # A rule is transposed: what is computed again has no derivative there.
+            recompute=self.recompute and part_of != "rule",
+            in_loop=self.in_loop or part_of == "loop",
+        )
+
+    def run(
+        self, jaxpr: Program, origins: Sequence[Origin], *values: jax.Array
+    ) -> list[jax.Array]:
+        """The results of a program whose inputs have these origins."""
+        plan = make_plan(
+            jaxpr,
+            origins,
+            self.forward,
+            self.names,
+            share_casts=self.share_casts,
+            join=self.recompute,
+        )
+        env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
+        for v in plan.jaxpr.invars:
+            if v in plan.shared:
+                env[v] = self.rounded(env[v])
+        halves: Values = {}
+        for unit in plan.units:
+            equations = unit.jaxpr.eqns or unit.products[0][0].jaxpr.eqns
+            with equations[-1].ctx.manager:  # settings and mesh, as they were traced
+                if unit.kind == "half":
+                    env.update(self.run_products(unit, plan, env, halves))
+                else:
+                    env.update(self._run_traced(unit, plan, env))
+        return _jaxpr.results_of(plan.jaxpr, env)
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """`x` and its cotangent in half precision: one array serves all readers."""
+        dtypes = self.backward, self.forward
+        return ops.with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
+
+    def _run_traced(self, unit: Unit, plan: Plan, env: Values) -> Values:
+        """Runs equations as they are, or one whose nested jaxprs hold products."""
+        outputs = _jaxpr.variables(unit.jaxpr.outvars)
+
+        def change(v: Var, x: jax.Array) -> jax.Array:
+            return self.rounded(x) if v in plan.shared else x
+
+        inputs = [env[v] for v in unit.jaxpr.invars]
+        with _jaxpr.scope(unit.scope):
+            results = self._call(unit, plan, env) if unit.kind == "call" else None
+            if unit.kind == "own":
+                ((product, _),) = unit.products
+                results = [product.run(product.dtype or self.forward, *inputs)]
+                self.notes.any_half = True
+            if results is None:
+                if _jaxpr.subjaxprs(unit.jaxpr.eqns[0]):
+                    inputs = [*map(ops.with_cotangent_of_its_dtype, inputs)]
+                jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
+                results = _jaxpr.evaluate_all(_jaxpr.bare(jaxpr), inputs, change=change)
+            else:
+                results = map(change, outputs, results)
+        return dict(zip(outputs, results, strict=True))
+
+    def _call(self, unit: Unit, plan: Plan, env: Values) -> list[jax.Array] | None:
+        """Runs an equation whose nested jaxprs hold products, if that can be done."""
+        (eqn,) = unit.jaxpr.eqns
+        origins = [
+            plan.origins.get(v, Origin.DATA) if isinstance(v, Var) else Origin.ARGUMENTS
+            for v in eqn.invars
+        ]
+
+        def body(
+            jaxpr: Program, *, places: Sequence[int | None], part_of: Part
+        ) -> Callable[..., list[jax.Array]]:
+            inner = tuple(Origin.DATA if i is None else origins[i] for i in places)
+            nested = self.within(unit, part_of)
+            return self.traces.made(_nested_function, nested, jaxpr, inner)
+
+        values = [_jaxpr.value_of(v, env) for v in eqn.invars]
+        run = RUNS.get(eqn.primitive.name)
+        results = run(eqn, values, body) if run else None
+        name, warned = _jaxpr.name_of_call(eqn), self.notes.warned
+        if results is None and name not in warned:
+            warned.add(name)
+            warn(
+                f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
+                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
+                "give it half precision, or by jmp_scale.keep_float32"
+            )
+        return results
+
+
+def _nested_function(
+    interpreter: Interpreter, jaxpr: Program, origins: tuple[Origin, ...]
+) -> Callable[..., list[jax.Array]]:
+    return functools.partial(interpreter.run, jaxpr, origins)

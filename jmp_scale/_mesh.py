@@ -1,6 +1,6 @@
 """Mesh axes: where devices may disagree, and how they reach one answer."""
 
-import itertools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +12,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
-
-from ._tree import is_inexact
 
 AxisName = str | Sequence[str] | None
 Specs = tuple[PartitionSpec, ...]  # of the leaves
@@ -27,7 +25,7 @@ def agreement(function: str = "", axis_name: Any = None) -> Agreement:
     """An agreement over the `axis_name` of `all_finite`."""
     # A set is refused: its order differs between processes, and the program with it.
     is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
-    if not is_valid or not all(isinstance(name, str) for name in _names(axis_name)):
+    if not is_valid or not all(isinstance(name, str) for name in names_of(axis_name)):
         raise TypeError(
             f"{function}: expected axis_name to be the name of a mesh axis, a tuple of "
             f"names, or None, got {axis_name!r}; write axis_name='data' or "
@@ -37,7 +35,7 @@ def agreement(function: str = "", axis_name: Any = None) -> Agreement:
     # A minimum or maximum is idempotent: a sum counts an equal number once per device,
     # and the result of all_gather is not known to be equal, as out_specs=P() requires.
     def agree(reduction: Callable[..., Any], x: jax.Array) -> jax.Array:
-        axes = _disagreeing_axes(x) if axis_name is None else _names(axis_name)
+        axes = disagreeing_axes(x) if axis_name is None else names_of(axis_name)
         return reduction(x, axes) if axes else x
 
     return agree
@@ -109,42 +107,71 @@ def on_shards(
     mesh = _mesh_of(leaves) if mesh is None else mesh
     # In the mesh's order: that of a set differs between processes, and the program.
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
+    # Parts of a sum that is not made yet are arrays like others only unchecked.
+    has_parts = any(spec.unreduced for spec in specs)
     return jax.shard_map(
         lambda *shards: fun(shards, ordered),
         mesh=mesh,
         in_specs=specs,
         out_specs=PartitionSpec(),
         axis_names=axes,
+        check_vma=not has_parts,
     )(*leaves)
 
 
-def checked_specs(tree: Any, leaves: Sequence[Any], specs: Any, mesh: Any) -> Specs:
-    """The specs of `all_finite`'s inexact leaves."""
-    if specs is None:
-        if mesh is None:
-            return sharding_specs(leaves)
-        raise ValueError(
-            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
-            "got mesh alone"
-        )
-
-    def is_spec(x: Any) -> bool:
-        return isinstance(x, PartitionSpec) or x is None
-
-    broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
-    spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
-    for spec in spec_leaves:
-        if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in spec:
-            raise TypeError(
-                "all_finite: expected a PartitionSpec for each leaf in specs, got "
-                f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
-            )
-    is_read = map(is_inexact, jax.tree.leaves(tree))
-    return tuple(itertools.compress(spec_leaves, is_read))
-
-
 def named_axes(spec: PartitionSpec) -> set[str]:
-    return {axis for part in spec for axis in _names(part)}
+    """The axes over which an array is split, or a sum that is not made yet."""
+    split = {axis for part in dimensions(spec) for axis in names_of(part)}
+    return split | set(spec.unreduced)
+
+
+def dimensions(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The parts of a spec. Newer JAX does not iterate one that is unreduced."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+
+
+def unreduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The mesh axes over which an array is a sum that is not made yet.
+
+    Only the types of Explicit axes say so: devices then hold parts of the sum.
+    """
+    if not isinstance(leaf, jax.Array):
+        return ()
+    sharding: Any = jax.typeof(leaf).sharding
+    axes = sharding.spec.unreduced
+    return tuple(axis for axis in sharding.mesh.axis_names if axis in axes)
+
+
+def on_parts(fun: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
+    """`fun(x, *others)`, linear in x; of each device's part where x is unreduced.
+
+    JAX has no rules for most operations on such arrays, jax 0.8 not even for a select.
+    """
+    if not unreduced_axes(x):
+        return fun(x, *others)
+    sharding: Any = jax.typeof(x).sharding
+    manual = set(sharding.mesh.manual_axes)
+    return jax.shard_map(
+        fun,
+        mesh=sharding.mesh,
+        in_specs=tuple(jax.typeof(a).sharding.spec for a in (x, *others)),
+        out_specs=sharding.spec,
+        axis_names=set(sharding.mesh.axis_names) - manual,
+        check_vma=False,
+    )(x, *others)
+
+
+def refuse_unreduced(function: str, grads: Any) -> None:
+    """Raises for gradients that are not added up, of which optimizers make no sense."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if axes := unreduced_axes(leaf):
+            raise ValueError(
+                f"{function}: expected gradients that are added up over devices, got "
+                f"{jax.tree_util.keystr(path) or '(the whole tree)'} unreduced over "
+                f"{axes}; add them up first: jmp_scale.sum_gradients(grads, "
+                "like=params) sends half precision, jax.sharding.reshard to the "
+                "shardings of the parameters float32"
+            )
 
 
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -157,7 +184,7 @@ def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
     return on_auto_axes(x)
 
 
-def _names(part: Any) -> tuple[str, ...]:
+def names_of(part: Any) -> tuple[str, ...]:
     """The axes of an axis name, of several, or of one dimension of a PartitionSpec."""
     if part is None:
         return ()
@@ -171,7 +198,8 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
     )
 
 
-def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
+def disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
+    """The manual axes over which devices may hold different values."""
     # With check_vma=False and in pmap JAX does not track what varies: even the device's
     # own index counts as equal everywhere. There the flag is always reduced.
     known = varying_axes(flag)
@@ -186,3 +214,23 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying
     return aval.vma  # until jax 0.9
+
+
+def all_gather(x: jax.Array, axes: tuple[Any, ...], dimension: int) -> jax.Array:
+    """All devices' shares one after the other, equal on all of them also for JAX."""
+    if not varying_axes(x):
+        return lax.all_gather(x, axes, axis=dimension, tiled=True)
+    if _GATHERS_EQUAL:
+        return lax.all_gather(x, axes, axis=dimension, tiled=True, to="invarying")
+    # Until jax 0.9 only a sum was known to be equal: of shares among zeros.
+    size = x.shape[dimension]
+    shape = list(x.shape)
+    shape[dimension] *= lax.axis_size(axes)
+    start = lax.axis_index(axes) * size
+    among_zeros = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(shape, x.dtype), x, start, dimension
+    )
+    return lax.psum(among_zeros, axes)
+
+
+_GATHERS_EQUAL = "to" in inspect.signature(lax.all_gather).parameters

@@ -118,6 +118,11 @@ def is_half(dtype: Any) -> bool:
     return str(dtype) in HALF_DTYPES
 
 
+def holds_half(x: Any) -> bool:
+    """Whether a leaf is an array of float16 or bfloat16."""
+    return is_half(getattr(x, "dtype", None))
+
+
 def checked_half(argument: str, dtype: Any) -> Any:
     """float16 or bfloat16, by a dtype or a name that means one on all machines."""
     known = name_to_dtype.get(dtype) if isinstance(dtype, str) else dtype

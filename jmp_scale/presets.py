@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _validation
-from ._loss_scale import DynamicLossScale
+from ._scaling.loss_scale import DynamicLossScale
 from ._validation import LARGEST, SMALLEST, Arguments
 
 # What frameworks call the fields of `DynamicLossScale`, where they call them otherwise.

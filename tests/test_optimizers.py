@@ -16,7 +16,8 @@ from helpers import assert_bitwise_equal, count_traces
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, StaticLossScale, _skip, with_loss_scale
+from jmp_scale import DynamicLossScale, StaticLossScale, with_loss_scale
+from jmp_scale._scaling import skip as _skip
 
 NAN, INF = jnp.nan, jnp.inf
 POISONS = (

@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
-from jmp_scale import _finite, _skip
+from jmp_scale._scaling import finite as _finite
+from jmp_scale._scaling import skip as _skip
 
 pytestmark = pytest.mark.targets
 

@@ -18,7 +18,7 @@ _REPLACED = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
     "Scan3": "scan3",
-    "AutocastUnit": "custom_jvp_call",  # our own, of `_policies`
+    "AutocastUnit": "custom_jvp_call",  # our own, of `policies`
 }
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._finite import all_finite
-from .._gradients import checked_output, value_and_grad
-from .._loss_scale import DynamicLossScale, scale_value
+from .._scaling.finite import all_finite
+from .._scaling.gradients import checked_output, value_and_grad
+from .._scaling.loss_scale import DynamicLossScale, scale_value
 from .._tree import is_inexact, named_inexact_leaves
 
 # XLA may leave a rounding out that the program asks for, and another machine or version

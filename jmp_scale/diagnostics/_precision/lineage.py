@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from ... import _jaxpr as jaxprs
+from ..._autocast.operations import is_half_product
 from ..._jaxpr import SAME_ENTRIES, JaxprEqn, dtype_name, shape, size
-from ..._operations import is_half_product
 from ..._policy import is_half
 
 _SUMS = jaxprs.words("add add_any concatenate mul pad scatter select_n sub")

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jaxpr
-from ..._autocast_interpreter import (
+from ..._autocast.dot_general import bilinear
+from ..._autocast.higher_order import Part
+from ..._autocast.identities import softmax_from, with_value
+from ..._autocast.interpreter import (
     ByVariable,
     Interpreter,
     Notes,
     TraceCache,
     Values,
 )
-from ..._autocast_plan import Origin, Plan, Unit
-from ..._dot_general import bilinear
-from ..._higher_order import Part
-from ..._identities import softmax_from, with_value
+from ..._autocast.marks import Names, tracing
+from ..._autocast.operations import Product, softmaxes_of
+from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
-from ..._marks import Names, tracing
-from ..._operations import Product, softmaxes_of
 from ..._tree import promote_to_float32
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
 from .._source import Place, begin_user_code, place_of

@@ -13,8 +13,8 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from ... import _jaxpr as jaxprs
+from ..._autocast.marks import UNIT
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
-from ..._marks import UNIT
 from ..._validation import warn
 from .._source import Place, place_of
 from .facts import Fact, join, of_atom, of_constant, transfer

@@ -7,9 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._half_parameters import find_half_states
-from ..._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale, number_of
-from ..._state import LossScaleState
+from ..._scaling.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    number_of,
+)
+from ..._state import LossScaleState, find_half_states, find_rounded_states
 from ..._tree import named_inexact_leaves
 from .._tables import power
 from .history import LossScaleHistory
@@ -286,6 +290,8 @@ def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
     coarse = [pair for pair in pairs if pair[1].dtype == jnp.bfloat16]
     coarse = [pair for pair in coarse if re.search(r"\b(nu|v)\b", pair[0])]  # squares
+    if find_rounded_states(opt_state):  # stochastically: they lose nothing
+        coarse = []
     findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:

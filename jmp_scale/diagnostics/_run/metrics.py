@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._finite import finite_and_norm
-from ..._loss_scale import LossScale, number_of
-from ..._state import START, LossScaleState, find_loss_scale_states, with_arrays
+from ..._scaling.finite import finite_and_norm
+from ..._scaling.loss_scale import LossScale, number_of
+from ..._state import START, LossScaleState, find_loss_scale_states
+from ..._tree import with_arrays
 
 
 def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:

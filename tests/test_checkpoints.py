@@ -1,7 +1,6 @@
 """What goes to disk comes back: S and counter by name, configuration from the code."""
 
 import collections
-import dataclasses
 import pathlib
 import pickle
 import shutil
@@ -133,19 +132,6 @@ def test_an_nnx_optimizer_comes_back(round_trip):
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     optimizer.update(model, grads)
     assert float(optimizer.loss_scale.loss_scale) == 2.0**11
-
-
-def test_a_loss_scale_of_the_users_own_class_is_saved_by_flax():
-    @dataclasses.dataclass(frozen=True)
-    class Mine(jmp_scale.DynamicLossScale):
-        pass
-
-    data = flax.serialization.to_bytes(Mine(8.0))
-    restored = flax.serialization.from_bytes(Mine(2.0), data)
-    assert isinstance(restored, Mine)
-    assert float(restored.loss_scale) == 8.0
-    # NumPy's arrays could not be donated.
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(restored))
 
 
 def test_orbax_names_the_leaves_on_disk(tmp_path):

@@ -217,8 +217,8 @@ class _SkippingOptimizer:
             )
         except (TypeError, ValueError) as error:
             error.add_note(
-                "with_loss_scale: raised by the optimizer that it wraps. Its state must "
-                "come from init of these parameters, so keep one state for each "
+                "with_loss_scale: raised by the optimizer that it wraps. Its state "
+                "must come from init of these parameters, so keep one state for each "
                 "optimizer and model (a GAN has two); half-precision parameters may "
                 "need with_half_parameters"
             )

@@ -85,6 +85,25 @@ def test_the_averages_are_bfloat16_and_the_first_step_is_that_of_the_optimizer(n
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.parametrize(
+    ("wrap", "dtype", "expected"),
+    [
+        (lambda tx: tx, jnp.float32, 16),
+        (with_half_parameters, jnp.bfloat16, 14),
+        (lambda tx: half_state(tx), jnp.float32, 12),
+        (functools.partial(with_half_parameters, key=KEY), jnp.bfloat16, 12),
+        (lambda tx: with_half_parameters(half_state(tx)), jnp.bfloat16, 10),
+        (lambda tx: with_half_parameters(half_state(tx), key=KEY), jnp.bfloat16, 8),
+    ],
+)
+def test_adamw_takes_the_bytes_a_parameter_of_the_page(wrap, dtype, expected):
+    params = jnp.ones(1000, dtype)
+    state = jax.eval_shape(wrap(optax.adamw(0.1)).init, params)
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(state)]
+    stored = sum(sizes) + 2 * params.nbytes  # value and gradient
+    assert stored // 1000 == expected
+
+
 class Kept(NamedTuple):
     """A state of an optimizer that keeps the updates themselves."""
 

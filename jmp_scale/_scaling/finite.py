@@ -1,8 +1,8 @@
 """Checks that gradients are finite, and computes their norm, alike on all devices.
 
 Both are computed in one pass over the arrays. No reduction is fast on all machines, so
-there are three: `_reduce_for_cpu`, `_reduce_for_gpu` (also for a TPU, with `_flag_on_tpu`
-for large arrays), and `_reduce_for_partitioning` for arrays on several devices.
+there are three: `_reduce_for_cpu`, `_reduce_for_gpu` (also for a TPU, which checks
+large arrays by `_flag_on_tpu`), and `_reduce_for_partitioning` for several devices.
 The choice is made in lowering, so a program that is compiled for another machine gets
 the reductions of that machine.
 """

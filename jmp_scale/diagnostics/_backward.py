@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, value_and_grad
-from .._scaling.loss_scale import DynamicLossScale, scale_value
+from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
 from .._tree import is_inexact, named_inexact_leaves
+from .._types import Function, Leaf, PyTree, Scalar
 
 # XLA may leave a rounding out that the program asks for, and another machine or version
 # of it not: what is measured is the program as written.
@@ -23,8 +25,8 @@ ALL_ROUNDINGS: Any = {"xla_allow_excess_precision": False}
 class Backward:
     """The loss, the inexact leaves of the unscaled gradients, their names (static)."""
 
-    loss: Any
-    leaves: Any
+    loss: PyTree
+    leaves: PyTree
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
@@ -33,11 +35,11 @@ class Loss:
     """A loss and how it is differentiated, checked as `precision_report` says."""
 
     function: str  # the tool's name, for errors
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
+    fun: Function
+    args: tuple[PyTree, ...]
     argnums: int | Sequence[int]
     has_aux: bool
-    transform: Callable[..., Any]
+    transform: Function
 
     def __post_init__(self) -> None:
         for name, value in (("fun", self.fun), ("transform", self.transform)):
@@ -56,7 +58,7 @@ class Loss:
             if isinstance(number, int):  # not a filter of NNX
                 self._check_differentiable(number)
 
-    def check_output(self, out: Any) -> None:
+    def check_output(self, out: PyTree) -> None:
         """Raises unless `fun` returned a real scalar loss, or one with `aux`."""
         checked_output(self.function, out, self.has_aux)
         loss = out[0] if self.has_aux else out
@@ -67,10 +69,10 @@ class Loss:
                 f"{dtype}; return its real part, or cast it"
             )
 
-    def run(self, s: Any, args: tuple[Any, ...]) -> Backward:
+    def run(self, s: ArrayLike, args: tuple[PyTree, ...]) -> Backward:
         """Runs `value_and_grad` at S = `s`, f32[], which may be traced."""
 
-        def checked(*args: Any) -> Any:
+        def checked(*args: PyTree) -> Any:
             out = self.fun(*args)
             self.check_output(out)
             return out
@@ -115,7 +117,7 @@ class Start(NamedTuple):
     s: float
     settles: bool  # whether it is lowered, down to 1, while the gradient is not finite
 
-    def found(self, run: Callable[[Any], Backward]) -> tuple[Backward, float]:
+    def found(self, run: Callable[[Scalar], Backward]) -> tuple[Backward, float]:
         s = self.s
         while True:
             found = run(jnp.float32(s))
@@ -125,7 +127,7 @@ class Start(NamedTuple):
             s = max(s / 8, 1.0)
 
 
-def start_of(function: str, loss_scale: Any) -> Start:
+def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
     """The start that a tool's argument `loss_scale` stands for."""
     if loss_scale is None:
         return Start(2.0**15, True)
@@ -134,7 +136,7 @@ def start_of(function: str, loss_scale: Any) -> Start:
 
 
 def split_arrays(
-    args: tuple[Any, ...],
+    args: tuple[PyTree, ...],
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The arrays among the leaves of `args`, and a function that puts such arrays back.
 
@@ -142,7 +144,7 @@ def split_arrays(
     """
     leaves, treedef = jax.tree.flatten(args)
 
-    def rejoin(arrays: Sequence[Any]) -> Any:
+    def rejoin(arrays: Sequence[jax.Array]) -> Any:
         left = iter(arrays)
         new_leaves = [next(left) if is_array(leaf) else leaf for leaf in leaves]
         return jax.tree.unflatten(treedef, new_leaves)
@@ -150,7 +152,7 @@ def split_arrays(
     return [leaf for leaf in leaves if is_array(leaf)], rejoin
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Leaf) -> bool:
     """Whether a leaf is an array for JAX, or stands for one."""
     kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
     # NumPy's strings, objects and dates are not arrays for JAX. Keys have no kind.

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from .._types import PyTree
+
 _LIBRARIES = "jmp_scale jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
 _INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
 _UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
@@ -31,7 +33,7 @@ class Place(NamedTuple):
     library: str = ""
 
 
-def begin_user_code(fun: Any, *args: Any, **kwargs: Any) -> Any:
+def begin_user_code(fun: Any, *args: PyTree, **kwargs: Any) -> Any:
     """Calls `fun`; frames outside of this one are not part of the traced program."""
     return fun(*args, **kwargs)
 

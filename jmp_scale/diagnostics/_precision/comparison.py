@@ -3,13 +3,16 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..._scaling.finite import all_finite, finite_and_norm
+from ..._scaling.loss_scale import LossScale
+from ..._types import Arrays, Function, PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
 from .._tables import leaf_name, percent, power, table
 
@@ -91,13 +94,13 @@ class GradientComparison(NamedTuple):
 
 
 def compare_gradients(
-    half_loss: Callable[..., Any],
-    loss: Callable[..., Any],
-    *args: Any,
-    loss_scale: Any = None,
+    half_loss: Function,
+    loss: Function,
+    *args: PyTree,
+    loss_scale: LossScale | ArrayLike | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
 ) -> GradientComparison:
     """Compares the gradient of a half-precision program with that of a float32 one.
 
@@ -131,7 +134,7 @@ def compare_gradients(
 class Reference:
     """A float32 gradient, and how far its own rounding may move it."""
 
-    def __init__(self, run: Callable[[Any], Backward], arrays: Sequence[Any]) -> None:
+    def __init__(self, run: Callable[[Arrays], Backward], arrays: Arrays) -> None:
         self.backward = run(arrays)
         self._own = _differences(run(_changed_in_the_last_digit(arrays)), self.backward)
 
@@ -169,7 +172,7 @@ def judged_error(found: GradientComparison) -> float:
     return max(found.error, found.scaled_error / 3)
 
 
-def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
+def _changed_in_the_last_digit(arrays: Arrays) -> list[jax.Array]:
     changed = list(arrays)
     for i, x in enumerate(arrays):
         if x.dtype in (jnp.float32, jnp.float64):

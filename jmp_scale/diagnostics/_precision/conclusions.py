@@ -1,11 +1,12 @@
 """The rules that look at a whole program, and the order of what all rules found."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 
 from ..._jaxpr import PRODUCTS, shape
+from ..._types import Function, PyTree
 from .._source import Place, place_of_function
 from .lineage import is_half, is_half_product
 from .step import SEVERITIES, Finding, Step, finding_at
@@ -14,7 +15,7 @@ from .work import SourceLine
 
 
 def half_parameters(
-    gradients: Any, fun: Callable[..., Any], caller: Place
+    gradients: PyTree, fun: Function, caller: Place
 ) -> Iterator[Finding]:
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
@@ -33,7 +34,7 @@ def half_parameters(
 
 
 def half_loss(
-    forward: Walk, loss: Any, fun: Callable[..., Any], caller: Place
+    forward: Walk, loss: PyTree, fun: Function, caller: Place
 ) -> Iterator[Finding]:
     dtype = str(getattr(loss, "dtype", ""))  # Python's numbers have none
     if not is_half(dtype):
@@ -108,14 +109,14 @@ def _line_and_shapes(step: Step) -> tuple[Any, ...]:
 
 def in_order(found: list[Finding], forward: Walk) -> list[Finding]:
     """One finding for each line and rule, in the order of the forward pass."""
-    groups: dict[Any, list[Finding]] = {}
+    groups: dict[Hashable, list[Finding]] = {}
     for f in found:
         groups.setdefault((f.file, f.line, f.rule), []).append(f)
     merged = []
     for group in groups.values():
         worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
         merged.append(worst._replace(backward=all(f.backward for f in group)))
-    lines: dict[Any, int] = {}
+    lines: dict[Hashable, int] = {}
     for step in forward.steps if merged else ():
         lines.setdefault(step.place()[:2], len(lines))
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from ..._jaxpr import Atom, constant, dtype_name, shape, size, words
+from ..._types import Function
 from .lineage import NOTHING, SAME_ENTRIES, Lineage, entries_added, lineage_of
 
 INF = math.inf
@@ -143,7 +144,7 @@ def _lineage(eqn: JaxprEqn, facts: Sequence[Fact]) -> Lineage:
     return dataclasses.replace(lineage, value=value, parameters=of_parameters)
 
 
-def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
+def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     """The bounds, constants, epsilons and sums of a function of numbers."""
     name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
     results = functools.partial(_results, fun, dtype)
@@ -183,7 +184,7 @@ def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
 
 
 def _results(
-    fun: Callable[..., Any], dtype: str, operands: Iterable[Iterable[float]]
+    fun: Function, dtype: str, operands: Iterable[Iterable[float]]
 ) -> np.ndarray:
     """A function of all combinations of numbers, in order, each result once."""
     grid = np.meshgrid(*(np.array([*numbers], float) for numbers in operands))
@@ -261,7 +262,7 @@ def _index(eqn: JaxprEqn, x: Fact) -> Fact:
 
 
 _FRACTIONS = words("div sqrt tanh")
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
     "add_any": np.add,

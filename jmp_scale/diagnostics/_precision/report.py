@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from ..._state import find_half_states
+from ..._types import Function, PyTree
 from .._backward import Loss, is_array, split_arrays
 from .._source import begin_user_code, place_of_caller
 from .._tables import table
@@ -55,12 +56,12 @@ class PrecisionReport(NamedTuple):
 
 
 def precision_report(
-    fun: Callable[..., Any],
-    *args: Any,
+    fun: Function,
+    *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
-    opt_state: Any = None,
+    transform: Function = jax.value_and_grad,
+    opt_state: PyTree = None,
 ) -> PrecisionReport:
     """Reads what half precision does to a loss and its backward pass, line by line.
 
@@ -90,7 +91,7 @@ def precision_report(
         keywords["argnums"] = argnums  # Equinox takes none
     caller = place_of_caller()
 
-    def checked_fun(*args: Any, **kwargs: Any) -> Any:
+    def checked_fun(*args: PyTree, **kwargs: Any) -> Any:
         out = begin_user_code(fun, *args, **kwargs)
         checked.check_output(out)
         return out
@@ -129,11 +130,11 @@ def precision_report(
     )
 
 
-def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[Any, Any]:
     """The jaxpr of `fun(*args)`, and the shapes and dtypes of the arrays it returns."""
     arrays, rejoin = split_arrays(args)
 
-    def on_arrays(*arrays: Any) -> Any:
+    def on_arrays(*arrays: jax.Array) -> Any:
         out = fun(*rejoin(arrays))
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, out)
 

@@ -2,14 +2,16 @@
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..._policy import checked_half
 from ..._scaling.finite import all_finite
+from ..._scaling.loss_scale import LossScale
+from ..._types import Function, PyTree
 from .._backward import Loss, Start, start_of
 from .._tables import percent, power, table
 from .comparison import NOT_FINITE, judged_error
@@ -75,15 +77,15 @@ class SensitiveProducts(NamedTuple):
 
 
 def sensitive_products(
-    loss: Callable[..., Any],
-    *args: Any,
+    loss: Function,
+    *args: PyTree,
     dtype: DTypeLike = "float16",
     backward: DTypeLike | None = None,
-    loss_scale: Any = None,
+    loss_scale: LossScale | ArrayLike | None = None,
     tolerance: float = 0.05,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
 ) -> SensitiveProducts:
     """Finds the matrix products that must stay float32 for a gradient that is precise.
 

@@ -1,7 +1,7 @@
 """The real backward pass at each loss scale of a sweep."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax import lax
 
 from ..._jaxpr import dtype_name, equations
 from ..._scaling.finite import all_finite
+from ..._types import Function, PyTree
 from .._backward import Loss, split_arrays
 from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 
@@ -68,11 +69,11 @@ class Calibration:
 
 
 def calibrate_loss_scale(
-    fun: Callable[..., Any],
-    *args: Any,
+    fun: Function,
+    *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
     log2_scales: Sequence[int] = range(-4, 25, 2),
 ) -> Calibration:
     """Runs the real low-precision backward pass at each loss scale of a sweep.
@@ -97,7 +98,7 @@ def calibrate_loss_scale(
     arrays, rejoin = split_arrays(args)
 
     @jax.jit
-    def sweep(arrays: list[Any]) -> Any:
+    def sweep(arrays: list[jax.Array]) -> Any:
         def at(s: jax.Array) -> tuple[Any, jax.Array]:
             found = loss.run(s, rejoin(arrays))
             zeros = [

@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._tree import named_inexact_leaves
+from ..._types import PyTree
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
 
@@ -45,7 +46,7 @@ def limits(dtype: DTypeLike, function: str) -> Limits:
     return _LIMITS[name]
 
 
-def countable_leaves(function: str, tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+def countable_leaves(function: str, tree: PyTree) -> tuple[tuple[str, ...], list[Any]]:
     """Names and inexact leaves, of no more real numbers than 32 bits can count."""
     paths, leaves = named_inexact_leaves(tree)
     for path, leaf in zip(paths, leaves, strict=True):

@@ -3,19 +3,21 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.typing import ArrayLike
 
 from ... import _jaxpr as jaxprs
 from ..._jaxpr import CALLS, is_literal, open_jaxpr, value_of, words
 from ..._scaling.finite import all_finite
-from ..._scaling.loss_scale import scale_value
+from ..._scaling.loss_scale import LossScale, scale_value
 from ..._tree import named_inexact_leaves
+from ..._types import Function, PyTree
 from .._backward import Backward, Loss, described, split_arrays
 from .._source import Place, place_of
 
@@ -85,12 +87,12 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose_nonfinite(
-    fun: Callable[..., Any],
-    loss_scale: Any,
-    *args: Any,
+    fun: Function,
+    loss_scale: LossScale | ArrayLike,
+    *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
 ) -> Diagnosis:
     """Finds out why a step is not finite by running it again at smaller loss scales.
 
@@ -114,10 +116,10 @@ def diagnose_nonfinite(
 
     # S is an argument of the compiled function: one compilation for all S.
     @jax.jit
-    def flags(s: jax.Array, arrays: list[Any]) -> Backward:
+    def flags(s: jax.Array, arrays: list[jax.Array]) -> Backward:
         return jax.tree.map(all_finite, loss.run(s, rejoin(arrays)))
 
-    def run(s: Any) -> tuple[bool, tuple[str, ...]]:
+    def run(s: ArrayLike) -> tuple[bool, tuple[str, ...]]:
         finite = jax.device_get(flags(jnp.asarray(s, jnp.float32), arrays))
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), tuple(path for path, flag in pairs if not flag)
@@ -146,11 +148,11 @@ def diagnose_nonfinite(
 
 
 def _forward(
-    loss: Loss, arrays: list[Any], rejoin: Callable[..., Any]
+    loss: Loss, arrays: list[jax.Array], rejoin: Function
 ) -> tuple[_Maker, float | None]:
     """The maker of a loss that is not finite, and the loss in float32."""
 
-    def of_arrays(fun: Callable[..., Any], *arrays: Any) -> Any:
+    def of_arrays(fun: Function, *arrays: jax.Array) -> Any:
         out = fun(*rejoin(arrays))
         return out[0] if loss.has_aux else out
 
@@ -164,7 +166,7 @@ def _forward(
     return made or (None, None), float32_loss if np.isfinite(float32_loss) else None
 
 
-def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
+def _nonfinite_argument(args: tuple[PyTree, ...]) -> str | None:
     for path, leaf in zip(*named_inexact_leaves(args), strict=True):
         if not all_finite(leaf):
             return f"args{path}"
@@ -172,7 +174,7 @@ def _nonfinite_argument(args: tuple[Any, ...]) -> str | None:
 
 
 def _run(
-    jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[Any], outer: Place
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[jax.Array], outer: Place
 ) -> tuple[list[Any], _Maker | None]:
     """The outputs, and the maker of the first that is not finite, if that was here."""
     inner, consts = open_jaxpr(jaxpr)
@@ -224,7 +226,7 @@ def _run(
 
 
 def _in_equation(
-    eqn: core.JaxprEqn, kind: str, values: dict[core.Var, Any], place: Place
+    eqn: core.JaxprEqn, kind: str, values: dict[core.Var, jax.Array], place: Place
 ) -> _Maker:
     nested = _in_nested(eqn, [value_of(a, values) for a in eqn.invars], place)
     name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
@@ -237,7 +239,7 @@ def _at(place: Place) -> str:
     return f" at {place.file}:{place.line}" if place.file else ""
 
 
-def _in_nested(eqn: core.JaxprEqn, ins: list[Any], place: Place) -> _Maker | None:
+def _in_nested(eqn: core.JaxprEqn, ins: list[jax.Array], place: Place) -> _Maker | None:
     """The same in the jaxpr that an equation runs, of a loop in the first such turn."""
     bodies, loop = jaxprs.subjaxprs(eqn), jaxprs.loop_of(eqn)
     if loop is not None and loop.trips:

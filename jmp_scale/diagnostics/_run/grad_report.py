@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from ..._scaling.loss_scale import scale_value
+from ..._scaling.loss_scale import LossScale, scale_value
+from ..._types import Leaf, PyTree
 from .._tables import leaf_name, percent, power, table
 from . import casts
 
@@ -88,7 +89,7 @@ class GradReport:
 
 
 def grad_report(
-    grads: Any, loss_scale: Any, dtype: DTypeLike = "float16"
+    grads: PyTree, loss_scale: LossScale | ArrayLike, dtype: DTypeLike = "float16"
 ) -> GradReport:
     """Counts, leaf by leaf, what a loss scale and a cast lose of a gradient.
 
@@ -119,7 +120,7 @@ def grad_report(
 
 @functools.partial(jax.jit, static_argnames="limits")
 def _report_arrays(
-    leaves: list[Any], loss_scale: jax.Array, limits: casts.Limits
+    leaves: list[Leaf], loss_scale: jax.Array, limits: casts.Limits
 ) -> dict[str, jax.Array]:
     # An empty leaf stands at the end, because a tree may have no leaves.
     rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
@@ -145,7 +146,7 @@ def _report_arrays(
 
 
 def _statistics(
-    leaf: Any, loss_scale: jax.Array, limits: casts.Limits
+    leaf: Leaf, loss_scale: jax.Array, limits: casts.Limits
 ) -> tuple[Any, ...]:
     """The bits of amax, and six cumulative counts.
 

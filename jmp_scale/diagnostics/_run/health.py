@@ -15,6 +15,7 @@ from ..._scaling.loss_scale import (
 )
 from ..._state import LossScaleState, find_half_states
 from ..._tree import named_inexact_leaves
+from ..._types import PyTree
 from .._tables import power
 from .history import LossScaleHistory
 from .metrics import find_states
@@ -93,7 +94,7 @@ KindAndText = tuple[str, str]  # the kind, and what happened
 Counts = np.ndarray  # i64[3], skipped steps by cause, in the order of `_CAUSES`
 
 
-def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
+def health(opt_state: PyTree, history: LossScaleHistory | None = None) -> list[str]:
     """Describes the state of a run, one sentence per finding, most urgent first (host).
 
     Each sentence has its section in `docs/troubleshoot.md`.
@@ -130,7 +131,7 @@ class HealthLog:
         self._seen: dict[str, Counts] = {}
 
     def __call__(
-        self, opt_state: Any, history: LossScaleHistory | None = None
+        self, opt_state: PyTree, history: LossScaleHistory | None = None
     ) -> list[str]:
         """New sentences since the last call; arguments and errors as in `health`."""
         findings = _findings(opt_state, history, self._seen)
@@ -141,7 +142,7 @@ class HealthLog:
 
 
 def _findings(
-    opt_state: Any, history: LossScaleHistory | None, seen: dict[str, Counts]
+    opt_state: PyTree, history: LossScaleHistory | None, seen: dict[str, Counts]
 ) -> dict[str, str]:
     """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
     states, findings = find_states("health", opt_state), []
@@ -281,7 +282,7 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
     return found
 
 
-def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
+def _leaf_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:
     # Half-precision parameters that lose nothing stand beside their optimizer's state.
     halves = [node for _, node in find_half_states(opt_state)]
     pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)

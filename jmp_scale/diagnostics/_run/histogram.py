@@ -1,7 +1,6 @@
 """Entries of a tree by power of two, and the shares that S and a cast flush."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _mesh
+from ..._types import Leaf, PyTree
 from . import casts
 
 _EXPONENTS = range(-149, 128)  # of float32
@@ -67,7 +67,7 @@ class ExponentHistogram:
         return found / jnp.broadcast_to(total, found.shape)
 
 
-def exponent_histogram(tree: Any) -> ExponentHistogram:
+def exponent_histogram(tree: PyTree) -> ExponentHistogram:
     """Counts entries by power of two, which shows what any S and dtype would flush.
 
     Compatible with `jit`, `vmap` and `lax.scan`; costs several times `grad_report`.
@@ -88,7 +88,7 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
 
 
 @jax.jit
-def _counts(leaf: Any) -> jax.Array:
+def _counts(leaf: Leaf) -> jax.Array:
     """u32[554]: powers of two, and other numbers, by exponent."""
     bits = casts.magnitude_bits(leaf).ravel()
     exponent, fraction = casts.exponent_and_fraction(bits)

@@ -1,7 +1,6 @@
 """The last steps of a run, kept on the device."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_variable
+from ..._types import PyTree
 from ..._validation import Arguments
 from .casts import log2_magnitude, magnitude_bits
 from .metrics import find_states
@@ -74,13 +74,13 @@ class LossScaleHistory:
 
     def push(
         self,
-        before: Any,
-        after: Any,
+        before: PyTree,
+        after: PyTree,
         *,
         loss: ArrayLike | None = None,
-        grads: Any = None,
-        params: Any = None,
-        updates: Any = None,
+        grads: PyTree = None,
+        params: PyTree = None,
+        updates: PyTree = None,
     ) -> "LossScaleHistory":
         """The history with one more step, of the same structure, shapes and dtypes.
 
@@ -177,7 +177,7 @@ _COLUMNS = [field.name for field in dataclasses.fields(LossScaleHistory)[:-3]]
 _FIRST = {"first_loss": "loss", "first_norm": "grad_norm"}
 
 
-def _the_state(name: str, tree: Any) -> LossScaleState:
+def _the_state(name: str, tree: PyTree) -> LossScaleState:
     states = find_states("LossScaleHistory.push", tree, name)
     if len(states) > 1:
         paths = " and ".join(path for path, _ in states[:2])
@@ -188,10 +188,10 @@ def _the_state(name: str, tree: Any) -> LossScaleState:
     return states[0][1]
 
 
-def _share_variables(before: Any, after: Any) -> bool:
+def _share_variables(before: PyTree, after: PyTree) -> bool:
     """Whether an NNX variable, which changes in place, is in the states of both."""
 
-    def variables(tree: Any) -> set[int]:
+    def variables(tree: PyTree) -> set[int]:
         leaves = jax.tree.leaves(find_loss_scale_states(tree), is_leaf=is_variable)
         return {id(x) for x in leaves if is_variable(x)}
 

@@ -1,7 +1,6 @@
 """The loss-scale states of a pytree: as the diagnostics read them, and as scalars."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,10 @@ from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import LossScale, number_of
 from ..._state import START, LossScaleState, find_loss_scale_states
 from ..._tree import with_arrays
+from ..._types import PyTree
 
 
-def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
+def metrics(opt_state: PyTree, grads: PyTree = None) -> dict[str, jax.Array]:
     """Scalars for any logger, which stay on the device until they are asked for.
 
     Compatible with `jit`, `vmap` and `lax.scan`.
@@ -48,7 +48,7 @@ def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
 
 
 def find_states(
-    function: str, tree: Any, name: str = "opt_state"
+    function: str, tree: PyTree, name: str = "opt_state"
 ) -> list[tuple[str, LossScaleState]]:
     """Paths and states of `with_loss_scale` in a pytree, with arrays, no `inner_state`.
 
@@ -64,7 +64,7 @@ def find_states(
     return [(jax.tree_util.keystr(path), _plain_state(node)) for path, node in states]
 
 
-def _plain_state(node: Any) -> LossScaleState:
+def _plain_state(node: PyTree) -> LossScaleState:
     fields = dict(node) if isinstance(node, Mapping) else node._asdict()
     loss_scale = fields.get("loss_scale")
     if not isinstance(loss_scale, LossScale):

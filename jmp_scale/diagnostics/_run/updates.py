@@ -1,6 +1,6 @@
 """How much of an update is lost when it is added to parameters of few digits."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from ..._tree import is_inexact
+from ..._types import PyTree
 
 
 class LostUpdates(NamedTuple):
@@ -22,7 +23,7 @@ class LostUpdates(NamedTuple):
     magnitude: jax.Array
 
 
-def lost_updates(params: Any, updates: Any) -> LostUpdates:
+def lost_updates(params: PyTree, updates: PyTree) -> LostUpdates:
     """The share of the updates that leave their parameter as it was.
 
     An update below half the distance from its parameter to the next number of the dtype
@@ -52,7 +53,7 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
     return LostUpdates(*jnp.where(sums[1] > 0, sums[0] / sums[1], 0))
 
 
-def _pairs(params: Any, updates: Any) -> list[tuple[jax.Array, jax.Array]]:
+def _pairs(params: PyTree, updates: PyTree) -> list[tuple[jax.Array, jax.Array]]:
     params, structure = jax.tree.flatten(params)
     updates, other = jax.tree.flatten(updates)
     if structure != other:

@@ -1,7 +1,7 @@
 """Pytrees: finds, casts, scales and selects their leaves; flattens calls to arrays."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from . import _mesh
 from ._types import Function, KeyPath, Leaf, PyTree
 
 T = TypeVar("T")
@@ -50,6 +51,13 @@ def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
     """Returns leaves by path; on disk keys, indices and field names are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
+
+
+def listed(paths: Iterable[str]) -> str:
+    """Returns at most five names, and how many more there are, as text."""
+    paths = sorted(paths)
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return ", ".join(paths[:5]) + more or "none"
 
 
 def promote_to_float32(tree: T) -> T:
@@ -130,7 +138,9 @@ def _select_leaf(pred: ArrayLike, path: KeyPath, on_true: Leaf, on_false: Leaf) 
     if new.dtype == jax.dtypes.float0:
         return on_false
     if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
-        return lax.select(jnp.asarray(pred), on_true, on_false)  # one operation
+        # One operation: `jnp.where` is several.
+        select = lambda new, old, pred: lax.select(pred, new, old)  # noqa: E731
+        return _mesh.on_parts(select, on_true, on_false, jnp.asarray(pred))
     return jnp.where(pred, on_true, on_false)
 
 
@@ -152,19 +162,21 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
             "with all_finite of all gradients"
         )
 
-    def times(x: jax.Array) -> jax.Array:
+    def times(x: jax.Array, s: jax.Array) -> jax.Array:
         factor = s.astype(x.dtype)
         # For a quotient XLA:CPU would copy the gradients (test_performance).
         return x * (1 / factor if inverse else factor)
 
+    def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:
+        if not jnp.iscomplexobj(x):
+            return times(x, s)
+        # The complex product (inf + 0j) * (S + 0j) would have NaNs.
+        return lax.complex(times(x.real, s), times(x.imag, s))
+
     def multiply_leaf(leaf: Leaf) -> jax.Array:
         # Promote before multiplying, because in float16 a loss of 3 times S = 2^15 is
         # infinite.
-        x = jnp.asarray(promote_to_float32(leaf))
-        if not jnp.iscomplexobj(x):
-            return times(x)
-        # The complex product (inf + 0j) * (S + 0j) would have NaNs.
-        return lax.complex(times(x.real), times(x.imag))
+        return _mesh.on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
 
     return map_gradients(multiply_leaf, tree)
 
@@ -197,8 +209,9 @@ def with_arrays(tree: PyTree) -> PyTree:
     """Replaces NNX variables by their arrays."""
 
     def array(x: PyTree) -> PyTree:
-        # A variable is a pytree of one leaf; `x[...]` would be a copy in Flax 0.12.0.
-        return jax.tree.leaves(x)[0] if is_variable(x) else x
+        # A variable is a pytree of one leaf, or of none if it holds None, like the
+        # remainder of a float32 parameter. `x[...]` would be a copy in Flax 0.12.0.
+        return next(iter(jax.tree.leaves(x)), None) if is_variable(x) else x
 
     return jax.tree.map(array, tree, is_leaf=is_variable)
 

@@ -24,11 +24,12 @@ from ._types import Flag, Function, PyTree
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with a loss scale, which skips a step as a whole.
+    """Flax's `TrainState` with a loss scale, which can skip a step.
 
     Use `state.value_and_grad` to compute gradients, and pass everything else that the
-    step computed (`batch_stats=`) to `apply_gradients`. `step` counts the calls of
-    `apply_gradients`, as in Flax; `state.step - state.opt_state.skipped` counts the
+    step computed (`batch_stats=`) to `apply_gradients`. A skipped step leaves
+    parameters, optimizer state and these fields unchanged. `step` counts all calls of
+    `apply_gradients`, as in Flax, so `state.step - state.opt_state.skipped` counts the
     applied steps.
 
     Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step whose
@@ -97,9 +98,9 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self, *, grads: PyTree, value: ArrayLike | None = None, **changes: Any
     ) -> Self:
-        """Applies the gradients and the new values of other fields.
+        """Applies the gradients and new field values, unless the step is skipped.
 
-        A skipped step changes only `step`, the loss-scale state (S, flags, counters,
+        A skipped step changes only `step`, the loss scale's state (S, flags, counters,
         guard) and static fields.
 
         Args:

@@ -92,7 +92,7 @@ def plot_exponent_histogram(
     dtype: DTypeLike = "float16",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws the shares of nonzero elements by power of two, and a dtype's range at S.
+    """Draws the shares of non-zero entries by power of two, and a dtype's range at S.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
 
@@ -102,7 +102,7 @@ def plot_exponent_histogram(
       dtype: see `grad_report`.
     """
     counts = np.asarray(histogram.counts, np.float64).sum(0)
-    _check_some("plot_exponent_histogram", counts.any(), "finite nonzero elements")
+    _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
     cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
     shares, exponents = counts / counts.sum(), histogram.exponents
     flushed, normal, overflow = np.log2(cast[:3]) - log2_scale
@@ -123,9 +123,9 @@ def plot_exponent_histogram(
     ax.bar(exponents + 0.05, shares, 0.9, align="edge", color=_BLUE, zorder=3)
     lost = shares[exponents < flushed].sum()
     ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
-    ax.set(xlabel="unscaled magnitude", ylabel="share of nonzero elements")
+    ax.set(xlabel="unscaled magnitude", ylabel="share of non-zero entries")
     place = f"{np.dtype(dtype).name} at S = {_power(log2_scale)}"
-    ax.set_title(f"{place}: {lost:.1%} of the nonzero elements lost")
+    ax.set_title(f"{place}: {lost:.1%} of the non-zero entries lost")
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _power_of_two_axis(ax.xaxis)
     _finish(ax)
@@ -155,7 +155,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
         share, y = np.array(lost) / nonzero, range(len(paths))
         ax.barh(y, share, 0.72, left, color=color, label=label, zorder=3)
         left += share
-    ax.set(xlim=(0, 1), xlabel="share of the leaf's nonzero elements")
+    ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
     place = f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}"
     ax.set_title(f"{place}: what is lost of each leaf", pad=28)
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -166,7 +166,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
 
 
 def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
-    """Draws the share of zero elements by leaf and log2 S, and the window of S."""
+    """Draws the share of zero entries by leaf and log2 S, and the window of S."""
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     low, high = float(calibration.log2_low), float(calibration.log2_high)
     best = float(calibration.recommended_log2_scale)
@@ -176,7 +176,7 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     rows = np.arange(len(paths) + 1) - 0.5
     colors = np.asarray(calibration.zero_fraction).T
     mesh = ax.pcolormesh(edges, rows, colors, cmap="Blues", vmin=0, vmax=1)
-    bar = ax.figure.colorbar(mesh, ax=ax, label="elements that are zero", pad=0.02)
+    bar = ax.figure.colorbar(mesh, ax=ax, label="entries that are zero", pad=0.02)
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     hatched = {"facecolor": "0.85", "edgecolor": "0.6", "hatch": "///", "linewidth": 0}
     for column in np.flatnonzero(~np.asarray(calibration.finite)):

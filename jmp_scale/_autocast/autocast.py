@@ -26,6 +26,7 @@ from .._validation import require_function, warn
 from . import marks as _marks
 from . import operations as ops
 from .dot_general import is_zero
+from .function import CastFunction, not_default
 from .interpreter import Interpreter, Notes, TraceCache, Values
 from .plan import Origin, Plan, Unit
 
@@ -100,7 +101,6 @@ def autocast(
     names = _marks.checked_names(keep_float32)
     warned: set[str] = set()
 
-    @functools.wraps(fun)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
         flat = FlatCall(fun, args, kwargs)
         for module in filter(is_module, flat.leaves):
@@ -126,7 +126,16 @@ def autocast(
         cast.warn_of_nothing(jaxpr)
         return flat.result(results)
 
-    return in_half_precision  # pyright: ignore[reportReturnType]
+    settings = not_default(
+        autocast,
+        backward=None if back == forward else back,
+        recompute=bool(recompute),
+        keep_float32=tuple(sorted(names.names)),
+        share_casts=bool(share_casts),
+    )
+    settings = {"dtype": forward, **settings}
+    cast_function = CastFunction(in_half_precision, fun, autocast, "autocast", settings)
+    return cast_function  # pyright: ignore[reportReturnType]
 
 
 @dataclasses.dataclass(frozen=True)

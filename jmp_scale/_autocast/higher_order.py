@@ -10,10 +10,12 @@ from typing import Any, Literal, Protocol
 
 import jax
 from jax import lax
+from jax.custom_derivatives import zero_from_primal
 from jax.extend.core import Primitive
 
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn, Program
+from .dot_general import is_zero
 
 Values = list[jax.Array]
 
@@ -105,20 +107,27 @@ def _saves(
 
 
 def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
-    traced = _jaxpr.jvp_rule(eqn)
-    if traced is None:
+    given = _jaxpr.jvp_rule(eqn)
+    if given is None:
         return None
     jaxpr = _jaxpr.subjaxprs(eqn)[0]
     fun = jax.custom_jvp(body(jaxpr, places=range(len(values)), part_of=""))
     first, count = eqn.params["num_consts"], len(eqn.outvars)
 
-    def rule(primals: Values, tangents: Values) -> tuple[Values, Values]:
-        inputs = [*primals[first:], *tangents[first:]]
-        run = body(traced, places=[None] * len(inputs), part_of="rule")
+    def rule(primals: Values, tangents: list[Any]) -> tuple[Values, list[Any]]:
+        pairs = zip(primals, tangents, strict=True)
+        moving = [zero_from_primal(x) if is_zero(t) else t for x, t in pairs]
+        inputs = [*primals[first:], *moving[first:]]
+        run = body(given.jaxpr, places=[None] * len(inputs), part_of="rule")
         results = run(*inputs)
-        return results[:count], results[count:]
+        outs, moved = results[:count], iter(results[count:])
+        # JAX takes symbolic zeros of rules that may be given some.
+        return outs, [
+            zero_from_primal(x, symbolic_zeros=True) if stays else next(moved)
+            for x, stays in zip(outs, given.zeros, strict=True)
+        ]
 
-    fun.defjvp(rule)
+    fun.defjvp(rule, symbolic_zeros=True)
     return fun(*values)
 
 

@@ -8,7 +8,7 @@ read is reported as not looked into.
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -18,6 +18,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 Atom = Var | Literal
 Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
 
+# What a size that is symbolic (`jax.export`) counts as: several, so that an axis of a
+# batch is not taken for one row, and a sum over it is small.
+_SYMBOLIC_SIZE = 8
 _text = functools.cache(str)  # the name of a dtype takes NumPy a microsecond
 
 
@@ -50,7 +53,7 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def shape(atom: Atom) -> tuple[int, ...]:
     """Shape of a variable, () if its type has none."""
     dims = getattr(atom.aval, "shape", ())
-    return tuple(d if isinstance(d, int) else 1 for d in dims)
+    return tuple(d if isinstance(d, int) else _SYMBOLIC_SIZE for d in dims)
 
 
 def size(atom: Atom) -> int:
@@ -192,13 +195,21 @@ def _scan_layout(eqn: JaxprEqn) -> Loop | None:
     )
 
 
-def jvp_rule(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The rule of a custom_jvp call, of (primals, tangents); None if unreadable."""
+class Rule(NamedTuple):
+    """The rule of a custom_jvp call: (primals, tangents) to results and tangents."""
+
+    jaxpr: ClosedJaxpr
+    zeros: Sequence[bool]  # the results without a tangent, which the jaxpr leaves out
+
+
+def jvp_rule(eqn: JaxprEqn) -> Rule | None:
+    """The rule of a custom_jvp call; None if unreadable."""
     with contextlib.suppress(Exception):
         # JAX asks of each tangent whether it is zero: the rule is traced for none.
         primals = len(eqn.invars) - eqn.params["num_consts"]
-        result = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
-        return ClosedJaxpr(bare(result[0]), result[1])
+        traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
+        jaxpr, consts, zeros = traced
+        return Rule(ClosedJaxpr(bare(jaxpr), consts), zeros)
     return None
 
 

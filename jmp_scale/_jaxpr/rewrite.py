@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import NameStack
+from jax.sharding import AxisType, Sharding
 
 from .primitives import PRODUCTS
 from .read import (
@@ -112,7 +113,9 @@ def inlined(
             inputs = named(eqn.invars)
             within = scopes + eqn.source_info.name_stack
             if is_open(eqn):
+                inputs = constrained(inputs, eqn, "in_shardings", within)
                 outputs = add(subjaxprs(eqn)[0], inputs, within)
+                outputs = constrained(outputs, eqn, "out_shardings", within)
             else:
                 outputs = [Var(v.aval) for v in eqn.outvars]
                 renewed = eqn.replace(invars=inputs, outvars=outputs)
@@ -120,9 +123,46 @@ def inlined(
             renamed.update(zip(eqn.outvars, outputs, strict=True))
         return named(inner.outvars)
 
+    def constrained(
+        atoms: Sequence[Atom], call: JaxprEqn, side: str, scopes: NameStack
+    ) -> list[Atom]:
+        """The atoms, sharded as a `jit` says of its operands or results."""
+        found = [*atoms]
+        for i, sharding in enumerate(call.params.get(side, ())):
+            atom = found[i]
+            if isinstance(atom, Var) and _constrains(sharding):
+                constraint = _sharding_constraint(atom, sharding, call)
+                eqns.append(with_scopes(constraint, scopes))
+                (found[i],) = constraint.outvars
+        return found
+
     outer = bare(jaxpr)
     outputs = add(jaxpr, outer.invars, NameStack())
     return excerpt(outer, eqns, outer.invars, outputs), constants
+
+
+def _constrains(sharding: object) -> bool:
+    """Whether a sharding that a `jit` names is more than the types of arrays say."""
+    if not isinstance(sharding, Sharding):
+        return False  # none is named
+    axes: Any = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return not axes or any(axis != AxisType.Explicit for axis in axes)
+
+
+def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn:
+    """The equation of a constraint in the context of a call."""
+    aval: Any = x.aval
+    with call.ctx.manager:
+        traced = jax.make_jaxpr(
+            functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+        )(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    (eqn,) = bare(traced).eqns
+    return eqn.replace(
+        invars=[x],
+        outvars=[Var(x.aval)],
+        ctx=call.ctx,
+        source_info=call.source_info,
+    )
 
 
 def excerpt(

@@ -1,8 +1,8 @@
 """Checks that gradients are finite, and computes their norm, alike on all devices.
 
 Both are computed in one pass over the arrays. No reduction is fast on all machines, so
-there are three: `_reduce_for_cpu`, `_reduce_for_gpu` (also for a TPU, which checks
-large arrays by `_flag_on_tpu`), and `_reduce_for_partitioning` for several devices.
+there are three: `_reduce_for_cpu`, `_reduce_for_gpu` (a TPU too, with `_flag_on_tpu`
+for large arrays), and `_reduce_for_partitioning` for arrays on several devices.
 The choice is made in lowering, so a program that is compiled for another machine gets
 the reductions of that machine.
 """
@@ -63,7 +63,9 @@ def all_finite(
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then checks its own shards, and exactly one
         scalar all-reduce combines the answers. Explicit mesh axes do not need it,
-        because the type of an array contains its spec.
+        because the type of an array contains its spec. Each part of an
+        `unreduced` array is checked: a sum of finite parts is infinite only beyond
+        the largest float32.
       mesh: the mesh of `specs`; default the leaves' own, then that of `jax.set_mesh`.
 
     Returns:
@@ -124,7 +126,8 @@ def _checked_specs(
     broadcast = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
     spec_leaves = jax.tree.leaves(broadcast, is_leaf=is_spec)
     for spec in spec_leaves:
-        if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in spec:
+        parts = _mesh.dimensions(spec) if isinstance(spec, PartitionSpec) else None
+        if parts is None or PartitionSpec.UNCONSTRAINED in parts:
             raise TypeError(
                 "all_finite: expected a PartitionSpec for each leaf in specs, got "
                 f"{spec!r}; write PartitionSpec() for a leaf that is not sharded"
@@ -143,6 +146,7 @@ def finite_and_norm(
     Inside `pmap` and `shard_map` it is the largest norm of a device, so that one bad
     device raises it.
     """
+    _mesh.refuse_unreduced("global norm", tree)  # that of the parts is another
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
     finite, norm = _finite_and_norm(leaves, _mesh.sharding_specs(leaves))
     return agree(lax.pmin, finite), agree(lax.pmax, norm)

@@ -19,6 +19,7 @@ from .._state import (
     find_half_states,
     find_loss_scale_states,
     is_nothing,
+    started,
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, Function, KeyPath, Leaf, PyTree
@@ -96,7 +97,8 @@ def with_loss_scale(
         return, or a loss under another name than `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
         `update`, while tracing: `value` is not a scalar, gradients and parameters
-        differ in structure, or `inner` changes structure, shape or dtype of its state.
+        differ in structure, gradients are not added up over devices (`unreduced`), or
+        `inner` changes structure, shape or dtype of its state.
 
     Warns:
       UserWarning: from `init`, half-precision parameters, which lose small updates.
@@ -147,7 +149,7 @@ class _SkippingOptimizer:
 
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
-        inner_state = self.inner.init(params)
+        inner_state = started("with_loss_scale", self.inner, params)
         _refuse_nesting(inner_state)
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
@@ -170,6 +172,7 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, LossScaleState]:
         """Judges a step, applies or rejects it, and returns the state after it."""
         _check_arguments(updates, state, params, positional)
+        _mesh.refuse_unreduced("with_loss_scale", updates)
         grads = promote_to_float32(updates)
         verdict = judge_step(updates, value, state.guard, self.agreement)
         arrays, others = self._split(extra_args, value, verdict.applied)

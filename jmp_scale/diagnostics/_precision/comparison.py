@@ -14,7 +14,7 @@ from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._types import Arrays, Function, PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
-from .._tables import leaf_name, percent, power, table
+from .._tables import leaf_name, percent, power, printed, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
@@ -23,6 +23,7 @@ _BEARABLE = 0.1
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
 
+@printed
 class LeafComparison(NamedTuple):
     """One leaf of the gradient in half precision, beside float32's.
 
@@ -43,6 +44,7 @@ class LeafComparison(NamedTuple):
     float32_error: float
 
 
+@printed
 class GradientComparison(NamedTuple):
     """The result of `compare_gradients`, in Python values.
 

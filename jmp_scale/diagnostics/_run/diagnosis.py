@@ -20,6 +20,7 @@ from ..._tree import named_inexact_leaves
 from ..._types import Function, PyTree
 from .._backward import Backward, Loss, described, split_arrays
 from .._source import Place, place_of
+from .._tables import printed
 
 _NAMES = {
     "cholesky": "a Cholesky factorization",
@@ -32,6 +33,7 @@ _NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 
 
+@printed
 class Diagnosis(NamedTuple):
     """The result of `diagnose_nonfinite`, in Python values.
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._scaling.loss_scale import LossScale, scale_value
 from ..._types import Leaf, PyTree
-from .._tables import leaf_name, percent, power, table
+from .._tables import leaf_name, percent, power, printed, table
 from . import casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
@@ -23,6 +23,7 @@ MARGIN_BITS = 2  # doublings from the largest entry to overflow at a recommended
 LOWEST, HIGHEST = 0, 24  # log2 of S that `DynamicLossScale` takes by default
 
 
+@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:

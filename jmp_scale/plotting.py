@@ -103,7 +103,7 @@ def plot_exponent_histogram(
     """
     counts = np.asarray(histogram.counts, np.float64).sum(0)
     _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
-    cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
+    cast, ax = limits("plot_exponent_histogram", dtype), _axes(ax)
     shares, exponents = counts / counts.sum(), histogram.exponents
     flushed, normal, overflow = np.log2(cast[:3]) - log2_scale
     used = exponents[counts > 0]

@@ -1,7 +1,7 @@
-"""A float32 program in which each matrix product is half precision where a flag is set.
+"""A float32 program with a flag for each matrix product: half precision or not.
 
-It is traced once. Each of its products gets a number, which stands in its scopes, so
-that `autocast`'s own way through loops, branches and rules for derivatives finds it.
+It is traced once. Each product gets a number in its name scopes, by which the
+interpreter of `autocast` finds it in loops, branches and derivative rules.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from .comparison import GradientComparison, Reference
 from .work import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
-_MOST_FLAGS = 4096  # flags of the compiled program; products beyond share the last one
+_MOST_FLAGS = 4096  # flags of the compiled program; further products share the last
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,7 +83,7 @@ class Probe:
             flagged = dataclasses.replace(loss, fun=fun, has_aux=False)
             return flagged.run(s, rejoin(arrays))
 
-        # At level 3 small products compile six times as long, and run as fast.
+        # At level 3 small products need six times as long to compile, and run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
         in_float32 = np.zeros(_MOST_FLAGS, bool), jnp.float32(1)

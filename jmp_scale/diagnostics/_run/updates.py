@@ -1,4 +1,4 @@
-"""How much of an update is lost when it is added to parameters of few digits."""
+"""`lost_updates`: how much of an update is rounded away in low-precision parameters."""
 
 from typing import NamedTuple
 
@@ -31,24 +31,26 @@ class LostUpdates(NamedTuple):
 
 
 def lost_updates(params: PyTree, updates: PyTree) -> LostUpdates:
-    """The share of the updates that leave their parameter as it was.
+    """Returns the share of the updates that leave their parameter unchanged.
 
-    An update below half the distance from its parameter to the next number of the dtype
-    is rounded away: below about 2^-9 of the parameter in bfloat16, 2^-12 in float16,
-    2^-25 in float32. Exact, ties included. Compatible with `jit`, `vmap`, `lax.scan`.
+    Use it if parameters are stored in half precision, or if a float32 run stagnates
+    with tiny updates. An update is rounded away if it is below half the distance from
+    its parameter to the next number of the dtype: below about 2^-9 of the parameter in
+    bfloat16, 2^-12 in float16, 2^-25 in float32. The result is exact, including ties.
+    Compatible with `jit`, `vmap`, `lax.scan`.
 
     Args:
       params: pytree of parameters before the step.
-      updates: the optimizer's updates of them, of the same structure and shapes.
-        Leaves that are not real floating point are left out.
+      updates: the optimizer's updates of these, of the same structure and shapes.
+        Leaves that are not real floating point are ignored.
 
     Returns:
-      `LostUpdates`, both 0 where all updates are zero, as on a skipped step.
+      `LostUpdates`; both shares are 0 if all updates are zero, as on a skipped step.
 
     Raises:
       ValueError: the structures or shapes differ.
     """
-    # Rows: the lost updates, all updates. Columns: entries, sum of magnitudes.
+    # Rows: lost updates, all updates. Columns: number, sum of magnitudes.
     sums = jnp.zeros((2, 2))
     for param, update in _pairs(params, updates):
         moves = update != 0
@@ -83,8 +85,8 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
     integer = np.dtype(f"i{param.dtype.itemsize}").type
     wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
     size = lax.bitcast_convert_type(jnp.abs(param), integer)
-    # The neighbor on the side of the update: with the parameter's sign the next larger
-    # magnitude, else the next smaller, which is half as far below a power of two.
+    # The neighbor on the side of the update is the next larger magnitude if the signs
+    # are equal, else the next smaller one (half as far away below a power of two).
     grows = ((update < 0) == (param < 0)) | (param == 0)
     neighbor = size + jnp.where(grows, integer(1), integer(-1))
 
@@ -93,5 +95,5 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
 
     distance = jnp.abs(value(neighbor) - value(size))
     twice = 2 * jnp.abs(update.astype(wide))
-    # A tie between the two goes to the one whose last bit is zero.
+    # A tie between the two rounds to the one whose last bit is zero.
     return (twice < distance) | ((twice == distance) & (size % 2 == 0))

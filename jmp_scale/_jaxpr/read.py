@@ -207,7 +207,7 @@ class Rule(NamedTuple):
 def jvp_rule(eqn: JaxprEqn) -> Rule | None:
     """Returns the rule of a custom_jvp call; None if it cannot be read."""
     with contextlib.suppress(Exception):
-        # JAX asks of each tangent whether it is zero; the rule is traced for none of them.
+        # JAX asks of each tangent whether it is zero; the rule is traced for no zeros.
         primals = len(eqn.invars) - eqn.params["num_consts"]
         traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
         jaxpr, consts, zeros = traced

@@ -1,5 +1,6 @@
 """Mesh axes: finds where devices may disagree, and makes them agree."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def agreement(function: str = "", axis_name: AxisName = None) -> Agreement:
     # device, and JAX does not know that all_gather's result is equal on all devices, as
     # out_specs=P() requires.
     def agree(reduction: Function, x: jax.Array) -> jax.Array:
-        axes = _disagreeing_axes(x) if axis_name is None else names_of(axis_name)
+        axes = disagreeing_axes(x) if axis_name is None else names_of(axis_name)
         return reduction(x, axes) if axes else x
 
     return agree
@@ -132,7 +133,7 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 
 def dimensions(spec: PartitionSpec) -> tuple[AxisName, ...]:
     """Returns the entries of a spec. Newer JAX does not iterate an unreduced spec."""
-    return getattr(spec, "partitions", None) or tuple(spec)
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def unreduced_axes(leaf: Leaf) -> Axes:
@@ -208,7 +209,7 @@ def _mesh_of(leaves: Sequence[jax.Array]) -> Mesh:
     )
 
 
-def _disagreeing_axes(flag: jax.Array) -> Axes:
+def disagreeing_axes(flag: jax.Array) -> Axes:
     """Returns the manual axes over which `flag` may differ between devices."""
     # With check_vma=False and in pmap JAX does not track varying values: even the index
     # of the device counts as equal on all. There the flag is always reduced.
@@ -225,3 +226,23 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying
     return aval.vma  # until jax 0.9
+
+
+def all_gather(x: jax.Array, axes: tuple[Any, ...], dimension: int) -> jax.Array:
+    """All devices' shares one after the other, equal on all of them also for JAX."""
+    if not varying_axes(x):
+        return lax.all_gather(x, axes, axis=dimension, tiled=True)
+    if _GATHERS_EQUAL:
+        return lax.all_gather(x, axes, axis=dimension, tiled=True, to="invarying")
+    # Until jax 0.9 only a sum was known to be equal: of shares among zeros.
+    size = x.shape[dimension]
+    shape = list(x.shape)
+    shape[dimension] *= lax.axis_size(axes)
+    start = lax.axis_index(axes) * size
+    among_zeros = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(shape, x.dtype), x, start, dimension
+    )
+    return lax.psum(among_zeros, axes)
+
+
+_GATHERS_EQUAL = "to" in inspect.signature(lax.all_gather).parameters

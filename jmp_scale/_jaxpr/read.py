@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from .hijax import box_of, boxed_rule, params_of
+
 Atom = Var | Literal
 Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
 
@@ -130,10 +132,23 @@ def is_no_sequence(value: object) -> bool:
     return not isinstance(value, (tuple, list))
 
 
+def is_reference(atom: Atom) -> bool:
+    """Whether a variable is a reference to an array, which equations write."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than to return results; `Scan3` does not say it."""
+    return bool(eqn.effects) or any(map(is_reference, variables(eqn.invars)))
+
+
 def subjaxprs(eqn: JaxprEqn) -> list[Program]:
     """Returns all jaxprs among the parameters of an equation."""
-    values = jax.tree.leaves([*eqn.params.values()], is_leaf=is_no_sequence)
-    return [*filter(is_jaxpr, values)]
+    values = jax.tree.leaves([*params_of(eqn).values()], is_leaf=is_no_sequence)
+    # An object of hijax contains the result of `jax.jit(f).trace`.
+    traced = jax.stages.Traced
+    opened = (x.jaxpr if isinstance(x, traced) else x for x in values)
+    return [*filter(is_jaxpr, opened)]
 
 
 def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
@@ -158,7 +173,7 @@ def fits(jaxpr: Program, inputs: int, outputs: int) -> bool:
 def name_of_call(eqn: JaxprEqn) -> str:
     """Returns the name of the function that an equation calls, "" if unknown."""
     (inner, *_) = map(bare, subjaxprs(eqn))
-    return eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
+    return params_of(eqn).get("name") or getattr(inner.debug_info, "func_name", "")
 
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
@@ -207,6 +222,8 @@ class Rule(NamedTuple):
 def jvp_rule(eqn: JaxprEqn) -> Rule | None:
     """Returns the rule of a custom_jvp call; None if it cannot be read."""
     with contextlib.suppress(Exception):
+        if (box := box_of(eqn)) is not None:
+            return Rule(boxed_rule(box), [False] * len(eqn.outvars))
         # JAX asks of each tangent whether it is zero; the rule is traced for no zeros.
         primals = len(eqn.invars) - eqn.params["num_consts"]
         traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)

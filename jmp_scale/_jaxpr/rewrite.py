@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import NameStack
 from jax.sharding import AxisType, Sharding
 
-from .primitives import PRODUCTS
+from .primitives import PRODUCTS, REARRANGES
 from .read import (
     Atom,
     Program,
@@ -163,6 +163,40 @@ def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn
         ctx=call.ctx,
         source_info=call.source_info,
     )
+
+
+def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]:
+    """A jaxpr with a further input for each equation that reads one of these inputs.
+
+    An equation that only moves their entries is repeated for each that reads its
+    result. Also returns of which inputs the further ones are copies, in their order.
+    """
+    moves: dict[Var, JaxprEqn] = {}
+    copied: list[Var] = []
+    copies: list[Var] = []
+    eqns: list[JaxprEqn] = []
+
+    def own(atom: Atom) -> Atom:
+        if isinstance(atom, Literal) or not (atom in inputs or atom in moves):
+            return atom
+        copy = Var(atom.aval)
+        if atom in moves:
+            move = moves[atom]
+            sources = [*map(own, move.invars)]
+            eqns.append(move.replace(invars=sources, outvars=[copy]))
+        else:
+            copied.append(atom)
+            copies.append(copy)
+        return copy
+
+    for eqn in jaxpr.eqns:
+        is_move = eqn.primitive.name in REARRANGES and len(eqn.invars) == 1
+        if is_move and (eqn.invars[0] in inputs or eqn.invars[0] in moves):
+            moves[eqn.outvars[0]] = eqn
+        else:
+            eqns.append(eqn.replace(invars=[*map(own, eqn.invars)]))
+    outputs = [*map(own, jaxpr.outvars)]
+    return excerpt(jaxpr, eqns, [*jaxpr.invars, *copies], outputs), copied
 
 
 def excerpt(

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
+from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
 from .._tables import leaf_name, percent, power, printed, table
@@ -129,11 +130,14 @@ def compare_gradients(
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
     arrays, rejoin = split_arrays(args)
+    # Float32's gradient is that of float32 parameters: JAX adds up the cotangents of an
+    # array in its own dtype.
+    wide = promote_to_float32(arrays)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     found = start.found(lambda s: run_half(s, arrays))
-    return Reference(run, arrays).compared(*found)
+    return Reference(run, wide).compared(*found)
 
 
 class Reference:

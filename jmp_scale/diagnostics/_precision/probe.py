@@ -19,9 +19,17 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
-from ..._autocast.interpreter import Interpreter, Notes, Part, TraceCache, Values
+from ..._autocast.higher_order import Part
+from ..._autocast.identities import softmax_from, with_value
+from ..._autocast.interpreter import (
+    ByVariable,
+    Interpreter,
+    Notes,
+    TraceCache,
+    Values,
+)
 from ..._autocast.marks import Names, tracing
-from ..._autocast.operations import Product, softmax_from, softmaxes_of, with_value
+from ..._autocast.operations import Product, softmaxes_of
 from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
 from ..._types import PyTree
@@ -180,8 +188,8 @@ class _Flagged(Interpreter):
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def run_products(
-        self, unit: Unit, plan: Plan, env: Values, halves: Values
-    ) -> Values:
+        self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
+    ) -> ByVariable:
         inputs = [env[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)

@@ -186,7 +186,9 @@ def _losses(title, scale):
     lines = table.partition("\n\n")[0].splitlines()
     names, _, *rows = (line.strip("| \n").split(" | ") for line in lines)
     columns = dict(zip(names, np.float64(rows).T, strict=True))
-    losses = {form: (columns["step"], columns[form]) for form in FORMS}
+    # Those that lie on the first form's line say so, because only one can be seen.
+    names = {form: f"{form} (on the same line)" for form in FORMS[2:]}
+    losses = {names.get(f, f): (columns["step"], columns[f]) for f in FORMS}
     return _show.curves(title, "training loss", losses, yscale=scale)
 
 

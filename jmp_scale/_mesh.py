@@ -24,7 +24,7 @@ def agreement(function: str = "", axis_name: Any = None) -> Agreement:
     """An agreement over the `axis_name` of `all_finite`."""
     # A set is refused: its order differs between processes, and the program with it.
     is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
-    if not is_valid or not all(isinstance(name, str) for name in _names(axis_name)):
+    if not is_valid or not all(isinstance(name, str) for name in names_of(axis_name)):
         raise TypeError(
             f"{function}: expected axis_name to be the name of a mesh axis, a tuple of "
             f"names, or None, got {axis_name!r}; write axis_name='data' or "
@@ -34,7 +34,7 @@ def agreement(function: str = "", axis_name: Any = None) -> Agreement:
     # A minimum or maximum is idempotent: a sum counts an equal number once per device,
     # and the result of all_gather is not known to be equal, as out_specs=P() requires.
     def agree(reduction: Callable[..., Any], x: jax.Array) -> jax.Array:
-        axes = _disagreeing_axes(x) if axis_name is None else _names(axis_name)
+        axes = _disagreeing_axes(x) if axis_name is None else names_of(axis_name)
         return reduction(x, axes) if axes else x
 
     return agree
@@ -106,17 +106,71 @@ def on_shards(
     mesh = _mesh_of(leaves) if mesh is None else mesh
     # In the mesh's order: that of a set differs between processes, and the program.
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
+    # Parts of a sum that is not made yet are arrays like others only unchecked.
+    has_parts = any(spec.unreduced for spec in specs)
     return jax.shard_map(
         lambda *shards: fun(shards, ordered),
         mesh=mesh,
         in_specs=specs,
         out_specs=PartitionSpec(),
         axis_names=axes,
+        check_vma=not has_parts,
     )(*leaves)
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:
-    return {axis for part in spec for axis in _names(part)}
+    """The axes over which an array is split, or a sum that is not made yet."""
+    split = {axis for part in dimensions(spec) for axis in names_of(part)}
+    return split | set(spec.unreduced)
+
+
+def dimensions(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The parts of a spec. Newer JAX does not iterate one that is unreduced."""
+    return getattr(spec, "partitions", None) or tuple(spec)
+
+
+def unreduced_axes(leaf: Any) -> tuple[str, ...]:
+    """The mesh axes over which an array is a sum that is not made yet.
+
+    Only the types of Explicit axes say so: devices then hold parts of the sum.
+    """
+    if not isinstance(leaf, jax.Array):
+        return ()
+    sharding: Any = jax.typeof(leaf).sharding
+    axes = sharding.spec.unreduced
+    return tuple(axis for axis in sharding.mesh.axis_names if axis in axes)
+
+
+def on_parts(fun: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
+    """`fun(x, *others)`, linear in x; of each device's part where x is unreduced.
+
+    JAX has no rules for most operations on such arrays, jax 0.8 not even for a select.
+    """
+    if not unreduced_axes(x):
+        return fun(x, *others)
+    sharding: Any = jax.typeof(x).sharding
+    manual = set(sharding.mesh.manual_axes)
+    return jax.shard_map(
+        fun,
+        mesh=sharding.mesh,
+        in_specs=tuple(jax.typeof(a).sharding.spec for a in (x, *others)),
+        out_specs=sharding.spec,
+        axis_names=set(sharding.mesh.axis_names) - manual,
+        check_vma=False,
+    )(x, *others)
+
+
+def refuse_unreduced(function: str, grads: Any) -> None:
+    """Raises for gradients that are not added up, of which optimizers make no sense."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if axes := unreduced_axes(leaf):
+            raise ValueError(
+                f"{function}: expected gradients that are added up over devices, got "
+                f"{jax.tree_util.keystr(path) or '(the whole tree)'} unreduced over "
+                f"{axes}; add them up first: jmp_scale.sum_gradients(grads, "
+                "like=params) sends half precision, jax.sharding.reshard to the "
+                "shardings of the parameters float32"
+            )
 
 
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -129,7 +183,7 @@ def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
     return on_auto_axes(x)
 
 
-def _names(part: Any) -> tuple[str, ...]:
+def names_of(part: Any) -> tuple[str, ...]:
     """The axes of an axis name, of several, or of one dimension of a PartitionSpec."""
     if part is None:
         return ()

@@ -9,7 +9,8 @@ import jax.export
 import numpy as np
 import optax
 
-from ._tree import find_nodes
+from ._tree import find_nodes, is_data
+from ._validation import described
 
 if TYPE_CHECKING:
     from ._scaling.loss_scale import LossScale
@@ -113,6 +114,22 @@ def is_half_state(node: Any) -> bool:
 
 
 find_half_states = functools.partial(find_nodes, is_half_state)
+
+
+def started(function: str, inner: optax.GradientTransformation, params: Any) -> Any:
+    """`inner.init(params)`, or an error that names the parameter that is no array."""
+    try:
+        return inner.init(params)
+    except TypeError as error:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not (is_data(leaf) or hasattr(leaf, "dtype")):
+                raise TypeError(
+                    f"{function}: expected a tree of arrays as parameters, got "
+                    f"{described(leaf)} at params{jax.tree_util.keystr(path)}; pass "
+                    "the arrays alone: of an Equinox model "
+                    "equinox.filter(model, equinox.is_inexact_array)"
+                ) from error
+        raise
 
 
 def is_nothing(x: Any) -> bool:

@@ -1,7 +1,7 @@
 """Pytrees: their leaves, casts, products with S, selection; a call as its arrays."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
+
+from . import _mesh
 
 T = TypeVar("T")
 
@@ -47,6 +49,13 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Leaves by path. On disk keys, indices and names of fields are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
+
+
+def listed(paths: Iterable[str]) -> str:
+    """At most five names, and how many more there are."""
+    paths = sorted(paths)
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return ", ".join(paths[:5]) + more or "none"
 
 
 def promote_to_float32(tree: T) -> T:
@@ -126,7 +135,9 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     if new.dtype == jax.dtypes.float0:
         return on_false
     if isinstance(on_true, jax.Array) and isinstance(on_false, jax.Array):
-        return lax.select(jnp.asarray(pred), on_true, on_false)  # one operation
+        # One operation: `jnp.where` is several.
+        select = lambda new, old, pred: lax.select(pred, new, old)  # noqa: E731
+        return _mesh.on_parts(select, on_true, on_false, jnp.asarray(pred))
     return jnp.where(pred, on_true, on_false)
 
 
@@ -147,18 +158,20 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
             "with all_finite of all gradients"
         )
 
-    def times(x: jax.Array) -> jax.Array:
+    def times(x: jax.Array, s: jax.Array) -> jax.Array:
         factor = s.astype(x.dtype)
         # Not a quotient: XLA:CPU keeps a copy of the gradients (test_performance).
         return x * (1 / factor if inverse else factor)
 
+    def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:
+        if not jnp.iscomplexobj(x):
+            return times(x, s)
+        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
+        return lax.complex(times(x.real, s), times(x.imag, s))
+
     def multiply_leaf(leaf: Any) -> jax.Array:
         # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
-        x = jnp.asarray(promote_to_float32(leaf))
-        if not jnp.iscomplexobj(x):
-            return times(x)
-        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
-        return lax.complex(times(x.real), times(x.imag))
+        return _mesh.on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
 
     return map_gradients(multiply_leaf, tree)
 
@@ -189,8 +202,9 @@ def with_arrays(tree: Any) -> Any:
     """`tree` with the arrays that NNX's variables in it hold."""
 
     def array(x: Any) -> Any:
-        # A variable is a pytree of one leaf; `x[...]` is a copy in Flax 0.12.0.
-        return jax.tree.leaves(x)[0] if is_variable(x) else x
+        # A variable is a pytree of one leaf, or of none if it holds None, as beside a
+        # float32 parameter; `x[...]` is a copy in Flax 0.12.0.
+        return next(iter(jax.tree.leaves(x)), None) if is_variable(x) else x
 
     return jax.tree.map(array, tree, is_leaf=is_variable)
 

@@ -143,6 +143,27 @@ def int32_leaf(
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
+def key_words(function: str, key: Any) -> jax.Array:
+    """The first 64 bits of a PRNG key, typed or raw, as u32[2]: a Threefry key."""
+    dtype = getattr(key, "dtype", np.dtype(object))
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_raw = dtype == jnp.uint32
+    if not (is_typed or is_raw):
+        got = repr(key) if isinstance(key, (int, str)) else described(key)
+        raise TypeError(
+            f"{function}: expected key to be a PRNG key, got {got}; write "
+            "key=jax.random.key(0)"
+        )
+    words = jax.random.key_data(key)
+    if words.ndim != 1 or words.size < 2:
+        raise ValueError(
+            f"{function}: expected one PRNG key, got {described(key)}; for an ensemble "
+            "make one optimizer of one key, and give its states keys of their own: "
+            "state._replace(rounding_key=jax.random.key_data(keys))"
+        )
+    return words[:2]
+
+
 def warn(message: str) -> None:
     """Warns at the line of the first caller outside of libraries."""
     frame, level = sys._getframe(), 1

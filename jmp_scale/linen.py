@@ -73,8 +73,7 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
         """
-        given = {"loss_scale": loss_scale, "guard": guard}
-        tx = _flax.wrap_once("TrainState.create", tx, **given)
+        tx = _flax.wrap_once("TrainState.create", tx, loss_scale, guard)
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         return fresh_buffers(state)
 

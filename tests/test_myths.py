@@ -21,10 +21,10 @@ def printed():
     namespace, outputs = {}, {}
     with jax.numpy_rank_promotion("allow"):
         for claim, text in SECTIONS.items():
-            (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(code, namespace)
+                for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+                    exec(code, namespace)
             outputs[claim] = out.getvalue()
     return outputs
 
@@ -78,8 +78,3 @@ def test_only_what_is_saved_for_the_backward_pass_is_halved(printed):
         assert 0.4 < large < 0.6  # XLA's and JAX's choice of what to keep may change
         assert 0.3 < small < 0.7
         assert saved[2] < masters[0] < saved[1]
-
-
-def test_the_timing_command_runs(printed):
-    claim, _ = claimed("two to three times")
-    assert len(re.findall(r"float\d+ .*: [\d.]+ ms", printed[claim])) == 3

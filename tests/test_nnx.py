@@ -400,6 +400,28 @@ def test_autocast_warns_once_of_a_name_that_matches_nothing():
     fun(model, jnp.ones((3, 2)))  # where a warning is an error
 
 
+@pytest.mark.parametrize("mark", [jmp_scale.keep_float32, jmp_scale.in_half])
+def test_a_marked_layer_is_trained_with_its_model(mark):
+    class Marked(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = nnx.Linear(4, 8, rngs=rngs)
+            self.head = mark(nnx.Linear(8, 1, rngs=rngs))
+
+        def __call__(self, x):
+            return self.head(self.hidden(x))
+
+    model = Marked(nnx.Rngs(0))
+    optimizer = Optimizer(model, STATIC)
+    half = jmp_scale.nnx.autocast(loss_fn, "bfloat16")
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    nnx.jit(stepper(half))(model, optimizer, data(GOOD))
+    after = nnx.state(model)
+    assert after["head"]["fun"].keys() == {"kernel", "bias"}
+    same = jax.tree.map(lambda x, y: bool((x == y).all()), before, after)
+    assert not any(jax.tree.leaves(same))
+    assert model.head.kernel is model.head.fun.kernel
+
+
 def test_of_micro_batches_added_by_hand_only_the_bad_one_is_put_back(compiled):
     model = nnx.Dict(net=Odd(), other=Statistics())
     optimizer = Optimizer(model, optax.sgd(0.1))

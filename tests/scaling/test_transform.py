@@ -327,7 +327,7 @@ def test_an_optimizer_with_branches_works_within_a_lookahead():
 def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
     within = nest(jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale()))
     tx = jmp_scale.with_loss_scale(within, DynamicLossScale())
-    with pytest.raises(ValueError, match=r"with_loss_scale within.*wrap once"):
+    with pytest.raises(ValueError, match=r"contains with_loss_scale.*wrap once"):
         tx.init(PARAMS)
 
 

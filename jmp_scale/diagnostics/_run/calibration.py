@@ -12,9 +12,11 @@ from jax import lax
 from ..._jaxpr import dtype_name, equations
 from ..._scaling.finite import all_finite
 from .._backward import Loss, split_arrays
+from .._tables import printed
 from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 
 
+@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Calibration:

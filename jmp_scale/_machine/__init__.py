@@ -1,0 +1,1 @@
+"""`python -m jmp_scale`: what half precision gains on this machine."""

@@ -1,5 +1,6 @@
 """Mesh axes: where devices may disagree, and how they reach one answer."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def agreement(function: str = "", axis_name: Any = None) -> Agreement:
     # A minimum or maximum is idempotent: a sum counts an equal number once per device,
     # and the result of all_gather is not known to be equal, as out_specs=P() requires.
     def agree(reduction: Callable[..., Any], x: jax.Array) -> jax.Array:
-        axes = _disagreeing_axes(x) if axis_name is None else names_of(axis_name)
+        axes = disagreeing_axes(x) if axis_name is None else names_of(axis_name)
         return reduction(x, axes) if axes else x
 
     return agree
@@ -126,7 +127,7 @@ def named_axes(spec: PartitionSpec) -> set[str]:
 
 def dimensions(spec: PartitionSpec) -> tuple[Any, ...]:
     """The parts of a spec. Newer JAX does not iterate one that is unreduced."""
-    return getattr(spec, "partitions", None) or tuple(spec)
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def unreduced_axes(leaf: Any) -> tuple[str, ...]:
@@ -197,7 +198,8 @@ def _mesh_of(leaves: Sequence[Any]) -> Any:
     )
 
 
-def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
+def disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
+    """The manual axes over which devices may hold different values."""
     # With check_vma=False and in pmap JAX does not track what varies: even the device's
     # own index counts as equal everywhere. There the flag is always reduced.
     known = varying_axes(flag)
@@ -212,3 +214,23 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying
     return aval.vma  # until jax 0.9
+
+
+def all_gather(x: jax.Array, axes: tuple[Any, ...], dimension: int) -> jax.Array:
+    """All devices' shares one after the other, equal on all of them also for JAX."""
+    if not varying_axes(x):
+        return lax.all_gather(x, axes, axis=dimension, tiled=True)
+    if _GATHERS_EQUAL:
+        return lax.all_gather(x, axes, axis=dimension, tiled=True, to="invarying")
+    # Until jax 0.9 only a sum was known to be equal: of shares among zeros.
+    size = x.shape[dimension]
+    shape = list(x.shape)
+    shape[dimension] *= lax.axis_size(axes)
+    start = lax.axis_index(axes) * size
+    among_zeros = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(shape, x.dtype), x, start, dimension
+    )
+    return lax.psum(among_zeros, axes)
+
+
+_GATHERS_EQUAL = "to" in inspect.signature(lax.all_gather).parameters

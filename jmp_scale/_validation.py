@@ -1,18 +1,21 @@
 """Checks of arguments, once, with errors that name the function and the argument."""
 
 import dataclasses
+import functools
 import math
 import re
 import sys
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._tree import is_module
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Where S and 1/S are normal in float32. Beyond, XLA flushes gradients to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -164,12 +167,42 @@ def key_words(function: str, key: Any) -> jax.Array:
     return words[:2]
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the first caller outside of libraries."""
     frame, level = sys._getframe(), 1
     while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
+
+
+def renamed(**names: str) -> Callable[[F], F]:
+    """Lets a function take arguments by their earlier names too, and warns.
+
+    A decorator: `@renamed(old="new")`. `docs/stability.md` promises such a name for one
+    minor version.
+    """
+
+    def decorate(fun: F) -> F:
+        @functools.wraps(fun)
+        def with_new_names(*args: Any, **kwargs: Any) -> Any:
+            for old, new in names.items():
+                if old not in kwargs:
+                    continue
+                if new in kwargs:
+                    raise TypeError(
+                        f"{fun.__name__}: expected {new} alone, got {old} too, which "
+                        f"is its earlier name; leave {old} out"
+                    )
+                warn(
+                    f"{fun.__name__}: the argument {old} is now {new}; write {new}=",
+                    DeprecationWarning,
+                )
+                kwargs[new] = kwargs.pop(old)
+            return fun(*args, **kwargs)
+
+        return with_new_names  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 def _float32(number: float) -> float:

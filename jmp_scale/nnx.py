@@ -110,6 +110,7 @@ class Optimizer(nnx.Optimizer):
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
+      TypeError: an argument after `tx` is given by position.
       ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
 
     Examples:
@@ -130,12 +131,18 @@ class Optimizer(nnx.Optimizer):
         self,
         model: Any,
         tx: optax.GradientTransformation,
-        *,
+        *positional: Any,
         loss_scale: LossScale | None = None,
         guard: SpikeGuard | None = None,
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ) -> None:
+        if positional:
+            given = ", ".join(type(x).__name__ for x in positional)
+            raise TypeError(
+                f"nnx.Optimizer: expected (model, tx) and keywords, got {given} by "
+                "position; write loss_scale=, guard= or wrt= before it"
+            )
         tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, guard)
         super().__init__(model, tx, wrt=wrt, **kwargs)
 

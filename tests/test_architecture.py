@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "optax": {
         "_state",
         "_half_storage.parameters",
+        "_half_storage.states",
         "_machine.gain",
         "_scaling.extra_args",
         "_scaling.transform",

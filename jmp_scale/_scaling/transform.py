@@ -220,7 +220,17 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, optax.OptState]:
         """Calls `inner`; returns updates and a state of the types that they had."""
         grads, arrays = inputs
-        updates, new = self.inner.update(grads, inner_state, params, **others, **arrays)
+        try:
+            updates, new = self.inner.update(
+                grads, inner_state, params, **others, **arrays
+            )
+        except (TypeError, ValueError) as error:
+            error.add_note(
+                "with_loss_scale: raised by the optimizer that it wraps. If its state "
+                "was made by init of other parameters, keep one state for each "
+                "optimizer and model: a GAN has two"
+            )
+            raise
         # A cast to half precision would round the updates of with_half_parameters.
         if params is not None and not find_half_states(inner_state):
             updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)

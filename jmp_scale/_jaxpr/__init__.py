@@ -50,6 +50,7 @@ from .read import shape as shape
 from .read import size as size
 from .read import subjaxprs as subjaxprs
 from .read import variables as variables
+from .rewrite import as_copy as as_copy
 from .rewrite import excerpt as excerpt
 from .rewrite import inlined as inlined
 from .rewrite import map_equations as map_equations

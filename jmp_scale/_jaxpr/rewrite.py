@@ -199,6 +199,11 @@ def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]
     return excerpt(jaxpr, eqns, [*jaxpr.invars, *copies], outputs), copied
 
 
+def as_copy(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation that returns what the given one reads."""
+    return eqn.replace(primitive=jax.lax.copy_p, params={})
+
+
 def excerpt(
     jaxpr: Jaxpr,
     eqns: Iterable[JaxprEqn],

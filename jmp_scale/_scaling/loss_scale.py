@@ -35,7 +35,7 @@ class _Readable(_pytree.Pytree):
 
 
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NoOpLossScale(_Readable):
     """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
 
@@ -61,7 +61,7 @@ class NoOpLossScale(_Readable):
 
 
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class StaticLossScale(_Readable):
     """A constant loss scale.
 
@@ -97,7 +97,7 @@ class StaticLossScale(_Readable):
 
 
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DynamicLossScale(_Readable):
     """A loss scale that backs off at an overflow, and grows after a finite period.
 

@@ -24,7 +24,7 @@ _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 
 
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class SpikeGuard(_pytree.Pytree):
     """Detects spikes: steps whose loss or gradient norm is an extreme outlier.
 

@@ -130,8 +130,7 @@ def compare_gradients(
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
     arrays, rejoin = split_arrays(args)
-    # Float32's gradient is that of float32 parameters: JAX adds up the cotangents of an
-    # array in its own dtype.
+    # JAX adds up the cotangents of an array in its own dtype.
     wide = promote_to_float32(arrays)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))

@@ -63,6 +63,13 @@ def entries_added(eqn: JaxprEqn) -> int:
     return 0
 
 
+def rows_added(eqn: JaxprEqn) -> int:
+    """How many rows a scatter adds to those of an array."""
+    windows = eqn.params["dimension_numbers"].update_window_dims
+    updates = shape(eqn.invars[2])
+    return math.prod(n for axis, n in enumerate(updates) if axis not in windows)
+
+
 def _adds(eqn: JaxprEqn) -> bool:
     return [e.primitive.name for e in _jaxpr.equations_within(eqn)] == ["add"]
 

@@ -44,7 +44,10 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
     times = "each iteration" if loop.trips is None else f"{loop.trips:,} iterations"
     cure = "keep the carry in float32 and add float32 values"
     if backward:
-        cure = "cast what the iterations share to half precision inside the loop"
+        cure = (
+            "cast what the iterations share to half precision inside the loop, and a "
+            "parameter that is stored so to float32, once outside of it"
+        )
     inner, _ = _jaxpr.open_jaxpr(loop.body)
     # With more steps of `x + f(x)` than a network has layers, it is a solver.
     solver = (loop.trips or 0) >= _MORE_THAN_LAYERS

@@ -32,6 +32,7 @@ from ..._autocast.marks import Names, tracing
 from ..._autocast.operations import Product, softmaxes_of
 from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
+from ..._tree import promote_to_float32
 from ..._types import PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
 from .._source import Place, begin_user_code, place_of
@@ -78,7 +79,9 @@ class Probe:
 
     def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
-        self._arrays, rejoin = split_arrays(loss.args)
+        arrays, rejoin = split_arrays(loss.args)
+        # As the gradients of `compare_gradients`, these are of float32 parameters.
+        self._arrays = promote_to_float32(arrays)
         self._products: list[tuple[ProductGroup, int]] = []  # group and work, by number
         self._by_place: dict[Hashable, ProductGroup] = {}
         self._cast: set[int] = set()  # numbers of those that `autocast` casts

@@ -12,7 +12,7 @@ from ..._jaxpr import dtype_name, words
 from ..._policy import is_half
 from .._source import Place
 from .facts import Fact, is_integer, is_wide, rounded, transfer
-from .lineage import NOTHING, entries_added, is_inner_product
+from .lineage import NOTHING, entries_added, is_inner_product, rows_added
 from .step import Finding, Severity, Step
 
 FLOAT16_MAX = 65504
@@ -73,6 +73,7 @@ def _half_sum(step: Step) -> Iterator[Finding]:
     comes_back = step.narrows or step.name == "dot_general"
     count = step.ins[0].summed if step.narrows else _summed_in_half(step)
     if count < _LONG:
+        yield from _half_rows(step)
         return
     harms = ["overflows at 65,504"] if step.result == "float16" else []
     wrong = count >= FLOAT16_MAX and (harms or not comes_back)
@@ -91,6 +92,18 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}; {cure}"
     )
     yield step.finding("half-sum", severity, message)
+
+
+def _half_rows(step: Step) -> Iterator[Finding]:
+    """The gradient of a table: its frequent rows are sums of many cotangents."""
+    is_gradient = step.backward and step.name == "scatter-add"
+    if is_gradient and is_half(step.source) and (rows := rows_added(step.eqn)) >= _LONG:
+        message = (
+            f"the gradient of {rows:,} rows that are looked up is added up in "
+            f"{step.result}, where frequent rows lose most of theirs; put autocast "
+            "around the loss, or cast the table to float32 before the lookup"
+        )
+        yield step.finding("half-sum", "warning", message)
 
 
 def _summed_in_half(step: Step) -> float:

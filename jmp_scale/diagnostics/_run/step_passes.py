@@ -7,19 +7,22 @@ is infinite or NaN in every dtype.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
 
-from .step_arguments import Named, Path, host, is_float, like
+from .step_arguments import Path, host, is_float, like
 from .step_calls import Calls, Change, Run
 from .step_rules import Level
 
 _POWERS = (-9, -5, -1, 3, 7, 11)  # log2 of S: a clip's threshold may lie between
+_BETWEEN = (6.7, 10.3)  # no powers of two, at which rounding differs
 _HIGHEST = 126  # log2 of the largest S whose inverse is a normal number
 _MOST_CALLS = 16  # until a window of accumulation ends
+_FEW_CALLS = 8  # of which the one is taken in which most changes
 _GROWS = 2**30  # a counter at which S grows, whatever its period
 _MOST_POISONED = 6  # arguments or parameters that are tried
 # Statistics of a guard for which every step is a spike.
@@ -112,25 +115,31 @@ def applied_step(check: Check) -> Iterator[Found]:
 
 
 def _go_on(check: Check) -> Run:
-    """Goes on to a step in which S and something beside the optimizer change."""
-    calls, run = check.calls, check.base
-    learned: set[Path] = set()
+    """Goes on to the call in which most changes; `start` is then the state before it.
+
+    A window of accumulation may last some calls, and a learning rate start at 0.
+    """
+    calls, run, most = check.calls, check.base, -1
+    start = calls.start
     for count in range(1, _MOST_CALLS + 1):
         floats = [p for p in calls.state_paths(run) if is_float(run.after[p])]
         outside = [p for p in floats if not calls.is_optimizer(p)]
-        learns = not outside or any(map(run.moved, outside))
-        said = calls.verdicts(run).values()
-        if learns and all(word == "finite" for word in said):
-            check.base, check.window = run, count
-            return run
-        if "lost" in said or not any(map(run.moved, run.after)):
+        learned = sum(map(run.moved, outside))
+        counts = all(said == "finite" for said in calls.verdicts(run).values())
+        if counts and learned > most:
+            check.base, check.window, most = run, count, learned
+            start = calls.start
+        is_enough = learned == len(outside) or (most > 0 and count >= _FEW_CALLS)
+        if (counts and is_enough) or not any(map(run.moved, run.after)):
+            break
+        if "lost" in calls.verdicts(run).values():
             break
         calls.start = {**calls.start, **run.after}
         later = check.run("later steps")
         if later is None or not calls.is_applied(later):
             break
         run = later
-    calls.start = {}
+    calls.start = start
     return run
 
 
@@ -245,6 +254,10 @@ def several_s(check: Check) -> Iterator[Found]:
         for s, (rows, _) in table.items()
     }
     news = {s: {p: c.new for p, c in rows.items()} for s, (rows, _) in table.items()}
+    if steps and not any(x.any() for found in steps.values() for x in found.values()):
+        check.not_checked.append(
+            "whether gradients are unscaled: they are 0 with these arguments"
+        )
     in_part = _with_inverse_part(steps)
     for path in in_part:
         yield Found("partly unscaled", check.name(path))
@@ -254,7 +267,7 @@ def several_s(check: Check) -> Iterator[Found]:
         elif not in_part:
             yield Found("unscaled twice", check.name(path))
     results = {s: found for s, (_, found) in table.items()}
-    for path, slope in _slopes(results, results).items():
+    for path in _slopes(results, results):
         if path in check.base.after:
             yield Found("value is scaled", check.name(path))
         elif "scale" not in "".join(path).lower():
@@ -273,7 +286,7 @@ def _slopes(
     """1 or -1 for what grows or falls as S does, or as its square."""
     hits: dict[tuple[Path, int], list[int]] = {}
     powers = sorted(table)
-    for low, high in zip(powers, powers[1:], strict=False):
+    for low, high in itertools.pairwise(powers):
         for path in table[low]:
             if path not in table[high] or _is_s(values[high][path], high):
                 continue
@@ -332,13 +345,13 @@ def larger_s(check: Check) -> Iterator[Found]:
         and check.has("never unscaled", "unscaled twice")
     ):
         return
-    references = []
-    for power in _POWERS[-3:]:
-        run = check.run(f"S = 2^{power}", 2.0**power)
+    references = [check.changes]
+    for power in _BETWEEN:
+        run = check.run("larger S", 2.0**power)
         if check.is_alike(run):
             references.append(calls.changes(run))
-    if len(references) < 3:
-        check.not_checked.append("hidden overflow: S = 2^11 is skipped")
+    if len(references) <= len(_BETWEEN):
+        check.not_checked.append("hidden overflow: steps at S = 2^11 are skipped")
         return
     low, high = float(_POWERS[-1]), float(_HIGHEST)
     # Just below the first S that is skipped, only the largest gradients overflow.
@@ -357,17 +370,15 @@ def larger_s(check: Check) -> Iterator[Found]:
 
 
 def _enlarged(changes: Changes, references: list[Changes]) -> Iterator[Path]:
-    """Leaves that change otherwise than in steps at smaller S, which agree."""
+    """Leaves that change much more than in steps at smaller S, which agree."""
     for path, change in changes.items():
-        sizes = [_size(table[path]) for table in references]
-        if not change.is_float or min(sizes) == 0 or max(sizes) > 1.5 * min(sizes):
-            continue  # gradients that underflow at small S grow with S too
-        if _size(change) > 8 * max(sizes):
+        steps = np.array([table[path].step for table in references])
+        # Gradients that underflow at a small S, or are rounding alone, depend on S too.
+        agree = np.abs(steps - steps[-1]) <= 0.2 * np.abs(steps[-1])
+        largest = np.max(np.abs(steps), initial=0)
+        is_sure = change.is_float and largest > 0 and agree.all(0).mean() > 0.75
+        if is_sure and np.max(np.abs(change.step), initial=0) > 2 * largest:
             yield path
-
-
-def _size(change: Change) -> float:
-    return float(np.max(np.abs(change.step), initial=0))
 
 
 def infinite_s(check: Check) -> Iterator[Found]:
@@ -458,9 +469,7 @@ def _left_unchanged(check: Check, run: Run, stays: str, what: str) -> Iterator[F
     changes = check.calls.changes(run)
     bad = [p for p, change in changes.items() if not change.stays_finite]
     for path in _staying(check, run, bad) if bad else []:
-        # A sum or a mean for a log, of no consequence for the training.
-        is_number = changes[path].ndim == 0
-        yield Found(stays, check.name(path), "note" if is_number else None)
+        yield Found(stays, check.name(path), _level_of_nan(check, changes[path]))
     rule = "changed on a spike" if what == "spike" else "changed on a skip"
     changed = [p for p, c in changes.items() if not c.is_equal and p not in bad]
     repeated: Changes = {}
@@ -475,6 +484,11 @@ def _left_unchanged(check: Check, run: Run, stays: str, what: str) -> Iterator[F
             repeated = check.calls.changes(run_again) if run_again else check.changes
         is_sure = _is_alike(repeated[path], usual) and not check.has_other_optimizers
         yield Found(rule, check.name(path), None if is_sure else "note")
+
+
+def _level_of_nan(check: Check, change: Change) -> Level | None:
+    # A number is a sum or a mean for a log, of no consequence for the training.
+    return "note" if change.ndim == 0 or check.has_other_optimizers else None
 
 
 def growing_s(check: Check) -> Iterator[Found]:
@@ -572,8 +586,7 @@ def _after_nan(check: Check, run: Run, poisoned: list[Path]) -> Iterator[Found]:
     calls, changes = check.calls, check.calls.changes(run)
     bad = [p for p, c in changes.items() if not c.stays_finite and p not in poisoned]
     for path in _staying(check, run, bad) if bad else []:
-        is_number = changes[path].ndim == 0
-        yield Found("NaN stays", check.name(path), "note" if is_number else None)
+        yield Found("NaN stays", check.name(path), _level_of_nan(check, changes[path]))
     if (
         calls.scales
         or calls.arguments.fixed

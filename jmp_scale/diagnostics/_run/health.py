@@ -83,7 +83,7 @@ _SENTENCES = {
     "away. Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
 }
 
-# What must not stand around with_loss_scale, by fields of its state: the harm, the cure.
+# What must not stand around with_loss_scale, by fields of its state: harm and cure.
 _AROUND = {
     ("optax.MultiSteps", "acc_grads", "inner_opt_state"): (
         "one infinite micro-batch stays in its sum, so every later step is skipped",
@@ -113,7 +113,7 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
       opt_state: state of `with_loss_scale`, at any depth of any pytree. The
         parameters and moments in it are checked for narrow dtypes.
       history: the last steps; findings on losses, norms and updates need 40 that have
-        them, and "wrongly scaled" six changes of S: `check_step` needs none. Leave out losses of an adversarial training: they rise and fall by design.
+        them, and "wrongly scaled" six changes of S (`check_step` needs none). Leave out losses of an adversarial training: they rise and fall by design.
 
     Returns:
       Sentences; an empty list if there is nothing to report.

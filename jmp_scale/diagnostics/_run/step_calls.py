@@ -72,9 +72,10 @@ class Calls:
     """A step and its arguments; each call is with fresh copies of these.
 
     Attributes:
+      arguments: their arrays and names.
       scales: paths of the loss scales that have leaves.
       states: paths of the states of `with_loss_scale`.
-      outside: whether a leaf belongs to no loss scale, guard or counter of such.
+      has_windows: whether there is a state of `optax.MultiSteps`.
       start: arrays in place of the arguments', for steps later than the first.
       count: the calls so far.
     """
@@ -87,6 +88,7 @@ class Calls:
         self.arrays = self.arguments.arrays
         self.scales = _parents(self.arrays, {"loss_scale", "counter"}, only=True)
         self.states = _parents(self.arrays, {"grads_finite", "applied", "skipped"})
+        self.has_windows = any(path[-1] == "mini_step" for path in self.arrays)
         records = _parents(self.arrays, {"log2_scale", "pushed"})  # LossScaleHistory
         self._ours = (*self.scales, *records)
         self.start: Named = {}
@@ -175,18 +177,18 @@ class Calls:
 
 
 def _parents(arrays: Named, names: set[str], only: bool = False) -> list[Path]:
-    """Paths that have all of these names below; `only`: no others but hysteresis."""
+    """Paths with all of these names below; `only`: no others, except a hysteresis."""
     below: dict[Path, set[str]] = {}
     for path in arrays:
         for i in range(len(path)):
             below.setdefault(path[:i], set()).add(path[i])
-    rest = {"hysteresis_left"} if only else set().union(*below.values(), names)
-    return [p for p, found in below.items() if names <= found <= names | rest]
+    found = [path for path, inner in below.items() if names <= inner]
+    return [p for p in found if not only or below[p] <= {*names, "hysteresis_left"}]
 
 
 def _sampled(x: np.ndarray) -> np.ndarray:
     """At most `_SAMPLE` entries, evenly spread, as f64."""
-    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
     return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
 
 
@@ -211,8 +213,7 @@ def _matched(
     for path in sorted(ours, key=lambda path: (-len(ours[path]), len(path))):
         if path and not any(path != p and _is_below(path, p) for p in whole):
             fitting = places.get(ours[path], [])
-            found = [place for place in fitting if _may_match(path, place, ours[path])]
-            pairs += [(path, place) for place in found]
+            pairs += [(path, p) for p in fitting if _may_match(path, p, ours[path])]
     several = {path for path, _ in pairs if sum(path == p for p, _ in pairs) > 1}
 
     def order(pair: tuple[Path, Path]) -> tuple[float, ...]:

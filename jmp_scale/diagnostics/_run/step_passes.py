@@ -21,7 +21,8 @@ from .step_rules import Level
 _POWERS = (-9, -5, -1, 3, 7, 11)  # log2 of S: a clip's threshold may lie between
 _BETWEEN = (6.7, 10.3)  # no powers of two, at which rounding differs
 _HIGHEST = 126  # log2 of the largest S whose inverse is a normal number
-_MOST_CALLS = 16  # until a window of accumulation ends
+_MOST_CALLS = 16  # until a window of accumulation ends, or with MultiSteps
+_MOST_CALLS_OF_MULTI_STEPS = 64
 _FEW_CALLS = 8  # of which the one is taken in which most changes
 _GROWS = 2**30  # a counter at which S grows, whatever its period
 _MOST_POISONED = 6  # arguments or parameters that are tried
@@ -36,6 +37,8 @@ _SPIKES = {
     "accepted": 10**6,
     "in_a_row": 0,
 }
+
+_COUNTS = "counts skipped steps"
 
 Changes = dict[Path, Change]
 
@@ -63,6 +66,16 @@ class Check:
 
     def has(self, *rules: str) -> bool:
         return any(found.rule in rules for found in self.found)
+
+    @property
+    def seen_on_a_skip(self) -> set[str]:
+        """Leaves that a skipped step changes as any other does."""
+        return {found.where for found in self.found if found.rule == _COUNTS}
+
+    def matters(self, path: Path) -> bool:
+        """Whether NaN in a leaf harms the training, or an average of it."""
+        # A number is a sum or a mean for a log; and nothing skips for other optimizers.
+        return self.changes[path].ndim > 0 and not self.has_other_optimizers
 
     def name(self, path: Path) -> str:
         return self.calls.arguments.names[path]
@@ -121,7 +134,8 @@ def _go_on(check: Check) -> Run:
     """
     calls, run, most = check.calls, check.base, -1
     start = calls.start
-    for count in range(1, _MOST_CALLS + 1):
+    most_calls = _MOST_CALLS_OF_MULTI_STEPS if calls.has_windows else _MOST_CALLS
+    for count in range(1, most_calls + 1):
         floats = [p for p in calls.state_paths(run) if is_float(run.after[p])]
         outside = [p for p in floats if not calls.is_optimizer(p)]
         learned = sum(map(run.moved, outside))
@@ -170,13 +184,12 @@ def _unchanged(check: Check, last: Run, moved: set[Path]) -> Iterator[Found]:
     outside = [p for p in calls.state_paths(last) if not calls.is_optimizer(p)]
     floats = [p for p in outside if is_float(last.after[p])]
     inner = [p for p in moved if calls.is_optimizer(p) and not calls.is_ours(p)]
-    if (
-        floats
-        and not moved.intersection(floats)
-        and any(is_float(last.after[p]) for p in inner)
-    ):
+    trains = any(is_float(last.after[p]) for p in inner)
+    if floats and trains and not moved.intersection(floats):
+        # A window of MultiSteps may be longer.
+        level = "note" if calls.has_windows else None
         values = {"calls": calls.count}
-        yield Found("nothing learned", check.name(floats[0]), None, values)
+        yield Found("nothing learned", check.name(floats[0]), level, values)
         return
     for argument in sorted({path[0] for path in floats}):
         mine = [path for path in floats if path[0] == argument]
@@ -469,7 +482,7 @@ def _left_unchanged(check: Check, run: Run, stays: str, what: str) -> Iterator[F
     changes = check.calls.changes(run)
     bad = [p for p, change in changes.items() if not change.stays_finite]
     for path in _staying(check, run, bad) if bad else []:
-        yield Found(stays, check.name(path), _level_of_nan(check, changes[path]))
+        yield Found(stays, check.name(path), None if check.matters(path) else "note")
     rule = "changed on a spike" if what == "spike" else "changed on a skip"
     changed = [p for p, c in changes.items() if not c.is_equal and p not in bad]
     repeated: Changes = {}
@@ -477,18 +490,13 @@ def _left_unchanged(check: Check, run: Run, stays: str, what: str) -> Iterator[F
         change, usual = changes[path], check.changes[path]
         counts = not change.is_float or np.isin(change.step, (0, 1)).all()
         if counts or _is_alike(change, usual):
-            yield Found("counts skipped steps", check.name(path))
+            yield Found(_COUNTS, check.name(path))
             continue
         if not repeated:
             run_again = check.run("the same step twice")
             repeated = check.calls.changes(run_again) if run_again else check.changes
         is_sure = _is_alike(repeated[path], usual) and not check.has_other_optimizers
         yield Found(rule, check.name(path), None if is_sure else "note")
-
-
-def _level_of_nan(check: Check, change: Change) -> Level | None:
-    # A number is a sum or a mean for a log, of no consequence for the training.
-    return "note" if change.ndim == 0 or check.has_other_optimizers else None
 
 
 def growing_s(check: Check) -> Iterator[Found]:
@@ -582,11 +590,32 @@ def _poisoned(check: Check, paths: list[Path]) -> Run | None:
     return check.run("a NaN", values=values)
 
 
+def _is_kept(check: Check, path: Path) -> bool:
+    """Whether a leaf is a statistic or a weight, and not the data of each step."""
+    calls, old = check.calls, {**check.calls.arrays, **check.calls.start}[path]
+    if isinstance(old, jax.Array) and not old.is_fully_addressable:
+        return True
+    run = check.run("another average", values={path: like(old, host(old) + 1)})
+    if run is None:
+        return False
+    shares = run.change(path).new - check.changes[path].new
+    # Of an average, running or exponential, a part of the old value is in the new one.
+    if shares.size and shares.min() > 0.01 and shares.max() < 0.99999:
+        return bool(np.ptp(shares) < 0.01)
+    if check.name(path) in check.seen_on_a_skip:
+        return False
+    if calls.scales or calls.arguments.fixed:
+        return True
+    run = _poisoned(check, [path])
+    return run is not None and not check.is_alike(run)
+
+
 def _after_nan(check: Check, run: Run, poisoned: list[Path]) -> Iterator[Found]:
     calls, changes = check.calls, check.calls.changes(run)
     bad = [p for p, c in changes.items() if not c.stays_finite and p not in poisoned]
     for path in _staying(check, run, bad) if bad else []:
-        yield Found("NaN stays", check.name(path), _level_of_nan(check, changes[path]))
+        is_sure = check.matters(path) and _is_kept(check, path)
+        yield Found("NaN stays", check.name(path), None if is_sure else "note")
     if (
         calls.scales
         or calls.arguments.fixed
@@ -598,7 +627,7 @@ def _after_nan(check: Check, run: Run, poisoned: list[Path]) -> Iterator[Found]:
             continue
         counts = not change.is_float or np.isin(change.step, (0, 1)).all()
         if counts or _is_alike(change, check.changes[path]):
-            yield Found("counts skipped steps", check.name(path))
+            yield Found(_COUNTS, check.name(path))
         else:
             is_sure = change.ndim > 0 and not check.has_other_optimizers
             yield Found(

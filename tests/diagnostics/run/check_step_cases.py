@@ -314,13 +314,17 @@ def loop_by_hand(mistake=None):
     return step, (PARAMS, ADAMW.init(PARAMS), DYNAMIC, X)
 
 
+def weighted(weight, params, x):
+    return weight * HALF["float16"](params, x)
+
+
 def loss_scales_by_name():
     @jax.jit
     def step(params, opt, scales, x):
         grads, finite = {}, {}
         for name, s in scales.items():
             weight = 1.0 if name == "mean" else 1e-6
-            loss = lambda p, x, weight=weight: weight * HALF["float16"](p, x)
+            loss = functools.partial(weighted, weight)
             grads[name] = jmp_scale.grad(loss, s)(params, x)
             finite[name] = jmp_scale.all_finite(grads[name])
         scales = {name: s.adjust(finite[name]) for name, s in scales.items()}
@@ -620,9 +624,11 @@ def split_over_two_axes(mistake=False):
     step = jax.shard_map(
         body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False
     )
-    put = lambda tree, spec: jax.tree.map(
-        lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, spec
-    )
+
+    def put(tree, specs):
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        return jax.device_put(tree, shardings)
+
     arguments = put(PARAMS, split), put(tx.init(PARAMS), in_state)
     return jax.jit(step), (*arguments, X)
 

@@ -143,6 +143,12 @@ def check_step(
         found = Found("state out of reach", values={"what": holder})
         return StepCheck(_problems([found]), ("anything",), 0)
     check = Check(Calls(step, args, carried))
+    for position in carried:
+        if (str(position),) not in check.calls.arrays:
+            raise ValueError(
+                "check_step: expected carried= to have positions of arguments that are "
+                f"bare arrays, got {position}; leave out what are trees of arrays"
+            )
     check.found += _of_arguments(check, args)
     for run_pass in with_progress((*PASSES, program), "check_step"):
         check.found += list(run_pass(check))

@@ -113,7 +113,8 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
       opt_state: state of `with_loss_scale`, at any depth of any pytree. The
         parameters and moments in it are checked for narrow dtypes.
       history: the last steps; findings on losses, norms and updates need 40 that have
-        them, and "wrongly scaled" six changes of S (`check_step` needs none). Leave out losses of an adversarial training: they rise and fall by design.
+        them, and "wrongly scaled" six changes of S (`check_step` needs none). Leave
+        out losses of an adversarial training: they rise and fall by design.
 
     Returns:
       Sentences; an empty list if there is nothing to report.

@@ -76,6 +76,7 @@ class Calls:
       scales: paths of the loss scales that have leaves.
       states: paths of the states of `with_loss_scale`.
       has_windows: whether there is a state of `optax.MultiSteps`.
+      bare: bare arrays that seem to come back, but are not among `carried`.
       start: arrays in place of the arguments', for steps later than the first.
       count: the calls so far.
     """
@@ -93,6 +94,7 @@ class Calls:
         self._ours = (*self.scales, *records)
         self.start: Named = {}
         self.count = 0
+        self.bare: list[Path] = []
         self._places: dict[Path, Path] | None = None
 
     def __call__(
@@ -118,6 +120,7 @@ class Calls:
         inside, results = self.arguments.in_modules(args), named(out)
         if self._places is None:
             plain = {path: x for path, x in before.items() if path not in inside}
+            self.bare = _bare(plain, results, self._carried)
             self._places = _matched(
                 plain, results, self.states + self.scales, self._carried
             )
@@ -134,7 +137,7 @@ class Calls:
         return Run(before, after, rest)
 
     def is_ours(self, path: Path) -> bool:
-        """Whether a leaf is S, a flag or counter of a state, of its guard or history."""
+        """Whether a leaf is S, a flag or counter, or of a guard or a history."""
         if any(_is_below(path, parent) for parent in self._ours):
             return True
         states = [p for p in self.states if _is_below(path, p)]
@@ -236,6 +239,13 @@ def _matched(
         if not any(taken):
             found |= {(*path, *s): (*place, *s) for s, _ in ours[path]}
     return found
+
+
+def _bare(before: Named, results: Named, carried: Sequence[int]) -> list[Path]:
+    """Bare arrays that may come back, as the result at the same position."""
+    bare = [p for p in before if len(p) == 1 and np.ndim(before[p])]
+    bare = [p for p in bare if int(p[0]) not in carried and p in results]
+    return [p for p in bare if np.shape(results[p]) == np.shape(before[p])]
 
 
 def _is_below(path: Path, other: Path) -> bool:

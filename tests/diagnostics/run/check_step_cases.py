@@ -270,7 +270,7 @@ def window_of_calls(mistake=False):
 
 
 def with_arguments(mistake=False):
-    """A learning rate, a mask, a frozen base and the number of an epoch as arguments."""
+    """A learning rate, a mask, a frozen base and an epoch as arguments."""
 
     @jax.jit
     def step(state, batch, rate, frozen, epoch):
@@ -861,7 +861,6 @@ RIGHT = {
     "a static S": part(step_of, STATIC),
     "no S": part(step_of, NOOP, dtype="bfloat16"),
     "in another order": in_another_order,
-    "not compiled": lambda: (step_of()[0].__wrapped__, step_of()[1]),
     "an average": average,
     "an average, donated": part(average, donate=True),
     "a window in a call": part(average, accumulate="right"),

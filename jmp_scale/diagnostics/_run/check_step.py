@@ -11,12 +11,26 @@ import numpy as np
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_module
 from .._tables import with_progress
+from .step_applied import applied_step
 from .step_arguments import is_data
 from .step_calls import Calls
-from .step_passes import PASSES, Check, Found
+from .step_found import Check, Found
 from .step_program import program
 from .step_rules import ORDER, RULES, Level
+from .step_scaling import growing_s, larger_s, several_s
+from .step_skips import infinite_s, nan_in_batch, spike
 
+# In this order: later ones read what the earlier ones found.
+_PASSES = (
+    applied_step,
+    several_s,
+    larger_s,
+    infinite_s,
+    growing_s,
+    spike,
+    nan_in_batch,
+    program,
+)
 _LEVELS = ("error", "warning", "note")
 
 
@@ -150,7 +164,7 @@ def check_step(
                 f"bare arrays, got {position}; leave out what are trees of arrays"
             )
     check.found += _of_arguments(check, args)
-    for run_pass in with_progress((*PASSES, program), "check_step"):
+    for run_pass in with_progress(_PASSES, "check_step"):
         check.found += list(run_pass(check))
         if check.has("not applied", "not returned"):
             break

@@ -18,7 +18,7 @@ from ..._jaxpr import (
     variables,
 )
 from ..._tree import FlatCall
-from .step_passes import Check, Found
+from .step_found import Check, Found
 
 _SUMS = ("psum", "reduce_scatter", "psum_scatter")
 

@@ -55,7 +55,7 @@ def linear(w, x):
     return jnp.mean((x @ w["w"] - 1) ** 2)
 
 
-WEIGHTS, ROWS = {"w": jnp.full((4, 2), 0.1)}, jnp.ones((8, 4))
+WEIGHTS, ROWS = {"w": jnp.full((4, 2), 0.1, "float32")}, jnp.ones((8, 4))
 SGD = jmp_scale.with_loss_scale(optax.sgd(0.1), DYNAMIC)
 
 

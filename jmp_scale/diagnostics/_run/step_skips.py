@@ -38,12 +38,8 @@ def infinite_s(check: Check) -> Iterator[Found]:
         if run is not None:
             runs.append(run)
             yield from _skips_its_own(check, scale, run)
-    if len(calls.scales) != 1:
-        run = (
-            check.run("S = inf", np.inf)
-            if calls.scales or calls.arguments.fixed
-            else None
-        )
+    if len(calls.scales) > 1 or calls.arguments.fixed:
+        run = check.run("S = inf", np.inf)
         runs = [] if run is None else [run]
         if run is not None and not calls.scales and calls.is_applied(run):
             yield from _not_skipped(check, run, "")

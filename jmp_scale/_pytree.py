@@ -18,17 +18,12 @@ Leaf = Annotated[Any, "leaf"]
 
 
 class Pytree:
-    """A frozen dataclass that is a pytree, and so is each subclass.
+    """A frozen dataclass (`repr=False`) that `register` makes a pytree.
 
-    Its leaves are the fields of type `Leaf`. All others are static, also those of a
-    subclass: a forgotten one would fall back to its default in every `jit`.
+    Its leaves are the fields of type `Leaf`; all others are static.
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.__repr__ = cls.__repr__  # its own, or `dataclass` would write another one
 
     def __repr__(self) -> str:
         """The arguments that differ from the defaults, which make an equal object."""
@@ -46,10 +41,6 @@ class Pytree:
         return {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Not in __init_subclass__, where a subclass is not a dataclass yet.
-        if cls not in registered_classes:
-            with contextlib.suppress(ValueError):  # registered, or of an equal name
-                register(cls)
         register_state_dict(cls)
         return super().__new__(cls)
 
@@ -79,12 +70,8 @@ def register(cls: type[C]) -> type[C]:
     checks leaves, for which JAX puts None, object() or a PartitionSpec.
     """
     registered_classes.add(cls)
-    for name in vars(cls).get("__slots__", ()):
-        delattr(cls, name)  # so that all fields are in `vars`
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    # A subclass may give a leaf another default, and so another type.
-    leaves = [f.name for f in fields if f.type is Leaf or f.name in cls._leaf_names]
-    leaf_names = cls._leaf_names = tuple(leaves)
+    leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
     leaves_of, static_of = _getter(leaf_names), _getter(static_names)
@@ -144,16 +131,42 @@ def _from_state_dict(target: Any, state: Any) -> Any:
     leaves = _to_state_dict(target)
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
+    reason = (
+        "was it saved with another kind of loss scale or guard, or before there was "
+        "one (jmp_scale.checkpoints)?"
+    )
     if isinstance(state, dict) and state.keys() == leaves.keys():
+        state = {name: _exactly(x, leaves[name]) for name, x in state.items()}
         got = _types(state)
+        coarse = [n for n, x in state.items() if _is_cast(x, leaves[n])]
+        if coarse:
+            dtype = jnp.result_type(state[coarse[0]])
+            reason = f"{dtype} does not hold {', '.join(coarse)} exactly, save float32"
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
         raise ValueError(
             f"{type(target).__name__} at path {path}: expected {expected}, got {got}; "
-            "was it saved with another kind of loss scale or guard, or before there "
-            "was one (jmp_scale.checkpoints)?"
+            f"{reason}"
         )
     # Not by the constructor, which refuses an S outside the bounds of the code that
     # restores. JAX arrays, because the NumPy arrays of Flax cannot be donated.
     leaves = [jnp.asarray(state[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _is_cast(x: Any, like: Any) -> bool:
+    """Whether a leaf is a floating-point number of another dtype than before saving."""
+    dtypes = jnp.result_type(x), jnp.result_type(like)
+    are_floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return are_floating and dtypes[0] != dtypes[1] and jnp.shape(x) == jnp.shape(like)
+
+
+def _exactly(x: Any, like: Any) -> Any:
+    """`x` in the dtype of `like`, if it is a power of two, which any cast has kept.
+
+    EasyLM's checkpointer writes all floating-point arrays in bfloat16.
+    """
+    if not _is_cast(x, like):
+        return x
+    mantissas, _ = np.frexp(np.asarray(x, np.float64))
+    return jnp.asarray(x, like.dtype) if (mantissas == 0.5).all() else x

@@ -1,30 +1,30 @@
-"""Checkpoints of earlier versions, or from before what the state now has.
+"""Checkpoints from before what the state now has.
 
 Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
-import functools
-from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ._half_parameters import full_parameters, is_half_state, remainders, split
-from ._state import (
-    FIELDS_OF_0_2,
-    LossScaleState,
-    find_loss_scale_states,
-    is_loss_scale_state,
-    with_arrays,
+from ._half_storage.parameters import (
+    check_magnitudes,
+    full_parameters,
+    remainders,
+    split,
 )
-from ._tree import is_data, leaves_by_name
+from ._state import (
+    find_half_states,
+    find_loss_scale_states,
+    is_half_state,
+    is_loss_scale_state,
+)
+from ._tree import is_data, leaves_by_name, listed, with_arrays
 
 T = TypeVar("T")
 Form = Callable[[Any], Any]  # of a state, as it was once
-
-_NEW_IN_0_2 = {"applied", "nonfinite_losses", "spikes", "guard"}
 
 
 def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
@@ -57,29 +57,32 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    return _restore("restore_without_loss_scale", load, state, [_inner_state])
+    name = "restore_without_loss_scale"
+    return _with_values(name, _restore(name, load, state, [_inner_state]))
 
 
 def restore_older(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint of version 0.1 or later, or from before the guard.
+    """Restores a checkpoint from before the optimizer had a guard.
 
-    As `restore_without_loss_scale`, but only what a `LossScaleState` lacks there comes
-    from `state`: newer counters, and the guard, which warms up again. S and all else
-    come from disk. `load` gets the form of each version, the newest first, until it
-    raises no `ValueError`, `TypeError` or `KeyError`.
+    As `restore_without_loss_scale`, but only the guard, which warms up again, comes
+    from `state`; S and all else come from disk. A checkpoint that has the guard is
+    restored whole: `load` gets the form with a guard first, and without one if it
+    raises a `ValueError`, `TypeError` or `KeyError`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.checkpoints import restore_older
-      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
-      >>> state = tx.init(jnp.ones(2))
-      >>> saved = state._asdict() | {"skipped": jnp.int32(3)}
-      >>> del saved["applied"], saved["nonfinite_losses"], saved["spikes"]  # 0.1
-      >>> state = restore_older(lambda template: saved, state)
-      >>> int(state.skipped), int(state.spikes)
-      (3, 0)
+      >>> saved = jmp_scale.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))
+      >>> guard = jmp_scale.SpikeGuard()
+      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), guard=guard)
+      >>> state = restore_older(lambda template: saved, tx.init(jnp.ones(2)))
+      >>> state.guard
+      SpikeGuard()
     """
-    return _restore("restore_older", load, state, _forms_of_versions())
+    name = "restore_older"
+    return _with_values(
+        name, _restore(name, load, state, [lambda node: node, _without_guard])
+    )
 
 
 def restore_without_half_parameters(
@@ -91,24 +94,27 @@ def restore_without_half_parameters(
       load: as in `restore_without_loss_scale`; the template is the pair
         `without_half_parameters(params, opt_state)`.
       params: new half-precision parameters, for their structure, shapes and dtypes.
+        They may be `jax.ShapeDtypeStruct`s, as all leaves of `opt_state` except a loss
+        scale and a key.
       opt_state: the new state, with that of `with_half_parameters` at any depth.
 
     Returns:
       `(params, opt_state)`, all from disk except a key for stochastic rounding.
 
     Raises:
-      ValueError: the checkpoint has other leaves than the template, or of other types.
+      ValueError: the checkpoint has other leaves than the template, or of other types;
+        a key or a loss scale that is not on disk is abstract.
     """
-    name = "restore_without_half_parameters"
-    pair = full_parameters(params, opt_state), opt_state
-    full, opt_state = _restore(name, load, pair, [_inner_state], is_half_state)
+    function = "restore_without_half_parameters"
+    template = full_parameters(params, opt_state), opt_state
+    full, opt_state = _restore(function, load, template, [_inner_state], is_half_state)
     leaves, structure = jax.tree.flatten(opt_state)
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
     values, likes = (leaves_by_name(with_arrays(tree)) for tree in (full, params))
-    for name, i in remainders(numbers).items():
+    for name, i in remainders(function, numbers).items():
         leaves[i] = split(values[name], likes[name])[1]
     params = jax.tree.map(lambda x, like: split(x, like)[0], full, params)
-    return params, jax.tree.unflatten(structure, leaves)
+    return _with_values(function, (params, jax.tree.unflatten(structure, leaves)))
 
 
 def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -154,15 +160,21 @@ def _restore(
         raise ValueError(message) from errors[0]
     for name, leaf in found.items():
         leaves[places[name]] = leaf
-    state = jax.tree.unflatten(structure, leaves)
-    # What is not on disk stays: an abstract S would fail only in the first step.
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _with_values(function: str, state: T) -> T:
+    """`state`, of which nothing is abstract: that would fail only in the first step."""
     names = leaves_by_name(state).items()
     abstract = [name for name, x in names if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
-            f"{function}: the loss scale of state is abstract: {_listed(abstract)}; "
-            "expected one with values, as tx.init returns it"
+            f"{function}: expected a state with values for all that is not on disk, "
+            f"got jax.ShapeDtypeStructs at {listed(abstract)}; pass the loss scale, or "
+            "the rounding_key, of a state that tx.init returns"
         )
+    for _, half_state in find_half_states(state):
+        check_magnitudes(function, remainders(function, half_state), {})
     return state
 
 
@@ -192,25 +204,11 @@ def _inner_state(node: Any) -> Any:
     return node.get("inner_state") if is_mapping else node.inner_state
 
 
-def _forms_of_versions() -> Iterator[Form]:
-    fields = LossScaleState._fields
-    for count in range(len(fields), FIELDS_OF_0_2 - 1, -1):
-        for guard in (True, False):
-            yield functools.partial(_earlier, lacks=fields[count:], guard=guard)
-    yield functools.partial(_earlier, lacks=_NEW_IN_0_2)
-
-
-def _earlier(node: Any, lacks: Iterable[str] = (), guard: bool = True) -> Any:
-    """A `LossScaleState` without some fields, and with or without its guard."""
-    is_mapping = isinstance(node, Mapping)
-    fields = dict(node) if is_mapping else node._asdict()
-    if not guard:
-        fields["guard"] = None
-        lacks = {*lacks, "guard"} if is_mapping else lacks  # NNX leaves out None
-    fields = {name: x for name, x in fields.items() if name not in lacks}
-    if is_mapping:
-        return type(node)(fields)  # pyright: ignore[reportCallIssue]
-    return namedtuple("LossScaleState", fields)(**fields)
+def _without_guard(node: Any) -> Any:
+    if not isinstance(node, Mapping):
+        return node._replace(guard=None)
+    fields = {name: x for name, x in node.items() if name != "guard"}  # as NNX leaves
+    return type(node)(fields)  # pyright: ignore[reportCallIssue]
 
 
 def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,8 +221,8 @@ def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     if missing or foreign:
         raise ValueError(
             "expected a checkpoint of the older state, got\n"
-            f"  missing or not read:    {_listed(missing)}\n"
-            f"  only in the checkpoint: {_listed(foreign)}\n"
+            f"  missing or not read:    {listed(missing)}\n"
+            f"  only in the checkpoint: {listed(foreign)}\n"
             "One like state itself is restored into the state as it is, by load(state)"
         )
     return {name: _array(name, saved[name], x) for name, x in data.items()}
@@ -243,9 +241,3 @@ def _array(name: str, value: Any, like: Any) -> Any:
     # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
     is_array = isinstance(value, jax.Array) or expected is None
     return value if is_array else jnp.asarray(value, expected)
-
-
-def _listed(paths: Iterable[str]) -> str:
-    paths = sorted(paths)
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return ", ".join(paths[:5]) + more or "none"

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_module
-from .._tables import with_progress
+from .._tables import printed, with_progress
 from .step_applied import applied_step
 from .step_arguments import is_data
 from .step_calls import Calls
@@ -34,6 +34,7 @@ _PASSES = (
 _LEVELS = ("error", "warning", "note")
 
 
+@printed
 class Problem(NamedTuple):
     """A finding of `check_step`.
 
@@ -56,6 +57,7 @@ class Problem(NamedTuple):
         return f"{self.level} [{self.rule}] {where}{self.text}\n  {self.cure}"
 
 
+@printed
 class StepCheck(NamedTuple):
     """The result of `check_step`, in Python values. `str()` is its summary.
 
@@ -87,9 +89,6 @@ class StepCheck(NamedTuple):
         lines += map(str, self.problems)
         lines += [f"not checked: {what}." for what in self.not_checked]
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.summary()
 
 
 def check_step(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._loss_scale import StaticLossScale
+from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import is_inexact, is_module
 
 Path = tuple[str, ...]  # keys, indices and names of fields

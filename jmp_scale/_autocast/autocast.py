@@ -31,6 +31,7 @@ from .identities import kept_apart, no_tangent, softmax_from, with_value
 from .interpreter import ByVariable, Interpreter, Notes, TraceCache, Values
 from .linear import linear
 from .plan import Origin, Plan, Unit
+from .policies import Shown, in_sight
 from .stored import Stored, stored
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,16 +66,20 @@ def autocast(
     as cast.
 
     Weights' gradients are float32 from the product on; those of convolutions and
-    `ragged_dot` are half precision at first. Call the result inside `jax.jit`: outside
-    of it, each call traces anew. `diagnostics.precision_report` lists its dtypes.
+    `ragged_dot` are half precision at first. The gradient of a weight that is stored in
+    half precision is a float32 sum over all that read it, rounded once. Call the result
+    inside `jax.jit`: outside of it, each call traces anew.
+    `diagnostics.precision_report` lists its dtypes.
 
     Args:
       fun: what `jax.jit` could trace; an argument that is not an array is static.
       dtype: float16 or bfloat16, a dtype or one of `get_policy`'s names.
       backward: dtype of the products of the backward pass; default `dtype`. With
         "bfloat16", of float32's range, a float16 forward pass needs no loss scale.
-      recompute: whether the backward pass computes cheap operations again. It changes
-        memory, never results. False leaves that to the caller's `jax.checkpoint`.
+      recompute: whether the backward pass recomputes cheap operations. It changes
+        memory, never values or gradients; of second derivatives the roundings, but not
+        the quality. False leaves that to the caller's `jax.checkpoint`. A policy of
+        `jax.checkpoint`, around or within, saves half-precision arrays with either.
       keep_float32: names of what stays float32: functions in which a product is traced,
         scopes, modules, and places such as "costs.py:560".
       share_casts: whether what a product reads is cast once, and all later operations
@@ -234,16 +239,20 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
 
     operands = {i for _, wires in unit.products for i in wires[:2]}
 
-    def forward(inputs: Arrays, copies: Arrays) -> Results:
+    def rerun(given: ByPosition, inputs: Arrays, copies: Arrays) -> Results:
         with _jaxpr.scope(unit.scope):
             outs = island.run(inputs)
             values = island.halved(island.read(outs, copies))
-        made = {}
+        made = {k: x.astype(jnp.float32) for k, x in given.items()}
         for k, (product, wires) in enumerate(unit.products):
-            with _jaxpr.scope(product.scope):
-                made[k] = product.run(cast.forward, *(values[i] for i in wires))
+            if k not in given:
+                with _jaxpr.scope(product.scope):
+                    made[k] = product.run(cast.forward, *(values[i] for i in wires))
         own = {i: x for i, x in enumerate(outs) if i not in island.passed}
         return Results(own, made, {i: values[i] for i in unit.kept})
+
+    def forward(inputs: Arrays, copies: Arrays) -> Results:
+        return rerun({}, inputs, copies)
 
     def unchanged(results: Results, inputs: Arrays, copies: Arrays) -> Results:
         return results
@@ -314,7 +323,17 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
     ) -> tuple[Results, Results]:
         return derivative(*primals, tangents[1])
 
-    return run
+    return in_sight(
+        Shown(
+            run=run,
+            forward=forward,
+            rerun=lambda given, *args: attach(rerun(given, *args), *args),
+            given_by=lambda results: {
+                k: x.astype(cast.forward) for k, x in results.made.items()
+            },
+            products=[product.jaxpr.eqns[-1] for product, _ in unit.products],
+        )
+    )
 
 
 class _Island:

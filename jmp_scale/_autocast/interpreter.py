@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
 from .._jaxpr import Atom, Program, Var
@@ -123,6 +124,9 @@ class Interpreter(abc.ABC):
             if are_stored:  # what is made of weights alone is a weight, as `w.T` is
                 for v in plan.origins.keys() & made.keys():
                     made[v] = stored(array_of(made[v]))
+            for v in plan.named.keys() & made.keys():
+                half = checkpoint_name(made[v].astype(self.forward), plan.named[v])
+                made[v], halves[v] = half.astype(made[v].dtype), half
             env.update(made)
         return _jaxpr.results_of(plan.jaxpr, env)
 

@@ -84,6 +84,9 @@ class Plan(NamedTuple):
     origins: dict[Var, Origin]  # by variable; `DATA` where it has none
     halves: set[Var]  # float32 variables whose half-precision copies are exact
     shared: set[Var]  # all operations read one cast of these
+    # Names that the program gives to results of products, which have them in half
+    # precision: policies of `jax.checkpoint` save what has a name.
+    named: dict[Var, str]
     copied: list[int]  # inputs of which the last ones are copies, one for each reader
 
 
@@ -135,6 +138,7 @@ def make_plan(
         origins=planner.origins,
         halves=halves,
         shared=shared,
+        named=planner.named,
         copied=copied,
     )
 
@@ -166,7 +170,8 @@ class _Planner:
         dtype: DTypeLike,
         names: Names,
     ) -> None:
-        self.jaxpr, self.equations = jaxpr, jaxpr.eqns
+        self.jaxpr, self.equations = jaxpr, [*jaxpr.eqns]
+        self.named: dict[Var, str] = {}
         self.origins, self.numbers = {**given}, {*numbers}
         self.fixed = {*numbers}  # values that do not depend on arguments
         # Values that float32 arguments are in: their gradients are float32 from the
@@ -180,8 +185,11 @@ class _Planner:
         level = dict.fromkeys([*jaxpr.invars, *given], 0)
         differentiable = {v for v in level if _jaxpr.is_floating(v)}
         last_effect = 0
-        for eqn in self.equations:
+        for index, eqn in enumerate(self.equations):
             inputs, kind = variables(eqn.invars), self._kind(eqn, names)
+            if _jaxpr.name_of(eqn) == "name" and self._is_product(*inputs):
+                self.named[inputs[0]] = _jaxpr.params_of(eqn)["name"]
+                self.equations[index] = _jaxpr.as_copy(eqn)
             start = max([level[v] for v in inputs], default=0)
             self._note_origin(eqn, inputs, kind)
             if _jaxpr.has_effects(eqn):  # which keep their order
@@ -214,6 +222,9 @@ class _Planner:
             return "other" if names.exempt(eqn) else "call"
         is_summing = _jaxpr.name_of(eqn) in _SUMMING and ops.reads_half(eqn)
         return "call" if is_summing else "other"
+
+    def _is_product(self, v: Var | None = None) -> bool:
+        return v in self.maker and self.kinds[self.maker[v]] == "product"
 
     def _is_parameter(self, v: Var) -> bool:
         return self.origins.get(v) == Origin.PARAMETER

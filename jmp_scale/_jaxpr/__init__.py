@@ -1,4 +1,4 @@
-"""Traced programs: tables of primitives, and how jaxprs are read, rewritten and run."""
+"""Jaxprs: tables of primitives; functions that read, transform and evaluate jaxprs."""
 
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
@@ -50,6 +50,7 @@ from .read import shape as shape
 from .read import size as size
 from .read import subjaxprs as subjaxprs
 from .read import variables as variables
+from .rewrite import as_copy as as_copy
 from .rewrite import excerpt as excerpt
 from .rewrite import inlined as inlined
 from .rewrite import map_equations as map_equations

@@ -60,7 +60,13 @@ LIBRARIES = [
     "optax.apply_if_finite",
 ]
 
-HALF_PARAMETERS = ", half parameters"  # ends the name of a program, and of a row
+# What ends the name of a row on the pages, and of its program in the results.
+PROGRAMS = {
+    ", half parameters, `sum_gradients`": ", half parameters, sum_gradients",
+    ", `sum_gradients`": ", sum_gradients",
+    ", half parameters": ", half parameters",
+    "": "",
+}
 
 # What a column shows: a table of results/autocast.md, a program, a column.
 MEMORY, BYTES, CYCLES, WIRE = "temporaries, MB", "bytes, GB", "M cycles", "wire, MB"
@@ -145,9 +151,9 @@ def over_devices() -> Cells:
     """Cells of a layout over 8 devices, where those of a cast by hand are 1."""
 
     def cells(row: list[str]) -> list[str]:
-        name = row[0].removesuffix(HALF_PARAMETERS)
-        layout, model = _named(name, LAYOUTS)
-        program = "autocast" + row[0].removeprefix(name)
+        ending = next(ending for ending in PROGRAMS if row[0].endswith(ending))
+        layout, model = _named(row[0].removesuffix(ending), LAYOUTS)
+        program = f"autocast{PROGRAMS[ending]}"
         figures = []
         for machine, column in BETWEEN_DEVICES:
             (found,) = [

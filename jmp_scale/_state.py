@@ -103,13 +103,39 @@ jax.export.register_namedtuple_serialization(
 def is_half_state(node: Any) -> bool:
     """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
     if isinstance(node, Mapping):
-        names = set(node)  # NNX leaves out what is None
-        own = not names.isdisjoint({"remainder", "rounding_key"})
-        return own and names <= set(HalfParametersState._fields)
+        # NNX leaves out a key or an inner state that is None.
+        return "remainder" in node and set(node) <= set(HalfParametersState._fields)
     return isinstance(node, HalfParametersState)
 
 
 find_half_states = functools.partial(find_nodes, is_half_state)
+
+
+class HalfStateState(NamedTuple):
+    """State of `with_half_state`.
+
+    Attributes:
+      inner_state: state of the wrapped optimizer, its moving averages in bfloat16.
+      rounding_key: u32[2], the key of the next step's rounding.
+    """
+
+    inner_state: Any
+    rounding_key: Any
+
+
+jax.export.register_namedtuple_serialization(
+    HalfStateState, serialized_name="jmp_scale.HalfStateState"
+)
+
+
+def is_rounded_state(node: Any) -> bool:
+    """Whether a node is a `HalfStateState`, or what NNX or a state dict made."""
+    if isinstance(node, Mapping):
+        return set(node) == set(HalfStateState._fields)
+    return isinstance(node, HalfStateState)
+
+
+find_rounded_states = functools.partial(find_nodes, is_rounded_state)
 
 
 def started(function: str, inner: optax.GradientTransformation, params: Any) -> Any:

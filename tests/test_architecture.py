@@ -17,9 +17,10 @@ import jmp_scale
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
     "optax": {
-        "_machine.gain",
         "_state",
         "_half_storage.parameters",
+        "_half_storage.states",
+        "_machine.gain",
         "_scaling.extra_args",
         "_scaling.transform",
         "_flax",
@@ -51,7 +52,7 @@ TESTED_BY = {
         "arguments are passed through a transformation",
     ),
     "_doors": ("test_architecture", "an attribute of the package"),
-    "_machine.*": ("test_machine", "a command prints what is measured"),
+    "_machine.*": ("test_machine", "the command prints what these measure"),
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),

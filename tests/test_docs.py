@@ -11,8 +11,12 @@ import tempfile
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import orbax.checkpoint
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 import jmp_scale.nnx
@@ -94,6 +98,71 @@ def run(page):
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
+
+
+def test_the_page_on_devices_adds_up_micro_batches_and_devices_in_one_program():
+    page, size = run("docs/devices.md"), (3, 64, 64)
+    assert page["accumulated_step"]._cache_size() == 1
+    assert page["explicit_step"]._cache_size() == 1  # two steps
+
+    random = np.random.RandomState(0)
+    x, w = random.normal(size=size).astype("f"), random.normal(size=(64, 1024)) / 8
+    weights = random.randint(0, 2, size[:2]).astype("f")
+    residuals = (x.astype(float) @ w - 1) * weights[..., None] / weights.sum()
+    exact = 2 / 1024 * np.einsum("nbi,nbj->ij", x, residuals)
+
+    def assert_close(gradient):
+        assert np.linalg.norm(gradient - exact) < 4e-3 * np.linalg.norm(exact)
+
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale())
+    page["tx"] = tx
+
+    def state(mesh):
+        params = {"w": jnp.asarray(w, jnp.float32)}
+        return jax.device_put((params, tx.init(params)), jax.NamedSharding(mesh, P()))
+
+    with jax.set_mesh(page["explicit"]):
+        batches = jax.NamedSharding(page["explicit"], P(None, "data"))
+        batches = jax.device_put((x, weights), batches)
+        params, *_ = page["explicit_step"](*state(page["explicit"]), batches)
+        assert_close(w - jax.device_get(params["w"]))
+    params, opt_state = state(page["both"])
+    split = page["tensor_parallel_gradients"]
+    (_, count), grads = split(params, opt_state.loss_scale, (x, weights))
+    assert_close(np.asarray(grads["w"]) / count)
+
+    step = page["accumulated_step"]
+    donated = state(page["mesh"])
+    params, opt_state, _ = step(*donated, (x, weights))
+    assert donated[0]["w"].is_deleted()
+    assert_close(w - jax.device_get(params["w"]))
+    compiled = step._cache_size()
+    x[1, 5], weights[1, 5] = np.inf, 1  # on one device
+    before = jax.device_get(params["w"])
+    params, opt_state, _ = step(params, opt_state, (x, weights))
+    assert (int(opt_state.skipped), step._cache_size()) == (1, compiled)
+    for shard in params["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, before)
+
+
+def test_the_page_on_spikes_knows_before_the_update_what_is_applied():
+    page, answers = run("docs/spikes.md"), []
+    tx, opt_state = page["tx"], page["opt_state"]
+    cases = [
+        (1.0, 1.0),
+        (np.inf, 1.0),
+        (1.0, 1e4),
+        (1e3, 1.0),
+        (np.nan, 1e9),
+        (1.0, 1.0),
+    ]
+    for size, loss in cases:
+        grads, loss = {"w": jnp.full(4, size)}, jnp.float32(loss)
+        expected = page["will_apply"](opt_state, grads, loss)
+        _, opt_state = tx.update(grads, opt_state, page["params"], value=loss)
+        assert expected == opt_state.applied
+        answers.append(bool(expected))
+    assert answers == [True, False, False, False, False, True]
 
 
 def test_the_page_on_checkpoints_resumes_in_each_library_and_restores_old_states():

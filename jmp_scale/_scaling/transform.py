@@ -309,15 +309,18 @@ def _refuse_nesting(inner_state: optax.OptState) -> None:
 
 
 def _warn_of_half_precision(params: optax.Params) -> None:
-    for path, dtype in _half_leaves(params)[:1]:
-        warn(
-            "with_loss_scale: expected float32 parameters, got "
-            f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
-            "which loses updates smaller than its precision; keep them in float32 "
-            f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-            "params)) and cast them in the loss, or store the remainders: "
-            "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
-        )
+    half_leaves = _half_leaves(params)
+    if not half_leaves:
+        return
+    path, dtype = half_leaves[0]
+    warn(
+        "with_loss_scale: expected float32 parameters, got "
+        f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
+        "which loses updates smaller than its precision; keep them in float32 "
+        f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
+        "params)) and cast them in the loss, or store the remainders: "
+        "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
+    )
 
 
 def _half_leaves(tree: PyTree) -> list[tuple[KeyPath, jnp.dtype]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 _LONGEST = 200  # characters of a repr
 
@@ -95,3 +96,12 @@ def _is_known_number(x: Any) -> bool:
     if isinstance(x, jax.Array):
         return x.is_fully_addressable and not x.is_deleted()
     return True
+
+
+def with_progress(items: Sequence[T], name: str) -> Iterable[T]:
+    """The items, with a progress bar where tqdm is installed."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, name, leave=False)

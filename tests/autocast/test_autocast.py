@@ -783,7 +783,8 @@ def test_equal_layers_are_traced_once():
 
     runs(1)  # JAX traces the product's gradients once in a process
     # The first run of an island is its own, the repeated ones those of all equal ones.
-    assert runs(9) - runs(3) == 6
+    # Under JAX_CUSTOM_JVP3 a function with a rule is traced when it is called, too.
+    assert runs(9) - runs(3) in (6, 12)
 
 
 LIKE = {  # what is done to the result of a layer, from one source line
@@ -926,7 +927,8 @@ def test_loops_and_checkpoints_keep_their_options(name):
 
     def options(fun):
         found = _jaxpr.equations(jax.make_jaxpr(fun)(*args))
-        return {tuple(eqn.params.get(key) for key in keys) for eqn in found}
+        params = map(_jaxpr.params_of, found)
+        return {tuple(each.get(key) for key in keys) for each in params}
 
     assert len(options(fun)) == 2  # and that of all other equations
     assert options(autocast(fun, "float16")) == options(fun)

@@ -200,7 +200,10 @@ def test_the_pages_name_the_models_that_take_more_than_a_cast_by_hand(tables):
     compare, memory = (
         (ROOT / f"docs/{page}.md").read_text() for page in ("compare", "memory")
     )
-    told = "on a v5e it needs more memory for an\n  MLP with relu, an MLP-Mixer and Equinox"
+    told = (
+        "on a v5e it needs more memory for an\n"
+        "  MLP with relu, an MLP-Mixer and Equinox"
+    )
     assert f"{told}; on an H100 it usually moves more bytes" in compare
     v5e = ratios(tables, "tpu-v5e", tables.MEMORY)
     assert {model for model, over in v5e.items() if over > 1.02} == {

@@ -150,7 +150,9 @@ def percent(error):
 
 
 def main():
-    print("| | float16 | bfloat16 | the line | float16 | bfloat16 | still half |")
+    print(
+        "| | float16 | bfloat16 | stays float32 | float16 | bfloat16 | half precision |"
+    )
     print("|---|---|---|---|---|---|---|")
     for name, (_, _, kept) in PROGRAMS.items():
         rows = [errors(name, dtype) for dtype in ("float16", "bfloat16")]

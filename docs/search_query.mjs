@@ -27,10 +27,11 @@ function stem(word) {
 }
 
 export function shortened(question) {
-  if (/["+~^:]/.test(question)) return question // the search's own query language
-  const parts = question.toLowerCase().split(/[\s?!,;()]+/).filter(Boolean)
-  // A page may have no word that begins with "-", which is not what -1e9 asks for.
-  const plain = parts.map(word => word.replace(/^-(?=\d)/, ""))
+  // The search's own query language: +word, "words", field:word, word~1, word^2. Not the
+  // colons and quotes of a message, or the dashes of a flag, that someone pastes.
+  if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
+  const parts = question.toLowerCase().replace(/'s\b/g, "").split(/[\s?!,;:()"'`=~^+]+/)
+  const plain = parts.map(word => word.replace(/^-+/, "")).filter(Boolean)
   const words = plain.map(word => SAME.get(word) ?? word)
   const rest = words.filter(word => !STOP.has(word))
   // Twice: as a whole word, which counts more, and as the beginning of others.

@@ -11,6 +11,7 @@ from ._autocast.marks import keep_float32 as keep_float32
 from ._half_storage.parameters import HalfParametersState as HalfParametersState
 from ._half_storage.parameters import full_parameters as full_parameters
 from ._half_storage.parameters import with_half_parameters as with_half_parameters
+from ._half_storage.states import with_half_state as with_half_state
 from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half
@@ -31,6 +32,7 @@ from ._scaling.loss_scale import unscale as unscale
 from ._scaling.spike_guard import SpikeGuard as SpikeGuard
 from ._scaling.transform import LossScaleTransformation as LossScaleTransformation
 from ._scaling.transform import with_loss_scale as with_loss_scale
+from ._state import HalfStateState as HalfStateState
 from ._state import LossScaleState as LossScaleState
 from ._tree import select_tree as select_tree
 

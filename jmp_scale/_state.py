@@ -9,7 +9,8 @@ import jax.export
 import numpy as np
 import optax
 
-from ._tree import find_nodes
+from ._tree import find_nodes, is_data
+from ._validation import described
 
 if TYPE_CHECKING:
     from ._scaling.loss_scale import LossScale
@@ -106,13 +107,55 @@ jax.export.register_namedtuple_serialization(
 def is_half_state(node: Any) -> bool:
     """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
     if isinstance(node, Mapping):
-        names = set(node)  # NNX leaves out what is None
-        own = not names.isdisjoint({"remainder", "rounding_key"})
-        return own and names <= set(HalfParametersState._fields)
+        # NNX leaves out a key or an inner state that is None.
+        return "remainder" in node and set(node) <= set(HalfParametersState._fields)
     return isinstance(node, HalfParametersState)
 
 
 find_half_states = functools.partial(find_nodes, is_half_state)
+
+
+class HalfStateState(NamedTuple):
+    """State of `with_half_state`.
+
+    Attributes:
+      inner_state: state of the wrapped optimizer, its moving averages in bfloat16.
+      rounding_key: u32[2], the key of the next step's rounding.
+    """
+
+    inner_state: Any
+    rounding_key: Any
+
+
+jax.export.register_namedtuple_serialization(
+    HalfStateState, serialized_name="jmp_scale.HalfStateState"
+)
+
+
+def is_rounded_state(node: Any) -> bool:
+    """Whether a node is a `HalfStateState`, or what NNX or a state dict made."""
+    if isinstance(node, Mapping):
+        return set(node) == set(HalfStateState._fields)
+    return isinstance(node, HalfStateState)
+
+
+find_rounded_states = functools.partial(find_nodes, is_rounded_state)
+
+
+def started(function: str, inner: optax.GradientTransformation, params: Any) -> Any:
+    """`inner.init(params)`, or an error that names the parameter that is no array."""
+    try:
+        return inner.init(params)
+    except TypeError as error:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not (is_data(leaf) or hasattr(leaf, "dtype")):
+                raise TypeError(
+                    f"{function}: expected a tree of arrays as parameters, got "
+                    f"{described(leaf)} at params{jax.tree_util.keystr(path)}; pass "
+                    "the arrays alone: of an Equinox model "
+                    "equinox.filter(model, equinox.is_inexact_array)"
+                ) from error
+        raise
 
 
 def is_nothing(x: Any) -> bool:

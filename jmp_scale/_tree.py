@@ -1,7 +1,7 @@
 """Pytrees: their leaves, casts, products with S, selection; a call as its arrays."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -49,6 +49,13 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Leaves by path. On disk keys, indices and names of fields are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
+
+
+def listed(paths: Iterable[str]) -> str:
+    """At most five names, and how many more there are."""
+    paths = sorted(paths)
+    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    return ", ".join(paths[:5]) + more or "none"
 
 
 def promote_to_float32(tree: T) -> T:
@@ -195,8 +202,9 @@ def with_arrays(tree: Any) -> Any:
     """`tree` with the arrays that NNX's variables in it hold."""
 
     def array(x: Any) -> Any:
-        # A variable is a pytree of one leaf; `x[...]` is a copy in Flax 0.12.0.
-        return jax.tree.leaves(x)[0] if is_variable(x) else x
+        # A variable is a pytree of one leaf, or of none if it holds None, as beside a
+        # float32 parameter; `x[...]` is a copy in Flax 0.12.0.
+        return next(iter(jax.tree.leaves(x)), None) if is_variable(x) else x
 
     return jax.tree.map(array, tree, is_leaf=is_variable)
 

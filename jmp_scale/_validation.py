@@ -1,18 +1,21 @@
 """Checks of arguments, once, with errors that name the function and the argument."""
 
 import dataclasses
+import functools
 import math
 import re
 import sys
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._tree import is_module
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Where S and 1/S are normal in float32. Beyond, XLA flushes gradients to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -143,12 +146,63 @@ def int32_leaf(
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
-def warn(message: str) -> None:
+def key_words(function: str, key: Any) -> jax.Array:
+    """The first 64 bits of a PRNG key, typed or raw, as u32[2]: a Threefry key."""
+    dtype = getattr(key, "dtype", np.dtype(object))
+    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    is_raw = dtype == jnp.uint32
+    if not (is_typed or is_raw):
+        got = repr(key) if isinstance(key, (int, str)) else described(key)
+        raise TypeError(
+            f"{function}: expected key to be a PRNG key, got {got}; write "
+            "key=jax.random.key(0)"
+        )
+    words = jax.random.key_data(key)
+    if words.ndim != 1 or words.size < 2:
+        raise ValueError(
+            f"{function}: expected one PRNG key, got {described(key)}; for an ensemble "
+            "make one optimizer of one key, and give its states keys of their own: "
+            "state._replace(rounding_key=jax.random.key_data(keys))"
+        )
+    return words[:2]
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the first caller outside of libraries."""
     frame, level = sys._getframe(), 1
     while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
+
+
+def renamed(**names: str) -> Callable[[F], F]:
+    """Lets a function take arguments by their earlier names too, and warns.
+
+    A decorator: `@renamed(old="new")`. `docs/stability.md` promises such a name for one
+    minor version.
+    """
+
+    def decorate(fun: F) -> F:
+        @functools.wraps(fun)
+        def with_new_names(*args: Any, **kwargs: Any) -> Any:
+            for old, new in names.items():
+                if old not in kwargs:
+                    continue
+                if new in kwargs:
+                    raise TypeError(
+                        f"{fun.__name__}: expected {new} alone, got {old} too, which "
+                        f"is its earlier name; leave {old} out"
+                    )
+                warn(
+                    f"{fun.__name__}: the argument {old} is now {new}; write {new}=",
+                    DeprecationWarning,
+                )
+                kwargs[new] = kwargs.pop(old)
+            return fun(*args, **kwargs)
+
+        return with_new_names  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 def _float32(number: float) -> float:

@@ -11,15 +11,21 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._half_storage.parameters import full_parameters, remainders, split
+from ._half_storage.parameters import (
+    check_magnitudes,
+    full_parameters,
+    remainders,
+    split,
+)
 from ._state import (
     FIELDS_OF_0_2,
     LossScaleState,
+    find_half_states,
     find_loss_scale_states,
     is_half_state,
     is_loss_scale_state,
 )
-from ._tree import is_data, leaves_by_name, with_arrays
+from ._tree import is_data, leaves_by_name, listed, with_arrays
 
 T = TypeVar("T")
 Form = Callable[[Any], Any]  # of a state, as it was once
@@ -57,7 +63,8 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    return _restore("restore_without_loss_scale", load, state, [_inner_state])
+    name = "restore_without_loss_scale"
+    return _with_values(name, _restore(name, load, state, [_inner_state]))
 
 
 def restore_older(load: Callable[[Any], Any], state: T) -> T:
@@ -79,7 +86,8 @@ def restore_older(load: Callable[[Any], Any], state: T) -> T:
       >>> int(state.skipped), int(state.spikes)
       (3, 0)
     """
-    return _restore("restore_older", load, state, _forms_of_versions())
+    name = "restore_older"
+    return _with_values(name, _restore(name, load, state, _forms_of_versions()))
 
 
 def restore_without_half_parameters(
@@ -91,24 +99,27 @@ def restore_without_half_parameters(
       load: as in `restore_without_loss_scale`; the template is the pair
         `without_half_parameters(params, opt_state)`.
       params: new half-precision parameters, for their structure, shapes and dtypes.
+        They may be `jax.ShapeDtypeStruct`s, as all leaves of `opt_state` except a loss
+        scale and a key.
       opt_state: the new state, with that of `with_half_parameters` at any depth.
 
     Returns:
       `(params, opt_state)`, all from disk except a key for stochastic rounding.
 
     Raises:
-      ValueError: the checkpoint has other leaves than the template, or of other types.
+      ValueError: the checkpoint has other leaves than the template, or of other types;
+        a key or a loss scale that is not on disk is abstract.
     """
-    name = "restore_without_half_parameters"
-    pair = full_parameters(params, opt_state), opt_state
-    full, opt_state = _restore(name, load, pair, [_inner_state], is_half_state)
+    function = "restore_without_half_parameters"
+    template = full_parameters(params, opt_state), opt_state
+    full, opt_state = _restore(function, load, template, [_inner_state], is_half_state)
     leaves, structure = jax.tree.flatten(opt_state)
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
     values, likes = (leaves_by_name(with_arrays(tree)) for tree in (full, params))
-    for name, i in remainders(numbers).items():
+    for name, i in remainders(function, numbers).items():
         leaves[i] = split(values[name], likes[name])[1]
     params = jax.tree.map(lambda x, like: split(x, like)[0], full, params)
-    return params, jax.tree.unflatten(structure, leaves)
+    return _with_values(function, (params, jax.tree.unflatten(structure, leaves)))
 
 
 def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -154,15 +165,21 @@ def _restore(
         raise ValueError(message) from errors[0]
     for name, leaf in found.items():
         leaves[places[name]] = leaf
-    state = jax.tree.unflatten(structure, leaves)
-    # What is not on disk stays: an abstract S would fail only in the first step.
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _with_values(function: str, state: T) -> T:
+    """`state`, of which nothing is abstract: that would fail only in the first step."""
     names = leaves_by_name(state).items()
     abstract = [name for name, x in names if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
-            f"{function}: the loss scale of state is abstract: {_listed(abstract)}; "
-            "expected one with values, as tx.init returns it"
+            f"{function}: expected a state with values for all that is not on disk, "
+            f"got jax.ShapeDtypeStructs at {listed(abstract)}; pass the loss scale, or "
+            "the rounding_key, of a state that tx.init returns"
         )
+    for _, half_state in find_half_states(state):
+        check_magnitudes(function, remainders(function, half_state), {})
     return state
 
 
@@ -223,8 +240,8 @@ def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     if missing or foreign:
         raise ValueError(
             "expected a checkpoint of the older state, got\n"
-            f"  missing or not read:    {_listed(missing)}\n"
-            f"  only in the checkpoint: {_listed(foreign)}\n"
+            f"  missing or not read:    {listed(missing)}\n"
+            f"  only in the checkpoint: {listed(foreign)}\n"
             "One like state itself is restored into the state as it is, by load(state)"
         )
     return {name: _array(name, saved[name], x) for name, x in data.items()}
@@ -243,9 +260,3 @@ def _array(name: str, value: Any, like: Any) -> Any:
     # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
     is_array = isinstance(value, jax.Array) or expected is None
     return value if is_array else jnp.asarray(value, expected)
-
-
-def _listed(paths: Iterable[str]) -> str:
-    paths = sorted(paths)
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return ", ".join(paths[:5]) + more or "none"

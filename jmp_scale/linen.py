@@ -23,10 +23,11 @@ from ._tree import OVERWRITE_WITH_GRADIENT, map_inexact, select_tree
 
 
 class TrainState(train_state.TrainState):
-    """Flax's `TrainState` with a loss scale: a skipped step leaves all as it was.
+    """Flax's `TrainState` with a loss scale, which can skip a step.
 
     Gradients come from `state.value_and_grad`, and `apply_gradients` takes whatever
-    else the step computed (`batch_stats=`). `step` counts its calls, as Flax documents;
+    else the step computed (`batch_stats=`). A skipped step leaves parameters, optimizer
+    state and these fields unchanged. `step` counts all calls, as Flax documents, so
     `state.step - state.opt_state.skipped` counts the applied steps.
 
     Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step that
@@ -72,8 +73,7 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
         """
-        given = {"loss_scale": loss_scale, "guard": guard}
-        tx = _flax.wrap_once("TrainState.create", tx, **given)
+        tx = _flax.wrap_once("TrainState.create", tx, loss_scale, guard)
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         return fresh_buffers(state)
 
@@ -95,7 +95,10 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self, *, grads: Any, value: ArrayLike | None = None, **changes: Any
     ) -> Self:
-        """Updates parameters, optimizer state and fields, or nothing on a skipped step.
+        """Applies the gradients and new field values, unless the step is skipped.
+
+        A skipped step changes only `step`, the loss scale's state (S, flags, counters,
+        guard) and static fields.
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them.

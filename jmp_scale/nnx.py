@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
@@ -15,15 +15,18 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ._autocast.autocast import autocast as _autocast
+from ._autocast.function import CastFunction
+from ._autocast.marks import MarkedLayer
 from ._scaling.gradients import value_and_grad
 from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
-from ._scaling.transform import judge_step
+from ._scaling.transform import LossScaleTransformation, judge_step
 from ._tree import is_data, is_inexact, with_arrays
 from ._validation import require_function
 
 F = TypeVar("F", bound=Callable[..., Any])
 _AUTOCAST = "jmp_scale.nnx.autocast"  # of Flax's contexts
+nnx.register_data_type(MarkedLayer)  # else Flax refuses it as an attribute
 
 
 def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
@@ -54,16 +57,17 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
         _refuse_lost_arrays(nodes)
         return out, nnx.to_tree(nodes, ctxtag=_AUTOCAST)
 
-    half = _autocast(on_tree, dtype, **options)
+    half: Any = _autocast(on_tree, dtype, **options)
 
-    @functools.wraps(half)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_AUTOCAST):
             out, nodes = half(nnx.to_tree((args, kwargs), ctxtag=_AUTOCAST))
             nnx.from_tree(nodes, ctxtag=_AUTOCAST, is_inner=False)
         return out
 
-    return in_half_precision  # pyright: ignore[reportReturnType]
+    name = "nnx.autocast"
+    cast_function = CastFunction(in_half_precision, fun, autocast, name, half.settings)
+    return cast_function  # pyright: ignore[reportReturnType]
 
 
 def _refuse_lost_arrays(nodes: list[Any]) -> None:
@@ -106,6 +110,7 @@ class Optimizer(nnx.Optimizer):
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
+      TypeError: an argument after `tx` is given by position.
       ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
 
     Examples:
@@ -126,13 +131,19 @@ class Optimizer(nnx.Optimizer):
         self,
         model: Any,
         tx: optax.GradientTransformation,
-        *,
+        *positional: Any,
         loss_scale: LossScale | None = None,
         guard: SpikeGuard | None = None,
         wrt: Any = nnx.Param,
         **kwargs: Any,
     ) -> None:
-        tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale=loss_scale, guard=guard)
+        if positional:
+            given = ", ".join(type(x).__name__ for x in positional)
+            raise TypeError(
+                f"nnx.Optimizer: expected (model, tx) and keywords, got {given} by "
+                "position; write loss_scale=, guard= or wrt= before it"
+            )
+        tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, guard)
         super().__init__(model, tx, wrt=wrt, **kwargs)
 
     @property
@@ -167,8 +178,8 @@ class Optimizer(nnx.Optimizer):
             before = {path: _leaves(x) for path, x in _variables(nodes).items()}
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
-            agree = getattr(self.tx.update, "agreement", None)  # None: the automatic
             # XLA merges this with the same decision in `update`.
+            agree = cast(LossScaleTransformation, self.tx).agreement
             applied = judge_step(grads, loss, with_arrays(guard), agree).applied
             _put_back_unless(applied, nodes, before)
             return value, grads

@@ -55,6 +55,10 @@ TESTS = {
         "test_jaxpr scaling/test_skip autocast/test_autocast",
     ),
     "_autocast/dot_general": "autocast/test_dot_general",
+    "_half_storage/formats": "half_storage/test_formats half_storage/test_parameters",
+    "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
+    "_half_storage/states": "half_storage/test_states",
+    "checkpoints": "test_checkpoints half_storage/test_parameters",
     "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little

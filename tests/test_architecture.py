@@ -19,6 +19,8 @@ MAY_IMPORT = {
     "optax": {
         "_state",
         "_half_storage.parameters",
+        "_half_storage.states",
+        "_machine.gain",
         "_scaling.extra_args",
         "_scaling.transform",
         "_flax",
@@ -50,10 +52,11 @@ TESTED_BY = {
         "arguments are passed through a transformation",
     ),
     "_doors": ("test_architecture", "an attribute of the package"),
+    "_machine.*": ("test_machine", "the command prints what these measure"),
+    "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
-    "diagnostics._tables": ("diagnostics/run/test_grad_report", "tables are summaries"),
     "diagnostics._run.casts": ("diagnostics/run/test_grad_report", "casts are counted"),
     "diagnostics._precision.probe": (
         "diagnostics/precision/test_sensitivity",
@@ -145,7 +148,8 @@ def imports(name):
             base = package[: len(package) - (node.level - 1)]
             base += node.module.split(".") if node.module else []
             for alias in node.names:
-                candidates = [".".join([*base, alias.name]), ".".join(base)]
+                whole = ".".join(base) or "__init__"
+                candidates = [".".join([*base, alias.name]), whole]
                 own |= {next(c for c in candidates if c in MODULES)}
     return own, external
 

@@ -12,6 +12,7 @@ import flax.serialization
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp_v0
 import orbax.checkpoint.experimental.v1 as ocp
@@ -162,12 +163,29 @@ def test_orbax_names_the_leaves_on_disk(tmp_path):
         {},
         jnp.float32(8.0),
         {"loss_scale": jnp.ones(2, jnp.float32), "counter": jnp.int32(0)},
-        {"loss_scale": jnp.float16(8.0), "counter": jnp.int32(0)},
+        {"loss_scale": jnp.float16(jnp.inf), "counter": jnp.int32(0)},
+        {"loss_scale": jnp.float32(8.0), "counter": jnp.float32(0)},
     ],
 )
 def test_a_foreign_or_truncated_state_dict_is_a_clear_error(state_dict):
     with pytest.raises(ValueError, match=r"DynamicLossScale at path .*expected"):
         flax.serialization.from_state_dict(jmp_scale.DynamicLossScale(), state_dict)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
+    # EasyLM's checkpointer writes all floating-point arrays in bfloat16.
+    def saved(s):
+        return {"loss_scale": np.asarray(s).astype(dtype), "counter": np.int32(7)}
+
+    target = jmp_scale.DynamicLossScale()
+    restored = flax.serialization.from_state_dict(target, saved(2.0**13))
+    assert_bitwise_equal(restored.loss_scale, jnp.float32(2.0**13))
+    assert restored.counter == 7
+    message = rf"{dtype} does not hold loss_scale exactly, save float32"
+    for s in (1.5 * 2.0**13, np.inf):
+        with pytest.raises(ValueError, match=message):
+            flax.serialization.from_state_dict(target, saved(s))
 
 
 def test_an_exported_update_survives_serialization():
@@ -249,7 +267,11 @@ def test_abstract_leaves_are_filled_from_disk(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "state", "message"),
     [
-        (old_state, lambda: jax.eval_shape(make_state), "abstract: .*ale/counter"),
+        (
+            old_state,
+            lambda: jax.eval_shape(make_state),
+            r"ShapeDtypeStructs at .*ale/counter",
+        ),
         (make_state, make_state, "restored into the state as it is"),
         (old_state, old_state, "state has no loss scale"),
     ],
@@ -360,6 +382,7 @@ GROWN = """
 import pickle
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import jmp_scale.checkpoints
 
@@ -426,6 +449,57 @@ def test_a_float32_checkpoint_goes_into_half_precision_and_back(loader):
     restored = restore_without_half_parameters(loader((plain, plain_state)), *new)
     assert_bitwise_equal(restored, (params, state))
     assert_bitwise_equal(without_half_parameters(*restored), (plain, plain_state))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_float32_checkpoint_goes_into_abstract_half_precision_parameters(
+    dtype, tmp_path
+):
+    # Orbax's way for large models: no array is made before those on disk are read.
+    tx = jmp_scale.with_half_parameters(optax.adam(1e-3))
+    plain = {"w": jnp.linspace(-2.0, 2.0, 12).reshape(4, 3), "n": jnp.ones(3)}
+    saved = plain, optax.adam(1e-3).init(plain)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    params = plain | {"w": plain["w"].astype(dtype)}
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (params, jax.eval_shape(tx.init, params)),
+    )
+    load = with_orbax(saved, tmp_path)
+    restored = restore_without_half_parameters(load, *abstract)
+    assert_bitwise_equal(without_half_parameters(*restored), saved)
+    types = jax.tree.map(lambda x: x.dtype, (restored, abstract))
+    assert types[0] == types[1]
+    assert {x.sharding for x in jax.tree.leaves(restored)} == {sharding}
+    stochastic = jmp_scale.with_half_parameters(optax.adam(1e-3), key=jax.random.key(0))
+    state = jax.eval_shape(stochastic.init, params)
+    with pytest.raises(ValueError, match="ShapeDtypeStructs at 1/rounding_key; pass"):
+        restore_without_half_parameters(lambda _: saved, params, state)
+
+
+def test_remainders_of_bfloat16_in_a_float16_model_are_told(tmp_path):
+    def start(dtype):
+        params = {"w": jnp.linspace(-2.0, 2.0, 8).astype(dtype)}
+        tx = jmp_scale.with_half_parameters(optax.adam(1e-3))
+        tx = jmp_scale.with_loss_scale(tx)
+        return tx, params, tx.init(params)
+
+    tx, params, state = start(jnp.bfloat16)
+    updates, state = tx.update(params, state, params)
+    params = optax.apply_updates(params, updates)
+    load = with_orbax((params, state), tmp_path)
+    template = start(jnp.float16)[1:]
+    message = "expected a remainder of parameter w of at most half a digit"
+    with pytest.raises(ValueError, match=f"full_parameters: {message}"):
+        jmp_scale.full_parameters(*load(template))
+    with pytest.raises(ValueError, match=f"restore_older: {message}"):
+        restore_older(load, template)
+    full = jmp_scale.full_parameters(params, state)
+    template = start(jnp.float16)[1:]
+    params, state = restore_without_half_parameters(
+        lambda _: (full, without_half_parameters(params, state)[1]), *template
+    )
+    assert_bitwise_equal(jmp_scale.full_parameters(params, state), full)
 
 
 @pytest.mark.parametrize("tx", [optax.adam(2.0**-9), optax.sgd(2.0**-9)])

@@ -232,11 +232,10 @@ def test_every_example_is_on_the_page_of_examples():
 
 
 def test_the_first_page_of_the_site_shows_the_lines_of_the_readme():
-    blocks = PYTHON.findall((ROOT / "README.md").read_text())
-    assert len(blocks) == 2
-    for _, code in blocks:
-        code = re.sub(r"^import .*\n", "", code)
-        assert code in TEXTS["docs/index.md"]
+    fence = re.compile(r"^```(?:diff|python)\n.*?^```$", re.DOTALL | re.MULTILINE)
+    blocks = fence.findall((ROOT / "README.md").read_text())
+    assert blocks == fence.findall(TEXTS["docs/index.md"])
+    assert len(blocks) == 3
 
 
 def test_every_sentence_of_health_has_a_section_that_quotes_one():

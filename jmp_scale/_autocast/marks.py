@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from .._contexts import UNSCALED
+from .._tree import is_module
 from .._validation import require_callable, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,10 +44,12 @@ def keep_float32(fun: F) -> F:
     half precision again: the inner one of the two decides.
 
     Args:
-      fun: a function of arrays and anything else, or a layer; TypeError if neither.
+      fun: a function of arrays and anything else, or a layer; TypeError if neither, as
+        of a class of layers.
 
     Returns:
-      A function with the arguments and results of `fun`.
+      A function with the arguments and results of `fun`. Of a layer, it is a pytree
+      that holds it: an attribute of the model, trained and saved with it.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -55,19 +59,7 @@ def keep_float32(fun: F) -> F:
       '3.0e-08'
     """
 
-    require_callable("keep_float32", fun, "write keep_float32(fun)(x)")
-
-    @functools.wraps(fun)
-    def exempt(*args: Any, **kwargs: Any) -> Any:
-        half, in_half = _TRACING.value
-        if not in_half:
-            with jax.named_scope(_EXEMPT):
-                return fun(*args, **kwargs)
-        args, kwargs = _cast((args, kwargs), half, "float32")
-        with jax.named_scope(_EXEMPT), _TRACING(_Tracing(half)):
-            return _cast(fun(*args, **kwargs), "float32", half)
-
-    return exempt  # pyright: ignore[reportReturnType]
+    return _marked("keep_float32", fun, _run_exempt)
 
 
 def in_half(fun: F) -> F:
@@ -79,7 +71,8 @@ def in_half(fun: F) -> F:
     that dtype too, also with another `backward`. Without `autocast` it is `fun`.
 
     Args:
-      fun: a function of pytrees of arrays and anything else; TypeError if not.
+      fun: a function of pytrees of arrays and anything else, or a layer, as in
+        `keep_float32`.
 
     Returns:
       A function with the arguments and results of `fun`.
@@ -92,18 +85,78 @@ def in_half(fun: F) -> F:
       dtype('float32')
     """
 
-    require_callable("in_half", fun, "write in_half(fun)(x)")
+    return _marked("in_half", fun, _run_halved)
+
+
+def _run_exempt(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    half, in_half = _TRACING.value
+    if not in_half:
+        with jax.named_scope(_EXEMPT):
+            return fun(*args, **kwargs)
+    args, kwargs = _cast((args, kwargs), half, "float32")
+    with jax.named_scope(_EXEMPT), _TRACING(_Tracing(half)):
+        return _cast(fun(*args, **kwargs), "float32", half)
+
+
+def _run_halved(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    half = _TRACING.value.half
+    if not half:
+        return fun(*args, **kwargs)
+    args, kwargs = _cast((args, kwargs), "float32", half)
+    with _TRACING(_Tracing(half, in_half=True)):
+        return _cast(fun(*args, **kwargs), half, "float32")
+
+
+def _marked(name: str, fun: F, run: Callable[..., Any]) -> F:
+    """A function that runs `fun` by `run`, or a layer, whose arrays stay in view."""
+    if inspect.isclass(fun):
+        kind = fun.__name__
+        raise TypeError(
+            f"{name}: expected a function or a layer, got the class {kind}; mark the "
+            f"layer that it makes: {name}({kind}(...))(x)"
+        )
+    require_callable(name, fun, f"write {name}(fun)(x)")
+    leaves = jax.tree.leaves(fun)
+    if is_module(fun) or any(
+        isinstance(x, float) or hasattr(x, "dtype") for x in leaves
+    ):
+        return MarkedLayer(fun, run)  # pyright: ignore[reportReturnType]
 
     @functools.wraps(fun)
-    def halved(*args: Any, **kwargs: Any) -> Any:
-        half = _TRACING.value.half
-        if not half:
-            return fun(*args, **kwargs)
-        args, kwargs = _cast((args, kwargs), "float32", half)
-        with _TRACING(_Tracing(half, in_half=True)):
-            return _cast(fun(*args, **kwargs), half, "float32")
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return run(fun, *args, **kwargs)
 
-    return halved  # pyright: ignore[reportReturnType]
+    return marked  # pyright: ignore[reportReturnType]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class MarkedLayer:
+    """A layer with a mark, `fun`: a pytree, so that as an attribute it is in its model.
+
+    It has the attributes of the layer.
+    """
+
+    def __init__(self, fun: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.fun, self._run = fun, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.fun, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "fun":  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.fun, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.fun!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Callable[..., Any]]:
+        return [(jax.tree_util.GetAttrKey("fun"), self.fun)], self._run
+
+    @classmethod
+    def tree_unflatten(cls, run: Callable[..., Any], children: Any) -> "MarkedLayer":
+        (fun,) = children
+        return cls(fun, run)
 
 
 def tracing(half: DTypeLike) -> AbstractContextManager[Any]:

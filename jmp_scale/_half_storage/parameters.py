@@ -10,14 +10,14 @@ The remainder of a float16 is the float32 `x - q`. Transformer Engine and Megatr
 keep bfloat16 remainders in PyTorch (`store_param_remainders`).
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax import lax
+from jax.core import Tracer
 
 from .._mesh import refuse_unreduced
 from .._policy import holds_half
@@ -26,11 +26,11 @@ from .._state import (
     find_half_states,
     find_loss_scale_states,
     is_nothing,
+    started,
 )
-from .._tree import leaves_by_name, promote_to_float32, with_arrays
-
-_bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+from .._tree import leaves_by_name, listed, promote_to_float32, with_arrays
+from .._validation import described, key_words
+from .formats import FORMATS, format_of, misfits
 
 
 def with_half_parameters(
@@ -62,10 +62,12 @@ def with_half_parameters(
       Extra arguments go to `inner`.
 
     Raises:
-      TypeError: `inner` is not an Optax optimizer.
+      TypeError: `inner` is not an Optax optimizer, `key` not a PRNG key, a leaf of the
+        parameters not an array, or the state of `update` that of a plain optimizer.
       ValueError: `inner` contains a `with_loss_scale` or another `with_half_parameters`
-        (from `init`); `update` without `params`, with others than those of `init`, or
-        with gradients that are not added up over devices (`unreduced`).
+        (from `init`); several keys; `update` without `params`, with others than
+        those of `init`, with a state from before `key` was given or left out, or with
+        gradients that are not added up over devices (`unreduced`).
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -85,10 +87,11 @@ def with_half_parameters(
             f"optax.GradientTransformation, got {inner!r}; pass the optimizer first"
         )
     inner = optax.with_extra_args_support(inner)
-    words = None if key is None else jax.random.key_data(key)[:2]
+    words = None if key is None else key_words("with_half_parameters", key)
 
     def init(params: optax.Params) -> HalfParametersState:
-        inner_state = inner.init(jax.tree.map(_join, params))
+        full = jax.tree.map(_join, params)
+        inner_state = started("with_half_parameters", inner, full)
         if find_loss_scale_states(inner_state) or find_half_states(inner_state):
             raise ValueError(
                 "with_half_parameters: expected an optimizer without a loss scale and "
@@ -102,13 +105,8 @@ def with_half_parameters(
     def update(
         updates: Any, state: HalfParametersState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, HalfParametersState]:
-        if params is None:
-            raise ValueError(
-                "with_half_parameters: expected the parameters, got None; write "
-                "update(grads, state, params)"
-            )
+        _check_arguments(state, params, words)
         refuse_unreduced("with_half_parameters", updates)
-        _check_pairs("with_half_parameters", params, state.remainder)
         full = jax.tree.map(_join, params, state.remainder)
         grads, extra_args = promote_to_float32((updates, extra_args))
         out, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
@@ -132,7 +130,8 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
     """The float32 values of half-precision parameters, for evaluation and averages.
 
     Args:
-      params: the parameters, as the optimizer's `init` got them.
+      params: the parameters, as the optimizer's `init` got them, or their
+        `jax.ShapeDtypeStruct`s, which gives those of the values.
       opt_state: the state after the same step, with that of `with_half_parameters` at
         any depth: of `with_loss_scale`, a `TrainState`, `nnx.state(optimizer)`.
 
@@ -141,10 +140,18 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
       where the state keeps no remainder. Leaves of other dtypes pass.
 
     Raises:
-      ValueError: the remainders are those of other parameters.
+      ValueError: the remainders are those of other parameters, of a part of these, or
+        of two optimizers whose parameters have the same names; arguments are swapped;
+        outside of `jit`, a float16 remainder is larger than half a digit.
     """
-    arrays, kept = with_arrays(params), remainders(opt_state)
+    if find_half_states(params) and not find_half_states(opt_state):
+        raise ValueError(
+            "full_parameters: expected the parameters, then the optimizer's state, got "
+            "the state first; write full_parameters(params, opt_state)"
+        )
+    arrays, kept = with_arrays(params), remainders("full_parameters", opt_state)
     _check_pairs("full_parameters", arrays, kept)
+    check_magnitudes("full_parameters", kept, leaves_by_name(arrays))
     leaves = leaves_by_name(arrays).items()
     joined = [_join(leaf, kept.get(name)) for name, leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
@@ -154,52 +161,125 @@ def split(x: Any, like: Any) -> tuple[Any, Any]:
     """A float32 value as a parameter of the dtype of `like`, and its remainder."""
     if not holds_half(like):
         return x, None
-    made = _rounded(x, like.dtype).astype(like.dtype)
-    return made, _remainder(x, made)
+    half = format_of(like)
+    made = half.rounded(x).astype(half.dtype)
+    return made, half.remainder(x, made)
 
 
-def remainders(tree: Any) -> dict[str, Any]:
+def remainders(function: str, tree: Any) -> dict[str, Any]:
     """The remainders in a pytree, by the names of their parameters."""
-    found = {}
+    found: dict[str, Any] = {}
     for _, state in find_half_states(tree):
         fields = state if isinstance(state, Mapping) else state._asdict()
-        found |= leaves_by_name(with_arrays(fields.get("remainder")))
+        own = leaves_by_name(with_arrays(fields.get("remainder")))
+        for name in sorted(found.keys() & own.keys()):
+            raise ValueError(
+                f"{function}: expected one remainder of parameter {_named(name)}, got "
+                "those of two optimizers (a GAN's?); pass the state of the optimizer "
+                "that updates these parameters"
+            )
+        found |= own
     return found
+
+
+def _check_arguments(
+    state: HalfParametersState, params: Any, words: jax.Array | None
+) -> None:
+    if not isinstance(state, HalfParametersState):
+        raise TypeError(
+            "with_half_parameters: expected the HalfParametersState that init returns, "
+            f"got {described(state)}; jmp_scale.checkpoints."
+            "restore_without_half_parameters makes it of a plain optimizer's state"
+        )
+    if params is None:
+        raise ValueError(
+            "with_half_parameters: expected the parameters, got None; write "
+            "update(grads, state, params)"
+        )
+    kinds = ["one without key=", "one with key="]
+    if (state.rounding_key is None) != (words is None):
+        raise ValueError(
+            f"with_half_parameters: expected the state of {kinds[words is not None]}, "
+            f"got that of {kinds[words is None]}; write "
+            "tx.init(params)._replace(inner_state=state.inner_state)"
+        )
+    _check_pairs("with_half_parameters", params, state.remainder)
+    known = leaves_by_name(state.remainder)
+    for name, p in leaves_by_name(params).items():
+        if words is None and holds_half(p) and name not in known:
+            raise ValueError(
+                f"with_half_parameters: expected a remainder of parameter "
+                f"{_named(name)} ({p.dtype}) in the state, got none; call init with "
+                "the parameters that update gets"
+            )
 
 
 def _check_pairs(function: str, params: Any, remainders: Any) -> None:
     leaves = leaves_by_name(params)
     for name, remainder in leaves_by_name(remainders).items():
-        dtype = "bfloat16" if remainder.dtype == jnp.int16 else "float16"
+        dtype = next(
+            name for name, x in FORMATS.items() if x.remainder_dtype == remainder.dtype
+        )
         expected, got = f"{dtype}{list(remainder.shape)}", "none"
+        cure = (
+            f"params has {listed(leaves)}; pass all parameters as init got them, "
+            "and the state of their own optimizer"
+        )
         if hasattr(leaves.get(name), "dtype"):
             got = f"{leaves[name].dtype}{list(leaves[name].shape)}"
+            cure = (
+                "apply updates by optax.apply_updates (equinox.apply_updates does not "
+                "cast back)"
+            )
         if got != expected:
             raise ValueError(
-                f"{function}: expected parameter {name or 'params'} to be {expected}, "
-                f"of which the state holds a remainder, got {got}; pass those "
-                "that optax.apply_updates makes (equinox's does not round)"
+                f"{function}: expected parameter {_named(name)} to be {expected}, like "
+                f"its remainder in the state, got {got}; {cure}"
             )
 
 
+def check_magnitudes(
+    function: str, remainders: Mapping[str, Any], params: Mapping[str, Any]
+) -> None:
+    """Refuses remainders that a float16 cannot have, where they can be read.
+
+    Those of a bfloat16 are integers, which a loader such as Orbax casts to float32
+    without a word, if it restores into a float16 model.
+    """
+    for name, remainder in remainders.items():
+        p = params.get(name)
+        is_read = isinstance(remainder, (jax.Array, np.ndarray)) and not any(
+            isinstance(x, (Tracer, jax.ShapeDtypeStruct)) for x in (remainder, p)
+        )
+        if (
+            is_read
+            and remainder.dtype == jnp.float32
+            and bool(misfits(jnp.asarray(remainder), p))
+        ):
+            raise ValueError(
+                f"{function}: expected a remainder of parameter {_named(name)} of at "
+                "most half a digit of a float16, got larger ones; pass parameters and "
+                "state of one step, and restore a checkpoint into parameters of the "
+                "dtype that was saved (to change it, take full_parameters of these)"
+            )
+
+
+def _named(name: str) -> str:
+    return name or "params"
+
+
 def _zeros(p: Any) -> jax.Array | None:
-    if not holds_half(p):
-        return None
-    return jnp.zeros_like(p, jnp.int16 if p.dtype == jnp.bfloat16 else jnp.float32)
+    return jnp.zeros_like(p, format_of(p).remainder_dtype) if holds_half(p) else None
 
 
 def _join(p: Any, remainder: Any = None) -> Any:
     """The float32 value of a half-precision parameter and its remainder."""
     if not holds_half(p):
         return p
+    if isinstance(p, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding)
     x = jnp.asarray(p).astype(jnp.float32)
-    if remainder is None:
-        return x
-    if p.dtype == jnp.float16:
-        return jnp.where(remainder == 0, x, x + remainder)  # of -0.0 + 0.0 the sign
-    # Below a zero, as of a pruned weight, there are NaNs.
-    low = jnp.maximum(remainder.astype(jnp.int32), -(_bits(x) & 0x7FFFFFFF))
-    return _float(_bits(x) + low)
+    return x if remainder is None else format_of(p).joined(x, remainder)
 
 
 def _rounded_update(
@@ -208,44 +288,13 @@ def _rounded_update(
     """What takes a parameter to the rounding of its new value, and what that leaves."""
     if is_nothing(update) or not holds_half(p):
         return update, remainder
-    x, old = (full + update).astype(jnp.float32), _join(p)
-    noise = None
+    half, noise = format_of(p), None
     if key is not None:
-        noise = jax.random.bits(key, p.shape, jnp.uint16).astype(jnp.int32)
-    new = _rounded(x, p.dtype, noise)
+        noise = half.noise(jax.random.bits(key, p.shape, jnp.uint16))
+    x, old = (full + update).astype(jnp.float32), _join(p)
+    new = half.rounded(x, noise)
     # Two infinite ones differ by NaN. Added to a zero, `new` keeps its sign.
     change = jnp.where(jnp.isfinite(new) & (old != 0), new - old, new)
     # The cast of `optax.apply_updates` itself: XLA:TPU makes one kernel of both.
     made = (old + change).astype(p.dtype)
-    return change, _remainder(x, made) if key is None else None
-
-
-def _remainder(x: jax.Array, made: jax.Array) -> jax.Array:
-    """What a half-precision parameter lacks of a float32 value."""
-    # XLA may leave out a cast and a cast back: rounded again, or read as its bits.
-    if made.dtype == jnp.float16:
-        made = _rounded(made.astype(jnp.float32), made.dtype)
-        return jnp.where(jnp.isfinite(made), x - made, 0)
-    made = lax.bitcast_convert_type(made, jnp.int16)
-    low = _bits(x) - (made.astype(jnp.int32) << 16)
-    return jnp.clip(low, -(2**15), 2**15 - 1).astype(jnp.int16)
-
-
-def _rounded(x: jax.Array, dtype: Any, noise: Any = None) -> jax.Array:
-    """The nearest number of a half-precision dtype, or one of two by 16 random bits.
-
-    At random in the mean to 2^-16 of a bfloat16's last digit, to 2^-13 of a float16's.
-    """
-    if dtype == jnp.bfloat16:
-        added = 2**15 if noise is None else noise
-        return jnp.where(jnp.isnan(x), x, _float((_bits(x) + added) & -(2**16)))
-    # The last digit is 2^-10 of x's power of two, or 2^-24 of the subnormal numbers,
-    # which lax.reduce_precision would make zero.
-    inside = jnp.clip(x, -65504.0, 65504.0)
-    last = jnp.maximum(_float(_bits(inside) & 0x7F800000), 2.0**-14) * 2.0**-10
-    if noise is not None:
-        # Less than half a digit, in so few bits that the sum with a float16 is exact.
-        inside += ((noise % 2**12 + 0.5) * 2.0**-12 - 0.5) * last
-    large = last * (1.5 * 2**23)
-    rounded = jnp.copysign((inside + large) - large, x)
-    return jnp.where(jnp.isfinite(x), rounded, x)
+    return change, half.remainder(x, made) if key is None else None

@@ -8,16 +8,21 @@ read is reported as not looked into.
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from .hijax import box_of, boxed_rule, params_of
+
 Atom = Var | Literal
 Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
 
+# What a size that is symbolic (`jax.export`) counts as: several, so that an axis of a
+# batch is not taken for one row, and a sum over it is small.
+_SYMBOLIC_SIZE = 8
 _text = functools.cache(str)  # the name of a dtype takes NumPy a microsecond
 
 
@@ -50,7 +55,7 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def shape(atom: Atom) -> tuple[int, ...]:
     """Shape of a variable, () if its type has none."""
     dims = getattr(atom.aval, "shape", ())
-    return tuple(d if isinstance(d, int) else 1 for d in dims)
+    return tuple(d if isinstance(d, int) else _SYMBOLIC_SIZE for d in dims)
 
 
 def size(atom: Atom) -> int:
@@ -125,10 +130,23 @@ def is_no_sequence(value: object) -> bool:
     return not isinstance(value, (tuple, list))
 
 
+def is_reference(atom: Atom) -> bool:
+    """Whether a variable is a reference to an array, which equations write."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than to return results; `Scan3` does not say it."""
+    return bool(eqn.effects) or any(map(is_reference, variables(eqn.invars)))
+
+
 def subjaxprs(eqn: JaxprEqn) -> list[Program]:
     """All jaxprs among the parameters of an equation, whatever their names."""
-    values = jax.tree.leaves([*eqn.params.values()], is_leaf=is_no_sequence)
-    return [*filter(is_jaxpr, values)]
+    values = jax.tree.leaves([*params_of(eqn).values()], is_leaf=is_no_sequence)
+    # An object of hijax holds what `jax.jit(f).trace` returns.
+    traced = jax.stages.Traced
+    opened = (x.jaxpr if isinstance(x, traced) else x for x in values)
+    return [*filter(is_jaxpr, opened)]
 
 
 def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
@@ -153,7 +171,7 @@ def fits(jaxpr: Program, inputs: int, outputs: int) -> bool:
 def name_of_call(eqn: JaxprEqn) -> str:
     """Name of the function that an equation calls, "" if unknown."""
     (inner, *_) = map(bare, subjaxprs(eqn))
-    return eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
+    return params_of(eqn).get("name") or getattr(inner.debug_info, "func_name", "")
 
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
@@ -192,13 +210,23 @@ def _scan_layout(eqn: JaxprEqn) -> Loop | None:
     )
 
 
-def jvp_rule(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The rule of a custom_jvp call, of (primals, tangents); None if unreadable."""
+class Rule(NamedTuple):
+    """The rule of a custom_jvp call: (primals, tangents) to results and tangents."""
+
+    jaxpr: ClosedJaxpr
+    zeros: Sequence[bool]  # the results without a tangent, which the jaxpr leaves out
+
+
+def jvp_rule(eqn: JaxprEqn) -> Rule | None:
+    """The rule of a custom_jvp call; None if unreadable."""
     with contextlib.suppress(Exception):
+        if (box := box_of(eqn)) is not None:
+            return Rule(boxed_rule(box), [False] * len(eqn.outvars))
         # JAX asks of each tangent whether it is zero: the rule is traced for none.
         primals = len(eqn.invars) - eqn.params["num_consts"]
-        result = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
-        return ClosedJaxpr(bare(result[0]), result[1])
+        traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
+        jaxpr, consts, zeros = traced
+        return Rule(ClosedJaxpr(bare(jaxpr), consts), zeros)
     return None
 
 

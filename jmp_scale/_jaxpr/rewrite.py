@@ -2,15 +2,16 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import NameStack
+from jax.sharding import AxisType, Sharding
 
-from .primitives import PRODUCTS
+from .primitives import PRODUCTS, REARRANGES
 from .read import (
     Atom,
     Program,
@@ -112,7 +113,9 @@ def inlined(
             inputs = named(eqn.invars)
             within = scopes + eqn.source_info.name_stack
             if is_open(eqn):
+                inputs = constrained(inputs, eqn, "in_shardings", within)
                 outputs = add(subjaxprs(eqn)[0], inputs, within)
+                outputs = constrained(outputs, eqn, "out_shardings", within)
             else:
                 outputs = [Var(v.aval) for v in eqn.outvars]
                 renewed = eqn.replace(invars=inputs, outvars=outputs)
@@ -120,9 +123,80 @@ def inlined(
             renamed.update(zip(eqn.outvars, outputs, strict=True))
         return named(inner.outvars)
 
+    def constrained(
+        atoms: Sequence[Atom], call: JaxprEqn, side: str, scopes: NameStack
+    ) -> list[Atom]:
+        """The atoms, sharded as a `jit` says of its operands or results."""
+        found = [*atoms]
+        for i, sharding in enumerate(call.params.get(side, ())):
+            atom = found[i]
+            if isinstance(atom, Var) and _constrains(sharding):
+                constraint = _sharding_constraint(atom, sharding, call)
+                eqns.append(with_scopes(constraint, scopes))
+                (found[i],) = constraint.outvars
+        return found
+
     outer = bare(jaxpr)
     outputs = add(jaxpr, outer.invars, NameStack())
     return excerpt(outer, eqns, outer.invars, outputs), constants
+
+
+def _constrains(sharding: object) -> bool:
+    """Whether a sharding that a `jit` names is more than the types of arrays say."""
+    if not isinstance(sharding, Sharding):
+        return False  # none is named
+    axes: Any = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return not axes or any(axis != AxisType.Explicit for axis in axes)
+
+
+def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn:
+    """The equation of a constraint in the context of a call."""
+    aval: Any = x.aval
+    with call.ctx.manager:
+        traced = jax.make_jaxpr(
+            functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
+        )(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    (eqn,) = bare(traced).eqns
+    return eqn.replace(
+        invars=[x],
+        outvars=[Var(x.aval)],
+        ctx=call.ctx,
+        source_info=call.source_info,
+    )
+
+
+def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]:
+    """A jaxpr with a further input for each equation that reads one of these inputs.
+
+    An equation that only moves their entries is repeated for each that reads its
+    result. Also returns of which inputs the further ones are copies, in their order.
+    """
+    moves: dict[Var, JaxprEqn] = {}
+    copied: list[Var] = []
+    copies: list[Var] = []
+    eqns: list[JaxprEqn] = []
+
+    def own(atom: Atom) -> Atom:
+        if isinstance(atom, Literal) or not (atom in inputs or atom in moves):
+            return atom
+        copy = Var(atom.aval)
+        if atom in moves:
+            move = moves[atom]
+            sources = [*map(own, move.invars)]
+            eqns.append(move.replace(invars=sources, outvars=[copy]))
+        else:
+            copied.append(atom)
+            copies.append(copy)
+        return copy
+
+    for eqn in jaxpr.eqns:
+        is_move = eqn.primitive.name in REARRANGES and len(eqn.invars) == 1
+        if is_move and (eqn.invars[0] in inputs or eqn.invars[0] in moves):
+            moves[eqn.outvars[0]] = eqn
+        else:
+            eqns.append(eqn.replace(invars=[*map(own, eqn.invars)]))
+    outputs = [*map(own, jaxpr.outvars)]
+    return excerpt(jaxpr, eqns, [*jaxpr.invars, *copies], outputs), copied
 
 
 def excerpt(

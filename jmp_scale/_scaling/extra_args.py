@@ -1,4 +1,4 @@
-"""Which extra arguments an Optax optimizer takes, by the signatures of its parts."""
+"""Finds which extra arguments an Optax optimizer accepts, by inspecting its parts."""
 
 import contextlib
 import inspect
@@ -8,39 +8,43 @@ from typing import Any
 import jax
 import optax
 
-Keywords = tuple[frozenset[str], ...]
+from .._types import Function
 
-# What people call the loss, where `update` calls it `value`.
+ExtraArgs = dict[str, Any]  # keyword arguments of `update` after the parameters
+Keywords = tuple[frozenset[str], ...]  # a set for each part of an optimizer
+
+# Other names under which users pass the loss, which `update` calls `value`.
 _NAMES_OF_A_LOSS = ("loss", "loss_value", "losses", "val", "values")
-# Of a function that may use any keyword.
+# The set of a function that may use any keyword.
 _ANY = frozenset({"", *_NAMES_OF_A_LOSS})
 
 
-def takes_value(keywords: Keywords, value: Any, extra_args: dict[str, Any]) -> bool:
-    """Whether `inner` is given the loss, whose signature may refuse it (SAM's)."""
+def takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> bool:
+    """Whether the loss is passed to `inner`; its signature may refuse it, as SAM's."""
     if value is None:
         for name in _NAMES_OF_A_LOSS:
             if name in extra_args and not any(name in taken for taken in keywords):
                 raise TypeError(
                     f"with_loss_scale: expected the loss as value=, got {name}=, "
-                    "which inner does not take; write "
+                    "which inner does not accept; write "
                     "update(grads, state, params, value=loss)"
                 )
         return False
     is_refused = any(not taken & {"", "value"} for taken in keywords)
-    # Where a part needs it beside one that refuses it, the error is that of Optax.
+    # If one part needs it and another refuses it, Optax raises its own error.
     return not is_refused or any("value" in taken for taken in keywords)
 
 
-def keywords_of(update: Any, seen: set[int] | None = None) -> Keywords:
-    """The keywords of each function at which extra arguments of `update` arrive.
+def keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
+    """Returns the keywords of each function that extra arguments of `update` reach.
 
-    A wrapper (a chain, a mask, a partition) hands on any keyword, so the functions that
-    it holds are asked too. "" is among the keywords if it takes others as well: Optax's
-    own functions drop those, and of another's any name of a loss may be used.
+    A wrapper (a chain, a mask, a partition) forwards any keyword, so the functions in
+    its closure are inspected too. "" in a set means that the function accepts further
+    keywords. Optax's functions ignore them; any other function may use each name that a
+    loss goes by.
 
-    What a wrapper holds is read from its closure. Where its `update` is a method of a
-    class, the parts are attributes, which are not found: it counts as one function.
+    A wrapper whose `update` is a method keeps its parts in attributes, which are not
+    searched: it counts as one function.
     """
     function = inspect.unwrap(update)
     seen = set() if seen is None else seen
@@ -59,10 +63,11 @@ def keywords_of(update: Any, seen: set[int] | None = None) -> Keywords:
     return tuple(found)
 
 
-def _updates_within(function: Any) -> Iterator[Any]:
+def _updates_within(function: Function) -> Iterator[Function]:
+    """Yields the update functions in the closure of a function."""
     held = []
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty one
+        with contextlib.suppress(ValueError):  # an empty cell
             held.append(cell.cell_contents)
     transformation = optax.GradientTransformation
     for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, transformation)):
@@ -72,7 +77,8 @@ def _updates_within(function: Any) -> Iterator[Any]:
             yield leaf
 
 
-def _is_update(function: Any) -> bool:
+def _is_update(function: Function) -> bool:
+    """Whether a function has the parameters of an Optax update with extra arguments."""
     parameters = _parameters(function)
     if len(parameters) < 4:
         return False
@@ -82,7 +88,7 @@ def _is_update(function: Any) -> bool:
     return has_extra_args and state.default is state.empty and has_params
 
 
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    with contextlib.suppress(TypeError, ValueError):  # not written in Python
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    with contextlib.suppress(TypeError, ValueError):  # without a signature
         return list(inspect.signature(function).parameters.values())
     return []

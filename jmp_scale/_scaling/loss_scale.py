@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,28 @@ from .._tree import multiply
 T = TypeVar("T")
 
 
+class _Readable(_pytree.Pytree):
+    """A loss scale is a number for `float`, and not the state of an optimizer."""
+
+    loss_scale: Any
+
+    def __float__(self) -> float:
+        return float(self.loss_scale)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """With a state wrapped, `opt_state[0].mu` asks a loss scale for moments."""
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}; the state of the "
+                "optimizer in a LossScaleState is opt_state.inner_state, and "
+                f'optax.tree.get(opt_state, "{name}") finds a field of it'
+            )
+
+
 @_pytree.register
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale(_pytree.Pytree):
+class NoOpLossScale(_Readable):
     """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
 
     A pytree without leaves.
@@ -42,7 +61,7 @@ class NoOpLossScale(_pytree.Pytree):
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(_pytree.Pytree):
+class StaticLossScale(_Readable):
     """A constant loss scale.
 
     A pytree without leaves: another S is another compilation.
@@ -78,7 +97,7 @@ class StaticLossScale(_pytree.Pytree):
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale(_pytree.Pytree):
+class DynamicLossScale(_Readable):
     """A loss scale that backs off at an overflow and grows after a finite period.
 
     ```text

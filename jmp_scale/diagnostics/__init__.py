@@ -15,6 +15,9 @@ from ._precision.step import Finding as Finding
 from ._precision.work import Operation as Operation
 from ._run.calibration import Calibration as Calibration
 from ._run.calibration import calibrate_loss_scale as calibrate_loss_scale
+from ._run.check_step import Problem as Problem
+from ._run.check_step import StepCheck as StepCheck
+from ._run.check_step import check_step as check_step
 from ._run.diagnosis import Diagnosis as Diagnosis
 from ._run.diagnosis import diagnose_nonfinite as diagnose_nonfinite
 from ._run.grad_report import GradReport as GradReport

@@ -1,13 +1,19 @@
 """Names that keep products float32, and the mark of `autocast` in a traced program."""
 
+import copy
 import inspect
+import pickle
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from autocast_programs import W, X
+from flax import linen, nnx
 from jax import lax
 
-from jmp_scale import _jaxpr, in_half
+from jmp_scale import _jaxpr, autocast, in_half, keep_float32
 from jmp_scale._autocast import marks as _marks
 from jmp_scale._autocast.marks import Names
 
@@ -96,3 +102,69 @@ def test_a_jitted_function_is_traced_anew_for_each_dtype():
 
     assert "float16" in dtypes("float16")
     assert "float16" not in dtypes("bfloat16")
+
+
+MARKS = pytest.mark.parametrize("mark", [keep_float32, in_half])
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.first(x)))
+
+
+@MARKS
+def test_a_marked_layer_stays_in_its_model(mark):
+    keys = jax.random.split(jax.random.key(0))
+    plain = Net(*(eqx.nn.Linear(16, 16, key=key) for key in keys))
+    marked = eqx.tree_at(lambda m: m.head, plain, replace_fn=mark)
+    at_call = eqx.tree_at(
+        lambda m: m.head, plain, replace_fn=lambda h: lambda x: mark(h)(x)
+    )
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    half = eqx.filter_jit(eqx.filter_grad(autocast(loss, "float16")))
+    arrays = jax.tree.leaves(eqx.filter(marked, eqx.is_array))
+    assert len(arrays) == 4
+    assert marked.head.weight is marked.head.fun.weight
+    grads = half(marked, X)
+    assert float(jnp.abs(grads.head.weight).max()) > 0
+    np.testing.assert_array_equal(grads.first.weight, half(at_call, X).first.weight)
+
+
+@MARKS
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_marked_layer_is_copied_with_its_mark(mark, copied):
+    layer = mark(eqx.nn.Linear(16, 16, key=jax.random.key(0)))
+    other = copied(layer)
+    assert jax.tree.structure(other) == jax.tree.structure(layer)
+    np.testing.assert_array_equal(other(X[0]), layer(X[0]))
+    assert repr(other).startswith("MarkedLayer(Linear(")
+    with pytest.raises(AttributeError, match="nothing"):
+        layer.nothing  # noqa: B018
+
+
+@MARKS
+def test_a_marked_method_is_one(mark):
+    class Solver:
+        @mark
+        def double(self, x):
+            return 2 * x
+
+    assert Solver().double(2) == 4
+
+
+@MARKS
+@pytest.mark.parametrize("cls", [linen.Dense, nnx.Linear, eqx.nn.Linear])
+def test_a_class_cannot_be_marked(mark, cls):
+    name = mark.__name__
+    with pytest.raises(
+        TypeError, match=rf"^{name}: .* {name}\({cls.__name__}\(...\)\)"
+    ):
+        mark(cls)

@@ -15,6 +15,7 @@ from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 import jmp_scale.nnx
 from jmp_scale import (
     DynamicLossScale,
+    checkpoints,
     full_parameters,
     with_half_parameters,
     with_loss_scale,
@@ -105,6 +106,9 @@ def test_values_of_every_size_are_kept_in_every_bit(dtype, jit):
         nonzero = (nearest & 0x7FFF) != 0
         np.testing.assert_array_equal(got[nonzero], nearest[nonzero])
         assert (jnp.isnan(params) == jnp.isnan(plain)).all()
+    if dtype == jnp.float16:
+        with pytest.raises(ValueError, match="of at most half a digit of a float16"):
+            full_parameters(params / 2, state)
 
 
 def test_parameters_set_to_zero_meet_an_old_remainder_that_makes_no_nan():
@@ -196,6 +200,89 @@ def test_calls_without_or_with_other_parameters_are_errors():
         with_half_parameters("adam")
 
 
+KEY = jax.random.key(0)
+
+
+def updated(state_of, key=None):
+    """An update of bfloat16 parameters with the state of something else."""
+    params = half(PARAMS)
+    state = state_of(optax.adam(0.1), params)
+    with_half_parameters(optax.adam(0.1), key=key).update(GOOD, state, params)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        (
+            lambda: updated(lambda tx, p: tx.init(p)),
+            TypeError,
+            "expected the HalfParametersState .*got a tuple of length 2; .*restore",
+        ),
+        (
+            lambda: updated(lambda tx, p: with_half_parameters(tx).init(p), key=KEY),
+            ValueError,
+            r"of one with key=, got that of one without key=; write tx.init\(params\)",
+        ),
+        (
+            lambda: updated(lambda tx, p: with_half_parameters(tx, key=KEY).init(p)),
+            ValueError,
+            "of one without key=, got that of one with key=",
+        ),
+        (
+            lambda: updated(lambda tx, p: with_half_parameters(tx).init(PARAMS)),
+            ValueError,
+            r"expected a remainder of parameter b \(bfloat16\) .*call init with",
+        ),
+        (
+            lambda: with_half_parameters(optax.adam(0.1), key=0),
+            TypeError,
+            r"to be a PRNG key, got 0; write key=jax.random.key\(0\)",
+        ),
+        (
+            lambda: with_half_parameters(optax.adam(0.1), key=jax.random.split(KEY)),
+            ValueError,
+            r"one PRNG key, got an array of shape \(2,\); .*_replace\(rounding_key=",
+        ),
+        *(
+            (lambda wrap=wrap: wrap(optax.adam(0.1)).init({"f": jax.nn.relu}), *rest)
+            for wrap in (with_half_parameters, with_loss_scale)
+            for rest in [(TypeError, r"got a .* at params\['f'\]; .*equinox.filter\(")]
+        ),
+    ],
+)
+def test_mistakes_are_named_with_their_cure(mistake, error, message):
+    with pytest.raises(error, match=f"with_(half_parameters|loss_scale): .*{message}"):
+        mistake()
+
+
+def of_two(params, state):
+    """States of two optimizers whose parameters have the same names, as a GAN's."""
+    return params, {"generator": state, "discriminator": state}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (of_two, r"expected one remainder of parameter b, .*that updates these"),
+        (lambda p, s: (s, p), r"got the state first; write full_parameters\(params"),
+        (lambda p, s: ({"params": p}, s), r"params has params/b, params/w; pass all"),
+        (lambda p, s: (p["w"], s), r"parameter b to be bfloat16\[2\].*; pass all"),
+        (
+            lambda p, s: (half(p, jnp.float32), s),
+            "apply updates by optax.apply_updates",
+        ),
+    ],
+)
+def test_parameters_and_a_state_that_do_not_belong_together(given, message):
+    params = half(PARAMS)
+    state = with_half_parameters(optax.adam(0.1)).init(params)
+    with pytest.raises(ValueError, match=f"full_parameters: .*{message}"):
+        full_parameters(*given(params, state))
+    if given is of_two:
+        with pytest.raises(ValueError, match=message):
+            checkpoints.without_half_parameters(*given(params, state))
+
+
 # Stochastic rounding.
 
 
@@ -232,6 +319,21 @@ def test_values_that_need_no_rounding_stay_under_a_key(dtype):
         made[~jnp.isnan(made)], (params + zeros.astype(dtype))[~jnp.isnan(params)]
     )
     assert jax.tree.leaves(state.remainder) == []
+
+
+def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own():
+    tx = with_half_parameters(optax.sgd(1.0), key=KEY)
+    members, grads = jnp.ones((3, 100), jnp.bfloat16), jnp.full((3, 100), 2.0**-9)
+    states = jax.vmap(tx.init)(members)
+    keys = jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(1), 3))
+    states = states._replace(rounding_key=keys)
+    updates, states = jax.vmap(tx.update)(grads, states, members)
+    made = np.asarray(optax.apply_updates(members, updates), np.float32)
+    assert len(np.unique(made, axis=0)) == 3
+    one = tx.init(members[1])._replace(rounding_key=keys[1])
+    updates, _ = tx.update(grads[1], one, members[1])
+    alone = optax.apply_updates(members[1], updates)
+    np.testing.assert_array_equal(made[1], alone.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("spec", [("i", None), (None, "i"), ("i", "j"), ()])
@@ -280,6 +382,37 @@ def test_flax_trains_half_precision_models_as_float32_ones(train):
     assert_bitwise_equal(jax.tree.leaves(values), jax.tree.leaves(expected))
 
 
+class Mixed(nnx.Module):
+    """Half-precision weights between float32 norms."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.LayerNorm(2, rngs=rngs)
+        self.linear = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=rngs)
+
+
+@pytest.mark.parametrize("make", [jmp_scale.nnx.Optimizer, nnx.Optimizer])
+def test_full_parameters_of_a_mixed_nnx_model_are_those_of_a_float32_one(make):
+    def trained(model, tx):
+        optimizer = make(model, tx, wrt=nnx.Param)
+        for _ in range(2):
+            grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+            optimizer.update(model, grads)
+        return nnx.state(model, nnx.Param), nnx.state(optimizer)
+
+    wide = Mixed()
+    nnx.update(wide, half(nnx.state(wide), jnp.float32))
+    expected, inner_state = trained(wide, optax.adam(2.0**-9))
+    params, state = trained(Mixed(), with_half_parameters(optax.adam(2.0**-9)))
+    assert_bitwise_equal(full_parameters(params, state), expected)
+    full, back = checkpoints.without_half_parameters(params, state)
+    assert_bitwise_equal(*map(jax.tree.leaves, ((full, back), (expected, inner_state))))
+    restored = checkpoints.restore_without_half_parameters(
+        lambda _: (full, back), params, state
+    )
+    assert_bitwise_equal(restored, (params, state))
+
+
 def test_equinox_models_keep_their_functions():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(2, 2, 4, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
@@ -291,7 +424,7 @@ def test_equinox_models_keep_their_functions():
     expected = jax.tree.map(lambda p: p.astype(jnp.float32) * (1 - 2.0**-12), old)
     assert_bitwise_equal(eqx.filter(values, eqx.is_array), expected)
     assert values.activation is model.activation
-    with pytest.raises(ValueError, match=r"equinox's does not round"):
+    with pytest.raises(ValueError, match=r"equinox\.apply_updates does not"):
         tx.update(old, state, eqx.apply_updates(old, updates))
 
 

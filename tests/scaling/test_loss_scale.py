@@ -384,3 +384,16 @@ def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
     assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
     unscaled = map_over(jmp_scale.unscale, loss_scales, scaled)
     assert unscaled == losses | {"a": 3}
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_float_of_a_loss_scale_is_s(loss_scale):
+    assert float(loss_scale) == (1 if loss_scale == NoOpLossScale() else 8)
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_a_loss_scale_taken_for_a_state_says_where_the_state_is(loss_scale):
+    assert not hasattr(loss_scale, "mu")
+    message = r"no attribute 'mu'; .* is opt_state.inner_state, and optax.tree.get\(opt"
+    with pytest.raises(AttributeError, match=message):
+        _ = loss_scale.mu

@@ -283,6 +283,16 @@ def test_gradients_of_another_structure_than_the_parameters_are_an_error(grads, 
         assert str(jax.tree.structure(tree)) in str(error.value)
 
 
+@pytest.mark.parametrize("other", [{"d": jnp.ones(2)}, {"g": jnp.ones(2)}])
+def test_a_state_of_another_model_is_an_error_with_the_cure(other):
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    state = tx.init({"g": jnp.ones(3)})
+    with pytest.raises((TypeError, ValueError)) as error:
+        tx.update(other, state, other)
+    notes = " ".join(error.value.__notes__)
+    assert "keep one state for each optimizer and model" in notes
+
+
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
 def test_parts_without_a_gradient_or_a_parameter_may_be_left_out(nothing):
     tx = jmp_scale.with_loss_scale(optax.adam(0.1))
@@ -327,7 +337,7 @@ def test_an_optimizer_with_branches_works_within_a_lookahead():
 def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
     within = nest(jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale()))
     tx = jmp_scale.with_loss_scale(within, DynamicLossScale())
-    with pytest.raises(ValueError, match=r"with_loss_scale within.*wrap once"):
+    with pytest.raises(ValueError, match=r"contains with_loss_scale.*wrap once"):
         tx.init(PARAMS)
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._scaling.finite import all_finite, finite_and_norm
+from ..._tree import promote_to_float32
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
-from .._tables import leaf_name, percent, power, table
+from .._tables import leaf_name, percent, power, printed, table
 
 # The share of a gradient's norm that training bears: gradients of two batches differ by
 # far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
@@ -20,6 +21,7 @@ _BEARABLE = 0.1
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
 
+@printed
 class LeafComparison(NamedTuple):
     """One leaf of the gradient in half precision, beside float32's.
 
@@ -40,6 +42,7 @@ class LeafComparison(NamedTuple):
     float32_error: float
 
 
+@printed
 class GradientComparison(NamedTuple):
     """The result of `compare_gradients`, in Python values.
 
@@ -121,11 +124,14 @@ def compare_gradients(
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
     arrays, rejoin = split_arrays(args)
+    # Float32's gradient is that of float32 parameters: JAX adds up the cotangents of an
+    # array in its own dtype.
+    wide = promote_to_float32(arrays)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     found = start.found(lambda s: run_half(s, arrays))
-    return Reference(run, arrays).compared(*found)
+    return Reference(run, wide).compared(*found)
 
 
 class Reference:

@@ -25,8 +25,10 @@ def half_parameters(
     first = f", {path}" if path else ""
     message = (
         f"the parameters are {dtype} ({count}{first}), so that small updates round to "
-        "nothing; keep float32 parameters and cast them inside the loss, or wrap the "
-        "optimizer in with_half_parameters (and pass its opt_state)"
+        "nothing; keep float32 parameters and cast them inside the loss, wrap the "
+        "optimizer in with_half_parameters (and pass its opt_state), or, if they are "
+        "frozen, differentiate the trained ones alone (argnums; in NNX "
+        "transform=optimizer.value_and_grad)"
     )
     place = place_of_function(fun, caller)
     yield finding_at(place, "half-parameters", "error", message, dtype)

@@ -18,9 +18,17 @@ import numpy as np
 
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
-from ..._autocast.interpreter import Interpreter, Notes, Part, TraceCache, Values
+from ..._autocast.higher_order import Part
+from ..._autocast.identities import softmax_from, with_value
+from ..._autocast.interpreter import (
+    ByVariable,
+    Interpreter,
+    Notes,
+    TraceCache,
+    Values,
+)
 from ..._autocast.marks import Names, tracing
-from ..._autocast.operations import Product, softmax_from, softmaxes_of, with_value
+from ..._autocast.operations import Product, softmaxes_of
 from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
@@ -176,8 +184,8 @@ class _Flagged(Interpreter):
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def run_products(
-        self, unit: Unit, plan: Plan, env: Values, halves: Values
-    ) -> Values:
+        self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
+    ) -> ByVariable:
         inputs = [env[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)

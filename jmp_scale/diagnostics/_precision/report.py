@@ -12,15 +12,16 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from ..._state import find_half_states
 from .._backward import Loss, is_array, split_arrays
 from .._source import begin_user_code, place_of_caller
-from .._tables import table
+from .._tables import printed, table
 from . import conclusions, work
-from .step import SEVERITIES, Finding
+from .step import SEVERITIES, Finding, location
 from .walk import Walk
 from .work import Operation, SourceLine
 
 _REPORTS = itertools.count()
 
 
+@printed
 class PrecisionReport(NamedTuple):
     """The result of `precision_report`, in Python values.
 
@@ -40,11 +41,7 @@ class PrecisionReport(NamedTuple):
 
     def summary(self) -> str:
         """The findings as a compiler prints them, and the matrix work by dtype."""
-        lines = [
-            f"{_location((f.file, f.line))}: {f.severity}: {f.message} [{f.rule}]"
-            + (" (backward pass)" if f.backward else "")
-            for f in self.findings
-        ]
+        lines = [finding.summary() for finding in self.findings]
         for primitive, line in self.not_looked_into:
             lines.append(f"{line}: note: {primitive} was not looked into.")
         severities = [f.severity for f in self.findings]
@@ -120,7 +117,7 @@ def precision_report(
         *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
         *notes,
     ]
-    unread = [(name, _location(place[:2])) for name, place in forward.unread]
+    unread = [(name, location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
         tuple(conclusions.in_order(found, forward)),
         operations,
@@ -165,10 +162,6 @@ def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]
     fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
     with fresh, np.errstate(over="call", under="call", call=note):
         yield lines["overflow"], lines["underflow"]
-
-
-def _location(line: SourceLine) -> str:
-    return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 
 def _table(report: PrecisionReport) -> list[str]:

@@ -11,13 +11,14 @@ from jax.typing import DTypeLike
 from ..._policy import checked_half
 from ..._scaling.finite import all_finite
 from .._backward import Loss, Start, start_of
-from .._tables import percent, power, table
+from .._tables import percent, power, printed, table, with_progress
 from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
 
 _MOST_MEASURED = 128  # lines, or groups of neighbors, that are measured one by one
 
 
+@printed
 class SensitiveProduct(NamedTuple):
     """The matrix products and convolutions of one line, in one scope.
 
@@ -40,6 +41,7 @@ class SensitiveProduct(NamedTuple):
     without: float
 
 
+@printed
 class SensitiveProducts(NamedTuple):
     """The result of `sensitive_products`, in Python values.
 
@@ -197,7 +199,9 @@ class _Search:
 
     def _measure(self) -> None:
         size = max(math.ceil(len(self._groups) / _MOST_MEASURED), 1)
-        for start in _with_progress(range(0, len(self._groups), size)):
+        for start in with_progress(
+            range(0, len(self._groups), size), "sensitive_products"
+        ):
             together = self._groups[start : start + size]
             alone = self._error(together)
             without = self._error_without(together)
@@ -261,11 +265,3 @@ def _names(
         if not any(map(group.is_kept, chosen)):
             chosen.append(min(filter(group.is_kept, group.names()), key=cost))
     return tuple(chosen)
-
-
-def _with_progress(items: Sequence[int]) -> Iterable[int]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, "sensitive_products", leave=False)

@@ -7,6 +7,7 @@ from jax.extend.core import JaxprEqn
 
 from ..._jaxpr import Atom, dtype_name, shape
 from .._source import Place
+from .._tables import printed
 from .facts import Fact, is_wide
 from .lineage import is_half
 
@@ -14,6 +15,7 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")
 
 
+@printed
 class Finding(NamedTuple):
     """A line of a program that half precision harms.
 
@@ -39,6 +41,16 @@ class Finding(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     backward: bool
+
+    def summary(self) -> str:
+        """The finding as a compiler prints it, in one line."""
+        where = location((self.file, self.line))
+        end = " (backward pass)" if self.backward else ""
+        return f"{where}: {self.severity}: {self.message} [{self.rule}]{end}"
+
+
+def location(line: tuple[str | None, int | None]) -> str:
+    return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 
 class Step(NamedTuple):

@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 from ..._autocast.dot_general import ALGORITHMS
 from ..._autocast.operations import has_matrix_work, stays_float32
 from ..._jaxpr import PRODUCTS, dtype_name, shape, size, words
+from .._tables import printed
 from .facts import Fact, is_wide
 from .lineage import SAME_ENTRIES, entries_added, is_half
 from .rules import is_cast_by_user, is_narrowed_by_user
@@ -28,6 +29,7 @@ _NO_WORK = SAME_ENTRIES | words(
 SourceLine = tuple[str | None, int | None]
 
 
+@printed
 class Operation(NamedTuple):
     """How often a program runs an operation in a dtype, forward and backward.
 

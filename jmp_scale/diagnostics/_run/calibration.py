@@ -12,17 +12,19 @@ from jax import lax
 from ..._jaxpr import dtype_name, equations
 from ..._scaling.finite import all_finite
 from .._backward import Loss, split_arrays
+from .._tables import printed
 from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 
 
+@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """The result of `calibrate_loss_scale` for K loss scales and L inexact leaves.
 
     A loss scale *works* if the loss and all gradients are finite, and if at most 2^-8
-    of each leaf's entries are zero that are not zero at the best of the finite loss
-    scales. The window is the longest run of neighbors that work, the lower of two.
+    of the elements of each leaf that are nonzero at that leaf's best finite loss scale
+    are zero. The window is the longest run of neighbors that work, the lower of two.
 
     Attributes:
       log2_scales: i32[K], the loss scales that were tried.

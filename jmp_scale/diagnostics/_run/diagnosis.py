@@ -18,6 +18,7 @@ from ..._scaling.loss_scale import scale_value
 from ..._tree import named_inexact_leaves
 from .._backward import Backward, Loss, described, split_arrays
 from .._source import Place, place_of
+from .._tables import printed
 
 _NAMES = {
     "cholesky": "a Cholesky factorization",
@@ -30,6 +31,7 @@ _NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
 
 
+@printed
 class Diagnosis(NamedTuple):
     """The result of `diagnose_nonfinite`, in Python values.
 

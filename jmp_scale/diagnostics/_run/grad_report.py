@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..._scaling.loss_scale import scale_value
-from .._tables import leaf_name, percent, power, table
+from .._tables import leaf_name, percent, power, printed, table
 from . import casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
@@ -22,6 +22,7 @@ MARGIN_BITS = 2  # doublings from the largest entry to overflow at a recommended
 LOWEST, HIGHEST = 0, 24  # log2 of S that `DynamicLossScale` takes by default
 
 
+@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:

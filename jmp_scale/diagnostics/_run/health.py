@@ -13,7 +13,7 @@ from ..._scaling.loss_scale import (
     StaticLossScale,
     number_of,
 )
-from ..._state import LossScaleState, find_half_states
+from ..._state import LossScaleState, find_half_states, find_rounded_states
 from ..._tree import named_inexact_leaves
 from .._tables import power
 from .history import LossScaleHistory
@@ -290,6 +290,8 @@ def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
     coarse = [pair for pair in pairs if pair[1].dtype == jnp.bfloat16]
     coarse = [pair for pair in coarse if re.search(r"\b(nu|v)\b", pair[0])]  # squares
+    if find_rounded_states(opt_state):  # stochastically: they lose nothing
+        coarse = []
     findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:

@@ -9,11 +9,13 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _mesh
+from .._tables import leaf_name, percent, printed, table
 from . import casts
 
 _EXPONENTS = range(-149, 128)  # of float32
 
 
+@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExponentHistogram:
@@ -65,6 +67,18 @@ class ExponentHistogram:
         found = up_to.T[jnp.clip(column, 0, up_to.shape[1] - 1)]
         total = jnp.maximum(below[:, -1], np.uint32(1))
         return found / jnp.broadcast_to(total, found.shape)
+
+    def summary(self) -> str:
+        """Each leaf's range, and the share that S = 1 flushes, as a table (host)."""
+        counts, flushed = np.asarray(self.counts), np.asarray(self.flushed_share(0))
+        head = ("leaf", "non-zero", "smallest", "largest", "flushed")
+        rows: list[tuple[str, ...]] = [head]
+        for path, row, share in zip(self.paths, counts, flushed, strict=True):
+            exponents = self.exponents[row > 0]
+            ends = [f"2^{e}" for e in exponents[[0, -1]]] if exponents.size else "--"
+            rows.append((leaf_name(path), f"{row.sum():,}", *ends, percent(share)))
+        title = "non-zero entries by power of two, flushed by float16 at loss scale 1"
+        return "\n".join([f"{title}:", *table(rows)])
 
 
 def exponent_histogram(tree: Any) -> ExponentHistogram:

@@ -13,11 +13,13 @@ from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_variable
 from ..._validation import Arguments
+from .._tables import printed
 from .casts import log2_magnitude, magnitude_bits
 from .metrics import find_states
 from .updates import lost_updates
 
 
+@printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScaleHistory:

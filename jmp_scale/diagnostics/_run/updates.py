@@ -8,8 +8,10 @@ import numpy as np
 from jax import lax
 
 from ..._tree import is_inexact
+from .._tables import percent, printed
 
 
+@printed
 class LostUpdates(NamedTuple):
     """The result of `lost_updates`: two shares in [0, 1], f32[] each.
 
@@ -20,6 +22,11 @@ class LostUpdates(NamedTuple):
 
     entries: jax.Array
     magnitude: jax.Array
+
+    def summary(self) -> str:
+        """Both shares in one sentence (host)."""
+        entries, magnitude = (percent(float(share)) for share in self)
+        return f"{entries} of the updates, {magnitude} of their size, lost in rounding."
 
 
 def lost_updates(params: Any, updates: Any) -> LostUpdates:

@@ -57,7 +57,7 @@ TESTS = {
     "_autocast/dot_general": "autocast/test_dot_general",
     "_half_storage/formats": "half_storage/test_formats half_storage/test_parameters",
     "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
-    "_half_storage/states": "half_storage/test_states",
+    "_half_storage/states": "half_storage/test_states test_unreduced",
     "checkpoints": "test_checkpoints half_storage/test_parameters",
     "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }

@@ -123,8 +123,8 @@ class _Wrapper:
         if all(owner is None for owner in owners):
             found = ", ".join(sorted(_fields(state))) or "no fields"
             raise ValueError(
-                "with_half_state: expected a state with moving averages called "
-                f"{sorted(self.names)}, got one with {found}; "
+                "with_half_state: expected a state with float32 arrays called "
+                f"{sorted(self.names)}, one for each parameter, got one with {found}; "
                 "pass its averages as names, or leave this optimizer as it is"
             )
         pairs = zip(leaves, owners, strict=True)

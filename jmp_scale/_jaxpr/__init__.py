@@ -1,4 +1,4 @@
-"""Traced programs: tables of primitives, and how jaxprs are read, rewritten and run."""
+"""Jaxprs: tables of primitives; functions that read, transform and evaluate jaxprs."""
 
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr

@@ -1,4 +1,4 @@
-"""Makes other programs of traced ones: excerpts, opened calls, scopes, precisions."""
+"""Transforms jaxprs: extracts equations, inlines calls, sets scopes and precisions."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from .read import (
 
 
 def structural_key(jaxpr: Jaxpr) -> Hashable:
-    """A hashable key, equal for the same equations from the same source lines."""
+    """Returns a key that is equal for equal equations from the same source lines."""
     numbers: dict[Var, int] = {}
 
     def name(atom: Atom) -> Hashable:
@@ -42,7 +42,7 @@ def structural_key(jaxpr: Jaxpr) -> Hashable:
 
 
 def without_common_scope(jaxpr: Jaxpr) -> tuple[NameStack, Jaxpr]:
-    """The scopes in which all equations are, and the jaxpr with the others."""
+    """Returns the name scopes of all equations, and the jaxpr without these scopes."""
     stacks = [eqn.source_info.name_stack for eqn in jaxpr.eqns]
     columns = zip(*(stack.stack for stack in stacks), strict=False)
     depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, columns)])
@@ -53,17 +53,17 @@ def without_common_scope(jaxpr: Jaxpr) -> tuple[NameStack, Jaxpr]:
 
 
 def with_scopes(eqn: JaxprEqn, name_stack: NameStack) -> JaxprEqn:
-    """An equation in these scopes in place of its own."""
+    """Replaces the name scopes of an equation."""
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
 
 
 def with_precision(jaxpr: Program, precision: str | None) -> Program:
-    """A jaxpr whose products without a precision of their own have this one."""
+    """Sets the precision of products that have none."""
     if precision is None:
         return jaxpr
     try:
         level = jax.lax.Precision(precision)
-    except ValueError:  # it names an algorithm
+    except ValueError:  # the name of an algorithm
         return jaxpr
 
     def change(eqn: JaxprEqn) -> JaxprEqn:
@@ -76,14 +76,14 @@ def with_precision(jaxpr: Program, precision: str | None) -> Program:
 
 
 def map_equations(fun: Callable[[JaxprEqn], JaxprEqn], jaxpr: Program) -> Program:
-    """A jaxpr with `fun` of each of its own equations."""
+    """Applies `fun` to each equation of a jaxpr, but not to nested jaxprs."""
     inner = bare(jaxpr)
     changed = inner.replace(eqns=[*map(fun, inner.eqns)])
     return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
 
 
 def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation, with `fun` of each jaxpr among them."""
+    """Returns the parameters of an equation, with `fun` applied to nested jaxprs."""
 
     def change(value: object) -> object:
         return fun(value) if is_jaxpr(value) else value
@@ -95,7 +95,7 @@ def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, An
 def inlined(
     jaxpr: Program, is_open: Callable[[JaxprEqn], bool]
 ) -> tuple[Jaxpr, dict[Var, Any]]:
-    """A jaxpr with some of its calls opened, and its constants by variable."""
+    """Inlines calls for which `is_open`; returns the constants by variable, too."""
     constants: dict[Var, Any] = {}
     eqns: list[JaxprEqn] = []
 
@@ -205,7 +205,7 @@ def excerpt(
     inputs: Iterable[Var],
     outputs: Iterable[Atom],
 ) -> Jaxpr:
-    """A jaxpr of some equations of another one, with these inputs and outputs."""
+    """Extracts equations of a jaxpr as a jaxpr with these inputs and outputs."""
     return jaxpr.replace(
         constvars=[], invars=[*inputs], outvars=[*outputs], eqns=[*eqns]
     )

@@ -314,19 +314,6 @@ def test_half_precision_parameters_are_warned_of_once_with_the_cure(dtype):
     assert seen[0].filename == __file__
 
 
-def test_an_optimizer_with_branches_works_within_a_lookahead():
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GOOD)
-    inner = optax.lookahead(optax.novograd(1e-2), sync_period=2, slow_step_size=0.5)
-    pair = optax.LookaheadParams.init_synced(params)
-    expected, _ = inner.update(grads, inner.init(pair), pair)
-    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
-    updates, state = jax.jit(tx.update)(grads, tx.init(pair), pair)
-    assert state.skipped == 0
-    assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, expected)
-    assert_trees_all_close(updates, expected, rtol=2**-7)
-
-
 @pytest.mark.parametrize("nest", [
     lambda tx: tx,
     lambda tx: optax.chain(optax.clip(1.0), tx),

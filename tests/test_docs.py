@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_scale
 import jmp_scale.nnx
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import precision_report
+from jmp_scale.diagnostics import check_step, precision_report
 from jmp_scale.diagnostics._run import health
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -38,6 +38,40 @@ DOORS = ("presets", "diagnostics", "plotting", "linen", "nnx", "checkpoints")
 MODULES = ("jmp_scale", *(f"jmp_scale.{name}" for name in DOORS))
 PRECISION = pathlib.Path(diagnostics.__file__).parent.glob("_precision/*.py")
 PRECISION = "\n".join(path.read_text() for path in PRECISION)
+
+
+# What `check_step` is given after the block that defines a step.
+STEPS = {
+    "docs/quickstart.md": {
+        "train_step": "train_step, params, tx.init(params), x",
+        "eqx_step": "eqx_step, model, opt_state, x",
+        "stateful_step": "stateful_step, model, state, opt_state, x",
+        "haiku_step": "haiku_step, params, state, tx.init(params), x",
+        "sgd_step": "sgd_step, w, state, x",
+    },
+    "docs/flax.md": {
+        "bfloat16_step": "bfloat16_step, model, optimizer, x",
+        "nnx_train_step": "nnx_train_step, model, scaled_optimizer, x",
+        "train_step": "train_step, state, x",
+    },
+    "docs/devices.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "sharded_step": "jax.jit(step), params, opt_state, x",
+    },
+    "docs/optax.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "two_losses_step": "two_losses_step, params, skip.init(params), scales, x",
+    },
+    "docs/half-parameters.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "nnx_step": "nnx_step, model, optimizer, ids",
+    },
+    "docs/spikes.md": {"train_step": "train_step, params, opt_state, gradient"},
+    "docs/monitor.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "recorded_step": "recorded_step, params, opt_state, history, x",
+    },
+}
 
 
 def public_names(module):
@@ -84,7 +118,16 @@ def run(page):
         source = "\n" * line + code  # so that a traceback names the page's line
         with jax.numpy_rank_promotion("allow"):  # as in a reader's program
             exec(compile(source, page, "exec"), namespace)
+            for name, call in STEPS.get(page, {}).items():
+                if f"def {name}(" in code:
+                    check_step_of(page, call, namespace)
     return namespace
+
+
+def check_step_of(page, call, namespace):
+    """Steps that readers copy are right."""
+    found = check_step(*eval(f"({call},)", namespace))
+    assert found.ok, f"{page}: {found}"
 
 
 @pytest.mark.parametrize(

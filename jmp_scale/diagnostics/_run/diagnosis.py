@@ -79,7 +79,13 @@ class Diagnosis(NamedTuple):
             if not self.operation:
                 cure = "look for its cause with jax.debug_nans and jax.debug_infs"
             if self.float32_loss is not None:
-                cure = "float32 gives a finite loss: keep this part float32"
+                # An S that is never unscaled lets parameters grow until they overflow.
+                cure = (
+                    f"float32 gives a loss of {self.float32_loss:.3g}. If that is a "
+                    "usual one, keep this part float32; if not, the parameters have "
+                    "diverged: lower the learning rate, and see that check_step("
+                    "train_step, ...) finds no gradients that are never unscaled"
+                )
             return f"The loss itself is not finite{what}. No loss scale helps; {cure}."
         return (
             f"The loss is finite, but the gradient of {self.path} is not at any loss "

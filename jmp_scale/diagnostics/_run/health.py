@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,13 @@ from ..._scaling.loss_scale import (
     StaticLossScale,
     number_of,
 )
-from ..._state import LossScaleState, find_half_states, find_rounded_states
+from ..._state import (
+    LossScaleState,
+    find_half_states,
+    find_loss_scale_states,
+    find_nodes,
+    find_rounded_states,
+)
 from ..._tree import named_inexact_leaves
 from ..._types import PyTree
 from .._tables import power
@@ -28,6 +35,7 @@ _SENTENCES = {
     "loss scale out of range": "The loss scale is {s}. No step can change that, so "
     "every step will be skipped: put a new DynamicLossScale into the state, or go back "
     "to a checkpoint.",
+    "wrong order": "{what} stands around with_loss_scale, and {harm}. Write {cure}.",
     "loss not finite": "{last}, and the loss scale stays at {s}: the loss itself is "
     "not finite, which no loss scale changes. {diagnose} finds the broken batch or "
     "parameter.",
@@ -36,7 +44,7 @@ _SENTENCES = {
     "stuck at the floor": "The loss scale is stuck at its floor of {floor}. {last}: "
     "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
     "a lower min_loss_scale fixes. If it finds none, the step may scale by another S "
-    "than opt_state's, or not unscale.",
+    "than opt_state's, or not unscale: check_step(train_step, ...) shows it.",
     "every step skipped": "{last} (in total {causes}), and the loss scale is now at "
     "{s}: something broke. {diagnose} finds the cause.",
     "loss diverges": "The loss diverges: it is {current:.3g}, after {best:.3g} around "
@@ -76,13 +84,26 @@ _SENTENCES = {
     "weights, or use bfloat16.",
     "loss scale at its cap": "The loss scale is at its cap of {s} and has never "
     "overflowed. That can be right; but do the gradients come from "
-    "jmp_scale.value_and_grad? Those of jax.value_and_grad never see the loss scale.",
+    "jmp_scale.value_and_grad? Those of jax.value_and_grad never see the loss scale: "
+    "check_step(train_step, ...) tells.",
     "float16 parameters": "{leaf} is {dtype}{more}: keep master parameters "
     "in float32 and cast them inside the loss (Policy.cast_to_compute), or small "
     "updates and Adam's epsilon are lost.",
     "bfloat16 moments": "{leaf} is {dtype}{more}: with a b2 above 0.998 a "
     "second moment in bfloat16 cannot decay, because each step's change is rounded "
     "away. Initialize the optimizer on float32 parameters, or use a b2 of 0.99.",
+}
+
+# What must not stand around with_loss_scale, by fields of its state: harm and cure.
+_AROUND = {
+    ("optax.MultiSteps", "acc_grads", "inner_opt_state"): (
+        "one infinite micro-batch stays in its sum, so every later step is skipped",
+        "with_loss_scale(optax.MultiSteps(tx, k).gradient_transformation(), ...)",
+    ),
+    ("optax.apply_if_finite", "notfinite_count", "inner_state"): (
+        "it puts back S and the counters of a skipped step, so S never falls",
+        "with_loss_scale(tx, ...) in its place",
+    ),
 }
 
 _NORMAL_RATE = 0.01  # of overflows or spikes; a default period causes 0.0005
@@ -103,8 +124,8 @@ def health(opt_state: PyTree, history: LossScaleHistory | None = None) -> list[s
       opt_state: state of `with_loss_scale`, at any depth of any pytree. The
         parameters and moments in it are checked for narrow dtypes.
       history: the last steps; findings on losses, norms and updates need 40 steps with
-        these numbers. Omit losses of adversarial training: they rise and fall by
-        design.
+        these numbers, and "wrongly scaled" six changes of S (`check_step` needs none).
+        Omit losses of adversarial training: they rise and fall by design.
 
     Returns:
       Sentences; an empty list if there is nothing to report.
@@ -163,6 +184,7 @@ def _findings(
         new = np.maximum(counts - seen.get(path, counts), 0)
         findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
         seen[path] = counts
+    findings += [("", *found) for found in _order_findings(opt_state)]
     findings += [("", *found) for found in _leaf_findings(opt_state)]
     if history is not None:
         findings += [("", *found) for found in trend_findings(history)]
@@ -282,6 +304,20 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
         of_steps = f"{count} of the last {size} steps"
         found[topic] = kind, f"{what} {of_steps} ({count / size:.1%}; at step {listed})"
     return found
+
+
+def _order_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:
+    findings = []
+    for (what, *names), (harm, cure) in _AROUND.items():
+
+        def is_around(node: Any, names: list[str] = names) -> bool:
+            fields = node if isinstance(node, Mapping) else getattr(node, "_fields", ())
+            return set(names) <= set(fields) and bool(find_loss_scale_states(node))
+
+        if find_nodes(is_around, opt_state):
+            words = {"what": what, "harm": harm, "cure": cure}
+            findings.append(("wrong order", words))
+    return findings
 
 
 def _leaf_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:

@@ -46,8 +46,21 @@ DYNAMIC, STATIC = jmp_scale.DynamicLossScale, jmp_scale.StaticLossScale
 ONE_LOSS, TWO_LOSSES, EIGHT_LOSSES = (
     {"nonfinite_losses": np.int32(n)} for n in (1, 2, 8)
 )
+INSIDE = jmp_scale.with_loss_scale(optax.sgd(0.1), DYNAMIC())
+OTHER_WAY_ROUND = {
+    "MultiSteps": ("in its sum", optax.MultiSteps(INSIDE, 4).init(jnp.ones(2))),
+    "apply_if_finite": (
+        "puts back S",
+        optax.apply_if_finite(INSIDE, 5).init(jnp.ones(2)),
+    ),
+}
 # Words of the sentence, a state, recorded flags (-1: the loss itself is not finite).
 FINDINGS = {
+    **OTHER_WAY_ROUND,
+    "MultiSteps, a mapping": (
+        "in its sum, so every later step is skipped. Write with_loss_scale(optax.Multi",
+        {"opt_state": OTHER_WAY_ROUND["MultiSteps"][1]._asdict()},
+    ),
     "warm-up": ("unscaled. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
     "warm-up, recorded": ("warm-up", state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0]),
     "resumed": ("all skipped: normal if", state(DYNAMIC(8.0), 5, 3), [0, 0, 0]),

@@ -52,7 +52,8 @@ class Problem(NamedTuple):
     cure: str
     level: Level
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Level, rule, place and text, and the cure in a line of its own."""
         where = f"{self.where}: " if self.where else ""
         return f"{self.level} [{self.rule}] {where}{self.text}\n  {self.cure}"
 

@@ -139,9 +139,9 @@ def sizes() -> Table:
 def results(title: str, losses: dict[str, np.ndarray]) -> Table:
     """Of each form the last losses, f32[seeds, steps] a form."""
     table = Table(title, ["form", *SPREAD, "verdict"])
-    reference = _last(next(iter(losses.values())))
+    reference = last_tenth(next(iter(losses.values())))
     for name, of_form in losses.items():
-        last = _last(of_form)
+        last = last_tenth(of_form)
         is_as = last.min() <= reference.max() and last.max() >= reference.min()
         verdict = "as float32" if is_as else "not as float32"
         cells = [f"{of(last):.3g}" for of in (np.median, np.min, np.max)]
@@ -159,7 +159,7 @@ def curves(title: str, losses: dict[str, np.ndarray]) -> Table:
     return table
 
 
-def _last(losses: np.ndarray) -> np.ndarray:
+def last_tenth(losses: np.ndarray) -> np.ndarray:
     steps = losses.shape[1]
     return losses[:, steps - max(1, steps // 10) :].mean(1)
 

@@ -1,9 +1,10 @@
-"""What `with_half_parameters` costs over float32 parameters, as compiled.
+"""What half-precision parameters and states cost over float32 ones, as compiled.
 
 The programs are compiled for a TPU or GPU that is not there: AdamW alone, and a whole
 train step of a transformer with `autocast` and `with_loss_scale`, each with float32
-parameters, with bfloat16 ones and their remainders, and with stochastic rounding. See
-the README of this folder for what to install.
+parameters, with bfloat16 ones and their remainders, and with stochastic rounding; each
+of these also with moving averages in bfloat16. `--layers 6` has 100 leaves. See the
+README of this folder for what to install.
 """
 
 import _harness
@@ -17,13 +18,30 @@ from _compiled import AS_WRITTEN, figures
 import jmp_scale
 
 INNER = optax.adamw(1e-3)
+
+
+def half_state(inner):
+    return jmp_scale.with_half_state(inner, key=jax.random.key(0))
+
+
+def stochastic(inner):
+    return jmp_scale.with_half_parameters(inner, key=jax.random.key(0))
+
+
 FORMS = {
     "float32": (jnp.float32, lambda: INNER),
-    "remainder": (jnp.bfloat16, lambda: jmp_scale.with_half_parameters(INNER)),
-    "stochastic": (
-        jnp.bfloat16,
-        lambda: jmp_scale.with_half_parameters(INNER, key=jax.random.key(0)),
+    "float32, mu_dtype": (
+        jnp.float32,
+        lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
     ),
+    "float32, half states": (jnp.float32, lambda: half_state(INNER)),
+    "remainder": (jnp.bfloat16, lambda: jmp_scale.with_half_parameters(INNER)),
+    "remainder, half states": (
+        jnp.bfloat16,
+        lambda: jmp_scale.with_half_parameters(half_state(INNER)),
+    ),
+    "stochastic": (jnp.bfloat16, lambda: stochastic(INNER)),
+    "stochastic, half states": (jnp.bfloat16, lambda: stochastic(half_state(INNER))),
 }
 PARTS = ("optimizer", "step")
 

@@ -167,26 +167,46 @@ def _arrow(ax, start, end):
     ax.annotate("", (end[0], -end[1]), (start[0], -start[1]), arrowprops=style)
 
 
-MEASURED = DOCS.parent / "benchmarks/results/half_parameters.md"
-FORMS = ("float32 parameters", "naive", "remainder", "stochastic")
+RESULTS = DOCS.parent / "benchmarks/results"
 
 
 def half_parameters(path):
     """How bfloat16 parameters train, as `benchmarks/half_parameters.py` measured it."""
+    forms = "float32 parameters", "naive", "remainder", "stochastic"
     panels = [
-        _losses(f"{task}, learning rate {rate}", scale)
+        _losses(
+            "half_parameters",
+            f"{task}, learning rate {rate}",
+            forms,
+            scale,
+            hidden=forms[2:],
+        )
         for task, scale in (("digits", "log"), ("character transformer", "linear"))
         for rate in ("1e-3", "1e-4")
     ]
     _show.figure(path, panels)
 
 
-def _losses(title, scale):
-    table = MEASURED.read_text().partition(f"### {title}, by step\n\n")[2]
+def half_states(path):
+    """How averages in bfloat16 train, as `benchmarks/half_states.py` measured it."""
+    forms = "float32", "to nearest", "stochastic"
+    titles = [
+        "AdamW, b2 .999, learning rate 1e-3",
+        "RMSprop, decay .999, learning rate 1e-3",
+    ]
+    _show.figure(path, [_losses("half_states", x, forms, "log") for x in titles])
+
+
+def _losses(results, title, forms, scale, hidden=()):
+    """A panel of training losses by step, a curve for each form."""
+    text = (RESULTS / f"{results}.md").read_text()
+    table = text.partition(f"### {title}, by step\n\n")[2]
     lines = table.partition("\n\n")[0].splitlines()
     names, _, *rows = (line.strip("| \n").split(" | ") for line in lines)
     columns = dict(zip(names, np.float64(rows).T, strict=True))
-    losses = {form: (columns["step"], columns[form]) for form in FORMS}
+    # Those that lie on the first form's line say so, because only one can be seen.
+    names = {form: f"{form} (on the same line)" for form in hidden}
+    losses = {names.get(f, f): (columns["step"], columns[f]) for f in forms}
     return _show.curves(title, "training loss", losses, yscale=scale)
 
 
@@ -198,6 +218,7 @@ def main():
     spikes(DOCS / "spikes.png")
     autocast(DOCS / "autocast.png")
     half_parameters(DOCS / "half_parameters.png")
+    half_states(DOCS / "half_states.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints the plan of a program: what `autocast` runs, keeps and makes again.
+"""Prints the plan of a program: what `autocast` runs, saves and recomputes.
 
 `python docs/print_plan.py` prints that of an attention block. It reads private modules.
 """
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_scale import _jaxpr
-from jmp_scale import _operations as ops
-from jmp_scale._autocast_plan import Origin, Plan, Unit, make_plan, needed_for
+from jmp_scale._autocast import operations as ops
+from jmp_scale._autocast.marks import Names
+from jmp_scale._autocast.plan import Origin, Plan, Unit, make_plan, needed_for
 from jmp_scale._jaxpr import Var
-from jmp_scale._marks import Names
 from jmp_scale._tree import FlatCall
 
 
@@ -75,9 +75,9 @@ def _lines_of_unit(
     half = kept | (saved & plan.halves) | operands.intersection(inputs)
     full = known | saved
     for title, chosen in (
-        ("keeps in half", half - plan.given),
-        ("keeps", full - half - plan.given),
-        ("makes again", again),
+        ("saves in half precision", half - plan.given),
+        ("saves", full - half - plan.given),
+        ("recomputes", again),
     ):
         in_order = [v for v in dict.fromkeys([*inputs, *outputs]) if v in chosen]
         if in_order:

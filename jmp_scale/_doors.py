@@ -1,4 +1,4 @@
-"""The modules that are imported by name, because they need more than JAX and Optax."""
+"""Errors for submodules that `import jmp_scale` does not load."""
 
 from typing import NoReturn
 

@@ -1,11 +1,11 @@
-"""Shared by `linen` and `nnx`: Flax itself, the wrapped optimizer, state dicts."""
-
-from typing import Any
+"""Shared by `linen` and `nnx`: requires Flax, wraps optimizers, adds state dicts."""
 
 import optax
 
 from . import _pytree
-from ._transform import LossScaleTransformation, with_loss_scale
+from ._scaling.loss_scale import LossScale
+from ._scaling.spike_guard import SpikeGuard
+from ._scaling.transform import LossScaleTransformation, with_loss_scale
 
 try:
     import flax.serialization  # noqa: F401  (_pytree looks for it)
@@ -15,11 +15,16 @@ except ImportError as error:
     ) from error
 
 
-def wrap_once(function: str, tx: Any, **given: Any) -> optax.GradientTransformation:
-    """`tx` in `with_loss_scale`, or as it is if it is wrapped already."""
+def wrap_once(
+    function: str,
+    tx: optax.GradientTransformation,
+    loss_scale: LossScale | None,
+    guard: SpikeGuard | None,
+) -> LossScaleTransformation:
+    """Wraps `tx` in `with_loss_scale`; returns it as it is if it is wrapped already."""
     if not isinstance(tx, LossScaleTransformation):
-        return with_loss_scale(tx, **given)
-    for name, value in given.items():
+        return with_loss_scale(tx, loss_scale, guard=guard)
+    for name, value in {"loss_scale": loss_scale, "guard": guard}.items():
         if value is not None:
             raise ValueError(
                 f"{function}: expected {name} in one place, got {name}={value!r} and a "

@@ -1,14 +1,20 @@
-"""The state of an optimizer with a loss scale, and how it is found in others."""
+"""The states of the wrappers of an optimizer, and how they are found in others."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin
 
 import jax
 import jax.export
 import numpy as np
+import optax
 
-from ._loss_scale import LossScale
+from ._tree import find_nodes, is_data
+from ._types import Leaf, PyTree
+from ._validation import described
+
+if TYPE_CHECKING:
+    from ._scaling.loss_scale import LossScale
 
 # The types of flags and counters, which say their dtype and what they start at.
 Flag = Annotated[jax.Array, np.bool_(True)]
@@ -33,29 +39,24 @@ class LossScaleState(NamedTuple):
       guard: the `SpikeGuard` with its statistics, or None.
     """
 
-    # A new counter is one line above and one at the end below: `init`, the metrics and
-    # checkpoints of earlier versions read it here. `_next_state` counts.
+    # A new counter is one line above and one at the end below: `init` and the metrics
+    # read it here. `_next_state` counts.
 
-    loss_scale: LossScale
-    inner_state: Any
+    loss_scale: "LossScale"
+    inner_state: PyTree
     grads_finite: Flag
     applied: Flag
     skipped: Count
     skipped_in_a_row: Count
     nonfinite_losses: Count
     spikes: Count
-    guard: Any
+    guard: PyTree
 
 
-FIELDS_OF_0_2 = 9
-# A pickled state of an earlier version lacks the newest fields.
-_DEFAULTS = (None,) * (len(LossScaleState._fields) - FIELDS_OF_0_2)
-LossScaleState.__new__.__defaults__ = _DEFAULTS
-_HINTS = get_type_hints(LossScaleState, include_extras=True)
 # What each flag and counter is before the first step, in the order of the fields.
 START: dict[str, Any] = {
     name: hint.__metadata__[0]
-    for name, hint in _HINTS.items()
+    for name, hint in LossScaleState.__annotations__.items()
     if get_origin(hint) is Annotated
 }
 
@@ -64,13 +65,7 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[tuple[Any, Any]]:
-    """(key path, node) of every `is_node` in a pytree, outermost only."""
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
-    return [(path, node) for path, node in nodes if is_node(node)]
-
-
-def is_loss_scale_state(node: Any) -> bool:
+def is_loss_scale_state(node: PyTree) -> bool:
     """Whether a node is a `LossScaleState`, or what `nnx.state` or a state dict made.
 
     That of NNX lacks the fields that hold no array: a guard of None, a `NoOpLossScale`,
@@ -86,15 +81,82 @@ def is_loss_scale_state(node: Any) -> bool:
 find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
 
 
-def with_arrays(tree: Any) -> Any:
-    """`tree` with the arrays that NNX's variables in it hold."""
+class HalfParametersState(NamedTuple):
+    """State of `with_half_parameters`.
 
-    def array(x: Any) -> Any:
-        # A variable is a pytree of one leaf; `x[...]` is a copy in Flax 0.12.0.
-        return jax.tree.leaves(x)[0] if is_variable(x) else x
+    Attributes:
+      inner_state: state of the wrapped optimizer, of float32 parameters.
+      remainder: what the parameters lack, a tree of their structure: int16 for a
+        bfloat16 leaf, float32 for a float16 one, None for all others, and with a key.
+      rounding_key: u32[2], the key of the next step's rounding, or None.
+    """
 
-    return jax.tree.map(array, tree, is_leaf=is_variable)
+    inner_state: PyTree
+    remainder: PyTree
+    rounding_key: PyTree
 
 
-def is_variable(x: Any) -> bool:
-    return hasattr(x, "copy_from")  # Flax need not be imported
+jax.export.register_namedtuple_serialization(
+    HalfParametersState, serialized_name="jmp_scale.HalfParametersState"
+)
+
+
+def is_half_state(node: PyTree) -> bool:
+    """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
+    if isinstance(node, Mapping):
+        # NNX leaves out a key or an inner state that is None.
+        return "remainder" in node and set(node) <= set(HalfParametersState._fields)
+    return isinstance(node, HalfParametersState)
+
+
+find_half_states = functools.partial(find_nodes, is_half_state)
+
+
+class HalfStateState(NamedTuple):
+    """State of `with_half_state`.
+
+    Attributes:
+      inner_state: state of the wrapped optimizer, its moving averages in bfloat16.
+      rounding_key: u32[2], the key of the next step's rounding.
+    """
+
+    inner_state: PyTree
+    rounding_key: PyTree
+
+
+jax.export.register_namedtuple_serialization(
+    HalfStateState, serialized_name="jmp_scale.HalfStateState"
+)
+
+
+def is_rounded_state(node: PyTree) -> bool:
+    """Whether a node is a `HalfStateState`, or what NNX or a state dict made."""
+    if isinstance(node, Mapping):
+        return set(node) == set(HalfStateState._fields)
+    return isinstance(node, HalfStateState)
+
+
+find_rounded_states = functools.partial(find_nodes, is_rounded_state)
+
+
+def started(
+    function: str, inner: optax.GradientTransformation, params: PyTree
+) -> optax.OptState:
+    """`inner.init(params)`, or an error that names the parameter that is no array."""
+    try:
+        return inner.init(params)
+    except TypeError as error:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not (is_data(leaf) or hasattr(leaf, "dtype")):
+                raise TypeError(
+                    f"{function}: expected a tree of arrays as parameters, got "
+                    f"{described(leaf)} at params{jax.tree_util.keystr(path)}; pass "
+                    "the arrays alone: of an Equinox model "
+                    "equinox.filter(model, equinox.is_inexact_array)"
+                ) from error
+        raise
+
+
+def is_nothing(x: Leaf) -> bool:
+    """Whether it stands for a leaf or a subtree without an update."""
+    return x is None or isinstance(x, optax.MaskedNode)

@@ -1,33 +1,34 @@
-"""Checkpoints of earlier versions, or from before what the state now has.
+"""Checkpoints from before what the state now has.
 
 Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
-import functools
-from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ._half_parameters import full_parameters, is_half_state, remainders, split
-from ._state import (
-    FIELDS_OF_0_2,
-    LossScaleState,
-    find_loss_scale_states,
-    is_loss_scale_state,
-    with_arrays,
+from ._half_storage.parameters import (
+    check_magnitudes,
+    full_parameters,
+    remainders,
+    split,
 )
-from ._tree import is_data, leaves_by_name
+from ._state import (
+    find_half_states,
+    find_loss_scale_states,
+    is_half_state,
+    is_loss_scale_state,
+)
+from ._tree import is_data, leaves_by_name, listed, with_arrays
+from ._types import Leaf, PyTree
 
 T = TypeVar("T")
-Form = Callable[[Any], Any]  # of a state, as it was once
-
-_NEW_IN_0_2 = {"applied", "nonfinite_losses", "spikes", "guard"}
+Form = Callable[[PyTree], PyTree]  # of a state, as it was once
 
 
-def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
+def restore_without_loss_scale(load: Callable[[PyTree], PyTree], state: T) -> T:
     """Restores a checkpoint from before the optimizer was wrapped in `with_loss_scale`.
 
     The loss scale, its flags, counts and guard come from `state`, all else from disk.
@@ -57,61 +58,67 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    return _restore("restore_without_loss_scale", load, state, [_inner_state])
+    name = "restore_without_loss_scale"
+    return _with_values(name, _restore(name, load, state, [_inner_state]))
 
 
-def restore_older(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint of version 0.1 or later, or from before the guard.
+def restore_older(load: Callable[[PyTree], PyTree], state: T) -> T:
+    """Restores a checkpoint from before the optimizer had a guard.
 
-    As `restore_without_loss_scale`, but only what a `LossScaleState` lacks there comes
-    from `state`: newer counters, and the guard, which warms up again. S and all else
-    come from disk. `load` gets the form of each version, the newest first, until it
-    raises no `ValueError`, `TypeError` or `KeyError`.
+    As `restore_without_loss_scale`, but only the guard, which warms up again, comes
+    from `state`; S and all else come from disk. A checkpoint that has the guard is
+    restored whole: `load` gets the form with a guard first, and without one if it
+    raises a `ValueError`, `TypeError` or `KeyError`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.checkpoints import restore_older
-      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
-      >>> state = tx.init(jnp.ones(2))
-      >>> saved = state._asdict() | {"skipped": jnp.int32(3)}
-      >>> del saved["applied"], saved["nonfinite_losses"], saved["spikes"]  # 0.1
-      >>> state = restore_older(lambda template: saved, state)
-      >>> int(state.skipped), int(state.spikes)
-      (3, 0)
+      >>> saved = jmp_scale.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))
+      >>> guard = jmp_scale.SpikeGuard()
+      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), guard=guard)
+      >>> state = restore_older(lambda template: saved, tx.init(jnp.ones(2)))
+      >>> state.guard
+      SpikeGuard()
     """
-    return _restore("restore_older", load, state, _forms_of_versions())
+    name = "restore_older"
+    return _with_values(
+        name, _restore(name, load, state, [lambda node: node, _without_guard])
+    )
 
 
 def restore_without_half_parameters(
-    load: Callable[[Any], Any], params: Any, opt_state: Any
-) -> tuple[Any, Any]:
+    load: Callable[[PyTree], PyTree], params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree]:
     """Restores a checkpoint of float32 parameters into half-precision ones, exactly.
 
     Args:
       load: as in `restore_without_loss_scale`; the template is the pair
         `without_half_parameters(params, opt_state)`.
       params: new half-precision parameters, for their structure, shapes and dtypes.
+        They may be `jax.ShapeDtypeStruct`s, as all leaves of `opt_state` except a loss
+        scale and a key.
       opt_state: the new state, with that of `with_half_parameters` at any depth.
 
     Returns:
       `(params, opt_state)`, all from disk except a key for stochastic rounding.
 
     Raises:
-      ValueError: the checkpoint has other leaves than the template, or of other types.
+      ValueError: the checkpoint has other leaves than the template, or of other types;
+        a key or a loss scale that is not on disk is abstract.
     """
-    name = "restore_without_half_parameters"
-    pair = full_parameters(params, opt_state), opt_state
-    full, opt_state = _restore(name, load, pair, [_inner_state], is_half_state)
+    function = "restore_without_half_parameters"
+    template = full_parameters(params, opt_state), opt_state
+    full, opt_state = _restore(function, load, template, [_inner_state], is_half_state)
     leaves, structure = jax.tree.flatten(opt_state)
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
     values, likes = (leaves_by_name(with_arrays(tree)) for tree in (full, params))
-    for name, i in remainders(numbers).items():
+    for name, i in remainders(function, numbers).items():
         leaves[i] = split(values[name], likes[name])[1]
     params = jax.tree.map(lambda x, like: split(x, like)[0], full, params)
-    return params, jax.tree.unflatten(structure, leaves)
+    return _with_values(function, (params, jax.tree.unflatten(structure, leaves)))
 
 
-def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
+def without_half_parameters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
     """Float32 parameters, and the state that `inner` alone has with them, exactly.
 
     Args:
@@ -124,10 +131,10 @@ def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
 def _restore(
     function: str,
-    load: Callable[[Any], Any],
+    load: Callable[[PyTree], PyTree],
     state: T,
     forms: Iterable[Form],
-    is_new: Callable[[Any], bool] = is_loss_scale_state,
+    is_new: Callable[[PyTree], bool] = is_loss_scale_state,
 ) -> T:
     """`state` with what is on disk in the first of the `forms` that fits."""
     if is_new is is_loss_scale_state and not find_loss_scale_states(state):
@@ -154,29 +161,35 @@ def _restore(
         raise ValueError(message) from errors[0]
     for name, leaf in found.items():
         leaves[places[name]] = leaf
-    state = jax.tree.unflatten(structure, leaves)
-    # What is not on disk stays: an abstract S would fail only in the first step.
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _with_values(function: str, state: T) -> T:
+    """`state`, of which nothing is abstract: that would fail only in the first step."""
     names = leaves_by_name(state).items()
     abstract = [name for name, x in names if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
-            f"{function}: the loss scale of state is abstract: {_listed(abstract)}; "
-            "expected one with values, as tx.init returns it"
+            f"{function}: expected a state with values for all that is not on disk, "
+            f"got jax.ShapeDtypeStructs at {listed(abstract)}; pass the loss scale, or "
+            "the rounding_key, of a state that tx.init returns"
         )
+    for _, half_state in find_half_states(state):
+        check_magnitudes(function, remainders(function, half_state), {})
     return state
 
 
-def _in_form(tree: Any, is_new: Callable[[Any], bool], form: Form) -> Any:
+def _in_form(tree: PyTree, is_new: Callable[[PyTree], bool], form: Form) -> PyTree:
     """`tree` with each new state in a form that it had once."""
 
     # NNX leaves out an entry that holds no array, as the inner state of SGD.
-    def is_empty(x: Any) -> bool:
+    def is_empty(x: Leaf) -> bool:
         return isinstance(x, Mapping) and is_new(x) and form(x) is None
 
-    def has_empty(x: Any) -> bool:
+    def has_empty(x: Leaf) -> bool:
         return isinstance(x, Mapping) and any(map(is_empty, x.values()))
 
-    def in_form(x: Any) -> Any:
+    def in_form(x: PyTree) -> PyTree:
         if is_new(x):
             return form(x)
         if not has_empty(x):
@@ -187,33 +200,19 @@ def _in_form(tree: Any, is_new: Callable[[Any], bool], form: Form) -> Any:
     return jax.tree.map(in_form, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
 
 
-def _inner_state(node: Any) -> Any:
+def _inner_state(node: PyTree) -> PyTree:
     is_mapping = isinstance(node, Mapping)
     return node.get("inner_state") if is_mapping else node.inner_state
 
 
-def _forms_of_versions() -> Iterator[Form]:
-    fields = LossScaleState._fields
-    for count in range(len(fields), FIELDS_OF_0_2 - 1, -1):
-        for guard in (True, False):
-            yield functools.partial(_earlier, lacks=fields[count:], guard=guard)
-    yield functools.partial(_earlier, lacks=_NEW_IN_0_2)
+def _without_guard(node: PyTree) -> PyTree:
+    if not isinstance(node, Mapping):
+        return node._replace(guard=None)
+    fields = {name: x for name, x in node.items() if name != "guard"}  # as NNX leaves
+    return type(node)(fields)  # pyright: ignore[reportCallIssue]
 
 
-def _earlier(node: Any, lacks: Iterable[str] = (), guard: bool = True) -> Any:
-    """A `LossScaleState` without some fields, and with or without its guard."""
-    is_mapping = isinstance(node, Mapping)
-    fields = dict(node) if is_mapping else node._asdict()
-    if not guard:
-        fields["guard"] = None
-        lacks = {*lacks, "guard"} if is_mapping else lacks  # NNX leaves out None
-    fields = {name: x for name, x in fields.items() if name not in lacks}
-    if is_mapping:
-        return type(node)(fields)  # pyright: ignore[reportCallIssue]
-    return namedtuple("LossScaleState", fields)(**fields)
-
-
-def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(saved: PyTree, like: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
     # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
@@ -223,14 +222,14 @@ def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     if missing or foreign:
         raise ValueError(
             "expected a checkpoint of the older state, got\n"
-            f"  missing or not read:    {_listed(missing)}\n"
-            f"  only in the checkpoint: {_listed(foreign)}\n"
+            f"  missing or not read:    {listed(missing)}\n"
+            f"  only in the checkpoint: {listed(foreign)}\n"
             "One like state itself is restored into the state as it is, by load(state)"
         )
     return {name: _array(name, saved[name], x) for name, x in data.items()}
 
 
-def _array(name: str, value: Any, like: Any) -> Any:
+def _array(name: str, value: Leaf, like: Leaf) -> Leaf:
     dtype, expected = (getattr(x, "dtype", None) for x in (value, like))
     # A Python number has no dtype before the first step.
     differs = None not in (dtype, expected) and dtype != expected
@@ -243,9 +242,3 @@ def _array(name: str, value: Any, like: Any) -> Any:
     # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
     is_array = isinstance(value, jax.Array) or expected is None
     return value if is_array else jnp.asarray(value, expected)
-
-
-def _listed(paths: Iterable[str]) -> str:
-    paths = sorted(paths)
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-    return ", ".join(paths[:5]) + more or "none"

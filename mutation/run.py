@@ -32,28 +32,34 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The tests that mirror a module, and some that use it.
 TESTS = {
-    "_loss_scale": "test_loss_scale test_validation test_gradients "
-    "diagnostics/run/test_grad_report test_state_dict_docs",
-    "_tree": "test_tree test_policy test_loss_scale test_gradients",
-    "_mesh": "test_mesh test_transform test_sharding",
-    "_finite": "test_finite test_mesh test_sharding",
-    "_gradients": "test_gradients",
-    "_transform": "test_transform test_optimizers test_spike_guard",
-    "_skip": "test_skip test_optimizers test_transform",
-    "_spike_guard": "test_spike_guard",
+    "_scaling/loss_scale": "scaling/test_loss_scale test_validation "
+    "scaling/test_gradients diagnostics/run/test_grad_report test_state_dict_docs",
+    "_tree": "test_tree test_policy scaling/test_loss_scale scaling/test_gradients",
+    "_mesh": "test_mesh scaling/test_transform test_sharding",
+    "_scaling/finite": "scaling/test_finite test_mesh test_sharding",
+    "_scaling/gradients": "scaling/test_gradients",
+    "_scaling/transform": "scaling/test_transform test_optimizers "
+    "scaling/test_spike_guard",
+    "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",
+    "_scaling/spike_guard": "scaling/test_spike_guard",
     "_policy": "test_policy test_jmp",
-    "_autocast": "test_autocast test_autocast_exact",
-    "_autocast_interpreter": "test_autocast test_autocast_exact",
-    "_autocast_plan": "test_autocast_plan test_autocast test_autocast_exact",
-    "_operations": "test_operations test_autocast test_autocast_exact",
-    "_higher_order": "test_autocast test_autocast_exact",
-    "_marks": "test_marks test_autocast",
+    "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
+    "_autocast/interpreter": "autocast/test_autocast autocast/test_exact",
+    "_autocast/plan": "autocast/test_plan autocast/test_autocast autocast/test_exact",
+    "_autocast/operations": "autocast/test_operations autocast/test_autocast "
+    "autocast/test_exact",
+    "_autocast/higher_order": "autocast/test_autocast autocast/test_exact",
+    "_autocast/marks": "autocast/test_marks autocast/test_autocast",
     **dict.fromkeys(
         ("_jaxpr/primitives", "_jaxpr/read", "_jaxpr/rewrite", "_jaxpr/evaluate"),
-        "test_jaxpr test_skip test_autocast",
+        "test_jaxpr scaling/test_skip autocast/test_autocast",
     ),
-    "_dot_general": "test_dot_general",
-    "_pytree": "test_checkpoints test_loss_scale test_spike_guard",
+    "_autocast/dot_general": "autocast/test_dot_general",
+    "_half_storage/formats": "half_storage/test_formats half_storage/test_parameters",
+    "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
+    "_half_storage/states": "half_storage/test_states test_unreduced",
+    "checkpoints": "test_checkpoints half_storage/test_parameters",
+    "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little
 # more than adam, sgd, multi_steps and inject_hyperparams do.

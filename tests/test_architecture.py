@@ -16,24 +16,52 @@ import jmp_scale
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 MAY_IMPORT = {
-    "optax": {"_extra_args", "_half_parameters", "_transform", "_flax", "linen", "nnx"},
+    "optax": {
+        "_state",
+        "_half_storage.parameters",
+        "_half_storage.states",
+        "_machine.gain",
+        "_scaling.extra_args",
+        "_scaling.transform",
+        "_flax",
+        "linen",
+        "nnx",
+    },
     "flax": {"_flax", "linen", "nnx"},
     "matplotlib": {"plotting"},
 }
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
     "_jaxpr.*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
-    "_autocast_interpreter": ("test_autocast", "programs run as their plans say"),
-    "_higher_order": ("test_autocast", "loops and calls run as they did"),
-    "_pytree": ("test_loss_scale", "fields are those of loss scales and guards"),
-    "_state": ("test_transform", "a state is what the transformation returns"),
-    "_extra_args": ("test_transform", "arguments are passed through a transformation"),
+    "_autocast.interpreter": (
+        "autocast/test_autocast",
+        "programs run as their plans say",
+    ),
+    "_autocast.higher_order": (
+        "autocast/test_autocast",
+        "loops and calls run as they did",
+    ),
+    "_pytree": (
+        "scaling/test_loss_scale",
+        "fields are those of loss scales and guards",
+    ),
+    "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
+    "_state": ("scaling/test_transform", "a state is what the transformation returns"),
+    "_scaling.extra_args": (
+        "scaling/test_transform",
+        "arguments are passed through a transformation",
+    ),
     "_doors": ("test_architecture", "an attribute of the package"),
+    "_machine.*": ("test_machine", "the command prints what these measure"),
+    "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
-    "diagnostics._tables": ("diagnostics/run/test_grad_report", "tables are summaries"),
     "diagnostics._run.casts": ("diagnostics/run/test_grad_report", "casts are counted"),
+    "diagnostics._run.step_*": (
+        "diagnostics/run/test_check_step",
+        "a rule is right if it names a wrong step, and no right one",
+    ),
     "diagnostics._precision.probe": (
         "diagnostics/precision/test_sensitivity",
         "a probe is run by the search",
@@ -100,13 +128,22 @@ def floor_of(module):
     return matching[0]
 
 
+def run_on_import(tree):
+    """The nodes of a module, without imports that are for types alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from run_on_import(node)
+
+
 def imports(name):
     """(own modules, other packages) that the source of a module imports."""
     own, external = set(), set()
     path = MODULES[name]
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     package = [] if name == "__init__" else package
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in run_on_import(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             external |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -115,7 +152,8 @@ def imports(name):
             base = package[: len(package) - (node.level - 1)]
             base += node.module.split(".") if node.module else []
             for alias in node.names:
-                candidates = [".".join([*base, alias.name]), ".".join(base)]
+                whole = ".".join(base) or "__init__"
+                candidates = [".".join([*base, alias.name]), whole]
                 own |= {next(c for c in candidates if c in MODULES)}
     return own, external
 
@@ -140,6 +178,17 @@ def test_a_module_imports_from_its_floor_and_from_those_that_the_map_names(modul
     floor = floor_of(module)
     others = {floor_of(other).name for other in imports(module)[0]}
     assert others <= floor.may_import | {floor.name}
+
+
+def test_no_wing_imports_another():
+    """Loss scales, autocast and half storage share what stands below, and no more."""
+    wings = {"_scaling", "_autocast", "_half_storage"}
+    assert wings <= {name.split(".")[0] for name in MODULES}
+    for module in MODULES:
+        own = module.split(".")[0]
+        if own in wings:
+            others = {name.split(".")[0] for name in imports(module)[0]}
+            assert not others & (wings - {own}), module
 
 
 def test_a_module_has_tests_of_its_name_or_is_listed_with_the_reason():

@@ -1,8 +1,9 @@
-"""`benchmarks/half_parameters.py`: its command runs, and states have its bytes."""
+"""`benchmarks/half_parameters.py` and `half_states.py` run, states have the bytes."""
 
 import os
 
 import half_parameters
+import half_states
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,3 +29,39 @@ def test_the_command_tabulates_bytes_losses_and_curves(capsys, monkeypatch):
     assert losses.count("| as float32 |") == 2
     curve = losses.partition(", by step")[2]
     assert [line.count("|") for line in curve.strip().splitlines()] == [4] * 5
+
+
+@pytest.mark.parametrize("name", half_states.ROWS)
+def test_all_forms_of_a_state_round_the_same_averages(name):
+    make, names, _ = half_states.ROWS[name]
+    params, key = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jax.random.key(0)
+    plain, nearest, stochastic = (
+        jax.eval_shape(
+            lambda params, wrap=wrap: wrap(make(lambda _: 1e-3), names, key).init(
+                params
+            ),
+            params,
+        )
+        for wrap in half_states.FORMS.values()
+    )
+    assert jax.tree.map(lambda x: x.dtype, nearest) == jax.tree.map(
+        lambda x: x.dtype, stochastic.inner_state
+    )
+    halves = [x.dtype == jnp.bfloat16 for x in jax.tree.leaves(nearest)]
+    assert sum(halves) in (2, 3, 4)
+    assert {x.dtype for x in jax.tree.leaves(plain)}.isdisjoint({jnp.dtype("bfloat16")})
+
+
+def test_the_command_tabulates_losses_and_changes_by_rounding(capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    options = "--seeds 2 --steps 20 --optimizers Lion"
+    half_states.main(options.split())
+    printed = capsys.readouterr().out
+    header = (
+        "| optimizer | rate | float32 | to nearest | stochastic | change, to nearest"
+    )
+    assert header in printed
+    row = next(line for line in printed.splitlines() if line.startswith("| Lion"))
+    assert row.count("%") == 2
+    curve = printed.partition("### Lion, learning rate 1e-3, by step\n\n")[2]
+    assert curve.startswith("| step | float32 | to nearest | stochastic |")

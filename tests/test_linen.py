@@ -139,7 +139,7 @@ def test_without_a_loss_scale_it_trains_as_flax_does():
 
 
 TWICE = r"TrainState.create: .* in one place, got {}=.*already wrapped in with"
-INSIDE = r"got one with with_loss_scale within, at .* wrap once, outermost"
+INSIDE = r"got one that contains with_loss_scale, at .* wrap once, outermost"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 from jmp_scale import _mesh
-from jmp_scale._finite import finite_and_norm
+from jmp_scale._scaling.finite import finite_and_norm
 
 pytestmark = pytest.mark.strict_promotion
 

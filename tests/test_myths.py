@@ -21,10 +21,10 @@ def printed():
     namespace, outputs = {}, {}
     with jax.numpy_rank_promotion("allow"):
         for claim, text in SECTIONS.items():
-            (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(code, namespace)
+                for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+                    exec(code, namespace)
             outputs[claim] = out.getvalue()
     return outputs
 
@@ -68,18 +68,13 @@ def test_powers_of_two_change_no_bit(printed):
         assert differ[2] > 2048
 
 
-def test_only_what_is_kept_for_the_backward_pass_is_halved(printed):
+def test_only_what_is_saved_for_the_backward_pass_is_halved(printed):
     claim, text = claimed("half the memory")
     for output in (printed[claim], text):
-        figures = [float(n) for n in re.findall(r"[\d.]+(?= MB| kept)", output)]
-        masters, kept = figures[::2], figures[1::2]
+        figures = [float(n) for n in re.findall(r"[\d.]+(?= MB| saved)", output)]
+        masters, saved = figures[::2], figures[1::2]
         assert set(masters) == {1.6}
-        large, small = kept[1] / kept[0], kept[3] / kept[2]
+        large, small = saved[1] / saved[0], saved[3] / saved[2]
         assert 0.4 < large < 0.6  # XLA's and JAX's choice of what to keep may change
         assert 0.3 < small < 0.7
-        assert kept[2] < masters[0] < kept[1]
-
-
-def test_the_timing_command_runs(printed):
-    claim, _ = claimed("two to three times")
-    assert len(re.findall(r"float\d+ .*: [\d.]+ ms", printed[claim])) == 3
+        assert saved[2] < masters[0] < saved[1]

@@ -101,9 +101,9 @@ def test_the_table_has_every_rule_and_its_section():
 
 
 @pytest.mark.parametrize("rule", PROGRAMS)
-def test_the_program_of_a_rule_has_its_fault_and_the_mended_one_does_not(rule):
+def test_the_program_of_a_rule_has_its_fault_and_the_fixed_one_does_not(rule):
     findings = report(rule, "loss").findings
     serious = [f for f in findings if f.severity != "note" or rule == "full-matmul"]
     assert {f.rule for f in serious} == {rule}
     assert ROWS[rule] in {f.severity for f in serious}
-    assert report(rule, "mended").findings == ()
+    assert report(rule, "fixed").findings == ()

@@ -7,10 +7,11 @@ import tomllib
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jmp_scale
-from jmp_scale.diagnostics import precision_report
+from jmp_scale.diagnostics import check_step, precision_report
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -25,7 +26,7 @@ BLOCKS = {
 def test_every_block_of_the_readme_has_a_name():
     languages = [language for language, _ in BLOCKS.values()]
     assert len(BLOCKS) == README.count("```") // 2
-    assert set(languages) == {"bash", "python"}
+    assert languages == ["diff", "diff", "python", "bash", "bash"]
 
 
 def test_the_first_two_commands_are_two_command_lines():
@@ -35,21 +36,33 @@ def test_the_first_two_commands_are_two_command_lines():
     assert commands[1].strip().endswith("pytest")
 
 
-def test_a_screen_and_a_half_stands_before_what_to_read_on():
+def test_two_screens_stand_before_what_to_read_on():
     first = README.partition("\n## Read on\n")[0]
-    assert len(first.splitlines()) <= 66
-    assert len(first.split()) <= 450
+    folded = re.sub(r"<details>.*</details>", "", first, flags=re.DOTALL)
+    assert len(folded.splitlines()) <= 70
+    assert len(folded.split()) <= 500
 
 
 def test_bfloat16_takes_one_line_and_float16_four():
-    assert code_of("bfloat16").count("jmp_scale.") == 1
-    assert re.findall(r"# (\d)$", code_of("float16"), re.MULTILINE) == list("1234")
+    assert added("bfloat16").count("jmp_scale.") == 1
+    assert len(added("float16").splitlines()) == 4
+    assert re.findall(r"# (\d)$", code_of("program"), re.MULTILINE) == list("1234")
     summary = README.splitlines()[2]
     assert "bfloat16 training in one line, float16 training in four" in summary
 
 
-def code_of(name):
-    return BLOCKS[name][1]
+def added(name):
+    """The lines that a diff adds."""
+    return "\n".join(re.findall(r"^\+(.*)$", BLOCKS[name][1], re.MULTILINE))
+
+
+def code_of(name, without="-"):
+    """A block's code; a diff as it stands afterwards, or (without="+") before."""
+    language, code = BLOCKS[name]
+    if language != "diff":
+        return code
+    lines = [line for line in code.splitlines() if not line.startswith(without)]
+    return "\n".join(line[1:] for line in lines) + "\n"
 
 
 def loss_fn(params, x):
@@ -67,6 +80,7 @@ def names():
     params = [jax.random.normal(key, (32, 32)) / 6 for key in keys]
     batch = jax.random.uniform(key, (256, 32))
     names = {"loss_fn": loss_fn, "params": params, "batch": batch}
+    names |= {"jax": jax, "jmp_scale": jmp_scale, "optax": optax}
     with jax.numpy_rank_promotion("allow"):  # as in a reader's program
         exec(code_of("bfloat16"), names)
         names["bfloat16_grads"] = names["grads"]
@@ -102,9 +116,30 @@ def test_the_step_of_float16_keeps_gradients_and_skips_an_overflow(names):
     kept, skipped, _ = names["train_step"](params, opt_state, batch * jnp.inf)
     assert skipped.skipped == opt_state.skipped + 1
     assert all((a == b).all() for a, b in zip(kept, params, strict=True))
+    found = check_step(names["train_step"], params, opt_state, batch)
+    assert not found.problems, str(found)
     assert names["train_step"]._cache_size() == 1
     report = precision_report(half_loss, params, batch)
     assert {finding.severity for finding in report.findings} <= {"note"}
+
+
+def test_the_diffs_start_from_a_loop_that_runs(names):
+    before = {name: names[name] for name in ("loss_fn", "params", "batch")}
+    before |= {"jax": jax, "optax": optax}
+    for name in ("bfloat16", "float16"):
+        exec(code_of(name, without="+"), before)
+    opt_state = before["tx"].init(before["params"])
+    step = before["train_step"]
+    params, _, loss = step(before["params"], opt_state, before["batch"])
+    assert loss == before["loss"]
+    assert not (params[-1] == before["params"][-1]).all()
+
+
+def test_the_whole_program_learns_when_it_is_copied(capsys):
+    program = {}
+    exec(code_of("program"), program)
+    assert program["loss"] < 0.1
+    assert capsys.readouterr().out.startswith("loss 0.0")
 
 
 def test_summary_and_keywords_say_what_the_readme_says():
@@ -115,9 +150,9 @@ def test_summary_and_keywords_say_what_the_readme_says():
     assert {"autocast", "amp", "bfloat16", "loss scaling"} <= {*project["keywords"]}
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "program"])
 def test_the_code_of_the_readme_can_be_pasted_into_a_prompt_of_88_columns(name):
-    lines = BLOCKS[name][1].splitlines()
+    lines = code_of(name).splitlines()
     assert max(map(len, lines)) <= 88
     prompt, errors = code.InteractiveConsole(), []
     prompt.runcode = lambda _: None  # parsed, as up to Python 3.12: a line at a time
@@ -134,6 +169,6 @@ def test_links_of_the_readme_are_absolute_on_a_package_index():
         "substitutions"
     ]:
         shown = re.sub(rule["pattern"], rule["replacement"], shown)
-    links = re.findall(r"\]\(([^)]+)\)", shown)
+    links = re.findall(r"\]\(([^)]+)\)", shown) + re.findall(r'src="(.*?)"', shown)
     assert len(links) > 10
     assert all(link.startswith("https://") for link in links)

@@ -15,7 +15,7 @@ from test_docs import MODULES, public_names
 
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = (ROOT / "tests/search_questions.txt").read_text()
-QUESTIONS = dict(re.findall(r"^(\w.*) -> (.*)$", TABLE, re.MULTILINE))
+QUESTIONS = dict(re.findall(r"^([^#\s].*) -> (.*)$", TABLE, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")

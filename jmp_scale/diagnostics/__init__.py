@@ -3,6 +3,7 @@
 `docs/monitor.md` says which one answers which question.
 """
 
+from .._public import name_module as _name_module
 from ._precision.comparison import GradientComparison as GradientComparison
 from ._precision.comparison import LeafComparison as LeafComparison
 from ._precision.comparison import compare_gradients as compare_gradients
@@ -15,6 +16,9 @@ from ._precision.step import Finding as Finding
 from ._precision.work import Operation as Operation
 from ._run.calibration import Calibration as Calibration
 from ._run.calibration import calibrate_loss_scale as calibrate_loss_scale
+from ._run.check_step import Problem as Problem
+from ._run.check_step import StepCheck as StepCheck
+from ._run.check_step import check_step as check_step
 from ._run.diagnosis import Diagnosis as Diagnosis
 from ._run.diagnosis import diagnose_nonfinite as diagnose_nonfinite
 from ._run.grad_report import GradReport as GradReport
@@ -27,3 +31,5 @@ from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
 from ._run.updates import LostUpdates as LostUpdates
 from ._run.updates import lost_updates as lost_updates
+
+_name_module(globals())

@@ -1,0 +1,143 @@
+"""`python -m jmp_scale`: which dtype to take on this machine, and what it gains."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from . import __version__
+from ._machine import facts, gain
+from ._machine.timing import Comparison
+
+_SECONDS = 10, 100  # of the products, and of the models
+_TICKS = 4 * 20  # about: compilations and rounds of the models
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    side: int | None = None,
+    sizes: gain.Sizes | None = None,
+    seconds: tuple[float, float] = _SECONDS,
+) -> None:
+    """Prints the report. The last three are for tests: small sizes, little time."""
+    arguments = _parser().parse_args(argv)
+    device = facts.device()
+    on_cpu = device["platform"] == "cpu"
+    side = side or (512 if on_cpu else 8192)
+    products = facts.products(side, seconds[0])
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device,
+        "versions": {"jmp_scale": __version__, **facts.versions()},
+        "settings": facts.settings(),
+        "keeps_roundings": facts.keeps_roundings(),
+        "advice": facts.advice(products, device["platform"]),
+        "comparisons": [products],
+    }
+    if arguments.measure:
+        sizes = sizes or (gain.FOR_CPU if on_cpu else gain.USUAL)
+        report["comparisons"] += _with_progress(sizes, seconds[1])
+        report["peak_bytes"] = _peak_bytes()
+    if arguments.json:
+        print(json.dumps(report, default=dataclasses.asdict, indent=1))
+    else:
+        print(_text(report))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jmp_scale",
+        description="Prints which half-precision dtype to take on this machine and "
+        "why: products in float32 and half precision, roundings, versions and "
+        "settings. Half a minute at most.",
+        epilog="The output is Markdown, to paste into an issue or a table.",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measures what you would gain: time and memory of the gradients of "
+        "three models and of whole steps, in float32, cast by hand and with autocast "
+        "(about two minutes)",
+    )
+    parser.add_argument("--json", action="store_true", help="prints JSON")
+    return parser
+
+
+def _with_progress(sizes: gain.Sizes, seconds: float) -> list[Comparison]:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return [*gain.gains(sizes, seconds)]
+    with tqdm(total=_TICKS, desc="measuring", leave=False, file=sys.stderr) as bar:
+        return [*gain.gains(sizes, seconds, bar.update)]
+
+
+def _peak_bytes() -> int | None:
+    """The most that the device held at once, if it tells."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _text(report: dict[str, Any]) -> str:
+    device, versions = report["device"], report["versions"]
+    memory = _gibibytes(device["memory_bytes"])
+    processes = f", {n} processes" if (n := device["processes"]) > 1 else ""
+    where = f"{device['count']} x {device['kind']} ({device['platform']})"
+    blocks = [
+        f"{where}{memory}{processes}, {report['date']}; "
+        + ", ".join(map(" ".join, versions.items()))
+        + "."
+    ]
+    blocks += map(_table, report["comparisons"])
+    if peak := _gibibytes(report.get("peak_bytes")):
+        blocks.append(f"At its peak the device held{peak.removeprefix(',')}.")
+    blocks.append(f"Take: {report['advice']}.")
+    kept = [f"{k} {'yes' if v else 'no'}" for k, v in report["keeps_roundings"].items()]
+    note = "" if all(report["keeps_roundings"].values()) else _EXCESS
+    blocks.append(f"Each half-precision operation is rounded: {', '.join(kept)}{note}.")
+    if settings := report["settings"]:
+        lines = [f"- {name} = {value}" for name, value in settings.items()]
+        blocks.append("\n".join(["Settings that are not JAX's defaults:", "", *lines]))
+    return "\n\n".join(blocks)
+
+
+_EXCESS = (
+    ". Where it is not, the compiler computes chains of operations in float32, and "
+    "results are closer to float32's than on another machine; "
+    "XLA_FLAGS=--xla_allow_excess_precision=false rounds them"
+)
+
+
+def _gibibytes(count: int | None) -> str:
+    return "" if count is None else f", {count / 2**30:.1f} GiB"
+
+
+def _table(comparison: Comparison) -> str:
+    """A Markdown table, whose columns are aligned for a terminal too."""
+    cells = [(comparison.title, "ms", "times as fast")]
+    for row in comparison.rows:
+        milliseconds = "" if row.milliseconds is None else f"{row.milliseconds:.3g}"
+        cells.append((row.program, milliseconds, str(row.gain or row.note or "1")))
+    if any(row.mebibytes is not None for row in comparison.rows):
+        sizes = [row.mebibytes for row in comparison.rows]
+        texts = ["MiB", *("" if size is None else f"{size:.1f}" for size in sizes)]
+        cells = [(*row, text) for row, text in zip(cells, texts, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = []
+    for first, *others in [cells[0], rule, *cells[1:]]:
+        padded = map(str.rjust, others, widths[1:])
+        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
+    if comparison.believable is not None:
+        noise = f"Believe no gain below {comparison.believable:.2f}: "
+        lines += ["", noise + "float32 beside itself differs by as much."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

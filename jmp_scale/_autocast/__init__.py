@@ -1,0 +1,1 @@
+"""Autocast: a float32 function in, a mixed-precision one out."""

@@ -1,0 +1,239 @@
+"""Products in half precision, whose gradients are summed in float32."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core.primitives
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
+
+from .. import _jaxpr
+from .linear import linear
+
+# Algorithms of a GPU's matrix units: half-precision operands, float32 sums and results.
+ALGORITHMS = {
+    "float16": lax.DotAlgorithmPreset.F16_F16_F32,
+    "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+}
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    **options: Any,
+) -> jax.Array:
+    """`jax.lax.dot_general`, whose backward pass gives float32 before it rounds.
+
+    Where a batch or a weight is sharded under `jit`, XLA adds the devices' parts of a
+    weight's gradient right behind the product. In half precision that sum can overflow
+    where no part does, and rounds once per addition. Here parts and sum are float32, of
+    4 bytes an entry on the wire. Operands stay in half precision, for tensor cores.
+
+    For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
+    place of `lax.dot_general`. The gradient of a bias is still summed in its own dtype.
+
+    Args:
+      lhs: an array.
+      rhs: another.
+      dimension_numbers: `((lhs contracting, rhs contracting), (lhs batch, rhs batch))`.
+      precision: as in `jax.lax.dot_general`, for the backward pass too.
+      preferred_element_type: dtype of the result; default that of the operands.
+      **options: what else `jax.lax.dot_general` takes, for the product itself.
+
+    Returns:
+      The product, as `jax.lax.dot_general` gives it, bit for bit.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jmp_scale
+      >>> x = jnp.ones((4, 3), jnp.float16)
+      >>> w = jnp.ones((3, 2), jnp.float16)
+      >>> dims = (((1,), (0,)), ((), ()))
+      >>> grad = jax.grad(lambda w: jmp_scale.dot_general(x, w, dims).sum())(w)
+      >>> grad.dtype, float(grad[0, 0])
+      (dtype('float16'), 4.0)
+    """
+    # Hashable, as static arguments are.
+    dimensions: Any = tuple(tuple(map(tuple, dims)) for dims in dimension_numbers)
+    if isinstance(precision, list):
+        precision = tuple(precision)
+
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dimensions,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        **options,
+    )
+
+    def term(side: int, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        pair = [lhs, rhs]
+        pair[side] = pair[side].astype(_at_least_float32(pair[side]))
+        sharding = options.get("out_sharding")
+        return wide_dot_general(*pair, dimensions, dtype, precision, sharding)
+
+    dtype = jax.eval_shape(product, lhs, rhs).dtype
+    return bilinear(product, term, (lhs, rhs), (lhs, rhs))
+
+
+def bilinear(
+    product: Callable[..., jax.Array],
+    term: Callable[..., jax.Array],
+    operands: Sequence[jax.Array],
+    copies: Sequence[jax.Array],
+) -> jax.Array:
+    """A product of copies of two arrays, whose derivative is one of the arrays.
+
+    `product` computes it from the copies, which are of both operands, and more. Of
+    these `term(side, ...)` is the product with a tangent as the copy `side`.
+    """
+
+    @jax.custom_jvp
+    def run(
+        operands: tuple[jax.Array, ...], copies: tuple[jax.Array, ...]
+    ) -> jax.Array:
+        return product(*copies)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        # A copy's tangent is the operand's once more.
+        live = {s: t for s, t in enumerate(tangents[0]) if not is_zero(t)}
+        # Its casts are not saved.
+        moved = linear(functools.partial(sum_of_terms, term), primals[1], live)
+        return run(*primals), moved
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run((*operands,), (*copies,))
+
+
+def sum_of_terms(
+    term: Callable[..., jax.Array],
+    values: Sequence[jax.Array],
+    live: dict[int, jax.Array],
+) -> jax.Array:
+    """The tangent of a product, as a sum of terms: in each one value is a tangent."""
+    terms = [term(i, *values[:i], t, *values[i + 1 :]) for i, t in live.items()]
+    return functools.reduce(jnp.add, terms)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def wide_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimensions: lax.DotDimensionNumbers,
+    dtype: DTypeLike,
+    precision: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """A matrix product of a half-precision and a float32 array, cast to `dtype`.
+
+    Its transpose is a product of half-precision numbers with a float32 result: by the
+    algorithm of that name on an NVIDIA GPU, elsewhere a float32 product, which takes a
+    TPU no more passes. So the float32 array's gradient is not rounded, does not
+    overflow, and over devices it is summed in float32.
+    """
+    wide = _at_least_float32(lhs, rhs)
+
+    def dot(precision: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        product = lax.dot_general(
+            lhs,
+            rhs,
+            dimensions,
+            precision=precision,
+            preferred_element_type=wide,
+            out_sharding=out_sharding,
+        )
+        return product.astype(dtype)
+
+    algorithm = ALGORITHMS.get(jnp.dtype(dtype).name)
+    if precision not in (None, lax.Precision.DEFAULT) or algorithm is None:
+        return dot(precision, lhs, rhs)
+    return _by_algorithm(functools.partial(dot, algorithm), lhs, rhs)
+
+
+def _at_least_float32(*arrays: jax.Array) -> DTypeLike:
+    return jnp.result_type(jnp.float32, *(x for x in arrays if x.dtype.itemsize >= 4))
+
+
+def is_zero(tangent: object) -> bool:
+    """Whether a tangent is zero in itself, as that of what is not differentiated."""
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+# An algorithm of a GPU must hold on a GPU alone, but JAX lowers each branch of
+# `lax.platform_dependent` for all platforms of a program, and a CPU refuses such an
+# algorithm. So these products are a primitive, of the same name and parameters, that
+# each platform lowers in its own way; its rules are JAX's.
+_JAXS = jax.extend.core.primitives.dot_general_p
+_OWN = jax.extend.core.Primitive("dot_general")
+
+
+def _by_algorithm(fun: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """`fun` of arrays, in which the algorithms of products hold on a GPU alone."""
+    inner, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fun)(*args))
+    own = [e.replace(primitive=_OWN) if e.primitive is _JAXS else e for e in inner.eqns]
+    (result,) = _jaxpr.evaluate_all(inner.replace(eqns=own), args, consts)
+    return result
+
+
+def _plain(*operands: jax.Array, **params: Any) -> jax.Array:
+    return _JAXS.bind(*operands, **{**params, "precision": None})
+
+
+def _on_gpu(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    # XLA:GPU makes a sum of a product with a vector, and refuses the algorithm there.
+    sizes = split_sizes((lhs.shape, rhs.shape), params["dimension_numbers"])
+    # A size may be symbolic: not 1.
+    counts = [math.prod(part) for each in sizes for part in each]
+    return (_plain if 1 in counts else _JAXS.bind)(lhs, rhs, **params)
+
+
+class Sizes(NamedTuple):
+    """Sizes of an operand's dimensions, except those of the batch."""
+
+    own: list[int]  # the result has them too
+    contracted: list[int]
+
+
+def split_sizes(
+    shapes: Sequence[Sequence[int]], dimension_numbers: lax.DotDimensionNumbers
+) -> list[Sizes]:
+    """The sizes of both operands of a matrix product."""
+    found = []
+    for shape, contracted, batch in zip(shapes, *dimension_numbers, strict=True):
+        others = {*range(len(shape))}.difference(contracted, batch)
+        own = [shape[d] for d in sorted(others)]
+        found.append(Sizes(own, [shape[d] for d in contracted]))
+    return found
+
+
+def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Array:
+    """The gradient of the one operand that is not known."""
+    side = int(hasattr(operands[0], "dtype"))
+    unknown = ad.UndefinedPrimal(operands[side].aval)
+
+    def rule(cotangent: jax.Array, other: jax.Array) -> jax.Array:
+        pair = (other, unknown) if side else (unknown, other)
+        return ad.primitive_transposes[_JAXS](cotangent, *pair, **params)[side]
+
+    return _by_algorithm(rule, cotangent, operands[1 - side])
+
+
+def _batched(operands: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
+    product = functools.partial(_JAXS.bind, **params)
+    return _by_algorithm(jax.vmap(product, axes), *operands), 0
+
+
+_OWN.def_impl(_plain)
+_OWN.def_effectful_abstract_eval(_JAXS.abstract_eval)
+mlir.register_lowering(_OWN, mlir.lower_fun(_plain, multiple_results=False))
+_ON_GPU = mlir.lower_fun(_on_gpu, multiple_results=False)
+mlir.register_lowering(_OWN, _ON_GPU, platform="cuda")
+ad.defbilinear(_OWN, _transposed, _transposed)
+batching.primitive_batchers[_OWN] = _batched

@@ -1,0 +1,263 @@
+"""Marks that a program and `autocast` leave: what stays float32, and what is half."""
+
+import dataclasses
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.typing import DTypeLike
+
+from .._contexts import UNSCALED
+from .._jaxpr import Program, bare, shape, variables
+from .._tree import is_module
+from .._validation import require_callable, warn
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+# Name of the functions with a rule of their own that `autocast` makes: in a traced
+# program it tells the report that autocast was there.
+UNIT = "autocast_unit"
+_EXEMPT = "keep_float32"  # name of a scope
+# What may stand between a `value_and_grad` and the function that it differentiates.
+_TRANSFORMS = re.compile(r"(jax|equinox|flax\.nnx|jmp_scale\.nnx|contextlib)\b")
+
+
+class _Tracing(NamedTuple):
+    """How `autocast` traces now."""
+
+    half: str = ""  # its half-precision dtype; "" where it does not trace
+    in_half: bool = False  # whether a function marked by `in_half` is around
+
+
+_TRACING = jax.make_user_context(_Tracing())
+
+
+def keep_float32(fun: F) -> F:
+    """`fun`, as a part of a program that `autocast` leaves as it is.
+
+    Its products stay float32. It is a mark, not a call: layers that hold state work in
+    it, and without `autocast` around it, it is `fun`. Within `in_half`, the
+    half-precision arrays among its arguments become float32, and its float32 results
+    half precision again: the inner one of the two decides.
+
+    Args:
+      fun: a function of arrays and anything else, or a layer; TypeError if neither, as
+        of a class of layers.
+
+    Returns:
+      A function with the arguments and results of `fun`. Of a layer, it is a pytree
+      that holds it: an attribute of the model, trained and saved with it.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> exact = jmp_scale.keep_float32(jnp.dot)
+      >>> f = jmp_scale.autocast(lambda x: exact(x @ x, x), "float16")
+      >>> f"{float(f(jnp.full((2, 2), 2.0**-9))[0, 0]):.1e}"  # 0 in float16
+      '3.0e-08'
+    """
+
+    return _marked("keep_float32", fun, _run_exempt)
+
+
+def in_half(fun: F) -> F:
+    """`fun`, which gets half-precision arrays within a program cast by `autocast`.
+
+    For what `autocast` does not enter: fused attention, Pallas kernels, `custom_vjp`
+    functions. The float32 arrays among its arguments are cast to `autocast`'s `dtype`,
+    its results of that dtype are cast to float32. Its own rule for derivatives runs in
+    that dtype too, also with another `backward`. Without `autocast` it is `fun`.
+
+    Args:
+      fun: a function of pytrees of arrays and anything else, or a layer, as in
+        `keep_float32`.
+
+    Returns:
+      A function with the arguments and results of `fun`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jmp_scale
+      >>> attention = jmp_scale.in_half(jax.nn.dot_product_attention)
+      >>> half = jmp_scale.autocast(lambda x: attention(x, x, x), "bfloat16")
+      >>> half(jnp.ones((1, 8, 2, 4))).dtype
+      dtype('float32')
+    """
+
+    return _marked("in_half", fun, _run_halved)
+
+
+def _run_exempt(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    half, in_half = _TRACING.value
+    if not in_half:
+        with jax.named_scope(_EXEMPT):
+            return fun(*args, **kwargs)
+    args, kwargs = _cast((args, kwargs), half, "float32")
+    with jax.named_scope(_EXEMPT), _TRACING(_Tracing(half)):
+        return _cast(fun(*args, **kwargs), "float32", half)
+
+
+def _run_halved(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    half = _TRACING.value.half
+    if not half:
+        return fun(*args, **kwargs)
+    args, kwargs = _cast((args, kwargs), "float32", half)
+    with _TRACING(_Tracing(half, in_half=True)):
+        return _cast(fun(*args, **kwargs), half, "float32")
+
+
+def _marked(name: str, fun: F, run: Callable[..., Any]) -> F:
+    """A function that runs `fun` by `run`, or a layer, whose arrays stay in view."""
+    if inspect.isclass(fun):
+        kind = fun.__name__
+        raise TypeError(
+            f"{name}: expected a function or a layer, got the class {kind}; mark the "
+            f"layer that it makes: {name}({kind}(...))(x)"
+        )
+    require_callable(name, fun, f"write {name}(fun)(x)")
+    leaves = jax.tree.leaves(fun)
+    if is_module(fun) or any(
+        isinstance(x, float) or hasattr(x, "dtype") for x in leaves
+    ):
+        return MarkedLayer(fun, run)  # pyright: ignore[reportReturnType]
+
+    @functools.wraps(fun)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return run(fun, *args, **kwargs)
+
+    return marked  # pyright: ignore[reportReturnType]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class MarkedLayer:
+    """A layer with a mark, `fun`: a pytree, so that as an attribute it is in its model.
+
+    It has the attributes of the layer.
+    """
+
+    def __init__(self, fun: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self.fun, self._run = fun, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.fun, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "fun":  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.fun, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.fun!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Callable[..., Any]]:
+        return [(jax.tree_util.GetAttrKey("fun"), self.fun)], self._run
+
+    @classmethod
+    def tree_unflatten(cls, run: Callable[..., Any], children: Any) -> "MarkedLayer":
+        (fun,) = children
+        return cls(fun, run)
+
+
+def tracing(half: DTypeLike) -> AbstractContextManager[Any]:
+    """A context in which functions marked by `in_half` get arrays of this dtype."""
+    return _TRACING(_Tracing(jnp.dtype(half).name))
+
+
+def is_unscaled(jaxpr: Program) -> bool:
+    """Whether no loss scale reaches the gradients of what `autocast` runs now.
+
+    Not in our `value_and_grad`, which knows it better. Elsewhere it is certain only if
+    JAX's `value_and_grad`, perhaps Equinox's or NNX's around it, differentiates the
+    function itself: the caller's own code in between may scale, as may a product at
+    the end of the function.
+    """
+    if UNSCALED.value is not None:
+        return UNSCALED.value
+    frame = sys._getframe(2)
+    while frame and _TRANSFORMS.match(frame.f_globals.get("__name__", "")):
+        if frame.f_code.co_name == "value_and_grad_f":
+            return not _ends_in_a_product(jaxpr)
+        frame = frame.f_back
+    return False
+
+
+def _ends_in_a_product(jaxpr: Program) -> bool:
+    inner = bare(jaxpr)
+    last = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    scalars = (v for v in variables(inner.outvars) if shape(v) == ())
+    return any(v in last and last[v].primitive.name == "mul" for v in scalars)
+
+
+def warn_of_no_loss_scale(warned: set[str]) -> None:
+    """Warns once, in a rule for float16 gradients that no loss scale reaches."""
+    if "no loss scale" not in warned:
+        warned.add("no loss scale")
+        warn(
+            "autocast: float16 gradients without a loss scale: small ones vanish. "
+            "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
+            'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
+        )
+
+
+def _cast(tree: T, old: str, new: str) -> T:
+    def cast(x: Any) -> Any:
+        return x.astype(new) if getattr(x, "dtype", None) == jnp.dtype(old) else x
+
+    return jax.tree.map(cast, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Names that keep products float32, those found, and what could be named."""
+
+    names: frozenset[str] = frozenset()  # functions, scopes, modules, "file.py:123"
+    found: set[str] = dataclasses.field(default_factory=set, compare=False)
+    there: set[str] = dataclasses.field(default_factory=set, compare=False)
+
+    def exempt(self, eqn: JaxprEqn) -> bool:
+        """Whether a product, or a call that holds some, stays float32."""
+        scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
+        if not self.names:
+            return _EXEMPT in scopes
+        own, others, places = {*scopes}, set[str](), []
+        if isinstance(eqn.params.get("name"), str):
+            own.add(eqn.params["name"])
+        for frame in getattr(eqn.source_info.traceback, "frames", ()):
+            parts = frame.function_name.split(".")
+            # jax 0.8 keeps the frames outside of a nested trace; newer ones do not.
+            if parts[-1].startswith("trace_to_jaxpr"):
+                break
+            is_own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
+            names = own if is_own else others
+            parts = [p for p in parts if p.isidentifier()]
+            names.update(parts, [".".join(parts)])
+            places.append(f"/{frame.file_name}:{frame.line_num}")
+        self.there.update(own - {""})  # which a lambda has
+        dotted = "." + ".".join(scopes) + "."
+        found = (own | others).intersection(self.names)
+        for name in self.names - found:
+            if f".{name}." in dotted or any(p.endswith(f"/{name}") for p in places):
+                found.add(name)
+        self.found.update(found)
+        return bool(found) or _EXEMPT in scopes
+
+
+def checked_names(names: str | Collection[str]) -> Names:
+    """`keep_float32=` of `autocast`, if each name is a string."""
+    each = (names,) if isinstance(names, str) else names
+    each = (*each,) if isinstance(each, Collection) else (each,)
+    for name in each:
+        if not isinstance(name, str):
+            # Not a layer's own text, which has many lines.
+            got = getattr(name, "__name__", "" if callable(name) else name)
+            raise TypeError(
+                "autocast: expected keep_float32 to be a name or a tuple of names, "
+                f"got a {type(name).__name__} {got!r}; mark a function or layer of "
+                "your own by jmp_scale.keep_float32(fun)"
+            )
+    return Names(frozenset(each))

@@ -1,0 +1,1 @@
+"""Storage in half precision: parameters that lose no update."""

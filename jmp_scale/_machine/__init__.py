@@ -1,0 +1,1 @@
+"""Half precision on this machine, as `python -m jmp_scale` reports it."""

@@ -1,0 +1,1 @@
+"""Loss scales: S and its rules, scaled gradients, steps applied or skipped."""

@@ -1,0 +1,94 @@
+"""Finds which extra arguments an Optax optimizer accepts, by inspecting its parts."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+
+from .._types import Function
+
+ExtraArgs = dict[str, Any]  # keyword arguments of `update` after the parameters
+Keywords = tuple[frozenset[str], ...]  # a set for each part of an optimizer
+
+# Other names under which users pass the loss, which `update` calls `value`.
+_NAMES_OF_A_LOSS = ("loss", "loss_value", "losses", "val", "values")
+# The set of a function that may use any keyword.
+_ANY = frozenset({"", *_NAMES_OF_A_LOSS})
+
+
+def takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> bool:
+    """Whether the loss is passed to `inner`; its signature may refuse it, as SAM's."""
+    if value is None:
+        for name in _NAMES_OF_A_LOSS:
+            if name in extra_args and not any(name in taken for taken in keywords):
+                raise TypeError(
+                    f"with_loss_scale: expected the loss as value=, got {name}=, "
+                    "which inner does not accept; write "
+                    "update(grads, state, params, value=loss)"
+                )
+        return False
+    is_refused = any(not taken & {"", "value"} for taken in keywords)
+    # If one part needs it and another refuses it, Optax raises its own error.
+    return not is_refused or any("value" in taken for taken in keywords)
+
+
+def keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
+    """Returns the keywords of each function that extra arguments of `update` reach.
+
+    A wrapper (a chain, a mask, a partition) forwards any keyword, so the functions in
+    its closure are inspected too. "" in a set means that the function accepts further
+    keywords. Optax's functions ignore them; any other function may use each name that a
+    loss goes by.
+
+    A wrapper whose `update` is a method keeps its parts in attributes, which are not
+    searched: it counts as one function.
+    """
+    function = inspect.unwrap(update)
+    seen = set() if seen is None else seen
+    if id(function) in seen:
+        return ()
+    seen.add(id(function))
+    parameters = _parameters(function)
+    names = frozenset(p.name for p in parameters)
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return (names,)
+    within = list(_updates_within(function))
+    is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
+    found = [names | ({""} if is_optax or within else _ANY)]
+    for part in within:
+        found += keywords_of(part, seen)
+    return tuple(found)
+
+
+def _updates_within(function: Function) -> Iterator[Function]:
+    """Yields the update functions in the closure of a function."""
+    held = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            held.append(cell.cell_contents)
+    transformation = optax.GradientTransformation
+    for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, transformation)):
+        if isinstance(leaf, optax.GradientTransformationExtraArgs):
+            yield leaf.update
+        elif inspect.isroutine(leaf) and _is_update(leaf):
+            yield leaf
+
+
+def _is_update(function: Function) -> bool:
+    """Whether a function has the parameters of an Optax update with extra arguments."""
+    parameters = _parameters(function)
+    if len(parameters) < 4:
+        return False
+    _, state, params, *_, last = parameters
+    has_extra_args = last.kind in (last.KEYWORD_ONLY, last.VAR_KEYWORD)
+    has_params = params.name == "params" or params.default is None
+    return has_extra_args and state.default is state.empty and has_params
+
+
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    with contextlib.suppress(TypeError, ValueError):  # without a signature
+        return list(inspect.signature(function).parameters.values())
+    return []

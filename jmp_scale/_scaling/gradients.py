@@ -1,0 +1,245 @@
+"""`value_and_grad` and `grad`, which scale the loss internally."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from .._contexts import UNSCALED
+from .._tree import is_inexact, map_gradients, promote_to_float32
+from .._types import Function, Leaf, PyTree
+from .._validation import described, require_callable, warn
+from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
+
+
+def value_and_grad(
+    fun: Function,
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    transform: Function = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """`jax.value_and_grad` that scales the loss internally; its results are unscaled.
+
+    Use it in place of `jax.value_and_grad` wherever a loss is computed in float16, with
+    the loss scale of the current step: `value_and_grad(loss_fn, state.loss_scale)`.
+
+    It multiplies the loss by S, and divides the gradients by the same S in float32. If
+    S is a power of two, no bit of a gradient changes unless it over- or underflowed.
+
+    `fun` is the whole loss, including regularization terms; do not scale anything in it
+    yourself. Cast to float32 before the last mean (`.astype(jnp.float32)`). Otherwise
+    the gradient that enters a float16 loss is S cast to float16, which is infinite from
+    S = 2^16 on.
+
+    Average over devices afterwards. New values in Flax's float8 collection
+    `_overwrite_with_gradient` are returned unchanged.
+
+    Args:
+      fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
+      loss_scale: the loss scale of this step, with S of shape [].
+      argnums: positions of the differentiated arguments, as in JAX.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      transform: differentiates `fun`: `jax.value_and_grad` (default),
+        `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
+      **kwargs: further arguments of `transform` (`holomorphic`, `allow_int`, ...).
+
+    Returns:
+      A function of the arguments of `fun` that returns `(loss, grads)` or
+      `((loss, aux), grads)`. Loss and gradients are float32 or wider.
+
+    Raises:
+      TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
+        is given; while tracing, `fun` does not return a scalar, or `(loss, aux)` with
+        `has_aux`.
+      ValueError: the loss scale has a shape other than ().
+
+    Warns:
+      UserWarning: while tracing, float16 gradients of `autocast` with a
+        `NoOpLossScale`, or a captured `DynamicLossScale`, whose S never changes.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> square = lambda w: (w.astype(jnp.float32) ** 2).sum()
+      >>> loss_scale = jmp_scale.StaticLossScale(2.0**10)
+      >>> loss, grads = jmp_scale.value_and_grad(square, loss_scale)(jnp.ones(2))
+      >>> float(loss), grads.tolist()
+      (2.0, [2.0, 2.0])
+    """
+    return _differentiated(
+        "value_and_grad", fun, loss_scale, argnums, has_aux, transform, kwargs
+    )
+
+
+def grad(
+    fun: Function,
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    transform: Function = jax.value_and_grad,
+    **kwargs: Any,
+) -> Function:
+    """`jax.grad` that scales the loss internally, and returns unscaled gradients.
+
+    It is `value_and_grad`, except that it returns `grads`, or `(grads, aux)` with
+    `has_aux`.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> gradient = jmp_scale.grad(lambda w: w**2, jmp_scale.DynamicLossScale())
+      >>> float(gradient(jnp.float32(3.0)))
+      6.0
+    """
+    differentiated = _differentiated(
+        "grad", fun, loss_scale, argnums, has_aux, transform, kwargs
+    )
+
+    def unscaled_grad(*args: PyTree, **fun_kwargs: PyTree) -> PyTree:
+        value, grads = differentiated(*args, **fun_kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return unscaled_grad
+
+
+class _Output(NamedTuple):
+    """The results of `fun`; by this type they are recognized behind a transform."""
+
+    loss: ArrayLike
+    aux: PyTree
+
+
+def _differentiated(
+    function: str,
+    fun: Function,
+    loss_scale: LossScale,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    transform: Function,
+    kwargs: dict[str, Any],
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns `value_and_grad` of `fun`; errors name the public `function`."""
+    numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
+    if numbers and all(type(number) is int for number in numbers):
+        raise TypeError(
+            f"{function}: expected a loss scale as the second argument, got "
+            f"{loss_scale!r}; argnums is the third: {function}(fun, loss_scale, "
+            f"{loss_scale!r}) with a loss scale such as DynamicLossScale()"
+        )
+    loss_scale = checked_loss_scale(function, loss_scale)
+    call = f"{function}(loss_fn, loss_scale)(params, batch)"
+    require_callable(function, fun, f"write {call}")
+    if "axis_name" in kwargs:
+        raise TypeError(
+            f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "
+            f"mean afterwards, jax.lax.pmean(grads, {kwargs['axis_name']!r})"
+        )
+    # All transforms differentiate the first argument; Equinox's has no argnums.
+    if argnums != 0:
+        kwargs["argnums"] = argnums
+
+    def scaled_fun(*args: PyTree, **fun_kwargs: PyTree) -> tuple[ArrayLike, _Output]:
+        output = checked_output(function, fun(*args, **fun_kwargs), has_aux)
+        # The scaled loss may be infinite, so the unscaled one is an auxiliary output.
+        return loss_scale.scale(output.loss), output
+
+    scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
+
+    # JAX names neither the leaf nor the cure.
+    is_strict = transform is jax.value_and_grad and not kwargs.get("allow_int")
+
+    def unscaled_value_and_grad(
+        *args: PyTree, **fun_kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        if is_strict:
+            _check_differentiable(function, args, argnums)
+        _warn_if_captured(function, loss_scale, args)
+        with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
+            result = scaled_value_and_grad(*args, **fun_kwargs)
+        output, grads = _checked_result(function, result)
+        # `NoOpLossScale.unscale` would leave float16 gradients in float16.
+        value = tuple(output) if has_aux else output.loss
+        return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
+
+    return unscaled_value_and_grad
+
+
+def _check_differentiable(
+    function: str, args: Sequence[PyTree], argnums: int | Sequence[int]
+) -> None:
+    for number in jax.tree.leaves(argnums):
+        argument = args[number] if -len(args) <= number < len(args) else ()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+            if not is_inexact(leaf):
+                name = jax.tree_util.keystr(path)
+                raise TypeError(
+                    f"{function}: expected floating-point arrays in argument {number}, "
+                    f"got {described(leaf)} of {_kind(leaf)} at args[{number}]{name}; "
+                    "pass what is not trained as another argument, or select it by "
+                    "transform=equinox.filter_value_and_grad or flax.nnx.value_and_grad"
+                )
+
+
+def _kind(leaf: Leaf) -> str:
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
+
+
+def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:
+    """Warns if a function is traced with its arguments, but S is a constant in it."""
+    if not isinstance(loss_scale, DynamicLossScale):
+        return
+    s = loss_scale.loss_scale
+    given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    is_traced = bool(given) and all(isinstance(x, Tracer) for x in given)
+    is_constant = isinstance(s, (jax.Array, np.ndarray)) and not isinstance(s, Tracer)
+    # A new array is traced inside `jit`, but not inside an eager `vmap`.
+    if is_traced and is_constant and isinstance(jnp.zeros(()), Tracer):
+        warn(
+            f"{function}: expected S as an argument of the traced function, got "
+            f"{loss_scale!r} from outside, which stays so in every call. Pass what "
+            "holds it (opt_state, the optimizer) into the function, or take a "
+            "StaticLossScale if S is to be constant"
+        )
+
+
+def checked_output(function: str, output: PyTree, has_aux: bool) -> _Output:
+    """Returns the loss, in float32 or wider, and the auxiliary output of `fun`."""
+    loss, aux = output, None
+    if has_aux:
+        if not isinstance(output, (tuple, list)) or len(output) != 2:
+            raise TypeError(
+                f"{function}: expected fun to return (loss, aux) with has_aux=True, "
+                f"got {described(output)}; return everything but the loss as one aux"
+            )
+        loss, aux = output
+    is_number = hasattr(loss, "shape") or isinstance(loss, (int, float, complex))
+    if not is_number or jnp.shape(loss) != ():
+        raise TypeError(
+            f"{function}: expected fun to return a scalar loss, got {described(loss)}; "
+            "return its mean or sum, and pass has_aux=True if fun returns (loss, aux)"
+        )
+    return _Output(promote_to_float32(loss), aux)
+
+
+def _checked_result(function: str, result: PyTree) -> tuple[_Output, PyTree]:
+    """Returns the output of `fun` and the gradients, from the result of a transform."""
+    try:
+        (_, output), grads = result
+    except (TypeError, ValueError):  # not pairs, or a tracer that is not iterable
+        output, grads = None, None
+    # A transform that returns gradients only may return ((a, b), c), which unpacks too.
+    if not isinstance(output, _Output):
+        raise TypeError(
+            f"{function}: expected transform to return ((value, aux), grads) as "
+            f"jax.value_and_grad does, got {described(result)}; give the "
+            "value_and_grad of your framework (jmp_scale.grad takes it too)"
+        )
+    return output, grads

@@ -1,0 +1,349 @@
+"""The three loss scales, and the functions that scale, unscale and adjust."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from .. import _pytree, _validation
+from .._tree import multiply
+from .._types import Scalar
+
+T = TypeVar("T")
+
+
+class _Readable(_pytree.Pytree):
+    """A loss scale is a number for `float`, and not the state of an optimizer."""
+
+    loss_scale: Any
+
+    def __float__(self) -> float:
+        return float(self.loss_scale)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """With a state wrapped, `opt_state[0].mu` asks a loss scale for moments."""
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}; the state of the "
+                "optimizer in a LossScaleState is opt_state.inner_state, and "
+                f'optax.tree.get(opt_state, "{name}") finds a field of it'
+            )
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, repr=False)
+class NoOpLossScale(_Readable):
+    """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
+
+    It is a pytree without leaves.
+    """
+
+    @property
+    def loss_scale(self) -> int:
+        """S = 1."""
+        return 1
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
+        """Returns itself."""
+        return self
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, repr=False)
+class StaticLossScale(_Readable):
+    """A constant loss scale.
+
+    It is a pytree without leaves, so a compiled step recompiles for another S.
+
+    Args:
+      loss_scale: S, a number or a concrete 0-d array in [2^-126, 2^126]. A power of two
+        scales and unscales exactly.
+
+    Raises:
+      TypeError: `loss_scale` is not a real number.
+      ValueError: it is not finite, zero, negative or out of range.
+    """
+
+    loss_scale: float
+
+    def __post_init__(self) -> None:
+        arguments = _validation.Arguments(type(self).__name__)
+        value = _validation.static_loss_scale(arguments, self.loss_scale)
+        object.__setattr__(self, "loss_scale", value)
+
+    def scale(self, tree: T) -> T:
+        """Multiplies by S, in float32 or wider: see `DynamicLossScale.scale`."""
+        return multiply("scale", tree, jnp.float32(self.loss_scale))
+
+    def unscale(self, tree: T) -> T:
+        """Divides by S, in float32 or wider: see `DynamicLossScale.unscale`."""
+        return multiply("unscale", tree, jnp.float32(self.loss_scale), inverse=True)
+
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
+        """Returns itself."""
+        return self
+
+
+@_pytree.register
+@dataclasses.dataclass(frozen=True, repr=False)
+class DynamicLossScale(_Readable):
+    """A loss scale that backs off at an overflow, and grows after a finite period.
+
+    Use it for float16 training. It needs no tuning: S settles just below the values at
+    which gradients overflow.
+
+    ```text
+    finite:      counter += 1
+                 if hysteresis_reset is not "growth": left = hysteresis
+                 if counter >= period:
+                     grown = S * factor
+                     if grown <= max_loss_scale: S = grown
+                     elif at_max is "clamp": S = max_loss_scale
+                     counter = 0
+                     if hysteresis_reset is "growth": left = hysteresis
+    not finite:  counter = -growth_delay
+                 left = max(left - 1, 0)
+                 if left == 0:
+                     S = max(S * backoff_factor, min_loss_scale)
+                     if hysteresis_reset is "finite_or_backoff": left = hysteresis
+    ```
+
+    S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
+    after the third step and 32 after the sixth.
+
+    It is a frozen dataclass and a pytree. Its leaves are `loss_scale` and `counter`
+    (and `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`.
+    All other fields are static. `adjust` preserves shapes and dtypes, as `lax.scan`
+    requires.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
+    first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
+
+    Args:
+      loss_scale: initial S, f32[]; 2^15 is the largest power of two in float16. A
+        Python or NumPy number must lie in [min_loss_scale, max_loss_scale]; lower the
+        floor for S < 1. A device array is clipped to [2^-126, 2^126], NaN to the floor.
+      counter: finite steps since the last change of S, i32[]; None is -growth_delay.
+      period: finite steps in a row after which S grows; 2000, as in most frameworks.
+      factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
+      min_loss_scale: floor of S, float32; below 1 for unscaled gradients that
+        overflow. Values below 2^-126 (0, say) mean 2^-126.
+      max_loss_scale: cap of S, float32; a higher cap than 2^24 brings float16 nothing.
+        Values above 2^126 mean 2^126.
+      backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
+      growth_delay: finite steps that do not count after the start and each overflow.
+      hysteresis: overflows until S backs off; 1 backs off at each.
+      hysteresis_reset: the event that refills the hysteresis: "growth" of S, every
+        "finite" step, or "finite_or_backoff".
+      at_max: "hold" skips a growth that would exceed the cap, "clamp" grows to the cap.
+      hysteresis_left: overflows left until S backs off, i32[]; None is `hysteresis`.
+        Not a leaf with hysteresis = 1.
+
+    Raises:
+      TypeError: an argument is not a number (or not a string, for the two words).
+      ValueError: an argument is out of its range; the message names the range.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale
+      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=2)
+      >>> for finite in (True, True, False):
+      ...     loss_scale = loss_scale.adjust(jnp.array(finite))
+      ...     print(float(loss_scale.loss_scale), int(loss_scale.counter))
+      32768.0 1
+      65536.0 0
+      32768.0 0
+    """
+
+    loss_scale: _pytree.Leaf = 2.0**15
+    counter: _pytree.Leaf = None
+    period: int = 2000
+    factor: float = 2
+    min_loss_scale: float = 1.0
+    _: dataclasses.KW_ONLY
+    max_loss_scale: float = 2.0**24
+    backoff_factor: float | None = None
+    growth_delay: int = 0
+    hysteresis: int = 1
+    hysteresis_reset: str = "growth"
+    at_max: str = "hold"
+    hysteresis_left: _pytree.Leaf = None
+
+    def __post_init__(self) -> None:
+        arguments = _validation.Arguments(type(self).__name__)
+        values = _validation.rule(arguments, vars(self))
+        low, high = values["min_loss_scale"], values["max_loss_scale"]
+        s = _validation.float32_leaf(arguments, self.loss_scale, low, high)
+        values |= {"loss_scale": s, "hysteresis_left": None}
+        for name, start in self._starts().items():
+            given = getattr(self, name)
+            values[name] = _validation.int32_leaf(arguments, name, given, start, s)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _starts(self) -> dict[str, int]:
+        # Without hysteresis (the default) checkpoints have one leaf less.
+        left = {"hysteresis_left": self.hysteresis} if self.hysteresis > 1 else {}
+        return {"counter": -self.growth_delay, **left}
+
+    def scale(self, tree: T) -> T:
+        """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
+
+        Args:
+          tree: pytree; leaves that are not real or complex floating point are returned
+            unchanged, like Flax's float8 collection `_overwrite_with_gradient`.
+
+        Returns:
+          The same structure. Floating-point leaves narrower than 32 bits come back as
+          float32; float64 and complex leaves keep their dtype.
+
+        Raises:
+          ValueError: S has a shape other than ().
+        """
+        return multiply("scale", tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides by S, in float32 or wider, so that small gradients do not underflow.
+
+        Call it with the gradients of the loss that this very S scaled: before `adjust`,
+        and before any mean over devices or micro-batches. Leaves, dtypes and errors are
+        those of `scale`. The division is exact if S is a power of two.
+        """
+        return multiply("unscale", tree, self.loss_scale, inverse=True)
+
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
+        """Returns the loss scale of the next step: the rule above, as one select.
+
+        Args:
+          grads_finite: bool, of the shape of `loss_scale` ([], except under `vmap`).
+          loss_finite: bool of that shape; False if the unscaled loss itself is NaN or
+            infinite. The loss scale is then returned unchanged, because no S changes
+            the forward pass.
+
+        Raises:
+          ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.
+        """
+        self._check_flag("grads_finite", grads_finite)
+        cases = self._after_finite(), self._after_overflow()
+        new = jax.tree.map(functools.partial(jnp.where, grads_finite), *cases)
+        # The default, a Python True, needs no second select.
+        if loss_finite is not True:
+            self._check_flag("loss_finite", loss_finite)
+            new = jax.tree.map(functools.partial(jnp.where, loss_finite), new, self)
+        return new
+
+    def _after_finite(self) -> Self:
+        s, counter = self.loss_scale, self.counter + 1
+        # Not `==`: a restored counter may be beyond a period that is shorter now.
+        grows = counter >= self.period
+        grown = s * self.factor
+        # `at_max` is static, so only one of the two is compiled.
+        if self.at_max == "hold":
+            grown = jnp.where(grown <= self.max_loss_scale, grown, s)
+        else:
+            grown = jnp.minimum(grown, self.max_loss_scale)
+        leaves = {
+            "loss_scale": jnp.where(grows, grown, s),
+            "counter": jnp.where(grows, 0, counter),
+        }
+        if self.hysteresis > 1:
+            left = jnp.full_like(self.hysteresis_left, self.hysteresis)
+            if self.hysteresis_reset == "growth":
+                left = jnp.where(grows, left, self.hysteresis_left)
+            leaves["hysteresis_left"] = left
+        return _pytree.with_fields(self, **leaves)
+
+    def _after_overflow(self) -> Self:
+        s, counter = self.loss_scale, jnp.full_like(self.counter, -self.growth_delay)
+        backoff = self.backoff_factor
+        backed_off = s / self.factor if backoff is None else s * backoff
+        # Not jnp.maximum, which keeps a NaN: every step would be skipped.
+        floor = self.min_loss_scale
+        backed_off = jnp.where(backed_off > floor, backed_off, floor)
+        leaves = {"loss_scale": backed_off, "counter": counter}
+        if self.hysteresis > 1:
+            # If only growth resets it, `left` stays 0 until S grows: each further
+            # overflow backs off at once.
+            left = jnp.maximum(self.hysteresis_left - 1, 0)
+            backs_off = left == 0
+            leaves["loss_scale"] = jnp.where(backs_off, backed_off, s)
+            if self.hysteresis_reset == "finite_or_backoff":
+                left = jnp.where(backs_off, self.hysteresis, left)
+            leaves["hysteresis_left"] = left
+        return _pytree.with_fields(self, **leaves)
+
+    def _check_flag(self, name: str, flag: ArrayLike) -> None:
+        shape, expected = jnp.shape(flag), jnp.shape(self.loss_scale)
+        if shape != expected or jnp.result_type(flag) != jnp.bool_:
+            raise ValueError(
+                f"adjust: expected {name} to be a boolean of the shape {expected} of "
+                f"loss_scale, got {jnp.result_type(flag)}{list(shape)}; reduce it with "
+                "all_finite, or vmap adjust"
+            )
+
+
+LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+"""One of the three loss scales, for annotations and `isinstance`."""
+
+
+def scale(loss_scale: LossScale, tree: T) -> T:
+    """`loss_scale.scale(tree)`, to map over several loss scales."""
+    return loss_scale.scale(tree)
+
+
+def unscale(loss_scale: LossScale, tree: T) -> T:
+    """`loss_scale.unscale(tree)`, to map over several loss scales."""
+    return loss_scale.unscale(tree)
+
+
+def adjust(
+    loss_scale: LossScale, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
+) -> LossScale:
+    """`loss_scale.adjust(...)`, to map over several loss scales."""
+    return loss_scale.adjust(grads_finite, loss_finite=loss_finite)
+
+
+def checked_loss_scale(function: str, value: object) -> LossScale:
+    """Returns `value`, a loss scale; otherwise an error says how to get one."""
+    if isinstance(value, LossScale):
+        return value
+    is_short = isinstance(value, (str, int, float, type)) or hasattr(value, "dtype")
+    got = repr(value) if is_short else f"a {type(value).__name__}"
+    raise TypeError(
+        f"{function}: expected a loss scale, got {got}; pass an instance such as "
+        "DynamicLossScale(), jmp_scale.get_loss_scale(...) of a number or a name, or "
+        'the .loss_scale of a state, optax.tree.get(opt_state, "loss_scale")'
+    )
+
+
+def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> Scalar:
+    """Returns S, f32[]; a number must be in [2^-126, 2^126], an array a scalar."""
+    value = number_of(loss_scale)
+    # A device array is not checked: reading it would wait, or fail while tracing.
+    if not isinstance(value, jax.Array):
+        if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
+            checked_loss_scale(function, loss_scale)
+        arguments = _validation.Arguments(function)
+        value = _validation.static_loss_scale(arguments, value)
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"{function}: expected a scalar loss_scale, got one of shape "
+            f"{jnp.shape(value)}; vmap over it"
+        )
+    return jnp.asarray(value).astype(jnp.float32)
+
+
+def number_of(loss_scale: LossScale | ArrayLike) -> Any:
+    """Returns S of a loss scale; a number or an array in its place as it is."""
+    return getattr(loss_scale, "loss_scale", loss_scale)

@@ -1,0 +1,201 @@
+"""Applies an optimizer's update as a whole, or not at all.
+
+An applied step consists of exactly the operations that the optimizer traces to. XLA may
+fuse and contract them differently than without the skip, which can change the last bits
+of a result. There are two paths, which differ by no more than that:
+
+- The *plain* path runs the update on gradients that are zero on a skipped step, and
+  selects between old and new state afterwards. It is right for all optimizers.
+- The *fast* path passes the gradients to the update unmasked, so that nothing waits for
+  the finite flag: a norm that clips the gradients is fused with the finite check. NaNs
+  that result are discarded. Each state leaf is selected right where it is computed.
+
+The fast path is taken only if nothing can observe a skipped step before its results are
+discarded: in compiled code without effects, callbacks, runtime checks, branches and
+loops that wait for a condition, and not under `jax_debug_nans`. It is hidden from
+`checkify`. Both paths are differentiated like a branch: discarded values have no
+derivative.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+
+from .._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
+from .._tree import is_inexact, map_inexact, select_tree
+from .._types import Arrays, Flag, Function, Leaf, PyTree
+
+T = TypeVar("T")
+
+
+def select_step(
+    applied: Flag,
+    update: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    inputs: PyTree,
+    old: PyTree,
+    context: PyTree = (),
+    is_good: Callable[[PyTree], Flag] | None = None,
+) -> tuple[Flag, PyTree, PyTree]:
+    """Runs an optimizer's update, and keeps the old state unless `applied`.
+
+    Args:
+      applied: bool[], whether to apply the step.
+      update: maps `(inputs, old)` to updates and a new state of the types of `old`.
+      inputs: everything that may not be finite, such as gradients and the loss.
+      old: the optimizer's state before the step.
+      context: other values that `update` closes over, such as parameters.
+      is_good: a check of the updates, which may reject the step as well.
+
+    Returns:
+      `(applied, updates, state)`. Updates of a skipped step are -0.0: adding -0.0 to a
+      parameter changes no bit of it, whereas 0.0 would turn -0.0 into 0.0.
+    """
+    leaves = jax.tree.leaves((inputs, old))
+    seen = (applied, *leaves, *jax.tree.leaves(context))
+    is_traced = any(isinstance(x, Tracer) for x in seen)
+    has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
+    if _debugs_nans() and has_arrays_only and not is_traced and not applied:
+        # Eagerly, even 0 / 0 would raise (test_debug_nans_is_quiet_on_a_skipped_step).
+        updates = jax.eval_shape(lambda: update(inputs, old)[0])
+        return applied, jax.tree.map(_negative_zeros, updates), old
+    # An eager step has nothing to fuse, a jaxpr takes arrays only, and `is_good` must
+    # see the updates before the state can be selected.
+    if is_good is not None or not (is_traced and has_arrays_only):
+        updates, new = update(unless(applied, inputs, jnp.zeros_like), old)
+        applied = applied if is_good is None else applied & is_good(updates)
+        new = select_tree(applied, new, old)
+        return applied, _or_negative_zeros(applied, updates), new
+
+    # The values that `update` closes over (parameters, a learning rate) become
+    # arguments: a `custom_jvp` function must not close over differentiated values.
+    closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
+    lists = jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
+    leaves = _step_of_lists(closed)(applied, *lists)
+    return applied, *jax.tree.unflatten(jax.tree.structure(types), leaves)
+
+
+def unless(applied: Flag, tree: T, other: Callable[[Leaf], Leaf]) -> T:
+    """Returns `tree`; on a skipped step, with `other` applied to each inexact leaf."""
+    return map_inexact(lambda x: jnp.where(applied, x, other(x)), tree)
+
+
+def _or_negative_zeros(applied: Flag, updates: T) -> T:
+    """Returns the updates; on a skipped step, -0.0 in their place."""
+    types = {jax.typeof(x): x for x in jax.tree.leaves(updates)}
+    zeros = {kind: _negative_zeros(x) for kind, x in types.items()}
+    zeros = jax.tree.map(lambda x: zeros[jax.typeof(x)], updates)
+    return select_tree(applied, updates, zeros)
+
+
+def _negative_zeros(update: Leaf) -> jax.Array:
+    if not is_inexact(update):
+        return jnp.zeros_like(update)
+    return jnp.full_like(update, -np.zeros([], jnp.result_type(update)))
+
+
+def _step_of_lists(closed: ClosedJaxpr) -> Function:
+    """Returns the step as a function of applied, inputs, old state and constants."""
+
+    def select_last(
+        applied: Flag, inputs: Arrays, old: Arrays, read: Arrays, consts: Arrays
+    ) -> list[jax.Array]:
+        """Runs the update on the state `read`, and selects at the end."""
+        leaves = evaluate_all(closed.jaxpr, [*inputs, *read], consts)
+        count = len(leaves) - len(old)
+        new = select_tree(applied, leaves[count:], old)
+        return [*_or_negative_zeros(applied, leaves[:count]), *new]
+
+    def plain(
+        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
+    ) -> list[jax.Array]:
+        # With NaNs, a loop that waits for a value to become small would never end.
+        inputs = unless(applied, inputs, jnp.zeros_like)
+        return select_last(applied, inputs, old, old, consts)
+
+    def branch(
+        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
+    ) -> list[jax.Array]:
+        # Discarded values must not be differentiated either: their derivatives may be
+        # infinite, and times 0 this is NaN. So on a skipped step everything that the
+        # update reads passes through `stop_gradient`, and the gradients are replaced by
+        # 1, because their NaNs would spread to the derivatives of the state.
+        inputs = unless(applied, inputs, jnp.ones_like)
+        read, consts = unless(applied, (old, consts), lax.stop_gradient)
+        return select_last(applied, inputs, old, read, consts)
+
+    # JAX prints the function: `functools.partial` would print the whole jaxpr.
+    def fast(
+        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
+    ) -> list[jax.Array]:
+        return _fast(closed.jaxpr, applied, inputs, old, consts)
+
+    step = plain if _is_plain_only(closed) else _hidden_from_checkify(fast)
+    if closed.effects:  # JAX allows no effects in `custom_jvp` functions
+        return step
+    # `lax.cond` would fail if a `vmap` over steps is differentiated.
+    with_derivative = jax.custom_jvp(step)
+    with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
+    return with_derivative
+
+
+def _fast(
+    jaxpr: Jaxpr, applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
+) -> list[jax.Array]:
+    """Runs the update of a jaxpr, and selects each state leaf where it is computed.
+
+    If a leaf were selected after the update, two kernels would read the old leaf: the
+    one that writes the new leaf, and the one that computes the updates. XLA:CPU runs
+    them in either order, and so copies every donated leaf first.
+    """
+    count = len(jaxpr.outvars) - len(old)
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    old_of = {}
+    for var, leaf in zip(jaxpr.outvars[count:], old, strict=True):
+        # No equation defines an output that is an argument or a literal. Selecting
+        # scalars afterwards costs nothing.
+        if not is_literal(var) and var in made and leaf.ndim:
+            old_of[var] = leaf
+
+    def select(var: Var, value: jax.Array) -> jax.Array:
+        return lax.select(applied, value, old_of[var]) if var in old_of else value
+
+    leaves = evaluate_all(jaxpr, [*inputs, *old], consts, select)
+    state = []
+    for var, new, leaf in zip(jaxpr.outvars[count:], leaves[count:], old, strict=True):
+        # A second select would be one more operation in every kernel. If an optimizer
+        # returns one value as two leaves, `old_of` holds the old value of only one.
+        is_selected = new is leaf or (not is_literal(var) and old_of.get(var) is leaf)
+        state.append(new if is_selected else jnp.where(applied, new, leaf))
+    return [*_or_negative_zeros(applied, leaves[:count]), *state]
+
+
+def _hidden_from_checkify(fun: Function) -> Function:
+    """Wraps `fun` in one primitive: `checkify.nan_checks` would stop at each skip."""
+    hidden = jax.custom_batching.custom_vmap(fun)
+
+    @hidden.def_vmap
+    def _(axis_size: int, in_batched: PyTree, *args: PyTree) -> tuple[PyTree, PyTree]:
+        in_axes = jax.tree.map(lambda batched: 0 if batched else None, in_batched)
+        out = jax.vmap(fun, in_axes=tuple(in_axes))(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return hidden
+
+
+def _is_plain_only(closed: ClosedJaxpr) -> bool:
+    """Whether someone may see the values of a skipped step, or wait for them."""
+    if _debugs_nans() or closed.effects:
+        return True
+    names = {eqn.primitive.name for eqn in equations(closed)}
+    return any(part in name for name in names for part in WAITS_OR_SHOWS)
+
+
+def _debugs_nans() -> bool:
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs

@@ -1,0 +1,425 @@
+"""`with_loss_scale`: wraps an Optax optimizer, and skips steps that overflowed."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.typing import ArrayLike
+
+from .. import _mesh
+from .._policy import holds_half
+from .._state import (
+    START,
+    LossScaleState,
+    find_half_states,
+    find_loss_scale_states,
+    is_nothing,
+    started,
+)
+from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
+from .._types import Flag, Function, KeyPath, Leaf, PyTree
+from .._validation import warn
+from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
+from .finite import finite, finite_and_norm
+from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
+from .skip import select_step, unless
+from .spike_guard import SpikeGuard
+
+T = TypeVar("T")
+
+
+class LossScaleTransformation(optax.GradientTransformationExtraArgs):
+    """The Optax transformation that `with_loss_scale` returns; its state is typed."""
+
+    init: Callable[[optax.Params], LossScaleState]  # pyright: ignore
+    update: Callable[..., tuple[optax.Updates, LossScaleState]]  # pyright: ignore
+
+    @property
+    def agreement(self) -> _mesh.Agreement:
+        """How devices reach one decision; the default if `update` was replaced."""
+        steps = getattr(self.update, "__self__", None)
+        is_own = isinstance(steps, _SkippingOptimizer)
+        return steps.agreement if is_own else _mesh.agreement()
+
+
+def with_loss_scale(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale | None = None,
+    *,
+    axis_name: _mesh.AxisName = None,
+    guard: SpikeGuard | None = None,
+) -> LossScaleTransformation:
+    """Wraps an Optax optimizer: skips steps that overflow, adjusts the loss scale S.
+
+    Use it when you train in float16, together with `value_and_grad`, which scales the
+    loss by the S of the state. Use it without a loss scale when a bfloat16 or float32
+    run must survive a bad batch: it then only skips steps that are not finite.
+
+    If all gradients are finite, `inner` runs. Otherwise the updates are -0.0 (adding
+    them changes no bit of the parameters), and the whole state of `inner` is left
+    unchanged: moments, counts, schedules, PRNG keys. S is adjusted in both cases,
+    without a branch.
+
+    Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
+    `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
+    finite gradients. With `MultiSteps` a skip drops one micro-batch from the window.
+
+    The gradients and the loss are checked and, if `grad_fn` is passed, also the updates
+    of `inner`. Otherwise a NaN that `inner` computes from finite gradients is applied,
+    as in Optax. A step is differentiated like a branch: a skipped step is the identity.
+
+    Args:
+      inner: any Optax optimizer or chain.
+      loss_scale: initial; default `NoOpLossScale()`, a plain skip of non-finite steps.
+      axis_name: mesh axes whose devices must skip together: see `all_finite`.
+      guard: a `SpikeGuard` also skips steps whose loss or gradient norm is an outlier.
+
+    Returns:
+      A transformation with state `LossScaleState`, whose
+      `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
+      gradients of any dtype. It returns updates of the dtypes of `params`, if given;
+      those of `with_half_parameters` are float32.
+      `inner` gets gradients in float32 or wider.
+
+      `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
+      S stays, because no S changes the forward pass. `inner` gets `value` if its
+      signature accepts it. `value_fn`, `obj_fn`, `grad_fn` and `grad` must belong to
+      the unscaled loss too.
+
+    Raises:
+      TypeError: an argument of another type; from `update`, a state that `init` did not
+        return, or a loss under another name than `value`.
+      ValueError: `inner` contains another `with_loss_scale` (from `init`); from
+        `update`, while tracing: `value` is not a scalar, gradients and parameters
+        differ in structure, gradients are not added up over devices (`unreduced`), or
+        `inner` changes structure, shape or dtype of its state.
+
+    Warns:
+      UserWarning: from `init`, half-precision parameters, which lose small updates.
+
+    Examples:
+      >>> import jax.numpy as jnp, jmp_scale, optax
+      >>> loss_scale = jmp_scale.DynamicLossScale(2.0**15)
+      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.5), loss_scale)
+      >>> params = jnp.float32(1.0)
+      >>> state = tx.init(params)
+      >>> for g in (1.0, jnp.inf):
+      ...     updates, state = tx.update(jnp.float32(g), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     s = state.loss_scale.loss_scale
+      ...     print(float(params), float(s), int(state.skipped))
+      0.5 32768.0 0
+      0.5 16384.0 1
+    """
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "with_loss_scale: expected inner to be an optax.GradientTransformation, "
+            f"got {inner!r}; pass the optimizer first and the loss scale second. For "
+            "an optax.MultiSteps pass its .gradient_transformation()"
+        )
+    loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
+    loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
+    agreement = _mesh.agreement("with_loss_scale", axis_name)
+    if guard is not None and not isinstance(guard, SpikeGuard):
+        raise TypeError(
+            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
+            "guard=SpikeGuard()"
+        )
+    inner = optax.with_extra_args_support(inner)
+    keywords = keywords_of(inner.update)
+    steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
+    return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SkippingOptimizer:
+    """The steps of `inner`, each of them applied or rejected as a whole."""
+
+    inner: optax.GradientTransformationExtraArgs
+    keywords: Keywords  # that `inner` accepts
+    loss_scale: LossScale  # of the first step
+    guard: SpikeGuard | None  # before the first step
+    agreement: _mesh.Agreement
+
+    def init(self, params: optax.Params) -> LossScaleState:
+        """Returns the state before the first step."""
+        inner_state = started("with_loss_scale", self.inner, params)
+        _refuse_nesting(inner_state)
+        if not find_half_states(inner_state):
+            _warn_of_half_precision(params)
+        state = LossScaleState(
+            loss_scale=self.loss_scale,
+            inner_state=inner_state,
+            guard=self.guard,
+            **{name: jnp.asarray(value) for name, value in START.items()},
+        )
+        return fresh_buffers(state, (params, self.loss_scale, self.guard))
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: LossScaleState,
+        params: optax.Params | None = None,
+        *positional: object,
+        value: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaleState]:
+        """Judges a step, applies or rejects it, and returns the state after it."""
+        _check_arguments(updates, state, params, positional)
+        _mesh.refuse_unreduced("with_loss_scale", updates)
+        grads = promote_to_float32(updates)
+        verdict = judge_step(updates, value, state.guard, self.agreement)
+        arrays, others = self._split(extra_args, value, verdict.applied)
+        apply = functools.partial(self._apply, params, others)
+        # If `inner` calls `grad_fn`, an overflow of its result shows in the updates.
+        is_finite = functools.partial(finite, agree=self.agreement)
+        applied, new_updates, inner_state = select_step(
+            verdict.applied,
+            apply,
+            (grads, arrays),
+            state.inner_state,
+            context=(params, others),
+            is_good=is_finite if "grad_fn" in others else None,
+        )
+        return new_updates, _next_state(state, verdict, applied, inner_state)
+
+    def _split(
+        self, extra_args: ExtraArgs, value: ArrayLike | None, applied: Flag
+    ) -> tuple[ExtraArgs, ExtraArgs]:
+        """Returns the extra arguments of `inner` that may be NaN, and the others."""
+        arrays, others = {}, dict(extra_args)
+        if takes_value(self.keywords, value, extra_args):
+            arrays["value"] = jnp.asarray(value)
+        if "grad" in others:
+            arrays["grad"] = promote_to_float32(others.pop("grad"))
+        for name in ("value_fn", "grad_fn", "obj_fn"):
+            if callable(others.get(name)):
+                others[name] = _zero_fn_unless(applied, others[name])
+        return arrays, others
+
+    def _apply(
+        self,
+        params: optax.Params | None,
+        others: ExtraArgs,
+        inputs: tuple[optax.Updates, ExtraArgs],
+        inner_state: optax.OptState,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """Calls `inner`; returns updates and a state of the types that they had."""
+        grads, arrays = inputs
+        try:
+            updates, new = self.inner.update(
+                grads, inner_state, params, **others, **arrays
+            )
+        except (TypeError, ValueError) as error:
+            error.add_note(
+                "with_loss_scale: raised by the optimizer that it wraps. Its state "
+                "must come from init of these parameters, so keep one state for each "
+                "optimizer and model (a GAN has two); half-precision parameters may "
+                "need with_half_parameters"
+            )
+            raise
+        # A cast to half precision would round the updates of with_half_parameters.
+        if params is not None and not find_half_states(inner_state):
+            updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)
+        return updates, _state_like(new, inner_state)
+
+
+class _Verdict(NamedTuple):
+    """The decision on a step, before the optimizer runs, and the guard after it."""
+
+    loss_finite: Flag
+    only_grads_finite: Flag  # without the loss, unlike grads_finite of the state
+    spike: Flag
+    applied: Flag
+    guard: SpikeGuard | None = None
+
+
+def judge_step(
+    updates: optax.Updates,
+    value: ArrayLike | None,
+    guard: SpikeGuard | None,
+    agree: _mesh.Agreement,
+) -> _Verdict:
+    """Decides, alike on all devices, whether the optimizer may apply a step.
+
+    A step is applied if its gradients and its loss (`value`, if given) are finite, and
+    if `guard`, if given, sees no spike in them.
+    """
+    if value is not None and not (is_data(value) and jnp.shape(value) == ()):
+        raise ValueError(
+            f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "
+            "pass the loss alone"
+        )
+    loss_finite = jnp.array(True) if value is None else finite(value, agree)
+    if guard is None:
+        only_grads_finite, spike = finite(updates, agree), jnp.array(False)
+        applied = only_grads_finite & loss_finite
+        return _Verdict(loss_finite, only_grads_finite, spike, applied)
+    # Decisions have no derivative. A norm's derivative at 0 is infinite; times 0, NaN.
+    guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
+    only_grads_finite, norm = finite_and_norm(updates, agree)
+    is_finite = only_grads_finite & loss_finite
+    # The guard sees the largest loss of all devices: a replica must not skip alone.
+    loss = None
+    if value is not None:
+        loss = agree(lax.pmax, jnp.asarray(value).astype(jnp.float32))
+        # A float64 loss beyond float32's range is finite, and certainly a spike.
+        loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
+    spike, guard = guard.judge(loss, norm, is_finite)
+    return _Verdict(loss_finite, only_grads_finite, spike, is_finite & ~spike, guard)
+
+
+def _next_state(
+    state: LossScaleState, verdict: _Verdict, applied: Flag, inner_state: optax.OptState
+) -> LossScaleState:
+    """Adjusts S and counts the step."""
+    loss_finite, only_grads_finite, spike, expected, guard = verdict
+    # An update that is not finite (`grad_fn`) counts as an overflow, too.
+    only_grads_finite &= applied | ~expected
+    # No S makes a spike smaller, so S treats it like a loss that is not finite.
+    loss_scale = state.loss_scale.adjust(
+        only_grads_finite, loss_finite=loss_finite & ~spike
+    )
+    return LossScaleState(
+        loss_scale=loss_scale,
+        inner_state=inner_state,
+        grads_finite=only_grads_finite & loss_finite,
+        applied=applied,
+        skipped=state.skipped + jnp.int32(~applied),
+        skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),
+        nonfinite_losses=state.nonfinite_losses + jnp.int32(~loss_finite),
+        spikes=state.spikes + jnp.int32(spike),
+        guard=guard,
+    )
+
+
+def _refuse_nesting(inner_state: optax.OptState) -> None:
+    nested = find_loss_scale_states(inner_state)
+    if nested:
+        where = jax.tree_util.keystr(nested[0][0])
+        raise ValueError(
+            "with_loss_scale: expected an optimizer without a loss scale, got one that "
+            f"contains with_loss_scale, at inner_state{where}; wrap once, outermost"
+        )
+
+
+def _warn_of_half_precision(params: optax.Params) -> None:
+    half_leaves = _half_leaves(params)
+    if not half_leaves:
+        return
+    path, dtype = half_leaves[0]
+    warn(
+        "with_loss_scale: expected float32 parameters, got "
+        f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
+        "which loses updates smaller than its precision; keep them in float32 "
+        f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
+        "params)) and cast them in the loss, or store the remainders: "
+        "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
+    )
+
+
+def _half_leaves(tree: PyTree) -> list[tuple[KeyPath, jnp.dtype]]:
+    """Returns path and dtype of each array in half precision."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(path, x.dtype) for path, x in leaves if holds_half(x)]
+
+
+def _check_arguments(
+    updates: PyTree, state: object, params: PyTree, positional: tuple[object, ...]
+) -> None:
+    """Checks the arguments of `update`, except the loss."""
+    are_states = [isinstance(x, LossScaleState) for x in (updates, state, params)]
+    if positional or are_states != [False, True, False]:
+        given = (type(x).__name__ for x in (updates, state, params, *positional))
+        raise TypeError(
+            "with_loss_scale: expected update(grads, state, params, value=loss), got "
+            f"update({', '.join(given)}); pass the LossScaleState that init returns; "
+            "to convert the state of an optimizer without a loss scale, use "
+            "jmp_scale.checkpoints.restore_without_loss_scale"
+        )
+    while isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    if params is None:
+        return
+
+    def compare(update: Leaf, param: PyTree) -> None:
+        if not is_nothing(update):  # "nothing" may stand for a whole subtree
+            jax.tree.map(lambda *_: None, param, update, is_leaf=is_nothing)
+
+    try:
+        jax.tree.map(compare, updates, params, is_leaf=is_nothing)
+    except ValueError as error:
+        raise ValueError(
+            "with_loss_scale: expected gradients of the structure of the parameters, "
+            f"got\n  gradients:  {jax.tree.structure(updates)}\n"
+            f"  parameters: {jax.tree.structure(params)}"
+        ) from error
+
+
+def fresh_buffers(state: T, params: PyTree = ()) -> T:
+    """Makes arrays strongly typed, in buffers that `params` and other leaves lack."""
+    # A state may hold the parameters themselves; a buffer can be donated only once.
+    taken = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def fresh_leaf(leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, (jax.Array, bool, int, float, complex)):
+            return leaf
+        array = jnp.asarray(leaf)
+        # The first step would make a weak type strong, and the second recompile.
+        if getattr(array, "weak_type", False):  # typed keys have no such attribute
+            array = jnp.asarray(array, array.dtype)
+        array = jnp.copy(array) if id(array) in taken else array
+        taken.add(id(array))
+        return array
+
+    return jax.tree.map(fresh_leaf, state)
+
+
+def _zero_fn_unless(applied: Flag, fun: Function) -> Function:
+    """Returns `fun`, whose results and gradients are zero on a skipped step."""
+
+    def zero_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        # Otherwise the gradient is 0 times that of `fun`: NaN if it is not finite.
+        args, kwargs = unless(applied, (args, kwargs), lax.stop_gradient)
+        return unless(applied, fun(*args, **kwargs), jnp.zeros_like)
+
+    return zero_fn
+
+
+def _cast_leaf(x: Leaf, like: Leaf) -> Leaf:
+    """Casts a floating-point leaf to the dtype of another."""
+    castable = is_inexact(x) and is_inexact(like)
+    return jnp.asarray(x).astype(jnp.result_type(like)) if castable else x
+
+
+def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """Gives a new state the dtypes and shardings of the old one, or raises an error."""
+    treedef, old_treedef = jax.tree.structure(new), jax.tree.structure(old)
+    if treedef != old_treedef:
+        raise ValueError(
+            "with_loss_scale: expected inner to keep the structure of its state, got\n"
+            f"  from update: {treedef}\n  from init:   {old_treedef}\n"
+            "Let init return everything that update does, and chain transformations "
+            "that only measure, such as optax.monitor, outside of with_loss_scale"
+        )
+
+    def leaf_like(path: KeyPath, x: Leaf, y: Leaf) -> Leaf:
+        x = _mesh.reshard_like(_cast_leaf(x, y), y)
+        if x is y or not (hasattr(x, "dtype") and hasattr(y, "dtype")):
+            return x
+        expected, got = jax.typeof(y), jax.typeof(x)
+        if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+            expected, got = (f"{t.dtype}{list(t.shape)}" for t in (expected, got))
+            raise ValueError(
+                "with_loss_scale: expected inner to keep the types of its state, but "
+                f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "
+                "after update; initialize it with parameters of a floating-point dtype"
+            )
+        return x
+
+    return jax.tree_util.tree_map_with_path(leaf_like, new, old)

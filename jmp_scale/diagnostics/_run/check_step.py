@@ -1,0 +1,247 @@
+"""Is a train step wired right? Found by calling it, before it trains."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..._state import LossScaleState, find_loss_scale_states
+from ..._tree import is_module
+from .._tables import printed, with_progress
+from .step_applied import applied_step
+from .step_arguments import is_data
+from .step_calls import Calls
+from .step_found import Check, Found
+from .step_program import program
+from .step_rules import ORDER, RULES, Level
+from .step_scaling import growing_s, larger_s, several_s
+from .step_skips import infinite_s, nan_in_batch, spike
+
+# In this order: later ones read what the earlier ones found.
+_PASSES = (
+    applied_step,
+    several_s,
+    larger_s,
+    infinite_s,
+    growing_s,
+    spike,
+    nan_in_batch,
+    program,
+)
+_LEVELS = ("error", "warning", "note")
+
+
+@printed
+class Problem(NamedTuple):
+    """A finding of `check_step`.
+
+    Attributes:
+      rule: its name, such as "unscaled twice".
+      where: the leaf or result, as `args[1].inner_state[0].mu['w']`, or "".
+      text: what happens.
+      cure: what to write.
+      level: "error", "warning" or "note": something to know, which may be right.
+    """
+
+    rule: str
+    where: str
+    text: str
+    cure: str
+    level: Level
+
+    def summary(self) -> str:
+        """Level, rule, place and text, and the cure in a line of its own."""
+        where = f"{self.where}: " if self.where else ""
+        return f"{self.level} [{self.rule}] {where}{self.text}\n  {self.cure}"
+
+
+@printed
+class StepCheck(NamedTuple):
+    """The result of `check_step`, in Python values. `str()` is its summary.
+
+    Attributes:
+      problems: findings, the most severe first.
+      not_checked: what the calls could not show.
+      calls: how often the step was called.
+    """
+
+    problems: tuple[Problem, ...]
+    not_checked: tuple[str, ...]
+    calls: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing but notes was found."""
+        return all(problem.level == "note" for problem in self.problems)
+
+    @property
+    def notes(self) -> tuple[Problem, ...]:
+        """The findings that may be right."""
+        return tuple(p for p in self.problems if p.level == "note")
+
+    def summary(self) -> str:
+        """Every problem with its cure, and what was not checked."""
+        count = len(self.problems) - len(self.notes)
+        found = f"{count} problem{'s' * (count != 1)}" if count else "no problem"
+        lines = [f"check_step: {found} found in {self.calls} calls of the step."]
+        lines += map(str, self.problems)
+        lines += [f"not checked: {what}." for what in self.not_checked]
+        return "\n".join(lines)
+
+
+def check_step(
+    step: Callable[..., Any], *args: Any, carried: Sequence[int] = ()
+) -> StepCheck:
+    """Finds out whether a train step is wired right, by calling it (host).
+
+    Use it before a run, and first of all when a model does not learn: gradients that
+    are never unscaled, or unscaled twice, another S, an overflow that a clip hides, an
+    average that a skipped step does not keep. All of these are silent.
+
+    ```
+    six S from 2^-9 to 2^11   nothing may grow or fall with S
+    S upward                  what is applied is the same, until a step is skipped
+    S = inf                   its own optimizer is skipped, and each leaf stays
+    S that grows, a spike     as any other step, and as any other skip
+    NaN in the batch          skipped as a whole, on all devices alike
+    ```
+
+    The step is called some 30 times with copies of the arguments, which it may donate,
+    and compiles no more than it does anyway: S is an array. Only each S of a
+    `StaticLossScale` is a compilation, so there are three of them. What a step prints,
+    logs or counts outside happens at each call.
+
+    State is what an argument and a result have in common (names and shapes), and what
+    NNX modules hold. Not found are: gradients summed in place of averaged, which
+    average belongs to which optimizer, state in Python objects and closures, and
+    whatever these arguments do not reach.
+
+    Args:
+      step: the train step, compiled or not, of any arguments and results.
+      *args: what it is called with: state, batch and keys as in the first step.
+      carried: positions of arguments that are bare arrays and come back at the same
+        position of the results; of a step that returns one array, 0.
+
+    Raises:
+      TypeError: `step` is not a function.
+      ValueError: a position in `carried` is not that of a bare array.
+      Exception: whatever the step raises with the arguments as they are.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, jmp_scale, optax
+      >>> from jmp_scale import diagnostics
+      >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())
+      >>> @jax.jit
+      ... def step(params, state, x):
+      ...     loss_fn = lambda params: jnp.mean((x @ params["w"] - 1) ** 2)
+      ...     loss, grads = jmp_scale.value_and_grad(loss_fn, state.loss_scale)(params)
+      ...     grads = state.loss_scale.unscale(grads)  # once too often
+      ...     updates, state = tx.update(grads, state, params, value=loss)
+      ...     return optax.apply_updates(params, updates), state, loss
+      >>> params = {"w": jnp.zeros((4, 2))}
+      >>> x, state = jnp.ones((8, 4)), tx.init(params)
+      >>> found = diagnostics.check_step(step, params, state, x)
+      >>> found.ok, found.problems[0].rule
+      (False, 'unscaled twice')
+    """
+    if not callable(step):
+        raise TypeError(
+            f"check_step: expected a function as step, got a {type(step).__name__}; "
+            "write check_step(train_step, params, opt_state, batch)"
+        )
+    holder = _holder(step, args)
+    if holder:
+        found = Found("state out of reach", values={"what": holder})
+        return StepCheck(_problems([found]), ("anything",), 0)
+    check = Check(Calls(step, args, carried))
+    for position in carried:
+        if (str(position),) not in check.calls.arrays:
+            raise ValueError(
+                "check_step: expected carried= to have positions of arguments that are "
+                f"bare arrays, got {position}; leave out what are trees of arrays"
+            )
+    check.found += _of_arguments(check, args)
+    for run_pass in with_progress(_PASSES, "check_step"):
+        check.found += list(run_pass(check))
+        if check.is_over:
+            break
+    not_checked = tuple(dict.fromkeys(check.not_checked))
+    return StepCheck(_problems(check.found), not_checked, check.calls.count)
+
+
+def _problems(found: Sequence[Found]) -> tuple[Problem, ...]:
+    """One problem for each rule and level, with its first place."""
+    places: dict[tuple[str, Level], list[Found]] = {}
+    for item in found:
+        level = item.level or RULES[item.rule].level
+        places.setdefault((item.rule, level), []).append(item)
+    problems = []
+    for (name, level), items in places.items():
+        rule, where = RULES[name], list(dict.fromkeys(item.where for item in items))
+        more = f" (and {len(where) - 1} more)" if len(where) > 1 else ""
+        text = rule.text.format(**items[0].values)
+        problems.append(Problem(name, where[0] + more, text, rule.cure, level))
+    problems.sort(key=lambda p: (_LEVELS.index(p.level), ORDER.index(p.rule)))
+    errors = {p.rule for p in problems if p.level != "note"}
+    # A rule that is broken for certain needs no note of where it may be.
+    return tuple(p for p in problems if p.level != "note" or p.rule not in errors)
+
+
+def _of_arguments(check: Check, args: Any) -> Iterator[Found]:
+    """What the arguments say before the first call."""
+    calls = check.calls
+    if not (calls.scales or calls.states or calls.arguments.fixed):
+        yield Found("no loss scale")
+    around: list[str] = []
+    beside: list[Any] = []
+    _look(args, around, beside)
+    check.has_other_optimizers = bool(beside and calls.states)
+    for what in around:
+        yield Found("not outermost", values={"what": what})
+
+
+def _look(node: Any, around: list[str], beside: list[Any]) -> None:
+    """Collects states of Optax around one of `with_loss_scale`, and those without."""
+    node = getattr(node, "opt_state", ()) if is_module(node) else node
+    if isinstance(node, LossScaleState):
+        return
+    parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    if len(parts) == 1 and parts[0] is node:
+        return
+    if _is_optax(node):
+        if not find_loss_scale_states(node):
+            beside.append(node)
+            return
+        around.append(type(node).__name__)
+    elif type(node) is tuple and any(isinstance(x, LossScaleState) for x in parts):
+        others = [x for x in parts if not _is_optax(x)]
+        around += ["optax.chain"] * (len(others) < len(parts))
+        parts = others
+    for part in parts:
+        _look(part, around, beside)
+
+
+def _is_optax(node: Any) -> bool:
+    """Whether it is the state of one of Optax's transformations."""
+    is_state = hasattr(node, "_fields") and not isinstance(node, LossScaleState)
+    return is_state and type(node).__module__.startswith("optax")
+
+
+def _holder(step: Callable[..., Any], args: Any) -> str:
+    """An object that seems to hold the state, and is no pytree; or ""."""
+    while isinstance(step, functools.partial) or hasattr(step, "__wrapped__"):
+        if isinstance(step, functools.partial):
+            args, step = (*step.args, *step.keywords.values(), *args), step.func
+        else:
+            step = inspect.unwrap(step)
+    owner = getattr(step, "__self__", step)
+    for leaf in jax.tree.leaves((owner, args), is_leaf=is_module):
+        if is_data(leaf) or is_module(leaf) or inspect.isclass(leaf):
+            continue
+        held = jax.tree.leaves(getattr(leaf, "__dict__", {}), is_leaf=is_module)
+        if any(is_module(x) or isinstance(x, (jax.Array, np.ndarray)) for x in held):
+            return f"A {type(leaf).__name__}"
+    return ""

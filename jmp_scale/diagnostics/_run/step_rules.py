@@ -1,0 +1,220 @@
+"""The rules of `check_step`: what each says, and how it is cured."""
+
+from typing import Literal, NamedTuple
+
+Level = Literal["error", "warning", "note"]
+
+
+class Rule(NamedTuple):
+    """A row of the table: the calls that find it, how bad it is, its words."""
+
+    found_by: str
+    level: Level
+    text: str
+    cure: str
+
+
+_KEEP = (
+    "Keep it on a skipped step: new = jmp_scale.select_tree(opt_state.applied, new, "
+    "old); TrainState.apply_gradients(name=new) and jmp_scale.nnx.Optimizer do."
+)
+_TAKE = (
+    "Take loss and gradients from jmp_scale.value_and_grad(loss_fn, "
+    "opt_state.loss_scale)(params, batch), which scales and unscales once."
+)
+_OUTERMOST = (
+    "with_loss_scale is the outermost wrapper: with_loss_scale(optax.chain(clip, tx), "
+    "loss_scale), with_loss_scale(optax.MultiSteps(tx, k).gradient_transformation(), "
+    "loss_scale)."
+)
+
+# By name, the most severe first.
+RULES = {
+    "not returned": Rule(
+        "an applied step", "error",
+        "The state of with_loss_scale is not among the results: S, moments and "
+        "counters never change.",
+        "Return the state that tx.update returns, and pass it to the next step.",
+    ),
+    "nothing changes": Rule(
+        "an applied step", "error",
+        "An applied step changes nothing of all that goes in.",
+        "Return what optax.apply_updates and tx.update return; with NNX call "
+        "optimizer.update(model, grads, value=loss).",
+    ),
+    "S never adjusted": Rule(
+        "an applied step", "error",
+        "An applied step does not count towards the next growth: S comes back as it "
+        "went in, or begins anew.",
+        "Return the state of tx.update as it is (with NNX, call optimizer.update); by "
+        "hand, loss_scale = loss_scale.adjust(jmp_scale.all_finite(grads)).",
+    ),
+    "never unscaled": Rule(
+        "six S", "error",
+        "The change grows with S: the gradients are never unscaled, or the loss is "
+        "scaled twice.",
+        f"{_TAKE} By hand, grads = opt_state.loss_scale.unscale(grads) after the "
+        "gradient of the scaled loss.",
+    ),
+    "unscaled twice": Rule(
+        "six S", "error",
+        "The change falls with S: the gradients are unscaled twice, or the loss is not "
+        "scaled.",
+        f"{_TAKE} No unscale follows.",
+    ),
+    "partly unscaled": Rule(
+        "six S", "error",
+        "A part of the change falls with S: something unscaled was added to gradients "
+        "that were still scaled.",
+        "Add it to the loss (a penalty), or to the gradients that "
+        "jmp_scale.value_and_grad returns.",
+    ),
+    "unscaled by the next S": Rule(
+        "a step in which S grows", "error",
+        "The change depends on the S of the next step: the gradients are unscaled "
+        "after S was adjusted.",
+        "Unscale by the loss scale that scaled, before adjust: "
+        "jmp_scale.value_and_grad does.",
+    ),
+    "S not used": Rule(
+        "S = inf", "error",
+        "With S = inf the step is applied, and as with any other S: the loss is not "
+        "scaled by this S.",
+        f"{_TAKE} Not from jax.value_and_grad, nor with an S that the step creates or "
+        "captures.",
+    ),
+    "another S": Rule(
+        "S = inf", "error",
+        "With this S at infinity another optimizer is skipped, and its own is not.",
+        "Scale each loss by the S of its own optimizer's state.",
+    ),
+    "state put back": Rule(
+        "S = inf", "error",
+        "A step that overflows leaves opt_state as it was: S does not fall, and every "
+        "step is skipped from then on.",
+        f"{_OUTERMOST} Replace apply_if_finite by it; return the new state on skipped "
+        "steps too.",
+    ),
+    "overflow hidden": Rule(
+        "S upward, S = inf", "error",
+        "Gradients that overflowed are applied: a clip, nan_to_num or zero_nans hides "
+        "them from with_loss_scale.",
+        f"Give tx.update the gradients as value_and_grad returns them. {_OUTERMOST}",
+    ),
+    "overflow stays": Rule(
+        "S = inf", "error",
+        "It is NaN or infinite after a step that overflowed, and stays so.",
+        f"{_OUTERMOST} {_KEEP}",
+    ),
+    "changed on a skip": Rule(
+        "S = inf, NaN", "error",
+        "It changes on a skipped step.",
+        _KEEP,
+    ),
+    "NaN stays": Rule(
+        "NaN", "error",
+        "It is NaN or infinite after a skipped step whose loss was NaN, and stays so.",
+        _KEEP,
+    ),
+    "changed on a spike": Rule(
+        "a spike", "error",
+        "It changes on a step that the guard skips as a spike, whose gradients are "
+        "finite.",
+        "Select by opt_state.applied, not by grads_finite: "
+        "jmp_scale.select_tree(opt_state.applied, new, old).",
+    ),
+    "replicas diverge": Rule(
+        "an applied step, NaN", "error",
+        "Replicas that were equal differ after {when}.",
+        "Average before the update, grads = jax.lax.pmean(grads, axis), and let the "
+        "skip be agreed: with_loss_scale without axis_name=().",
+    ),
+    "skip not agreed": Rule(
+        "the program", "error",
+        "The skip is not agreed over the mesh axis {axis}, over which the state is "
+        "split: one part may skip a step that another applies.",
+        "Name all axes, with_loss_scale(..., axis_name=(...)), or none.",
+    ),
+    "value is scaled": Rule(
+        "S = inf", "error",
+        "The loss that tx.update gets as value= is scaled: an overflow counts as a bad "
+        "batch, and S does not fall.",
+        "Pass the unscaled loss, which jmp_scale.value_and_grad returns.",
+    ),
+    "nothing learned": Rule(
+        "an applied step", "warning",
+        "The optimizer moves on, but nothing else changes in {calls} applied steps.",
+        "Return params = optax.apply_updates(params, updates). Right if the learning "
+        "rate is still 0.",
+    ),
+    "S adjusted twice": Rule(
+        "an applied step", "warning",
+        "S counts more steps than its optimizer: it grows too early.",
+        "tx.update adjusts S, so no adjust by hand follows.",
+    ),
+    "reported scaled": Rule(
+        "six S", "warning",
+        "This result grows or falls with S: it is scaled, or unscaled twice.",
+        "Report the loss and gradients that jmp_scale.value_and_grad returns.",
+    ),
+    "half-precision sum": Rule(
+        "the program", "warning",
+        "Unscaled gradients are cast to {dtype} before they are summed over devices: "
+        "small ones become 0.",
+        "Sum in float32, or before unscaling; see jmp_scale.sum_gradients.",
+    ),
+    "no loss scale": Rule(
+        "the arguments", "note",
+        "No state of with_loss_scale and no loss scale is among the arguments: nothing "
+        "skips a bad step.",
+        "Right in bfloat16 and float32. Else pass opt_state to the step, and return "
+        "it: an S that a compiled step closes over never changes.",
+    ),
+    "state out of reach": Rule(
+        "the arguments", "note",
+        "{what} holds the state, which can be neither copied nor seen: nothing was "
+        "called.",
+        "Pass the state as arguments and return it, at least to this check.",
+    ),
+    "not applied": Rule(
+        "an applied step", "note",
+        "The step is skipped with these arguments, also at S = 8, so nothing else can "
+        "be checked.",
+        "Give a batch with a finite loss; diagnose_nonfinite(loss_fn, loss_scale, "
+        "params, batch) says what is not.",
+    ),
+    "not outermost": Rule(
+        "the arguments", "note",
+        "The state of with_loss_scale is within that of {what}: what stands outside "
+        "sees skipped steps, and may hide an overflow.",
+        _OUTERMOST,
+    ),
+    "no value": Rule(
+        "NaN", "note",
+        "A NaN loss counts as an overflow: S falls, though no S helps.",
+        "Pass the loss: tx.update(grads, opt_state, params, value=loss).",
+    ),
+    "coupled": Rule(
+        "S = inf", "note",
+        "An overflow of this S also skips another optimizer.",
+        "Right if both learn from one loss; else scale each loss by its own S.",
+    ),
+    "counts skipped steps": Rule(
+        "S = inf", "note",
+        "It changes on a skipped step, and as on any other.",
+        "Right for counters, metrics and data. Statistics and averages are kept by "
+        "jmp_scale.select_tree(opt_state.applied, new, old).",
+    ),
+    "comes back unchanged": Rule(
+        "an applied step", "note",
+        "It comes back from an applied step as it went in.",
+        "Right if it is frozen. Else return what optax.apply_updates returns.",
+    ),
+    "compiles twice": Rule(
+        "an applied step", "note",
+        "It goes in as {old} and comes out as {new}: the second call compiles anew, "
+        "and lax.scan refuses the step.",
+        "Let the first one have the type of the others: jnp.asarray(x, dtype).",
+    ),
+}  # fmt: skip
+ORDER = list(RULES)

@@ -1,0 +1,1537 @@
+"""`autocast`: products in half precision, the rest as it was, for whatever program."""
+
+import collections
+import functools
+import gc
+import re
+import warnings
+import weakref
+from unittest import mock
+
+import equinox as eqx
+import haiku
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_programs import (
+    B3,
+    PRODUCTS,
+    PROGRAMS,
+    N,
+    W,
+    X,
+    convolve,
+    layer,
+    mean_square,
+    products,
+)
+from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
+from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
+from jax import export, lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.experimental import pallas
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale.nnx
+from jmp_scale import _jaxpr, autocast, in_half, keep_float32
+from jmp_scale._autocast import marks as _marks
+from jmp_scale._autocast.plan import Origin, make_plan
+
+HIGH = lax.Precision.HIGH
+F16, BF16, F32 = ((name, name) for name in ("float16", "bfloat16", "float32"))
+
+
+def two_layers(w, x):
+    return mean_square(layer(w, layer(w, x)))
+
+
+def assert_close(got, wanted, tolerance):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == y.dtype
+        if x.size:
+            x, y = np.asarray(x, float), np.asarray(y, float)
+            assert np.abs(x - y).max() <= tolerance * max(np.abs(y).max(), 1e-3)
+
+
+def assert_close_gradients(loss, *args, tolerance=0.02):
+    """Also its value, cast to float16 and as it is."""
+    half = autocast(loss, "float16")
+    got, wanted = (jax.jit(jax.value_and_grad(f))(*args) for f in (half, loss))
+    assert_close(got, wanted, tolerance)
+
+
+@pytest.mark.parametrize("name", one_of(4, PROGRAMS))
+@pytest.mark.filterwarnings("ignore:autocast")
+def test_a_program_has_the_value_and_gradient_of_the_float32_one(name):
+    fun, args, halves, jit = PROGRAMS[name]
+    cast = autocast(fun, "float16")
+    compiled = jax.jit if jit else lambda f: f
+    wanted = compiled(jax.value_and_grad(fun))(*args)
+    got = compiled(jax.value_and_grad(cast))(*args)
+    assert_close(got, wanted, 0.02)
+    dtypes = products(jax.value_and_grad(cast), *args)
+    assert (F32 in dtypes) == (not halves)
+    assert any("float16" in pair for pair in dtypes)
+
+
+@pytest.mark.parametrize("name", ["attention", "scan_over_layers", "remat"])
+def test_x64_changes_nothing_for_a_float32_program(name):
+    fun, args, *_ = PROGRAMS[name]
+    grad = jax.value_and_grad(autocast(fun, "float16"))
+    wanted = jax.jit(grad)(*args)
+    with jax.enable_x64(True):
+        got = jax.jit(grad)(*args)
+    assert_close(got, wanted, 1e-2)
+
+
+def kept(fun, *args):
+    """Types of the arrays that the backward pass keeps, except arguments and casts."""
+
+    def backward(*args):
+        return jax.tree.leaves(jax.vjp(fun, *args)[1])
+
+    jaxpr = jax.make_jaxpr(backward)(*args).jaxpr
+    given = {*jaxpr.invars}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "convert_element_type" and eqn.invars[0] in given:
+            given.update(eqn.outvars)
+    results = [v for v in jaxpr.outvars if not _jaxpr.is_literal(v)]
+    return [v.aval for v in dict.fromkeys(results) if v not in given]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float", "fp8", "half", int, jnp.float32])
+def test_a_dtype_that_is_not_half_precision_is_an_error(dtype):
+    names = 'float16 or bfloat16, got .*"f16" and "bf16"'
+    with pytest.raises(ValueError, match=f"expected dtype {names}"):
+        autocast(layer, dtype)
+    with pytest.raises(ValueError, match=f"expected backward {names}"):
+        autocast(layer, "float16", backward=dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), "bf16", "f16", "fp16"]
+)
+def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype):
+    @functools.partial(autocast, dtype=dtype)
+    def decorated(w, x):
+        """What it does."""
+        return layer(w, x)
+
+    assert products(decorated, W, X) == [F16 if dtype in ("f16", "fp16") else BF16]
+    assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
+
+
+def test_only_gradients_of_weights_are_float32_from_the_product_on():
+    dtypes = products(jax.grad(autocast(two_layers, "float16")), W, X)
+    # Half precision: the forward pass, and the gradient of what is between the layers.
+    assert (len(dtypes), dtypes.count(F16)) == (5, 3)
+
+
+def sizes_of(fun, *args):
+    """How many arrays of the size of `X` are kept, by dtype."""
+    avals = [a for a in kept(fun, *args) if a.size >= X.size]
+    assert all(a.size == X.size for a in avals)
+    return collections.Counter(a.dtype.name for a in avals)
+
+
+def test_a_layer_keeps_its_stream_and_the_results_of_its_products():
+    def loss(w, x):
+        for _ in range(3):
+            y = jax.nn.gelu(x @ w) @ w
+            x = x + jax.nn.standardize(y, epsilon=1e-6)
+        return mean_square(x)
+
+    # Of six products the results, of two streams what a product or the loss reads.
+    assert sizes_of(autocast(loss, "float16"), W, X) == {"float16": 7, "float32": 1}
+    # Also with a weight that is stored in half precision.
+    assert sizes_of(autocast(loss, "float16"), W.astype("float16"), X).total() == 8
+    plain = sizes_of(autocast(loss, "float16", recompute=False), W, X)
+    assert plain["float32"] > 9
+
+
+def test_a_table_is_read_once_and_not_in_each_layer():
+    def loss(w, ids):
+        x = w[ids]
+        for _ in range(3):
+            x = x + layer(w, x)
+        return mean_square(x)
+
+    jaxpr = jax.make_jaxpr(autocast(loss, "float16"))(W, jnp.arange(8))
+    names = [eqn.primitive.name for eqn in _jaxpr.equations(jaxpr)]
+    assert names.count("gather") == 1
+
+
+def test_no_gradient_of_what_was_stopped_is_computed():
+    def loss(w, x):
+        y = layer(w, x)
+        return mean_square(y[:4] @ w) + mean_square(lax.stop_gradient(jnp.sin(y)) @ w)
+
+    half, plain = (products(jax.grad(f), W, X) for f in (autocast(loss, "f16"), loss))
+    assert len(half) == len(plain)
+
+
+def test_what_would_take_more_to_make_again_is_kept():
+    def loss(w, x):
+        parts = [x @ w, x @ (2 * w), x @ (3 * w)]
+        return mean_square((parts[0] + parts[1] + parts[2]) @ w)
+
+    # One sum, for three arrays of its size.
+    assert sizes_of(autocast(loss, "float16"), W, X)["float16"] <= 2
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_bfloat16_backward_pass_needs_no_loss_scale(share):
+    def loss(w, x):
+        return two_layers(w, x) * 1e-9
+
+    half = autocast(loss, "float16", backward="bfloat16", share_casts=share)
+    assert products(half, W, X) == [F16, F16]
+    both = products(jax.grad(half), W, X)
+    assert both[:2] == [F16, F16]
+    assert all("bfloat16" in pair for pair in both[2:])
+    got, wanted = (jax.grad(f)(W, X) for f in (half, loss))
+    assert_close(got * 1e9, wanted * 1e9, 0.03)
+    assert not jax.grad(autocast(loss, "float16"))(W, X).any()  # all of it underflows
+
+
+def test_what_is_marked_stays_float32():
+    def exact(x, transposed, *, factor=1.0, note=None):
+        assert transposed is False
+        assert note == "static"
+        return factor * (x @ (W.T if transposed else W)), note
+
+    def loss(w, x):
+        y, note = keep_float32(exact)(layer(w, x), False, factor=2.0, note="static")
+        assert note == "static"
+        return mean_square(y)
+
+    assert products(autocast(loss, "float16"), W, X) == [F16, F32]
+    assert keep_float32(exact)(X, False, note="static")[0].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("setting", ["highest", "float32", "tensorfloat32", "high"])
+def test_the_setting_for_precision_holds_for_what_stays_float32(setting):
+    def loss(w, x):
+        exact = keep_float32(jax.jit(jnp.dot))(layer(w, x), w)
+        own = jnp.dot(exact, w, precision="highest")
+        return mean_square(layer(w, own))
+
+    def precisions(fun):
+        jaxpr = jax.make_jaxpr(fun)(W, X)
+        found = [e for e in _jaxpr.equations(jaxpr) if e.primitive.name in PRODUCTS]
+        return [(_jaxpr.dtype_name(e.invars[0]), e.params["precision"]) for e in found]
+
+    with jax.default_matmul_precision(setting):
+        wanted = precisions(loss)[1][1]
+        got = precisions(autocast(loss, "float16"))
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert got[0] == got[3] == ("float16", None)
+    assert got[1:3] == [("float32", wanted), ("float32", highest)]
+
+
+@pytest.mark.parametrize("setting", ["highest", "BF16_BF16_F32"])
+def test_the_setting_for_precision_holds_around_a_linear_solve(setting):
+    def loss(w, x):
+        return mean_square(x @ jnp.linalg.solve(w.T @ w + jnp.eye(len(w)), w))
+
+    with jax.default_matmul_precision(setting):
+        assert jax.jit(jax.grad(autocast(loss, "bfloat16"))).lower(W, X)
+
+
+@pytest.mark.parametrize(
+    ("fun", "reason"),
+    [
+        (lambda w, x: jnp.sin(x), "there is none"),
+        (lambda w, x: jnp.dot(x, w, precision="highest"), "a precision of their own"),
+        (lambda w, x: jnp.dot(x, w, precision="high"), "a precision of their own"),
+        (lambda w, x: jnp.dot(x, w, precision=HIGH), "a precision of their own"),
+        (lambda w, x: jnp.einsum("i,j->ij", x[0], w[0]), "put autocast around"),
+        (lambda w, x: x[0] @ jnp.sin(x.T), "put autocast around"),
+        (lambda w, x: keep_float32(jnp.dot)(x, w), "keep_float32 around them"),
+        (lambda w, x: jnp.dot(X, W), "pass parameters as arguments"),
+        (
+            lambda w, x: (x[0] @ x[0], x[1] @ x[1], x.astype(int) @ W.T.astype(int).T),
+            r"not within it\); dtype int32$",
+        ),
+    ],
+)
+def test_a_function_in_which_nothing_becomes_half_warns_once(fun, reason):
+    half = autocast(fun, "float16")
+    with pytest.warns(UserWarning, match=f"no product became half.*{reason}"):
+        half(W, X)
+    assert F16 not in products(half, W, X)  # filters make a warning an error
+
+
+def test_a_function_whose_products_were_cast_by_hand_does_not_warn():
+    half = autocast(lambda w, x: x.astype("bfloat16") @ w.astype("bfloat16"), "float16")
+    assert products(half, W, X) == [BF16]  # filters make a warning an error
+
+
+COLUMN = W[:, :1]
+STACK = jnp.stack([W, W.T])
+
+
+def counted(layer):
+    """A loop of two turns that counts."""
+
+    def run(x):
+        def turn(carry):
+            return carry[0] + 1, layer(*carry)
+
+        return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, x))[1]
+
+    return run
+
+
+LAYERS_OF_A_STACK = [
+    lambda x: lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ STACK[i]), x),
+    lambda x: lax.scan(lambda x, i: (x @ STACK[i], i), x, jnp.arange(2))[0],
+    counted(lambda i, x: jnp.tanh(x @ lax.dynamic_index_in_dim(STACK, i, 0, False))),
+    counted(lambda i, x: jnp.tanh(x @ STACK.at[i].get(mode="clip"))),
+    lambda x: x @ STACK[jnp.argmax(x @ W) % 2],  # an expert
+]
+
+
+@pytest.mark.parametrize(
+    ("fun", "row", "batch"),
+    [
+        (lambda x: x @ W, X[:1], X),
+        (lambda x: jnp.tanh(x @ W) @ COLUMN, X[:1], X),
+        (lambda x: jnp.tanh(x @ W) @ COLUMN, X[0], X),
+        (lambda x: x @ W / 2 @ (W.T * 0.5)[:8].T, X[0], X),
+        (jax.vmap(lambda x: W @ x), X[:1], X),
+        (lambda x: jnp.einsum("hk,hkn->hn", x, B3), X[:4, :8], None),
+        (lambda x: lax.map(lambda x: x @ W, x, batch_size=3), X[:4], X),
+        (lambda x: (x @ W) @ (x[:1] @ W).T, X[:1], None),
+        (jax.checkpoint(lambda x: x @ W), X[0], X),
+        *((fun, X[0], X) for fun in LAYERS_OF_A_STACK),
+        (
+            lambda x: lax.while_loop(lambda y: (y @ W).max() > 9, lambda y: y @ W, x),
+            X[0],
+            None,
+        ),
+    ],
+)
+def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):
+    half = jax.jit(autocast(fun, "bfloat16"))
+    assert {*products(half, row)} == {BF16}
+    if batch is not None:
+        # Without this XLA:CPU leaves roundings out, not the same for both.
+        options = {"xla_allow_excess_precision": False}
+        got, wanted = (half.lower(x).compile(options)(x) for x in (row, batch))
+        wanted = wanted[: len(row)] if row.ndim > 1 else wanted[0]
+        np.testing.assert_allclose(got, wanted, 1e-6)
+
+
+def test_a_softmax_of_an_argument_that_a_product_reads_has_a_gradient():
+    def loss(scores, values):
+        return mean_square(jax.nn.softmax(scores) @ values)
+
+    assert_close_gradients(loss, X, W)
+    half, full = (jax.grad(f, 1)(X, W) for f in (autocast(loss, "float16"), loss))
+    assert_close(half, full, 0.02)
+
+
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x[0] @ x[1],
+        lambda x: jnp.einsum("bk,bk->b", x, x),
+        lambda x: x[:, None] @ x[:, :, None],
+        lambda x: x[:, :1] @ x[:1],
+        lambda x: jnp.ones(8) @ jnp.sin(x),
+        lambda x: lax.fori_loop(
+            0, 3, lambda _, v: 1 / (v @ jnp.exp(-x @ x.T)), jnp.ones(8)
+        ),
+    ],
+)
+def test_sums_stay_float32(fun):
+    found = products(autocast(fun, "bfloat16"), X)
+    assert F32 in found
+    assert found.count(BF16) == products(fun, X).count(F32) - found.count(F32)
+    assert found[-1] == F32
+
+
+def test_a_kernel_matrix_computed_from_arguments_alone_is_no_layer():
+    def sinkhorn(x, y):
+        kernel = jnp.exp(-jnp.square(x[:, None] - y[None]).sum(-1))
+        return lax.fori_loop(0, 3, lambda _, v: 1 / (kernel @ v), jnp.ones(8))
+
+    half = jmp_scale.autocast(lambda x, y: (sinkhorn(x, y), x @ y.T), "bfloat16")
+    assert products(half, X, X) == [F32, BF16]
+
+
+HALF_STORED = {
+    "dot": lambda w, x: jnp.dot(x, w),
+    "einsum": lambda w, x: jnp.einsum("bi,io->ob", x, w),
+    "cast": lambda w, x: x @ w.T.astype(jnp.float32).T,
+    "scan": lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w[None])[0],
+    "lora": lambda w, x: x @ w,
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, n32(w[None]), jnp.array([8])),
+    "convolution": lambda w, x: convolve(
+        x.reshape(1, 8, 1, N), n32(w[None, None]), (1, 1), "SAME"
+    ),
+    "one row": lambda w, x: w @ x[0],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", HALF_STORED)
+def test_a_product_runs_in_the_dtype_of_a_weight_stored_in_half(name, stored, dtype):
+    fun, w = HALF_STORED[name], W.astype(stored)
+    loss = lambda w, x: mean_square(jnp.tanh(fun(w, jnp.sin(x))))  # noqa: E731
+    half = jax.value_and_grad(autocast(loss, dtype))
+    assert {*products(half, w, X)} == {(stored, stored)}
+    value, grad = jax.jit(half)(w, X)
+    wanted, wanted_grad = jax.value_and_grad(loss)(n32(w), X)
+    assert grad.dtype == w.dtype
+    assert_close(value, wanted, 0.02)
+    assert_close(n32(grad), wanted_grad, 0.05)
+
+
+def test_a_weight_that_the_program_casts_to_another_half_is_read_as_cast():
+    half = autocast(lambda w, x: x @ w.astype("float16"), "bfloat16")
+    assert products(half, W.astype("bfloat16"), X) == [F16]
+
+
+def layers_stored_in_half():
+    dense = linen.Dense(N, param_dtype=jnp.bfloat16)
+    params = dense.init(jax.random.key(0), X)
+    yield "linen", lambda x: dense.apply(params, x)
+    yield "nnx", nnx.Linear(N, N, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = eqx.nn.Linear(N, N, dtype=jnp.bfloat16, key=jax.random.key(0))
+    yield "equinox", jax.vmap(layer)
+
+
+def test_layers_of_libraries_with_weights_stored_in_half_run_in_half():
+    for name, apply in layers_stored_in_half():
+        half = autocast(lambda x, f=apply: mean_square(f(jnp.sin(x))), "bfloat16")
+        assert products(half, X) == [BF16], name
+
+
+def head(w, x):
+    with jax.named_scope("logits"):
+        return x @ w
+
+
+def test_names_are_those_of_functions_scopes_and_places():
+    jitted = jax.jit(layer)  # one jaxpr, called twice
+
+    def loss(w, x):
+        with jax.named_scope("first"):
+            x = jitted(w, x)
+        return mean_square(head(w, jitted(w, x)))
+
+    line = head.__code__.co_firstlineno + 2
+    for names, dtypes in (
+        ("head", [F16, F16, F32]),
+        ("logits", [F16, F16, F32]),
+        (f"test_autocast.py:{line}", [F16, F16, F32]),
+        ("first", [F32, F16, F16]),
+        (["layer"], [F32, F32, F16]),
+        (("first", "head"), [F32, F16, F32]),
+    ):
+        half = autocast(loss, "float16", keep_float32=names)
+        assert products(half, W, X) == dtypes
+
+
+def test_a_name_that_matches_nothing_warns_and_lists_what_there_is():
+    names = "typo", "head"
+    half = autocast(lambda w, x: head(w, x) @ w, "float16", keep_float32=names)
+    with pytest.warns(UserWarning, match=r"\['typo'\].*head.*logits"):
+        half(W, X)
+    nameless = autocast(WITHIN["vmap"](jnp.dot), "float16", keep_float32="typo")
+    with pytest.warns(UserWarning, match=r"there are \w"):
+        nameless(X, W)
+    with pytest.raises(TypeError, match=r"got a function 'head'.*keep_float32\(fun\)"):
+        autocast(head, "float16", keep_float32=(head,))
+
+
+def test_what_is_not_a_function_is_an_error_that_shows_the_call():
+    call = r"expected a function, got .*autocast\(loss"
+    for wrong in ("cuda", 3.0, jnp.ones(())):
+        with pytest.raises(TypeError, match=call):
+            autocast(wrong, jnp.float16)
+    for mark in (keep_float32, in_half):
+        with pytest.raises(TypeError, match=rf"got an array.*{mark.__name__}\(fun\)"):
+            mark(X)
+    with pytest.raises(TypeError, match="context manager"):
+        autocast("float16")(layer)
+    model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
+    for function in (autocast, jmp_scale.nnx.autocast):
+        with pytest.raises(TypeError, match="context manager"), function("float16"):
+            pass
+        with pytest.raises(TypeError, match="wrap the function that calls the model"):
+            function(model, "float16")
+
+
+COMPILE = pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
+NO_SCALE = "float16 gradients without a loss scale"
+SCALE = jmp_scale.StaticLossScale(8.0)
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+def test_float16_gradients_of_no_loss_scale_warn_once(compile_):
+    half = compile_(autocast(two_layers, "float16"))
+
+    def train(fun, loss_scale):
+        value_and_grad = jmp_scale.value_and_grad(lambda *args: fun(*args), loss_scale)
+        return compile_(value_and_grad)(W, X)
+
+    # Filters make a warning an error.
+    none = jmp_scale.NoOpLossScale()
+    train(half, SCALE)
+    train(lambda w, x: jmp_scale.grad(half, SCALE)(w, x).sum(), none)
+    train(autocast(two_layers, "bfloat16"), none)
+    train(autocast(two_layers, "float16", backward="bf16"), none)
+    with pytest.warns(UserWarning, match=NO_SCALE) as record:
+        train(half, none)
+    assert [warning.filename for warning in record] == [__file__]
+    train(half, none)
+
+
+def scaled(w, x):
+    return SCALE.scale(two_layers(w, x))
+
+
+FORGOTTEN = {
+    "grad": lambda f: jax.grad(f),
+    "value_and_grad": lambda f: jax.value_and_grad(f),
+    "of a jit": lambda f: jax.grad(jax.jit(f)),
+    "of a checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "a vmap": lambda f: lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, x[None]),
+    "Equinox": lambda f: lambda w, x: eqx.filter_value_and_grad(f)(w, x),
+    "Equinox's jit": lambda f: eqx.filter_jit(eqx.filter_grad(f)),
+    "NNX": nnx.value_and_grad,
+}
+SCALED = {
+    "after it": lambda half: jax.grad(lambda w, x: SCALE.scale(half(w, x))),
+    "in a jit": lambda half: jax.grad(jax.jit(lambda w, x: SCALE.scale(half(w, x)))),
+    "within it": lambda half: jax.grad(autocast(scaled, "float16")),
+    "by hand": lambda half: jax.grad(lambda w, x: 8 * half(w, x)),
+    "by a cotangent": lambda half: lambda w, x: jax.vjp(half, w, x)[1](jnp.float32(8)),
+    "by Flax": lambda half: lambda w, x: DynamicScale().value_and_grad(half)(w, x)[2],
+    "by value_and_grad": lambda half: jmp_scale.grad(half, SCALE),
+    "nothing to scale": lambda half: jax.grad(autocast(two_layers, "bfloat16")),
+    "bfloat16 backward": lambda half: jax.grad(
+        autocast(two_layers, "float16", backward="bfloat16")
+    ),
+    "no derivative": lambda half: half,
+}
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+@pytest.mark.parametrize("how", FORGOTTEN)
+def test_a_forgotten_loss_scale_warns_once(how, compile_):
+    step = compile_(FORGOTTEN[how](autocast(two_layers, "float16")))
+    with pytest.warns(UserWarning, match=NO_SCALE) as record:
+        step(W, X)
+    assert len(record) == 1
+    step(W, X[1:])
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+@pytest.mark.parametrize("how", SCALED)
+def test_a_loss_that_is_scaled_does_not_warn(how, compile_):
+    compile_(SCALED[how](autocast(two_layers, "float16")))(W, X)
+
+
+@pytest.mark.filterwarnings("error:autocast")
+def test_a_forgotten_loss_scale_warns_of_an_nnx_model():
+    half = jmp_scale.nnx.autocast(bare_nnx_loss, "float16")
+    with pytest.warns(UserWarning, match=NO_SCALE):
+        nnx.value_and_grad(half)(nnx.Linear(N, N, rngs=nnx.Rngs(0)), X)
+
+
+SECOND = {
+    "reverse over reverse": lambda f: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), V)),
+    "reverse over forward over reverse": lambda f: jax.grad(
+        lambda w: jnp.vdot(jax.jvp(jax.grad(f), (w,), (V,))[1], V)
+    ),
+}
+V = jnp.roll(W, 1, 0)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("derivative", SECOND)
+def test_second_derivatives_have_the_range_of_the_backward_pass(derivative, share):
+    def loss(w):  # so small that no cotangent is a float16 number but 0
+        h = X + jnp.tanh(X @ w) @ w.T
+        return 1e-9 * mean_square(jax.nn.softmax(h @ w) @ w + jnp.sin(h @ w))
+
+    def computed(fun):
+        lowered = jax.jit(SECOND[derivative](fun)).lower(W)
+        # Else XLA:CPU leaves roundings out, in one of two programs that round alike.
+        return lowered.compile({"xla_allow_excess_precision": False})(W)
+
+    halved = functools.partial(autocast, loss, "float16", backward="bfloat16")
+    got, plain = (
+        computed(halved(share_casts=share, recompute=r)) for r in (True, False)
+    )
+    assert_norm_close(got, computed(loss), 0.03)
+    assert_norm_close(got, plain, 0.01)
+
+
+def assert_norm_close(got, wanted, tolerance):
+    assert jnp.linalg.norm(got - wanted) < tolerance * jnp.linalg.norm(wanted)
+
+
+@jax.custom_vjp
+def kernel(q, k, n):
+    """Like a fused kernel: one dtype, and a derivative of its own."""
+    assert q.dtype == k.dtype
+    return q @ k * n
+
+
+def n32(x):
+    return x.astype(jnp.float32)
+
+
+# The rule computes in float32, and casts nothing back.
+kernel.defvjp(
+    lambda q, k, n: (kernel(q, k, n), (q, k, n)),
+    lambda r, g: (
+        n32(g) @ n32(r[1]).T * r[2],
+        n32(r[0]).T @ n32(g) * r[2],
+        np.zeros((), jax.dtypes.float0),
+    ),
+)
+WITHIN = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "vmap": lambda f: lambda q, k: jax.vmap(f, (0, None))(q[None], k)[0],
+    "loop": lambda f: lambda q, k: lax.fori_loop(0, 2, lambda _, c: f(c, k), q),
+    # The rule of the kernel does not sum the gradient of `k` over devices.
+    "shard_map": lambda f: jax.shard_map(
+        f, mesh=ONE_AXIS, in_specs=(P("i"), P()), out_specs=P("i"), check_vma=False
+    ),
+    "scan": lambda f: (
+        lambda q, k: lax.scan(lambda c, k: (f(c, k), None), q, k[None])[0]
+    ),
+    "twice": lambda f: lambda q, k: f(jax.jit(f)(q, k), k),
+}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_kernel_gets_half_precision_and_its_rule_may_return_float32(
+    within, recompute
+):
+    doubled = in_half(lambda q, k: kernel(q, k, jnp.int32(2)))
+    fused = WITHIN[within](doubled)
+
+    def loss(w, x):
+        return mean_square(fused(x @ w, w * w))
+
+    half = autocast(loss, "bfloat16", recompute=recompute)
+    assert products(half, W, X).count(BF16) >= 2
+    got, wanted = (jax.jit(jax.grad(f, (0, 1)))(W, X) for f in (half, loss))
+    assert_close(got, wanted, 0.05)
+    assert doubled(X, W).dtype == jnp.float32
+
+
+def test_the_inner_one_of_in_half_and_keep_float32_decides():
+    def dtypes(fun):
+        return products(autocast(lambda w, x: fun(x @ w, w), "bfloat16"), W, X)[1:]
+
+    dot = lambda q, k: q @ k  # noqa: E731
+    assert dtypes(keep_float32(in_half(dot))) == [BF16]
+    assert dtypes(in_half(keep_float32(dot))) == [F32]
+
+
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_what_keep_float32_gives_is_half_precision_within_in_half(given):
+    def exact(x):
+        assert x.dtype == jnp.float32
+        return jnp.sin(x)
+
+    def outer(x):
+        y = keep_float32(exact)(x.astype(given))
+        assert y.dtype == jnp.bfloat16
+        return y
+
+    half = autocast(lambda x: in_half(outer)(x @ W), "bfloat16")
+    assert half(X).dtype == jnp.float32
+
+
+def pallas_kernel(x, w):
+    def body(x, w, y):
+        y[...] = x[...] @ w[...]
+
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pallas.pallas_call(body, result, interpret=True)(x, w)
+
+
+def linen_attention(attend):
+    attend = attend(linen.dot_product_attention)
+    layer = linen.MultiHeadDotProductAttention(2, attention_fn=attend)
+    params = layer.init(jax.random.key(0), X)
+    return lambda w, x: layer.apply(params, x @ w)
+
+
+def nnx_attention(attend):
+    attend = attend(nnx.dot_product_attention)
+    options = {"rngs": nnx.Rngs(0), "decode": False, "attention_fn": attend}
+    layer = nnx.MultiHeadAttention(2, N, **options)
+    return lambda w, x: layer(x @ w)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [lambda f: lambda w, x: f(pallas_kernel)(x, w), linen_attention, nnx_attention],
+)
+def test_kernels_and_attention_of_libraries_get_half_precision(program):
+    seen = []
+
+    def spied(fun):
+        def spy(*args, **kwargs):
+            seen.append({x.dtype.name for x in args})
+            return fun(*args, **kwargs)
+
+        return in_half(spy)
+
+    fun = program(spied)
+    wanted = fun(W, X)
+    with warnings.catch_warnings():  # of Pallas alone, that nothing else is a product
+        warnings.simplefilter("ignore", UserWarning)
+        got = jax.jit(autocast(fun, "bfloat16"))(W, X)
+    assert seen[-2:] == [{"float32"}, {"bfloat16"}]
+    assert_close(got, wanted, 0.05)
+
+
+def test_layers_of_haiku_with_state_work_in_keep_float32():
+    def net(x):
+        x = keep_float32(haiku.BatchNorm(True, True, 0.9))(haiku.Linear(N)(x), True)
+        return keep_float32(haiku.Linear(3))(x)
+
+    net = haiku.transform_with_state(net)
+    params, state = net.init(jax.random.key(0), X)
+    half = autocast(lambda p, s, x: net.apply(p, s, None, x), "bfloat16")
+    assert products(half, params, state, X) == [BF16, F32]
+    wanted = net.apply(params, state, None, X)
+    assert_close(jax.jit(half)(params, state, X), wanted, 0.05)
+    with jax.disable_jit():
+        assert_close(half(params, state, X), wanted, 0.05)
+    batched = jax.vmap(half, (None, None, 0))(params, state, X[None])
+    assert_close(jax.tree.map(lambda y: y[0], batched), wanted, 0.05)
+
+
+STACKED = {
+    "scaled": lambda w: 2 * w,
+    "reshaped": lambda w: w.reshape(2, N // 2, N).transpose(1, 0, 2).reshape(N, N),
+    "summed": lambda w: jnp.cumsum(w, 0),
+    "gathered": lambda w: w[jnp.arange(N)],
+    "forty operations": lambda w: functools.reduce(lambda w, _: 1.01 * w, range(40), w),
+    "nothing": lambda w: w,
+}
+
+
+@functools.partial(
+    jax.shard_map, mesh=ONE_AXIS, in_specs=(P("i"), P("i")), out_specs=P("i")
+)
+def gathered(shard, x):
+    return x @ lax.all_gather(shard, "i", tiled=True)
+
+
+@pytest.mark.parametrize("how", one_of(5, STACKED))
+@pytest.mark.parametrize(
+    "around", ["nothing", "scan", "cond", "fori_loop", "all_gather", "experts"]
+)
+def test_gradients_of_weights_are_float32_whatever_is_done_to_them(how, around):
+    big = jnp.full((512, N), 300.0)  # whose sums of 512 float16 cannot hold
+
+    def total(w):
+        return 400 * jnp.sum(big @ w)
+
+    def loss(w):
+        w = STACKED[how](w)
+        if around == "scan":
+            return lax.scan(lambda c, w: (c + total(w), None), 0.0, w[None])[0]
+        if around == "cond":
+            return lax.cond(big[0, 0] > 0, total, lambda w: jnp.sum(w @ w), w)
+        if around == "fori_loop":
+            return lax.fori_loop(0, 1, lambda _, c: c + total(w), 0.0)
+        if around == "all_gather":
+            return 400 * jnp.sum(gathered(w, big))
+        if around == "experts":
+            chosen = w[None][jnp.zeros(2, int)]
+            return 400 * jnp.sum(big.reshape(2, 256, N) @ chosen)
+        return total(w)
+
+    got, wanted = (jax.jit(jax.grad(f))(W) for f in (autocast(loss, "float16"), loss))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backward", ["float16", "bfloat16"])
+def test_a_loop_rounds_what_each_step_reads_and_sums_gradients_in_float32(backward):
+    xs = jnp.full((3000, 8, N), 1 + 2.0**-10)  # float16 holds it, bfloat16 does not
+
+    def loss(w):
+        return lax.scan(lambda c, x: (c + jnp.sum(x @ w), None), 0.0, xs)[0]
+
+    got = jax.grad(autocast(loss, "float16", backward=backward))(W)
+    np.testing.assert_array_equal(got, 24000 * float(xs[0, 0, 0].astype(backward)))
+
+
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+def test_what_the_user_cast_stays_as_cast(dtype, result):
+    def f(w, x):
+        x, w = (9 * x).astype(dtype), (9 * w).astype(dtype)
+        return jnp.sum(jnp.dot(x, w, preferred_element_type=result).astype("float32"))
+
+    half = autocast(f, "float16")
+    assert products(half, W, X) == [(dtype, dtype)]
+    assert half(W, X) == f(W, X)
+
+
+def test_products_with_scales_of_their_own_stay_as_written():
+    def f(x):
+        x, s = x.astype("float8_e4m3fn"), x[..., :2].astype("float8_e8m0fnu")
+        both = [jax.nn.scaled_matmul(x, x, s, s)]
+        if hasattr(lax, "scaled_dot"):  # JAX 0.8.0 has none
+            both.append(lax.scaled_dot(x, x.mT, lhs_scale=s, rhs_scale=s.mT))
+        return both
+
+    # Traced alone: a CPU does not run the first one.
+    with pytest.warns(UserWarning, match="they have scales of their own"):
+        jaxpr = jax.make_jaxpr(autocast(f, "float16"))(jnp.ones((1, 64, 64)))
+    eqns = [e for e in _jaxpr.equations(jaxpr) if "scaled_" in e.primitive.name]
+    dtypes = {tuple(map(_jaxpr.dtype_name, eqn.invars)) for eqn in eqns}
+    assert dtypes == {("float8_e4m3fn",) * 2 + ("float8_e8m0fnu",) * 2}
+
+
+def test_the_inner_autocast_decides():
+    def loss(w, x, layer=layer):
+        return mean_square(layer(w, x) @ w)
+
+    inner = keep_float32(autocast(layer, "bfloat16"))
+    nested = autocast(functools.partial(loss, layer=inner), "float16")
+    assert products(nested, W, X) == [BF16, F16]
+    one = autocast(loss, "float16")
+    wide = [
+        sum("float32" in pair for pair in products(jax.grad(fun), W, X))
+        for fun in (nested, one)
+    ]
+    assert wide[0] == wide[1]  # those of gradients of weights alone
+    got, wanted = (jax.value_and_grad(f)(W, X) for f in (nested, loss))
+    assert_close(got, wanted, 0.02)
+
+
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.tanh(x * w[0][None]).sum(),
+        lambda w, x: lax.scan(lambda c, y: (c + jnp.sin(y), c), x[0], x)[0].sum(),
+        lambda w, x: jnp.sort(jax.nn.softmax(x)) + jnp.vdot(w[0], x[0]),
+    ],
+)
+def test_a_program_without_products_stays_bit_for_bit(fun):
+    half, grad = autocast(fun, "float16"), lambda f: jax.grad(lambda *a: f(*a).sum())
+    np.testing.assert_array_equal(half(W, X), fun(W, X))
+    assert not any("16" in str(aval.dtype) for aval in kept(half, W, X))
+    np.testing.assert_allclose(grad(half)(W, X), grad(fun)(W, X), 1e-5, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+def test_float64_programs_stay_as_they_are():
+    with jax.enable_x64(True):
+        w, x = np.float64(W), jnp.asarray(np.float64(X))
+        f = lambda x: layer(jnp.asarray(w), x)  # noqa: E731
+        np.testing.assert_array_equal(autocast(f, "float16")(x), f(x))
+
+
+def deep(factors):
+    softmax = jax.jit(jax.nn.softmax)  # a call within each layer
+
+    def loss(w, x):
+        for i, factor in enumerate(factors):
+            with jax.named_scope(f"layer_{i}"):
+                x = softmax(x @ w) * factor
+        return mean_square(x)
+
+    return loss
+
+
+def test_equal_layers_are_traced_once():
+    def units(*factors, x=X):
+        jaxpr = jax.make_jaxpr(deep(factors))(W, x)
+        given = [Origin.PARAMETER] * 2, "bfloat16", _marks.Names()
+        plan = make_plan(jaxpr, *given, share_casts=False, join=True)
+        return {*plan.units}
+
+    # The first product is of arguments alone, and the last island has the loss in it.
+    assert len(units(2.0, 2.0, 2.0)) == len(units(*[2.0] * 9)) == 3
+    assert len(units(2.0, 3.0, 2.0)) == len(units(0.0, -0.0, 0.0)) == 4
+    assert not units(2.0, 2.0) & units(2.0, 2.0, x=X[:2])
+
+    def runs(layers):
+        """How often a layer's cheap operations are evaluated."""
+        spy = mock.Mock(wraps=_jaxpr.evaluate_all)
+        with mock.patch.object(_jaxpr, "evaluate_all", spy):
+            half = autocast(deep([2.0] * layers), "float16")
+            jax.make_jaxpr(jax.grad(half))(W, X)
+        return spy.call_count
+
+    runs(1)  # JAX traces the product's gradients once in a process
+    # The first run of an island is its own, the repeated ones those of all equal ones.
+    # Under JAX_CUSTOM_JVP3 a function with a rule is traced when it is called, too.
+    assert runs(9) - runs(3) in (6, 12)
+
+
+LIKE = {  # what is done to the result of a layer, from one source line
+    "power": (lax.integer_pow, [2, 3, 2]),
+    "permutation": (lax.transpose, [(0, 1), (1, 0), (0, 1)]),
+    "axis": (lambda y, axis: y - y.max(axis, keepdims=True), [0, 1, 0]),
+    "factor": (lambda y, factor: y * factor, [1.0, 2.0, np.float32(1), -1]),
+    "constant": (lambda y, k: y * np.full((N, N), k, np.float32), [1, 2, 1]),
+    "reversed": (lax.rev, [(0,), (1,), (0,)]),
+    "rounded": (lambda y, d: y.astype(d).astype("float32"), ["float16", "bfloat16"]),
+    "function": (lambda y, f: f(y), [jax.nn.relu, jnp.tanh, jax.nn.relu6]),
+    "outputs": (lambda y, n: y + y[:n].sum(), [1, 2, 1]),
+}
+
+
+@pytest.mark.parametrize("what", one_of(3, LIKE))
+def test_steps_that_differ_in_one_thing_are_not_one(what):
+    change, values = LIKE[what]
+
+    def loss(w, x):
+        total = 0.0
+        for i, value in enumerate(values * 2):
+            x = change(jnp.tanh(x @ w), value)
+            total += x.sum() if i % 2 else 0.0
+        return mean_square(x @ w) + total
+
+    assert_close_gradients(loss, W, W.T)
+
+
+def test_contexts_that_change_within_an_island():
+    def loss(w, x):
+        y = jnp.sin(x @ w)
+        with jax.threefry_partitionable(False):
+            z = jnp.tanh(y)
+        return mean_square(jnp.cos(z + y) @ w)
+
+    assert_close_gradients(loss, W, X, tolerance=0.01)
+
+
+def test_a_product_behind_an_island_keeps_its_own_context():
+    def loss(w, x):
+        y = x @ w
+        with set_xla_metadata(part="island"):
+            y = jnp.tanh(y)
+        return mean_square(y @ w)
+
+    jaxpr = jax.make_jaxpr(jax.grad(autocast(loss, "float16")))(W, X)
+    marked = [e.primitive.name for e in _jaxpr.equations(jaxpr) if e.ctx.xla_metadata]
+    assert "tanh" in marked
+    assert "dot_general" not in marked
+
+
+def test_each_layer_keeps_its_scopes_in_both_passes():
+    def loss(w, x):
+        with jax.named_scope("model"):
+            return autocast(deep([2.0] * 4), "float16")(w, x)
+
+    grad = jax.jit(jax.value_and_grad(loss))
+    names = re.findall(r'op_name="([^"]*)"', grad.lower(W, X).compile().as_text())
+    for i in range(4):
+        own = [name for name in names if f"layer_{i}" in name]
+        assert all(set(re.findall(r"layer_\d", name)) == {f"layer_{i}"} for name in own)
+        exponentials = {name for name in own if name.endswith("/exp")}
+        assert exponentials
+        assert all("model" in name for name in exponentials)
+        for operation in ("dot_general", "mul"):
+            passes = ["transpose" in name for name in own if operation in name]
+            assert {*passes} == {True, False}
+
+
+def by_platform(w, x):
+    both = {"cpu": layer, "default": lambda w, x: x @ w}
+    return mean_square(lax.platform_dependent(w, x, **both))
+
+
+def loops_that_end_one_after_the_other(w, x):
+    def loop(v):
+        carry = jnp.float32(0), v
+        more = lambda c: c[0] < 9 * jnp.abs(v[0])  # noqa: E731
+        return lax.while_loop(more, lambda c: (c[0] + 1, layer(w, c[1])), carry)[1]
+
+    return mean_square(jax.vmap(loop)(x))
+
+
+@pytest.mark.parametrize(
+    ("fun", "call"),
+    [
+        (PROGRAMS["custom_vjp_with_products"][0], "opaque .custom_vjp_call"),
+        (by_platform, "cond"),
+        (loops_that_end_one_after_the_other, "while"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+def test_a_call_that_cannot_be_read_warns_once_and_stays_float32(fun, call):
+    half = autocast(lambda w, x: fun(w, x) + fun(w, 2 * x), "float16")
+    with pytest.warns(UserWarning, match=f"{call}. holds") as caught:
+        value = half(W, X)
+    assert len([w for w in caught if "holds" in str(w.message)]) == 1
+    assert_close(value, fun(W, X) + fun(W, 2 * X), 0.01)
+    assert F32 in products(half, W, X)
+
+
+@pytest.mark.parametrize("around", ["cond", "scan"])
+def test_a_call_without_results_runs_once(around):
+    seen = []
+
+    def f(w, x):
+        def see(x):
+            jax.debug.callback(seen.append, layer(w, x)[0])
+
+        if around == "cond":
+            lax.cond(x[0, 0] < 9, see, lambda x: None, x)
+        else:
+            lax.scan(lambda _, x: (None, see(x)), None, x[None])
+        return x
+
+    jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("policy", ["dots", "everything", "nothing"])
+def test_the_policy_of_a_checkpoint_holds_in_half_precision(policy):
+    policy = getattr(jax.checkpoint_policies, f"{policy}_saveable")
+    block = jax.checkpoint(lambda w, x: x + jnp.sin(x @ w) @ w, policy=policy)
+
+    def computed(wrap):
+        grad = jax.grad(wrap(lambda w, x: mean_square(block(w, block(w, x)))))
+        found = _jaxpr.equations(jax.make_jaxpr(grad)(W, X))
+        counts = collections.Counter(eqn.primitive.name for eqn in found)
+        return counts["dot_general"], counts["sin"]
+
+    assert computed(lambda f: autocast(f, "float16")) == computed(lambda f: f)
+
+
+@pytest.mark.parametrize("name", ["scan_reversed_and_unrolled", "remat"])
+def test_loops_and_checkpoints_keep_their_options(name):
+    fun, args, *_ = PROGRAMS[name]
+    keys = ("reverse", "unroll", "prevent_cse")
+
+    def options(fun):
+        found = _jaxpr.equations(jax.make_jaxpr(fun)(*args))
+        params = map(_jaxpr.params_of, found)
+        return {tuple(each.get(key) for key in keys) for each in params}
+
+    assert len(options(fun)) == 2  # and that of all other equations
+    assert options(autocast(fun, "float16")) == options(fun)
+
+
+def test_nothing_of_a_program_is_kept_after_its_trace():
+    references = []
+
+    def loss(w, x):
+        factor = np.full((N, N), 2.0)
+        references.append(weakref.ref(factor))
+        act = jax.custom_jvp(jnp.sin)
+        act.defjvp(lambda p, t: (act(*p), t[0] * factor[0, 0]))
+        return mean_square(act(x @ w))
+
+    half = autocast(loss, "float16")
+    jax.block_until_ready(jax.jit(jax.grad(half))(W, X))
+    jax.clear_caches()
+    gc.collect()
+    assert references
+    assert all(reference() is None for reference in references)
+
+
+@pytest.mark.parametrize(
+    ("platform", "barriers"), [("cuda", True), ("tpu", False), ("cpu", False)]
+)
+def test_the_barrier_is_chosen_when_the_program_is_lowered(platform, barriers):
+    grad = jax.jit(jax.grad(autocast(two_layers, "float16")))
+    text = export.export(grad, platforms=[platform])(W, X).mlir_module()
+    assert ("optimization_barrier" in text) == barriers
+    assert ("num_primitive_operations" in text) == (platform == "cuda")
+
+
+def test_all_operations_share_the_cast_of_what_a_product_read():
+    def stream(w, x):
+        y = jax.nn.gelu(x @ w)
+        return mean_square(y + layer(w, y) + y[::-1])
+
+    def by_hand(w, x):
+        w, x = w.astype("float16"), x.astype("float16")
+        y = jax.nn.gelu((x @ w).astype("float32")).astype("float16")
+        z = jnp.tanh((y @ w).astype("float32"))
+        return mean_square(y.astype("float32") + z + y[::-1].astype("float32"))
+
+    shared, plain = (
+        autocast(stream, "float16", share_casts=share) for share in (True, False)
+    )
+    assert_close(shared(W, X), by_hand(W, X), 1e-6)
+    assert shared(W, X) != plain(W, X)
+    assert sizes_of(plain, W, X)["float32"] > sizes_of(shared, W, X)["float32"] == 0
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda f: f,
+        lambda f: lambda y: lax.cond(y[0, 0] > 9, jnp.sin, f, y),
+        functools.partial(jax.checkpoint, prevent_cse=False),
+    ],
+)
+def test_there_is_no_barrier_in_a_loop(inside):
+    def loss(w, x):
+        step = inside(lambda y: layer(w, jax.nn.gelu(y @ w)))
+        return jnp.sum(lax.scan(lambda y, _: (step(y), None), x, None, length=2)[0])
+
+    grad = jax.jit(jax.grad(autocast(loss, "float16")))
+    text = export.export(grad, platforms=["cuda"])(W, X).mlir_module()
+    assert "optimization_barrier" not in text
+
+
+def several(x, count):
+    return jnp.stack([x * i for i in range(1, count + 1)])
+
+
+def on_devices(f):
+    """The mean over eight devices, each with an x of its own."""
+
+    def mean(w, x):
+        return jax.tree.map(lambda y: lax.pmean(y, "i"), f(w, x[0]))
+
+    run = jax.shard_map(mean, mesh=ONE_AXIS, in_specs=(P(), P("i")), out_specs=P())
+    return lambda w, x: run(w, several(x, 8))
+
+
+AROUND = {
+    "jit": lambda f, w, x: jax.jit(jax.value_and_grad(f))(w, x),
+    "checkpoint": lambda f, w, x: jax.value_and_grad(jax.checkpoint(f))(w, x),
+    "vmap": lambda f, w, x: jax.vmap(jax.value_and_grad(f), (None, 0))(
+        w, several(x, 2)
+    ),
+    "scan": lambda f, w, x: lax.scan(
+        lambda c, y: (c + f(c, y), jax.grad(f)(c, y)), w, several(x, 2)
+    ),
+    "jvp": lambda f, w, x: jax.jvp(f, (w, x), (w, 2 * x)),
+    "linearize": lambda f, w, x: jax.linearize(f, w, x)[1](w, x),
+    "jacfwd": lambda f, w, x: jax.jacfwd(f)(w, x),
+    "hessian": lambda f, w, x: jax.hessian(lambda v: f(v[:, None] * w, x))(w[0]),
+    "pmap": lambda f, w, x: jax.pmap(jax.grad(f), in_axes=(None, 0))(w, several(x, 8)),
+    "shard_map": lambda f, w, x: jax.value_and_grad(on_devices(f))(w, x),
+    "in shard_map": lambda f, w, x: on_devices(jax.grad(f))(w, x),
+    "itself": lambda f, w, x: jax.value_and_grad(autocast(f, "float16"))(w, x),
+    "gradient": lambda f, w, x: autocast(jax.grad(f), "float16")(w, x),
+}
+
+
+@pytest.mark.parametrize("around", one_of(2, AROUND))
+def test_it_composes_with_what_is_around_it(around):
+    def loss(w, x):
+        y = jax.nn.gelu(layer(w, x)) + x
+        return mean_square(layer(w, y) + y)
+
+    run = AROUND[around]
+    run = run if around == "pmap" else jax.jit(run, static_argnums=0)
+    assert_close(run(autocast(loss, "float16"), W, X), run(loss, W, X), 0.02)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_forward_mode_goes_through_a_loop_that_ends_by_its_values(recompute):
+    def loss(w):
+        def goes_on(carry):
+            return (carry[0] < 10) & (jnp.sum(carry[1] ** 2) > 1e-3)
+
+        def step(carry):
+            return carry[0] + 1, jnp.tanh(carry[1] @ w)
+
+        return mean_square(lax.while_loop(goes_on, step, (0, X))[1])
+
+    tangent = jnp.cos(jnp.arange(W.size, dtype="float32")).reshape(W.shape)
+    half_loss = autocast(loss, "float16", recompute=recompute)
+    got, wanted = (jax.jvp(f, (W,), (tangent,)) for f in (half_loss, loss))
+    assert_close(got, wanted, 0.02)
+
+
+@jax.custom_jvp
+def solved(w, x):
+    """As of a solver: its solution, and numbers that have no derivative."""
+    y = x @ w
+    return jnp.max(y), jnp.tanh(y), jnp.argmax(y)
+
+
+@functools.partial(solved.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, map(zero_if_symbolic, primals, tangents)
+    largest, y, place = solved(w, x)
+    zeros = [zero_from_primal(v, symbolic_zeros=True) for v in (largest, place)]
+    return (largest, y, place), (zeros[0], (1 - y**2) * (dx @ w + x @ dw), zeros[1])
+
+
+def zero_if_symbolic(primal, tangent):
+    is_zero = isinstance(tangent, SymbolicZero)
+    return zero_from_primal(primal) if is_zero else tangent
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
+def test_a_rule_may_say_that_a_result_has_no_tangent(transform, recompute):
+    """As those of Optimistix, Lineax and Diffrax do."""
+
+    def loss(scale, w, x):
+        def step(x, _):
+            largest, y, _ = solved(scale * w, x)
+            return y / largest, None
+
+        return mean_square(lax.scan(step, x, length=2)[0])
+
+    half = autocast(loss, "float16", recompute=recompute)
+    one = jnp.float32(1.0)
+    got, wanted = (jax.jit(transform(f))(one, W, X) for f in (half, loss))
+    assert_close(got, wanted, 0.02)
+    assert {*products(jax.grad(half), one, W, X)} == {F16}
+
+
+DERIVATIVES = {  # the last one of the first, or of the second
+    "jvp of grad": lambda f: jax.jacfwd(jax.grad(f)),
+    "grad of grad": lambda f: jax.grad(jax.grad(f)),
+    "hessian": jax.hessian,
+    "third": lambda f: jax.grad(jax.grad(jax.grad(f))),
+}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("order", DERIVATIVES)
+@pytest.mark.parametrize(
+    "name", one_of(2, ["scan_over_layers", "custom_jvp", "remat", "cond"])
+)
+def test_higher_derivatives_are_those_of_the_float32_program(name, order, recompute):
+    fun, (w, x), *_ = PROGRAMS[name]
+
+    def derivative(fun):
+        loss = lambda s: fun(s * w, s * x)  # noqa: E731
+        return jax.jit(DERIVATIVES[order](loss))(jnp.float32(1.0))
+
+    half = autocast(fun, "float16", recompute=recompute)
+    assert_close(derivative(half), derivative(fun), 0.02)
+
+
+def on_mesh(mesh):
+    """The weights whole on each device, the batch in parts."""
+    return sharded(W, mesh, P()), sharded(X, mesh, P("i"))
+
+
+@pytest.mark.parametrize("mesh", [ONE_AXIS, EXPLICIT])
+def test_sharded_arrays_give_what_whole_ones_give(mesh):
+    def loss(w, x):
+        return mean_square(layer(w, jax.nn.gelu(x @ w)))
+
+    wanted = jax.value_and_grad(loss)(W, X)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(autocast(loss, "float16")))(*on_mesh(mesh))
+    assert_close(got, wanted, 0.02)
+
+
+SPLIT, WHOLE = (NamedSharding(ONE_AXIS, P(*names)) for names in (["i"], []))
+split_layer = jax.jit(layer, in_shardings=(WHOLE, SPLIT), out_shardings=SPLIT)
+split = jax.jit(lambda x: x * 1, out_shardings=SPLIT)
+SHARDED = {
+    "layer": lambda w, x: split_layer(w, split_layer(w, x)),
+    "operand": lambda w, x: layer(w, split(x)),
+    "result": jax.jit(lambda w, x: layer(w, x), out_shardings=SPLIT),
+    "checkpoint": lambda w, x: jax.checkpoint(split_layer)(w, x),
+    "scan": lambda w, x: lax.scan(lambda c, _: (split_layer(w, c), 0), x, length=2)[0],
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, split_layer, layer, w, x),
+    "vmap": lambda w, x: jax.vmap(split_layer, (0, None))(jnp.stack([w, w]), x)[0],
+    "numbers": lambda w, x: split_layer(
+        w, x + jax.jit(lambda: 1.0, out_shardings=WHOLE)()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_the_shardings_of_an_inner_jit_are_kept(name):
+    """Else each device computes all of it."""
+    program = SHARDED[name]
+    args = sharded(jnp.ones((64, 64)), ONE_AXIS, P()), jnp.ones((256, 64))
+
+    def compiled(fun):
+        return jax.jit(fun).lower(*args).compile()
+
+    def flops(fun):
+        cost = compiled(jax.grad(lambda w, x: mean_square(fun(w, x)))).cost_analysis()
+        return cost["flops"]
+
+    half = autocast(program, "bfloat16")
+    got, wanted = (compiled(f).output_shardings for f in (half, program))
+    assert got.is_equivalent_to(wanted, 2)
+    assert flops(half) < 1.2 * flops(program)
+
+
+def test_a_product_over_a_sharded_axis_keeps_the_sharding_of_its_result():
+    def loss(w, x):
+        y = jnp.einsum("bi,ij->bj", x, w, out_sharding=P("i"))
+        return mean_square(jnp.tanh(y))
+
+    with jax.set_mesh(EXPLICIT):
+        args = sharded(W, EXPLICIT, P("i")), sharded(X, EXPLICIT, P(None, "i"))
+        assert_close_gradients(loss, *args)
+
+
+def test_auto_axes_among_explicit_ones():
+    def loss(w, x):
+        y = jax.nn.gelu(layer(w, x))
+        inner = jax.sharding.auto_axes(
+            lambda w, y: layer(w, layer(w, y)) + y, axes="i", out_sharding=P("i")
+        )
+        return mean_square(layer(w, inner(w, y) + y))
+
+    with jax.set_mesh(EXPLICIT):
+        args = on_mesh(EXPLICIT)
+        assert {*products(autocast(loss, "float16"), *args)} == {F16}
+        assert_close_gradients(loss, *args)
+
+
+def attention(w, x):
+    q, k, v = (x @ w for w in (w, w.T, 2 * w))
+    return jax.nn.softmax(jnp.einsum("qd,kd->qk", q, k)) @ v
+
+
+def on_axes_of_one(fun):
+    """One sequence of one head, as libraries lay them out."""
+
+    def run(w, x):
+        q, k, v = ((x @ w)[None, :, None] for w in (w, w.T, 2 * w))
+        return fun(q, k, v)
+
+    return run
+
+
+SYMBOLIC = {
+    "attention": attention,
+    "attention of jax": on_axes_of_one(jax.nn.dot_product_attention),
+    "attention of Linen": on_axes_of_one(linen.dot_product_attention),
+    "covariance": lambda w, x: (x @ w).T @ (x @ w),
+    "lookup": lambda w, x: w[jnp.argmax(x, 1)] @ w,
+    "norm of a batch": lambda w, x: (x @ w / jnp.std(x @ w, 0, keepdims=True)) @ w,
+    "scan": lambda w, x: lax.scan(lambda c, _: (layer(w, c), None), x, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_a_program_of_symbolic_sizes_is_that_of_each_size(name):
+    """As `jax.export` traces it."""
+
+    def loss(w, x):
+        return mean_square(SYMBOLIC[name](w, x))
+
+    step = jax.jit(jax.value_and_grad(autocast(loss, "float16")))
+    (b,) = export.symbolic_shape("b")
+    types = W, jax.ShapeDtypeStruct((b, N), jnp.float32)
+    assert products(step, *types) == products(step, W, X)
+    assert_close(export.export(step)(*types).call(W, X), step(W, X), 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+def test_a_custom_vjp_that_closes_over_data_is_an_error_that_names_the_cure():
+    def loss(w, x):
+        solve = jax.custom_vjp(lambda w: jnp.tanh(x @ w))
+        solve.defvjp(lambda w: (solve(w), w), lambda w, g: (x.T @ g,))
+        return mean_square(solve(w))
+
+    grad = jax.grad(autocast(loss, "bfloat16"))
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"custom_vjp .* Pass"):
+        grad(W, X)
+    outside = jax.jit(jax.grad(autocast(lambda w: loss(w, X), "bfloat16")))
+    assert_close(outside(W), jax.grad(loss)(W, X), 0.02)
+
+
+def test_constant_results_are_arrays():
+    half = autocast(lambda w: (X @ w, jnp.int32(3), jnp.asarray(1.0)), "float16")
+    for x, dtype in zip(half(W)[1:], ("int32", "float32"), strict=True):
+        assert x.at[...].add(1).dtype == dtype
+
+
+def test_whatever_is_no_float_array_passes():
+    def f(w, x, key, flags, *, name, nothing=None):
+        assert name == "static"
+        assert flags["train"] is True
+        y = layer(w, x) + 0 * jax.random.uniform(key)
+        return {"y": y, "n": 3, "name": name, "nothing": nothing, "key": key}, None
+
+    args = (W, X, jax.random.key(0), {"train": True})
+    out, none = autocast(f, "float16")(*args, name="static")
+    assert (out["n"], out["name"], out["nothing"], none) == (3, "static", None, None)
+    assert out["key"] == args[2]
+    assert out["y"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", [np.asarray, lambda x: np.asarray(x, np.float64)])
+def test_numpy_arrays_are_arguments_as_in_jit(kind):
+    """Not constants, whose products stay float32."""
+    half = autocast(lambda args: (two_layers(*args["w, x"]), args["name"]), "bfloat16")
+    got, name = half({"w, x": (kind(W), kind(X)), "name": np.str_("static")})
+    assert name == "static"
+    assert got == autocast(two_layers, "bfloat16")(W, X) != two_layers(W, X)
+
+
+def test_the_loss_scale_s_value_and_grad_takes_it():
+    def loss(x, w, bias):
+        y = layer(w, x) + bias["b"]
+        return mean_square(y), {"y": y, "step": jnp.int32(3)}
+
+    args, argnums = (X, W, {"b": jnp.zeros((1, N))}), (1, 2)
+    half = autocast(loss, "float16")
+    scale = jmp_scale.DynamicLossScale(2.0**15)
+    got = jmp_scale.value_and_grad(half, scale, argnums, has_aux=True)(*args)
+    wanted = jax.value_and_grad(loss, argnums, has_aux=True)(*args)
+    assert_close(got, wanted, 0.01)
+
+
+def test_effects_keep_their_order():
+    seen = []
+
+    def see(i, x):
+        jax.debug.callback(lambda _: seen.append(i), x[0, 0], ordered=True)
+
+    def f(w, x):
+        y = layer(w, layer(w, x))
+        for i, value in enumerate((x, y, layer(w, y), y, x)):  # also of earlier ones
+            see(i, value)
+        return y
+
+    jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
+    jax.effects_barrier()
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_program_of_thousands_of_equations_is_planned():
+    def f(w, x):
+        for _ in range(1500):
+            x = jnp.sin(x) + 1e-3
+        return mean_square(x @ w)
+
+    assert jax.make_jaxpr(autocast(f, "float16"))(W, X).jaxpr.outvars
+
+
+def bare_nnx_loss(model, x):
+    return mean_square(model(x))
+
+
+def test_nnx_modules_are_refused_and_the_right_function_is_named():
+    model = nnx.Linear(N, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"got a Linear.*jmp_scale\.nnx\.autocast"):
+        autocast(bare_nnx_loss, "float16")(model, X)
+    with pytest.raises(TypeError, match="got a Linear"):
+        autocast(lambda d: 0.0, "float16")({"models": [model]})
+
+
+def test_equinox_modules_pass_both_ways_through_its_own_value_and_grad():
+    model = eqx.nn.MLP(N, 4, 32, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+    scale = jmp_scale.StaticLossScale(2.0**15)
+
+    def loss(model, x):
+        return mean_square(jax.vmap(model)(x)), model
+
+    def run(loss, scale):
+        options = {"has_aux": True, "transform": eqx.filter_value_and_grad}
+        fun = jmp_scale.value_and_grad(loss, scale, **options)
+        return eqx.filter_jit(fun)(model, X)
+
+    (value, out), grads = run(autocast(loss, "float16"), scale)
+    (wanted, _), wanted_grads = run(loss, jmp_scale.NoOpLossScale())
+    assert out.activation is model.activation
+    assert_close((value, grads), (wanted, wanted_grads), 0.01)
+
+
+def test_layers_of_linen_with_state_work_in_keep_float32():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            norm = linen.BatchNorm(use_running_average=False)
+            x = keep_float32(norm)(linen.Dense(N)(x))
+            x = linen.Dropout(0.5, deterministic=False)(linen.relu(x))
+            return keep_float32(linen.Dense(3))(x)
+
+    net, rngs = Net(), {"dropout": jax.random.key(1)}
+    variables = jax.jit(net.init)({"params": jax.random.key(0), **rngs}, X)
+
+    def loss(variables, x):
+        y, new = net.apply(variables, x, mutable=["batch_stats"], rngs=rngs)
+        return mean_square(y), new
+
+    half = autocast(loss, "float16")
+    assert products(half, variables, X) == [F16, F32]
+    got, wanted = (
+        jax.jit(jax.value_and_grad(f, has_aux=True))(variables, X) for f in (half, loss)
+    )
+    assert_close(got, wanted, 0.01)
+    named = autocast(loss, "float16", keep_float32="Dense_0")
+    with pytest.warns(UserWarning, match="no product became half"):
+        assert products(named, variables, X) == [F32, F32]
+
+
+def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(N, 32, rngs=rngs)
+            self.norm = nnx.BatchNorm(32, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return keep_float32(self.dropout)(keep_float32(self.norm)(self.dense(x)))
+
+    def step(loss):
+        model = Net(nnx.Rngs(0))
+        result = nnx.jit(nnx.value_and_grad(loss))(model, X)
+        written = nnx.state(model, (nnx.BatchStat, nnx.RngCount))
+        return jax.tree.leaves((result, written))
+
+    wanted = step(bare_nnx_loss)
+    half = functools.partial(jmp_scale.nnx.autocast, bare_nnx_loss, "float16")
+    assert_close(step(half()), wanted, 0.02)
+    # The counter of the random stream is among them.
+    assert any(x.dtype == jnp.uint32 and x == 1 for x in wanted)
+    with pytest.warns(UserWarning, match="no product became half.*keep"):
+        half(keep_float32="Linear")(Net(nnx.Rngs(0)), X)  # its class
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
+def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
+    class Net(nnx.Module):
+        def __init__(self):
+            self.dense, self.calls = nnx.Linear(N, N, rngs=nnx.Rngs(0)), 0
+
+        def __call__(self, x):
+            self.calls += 1
+            self.label, self.lazy = "called", nnx.Linear(N, 3, rngs=nnx.Rngs(1))
+            return self.lazy(self.dense(x))
+
+    def leaks(model, x):
+        model.dense.last = model.dense(x)
+        return model.dense.last
+
+    model = Net()
+    half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
+    transform(half)(model, X)
+    assert (model.calls, model.label, model.lazy.out_features) == (1, "called", 3)
+    try:
+        transform(jmp_scale.nnx.autocast(leaks, "bfloat16"))(model, X)
+    except ValueError as error:
+        assert re.search("'dense.last'.*nnx.Variable", str(error))  # noqa: PT017
+    else:  # a Flax in which it is data
+        assert not isinstance(model.dense.last, jax.core.Tracer)

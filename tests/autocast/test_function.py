@@ -1,0 +1,145 @@
+"""The result of autocast is named, bound, pickled like its function, and says how."""
+
+import copy
+import functools
+import inspect
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jmp_scale
+import jmp_scale.nnx
+from jmp_scale import autocast
+
+
+def loss(w, x=2.0):
+    """A product of w with itself."""
+    return jnp.sum(w @ w) * x
+
+
+@functools.partial(autocast, dtype="bfloat16")
+def decorated(w):
+    return jnp.sum(w @ w)
+
+
+def in_module(w):
+    return jnp.sum(w @ w)
+
+
+W = jnp.eye(4)
+TEXTS = [
+    (autocast(loss, "bfloat16"), "autocast(loss, bfloat16)"),
+    (autocast(loss, jnp.float16), "autocast(loss, float16)"),
+    (autocast(loss, "float16", backward="float16"), "autocast(loss, float16)"),
+    (
+        autocast(loss, "float16", backward="bfloat16", recompute=False),
+        "autocast(loss, float16, backward=bfloat16, recompute=False)",
+    ),
+    (
+        autocast(loss, "float16", keep_float32=["head", "body"], share_casts=True),
+        "autocast(loss, float16, keep_float32=('body', 'head'), share_casts=True)",
+    ),
+    (
+        autocast(autocast(loss, "float16"), "bfloat16"),
+        "autocast(autocast(loss, float16), bfloat16)",
+    ),
+    (
+        autocast(functools.partial(loss, x=3.0), "float16"),
+        "autocast(partial(loss), float16)",
+    ),
+    (
+        jmp_scale.nnx.autocast(loss, "bfloat16", recompute=False),
+        "nnx.autocast(loss, bfloat16, recompute=False)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("half", "text"), TEXTS, ids=lambda x: str(x)[:30])
+def test_repr_names_the_function_and_the_settings_that_are_not_defaults(half, text):
+    assert repr(half) == text == str(half)
+
+
+@pytest.mark.parametrize("transform", [autocast, jmp_scale.nnx.autocast])
+def test_name_documentation_and_signature_are_those_of_the_function(transform):
+    half = transform(loss, "bfloat16")
+    assert inspect.signature(half) == inspect.signature(loss)
+    assert inspect.unwrap(half) is loss
+    assert inspect.getdoc(half) == inspect.getdoc(loss)
+    names = ("__name__", "__qualname__", "__module__")
+    assert all(getattr(half, name) == getattr(loss, name) for name in names)
+    assert "loss" in jax.jit(half).lower(W).as_text().splitlines()[0]
+
+
+class Plain:
+    s = 2.0
+
+    @functools.partial(autocast, dtype="bfloat16")
+    def loss(self, w):
+        return self.s * jnp.sum(w @ w)
+
+
+class Model(eqx.Module):
+    w: jax.Array
+
+    @functools.partial(autocast, dtype="bfloat16")
+    def __call__(self, x):
+        return jnp.sum(x @ self.w)
+
+    @functools.partial(autocast, dtype="bfloat16")
+    def loss(self, x):
+        return jnp.sum(x @ self.w)
+
+
+class NNXModel(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(2 * W)
+
+    @functools.partial(jmp_scale.nnx.autocast, dtype="bfloat16")
+    def loss(self, x):
+        return jnp.sum(x @ self.w[...])
+
+
+def test_a_decorated_method_is_bound_to_its_object():
+    assert float(Plain().loss(W)) == 8
+    assert inspect.ismethod(Plain().loss)
+    assert float(Plain.loss(Plain(), W)) == 8
+    assert float(jax.jit(Plain().loss)(W)) == 8
+
+
+def test_a_decorated_method_of_a_module_is_differentiated():
+    model = Model(2 * W)
+    assert float(eqx.filter_jit(model)(W)) == 8
+    assert float(eqx.filter_jit(model.loss)(W)) == 8
+    grads = eqx.filter_grad(Model.loss)(model, W)
+    assert grads.w.tolist() == jnp.ones((4, 4)).tolist()
+    loss, grads = nnx.value_and_grad(NNXModel.loss)(NNXModel(), W)
+    assert float(loss) == 8
+    assert grads["w"][...].tolist() == jnp.ones((4, 4)).tolist()
+    assert float(nnx.jit(NNXModel.loss)(NNXModel(), W)) == 8
+
+
+def test_the_result_is_pickled_where_its_function_is():
+    for half in (decorated, autocast(in_module, "float16", recompute=False)):
+        copied = pickle.loads(pickle.dumps(half))
+        assert repr(copied) == repr(half)
+        assert float(copied(W)) == 4
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    assert copy.deepcopy(decorated) is decorated
+    half = jmp_scale.nnx.autocast(in_module, "float16")
+    assert repr(pickle.loads(pickle.dumps(half))) == "nnx.autocast(in_module, float16)"
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(autocast(lambda w: w @ w, "float16"))
+
+
+def test_the_result_is_a_function_of_jax_s_transformations():
+    half = autocast(loss, "bfloat16")
+    expected = jax.grad(loss)(W).tolist()
+    for grad in (jax.grad(half), jax.jit(jax.grad(half)), jax.grad(jax.jit(half))):
+        assert grad(W).tolist() == expected
+    assert jax.vmap(half)(jnp.stack([W, 2 * W])).tolist() == [8, 32]
+    assert float(jax.tree_util.Partial(half, W)()) == 8
+    assert float(jax.jit(lambda f, w: f(w), static_argnums=0)(half, W)) == 8

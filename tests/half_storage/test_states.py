@@ -1,0 +1,444 @@
+"""Moving averages in bfloat16, rounded stochastically, beside float32 references."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from flax import nnx
+from flax.training import train_state
+from helpers import TWO_AXES, assert_bitwise_equal, sharded
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, optimizer, stepper
+
+import jmp_scale.nnx
+from jmp_scale import (
+    DynamicLossScale,
+    diagnostics,
+    full_parameters,
+    with_half_parameters,
+    with_half_state,
+    with_loss_scale,
+)
+from jmp_scale.linen import TrainState
+
+contrib: Any = optax.contrib
+KEY = jax.random.key(0)
+STEPS = [jax.tree.map(lambda g, s=s: g * s, GOOD) for s in (1.0, -0.3, 1e-3, 7.0)]
+# Names of fields, by optimizer, whose arrays are averages; and those that are not.
+FIELDS = {
+    "adamw": ("mu nu", ""),
+    "lion": ("mu", ""),
+    "momentum": ("trace", ""),
+    "rmsprop_centered": ("mu nu trace", ""),
+    "muon": ("mu nu", "ns_coeffs"),
+    "multi_steps": ("mu nu", "acc_grads"),
+    "partition": ("mu nu trace", ""),
+    "masked": ("trace", ""),
+    "inject_hyperparams": ("mu nu", ""),
+    "amsgrad": ("mu nu", "nu_max"),
+    "schedule_free_adamw": ("nu", "z"),
+    "sm3": ("nu", "mu"),
+    "novograd": ("mu", ""),
+    "lamb": ("mu nu", ""),
+    "adan": ("m v n", "g"),
+    "ademamix": ("m1 m2 nu", ""),
+    "simplified_ademamix": ("m n", ""),
+    "adadelta": ("e_g e_x", ""),
+    "signum": ("ema", ""),
+    "prodigy": ("exp_avg exp_avg_sq", "grad_sum params0"),
+}
+
+
+def named(name):
+    """(an optimizer, the names to pass) of the table."""
+    fields = FIELDS[name][0].split()
+    usual = {"mu", "nu", "trace"}
+    return OPTIMIZERS[name], {} if usual.issuperset(fields) else {"names": fields}
+
+
+def fields_of(tree, dtype):
+    """The fields in which arrays of a dtype lie, those with an axis."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    paths = [path for path, x in pairs if x.dtype == dtype and x.ndim]
+    return {[k.name for k in path if hasattr(k, "name")][-1] for path in paths}
+
+
+@by_name({*FIELDS} - {"prodigy", "sm3", "lamb", "adadelta", "signum"}, FIELDS)
+def test_the_averages_are_bfloat16_and_the_first_step_is_that_of_the_optimizer(name):
+    inner, names = named(name)
+    tx = with_half_state(inner, key=KEY, **names)
+    state = tx.init(PARAMS)
+    found = fields_of(state, jnp.bfloat16), fields_of(state, jnp.float32)
+    assert found == tuple(set(text.split()) for text in FIELDS[name])
+    with jax.disable_jit():
+        params, new = stepper(tx)(PARAMS, state, GOOD)
+        expected, plain = stepper(inner)(PARAMS, inner.init(PARAMS), GOOD)
+    assert_bitwise_equal(params, expected)
+    assert jax.tree.structure(new.inner_state) == jax.tree.structure(plain)
+    for x, like in zip(*map(jax.tree.leaves, (new.inner_state, plain)), strict=True):
+        near = 2.0**-7 * np.abs(np.asarray(like, np.float64)) * (x.dtype != like.dtype)
+        assert (np.abs(np.float64(x) - np.float64(like)) <= near).all()
+        assert x.dtype == like.dtype or x.ndim > 0
+    kinds = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (state, new)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "dtype", "expected"),
+    [
+        (lambda tx: tx, jnp.float32, 16),
+        (with_half_parameters, jnp.bfloat16, 14),
+        (lambda tx: half_state(tx), jnp.float32, 12),
+        (functools.partial(with_half_parameters, key=KEY), jnp.bfloat16, 12),
+        (lambda tx: with_half_parameters(half_state(tx)), jnp.bfloat16, 10),
+        (lambda tx: with_half_parameters(half_state(tx), key=KEY), jnp.bfloat16, 8),
+    ],
+)
+def test_adamw_takes_the_bytes_a_parameter_of_the_page(wrap, dtype, expected):
+    params = jnp.ones(1000, dtype)
+    state = jax.eval_shape(wrap(optax.adamw(0.1)).init, params)
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(state)]
+    stored = sum(sizes) + 2 * params.nbytes  # value and gradient
+    assert stored // 1000 == expected
+
+
+class Kept(NamedTuple):
+    """A state of an optimizer that keeps the updates themselves."""
+
+    mu: Any
+    nu: Any
+
+
+KEEPING = optimizer(
+    Kept(jnp.zeros(10_000), jnp.zeros(10_000)), lambda g, state: (g, Kept(g, g))
+)
+
+
+def stored(x, tx=None):
+    """(mu, nu) of one step after which both are x, as float64 numbers."""
+    tx = with_half_state(KEEPING, key=KEY) if tx is None else tx
+    x = jnp.broadcast_to(jnp.float32(x), 10_000)
+    state = tx.update(x, tx.init(jnp.ones(10_000)))[1]
+    return [np.float64(leaf) for leaf in state.inner_state]
+
+
+@pytest.mark.parametrize("value", [1.2345, -3e-5, 2.0**-126 * 1.001, 3.3e38])
+def test_an_average_becomes_one_of_two_neighbors_and_is_right_in_the_mean(value):
+    x = np.float64(np.float32(value))
+    for made in stored(value):
+        low, high = np.unique(made)
+        assert low < x < high
+        assert abs(high - low) <= 2.0**-7 * abs(x)
+        share = (x - low) / (high - low)
+        deviation = np.sqrt(share * (1 - share) / made.size) * (high - low)
+        assert abs(made.mean() - x) < 4 * deviation
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, np.inf, -np.inf, np.nan, 1.5, -(2.0**-126)]
+)
+def test_what_needs_no_rounding_stays(value):
+    for made in stored(value):
+        np.testing.assert_array_equal(made, np.full(10_000, value))
+        assert (np.signbit(made) == np.signbit(value)).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_finite_average_never_becomes_infinite(sign):
+    largest = np.finfo(np.float32).max
+    for made in stored(sign * largest):
+        assert (made == sign * float(jnp.finfo(jnp.bfloat16).max)).all()
+
+
+def test_an_average_of_squares_decays_where_rounded_to_nearest_it_stands_still():
+    tx = with_half_state(optax.scale_by_adam(b2=0.9999), key=KEY)
+    params = jnp.ones(4096)
+    start = tx.init(params)
+    nu = jnp.full(4096, 1.2345, jnp.bfloat16)
+    start = start._replace(inner_state=start.inner_state._replace(nu=nu))
+
+    def step(state, _):
+        state = tx.update(jnp.zeros(4096), state, params)[1]
+        return state, None
+
+    run = jax.jit(lambda state: jax.lax.scan(step, state, length=5000)[0])
+    end = np.float64(run(start).inner_state.nu)
+    expected = np.float64(nu)[0] * 0.9999**5000
+    assert (end >= 0).all()
+    # Their noise is 5 % each, of 4096 entries.
+    assert abs(end.mean() / expected - 1) < 4 * 0.05 / np.sqrt(4096)
+    nearest = (nu.astype(jnp.float32) * 0.9999).astype(jnp.bfloat16)
+    assert (nearest == nu).all()
+
+
+def correlation(x, y):
+    x, y = (np.asarray(a, np.float64) for a in (x, y))
+    return abs(np.corrcoef(x, y)[0, 1])
+
+
+def test_noise_differs_by_average_step_and_wrapper():
+    x = jnp.full(10_000, 1 + 2.0**-8)  # half way between two neighbors
+    tx = with_half_state(KEEPING, key=KEY)
+    one = tx.update(x, tx.init(x))[1]
+    two = tx.update(x, one)[1]
+    other = with_half_parameters(optax.sgd(1.0), key=KEY)
+    params = jnp.ones(10_000, jnp.bfloat16)
+    updates, _ = other.update(-(x - 1), other.init(params), params)
+    drawn = [*one.inner_state, *two.inner_state, updates]
+    for i, a in enumerate(drawn):
+        for b in drawn[:i]:
+            assert correlation(a, b) < 0.05
+    keys = [np.asarray(s.rounding_key).tolist() for s in (tx.init(x), one, two)]
+    assert len({*map(tuple, keys)}) == 3
+
+
+@pytest.mark.parametrize("spec", [("i", None), (None, "i"), ("i", "j"), ()])
+def test_averages_are_alike_under_every_layout(spec):
+    raw = jax.random.key_data(KEY)
+    tx = with_half_state(optax.adam(0.1), key=raw)
+    x = jax.random.normal(jax.random.key(1), (16, 24))
+
+    def steps(x):
+        state = tx.init(x)
+        for factor in (1.0, 0.3):
+            state = tx.update(factor * x, state, x)[1]
+        return state
+
+    made = jax.jit(steps)(sharded(x, TWO_AXES, jax.P(*spec)))
+    assert_bitwise_equal(made, jax.jit(steps)(x))
+    in_map = jax.shard_map(steps, mesh=TWO_AXES, in_specs=jax.P(), out_specs=jax.P())
+    if spec == ():
+        assert_bitwise_equal(jax.jit(in_map)(x), jax.jit(steps)(x))
+
+
+def test_each_member_of_an_ensemble_rounds_by_its_own_key():
+    x = jnp.full((3, 100), 1.2345)
+
+    def step(key, x):
+        tx = with_half_state(optax.trace(0.9), key=key)
+        return tx.update(x, tx.init(x))[1].inner_state.trace
+
+    keys = jax.random.split(KEY, 3)
+    made = jax.vmap(step)(keys, x)
+    assert len(np.unique(np.float32(made), axis=0)) == 3
+    assert_bitwise_equal(made[1], step(keys[1], x[1]))
+
+
+# Wrapped, and in wrappers.
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "multi_steps", "inject_hyperparams"])
+def test_a_skipped_step_changes_no_bit(name):
+    tx = with_half_state(OPTIMIZERS[name], key=KEY)
+    tx = with_loss_scale(tx, DynamicLossScale(8.0))
+    params, step = PARAMS, jax.jit(stepper(tx), donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.copy, params)
+    state = tx.init(params)
+    for grads in STEPS:
+        params, state = step(params, state, grads)
+    before = jax.tree.map(jnp.copy, (params, state.inner_state))
+    params, state = step(params, state, BAD)
+    assert_bitwise_equal((params, state.inner_state), before)
+    assert (state.skipped, step._cache_size()) == (1, 1)
+
+
+half_state = functools.partial(with_half_state, key=KEY)
+LABELS = {"w": "a", "b": "b"}
+WRAPPERS = {
+    "MultiSteps": lambda t: optax.MultiSteps(t, 2).gradient_transformation(),
+    "partition": lambda t: optax.partition({"a": t, "b": t}, LABELS),
+    "masked": lambda t: optax.masked(t, {"w": True, "b": False}),
+    "chain": lambda t: optax.chain(optax.clip(1.0), t),
+    "lookahead": lambda t: optax.lookahead(t, 2, 0.5),
+    "apply_if_finite": lambda t: optax.apply_if_finite(t, 1),
+    "half parameters": with_half_parameters,
+    "half parameters, a key": functools.partial(with_half_parameters, key=KEY),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("order", ["around", "within"])
+def test_it_trains_around_and_within_other_wrappers(name, order):
+    wrap, inner = WRAPPERS[name], optax.adam(2.0**-7)
+    tx = wrap(half_state(inner)) if order == "within" else half_state(wrap(inner))
+    found = []
+    for each in (tx, wrap(inner)):
+        params = PARAMS
+        if name.startswith("half"):
+            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        if name == "lookahead":
+            params = optax.LookaheadParams.init_synced(params)
+        state, step = each.init(params), jax.jit(each.update)
+        for grads in STEPS:
+            updates, state = step(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        assert step._cache_size() == 1
+        if name == "lookahead":
+            params = params.fast
+        found.append(full_parameters(params, state))
+        is_ours = each is tx
+        assert ("nu" in fields_of(state, jnp.bfloat16)) == is_ours
+    # Two percent of four steps; a step of a bfloat16 below 4 if they too are random.
+    atol = 2.0**-6 if "key" in name else 0.02 * 4 * 2.0**-7
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=atol), *found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_averages_that_the_optimizer_keeps_in_half_precision_are_bfloat16(dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    for inner in (optax.adam(0.1), optax.adam(0.1, mu_dtype=dtype)):
+        tx = half_state(inner)
+        state, step = tx.init(params), jax.jit(tx.update)
+        for _ in range(2):
+            _, state = step(params, state, params)
+        assert {x.dtype for x in jax.tree.leaves(state.inner_state) if x.ndim} == {
+            jnp.dtype("bfloat16")
+        }
+        assert step._cache_size() == 1
+
+
+# Doors and disks.
+
+
+def linen(params, tx, make=train_state.TrainState):
+    state = make.create(apply_fn=None, params=params, tx=tx)
+    step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
+    for grads in STEPS:
+        state = step(state, grads)
+    return state.opt_state
+
+
+def of_nnx(params, tx, make=nnx.Optimizer):
+    model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
+    made = make(model, tx, wrt=nnx.Param)
+    for grads in STEPS:
+        grads = nnx.State({name: nnx.Param(g) for name, g in grads.items()})
+        made.update(model, grads)
+    return nnx.state(made)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        linen,
+        of_nnx,
+        functools.partial(linen, make=TrainState),
+        functools.partial(of_nnx, make=jmp_scale.nnx.Optimizer),
+    ],
+)
+def test_flax_stores_what_optax_alone_does(door):
+    state = half_state(optax.adam(0.1)).init(PARAMS)
+    step, params = jax.jit(stepper(half_state(optax.adam(0.1)))), PARAMS
+    for grads in STEPS:
+        params, state = step(params, state, grads)
+    found = door(PARAMS, half_state(optax.adam(0.1)))
+    averages = [x for x in jax.tree.leaves(found) if x.dtype == jnp.bfloat16]
+    expected = [x for x in jax.tree.leaves(state) if x.dtype == jnp.bfloat16]
+    assert_bitwise_equal(averages, expected)
+    if isinstance(door, functools.partial):  # those that have a loss scale
+        assert diagnostics.health(found) == []
+
+
+def test_full_parameters_are_found_below_half_states_in_nnx():
+    for key in (None, KEY):
+        tx = half_state(with_half_parameters(optax.adam(2.0**-9), key=key))
+        model = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        made = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        params = nnx.state(model, nnx.Param)
+        made.update(model, jax.tree.map(jnp.ones_like, params))
+        params = nnx.state(model, nnx.Param)
+        values = full_parameters(params, nnx.state(made))
+        expected = full_parameters(params, made.opt_state)
+        assert_bitwise_equal(jax.tree.leaves(values), jax.tree.leaves(expected))
+        cast = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), values, cast)
+        assert all(jax.tree.leaves(same)) == (key is not None)
+
+
+def test_a_parameter_may_itself_be_called_mu():
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        mu: jax.Array
+        z: dict
+
+    model = Model(jnp.ones(3), {"nu": jnp.ones(2)})
+    state = half_state(contrib.schedule_free_adamw(0.1)).init(model).inner_state
+    assert {x.dtype for x in jax.tree.leaves(state.z)} == {jnp.dtype("float32")}
+    nu = state.base_optimizer_state[0].nu
+    assert {x.dtype for x in jax.tree.leaves(nu)} == {jnp.dtype("bfloat16")}
+    assert half_state(optax.adam(0.1)).init(jnp.ones(3)).inner_state[0].nu.dtype == (
+        jnp.bfloat16
+    )
+
+
+def test_checkpoints_come_back_and_go_from_float32_to_half_and_back(tmp_path):
+    inner, tx = optax.adamw(0.1), half_state(optax.adamw(0.1))
+    plain = inner.update(GOOD, inner.init(PARAMS), PARAMS)[1]
+    ocp.save(tmp_path / "plain", plain)
+    like = tx.init(PARAMS)
+    saved = ocp.load(tmp_path / "plain", inner.init(PARAMS))
+    state = like._replace(inner_state=optax.tree.cast_like(saved, like.inner_state))
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    for _ in range(2):
+        _, state = tx.update(GOOD, state, PARAMS)
+    ocp.save(tmp_path / "half", state)
+    restored = ocp.load(tmp_path / "half", jax.tree.map(jnp.zeros_like, state))
+    assert_bitwise_equal(restored, state)
+    back = optax.tree.cast_like(state.inner_state, jax.eval_shape(inner.init, PARAMS))
+    assert_bitwise_equal(optax.tree.cast_like(back, like.inner_state), state[0])
+    assert jax.tree.structure(back) == jax.tree.structure(plain)
+    inner.update(GOOD, back, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        (lambda: half_state("adam"), TypeError, "expected inner .*optimizer first"),
+        (lambda: with_half_state(optax.adam(0.1), key=0), TypeError, "a PRNG key"),
+        (
+            lambda: half_state(optax.adam(0.1), names="mu"),
+            TypeError,
+            r'names of fields, got \'mu\'; write names=\("mu", "nu"\)',
+        ),
+        (
+            lambda: half_state(OPTIMIZERS["adan"]).init(PARAMS),
+            ValueError,
+            r"\['mu', 'nu', 'trace'\], .* got one with g, m, n, v; pass its averages",
+        ),
+        (
+            lambda: half_state(optax.sgd(0.1)).init(PARAMS),
+            ValueError,
+            "got one with no fields; .*leave this optimizer",
+        ),
+        (
+            lambda: half_state(with_loss_scale(optax.adam(0.1))).init(PARAMS),
+            ValueError,
+            r"write with_loss_scale\(with_half_state\(optimizer\)\)",
+        ),
+        (
+            lambda: half_state(optax.chain(half_state(optax.adam(0.1)))).init(PARAMS),
+            ValueError,
+            "without half states within",
+        ),
+        (
+            lambda: half_state(optax.adam(0.1)).update(
+                GOOD, optax.adam(0.1).init(PARAMS), PARAMS
+            ),
+            TypeError,
+            "expected the HalfStateState that init returns, got a tuple .*cast_like",
+        ),
+        (
+            lambda: half_state(optax.adam(0.1)).init({"f": jax.nn.relu}),
+            TypeError,
+            r"at params\['f'\]; .*equinox.filter",
+        ),
+    ],
+)
+def test_mistakes_are_named_with_their_cure(mistake, error, message):
+    with pytest.raises(error, match=f"with_half_state: .*{message}"):
+        mistake()

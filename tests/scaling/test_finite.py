@@ -1,0 +1,290 @@
+import itertools
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import on_devices, one_of
+
+import jmp_scale
+from jmp_scale._scaling import finite as _finite
+
+pytestmark = pytest.mark.strict_promotion
+
+FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
+FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32, *FLOAT8, jnp.complex64]
+
+
+@pytest.fixture(params=["one device", "eight devices"])
+def devices(request):
+    """Both ways in which `all_finite` reduces a leaf."""
+    with on_devices(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("bad", one_of(3, [np.nan, np.inf, -np.inf]))
+@pytest.mark.parametrize("dtype", one_of(2, FLOATS))
+def test_all_finite_and_the_norm_see_one_bad_entry_in_any_dtype(bad, dtype):
+    if dtype == jnp.float8_e4m3fn and np.isinf(bad):
+        bad = np.nan  # the type has no infinity
+    clean = jnp.ones((3, 5), dtype)
+    dirty = clean.at[2, 4].set(jnp.array(bad, dtype))
+    assert jmp_scale.all_finite({"a": clean, "b": clean})
+    assert not jmp_scale.all_finite({"a": clean, "b": dirty})
+    assert not jax.jit(jmp_scale.all_finite)({"a": dirty, "b": clean})
+    tree = {"a": clean, "b": jnp.ones((), dtype)}
+    assert _finite.finite_and_norm(tree)[0]
+    finite, norm = jax.jit(_finite.finite_and_norm)(tree | {"a": dirty})
+    assert not finite
+    assert norm == np.inf
+
+
+@pytest.mark.usefixtures("devices")
+def test_all_finite_sees_an_imaginary_part():
+    assert not jmp_scale.all_finite(jnp.array(1.0) + jnp.array(1j) * jnp.inf)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_all_finite_is_right_under_fast_math(bad):
+    # Which makes x - x zero whatever x is; from jax 0.10 on without further flags.
+    fast = {"xla_cpu_enable_fast_math": True}
+    finite = jax.jit(jmp_scale.all_finite, compiler_options=fast)
+    assert not finite(jnp.ones(4099, jnp.float32).at[4098].set(bad))
+
+
+@pytest.mark.usefixtures("devices")
+def test_all_finite_accepts_every_finite_float16():
+    bits = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    assert jmp_scale.all_finite(jnp.asarray(bits[np.isfinite(bits)]))
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("largest", [3.4e38, 1.9e19, 2.0**-149])
+def test_all_finite_has_no_false_alarm_at_the_ends_of_the_range(largest):
+    assert jmp_scale.all_finite(jnp.full(1000, largest, jnp.float32))
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize(
+    "tree", [None, {}, [], {"a": None}, optax.MaskedNode(), jnp.zeros((0,))]
+)
+def test_all_finite_of_an_empty_tree_is_true(tree):
+    finite = jmp_scale.all_finite(tree)
+    assert finite
+    assert (finite.shape, finite.dtype) == ((), jnp.bool_)
+
+
+def test_all_finite_looks_at_inexact_leaves_only():
+    tree = {
+        "int": jnp.iinfo(jnp.int32).max,
+        "bool": True,
+        "key": jax.random.key(0),
+        "float0": np.zeros(3, jax.dtypes.float0),
+        "function": jnp.tanh,
+        "text": "nan",
+    }
+    assert jmp_scale.all_finite(tree)
+    assert not jmp_scale.all_finite(tree | {"python": float("nan")})
+    assert not jmp_scale.all_finite(tree | {"numpy": np.float64("inf")})
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 1, 5), (40, 33, 2)])
+def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad(shape):
+    clean = np.ones((3, *shape), np.float32)
+    rows = jax.jit(jax.vmap(jmp_scale.all_finite))
+    for place in np.random.RandomState(0).permutation(clean[0].size)[:3]:
+        dirty = clean.copy()
+        dirty.reshape(3, -1)[1, place] = -np.nan
+        assert rows(dirty).tolist() == [True, False, True]
+    assert rows(clean).tolist() == [True, True, True]
+    value, slope = jax.value_and_grad(
+        lambda x: jnp.where(jmp_scale.all_finite(x), x.sum(), 0.0)
+    )(clean)
+    assert (value, slope.min(initial=1.0)) == (clean.sum(), 1.0)
+
+
+MACHINES = ["cpu", "gpu", "tpu", "eight devices"]
+
+
+@pytest.fixture(params=one_of(4, MACHINES))
+def machine(request, monkeypatch):
+    """Programs are as lowered for this machine, or as sharded over several of them."""
+
+    def of_machine(*args, default=None, **variants):
+        variant: Any = variants.get(request.param, default)
+        return variant(*args)
+
+    if request.param == "eight devices":
+        with on_devices("eight devices"):
+            yield
+    else:
+        monkeypatch.setattr(jax.lax, "platform_dependent", of_machine)
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+
+# More of one shape than a group holds, arrays for the TPU's matrix unit, and others.
+SHAPES = [(8, 3)] * 9 + [(512, 256), (2, 256, 384), (4099,), (5,), ()]
+
+
+def normal_arrays():
+    rng = np.random.RandomState(0)
+    return [np.asarray(rng.normal(size=shape), np.float32) for shape in SHAPES]
+
+
+def flag_and_norm(tree):
+    # A new function for each call: `jax.jit` would find another machine's program.
+    return jax.jit(lambda tree: _finite.finite_and_norm(tree))(tree)
+
+
+def reference_norm(*arrays):
+    """The norm in float64."""
+    squares = [np.sum(np.abs(np.asarray(x, np.complex128)) ** 2) for x in arrays]
+    return np.sqrt(np.sum(squares))
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_norm_is_right_on_every_machine_and_a_bad_entry_of_any_array_is_seen():
+    @jax.jit
+    def judged(given):
+        return jmp_scale.all_finite(given), *_finite.finite_and_norm(given)
+
+    good = normal_arrays()
+    sizes = (1e-36, 1e-20, 1e-10, 1.0, 1e19, 2e19, 1e30)
+    mixed = (1e-30, 1e-20), (1e-20, 1e-9), (1e-20, 1), (1e-30, 1e30), (9e18, 1e20)
+    for given in [
+        *([np.float32(size) * array for array in good] for size in sizes),
+        *([np.full(4097, size, np.float32) for size in pair] for pair in mixed),
+    ]:
+        *flags, norm = judged(given)
+        assert all(flags)
+        assert (norm.shape, norm.dtype) == ((), jnp.float32)
+        # What a GPU sums in a tree this machine adds one by one.
+        np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
+    for position, bad in enumerate([np.nan, -np.inf] * 7):
+        given = [array.copy() for array in good]
+        given[position][(-1,) * given[position].ndim] = bad
+        *flags, norm = judged(given)
+        assert not any(flags)
+        assert norm == np.inf
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_norm_is_right_in_every_dtype():
+    dtypes = itertools.cycle([jnp.bfloat16, jnp.float16, jnp.complex64])
+    given = [jnp.asarray(x, d) for x, d in zip(normal_arrays(), dtypes, strict=False)]
+    given = [x * x.dtype.type(3 + 4j) if x.dtype.kind == "c" else x for x in given]
+    norm = flag_and_norm([*given, jnp.int32(3)])[1]
+    np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("machine")
+def test_float64_gradients_have_a_norm_too():
+    given = [np.full((4, 5), 3e4, np.float16), np.full((4, 5), 1e4, np.float64)]
+    with jax.enable_x64(True):
+        finite, norm = flag_and_norm(given)
+        assert finite
+        np.testing.assert_allclose(norm, reference_norm(*given), rtol=1e-6)
+        finite, norm = flag_and_norm(np.full((2, 9), 1e300))
+        assert finite
+        assert (norm, norm.dtype) == (np.finfo(np.float32).max, jnp.float32)
+
+
+@pytest.mark.parametrize("count", [2**25, 2**25 + 35, 1, 4097])  # 2**25 + 35 is prime
+def test_the_norm_of_many_entries_is_right(count):
+    # One float32 to which ones are added does not grow beyond 2**24.
+    @jax.jit
+    def norm(x):
+        return _finite.finite_and_norm(jnp.broadcast_to(x, (count,)))[1]
+
+    np.testing.assert_allclose(norm(jnp.float32(1)), np.sqrt(count), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("entry", [3e38, 3e38 + 3e38j])  # whose own size overflows
+def test_a_norm_beyond_float32_is_its_largest_number(entry):
+    finite, norm = _finite.finite_and_norm(jnp.full(9, entry))
+    assert finite
+    assert norm == np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize("machine", one_of(4, MACHINES), indirect=True)
+def test_the_derivative_of_the_norm_is_the_direction(machine):
+    slope = jax.jit(jax.grad(lambda x: flag_and_norm({"a": x, "b": x[:1]})[1]))
+    for size in (1e-30, 1.0, 1e30):
+        x = np.float32(size) * np.arange(-1, 5000, dtype=np.float32)
+        expected = np.asarray(x, np.float64) * (1 + (np.arange(5001) == 0))
+        expected /= reference_norm(x, x[:1])
+        np.testing.assert_allclose(slope(x), expected, rtol=1e-4)
+
+
+def test_the_norm_of_zeros_has_the_derivative_zero():
+    slopes = jax.grad(lambda x: _finite.finite_and_norm(x)[1])(jnp.zeros(3))
+    assert slopes.tolist() == [0.0] * 3
+
+
+def update_of_sgd(tree):
+    tx = jmp_scale.with_loss_scale(
+        optax.sgd(0.5), jmp_scale.DynamicLossScale(), guard=jmp_scale.SpikeGuard()
+    )
+    return tx.update(tree, tx.init({"a": 0.0, "b": 0.0}))[1].grads_finite
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [jmp_scale.all_finite, lambda x: _finite.finite_and_norm(x)[0], update_of_sgd],
+    ids=["all_finite", "finite_and_norm", "with_loss_scale"],
+)
+def test_arrays_of_a_symbolic_size_can_be_exported(fun):
+    n, m = jax.export.symbolic_shape("n, m")
+    types = {
+        "a": jax.ShapeDtypeStruct((n, 4), jnp.float32),
+        "b": jax.ShapeDtypeStruct((m,), jnp.float16),
+    }
+    exported = jax.export.export(jax.jit(fun))(types)
+    tree = {"a": np.ones((5000, 4), np.float32), "b": np.ones(3, np.float16)}
+    assert exported.call(tree)
+    tree["a"][4999, 3] = np.nan
+    assert not exported.call(tree)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_product"),
+    [((512, 256), True), ((2, 256, 384), True), ((64, 8, 384), False), ((8, 3), False)],
+)
+def test_a_tpu_counts_what_is_not_finite_in_large_arrays_by_a_product(
+    shape, is_product
+):
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    for platform in ("tpu", "cuda", "cpu"):
+        finite = jax.jit(jmp_scale.all_finite)
+        exported = jax.export.export(finite, platforms=[platform])(leaf)
+        has_product = "stablehlo.dot_general" in exported.mlir_module()
+        assert has_product == (is_product and platform == "tpu")
+
+
+@pytest.mark.parametrize("sign", [1, -1, 1j, -1j])
+def test_numbers_of_the_host_are_judged_too(sign):
+    assert jmp_scale.all_finite({"a": sign * 1e30, "b": np.array([sign * 1e30])})
+    for bad in (np.inf, np.nan):
+        assert not jmp_scale.all_finite({"a": sign * bad})
+        assert not jmp_scale.all_finite({"b": np.array([1.0, sign * bad])})
+
+
+OF_HOST = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [(OF_HOST, 10), (None, 0), ({}, 0), ({"step": 3}, 0), (jnp.zeros((0, 2)), 0)],
+)
+def test_the_norm_of_numbers_of_the_host_is_theirs_and_of_none_is_zero(tree, expected):
+    finite, norm = _finite.finite_and_norm(tree)
+    assert (bool(finite), float(norm)) == (True, expected)

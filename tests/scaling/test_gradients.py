@@ -1,0 +1,281 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from helpers import assert_bitwise_equal
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+
+pytestmark = pytest.mark.strict_promotion
+
+EVERY_KIND = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**10)]
+BOTH = pytest.mark.parametrize("function", ["value_and_grad", "grad"])
+
+
+CAPTURED = DynamicLossScale(2.0**10)
+
+
+def gradient(w, loss_scale=CAPTURED):
+    return jmp_scale.grad(lambda w: jnp.sum(w**2), loss_scale)(w)
+
+
+def gradient_on_the_host(w):
+    return gradient(w, jax.device_get(CAPTURED))
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [jax.jit(gradient), jax.jit(jax.vmap(gradient)), jax.jit(gradient_on_the_host)],
+)
+def test_a_dynamic_loss_scale_that_a_traced_function_captured_warns(traced):
+    with pytest.warns(
+        UserWarning, match=r"got DynamicLossScale\(loss_scale=1024.*outs"
+    ):
+        traced(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: jax.jit(gradient)(w, CAPTURED),
+        lambda w: jax.jit(gradient, static_argnums=1)(w, StaticLossScale(8.0)),
+        lambda w: jax.vmap(gradient)(w),
+        lambda w: jax.lax.map(lambda x: gradient(w) @ x, w),
+    ],
+)
+def test_a_loss_scale_of_this_step_does_not_warn(call):
+    call(jnp.ones((3, 3)))  # filters make a warning an error
+
+
+@BOTH
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+def test_values_and_structure_are_those_of_jax(function, loss_scale, has_aux, argnums):
+    def fun(a, b, *, shift):
+        loss = (a["w"] ** 2 * b).sum() + shift
+        return (loss, {"seen": b + 1}) if has_aux else loss
+
+    args = {"w": jnp.array([1.0, 2.0])}, jnp.array([3.0, 4.0])
+    scaled = getattr(jmp_scale, function)(fun, loss_scale, argnums, has_aux)
+    plain = getattr(jax, function)(fun, argnums, has_aux)
+    assert_bitwise_equal(scaled(*args, shift=1.0), plain(*args, shift=1.0))
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_float16_parameters_get_float32_gradients(loss_scale):
+    fun = jmp_scale.value_and_grad(lambda w: (w * w).sum(), loss_scale)
+    loss, grads = fun(jnp.ones(2, jnp.float16))
+    assert (loss.dtype, grads.dtype) == (jnp.float32, jnp.float32)
+    assert (float(loss), grads.tolist()) == (2.0, [2.0, 2.0])
+
+
+@pytest.mark.parametrize(("s", "gradient"), [(2.0**14, 3.0), (2.0**15, np.inf)])
+def test_a_float16_loss_does_not_overflow_by_being_scaled(s, gradient):
+    fun = jmp_scale.value_and_grad(lambda w: w * jnp.float16(3.0), DynamicLossScale(s))
+    loss, grads = fun(jnp.float16(1.0))
+    # 3 * 2^15 overflows float16, which the gradient shows.
+    assert (float(loss), float(grads)) == (3.0, gradient)
+
+
+def test_the_loss_is_returned_as_fun_gives_it_whatever_s_is():
+    for value, s in ((3e38, 2.0**15), (0.1, 3.0), (1 / 3, 1000.0)):
+        fun = jmp_scale.value_and_grad(lambda w: w * 1.0, StaticLossScale(s))
+        assert fun(jnp.float32(value))[0] == np.float32(value)
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_a_gradient_penalty_inside_the_loss_sees_no_scale(loss_scale):
+    def penalty(x):
+        return jax.grad(lambda x: x**2)(x) ** 2
+
+    loss, grads = jmp_scale.value_and_grad(penalty, loss_scale)(jnp.float32(3.0))
+    assert (float(loss), float(grads)) == (36.0, 24.0)
+
+
+def test_integer_arguments_get_float0_gradients_with_allow_int():
+    def fun(tree):
+        return (tree["w"] * tree["n"].astype(jnp.float32)).sum()
+
+    gradient = jmp_scale.grad(fun, DynamicLossScale(), allow_int=True)
+    grads = gradient({"w": jnp.ones(2), "n": jnp.arange(2)})
+    assert grads["n"].dtype == jax.dtypes.float0
+    assert grads["w"].tolist() == [0, 1]
+
+
+NEXT_SCALE = np.float32(0.1)
+
+
+@jax.custom_vjp
+def float8_layer(x, scale):
+    return x * scale
+
+
+# As Flax's float8 layers do: the "gradient" of a scale is its next value.
+float8_layer.defvjp(
+    lambda x, scale: (x * scale, scale),
+    lambda scale, g: (g * scale, jnp.full_like(scale, NEXT_SCALE)),
+)
+
+
+def float8_params(kind, dtype=np.float32):
+    scale = {"_overwrite_with_gradient": {"layer": kind({"scale": dtype(1.0)})}}
+    w = jnp.asarray(2.0, dtype)
+    return kind({"params": w, "deep": {"er": kind(scale)}, **scale})
+
+
+def float8_loss(params):
+    x = params["params"]
+    for tree in (params, params["deep"]["er"]):
+        x = float8_layer(x, tree["_overwrite_with_gradient"]["layer"]["scale"])
+    return x.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("kind", [dict, FrozenDict])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("argnums", [0, (0,), [1, 0]])
+def test_float8_scales_come_back_as_the_transform_gave_them(kind, dtype, argnums):
+    def loss(a, b):
+        return float8_loss(a) + float8_loss(b)
+
+    gradient = jmp_scale.grad(loss, DynamicLossScale(1000.0), argnums)
+    grads = gradient(float8_params(kind, dtype), float8_params(kind, dtype))
+    for one in [grads] if argnums == 0 else grads:
+        assert type(one) is kind
+        for tree in (one, one["deep"]["er"]):
+            next_scale = tree["_overwrite_with_gradient"]["layer"]["scale"]
+            assert_bitwise_equal(next_scale, dtype(NEXT_SCALE))
+        assert one["params"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND[1:])
+def test_scale_and_unscale_leave_float8_scales_alone(loss_scale):
+    tree = (float8_params(dict), [float8_params(FrozenDict)])
+    for verb in (loss_scale.scale, loss_scale.unscale):
+        for one in (verb(tree)[0], verb(tree)[1][0]):
+            assert one["_overwrite_with_gradient"]["layer"]["scale"] == 1
+            assert one["params"] != 2
+
+
+def test_equinox_filters_as_it_does_without_scaling():
+    args = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0)), jnp.ones(2)
+    fun, transform = lambda model, x: model(x), eqx.filter_value_and_grad
+    scaled = jmp_scale.value_and_grad(fun, DynamicLossScale(), transform=transform)
+    assert_bitwise_equal(scaled(*args), transform(fun)(*args))
+
+
+@pytest.mark.parametrize("argnums", [0, 1, nnx.DiffState(0, nnx.Param)])
+def test_nnx_differentiates_as_it_does_without_scaling(argnums):
+    def fun(a, b):
+        return (a(jnp.ones((1, 2))) * b(jnp.ones((1, 2)))).sum()
+
+    args = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    options = {"argnums": argnums, "transform": nnx.value_and_grad}
+    scaled = jmp_scale.value_and_grad(fun, DynamicLossScale(), **options)
+    assert_bitwise_equal(scaled(*args), nnx.value_and_grad(fun, argnums=argnums)(*args))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fun", "has_aux", "message"),
+    [
+        (
+            lambda w: w * jnp.ones(2),
+            False,
+            r"got an array of shape \(2,\); return its mean",
+        ),
+        (lambda w: (w, {}), False, "loss, got a tuple of length 2; .* pass has_aux"),
+        (lambda w: [w], False, "loss, got a list of length 1; .* has_aux=True"),
+        (lambda w: {"loss": w}, False, "scalar loss, got a dict; .* has_aux=True"),
+        (lambda w: None, False, "scalar loss, got None; return"),
+        (lambda w: (w, 1, 2), True, r"\(loss, aux\) .* a tuple of length 3; return"),
+        (lambda w: w, True, r"\(loss, aux\) .* got an array of shape \(\); return"),
+        (lambda w: ({}, w), True, "scalar loss, got a dict; return"),
+        (
+            lambda w: (jnp.ones(3), w),
+            True,
+            r"got an array of shape \(3,\); return its mean",
+        ),
+    ],
+)
+def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(
+    function, fun, has_aux, message
+):
+    gradient = getattr(jmp_scale, function)(fun, StaticLossScale(8.0), has_aux=has_aux)
+    for call in (gradient, jax.jit(gradient)):
+        with pytest.raises(TypeError, match=f"^{function}: expected fun .*{message}"):
+            call(jnp.float32(1.0))
+
+
+def test_fun_may_return_loss_and_aux_in_a_list():
+    fun = jmp_scale.value_and_grad(lambda w: [w, 3], StaticLossScale(8.0), has_aux=True)
+    value, grads = fun(jnp.float32(2.0))
+    assert (value, grads) == ((2, 3), 1)
+
+
+@pytest.mark.parametrize(
+    ("transform", "argument"),
+    [
+        (jax.grad, jnp.ones(2)),
+        (jax.grad, jnp.ones(())),
+        (nnx.grad, jnp.ones(2)),
+        (eqx.filter_grad, jnp.ones(2)),
+        (lambda fun, has_aux: lambda w: (1, 2, 3, 4), jnp.ones(2)),
+    ],
+)
+@BOTH
+def test_a_transform_without_a_value_is_a_type_error(function, transform, argument):
+    verb, loss_scale = getattr(jmp_scale, function), StaticLossScale(8.0)
+    gradient = verb(lambda w: w.sum(), loss_scale, transform=transform)
+    message = rf"^{function}: expected transform to return \(\(value, aux\), grads\)"
+    with pytest.raises(TypeError, match=message):
+        gradient(argument)
+
+
+@BOTH
+def test_a_loss_in_place_of_its_function_is_an_error_that_shows_the_call(function):
+    message = (
+        rf"^{function}: expected a function, got an array .*write {function}\(loss_"
+    )
+    with pytest.raises(TypeError, match=message):
+        getattr(jmp_scale, function)(jnp.ones(()), StaticLossScale(8.0))
+
+
+OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (1024.0, r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
+        ("dynamic", r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
+        (jnp.float32(8), "got Array.*; pass"),
+        (DynamicLossScale, "got <class .*DynamicLossScale'>; pass an instance"),
+        (OPTIMIZER_STATE, "got a LossScaleState; .* the .loss_scale of"),
+        (
+            (optax.EmptyState(), OPTIMIZER_STATE),
+            r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",
+        ),
+        (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
+        ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
+        (None, r"got a NoneType; pass .* DynamicLossScale\(\)"),
+    ],
+)
+def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
+    function, given, message
+):
+    message = f"^{function}: expected a loss scale.*{message}"
+    with pytest.raises(TypeError, match=message):
+        getattr(jmp_scale, function)(lambda w: w, given)
+
+
+@BOTH
+def test_an_axis_name_is_an_error_that_shows_the_mean_to_take(function):
+    with pytest.raises(TypeError, match=r"axis_name.*jax.lax.pmean\(grads, 'batch'\)"):
+        getattr(jmp_scale, function)(lambda w: w, NoOpLossScale(), axis_name="batch")

@@ -1,0 +1,343 @@
+import copy
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_bitwise_equal, fields_of, reference_rule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+
+pytestmark = pytest.mark.strict_promotion
+
+EVERY_KIND = [NoOpLossScale(), StaticLossScale(8.0), DynamicLossScale(8.0)]
+
+
+def trajectory(loss_scale, finite, loss_finite=None):
+    """[(S, counter)] after each step, all steps in one compiled scan."""
+
+    def step(loss_scale, flags):
+        loss_scale = loss_scale.adjust(flags[0], loss_finite=flags[1])
+        return loss_scale, (loss_scale.loss_scale, loss_scale.counter)
+
+    loss_finite = [True] * len(finite) if loss_finite is None else loss_finite
+    flags = jnp.array([finite, loss_finite]).T
+    _, (s, counter) = jax.lax.scan(step, loss_scale, flags)
+    return list(zip(s.tolist(), counter.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "finite", "expected"),
+    [
+        ({"loss_scale": 8.0, "period": 1}, "++", [16, 32]),
+        ({"loss_scale": 8.0, "period": 3}, "+++++++", [8, 8, 16, 16, 16, 32, 32]),
+        ({"loss_scale": 8.0, "period": 3}, "++-+++", [8, 8, 4, 4, 4, 8]),
+        ({"loss_scale": 8.0, "period": 3, "counter": 10}, "++++", [16, 16, 16, 32]),
+        ({"loss_scale": 2.0, "min_loss_scale": 0.5}, "----", [1, 0.5, 0.5, 0.5]),
+        ({"loss_scale": 4.0, "period": 1, "max_loss_scale": 10.0}, "+++", [8, 8, 8]),
+        ({"loss_scale": 4.0, "period": 1, "max_loss_scale": 8.0}, "++", [8, 8]),
+        (
+            {"loss_scale": 4.0, "period": 1, "max_loss_scale": 10.0, "at_max": "clamp"},
+            "+++",
+            [8, 10, 10],
+        ),
+    ],
+)
+def test_s_after_each_step(arguments, finite, expected):
+    history = trajectory(DynamicLossScale(**arguments), [x == "+" for x in finite])
+    assert [s for s, _ in history] == expected
+
+
+@pytest.mark.parametrize("end", [2.0**-126, 2.0**-14, 1.0, 2.0**24, 2.0**126])
+def test_many_overflows_end_at_the_floor_and_many_growths_at_the_cap(end):
+    ends = {"min_loss_scale": min(end, 1.0), "max_loss_scale": max(end, 2.0**15)}
+    loss_scale = DynamicLossScale(period=1, **ends)
+    assert trajectory(loss_scale, [end > 1] * 300)[-1] == (end, 0)
+
+
+def test_a_nan_that_was_restored_ends_at_the_floor():
+    leaves, treedef = jax.tree.flatten(DynamicLossScale(8.0, min_loss_scale=0.5))
+    restored = jax.tree.unflatten(treedef, [jnp.float32(jnp.nan), leaves[1]])
+    for adjust in (jmp_scale.adjust, jax.jit(jmp_scale.adjust)):
+        assert adjust(restored, False).loss_scale == 0.5
+
+
+configurations = st.fixed_dictionaries(
+    {
+        "loss_scale": st.sampled_from([1.0, 8.0, 2.0**15, 100.0]),
+        "period": st.integers(1, 6),
+        "factor": st.sampled_from([2, 4.0, 1.5]),
+        "min_loss_scale": st.sampled_from([0.0, 2.0**-14, 1.0]),
+        "max_loss_scale": st.sampled_from([2.0**15, 2.0**24, 40000.0]),
+        "backoff_factor": st.sampled_from([None, 0.5, 0.25, 0.75]),
+        "growth_delay": st.integers(0, 2),
+        "hysteresis": st.integers(1, 3),
+        "hysteresis_reset": st.sampled_from(["growth", "finite", "finite_or_backoff"]),
+        "at_max": st.sampled_from(["hold", "clamp"]),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    configurations,
+    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=40, max_size=40),
+)
+def test_every_configuration_follows_the_rule_in_plain_python(configuration, flags):
+    finite, loss_finite = [a or b for a, b in flags], [a or not b for a, b in flags]
+    expected = reference_rule(finite, loss_finite=loss_finite, **configuration)
+    for is_eager in (True, False):
+        with jax.disable_jit(is_eager):
+            actual = trajectory(DynamicLossScale(**configuration), finite, loss_finite)
+        assert [c for _, c in actual] == [c for _, c, _ in expected]
+        # Not powers of two: Python computes in f64, the loss scale in f32.
+        np.testing.assert_allclose(
+            [s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "flag", [True, False, np.True_, np.array(False), jnp.array(True)]
+)
+def test_adjust_takes_any_boolean_scalar(flag):
+    adjusted = DynamicLossScale(8.0, period=1).adjust(flag)
+    assert adjusted.loss_scale == (16 if flag else 4)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [jnp.ones(2, bool), jnp.ones((1,), bool), 1, 1.0, jnp.array(1), jnp.float32(0)],
+)
+def test_adjust_refuses_a_flag_that_is_not_a_boolean_of_the_shape_of_s(flag):
+    for name in ("grads_finite", "loss_finite"):
+        flags = {"grads_finite": True} | {name: flag}
+        with pytest.raises(ValueError, match=f"expected {name} to be a boolean of the"):
+            DynamicLossScale().adjust(**flags)
+
+
+@pytest.mark.parametrize("loss_scale", [NoOpLossScale(), StaticLossScale(8.0)])
+def test_a_constant_loss_scale_adjusts_to_itself(loss_scale):
+    assert loss_scale.adjust(False, loss_finite=False) is loss_scale
+
+
+@pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "complex64"],
+)
+def test_both_verbs_widen_to_float32_first_and_keep_complex(kind, dtype):
+    expected = "complex64" if dtype == "complex64" else "float32"
+    x, s = jnp.array([1.0, -3.0], dtype), kind(2.0**20)  # not of float16
+    for verb, factor in ((s.scale, 2.0**20), (s.unscale, 2.0**-20)):
+        assert verb(x).dtype == verb(np.asarray(x)).dtype == expected
+        assert verb(x).tolist() == [factor, -3 * factor]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_both_verbs_keep_double_precision(dtype):
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.asarray([1 / 3, 1e-300]), dtype)
+        for loss_scale in (StaticLossScale(2.0**15), DynamicLossScale(2.0**15)):
+            assert_bitwise_equal(loss_scale.unscale(loss_scale.scale(x)), x)
+        third = DynamicLossScale(3.0).unscale(x)
+        np.testing.assert_allclose(third, np.asarray(x) / 3, rtol=1e-15)
+
+
+def test_a_complex_leaf_keeps_its_imaginary_part_and_an_infinity_makes_no_nan():
+    x = jax.lax.complex(jnp.array([1.0, jnp.inf]), jnp.array([-2.0, 0.0]))
+    scaled = DynamicLossScale(8.0).scale(x)
+    assert scaled.real.tolist() == [8, np.inf]
+    assert scaled.imag.tolist() == [-16, 0]
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_leaves_that_are_not_inexact_pass_unchanged(loss_scale):
+    leaves = [jnp.int32(3), 3, True, "name", jnp.tanh, jax.random.key(1)]
+    leaves.append(np.zeros(2, jax.dtypes.float0))
+    for verb in (loss_scale.scale, loss_scale.unscale):
+        assert all(a is b for a, b in zip(verb(leaves), leaves, strict=True))
+    assert loss_scale.scale(None) is loss_scale.unscale(None) is None
+
+
+def test_python_floats_are_scaled_as_jmp_does():
+    assert DynamicLossScale(8.0).scale({"loss": 1.5})["loss"] == 12
+
+
+@pytest.mark.parametrize("s", [2.0**-126, 2.0**-14, 1.0, 2.0**10, 2.0**24, 2.0**126])
+def test_a_power_of_two_changes_no_bit(s):
+    # All digits, and one exponent: nothing under- or overflows at the ends of S.
+    x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 100_000), jnp.float32)
+    loss_scale = DynamicLossScale(s, min_loss_scale=0, max_loss_scale=2.0**126)
+    for verb in (lambda x: x, jax.jit):
+        assert_bitwise_equal(verb(loss_scale.unscale)(verb(loss_scale.scale)(x)), x)
+
+
+def test_an_array_of_loss_scales_is_refused_outside_vmap():
+    several = DynamicLossScale(jnp.array([8.0, 16.0]))
+    message = r"^scale: .* scalar loss_scale, got one of shape \(2,\).*adjust one loss"
+    with pytest.raises(ValueError, match=message):
+        several.scale(jnp.float32(1.0))
+    scaled = jax.vmap(jmp_scale.scale, in_axes=(0, None))(several, jnp.float32(1.0))
+    assert scaled.tolist() == [8, 16]
+    assert several.adjust(jnp.array([True, False])).loss_scale.tolist() == [8, 8]
+
+
+FULL = DynamicLossScale(
+    *(4.0, 3, 7, 4, 0.25),
+    max_loss_scale=2.0**20,
+    backoff_factor=0.125,
+    growth_delay=1,
+    hysteresis=3,
+    hysteresis_reset="finite",
+    at_max="clamp",
+)
+
+
+@pytest.mark.parametrize(
+    "round_trip",
+    [
+        lambda ls: jax.tree.map(lambda x: x, ls),
+        jax.jit(lambda ls: ls),
+        lambda ls: pickle.loads(pickle.dumps(ls)),
+        copy.deepcopy,
+        lambda ls: dataclasses.replace(ls),
+        lambda ls: jax.tree.map(
+            lambda x: x[0], jax.vmap(lambda x: x)(jax.tree.map(lambda x: x[None], ls))
+        ),
+    ],
+)
+@pytest.mark.parametrize("made", [FULL, jmp_scale.SpikeGuard(5.0, 0.9, 20, 3)])
+def test_every_field_survives(round_trip, made):
+    default = fields_of(type(made)())
+    leaves = [name for name in default if name in jmp_scale.SpikeGuard._leaf_names]
+    for name, value in fields_of(made).items():
+        assert value != default[name] or name in leaves
+    assert fields_of(round_trip(made)) == fields_of(made)
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_an_exported_program_takes_and_returns_every_kind(loss_scale):
+    x = jnp.float32(2.0)
+    program = jax.jit(lambda loss_scale, x: (loss_scale, loss_scale.scale(x)))
+    exported = jax.export.export(program)(loss_scale, x).serialize()
+    kept, scaled = jax.export.deserialize(exported).call(loss_scale, x)
+    assert_bitwise_equal(kept, loss_scale)
+    assert scaled == loss_scale.scale(x)
+
+
+GUARD_LEAVES = (
+    ".loss_mean.loss_deviation.loss_steps.norm_mean"
+    ".norm_deviation.norm_steps.accepted.in_a_row"
+)
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "paths"),
+    [
+        (NoOpLossScale(), ""),
+        (StaticLossScale(8.0), ""),
+        (DynamicLossScale(), ".loss_scale.counter"),
+        (DynamicLossScale(hysteresis=2), ".loss_scale.counter.hysteresis_left"),
+        (jmp_scale.SpikeGuard(), GUARD_LEAVES),
+    ],
+)
+def test_leaves_are_named(loss_scale, paths):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(loss_scale)
+    assert "".join(jax.tree_util.keystr(path) for path, _ in leaves) == paths
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (DynamicLossScale(), "DynamicLossScale()"),
+        (
+            DynamicLossScale(2).adjust(True),
+            "DynamicLossScale(loss_scale=2.0, counter=1)",
+        ),
+        (DynamicLossScale(growth_delay=3), "DynamicLossScale(growth_delay=3)"),
+        (DynamicLossScale(hysteresis=2), "DynamicLossScale(hysteresis=2)"),
+        (StaticLossScale(4), "StaticLossScale(loss_scale=4.0)"),
+        (NoOpLossScale(), "NoOpLossScale()"),
+        (jmp_scale.SpikeGuard(warmup=9), "SpikeGuard(warmup=9)"),
+    ],
+)
+def test_the_text_has_what_differs_from_the_defaults_and_makes_an_equal_one(made, text):
+    assert repr(made) == text
+    assert eval(text, {**vars(jmp_scale), **globals()}) == made
+
+
+def test_arrays_and_what_cannot_be_read_have_a_text_too():
+    several = DynamicLossScale(np.array([8.0, 4.0]), counter=1)
+    text = (
+        "DynamicLossScale(loss_scale=jnp.array([8.0, 4.0]), counter=jnp.array([1, 1]))"
+    )
+    assert repr(several) == text
+    assert_bitwise_equal(eval(text), several)
+    texts = []
+    jax.vmap(lambda traced: texts.append(repr(traced)))(several)
+    assert texts == ["DynamicLossScale(loss_scale=float32[], counter=int32[])"]
+
+
+SHAPE = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "placeholder", [None, object(), PartitionSpec("i"), SHAPE, 0, "text", ()]
+)
+def test_any_placeholder_may_stand_for_a_leaf(placeholder):
+    treedef = jax.tree.structure(DynamicLossScale(8.0, period=3))
+    loss_scale = jax.tree.unflatten(treedef, [placeholder, placeholder])
+    assert loss_scale.loss_scale is placeholder
+    assert (loss_scale.counter is placeholder, loss_scale.period) == (True, 3)
+
+
+def test_placeholders_may_be_given_by_hand():
+    specs = DynamicLossScale(PartitionSpec(), PartitionSpec())
+    assert (specs.loss_scale, specs.counter) == (PartitionSpec(), PartitionSpec())
+    assert jax.tree.leaves(DynamicLossScale(None)) == []
+
+
+@pytest.mark.parametrize(
+    "loss_scale",
+    [DynamicLossScale(8, period=2), FULL, StaticLossScale(2), NoOpLossScale()],
+)
+def test_adjust_returns_the_types_that_it_was_given(loss_scale):
+    for loss_finite in (True, jnp.array(True)):
+        adjusted = loss_scale.adjust(jnp.array(True), loss_finite=loss_finite)
+        types = jax.tree.map(jax.typeof, loss_scale)
+        assert jax.tree.map(jax.typeof, adjusted) == types
+
+
+def map_over(verb, loss_scales, *trees):
+    return jax.tree.map(
+        verb, loss_scales, *trees, is_leaf=lambda x: isinstance(x, jmp_scale.LossScale)
+    )
+
+
+def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
+    loss_scales = [DynamicLossScale(8.0), StaticLossScale(2.0), NoOpLossScale()]
+    loss_scales = dict(zip("abc", loss_scales, strict=True))
+    losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
+    scaled = map_over(jmp_scale.scale, loss_scales, losses)
+    assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
+    unscaled = map_over(jmp_scale.unscale, loss_scales, scaled)
+    assert unscaled == losses | {"a": 3}
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_float_of_a_loss_scale_is_s(loss_scale):
+    assert float(loss_scale) == (1 if loss_scale == NoOpLossScale() else 8)
+
+
+@pytest.mark.parametrize("loss_scale", EVERY_KIND)
+def test_a_loss_scale_taken_for_a_state_says_where_the_state_is(loss_scale):
+    assert not hasattr(loss_scale, "mu")
+    message = r"no attribute 'mu'; .* is opt_state.inner_state, and optax.tree.get\(opt"
+    with pytest.raises(AttributeError, match=message):
+        _ = loss_scale.mu

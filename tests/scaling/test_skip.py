@@ -1,0 +1,230 @@
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_bitwise_equal
+from jax.experimental import checkify
+from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, optimizer, stepper
+
+from jmp_scale import with_loss_scale
+from jmp_scale._scaling.skip import select_step
+
+
+def operations(tx, params):
+    """How often the step has each operation on a CPU, by name and types."""
+    step = jax.jit(lambda grads: tx.update(grads, tx.init(params), params))
+    program = jax.export.export(step, platforms=["cpu"])(params).mlir_module()
+    return collections.Counter(re.findall(r"stablehlo\.(\w+) .*: (.*) loc", program))
+
+
+@pytest.mark.parametrize("name", ["clip_adamw", "lamb"])
+def test_an_applied_step_computes_what_the_optimizer_does_operation_by_operation(name):
+    params = {"large": jnp.ones((16, 1024)), "small": jnp.ones(3)}
+    plain = optax.with_extra_args_support(OPTIMIZERS[name])
+    own = operations(plain, params)
+    assert own["divide", "tensor<16x1024xf32>"] > 1
+    assert own <= operations(with_loss_scale(plain), params)
+
+
+def meta_gradient(tx, overflow_first):
+    """Derivatives of the loss after two steps, one of them skipped."""
+    p = jnp.linspace(0.5, 1.0, 8).reshape(2, 4)
+    good, bad = jnp.sin(p), jnp.full_like(p, jnp.inf)
+
+    def loss(p, rate):
+        state, q = tx.init(p), p
+        for is_bad in (overflow_first, not overflow_first):
+            updates, state = tx.update(bad if is_bad else rate * good, state, q)
+            q = optax.apply_updates(q, updates)
+        return jnp.sum(jnp.square(q))
+
+    return jax.grad(loss, (0, 1)), (p, jnp.float32(1.5))
+
+
+@functools.cache
+def expected_meta_gradient(name, overflow_first):
+    """The same with Optax's own skip, which is a branch."""
+    tx = optax.apply_if_finite(OPTIMIZERS[name], 10)
+    reference, args = meta_gradient(tx, overflow_first)
+    return jax.jit(reference)(*args)
+
+
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow), jax.jit]
+)
+@pytest.mark.parametrize("overflow_first", [True, False])
+@by_name(["adafactor", "adamw"], ["lamb", "prodigy"])
+def test_derivatives_of_a_skipped_step_are_those_of_a_branch(
+    name, overflow_first, wrap
+):
+    tx = with_loss_scale(OPTIMIZERS[name])
+    fun, args = meta_gradient(tx, overflow_first)
+    expected = expected_meta_gradient(name, overflow_first)
+    for a, b in zip(wrap(fun)(*args), expected, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_an_infinite_derivative_of_what_is_dropped_is_not_seen():
+    def total(state, p, applied):
+        def update(grads, state):  # closes over p, as over parameters
+            return grads * (jnp.sqrt(state) + jnp.sqrt(p)), state + grads
+
+        _, updates, new = select_step(applied, update, jnp.float32(1.0), state)
+        return updates + new
+
+    derivative = jax.jit(jax.grad(total, (0, 1)))
+    assert derivative(*jnp.zeros(2), jnp.array(False)) == (1, 0)
+    assert derivative(*jnp.full(2, 0.25), jnp.array(True)) == (2, 1)
+
+
+@by_name(["adafactor", "sgd"], ["adamw", "lamb"])
+def test_a_map_over_steps_that_some_members_skip_has_a_derivative(name):
+    tx = with_loss_scale(OPTIMIZERS[name])
+    p = jnp.linspace(0.5, 1.0, 8).reshape(2, 4)
+    is_finite = jnp.array([True, False])
+
+    def loss(p, is_finite):
+        grads = jnp.where(is_finite, jnp.sin(p), jnp.inf)
+        updates, _ = tx.update(grads, tx.init(p), p)
+        return jnp.sum(jnp.square(optax.apply_updates(p, updates)))
+
+    def sum_of_losses(p):
+        return jax.vmap(loss)(p, is_finite).sum()
+
+    applied, skipped = jax.jit(jax.grad(sum_of_losses))(jnp.stack([p, p]))
+    np.testing.assert_allclose(applied, jax.jit(jax.grad(loss))(p, True), rtol=1e-5)
+    np.testing.assert_allclose(skipped, 2 * p, rtol=1e-6)
+    mapped = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(p, is_finite)
+    np.testing.assert_allclose(mapped, [applied, skipped], rtol=1e-5)
+
+
+@by_name(["adafactor_factored", "adamw"], ["adafactor", "adamax", "lamb", "prodigy"])
+def test_checkify_is_quiet_on_a_skipped_step(name):
+    tx = with_loss_scale(OPTIMIZERS[name])
+    step = checkify.checkify(stepper(tx), errors=checkify.float_checks)
+    plain = checkify.checkify(stepper(OPTIMIZERS[name]), errors=checkify.float_checks)
+    zeros = jax.tree.map(jnp.zeros_like, GOOD)
+    # What divides by zero for gradients of zero does so unwrapped, too.
+    alarm = jax.jit(plain)(PARAMS, OPTIMIZERS[name].init(PARAMS), zeros)[0].get()
+    error, (params, _) = jax.jit(step)(PARAMS, tx.init(PARAMS), BAD)
+    assert error.get() is None or alarm is not None
+    assert_bitwise_equal(params, PARAMS)
+
+
+def counter_of_steps(look):
+    """An optimizer that shows its new state, 2 and 1 after a step, to `look`."""
+
+    def step(updates, state):
+        m = jax.tree.map(lambda m, g: m + g * 0 + 1, state["m"], updates)
+        new = {"m": m, "count": state["count"] + 1}
+        return look(updates, new), new
+
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    return optimizer({"m": ones, "count": jnp.float32(0)}, step)
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_callbacks_see_a_state_of_one_piece_also_on_a_skipped_step(pure):
+    seen = []
+
+    def note(m, count):
+        seen.append((float(m[0]), float(count)))
+        return m
+
+    def look(updates, state):
+        m = state["m"]["b"]
+        if not pure:
+            jax.debug.callback(note, m, state["count"])
+            return updates
+        m = jax.pure_callback(note, m, m, state["count"])
+        return {"w": updates["w"], "b": updates["b"] + 0 * m}
+
+    tx = with_loss_scale(counter_of_steps(look))
+    jax.block_until_ready(jax.jit(stepper(tx))(PARAMS, tx.init(PARAMS), BAD))
+    jax.effects_barrier()
+    assert set(seen) == {(2.0, 1.0)}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("debug", [jax.debug_nans, jax.debug_infs])
+def test_debug_nans_is_quiet_on_a_skipped_step(debug, wrap):
+    inverse = optimizer((), lambda g, s: (jax.tree.map(lambda x: 1 / x, g), s))
+    tx = with_loss_scale(optax.chain(OPTIMIZERS["clip_adamw"], inverse))
+    state = tx.init(PARAMS)
+    with debug(True):
+        updates, state = wrap(lambda g, s: tx.update(g, s, PARAMS))(BAD, state)
+    assert_bitwise_equal(optax.apply_updates(PARAMS, updates), PARAMS)
+    assert state.skipped == 1
+
+
+def test_a_leaf_is_selected_before_the_updates_are_computed():
+    def update(grads, state):
+        new = 0.5 * state + grads
+        return 2.0 / new, new
+
+    step = jax.jit(lambda applied, *args: select_step(applied, update, *args))
+    program = step.lower(jnp.array(True), jnp.ones(8), jnp.ones(8)).as_text()
+    assert program.split("stablehlo.divide")[0].count("stablehlo.select") == 1
+
+
+def test_two_leaves_of_one_new_value_keep_an_old_value_each():
+    def run(applied, a, b):
+        def update(_, state):
+            new = 3 * state[0]
+            return new, (new, new, state[2], state[0])
+
+        return select_step(applied, update, (), (a, b, b, b))[2]
+
+    a, b = jnp.arange(2.0), jnp.ones(2)
+    assert_bitwise_equal(jax.jit(run)(jnp.array(False), a, b), (a, b, b, b))
+    assert_bitwise_equal(jax.jit(run)(jnp.array(True), a, b), (3 * a, 3 * a, b, a))
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_an_update_that_writes_into_a_mutable_array_is_kept_or_dropped(applied):
+    def update(grads, state):
+        ref = jax.new_ref(state)
+        ref[...] += grads
+        return -ref[...], ref[...]
+
+    step = jax.jit(functools.partial(select_step, update=update))
+    _, updates, new = step(jnp.array(applied), inputs=jnp.ones(2), old=jnp.full(2, 3.0))
+    u, s = (-4.0, 4.0) if applied else (-0.0, 3.0)
+    assert_bitwise_equal((updates, new), (jnp.full(2, u), jnp.full(2, s)))
+
+
+def test_a_loop_that_waits_for_a_condition_ends_on_a_skipped_step():
+    def update(grads, state):  # on a NaN, or on the old value of 0, it would never end
+        new = state + 1.0 + grads
+        grown = jax.lax.while_loop(lambda x: ~jnp.all(x >= 8), lambda x: x + x, new)
+        return grown, new
+
+    step = functools.partial(select_step, update=update)
+    skipped = {"inputs": jnp.full(2, jnp.nan), "old": jnp.zeros(2)}
+    for jitted in (step, jax.jit(step, static_argnames="update")):
+        _, updates, new = jitted(jnp.array(False), **skipped)
+        assert_bitwise_equal((updates, new), (jnp.full(2, -0.0), jnp.zeros(2)))
+
+
+def test_a_text_in_the_state_may_be_made_anew_at_each_step():
+    copy = lambda g, s: (g, {"kind": "".join([*s["kind"]])})  # noqa: E731
+    tx = with_loss_scale(optimizer({"kind": "text"}, copy))
+    for g in (1.0, jnp.nan):
+        _, state = tx.update(jnp.float32(g), tx.init(jnp.float32(0.0)))
+        assert state.inner_state == {"kind": "text"}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_updates_of_integers_are_zero_on_a_skipped_step(wrap):
+    inner = optimizer((), lambda g, s: ({"n": jnp.int32(3), "g": g}, s))
+    tx = with_loss_scale(inner)
+    for g, expected in ((1.0, 3), (jnp.nan, 0)):
+        updates, _ = wrap(tx.update)(jnp.float32(g), tx.init(jnp.float32(0.0)))
+        assert updates["n"].dtype == jnp.int32
+        assert updates["n"] == expected

@@ -1,0 +1,413 @@
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from chex import assert_trees_all_close
+from helpers import assert_bitwise_equal, sharded
+from optimizers import BAD, GOOD, PARAMS, SPECIAL, optimizer, stepper
+
+import jmp_scale
+from jmp_scale import DynamicLossScale, SpikeGuard
+
+SAM = SPECIAL["sam"]  # takes no loss
+
+
+def extra_args_optimizer(update):
+    return optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+
+
+def test_the_inner_optimizer_never_sees_a_nan():
+    seen = []
+
+    def look(updates, state, params, *, value, grad, value_fn, obj_fn):
+        leaves = jax.tree.leaves((updates, value, grad, obj_fn(params)))
+        jax.debug.callback(lambda *x: seen.extend(x), *leaves)
+        return updates, state
+
+    tx = jmp_scale.with_loss_scale(extra_args_optimizer(look), DynamicLossScale())
+    extra = {"grad": BAD, "value_fn": None, "obj_fn": lambda p: p["b"] * jnp.inf}
+    for value in (1.0, jnp.nan):
+        tx.update(BAD, tx.init(PARAMS), PARAMS, value=jnp.float32(value), **extra)
+    jax.effects_barrier()
+    assert len(seen) == 12
+    assert all(np.isfinite(x).all() for x in seen)
+
+
+@pytest.mark.parametrize("search", [optax.lbfgs(), SPECIAL["backtracking"]])
+def test_a_line_search_sees_no_nan_of_a_value_fn_that_is_nan_itself(search):
+    seen = []
+
+    def nan_fn(params):
+        return sum(jnp.sum(jnp.log(p - 10)) for p in jax.tree.leaves(params))
+
+    def watched(updates, state, params, *, value_fn, **extra):
+        leaves = jax.tree.leaves(jax.value_and_grad(value_fn)(params))
+        jax.debug.callback(lambda *x: seen.extend(x), *leaves)
+        return updates, state
+
+    inner = optax.chain(search, extra_args_optimizer(watched))
+    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
+    extra = {"value": jnp.float32(jnp.nan), "grad": BAD, "value_fn": nan_fn}
+    update = jax.jit(lambda g, s: tx.update(g, s, PARAMS, **extra))
+    _, state = update(BAD, tx.init(PARAMS))
+    jax.effects_barrier()
+    assert len(seen) == 3
+    assert all((np.asarray(x) == 0).all() for x in seen)
+    assert state.skipped == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(jnp.ones(2), (jnp.float32(1.0), {"aux": jnp.float32(2.0)}), {}, "x"),
+        *((jnp.float32(1.0), {}), [jnp.float32(1.0)], {"loss": jnp.float32(1.0)}),
+    ],
+)
+def test_a_value_that_is_not_a_scalar_is_a_value_error(value):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"expected value to be the scalar.* alone"):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS, value=value)
+
+
+def test_extra_arguments_reach_the_inner_optimizer_gradients_in_float32():
+    def scaled_by(updates, state, params=None, *, value, gain, grad):
+        assert (updates.dtype, grad.dtype) == (jnp.float32, jnp.float32)
+        return updates * gain * value + grad, state
+
+    tx = jmp_scale.with_loss_scale(extra_args_optimizer(scaled_by))
+    one, state = jnp.float16(1.0), tx.init(jnp.float32(0.0))
+    updates, _ = tx.update(one, state, value=2.0, gain=3.0, grad=one)
+    assert updates == 7
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_updates_have_the_dtype_of_the_parameters(dtype):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+    param = jnp.ones(2, dtype)
+    updates, _ = tx.update(jnp.ones(2), tx.init(param), param)
+    assert updates.dtype == dtype
+
+
+def test_optax_finds_the_loss_scale_at_any_depth():
+    tx = jmp_scale.with_loss_scale(optax.adam(1e-3), DynamicLossScale(8.0))
+    state = optax.chain(optax.chain(tx), optax.identity()).init(PARAMS)
+    found = optax.tree.get(state, "loss_scale")
+    assert isinstance(found, DynamicLossScale)
+    assert found.loss_scale == 8
+    for name in ("grads_finite", "skipped", "skipped_in_a_row", "count"):
+        assert optax.tree.get(state, name).shape == ()
+
+
+def test_the_fields_of_the_state_keep_their_order_and_new_ones_are_at_the_end():
+    first = ("loss_scale", "inner_state", "grads_finite", "applied", "skipped")
+    first += ("skipped_in_a_row", "nonfinite_losses", "spikes", "guard")
+    fields = jmp_scale.LossScaleState._fields
+    assert fields[: len(first)] == first
+    meanings = inspect.getdoc(jmp_scale.LossScaleState)
+    assert [name for name in fields if f"\n  {name}: " not in meanings] == []
+
+
+def test_every_init_builds_its_own_buffers_also_of_a_state_that_is_the_parameters():
+    average = optax.GradientTransformation(lambda p: p, lambda g, s, p=None: (g, s))
+    inner = optax.chain(average, optax.adam(1e-3))
+    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale(), guard=SpikeGuard())
+    states = tx.init(PARAMS), tx.init(PARAMS)
+    assert_bitwise_equal(states[0].inner_state[0], PARAMS)
+    leaves = jax.tree.leaves((PARAMS, states))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+
+def test_a_step_compiled_ahead_of_time_has_no_branch_and_moves_nothing_to_the_host():
+    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(8.0))
+    state, params = tx.init(PARAMS), PARAMS
+    step = jax.jit(stepper(tx)).lower(params, state, GOOD).compile()
+    words = (" conditional(", "custom-call", "outfeed", "infeed", " while(")
+    assert not any(word in step.as_text() for word in words)
+    with jax.transfer_guard("disallow"):
+        for grads in (GOOD, BAD, GOOD):
+            params, state = step(params, state, grads)
+
+
+def test_an_overflow_in_a_gradient_function_of_the_optimizer_is_skipped():
+    def f16_loss(p):  # its gradient, 2 * 3e4 * p, is infinite above 1.09
+        return (3e4 * p.astype(jnp.float16) ** 2).astype(jnp.float32).sum()
+
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    sam = optax.contrib.sam(optax.sgd(1e-6), ascent, opaque_mode=True)
+    tx = jmp_scale.with_loss_scale(sam, DynamicLossScale(1.0, min_loss_scale=2.0**-10))
+    params = jnp.array([1.08])
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        grad_fn = jmp_scale.grad(f16_loss, state.loss_scale)
+        updates, state = tx.update(
+            grad_fn(params), state, params, grad_fn=lambda p, _: grad_fn(p)
+        )
+        return optax.apply_updates(params, updates), state
+
+    new_params, new = step(params, state)
+    assert_bitwise_equal(new_params, params)
+    assert_bitwise_equal(new.inner_state, state.inner_state)
+    assert (new.skipped, new.grads_finite, new.applied) == (1, False, False)
+    assert (new.skipped_in_a_row, new.loss_scale.loss_scale) == (1, 0.5)
+    nan = jnp.array([jnp.nan])  # while the gradients of grad_fn are finite
+    _, bad = tx.update(nan, new, params, grad_fn=lambda p, _: jnp.zeros(1))
+    assert_bitwise_equal(bad.inner_state, state.inner_state)
+    assert (bad.skipped, bad.applied) == (2, False)
+    new_params, new = step(new_params, new)
+    assert (new.skipped_in_a_row, new.applied) == (0, True)
+    assert (new_params < params).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("inner", [SAM, optax.chain(optax.clip(1.0), SAM)])
+def test_a_value_does_not_break_an_optimizer_that_does_not_know_it(inner, wrap):
+    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
+    state = tx.init(PARAMS)
+    updates, _ = wrap(lambda s: tx.update(GOOD, s, PARAMS, value=jnp.float32(1)))(state)
+    expected, _ = tx.update(GOOD, state, PARAMS)
+    assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
+def test_a_chain_that_both_refuses_and_needs_the_loss_has_the_error_of_optax():
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    tx = jmp_scale.with_loss_scale(optax.chain(SAM, plateau))
+    state, value = tx.init(PARAMS), jnp.float32(1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+        tx.update(GOOD, state, PARAMS, value=value)
+
+    cured = optax.chain(optax.GradientTransformation(SAM.init, SAM.update), plateau)
+    updates, expected = (
+        jax.jit(tx.update)(GOOD, tx.init(PARAMS), PARAMS, value=value)[0]
+        for tx in (jmp_scale.with_loss_scale(cured), cured)
+    )
+    assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    "message",
+    ["unsupported operand", "helper() got an unexpected keyword argument 'value'"],
+)
+def test_a_type_error_of_the_optimizer_comes_out_after_one_run(message, dtype):
+    runs = []
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        runs.append(value)
+        raise TypeError(message)
+
+    tx = jmp_scale.with_loss_scale(extra_args_optimizer(update))
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    with pytest.raises(TypeError) as error:
+        tx.update(GOOD, tx.init(params), params, value=1.0)
+    assert str(error.value) == message
+    assert runs == [1.0]
+
+
+def by_loss(updates, state, params=None, *, loss):
+    return jax.tree.map(lambda u: u * loss, updates), state
+
+
+def by_any_loss(updates, state, params=None, **extra):
+    return jax.tree.map(lambda u: u * extra["loss"], updates), state
+
+
+TAKES_LOSS = {
+    "plain": extra_args_optimizer(by_loss),
+    "any": extra_args_optimizer(by_any_loss),
+    "chain": optax.chain(extra_args_optimizer(by_loss), optax.scale(1.0)),
+    "named_chain": optax.named_chain(("a", extra_args_optimizer(by_any_loss))),
+    "masked": optax.masked(extra_args_optimizer(by_loss), True),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_LOSS)
+def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
+    tx = jmp_scale.with_loss_scale(TAKES_LOSS[name])
+    params = jnp.ones(2)
+    updates, _ = tx.update(params, tx.init(params), params, loss=3.0)
+    assert updates.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["loss", "val"])
+@pytest.mark.parametrize(
+    "inner",
+    [optax.adam(0.1), optax.chain(optax.clip(1.0), SAM), optax.with_extra_args_support(
+        optax.sgd(0.1)), optax.contrib.reduce_on_plateau()],
+)  # fmt: skip
+def test_a_loss_under_a_name_that_nobody_takes_is_an_error_with_the_right_one(
+    inner, name
+):
+    tx = jmp_scale.with_loss_scale(inner)
+    with pytest.raises(TypeError, match=f"loss as value=, got {name}="):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS, **{name: 1.0})
+
+
+WRONG_CALLS = {
+    "state first": (lambda s: (s, GOOD), r"update\(LossScaleState, dict, NoneType\)"),
+    "state twice": (lambda s: (s, s), r"\(LossScaleState, LossScaleState, NoneType"),
+    "state third": (lambda s: (PARAMS, GOOD, s), r"\(dict, dict, LossScaleState\)"),
+    "no state": (lambda s: (PARAMS, GOOD, PARAMS), r"update\(dict, dict, dict\)"),
+    "bare state": (lambda s: (GOOD, s.inner_state, PARAMS), "restore_without_loss_sc"),
+    "value fourth": (lambda s: (GOOD, s, PARAMS, 1.0), r"State, dict, float\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_arguments_of_update_in_a_wrong_place_are_a_type_error(name):
+    arguments, message = WRONG_CALLS[name]
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    expected = r"with_loss_scale: expected update\(grads, state, params, value=loss\)"
+    with pytest.raises(TypeError, match=f"{expected}, got .*{message}"):
+        tx.update(*arguments(tx.init(PARAMS)))
+
+
+LEAF, KERNEL = {"conv": PARAMS["w"]}, {"conv": {"kernel": PARAMS["w"]}}
+
+
+@pytest.mark.parametrize(
+    ("grads", "params"),
+    [({"w": 0.0}, PARAMS), (LEAF, KERNEL), (PARAMS["w"], KERNEL), (KERNEL, LEAF)],
+)
+def test_gradients_of_another_structure_than_the_parameters_are_an_error(grads, params):
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="gradients of the structure") as error:
+        tx.update(grads, tx.init(params), params)
+    for tree in (grads, params):
+        assert str(jax.tree.structure(tree)) in str(error.value)
+
+
+@pytest.mark.parametrize("other", [{"d": jnp.ones(2)}, {"g": jnp.ones(2)}])
+def test_a_state_of_another_model_is_an_error_with_the_cure(other):
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    state = tx.init({"g": jnp.ones(3)})
+    with pytest.raises((TypeError, ValueError)) as error:
+        tx.update(other, state, other)
+    notes = " ".join(error.value.__notes__)
+    assert "keep one state for each optimizer and model" in notes
+
+
+@pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
+def test_parts_without_a_gradient_or_a_parameter_may_be_left_out(nothing):
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    params = {"trained": PARAMS["w"], "frozen": PARAMS, "other": nothing}
+    grads = {"trained": GOOD["w"], "frozen": nothing, "other": GOOD["w"]}
+    updates, _ = tx.update(grads, tx.init(grads), params)
+    expected = -0.1 * np.sign(GOOD["w"])  # Adam's first step
+    np.testing.assert_allclose(updates["trained"], expected, rtol=1e-4)
+    assert updates["frozen"] == nothing
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_parameters_are_warned_of_once_with_the_cure(dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    with pytest.warns(UserWarning, match=r"expected float32 .*cast_to_param") as seen:
+        tx.init(params)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+
+
+@pytest.mark.parametrize("nest", [
+    lambda tx: tx,
+    lambda tx: optax.chain(optax.clip(1.0), tx),
+    lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
+])  # fmt: skip
+def test_a_loss_scale_within_another_is_refused_at_any_depth(nest):
+    within = nest(jmp_scale.with_loss_scale(optax.adam(0.1), DynamicLossScale()))
+    tx = jmp_scale.with_loss_scale(within, DynamicLossScale())
+    with pytest.raises(ValueError, match=r"contains with_loss_scale.*wrap once"):
+        tx.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"n": jnp.float32(0)}, r"leaf \['n'\] is int32\[\] after init and float32"),
+        ({"n": jnp.zeros(3, int)}, r"is int32\[\] after init and int32\[3\]"),
+        ({"m": jnp.int32(0)}, "keep the structure of its state"),
+    ],
+)
+def test_a_state_whose_types_or_structure_the_optimizer_changes_is_an_error(
+    new, message
+):
+    start = {"kept": jnp.int32(0), "n": jnp.int32(0)}
+    tx = jmp_scale.with_loss_scale(optimizer(start, lambda g, s: (g, s | new)))
+    with pytest.raises(ValueError, match=message):
+        tx.update(GOOD, tx.init(PARAMS), PARAMS)
+
+
+def test_numbers_in_the_state_of_an_optimizer_become_strongly_typed_arrays():
+    start = {"rate": 0.5, "n": 1, "weak": jnp.asarray(2.0), "strong": jnp.float32(3.0)}
+    state = jmp_scale.with_loss_scale(optimizer(start)).init(PARAMS).inner_state
+    assert state == start
+    assert not any(leaf.weak_type for leaf in state.values())
+
+
+@pytest.mark.parametrize("rate", [jnp.float32(0.5), np.float64(0.5)])
+def test_a_learning_rate_set_in_the_inner_state_is_used_and_kept(rate):
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    tx = jmp_scale.with_loss_scale(inner)
+    state = tx.init(PARAMS)
+    state.inner_state.hyperparams["learning_rate"] = rate
+    updates, state = tx.update(GOOD, state, PARAMS)
+    np.testing.assert_array_equal(updates["b"], -0.5 * GOOD["b"])
+    assert state.inner_state.hyperparams["learning_rate"] == 0.5
+
+
+def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
+    start = {"n": np.int64(0), "m": np.ones(3)}
+    inner = optimizer(start, lambda g, s: (g, {"n": s["n"] + 1, "m": s["m"] * 0.5}))
+    tx = jmp_scale.with_loss_scale(inner)
+    state = tx.init(PARAMS)
+    for grads in (GOOD, BAD, GOOD):
+        _, state = tx.update(grads, state, PARAMS)
+    assert state.inner_state["n"] == 2
+    np.testing.assert_array_equal(state.inner_state["m"], np.full(3, 0.25))
+
+
+@pytest.mark.strict_promotion
+def test_the_wrapper_itself_promotes_nothing():
+    guard = SpikeGuard(warmup=2)
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), DynamicLossScale(), guard=guard)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    for grads in (GOOD, BAD):
+        _, state = update(grads, state, PARAMS, value=jnp.bfloat16(1.0))
+    assert (state.skipped, state.nonfinite_losses, state.spikes) == (1, 0, 0)
+
+
+def test_a_state_keeps_its_sharding_on_explicit_and_auto_axes():
+    types = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
+    tx = jmp_scale.with_loss_scale(SPECIAL["adafactor_factored"], DynamicLossScale())
+    with jax.set_mesh(mesh):
+        params = sharded(jnp.ones((8, 4)), mesh, jax.P("x"))
+        state, update = tx.init(params), jax.jit(tx.update)
+        types = jax.tree.map(jax.typeof, state)
+        for factor in (0.1, jnp.inf):
+            _, state = update(params * factor, state, params)
+            assert jax.tree.map(jax.typeof, state) == types
+        assert state.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_scale": 8.0}, "a loss scale, got 8.0"),
+        ({"inner": functools.partial(optax.sgd, 0.1)}, "an optax.GradientTransform"),
+        ({"inner": DynamicLossScale()}, "pass the optimizer first"),
+        ({"guard": 6.0}, "guard to be a SpikeGuard, got 6"),
+        ({"guard": jmp_scale.SpikeGuard}, r"got <class .*write guard=SpikeGuard\(\)"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(arguments, message):
+    with pytest.raises(TypeError, match=f"with_loss_scale: expected .*{message}"):
+        jmp_scale.with_loss_scale(**{"inner": optax.sgd(0.1)} | arguments)

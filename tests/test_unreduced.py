@@ -1,0 +1,220 @@
+"""Gradients that devices have not added up yet: `unreduced` on Explicit mesh axes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import EXPLICIT, EXPLICIT_TWO, collectives, on_each_device, sharded
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+
+import jmp_scale
+from jmp_scale.diagnostics import metrics
+
+LOSS_SCALES = {
+    "dynamic": jmp_scale.DynamicLossScale(2.0**10),
+    "static": jmp_scale.StaticLossScale(2.0**10),
+    "none": jmp_scale.NoOpLossScale(),
+}
+# Of the weight: over which axes its gradient is a sum, and how it is split itself.
+MESHES = {
+    "1-D": (EXPLICIT, P("i"), P(None, None)),
+    "2-D": (EXPLICIT_TWO, P("i"), P(None, "j")),
+    "both": (EXPLICIT_TWO, P(("i", "j")), P(None, None)),
+}
+INPUTS = np.random.RandomState(0).normal(size=(3, 16, 4)).astype(np.float32)
+WEIGHT = np.random.RandomState(1).normal(size=(4, 6)).astype(np.float32)
+
+
+def axes_of(rows):
+    return set(rows[0]) if isinstance(rows[0], tuple) else {rows[0]}
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"] - 1) ** 2)
+
+
+def reduced(params, rows, spec):
+    kept = P(*spec, reduced=axes_of(rows))
+    return jax.tree.map(lambda w: reshard(w, kept), params)
+
+
+def unreduced(rows, spec):
+    return P(*spec, unreduced=axes_of(rows))
+
+
+def on_mesh(case):
+    """Mesh, the batch's spec, the weight's, and both put there."""
+    mesh, rows, spec = MESHES[case]
+    params = {"w": sharded(WEIGHT, mesh, spec)}
+    x = sharded(INPUTS, mesh, P(None, *rows, None))
+    return mesh, rows, spec, params, x
+
+
+@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", LOSS_SCALES)
+@pytest.mark.filterwarnings("ignore:autocast. float16 gradients without a loss scale")
+def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
+    mesh, rows, spec, params, inputs = on_mesh(case)
+    half_loss = jmp_scale.autocast(loss_fn, dtype)
+
+    @jax.jit
+    def summed(params, loss_scale, inputs):
+        own = reduced(params, rows, spec)
+        grad = jmp_scale.grad(half_loss, loss_scale)
+
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, grad(own, x)), None
+
+        zeros = {"w": reshard(jnp.zeros(WEIGHT.shape), unreduced(rows, spec))}
+        total, _ = lax.scan(add, zeros, inputs)
+        assert jax.typeof(total["w"]).sharding.spec.unreduced == axes_of(rows)
+        return jax.tree.map(lambda g: reshard(g, spec), total)
+
+    with jax.set_mesh(mesh):
+        args = (params, LOSS_SCALES[name], inputs)
+        # None is in the body of the loop, which has no reduction of an array.
+        ((kind, shape),) = collectives(summed, *args)
+        got = summed(*args)["w"]
+    assert (kind, shape[:6]) == ("all-reduce", "f32[4,")
+    gradient = jax.grad(lambda w, x: loss_fn({"w": w}, x))
+    expected = np.sum([gradient(WEIGHT, x) for x in INPUTS], 0)
+    atol = {"float16": 2e-3, "bfloat16": 2e-2}[dtype] * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+
+
+EAGER = pytest.param(
+    "eager",
+    marks=pytest.mark.skipif(
+        jax.__version_info__ < (0, 9),
+        reason="XLA of jax 0.8 aborts where such an array leaves a program",
+    ),
+)
+
+
+def of_gradient(use, case, inputs=INPUTS[0], dtype=jnp.float32, how="jit"):
+    """`use` of a gradient, the sum over the devices of that of their own rows."""
+    mesh, rows, spec = MESHES[case]
+
+    def gradient(w, x):
+        own = reshard(w, P(*spec, reduced=axes_of(rows)))
+        return jax.grad(lambda w: jnp.sum(x @ w).real)(own)
+
+    with jax.set_mesh(mesh):
+        w = sharded(jnp.asarray(WEIGHT, dtype), mesh, spec)
+        x = sharded(jnp.asarray(inputs, dtype), mesh, P(*rows, None))
+        if how == "eager":
+            return use(jax.jit(gradient)(w, x))
+        return jax.jit(lambda w, x: use(gradient(w, x)))(w, x)
+
+
+def added_up(tree, case):
+    return jax.tree.map(lambda g: reshard(g, MESHES[case][2]), tree)
+
+
+@pytest.mark.parametrize("how", ["jit", EAGER])
+@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.complex64])
+def test_each_part_is_multiplied_exactly(case, dtype, how):
+    loss_scale = jmp_scale.DynamicLossScale(2.0**10)
+
+    def use(grads):
+        scaled = loss_scale.scale({"w": grads, "step": 3})
+        assert scaled["step"] == 3
+        back = jmp_scale.unscale(loss_scale, scaled["w"])
+        plain = jmp_scale.NoOpLossScale().scale(grads).astype(scaled["w"].dtype)
+        return added_up((plain, scaled["w"], back), case)
+
+    plain, scaled, back = of_gradient(use, case, dtype=dtype, how=how)
+    assert scaled.dtype == back.dtype == jnp.promote_types(dtype, jnp.float32)
+    np.testing.assert_array_equal(scaled, plain * 2.0**10)
+    np.testing.assert_array_equal(back, plain)
+
+
+def test_the_loss_beside_unreduced_gradients_is_the_whole_one():
+    mesh, rows, spec, params, inputs = on_mesh("1-D")
+
+    @jax.jit
+    def step(params, x):
+        fun = jmp_scale.value_and_grad(loss_fn, LOSS_SCALES["static"])
+        loss, grads = fun(reduced(params, rows, spec), x)
+        return loss, added_up(grads["w"], "1-D")
+
+    with jax.set_mesh(mesh):
+        loss, grads = step(params, inputs[0])
+    np.testing.assert_allclose(loss, loss_fn({"w": WEIGHT}, INPUTS[0]), rtol=1e-6)
+    expected = jax.grad(lambda w: loss_fn({"w": w}, INPUTS[0]))(WEIGHT)
+    np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
+
+
+# Entries of some rows of a batch of 16, two for each of eight devices.
+BAD = {
+    "nothing": {},
+    "NaN": {5: np.nan},
+    "inf": {15: np.inf},
+    "inf - inf": {0: np.inf, 15: -np.inf},
+}
+
+
+@pytest.mark.parametrize("how", ["jit", EAGER])
+@pytest.mark.parametrize("case", MESHES)
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_part_on_one_device_is_known_to_all(bad, case, how):
+    inputs = INPUTS[0].copy()
+    for row, value in BAD[bad].items():
+        inputs[row, 3] = value
+    use = lambda g: jmp_scale.all_finite({"w": g, "b": jnp.ones(2)})  # noqa: E731
+    answer = of_gradient(use, case, inputs, how=how)
+    assert on_each_device(answer) == [bad == "nothing"] * 8
+
+
+def test_the_check_of_parts_is_one_scalar_all_reduce():
+    mesh, rows, spec, params, inputs = on_mesh("1-D")
+
+    @jax.jit
+    def finite(params, x):
+        grad = jmp_scale.grad(loss_fn, LOSS_SCALES["static"])
+        return jmp_scale.all_finite([grad(reduced(params, rows, spec), x)] * 3)
+
+    with jax.set_mesh(mesh):
+        found = collectives(finite, params, inputs[0])
+    assert found == [("all-reduce", "pred[]")]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_parts_are_selected_by_a_flag(flag):
+    def use(grads):
+        selected = jmp_scale.select_tree(jnp.array(flag), grads + grads, grads)
+        return added_up((selected, grads), "2-D")
+
+    selected, grads = of_gradient(use, "2-D")
+    np.testing.assert_array_equal(selected, grads * (2 if flag else 1))
+
+
+KEY = jax.random.key(0)
+UPDATES = {
+    "with_loss_scale": jmp_scale.with_loss_scale(optax.sgd(0.1)),
+    "with_half_parameters": jmp_scale.with_half_parameters(optax.sgd(0.1)),
+    "with_half_state": jmp_scale.with_half_state(optax.adam(0.1), key=KEY),
+}
+
+
+@pytest.mark.parametrize("function", UPDATES)
+@pytest.mark.parametrize(("case", "axes"), [("1-D", "'i',"), ("both", "'i', 'j'")])
+def test_an_optimizer_refuses_parts_and_says_the_two_ways_on(function, case, axes):
+    tx, params = UPDATES[function], {"layer": [jnp.ones((4, 6))]}
+    message = (
+        rf"^{function}: expected gradients that are added up.* \['layer']\[0] "
+        rf"unreduced over \({axes}\); .*sum_gradients\(.*jax.sharding.reshard"
+    )
+    with pytest.raises(ValueError, match=message):
+        of_gradient(lambda g: tx.update({"layer": [g]}, tx.init(params), params), case)
+
+
+def test_a_norm_of_parts_is_refused():
+    state = UPDATES["with_loss_scale"].init(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"^global norm: expected .* added up"):
+        of_gradient(lambda g: metrics(state, grads=g), "1-D")

@@ -64,6 +64,7 @@ PROGRAMS = {
     "autocast": _autocast,
     "autocast, checkpoint": functools.partial(_autocast, checkpointed=True),
     "autocast, recompute=False": functools.partial(_autocast, recompute=False),
+    "autocast, dots_saveable": lambda *of: jax.checkpoint(_autocast(*of), policy=SAVED),
 }
 
 

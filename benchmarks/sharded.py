@@ -8,6 +8,8 @@ allocated or run. Ratios are to casting by hand. One row alone:
         --steps gradient --programs autocast --resume rows.json
 
 A loop counts as often as it runs. `--minimal` compiles programs of one cause each.
+Programs with `sum_gradients` are a `shard_map` over the axis of the batch, under FSDP
+with weights that are gathered once, in half precision: layouts DP and FSDP alone.
 
 A program takes 5 to 30 s for GPUs, and minutes for TPUs. Rows in the file of `--resume`
 are not measured again, so a long run may be stopped; remove those of code that has
@@ -16,6 +18,7 @@ changed.
 
 import argparse
 import contextlib
+import functools
 import json
 import pathlib
 import time
@@ -45,6 +48,8 @@ from tqdm import tqdm
 import jmp_scale
 
 ROWS = 8  # of the batch, for each device of its axis
+SUMS = ", sum_gradients"  # ends the name of a program that adds up itself
+SUMMED = {f"{name}{SUMS}": name for name in ("autocast", HALF_PARAMETERS)}
 MODELS = {"u2": (2, False), "u4": (4, False), "s12": (12, True)}  # layers, as a scan
 HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -95,8 +100,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for of in product(args.steps, args.dtypes, args.axes):
             rows = product(args.layouts, args.models, args.programs)
             cases = [Case(Target(name, int(chips)), *of, *row) for row in rows]
+            cases = [case for case in cases if _exists(case)]
             tables.append(_table(args, found, cases))
     _harness.report(tables, args.json, "compiled, not run")
+
+
+def _exists(case: Case) -> bool:
+    return case.program not in SUMMED or case.layout in ("DP", "FSDP")
 
 
 def _table(args: Any, found: Any, cases: Sequence[Case]) -> Table:
@@ -152,18 +162,24 @@ def _compile(case: Case) -> Any:
     sizes = Transformer(layers, vocabulary=8192, batch=ROWS * mesh.shape["data"])
     model = layout.model(sizes, mesh, scanned=scanned)
     params, batch = jax.eval_shape(model.init, jax.random.key(0))
-    if case.program == HALF_PARAMETERS:
+    program = SUMMED.get(case.program, case.program)
+    if program == HALF_PARAMETERS:
         params = jax.eval_shape(lambda tree: cast(tree, half), params)
     args, tx = [layout.place(params, mesh)], None
     if case.step == "AdamW":
-        tx = _optimizer(case.program)
+        tx = _optimizer(program)
         args.append(place_state(jax.eval_shape(tx.init, params), args[0], mesh))
-    step = _step(PROGRAMS[case.program](model.loss, half), tx, layout.shard_map)
-    if layout.shard_map:
-        specs = (*[P()] * len(args), P("data"))
-        of = {"mesh": mesh, "in_specs": specs, "out_specs": P(), "check_vma": False}
-        step = jax.shard_map(step, **of)
     out = jax.tree.map(lambda leaf: leaf.sharding, args)
+    specs = jax.tree.map(lambda sharding: sharding.spec, out)
+    made: Any = _as_it_is
+    if case.program in SUMMED:
+        made = functools.partial(_of_shares, half=half, specs=specs[0])
+    elif layout.shard_map:
+        made = _averaged
+    step = _step(PROGRAMS[program](model.loss, half), tx, made)
+    if layout.shard_map or case.program in SUMMED:
+        of = {"in_specs": (*specs, P("data")), "out_specs": (P(), *specs)}
+        step = jax.shard_map(step, mesh=mesh, **of, check_vma=False)
     donated = tuple(range(len(args))) if case.step == "AdamW" else ()
     jitted = jax.jit(step, donate_argnums=donated, out_shardings=(None, *out))
     is_explicit = case.axes == "explicit"
@@ -179,22 +195,48 @@ def _optimizer(program: str) -> optax.GradientTransformationExtraArgs:
     return jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
 
 
-def _step(loss: Any, tx: Any, averaged: bool) -> Any:
-    """Value and gradient, or the whole step of an optimizer."""
-
-    def average(tree):
-        return lax.pmean(tree, "data") if averaged else tree
+def _step(loss: Any, tx: Any, made: Any) -> Any:
+    """Value and gradient as `made` of a function, or the whole step of an optimizer."""
 
     def gradient(params, batch):
-        return average(jax.value_and_grad(loss)(params, batch))
+        return made(jax.value_and_grad(loss))(params, batch)
 
     def update(params, state, batch):
-        value_and_grad = jmp_scale.value_and_grad(loss, state.loss_scale)
-        value, grads = average(value_and_grad(params, batch))
+        value_and_grad = made(jmp_scale.value_and_grad(loss, state.loss_scale))
+        value, grads = value_and_grad(params, batch)
         updates, state = tx.update(grads, state, params, value=value)
         return value, optax.apply_updates(params, updates), state
 
     return gradient if tx is None else update
+
+
+def _as_it_is(value_and_grad: Any) -> Any:
+    return value_and_grad
+
+
+def _averaged(value_and_grad: Any) -> Any:
+    return lambda *args: lax.pmean(value_and_grad(*args), "data")
+
+
+def _of_shares(value_and_grad: Any, half: Any, specs: Any) -> Any:
+    """Value and gradient of parameters of which a device holds all or its shares."""
+
+    def whole(path: Any, x: jax.Array, spec: Any) -> jax.Array:
+        axes = [at for at, axis in enumerate(spec) if axis is not None]
+        if not axes:
+            return x
+        is_weight = jax.tree_util.keystr(path[-1:], simple=True) == "kernel"
+        x = x.astype(half) if is_weight else x
+        return lax.all_gather(x, "data", axis=axes[0], tiled=True)
+
+    def of_shares(params: Any, batch: Any) -> Any:
+        wholes = jax.tree_util.tree_map_with_path(whole, params, specs)
+        value, grads = value_and_grad(wholes, batch)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        grads = jmp_scale.sum_gradients(grads, "data", like=specs, mean=True)
+        return lax.pmean(value, "data"), grads
+
+    return of_shares
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--layouts", LAYOUTS, LAYOUTS, "where arrays lie"),
         ("--models", MODELS, MODELS, "layers, unrolled or as a scan"),
         ("--steps", STEPS, STEPS, "value and gradient, or all with a loss scale"),
-        ("--programs", PROGRAMS, PROGRAMS, "of each"),
+        ("--programs", [*PROGRAMS, *SUMMED], [*PROGRAMS, *SUMMED], "of each"),
         ("--dtypes", HALF, ["bf16"], "half-precision dtypes"),
         ("--axes", AXES, ["auto"], "of the mesh"),
     ):

@@ -174,7 +174,13 @@ def half_parameters(path):
     """How bfloat16 parameters train, as `benchmarks/half_parameters.py` measured it."""
     forms = "float32 parameters", "naive", "remainder", "stochastic"
     panels = [
-        _losses("half_parameters", f"{task}, learning rate {rate}", forms, scale)
+        _losses(
+            "half_parameters",
+            f"{task}, learning rate {rate}",
+            forms,
+            scale,
+            hidden=forms[2:],
+        )
         for task, scale in (("digits", "log"), ("character transformer", "linear"))
         for rate in ("1e-3", "1e-4")
     ]
@@ -191,14 +197,16 @@ def half_states(path):
     _show.figure(path, [_losses("half_states", x, forms, "log") for x in titles])
 
 
-def _losses(results, title, forms, scale):
+def _losses(results, title, forms, scale, hidden=()):
     """A panel of training losses by step, a curve for each form."""
     text = (RESULTS / f"{results}.md").read_text()
     table = text.partition(f"### {title}, by step\n\n")[2]
     lines = table.partition("\n\n")[0].splitlines()
     names, _, *rows = (line.strip("| \n").split(" | ") for line in lines)
     columns = dict(zip(names, np.float64(rows).T, strict=True))
-    losses = {form: (columns["step"], columns[form]) for form in forms}
+    # Those that lie on the first form's line say so, because only one can be seen.
+    names = {form: f"{form} (on the same line)" for form in hidden}
+    losses = {names.get(f, f): (columns["step"], columns[f]) for f in forms}
     return _show.curves(title, "training loss", losses, yscale=scale)
 
 

@@ -1,12 +1,10 @@
-"""What MkDocs calls: links from names to entries, a table of names, old addresses.
+"""What MkDocs calls: links from names to entries, a table of names.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
 """
 
 import itertools
-import json
-import os
 import pathlib
 import re
 
@@ -81,61 +79,6 @@ PARTS = re.compile(
 )
 
 
-# Addresses that the site had, and where what stood there is now. A section (#) of an
-# old page that has the same name on the new one is found there.
-MOVED = {
-    "api/checkpoints": "api/flax",
-    "api/finite": "api/index#jmp_scale.all_finite",
-    "api/gradients": "api/index#jmp_scale.value_and_grad",
-    "api/loss-scales": "api/index#jmp_scale.DynamicLossScale",
-    "api/optax": "api/index#jmp_scale.with_loss_scale",
-    "api/plotting": "api/diagnostics#jmp_scale.plotting.plot_loss_scale",
-    "api/policy": "api/index#jmp_scale.autocast",
-    "api/runs": "api/diagnostics#jmp_scale.diagnostics.LossScaleHistory",
-    "benchmarks": "memory#measure",
-    "choose": "quickstart#your-library",
-    "choose-a-scale": "how-it-works#choose",
-    "citation": "stability#cite",
-    "coming-from/apply-if-finite": "coming-from/others#apply_if_finite",
-    "coming-from/deepspeed-megatron": "coming-from/others#deepspeed-megatron",
-    "coming-from/flax-dynamicscale": "coming-from/others#dynamicscale",
-    "coming-from/jmp": "coming-from/others#jmp",
-    "coming-from/keras": "coming-from/others#keras",
-    "coming-from/presets": "coming-from/others#presets",
-    "coming-from/state-dicts": "checkpoints#state-dicts",
-    "coming-from/version-0.1": "checkpoints#version-01",
-    "contributing": "stability#contribute",
-    "half-precision": "precision#by-hand",
-    "myths": "do-i-need-it#claims",
-    "notebook": "examples#notebook",
-    "several-losses": "optax#several-losses",
-    "spike-rules": "spikes#how-often-it-is-wrong",
-    "which-half": "do-i-need-it#which-half",
-}
-# Sections that left a page that is still there.
-MOVED_SECTIONS = {
-    "autocast": {
-        "memory": "memory#memory",
-        "how-much-memory-do-i-save": "memory#memory",
-        "what-it-costs-compile-time-a-slow-first-step": "memory#compile-time",
-        "beside-jaxs-own-means-and-other-libraries": "compare#autocast",
-        "from-torchautocast-keras-and-jmp": "coming-from/pytorch#autocast",
-    },
-}
-IDS = {}  # of each page, by its address
-LEADS_ON = """<!doctype html>
-<meta charset="utf-8">
-<title>Moved</title>
-<noscript><meta http-equiv="refresh" content="0; url={new}"></noscript>
-<script>
-const to = new URL("{new}", location), section = location.hash
-if ({ids}.includes(section.slice(1))) to.hash = section
-location.replace(to)
-</script>
-<a href="{new}">This page has moved.</a>
-"""
-
-
 def on_page_markdown(markdown, page, **_):
     """The reference gets its table of all names."""
     if page.file.src_uri == "api/index.md":
@@ -172,39 +115,3 @@ def on_page_content(html, page, **_):
     html = ARGUMENTS.sub(lambda part: TYPE.sub(r"\1:", part[0]), html)
     html = DASH.sub(r"\1:", RESULT.sub(r"\1", html))
     return PARTS.sub(linked, html)
-
-
-def on_post_page(output, page, **_):
-    """Remembers the page's anchors, and leads on from sections that have left it."""
-    name = page.file.dest_uri.removesuffix(".html")
-    IDS[name] = re.findall(r' id="([^"]+)"', output)
-    sections = {
-        f"#{section}": _address(name, target)
-        for section, target in MOVED_SECTIONS.get(name, {}).items()
-    }
-    if not sections:
-        return output
-    script = (
-        f"const to = {json.dumps(sections)}[location.hash];if (to) location.replace(to)"
-    )
-    return output.replace("</head>", f"<script>{script}</script></head>")
-
-
-def on_post_build(config, **_):
-    """A small page at each old address, which leads on to the new one."""
-    for old, target in MOVED.items():
-        address = _address(old, target)
-        page, _, section = target.partition("#")
-        assert not section or section in IDS[page], (old, target)
-        path = pathlib.Path(config.site_dir, f"{old}.html")
-        path.parent.mkdir(exist_ok=True)
-        ids = json.dumps(IDS[page])
-        path.write_text(LEADS_ON.format(new=address, ids=ids))
-
-
-def _address(start, target):
-    """The address of `page#section`, relative to the page `start`."""
-    page, hash_, section = target.partition("#")
-    return (
-        os.path.relpath(page, os.path.dirname(start) or ".") + ".html" + hash_ + section
-    )

@@ -1,9 +1,12 @@
 """Losses that half precision changes, and what keeps them: `docs/precise-enough.md`.
 
-`python docs/precise_enough.py` prints the table of that page: the error of the gradient
-by `compare_gradients` before and after the named function is kept in float32, and the
-share of the matrix work that is half precision then.
+`python docs/precise_enough.py` writes the rows of that page's table: the error of the
+gradient by `compare_gradients` before and after the named function is kept in float32,
+and the share of the matrix work that is half precision then.
 """
+
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,8 @@ import numpy as np
 
 import jmp_scale
 from jmp_scale.diagnostics import compare_gradients, precision_report
+
+PAGE = pathlib.Path(__file__).with_name("precise-enough.md")
 
 
 def normal(i, *shape):
@@ -150,16 +155,15 @@ def percent(error):
 
 
 def main():
-    print(
-        "| | float16 | bfloat16 | stays float32 | float16 | bfloat16 | half precision |"
-    )
-    print("|---|---|---|---|---|---|---|")
     for name, (_, _, kept) in PROGRAMS.items():
         rows = [errors(name, dtype) for dtype in ("float16", "bfloat16")]
         before, after, shares = zip(*rows, strict=True)
-        line = f'`keep_float32="{kept}"`'
-        cells = [name, *map(percent, before), line, *map(percent, after)]
-        print("|", " | ".join([*cells, f"{100 * shares[0]:.0f} %"]), "|")
+        link = f"[{name}](#{name.lower().replace(' ', '-')})"
+        cells = [link, *map(percent, before), f"`{kept}`", *map(percent, after)]
+        row = f"| {' | '.join(cells)} | {100 * shares[0]:.0f} % |"
+        line = re.compile(rf"^\| {re.escape(link)} .*$", re.MULTILINE)
+        PAGE.write_text(line.sub(row, PAGE.read_text()))
+        print(row)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,13 @@ LIBRARIES = [
     "optax.apply_if_finite",
 ]
 
-HALF_PARAMETERS = ", half parameters"  # ends the name of a program, and of a row
+# What ends the name of a row on the pages, and of its program in the results.
+PROGRAMS = {
+    ", half parameters, `sum_gradients`": ", half parameters, sum_gradients",
+    ", `sum_gradients`": ", sum_gradients",
+    ", half parameters": ", half parameters",
+    "": "",
+}
 
 # What a column shows: a table of results/autocast.md, a program, a column.
 MEMORY, BYTES, CYCLES, WIRE = "temporaries, MB", "bytes, GB", "M cycles", "wire, MB"
@@ -76,6 +82,17 @@ CHECKPOINTED = [
     (machine, program, MEMORY)
     for machine in ("h100, bf16", "tpu-v5e, bf16")
     for program in ("autocast", "autocast, checkpoint")
+]
+
+POLICIES = [
+    ("h100, bf16", program, column)
+    for program in (
+        "autocast",
+        "autocast, dots_saveable",
+        "autocast, recompute=False",
+        "by hand, dots_saveable",
+    )
+    for column in (MEMORY, BYTES)
 ]
 
 BETWEEN_DEVICES = [
@@ -145,9 +162,9 @@ def over_devices() -> Cells:
     """Cells of a layout over 8 devices, where those of a cast by hand are 1."""
 
     def cells(row: list[str]) -> list[str]:
-        name = row[0].removesuffix(HALF_PARAMETERS)
-        layout, model = _named(name, LAYOUTS)
-        program = "autocast" + row[0].removeprefix(name)
+        ending = next(ending for ending in PROGRAMS if row[0].endswith(ending))
+        layout, model = _named(row[0].removesuffix(ending), LAYOUTS)
+        program = f"autocast{PROGRAMS[ending]}"
         figures = []
         for machine, column in BETWEEN_DEVICES:
             (found,) = [
@@ -221,6 +238,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
     "| by hand = 1 | H100: memory |": lambda: autocast_over("by hand", SAVED),
     "| by hand = 1 | H100, without |": lambda: autocast_over("by hand", CHECKPOINTED),
+    "| by hand = 1 | no policy: memory |": lambda: autocast_over("by hand", POLICIES),
     "| by hand = 1 | H100: wire |": over_devices,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| last loss | digits, 1e-3 |": last_losses,

@@ -126,8 +126,11 @@ def history(record, rows=10):
     table(["step", *record], cells)
 
 
-def figure(path, panels, columns=2):
-    """Writes a figure of panels: functions that draw into the axes they are given."""
+def figure(path, panels, columns=2, letters=False):
+    """Writes a figure of panels: functions that draw into the axes they are given.
+
+    With `letters` the panels are marked (a), (b), ... for a text that names them.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -141,7 +144,11 @@ def figure(path, panels, columns=2):
         for i, panel in enumerate(panels):
             row, column = divmod(i, columns)
             end = columns if i == len(panels) - 1 else column + 1  # the last: the rest
-            panel(figure.add_subplot(grid[row, column:end]))
+            axes = figure.add_subplot(grid[row, column:end])
+            panel(axes)
+            if letters:
+                place = {"transform": axes.transAxes, "weight": "bold"}
+                axes.text(-0.13, 1.03, f"({'abcdefgh'[i]})", **place)
         figure.savefig(path, dpi=200, transparent=True)
     plt.close(figure)
     print(f"figure: {path}")
@@ -199,7 +206,7 @@ def diagnosis(path, grads, report, window, falls, stays):
         history("An overflow in the forward pass sends S to its floor", falls),
         history("One NaN image leaves S as it is", stays),
     ]
-    figure(path, panels)
+    figure(path, panels, letters=True)
 
 
 def images(title, rows):

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from . import __version__
-from ._machine import gain as _gain
-from ._machine import report as _machine
+from ._machine import facts, gain
 from ._machine.timing import Comparison
 
 _SECONDS = 10, 100  # of the products, and of the models
@@ -23,26 +22,26 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     side: int | None = None,
-    sizes: _gain.Sizes | None = None,
+    sizes: gain.Sizes | None = None,
     seconds: tuple[float, float] = _SECONDS,
 ) -> None:
     """Prints the report. The last three are for tests: small sizes, little time."""
     arguments = _parser().parse_args(argv)
-    device = _machine.device()
+    device = facts.device()
     on_cpu = device["platform"] == "cpu"
     side = side or (512 if on_cpu else 8192)
-    products = _machine.products(side, seconds[0])
+    products = facts.products(side, seconds[0])
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
-        "versions": {"jmp_scale": __version__, **_machine.versions()},
-        "settings": _machine.settings(),
-        "keeps_roundings": _machine.keeps_roundings(),
-        "advice": _machine.advice(products, device["platform"]),
+        "versions": {"jmp_scale": __version__, **facts.versions()},
+        "settings": facts.settings(),
+        "keeps_roundings": facts.keeps_roundings(),
+        "advice": facts.advice(products, device["platform"]),
         "comparisons": [products],
     }
     if arguments.measure:
-        sizes = sizes or (_gain.FOR_CPU if on_cpu else _gain.USUAL)
+        sizes = sizes or (gain.FOR_CPU if on_cpu else gain.USUAL)
         report["comparisons"] += _with_progress(sizes, seconds[1])
         report["peak_bytes"] = _peak_bytes()
     if arguments.json:
@@ -70,13 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_progress(sizes: _gain.Sizes, seconds: float) -> list[Comparison]:
+def _with_progress(sizes: gain.Sizes, seconds: float) -> list[Comparison]:
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        return [*_gain.gains(sizes, seconds)]
+        return [*gain.gains(sizes, seconds)]
     with tqdm(total=_TICKS, desc="measuring", leave=False, file=sys.stderr) as bar:
-        return [*_gain.gains(sizes, seconds, bar.update)]
+        return [*gain.gains(sizes, seconds, bar.update)]
 
 
 def _peak_bytes() -> int | None:

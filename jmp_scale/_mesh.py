@@ -1,5 +1,6 @@
-"""Mesh axes: where devices may disagree, and how they reach one answer."""
+"""Mesh axes: finds where devices may disagree, and makes them agree."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,17 +13,20 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
+from ._types import Function, Leaf, Mesh, PyTree
+
 AxisName = str | Sequence[str] | None
+Axes = tuple[str, ...]
 Specs = tuple[PartitionSpec, ...]  # of the leaves
 
-# Takes a reduction (`lax.pmin`: all agree, `lax.pmax`: the largest) and a number that
-# may differ between devices, and returns what all of them go on with.
-Agreement = Callable[[Callable[..., Any], jax.Array], jax.Array]
+# Maps a reduction (`lax.pmin`: all devices agree, `lax.pmax`: the largest) and a number
+# that may differ between devices to a number that is equal on all of them.
+Agreement = Callable[[Function, jax.Array], jax.Array]
 
 
-def agreement(function: str = "", axis_name: Any = None) -> Agreement:
-    """An agreement over the `axis_name` of `all_finite`."""
-    # A set is refused: its order differs between processes, and the program with it.
+def agreement(function: str = "", axis_name: AxisName = None) -> Agreement:
+    """Returns an agreement over the `axis_name` of `all_finite`."""
+    # A set is refused: its order differs between processes, and so would the programs.
     is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
     if not is_valid or not all(isinstance(name, str) for name in names_of(axis_name)):
         raise TypeError(
@@ -31,50 +35,53 @@ def agreement(function: str = "", axis_name: Any = None) -> Agreement:
             "axis_name=('data', 'model')"
         )
 
-    # A minimum or maximum is idempotent: a sum counts an equal number once per device,
-    # and the result of all_gather is not known to be equal, as out_specs=P() requires.
-    def agree(reduction: Callable[..., Any], x: jax.Array) -> jax.Array:
-        axes = _disagreeing_axes(x) if axis_name is None else names_of(axis_name)
+    # Reductions are minimum and maximum. A sum would count an equal number once per
+    # device, and JAX does not know that all_gather's result is equal on all devices, as
+    # out_specs=P() requires.
+    def agree(reduction: Function, x: jax.Array) -> jax.Array:
+        axes = disagreeing_axes(x) if axis_name is None else names_of(axis_name)
         return reduction(x, axes) if axes else x
 
     return agree
 
 
-def reshard_like(x: Any, like: Any) -> Any:
-    """`x` with the sharding of `like`, where that is a type (Explicit mesh axes)."""
+def reshard_like(x: Leaf, like: Leaf) -> Leaf:
+    """Gives `x` the sharding of `like`, if types have one (Explicit mesh axes)."""
     if not (isinstance(x, jax.Array) and isinstance(like, jax.Array)):
         return x
     got, wanted = jax.typeof(x).sharding, jax.typeof(like).sharding
-    # Otherwise a state on Explicit axes gets the gradients' sharding, another type.
+    # Otherwise a state on Explicit axes would get the type of the gradients' sharding.
     if x.shape != like.shape or wanted.mesh.empty or got.spec == wanted.spec:
         return x
     return jax.sharding.reshard(x, wanted)
 
 
 def if_on_one_device(
-    alone: Callable[[Any], Any], sharded: Callable[[Any], Any], arrays: Any
-) -> Any:
-    """`alone(arrays)` if all arrays of a tree lie on one device, else `sharded`.
+    alone: Callable[[PyTree], jax.Array],
+    sharded: Callable[[PyTree], jax.Array],
+    arrays: PyTree,
+) -> jax.Array:
+    """Returns `alone(arrays)` if all arrays lie on one device, else `sharded(arrays)`.
 
-    The two give equal results; `alone` may use operations that XLA partitions badly.
-    Inside `pmap` and `shard_map` over all mesh axes the arrays are a device's shards,
-    so they lie on one. If their types name no mesh, it is decided in lowering.
+    Both return equal results; `alone` may use operations that XLA partitions badly.
+    Inside `pmap` and `shard_map` over all mesh axes, the arrays are the shards of one
+    device. If the arrays' types name no mesh, the choice is made in lowering.
     """
     mesh = _mesh_of(jax.tree.leaves(arrays))
     if mesh.empty:
         return lax.cond(_is_for_one_device.bind(), alone, sharded, arrays)
-    # If some axis is not manual, XLA still partitions the arrays along it.
+    # XLA partitions the arrays along any axis that is not manual.
     is_alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
     return (alone if is_alone else sharded)(arrays)
 
 
-# bool[] constant in lowering; XLA removes the untaken branch.
+# It becomes a constant, bool[], in lowering; XLA then removes the untaken branch.
 _is_for_one_device = Primitive("is_for_one_device")
 _is_for_one_device.def_impl(lambda: np.True_)
 _is_for_one_device.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
 
 
-def _lower_is_for_one_device(context: Any) -> Any:
+def _lower_is_for_one_device(context: mlir.LoweringRuleContext) -> Any:
     devices = getattr(context.module_context.axis_context, "num_devices", None)
     constant = mlir.lower_fun(lambda: jnp.array(devices == 1), multiple_results=False)
     return constant(context)
@@ -83,28 +90,28 @@ def _lower_is_for_one_device(context: Any) -> Any:
 mlir.register_lowering(_is_for_one_device, _lower_is_for_one_device)
 
 
-def sharding_specs(leaves: Sequence[Any]) -> Specs:
-    """The leaves' own specs: empty except on Explicit mesh axes, which types show."""
+def sharding_specs(leaves: Sequence[jax.Array]) -> Specs:
+    """Returns the specs in the leaves' types: empty except on Explicit mesh axes."""
     return tuple(jax.typeof(leaf).sharding.spec for leaf in leaves)
 
 
 def on_shards(
-    fun: Callable[[Sequence[jax.Array], tuple[Any, ...]], Any],
-    leaves: Sequence[Any],
+    fun: Callable[[Sequence[jax.Array], Axes], jax.Array],
+    leaves: Sequence[jax.Array],
     specs: Specs,
-    mesh: Any = None,
-) -> Any:
-    """What `fun` makes of the leaves' shards on each device, and joins over the axes.
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Runs `fun` on each device's shards, in a `shard_map` if specs name mesh axes.
 
-    `fun` takes the shards and the mesh axes that the leaves' `specs` name (none: the
-    shards are the leaves), and returns arrays that are equal on all devices.
+    `fun` takes the shards and the mesh axes that `specs` name (if none, the leaves
+    themselves). It reduces over these axes, so that its result is equal on all devices.
     """
-    # Only axes that shard a leaf: over the others all devices have the same answer.
+    # All devices have the same answer over axes that shard no leaf.
     axes = {axis for spec in specs for axis in named_axes(spec)}
     if not axes:
         return fun(leaves, ())
     mesh = _mesh_of(leaves) if mesh is None else mesh
-    # In the mesh's order: that of a set differs between processes, and the program.
+    # In the order of the mesh, because that of a set differs between processes.
     ordered = tuple(axis for axis in mesh.axis_names if axis in axes)
     # Parts of a sum that is not made yet are arrays like others only unchecked.
     has_parts = any(spec.unreduced for spec in specs)
@@ -119,20 +126,20 @@ def on_shards(
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:
-    """The axes over which an array is split, or a sum that is not made yet."""
+    """Returns the axes over which an array is split, or an unreduced sum."""
     split = {axis for part in dimensions(spec) for axis in names_of(part)}
     return split | set(spec.unreduced)
 
 
-def dimensions(spec: PartitionSpec) -> tuple[Any, ...]:
-    """The parts of a spec. Newer JAX does not iterate one that is unreduced."""
-    return getattr(spec, "partitions", None) or tuple(spec)
+def dimensions(spec: PartitionSpec) -> tuple[AxisName, ...]:
+    """Returns the entries of a spec. Newer JAX does not iterate an unreduced spec."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
-def unreduced_axes(leaf: Any) -> tuple[str, ...]:
-    """The mesh axes over which an array is a sum that is not made yet.
+def unreduced_axes(leaf: Leaf) -> Axes:
+    """Returns the mesh axes over which an array is an unreduced sum.
 
-    Only the types of Explicit axes say so: devices then hold parts of the sum.
+    Each device then holds a part of the sum. Only types on Explicit axes show this.
     """
     if not isinstance(leaf, jax.Array):
         return ()
@@ -141,10 +148,11 @@ def unreduced_axes(leaf: Any) -> tuple[str, ...]:
     return tuple(axis for axis in sharding.mesh.axis_names if axis in axes)
 
 
-def on_parts(fun: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
-    """`fun(x, *others)`, linear in x; of each device's part where x is unreduced.
+def on_parts(fun: Function, x: jax.Array, *others: jax.Array) -> jax.Array:
+    """Returns `fun(x, *others)`; if x is unreduced, of the part on each device.
 
-    JAX has no rules for most operations on such arrays, jax 0.8 not even for a select.
+    `fun` must be linear in x. JAX has no rules for most operations on unreduced arrays,
+    jax 0.8 not even for a select.
     """
     if not unreduced_axes(x):
         return fun(x, *others)
@@ -160,8 +168,8 @@ def on_parts(fun: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.A
     )(x, *others)
 
 
-def refuse_unreduced(function: str, grads: Any) -> None:
-    """Raises for gradients that are not added up, of which optimizers make no sense."""
+def refuse_unreduced(function: str, grads: PyTree) -> None:
+    """Raises an error if gradients are unreduced, because optimizers need the sum."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         if axes := unreduced_axes(leaf):
             raise ValueError(
@@ -174,7 +182,10 @@ def refuse_unreduced(function: str, grads: Any) -> None:
 
 
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fun(x)` on every device, if JAX cannot infer its shardings on Explicit axes."""
+    """Returns `fun(x)`, replicated if `x` is sharded over Explicit mesh axes.
+
+    It is for functions whose shardings JAX cannot infer.
+    """
     sharding: Any = jax.typeof(x).sharding
     if not named_axes(sharding.spec):
         return fun(x)
@@ -183,23 +194,25 @@ def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
     return on_auto_axes(x)
 
 
-def names_of(part: Any) -> tuple[str, ...]:
-    """The axes of an axis name, of several, or of one dimension of a PartitionSpec."""
+def names_of(part: AxisName) -> Axes:
+    """Returns the axes of an axis name, of several, or of an entry of a spec."""
     if part is None:
         return ()
     return (part,) if isinstance(part, str) else tuple(part)
 
 
-def _mesh_of(leaves: Sequence[Any]) -> Any:
+def _mesh_of(leaves: Sequence[jax.Array]) -> Mesh:
+    """Returns the mesh in the leaves' types, or the current one."""
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
     return next(
         (mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh()
     )
 
 
-def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
-    # With check_vma=False and in pmap JAX does not track what varies: even the device's
-    # own index counts as equal everywhere. There the flag is always reduced.
+def disagreeing_axes(flag: jax.Array) -> Axes:
+    """Returns the manual axes over which `flag` may differ between devices."""
+    # With check_vma=False and in pmap JAX does not track varying values: even the index
+    # of the device counts as equal on all. There the flag is always reduced.
     known = varying_axes(flag)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(
@@ -207,8 +220,29 @@ def _disagreeing_axes(flag: jax.Array) -> tuple[Any, ...]:
     )
 
 
-def varying_axes(x: jax.Array) -> frozenset[Any]:
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Returns the manual axes over which the type of `x` says that it varies."""
     aval: Any = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):
         return aval.manual_axis_type.varying
     return aval.vma  # until jax 0.9
+
+
+def all_gather(x: jax.Array, axes: tuple[Any, ...], dimension: int) -> jax.Array:
+    """All devices' shares one after the other, equal on all of them also for JAX."""
+    if not varying_axes(x):
+        return lax.all_gather(x, axes, axis=dimension, tiled=True)
+    if _GATHERS_EQUAL:
+        return lax.all_gather(x, axes, axis=dimension, tiled=True, to="invarying")
+    # Until jax 0.9 only a sum was known to be equal: of shares among zeros.
+    size = x.shape[dimension]
+    shape = list(x.shape)
+    shape[dimension] *= lax.axis_size(axes)
+    start = lax.axis_index(axes) * size
+    among_zeros = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(shape, x.dtype), x, start, dimension
+    )
+    return lax.psum(among_zeros, axes)
+
+
+_GATHERS_EQUAL = "to" in inspect.signature(lax.all_gather).parameters

@@ -1,4 +1,4 @@
-"""Which dtype the parameters, the computation and the outputs have (jmp's `Policy`)."""
+"""`Policy` (of jmp): the dtypes of parameters, computation and outputs."""
 
 import contextlib
 import dataclasses
@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from ._tree import cast_floating
 
@@ -25,8 +27,9 @@ HALF_DTYPES = frozenset({"bfloat16", "float16"})
 class Policy:
     """The dtypes of a mixed-precision model.
 
-    Its methods cast the floating-point arrays of a tree. Keep parameters in float32 and
-    cast them inside the loss, so that gradients and optimizer work on float32 masters.
+    Use it if you cast manually, as with jmp; `autocast` needs no policy. Its methods
+    cast the floating-point arrays of a tree. Keep parameters in float32 and cast them
+    inside the loss, so that gradients and optimizer work on float32 master values.
 
     Source: jmp 0.0.4 (DeepMind); Micikevicius et al., "Mixed Precision Training", 2018,
     section 3.1.
@@ -34,27 +37,27 @@ class Policy:
     Attributes:
       param_dtype: dtype of the stored (master) parameters.
       compute_dtype: dtype in which the model runs.
-      output_dtype: dtype of what the model returns.
+      output_dtype: dtype of the model's outputs.
     """
 
-    param_dtype: Any
-    compute_dtype: Any
-    output_dtype: Any
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
 
     def cast_to_param(self, tree: T) -> T:
-        """Casts floating-point arrays to `param_dtype`; other leaves pass."""
+        """Casts floating-point arrays to `param_dtype`; returns others unchanged."""
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """Casts floating-point arrays to `compute_dtype`; other leaves pass."""
+        """Casts floating-point arrays to `compute_dtype`; returns others unchanged."""
         return cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """Casts floating-point arrays to `output_dtype`; other leaves pass."""
+        """Casts floating-point arrays to `output_dtype`; returns others unchanged."""
         return cast_floating(tree, self.output_dtype)
 
-    def with_output_dtype(self, output_dtype: Any) -> "Policy":
-        """The same policy with another output dtype."""
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Returns the same policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
@@ -65,9 +68,9 @@ class Policy:
 def get_policy(policy_name: str) -> Policy:
     """Reads a policy from a configuration string.
 
-    `"float16"` is that dtype throughout; `"p=f32,c=f16,o=f32"` names each (also
-    `params`, `compute`, `output`). What is not named: `params` is f32, `compute`
-    follows `params`, `output` follows `compute`.
+    `"float16"` means that dtype for all three; `"p=f32,c=f16,o=f32"` names each (also
+    `params`, `compute`, `output`). Defaults: `params` is f32, `compute` is that of
+    `params`, `output` is that of `compute`.
 
     Args:
       policy_name: dtypes are `full`/`f32`/`float32`/`fp32`, `half` (see `half_dtype`),
@@ -99,32 +102,32 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def cast_to_full(tree: T) -> T:
-    """Casts floating-point arrays to float32; other leaves pass."""
+    """Casts floating-point arrays to float32; returns other leaves unchanged."""
     return cast_floating(tree, jnp.float32)
 
 
 def cast_to_half(tree: T) -> T:
-    """Casts floating-point arrays to the backend's half type; other leaves pass."""
+    """Casts floating-point arrays to `half_dtype()`; returns other leaves unchanged."""
     return cast_floating(tree, half_dtype())
 
 
-def half_dtype() -> Any:
-    """The backend's half precision, as in jmp: bfloat16 on a TPU, float16 elsewhere."""
+def half_dtype() -> DTypeLike:
+    """Returns bfloat16 if the backend is a TPU, otherwise float16, as in jmp."""
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
-def is_half(dtype: Any) -> bool:
+def is_half(dtype: object) -> bool:
     """Whether a NumPy dtype, or the name of one, is float16 or bfloat16."""
     return str(dtype) in HALF_DTYPES
 
 
-def holds_half(x: Any) -> bool:
+def holds_half(x: object) -> bool:
     """Whether a leaf is an array of float16 or bfloat16."""
     return is_half(getattr(x, "dtype", None))
 
 
-def checked_half(argument: str, dtype: Any) -> Any:
-    """float16 or bfloat16, by a dtype or a name that means one on all machines."""
+def checked_half(argument: str, dtype: DTypeLike | None) -> np.dtype:
+    """Returns float16 or bfloat16, from a dtype, or a name that all machines share."""
     known = name_to_dtype.get(dtype) if isinstance(dtype, str) else dtype
     with contextlib.suppress(TypeError):
         if known is not None and is_half(jnp.dtype(known)):
@@ -135,7 +138,7 @@ def checked_half(argument: str, dtype: Any) -> Any:
     )
 
 
-def _parse_dtype(name: str) -> Any:
+def _parse_dtype(name: str) -> DTypeLike:
     if name == "half":
         return half_dtype()
     if name not in name_to_dtype:

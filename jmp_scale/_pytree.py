@@ -18,17 +18,12 @@ Leaf = Annotated[Any, "leaf"]
 
 
 class Pytree:
-    """A frozen dataclass that is a pytree, and so is each subclass.
+    """A frozen dataclass (`repr=False`) that `register` makes a pytree.
 
-    Its leaves are the fields of type `Leaf`. All others are static, also those of a
-    subclass: a forgotten one would fall back to its default in every `jit`.
+    Its leaves are the fields of type `Leaf`; all others are static.
     """
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.__repr__ = cls.__repr__  # its own, or `dataclass` would write another one
 
     def __repr__(self) -> str:
         """The arguments that differ from the defaults, which make an equal object."""
@@ -46,10 +41,6 @@ class Pytree:
         return {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # Not in __init_subclass__, where a subclass is not a dataclass yet.
-        if cls not in registered_classes:
-            with contextlib.suppress(ValueError):  # registered, or of an equal name
-                register(cls)
         register_state_dict(cls)
         return super().__new__(cls)
 
@@ -79,12 +70,8 @@ def register(cls: type[C]) -> type[C]:
     checks leaves, for which JAX puts None, object() or a PartitionSpec.
     """
     registered_classes.add(cls)
-    for name in vars(cls).get("__slots__", ()):
-        delattr(cls, name)  # so that all fields are in `vars`
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    # A subclass may give a leaf another default, and so another type.
-    leaves = [f.name for f in fields if f.type is Leaf or f.name in cls._leaf_names]
-    leaf_names = cls._leaf_names = tuple(leaves)
+    leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
     leaves_of, static_of = _getter(leaf_names), _getter(static_names)

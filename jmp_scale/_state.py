@@ -38,8 +38,8 @@ class LossScaleState(NamedTuple):
       guard: the `SpikeGuard` with its statistics, or None.
     """
 
-    # A new counter is one line above and one at the end below: `init`, the metrics and
-    # checkpoints of earlier versions read it here. `_next_state` counts.
+    # A new counter is one line above and one at the end below: `init` and the metrics
+    # read it here. `_next_state` counts.
 
     loss_scale: "LossScale"
     inner_state: Any
@@ -52,10 +52,6 @@ class LossScaleState(NamedTuple):
     guard: Any
 
 
-FIELDS_OF_0_2 = 9
-# A pickled state of an earlier version lacks the newest fields.
-_DEFAULTS = (None,) * (len(LossScaleState._fields) - FIELDS_OF_0_2)
-LossScaleState.__new__.__defaults__ = _DEFAULTS
 # What each flag and counter is before the first step, in the order of the fields.
 START: dict[str, Any] = {
     name: hint.__metadata__[0]

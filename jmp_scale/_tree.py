@@ -1,8 +1,8 @@
-"""Pytrees: their leaves, casts, products with S, selection; a call as its arrays."""
+"""Pytrees: finds, casts, scales and selects their leaves; flattens calls to arrays."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +11,34 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _mesh
+from ._types import Function, KeyPath, Leaf, PyTree
 
 T = TypeVar("T")
 
-# Flax's name for float8 scales and maxima of the last steps (google/flax#3623).
+# Flax's name for float8 scales and histories of maxima (google/flax#3623).
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-_ARRAY = object()  # in the place of an array
+_ARRAY = object()  # stands for an array
 
 
-def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf holds real or complex floating-point numbers: only these scale."""
+def is_inexact(leaf: Leaf) -> bool:
+    """Whether a leaf holds real or complex floating-point numbers; only these scale."""
     if isinstance(leaf, (float, complex)):
         return True
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def map_inexact(fun: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """`jax.tree.map` over the inexact leaves of `tree`; all others pass unchanged."""
+def map_inexact(fun: Function, tree: T, *rest: PyTree) -> T:
+    """Applies `fun` to the inexact leaves of `tree`; returns the others unchanged."""
 
-    def map_leaf(leaf: Any, *others: Any) -> Any:
+    def map_leaf(leaf: Leaf, *others: PyTree) -> Leaf:
         return fun(leaf, *others) if is_inexact(leaf) else leaf
 
     return jax.tree.map(map_leaf, tree, *rest)
 
 
-def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
+def named_inexact_leaves(tree: PyTree) -> tuple[tuple[str, ...], list[Leaf]]:
+    """Returns paths, as text, and values of the inexact leaves."""
     names, leaves = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_inexact(leaf):
@@ -45,23 +47,23 @@ def named_inexact_leaves(tree: Any) -> tuple[tuple[str, ...], list[Any]]:
     return tuple(names), leaves
 
 
-def leaves_by_name(tree: Any) -> dict[str, Any]:
-    """Leaves by path. On disk keys, indices and names of fields are all strings."""
+def leaves_by_name(tree: PyTree) -> dict[str, Leaf]:
+    """Returns leaves by path; on disk keys, indices and field names are all strings."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in pairs}
 
 
 def listed(paths: Iterable[str]) -> str:
-    """At most five names, and how many more there are."""
+    """Returns at most five names, and how many more there are, as text."""
     paths = sorted(paths)
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
     return ", ".join(paths[:5]) + more or "none"
 
 
 def promote_to_float32(tree: T) -> T:
-    """Casts inexact leaves narrower than 32 bits to float32; all others pass."""
+    """Casts inexact leaves narrower than 32 bits to float32, and no others."""
 
-    def widen_leaf(leaf: Any) -> Any:
+    def widen_leaf(leaf: Leaf) -> Leaf:
         narrow = jnp.result_type(leaf).itemsize < 4
         return jnp.asarray(leaf).astype(jnp.float32) if narrow else leaf
 
@@ -69,9 +71,9 @@ def promote_to_float32(tree: T) -> T:
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
-    """Casts real floating-point arrays to `dtype`; all other leaves pass unchanged."""
+    """Casts real floating-point arrays to `dtype`; returns other leaves unchanged."""
 
-    def cast_leaf(leaf: Any) -> Any:
+    def cast_leaf(leaf: Leaf) -> Leaf:
         is_array = isinstance(leaf, (np.ndarray, np.generic, jax.Array))
         is_real = is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
         return leaf.astype(dtype) if is_real else leaf
@@ -80,10 +82,11 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
-    """Chooses one of two equal-typed pytrees, leaf by leaf, without branching.
+    """Selects one of two pytrees of equal types, leaf by leaf, without branching.
 
-    It is `jnp.where` for arrays, NumPy arrays, typed PRNG keys and Python numbers.
-    Leaves that hold no data (functions, strings) pass, and must be equal on both sides.
+    Use it in your own training loop to keep the old state on a skipped step. It is
+    `jnp.where` for arrays, NumPy arrays, typed PRNG keys and Python numbers. Leaves
+    without data (functions, strings) must be equal in both trees.
 
     Args:
       pred: bool[], typically `all_finite(grads)`.
@@ -95,7 +98,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 
     Raises:
       ValueError: `pred` is not a boolean scalar, or the trees differ in structure,
-        shape or dtype: nothing is ever broadcast or promoted.
+        shape or dtype, because nothing is ever broadcast or promoted.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -116,7 +119,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     return jax.tree_util.tree_map_with_path(select, on_true, on_false)
 
 
-def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any:
+def _select_leaf(pred: ArrayLike, path: KeyPath, on_true: Leaf, on_false: Leaf) -> Leaf:
     if on_true is on_false:
         return on_false
     if not (is_data(on_true) and is_data(on_false)):
@@ -141,16 +144,17 @@ def _select_leaf(pred: ArrayLike, path: Any, on_true: Any, on_false: Any) -> Any
     return jnp.where(pred, on_true, on_false)
 
 
-def _leaf_at(path: Any) -> str:
+def _leaf_at(path: KeyPath) -> str:
     return f"select_tree: leaf {jax.tree_util.keystr(path) or '(the whole tree)'}"
 
 
-def is_data(leaf: Any) -> bool:
+def is_data(leaf: object) -> bool:
+    """Whether a leaf is an array or a number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
 def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> T:
-    """`tree` times S, f32[], or times 1/S: as `DynamicLossScale.scale` says."""
+    """Multiplies gradients by S, f32[], or by 1/S: see `DynamicLossScale.scale`."""
     if jnp.shape(s) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "
@@ -160,30 +164,31 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
 
     def times(x: jax.Array, s: jax.Array) -> jax.Array:
         factor = s.astype(x.dtype)
-        # Not a quotient: XLA:CPU keeps a copy of the gradients (test_performance).
+        # For a quotient XLA:CPU would copy the gradients (test_performance).
         return x * (1 / factor if inverse else factor)
 
     def multiply_array(x: jax.Array, s: jax.Array) -> jax.Array:
         if not jnp.iscomplexobj(x):
             return times(x, s)
-        # Part by part: the complex product (inf + 0j) * (S + 0j) has NaNs.
+        # The complex product (inf + 0j) * (S + 0j) would have NaNs.
         return lax.complex(times(x.real, s), times(x.imag, s))
 
-    def multiply_leaf(leaf: Any) -> jax.Array:
-        # Before the product: a float16 loss of 3 times S = 2^15 is infinite.
+    def multiply_leaf(leaf: Leaf) -> jax.Array:
+        # Promote before multiplying, because in float16 a loss of 3 times S = 2^15 is
+        # infinite.
         return _mesh.on_parts(multiply_array, jnp.asarray(promote_to_float32(leaf)), s)
 
     return map_gradients(multiply_leaf, tree)
 
 
-def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
-    """`map_inexact`, except below a key `_overwrite_with_gradient`, at any depth.
+def map_gradients(fun: Callable[[Leaf], Leaf], tree: T) -> T:
+    """Applies `fun` to inexact leaves, except below a key `_overwrite_with_gradient`.
 
-    What JAX's transforms return for that collection of Flax's float8 layers are the
-    next values of its scales, not gradients: they were never multiplied by S.
+    For that collection of Flax's float8 layers, JAX's transforms return the next values
+    of its scales in place of gradients. These were never multiplied by S.
     """
 
-    def map_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
+    def map_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
         names = (getattr(key, "key", None) for key in path)
         if not is_inexact(leaf) or OVERWRITE_WITH_GRADIENT in names:
             return leaf
@@ -192,37 +197,40 @@ def map_gradients(fun: Callable[[Any], Any], tree: T) -> T:
     return jax.tree_util.tree_map_with_path(map_leaf, tree)
 
 
-def find_nodes(is_node: Callable[[Any], bool], tree: Any) -> list[tuple[Any, Any]]:
-    """(key path, node) of every `is_node` in a pytree, outermost only."""
+def find_nodes(
+    is_node: Callable[[PyTree], bool], tree: PyTree
+) -> list[tuple[KeyPath, PyTree]]:
+    """Returns path and node of the outermost nodes for which `is_node` is true."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
     return [(path, node) for path, node in nodes if is_node(node)]
 
 
-def with_arrays(tree: Any) -> Any:
-    """`tree` with the arrays that NNX's variables in it hold."""
+def with_arrays(tree: PyTree) -> PyTree:
+    """Replaces NNX variables by their arrays."""
 
-    def array(x: Any) -> Any:
-        # A variable is a pytree of one leaf, or of none if it holds None, as beside a
-        # float32 parameter; `x[...]` is a copy in Flax 0.12.0.
+    def array(x: PyTree) -> PyTree:
+        # A variable is a pytree of one leaf, or of none if it holds None, like the
+        # remainder of a float32 parameter. `x[...]` would be a copy in Flax 0.12.0.
         return next(iter(jax.tree.leaves(x)), None) if is_variable(x) else x
 
     return jax.tree.map(array, tree, is_leaf=is_variable)
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: object) -> bool:
+    """Whether a node is an NNX variable."""
     return hasattr(x, "copy_from")  # Flax need not be imported
 
 
 class FlatCall:
-    """A call as a function of its arrays alone, which returns arrays alone."""
+    """A call as a function from arrays to arrays: other leaves are fixed."""
 
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, fun: Function, args: PyTree, kwargs: PyTree) -> None:
         self._fun = fun
         self.leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
         self.arrays = [x for x in self.leaves if isinstance(x, jax.Array)]
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
 
-    def __call__(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         left = iter(arrays)
         leaves = [next(left) if isinstance(x, jax.Array) else x for x in self.leaves]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
@@ -230,12 +238,14 @@ class FlatCall:
         self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
         return [x for x in results if isinstance(x, jax.Array)]
 
-    def result(self, arrays: Sequence[Any]) -> Any:
+    def result(self, arrays: Sequence[jax.Array]) -> PyTree:
+        """Returns the result of the call, with these arrays in it."""
         left = iter(arrays)
         out = [next(left) if x is _ARRAY else x for x in self._out]
         return jax.tree.unflatten(self._out_tree, out)
 
 
-def is_module(x: Any) -> bool:
+def is_module(x: object) -> bool:
+    """Whether an object is a module of Flax NNX, which need not be imported."""
     bases = [c.__name__ for c in type(x).__mro__ if c.__module__.startswith("flax.nnx")]
     return not {"Module", "Object", "Pytree"}.isdisjoint(bases)

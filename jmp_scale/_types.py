@@ -4,13 +4,14 @@ Types that JAX or Optax export are used from there: `jax.Array`, `ArrayLike`,
 `DTypeLike`, `PyTreeDef`, `optax.Params`, `optax.Updates`, `optax.OptState`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 PyTree: TypeAlias = Any  # a container of any structure, or a leaf alone
 Leaf: TypeAlias = Any  # of a pytree: an array, a number, or an object without data
+Arrays: TypeAlias = Sequence[jax.Array]
 Scalar: TypeAlias = jax.Array  # of shape ()
 Flag: TypeAlias = jax.Array  # bool[]
 Function: TypeAlias = Callable[..., Any]  # of a user, with arguments of any types

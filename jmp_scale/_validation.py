@@ -1,23 +1,27 @@
-"""Checks of arguments, once, with errors that name the function and the argument."""
+"""Checks arguments; errors name the function and the argument."""
 
 import dataclasses
+import functools
 import math
 import re
 import sys
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._tree import is_module
+from ._types import Function, Leaf
 
-# Where S and 1/S are normal in float32. Beyond, XLA flushes gradients to zero.
+F = TypeVar("F", bound=Function)
+
+# In this range S and 1/S are normal in float32. XLA flushes subnormals to zero.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
-# What calls functions of users: under `jit` JAX's frames are the innermost ones.
+# Modules that call users' functions: under `jit` JAX's frames are the innermost ones.
 _LIBRARIES = re.compile(r"(jmp_scale|jax|flax|optax|equinox|haiku|contextlib)\b")
 _ARRAYS = (np.generic, np.ndarray, jax.Array)
 _LEAST_INTEGERS = {"period": 1, "growth_delay": 0, "hysteresis": 1}
@@ -25,7 +29,7 @@ _WORDS = {
     "hysteresis_reset": ("growth", "finite", "finite_or_backoff"),
     "at_max": ("hold", "clamp"),
 }
-# The numbers between which another lies, and how an error says it.
+# Open intervals of arguments, and how an error describes them.
 _BETWEEN = {
     "factor": (1, math.inf, "a finite number > 1"),
     "backoff_factor": (0, 1, "a number in (0, 1), or None for 1 / factor"),
@@ -36,44 +40,53 @@ _BETWEEN = {
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Checks the arguments of one public function, with whose name errors begin."""
+    """Checks the arguments of one public function; errors begin with its name."""
 
     function: str
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def name(self, argument: str) -> str:
+        """Returns the public name of an argument, which presets may rename."""
         return self.names.get(argument, argument)
 
-    def message(self, argument: str, allowed: str, value: Any) -> str:
+    def message(self, argument: str, allowed: str, value: object) -> str:
+        """Returns the text of an error."""
         name = self.name(argument)
         return f"{self.function}: expected {name} to be {allowed}, got {value!r}"
 
-    def require(self, condition: bool, argument: str, value: Any, allowed: str) -> None:
+    def require(
+        self, condition: bool, argument: str, value: object, allowed: str
+    ) -> None:
+        """Raises a ValueError unless `condition`."""
         if not condition:
             raise ValueError(self.message(argument, allowed, value))
 
     def number(self, argument: str, value: Any) -> float:
-        """`value` as a Python number."""
+        """Returns `value` as a Python number."""
         is_number = isinstance(value, (int, float, *_ARRAYS))
         if not is_number or isinstance(value, (bool, np.bool_)):
             raise TypeError(self.message(argument, "a real number", value))
         try:
             return float(value)
         except OverflowError:
-            allowed = "in the range of float64"
-            raise ValueError(self.message(argument, allowed, "more")) from None
+            name = self.name(argument)
+            raise ValueError(
+                f"{self.function}: expected {name} to be in the range of float64, got "
+                "an integer beyond it"
+            ) from None
         except TypeError as error:  # an array with axes, or a tracer
             allowed = "a number or a concrete 0-d array of one"
             raise TypeError(self.message(argument, allowed, value)) from error
 
-    def integer(self, argument: str, value: Any, least: int) -> int:
-        """`value` as a Python integer in [least, 2^31)."""
+    def integer(self, argument: str, value: object, least: int) -> int:
+        """Returns `value` as a Python integer in [least, 2^31)."""
         number = self.number(argument, value)
         valid = number.is_integer() and least <= number < 2**31
         self.require(valid, argument, value, f"an integer in [{least}, 2**31)")
         return int(number)
 
-    def word(self, argument: str, value: Any, words: tuple[str, ...]) -> str:
+    def word(self, argument: str, value: object, words: tuple[str, ...]) -> str:
+        """Returns `value`, which must be one of `words`."""
         allowed = f"one of {', '.join(map(repr, words))}"
         if not isinstance(value, str):
             raise TypeError(self.message(argument, allowed, value))
@@ -81,8 +94,8 @@ class Arguments:
         return value
 
 
-def static_loss_scale(arguments: Arguments, value: Any) -> float:
-    """The S of a `StaticLossScale` as a Python number."""
+def static_loss_scale(arguments: Arguments, value: object) -> float:
+    """Returns the S of a `StaticLossScale` as a Python number."""
     s = arguments.number("loss_scale", value)
     allowed = "a finite number in [2**-126, 2**126]"
     arguments.require(SMALLEST <= s <= LARGEST, "loss_scale", value, allowed)
@@ -90,16 +103,19 @@ def static_loss_scale(arguments: Arguments, value: Any) -> float:
 
 
 def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The static fields of a `DynamicLossScale` as Python numbers and strings."""
-    values: dict[str, Any] = {"backoff_factor": None}
+    """Returns the static fields of a `DynamicLossScale` as numbers and strings."""
+    values: dict[str, Any] = {}
     for field, least in _LEAST_INTEGERS.items():
         values[field] = arguments.integer(field, given[field], least)
     for field, words in _WORDS.items():
         values[field] = arguments.word(field, given[field], words)
     for field, (low, high, allowed) in _BETWEEN.items():
-        if given[field] is not None or field not in values:
-            values[field] = number = arguments.number(field, given[field])
-            arguments.require(low < number < high, field, given[field], allowed)
+        if field == "backoff_factor" and given[field] is None:
+            values[field] = None
+            continue
+        number = arguments.number(field, given[field])
+        arguments.require(low < number < high, field, given[field], allowed)
+        values[field] = number
     for field in ("loss_scale", "min_loss_scale"):
         dtype = getattr(given[field], "dtype", jnp.float32)
         if jnp.issubdtype(dtype, jnp.integer):
@@ -108,16 +124,17 @@ def rule(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Any]:
     high = min(values["max_loss_scale"], LARGEST)
     allowed = f"at most {arguments.name('max_loss_scale')} = {high}"
     arguments.require(low <= high, "min_loss_scale", given["min_loss_scale"], allowed)
-    # Rounded as S is: resumed from float(S), a floor of 0.7 would refuse 0.69999999.
+    # Rounded like S: otherwise a floor of 0.7 would refuse a saved S of 0.69999999.
     return values | {"min_loss_scale": _float32(low), "max_loss_scale": _float32(high)}
 
 
-def float32_leaf(arguments: Arguments, value: Any, low: float, high: float) -> Any:
-    """The leaf S as float32, strongly typed; a placeholder passes unchanged."""
-    if not _is_numeric(arguments, value):
+def float32_leaf(arguments: Arguments, value: Leaf, low: float, high: float) -> Leaf:
+    """Returns the leaf S as float32, strongly typed; a placeholder unchanged."""
+    if not _is_numeric(arguments, "loss_scale", value):
         return value
     if isinstance(value, jax.Array):
-        # Not checked: reading it would block. A clip keeps NaN, which skips every step.
+        # Not checked, because reading it would block. A clip would keep a NaN, with
+        # which every step would be skipped.
         s = jnp.asarray(value, jnp.float32)
         return jnp.clip(jnp.where(jnp.isnan(s), low, s), SMALLEST, LARGEST)
     ends = f"[{arguments.name('min_loss_scale')}, {arguments.name('max_loss_scale')}]"
@@ -129,12 +146,12 @@ def float32_leaf(arguments: Arguments, value: Any, low: float, high: float) -> A
 
 
 def int32_leaf(
-    arguments: Arguments, argument: str, value: Any, start: int, loss_scale: Any
-) -> Any:
-    """A counter as int32 of the shape of S, strongly typed; None becomes `start`."""
-    follows = _is_numeric(arguments, loss_scale)
+    arguments: Arguments, argument: str, value: Leaf, start: int, loss_scale: Leaf
+) -> Leaf:
+    """Returns a counter as int32 of the shape of S; None becomes `start`."""
+    follows = _is_numeric(arguments, "loss_scale", loss_scale)
     value = start if value is None and follows else value
-    if not _is_numeric(arguments, value):
+    if not _is_numeric(arguments, argument, value):
         return value
     if not isinstance(value, jax.Array):
         for entry in np.ravel(np.asarray(value)).tolist():
@@ -164,29 +181,59 @@ def key_words(function: str, key: Any) -> jax.Array:
     return words[:2]
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the first caller outside of libraries."""
     frame, level = sys._getframe(), 1
     while frame and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
+
+
+def renamed(**names: str) -> Callable[[F], F]:
+    """Lets a function take arguments by their earlier names too, and warns.
+
+    A decorator: `@renamed(old="new")`. `docs/stability.md` promises such a name for one
+    minor version.
+    """
+
+    def decorate(fun: F) -> F:
+        @functools.wraps(fun)
+        def with_new_names(*args: Any, **kwargs: Any) -> Any:
+            for old, new in names.items():
+                if old not in kwargs:
+                    continue
+                if new in kwargs:
+                    raise TypeError(
+                        f"{fun.__name__}: expected {new} alone, got {old} too, which "
+                        f"is its earlier name; leave {old} out"
+                    )
+                warn(
+                    f"{fun.__name__}: the argument {old} is now {new}; write {new}=",
+                    DeprecationWarning,
+                )
+                kwargs[new] = kwargs.pop(old)
+            return fun(*args, **kwargs)
+
+        return with_new_names  # pyright: ignore[reportReturnType]
+
+    return decorate
 
 
 def _float32(number: float) -> float:
-    """The float32 number nearest to `number`, infinite beyond its range."""
+    """Rounds a number to float32; it becomes infinite beyond the range of float32."""
     with np.errstate(over="ignore"):
         return float(np.float32(number))
 
 
-def _is_numeric(arguments: Arguments, value: Any) -> bool:
-    """Whether a leaf is a number or an array of them, not a placeholder of JAX's."""
+def _is_numeric(arguments: Arguments, argument: str, value: Leaf) -> bool:
+    """Whether a leaf is a number or an array, and not a placeholder of JAX."""
     if isinstance(value, (str, bytes, complex)) or type(value) in (list, tuple, dict):
-        allowed = "numbers or arrays"
-        raise TypeError(arguments.message("loss_scale and counter", allowed, value))
+        raise TypeError(arguments.message(argument, "a number or an array", value))
     return isinstance(value, (bool, int, float, *_ARRAYS))
 
 
-def require_function(name: str, fun: Any) -> None:
+def require_function(name: str, fun: object) -> None:
+    """Raises a TypeError unless `fun` is a function, and not a module."""
     if is_module(fun):
         raise TypeError(
             f"{name}: expected a function, got a {type(fun).__name__}; wrap the "
@@ -196,13 +243,15 @@ def require_function(name: str, fun: Any) -> None:
     require_callable(name, fun, f"write {call}")
 
 
-def require_callable(name: str, fun: Any, cure: str) -> None:
+def require_callable(name: str, fun: object, cure: str) -> None:
+    """Raises a TypeError unless `fun` can be called; `cure` says how to get one."""
     if not callable(fun):
         got = described(fun)
         raise TypeError(f"{name}: expected a function, got {got}; {cure}")
 
 
 def described(value: Any) -> str:
+    """Returns kind and size of a value, for an error."""
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of length {len(value)}"
     if hasattr(value, "shape"):

@@ -1,11 +1,9 @@
-"""Checkpoints of earlier versions, or from before what the state now has.
+"""Checkpoints from before what the state now has.
 
 Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
-import functools
-from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -18,8 +16,6 @@ from ._half_storage.parameters import (
     split,
 )
 from ._state import (
-    FIELDS_OF_0_2,
-    LossScaleState,
     find_half_states,
     find_loss_scale_states,
     is_half_state,
@@ -29,8 +25,6 @@ from ._tree import is_data, leaves_by_name, listed, with_arrays
 
 T = TypeVar("T")
 Form = Callable[[Any], Any]  # of a state, as it was once
-
-_NEW_IN_0_2 = {"applied", "nonfinite_losses", "spikes", "guard"}
 
 
 def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
@@ -68,26 +62,27 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
 
 
 def restore_older(load: Callable[[Any], Any], state: T) -> T:
-    """Restores a checkpoint of version 0.1 or later, or from before the guard.
+    """Restores a checkpoint from before the optimizer had a guard.
 
-    As `restore_without_loss_scale`, but only what a `LossScaleState` lacks there comes
-    from `state`: newer counters, and the guard, which warms up again. S and all else
-    come from disk. `load` gets the form of each version, the newest first, until it
-    raises no `ValueError`, `TypeError` or `KeyError`.
+    As `restore_without_loss_scale`, but only the guard, which warms up again, comes
+    from `state`; S and all else come from disk. A checkpoint that has the guard is
+    restored whole: `load` gets the form with a guard first, and without one if it
+    raises a `ValueError`, `TypeError` or `KeyError`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
       >>> from jmp_scale.checkpoints import restore_older
-      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
-      >>> state = tx.init(jnp.ones(2))
-      >>> saved = state._asdict() | {"skipped": jnp.int32(3)}
-      >>> del saved["applied"], saved["nonfinite_losses"], saved["spikes"]  # 0.1
-      >>> state = restore_older(lambda template: saved, state)
-      >>> int(state.skipped), int(state.spikes)
-      (3, 0)
+      >>> saved = jmp_scale.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))
+      >>> guard = jmp_scale.SpikeGuard()
+      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), guard=guard)
+      >>> state = restore_older(lambda template: saved, tx.init(jnp.ones(2)))
+      >>> state.guard
+      SpikeGuard()
     """
     name = "restore_older"
-    return _with_values(name, _restore(name, load, state, _forms_of_versions()))
+    return _with_values(
+        name, _restore(name, load, state, [lambda node: node, _without_guard])
+    )
 
 
 def restore_without_half_parameters(
@@ -209,25 +204,11 @@ def _inner_state(node: Any) -> Any:
     return node.get("inner_state") if is_mapping else node.inner_state
 
 
-def _forms_of_versions() -> Iterator[Form]:
-    fields = LossScaleState._fields
-    for count in range(len(fields), FIELDS_OF_0_2 - 1, -1):
-        for guard in (True, False):
-            yield functools.partial(_earlier, lacks=fields[count:], guard=guard)
-    yield functools.partial(_earlier, lacks=_NEW_IN_0_2)
-
-
-def _earlier(node: Any, lacks: Iterable[str] = (), guard: bool = True) -> Any:
-    """A `LossScaleState` without some fields, and with or without its guard."""
-    is_mapping = isinstance(node, Mapping)
-    fields = dict(node) if is_mapping else node._asdict()
-    if not guard:
-        fields["guard"] = None
-        lacks = {*lacks, "guard"} if is_mapping else lacks  # NNX leaves out None
-    fields = {name: x for name, x in fields.items() if name not in lacks}
-    if is_mapping:
-        return type(node)(fields)  # pyright: ignore[reportCallIssue]
-    return namedtuple("LossScaleState", fields)(**fields)
+def _without_guard(node: Any) -> Any:
+    if not isinstance(node, Mapping):
+        return node._replace(guard=None)
+    fields = {name: x for name, x in node.items() if name != "guard"}  # as NNX leaves
+    return type(node)(fields)  # pyright: ignore[reportCallIssue]
 
 
 def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Flax Linen: a `TrainState` that skips a step as a whole."""
+"""Flax Linen: a `TrainState` with a loss scale."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
 
@@ -17,21 +17,23 @@ from ._scaling.finite import all_finite
 from ._scaling.gradients import value_and_grad
 from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
-from ._scaling.transform import fresh_buffers
+from ._scaling.transform import LossScaleTransformation, fresh_buffers
 from ._state import LossScaleState
 from ._tree import OVERWRITE_WITH_GRADIENT, map_inexact, select_tree
+from ._types import Flag, Function, PyTree
 
 
 class TrainState(train_state.TrainState):
     """Flax's `TrainState` with a loss scale, which can skip a step.
 
-    Gradients come from `state.value_and_grad`, and `apply_gradients` takes whatever
-    else the step computed (`batch_stats=`). A skipped step leaves parameters, optimizer
-    state and these fields unchanged. `step` counts all calls, as Flax documents, so
-    `state.step - state.opt_state.skipped` counts the applied steps.
+    Use `state.value_and_grad` to compute gradients, and pass everything else that the
+    step computed (`batch_stats=`) to `apply_gradients`. A skipped step leaves
+    parameters, optimizer state and these fields unchanged. `step` counts all calls of
+    `apply_gradients`, as in Flax, so `state.step - state.opt_state.skipped` counts the
+    applied steps.
 
-    Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step that
-    makes it NaN or infinite is skipped.
+    Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step whose
+    new values of it are NaN or infinite is skipped.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -45,30 +47,31 @@ class TrainState(train_state.TrainState):
       (0.0, 1, 32768.0)
     """
 
-    apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
-    # Narrower than Flax's type, for the sake of `state.opt_state.skipped`.
+    apply_fn: Function = struct.field(pytree_node=False)
+    # Narrower than Flax's type, so that `state.opt_state.skipped` is typed.
     opt_state: LossScaleState = struct.field(pytree_node=True)  # pyright: ignore
 
     @classmethod
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any] | None,
-        params: Any,
+        apply_fn: Function | None,
+        params: PyTree,
         tx: optax.GradientTransformation,
         loss_scale: LossScale | None = None,
         guard: SpikeGuard | None = None,
         **kwargs: Any,
     ) -> Self:
-        """A state at step 0 with `tx` wrapped in `with_loss_scale`.
+        """Creates a state at step 0, with `tx` wrapped in `with_loss_scale`.
 
         Args:
           apply_fn: usually `model.apply`.
-          params: the parameters, float32 masters.
-          tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
+          params: the parameters, float32 master values.
+          tx: any Optax optimizer; not wrapped again if it is `with_loss_scale(...)`.
           loss_scale: the initial loss scale; default `NoOpLossScale()`.
-          guard: a `SpikeGuard` skips steps whose loss or gradient norm leaps, too.
-          **kwargs: the subclass's own fields; a buffer in two of them is copied.
+          guard: a `SpikeGuard` also skips steps whose loss or gradient norm is an
+            outlier.
+          **kwargs: fields of a subclass; a buffer that occurs twice is copied.
 
         Raises:
           ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
@@ -84,16 +87,16 @@ class TrainState(train_state.TrainState):
 
     def value_and_grad(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Function,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         **kwargs: Any,
-    ) -> Callable[..., tuple[Any, Any]]:
+    ) -> Callable[..., tuple[PyTree, PyTree]]:
         """`jmp_scale.value_and_grad` with this state's loss scale."""
         return value_and_grad(loss_fn, self.loss_scale, argnums, has_aux, **kwargs)
 
     def apply_gradients(
-        self, *, grads: Any, value: ArrayLike | None = None, **changes: Any
+        self, *, grads: PyTree, value: ArrayLike | None = None, **changes: Any
     ) -> Self:
         """Applies the gradients and new field values, unless the step is skipped.
 
@@ -104,17 +107,18 @@ class TrainState(train_state.TrainState):
           grads: unscaled gradients, as `value_and_grad` returns them.
           value: the unscaled loss, as in `with_loss_scale`.
           **changes: new values of other fields (`batch_stats`, an EMA, ...), of the
-            structure, shapes and dtypes of the old ones, which they keep on a skipped
-            step. Static fields (`struct.field(pytree_node=False)`) are always replaced.
+            structure, shapes and dtypes of the old ones. A skipped step leaves these
+            fields unchanged. Static fields (`struct.field(pytree_node=False)`) are
+            always replaced.
 
         Returns:
-          The next state: `step` is one more, the loss scale adjusted.
+          The next state, with `step` incremented and the loss scale adjusted.
 
         Raises:
           TypeError: a name in `changes` is not a field.
           ValueError: a change differs from its field in structure, shape or dtype.
         """
-        tx: Any = self.tx
+        tx = cast(LossScaleTransformation, self.tx)
         params, old = _without_float8(self.params)
         grads, new = _without_float8(grads)
         if new is not None:
@@ -125,7 +129,7 @@ class TrainState(train_state.TrainState):
         if new is not None:
             new = select_tree(opt_state.applied, new, old)
             replaced = {"params": params, OVERWRITE_WITH_GRADIENT: new}
-            # A step that turns a FrozenDict into a dict, as Flax's, cannot be scanned.
+            # Flax's own step turns a FrozenDict into a dict, which lax.scan refuses.
             params = core.copy(self.params, replaced)
         changes = _selected(opt_state.applied, changes, self)
         return self.replace(
@@ -133,28 +137,32 @@ class TrainState(train_state.TrainState):
         )
 
 
-def _selected(applied: Any, changes: dict[str, Any], state: TrainState) -> Any:
-    """The changes if `applied`, else the fields; changes of static fields always."""
+def _selected(
+    applied: Flag, changes: dict[str, PyTree], state: TrainState
+) -> dict[str, PyTree]:
+    """Returns the changes; if not `applied`, the old values of fields not static."""
     fields = dataclasses.fields(state)  # pyright: ignore[reportArgumentType]
     is_node = {field.name: field.metadata.get("pytree_node", True) for field in fields}
-    for name in changes.keys() - is_node.keys():
+    unknown = changes.keys() - is_node.keys()
+    if unknown:
         raise TypeError(
             "TrainState.apply_gradients: expected the loss as value=, and fields of "
-            f"the state ({', '.join(is_node)}), got {name}="
+            f"the state ({', '.join(is_node)}), got {min(unknown)}="
         )
     new = {name: value for name, value in changes.items() if is_node[name]}
     old = {name: getattr(state, name) for name in new}
     return changes | select_tree(applied, new, old)
 
 
-def _without_float8(tree: Any) -> tuple[Any, Any]:
-    """What the optimizer sees, as in Flax, and the float8 collection or None."""
+def _without_float8(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the parameters of the optimizer, and the float8 collection or None."""
     if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
         return tree["params"], core.unfreeze(tree[OVERWRITE_WITH_GRADIENT])
     return tree, None
 
 
-def _is_finite(new: Any, old: Any) -> jax.Array:
-    # A history that Flax saved with an infinite maximum must not skip every step.
+def _is_finite(new: PyTree, old: PyTree) -> jax.Array:
+    # Flax may have saved a history with an infinite maximum, which must not skip every
+    # step, so elements that were not finite are not checked.
     was_finite = map_inexact(lambda x: jnp.isfinite(x).all(), old)
     return all_finite(map_inexact(lambda x, was: jnp.where(was, x, 0), new, was_finite))

@@ -1,8 +1,8 @@
-"""Flax NNX: an `Optimizer` that skips a step as a whole."""
+"""Flax NNX: an `Optimizer` with a loss scale, and `autocast` for its modules."""
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
@@ -22,18 +22,23 @@ from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation, judge_step
 from ._tree import is_data, is_inexact, with_arrays
+from ._types import Flag, Function, KeyPath, Leaf, PyTree
 from ._validation import require_function
 
-F = TypeVar("F", bound=Callable[..., Any])
-_AUTOCAST = "jmp_scale.nnx.autocast"  # of Flax's contexts
-nnx.register_data_type(MarkedLayer)  # else Flax refuses it as an attribute
+F = TypeVar("F", bound=Function)
+_AUTOCAST = "jmp_scale.nnx.autocast"  # name of a context of Flax
+_Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+_Node = nnx.Pytree | nnx.Variable
+_Path = tuple[Hashable, ...]
+nnx.register_data_type(MarkedLayer)  # otherwise Flax refuses it as an attribute
 
 
 def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     """`jmp_scale.autocast` for a function of NNX modules.
 
-    `dtype` and `options` are as there. BatchNorm statistics, random streams, caches and
-    Python attributes of modules are written as usual.
+    `dtype` and `options` are those of `jmp_scale.autocast`. The function may write
+    BatchNorm statistics, random streams, caches and Python attributes of modules as
+    usual.
 
     Raises:
       ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
@@ -50,7 +55,7 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     require_function("autocast", fun)
 
     @functools.wraps(fun)
-    def on_tree(tree: Any) -> tuple[Any, Any]:
+    def on_tree(tree: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = nnx.from_tree(tree, ctxtag=_AUTOCAST, is_inner=True)
         nodes = _graph_nodes((args, kwargs))
         out = fun(*args, **kwargs)
@@ -59,7 +64,7 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
 
     half: Any = _autocast(on_tree, dtype, **options)
 
-    def in_half_precision(*args: Any, **kwargs: Any) -> Any:
+    def in_half_precision(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with nnx.update_context(_AUTOCAST):
             out, nodes = half(nnx.to_tree((args, kwargs), ctxtag=_AUTOCAST))
             nnx.from_tree(nodes, ctxtag=_AUTOCAST, is_inner=False)
@@ -70,8 +75,11 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     return cast_function  # pyright: ignore[reportReturnType]
 
 
-def _refuse_lost_arrays(nodes: list[Any]) -> None:
-    """Flax takes an array that is set to a plain attribute for a Python value."""
+def _refuse_lost_arrays(nodes: list[_Node]) -> None:
+    """Raises an error if an attribute that is not a variable was set to an array.
+
+    Flax treats such an array as a Python value, and so does not return it.
+    """
     known = {id(x) for x in jax.tree.leaves(nnx.state(nodes))}
     for path, module in nnx.iter_graph(nodes):
         attributes = vars(module) if isinstance(module, nnx.Pytree) else {}
@@ -79,37 +87,40 @@ def _refuse_lost_arrays(nodes: list[Any]) -> None:
             if isinstance(x, Tracer) and id(x) not in known:
                 where = ".".join(map(str, (*path[1:], name)))
                 raise ValueError(
-                    f"nnx.autocast: the function sets {where!r} to an array, which "
-                    "Flax does not bring out: make it an nnx.Variable, or return it"
+                    f"nnx.autocast: expected arrays in variables, but the function "
+                    f"sets {where!r} to an array, which Flax does not return; make it "
+                    "an nnx.Variable, or return it"
                 )
 
 
 class Optimizer(nnx.Optimizer):
-    """`nnx.Optimizer` with a loss scale: a skipped step leaves all as it was.
+    """`nnx.Optimizer` with a loss scale, which skips a step as a whole.
 
-    Gradients come from `optimizer.value_and_grad`, and `update` is passed the loss.
-    `step` counts applied steps here.
+    Use `optimizer.value_and_grad` to compute gradients, and pass the loss to `update`.
+    Here `step` counts applied steps only.
 
-    **What the forward pass wrote** (BatchNorm statistics, random streams, caches) is
-    put back by `value_and_grad` on a skipped step, in every module that the loss takes:
+    **Variables that the forward pass wrote** (BatchNorm statistics, random streams,
+    caches) are restored by `value_and_grad` on a skipped step, in every module among
+    the arguments of the loss:
 
-    - It decides as `update` will, from its own loss and gradients: with a guard, pass
-      `value` to `update` too. Where gradients are changed or added up in between, the
-      statistics of a skipped step can stay, finite in any case: to accumulate
-      gradients, pass an `optax.MultiSteps` as `tx`.
+    - `value_and_grad` decides like `update`, from its own loss and gradients. With a
+      guard, pass `value` to `update` too. If you change or accumulate gradients in
+      between, the two may differ, and statistics of a skipped step may stay (they are
+      finite in any case). To accumulate gradients, pass an `optax.MultiSteps` as `tx`.
     - A new variable, structure or shape (a growing cache) stays, because a compiled
-      step cannot change its structure. New entries that are not finite become 0.
+      step cannot change its structure. New elements that are not finite become 0.
     - `nnx.Intermediate` variables stay as they were sown, for inspection.
 
     Args:
       model: the NNX model.
-      tx: any Optax optimizer; used as it is if it is `with_loss_scale(...)`.
+      tx: any Optax optimizer; not wrapped again if it is `with_loss_scale(...)`.
       loss_scale: the initial loss scale; default `NoOpLossScale()`.
-      guard: a `SpikeGuard` skips steps whose loss or gradient norm leaps, too.
+      guard: a `SpikeGuard` also skips steps whose loss or gradient norm is an outlier.
       wrt: filter of the trained variables; default `nnx.Param`.
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
+      TypeError: an argument after `tx` is given by position.
       ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
 
     Examples:
@@ -128,14 +139,20 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(
         self,
-        model: Any,
+        model: PyTree,
         tx: optax.GradientTransformation,
-        *,
+        *positional: Any,
         loss_scale: LossScale | None = None,
         guard: SpikeGuard | None = None,
-        wrt: Any = nnx.Param,
+        wrt: nnx.filterlib.Filter = nnx.Param,
         **kwargs: Any,
     ) -> None:
+        if positional:
+            given = ", ".join(type(x).__name__ for x in positional)
+            raise TypeError(
+                f"nnx.Optimizer: expected (model, tx) and keywords, got {given} by "
+                "position; write loss_scale=, guard= or wrt= before it"
+            )
         tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, guard)
         super().__init__(model, tx, wrt=wrt, **kwargs)
 
@@ -146,20 +163,20 @@ class Optimizer(nnx.Optimizer):
 
     def value_and_grad(
         self,
-        loss_fn: Callable[..., Any],
-        argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+        loss_fn: Function,
+        argnums: _Argnums = 0,
         has_aux: bool = False,
         **kwargs: Any,
-    ) -> Callable[..., tuple[Any, Any]]:
+    ) -> Callable[..., tuple[PyTree, PyTree]]:
         """`nnx.value_and_grad` with this optimizer's loss scale.
 
-        Arguments and results are those of `jmp_scale.value_and_grad`. Of a module, only
-        the variables of `wrt` are differentiated, or those of an `nnx.DiffState` in
-        `argnums`; in Flax's tree mode (`graph=False`) all.
+        Arguments and results are those of `jmp_scale.value_and_grad`. Only the
+        variables of a module that `wrt` selects are differentiated, or those that an
+        `nnx.DiffState` in `argnums` selects; in Flax's tree mode (`graph=False`) all.
         """
 
-        def or_put_back(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
-            if fun_kwargs:  # nnx.value_and_grad takes arguments by position only
+        def or_put_back(*args: PyTree, **fun_kwargs: PyTree) -> tuple[PyTree, PyTree]:
+            if fun_kwargs:  # nnx.value_and_grad accepts positional arguments only
                 bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
                 bound.apply_defaults()
                 args, fun_kwargs = bound.args, bound.kwargs
@@ -167,11 +184,11 @@ class Optimizer(nnx.Optimizer):
             options = kwargs | {"transform": nnx.value_and_grad}
             fun = value_and_grad(loss_fn, self.loss_scale, trained, has_aux, **options)
             nodes = _graph_nodes(args)
-            # The call writes into the modules themselves.
+            # The call writes into the modules, so their leaves are saved before.
             before = {path: _leaves(x) for path, x in _variables(nodes).items()}
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
-            # XLA merges this with the same decision in `update`.
+            # XLA merges this decision with the same one in `update`.
             agree = cast(LossScaleTransformation, self.tx).agreement
             applied = judge_step(grads, loss, with_arrays(guard), agree).applied
             _put_back_unless(applied, nodes, before)
@@ -180,12 +197,20 @@ class Optimizer(nnx.Optimizer):
         return or_put_back
 
     def update(
-        self, model: Any, grads: Any, /, *, value: ArrayLike | None = None, **extra: Any
-    ) -> Any:
-        """Updates parameters, optimizer state and `step`, or nothing on a skipped step.
+        self,
+        model: PyTree,
+        grads: PyTree,
+        /,
+        *,
+        value: ArrayLike | None = None,
+        **extra: Any,
+    ) -> PyTree:
+        """Updates the parameters, the optimizer state and `step`.
+
+        A skipped step changes only the loss-scale state (S, flags, counters, guard).
 
         Args:
-          model: the model that the optimizer was made for.
+          model: the model that the optimizer was created with.
           grads: unscaled gradients, as `value_and_grad` returns them.
           value: the unscaled loss, as in `with_loss_scale`.
           **extra: extra arguments of `tx`.
@@ -201,13 +226,15 @@ class Optimizer(nnx.Optimizer):
             )
         step = with_arrays(self.step)
         updates = super().update(model, grads, value=value, **extra)
-        # nnx.Optimizer has counted the call in any case.
+        # nnx.Optimizer counts each call, also that of a skipped step.
         self.step[...] = step + with_arrays(self.opt_state.applied).astype(step.dtype)
         return updates
 
 
-def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) -> Any:
-    """`argnums` with the filter `wrt` for plain positions, none of them negative."""
+def _diff_states(
+    argnums: _Argnums, wrt: nnx.filterlib.Filter, count: int, kwargs: Mapping[str, Any]
+) -> Any:
+    """Returns `argnums` with the filter `wrt` at positions, none of them negative."""
     if isinstance(argnums, Sequence):
         return tuple(_diff_states(argnum, wrt, count, kwargs) for argnum in argnums)
     if isinstance(argnums, nnx.DiffState):
@@ -217,7 +244,7 @@ def _diff_states(argnums: Any, wrt: Any, count: int, kwargs: Mapping[str, Any]) 
 
 
 def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
-    """Whether `nnx.value_and_grad` takes positions only, in a mode of newer Flax."""
+    """Whether `nnx.value_and_grad` accepts positions only, a mode of newer Flax."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
     for name, mode in modes.items():
         value = kwargs.get(name)
@@ -228,30 +255,33 @@ def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
     return False
 
 
-def _has_modules(tree: Any) -> bool:
+def _has_modules(tree: PyTree) -> bool:
     return any(isinstance(node, nnx.Pytree) for node in _graph_nodes(tree))
 
 
-def _graph_nodes(args: Any) -> list[Any]:
-    """The modules and lone variables among the arguments, in whatever containers."""
+def _graph_nodes(args: PyTree) -> list[_Node]:
+    """Returns modules and single variables among the arguments, in any containers."""
 
-    def is_node(x: Any) -> bool:
+    def is_node(x: Leaf) -> bool:
         return isinstance(x, (nnx.Pytree, nnx.Variable))
 
     return [x for x in jax.tree.leaves(args, is_leaf=is_node) if is_node(x)]
 
 
-def _variables(nodes: list[Any]) -> dict[Any, Any]:
-    """Every variable that a forward pass may change, and every plain array, by path."""
+def _variables(nodes: list[_Node]) -> dict[_Path, nnx.Variable]:
+    """Returns variables that a forward pass may change, and plain arrays, by path."""
     return dict(nnx.to_flat_state(nnx.state(nodes, nnx.Not(nnx.Intermediate))))
 
 
-def _leaves(variable: Any) -> dict[Any, Any]:
-    """The leaves of a variable by path: a dict in it may be written in place."""
+def _leaves(variable: PyTree) -> dict[KeyPath, Leaf]:
+    """Returns the leaves of a variable by path; it may contain a mutable dict."""
     return dict(jax.tree_util.tree_leaves_with_path(variable))
 
 
-def _put_back_unless(keep: jax.Array, nodes: list[Any], before: Any) -> None:
+def _put_back_unless(
+    keep: Flag, nodes: list[_Node], before: dict[_Path, dict[KeyPath, Leaf]]
+) -> None:
+    """Restores the variables that a forward pass wrote, unless `keep`."""
     selected = {}
     for path, variable in _variables(nodes).items():
         old, new = before.get(path, {}), _leaves(variable)
@@ -261,14 +291,14 @@ def _put_back_unless(keep: jax.Array, nodes: list[Any], before: Any) -> None:
     nnx.update(nodes, nnx.from_flat_state(selected))
 
 
-def _select(keep: jax.Array, new: Any, old: Any) -> Any:
-    """`new` if `keep`, else `old`, or else the finite entries of `new` and zeros."""
-    # A leaf that nothing wrote to is the same object, so parameters cost no select.
+def _select(keep: Flag, new: Leaf, old: Leaf) -> Leaf:
+    """Returns `new` if `keep`, else `old`; without an `old`, `new` with NaNs as 0."""
+    # An unwritten leaf is the same object, so parameters need no select.
     if new is old or not is_data(new):
         return new
     if is_data(old) and jnp.shape(old) == jnp.shape(new):
         return jnp.where(keep, new, jnp.asarray(old, jax.typeof(new).dtype))
     if is_inexact(new):
-        # There is nothing to go back to, and a NaN in a statistic would stay.
+        # There is no old value, and a NaN in a statistic would stay.
         return jnp.where(keep | jnp.isfinite(new), new, jnp.zeros_like(new))
     return new

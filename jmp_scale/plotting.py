@@ -1,13 +1,12 @@
-"""Figures of what `jmp_scale.diagnostics` reports; needs the extra `plot`.
+"""Draws the reports of `jmp_scale.diagnostics`; needs the extra `plot`.
 
-Each function draws into the axes it is given as `ax`, or into those of a new figure,
-and returns them: their titles, limits and legends are yours to change. Nothing is shown
-or written. All run on the host, and raise `ValueError` for a report with nothing to
-draw.
+Each function draws into the axes `ax`, or into those of a new figure, and returns them,
+so that you can change titles, limits and legends. Nothing is shown or written to disk.
+All functions run on the host, and raise `ValueError` for a report with nothing to draw.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -19,20 +18,21 @@ from .diagnostics._tables import leaf_name
 try:
     import matplotlib.pyplot as plt
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 except ImportError as error:
     raise ImportError(
         "jmp_scale.plotting needs matplotlib: pip install matplotlib"
     ) from error
 
-# Of Okabe and Ito, for the color-blind too, on white and on a dark page.
+# Okabe and Ito's colors, which color-blind readers can tell apart on any page.
 _BLUE, _SKY, _ORANGE, _RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
 _PURPLE, _GREY = "#cc79a7", "#999999"
-_INK = "#7f7f7f"  # of text, which can be read on both
+_INK = "#7f7f7f"  # of text, legible on light and dark pages
 
 
 def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
-    """log2 S over the recorded steps, and which of them were skipped."""
+    """Draws log2 S over the recorded steps, and marks skipped steps."""
     recorded = history.to_dict()
     step, log2_scale = recorded["step"], recorded["log2_scale"]
     _check_some("plot_loss_scale", step.size, "a history of at least one step")
@@ -55,13 +55,13 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
 def plot_spikes(
     history: LossScaleHistory, axes: Sequence[Axes] | None = None
 ) -> tuple[Axes, Axes]:
-    """The loss and the gradient norm, the guard's limits, and the steps it skipped.
+    """Draws loss and gradient norm, the guard's limits, and the steps it skipped.
 
-    Its colors can be read on light and on dark pages: `savefig(..., transparent=True)`.
+    The colors are legible on light and dark pages: `savefig(..., transparent=True)`.
 
     Args:
-      history: of at least one step with `loss` or `grads`, and a guard for the limits.
-      axes: two, for the loss and for the norm; default a new figure's. Returned.
+      history: with at least one `loss` or `grads`; limits are drawn if it had a guard.
+      axes: two axes, for the loss and for the norm; default those of a new figure.
     """
     recorded = history.to_dict()
     known = np.isfinite([recorded["loss"], recorded["grad_norm"]]).any()
@@ -92,7 +92,7 @@ def plot_exponent_histogram(
     dtype: DTypeLike = "float16",
     ax: Axes | None = None,
 ) -> Axes:
-    """Shares of the non-zero entries by power of two, before a dtype's range at S.
+    """Draws the shares of non-zero entries by power of two, and a dtype's range at S.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
 
@@ -103,7 +103,7 @@ def plot_exponent_histogram(
     """
     counts = np.asarray(histogram.counts, np.float64).sum(0)
     _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
-    cast, ax = limits(dtype, "plot_exponent_histogram"), _axes(ax)
+    cast, ax = limits("plot_exponent_histogram", dtype), _axes(ax)
     shares, exponents = counts / counts.sum(), histogram.exponents
     flushed, normal, overflow = np.log2(cast[:3]) - log2_scale
     used = exponents[counts > 0]
@@ -133,11 +133,11 @@ def plot_exponent_histogram(
 
 
 def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axes:
-    """The shares of each leaf that S and the cast lose: flushed, subnormal, not finite.
+    """Draws the share of each leaf that S and the cast lose, by cause.
 
     Args:
-      report: of `grad_report`.
-      k: leaves that are drawn at most, the worst ones, in the order of the tree.
+      report: a report of `grad_report`.
+      k: draw at most the k worst leaves, in the order of the tree.
     """
     rows = report.to_dict()["leaves"]
     _check_some("plot_flushed", rows, "a report of at least one leaf")
@@ -166,7 +166,7 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
 
 
 def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
-    """The share of zero entries by leaf and log2 S, and the window of S that work."""
+    """Draws the share of zero entries by leaf and log2 S, and the window of S."""
     paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
     low, high = float(calibration.log2_low), float(calibration.log2_high)
     best = float(calibration.recommended_log2_scale)
@@ -195,7 +195,7 @@ def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _check_some(function: str, some: Any, needed: str) -> None:
+def _check_some(function: str, some: object, needed: str) -> None:
     if not some:
         raise ValueError(f"{function}: expected {needed}, got none")
 
@@ -205,13 +205,13 @@ def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
 
 
 def _leaf_axes(ax: Axes | None, paths: Sequence[str]) -> Axes:
-    """Axes with one row for each leaf."""
+    """Returns axes with one row for each leaf."""
     ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
     ax.set_yticks(range(len(paths)), [leaf_name(path) for path in paths])
     return ax
 
 
-def _power_of_two_axis(axis: Any) -> None:
+def _power_of_two_axis(axis: Axis) -> None:
     steps = {"min_n_ticks": 3, "steps": [1, 2, 4, 5, 10]}
     axis.set_major_locator(MaxNLocator(integer=True, **steps))
     axis.set_major_formatter(lambda log2, _: _power(log2))
@@ -221,18 +221,22 @@ def _power(log2: float) -> str:
     return f"$2^{{{log2:g}}}$"
 
 
-def _finish(ax: Any, grid: str = "y") -> None:
+def _finish(ax: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis=grid, color=_INK, alpha=0.25, linewidth=0.8, zorder=0)
     ax.set_axisbelow(True)
 
 
-def _mark(ax: Any, x: Any, y: Any, marker: str, color: str, label: str) -> None:
+def _mark(
+    ax: Axes, x: np.ndarray, y: np.ndarray, marker: str, color: str, label: str
+) -> None:
     if x.size:
         ax.scatter(x, y, 36, color, marker=marker, lw=0, zorder=4, label=label)
 
 
-def _draw_limited(ax: Any, recorded: dict[str, Any], name: str, limit: str) -> None:
+def _draw_limited(
+    ax: Axes, recorded: dict[str, np.ndarray], name: str, limit: str
+) -> None:
     step, spike = recorded["step"], recorded["spike"]
     pair = recorded[name], recorded[limit]
     y, limits = (np.where(np.isfinite(x), x, np.nan) for x in pair)
@@ -242,5 +246,5 @@ def _draw_limited(ax: Any, recorded: dict[str, Any], name: str, limit: str) -> N
         ax.plot(step, limits, "--", color=_ORANGE, lw=1.4, label="limit of the guard")
     _mark(ax, step[spike], y[spike], "v", _RED, "skipped")
     if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
-        # A spike a thousand times the loss would leave nothing to see of the rest.
+        # On a linear axis, a spike of a thousand times the loss would flatten the rest.
         ax.set_yscale("log")

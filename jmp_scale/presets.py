@@ -1,19 +1,21 @@
 """Other frameworks' loss scales, with their own argument names and defaults.
 
-Each function returns the `DynamicLossScale` with its framework's S after every step.
-"After n finite steps" means on the n-th finite step in a row: an overflow starts the
-count again, also where hysteresis absorbs it.
+Use one to reproduce a run of another framework. Each function returns a
+`DynamicLossScale` that has the framework's S after every step. "After n finite steps"
+means on the n-th finite step in a row: an overflow restarts the count, even if
+hysteresis absorbs it.
 
-One thing differs from the originals. S and 1/S are always normal float32 numbers here.
+One thing differs from the originals: S and 1/S are always normal float32 numbers here.
 In Apex, ColossalAI, Flax, Keras 3, Paddle and PyTorch S can become 0 or infinite, which
-silently makes every gradient zero or NaN: here a floor, cap or initial S beyond
-[2^-126, 2^126], or a floor or cap of None, is that end, where S then holds. S is
-float32 also where an original computes with Python numbers: the same for powers of two,
-otherwise within 1e-5 over hundreds of steps.
+silently turns every gradient into zero or NaN. Here a floor, cap or initial S beyond
+[2^-126, 2^126] means the nearer end of this range, and a floor or cap of None means its
+end; S then stays there. S is float32 even if the original computes with Python numbers.
+For powers of two it is equal, otherwise within 1e-5 over hundreds of steps.
 
-All raise `TypeError` for an argument that is not a number, and `ValueError` for one out
-of range. `dataclasses.replace(preset, min_loss_scale=1.0)` sets what a preset has no
-argument for; to change the start, give `loss_scale`, `counter` and `hysteresis_left`.
+All functions raise `TypeError` for an argument that is not a number, and `ValueError`
+for one out of range. `dataclasses.replace(preset, min_loss_scale=1.0)` sets fields for
+which a preset has no argument. To change the start, replace `loss_scale`, `counter` and
+`hysteresis_left`.
 
 Examples:
   >>> from jmp_scale import presets
@@ -36,7 +38,7 @@ from . import _validation
 from ._scaling.loss_scale import DynamicLossScale
 from ._validation import LARGEST, SMALLEST, Arguments
 
-# What frameworks call the fields of `DynamicLossScale`, where they call them otherwise.
+# The frameworks' names of the fields of `DynamicLossScale`, if they differ.
 _NAMES = {
     "loss_scale": "init_scale initial_scale initial_scale_power scale scale_value "
     "initial_loss_scale init_loss_scaling loss_scaling",
@@ -61,7 +63,7 @@ def pytorch(
     """PyTorch's `torch.amp.GradScaler` (2.13).
 
     S grows after `growth_interval` finite steps and backs off at every overflow. With
-    several optimizers adjust one, by all flags.
+    several optimizers, adjust one loss scale by the flags of all.
     """
     return _dynamic(pytorch, init_scale, growth_factor, backoff_factor, growth_interval)
 
@@ -75,8 +77,9 @@ def apex(
     """NVIDIA Apex's `apex.amp`, dynamic (`apex/amp/scaler.py`, its last version).
 
     S doubles after `scale_window` finite steps, halves at every overflow, and is
-    clamped at `max_loss_scale`, also at the start. `num_losses=n` is a list of n. The
-    older `fp16_utils` is `fairseq(2.0**32, scale_window=1000, threshold=1.0)`.
+    clamped at `max_loss_scale`, even at the start. For `num_losses=n` use a list of n
+    loss scales. The older `fp16_utils` is
+    `fairseq(2.0**32, scale_window=1000, threshold=1.0)`.
     """
     return _dynamic(
         apex, init_scale, scale_window, min_loss_scale, max_loss_scale, at_max="clamp"
@@ -93,13 +96,13 @@ def deepspeed(
     """DeepSpeed's `fp16` section of the JSON configuration (`DynamicLossScaler`).
 
     S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
-    steps, one later after the start or an overflow. It halves at the `hysteresis`-th
-    overflow and at each one after it until S grows, or with `consecutive_hysteresis`
-    until a step is finite.
+    steps, one step later after the start or an overflow. It halves at the
+    `hysteresis`-th overflow and at each further one until S grows (with
+    `consecutive_hysteresis`, until a step is finite).
 
-    At `min_loss_scale` DeepSpeed raises by default; here S stays there and
-    `skipped_in_a_row` grows. Give `hysteresis=1` for `FP16_Optimizer` and
-    `FP16_UnfusedOptimizer`, which ignore it.
+    At `min_loss_scale` DeepSpeed raises an error by default; here S stays there and
+    `skipped_in_a_row` grows. Pass `hysteresis=1` for `FP16_Optimizer` and
+    `FP16_UnfusedOptimizer`, which ignore `hysteresis`.
     """
     arguments = Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", initial_scale_power)
@@ -126,12 +129,12 @@ def megatron(
 ) -> DynamicLossScale:
     """Megatron-LM's `DynamicGradScaler` (`--initial-loss-scale`, ...).
 
-    S grows after `growth_interval` finite steps and backs off at the `hysteresis`-th
-    overflow, in a row or not, and at each one after it until S grows.
+    S grows after `growth_interval` finite steps. It backs off at the `hysteresis`-th
+    overflow, consecutive or not, and at each further one until S grows.
 
     Traps: a float16 run skips its first steps (17 until S is 2^16). A bad example that
-    comes back before S can grow takes S down to `min_scale`, though no S can help: pass
-    `value=` against that.
+    recurs before S can grow takes S down to `min_scale`, although no S can help; pass
+    `value=` to prevent that.
     """
     return _dynamic(
         megatron,
@@ -155,8 +158,8 @@ def colossalai(
 ) -> DynamicLossScale:
     """ColossalAI's `DynamicGradScaler`.
 
-    As `megatron`, with a lower start and optional ends, to which S is clamped, also at
-    the start, where ColossalAI refuses it.
+    It is `megatron` with a lower initial S and optional bounds, to which S is clamped,
+    even at the start, where ColossalAI would refuse it.
     """
     return _dynamic(
         colossalai,
@@ -183,8 +186,8 @@ def fairseq(
     it at every overflow, down to `threshold`. The command line starts at 2^7 with a
     window of 2^14 / world size / update_freq.
 
-    There is no `tolerance`: the share of overflows since S changed is not counted. To
-    absorb single overflows use `megatron`. Below 1e-4 fairseq raises
+    There is no `tolerance`, because the share of overflows since the last change of S
+    is not counted. To absorb single overflows use `megatron`. Below 1e-4 fairseq raises
     FloatingPointError; here S continues to the floor and `skipped_in_a_row` grows.
     """
     return _dynamic(fairseq, init_scale, scale_factor, scale_window, threshold)
@@ -198,12 +201,13 @@ def cerebras(
 ) -> DynamicLossScale:
     """Cerebras' `cstorch.amp.GradScaler` (2.10), `loss_scale="dynamic"`.
 
-    S doubles after `steps_per_increase` + 1 finite steps (in TensorFlow's
-    `CSDynamicLossScale` not + 1), halves at every overflow, and is clamped to
-    [min_loss_scale, max_loss_scale], also at the start (None: at the cap). For
-    cbfloat16 the cap is 2^31. There is no `overflow_tolerance`: see `fairseq`.
+    S doubles after `steps_per_increase` + 1 finite steps (TensorFlow's
+    `CSDynamicLossScale` does not add 1), halves at every overflow, and is clamped to
+    [min_loss_scale, max_loss_scale], even at the start. An `initial_loss_scale` of None
+    means the cap. For cbfloat16 the cap is 2^31. There is no `overflow_tolerance`: see
+    `fairseq`.
 
-    Trap: the documentation writes 2e15 and 2e-14 where it means 2^15 and 2^-14.
+    Trap: the documentation of Cerebras writes 2e15 and 2e-14 for 2^15 and 2^-14.
     """
     if initial_loss_scale is None:
         initial_loss_scale = max_loss_scale
@@ -233,7 +237,7 @@ def tf_keras(
 ) -> DynamicLossScale:
     """Keras 2's `LossScaleOptimizer` (tf_keras 2.21).
 
-    As `keras`, with a floor of 1.
+    It is `keras` with a floor of 1.
     """
     return _dynamic(tf_keras, initial_scale, dynamic_growth_steps, min_loss_scale=1.0)
 
@@ -263,8 +267,8 @@ def paddle(
     """PaddlePaddle's `paddle.amp.GradScaler` (3.3, dynamic graph).
 
     S is multiplied by `incr_ratio` after `incr_every_n_steps` finite steps and by
-    `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row, a count that
-    starts again at every finite step and backoff. The static graph has a floor of 1:
+    `decr_ratio` at the `decr_every_n_nan_or_inf`-th overflow in a row. Every finite
+    step and every backoff restarts this count. The static graph has a floor of 1:
     `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
     """
     return _dynamic(
@@ -281,7 +285,7 @@ def paddle(
 def mindspore(
     scale_value: float, scale_factor: float, scale_window: int
 ) -> DynamicLossScale:
-    """MindSpore's `mindspore.amp.DynamicLossScaler` (2.10), which has no defaults.
+    """MindSpore's `mindspore.amp.DynamicLossScaler` (2.10); it has no defaults.
 
     S is multiplied by `scale_factor` after `scale_window` finite steps and divided by
     it at every overflow, with a floor of 1, as in `DynamicLossScaleManager` (which
@@ -304,7 +308,7 @@ def flax(
     S is multiplied by `growth_factor` after `growth_interval` + 1 finite steps and by
     `backoff_factor` at every overflow, down to `minimum_scale`.
 
-    Trap: from the default floor back to 2^15 S takes 282,141 steps: raise
+    Trap: from the default floor S needs 282,141 steps to return to 2^15. Raise
     `minimum_scale`, or pass `value=`.
     """
     return _dynamic(
@@ -324,7 +328,7 @@ def jmp(
     """jmp's `DynamicLossScale` (0.0.4): this library's first five arguments.
 
     S is multiplied by `factor` after `period` finite steps and divided by it at every
-    overflow, down to `min_loss_scale` (under `jit` jmp forgets it and takes 1).
+    overflow, down to `min_loss_scale` (under `jit` jmp forgets this and uses 1).
     """
     return _dynamic(jmp, loss_scale, period, factor, min_loss_scale)
 
@@ -334,10 +338,10 @@ def mpx(
 ) -> DynamicLossScale:
     """MPX's `DynamicLossScaling` (mixed_precision_for_jax 0.1.8).
 
-    As `jmp`, with S clamped to [min_loss_scaling, 65504], also at the start.
+    It is `jmp` with S clamped to [min_loss_scaling, 65504], even at the start.
 
-    Trap: 65504 is not a power of two: from there on scaling rounds; for a new run take
-    `jmp`. MPX unscales by the adjusted S, unlike here.
+    Trap: 65504 is not a power of two, so that from there on scaling rounds; use `jmp`
+    for a new run. MPX unscales by the adjusted S, unlike this library.
     """
     cap = {"max_loss_scale": 65504.0, "at_max": "clamp"}
     return _dynamic(mpx, loss_scaling, min_loss_scaling, factor, period, **cap)
@@ -349,17 +353,18 @@ def _dynamic(
     grows_late: bool = False,
     **fields: Any,
 ) -> DynamicLossScale:
-    """The loss scale of a preset's arguments, in its order; errors use its names.
+    """Creates the loss scale of a preset from its arguments, in their order.
 
-    With `at_max="clamp"` an initial S beyond floor or cap is that end, else an error.
-    With `grows_late` the counter is compared before it is incremented.
+    Errors use the preset's argument names. With `at_max="clamp"` an initial S beyond
+    the floor or cap is clamped; otherwise it is an error. With `grows_late` the counter
+    is compared before it is incremented.
     """
     words = inspect.signature(preset).parameters
     names = {_FIELDS.get(word, word): word for word in words}
-    if preset is deepspeed:  # whose first argument is an exponent
+    if preset is deepspeed:  # its first argument is an exponent
         names["loss_scale"] = "2**initial_scale_power"
     arguments = Arguments(f"presets.{preset.__name__}", names)
-    # Neither floor nor cap, unless the framework has them.
+    # A preset without a floor or cap in its arguments and fields has none.
     no_ends = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}
     fields = no_ends | fields
     for field, value in zip(names, given, strict=True):
@@ -376,7 +381,7 @@ def _dynamic(
         fields["period"] = arguments.integer("period", fields["period"], 0) + 1
     s = min(max(s, SMALLEST), LARGEST)
     fields |= {"loss_scale": s, "min_loss_scale": floor, "max_loss_scale": cap}
-    # Checked here already, where errors use the framework's own names.
+    # Fields are checked here, so that errors use the framework's argument names.
     rule = _validation.rule(arguments, vars(DynamicLossScale) | fields)
     ends = rule["min_loss_scale"], rule["max_loss_scale"]
     _validation.float32_leaf(arguments, s, *ends)

@@ -58,6 +58,10 @@ TESTED_BY = {
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
     "diagnostics._run.casts": ("diagnostics/run/test_grad_report", "casts are counted"),
+    "diagnostics._run.step_*": (
+        "diagnostics/run/test_check_step",
+        "a rule is right if it names a wrong step, and no right one",
+    ),
     "diagnostics._precision.probe": (
         "diagnostics/precision/test_sensitivity",
         "a probe is run by the search",

@@ -11,13 +11,17 @@ import tempfile
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import orbax.checkpoint
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jmp_scale
 import jmp_scale.nnx
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics import precision_report
+from jmp_scale.diagnostics import check_step, precision_report
 from jmp_scale.diagnostics._run import health
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,6 +38,40 @@ DOORS = ("presets", "diagnostics", "plotting", "linen", "nnx", "checkpoints")
 MODULES = ("jmp_scale", *(f"jmp_scale.{name}" for name in DOORS))
 PRECISION = pathlib.Path(diagnostics.__file__).parent.glob("_precision/*.py")
 PRECISION = "\n".join(path.read_text() for path in PRECISION)
+
+
+# What `check_step` is given after the block that defines a step.
+STEPS = {
+    "docs/quickstart.md": {
+        "train_step": "train_step, params, tx.init(params), x",
+        "eqx_step": "eqx_step, model, opt_state, x",
+        "stateful_step": "stateful_step, model, state, opt_state, x",
+        "haiku_step": "haiku_step, params, state, tx.init(params), x",
+        "sgd_step": "sgd_step, w, state, x",
+    },
+    "docs/flax.md": {
+        "bfloat16_step": "bfloat16_step, model, optimizer, x",
+        "nnx_train_step": "nnx_train_step, model, scaled_optimizer, x",
+        "train_step": "train_step, state, x",
+    },
+    "docs/devices.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "sharded_step": "jax.jit(step), params, opt_state, x",
+    },
+    "docs/optax.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "two_losses_step": "two_losses_step, params, skip.init(params), scales, x",
+    },
+    "docs/half-parameters.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "nnx_step": "nnx_step, model, optimizer, ids",
+    },
+    "docs/spikes.md": {"train_step": "train_step, params, opt_state, gradient"},
+    "docs/monitor.md": {
+        "train_step": "train_step, params, opt_state, x",
+        "recorded_step": "recorded_step, params, opt_state, history, x",
+    },
+}
 
 
 def public_names(module):
@@ -80,7 +118,16 @@ def run(page):
         source = "\n" * line + code  # so that a traceback names the page's line
         with jax.numpy_rank_promotion("allow"):  # as in a reader's program
             exec(compile(source, page, "exec"), namespace)
+            for name, call in STEPS.get(page, {}).items():
+                if f"def {name}(" in code:
+                    check_step_of(page, call, namespace)
     return namespace
+
+
+def check_step_of(page, call, namespace):
+    """Steps that readers copy are right."""
+    found = check_step(*eval(f"({call},)", namespace))
+    assert found.ok, f"{page}: {found}"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +141,71 @@ def run(page):
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(page)
+
+
+def test_the_page_on_devices_adds_up_micro_batches_and_devices_in_one_program():
+    page, size = run("docs/devices.md"), (3, 64, 64)
+    assert page["accumulated_step"]._cache_size() == 1
+    assert page["explicit_step"]._cache_size() == 1  # two steps
+
+    random = np.random.RandomState(0)
+    x, w = random.normal(size=size).astype("f"), random.normal(size=(64, 1024)) / 8
+    weights = random.randint(0, 2, size[:2]).astype("f")
+    residuals = (x.astype(float) @ w - 1) * weights[..., None] / weights.sum()
+    exact = 2 / 1024 * np.einsum("nbi,nbj->ij", x, residuals)
+
+    def assert_close(gradient):
+        assert np.linalg.norm(gradient - exact) < 4e-3 * np.linalg.norm(exact)
+
+    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale())
+    page["tx"] = tx
+
+    def state(mesh):
+        params = {"w": jnp.asarray(w, jnp.float32)}
+        return jax.device_put((params, tx.init(params)), jax.NamedSharding(mesh, P()))
+
+    with jax.set_mesh(page["explicit"]):
+        batches = jax.NamedSharding(page["explicit"], P(None, "data"))
+        batches = jax.device_put((x, weights), batches)
+        params, *_ = page["explicit_step"](*state(page["explicit"]), batches)
+        assert_close(w - jax.device_get(params["w"]))
+    params, opt_state = state(page["both"])
+    split = page["tensor_parallel_gradients"]
+    (_, count), grads = split(params, opt_state.loss_scale, (x, weights))
+    assert_close(np.asarray(grads["w"]) / count)
+
+    step = page["accumulated_step"]
+    donated = state(page["mesh"])
+    params, opt_state, _ = step(*donated, (x, weights))
+    assert donated[0]["w"].is_deleted()
+    assert_close(w - jax.device_get(params["w"]))
+    compiled = step._cache_size()
+    x[1, 5], weights[1, 5] = np.inf, 1  # on one device
+    before = jax.device_get(params["w"])
+    params, opt_state, _ = step(params, opt_state, (x, weights))
+    assert (int(opt_state.skipped), step._cache_size()) == (1, compiled)
+    for shard in params["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, before)
+
+
+def test_the_page_on_spikes_knows_before_the_update_what_is_applied():
+    page, answers = run("docs/spikes.md"), []
+    tx, opt_state = page["tx"], page["opt_state"]
+    cases = [
+        (1.0, 1.0),
+        (np.inf, 1.0),
+        (1.0, 1e4),
+        (1e3, 1.0),
+        (np.nan, 1e9),
+        (1.0, 1.0),
+    ]
+    for size, loss in cases:
+        grads, loss = {"w": jnp.full(4, size)}, jnp.float32(loss)
+        expected = page["will_apply"](opt_state, grads, loss)
+        _, opt_state = tx.update(grads, opt_state, page["params"], value=loss)
+        assert expected == opt_state.applied
+        answers.append(bool(expected))
+    assert answers == [True, False, False, False, False, True]
 
 
 def test_the_page_on_checkpoints_resumes_in_each_library_and_restores_old_states():

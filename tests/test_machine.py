@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from jmp_scale import __main__ as command
-from jmp_scale._machine import gain as _gain
-from jmp_scale._machine import report as _machine
-from jmp_scale._machine import timing as _timing
+from jmp_scale._machine import facts, gain, timing
 from jmp_scale._machine.timing import CONTROL, Comparison, Program, Ratio, Row, compare
 
-TINY = _gain.Sizes((1, 8, 4), (1, 8, 2, 4, 2), (1, 4, 4, 2))
+TINY = gain.Sizes((1, 8, 4), (1, 8, 2, 4, 2), (1, 4, 4, 2))
 RATIO = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
 PRODUCTS = ["float32", "bfloat16", "float16", 'float32, precision "highest"']
 GRADIENTS = [
@@ -40,8 +38,8 @@ STEPS = [
 @pytest.fixture(scope="module", autouse=True)
 def few_calls():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_timing, "_SAMPLE", 0.0)
-        patch.setattr(_timing, "_ROUNDS", range(2, 4))
+        patch.setattr(timing, "_SAMPLE", 0.0)
+        patch.setattr(timing, "_ROUNDS", range(2, 4))
         yield
 
 
@@ -53,7 +51,7 @@ def report(capsys, *arguments):
 @pytest.fixture(scope="module")
 def measured():
     """The comparisons of all models, in tiny sizes."""
-    return [*_gain.gains(TINY, 100)]
+    return [*gain.gains(TINY, 100)]
 
 
 def test_the_report_names_versions_device_products_and_advice(capsys):
@@ -94,7 +92,7 @@ def test_json_holds_what_the_text_says(capsys):
 
 
 def test_measure_adds_the_models_to_both(capsys, measured, monkeypatch):
-    monkeypatch.setattr(_gain, "gains", lambda *_: measured)
+    monkeypatch.setattr(gain, "gains", lambda *_: measured)
     text = report(capsys, "--measure")
     for comparison in measured:
         assert comparison.title in text
@@ -120,14 +118,14 @@ def test_every_model_is_measured_in_every_precision(measured):
         assert comparison.rows[-1].mebibytes == comparison.rows[0].mebibytes
 
 
-@pytest.mark.parametrize("make", [_gain._mlp, _gain._stage, _gain._blocks])
+@pytest.mark.parametrize("make", [gain._mlp, gain._stage, gain._blocks])
 def test_a_model_is_float32_and_its_casts_are_the_same_function(make):
     model = make(TINY)
     loss, grads = jax.value_and_grad(model.loss)(model.params, model.batch)
     assert {x.dtype for x in jax.tree.leaves((loss, grads))} == {np.dtype("float32")}
     assert float(loss) > 0
     assert all(bool(jnp.any(x != 0)) for x in jax.tree.leaves(grads))
-    for compile_ in _gain._gradients(model).values():
+    for compile_ in gain._gradients(model).values():
         value, half = compile_().run()
         np.testing.assert_allclose(float(value), float(loss), rtol=0.05)
         for x, y in zip(*map(jax.tree.leaves, (half, grads)), strict=True):
@@ -135,8 +133,8 @@ def test_a_model_is_float32_and_its_casts_are_the_same_function(make):
 
 
 def test_a_step_trains_call_after_call():
-    model = _gain._mlp(TINY)
-    for compile_ in _gain._steps(model).values():
+    model = gain._mlp(TINY)
+    for compile_ in gain._steps(model).values():
         run = compile_().run
         losses = [float(run()) for _ in range(20)]
         assert losses[-1] < losses[0]
@@ -202,26 +200,26 @@ ADVICE = [
 
 @pytest.mark.parametrize(("medians", "expected"), ADVICE)
 def test_advice_follows_the_products(medians, expected):
-    assert _machine.advice(gains(**medians), "gpu").startswith(expected)
+    assert facts.advice(gains(**medians), "gpu").startswith(expected)
 
 
 def test_advice_believes_no_gain_that_the_control_shows_too():
     products = gains(bfloat16=1.9, float16=1.9)
     noisy = Comparison(products.title, products.rows, believable=2.0)
-    assert _machine.advice(noisy, "gpu").startswith("neither gains 2.0 times")
-    assert _machine.advice(products, "cpu").startswith("half precision on a CPU")
+    assert facts.advice(noisy, "gpu").startswith("neither gains 2.0 times")
+    assert facts.advice(products, "cpu").startswith("half precision on a CPU")
 
 
 def test_settings_are_those_that_are_not_defaults(monkeypatch):
-    for name in _machine._VARIABLES:
+    for name in facts._VARIABLES:
         monkeypatch.delenv(name, raising=False)
     promotion = jax.config.jax_numpy_dtype_promotion
     with jax.numpy_dtype_promotion("standard"):
-        before = _machine.settings()
+        before = facts.settings()
     assert "jax_enable_x64" not in before
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        found = _machine.settings()
+        found = facts.settings()
     assert found["jax_enable_x64"].startswith("True (")
     assert found["jax_default_matmul_precision"].startswith("highest (")
     assert found["XLA_FLAGS"] == "--xla_allow_excess_precision=false"
@@ -229,8 +227,8 @@ def test_settings_are_those_that_are_not_defaults(monkeypatch):
 
 
 ROUNDINGS = """
-from jmp_scale._machine import report as _machine
-print(_machine.keeps_roundings())
+from jmp_scale._machine import facts
+print(facts.keeps_roundings())
 """
 
 

@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale
+from jmp_scale.diagnostics import precision_report
 from jmp_scale.nnx import Optimizer
 
 STATIC = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(8.0))
@@ -445,6 +446,33 @@ def test_gradients_before_the_model_are_refused(place):
         optimizer.update(grads, model)
     optimizer.update(model, grads)
     assert int(optimizer.step[...]) == 1
+
+
+def test_arguments_by_position_are_an_error_that_names_the_keywords():
+    model = Net(nnx.Rngs(0))
+    for argument in (nnx.Param, jmp_scale.DynamicLossScale()):
+        with pytest.raises(
+            TypeError, match=r"write loss_scale=, guard= or wrt= before"
+        ):
+            Optimizer(model, optax.adam(1e-3), argument)
+
+
+def test_the_report_differentiates_only_the_trained_variables_of_an_optimizer():
+    linear = nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    model = nnx.LoRA(4, 2, 4, base_module=linear, rngs=nnx.Rngs(1))
+    optimizer = Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
+
+    def loss(model, x):
+        return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+    def report(transform):
+        found = precision_report(loss, model, jnp.ones((2, 4)), transform=transform)
+        return [finding.message for finding in found.findings]
+
+    assert report(optimizer.value_and_grad) == []
+    (message,) = report(nnx.value_and_grad)
+    assert "frozen" in message
+    assert "transform=optimizer.value_and_grad" in message
 
 
 @pytest.mark.parametrize(

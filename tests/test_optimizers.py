@@ -32,6 +32,8 @@ TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "masked"}
 TYPICAL |= {"multi_steps", "sam", "schedule_free_adamw"}
 DTYPES = ("float32", "float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself
+# Their branches keep the dtype of the parameters, which gradients here do not have.
+FLOAT32_ONLY |= {"galore", "novograd"}
 
 # Otherwise XLA fuses two programs in different ways, and contracts a * b + c.
 NO_REWRITES = {"xla_disable_hlo_passes": "fusion", "xla_backend_optimization_level": 0}

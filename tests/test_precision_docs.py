@@ -98,7 +98,6 @@ def report(rule, name):
 
 def test_the_table_has_every_rule_and_its_section():
     assert list(ROWS) == list(PROGRAMS)
-    assert len(ROWS) == 16
 
 
 @pytest.mark.parametrize("rule", PROGRAMS)

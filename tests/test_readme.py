@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jmp_scale
-from jmp_scale.diagnostics import precision_report
+from jmp_scale.diagnostics import check_step, precision_report
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -40,7 +40,7 @@ def test_two_screens_stand_before_what_to_read_on():
     first = README.partition("\n## Read on\n")[0]
     folded = re.sub(r"<details>.*</details>", "", first, flags=re.DOTALL)
     assert len(folded.splitlines()) <= 70
-    assert len(folded.split()) <= 480
+    assert len(folded.split()) <= 500
 
 
 def test_bfloat16_takes_one_line_and_float16_four():
@@ -116,6 +116,8 @@ def test_the_step_of_float16_keeps_gradients_and_skips_an_overflow(names):
     kept, skipped, _ = names["train_step"](params, opt_state, batch * jnp.inf)
     assert skipped.skipped == opt_state.skipped + 1
     assert all((a == b).all() for a, b in zip(kept, params, strict=True))
+    found = check_step(names["train_step"], params, opt_state, batch)
+    assert not found.problems, str(found)
     assert names["train_step"]._cache_size() == 1
     report = precision_report(half_loss, params, batch)
     assert {finding.severity for finding in report.findings} <= {"note"}

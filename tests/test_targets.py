@@ -277,6 +277,50 @@ def test_autocast_gathers_weights_as_a_cast_by_hand_does(name):
     assert found_with_half_parameters == by_hand
 
 
+def sent_by_sums(name, axes, like=None, **kwargs):
+    """Collectives that add up two weights' gradients, one of each data shard."""
+    target = _targets.Target(name, 8)
+    mesh, split = target.mesh_of(axes), [*axes][1:]
+    specs = {"up": P(None, *split), "down": P(*split)}
+    stacked = {which: P("data", *spec) for which, spec in specs.items()}
+    add = functools.partial(jmp_scale.sum_gradients, axis_name="data", **kwargs)
+    mapped = jax.shard_map(
+        lambda own: add(jax.tree.map(lambda x: x[0], own), like=like),
+        mesh=mesh,
+        in_specs=(stacked,),
+        out_specs=like or specs,
+        check_vma=False,
+    )
+    own = {
+        which: jax.ShapeDtypeStruct(
+            (axes["data"], *shape),
+            jnp.float32,
+            sharding=NamedSharding(mesh, stacked[which]),
+        )
+        for which, shape in (("up", (1024, 4096)), ("down", (4096, 1024)))
+    }
+    options = _compiled.options(target)
+    compiled = jax.jit(mapped).lower(own).compile(compiler_options=options)
+    return _wire.totals(_wire.parse(compiled.as_text()))
+
+
+WEIGHTS = 2 * 1024 * 4096  # entries
+SHARES = {"up": P("data"), "down": P(None, "data")}
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@compiles_for("tpu-v5e", "h100")
+def test_sums_of_gradients_send_half_the_bytes_of_float32(name, wire):
+    half = {"bfloat16": "bf16", "float16": "f16"}[wire]
+    there, back = f"all-to-all {half}", f"all-gather {half}"
+    sent = functools.partial(sent_by_sums, name, wire=wire)
+    assert sent({"data": 8}) == {there: (2, 2 * WEIGHTS), back: (2, 2 * WEIGHTS)}
+    assert sent({"data": 8}, SHARES) == {there: (2, 2 * WEIGHTS)}
+    # Beside tensor parallelism no device holds, or sends, what the others split.
+    split = {"data": 4, "model": 2}
+    assert sent(split) == {there: (2, WEIGHTS), back: (2, WEIGHTS)}
+
+
 def collectives(program, name, how):
     """(number, bytes on the wire) of a minimal program, by kind and dtype."""
     text = _minimal.compile_minimal(program, _targets.Target(name, 8), how).as_text()

@@ -1,11 +1,12 @@
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_scale import DynamicLossScale, StaticLossScale
+from jmp_scale import DynamicLossScale, StaticLossScale, _validation
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -204,3 +205,22 @@ def test_a_counter_beyond_int32_is_a_value_error_that_names_it(name, value):
 def test_an_integer_beyond_float64_is_a_value_error_that_names_the_argument(argument):
     with pytest.raises(ValueError, match=f"expected {argument} to be "):
         DynamicLossScale(**{argument: 10**5000})
+
+
+@_validation.renamed(size="width", dim="axis")
+def area(width, axis=0):
+    """Of a square."""
+    return width**2 + axis
+
+
+def test_an_argument_under_its_earlier_name_works_and_warns_at_the_user_s_line():
+    with pytest.warns(DeprecationWarning, match="^area: .* size is now width; write"):
+        assert area(size=3) == 9
+    with pytest.warns(DeprecationWarning, match="dim is now axis") as warned:
+        assert area(3, dim=1) == 10
+    assert [w.filename for w in warned] == [__file__]
+    assert area(3, axis=1) == 10  # without a warning, which would be an error here
+    with pytest.raises(TypeError, match=r"^area: expected width alone, got size too"):
+        area(width=3, size=3)
+    assert list(inspect.signature(area).parameters) == ["width", "axis"]
+    assert area.__doc__ == "Of a square."

@@ -27,8 +27,12 @@ from . import marks as _marks
 from . import operations as ops
 from .dot_general import is_zero
 from .function import CastFunction, not_default
-from .interpreter import Interpreter, Notes, TraceCache, Values
+from .identities import kept_apart, no_tangent, softmax_from, with_value
+from .interpreter import ByVariable, Interpreter, Notes, TraceCache, Values
+from .linear import linear
 from .plan import Origin, Plan, Unit
+from .policies import Shown, in_sight
+from .stored import Stored, stored
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -62,16 +66,20 @@ def autocast(
     as cast.
 
     Weights' gradients are float32 from the product on; those of convolutions and
-    `ragged_dot` are half precision at first. Call the result inside `jax.jit`: outside
-    of it, each call traces anew. `diagnostics.precision_report` lists its dtypes.
+    `ragged_dot` are half precision at first. The gradient of a weight that is stored in
+    half precision is a float32 sum over all that read it, rounded once. Call the result
+    inside `jax.jit`: outside of it, each call traces anew.
+    `diagnostics.precision_report` lists its dtypes.
 
     Args:
       fun: what `jax.jit` could trace; an argument that is not an array is static.
       dtype: float16 or bfloat16, a dtype or one of `get_policy`'s names.
       backward: dtype of the products of the backward pass; default `dtype`. With
         "bfloat16", of float32's range, a float16 forward pass needs no loss scale.
-      recompute: whether the backward pass computes cheap operations again. It changes
-        memory, never results. False leaves that to the caller's `jax.checkpoint`.
+      recompute: whether the backward pass recomputes cheap operations. It changes
+        memory, never values or gradients; of second derivatives the roundings, but not
+        the quality. False leaves that to the caller's `jax.checkpoint`. A policy of
+        `jax.checkpoint`, around or within, saves half-precision arrays with either.
       keep_float32: names of what stays float32: functions in which a product is traced,
         scopes, modules, and places such as "costs.py:560".
       share_casts: whether what a product reads is cast once, and all later operations
@@ -122,7 +130,8 @@ def autocast(
             share_casts=bool(share_casts),
             setting=setting,
         )
-        results = cast.run(jaxpr, [Origin.PARAMETER] * len(flat.arrays), *flat.arrays)
+        values = map(stored, flat.arrays)
+        results = cast.run(jaxpr, [Origin.PARAMETER] * len(flat.arrays), *values)
         cast.warn_of_nothing(jaxpr)
         return flat.result(results)
 
@@ -165,11 +174,11 @@ class Cast(Interpreter):
     def apart(self, x: T) -> T:
         """Arrays from which XLA:GPU computes values again, and keeps no float32."""
         with_barrier = self.recompute and not self.in_loop
-        return jax.tree.map(ops.kept_apart, x) if with_barrier else x
+        return jax.tree.map(kept_apart, x) if with_barrier else x
 
     def run_products(
-        self, unit: Unit, plan: Plan, env: Values, halves: Values
-    ) -> Values:
+        self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
+    ) -> ByVariable:
         """Runs an island and its products as one function with a rule of its own."""
         inputs = unit.jaxpr.invars
         whole = {*inputs[: unit.reads]}
@@ -182,6 +191,9 @@ class Cast(Interpreter):
             Weights are cast once for both passes: where they are split over devices,
             the compiler then gathers them as in a cast by hand.
             """
+            value = env.as_stored(v)
+            if isinstance(value, Stored):
+                return value.half
             if v not in plan.halves and (v in whole or not _jaxpr.is_float32(v)):
                 return env[v]
             if v not in halves:
@@ -227,31 +239,40 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
 
     operands = {i for _, wires in unit.products for i in wires[:2]}
 
-    def forward(inputs: Arrays, copies: Arrays) -> Results:
+    def rerun(given: ByPosition, inputs: Arrays, copies: Arrays) -> Results:
         with _jaxpr.scope(unit.scope):
             outs = island.run(inputs)
             values = island.halved(island.read(outs, copies))
-        made = {}
+        made = {k: x.astype(jnp.float32) for k, x in given.items()}
         for k, (product, wires) in enumerate(unit.products):
-            with _jaxpr.scope(product.scope):
-                made[k] = product.run(cast.forward, *(values[i] for i in wires))
+            if k not in given:
+                with _jaxpr.scope(product.scope):
+                    made[k] = product.run(cast.forward, *(values[i] for i in wires))
         own = {i: x for i, x in enumerate(outs) if i not in island.passed}
         return Results(own, made, {i: values[i] for i in unit.kept})
 
-    forward.__name__ = _marks.UNIT
-    run = jax.custom_jvp(forward)
+    def forward(inputs: Arrays, copies: Arrays) -> Results:
+        return rerun({}, inputs, copies)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def unchanged(results: Results, inputs: Arrays, copies: Arrays) -> Results:
+        return results
+
+    unchanged.__name__ = forward.__name__ = _marks.UNIT
+    # Two functions with one rule. The rule of the first runs `forward` as it is, where
+    # policies of `jax.checkpoint` see its products. The second attaches to these
+    # results the derivatives that are left. Its inputs are not stopped: JAX drops the
+    # rule of a function of known values, and with it second derivatives in a scan.
+    run = jax.custom_jvp(forward)
+    attach = jax.custom_jvp(unchanged)
+
     def tangents_of(
-        copies: Arrays,
-        known: ByPosition,
-        kept: ByPosition,
+        residuals: tuple[Arrays, ByPosition, ByPosition, _Whole | None],
         live: ByPosition,
-        whole: "_Whole | None",
     ) -> tuple[ByPosition, ByPosition]:
         """Tangents of results and of products, by position, for those of inputs."""
-        read, known, kept = cast.apart((copies[: unit.reads], known, kept))
-        copies = [*read, *copies[unit.reads :]]
+        copies, known, kept, whole = residuals
+        own, known, kept = cast.apart((copies[: unit.reads], known, kept))
+        copies = [*own, *copies[unit.reads :]]
         with _jaxpr.scope(unit.scope):
             found, values = island.again(copies, known, kept, live, whole)
         # Cast once, so the cotangents of what several products read meet in half
@@ -270,27 +291,49 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
                     made[k] = cast.apart(tangent)
         return found, made
 
-    def rule(
-        primals: tuple[Arrays, Arrays], tangents: tuple[Sequence[Any], Any]
+    def derivative(
+        results: Results, inputs: Arrays, copies: Arrays, tangents: Sequence[Any]
     ) -> tuple[Results, Results]:
         if cast.backward == jnp.float16:
             _marks.warn_of_no_loss_scale(cast.notes.warned)
-        outs, made, kept = results = run(*primals)
-        live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
+        outs, made, kept = results = attach(results, inputs, copies)
+        live = {i: t for i, t in enumerate(tangents) if not is_zero(t)}
         known = {i: outs[i] for i in unit.known}
         # Second derivatives need the range of `backward`, which float16 copies lack.
         whole = None
         if cast.is_mixed:
-            whole = _Whole(primals[0], {i: outs[i] for i in kept})
-        found, moved = tangents_of(primals[1], known, kept, live, whole)
+            whole = _Whole(inputs, {i: outs[i] for i in kept})
+        found, moved = linear(tangents_of, (copies, known, kept, whole), live)
         return results, Results(
             outs=_tangents(outs, found),
             made=_tangents(made, moved),
             kept=_tangents(kept, found),
         )
 
-    run.defjvp(rule, symbolic_zeros=True)
-    return run
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def rule(
+        primals: tuple[Arrays, Arrays], tangents: tuple[Sequence[Any], Any]
+    ) -> tuple[Results, Results]:
+        return derivative(forward(*primals), *primals, tangents[0])
+
+    @functools.partial(attach.defjvp, symbolic_zeros=True)
+    def rule_of_results(
+        primals: tuple[Results, Arrays, Arrays],
+        tangents: tuple[Any, Sequence[Any], Any],
+    ) -> tuple[Results, Results]:
+        return derivative(*primals, tangents[1])
+
+    return in_sight(
+        Shown(
+            run=run,
+            forward=forward,
+            rerun=lambda given, *args: attach(rerun(given, *args), *args),
+            given_by=lambda results: {
+                k: x.astype(cast.forward) for k, x in results.made.items()
+            },
+            products=[product.jaxpr.eqns[-1] for product, _ in unit.products],
+        )
+    )
 
 
 class _Island:
@@ -347,10 +390,10 @@ class _Island:
                 if i in self._unit.softmaxes:
                     exponents, axes = self._softmaxes[v]
                     result = kept[i].astype(x.dtype)
-                    return ops.softmax_from(values[exponents], result, axes)
+                    return softmax_from(values[exponents], result, axes)
                 if i not in self._unit.known:
                     return x
-                return ops.with_value(x, known[i]) if v in reached else known[i]
+                return with_value(x, known[i]) if v in reached else known[i]
 
             changed = [some.get(i, x) for i, x in enumerate(inputs)]
             outs = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
@@ -364,18 +407,18 @@ class _Island:
             found |= whole.operands
             for i in self._halved:
                 operands = (x[i].astype(self._cast.backward) for x in (found, values))
-                values[i] = ops.with_value(*operands)
+                values[i] = with_value(*operands)
         return tangents, values
 
 
 def _with_derivative_of(x: jax.Array, copy: jax.Array) -> jax.Array:
     is_half = copy.dtype != x.dtype
-    return ops.with_value(x, copy.astype(x.dtype)) if is_half else copy
+    return with_value(x, copy.astype(x.dtype)) if is_half else copy
 
 
 def _tangents(primals: ByPosition, found: ByPosition) -> dict[int, Any]:
     """The tangents that were found, and zeros for the others."""
     return {
-        i: found[i].astype(x.dtype) if i in found else ops.no_tangent(x)
+        i: found[i].astype(x.dtype) if i in found else no_tangent(x)
         for i, x in primals.items()
     }

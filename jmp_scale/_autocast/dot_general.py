@@ -13,6 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
+from .linear import linear
 
 # Algorithms of a GPU's matrix units: half-precision operands, float32 sums and results.
 ALGORITHMS = {
@@ -100,14 +101,12 @@ def bilinear(
     ) -> jax.Array:
         return product(*copies)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # its casts are not kept
-    def terms(copies: tuple[jax.Array, ...], live: dict[int, jax.Array]) -> jax.Array:
-        return sum_of_terms(term, copies, live)
-
     def rule(primals: Any, tangents: Any) -> Any:
         # A copy's tangent is the operand's once more.
         live = {s: t for s, t in enumerate(tangents[0]) if not is_zero(t)}
-        return run(*primals), terms(primals[1], live)
+        # Its casts are not saved.
+        moved = linear(functools.partial(sum_of_terms, term), primals[1], live)
+        return run(*primals), moved
 
     run.defjvp(rule, symbolic_zeros=True)
     return run((*operands,), (*copies,))

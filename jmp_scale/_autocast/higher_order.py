@@ -4,20 +4,22 @@ They are put back through JAX's public functions, because the parameters of its
 higher-order primitives are not an interface.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 from jax import lax
 from jax.custom_derivatives import zero_from_primal
-from jax.extend.core import Primitive
 
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn, Program
 from .dot_general import is_zero
+from .stored import Value, array_of, places_of
 
-Values = list[jax.Array]
+Results = list[jax.Array]
+Values = Sequence[Value]
+# "policy": of a checkpoint that chooses itself what is saved.
+Part = Literal["loop", "rule", "policy", ""]
 
 
 class Body(Protocol):
@@ -28,32 +30,39 @@ class Body(Protocol):
         jaxpr: Program,
         *,
         places: Sequence[int | None],
-        part_of: Literal["loop", "rule", ""],
+        part_of: Part,
+        stored: Sequence[int] = (),
     ) -> Callable[..., list[jax.Array]]:
         """A function of the jaxpr's inputs.
 
         `places` has for each of these the position of the operand of the equation that
-        it is in every run, or None.
+        it is in every run, or None. `stored` are the positions of further inputs whose
+        cotangents are added up in float32 within it.
         """
         ...
 
 
-def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
+def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     loop = _jaxpr.loop_of(eqn)
     if loop is None:
         return None
     first, last = loop.consts, loop.consts + loop.carry
     places = [None if first <= i < last else i for i in range(len(values))]
-    run = body(loop.body, places=places, part_of="loop")
+    # A float32 copy of a stack would be made as a whole: a slice is read once a turn.
+    slices = [i for i in places_of(values) if i >= last]
+    run = body(loop.body, places=places, part_of="loop", stored=slices)
+    carried, scanned = (
+        [*map(array_of, part)] for part in (values[first:last], values[last:])
+    )
 
-    def step(carry: Values, xs: Values) -> tuple[Values, Values]:
+    def step(carry: Results, xs: Results) -> tuple[Results, Results]:
         results = run(*values[:first], *carry, *xs)
         return results[: loop.carry], results[loop.carry :]
 
     carry, ys = lax.scan(
         step,
-        init=values[first:last],
-        xs=values[last:],
+        init=carried,
+        xs=scanned,
         length=loop.trips,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
@@ -61,7 +70,26 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
     return [*carry, *ys]
 
 
-def _while(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
+def _scan3(eqn: JaxprEqn, values: Values, body: Body) -> Results:
+    """A scan that hands on values in references, which its iterations write."""
+    params, are_scanned = _jaxpr.params_of(eqn), _jaxpr.params_of(eqn)["extensives"]
+    atoms = enumerate(eqn.invars)
+    places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]
+    slices = [i for i in places_of(values) if are_scanned[i]]
+    run = body(params["jaxpr"], places=places, part_of="loop", stored=slices)
+    pairs = [*zip(values, are_scanned, strict=True)]
+
+    def step(_: None, xs: Results) -> tuple[None, Results]:
+        turn = iter(xs)
+        return None, run(*(next(turn) if each else x for x, each in pairs))
+
+    scanned = [array_of(x) for x, each in pairs if each]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    _, ys = lax.scan(step, None, scanned, **options)
+    return ys
+
+
+def _while(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     loop = _jaxpr.loop_of(eqn)
     condition = eqn.params["cond_jaxpr"]
     # Under `vmap` a loop ends for one index after the other.
@@ -74,47 +102,43 @@ def _while(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
     return lax.while_loop(
         lambda carry: test(*values[:count], *carry)[0],
         lambda carry: run(*values[count:first], *carry),
-        values[first:],
+        [*map(array_of, values[first:])],
     )
 
 
-def _cond(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
+def _cond(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     if eqn.params.get("branches_platforms"):
         return None  # public functions cannot put these branches back
     places = range(1, len(values))
     branches = [body(b, places=places, part_of="") for b in eqn.params["branches"]]
-    return lax.switch(values[0], branches, *values[1:])
+    return lax.switch(array_of(values[0]), branches, *values[1:])
 
 
-def _remat(eqn: JaxprEqn, values: Values, body: Body) -> Values:
-    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+def _remat(eqn: JaxprEqn, values: Values, body: Body) -> Results:
+    params = _jaxpr.params_of(eqn)
+    policy, prevent_cse = params["policy"], params["prevent_cse"]
     # With a policy, that alone says what is kept.
-    part_of = "rule" if policy else ""
-    run = body(_jaxpr.subjaxprs(eqn)[0], places=range(len(values)), part_of=part_of)
-    policy = policy and functools.partial(_saves, policy)
-    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*values)
+    part_of = "policy" if policy else ""
+    # Their sums are within: barriers of the backward pass would make float32 copies.
+    run = body(
+        _jaxpr.subjaxprs(eqn)[0],
+        places=range(len(values)),
+        part_of=part_of,
+        stored=places_of(values),
+    )
+    fun = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+    return fun(*map(array_of, values))
 
 
-def _saves(
-    policy: Callable[..., Any], primitive: Primitive, *avals: Any, **params: Any
-) -> Any:
-    """A policy of `jax.checkpoint` for products that are functions with a rule."""
-    if primitive.name == "custom_jvp_call":
-        for inner in _jaxpr.equations(params["call_jaxpr"]):
-            if inner.primitive.name in _jaxpr.PRODUCTS:
-                primitive, params = inner.primitive, inner.params
-    return policy(primitive, *avals, **params)
-
-
-def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
+def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     given = _jaxpr.jvp_rule(eqn)
     if given is None:
         return None
     jaxpr = _jaxpr.subjaxprs(eqn)[0]
     fun = jax.custom_jvp(body(jaxpr, places=range(len(values)), part_of=""))
-    first, count = eqn.params["num_consts"], len(eqn.outvars)
+    first, count = _jaxpr.params_of(eqn).get("num_consts", 0), len(eqn.outvars)
 
-    def rule(primals: Values, tangents: list[Any]) -> tuple[Values, list[Any]]:
+    def rule(primals: Results, tangents: list[Any]) -> tuple[Results, list[Any]]:
         pairs = zip(primals, tangents, strict=True)
         moving = [zero_from_primal(x) if is_zero(t) else t for x, t in pairs]
         inputs = [*primals[first:], *moving[first:]]
@@ -128,10 +152,10 @@ def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Values | None:
         ]
 
     fun.defjvp(rule, symbolic_zeros=True)
-    return fun(*values)
+    return fun(*map(array_of, values))
 
 
-def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Values:
+def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Results:
     params = eqn.params
     axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
     run = body(_jaxpr.subjaxprs(eqn)[0], places=range(len(values)), part_of="")
@@ -148,8 +172,9 @@ def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Values:
 
 # The results of an equation whose nested jaxprs are `body`'s functions, by its
 # primitive; None if it cannot be put back.
-RUNS: dict[str, Callable[[JaxprEqn, Values, Body], Values | None]] = {
+RUNS: dict[str, Callable[[JaxprEqn, Values, Body], Results | None]] = {
     "scan": _scan,
+    "scan3": _scan3,
     "while": _while,
     "cond": _cond,
     "remat2": _remat,

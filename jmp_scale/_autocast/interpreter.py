@@ -6,24 +6,36 @@ precision, and the probe of `sensitive_products` where a flag is set.
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
-from .._jaxpr import Program, Var
+from .._jaxpr import Atom, Program, Var
 from .._validation import warn
 from . import operations as ops
-from .higher_order import RUNS
+from .higher_order import RUNS, Part
+from .identities import with_cotangent_of_its_dtype, with_value
 from .marks import Names
 from .plan import Origin, Plan, Unit, make_plan
+from .stored import Stored, Value, array_of, looked_up, places_of, stored
 
 T = TypeVar("T")
-Part = Literal["loop", "rule", ""]
-Values = dict[Var, jax.Array]
+ByVariable = dict[Var, Any]  # arrays, or stored ones
+
+
+class Values(ByVariable):
+    """The values so far. Each reading of a stored one has a cotangent of its own."""
+
+    def __getitem__(self, v: Var) -> jax.Array:
+        return array_of(super().__getitem__(v))
+
+    def as_stored(self, atom: Atom) -> Value:
+        """The value itself."""
+        return super().__getitem__(atom) if isinstance(atom, Var) else atom.val
 
 
 class TraceCache:
@@ -65,8 +77,8 @@ class Interpreter(abc.ABC):
 
     @abc.abstractmethod
     def run_products(
-        self, unit: Unit, plan: Plan, env: Values, halves: Values
-    ) -> Values:
+        self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
+    ) -> ByVariable:
         """The float32 values that an island makes, and the products that read it.
 
         `env` has the values so far, `halves` half-precision copies, to which it adds.
@@ -77,14 +89,15 @@ class Interpreter(abc.ABC):
         return dataclasses.replace(
             self,
             # A rule is transposed: what is computed again has no derivative there.
-            recompute=self.recompute and part_of != "rule",
+            recompute=self.recompute and part_of not in ("rule", "policy"),
             in_loop=self.in_loop or part_of == "loop",
         )
 
     def run(
-        self, jaxpr: Program, origins: Sequence[Origin], *values: jax.Array
+        self, jaxpr: Program, origins: Sequence[Origin], *values: Value
     ) -> list[jax.Array]:
         """The results of a program whose inputs have these origins."""
+        are_stored = places_of(values)
         plan = make_plan(
             jaxpr,
             origins,
@@ -92,33 +105,49 @@ class Interpreter(abc.ABC):
             self.names,
             share_casts=self.share_casts,
             join=self.recompute,
+            stored=are_stored,
         )
-        env = dict(zip(plan.jaxpr.invars, values, strict=True)) | plan.constants
+        inputs = [*values, *(values[i] for i in plan.copied)]
+        env = Values(zip(plan.jaxpr.invars, inputs, strict=True))
+        env.update(plan.constants)
         for v in plan.jaxpr.invars:
             if v in plan.shared:
                 env[v] = self.rounded(env[v])
-        halves: Values = {}
+        halves: ByVariable = {}
         for unit in plan.units:
             equations = unit.jaxpr.eqns or unit.products[0][0].jaxpr.eqns
             with equations[-1].ctx.manager:  # settings and mesh, as they were traced
                 if unit.kind == "half":
-                    env.update(self.run_products(unit, plan, env, halves))
+                    made = self.run_products(unit, plan, env, halves)
                 else:
-                    env.update(self._run_traced(unit, plan, env))
+                    made = self._run_traced(unit, plan, env)
+            if are_stored:  # what is made of weights alone is a weight, as `w.T` is
+                for v in plan.origins.keys() & made.keys():
+                    made[v] = stored(array_of(made[v]))
+            for v in plan.named.keys() & made.keys():
+                half = checkpoint_name(made[v].astype(self.forward), plan.named[v])
+                made[v], halves[v] = half.astype(made[v].dtype), half
+            env.update(made)
         return _jaxpr.results_of(plan.jaxpr, env)
 
     def rounded(self, x: jax.Array) -> jax.Array:
         """`x` and its cotangent in half precision: one array serves all readers."""
         dtypes = self.backward, self.forward
-        return ops.with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
+        return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
-    def _run_traced(self, unit: Unit, plan: Plan, env: Values) -> Values:
+    def _run_traced(self, unit: Unit, plan: Plan, env: Values) -> ByVariable:
         """Runs equations as they are, or one whose nested jaxprs hold products."""
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
 
         def change(v: Var, x: jax.Array) -> jax.Array:
             return self.rounded(x) if v in plan.shared else x
 
+        eqn = unit.jaxpr.eqns[0]
+        if unit.kind == "other" and eqn.primitive.name == "gather":
+            values = [*map(env.as_stored, eqn.invars)]
+            if isinstance(values[0], Stored):
+                with _jaxpr.scope(unit.scope):
+                    return {eqn.outvars[0]: looked_up(eqn, values)}
         inputs = [env[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             results = self._call(unit, plan, env) if unit.kind == "call" else None
@@ -128,7 +157,7 @@ class Interpreter(abc.ABC):
                 self.notes.any_half = True
             if results is None:
                 if _jaxpr.subjaxprs(unit.jaxpr.eqns[0]):
-                    inputs = [*map(ops.with_cotangent_of_its_dtype, inputs)]
+                    inputs = [*map(with_cotangent_of_its_dtype, inputs)]
                 jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
                 results = _jaxpr.evaluate_all(_jaxpr.bare(jaxpr), inputs, change=change)
             else:
@@ -144,20 +173,25 @@ class Interpreter(abc.ABC):
         ]
 
         def body(
-            jaxpr: Program, *, places: Sequence[int | None], part_of: Part
+            jaxpr: Program,
+            *,
+            places: Sequence[int | None],
+            part_of: Part,
+            stored: Sequence[int] = (),
         ) -> Callable[..., list[jax.Array]]:
             inner = tuple(Origin.DATA if i is None else origins[i] for i in places)
             nested = self.within(unit, part_of)
-            return self.traces.made(_nested_function, nested, jaxpr, inner)
+            facts = nested, jaxpr, inner, tuple(stored)
+            return self.traces.made(_nested_function, *facts)
 
-        values = [_jaxpr.value_of(v, env) for v in eqn.invars]
-        run = RUNS.get(eqn.primitive.name)
+        values = [*map(env.as_stored, eqn.invars)]
+        run = RUNS.get(_jaxpr.name_of(eqn))
         results = run(eqn, values, body) if run else None
         name, warned = _jaxpr.name_of_call(eqn), self.notes.warned
-        if results is None and name not in warned:
+        if results is None and name not in warned and ops.has_products(eqn):
             warned.add(name)
             warn(
-                f"autocast: {name} ({eqn.primitive.name}) holds matrix products and "
+                f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products and "
                 "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
                 "give it half precision, or by jmp_scale.keep_float32"
             )
@@ -165,6 +199,17 @@ class Interpreter(abc.ABC):
 
 
 def _nested_function(
-    interpreter: Interpreter, jaxpr: Program, origins: tuple[Origin, ...]
+    interpreter: Interpreter,
+    jaxpr: Program,
+    origins: tuple[Origin, ...],
+    places: tuple[int, ...],
 ) -> Callable[..., list[jax.Array]]:
-    return functools.partial(interpreter.run, jaxpr, origins)
+    """A function of a jaxpr's inputs, of which those at `places` are stored ones."""
+
+    def run(*values: Value) -> list[jax.Array]:
+        arrays = [*values]
+        for i in places:
+            arrays[i] = stored(array_of(arrays[i]))
+        return interpreter.run(jaxpr, origins, *arrays)
+
+    return run

@@ -6,7 +6,6 @@ again, and what their derivatives read; and identities with derivatives of their
 
 import dataclasses
 import enum
-import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +30,7 @@ from .._jaxpr import (
     variables,
 )
 from .._policy import is_half
-from .dot_general import is_zero, split_sizes, sum_of_terms, wide_dot_general
+from .dot_general import split_sizes, sum_of_terms, wide_dot_general
 
 T = TypeVar("T")
 
@@ -208,6 +207,11 @@ def has_products(eqn: JaxprEqn) -> bool:
     return any(map(becomes_half, _jaxpr.equations_within(eqn)))
 
 
+def reads_half(eqn: JaxprEqn) -> bool:
+    """Whether an equation reads arrays in half precision."""
+    return any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
+
+
 def holds_half_products(eqn: JaxprEqn) -> bool:
     """Whether an equation is or holds a product that is half precision as traced."""
     equations = (eqn, *_jaxpr.equations_within(eqn))
@@ -246,8 +250,8 @@ def _reason(eqn: JaxprEqn, found: Fate) -> str:
 
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation costs less to compute again than to keep."""
-    bodies, name = _jaxpr.subjaxprs(eqn), eqn.primitive.name
-    if eqn.effects:
+    bodies, name = _jaxpr.subjaxprs(eqn), _jaxpr.name_of(eqn)
+    if _jaxpr.has_effects(eqn):
         return False
     if name == "reshard":  # to another mesh it is a border between units
         return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])
@@ -294,7 +298,7 @@ def read_by_derivative(island: Jaxpr, softmaxes: Collection[Var] = ()) -> list[A
 
 def _read(eqn: JaxprEqn, live: Sequence[Var]) -> list[Atom]:
     """Operands whose values the derivative of an equation reads."""
-    name = eqn.primitive.name
+    name = _jaxpr.name_of(eqn)
     if name in LINEAR:
         return [v for v in eqn.invars if not _jaxpr.is_floating(v)]
     if name == "mul":
@@ -349,55 +353,3 @@ def small_sums(island: Jaxpr) -> list[Var]:
         if is_small and not fits and _jaxpr.is_float32(result):
             found.append(result)
     return found
-
-
-def with_cotangent_of_its_dtype(x: T) -> T:
-    """`x`, whatever dtype the rule of a `custom_vjp` that reads it returns.
-
-    JAX passes on a float32 cotangent of a half-precision array as it is.
-    """
-    if isinstance(x, jax.Array) and is_half(x.dtype):
-        return x.astype(jnp.float32).astype(x.dtype)
-    return x
-
-
-@jax.jit
-def kept_apart(x: jax.Array) -> jax.Array:
-    return _on_gpu(lax.optimization_barrier, x)
-
-
-def _on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return lax.platform_dependent(x, cuda=fun, rocm=fun, default=lambda x: x)
-
-
-# Returns `value`, differentiates as its first argument.
-with_value = jax.custom_jvp(lambda _, value: value)
-with_value.defjvp(lambda both, t: (with_value(*both), t[0]), symbolic_zeros=True)
-
-no_tangent = jax.custom_derivatives.SymbolicZero.from_primal_value
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def softmax_from(
-    exponents: jax.Array, result: jax.Array, axes: tuple[int, ...]
-) -> jax.Array:
-    """`result`, which is the softmax of the exponents and gives their derivative."""
-    return result
-
-
-@functools.partial(softmax_from.defjvp, symbolic_zeros=True)
-def _softmax_rule(
-    axes: tuple[int, ...], primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]
-) -> tuple[jax.Array, Any]:
-    # Derivatives of this one are of the exponents too.
-    result, tangent = softmax_from(*primals, axes), tangents[0]
-    if is_zero(tangent):
-        return result, no_tangent(result)
-    # XLA:GPU has one kernel for what begins with a reduction of the rows.
-    p = _on_gpu(lambda x: x - 0 * jnp.max(x, axes, keepdims=True), result)
-    product = p * tangent
-    # Rounded probabilities do not add up to 1. Divided by their sum, a constant added
-    # to the cotangent changes nothing, as in the exact derivative.
-    mean = jnp.sum(product, axes, keepdims=True) / jnp.sum(p, axes, keepdims=True)
-    # A difference here has a wrong gradient on a CPU with jax 0.8.0.
-    return result, product + p * -mean

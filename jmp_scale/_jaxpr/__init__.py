@@ -1,4 +1,4 @@
-"""Traced programs: tables of primitives, and how jaxprs are read, rewritten and run."""
+"""Jaxprs: tables of primitives; functions that read, transform and evaluate jaxprs."""
 
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
@@ -11,6 +11,8 @@ from .evaluate import evaluate_all as evaluate_all
 from .evaluate import results_of as results_of
 from .evaluate import scope as scope
 from .evaluate import value_of as value_of
+from .hijax import name_of as name_of
+from .hijax import params_of as params_of
 from .primitives import CALLS as CALLS
 from .primitives import CHEAP as CHEAP
 from .primitives import LINEAR as LINEAR
@@ -33,10 +35,12 @@ from .read import dtype_of as dtype_of
 from .read import equations as equations
 from .read import equations_within as equations_within
 from .read import fits as fits
+from .read import has_effects as has_effects
 from .read import has_infinite_entries as has_infinite_entries
 from .read import is_float32 as is_float32
 from .read import is_floating as is_floating
 from .read import is_literal as is_literal
+from .read import is_reference as is_reference
 from .read import jvp_rule as jvp_rule
 from .read import loop_of as loop_of
 from .read import mesh_size as mesh_size
@@ -46,10 +50,12 @@ from .read import shape as shape
 from .read import size as size
 from .read import subjaxprs as subjaxprs
 from .read import variables as variables
+from .rewrite import as_copy as as_copy
 from .rewrite import excerpt as excerpt
 from .rewrite import inlined as inlined
 from .rewrite import map_equations as map_equations
 from .rewrite import map_jaxprs as map_jaxprs
+from .rewrite import read_apart as read_apart
 from .rewrite import structural_key as structural_key
 from .rewrite import with_precision as with_precision
 from .rewrite import with_scopes as with_scopes

@@ -1,4 +1,4 @@
-"""Evaluates traced programs, one equation after the other."""
+"""Evaluates jaxprs equation by equation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,8 +13,10 @@ from .read import Atom
 
 
 def evaluate(eqn: JaxprEqn, values: Sequence[Any], **params: Any) -> list[jax.Array]:
-    """The results of an equation for these operands, `params` in place of its own."""
-    # Written after `jax.core.eval_jaxpr`, which needs a jaxpr for each equation.
+    """Evaluates an equation with these operands; `params` replace its own.
+
+    It follows `jax.core.eval_jaxpr`, which would need a jaxpr for each equation.
+    """
     bound = eqn.primitive.get_bind_params({**eqn.params, **params})
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.8
     where = eqn.source_info
@@ -31,9 +33,9 @@ def evaluate_all(
     consts: Sequence[Any] = (),
     change: Callable[[Var, Any], Any] = lambda var, value: value,
 ) -> list[jax.Array]:
-    """The outputs of a bare jaxpr, evaluated equation by equation.
+    """Evaluates a bare jaxpr equation by equation, and returns its outputs.
 
-    `change` takes a variable and its value, and returns the value that it gets.
+    `change` maps a variable and its computed value to the value to use.
     """
     arguments = [*consts, *inputs]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
@@ -45,7 +47,7 @@ def evaluate_all(
 
 
 def results_of(jaxpr: Jaxpr, values: Mapping[Var, jax.Array]) -> list[jax.Array]:
-    """The outputs of a jaxpr, where its variables have these values."""
+    """Returns the outputs of a jaxpr from the values of its variables."""
     return [
         jnp.asarray(v.val) if isinstance(v, Literal) else values[v]
         for v in jaxpr.outvars
@@ -53,11 +55,11 @@ def results_of(jaxpr: Jaxpr, values: Mapping[Var, jax.Array]) -> list[jax.Array]
 
 
 def value_of(atom: Atom, values: Mapping[Var, jax.Array]) -> jax.Array:
-    """The value of a number in the program text, or of a variable."""
+    """Returns the value of a literal or of a variable."""
     return atom.val if isinstance(atom, Literal) else values[atom]
 
 
 def scope(name_stack: source_info_util.NameStack) -> AbstractContextManager[None]:
-    """A context in which operations are in these scopes too."""
+    """Returns a context that adds these name scopes to operations."""
     current = source_info_util.current_name_stack()
     return source_info_util.set_name_stack(current + name_stack)

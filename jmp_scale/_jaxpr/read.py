@@ -1,8 +1,8 @@
-"""Reads traced programs: types of variables, nested jaxprs and loops.
+"""Reads jaxprs: types of variables, nested jaxprs and loops.
 
-The parameters of JAX's higher-order primitives are not an interface and change between
-releases, so their layout is inferred from shapes where that is possible. What cannot be
-read is reported as not looked into.
+The parameters of JAX's higher-order primitives are not a public interface and change
+between releases, so their layout is inferred from shapes if possible. Other equations
+are opaque.
 """
 
 import contextlib
@@ -15,79 +15,82 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from .hijax import box_of, boxed_rule, params_of
+
 Atom = Var | Literal
 Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
 
 # What a size that is symbolic (`jax.export`) counts as: several, so that an axis of a
 # batch is not taken for one row, and a sum over it is small.
 _SYMBOLIC_SIZE = 8
-_text = functools.cache(str)  # the name of a dtype takes NumPy a microsecond
+_text = functools.cache(str)  # NumPy needs a microsecond for the name of a dtype
 
 
 class Loop(NamedTuple):
-    """A scan or while: its body, and how its operands are laid out."""
+    """A scan or while: its body, and the layout of its operands."""
 
     body: Program  # runs in each iteration
-    consts: int  # leading inputs that are the same in each iteration
-    carry: int  # inputs after these, which an iteration hands to the next
+    consts: int  # number of leading inputs that are equal in all iterations
+    carry: int  # number of following inputs, which the previous iteration computes
     offset: int  # position of the body's first input among the equation's operands
-    trips: int | None  # iterations; None if their number depends on the data
+    trips: int | None  # number of iterations; None if it depends on the data
 
     @property
     def carries(self) -> list[Var]:
-        """The variables of the body that an iteration hands to the next."""
+        """The variables of the body that the previous iteration computes."""
         inner, _ = open_jaxpr(self.body)
         return inner.invars[self.consts : self.consts + self.carry]
 
 
 def is_literal(atom: Atom) -> TypeGuard[Literal]:
-    """Whether an input of an equation is a number in the program text."""
+    """Whether an input of an equation is a literal."""
     return isinstance(atom, Literal)
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """The atoms that are not literals."""
+    """Returns the atoms that are not literals."""
     return [v for v in atoms if isinstance(v, Var)]
 
 
 def shape(atom: Atom) -> tuple[int, ...]:
-    """Shape of a variable, () if its type has none."""
+    """Returns the shape of a variable; () if its type has none."""
     dims = getattr(atom.aval, "shape", ())
     return tuple(d if isinstance(d, int) else _SYMBOLIC_SIZE for d in dims)
 
 
 def size(atom: Atom) -> int:
-    """Number of entries of a variable; 1 if its type has no shape."""
+    """Returns the number of elements of a variable; 1 if its type has no shape."""
     return math.prod(shape(atom))
 
 
 def dtype_of(atom: Atom) -> Any:
-    """Dtype of a variable that is an array."""
+    """Returns the dtype of a variable that is an array."""
     aval: Any = atom.aval
     return aval.dtype
 
 
 def bytes_per_entry(atom: Atom) -> int:
-    """Size of a variable's dtype; 8 bytes where that has none, as a random key."""
+    """Returns bytes per element; 8 if the dtype has no itemsize, such as a PRNG key."""
     return getattr(getattr(atom.aval, "dtype", None), "itemsize", 8)
 
 
 def dtype_name(atom: Atom) -> str:
-    """Name of a variable's dtype, such as "float16"; "" if its type has none."""
+    """Returns the name of a dtype, such as "float16"; "" if the type has none."""
     return _text(getattr(atom.aval, "dtype", ""))
 
 
 def is_float32(atom: Atom) -> bool:
+    """Whether a variable has the dtype float32."""
     return dtype_name(atom) == "float32"
 
 
 def is_floating(atom: Atom) -> bool:
-    """Whether a variable or number is of a real or complex dtype, of any width."""
+    """Whether a variable has a real or complex floating-point dtype of any width."""
     return "float" in dtype_name(atom) or "complex" in dtype_name(atom)
 
 
 def constant(value: object) -> np.ndarray | None:
-    """A constant of up to 65,536 entries as a float64 array; None if it is another."""
+    """Returns a constant of up to 65,536 elements as float64; None for others."""
     with contextlib.suppress(Exception):
         if getattr(value, "size", 1) <= 65_536:
             array = np.asarray(value)
@@ -97,52 +100,66 @@ def constant(value: object) -> np.ndarray | None:
 
 
 def has_infinite_entries(value: Any) -> bool:
-    """Whether a constant of any size is known to have infinite entries."""
+    """Whether a constant of any size is known to have infinite elements."""
     with contextlib.suppress(Exception):
         return bool(np.isinf(value).any())
     return False
 
 
 def bare(jaxpr: Program) -> Jaxpr:
-    """A jaxpr without the values of its constants."""
+    """Returns a jaxpr without the values of its constants."""
     inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
 
 
 def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[Any]]:
-    """A jaxpr and the values of its constants, None where they are unknown."""
+    """Returns a bare jaxpr and the values of its constants, None if unknown."""
     inner = bare(jaxpr)
     consts = list(getattr(jaxpr, "consts", ()) or ())
-    # A bare jaxpr names its constants without their values.
+    # A bare jaxpr has variables for its constants, but no values.
     if len(consts) != len(inner.constvars):
         consts = [None] * len(inner.constvars)
     return inner, consts
 
 
 def is_jaxpr(value: object) -> TypeGuard[Program]:
+    """Whether a parameter of an equation is a jaxpr."""
     return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
 def is_no_sequence(value: object) -> bool:
-    """Whether a parameter of an equation is taken as a whole; lists are searched."""
+    """Whether a parameter of an equation is a leaf; lists are searched."""
     return not isinstance(value, (tuple, list))
 
 
+def is_reference(atom: Atom) -> bool:
+    """Whether a variable is a reference to an array, which equations write."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than to return results; `Scan3` does not say it."""
+    return bool(eqn.effects) or any(map(is_reference, variables(eqn.invars)))
+
+
 def subjaxprs(eqn: JaxprEqn) -> list[Program]:
-    """All jaxprs among the parameters of an equation, whatever their names."""
-    values = jax.tree.leaves([*eqn.params.values()], is_leaf=is_no_sequence)
-    return [*filter(is_jaxpr, values)]
+    """Returns all jaxprs among the parameters of an equation."""
+    values = jax.tree.leaves([*params_of(eqn).values()], is_leaf=is_no_sequence)
+    # An object of hijax contains the result of `jax.jit(f).trace`.
+    traced = jax.stages.Traced
+    opened = (x.jaxpr if isinstance(x, traced) else x for x in values)
+    return [*filter(is_jaxpr, opened)]
 
 
 def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
-    """All equations of a jaxpr, including those of the jaxprs within them."""
+    """Yields all equations of a jaxpr, including those of nested jaxprs."""
     for eqn in bare(jaxpr).eqns:
         yield eqn
         yield from equations_within(eqn)
 
 
 def equations_within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """All equations of the jaxprs within an equation."""
+    """Yields all equations of an equation's nested jaxprs."""
     for nested in subjaxprs(eqn):
         yield from equations(nested)
 
@@ -154,13 +171,13 @@ def fits(jaxpr: Program, inputs: int, outputs: int) -> bool:
 
 
 def name_of_call(eqn: JaxprEqn) -> str:
-    """Name of the function that an equation calls, "" if unknown."""
+    """Returns the name of the function that an equation calls, "" if unknown."""
     (inner, *_) = map(bare, subjaxprs(eqn))
-    return eqn.params.get("name") or getattr(inner.debug_info, "func_name", "")
+    return params_of(eqn).get("name") or getattr(inner.debug_info, "func_name", "")
 
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
-    """The layout of a scan or while equation; None if it is another or unreadable."""
+    """Returns the layout of a scan or while; None for other or opaque equations."""
     if eqn.primitive.name == "while":
         return Loop(
             body=eqn.params["body_jaxpr"],
@@ -177,7 +194,7 @@ def _scan_layout(eqn: JaxprEqn) -> Loop | None:
     if len(bodies) != 1 or not fits(bodies[0], len(eqn.invars), len(eqn.outvars)):
         return None
     inner = bare(bodies[0])
-    # Scanned operands and stacked results have one axis more outside than inside.
+    # Scanned operands and stacked results have one more axis outside than inside.
     pairs = zip(eqn.invars, inner.invars, strict=True)
     same_in = [shape(a) == shape(b) for a, b in pairs]
     pairs = zip(eqn.outvars, inner.outvars, strict=True)
@@ -203,9 +220,11 @@ class Rule(NamedTuple):
 
 
 def jvp_rule(eqn: JaxprEqn) -> Rule | None:
-    """The rule of a custom_jvp call; None if unreadable."""
+    """Returns the rule of a custom_jvp call; None if it cannot be read."""
     with contextlib.suppress(Exception):
-        # JAX asks of each tangent whether it is zero: the rule is traced for none.
+        if (box := box_of(eqn)) is not None:
+            return Rule(boxed_rule(box), [False] * len(eqn.outvars))
+        # JAX asks of each tangent whether it is zero; the rule is traced for no zeros.
         primals = len(eqn.invars) - eqn.params["num_consts"]
         traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
         jaxpr, consts, zeros = traced
@@ -214,6 +233,6 @@ def jvp_rule(eqn: JaxprEqn) -> Rule | None:
 
 
 def mesh_size(eqn: JaxprEqn) -> int:
-    """How many devices run the jaxpr of a `shard_map`; 1 for other equations."""
+    """Returns the number of devices of a `shard_map`; 1 for other equations."""
     is_map = eqn.primitive.name == "shard_map"
     return eqn.params["mesh"].size if is_map else 1

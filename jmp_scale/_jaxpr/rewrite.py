@@ -1,8 +1,8 @@
-"""Makes other programs of traced ones: excerpts, opened calls, scopes, precisions."""
+"""Transforms jaxprs: extracts equations, inlines calls, sets scopes and precisions."""
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import NameStack
 from jax.sharding import AxisType, Sharding
 
-from .primitives import PRODUCTS
+from .primitives import PRODUCTS, REARRANGES
 from .read import (
     Atom,
     Program,
@@ -24,7 +24,7 @@ from .read import (
 
 
 def structural_key(jaxpr: Jaxpr) -> Hashable:
-    """A hashable key, equal for the same equations from the same source lines."""
+    """Returns a key that is equal for equal equations from the same source lines."""
     numbers: dict[Var, int] = {}
 
     def name(atom: Atom) -> Hashable:
@@ -42,7 +42,7 @@ def structural_key(jaxpr: Jaxpr) -> Hashable:
 
 
 def without_common_scope(jaxpr: Jaxpr) -> tuple[NameStack, Jaxpr]:
-    """The scopes in which all equations are, and the jaxpr with the others."""
+    """Returns the name scopes of all equations, and the jaxpr without these scopes."""
     stacks = [eqn.source_info.name_stack for eqn in jaxpr.eqns]
     columns = zip(*(stack.stack for stack in stacks), strict=False)
     depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, columns)])
@@ -53,17 +53,17 @@ def without_common_scope(jaxpr: Jaxpr) -> tuple[NameStack, Jaxpr]:
 
 
 def with_scopes(eqn: JaxprEqn, name_stack: NameStack) -> JaxprEqn:
-    """An equation in these scopes in place of its own."""
+    """Replaces the name scopes of an equation."""
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
 
 
 def with_precision(jaxpr: Program, precision: str | None) -> Program:
-    """A jaxpr whose products without a precision of their own have this one."""
+    """Sets the precision of products that have none."""
     if precision is None:
         return jaxpr
     try:
         level = jax.lax.Precision(precision)
-    except ValueError:  # it names an algorithm
+    except ValueError:  # the name of an algorithm
         return jaxpr
 
     def change(eqn: JaxprEqn) -> JaxprEqn:
@@ -76,14 +76,14 @@ def with_precision(jaxpr: Program, precision: str | None) -> Program:
 
 
 def map_equations(fun: Callable[[JaxprEqn], JaxprEqn], jaxpr: Program) -> Program:
-    """A jaxpr with `fun` of each of its own equations."""
+    """Applies `fun` to each equation of a jaxpr, but not to nested jaxprs."""
     inner = bare(jaxpr)
     changed = inner.replace(eqns=[*map(fun, inner.eqns)])
     return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
 
 
 def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation, with `fun` of each jaxpr among them."""
+    """Returns the parameters of an equation, with `fun` applied to nested jaxprs."""
 
     def change(value: object) -> object:
         return fun(value) if is_jaxpr(value) else value
@@ -95,7 +95,7 @@ def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, An
 def inlined(
     jaxpr: Program, is_open: Callable[[JaxprEqn], bool]
 ) -> tuple[Jaxpr, dict[Var, Any]]:
-    """A jaxpr with some of its calls opened, and its constants by variable."""
+    """Inlines calls for which `is_open`; returns the constants by variable, too."""
     constants: dict[Var, Any] = {}
     eqns: list[JaxprEqn] = []
 
@@ -165,13 +165,52 @@ def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn
     )
 
 
+def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]:
+    """A jaxpr with a further input for each equation that reads one of these inputs.
+
+    An equation that only moves their entries is repeated for each that reads its
+    result. Also returns of which inputs the further ones are copies, in their order.
+    """
+    moves: dict[Var, JaxprEqn] = {}
+    copied: list[Var] = []
+    copies: list[Var] = []
+    eqns: list[JaxprEqn] = []
+
+    def own(atom: Atom) -> Atom:
+        if isinstance(atom, Literal) or not (atom in inputs or atom in moves):
+            return atom
+        copy = Var(atom.aval)
+        if atom in moves:
+            move = moves[atom]
+            sources = [*map(own, move.invars)]
+            eqns.append(move.replace(invars=sources, outvars=[copy]))
+        else:
+            copied.append(atom)
+            copies.append(copy)
+        return copy
+
+    for eqn in jaxpr.eqns:
+        is_move = eqn.primitive.name in REARRANGES and len(eqn.invars) == 1
+        if is_move and (eqn.invars[0] in inputs or eqn.invars[0] in moves):
+            moves[eqn.outvars[0]] = eqn
+        else:
+            eqns.append(eqn.replace(invars=[*map(own, eqn.invars)]))
+    outputs = [*map(own, jaxpr.outvars)]
+    return excerpt(jaxpr, eqns, [*jaxpr.invars, *copies], outputs), copied
+
+
+def as_copy(eqn: JaxprEqn) -> JaxprEqn:
+    """An equation that returns what the given one reads."""
+    return eqn.replace(primitive=jax.lax.copy_p, params={})
+
+
 def excerpt(
     jaxpr: Jaxpr,
     eqns: Iterable[JaxprEqn],
     inputs: Iterable[Var],
     outputs: Iterable[Atom],
 ) -> Jaxpr:
-    """A jaxpr of some equations of another one, with these inputs and outputs."""
+    """Extracts equations of a jaxpr as a jaxpr with these inputs and outputs."""
     return jaxpr.replace(
         constvars=[], invars=[*inputs], outvars=[*outputs], eqns=[*eqns]
     )

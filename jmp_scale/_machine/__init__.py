@@ -1,1 +1,1 @@
-"""`python -m jmp_scale`: what half precision gains on this machine."""
+"""Half precision on this machine, as `python -m jmp_scale` reports it."""

@@ -18,7 +18,7 @@ from .._scaling.loss_scale import (
 )
 from .._scaling.transform import with_loss_scale
 from .._tree import cast_floating
-from .report import HALVES
+from .facts import HALVES
 from .timing import Comparison, Program, compare, memory_of
 
 Loss = Callable[[Any, jax.Array], jax.Array]

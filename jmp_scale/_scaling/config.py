@@ -1,4 +1,4 @@
-"""Loss scales from configuration files and flags."""
+"""`get_loss_scale`: reads loss scales from configuration files and flags."""
 
 import contextlib
 import math
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from .._policy import dtype_to_names, half_dtype, name_to_dtype
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
@@ -15,7 +16,7 @@ from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossSc
 _POWER = re.compile(r"\s*(\d+)(?:\.0*)?\s*\*\*\s*(-?\d+)(?:\.0*)?\s*")
 
 
-def get_loss_scale(spec: Any) -> LossScale:
+def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
     """Reads a loss scale from a configuration value, as `get_policy` reads a policy.
 
     | `spec` | loss scale |
@@ -28,16 +29,16 @@ def get_loss_scale(spec: Any) -> LossScale:
     | `"bf16"`, `"fp32"`, float64 | `NoOpLossScale()`: at least the range of float32 |
     | a loss scale | itself |
 
-    Dtypes are named as for `get_policy`; case and blanks do not matter. For the
-    arguments of a framework take its function in `presets`.
+    Dtypes have the names of `get_policy`; case and blanks do not matter. For the
+    arguments of a framework use its function in `presets`.
 
     Args:
       spec: a string, a number, a dtype or a loss scale.
 
     Raises:
       TypeError: an array with axes.
-      ValueError: an unknown spec (the message lists those that are known), or a number
-        that the loss scale does not allow.
+      ValueError: an unknown spec (the message lists the known ones), or a number out of
+        the range of the loss scale.
 
     Examples:
       >>> import jmp_scale
@@ -66,7 +67,7 @@ def _from_string(spec: str) -> LossScale:
     return DynamicLossScale(number) if kind == "dynamic" else StaticLossScale(number)
 
 
-def _from_dtype(dtype: Any, spec: Any) -> LossScale:
+def _from_dtype(dtype: Any, spec: object) -> LossScale:
     for known in dtype_to_names:
         with contextlib.suppress(TypeError):  # not a dtype
             if dtype is not None and jnp.dtype(dtype) == known:  # None means float64
@@ -77,13 +78,13 @@ def _from_dtype(dtype: Any, spec: Any) -> LossScale:
 def _number(text: str) -> float | None:
     power = _POWER.fullmatch(text)
     try:
-        # math.pow, because `9**999999999` as an integer would take all memory.
+        # math.pow, because the integer 9**999999999 would take all memory.
         return math.pow(int(power[1]), int(power[2])) if power else float(text)
     except (ValueError, OverflowError):
         return None
 
 
-def _unknown(spec: Any) -> ValueError:
+def _unknown(spec: object) -> ValueError:
     return ValueError(
         f'get_loss_scale: unknown loss scale {spec!r}; known are "none"; "dynamic" or '
         '"dynamic:2**16"; a number, "1024" or "static:2**10"; a dtype or its name '

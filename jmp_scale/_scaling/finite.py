@@ -21,9 +21,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _mesh
 from .._tree import is_inexact, promote_to_float32
-from .._types import Flag, Mesh, PyTree, Scalar
-
-Arrays = Sequence[jax.Array]
+from .._types import Arrays, Flag, Mesh, PyTree, Scalar
 
 # So many arrays of one type share a trace, and on a GPU a kernel. With more, XLA does
 # not fuse all of them with the reductions of `optax.clip_by_global_norm`.

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `grad` with the loss scaled internally."""
+"""`value_and_grad` and `grad`, which scale the loss internally."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,55 +7,62 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from .._contexts import UNSCALED
 from .._tree import map_gradients, promote_to_float32
+from .._types import Function, PyTree
 from .._validation import described, require_callable, warn
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Function,
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
     **kwargs: Any,
-) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad` that scales the loss inside; its results are unscaled.
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """`jax.value_and_grad` that scales the loss internally; its results are unscaled.
 
-    The loss is multiplied by S, and its gradients are divided by the same S in float32.
-    A power-of-two S changes no bit unless something over- or underflowed.
+    Use it in place of `jax.value_and_grad` wherever a loss is computed in float16, with
+    the loss scale of the current step: `value_and_grad(loss_fn, state.loss_scale)`.
 
-    `fun` is the whole loss, regularization terms included; never scale anything in it
-    yourself. End it in float32 (`.astype(jnp.float32)` before the last mean): the
-    gradient that enters a float16 loss is S cast to float16, infinite from S = 2^16 on.
+    It multiplies the loss by S, and divides the gradients by the same S in float32. If
+    S is a power of two, no bit of a gradient changes unless it over- or underflowed.
+
+    `fun` is the whole loss, including regularization terms; do not scale anything in it
+    yourself. Cast to float32 before the last mean (`.astype(jnp.float32)`). Otherwise
+    the gradient that enters a float16 loss is S cast to float16, which is infinite from
+    S = 2^16 on.
 
     Average over devices afterwards. New values in Flax's float8 collection
-    `_overwrite_with_gradient` pass unchanged.
+    `_overwrite_with_gradient` are returned unchanged.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
       loss_scale: the loss scale of this step, with S of shape [].
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      transform: what differentiates: `jax.value_and_grad` (default),
+      transform: differentiates `fun`: `jax.value_and_grad` (default),
         `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
       **kwargs: further arguments of `transform` (`holomorphic`, `allow_int`, ...).
 
     Returns:
-      A function of `fun`'s own arguments that returns `(loss, grads)` or `((loss, aux),
-      grads)`. Loss and gradients are float32 where they were narrower.
+      A function of the arguments of `fun` that returns `(loss, grads)` or
+      `((loss, aux), grads)`. Loss and gradients are float32 or wider.
 
     Raises:
       TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
-        is given; while tracing, `fun` returns no scalar, or not what `has_aux` says.
+        is given; while tracing, `fun` does not return a scalar, or `(loss, aux)` with
+        `has_aux`.
       ValueError: the loss scale has a shape other than ().
 
     Warns:
-      UserWarning: while tracing, float16 gradients of `autocast` and a `NoOpLossScale`;
-        or a captured `DynamicLossScale`, which is the same in every call.
+      UserWarning: while tracing, float16 gradients of `autocast` with a
+        `NoOpLossScale`, or a captured `DynamicLossScale`, whose S never changes.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
@@ -73,17 +80,18 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Function,
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
     **kwargs: Any,
-) -> Callable[..., Any]:
-    """`jax.grad` that scales the loss inside: unscaled float32 gradients.
+) -> Function:
+    """`jax.grad` that scales the loss internally, and returns unscaled gradients.
 
-    As `value_and_grad`, but it returns `grads`, or `(grads, aux)` with `has_aux`.
+    It is `value_and_grad`, except that it returns `grads`, or `(grads, aux)` with
+    `has_aux`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -95,7 +103,7 @@ def grad(
         "grad", fun, loss_scale, argnums, has_aux, transform, kwargs
     )
 
-    def unscaled_grad(*args: Any, **fun_kwargs: Any) -> Any:
+    def unscaled_grad(*args: PyTree, **fun_kwargs: PyTree) -> PyTree:
         value, grads = differentiated(*args, **fun_kwargs)
         return (grads, value[1]) if has_aux else grads
 
@@ -103,21 +111,22 @@ def grad(
 
 
 class _Output(NamedTuple):
-    """What `fun` returned. Its type shows that a transform passed it on."""
+    """The results of `fun`; by this type they are recognized behind a transform."""
 
-    loss: Any
-    aux: Any
+    loss: ArrayLike
+    aux: PyTree
 
 
 def _differentiated(
     function: str,
-    fun: Callable[..., Any],
+    fun: Function,
     loss_scale: LossScale,
     argnums: int | Sequence[int],
     has_aux: bool,
-    transform: Callable[..., Any],
+    transform: Function,
     kwargs: dict[str, Any],
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns `value_and_grad` of `fun`; errors name the public `function`."""
     numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)
     if numbers and all(type(number) is int for number in numbers):
         raise TypeError(
@@ -133,38 +142,40 @@ def _differentiated(
             f"{function}: expected no axis_name, got {kwargs['axis_name']!r}; take the "
             f"mean afterwards, jax.lax.pmean(grads, {kwargs['axis_name']!r})"
         )
-    # Every transform differentiates the first argument; Equinox's has no argnums.
+    # All transforms differentiate the first argument; Equinox's has no argnums.
     if argnums != 0:
         kwargs["argnums"] = argnums
 
-    def scaled_fun(*args: Any, **fun_kwargs: Any) -> tuple[Any, _Output]:
+    def scaled_fun(*args: PyTree, **fun_kwargs: PyTree) -> tuple[ArrayLike, _Output]:
         output = checked_output(function, fun(*args, **fun_kwargs), has_aux)
-        # The unscaled loss leaves as auxiliary output: the scaled one may be infinite.
+        # The scaled loss may be infinite, so the unscaled one is an auxiliary output.
         return loss_scale.scale(output.loss), output
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
-    def unscaled_value_and_grad(*args: Any, **fun_kwargs: Any) -> tuple[Any, Any]:
+    def unscaled_value_and_grad(
+        *args: PyTree, **fun_kwargs: PyTree
+    ) -> tuple[PyTree, PyTree]:
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
         output, grads = _checked_result(function, result)
-        # A NoOpLossScale returns float16 gradients as they are.
+        # `NoOpLossScale.unscale` would leave float16 gradients in float16.
         value = tuple(output) if has_aux else output.loss
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
 
 
-def _warn_if_captured(function: str, loss_scale: LossScale, args: Any) -> None:
-    """Warns where a traced function gets its arguments, but S from outside."""
+def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:
+    """Warns if a function is traced with its arguments, but S is a constant in it."""
     if not isinstance(loss_scale, DynamicLossScale):
         return
     s = loss_scale.loss_scale
     given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
     is_traced = bool(given) and all(isinstance(x, Tracer) for x in given)
     is_constant = isinstance(s, (jax.Array, np.ndarray)) and not isinstance(s, Tracer)
-    # In a vmap without jit, which runs at once, a new array is not traced.
+    # A new array is traced inside `jit`, but not inside an eager `vmap`.
     if is_traced and is_constant and isinstance(jnp.zeros(()), Tracer):
         warn(
             f"{function}: expected S as an argument of the traced function, got "
@@ -174,8 +185,8 @@ def _warn_if_captured(function: str, loss_scale: LossScale, args: Any) -> None:
         )
 
 
-def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
-    """The loss in float32 or wider, and the auxiliary output of `fun`."""
+def checked_output(function: str, output: PyTree, has_aux: bool) -> _Output:
+    """Returns the loss, in float32 or wider, and the auxiliary output of `fun`."""
     loss, aux = output, None
     if has_aux:
         if not isinstance(output, (tuple, list)) or len(output) != 2:
@@ -193,12 +204,13 @@ def checked_output(function: str, output: Any, has_aux: bool) -> _Output:
     return _Output(promote_to_float32(loss), aux)
 
 
-def _checked_result(function: str, result: Any) -> tuple[_Output, Any]:
+def _checked_result(function: str, result: PyTree) -> tuple[_Output, PyTree]:
+    """Returns the output of `fun` and the gradients, from the result of a transform."""
     try:
         (_, output), grads = result
-    except (TypeError, ValueError):  # not pairs, or a tracer, which is not iterable
+    except (TypeError, ValueError):  # not pairs, or a tracer that is not iterable
         output, grads = None, None
-    # Unpacking alone would take ((a, b), c) of a transform without a value for one.
+    # A transform that returns gradients only may return ((a, b), c), which unpacks too.
     if not isinstance(output, _Output):
         raise TypeError(
             f"{function}: expected transform to return ((value, aux), grads) as "

@@ -1,8 +1,8 @@
-"""The three loss scales, and their verbs."""
+"""The three loss scales, and the functions that scale, unscale and adjust."""
 
 import dataclasses
 import functools
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,36 @@ from jax.typing import ArrayLike
 
 from .. import _pytree, _validation
 from .._tree import multiply
+from .._types import Scalar
 
 T = TypeVar("T")
 
 
+class _Readable(_pytree.Pytree):
+    """A loss scale is a number for `float`, and not the state of an optimizer."""
+
+    loss_scale: Any
+
+    def __float__(self) -> float:
+        return float(self.loss_scale)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """With a state wrapped, `opt_state[0].mu` asks a loss scale for moments."""
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}; the state of the "
+                "optimizer in a LossScaleState is opt_state.inner_state, and "
+                f'optax.tree.get(opt_state, "{name}") finds a field of it'
+            )
+
+
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
-class NoOpLossScale(_pytree.Pytree):
+@dataclasses.dataclass(frozen=True, repr=False)
+class NoOpLossScale(_Readable):
     """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
 
-    A pytree without leaves.
+    It is a pytree without leaves.
     """
 
     @property
@@ -41,15 +61,15 @@ class NoOpLossScale(_pytree.Pytree):
 
 
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
-class StaticLossScale(_pytree.Pytree):
+@dataclasses.dataclass(frozen=True, repr=False)
+class StaticLossScale(_Readable):
     """A constant loss scale.
 
-    A pytree without leaves: another S is another compilation.
+    It is a pytree without leaves, so a compiled step recompiles for another S.
 
     Args:
-      loss_scale: S, a number or a concrete 0-d array in [2^-126, 2^126]. Take a power
-        of two, which scales and unscales exactly.
+      loss_scale: S, a number or a concrete 0-d array in [2^-126, 2^126]. A power of two
+        scales and unscales exactly.
 
     Raises:
       TypeError: `loss_scale` is not a real number.
@@ -77,9 +97,12 @@ class StaticLossScale(_pytree.Pytree):
 
 
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
-class DynamicLossScale(_pytree.Pytree):
-    """A loss scale that backs off at an overflow and grows after a finite period.
+@dataclasses.dataclass(frozen=True, repr=False)
+class DynamicLossScale(_Readable):
+    """A loss scale that backs off at an overflow, and grows after a finite period.
+
+    Use it for float16 training. It needs no tuning: S settles just below the values at
+    which gradients overflow.
 
     ```text
     finite:      counter += 1
@@ -100,36 +123,37 @@ class DynamicLossScale(_pytree.Pytree):
     S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
     after the third step and 32 after the sixth.
 
-    A frozen dataclass and a pytree of the leaves `loss_scale` and `counter` (and
-    `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`. All
-    other fields are static. `adjust` keeps shapes and dtypes, as `lax.scan` wants.
+    It is a frozen dataclass and a pytree. Its leaves are `loss_scale` and `counter`
+    (and `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`.
+    All other fields are static. `adjust` preserves shapes and dtypes, as `lax.scan`
+    requires.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
     first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
 
     Args:
-      loss_scale: initial S, f32[]; 2^15 is the largest power of two that float16 holds.
-        A Python or NumPy number must lie in [min_loss_scale, max_loss_scale]: for S < 1
-        lower the floor. A device array is clipped to [2^-126, 2^126]; NaN to the floor.
+      loss_scale: initial S, f32[]; 2^15 is the largest power of two in float16. A
+        Python or NumPy number must lie in [min_loss_scale, max_loss_scale]; lower the
+        floor for S < 1. A device array is clipped to [2^-126, 2^126], NaN to the floor.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
       min_loss_scale: floor of S, float32; below 1 for unscaled gradients that
         overflow. Values below 2^-126 (0, say) mean 2^-126.
-      max_loss_scale: cap of S, float32; float16 gains nothing beyond 2^24. Values above
-        2^126 mean 2^126.
+      max_loss_scale: cap of S, float32; a higher cap than 2^24 brings float16 nothing.
+        Values above 2^126 mean 2^126.
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
-      hysteresis_reset: what refills the hysteresis: "growth" of S, every "finite" step,
-        or "finite_or_backoff".
+      hysteresis_reset: the event that refills the hysteresis: "growth" of S, every
+        "finite" step, or "finite_or_backoff".
       at_max: "hold" skips a growth that would exceed the cap, "clamp" grows to the cap.
       hysteresis_left: overflows left until S backs off, i32[]; None is `hysteresis`.
         Not a leaf with hysteresis = 1.
 
     Raises:
       TypeError: an argument is not a number (or not a string, for the two words).
-      ValueError: an argument is out of its range; the message says what is allowed.
+      ValueError: an argument is out of its range; the message names the range.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -168,8 +192,8 @@ class DynamicLossScale(_pytree.Pytree):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _starts(self) -> dict[str, Any]:
-        # Without hysteresis, the default, each checkpoint has one leaf less.
+    def _starts(self) -> dict[str, int]:
+        # Without hysteresis (the default) checkpoints have one leaf less.
         left = {"hysteresis_left": self.hysteresis} if self.hysteresis > 1 else {}
         return {"counter": -self.growth_delay, **left}
 
@@ -177,8 +201,8 @@ class DynamicLossScale(_pytree.Pytree):
         """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
 
         Args:
-          tree: pytree; leaves that are not real or complex floating point pass
-            unchanged, and so does Flax's float8 collection `_overwrite_with_gradient`.
+          tree: pytree; leaves that are not real or complex floating point are returned
+            unchanged, like Flax's float8 collection `_overwrite_with_gradient`.
 
         Returns:
           The same structure. Floating-point leaves narrower than 32 bits come back as
@@ -190,21 +214,22 @@ class DynamicLossScale(_pytree.Pytree):
         return multiply("scale", tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divides by S, in float32 or wider, so that what scaling saved is kept.
+        """Divides by S, in float32 or wider, so that small gradients do not underflow.
 
-        Give it the gradients of the loss that this very S scaled: before `adjust`, and
-        before any mean over devices or micro-batches. Leaves, dtypes and errors are
-        those of `scale`. Exact when S is a power of two.
+        Call it with the gradients of the loss that this very S scaled: before `adjust`,
+        and before any mean over devices or micro-batches. Leaves, dtypes and errors are
+        those of `scale`. The division is exact if S is a power of two.
         """
         return multiply("unscale", tree, self.loss_scale, inverse=True)
 
     def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
-        """The loss scale of the next step: the rule above, as one select.
+        """Returns the loss scale of the next step: the rule above, as one select.
 
         Args:
           grads_finite: bool, of the shape of `loss_scale` ([], except under `vmap`).
-          loss_finite: bool of that shape; False when the unscaled loss itself is NaN or
-            infinite. No S changes the forward pass, so everything stays as it is.
+          loss_finite: bool of that shape; False if the unscaled loss itself is NaN or
+            infinite. The loss scale is then returned unchanged, because no S changes
+            the forward pass.
 
         Raises:
           ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.
@@ -212,7 +237,7 @@ class DynamicLossScale(_pytree.Pytree):
         self._check_flag("grads_finite", grads_finite)
         cases = self._after_finite(), self._after_overflow()
         new = jax.tree.map(functools.partial(jnp.where, grads_finite), *cases)
-        # The default is a Python True, which costs no second select.
+        # The default, a Python True, needs no second select.
         if loss_finite is not True:
             self._check_flag("loss_finite", loss_finite)
             new = jax.tree.map(functools.partial(jnp.where, loss_finite), new, self)
@@ -223,7 +248,7 @@ class DynamicLossScale(_pytree.Pytree):
         # Not `==`: a restored counter may be beyond a period that is shorter now.
         grows = counter >= self.period
         grown = s * self.factor
-        # Both ends are static, so each loss scale compiles only the part that it uses.
+        # `at_max` is static, so only one of the two is compiled.
         if self.at_max == "hold":
             grown = jnp.where(grown <= self.max_loss_scale, grown, s)
         else:
@@ -248,7 +273,8 @@ class DynamicLossScale(_pytree.Pytree):
         backed_off = jnp.where(backed_off > floor, backed_off, floor)
         leaves = {"loss_scale": backed_off, "counter": counter}
         if self.hysteresis > 1:
-            # With a reset at growth, `left` stays at 0 in a row of overflows.
+            # If only growth resets it, `left` stays 0 until S grows: each further
+            # overflow backs off at once.
             left = jnp.maximum(self.hysteresis_left - 1, 0)
             backs_off = left == 0
             leaves["loss_scale"] = jnp.where(backs_off, backed_off, s)
@@ -288,8 +314,8 @@ def adjust(
     return loss_scale.adjust(grads_finite, loss_finite=loss_finite)
 
 
-def checked_loss_scale(function: str, value: Any) -> LossScale:
-    """`value`, which must be a loss scale: else the error says how to get one."""
+def checked_loss_scale(function: str, value: object) -> LossScale:
+    """Returns `value`, a loss scale; otherwise an error says how to get one."""
     if isinstance(value, LossScale):
         return value
     is_short = isinstance(value, (str, int, float, type)) or hasattr(value, "dtype")
@@ -297,14 +323,14 @@ def checked_loss_scale(function: str, value: Any) -> LossScale:
     raise TypeError(
         f"{function}: expected a loss scale, got {got}; pass an instance such as "
         "DynamicLossScale(), jmp_scale.get_loss_scale(...) of a number or a name, or "
-        'of a state its .loss_scale, optax.tree.get(opt_state, "loss_scale")'
+        'the .loss_scale of a state, optax.tree.get(opt_state, "loss_scale")'
     )
 
 
-def scale_value(function: str, loss_scale: Any) -> jax.Array:
-    """S as f32[], of a loss scale, a number in [2^-126, 2^126] or a scalar array."""
+def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> Scalar:
+    """Returns S, f32[]; a number must be in [2^-126, 2^126], an array a scalar."""
     value = number_of(loss_scale)
-    # A device array passes unchecked: reading it would wait, or fail while tracing.
+    # A device array is not checked: reading it would wait, or fail while tracing.
     if not isinstance(value, jax.Array):
         if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
             checked_loss_scale(function, loss_scale)
@@ -318,6 +344,6 @@ def scale_value(function: str, loss_scale: Any) -> jax.Array:
     return jnp.asarray(value).astype(jnp.float32)
 
 
-def number_of(loss_scale: Any) -> Any:
-    """S of a loss scale, or what is given in place of one: a number or an array."""
+def number_of(loss_scale: LossScale | ArrayLike) -> Any:
+    """Returns S of a loss scale; a number or an array in its place as it is."""
     return getattr(loss_scale, "loss_scale", loss_scale)

@@ -17,7 +17,7 @@ loops that wait for a condition, and not under `jax_debug_nans`. It is hidden fr
 derivative.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -29,10 +29,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from .._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
 from .._tree import is_inexact, map_inexact, select_tree
-from .._types import Flag, Function, Leaf, PyTree
+from .._types import Arrays, Flag, Function, Leaf, PyTree
 
 T = TypeVar("T")
-Arrays = Sequence[jax.Array]
 
 
 def select_step(

@@ -1,78 +1,82 @@
-"""Detects steps that are far outside of what a run has shown so far."""
+"""`SpikeGuard`: detects steps far outside the usual range of a run."""
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _pytree
+from .._types import Flag, Scalar
 from .._validation import Arguments
 
-# Least spreads. Without them a run of equal losses or norms makes any other a spike.
+# Smallest deviations. Without them, any change after equal losses would be a spike.
 _NORM_FLOOR = 0.25  # bits, a factor of 1.19
-_LOSS_FLOOR = 0.02  # a share of the mean
+_LOSS_FLOOR = 0.02  # a fraction of the mean
 
-# How far a norm may leap beside an ordinary loss: 16 deviations at a threshold of 6, up
-# to 4 bits. Clean runs of 10,000 steps have norms of 14 (benchmarks/spike-rules.md).
+# A norm may exceed its mean further if the loss is ordinary: 16 deviations at a
+# threshold of 6, but at most 4 bits. In clean runs of 10,000 steps the largest norms
+# were 14 deviations above the mean (benchmarks/spike-rules.md).
 _LONE_NORM, _LARGEST_LONE_NORM = 8 / 3, 2 / 3
 
-_FEWEST_STEPS = 20  # that a mean and a deviation need
+_FEWEST_STEPS = 20  # until mean and deviation are known well enough
 _LARGEST_COUNT = 2**30  # so that no count of accepted steps overflows int32
 
 
 @_pytree.register
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class SpikeGuard(_pytree.Pytree):
-    """Detects spikes: steps whose loss or gradient norm is extraordinary.
+    """Detects spikes: steps whose loss or gradient norm is an extreme outlier.
 
-    `with_loss_scale(tx, guard=SpikeGuard())` skips a spike as it skips an overflow,
-    except that the loss scale stays: a bad batch harms neither parameters nor moments.
+    Use it for long runs in which a single bad batch can spoil the parameters or the
+    moments of Adam: `with_loss_scale(tx, guard=SpikeGuard())` skips a spike like an
+    overflow, except that the loss scale stays.
 
-    Two numbers x are watched: the loss, where it is given as `value`, and log2 of the
-    global norm of the unscaled gradients, where they are finite and not all zero. Of
-    several devices the largest counts, so that all of them skip.
+    It watches two numbers x: the loss, if it is passed as `value`, and log2 of the
+    global norm of the unscaled gradients, if they are finite and not all zero. The
+    largest number of all devices counts, so that all of them skip.
 
     ```text
-    leaps:     x > mean + threshold * max(deviation, floor), for one of the two
-    spike:     leaps, and in_a_row < max_in_a_row
+    outlier:   x > mean + threshold * max(deviation, floor), for one of the two
+    spike:     an outlier, and in_a_row < max_in_a_row
     accepted:  finite, and not a spike; every x enters its mean and deviation
-    start:     mean and deviation start again with an accepted leap
+    restart:   an accepted outlier restarts mean and deviation
     ```
 
     | x | floor |
     | --- | --- |
     | log2 of the norm | 0.25 bits |
-    | that beside an ordinary loss | `max(0.25, min(8/3 * norm_deviation, 2/3))` bits |
+    | with an ordinary loss | `max(0.25, min(8/3 * norm_deviation, 2/3))` bits |
     | the loss | `0.02 * abs(loss_mean)`, times `irregular` |
 
-    An ordinary loss is less than halfway from its mean to its limit. `irregular` is
-    `max(1, norm_deviation / 0.25)`, and the deviation of the loss is multiplied by it
-    too: where norms vary (small batches, a loss near 0), losses have long tails.
+    A loss is ordinary if it is less than halfway from its mean to its limit. The
+    deviation of the loss is multiplied by `irregular` too, which is
+    `max(1, norm_deviation / 0.25)`, because losses have long tails where norms vary
+    (small batches, a loss near 0).
 
-    Mean and deviation are exponential with `decay`, unbiased from the first step on.
-    Nothing leaps before `warmup` accepted steps, in which a leap enters up to the
-    threshold, and a leap down starts the statistics again: one huge step does not blind
-    the guard. A step that is not finite is a spike only if its loss is finite and
-    leaps, and never changes the statistics.
+    Mean and deviation are exponential averages with `decay`, unbiased from the first
+    step on. There are no spikes before `warmup` accepted steps. In the warm-up an
+    outlier enters the statistics clipped to its limit, and a large drop restarts them,
+    so that one huge step does not blind the guard. A step that is not finite is a spike
+    only if its loss is finite and an outlier; it never changes the statistics.
 
-    A frozen dataclass and a pytree, whose leaves are the statistics, f32[], and counts,
-    i32[]: accepted steps whose loss or norm entered, `accepted` steps since the start
-    or the last new level, spikes `in_a_row`. All start at 0.
+    The guard is a frozen dataclass and a pytree. Its leaves are the statistics, f32[],
+    and these counts, i32[], which start at 0: `loss_steps` and `norm_steps`, accepted
+    steps that entered the statistics; `accepted`, accepted steps since the start or the
+    last restart by an outlier; `in_a_row`, consecutive spikes.
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes`, here
-    with exponential windows, one-sided, and of accepted steps only.
+    with exponential averages, one-sided, and over accepted steps only.
 
     Args:
       threshold: deviations above the mean from which a step is a spike, > 0; 6.
-      decay: of mean and deviation, per step, in (0, 1); 0.99 remembers about 100.
-      warmup: accepted steps that are never spikes, while the statistics form; 100.
+      decay: of mean and deviation, per step, in (0, 1); 0.99 averages about 100 steps.
+      warmup: accepted steps until a step can be a spike; 100.
       max_in_a_row: spikes in a row after which the next step is accepted; 10.
 
     Raises:
       TypeError: an argument that is not a number.
-      ValueError: an argument out of its range; the message says what is allowed.
+      ValueError: an argument out of its range; the message names the range.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -117,58 +121,69 @@ class SpikeGuard(_pytree.Pytree):
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def _starts(self) -> dict[str, Any]:
+    def _starts(self) -> dict[str, int]:
         return dict.fromkeys(self._leaf_names, 0)
 
     @property
     def loss_limit(self) -> jax.Array:
-        """f32[], the loss above which the next step is a spike; infinite in warm-up."""
+        """The loss above which the next step is a spike, f32[]; infinite in warm-up."""
         return jnp.where(self._is_warm(self.loss_steps), self._loss_limit, jnp.inf)
 
     @property
     def norm_limit(self) -> jax.Array:
-        """f32[], the same for the gradient norm, itself, beside an ordinary loss."""
+        """The norm above which the next step is a spike if its loss is ordinary, f32[].
+
+        Infinite in warm-up.
+        """
         limit = jnp.exp2(self._log2_norm_limit(jnp.array(True)))
         return jnp.where(self._is_warm(self.norm_steps), limit, jnp.inf)
 
     def judge(
-        self, loss: jax.Array | None, norm: jax.Array, finite: jax.Array
-    ) -> tuple[jax.Array, "SpikeGuard"]:
-        """Whether a step is a spike, and the guard after it.
+        self, loss: Scalar | None, norm: Scalar, finite: Flag
+    ) -> tuple[Flag, "SpikeGuard"]:
+        """Returns whether a step is a spike, bool[], and the guard after it.
 
-        Equal on all devices: `loss`, f32[], unscaled (NaN: not finite; None: unknown),
-        `norm`, f32[], of the unscaled gradients, `finite`, bool[], whether both are.
+        All arguments must be equal on all devices.
+
+        Args:
+          loss: the unscaled loss, f32[]; NaN if it is not finite, None if unknown.
+          norm: the global norm of the unscaled gradients, f32[].
+          finite: whether loss and gradients are finite, bool[].
         """
-        has_norm = finite & (norm > 0)  # log2 of 0 would blind the guard
+        # log2 of 0 would make the deviation infinite, and so blind the guard.
+        has_norm = finite & (norm > 0)
         log2_norm = jnp.log2(jnp.where(has_norm, norm, 1.0))
-        loss_leaps = is_ordinary = jnp.array(False)
+        loss_is_outlier = is_ordinary = jnp.array(False)
         if loss is not None:
-            # Known also where the gradients overflow: a spike may do both.
+            # A spike may also overflow the gradients, so the loss alone is checked.
             known = jnp.isfinite(loss)
             loss, limit = jnp.where(known, loss, 0), self._loss_limit
-            loss_leaps = known & self._is_warm(self.loss_steps) & (loss > limit)
+            loss_is_outlier = known & self._is_warm(self.loss_steps) & (loss > limit)
             is_ordinary = loss <= self.loss_mean / 2 + limit / 2
-        norm_leaps = log2_norm > self._log2_norm_limit(is_ordinary)
-        leaps = loss_leaps | (has_norm & self._is_warm(self.norm_steps) & norm_leaps)
-        spike = leaps & (self.in_a_row < self.max_in_a_row)
+        norm_is_outlier = log2_norm > self._log2_norm_limit(is_ordinary)
+        is_outlier = loss_is_outlier | (
+            has_norm & self._is_warm(self.norm_steps) & norm_is_outlier
+        )
+        spike = is_outlier & (self.in_a_row < self.max_in_a_row)
         accepted = finite & ~spike
 
         enters, limit = accepted & has_norm, self._log2_norm_limit(jnp.array(False))
-        leaves = self._learned("norm", log2_norm, limit, leaps, enters)
+        leaves = self._learned("norm", log2_norm, limit, is_outlier, enters)
         if loss is not None:
-            # Of a margin loss, mostly 0, each other value would be a spike.
+            # With a margin loss, which is mostly 0, every nonzero value would count as
+            # a spike. So losses of steps without gradients do not enter.
             enters = accepted & (has_norm | (finite & (self.norm_steps == 0)))
-            leaves |= self._learned("loss", loss, self._loss_limit, leaps, enters)
+            leaves |= self._learned("loss", loss, self._loss_limit, is_outlier, enters)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
         leaves["in_a_row"] = jnp.where(accepted, 0, in_a_row)
-        count = jnp.minimum(jnp.where(leaps, 0, self.accepted) + 1, _LARGEST_COUNT)
+        count = jnp.minimum(jnp.where(is_outlier, 0, self.accepted) + 1, _LARGEST_COUNT)
         leaves["accepted"] = jnp.where(accepted, count, self.accepted)
         return spike, _pytree.with_fields(self, **leaves)
 
     @property
     def _loss_limit(self) -> jax.Array:
-        # The logarithm tames the tails of the norm, but a loss may be negative. How far
-        # the norm's logarithm varies tells how long the loss's tails are.
+        # The norm's tails are shortened by its logarithm; a loss may be negative, so it
+        # has none. The deviation of the norm's logarithm tells how long the tails are.
         irregular = jnp.maximum(1, self.norm_deviation / _NORM_FLOOR)
         floor = _LOSS_FLOOR * jnp.abs(self.loss_mean)
         spread = irregular * jnp.maximum(self.loss_deviation, floor)
@@ -182,30 +197,30 @@ class SpikeGuard(_pytree.Pytree):
         return self.norm_mean + self.threshold * spread
 
     def _is_warm(self, steps: jax.Array) -> jax.Array:
-        # The second holds for a loss that is given later than the gradients, too.
+        # `steps` differs from `accepted` if the loss is passed only from some step on.
         enough = steps >= max(min(self.warmup, _FEWEST_STEPS), 1)
         return (self.accepted >= self.warmup) & enough
 
     def _learned(
-        self, name: str, x: Any, limit: Any, leaps: Any, enters: Any
+        self, name: str, x: Scalar, limit: Scalar, is_outlier: Flag, enters: Flag
     ) -> dict[str, jax.Array]:
-        """The leaves of the loss or the norm (`name`) after x."""
+        """Returns the leaves of the loss or the norm (`name`) after `x`."""
         statistics = ("mean", "deviation", "steps")
         mean, deviation, steps = (getattr(self, f"{name}_{s}") for s in statistics)
         warming = ~self._is_warm(steps)
-        # An accepted leap begins a new level, and a drop in the warm-up means that the
-        # earlier steps were huge: as if nothing had been seen.
-        first = leaps | (steps == 0) | (warming & (x < 2 * mean - limit))
+        # The statistics restart at an accepted outlier, which begins a new level, and
+        # at a drop in the warm-up, which means that the earlier steps were huge.
+        first = is_outlier | (steps == 0) | (warming & (x < 2 * mean - limit))
         steps = jnp.where(first, 0, steps)
-        # A leap up enters up to the limit: a huge deviation would hide all others.
+        # An outlier is clipped: a huge deviation would hide all other spikes.
         x = jnp.where(warming & ~first, jnp.minimum(x, limit), x)
-        # (1 - decay) / (1 - decay^n): the weight of the n-th step in an unbiased mean.
-        # expm1, because 1 - decay^n has no digits left for a decay near 1.
+        # The n-th step has the weight (1 - decay) / (1 - decay^n) in an unbiased mean.
+        # For a decay near 1, 1 - decay^n cancels; expm1 does not.
         bias = -jnp.expm1((steps + 1).astype(jnp.float32) * math.log(self.decay))
         weight = (1 - self.decay) / bias
         difference = x - mean
-        # Deviations rather than variances, and hypot: the square of a difference of
-        # 1e20 is infinite, and would stay so.
+        # Deviations and hypot in place of variances: the square of a difference of 1e20
+        # is infinite, and would stay infinite.
         spread = jnp.hypot(deviation, jnp.sqrt(weight) * difference)
         rest = jnp.maximum(1 - weight, 0)  # rounding may leave -1e-8
         new = {

@@ -84,8 +84,7 @@ def with_loss_scale(
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
       gradients of any dtype. It returns updates of the dtypes of `params`, if given;
       those of `with_half_parameters` are float32.
-      `inner` gets gradients in float32 or wider, unless it requires the dtype of
-      half-precision parameters, as `optax.novograd` does.
+      `inner` gets gradients in float32 or wider.
 
       `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
       S stays, because no S changes the forward pass. `inner` gets `value` if its
@@ -177,14 +176,6 @@ class _SkippingOptimizer:
         verdict = judge_step(updates, value, state.guard, self.agreement)
         arrays, others = self._split(extra_args, value, verdict.applied)
         apply = functools.partial(self._apply, params, others)
-        keeps_dtypes = params is None or find_half_states(state.inner_state)
-        if (
-            _half_leaves(updates)
-            and _half_leaves(params)
-            and not keeps_dtypes
-            and not _takes(apply, (grads, arrays), state.inner_state)
-        ):
-            grads = updates
         # If `inner` calls `grad_fn`, an overflow of its result shows in the updates.
         is_finite = functools.partial(finite, agree=self.agreement)
         applied, new_updates, inner_state = select_step(
@@ -220,7 +211,18 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, optax.OptState]:
         """Calls `inner`; returns updates and a state of the types that they had."""
         grads, arrays = inputs
-        updates, new = self.inner.update(grads, inner_state, params, **others, **arrays)
+        try:
+            updates, new = self.inner.update(
+                grads, inner_state, params, **others, **arrays
+            )
+        except (TypeError, ValueError) as error:
+            error.add_note(
+                "with_loss_scale: raised by the optimizer that it wraps. Its state "
+                "must come from init of these parameters, so keep one state for each "
+                "optimizer and model (a GAN has two); half-precision parameters may "
+                "need with_half_parameters"
+            )
+            raise
         # A cast to half precision would round the updates of with_half_parameters.
         if params is not None and not find_half_states(inner_state):
             updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)
@@ -307,15 +309,18 @@ def _refuse_nesting(inner_state: optax.OptState) -> None:
 
 
 def _warn_of_half_precision(params: optax.Params) -> None:
-    for path, dtype in _half_leaves(params)[:1]:
-        warn(
-            "with_loss_scale: expected float32 parameters, got "
-            f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
-            "which loses updates smaller than its precision; keep them in float32 "
-            f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-            "params)) and cast them in the loss, or store the remainders: "
-            "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
-        )
+    half_leaves = _half_leaves(params)
+    if not half_leaves:
+        return
+    path, dtype = half_leaves[0]
+    warn(
+        "with_loss_scale: expected float32 parameters, got "
+        f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
+        "which loses updates smaller than its precision; keep them in float32 "
+        f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
+        "params)) and cast them in the loss, or store the remainders: "
+        "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
+    )
 
 
 def _half_leaves(tree: PyTree) -> list[tuple[KeyPath, jnp.dtype]]:
@@ -354,15 +359,6 @@ def _check_arguments(
             f"got\n  gradients:  {jax.tree.structure(updates)}\n"
             f"  parameters: {jax.tree.structure(params)}"
         ) from error
-
-
-def _takes(apply: Function, inputs: PyTree, inner_state: optax.OptState) -> bool:
-    """Whether `inner` accepts float32 gradients; `optax.novograd` may refuse them."""
-    try:
-        jax.eval_shape(lambda: apply(inputs, inner_state)[0])
-    except TypeError:
-        return False
-    return True
 
 
 def fresh_buffers(state: T, params: PyTree = ()) -> T:

@@ -1,4 +1,4 @@
-"""A loss with its arguments, as the tools take it that trace it or run it again."""
+"""A loss with its arguments, for the diagnostics that trace it or rerun it."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,37 +7,39 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, value_and_grad
-from .._scaling.loss_scale import DynamicLossScale, scale_value
+from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
 from .._tree import is_inexact, named_inexact_leaves
+from .._types import Arrays, Function, Leaf, PyTree, Scalar
 
-# XLA may leave a rounding out that the program asks for, and another machine or version
-# of it not: what is measured is the program as written.
+# XLA may omit a rounding that the program asks for, depending on machine and version.
+# With this option the program is measured as it is written.
 ALL_ROUNDINGS: Any = {"xla_allow_excess_precision": False}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """The loss, the inexact leaves of the unscaled gradients, their names (static)."""
+    """The loss, the inexact leaves of the unscaled gradients, and their names."""
 
-    loss: Any
-    leaves: Any
+    loss: PyTree
+    leaves: PyTree
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss and how it is differentiated, checked as `precision_report` says."""
+    """A loss and how it is differentiated, checked as `precision_report` documents."""
 
-    function: str  # the tool's name, for errors
-    fun: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: str  # name of the public function, for errors
+    fun: Function
+    args: tuple[PyTree, ...]
     argnums: int | Sequence[int]
     has_aux: bool
-    transform: Callable[..., Any]
+    transform: Function
 
     def __post_init__(self) -> None:
         for name, value in (("fun", self.fun), ("transform", self.transform)):
@@ -56,8 +58,8 @@ class Loss:
             if isinstance(number, int):  # not a filter of NNX
                 self._check_differentiable(number)
 
-    def check_output(self, out: Any) -> None:
-        """Raises unless `fun` returned a real scalar loss, or one with `aux`."""
+    def check_output(self, out: PyTree) -> None:
+        """Raises an error unless `fun` returned a real scalar loss, or (loss, aux)."""
         checked_output(self.function, out, self.has_aux)
         loss = out[0] if self.has_aux else out
         dtype = jnp.result_type(loss)
@@ -67,15 +69,15 @@ class Loss:
                 f"{dtype}; return its real part, or cast it"
             )
 
-    def run(self, s: Any, args: tuple[Any, ...]) -> Backward:
+    def run(self, s: ArrayLike, args: tuple[PyTree, ...]) -> Backward:
         """Runs `value_and_grad` at S = `s`, f32[], which may be traced."""
 
-        def checked(*args: Any) -> Any:
+        def checked(*args: PyTree) -> PyTree:
             out = self.fun(*args)
             self.check_output(out)
             return out
 
-        # A StaticLossScale's S is configuration: a sweep would compile once for each.
+        # With a StaticLossScale a sweep would recompile for each S.
         loss_scale = DynamicLossScale(
             jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
         )
@@ -110,12 +112,13 @@ class Loss:
 
 
 class Start(NamedTuple):
-    """The S at which a gradient is tried first."""
+    """The S with which a gradient is computed first."""
 
     s: float
     settles: bool  # whether it is lowered, down to 1, while the gradient is not finite
 
-    def found(self, run: Callable[[Any], Backward]) -> tuple[Backward, float]:
+    def found(self, run: Callable[[Scalar], Backward]) -> tuple[Backward, float]:
+        """Returns the result of `run` and its S, the first S that is low enough."""
         s = self.s
         while True:
             found = run(jnp.float32(s))
@@ -125,8 +128,8 @@ class Start(NamedTuple):
             s = max(s / 8, 1.0)
 
 
-def start_of(function: str, loss_scale: Any) -> Start:
-    """The start that a tool's argument `loss_scale` stands for."""
+def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
+    """Returns the start for an argument `loss_scale` of a diagnostic."""
     if loss_scale is None:
         return Start(2.0**15, True)
     settles = isinstance(loss_scale, DynamicLossScale)
@@ -134,15 +137,15 @@ def start_of(function: str, loss_scale: Any) -> Start:
 
 
 def split_arrays(
-    args: tuple[Any, ...],
-) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The arrays among the leaves of `args`, and a function that puts such arrays back.
+    args: tuple[PyTree, ...],
+) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
+    """Returns the arrays among the leaves of `args`, and a function that rejoins them.
 
-    Modules are made anew, so nothing that a forward pass writes reaches the user's.
+    Rejoined modules are new objects, so a forward pass never writes into the user's.
     """
     leaves, treedef = jax.tree.flatten(args)
 
-    def rejoin(arrays: Sequence[Any]) -> Any:
+    def rejoin(arrays: Sequence[jax.Array]) -> Any:
         left = iter(arrays)
         new_leaves = [next(left) if is_array(leaf) else leaf for leaf in leaves]
         return jax.tree.unflatten(treedef, new_leaves)
@@ -150,14 +153,15 @@ def split_arrays(
     return [leaf for leaf in leaves if is_array(leaf)], rejoin
 
 
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array for JAX, or stands for one."""
+def is_array(leaf: Leaf) -> bool:
+    """Whether a leaf is an array for JAX, or a placeholder of one."""
     kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    # NumPy's strings, objects and dates are not arrays for JAX. Keys have no kind.
+    # NumPy's strings, objects and dates are not arrays for JAX. PRNG keys have no kind.
     return isinstance(leaf, kinds) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
 
 
 def described(value: Any) -> str:
+    """Returns dtype and shape of an array, or the type of another value, for errors."""
     if is_array(value):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return f"a {type(value).__name__}"

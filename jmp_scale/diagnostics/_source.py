@@ -5,10 +5,13 @@ import inspect
 import re
 import sys
 import sysconfig
+import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
+
+from .._types import Function, PyTree
 
 _LIBRARIES = "jmp_scale jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
 _INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
@@ -17,30 +20,31 @@ _PACKAGES = re.compile(r".*(?:site|dist)-packages/")
 
 
 class Place(NamedTuple):
-    """A line of source, and what led from it to an operation."""
+    """A line of source, and the library functions between it and an operation."""
 
     file: str | None
     line: int | None
     # Names of the library functions between that line and the operation, from the
-    # inside out, and the libraries that they belong to, "linalg" one of them.
+    # inside out, and their libraries; "linalg" counts as a library.
     calls: tuple[str, ...] = ()
     packages: frozenset[str] = frozenset()
-    # The function that the line is in; of a lambda or a generator, the one around it.
+    # The function around the line, but never a lambda or a generator.
     function: str = ""
-    # The library's line of the operation, as "flax/nnx/x.py:12"; "" for JAX's.
+    # The line of a library, such as "flax/nnx/x.py:12"; "" for JAX.
     library: str = ""
 
 
-def begin_user_code(fun: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `fun`; frames outside of this one are not part of the traced program."""
+def begin_user_code(fun: Function, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    """Calls `fun`; frames outside of this call are not part of the traced program."""
     return fun(*args, **kwargs)
 
 
 def place_of(eqn: JaxprEqn, outer: Place) -> Place:
-    """The innermost line of user code that made an equation.
+    """Returns the innermost line of user code that an equation comes from.
 
-    A nested jaxpr may come from JAX's cache, traced for another line. So frames beyond
-    the one that traces it do not count: the answer is then `outer`, the call's place.
+    JAX may have cached a nested jaxpr that was traced for another line. So frames
+    outside of its tracing do not count, and the result is then `outer`, the place of
+    the call.
     """
     calls: list[str] = []
     packages: set[str] = set()
@@ -64,7 +68,7 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
 
 
 def place_of_caller() -> Place:
-    """The line of user code that is running now."""
+    """Returns the line of user code that is running now."""
     frame = sys._getframe(1)
     while frame is not None and _package(frame.f_code.co_filename):
         frame = frame.f_back
@@ -73,8 +77,10 @@ def place_of_caller() -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno)
 
 
-def place_of_function(fun: Any, otherwise: Place, eqn: JaxprEqn | None = None) -> Place:
-    """The line of a function's body that led to an equation, or where it is defined."""
+def place_of_function(
+    fun: Function, otherwise: Place, eqn: JaxprEqn | None = None
+) -> Place:
+    """Returns the line of a function's body above an equation, or of its definition."""
     code = _code_of(fun)
     if code is None or _package(code.co_filename) is not None:
         return otherwise
@@ -85,7 +91,7 @@ def place_of_function(fun: Any, otherwise: Place, eqn: JaxprEqn | None = None) -
 
 
 def _frames(eqn: JaxprEqn | None) -> Iterator[tuple[str, str, int]]:
-    """(file, function, line) of the Python frames of an equation, innermost first."""
+    """Yields file, function and line of an equation's frames, innermost first."""
     traceback = None if eqn is None else eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         yield frame.file_name, frame.function_name, frame.line_num
@@ -101,22 +107,22 @@ def _begins_program(file: str, function: str) -> bool:
 
 @functools.cache
 def _package(file: str) -> str | None:
-    """The library that a source file belongs to, "" if unknown; None for user code."""
+    """Returns the library of a source file, "" if unknown; None for user code."""
     if file.startswith("<"):
         return "python" if file.startswith(("<frozen", "<attrs", "<@")) else None
     for name in _LIBRARIES.split():
         path = getattr(sys.modules.get(name), "__file__", None)
         root, _, _ = (path or "").rpartition("__init__")
         if root and file.startswith(root):
-            # The casts of autocast are not of the user's making.
+            # The user did not write the casts of autocast.
             return "" if "_autocast" in file.removeprefix(root) else name
     if "site-packages" in file or "dist-packages" in file:
         return ""
     return "python" if file.startswith(sysconfig.get_path("stdlib")) else None
 
 
-def _code_of(fun: Any) -> Any:
-    """The code of the Python function inside wrappers, partials and methods."""
+def _code_of(fun: Function) -> types.CodeType | None:
+    """Returns the code of the Python function in wrappers, partials and methods."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     fun = inspect.unwrap(fun)

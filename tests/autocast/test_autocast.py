@@ -783,7 +783,8 @@ def test_equal_layers_are_traced_once():
 
     runs(1)  # JAX traces the product's gradients once in a process
     # The first run of an island is its own, the repeated ones those of all equal ones.
-    assert runs(9) - runs(3) == 6
+    # Under JAX_CUSTOM_JVP3 a function with a rule is traced when it is called, too.
+    assert runs(9) - runs(3) in (6, 12)
 
 
 LIKE = {  # what is done to the result of a layer, from one source line
@@ -926,7 +927,8 @@ def test_loops_and_checkpoints_keep_their_options(name):
 
     def options(fun):
         found = _jaxpr.equations(jax.make_jaxpr(fun)(*args))
-        return {tuple(eqn.params.get(key) for key in keys) for eqn in found}
+        params = map(_jaxpr.params_of, found)
+        return {tuple(each.get(key) for key in keys) for each in params}
 
     assert len(options(fun)) == 2  # and that of all other equations
     assert options(autocast(fun, "float16")) == options(fun)
@@ -1099,18 +1101,28 @@ def test_a_rule_may_say_that_a_result_has_no_tangent(transform, recompute):
     assert {*products(jax.grad(half), one, W, X)} == {F16}
 
 
-@pytest.mark.parametrize("mode", ["jacfwd", "grad"])
+DERIVATIVES = {  # the last one of the first, or of the second
+    "jvp of grad": lambda f: jax.jacfwd(jax.grad(f)),
+    "grad of grad": lambda f: jax.grad(jax.grad(f)),
+    "hessian": jax.hessian,
+    "third": lambda f: jax.grad(jax.grad(jax.grad(f))),
+}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("order", DERIVATIVES)
 @pytest.mark.parametrize(
-    "name", one_of(2, ["custom_jvp", "remat", "scan_over_layers", "cond"])
+    "name", one_of(2, ["scan_over_layers", "custom_jvp", "remat", "cond"])
 )
-def test_second_derivatives_are_those_of_the_float32_program(name, mode):
+def test_higher_derivatives_are_those_of_the_float32_program(name, order, recompute):
     fun, (w, x), *_ = PROGRAMS[name]
 
-    def second(fun):
-        first = jax.grad(lambda s: fun(s * w, s * x))
-        return jax.jit(getattr(jax, mode)(first))(jnp.float32(1.0))
+    def derivative(fun):
+        loss = lambda s: fun(s * w, s * x)  # noqa: E731
+        return jax.jit(DERIVATIVES[order](loss))(jnp.float32(1.0))
 
-    assert_close(second(autocast(fun, "float16")), second(fun), 0.02)
+    half = autocast(fun, "float16", recompute=recompute)
+    assert_close(derivative(half), derivative(fun), 0.02)
 
 
 def on_mesh(mesh):

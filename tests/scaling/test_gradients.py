@@ -250,7 +250,7 @@ OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
         ("dynamic", r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
         (jnp.float32(8), "got Array.*; pass"),
         (DynamicLossScale, "got <class .*DynamicLossScale'>; pass an instance"),
-        (OPTIMIZER_STATE, "got a LossScaleState; .* its .loss_scale"),
+        (OPTIMIZER_STATE, "got a LossScaleState; .* the .loss_scale of"),
         (
             (optax.EmptyState(), OPTIMIZER_STATE),
             r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",

@@ -283,6 +283,16 @@ def test_gradients_of_another_structure_than_the_parameters_are_an_error(grads, 
         assert str(jax.tree.structure(tree)) in str(error.value)
 
 
+@pytest.mark.parametrize("other", [{"d": jnp.ones(2)}, {"g": jnp.ones(2)}])
+def test_a_state_of_another_model_is_an_error_with_the_cure(other):
+    tx = jmp_scale.with_loss_scale(optax.adam(0.1))
+    state = tx.init({"g": jnp.ones(3)})
+    with pytest.raises((TypeError, ValueError)) as error:
+        tx.update(other, state, other)
+    notes = " ".join(error.value.__notes__)
+    assert "keep one state for each optimizer and model" in notes
+
+
 @pytest.mark.parametrize("nothing", [None, optax.MaskedNode()])
 def test_parts_without_a_gradient_or_a_parameter_may_be_left_out(nothing):
     tx = jmp_scale.with_loss_scale(optax.adam(0.1))
@@ -302,19 +312,6 @@ def test_half_precision_parameters_are_warned_of_once_with_the_cure(dtype):
         tx.init(params)
     assert len(seen) == 1
     assert seen[0].filename == __file__
-
-
-def test_an_optimizer_with_branches_works_within_a_lookahead():
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GOOD)
-    inner = optax.lookahead(optax.novograd(1e-2), sync_period=2, slow_step_size=0.5)
-    pair = optax.LookaheadParams.init_synced(params)
-    expected, _ = inner.update(grads, inner.init(pair), pair)
-    tx = jmp_scale.with_loss_scale(inner, DynamicLossScale())
-    updates, state = jax.jit(tx.update)(grads, tx.init(pair), pair)
-    assert state.skipped == 0
-    assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, expected)
-    assert_trees_all_close(updates, expected, rtol=2**-7)
 
 
 @pytest.mark.parametrize("nest", [

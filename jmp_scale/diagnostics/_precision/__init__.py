@@ -1,6 +1,7 @@
-"""Is half precision enough for this program?
+"""Answers whether half precision is enough for a program.
 
-The report: `walk` applies the `rules` of one operation, the `loops` and the `work`;
-`conclusions` has the rules of a whole program, `facts` and `lineage` are about values.
-`comparison` runs the program beside float32, `sensitivity` each product by a `probe`.
+The `report` traces a program. `walk` applies the checks of single operations (`rules`),
+of `loops` and of matrix `work`; `conclusions` has the checks of a whole program, and
+`facts` and `lineage` describe values. `comparison` runs the program and compares it
+with float32; `sensitivity` runs it with each product in half precision, by a `probe`.
 """

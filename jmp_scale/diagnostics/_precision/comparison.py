@@ -1,20 +1,25 @@
-"""How far the gradient of a half-precision program is from float32's, leaf by leaf."""
+"""`compare_gradients`: compares gradients in half precision and float32, by leaf."""
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..._scaling.finite import all_finite, finite_and_norm
+from ..._scaling.loss_scale import LossScale
+from ..._tree import promote_to_float32
+from ..._types import Arrays, Function, PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
 from .._tables import leaf_name, percent, power, printed, table
 
-# The share of a gradient's norm that training bears: gradients of two batches differ by
-# far more, and ports with up to 7 % trained as in float32, those with 50 % did not.
+# Training tolerates an error of this share of a gradient's norm. Gradients of two
+# batches differ by far more. Ports with errors of up to 7 % trained as in float32, and
+# ports with 50 % did not.
 _BEARABLE = 0.1
 
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
@@ -22,14 +27,14 @@ NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)
 
 @printed
 class LeafComparison(NamedTuple):
-    """One leaf of the gradient in half precision, beside float32's.
+    """One leaf of the gradient in half precision, compared with float32.
 
     Attributes:
       path: name of the leaf, as `jax.tree_util.keystr` writes it.
       norm: norm of the float32 gradient.
       error: norm of the difference over `norm`; infinite if it is not finite.
-      lost: share of the entries that are zero in half precision alone.
-      finite: whether all entries are finite in half precision.
+      lost: share of the elements that are zero in half precision, but not in float32.
+      finite: whether all elements are finite in half precision.
       float32_error: the error of float32 itself, as in `GradientComparison`.
     """
 
@@ -50,11 +55,12 @@ class GradientComparison(NamedTuple):
       half_loss: the loss of the half-precision program, unscaled.
       error: norm of the difference of the two gradients over the norm of the float32
         one, of the whole tree; infinite if anything is not finite.
-      scaled_error: the same with each leaf scaled to the same root mean square, as Adam
-        sees it; at most 1 a leaf, and without those that float32 does not know either.
+      scaled_error: the same after scaling all leaves to equal root mean square, roughly
+        as Adam does. A leaf counts at most 1; leaves whose own `float32_error` exceeds
+        10 % are left out.
       leaves: the same for each leaf, in the order of the tree.
-      float32_error: the same between two float32 gradients, of the arguments as they
-        are and with each entry changed by its last digit.
+      float32_error: the error between two float32 gradients: of the arguments, and of
+        the arguments with each element changed in its last digit.
       loss_scale: S of the half-precision gradient.
     """
 
@@ -68,17 +74,17 @@ class GradientComparison(NamedTuple):
 
     @property
     def is_precise(self) -> bool:
-        """Whether `error` and a third of `scaled_error` are at most 10 %.
+        """Whether `error` and a third of `scaled_error` are small enough for training.
 
-        Or at most twice `float32_error`, where that is more. False if a loss or a
-        gradient is not finite.
+        The limit is 10 % or, if that is more, twice `float32_error`. False if a loss or
+        a gradient is not finite.
         """
         error = judged_error(self)
         limit = max(_BEARABLE, 2 * self.float32_error)
         return math.isfinite(error) and error <= limit
 
     def summary(self, k: int = 20) -> str:
-        """Whether half precision is precise enough here, and the k worst leaves."""
+        """Returns whether half precision is precise enough, and the k worst leaves."""
 
         def badness(leaf: LeafComparison) -> tuple[bool, float]:
             return leaf.float32_error <= _BEARABLE or not leaf.finite, leaf.error
@@ -93,26 +99,27 @@ class GradientComparison(NamedTuple):
 
 
 def compare_gradients(
-    half_loss: Callable[..., Any],
-    loss: Callable[..., Any],
-    *args: Any,
-    loss_scale: Any = None,
+    half_loss: Function,
+    loss: Function,
+    *args: PyTree,
+    loss_scale: LossScale | ArrayLike | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
 ) -> GradientComparison:
-    """Compares the gradient of a half-precision program with that of a float32 one.
+    """Compares the gradients of a half-precision and a float32 program.
 
-    Runs both on the host, each compiled once without leaving out a rounding
+    Use it to decide whether half precision is precise enough for a loss. It is called
+    on the host, and compiles each program once, with all roundings
     (`xla_allow_excess_precision`). The result holds for these arguments.
 
     Args:
       half_loss: the whole loss in half precision.
-      loss: the same in float32. Their arguments, `argnums`, `has_aux` and `transform`
-        are those of `precision_report`.
+      loss: the same loss in float32. The arguments of both, `argnums`, `has_aux` and
+        `transform` are those of `precision_report`.
       loss_scale: the loss scale of the half-precision gradient, or S as a number. With
-        a `DynamicLossScale`, S is 8 times smaller while the gradient is not finite,
-        down to 1. None, the default, stands for `DynamicLossScale()`.
+        a `DynamicLossScale`, S is divided by 8, down to 1, as long as the gradient is
+        not finite. None, the default, means `DynamicLossScale()`.
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is not a loss scale.
@@ -123,22 +130,24 @@ def compare_gradients(
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
     arrays, rejoin = split_arrays(args)
+    # JAX adds up the cotangents of an array in its own dtype.
+    wide = promote_to_float32(arrays)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     found = start.found(lambda s: run_half(s, arrays))
-    return Reference(run, arrays).compared(*found)
+    return Reference(run, wide).compared(*found)
 
 
 class Reference:
-    """A float32 gradient, and how far its own rounding may move it."""
+    """A float32 gradient, and the error of float32 itself."""
 
-    def __init__(self, run: Callable[[Any], Backward], arrays: Sequence[Any]) -> None:
+    def __init__(self, run: Callable[[Arrays], Backward], arrays: Arrays) -> None:
         self.backward = run(arrays)
         self._own = _differences(run(_changed_in_the_last_digit(arrays)), self.backward)
 
     def compared(self, found: Backward, s: float) -> GradientComparison:
-        """A half-precision gradient beside this one; `s` is its loss scale."""
+        """Compares a half-precision gradient with this one; `s` is its loss scale."""
         rows = _differences(found, self.backward)
         leaves, squares, entries = [], 0.0, 0
         by_leaf = zip(found.paths, found.leaves, rows, self._own, strict=True)
@@ -162,16 +171,17 @@ class Reference:
 
 
 def judged_error(found: GradientComparison) -> float:
-    """The error to hold against a tolerance: `error`, or a third of `scaled_error`.
+    """Returns the error to compare with a tolerance: the larger of two.
 
-    Infinite if a loss is not finite: such a step is skipped, whatever its gradient.
+    They are `error` and a third of `scaled_error`. The result is infinite if a loss is
+    not finite, because such a step is skipped, whatever its gradient.
     """
     if not math.isfinite(found.loss) or not math.isfinite(found.half_loss):
         return math.inf
     return max(found.error, found.scaled_error / 3)
 
 
-def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
+def _changed_in_the_last_digit(arrays: Arrays) -> list[jax.Array]:
     changed = list(arrays)
     for i, x in enumerate(arrays):
         if x.dtype in (jnp.float32, jnp.float64):
@@ -181,7 +191,10 @@ def _changed_in_the_last_digit(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _error(rows: Sequence[Sequence[float]]) -> float:
-    """Norm of the difference over that of the reference; infinite if not finite."""
+    """Returns the norm of the difference over the norm of the reference.
+
+    It is infinite if it is not finite.
+    """
     norm, distance = (math.hypot(*(row[i] for row in rows)) for i in (0, 1))
     if not math.isfinite(distance) or norm == 0:
         return math.inf if distance else 0.0
@@ -195,7 +208,7 @@ def _differences(found: Backward, reference: Backward) -> list[list[float]]:
 
 @jax.jit
 def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
-    """Norms of the reference and of the difference; share lost; whether x is finite."""
+    """Returns norms of reference and difference, the share lost, and if x is finite."""
     lost = jnp.sum((x == 0) & (reference != 0)) / np.float32(max(x.size, 1))
     pair = [y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, reference)]
     _, norm = finite_and_norm(pair[1])

@@ -1,21 +1,23 @@
-"""The rules that look at a whole program, and the order of what all rules found."""
+"""The rules of `precision_report` for a whole program, and the order of findings."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator
 
 import jax
 
+from ..._autocast.operations import is_half_product
 from ..._jaxpr import PRODUCTS, shape
+from ..._policy import is_half
+from ..._types import Function, PyTree
 from .._source import Place, place_of_function
-from .lineage import is_half, is_half_product
 from .step import SEVERITIES, Finding, Step, finding_at
 from .walk import Walk
 from .work import SourceLine
 
 
 def half_parameters(
-    gradients: Any, fun: Callable[..., Any], caller: Place
+    gradients: PyTree, fun: Function, caller: Place
 ) -> Iterator[Finding]:
+    """Finds parameters in half precision, by the dtypes of their gradients."""
     pairs = jax.tree.leaves_with_path(gradients)
     halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
     if not halves:
@@ -25,17 +27,20 @@ def half_parameters(
     first = f", {path}" if path else ""
     message = (
         f"the parameters are {dtype} ({count}{first}), so that small updates round to "
-        "nothing; keep float32 parameters and cast them inside the loss, or wrap the "
-        "optimizer in with_half_parameters (and pass its opt_state)"
+        "nothing; keep float32 parameters and cast them inside the loss, wrap the "
+        "optimizer in with_half_parameters (and pass its opt_state), or, if they are "
+        "frozen, differentiate the trained ones alone (argnums; in NNX "
+        "transform=optimizer.value_and_grad)"
     )
     place = place_of_function(fun, caller)
     yield finding_at(place, "half-parameters", "error", message, dtype)
 
 
 def half_loss(
-    forward: Walk, loss: Any, fun: Callable[..., Any], caller: Place
+    forward: Walk, loss: PyTree, fun: Function, caller: Place
 ) -> Iterator[Finding]:
-    dtype = str(getattr(loss, "dtype", ""))  # Python's numbers have none
+    """Finds a loss in half precision."""
+    dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
     if not is_half(dtype):
         return
     keeps = "cannot exceed 65,504" if dtype == "float16" else "keeps two digits"
@@ -48,7 +53,7 @@ def half_loss(
     name = "" if step is None else step.name
     finding = finding_at(place, "half-loss", "warning", message, dtype, name)
     if step is not None:
-        # The cast of the loss itself is at fault in no other way.
+        # The cast of the loss itself is reported once, by this rule.
         cast = *step.place()[:2], step.name
         forward.found = [
             f
@@ -60,8 +65,8 @@ def half_loss(
 
 
 def overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Finding]:
-    """Numbers that were infinite in half precision before they came into the trace."""
-    # The trace says where such a constant is used, if at all, not where it was made.
+    """Finds constants that were already infinite when they entered the trace."""
+    # The trace says where such a constant is used, if at all, not where it is created.
     for dtype in forward.infinite:
         message = (
             f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
@@ -72,7 +77,7 @@ def overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Fin
 
 
 def two_dtypes(forward: Walk) -> Iterator[Finding]:
-    """Products of the same line in half precision, and in float32 in a custom_vjp."""
+    """Finds products of a line in half precision, and in float32 in a custom_vjp."""
     products = [step for step in forward.steps if step.name in PRODUCTS]
     halves = {_line_and_shapes(s): s for s in products if is_half_product(s.eqn)}
     for step in products:
@@ -88,7 +93,7 @@ def two_dtypes(forward: Walk) -> Iterator[Finding]:
 
 
 def products_of_parameters(forward: Walk) -> Iterator[Finding]:
-    """Products by which autocast makes a weight, as in LoRA."""
+    """Finds half-precision products of parameters alone, such as those of LoRA."""
     for step in forward.steps if forward.autocasts else ():
         of_parameters = all(fact.lineage.parameters for fact in step.ins[:2])
         if not of_parameters or not is_half_product(step.eqn):
@@ -102,20 +107,20 @@ def products_of_parameters(forward: Walk) -> Iterator[Finding]:
         yield step.finding("half-parameters", "warning", message)
 
 
-def _line_and_shapes(step: Step) -> tuple[Any, ...]:
+def _line_and_shapes(step: Step) -> tuple[Hashable, ...]:
     return *step.place()[:2], *(shape(v) for v in step.eqn.invars[:2])
 
 
 def in_order(found: list[Finding], forward: Walk) -> list[Finding]:
-    """One finding for each line and rule, in the order of the forward pass."""
-    groups: dict[Any, list[Finding]] = {}
+    """Merges findings of a line and rule, and sorts by order in the forward pass."""
+    groups: dict[Hashable, list[Finding]] = {}
     for f in found:
         groups.setdefault((f.file, f.line, f.rule), []).append(f)
     merged = []
     for group in groups.values():
         worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
         merged.append(worst._replace(backward=all(f.backward for f in group)))
-    lines: dict[Any, int] = {}
+    lines: dict[Hashable, int] = {}
     for step in forward.steps if merged else ():
         lines.setdefault(step.place()[:2], len(lines))
 

@@ -1,7 +1,8 @@
-"""Facts about traced values, found without running the program.
+"""Facts about traced values, derived without running the program.
 
-A `Fact` bounds the entries of an array and remembers the few things that decide whether
-half precision holds them. `transfer` derives the facts of an operation's outputs.
+A `Fact` contains bounds of an array's elements, and a few properties that decide
+whether half precision can represent them. `transfer` derives the facts of an
+operation's outputs.
 """
 
 import dataclasses
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from ..._jaxpr import Atom, constant, dtype_name, shape, size, words
-from .lineage import NOTHING, SAME_ENTRIES, Lineage, entries_added, lineage_of
+from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
+from ..._types import Function
+from .lineage import NOTHING, Lineage, entries_added, lineage_of
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -25,21 +27,21 @@ _NUMBERS = ("float", "bfloat", "int", "uint")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fact:
-    """Knowledge about the entries of an array."""
+    """Knowledge about the elements of an array."""
 
-    low: float = -INF  # no entry is smaller
-    high: float = INF  # no entry is larger
-    values: frozenset[float] = frozenset()  # constants that entries may be equal to
-    only: bool = False  # whether every entry is one of `values`
-    integral: bool = False  # whether every entry is an integer
-    # Result when the other operand is 0: eps for x + eps; None without a constant.
+    low: float = -INF  # no element is smaller
+    high: float = INF  # no element is larger
+    values: frozenset[float] = frozenset()  # constants that elements may be equal to
+    only: bool = False  # whether every element is one of `values`
+    integral: bool = False  # whether every element is an integer
+    # Result if the other operand is 0: eps for x + eps; None without a constant.
     epsilon: float | None = None
-    summed: float = 0.0  # number of float32 entries summed
+    summed: float = 0.0  # number of float32 elements summed
     squared: bool = False  # squares, or sums of squares, in float32
-    cast: bool = False  # whether the user cast these entries to half precision
-    promoted: Any = None  # the `Step` that made float32 of half precision for them
-    maker: Any = None  # the `Step` that made their array, inside of calls
-    lineage: Lineage = NOTHING  # what the entries were made of
+    cast: bool = False  # whether the user cast these elements to half precision
+    promoted: Any = None  # the `Step` that promoted them from half precision
+    maker: Any = None  # the `Step` that computed their array, inside of calls
+    lineage: Lineage = NOTHING  # the values from which they were computed
 
     @property
     def magnitude(self) -> float:
@@ -51,11 +53,12 @@ class Fact:
 
     @property
     def single(self) -> float | None:
-        """The value of all entries, if they are known to be equal."""
+        """The value of all elements, if they are known to be equal."""
         return next(iter(self.values)) if self.only and len(self.values) == 1 else None
 
 
 def is_wide(dtype: str) -> bool:
+    """Whether a dtype is float32 or float64."""
     return dtype in ("float32", "float64")
 
 
@@ -64,13 +67,13 @@ def is_integer(dtype: str) -> bool:
 
 
 def rounded(value: Any, dtype: str) -> Any:
-    """Numbers in a floating-point dtype: 0 or infinite where they do not fit."""
+    """Rounds numbers to a floating-point dtype; they may become 0 or infinite."""
     with np.errstate(all="ignore"):
         return np.asarray(value, np.float64).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def of_dtype(dtype: str) -> Fact:
-    """The fact of the dtype alone: small integer types and booleans have bounds."""
+    """Returns the fact of a dtype: small integer types and booleans have bounds."""
     if dtype == "bool":
         return Fact(0.0, 1.0, frozenset({0.0, 1.0}), only=True, integral=True)
     if dtype.endswith(("int8", "int16")):
@@ -79,10 +82,10 @@ def of_dtype(dtype: str) -> Fact:
     return Fact(integral=is_integer(dtype))
 
 
-def of_constant(value: Any, dtype: str) -> Fact:
-    """The fact of a constant: its range, and its values if they are few."""
+def of_constant(value: object, dtype: str) -> Fact:
+    """Returns the fact of a constant: its range, and its values if they are few."""
     array = constant(value)
-    # A NaN has no place between bounds.
+    # A NaN is not between any bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
         return of_dtype(dtype)
     return _of_values(np.unique(array), bool(np.all(array == np.floor(array))))
@@ -95,7 +98,7 @@ def _of_values(values: np.ndarray, integral: bool) -> Fact:
 
 
 def of_atom(atom: Atom) -> Fact:
-    """The fact of a literal, or of a variable by its type alone."""
+    """Returns the fact of a literal, or of a variable by its type alone."""
     dtype = dtype_name(atom)
     if isinstance(atom, Literal):
         return of_constant(atom.val, dtype)
@@ -103,7 +106,7 @@ def of_atom(atom: Atom) -> Fact:
 
 
 def join(a: Fact, b: Fact) -> Fact:
-    """The fact of a value that is one or the other, entry by entry."""
+    """Returns the fact of an array whose elements are taken from either of two."""
     values = a.values | b.values
     if len(values) > _MOST_VALUES:
         values = frozenset()
@@ -121,7 +124,7 @@ def join(a: Fact, b: Fact) -> Fact:
 
 
 def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
-    """The facts of the outputs of an equation without nested jaxprs."""
+    """Returns the facts of the outputs of an equation without nested jaxprs."""
     outs = [of_atom(v) for v in eqn.outvars]
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
@@ -134,7 +137,8 @@ def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
 
 def _lineage(eqn: JaxprEqn, facts: Sequence[Fact]) -> Lineage:
     lineage = lineage_of(eqn, [fact.lineage for fact in facts])
-    # Autocast computes cheap values once for each reader: equal ones are one.
+    # Autocast computes cheap values once for each reader; equal computations count as
+    # one value.
     made_of = [(fact.lineage.value, fact.values) for fact in facts]
     value = lineage.value or hash((eqn.primitive, *made_of, str(eqn.params)))
     of_parameters = any(fact.lineage.parameters for fact in facts) and all(
@@ -143,8 +147,8 @@ def _lineage(eqn: JaxprEqn, facts: Sequence[Fact]) -> Lineage:
     return dataclasses.replace(lineage, value=value, parameters=of_parameters)
 
 
-def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """The bounds, constants, epsilons and sums of a function of numbers."""
+def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
+    """Returns bounds, constants, epsilon and sum of a function of numbers."""
     name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
     results = functools.partial(_results, fun, dtype)
     ends = results(map(_ends, facts)) if dtype.startswith(_NUMBERS) else np.empty(0)
@@ -158,7 +162,7 @@ def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
         if len(unknown) == 1 and unknown[0].values:
             values = _of_values(results(f.values for f in facts), False).values
         elif name == "add":
-            # A mask of -1e9 stays far out of half's range whatever number is added.
+            # A mask of -1e9 stays far out of half precision's range whatever is added.
             numbers = frozenset().union(*(f.values for f in facts))
             values = frozenset(v for v in numbers if _FAR_OUT_OF_RANGE < abs(v) < INF)
         fact = dataclasses.replace(fact, values=values, only=False)
@@ -183,9 +187,9 @@ def _computed(fun: Callable[..., Any], eqn: JaxprEqn, *facts: Fact) -> Fact:
 
 
 def _results(
-    fun: Callable[..., Any], dtype: str, operands: Iterable[Iterable[float]]
+    fun: Function, dtype: str, operands: Iterable[Iterable[float]]
 ) -> np.ndarray:
-    """A function of all combinations of numbers, in order, each result once."""
+    """Returns a function's values at all combinations of numbers, sorted, unique."""
     grid = np.meshgrid(*(np.array([*numbers], float) for numbers in operands))
     with np.errstate(all="ignore"):
         exact = fun(*grid)
@@ -195,14 +199,14 @@ def _results(
 
 
 def _ends(x: Fact) -> Iterable[float]:
-    """The numbers among which the extremes of a function of `x` are."""
+    """Returns numbers that include the extremes of a function of `x`."""
     if x.only:
         return x.values
     return {x.low, x.high, 0.0} if x.may_be_zero else {x.low, x.high}
 
 
 def _div(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
-    if y.low < 0 <= y.high:  # the quotient may have any size and sign
+    if y.low < 0 <= y.high:  # the quotient is unbounded
         return of_dtype(dtype_name(eqn.outvars[0]))
     return _computed(np.divide, eqn, x, y)
 
@@ -214,7 +218,7 @@ def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
 
 
 def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
-    # 1/x and x^0 have no bounds that any rule asks for.
+    # No rule needs bounds of 1/x and x^0.
     if exponent < 2:
         return Fact()
     wide = is_wide(dtype_name(eqn.outvars[0]))
@@ -223,19 +227,19 @@ def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
 
 
 def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
-    # A lost epsilon is reported here, so that the root divides is nothing new.
+    # A lost epsilon is reported at the root, and so not at a division by the root.
     without_lost = dataclasses.replace(x, epsilon=x.epsilon or None)
     return _computed(np.sqrt, eqn, without_lost)
 
 
 def _moved(eqn: JaxprEqn, x: Fact, *rest: Fact) -> Fact:
-    # A sum that is spread over an array again is part of another computation.
+    # A sum that is broadcast to an array is part of another computation.
     spread = size(eqn.outvars[0]) > size(eqn.invars[0])
     return dataclasses.replace(x, summed=0.0) if spread else x
 
 
 def _joined(eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """The fact of entries that are those of operands; other operands are indices."""
+    """Returns the fact of elements that are taken from operands, except indices."""
     dtype = dtype_name(eqn.outvars[0])
     pairs = zip(eqn.invars, facts, strict=True)
     return functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
@@ -261,7 +265,7 @@ def _index(eqn: JaxprEqn, x: Fact) -> Fact:
 
 
 _FRACTIONS = words("div sqrt tanh")
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
     "add": np.add,
     "add_any": np.add,

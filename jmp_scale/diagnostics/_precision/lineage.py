@@ -1,34 +1,36 @@
-"""The values that others were made of, for the rules that look beyond one operation.
+"""Lineages: which values a value was computed from, for rules of several operations.
 
-A product's rounding is harmless until what comes next amplifies it: a difference that
-cancels, an angle's turns, an inverse.
+The rounding of a product is harmless unless a later operation amplifies it: a
+difference that cancels, a large angle, an inverse.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
-from ... import _jaxpr as jaxprs
+from ... import _jaxpr
 from ..._autocast.operations import is_half_product
 from ..._jaxpr import SAME_ENTRIES, JaxprEqn, dtype_name, shape, size
 from ..._policy import is_half
 
-_SUMS = jaxprs.words("add add_any concatenate mul pad scatter select_n sub")
+_SUMS = _jaxpr.words("add add_any concatenate mul pad scatter select_n sub")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lineage:
-    # Stands for the value whose entries these are, moved or cast; 0 if unknown.
+    """The values from which an array was computed, each by a number."""
+
+    # Number of the value with the same elements, moved or cast; 0 if unknown.
     value: int = 0
-    # Values whose half-precision product it is, scaled or in a sum; 0 for those of a
-    # product entry by entry.
+    # Values whose half-precision matrix product it is, scaled or in a sum; 0 for the
+    # values of an elementwise product.
     factors: frozenset[int] = frozenset()
     norms: frozenset[int] = frozenset()  # values of whose squares it is a sum
-    rounded: bool = False  # whether it has entries of a half-precision product
-    parameters: bool = False  # whether it is made of parameters and numbers alone
+    rounded: bool = False  # whether it has elements of a half-precision product
+    parameters: bool = False  # whether it is computed from parameters and constants
 
     def cancels(self, other: "Lineage") -> bool:
-        """Whether a sum of two values is of a product and its operands' squares."""
+        """Whether two values are a product and the squares of its operands."""
         return bool(self.factors & other.norms or self.norms & other.factors)
 
 
@@ -36,13 +38,13 @@ NOTHING = Lineage()
 
 
 def is_inner_product(eqn: JaxprEqn) -> bool:
-    """Whether a product is of vectors, for each index of the batch."""
+    """Whether a product multiplies vectors, for each index of the batch."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
 
 
 def entries_added(eqn: JaxprEqn) -> int:
-    """How many entries an equation adds up into one; 0 if it is no sum."""
+    """Returns how many elements an equation adds up into one; 0 if it is not a sum."""
     match eqn.primitive.name:
         case "reduce" | "reduce_window" if not _adds(eqn):
             return 0
@@ -53,7 +55,7 @@ def entries_added(eqn: JaxprEqn) -> int:
         case "reduce_sum" | "reduce":
             return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
         case "scatter-add":
-            # Some cell receives at least this many of the updates.
+            # Some element receives at least this many updates.
             return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
         case "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -61,12 +63,19 @@ def entries_added(eqn: JaxprEqn) -> int:
     return 0
 
 
+def rows_added(eqn: JaxprEqn) -> int:
+    """How many rows a scatter adds to those of an array."""
+    windows = eqn.params["dimension_numbers"].update_window_dims
+    updates = shape(eqn.invars[2])
+    return math.prod(n for axis, n in enumerate(updates) if axis not in windows)
+
+
 def _adds(eqn: JaxprEqn) -> bool:
-    return [e.primitive.name for e in jaxprs.equations_within(eqn)] == ["add"]
+    return [e.primitive.name for e in _jaxpr.equations_within(eqn)] == ["add"]
 
 
 def lineage_of(eqn: JaxprEqn, ins: Sequence[Lineage]) -> Lineage:
-    """The lineage of the output of an equation without nested jaxprs."""
+    """Returns the lineage of the output of an equation without nested jaxprs."""
     name = eqn.primitive.name
     first, second = (*ins, NOTHING, NOTHING)[:2]
     if name in SAME_ENTRIES:
@@ -79,7 +88,7 @@ def lineage_of(eqn: JaxprEqn, ins: Sequence[Lineage]) -> Lineage:
     if is_half_product(eqn):
         factors = frozenset({first.value, second.value})
         return Lineage(factors=factors, rounded=True)
-    if name in jaxprs.PRODUCTS or name.startswith(("reduce", "cum")):
+    if name in _jaxpr.PRODUCTS or name.startswith(("reduce", "cum")):
         return Lineage(norms=first.norms if name == "reduce_sum" else frozenset())
     if name in ("div", "neg"):
         return dataclasses.replace(first, value=0)
@@ -90,5 +99,5 @@ def lineage_of(eqn: JaxprEqn, ins: Sequence[Lineage]) -> Lineage:
     norms = frozenset().union(*(x.norms for x in ins))
     arrays = all(map(shape, eqn.invars))
     if name == "mul" and arrays and is_half(dtype_name(eqn.outvars[0])):
-        factors |= {0}  # of positions and frequencies: angles
+        factors |= {0}  # such as angles, products of positions and frequencies
     return Lineage(0, factors, norms, rounded)

@@ -1,8 +1,9 @@
 """Finds the carries of a loop that accumulate: running sums and moving averages.
 
-A carry accumulates if each iteration makes it `a * carry + b` with a number `a` and a
-`b` that does not depend on the carry. The state of an LSTM, whose factor is an array,
-does not. A residual stream `x + f(x)` does only in a solver of very many steps.
+A carry accumulates if each iteration computes `a * carry + b` with a number `a` and a
+`b` that does not depend on the carry. The state of an LSTM does not accumulate, because
+its factor is an array. A residual stream `x + f(x)` counts only in a solver of very
+many steps.
 """
 
 import enum
@@ -10,42 +11,45 @@ from collections.abc import Iterator
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from ... import _jaxpr as jaxprs
+from ... import _jaxpr
 from ..._jaxpr import Atom, Loop, dtype_name, fits, shape, size
 from ..._policy import is_half
 from .facts import Fact
 
-_LINEAR_IN_FIRST = jaxprs.SAME_ENTRIES | {"neg"}
-_SLICE_GRADIENTS = jaxprs.words("dynamic_update_slice pad scatter scatter-add")
+_LINEAR_IN_FIRST = _jaxpr.SAME_ENTRIES | {"neg"}
+_SLICE_GRADIENTS = _jaxpr.words("dynamic_update_slice pad scatter scatter-add")
 _MORE_THAN_LAYERS = 256
 _LONG_BACKWARD_LOOP = 64
 
-# The message, the variable that adds up in half precision, and the equation that adds.
+# A message, the variable that accumulates in half precision, the equation that adds.
 Accumulation = tuple[str, Var, JaxprEqn]
 
 
 class _Form(enum.IntEnum):
-    """The way in which a value of an iteration depends on a carry."""
+    """How a value in an iteration depends on a carry."""
 
     CONSTANT = 0  # not at all
     CARRY = 1  # the carry, perhaps times a number
-    SUM = 2  # the same, plus something that does not depend on it
+    SUM = 2  # that, plus a value that does not depend on the carry
     OTHER = 3
 
 
 def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
-    """The carries of a loop that add up in half precision."""
-    # Backward, carries are gradients of what all iterations share.
+    """Finds the carries of a loop that accumulate in half precision."""
+    # In the backward pass carries are gradients of values that all iterations share.
     least = _LONG_BACKWARD_LOOP if backward else 2
-    # A while loop's length is unknown: it may be long.
+    # A while loop may have many iterations.
     if loop.trips is not None and loop.trips < least:
         return
     times = "each iteration" if loop.trips is None else f"{loop.trips:,} iterations"
     cure = "keep the carry in float32 and add float32 values"
     if backward:
-        cure = "cast what the iterations share to half precision inside the loop"
-    inner, _ = jaxprs.open_jaxpr(loop.body)
-    # More steps of `x + f(x)` than a network has layers are those of a solver.
+        cure = (
+            "cast what the iterations share to half precision inside the loop, and a "
+            "parameter that is stored so to float32, once outside of it"
+        )
+    inner, _ = _jaxpr.open_jaxpr(loop.body)
+    # With more steps of `x + f(x)` than a network has layers, it is a solver.
     solver = (loop.trips or 0) >= _MORE_THAN_LAYERS
     for i, variable in enumerate(loop.carries):
         for half, eqn in _accumulating(inner, variable, [i], solver):
@@ -53,8 +57,8 @@ def half_carries(loop: Loop, backward: bool) -> Iterator[Accumulation]:
 
 
 def half_states(program: ClosedJaxpr) -> Iterator[Accumulation]:
-    """The same of outputs beside the loss: training is the loop that carries them."""
-    inner, _ = jaxprs.open_jaxpr(program)
+    """Finds outputs next to the loss that accumulate over the steps of training."""
+    inner, _ = _jaxpr.open_jaxpr(program)
     what, cure = "a state that leaves beside the loss", "compute and keep it in float32"
     for argument in inner.invars:
         outputs = enumerate(inner.outvars)
@@ -70,15 +74,15 @@ def _message(what: str, half: Var, times: str, cure: str) -> str:
 
 
 def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
-    """The fact of a loop counter in all iterations; None if a carry is not one."""
-    inner, _ = jaxprs.open_jaxpr(loop.body)
+    """Returns the fact of a loop counter in all iterations; None for other carries."""
+    inner, _ = _jaxpr.open_jaxpr(loop.body)
     variable, result = loop.carries[index], inner.outvars[index]
     if loop.trips is None or start.single is None or not start.integral:
         return None
     for eqn in inner.eqns:
         if eqn.primitive.name == "add" and eqn.outvars[0] is result:
             this, other = eqn.invars
-            if this is variable and jaxprs.is_literal(other):
+            if this is variable and _jaxpr.is_literal(other):
                 last = start.single + float(other.val) * max(loop.trips - 1, 0)
                 low, high = sorted((start.single, last))
                 return Fact(low, high, integral=last.is_integer())
@@ -88,7 +92,7 @@ def counted(loop: Loop, index: int, start: Fact) -> Fact | None:
 def _accumulating(
     jaxpr: Jaxpr, variable: Var, outputs: list[int], solver: bool = False
 ) -> Iterator[tuple[Var, JaxprEqn]]:
-    """Half-precision sums of a variable that are outputs, and equations that add."""
+    """Yields half-precision sums with a variable among the outputs, and additions."""
     made_by = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     forms = _forms(jaxpr, {id(variable): _Form.CARRY}) if outputs else []
     for i in outputs:
@@ -106,7 +110,7 @@ def _accumulating(
 
 
 def _forms(jaxpr: Jaxpr, forms: dict[int, _Form]) -> list[_Form]:
-    """The forms of the outputs of a jaxpr, given those of its inputs by `id`."""
+    """Returns the forms of a jaxpr's outputs from those of its inputs by `id`."""
     for eqn in jaxpr.eqns:
         ins = [forms.get(id(v), _Form.CONSTANT) for v in eqn.invars]
         if any(ins):
@@ -117,12 +121,12 @@ def _forms(jaxpr: Jaxpr, forms: dict[int, _Form]) -> list[_Form]:
 
 def _forms_of_results(eqn: JaxprEqn, ins: list[_Form]) -> list[_Form]:
     name, outputs = eqn.primitive.name, len(eqn.outvars)
-    bodies = jaxprs.subjaxprs(eqn)
+    bodies = _jaxpr.subjaxprs(eqn)
     arguments = ins[1:] if name == "cond" else ins
     readable = name not in ("scan", "while") and (name != "cond" or not ins[0])
     if bodies and readable and all(fits(b, len(arguments), outputs) for b in bodies):
         results = []
-        for inner, _ in map(jaxprs.open_jaxpr, bodies):
+        for inner, _ in map(_jaxpr.open_jaxpr, bodies):
             pairs = zip(inner.invars, arguments, strict=True)
             results.append(_forms(inner, {id(v): form for v, form in pairs}))
         return [max(forms) for forms in zip(*results, strict=True)]
@@ -149,20 +153,20 @@ def _form_of_result(eqn: JaxprEqn, ins: list[_Form]) -> _Form:
 
 
 def _is_number(factor: Atom, eqn: JaxprEqn) -> bool:
-    # A decay rate is one number, a gate is as large as the state that it multiplies.
+    # A decay rate is one number, whereas a gate has the size of the state.
     is_scalar = size(factor) == 1 and size(eqn.outvars[0]) > 1
-    return is_scalar or jaxprs.is_literal(factor)
+    return is_scalar or _jaxpr.is_literal(factor)
 
 
 def _adds_a_slice(eqn: JaxprEqn, made_by: dict[int, JaxprEqn]) -> bool:
-    """Whether it adds to other entries each time, as in the gradient of `x[i]`."""
+    """Whether it adds to different elements each time, as the gradient of `x[i]`."""
     makers = [made_by[id(v)] for v in eqn.invars if id(v) in made_by]
     slices = any(maker.primitive.name in _SLICE_GRADIENTS for maker in makers)
     return eqn.primitive.name == "add_any" and slices
 
 
 def _uncast(atom: Atom, made_by: dict[int, JaxprEqn]) -> Atom:
-    """A variable before it was cast or reshaped."""
+    """Returns a variable as it was before casts and reshapes."""
     while id(atom) in made_by:
         eqn = made_by[id(atom)]
         if eqn.primitive.name not in _LINEAR_IN_FIRST:

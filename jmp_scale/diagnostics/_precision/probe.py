@@ -1,7 +1,7 @@
-"""A float32 program in which each matrix product is half precision where a flag is set.
+"""A float32 program with a flag for each matrix product: half precision or not.
 
-It is traced once. Each of its products gets a number, which stands in its scopes, so
-that `autocast`'s own way through loops, branches and rules for derivatives finds it.
+It is traced once. Each product gets a number in its name scopes, by which the
+interpreter of `autocast` finds it in loops, branches and derivative rules.
 """
 
 import dataclasses
@@ -9,27 +9,38 @@ import functools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
-from ..._autocast.interpreter import Interpreter, Notes, Part, TraceCache, Values
+from ..._autocast.higher_order import Part
+from ..._autocast.identities import softmax_from, with_value
+from ..._autocast.interpreter import (
+    ByVariable,
+    Interpreter,
+    Notes,
+    TraceCache,
+    Values,
+)
 from ..._autocast.marks import Names, tracing
-from ..._autocast.operations import Product, softmax_from, softmaxes_of, with_value
+from ..._autocast.operations import Product, softmaxes_of
 from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
+from ..._tree import promote_to_float32
+from ..._types import PyTree
 from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference
 from .work import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
-_MOST_FLAGS = 4096  # flags of the compiled program; products beyond share the last one
+_MOST_FLAGS = 4096  # flags of the compiled program; further products share the last
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,18 +79,22 @@ class Probe:
 
     def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
-        self._arrays, rejoin = split_arrays(loss.args)
+        arrays, rejoin = split_arrays(loss.args)
+        # As the gradients of `compare_gradients`, these are of float32 parameters.
+        self._arrays = promote_to_float32(arrays)
         self._products: list[tuple[ProductGroup, int]] = []  # group and work, by number
-        self._by_place: dict[Any, ProductGroup] = {}
+        self._by_place: dict[Hashable, ProductGroup] = {}
         self._cast: set[int] = set()  # numbers of those that `autocast` casts
         self.work = 0  # of all
 
-        def program(flags: jax.Array, s: jax.Array, arrays: list[Any]) -> Backward:
+        def program(
+            flags: jax.Array, s: jax.Array, arrays: list[jax.Array]
+        ) -> Backward:
             fun = functools.partial(self._flagged, flags)
             flagged = dataclasses.replace(loss, fun=fun, has_aux=False)
             return flagged.run(s, rejoin(arrays))
 
-        # At level 3 small products compile six times as long, and run as fast.
+        # At level 3 small products need six times as long to compile, and run as fast.
         options = {**ALL_ROUNDINGS, "xla_backend_optimization_level": 1}
         self._program = jax.jit(program, compiler_options=options)
         in_float32 = np.zeros(_MOST_FLAGS, bool), jnp.float32(1)
@@ -96,15 +111,15 @@ class Probe:
     ) -> GradientComparison:
         return self.reference.compared(*start.found(lambda s: self.run(half, s)))
 
-    def run(self, half: Sequence[ProductGroup], s: Any) -> Backward:
+    def run(self, half: Sequence[ProductGroup], s: ArrayLike) -> Backward:
         flags = np.zeros(_MOST_FLAGS, bool)
         flags[[n for group in half for n in group.numbers]] = True
         return self._program(flags, jnp.float32(s), self._arrays)
 
-    def _flagged(self, flags: jax.Array, *args: Any) -> jax.Array:
+    def _flagged(self, flags: jax.Array, *args: PyTree) -> jax.Array:
         arrays, rejoin = split_arrays(args)
 
-        def loss(*arrays: Any) -> Any:
+        def loss(*arrays: jax.Array) -> Any:
             out = begin_user_code(self._loss.fun, *rejoin(arrays))
             self._loss.check_output(out)
             return out[0] if self._loss.has_aux else out
@@ -176,8 +191,8 @@ class _Flagged(Interpreter):
     rule: int = -1  # number of the call whose rule for derivatives this is
 
     def run_products(
-        self, unit: Unit, plan: Plan, env: Values, halves: Values
-    ) -> Values:
+        self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
+    ) -> ByVariable:
         inputs = [env[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)
@@ -247,7 +262,7 @@ class _Flagged(Interpreter):
 
 
 def _multiply(
-    product: Product, dtype: Any, wide: int | None, *values: jax.Array
+    product: Product, dtype: DTypeLike, wide: int | None, *values: jax.Array
 ) -> jax.Array:
     """A product, rounded where the last value is True; operand `wide` is not."""
     *operands, half = values
@@ -259,5 +274,5 @@ def _multiply(
     return _rounded(result, half, dtype)
 
 
-def _rounded(x: jax.Array, half: Any, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, half: Any, dtype: DTypeLike) -> jax.Array:
     return jnp.where(half, x.astype(dtype).astype(x.dtype), x)

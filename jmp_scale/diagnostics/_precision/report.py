@@ -1,15 +1,17 @@
-"""`precision_report`: what half precision does to a program, line by line."""
+"""`precision_report`: finds the lines of a program that half precision harms."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr
 
 from ..._state import find_half_states
+from ..._types import Function, PyTree
 from .._backward import Loss, is_array, split_arrays
 from .._source import begin_user_code, place_of_caller
 from .._tables import printed, table
@@ -26,12 +28,12 @@ class PrecisionReport(NamedTuple):
     """The result of `precision_report`, in Python values.
 
     Attributes:
-      findings: in the order of the program, one for each line and rule.
-      operations: what runs in which dtype, most matrix work first.
+      findings: one for each line and rule, in the order of the program.
+      operations: all operations by dtype, most matrix work first.
       half_share: share of the FLOPs of matrix products and convolutions, forward and
         backward, whose operands are half precision, from 0 to 1; 0 if there are none.
-      not_looked_into: (primitive, "file:line") of operations that cannot be read, such
-        as Pallas kernels and callbacks.
+      not_looked_into: (primitive, "file:line") of opaque operations, which are not
+        analyzed, such as Pallas kernels and callbacks.
     """
 
     findings: tuple[Finding, ...]
@@ -40,7 +42,7 @@ class PrecisionReport(NamedTuple):
     not_looked_into: tuple[tuple[str, str], ...] = ()
 
     def summary(self) -> str:
-        """The findings as a compiler prints them, and the matrix work by dtype."""
+        """Returns the findings in a compiler's format, and matrix work by dtype."""
         lines = [finding.summary() for finding in self.findings]
         for primitive, line in self.not_looked_into:
             lines.append(f"{line}: note: {primitive} was not looked into.")
@@ -52,29 +54,30 @@ class PrecisionReport(NamedTuple):
 
 
 def precision_report(
-    fun: Callable[..., Any],
-    *args: Any,
+    fun: Function,
+    *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
-    opt_state: Any = None,
+    transform: Function = jax.value_and_grad,
+    opt_state: PyTree = None,
 ) -> PrecisionReport:
-    """Reads what half precision does to a loss and its backward pass, line by line.
+    """Finds the lines of a loss and its backward pass that half precision harms.
 
-    Nothing runs: the loss and its gradient are traced, and their operations are read.
-    A finding names the innermost line of your own code. The rules are in
-    `docs/precision.md`.
+    Use it before you train in half precision, or when a run in half precision is worse
+    than in float32. Nothing runs: the loss and its gradient are traced, and their
+    operations are analyzed. A finding names the innermost line of your own code. The
+    rules are in `docs/precision.md`.
 
     Args:
       fun: the whole loss as you train it, without the loss scale.
-      *args: its arguments, with `jax.ShapeDtypeStruct`s for arrays where you like.
+      *args: the arguments of `fun`; `jax.ShapeDtypeStruct`s may stand for arrays.
         Arguments that are not arrays are static.
       argnums: positions of the differentiated arguments, as in JAX.
       has_aux: whether `fun` returns `(loss, aux)`.
-      transform: what differentiates: `jax.value_and_grad` (default),
+      transform: differentiates `fun`: `jax.value_and_grad` (default),
         `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
-      opt_state: the optimizer's state: with one of `with_half_parameters` in it, or in
-        `args`, half-precision parameters are no error.
+      opt_state: the optimizer's state. If it (or `args`) contains a state of
+        `with_half_parameters`, half-precision parameters are not an error.
 
     Raises:
       TypeError: `fun` is not callable or does not return a real scalar loss, or
@@ -84,10 +87,10 @@ def precision_report(
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
     keywords: dict[str, Any] = {"has_aux": True} if has_aux else {}
     if not (isinstance(argnums, int) and argnums == 0):
-        keywords["argnums"] = argnums  # Equinox takes none
+        keywords["argnums"] = argnums  # Equinox has no such argument
     caller = place_of_caller()
 
-    def checked_fun(*args: Any, **kwargs: Any) -> Any:
+    def checked_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         out = begin_user_code(fun, *args, **kwargs)
         checked.check_output(out)
         return out
@@ -101,7 +104,7 @@ def precision_report(
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     steps = [step for step in backward.steps if step.times]
     operations = work.operations(steps)
-    # Products that autocast left in float32 are not for the user to cast.
+    # autocast left some products in float32 on purpose, so the user need not cast them.
     notes = () if forward.autocasts else work.full_matmuls(steps, forward.told)
     keeps_digits = find_half_states((args, opt_state))
     halves = conclusions.half_parameters(gradients, fun, caller)
@@ -113,7 +116,7 @@ def precision_report(
         *of_loss,
         *conclusions.two_dtypes(forward),
         *conclusions.products_of_parameters(forward),
-        # A derivative rule often repeats the function that it is the rule of.
+        # A derivative rule often repeats its function, and so its findings.
         *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
         *notes,
     ]
@@ -126,11 +129,11 @@ def precision_report(
     )
 
 
-def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The jaxpr of `fun(*args)`, and the shapes and dtypes of the arrays it returns."""
+def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
+    """Returns the jaxpr of `fun(*args)`, and shapes and dtypes of its array results."""
     arrays, rejoin = split_arrays(args)
 
-    def on_arrays(*arrays: Any) -> Any:
+    def on_arrays(*arrays: jax.Array) -> PyTree:
         out = fun(*rejoin(arrays))
         return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, out)
 
@@ -138,9 +141,9 @@ def _trace(fun: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def _positions(loss: Loss) -> range:
-    """Those of the first differentiated argument's arrays, in a trace."""
+    """Returns positions in the trace of the first differentiated argument's arrays."""
     numbers = jax.tree.leaves(loss.argnums)
-    first = numbers[0] if isinstance(numbers[0], int) else 0  # a filter of NNX's
+    first = numbers[0] if isinstance(numbers[0], int) else 0  # a filter of NNX
     counts = [sum(map(is_array, jax.tree.leaves(arg))) for arg in loss.args]
     start = sum(counts[:first])
     return range(start, start + counts[first])
@@ -148,17 +151,18 @@ def _positions(loss: Loss) -> range:
 
 @contextlib.contextmanager
 def _noting_lost_constants() -> Iterator[tuple[set[SourceLine], set[SourceLine]]]:
-    """Notes the lines at which a number becomes infinite, or 0, in its dtype.
+    """Records the lines at which a constant becomes infinite, or 0, in its dtype.
 
-    The trace shows only what is left of it. NumPy casts, and can say what it loses.
+    The trace contains only the constant after the cast. NumPy casts constants, and
+    reports overflow and underflow.
     """
     lines: dict[str, set[SourceLine]] = {"overflow": set(), "underflow": set()}
 
     def note(kind: str, flag: int) -> None:
         lines[kind].add(place_of_caller()[:2])
 
-    # NumPy casts nothing of a trace in JAX's cache. With metadata of their own these
-    # traces are new, and no compiled program shares them.
+    # NumPy would not cast anything for a trace in JAX's cache. With metadata of their
+    # own these traces are new, and no compiled program shares them.
     fresh = set_xla_metadata(precision_report=str(next(_REPORTS)))
     with fresh, np.errstate(over="call", under="call", call=note):
         yield lines["overflow"], lines["underflow"]

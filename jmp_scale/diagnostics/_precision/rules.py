@@ -1,7 +1,7 @@
-"""The rules of `precision_report` that a single operation can break.
+"""The rules of `precision_report` for single operations.
 
-Each yields findings about one step, from what is known about its inputs. The table of
-the rules, with programs and cures, is docs/precision.md.
+Each function yields findings about one step, from the facts of its inputs.
+docs/precision.md has the table of the rules, with programs and remedies.
 """
 
 import math
@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 
 from ..._jaxpr import dtype_name, words
+from ..._policy import is_half
 from .._source import Place
 from .facts import Fact, is_integer, is_wide, rounded, transfer
-from .lineage import NOTHING, entries_added, is_half, is_inner_product
+from .lineage import NOTHING, entries_added, is_inner_product, rows_added
 from .step import Finding, Severity, Step
 
 FLOAT16_MAX = 65504
@@ -23,13 +24,13 @@ _OVERFLOWING = words("exp exp2 expm1 pow")
 _LARGEST_EXPONENT = 11
 _CONVOLUTION = re.compile(r"_?conv(?!ert)", re.IGNORECASE)
 
-# Functions of jax.nn that handle the range of their argument themselves.
+# Functions of jax.nn that handle large arguments themselves.
 _SAFE_FUNCTIONS = words(
     "celu elu gelu hard_silu hard_swish log_sigmoid mish relu selu sigmoid silu "
     "soft_sign softplus sparse_plus squareplus swish"
 )
 _CASTS = words("array asarray astype _astype convert_element_type _ScalarMeta.__call__")
-# The methods of an array, and tree maps, are called through these.
+# Frames between a user's call and a method of an array, or a tree map.
 _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
 _ANGLES = words("cos sin tan")
@@ -37,9 +38,10 @@ _SOLVES = words("cholesky eig eigh lu")
 
 
 def faults(step: Step) -> Iterator[Finding]:
+    """Applies all rules to a step."""
     yield from _half_sum(step)
     yield from _half_collective(step)
-    # Transposing makes no square and no exp: there, they are a user's backward rule's.
+    # Transposing creates no square and no exp; a user's backward rule may.
     yield from _half_square(step)
     yield from _half_exp(step)
     if not step.backward:
@@ -51,7 +53,7 @@ def faults(step: Step) -> Iterator[Finding]:
 
 
 def is_cast_by_user(place: Place) -> bool:
-    """Whether a conversion is one that the user wrote, not one inside a function."""
+    """Whether the user wrote a cast, in contrast to one inside a library function."""
     if not place.packages <= _CASTERS:
         return False
     calls = [call.rpartition("<locals>.")[2] for call in place.calls]
@@ -60,16 +62,18 @@ def is_cast_by_user(place: Place) -> bool:
 
 
 def is_narrowed_by_user(step: Step) -> bool:
+    """Whether a step is a cast to half precision that the user wrote."""
     return step.narrows and not step.ins[0].only and is_cast_by_user(step.place())
 
 
 def _half_sum(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
-    # A product with ones adds up in float32, as all matrix products do.
+    # A product with ones accumulates in float32, like all matrix products.
     comes_back = step.narrows or step.name == "dot_general"
     count = step.ins[0].summed if step.narrows else _summed_in_half(step)
     if count < _LONG:
+        yield from _half_rows(step)
         return
     harms = ["overflows at 65,504"] if step.result == "float16" else []
     wrong = count >= FLOAT16_MAX and (harms or not comes_back)
@@ -80,7 +84,7 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         harms.append("drops small terms")
     if step.backward and not comes_back:
         cure = "broadcast the smaller operand in float32, then cast it"
-        # Nobody can follow this from outside of Flax's or Equinox's convolution.
+        # A user cannot change this inside a convolution of Flax or Equinox.
         if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
             severity = "note"
     harm = " and ".join(harms) or "keeps two digits"
@@ -88,6 +92,18 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}; {cure}"
     )
     yield step.finding("half-sum", severity, message)
+
+
+def _half_rows(step: Step) -> Iterator[Finding]:
+    """The gradient of a table: its frequent rows are sums of many cotangents."""
+    is_gradient = step.backward and step.name == "scatter-add"
+    if is_gradient and is_half(step.source) and (rows := rows_added(step.eqn)) >= _LONG:
+        message = (
+            f"the gradient of {rows:,} rows that are looked up is added up in "
+            f"{step.result}, where frequent rows lose most of theirs; put autocast "
+            "around the loss, or cast the table to float32 before the lookup"
+        )
+        yield step.finding("half-sum", "warning", message)
 
 
 def _summed_in_half(step: Step) -> float:
@@ -108,7 +124,7 @@ def _half_collective(step: Step) -> Iterator[Finding]:
     overflow = " and can overflow" if dtype == "float16" else ""
     cure = "cast to float32 before the collective"
     if step.backward:
-        # The gradients of parameters that all devices share, in shard_map.
+        # In shard_map: gradients of parameters that all devices share.
         cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
     message = f"a sum over devices in {dtype} rounds at each addition{overflow}; {cure}"
     yield step.finding("half-collective", "warning", message, halves[0])
@@ -120,7 +136,7 @@ def _half_square(step: Step) -> Iterator[Finding]:
     if step.narrows:
         what, times = "a square comes back", 2
         squared = step.ins[0].squared and step.ins[0].high > FLOAT16_MAX
-        # A cast of the user's own is of a mean square that may well be in range.
+        # If the user wrote the cast, the mean square may well be in range.
         if not squared or step.backward or is_cast_by_user(step.place()):
             return
     else:
@@ -142,7 +158,7 @@ def _half_square(step: Step) -> Iterator[Finding]:
 
 
 def _power_of_one_value(step: Step) -> int:
-    """How often an operation multiplies a value by itself; 0 if it does not."""
+    """Returns the exponent if an operation is a power of one value, else 0."""
     same = len(step.ins) > 1 and step.ins[0] is step.ins[1]
     match step.name:
         case "square":
@@ -204,7 +220,7 @@ def _half_constant(step: Step) -> Iterator[Finding]:
 
 
 def _lost_constants(fact: Fact, dtype: str) -> list[float]:
-    """The constants among the entries of an array that a half dtype does not hold."""
+    """Returns constants in an array that become 0 or infinite in a half dtype."""
     pairs = [(value, rounded(value, dtype)) for value in sorted(fact.values)]
     return [v for v, held in pairs if v != held and (held == 0 or math.isinf(held))]
 
@@ -214,15 +230,15 @@ def _half_integers(step: Step) -> Iterator[Finding]:
         return
     if step.name == "iota":
         (fact,) = transfer(step.eqn, ())
-        counts = "linspace" not in step.place().calls  # whose points are not integers
+        counts = "linspace" not in step.place().calls  # its points are not integers
     else:
         fact = step.ins[0]
-        # A float32 mask of 0 and -10,000 holds whole numbers, but counts nothing.
+        # A float32 mask of 0 and -10,000 has integers, but they are not counts.
         counts = is_wide(step.source) and fact.integral and not fact.only
         counts = counts or is_integer(step.source)
     limit = _DISTINCT_INTEGERS[step.result]
     exact = fact.only and all(rounded(v, step.result) == v for v in fact.values)
-    lost = _lost_constants(fact, step.result)  # half-constant reports them
+    lost = _lost_constants(fact, step.result)  # reported as half-constant
     if not counts or exact or lost or not limit < fact.magnitude < math.inf:
         return
     message = (
@@ -247,7 +263,7 @@ def _half_division(step: Step) -> Iterator[Finding]:
 
 
 def _inverted(step: Step) -> int | None:
-    """Position of the input that must not be 0; None if every input may be."""
+    """Returns the position of the input that must not be 0, or None."""
     match step.name:
         case "div":
             return 1
@@ -266,8 +282,7 @@ def _round_trip(step: Step) -> Iterator[Finding]:
     maker = step.ins[0].maker
     if maker is None or not is_narrowed_by_user(maker):
         return
-    # A function that returns half precision does not know what comes after it, and its
-    # caller not what came before.
+    # Two casts in different functions are fine: neither knows of the other.
     same = maker.place().function == step.place().function
     if not same or not is_cast_by_user(step.place()):
         return
@@ -280,7 +295,7 @@ def _round_trip(step: Step) -> Iterator[Finding]:
 
 
 def _amplified_product(step: Step) -> Iterator[Finding]:
-    """A half-precision product whose rounding the next operation makes larger."""
+    """Finds half-precision products whose rounding the next operation amplifies."""
     first, second = (*(f.lineage for f in step.ins), NOTHING, NOTHING)[:2]
     if step.name in ("add", "sub") and first.cancels(second):
         rule = "half-cancellation"

@@ -1,35 +1,37 @@
-"""Which matrix products of a float32 program must stay float32: found by running it."""
+"""`sensitive_products`: finds matrix products that must stay float32, by a search."""
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..._policy import checked_half
 from ..._scaling.finite import all_finite
+from ..._scaling.loss_scale import LossScale
+from ..._types import Function, PyTree
 from .._backward import Loss, Start, start_of
 from .._tables import percent, power, printed, table, with_progress
 from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
 
-_MOST_MEASURED = 128  # lines, or groups of neighbors, that are measured one by one
+_MOST_MEASURED = 128  # lines, or groups of neighboring lines, to measure
 
 
 @printed
 class SensitiveProduct(NamedTuple):
-    """The matrix products and convolutions of one line, in one scope.
+    """The matrix products and convolutions of one line, in one name scope.
 
     Attributes:
       file: path of the user's source file, or None if it is unknown.
       line: line in that file, from 1, or None.
-      library: the line of a library that they are in, as "ott/costs.py:560", or "".
-      scope: names of the scopes and modules that they are in, joined by "/".
+      library: their line in a library, such as "ott/costs.py:560", or "".
+      scope: names of their scopes and modules, joined by "/".
       share: their share of the program's matrix work, from 0 to 1.
-      alone: error of the gradient if they alone are half precision.
-      without: error of the gradient if all but they are half precision.
+      alone: error of the gradient if only they are half precision.
+      without: error of the gradient if all other products are half precision.
     """
 
     file: str | None
@@ -49,13 +51,13 @@ class SensitiveProducts(NamedTuple):
     that is more; infinite if anything is not finite.
 
     Attributes:
-      products: those that `autocast` would make half precision, in program order.
-      keep: names and places for `autocast`'s `keep_float32=`; () if none is needed, or
-        something else is at fault.
-      half_share: share of the program's matrix work that is half precision then.
+      products: the products that `autocast` would cast, in program order.
+      keep: names for `autocast`'s `keep_float32=`; () if none is needed, or something
+        else is at fault.
+      half_share: share of the program's matrix work that is then in half precision.
       error_before: error of the gradient with all products in half precision.
-      error_after: the same with those that `keep` names in float32.
-      advice: what to write, or do, in sentences.
+      error_after: error of the gradient with the products of `keep` in float32.
+      advice: the code to write, or other remedies, in sentences.
     """
 
     products: tuple[SensitiveProduct, ...]
@@ -66,7 +68,7 @@ class SensitiveProducts(NamedTuple):
     advice: str
 
     def summary(self, k: int = 20) -> str:
-        """The advice, and the k lines that change the gradient most."""
+        """Returns the advice, and the k lines that change the gradient most."""
         if not self.products:
             return self.advice
         rows: list[tuple[str, ...]] = [("line", "scope", "share", "alone", "without")]
@@ -77,38 +79,43 @@ class SensitiveProducts(NamedTuple):
 
 
 def sensitive_products(
-    loss: Callable[..., Any],
-    *args: Any,
+    loss: Function,
+    *args: PyTree,
     dtype: DTypeLike = "float16",
     backward: DTypeLike | None = None,
-    loss_scale: Any = None,
+    loss_scale: LossScale | ArrayLike | None = None,
     tolerance: float = 0.05,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
 ) -> SensitiveProducts:
-    """Finds the matrix products that must stay float32 for a gradient that is precise.
+    """Finds the matrix products that must stay float32 for a precise gradient.
+
+    Use it if `compare_gradients` says that half precision is not precise enough: pass
+    the names that it finds to `autocast` as `keep_float32=`.
 
     ```
-    for each line:       error if it alone is half, error if all but it are
-    float32 := none   if that is precise enough, else
-               lines  in the order of their own error, as many as it takes;
-                      then each goes back to half precision that may, the largest first
+    for each line:  measure the error with only this line in half precision, and the
+                    error with all other lines in half precision
+    float32 := none   if all lines in half precision are precise enough, else
+               lines  in the order of their own errors, as many as necessary;
+                      then each line that need not, the largest first, is removed
     ```
 
-    Runs on the host: compiled once, run twice a line, in float32 with the roundings of
-    `autocast`. The result holds for these parameters and this batch. Lines in different
-    modules count as different ones; of more than 128, neighbors are measured together.
+    It is called on the host, compiles the loss once, and runs it twice per line, in
+    float32 with the roundings of `autocast`. The result holds for these parameters and
+    this batch. Lines in different modules are different lines; if there are more than
+    128, neighbors are measured together.
 
     Args:
-      loss: the whole loss in float32, to which `autocast` is to be applied. Its
-        arguments, `argnums`, `has_aux` and `transform` are those of `precision_report`.
+      loss: the whole loss in float32, without `autocast`. Its arguments, `argnums`,
+        `has_aux` and `transform` are those of `precision_report`.
       dtype: as in `autocast`.
       backward: as in `autocast`.
       loss_scale: as in `compare_gradients`.
       tolerance: the largest error of the gradient, relative to its norm; default 5 %,
-        half of what `compare_gradients` calls precise enough. Up to twice as much, no
-        set that holds most of the work is recommended.
+        half of the limit of `compare_gradients`. If the error is at most twice the
+        tolerance, no set with most of the work is recommended.
 
     Raises:
       TypeError: as `compare_gradients`.
@@ -143,7 +150,7 @@ def sensitive_products(
 
 
 class _Search:
-    """The products of a program, and the fewest whose float32 is precise enough."""
+    """The search for the fewest products that must be float32."""
 
     def __init__(self, probe: Probe, start: Start, tolerance: float) -> None:
         self._probe, self._start, self._tolerance = probe, start, tolerance
@@ -209,7 +216,7 @@ class _Search:
                 group.alone, group.without = alone, without
 
     def _required(self, before: float) -> list[ProductGroup]:
-        """The fewest found, by their matrix work, whose float32 is precise enough."""
+        """Returns few products, by matrix work, whose float32 is precise enough."""
 
         def is_enough(float32: Collection[ProductGroup]) -> bool:
             return self._error_without(float32) <= self._tolerance
@@ -217,7 +224,7 @@ class _Search:
         if before <= self._tolerance:
             return []
         order = sorted(self._groups, key=lambda group: (-group.alone, group.work))
-        first = range(len(order))  # so many of them; all are enough
+        first = range(len(order))  # numbers of products; all are enough
         count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
         required = order[:count]
         for group in sorted(required, key=lambda group: -group.work)[:_MOST_MEASURED]:
@@ -227,7 +234,7 @@ class _Search:
         return [] if is_mild and 2 * _work(required) > _work(order) else required
 
     def _other_loss_scale(self) -> str:
-        """The advice if another loss scale helps, "" if none does."""
+        """Returns advice if another loss scale helps, else ""."""
         other = Start(2.0**24 if self._start.settles else 2.0**15, settles=True)
         found = self._probe.compared(self._groups, other)
         error, what = judged_error(found), f"loss scale {power(found.loss_scale)}"
@@ -253,7 +260,7 @@ def _work(groups: Iterable[ProductGroup]) -> int:
 def _names(
     required: Sequence[ProductGroup], groups: Sequence[ProductGroup]
 ) -> tuple[str, ...]:
-    """Names that keep the required groups, and as few others as possible."""
+    """Returns names that match the required groups, and as few others as possible."""
 
     def cost(name: str) -> tuple[int, int, int]:
         float32 = [group for group in groups if group.is_kept(name)]

@@ -1,4 +1,4 @@
-"""A step of a traced program, and what the rules say about it: a `Finding`."""
+"""`Step`: an equation of a traced program; `Finding`: a problem in its line."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ..._jaxpr import Atom, dtype_name, shape
+from ..._policy import is_half
 from .._source import Place
 from .._tables import printed
 from .facts import Fact, is_wide
-from .lineage import is_half
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")
@@ -21,15 +21,15 @@ class Finding(NamedTuple):
 
     Attributes:
       rule: name of the rule, such as "half-sum".
-      severity: "error" (wrong or non-finite for ordinary values), "warning" (loses
-        digits, or depends on the data) or "note" (cost).
-      message: what happens, and the cure; within a library, its file and line too.
+      severity: "error" (wrong or not finite for ordinary values), "warning" (loses
+        precision, or depends on the data) or "note" (cost).
+      message: the problem and a remedy; within a library, its file and line too.
       file: path of the user's source file, or None if it is unknown.
       line: line in that file, from 1, or None.
       primitive: JAX's name of the operation; "" for `half-parameters`.
       dtype: the dtype in question.
       shape: shape of the array in question.
-      backward: whether it happens in the backward pass only.
+      backward: whether the problem occurs in the backward pass only.
     """
 
     rule: str
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     backward: bool
 
     def summary(self) -> str:
-        """The finding as a compiler prints it, in one line."""
+        """Returns the finding in a compiler's format, in one line."""
         where = location((self.file, self.line))
         end = " (backward pass)" if self.backward else ""
         return f"{where}: {self.severity}: {self.message} [{self.rule}]{end}"
@@ -57,11 +57,11 @@ class Step(NamedTuple):
     """An equation of the traced program in its place."""
 
     eqn: JaxprEqn
-    place: Callable[[], Place]  # gives its place, which takes time
-    backward: bool = False  # whether JAX made it by transposing one of the same line
+    place: Callable[[], Place]  # a function, because to find its source line takes time
+    backward: bool = False  # whether JAX transposed an equation of the same line
     times: int = 1  # how often it runs
-    ins: Sequence[Fact] = ()  # what is known about its inputs
-    in_custom_vjp: bool = False  # in a function with a backward rule of its own
+    ins: Sequence[Fact] = ()  # facts of its inputs
+    in_custom_vjp: bool = False  # whether it is in a function with a custom_vjp rule
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Step(NamedTuple):
     def finding(
         self, rule: str, severity: Severity, message: str, atom: Atom | None = None
     ) -> Finding:
-        """The finding of a rule on an input of the equation, by default the first."""
+        """Returns a rule's finding on an input of the equation, default the first."""
         dtype = self.result if atom is None else dtype_name(atom)
         atom = (*self.eqn.invars, *self.eqn.outvars)[0] if atom is None else atom
         found = finding_at(self.place(), rule, severity, message, dtype, self.name)
@@ -94,7 +94,7 @@ class Step(NamedTuple):
 def finding_at(
     place: Place, rule: str, severity: Severity, text: str, dtype: str, name: str = ""
 ) -> Finding:
-    """The finding of a rule at a line; in a library, its line ends the message."""
+    """Returns the finding of a rule at a line; its message names a library's line."""
     library = f" (in {place.library})" if place.library else ""
     message = f"{text[0].upper()}{text[1:]}{library}."
     return Finding(rule, severity, message, *place[:2], name, dtype, (), False)

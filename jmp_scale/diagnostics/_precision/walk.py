@@ -1,7 +1,7 @@
 """Walks through a traced program and applies the rules, equation by equation.
 
-Facts flow along: into nested jaxprs with what is known about their arguments, and
-around loops with what holds in every iteration.
+Facts are passed into nested jaxprs with their arguments. Facts about a loop's carries
+are those that hold in every iteration.
 """
 
 import collections
@@ -12,47 +12,58 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from ... import _jaxpr as jaxprs
+from ... import _jaxpr
 from ..._autocast.marks import UNIT
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
+from ..._policy import is_half
 from ..._validation import warn
 from .._source import Place, place_of
 from .facts import Fact, join, of_atom, of_constant, transfer
-from .lineage import Lineage, is_half
+from .lineage import Lineage
 from .loops import Accumulation, counted, half_carries, half_states
 from .rules import faults
 from .step import Finding, Step
 from .work import SourceLine, follow, useless_cast
 
-# These have a jaxpr of scalars that says how two entries are combined.
+# These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
-_KERNELS = ("core_map", "pallas_call")  # their jaxprs are about blocks of arrays
+_KERNELS = ("core_map", "pallas_call")  # their jaxprs process blocks of arrays
+# A rule raises one of these if JAX changes the parameters of an equation.
+_RULE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
 
 
 class Walk:
-    """One walk through one traced program, in which numbers became 0 at `lost` lines.
+    """One walk through one traced program, in which constants became 0 at `lost` lines.
 
-    In a `differentiated` program the rules apply only to what JAX has transposed.
+    In a `differentiated` program the rules apply only to equations that JAX transposed.
     """
 
     def __init__(self, lost: set[SourceLine], differentiated: bool = False):
         self.found: list[Finding] = []
-        self.steps: list[Step] = []  # those without nested jaxprs
-        self.unread: list[tuple[str, Place]] = []  # what could not be looked into
-        # Rules broken in functions with derivatives of their own, by the call's line.
+        self.steps: list[Step] = []  # of equations without nested jaxprs
+        self.unread: list[tuple[str, Place]] = []  # opaque operations
+        # Rules broken in functions with custom derivatives, by the line of the call.
         self.ruled: dict[SourceLine, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
-        self.autocasts = False  # whether `autocast` makes products half precision
-        self.told: set[SourceLine] = set()  # where casts of products have no effect
+        self.autocasts = False  # whether `autocast` casts products
+        self.told: set[SourceLine] = set()  # lines of reported casts without effect
         self._lost = lost
         self._differentiated = differentiated
-        self.outs: list[Fact] = []  # what is known about the program's outputs
+        self.outs: list[Fact] = []  # of the program
 
     def through(
         self, program: ClosedJaxpr, caller: Place, parameters: Collection[int] = ()
     ) -> "Walk":
+        """Walks through a program; `parameters` are positions of its inputs."""
         inner, _ = open_jaxpr(program)
-        no_equation: Any = None  # is around a whole program
+        no_equation: Any = None  # contains a whole program
         outer = Step(no_equation, lambda: caller)
         facts = [of_atom(v) for v in inner.invars]
         for i in parameters:
@@ -64,14 +75,14 @@ class Walk:
         return self
 
     def _run(self, jaxpr: Program, facts: Sequence[Fact], outer: Step) -> list[Fact]:
-        """The facts of the outputs of a jaxpr, given those of its inputs."""
+        """Returns the facts of a jaxpr's outputs from the facts of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         by_variable: dict[Var, Fact] = {}
         numbers = [
             (v, v.val) for eqn in inner.eqns for v in eqn.invars if is_literal(v)
         ]
         for atom, value in [*zip(inner.constvars, consts, strict=True), *numbers]:
-            if is_half(dtype_name(atom)) and jaxprs.has_infinite_entries(value):
+            if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
                 self.infinite.add(dtype_name(atom))
         for variable, value in zip(inner.constvars, consts, strict=True):
             fact = of_constant(value, dtype_name(variable))
@@ -88,17 +99,16 @@ class Walk:
         return [fact_of(atom) for atom in inner.outvars]
 
     def _pass(self, eqn: JaxprEqn, ins: list[Fact], outer: Step) -> list[Fact]:
-        # JAX marks the backward pass in the names only. Of what it made by transposing,
-        # only sums can be at fault. Everything else is reported at the forward line.
+        # JAX marks the backward pass in name scopes only. Of transposed equations only
+        # sums can be at fault; other problems are reported at the forward line.
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = _lazily(eqn, outer.place)
         step = Step(eqn, place, backward, outer.times, ins, in_rule)
         try:
             return self._results(step)
-        except Exception as error:
-            # JAX may have renamed a parameter, and the other findings are worth having.
-            # The tests make warnings errors.
+        except _RULE_ERRORS as error:
+            # The findings of the other rules are still useful. Tests raise warnings.
             warn(
                 f"precision_report: a rule failed at {step.name}, which is left out: "
                 f"{error!r}; please report this"
@@ -107,14 +117,14 @@ class Walk:
         return [of_atom(v) for v in eqn.outvars]
 
     def _results(self, step: Step) -> list[Fact]:
-        """The facts of the outputs of an equation, which the rules see too."""
-        loop = jaxprs.loop_of(step.eqn)
+        """Returns the facts of an equation's outputs, and applies the rules to it."""
+        loop = _jaxpr.loop_of(step.eqn)
         if loop is not None:
             return self._loop(step, loop)
-        bodies = [] if step.name in _KERNELS else jaxprs.subjaxprs(step.eqn)
+        bodies = [] if step.name in _KERNELS else _jaxpr.subjaxprs(step.eqn)
         if bodies and not step.name.startswith(_COMBINE):
             return self._nested(step, bodies)
-        if step.name not in jaxprs.known_primitives():
+        if step.name not in _jaxpr.known_primitives():
             self._leave_unread(step)
         return self._operation(step)
 
@@ -132,14 +142,14 @@ class Walk:
         if not outs or (self._differentiated and not step.backward):
             return outs
         if step.backward and step.name == "cumsum":
-            # Its sums are gradients, as large as any other.
+            # Its sums are gradients, which are not larger than others.
             outs = [dataclasses.replace(outs[0], summed=step.ins[0].summed)]
-        # The place is asked for last: that of every equation would take minutes.
+        # The place is found last, because finding it for all would take minutes.
         added = step.ins if step.name == "max" else step.ins[:1]
         starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in step.ins)
         zero = starts and any(fact.single == 0 for fact in added)
         if zero and step.place()[:2] not in self._lost:
-            # `0 + x` is Python's `sum([x])`, and `max(x, 0)` is relu: nothing was lost.
+            # `0 + x` is Python's `sum([x])` and `max(x, 0)` is relu: no lost epsilon.
             outs = [dataclasses.replace(outs[0], epsilon=None)]
         self.found.extend(faults(step))
         if step.backward:
@@ -157,15 +167,15 @@ class Walk:
 
     def _nested(self, step: Step, bodies: list[Program]) -> list[Fact]:
         eqn, ins, before = step.eqn, list(step.ins), len(self.found)
-        # Shapes in a shard_map are those of one device, but all of them compute.
-        step = step._replace(times=step.times * jaxprs.mesh_size(eqn))
+        # Shapes in a shard_map are those of one device, but all devices compute.
+        step = step._replace(times=step.times * _jaxpr.mesh_size(eqn))
         outputs = len(eqn.outvars)
         if step.name == "cond" and all(fits(b, len(ins) - 1, outputs) for b in bodies):
             results = []
             for body in bodies:
                 results.append(self._run(body, ins[1:], step))
                 if eqn.params.get("branches_platforms"):
-                    # One runs, on each kind of machine: the first one's work counts.
+                    # Only one branch runs on a machine; count the work of the first.
                     step = step._replace(times=0)
             cases = zip(*results, strict=True)
             return [functools.reduce(join, facts) for facts in cases]
@@ -175,9 +185,9 @@ class Walk:
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
-                self.autocasts |= jaxprs.name_of_call(eqn) == UNIT
+                self.autocasts |= _jaxpr.name_of_call(eqn) == UNIT
             return outs
-        if not is_call or step.name not in jaxprs.known_primitives():
+        if not is_call or step.name not in _jaxpr.known_primitives():
             self._leave_unread(step)
         for body in bodies:
             inner, _ = open_jaxpr(body)
@@ -188,7 +198,7 @@ class Walk:
         ins = _entries(step.ins)
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
-        # Facts about a carry at first (a zero) hold in no other iteration.
+        # Facts about the first carry (a zero) do not hold in other iterations.
         carry = []
         for i, (variable, start) in enumerate(zip(loop.carries, rest, strict=False)):
             plain = dataclasses.replace(of_atom(variable), promoted=start.promoted)
@@ -205,7 +215,7 @@ class Walk:
 
 
 def _entries(facts: Sequence[Fact]) -> list[Fact]:
-    """The facts of arrays that a loop takes apart or stacks: other arrays."""
+    """Returns the facts of slices, or of stacked arrays, of a loop."""
     return [dataclasses.replace(fact, maker=None) for fact in facts]
 
 

@@ -1,4 +1,4 @@
-"""Counts the work of matrix products, and finds those left in float32."""
+"""Counts the work of matrix products, and finds products in float32."""
 
 import dataclasses
 import math
@@ -10,16 +10,17 @@ from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
 from ..._autocast.operations import has_matrix_work, stays_float32
-from ..._jaxpr import PRODUCTS, dtype_name, shape, size, words
+from ..._jaxpr import PRODUCTS, SAME_ENTRIES, dtype_name, shape, size, words
+from ..._policy import is_half
 from .._tables import printed
 from .facts import Fact, is_wide
-from .lineage import SAME_ENTRIES, entries_added, is_half
+from .lineage import entries_added
 from .rules import is_cast_by_user, is_narrowed_by_user
 from .step import Finding, Step
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
-# Algorithms that compute with half precision whatever the operands' dtype.
+# Algorithms that compute in half precision, whatever the dtype of the operands.
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
 _NO_WORK = SAME_ENTRIES | words(
     "concatenate dynamic_update_slice eq ge gt is_finite le lt ne pad select_n split "
@@ -35,11 +36,11 @@ class Operation(NamedTuple):
 
     Attributes:
       primitive: JAX's name of the operation.
-      dtype: dtype of its operands, joined by " x " where they differ.
-      executions: how often it runs: in a scan for each iteration, in a while loop once,
-        and in each branch.
+      dtype: dtype of its operands, joined by " x " if they differ.
+      executions: how often it runs. In a scan each iteration counts, in a while loop
+        one iteration, in a cond each branch.
       flops: floating-point operations of matrix products and convolutions; else 0.
-      share: of all such operations of the program, from 0 to 1.
+      share: share of the program's `flops`, from 0 to 1.
     """
 
     primitive: str
@@ -50,7 +51,7 @@ class Operation(NamedTuple):
 
 
 def flops(eqn: JaxprEqn) -> int:
-    """Multiplications and additions of one matrix product or convolution; else 0."""
+    """Counts multiplications and additions of a matrix product or convolution."""
     name = eqn.primitive.name
     if name not in PRODUCTS or not dtype_name(eqn.outvars[0]).startswith(_FLOATING):
         return 0
@@ -60,7 +61,7 @@ def flops(eqn: JaxprEqn) -> int:
             return 2 * size(result) * entries_added(eqn)
         case "conv_general_dilated":
             features = shape(right)[eqn.params["dimension_numbers"].rhs_spec[0]]
-            # The zeros inside a dilated input are not multiplied.
+            # Zeros inside a dilated input are not multiplied.
             zeros = math.prod(eqn.params.get("lhs_dilation") or (1,))
             return 2 * size(result) * (size(right) // max(features, 1)) // zeros
         case "ragged_dot_general":
@@ -82,7 +83,7 @@ def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
-    """Sums steps up by primitive and dtype, most matrix work first."""
+    """Sums up steps by primitive and dtype, most matrix work first."""
     runs: Counter[tuple[str, str]] = Counter()
     work: Counter[tuple[str, str]] = Counter()
     for step in steps:
@@ -108,8 +109,9 @@ def _is_narrow(dtypes: Iterable[str]) -> bool:
 
 
 def follow(step: Step, fact: Fact) -> Fact:
+    """Adds to the fact of a result whether the user cast it, or JAX promoted it."""
     if step.name == "convert_element_type" and is_half(step.source):
-        # A cast that the user did not write: JAX or a library promotes.
+        # If the user did not write this cast, JAX or a library promotes.
         promotes = is_wide(step.result) and not is_cast_by_user(step.place())
         cast = promotes and step.ins[0].cast
         promoted = step if promotes else None
@@ -118,7 +120,7 @@ def follow(step: Step, fact: Fact) -> Fact:
 
 
 def useless_cast(step: Step) -> Finding | None:
-    """A matrix product in float32 although the user has cast an operand, and why."""
+    """Finds a matrix product in float32 although the user cast an operand."""
     if not flops(step.eqn) or not has_matrix_work(step.eqn):
         return None
     operands = [*zip(step.eqn.invars[:2], step.ins[:2], strict=True)]
@@ -139,11 +141,11 @@ def useless_cast(step: Step) -> Finding | None:
 
 
 def full_matmuls(steps: Iterable[Step], told: set[SourceLine]) -> Iterator[Finding]:
-    """Matrix products in float32 while others are half precision, at new lines."""
+    """Finds products in float32 while others are half precision, at new lines."""
     products = [step for step in steps if flops(step.eqn)]
     wide = [step for step in products if not _is_narrow(operand_dtypes(step.eqn))]
     for step in wide if len(wide) < len(products) else ():
-        # A solve, or its derivative, needs the digits.
+        # A solve, or its derivative, needs the precision.
         needed = stays_float32(step.eqn) or "linalg" in step.place().packages
         if needed or step.place()[:2] in told:
             continue

@@ -1,8 +1,7 @@
-"""The real backward pass at each loss scale of a sweep."""
+"""`calibrate_loss_scale`: runs the backward pass at each loss scale of a sweep."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,8 @@ from jax import lax
 
 from ..._jaxpr import dtype_name, equations
 from ..._scaling.finite import all_finite
-from .._backward import Loss, split_arrays
+from ..._types import Flag, Function, PyTree, Scalar
+from .._backward import Backward, Loss, split_arrays
 from .._tables import printed
 from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 
@@ -24,17 +24,19 @@ class Calibration:
 
     A loss scale *works* if the loss and all gradients are finite, and if at most 2^-8
     of the elements of each leaf that are nonzero at that leaf's best finite loss scale
-    are zero. The window is the longest run of neighbors that work, the lower of two.
+    are zero. The window is the longest run of neighbors that work; of two equally long
+    runs, the lower one.
 
     Attributes:
       log2_scales: i32[K], the loss scales that were tried.
-      zero_fraction: f32[K, L], share of the entries of each gradient that are zero.
+      zero_fraction: f32[K, L], share of the elements of each gradient that are zero.
       finite: bool[K], whether the loss and all gradients are finite.
       log2_low: f32[], the lowest loss scale of the window, or NaN.
-      log2_high: f32[], the highest.
+      log2_high: f32[], the highest loss scale of the window, or NaN.
       recommended_log2_scale: f32[], 2 below `log2_high`, but in the window and in
-        [0, 24], as S of a `DynamicLossScale()` is; or NaN.
-      has_half_precision: whether anything in the loss is narrower than 32 bits. Static.
+        [0, 24], the range of a `DynamicLossScale()`; or NaN.
+      has_half_precision: whether the loss computes anything narrower than 32 bits.
+        Static.
       paths: names of the leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
@@ -48,7 +50,7 @@ class Calibration:
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def summary(self) -> str:
-        """The result as one sentence (host)."""
+        """Returns the result as one sentence (host)."""
         low, high = float(self.log2_low), float(self.log2_high)
         none = "No loss scale of the sweep"
         if not np.asarray(self.finite).any():
@@ -70,23 +72,24 @@ class Calibration:
 
 
 def calibrate_loss_scale(
-    fun: Callable[..., Any],
-    *args: Any,
+    fun: Function,
+    *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Function = jax.value_and_grad,
     log2_scales: Sequence[int] = range(-4, 25, 2),
 ) -> Calibration:
     """Runs the real low-precision backward pass at each loss scale of a sweep.
 
-    Compatible with `jit`, `vmap` and `lax.scan`. It needs the memory of one step, and
-    holds for these parameters and this batch.
+    Use it to find out whether a loss needs a loss scale, and from which S to start.
+    Compatible with `jit`, `vmap` and `lax.scan`. It needs the memory of one step. The
+    result holds for these parameters and this batch.
 
     Args:
       fun: the whole loss with its casts to low precision. Its arguments, `argnums`,
         `has_aux` and `transform` are those of `precision_report`.
-      log2_scales: increasing whole numbers in [-126, 126]; default -4, -2, ..., 24, up
-        to the cap of `DynamicLossScale`.
+      log2_scales: increasing integers in [-126, 126]; default -4, -2, ..., 24, up to
+        the cap of `DynamicLossScale`.
 
     Raises:
       TypeError: as `precision_report`.
@@ -94,13 +97,13 @@ def calibrate_loss_scale(
     """
     loss = Loss("calibrate_loss_scale", fun, args, argnums, has_aux, transform)
     log2 = _checked_log2_scales(log2_scales)
-    # On the host, because the exp2 of a device is a rounding away from most powers.
+    # Computed on the host, because exp2 on a device is inexact for most powers.
     scales = np.ldexp(np.float32(1), log2)
     arrays, rejoin = split_arrays(args)
 
     @jax.jit
-    def sweep(arrays: list[Any]) -> Any:
-        def at(s: jax.Array) -> tuple[Any, jax.Array]:
+    def sweep(arrays: list[jax.Array]) -> tuple[Backward, jax.Array]:
+        def at(s: Scalar) -> tuple[Backward, Flag]:
             found = loss.run(s, rejoin(arrays))
             zeros = [
                 jnp.sum(leaf == 0, dtype=jnp.uint32) / np.uint32(max(leaf.size, 1))
@@ -109,7 +112,7 @@ def calibrate_loss_scale(
             finite = all_finite(found)
             return dataclasses.replace(found, loss=None, leaves=zeros), finite
 
-        # Not vmap, which would hold the activations of all S at once.
+        # vmap would keep the activations of all S in memory at once.
         return lax.map(at, jnp.asarray(scales))
 
     results = (v for eqn in equations(sweep.trace(arrays).jaxpr) for v in eqn.outvars)
@@ -118,7 +121,7 @@ def calibrate_loss_scale(
     found, finite = sweep(arrays)
     zero_fraction = jnp.stack(found.leaves, axis=1)
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
-    # The nearest to the margin that the window and a DynamicLossScale allow.
+    # As near to the margin as the window and a DynamicLossScale allow.
     least, most = jnp.maximum(low, LOWEST), jnp.minimum(high, HIGHEST)
     best = jnp.where(least <= most, jnp.clip(high - MARGIN_BITS, least, most), jnp.nan)
     return Calibration(
@@ -136,16 +139,16 @@ def calibrate_loss_scale(
 def _window(
     log2: np.ndarray, zero_fraction: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(log2_low, log2_high) of `Calibration`."""
-    # Zeros at every finite S are not a loss: dead units, padding, the other classes.
+    """Returns (log2_low, log2_high) of `Calibration`."""
+    # Elements that are zero at every finite S are not lost: dead units, padding.
     unavoidable = jnp.where(finite[:, None], zero_fraction, 1).min(0, keepdims=True)
     lost = zero_fraction - unavoidable
-    # 2^-8 changes no training run, and single entries at the edge do not exceed it.
+    # A share of 2^-8 changes no training run, and is more than a few single elements.
     works = finite & (lost <= 2.0**-8 * (1 - unavoidable)).all(1)
-    # The length of the run of working loss scales up to each.
+    # run[i] is the length of the run of working loss scales that ends at i.
     places = jnp.arange(len(log2), dtype=jnp.int32)
     run = places - lax.cummax(jnp.where(works, np.int32(-1), places))
-    end = jnp.argmax(run).astype(jnp.int32)  # the first, so the lower of equal ones
+    end = jnp.argmax(run).astype(jnp.int32)  # the first of several
     start = jnp.maximum(end - run[end] + 1, 0)
     window = jnp.asarray(log2)[jnp.stack([start, end])]
     low, high = jnp.where(works.any(), window, jnp.nan)

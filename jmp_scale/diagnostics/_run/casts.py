@@ -1,11 +1,11 @@
-"""Which float32 numbers a cast to fewer bits flushes, coarsens or makes infinite.
+"""Finds which float32 numbers become zero, subnormal or infinite in a cast.
 
 Magnitudes are compared by their bits, which have the same order. Simpler ways miscount:
-XLA may leave out a cast and a cast back, `lax.reduce_precision` flushes float16
-subnormals, and a float32 comparison takes a subnormal for zero.
+XLA may remove a cast and a cast back, `lax.reduce_precision` flushes float16
+subnormals, and a float32 comparison treats a subnormal as zero.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._tree import named_inexact_leaves
+from ..._types import Leaf, PyTree
 
-INFINITY = 0x7F800000  # the bits of float32 infinity; those of a NaN are larger
+INFINITY = 0x7F800000  # the bits of float32 infinity; the bits of a NaN are larger
 
 
 class Limits(NamedTuple):
@@ -27,7 +28,7 @@ class Limits(NamedTuple):
     largest: float
 
 
-# Ties go to the even neighbor: to zero, to infinity, and 464 to 448 in float8_e4m3fn.
+# Ties round to the even neighbor: to zero, to infinity, 464 to 448 in float8_e4m3fn.
 _LIMITS = {
     "float16": Limits(2.0**-25, 2.0**-14, 65520.0, 65504.0),
     "bfloat16": Limits(2.0**-134, 2.0**-126, 511 * 2.0**119, 255 * 2.0**120),
@@ -36,8 +37,8 @@ _LIMITS = {
 }
 
 
-def limits(dtype: DTypeLike, function: str) -> Limits:
-    """The limits of a cast from float32 to `dtype`; errors name `function`."""
+def limits(function: str, dtype: DTypeLike) -> Limits:
+    """Returns the limits of a cast from float32 to `dtype`; errors name `function`."""
     name = jnp.dtype(dtype).name
     if name not in _LIMITS:
         names = ", ".join(_LIMITS)
@@ -45,8 +46,8 @@ def limits(dtype: DTypeLike, function: str) -> Limits:
     return _LIMITS[name]
 
 
-def countable_leaves(function: str, tree: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Names and inexact leaves, of no more real numbers than 32 bits can count."""
+def countable_leaves(function: str, tree: PyTree) -> tuple[tuple[str, ...], list[Leaf]]:
+    """Returns names and values of inexact leaves, each of fewer than 2^32 numbers."""
     paths, leaves = named_inexact_leaves(tree)
     for path, leaf in zip(paths, leaves, strict=True):
         if np.size(leaf) * (1 + jnp.iscomplexobj(leaf)) >= 2**32:
@@ -55,9 +56,10 @@ def countable_leaves(function: str, tree: Any) -> tuple[tuple[str, ...], list[An
 
 
 def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.Array:
-    """The float32 bits of |x|, or of |S x|, i32, of a complex leaf those of both parts.
+    """Returns the float32 bits of |x|, or of |S x|, as i32.
 
-    Entries wider than float32 are rounded, but neither to zero nor to infinity.
+    A complex leaf counts as two real ones. Elements wider than float32 are rounded, but
+    neither to zero nor to infinity.
     """
     x = jnp.asarray(leaf)
     x = jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x
@@ -67,24 +69,24 @@ def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     if x.dtype.itemsize <= 4:
         return bits
-    # Without the clip 1e300 would be counted as infinite, and 1e-300 as zero.
+    # Without the clip 1e300 would count as infinite, and 1e-300 as zero.
     clipped = jnp.clip(bits, (x != 0).astype(jnp.int32), INFINITY - 1)
     return jnp.where(jnp.isfinite(x), clipped, bits)
 
 
 def exponent_and_fraction(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(e, f) with |x| = 2^e (1 + f 2^-23), i32. Meaningless for zero."""
-    # A subnormal has no implicit leading one. Shifting its first one to bit 23 makes it
-    # a normal number, with an exponent too large by that.
+    """Returns (e, f), i32, with |x| = 2^e (1 + f 2^-23); undefined for zero."""
+    # A subnormal has no implicit leading one. Shifting its first one to bit 23 turns it
+    # into a normal number, whose exponent is too large by the shift.
     shift = jnp.maximum(lax.clz(bits) - 8, 0)
     bits = bits << shift
     return (bits >> 23) - 127 - shift, bits & 0x7FFFFF
 
 
 def log2_magnitude(bits: jax.Array) -> jax.Array:
-    """log2 |x| as f32, exact for powers of two; -inf for zero."""
-    # jnp.log2 of x itself would be -inf for subnormals, and is off by a rounding for
-    # many powers of two; that of a mantissa in [1, 2) is exactly 0 at 1.
+    """Returns log2 |x|, f32, exact for powers of two; -inf for zero."""
+    # jnp.log2 of x itself would be -inf for subnormals, and inexact for many powers of
+    # two; for a mantissa in [1, 2) it is exactly 0 at 1.
     exponent, fraction = exponent_and_fraction(bits)
     mantissa = lax.bitcast_convert_type(fraction | (127 << 23), jnp.float32)
     log2 = exponent.astype(jnp.float32) + jnp.log2(mantissa)

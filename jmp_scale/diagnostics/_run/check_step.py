@@ -8,18 +8,33 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..._state import LossScaleState
+from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_module
-from .._tables import with_progress
+from .._tables import printed, with_progress
+from .step_applied import applied_step
 from .step_arguments import is_data
 from .step_calls import Calls
-from .step_passes import PASSES, Check, Found
+from .step_found import Check, Found
 from .step_program import program
 from .step_rules import ORDER, RULES, Level
+from .step_scaling import growing_s, larger_s, several_s
+from .step_skips import infinite_s, nan_in_batch, spike
 
+# In this order: later ones read what the earlier ones found.
+_PASSES = (
+    applied_step,
+    several_s,
+    larger_s,
+    infinite_s,
+    growing_s,
+    spike,
+    nan_in_batch,
+    program,
+)
 _LEVELS = ("error", "warning", "note")
 
 
+@printed
 class Problem(NamedTuple):
     """A finding of `check_step`.
 
@@ -42,6 +57,7 @@ class Problem(NamedTuple):
         return f"{self.level} [{self.rule}] {where}{self.text}\n  {self.cure}"
 
 
+@printed
 class StepCheck(NamedTuple):
     """The result of `check_step`, in Python values. `str()` is its summary.
 
@@ -74,9 +90,6 @@ class StepCheck(NamedTuple):
         lines += [f"not checked: {what}." for what in self.not_checked]
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.summary()
-
 
 def check_step(
     step: Callable[..., Any], *args: Any, carried: Sequence[int] = ()
@@ -90,7 +103,7 @@ def check_step(
     ```
     six S from 2^-9 to 2^11   nothing may grow or fall with S
     S upward                  what is applied is the same, until a step is skipped
-    S = inf                   its own optimizer is skipped, and each leaf stays as it was
+    S = inf                   its own optimizer is skipped, and each leaf stays
     S that grows, a spike     as any other step, and as any other skip
     NaN in the batch          skipped as a whole, on all devices alike
     ```
@@ -128,7 +141,8 @@ def check_step(
       ...     updates, state = tx.update(grads, state, params, value=loss)
       ...     return optax.apply_updates(params, updates), state, loss
       >>> params = {"w": jnp.zeros((4, 2))}
-      >>> found = diagnostics.check_step(step, params, tx.init(params), jnp.ones((8, 4)))
+      >>> x, state = jnp.ones((8, 4)), tx.init(params)
+      >>> found = diagnostics.check_step(step, params, state, x)
       >>> found.ok, found.problems[0].rule
       (False, 'unscaled twice')
     """
@@ -142,8 +156,14 @@ def check_step(
         found = Found("state out of reach", values={"what": holder})
         return StepCheck(_problems([found]), ("anything",), 0)
     check = Check(Calls(step, args, carried))
+    for position in carried:
+        if (str(position),) not in check.calls.arrays:
+            raise ValueError(
+                "check_step: expected carried= to have positions of arguments that are "
+                f"bare arrays, got {position}; leave out what are trees of arrays"
+            )
     check.found += _of_arguments(check, args)
-    for run_pass in with_progress((*PASSES, program), "check_step"):
+    for run_pass in with_progress(_PASSES, "check_step"):
         check.found += list(run_pass(check))
         if check.has("not applied", "not returned"):
             break
@@ -174,53 +194,53 @@ def _of_arguments(check: Check, args: Any) -> Iterator[Found]:
     calls = check.calls
     if not (calls.scales or calls.states or calls.arguments.fixed):
         yield Found("no loss scale")
-    outside: list[str] = []
-    check.has_other_optimizers = _look(args, outside) and bool(calls.states)
-    for what in outside:
+    around: list[str] = []
+    beside: list[Any] = []
+    _look(args, around, beside)
+    check.has_other_optimizers = bool(beside and calls.states)
+    for what in around:
         yield Found("not outermost", values={"what": what})
 
 
-def _look(node: Any, outside: list[str]) -> bool:
-    """Whether there are optimizers beside; `outside`: those around a loss scale."""
+def _look(node: Any, around: list[str], beside: list[Any]) -> None:
+    """Collects states of Optax around one of `with_loss_scale`, and those without."""
+    node = getattr(node, "opt_state", ()) if is_module(node) else node
     if isinstance(node, LossScaleState):
-        return False
-    if is_module(node):
-        return _look(getattr(node, "opt_state", ()), outside)
+        return
     parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
     if len(parts) == 1 and parts[0] is node:
-        return False
-    has_scale = any(isinstance(x, LossScaleState) for x in parts)
+        return
     if _is_optax(node):
-        found = len(outside)
-        inner = _look(tuple(parts), outside) if not has_scale else False
-        if has_scale:
-            outside.append(type(node).__name__)
-            return inner
-        return len(outside) == found or inner
-    if type(node) is tuple and has_scale and any(map(_is_optax, parts)):
-        outside.append("optax.chain")
-        parts = [x for x in parts if not _is_optax(x)]
-    return any([_look(part, outside) for part in parts])
+        if not find_loss_scale_states(node):
+            beside.append(node)
+            return
+        around.append(type(node).__name__)
+    elif type(node) is tuple and any(isinstance(x, LossScaleState) for x in parts):
+        others = [x for x in parts if not _is_optax(x)]
+        around += ["optax.chain"] * (len(others) < len(parts))
+        parts = others
+    for part in parts:
+        _look(part, around, beside)
 
 
 def _is_optax(node: Any) -> bool:
     """Whether it is the state of one of Optax's transformations."""
-    return hasattr(node, "_fields") and type(node).__module__.startswith("optax")
+    is_state = hasattr(node, "_fields") and not isinstance(node, LossScaleState)
+    return is_state and type(node).__module__.startswith("optax")
 
 
 def _holder(step: Callable[..., Any], args: Any) -> str:
-    """A mutable object that seems to hold the state, or ""."""
+    """An object that seems to hold the state, and is no pytree; or ""."""
     while isinstance(step, functools.partial) or hasattr(step, "__wrapped__"):
         if isinstance(step, functools.partial):
             args, step = (*step.args, *step.keywords.values(), *args), step.func
         else:
             step = inspect.unwrap(step)
-    owner = getattr(step, "__self__", None)
+    owner = getattr(step, "__self__", step)
     for leaf in jax.tree.leaves((owner, args), is_leaf=is_module):
-        is_plain = is_data(leaf) or callable(leaf) or is_module(leaf)
-        held = {} if is_plain else getattr(leaf, "__dict__", {})
-        held = held if leaf is not owner else getattr(owner, "__dict__", {})
-        arrays = jax.tree.leaves(held, is_leaf=is_module)
-        if any(is_module(x) or isinstance(x, (jax.Array, np.ndarray)) for x in arrays):
+        if is_data(leaf) or is_module(leaf) or inspect.isclass(leaf):
+            continue
+        held = jax.tree.leaves(getattr(leaf, "__dict__", {}), is_leaf=is_module)
+        if any(is_module(x) or isinstance(x, (jax.Array, np.ndarray)) for x in held):
             return f"A {type(leaf).__name__}"
     return ""

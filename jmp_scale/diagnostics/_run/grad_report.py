@@ -1,4 +1,4 @@
-"""The losses of every leaf of a gradient to a loss scale and a cast, in one pass."""
+"""`grad_report`: counts elements of gradients that a cast would lose, in one pass."""
 
 import dataclasses
 import functools
@@ -9,36 +9,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from ..._scaling.loss_scale import scale_value
+from ..._scaling.loss_scale import LossScale, scale_value
+from ..._types import Arrays, Leaf, PyTree
 from .._tables import leaf_name, percent, power, printed, table
 from . import casts
 
 _SHARES = ("zero", "flushed", "subnormal", "overflow", "nonfinite")
 _BY_HARM = ("nonfinite", "overflow", "flushed", "subnormal")
 
-MARGIN_BITS = 2  # doublings from the largest entry to overflow at a recommended S
-LOWEST, HIGHEST = 0, 24  # log2 of S that `DynamicLossScale` takes by default
+Row = dict[str, float]  # a leaf's numbers by name
+MARGIN_BITS = 2  # doublings from the largest element to overflow at a recommended S
+LOWEST, HIGHEST = 0, 24  # range of log2 S of a `DynamicLossScale` by default
 
 
 @printed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradReport:
-    """The result of `grad_report`: arrays of L entries, one for each inexact leaf.
+    """The result of `grad_report`: arrays of length L, the number of inexact leaves.
 
     Attributes:
-      amax: f32[L], the largest finite magnitude of the unscaled entries, or 0.
-      size: u32[L], entries; here and below a complex one counts as two.
-      zero: u32[L], entries that are zero themselves.
-      flushed: u32[L], other entries that S and the cast make zero.
-      subnormal: u32[L], entries that they leave below the least normal number.
-      overflow: u32[L], finite entries that they make infinite (NaN in float8_e4m3fn).
-      nonfinite: u32[L], entries that are NaN or infinite themselves.
+      amax: f32[L], the largest finite magnitude of the unscaled elements, or 0.
+      size: u32[L], elements; here and below a complex element counts as two.
+      zero: u32[L], elements that are zero themselves.
+      flushed: u32[L], nonzero elements that become zero by S and the cast.
+      subnormal: u32[L], elements that become smaller than the smallest normal number.
+      overflow: u32[L], finite elements that become infinite (NaN in float8_e4m3fn).
+      nonfinite: u32[L], elements that are NaN or infinite themselves.
       loss_scale: f32[], S.
-      recommended_log2_scale: f32[], the largest whole number in [0, 24] at which S
-        times every `amax` is at most a quarter of the dtype's largest number, or NaN.
+      recommended_log2_scale: f32[], the largest integer in [0, 24] at which S times
+        every `amax` is at most a quarter of the dtype's largest number, or NaN.
       paths: names of the leaves, as `jax.tree_util.keystr` writes them. Static.
       dtype: name of the dtype. Static.
     """
@@ -56,7 +58,7 @@ class GradReport:
     dtype: str = dataclasses.field(metadata={"static": True})
 
     def to_dict(self) -> dict[str, Any]:
-        """Python numbers (host): scalars by name, and by path those of each leaf."""
+        """Returns Python numbers: scalars by name, and of each leaf by path (host)."""
         names = ("loss_scale", "recommended_log2_scale")
         scalars = {name: float(getattr(self, name)) for name in names}  # of one report
         names = ("amax", "size", *_SHARES)
@@ -66,10 +68,10 @@ class GradReport:
             leaves[path] = {name: column[i] for name, column in columns.items()}
         return {"dtype": self.dtype, **scalars, "leaves": leaves}
 
-    def worst(self, k: int = 5) -> dict[str, dict[str, Any]]:
-        """The k leaves of `to_dict()["leaves"]` that lose most, worst first (host)."""
+    def worst(self, k: int = 5) -> dict[str, Row]:
+        """Returns the k leaves that lose most, worst first, like `to_dict` (host)."""
 
-        def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
+        def badness(item: tuple[str, Row]) -> tuple[float, ...]:
             _, row = item
             return tuple(row[name] / max(row["size"], 1) for name in _BY_HARM)
 
@@ -77,7 +79,7 @@ class GradReport:
         return dict(sorted(rows, key=badness, reverse=True)[:k])
 
     def summary(self, k: int | None = None) -> str:
-        """A table of the k worst leaves, or of all in the order of the tree (host)."""
+        """Returns a table of the k worst leaves, or of all in tree order (host)."""
         report = self.to_dict()
         rows = report["leaves"] if k is None else self.worst(k)
         lines: list[tuple[str, ...]] = [("leaf", "entries", *_SHARES, "amax")]
@@ -89,21 +91,22 @@ class GradReport:
 
 
 def grad_report(
-    grads: Any, loss_scale: Any, dtype: DTypeLike = "float16"
+    grads: PyTree, loss_scale: LossScale | ArrayLike, dtype: DTypeLike = "float16"
 ) -> GradReport:
-    """Counts, leaf by leaf, what a loss scale and a cast lose of a gradient.
+    """Counts, leaf by leaf, the elements that a loss scale and a cast would lose.
 
+    Use it to find the leaf that overflows or underflows, and to choose a loss scale.
     Compatible with `jit`, `vmap`, `lax.scan`; in `shard_map` shard by shard.
 
     Args:
-      grads: pytree of unscaled gradients; only floating-point leaves are looked at.
+      grads: pytree of unscaled gradients; only floating-point leaves are counted.
       loss_scale: a loss scale, or S as a number or f32[].
       dtype: dtype of the backward pass: float16, float8_e5m2 or float8_e4m3fn.
 
     Raises:
       TypeError: `loss_scale` is not a number.
       ValueError: another dtype, a `loss_scale` of a shape other than (), or a leaf of
-        2^32 entries or more.
+        2^32 elements or more.
     """
     name = jnp.dtype(dtype).name
     if name == "bfloat16":  # S x would be a float32 subnormal, which XLA makes 0
@@ -111,7 +114,7 @@ def grad_report(
             "grad_report: expected dtype to be float16 or float8, got bfloat16, which "
             "has float32's range; for its smallest numbers use exponent_histogram"
         )
-    limits = casts.limits(name, "grad_report")
+    limits = casts.limits("grad_report", name)
     paths, leaves = casts.countable_leaves("grad_report", grads)
     loss_scale = scale_value("grad_report", loss_scale)
     arrays = _report_arrays(leaves, loss_scale, limits)
@@ -120,14 +123,14 @@ def grad_report(
 
 @functools.partial(jax.jit, static_argnames="limits")
 def _report_arrays(
-    leaves: list[Any], loss_scale: jax.Array, limits: casts.Limits
+    leaves: list[Leaf], loss_scale: jax.Array, limits: casts.Limits
 ) -> dict[str, jax.Array]:
-    # An empty leaf stands at the end, because a tree may have no leaves.
+    # An empty leaf is appended, because a tree may have no leaves.
     rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
     columns = (jnp.stack(column)[: len(leaves)] for column in zip(*rows, strict=True))
     amax, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
-    # Doublings up to the limit, from the bits: a float32 log2 just above a power of two
-    # rounds down to it, and would recommend one too many.
+    # Doublings up to the limit are computed from bits. A float32 log2 just above a
+    # power of two would round down to it, and so recommend one doubling too many.
     largest = jnp.max(amax, initial=0)
     doublings = (np.float32(limits.largest).view(np.int32) - largest) >> 23
     most = (doublings - MARGIN_BITS).astype(jnp.float32)
@@ -146,12 +149,12 @@ def _report_arrays(
 
 
 def _statistics(
-    leaf: Any, loss_scale: jax.Array, limits: casts.Limits
-) -> tuple[Any, ...]:
-    """The bits of amax, and six cumulative counts.
+    leaf: Leaf, loss_scale: jax.Array, limits: casts.Limits
+) -> tuple[ArrayLike, ...]:
+    """Returns the bits of amax and six counts of elements.
 
-    Counted are all entries, those not zero, after the cast not zero, normal, and
-    infinite, and those not finite before.
+    The counts are: all; nonzero; after the cast nonzero, at least normal, and infinite;
+    and not finite before the cast.
     """
     bits = casts.magnitude_bits(leaf)
     scaled = casts.magnitude_bits(leaf, loss_scale)
@@ -163,12 +166,12 @@ def _statistics(
     operands = [jnp.where(finite, bits, 0), *masks]
     starts = [np.int32(0), *[np.uint32(0)] * len(masks)]
 
-    def join(a: Any, b: Any) -> Any:
+    def join(a: Arrays, b: Arrays) -> tuple[jax.Array, ...]:
         counts = [x + y for x, y in zip(a[1:], b[1:], strict=True)]
         return jnp.maximum(a[0], b[0]), *counts
 
-    # One reduction of six values. XLA:CPU does not fuse six reductions, and would read
-    # the leaf six times (test_the_gradients_are_read_once).
+    # This is one reduction of six values, because XLA:CPU does not fuse six reductions:
+    # they would read the leaf six times (test_the_gradients_are_read_once).
     amax, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
     return amax, np.uint32(bits.size), *counts
 

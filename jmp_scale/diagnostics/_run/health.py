@@ -1,7 +1,8 @@
-"""Findings on a run's state and its last steps, in one sentence each."""
+"""`health`: describes the state of a run and its last steps, a sentence per finding."""
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +14,15 @@ from ..._scaling.loss_scale import (
     StaticLossScale,
     number_of,
 )
-from ..._state import LossScaleState, find_half_states, find_rounded_states
+from ..._state import (
+    LossScaleState,
+    find_half_states,
+    find_loss_scale_states,
+    find_nodes,
+    find_rounded_states,
+)
 from ..._tree import named_inexact_leaves
+from ..._types import PyTree
 from .._tables import power
 from .history import LossScaleHistory
 from .metrics import find_states
@@ -27,6 +35,7 @@ _SENTENCES = {
     "loss scale out of range": "The loss scale is {s}. No step can change that, so "
     "every step will be skipped: put a new DynamicLossScale into the state, or go back "
     "to a checkpoint.",
+    "wrong order": "{what} stands around with_loss_scale, and {harm}. Write {cure}.",
     "loss not finite": "{last}, and the loss scale stays at {s}: the loss itself is "
     "not finite, which no loss scale changes. {diagnose} finds the broken batch or "
     "parameter.",
@@ -34,8 +43,8 @@ _SENTENCES = {
     "which scales it, and unscales the loss and the gradients, once.",
     "stuck at the floor": "The loss scale is stuck at its floor of {floor}. {last}: "
     "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
-    "a lower min_loss_scale cures. If it finds none, the step may scale by another S "
-    "than opt_state's, or not unscale.",
+    "a lower min_loss_scale fixes. If it finds none, the step may scale by another S "
+    "than opt_state's, or not unscale: check_step(train_step, ...) shows it.",
     "every step skipped": "{last} (in total {causes}), and the loss scale is now at "
     "{s}: something broke. {diagnose} finds the cause.",
     "loss diverges": "The loss diverges: it is {current:.3g}, after {best:.3g} around "
@@ -49,20 +58,20 @@ _SENTENCES = {
     "gradients underflow. Start again with a lower learning rate; see "
     "calibrate_loss_scale if the gradients are computed in half precision.",
     "lost updates": "In the last {steps} steps {entries:.0%} of the updates, and "
-    "{magnitude:.0%} of their size, were lost in rounding: they are too small beside "
-    "the parameters. Keep the parameters in float32 or, where they are, raise the "
-    "learning rate.",
-    "frequent spikes": "{last}, where one in a hundred is a lot: look at the data of "
-    "those batches, or lower the learning rate.",
+    "{magnitude:.0%} of their size, were lost in rounding: they are too small "
+    "compared with the parameters. Keep the parameters in float32 or, if they are, "
+    "raise the learning rate.",
+    "frequent spikes": "{last}; more than 1 % is too many. Look at the data of those "
+    "batches, or lower the learning rate.",
     "spike": "The last step was skipped as a spike of the loss or the gradient norm "
     "({in_a_row} skipped in a row; in total {causes}): normal if rare. Look at the "
-    "data of that batch. After max_in_a_row spikes in a row the guard takes the new "
-    "level for normal.",
+    "data of that batch. After max_in_a_row spikes in a row the guard accepts the new "
+    "level as normal.",
     "rare spikes": "{last}: normal if rare. Look at the data of those batches.",
     "broken batches": "{last}, mostly because the loss itself was not finite: look for "
     "broken data in those batches.",
-    "frequent overflow": "{last}, where one in a hundred is a lot: see with "
-    "grad_report which leaf overflows, and take a DynamicLossScale or a longer period.",
+    "frequent overflow": "{last}; more than 1 % is too many. Find the overflowing leaf "
+    "with grad_report, and use a DynamicLossScale or a longer period.",
     "warm-up": "{last}, the only ones so far, and the loss scale is now at {s}: an "
     "expected warm-up if no step was applied before; else see that gradients are "
     "unscaled. Its floor is {floor}.",
@@ -75,17 +84,30 @@ _SENTENCES = {
     "weights, or use bfloat16.",
     "loss scale at its cap": "The loss scale is at its cap of {s} and has never "
     "overflowed. That can be right; but do the gradients come from "
-    "jmp_scale.value_and_grad? Those of jax.value_and_grad never see the loss scale.",
+    "jmp_scale.value_and_grad? Those of jax.value_and_grad never see the loss scale: "
+    "check_step(train_step, ...) tells.",
     "float16 parameters": "{leaf} is {dtype}{more}: keep master parameters "
     "in float32 and cast them inside the loss (Policy.cast_to_compute), or small "
     "updates and Adam's epsilon are lost.",
     "bfloat16 moments": "{leaf} is {dtype}{more}: with a b2 above 0.998 a "
     "second moment in bfloat16 cannot decay, because each step's change is rounded "
-    "away. Initialize the optimizer on float32 parameters, or take a b2 of 0.99.",
+    "away. Initialize the optimizer on float32 parameters, or use a b2 of 0.99.",
 }
 
-_NORMAL_RATE = 0.01  # of overflows, of spikes; by a default period S causes 0.0005
-_LISTED = 5  # steps that a sentence names
+# What must not stand around with_loss_scale, by fields of its state: harm and cure.
+_AROUND = {
+    ("optax.MultiSteps", "acc_grads", "inner_opt_state"): (
+        "one infinite micro-batch stays in its sum, so every later step is skipped",
+        "with_loss_scale(optax.MultiSteps(tx, k).gradient_transformation(), ...)",
+    ),
+    ("optax.apply_if_finite", "notfinite_count", "inner_state"): (
+        "it puts back S and the counters of a skipped step, so S never falls",
+        "with_loss_scale(tx, ...) in its place",
+    ),
+}
+
+_NORMAL_RATE = 0.01  # of overflows or spikes; a default period causes 0.0005
+_LISTED = 5  # steps that a sentence lists
 _CAUSES = ("overflow", "a broken loss", "a spike")
 
 Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
@@ -93,7 +115,7 @@ KindAndText = tuple[str, str]  # the kind, and what happened
 Counts = np.ndarray  # i64[3], skipped steps by cause, in the order of `_CAUSES`
 
 
-def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]:
+def health(opt_state: PyTree, history: LossScaleHistory | None = None) -> list[str]:
     """Describes the state of a run, one sentence per finding, most urgent first (host).
 
     Each sentence has its section in `docs/troubleshoot.md`.
@@ -101,14 +123,15 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree. The
         parameters and moments in it are checked for narrow dtypes.
-      history: the last steps; findings on losses, norms and updates need 40 that have
-        them. Leave out losses of an adversarial training: they rise and fall by design.
+      history: the last steps; findings on losses, norms and updates need 40 steps with
+        these numbers, and "wrongly scaled" six changes of S (`check_step` needs none).
+        Omit losses of adversarial training: they rise and fall by design.
 
     Returns:
       Sentences; an empty list if there is nothing to report.
 
     Raises:
-      ValueError: there is no such state in `opt_state`, or it is one of several
+      ValueError: there is no such state in `opt_state`, or it has a leading axis of
         replicas or of a `vmap`.
     """
     return list(_findings(opt_state, history, {}).values())
@@ -117,12 +140,13 @@ def health(opt_state: Any, history: LossScaleHistory | None = None) -> list[str]
 class HealthLog:
     """`health`, once per change: each finding when it begins, and a line when it ends.
 
-    A callable for the host, which remembers its last findings and counts of skipped
-    steps, and so can tell the cause of new ones.
+    Use it in the training loop, every hundred steps or so. It is a callable for the
+    host, which remembers its last findings and the counts of skipped steps, and so
+    knows the cause of new skips.
 
     Attributes:
-      kinds: names of the last findings, such as "loss diverges", for code that acts on
-        them. With several states each starts with a path: "['generator']: spike".
+      kinds: names of the last findings, such as "loss diverges", for code that reacts
+        to them. With several states each starts with a path: "['generator']: spike".
     """
 
     def __init__(self) -> None:
@@ -130,9 +154,9 @@ class HealthLog:
         self._seen: dict[str, Counts] = {}
 
     def __call__(
-        self, opt_state: Any, history: LossScaleHistory | None = None
+        self, opt_state: PyTree, history: LossScaleHistory | None = None
     ) -> list[str]:
-        """New sentences since the last call; arguments and errors as in `health`."""
+        """Returns new sentences since the last call, with the arguments of `health`."""
         findings = _findings(opt_state, history, self._seen)
         new = [text for kind, text in findings.items() if kind not in self.kinds]
         over = [f"Over: {kind}." for kind in sorted(self.kinds - findings.keys())]
@@ -141,14 +165,14 @@ class HealthLog:
 
 
 def _findings(
-    opt_state: Any, history: LossScaleHistory | None, seen: dict[str, Counts]
+    opt_state: PyTree, history: LossScaleHistory | None, seen: dict[str, Counts]
 ) -> dict[str, str]:
-    """Sentences by kind. `seen` holds the skips at the last look, then at this one."""
+    """Returns sentences by kind, and updates the counts of skips in `seen`."""
     states, findings = find_states("health", opt_state), []
     steps = history.to_dict() if history is not None and history.pushed > 0 else None
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
-        # Every number below is an array in a replicated state, and `float` fails.
+        # In a replicated state every number is an array, and `float` would fail.
         if shape != ():
             raise ValueError(
                 f"health: expected one state, got {shape} of them; take one of "
@@ -156,10 +180,11 @@ def _findings(
             )
         prefix = f"{path}: " if len(states) > 1 else ""
         counts = _counts(state)
-        # Counts are smaller after a return to a checkpoint.
+        # After a return to a checkpoint, counts are smaller.
         new = np.maximum(counts - seen.get(path, counts), 0)
         findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
         seen[path] = counts
+    findings += [("", *found) for found in _order_findings(opt_state)]
     findings += [("", *found) for found in _leaf_findings(opt_state)]
     if history is not None:
         findings += [("", *found) for found in trend_findings(history)]
@@ -176,12 +201,12 @@ def _counts(state: LossScaleState) -> Counts:
 
 
 def _listed(counts: Counts) -> str:
-    """The causes that occurred, as in "2 by overflow, 1 by a broken loss"."""
+    """Lists the causes that occurred, as in "2 by overflow, 1 by a broken loss"."""
     pairs = zip(counts, _CAUSES, strict=True)
     return ", ".join(f"{count} by {cause}" for count, cause in pairs if count)
 
 
-def _is_fixed(rule: Any) -> bool:
+def _is_fixed(rule: object) -> bool:
     return rule is None or isinstance(rule, NoOpLossScale | StaticLossScale)
 
 
@@ -199,7 +224,7 @@ def _state_findings(
     present = _present(state, steps, new)
     if present is not None:
         topic = "spikes" if present[0] == "spike" else "skips"
-        # The recorded rate of overflow says more than the last one.
+        # The recorded rate of overflow says more than the last overflow.
         if present[0] != "occasional overflow" or topic not in found:
             found[topic] = present
     found["loss scale"] = _scale_kind(state), ""
@@ -220,21 +245,21 @@ def _scale_kind(state: LossScaleState) -> str:
 
 
 def _present(state: LossScaleState, steps: Steps, new: Counts) -> KindAndText | None:
-    """The finding on the present run of skips, or on those since the last call."""
+    """Returns the finding on consecutive skips until now, or since the last call."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     if in_a_row == 0:
         overflows, losses, _ = new
         last = f"Steps were skipped since the last call ({_listed(new)})"
         if steps is None and losses:
             return "loss not finite", last
-        # An S that adapts causes overflows itself: of those a rate would be needed.
+        # An S that grows causes overflows itself, which only their rate could tell.
         if steps is None and overflows and _is_fixed(rule):
             return "skipped step", last
         return None
     many = f"The last {in_a_row} steps were all skipped"
     last = "The last step was skipped" if in_a_row == 1 else many
     overflows, losses, _ = new if new.any() else _counts(state)
-    if steps is not None:  # which knows the cause of each
+    if steps is not None:  # the history knows the cause of each skip
         spike, finite = (steps[name][-in_a_row:] for name in ("spike", "loss_finite"))
         overflows, losses = (finite & ~spike).sum(), (~finite).sum()
     # int, because a Variable of Flax 0.12.0 has no truth value. A spike may overflow.
@@ -260,7 +285,7 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
     skipped = ~(steps["grads_finite"] | spike)
     if steps["step"][0] == 0:  # skips before the first applied step are expected
         skipped[: int(np.argmin([*skipped, False]))] = False
-    # An S that does not grow is no reason for overflows.
+    # A fixed S never causes an overflow by growing.
     few = "skipped step" if is_fixed else "occasional overflow"
     found = {}
     for topic, flags, what, rare, frequent in (
@@ -271,7 +296,7 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
         count, size = len(numbers), flags.size
         if count == 0:
             continue
-        # One is normal, of any number.
+        # A single skip is always normal.
         kind = rare if count <= max(1, _NORMAL_RATE * size) else frequent
         if steps["loss_finite"][flags].mean() < 0.5:
             kind = "broken batches"
@@ -281,12 +306,26 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
     return found
 
 
-def _leaf_findings(opt_state: Any) -> list[tuple[str, dict[str, Any]]]:
-    # Half-precision parameters that lose nothing stand beside their optimizer's state.
+def _order_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:
+    findings = []
+    for (what, *names), (harm, cure) in _AROUND.items():
+
+        def is_around(node: Any, names: list[str] = names) -> bool:
+            fields = node if isinstance(node, Mapping) else getattr(node, "_fields", ())
+            return set(names) <= set(fields) and bool(find_loss_scale_states(node))
+
+        if find_nodes(is_around, opt_state):
+            words = {"what": what, "harm": harm, "cure": cure}
+            findings.append(("wrong order", words))
+    return findings
+
+
+def _leaf_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:
+    # The state of with_half_parameters has float16 remainders, which lose nothing.
     halves = [node for _, node in find_half_states(opt_state)]
     pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)
     pairs = [(path, leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
-    # bfloat16 has the range of float32, and is chosen on purpose for parameters.
+    # bfloat16 has the range of float32, and users choose it for parameters on purpose.
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
     coarse = [pair for pair in pairs if pair[1].dtype == jnp.bfloat16]
     coarse = [pair for pair in coarse if re.search(r"\b(nu|v)\b", pair[0])]  # squares

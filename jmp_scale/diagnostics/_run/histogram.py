@@ -1,7 +1,6 @@
-"""Entries of a tree by power of two, and the shares that S and a cast flush."""
+"""`exponent_histogram`: counts elements by power of two."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _mesh
+from ..._types import Leaf, PyTree
 from .._tables import leaf_name, percent, printed, table
 from . import casts
 
@@ -22,8 +22,8 @@ class ExponentHistogram:
     """The result of `exponent_histogram`; L is the number of inexact leaves.
 
     Attributes:
-      counts: u32[L, 277], entries with magnitude in [2^e, 2^(e+1)), e = -149 to 127.
-      powers_of_two: u32[L, 277], those that are exactly 2^e: the ties of a cast.
+      counts: u32[L, 277], elements with magnitude in [2^e, 2^(e+1)), e = -149 to 127.
+      powers_of_two: u32[L, 277], elements that are exactly 2^e, where casts have ties.
       paths: names of the leaves, as `jax.tree_util.keystr` writes them. Static.
     """
 
@@ -33,20 +33,22 @@ class ExponentHistogram:
 
     @property
     def exponents(self) -> np.ndarray:
-        """i32[277], the e of each column."""
+        """The e of each column, i32[277]."""
         return np.array(_EXPONENTS, np.int32)
 
     def flushed_share(
         self, log2_scale: ArrayLike, dtype: DTypeLike = "float16"
     ) -> jax.Array:
-        """Share of the finite non-zero entries that S = 2^log2_scale and a cast flush.
+        """Returns the share of elements that S = 2^log2_scale and a cast flush to zero.
+
+        Only finite nonzero elements count.
 
         Args:
           log2_scale: integers of any shape.
           dtype: a dtype of `grad_report`, or bfloat16.
 
         Returns:
-          f32[*log2_scale.shape, L], 0 for a leaf without such entries.
+          f32[*log2_scale.shape, L], 0 for a leaf without such elements.
 
         Raises:
           TypeError: `log2_scale` does not have an integer dtype.
@@ -58,9 +60,9 @@ class ExponentHistogram:
                 "flushed_share: expected log2_scale of whole numbers, got "
                 f"{log2_scale.dtype}"
             )
-        limit = casts.limits(dtype, "flushed_share").zero_up_to
-        # Columns from 2^-150 on, at which there is nothing, to 2^128. A power of two at
-        # the limit is a tie, which a cast rounds to zero.
+        limit = casts.limits("flushed_share", dtype).zero_up_to
+        # Columns are from 2^-150, where nothing is, to 2^128. A power of two at the
+        # limit is a tie, which a cast rounds to zero.
         below = jnp.pad(jnp.cumsum(self.counts, 1, jnp.uint32), ((0, 0), (2, 0)))
         up_to = below + jnp.pad(self.powers_of_two, ((0, 0), (1, 1)))
         column = int(np.log2(limit)) + 150 - log2_scale.astype(jnp.int32)
@@ -69,7 +71,7 @@ class ExponentHistogram:
         return found / jnp.broadcast_to(total, found.shape)
 
     def summary(self) -> str:
-        """Each leaf's range, and the share that S = 1 flushes, as a table (host)."""
+        """Returns each leaf's range and the share flushed at S = 1, a table (host)."""
         counts, flushed = np.asarray(self.counts), np.asarray(self.flushed_share(0))
         head = ("leaf", "non-zero", "smallest", "largest", "flushed")
         rows: list[tuple[str, ...]] = [head]
@@ -81,17 +83,19 @@ class ExponentHistogram:
         return "\n".join([f"{title}:", *table(rows)])
 
 
-def exponent_histogram(tree: Any) -> ExponentHistogram:
-    """Counts entries by power of two, which shows what any S and dtype would flush.
+def exponent_histogram(tree: PyTree) -> ExponentHistogram:
+    """Counts elements by power of two.
 
-    Compatible with `jit`, `vmap` and `lax.scan`; costs several times `grad_report`.
+    Use it to see what share of gradients any loss scale and dtype would flush to zero:
+    `flushed_share` of the result. Compatible with `jit`, `vmap` and `lax.scan`; costs
+    several times `grad_report`.
 
     Args:
       tree: pytree, typically of unscaled gradients. Leaves that are not floating point
-        are left out; a complex entry counts as two.
+        are ignored; a complex element counts as two.
 
     Raises:
-      ValueError: a leaf of 2^32 entries or more.
+      ValueError: a leaf of 2^32 elements or more.
     """
     paths, leaves = casts.countable_leaves("exponent_histogram", tree)
     columns = len(_EXPONENTS)
@@ -102,8 +106,8 @@ def exponent_histogram(tree: Any) -> ExponentHistogram:
 
 
 @jax.jit
-def _counts(leaf: Any) -> jax.Array:
-    """u32[554]: powers of two, and other numbers, by exponent."""
+def _counts(leaf: Leaf) -> jax.Array:
+    """Counts powers of two, and other numbers, by exponent: u32[554]."""
     bits = casts.magnitude_bits(leaf).ravel()
     exponent, fraction = casts.exponent_and_fraction(bits)
     n, column = len(_EXPONENTS), exponent - _EXPONENTS[0]

@@ -1,7 +1,6 @@
-"""The last steps of a run, kept on the device."""
+"""`LossScaleHistory`: records the last steps of a run on the device."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import number_of
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_variable
+from ..._types import PyTree
 from ..._validation import Arguments
 from .._tables import printed
 from .casts import log2_magnitude, magnitude_bits
@@ -23,9 +23,10 @@ from .updates import lost_updates
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScaleHistory:
-    """A ring buffer of the last N steps, a pytree to carry next to the optimizer state.
+    """A ring buffer of the last N steps: a pytree, carried next to the optimizer state.
 
-    Numbers that are not known are NaN.
+    Use it in the compiled train step, and pass it to `health` or to
+    `jmp_scale.plotting`. Unknown numbers are NaN.
 
     Attributes:
       log2_scale: f32[N], log2 of the S that scaled the loss of the step.
@@ -38,9 +39,9 @@ class LossScaleHistory:
       lost_entries: f32[N], as in `lost_updates`.
       lost_magnitude: f32[N], as in `lost_updates`.
       loss_limit: f32[N], the loss above which the step was a spike.
-      norm_limit: f32[N], the gradient norm above which it was one.
-      first_loss: f32[], the first finite loss of all.
-      first_norm: f32[], the first finite gradient norm that was not zero.
+      norm_limit: f32[N], the gradient norm above which the step was a spike.
+      first_loss: f32[], the first finite loss of the run.
+      first_norm: f32[], the first finite nonzero gradient norm of the run.
       pushed: i32[], steps recorded in total; step i is at index i modulo N.
     """
 
@@ -61,14 +62,14 @@ class LossScaleHistory:
 
     @classmethod
     def create(cls, capacity: int = 1000) -> "LossScaleHistory":
-        """An empty history of the last `capacity` steps; 1000 take 32 kB.
+        """Creates an empty history of the last `capacity` steps; 1000 need 32 kB.
 
         Raises:
           TypeError, ValueError: a capacity that is not an integer >= 1.
         """
         arguments = Arguments("LossScaleHistory.create")
         capacity = arguments.integer("capacity", capacity, least=1)
-        # A buffer for each, because two leaves of one buffer cannot be donated.
+        # Each leaf has its own buffer, because a shared one cannot be donated.
         start = {name: True if name in _FLAGS else _NAN for name in _COLUMNS}
         buffers = {name: jnp.full(capacity, value) for name, value in start.items()}
         first = {name: jnp.array(_NAN) for name in _FIRST}
@@ -76,15 +77,15 @@ class LossScaleHistory:
 
     def push(
         self,
-        before: Any,
-        after: Any,
+        before: PyTree,
+        after: PyTree,
         *,
         loss: ArrayLike | None = None,
-        grads: Any = None,
-        params: Any = None,
-        updates: Any = None,
+        grads: PyTree = None,
+        params: PyTree = None,
+        updates: PyTree = None,
     ) -> "LossScaleHistory":
-        """The history with one more step, of the same structure, shapes and dtypes.
+        """Returns the history with one more step, of the same structure and types.
 
         Compatible with `jit`, `vmap` and `lax.scan`.
 
@@ -92,15 +93,16 @@ class LossScaleHistory:
           before: the state of `with_loss_scale` before the step, or any pytree with
             exactly one. `nnx.state` changes in place, so take
             `jax.tree.map(lambda x: x, nnx.state(optimizer))` before the update.
-          after: the same after the step.
+          after: the state after the step.
           loss: f32[], the unscaled loss.
           grads: unscaled gradients, before any clipping.
           params: parameters before the step.
-          updates: the optimizer's updates of them, as in `lost_updates`.
+          updates: the optimizer's updates of these, as in `lost_updates`.
 
         Raises:
-          ValueError: not exactly one state of one step in `before` or `after`, or the
-            same; a loss of a shape other than (); only one of `params` and `updates`.
+          ValueError: `before` or `after` does not contain exactly one state of one
+            step, or both are the same; a loss of a shape other than (); only one of
+            `params` and `updates`.
         """
         if before is after or _share_variables(before, after):
             raise ValueError(
@@ -117,7 +119,7 @@ class LossScaleHistory:
         if loss is not None:
             loss_finite &= jnp.isfinite(loss)
         values = {
-            # Exact for powers of two, unlike a device's log2: `health` compares.
+            # Exact for powers of two, unlike log2 on a device; `health` compares them.
             "log2_scale": _NAN if s is None else log2_magnitude(magnitude_bits(s)),
             "grads_finite": new.grads_finite,
             "applied": new.applied,
@@ -127,7 +129,7 @@ class LossScaleHistory:
             "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
             "lost_entries": lost_entries,
             "lost_magnitude": lost_magnitude,
-            # A mapping made by Flax has no configuration of the guard.
+            # A mapping of Flax does not contain the configuration of the guard.
             "loss_limit": getattr(old.guard, "loss_limit", _NAN),
             "norm_limit": getattr(old.guard, "norm_limit", _NAN),
         }
@@ -140,18 +142,18 @@ class LossScaleHistory:
                     f"{jnp.shape(value)}; reduce it, or vmap push"
                 )
             buffer = getattr(self, name)
-            # The buffer's dtype, not that of a bfloat16 loss: a carry keeps its types.
+            # A bfloat16 loss gets the buffer's dtype, because a carry keeps its types.
             values[name] = jnp.asarray(value).astype(buffer.dtype)
             arrays[name] = buffer.at[index].set(values[name])
         for first_name, name in _FIRST.items():
             first, value = getattr(self, first_name), values[name]
-            # A first norm of 0 would make every later one a growth without bound.
+            # Later norms are compared with the first one, so it must not be 0.
             usable = jnp.isfinite(value) & ((value != 0) | (name == "loss"))
             arrays[first_name] = jnp.where(jnp.isnan(first) & usable, value, first)
         return dataclasses.replace(self, **arrays, pushed=self.pushed + 1)
 
     def to_dict(self) -> dict[str, np.ndarray]:
-        """The arrays over the steps by name, oldest first, and "step" from 0 (host)."""
+        """Returns arrays over the steps, oldest first, with "step" from 0 (host)."""
         pushed, capacity = int(self.pushed), self.log2_scale.shape[0]
         steps = np.arange(max(pushed - capacity, 0), pushed)
         arrays = {"step": steps}
@@ -160,10 +162,10 @@ class LossScaleHistory:
         return arrays
 
     def summary(self) -> str:
-        """The number of recorded steps that were skipped, by cause (host)."""
+        """Returns how many recorded steps were skipped, by cause, as text (host)."""
         recorded = self.to_dict()
         applied, spike = recorded["applied"], recorded["spike"]
-        # A loss that is not finite makes its gradients so, and a spike may overflow.
+        # If the loss is not finite, gradients are not either. A spike may overflow.
         broken = ~(recorded["loss_finite"] | applied)
         overflowed = ~(recorded["grads_finite"] | broken | spike)
         return (
@@ -179,7 +181,7 @@ _COLUMNS = [field.name for field in dataclasses.fields(LossScaleHistory)[:-3]]
 _FIRST = {"first_loss": "loss", "first_norm": "grad_norm"}
 
 
-def _the_state(name: str, tree: Any) -> LossScaleState:
+def _the_state(name: str, tree: PyTree) -> LossScaleState:
     states = find_states("LossScaleHistory.push", tree, name)
     if len(states) > 1:
         paths = " and ".join(path for path, _ in states[:2])
@@ -190,10 +192,10 @@ def _the_state(name: str, tree: Any) -> LossScaleState:
     return states[0][1]
 
 
-def _share_variables(before: Any, after: Any) -> bool:
+def _share_variables(before: PyTree, after: PyTree) -> bool:
     """Whether an NNX variable, which changes in place, is in the states of both."""
 
-    def variables(tree: Any) -> set[int]:
+    def variables(tree: PyTree) -> set[int]:
         leaves = jax.tree.leaves(find_loss_scale_states(tree), is_leaf=is_variable)
         return {id(x) for x in leaves if is_variable(x)}
 

@@ -1,7 +1,6 @@
-"""The loss-scale states of a pytree: as the diagnostics read them, and as scalars."""
+"""`metrics`: finds loss-scale states in a pytree, and returns their scalars."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +9,13 @@ from ..._scaling.finite import finite_and_norm
 from ..._scaling.loss_scale import LossScale, number_of
 from ..._state import START, LossScaleState, find_loss_scale_states
 from ..._tree import with_arrays
+from ..._types import PyTree
 
 
-def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
-    """Scalars for any logger, which stay on the device until they are asked for.
+def metrics(opt_state: PyTree, grads: PyTree = None) -> dict[str, jax.Array]:
+    """Returns scalars for any logger, without waiting for the device.
 
+    Use it in the train step, or after it, to log the loss scale and the skipped steps.
     Compatible with `jit`, `vmap` and `lax.scan`.
 
     Args:
@@ -22,13 +23,14 @@ def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
       grads: unscaled gradients of the step.
 
     Returns:
-      A dictionary of scalars. Of several states, each name except `grad_norm` starts
-      with the path of its state, as in "['generator'].loss_scale".
+      A dictionary of scalars. If there are several states, each name except `grad_norm`
+      starts with the path of its state, as in "['generator'].loss_scale".
 
-      - `loss_scale` f32[], of the next step; a mapping of Flax has no constant S.
+      - `loss_scale` f32[], S of the next step; missing if S is constant and the state
+        is a mapping of Flax.
       - the flags, bool[], and counters, i32[], of `LossScaleState`, by their names.
-      - `grad_norm` f32[], with `grads`: the Euclidean norm over all inexact leaves,
-        infinite if one of them is not finite.
+      - `grad_norm` f32[], if `grads` are given: the Euclidean norm over all inexact
+        leaves, infinite if one of them is not finite.
 
     Raises:
       ValueError: there is no such state in `opt_state`.
@@ -48,12 +50,13 @@ def metrics(opt_state: Any, grads: Any = None) -> dict[str, jax.Array]:
 
 
 def find_states(
-    function: str, tree: Any, name: str = "opt_state"
+    function: str, tree: PyTree, name: str = "opt_state"
 ) -> list[tuple[str, LossScaleState]]:
-    """Paths and states of `with_loss_scale` in a pytree, with arrays, no `inner_state`.
+    """Returns path and state of each `with_loss_scale` in a pytree.
 
-    Mappings, as `nnx.state` makes them, hold no configuration: `loss_scale` is then S
-    alone or None, and `guard` the mapping of its statistics.
+    States have arrays as leaves, and no `inner_state`. Mappings that Flax makes of
+    states contain no configuration: `loss_scale` is then S alone or None, and `guard`
+    a mapping of its statistics.
     """
     states = find_loss_scale_states(tree)
     if not states:
@@ -64,11 +67,11 @@ def find_states(
     return [(jax.tree_util.keystr(path), _plain_state(node)) for path, node in states]
 
 
-def _plain_state(node: Any) -> LossScaleState:
+def _plain_state(node: PyTree) -> LossScaleState:
     fields = dict(node) if isinstance(node, Mapping) else node._asdict()
     loss_scale = fields.get("loss_scale")
     if not isinstance(loss_scale, LossScale):
         loss_scale = (loss_scale or {}).get("loss_scale")
-    # NNX leaves out a guard of None.
+    # NNX omits a guard of None.
     fields = {"guard": None, **fields, "loss_scale": loss_scale, "inner_state": None}
     return LossScaleState(**with_arrays(fields))

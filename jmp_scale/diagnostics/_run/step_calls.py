@@ -13,6 +13,9 @@ FAR = -(10**6)  # a counter from which S neither grows nor seems to be put back
 _SAMPLE = 4096  # entries of a leaf that are compared in size
 
 
+Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
+
+
 class Change(NamedTuple):
     """What a call did to one leaf of the state."""
 
@@ -69,9 +72,11 @@ class Calls:
     """A step and its arguments; each call is with fresh copies of these.
 
     Attributes:
+      arguments: their arrays and names.
       scales: paths of the loss scales that have leaves.
       states: paths of the states of `with_loss_scale`.
-      outside: whether a leaf belongs to no loss scale, guard or counter of such.
+      has_windows: whether there is a state of `optax.MultiSteps`.
+      bare: bare arrays that seem to come back, but are not among `carried`.
       start: arrays in place of the arguments', for steps later than the first.
       count: the calls so far.
     """
@@ -84,8 +89,12 @@ class Calls:
         self.arrays = self.arguments.arrays
         self.scales = _parents(self.arrays, {"loss_scale", "counter"}, only=True)
         self.states = _parents(self.arrays, {"grads_finite", "applied", "skipped"})
+        self.has_windows = any(path[-1] == "mini_step" for path in self.arrays)
+        records = _parents(self.arrays, {"log2_scale", "pushed"})  # LossScaleHistory
+        self._ours = (*self.scales, *records)
         self.start: Named = {}
         self.count = 0
+        self.bare: list[Path] = []
         self._places: dict[Path, Path] | None = None
 
     def __call__(
@@ -110,8 +119,14 @@ class Calls:
         self.count += 1
         inside, results = self.arguments.in_modules(args), named(out)
         if self._places is None:
-            self._places = _matched(before, results, inside, self._carried)
-        after = {p: results[r] for p, r in self._places.items() if r in results}
+            plain = {path: x for path, x in before.items() if path not in inside}
+            self.bare = _bare(plain, results, self._carried)
+            self._places = _matched(
+                plain, results, self.states + self.scales, self._carried
+            )
+        places = self._places
+        after = {p: results.get(places[p]) for p in self.arrays if p in places}
+        after = {p: x for p, x in after.items() if x is not None}
         after |= {path: leaf for path, leaf in inside.items() if path in before}
         used = set(self._places.values())
         rest = {
@@ -122,14 +137,14 @@ class Calls:
         return Run(before, after, rest)
 
     def is_ours(self, path: Path) -> bool:
-        """Whether a leaf is S, a counter or flag of a state, or of its guard."""
-        if any(path[: len(scale)] == scale for scale in self.scales):
+        """Whether a leaf is S, a flag or counter, or of a guard or a history."""
+        if any(_is_below(path, parent) for parent in self._ours):
             return True
-        states = [p for p in self.states if path[: len(p)] == p]
+        states = [p for p in self.states if _is_below(path, p)]
         return any(path[len(p)] != "inner_state" for p in states)
 
     def is_optimizer(self, path: Path) -> bool:
-        return any(path[: len(p)] == p for p in (*self.states, *self.scales))
+        return any(_is_below(path, p) for p in (*self.states, *self.scales))
 
     def state_paths(self, run: Run) -> list[Path]:
         """Leaves of the state that steps change and skips keep, keys left out."""
@@ -165,94 +180,102 @@ class Calls:
 
 
 def _parents(arrays: Named, names: set[str], only: bool = False) -> list[Path]:
-    """Paths that have all of these names below; `only`: no others but hysteresis."""
+    """Paths with all of these names below; `only`: no others, except a hysteresis."""
     below: dict[Path, set[str]] = {}
     for path in arrays:
         for i in range(len(path)):
             below.setdefault(path[:i], set()).add(path[i])
-    rest = {"hysteresis_left"} if only else set().union(*below.values(), names)
-    return [p for p, found in below.items() if names <= found <= names | rest]
+    found = [path for path, inner in below.items() if names <= inner]
+    return [p for p in found if not only or below[p] <= {*names, "hysteresis_left"}]
 
 
 def _sampled(x: np.ndarray) -> np.ndarray:
     """At most `_SAMPLE` entries, evenly spread, as f64."""
-    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+    x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
     return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
 
 
 def _matched(
-    before: Named, results: Named, inside: Named, carried: Sequence[int]
+    before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
 ) -> dict[Path, Path]:
     """The path of the result that is the next value of each leaf of an argument.
 
-    An argument comes back as a part of the results with the same names and shapes, as a
-    whole or else part by part. A bare array has none, except in a dictionary.
+    An argument comes back as a part of the results with the same names and shapes: as a
+    whole, or else part by part, but none of those that are `whole`. Of several such
+    results the nearest is taken. A bare array has none, except in a dictionary.
     """
     ours, theirs = _subtrees(before), _subtrees(results)
-    by_form: dict[Any, list[Path]] = {}
-    for path, form in theirs.items():
-        by_form.setdefault(form, []).append(path)
+    places: dict[Form, list[Path]] = {}
+    for place, form in theirs.items():
+        places.setdefault(form, []).append(place)
+    pairs: list[tuple[Path, Path]] = []
     for position in carried:
         path = (str(position),)
-        by_form.setdefault(ours.get(path), [])
+        pairs.append((path, path if theirs.get(path) == ours[path] else ()))
+    # The largest parts first: parameters have the form of their moments.
+    for path in sorted(ours, key=lambda path: (-len(ours[path]), len(path))):
+        if path and not any(path != p and _is_below(path, p) for p in whole):
+            fitting = places.get(ours[path], [])
+            pairs += [(path, p) for p in fitting if _may_match(path, p, ours[path])]
+    several = {path for path, _ in pairs if sum(path == p for p, _ in pairs) > 1}
+
+    def order(pair: tuple[Path, Path]) -> tuple[float, ...]:
+        path, place = pair
+        suffixes = [suffix for suffix, _ in ours[path]]
+        gap = 0.0
+        if path in several:
+            old = [before[*path, *suffix] for suffix in suffixes]
+            new = [results[*place, *suffix] for suffix in suffixes]
+            gap = sum(map(_distance, old, new))
+        is_carried = len(path) == 1 and int(path[0]) in carried
+        return not is_carried, -len(suffixes), len(path), gap
+
     found: dict[Path, Path] = {}
-    taken: list[Path] = []
-
-    def distance(path: Path, place: Path) -> float:
-        total = 0.0
-        for suffix, _ in ours[path]:
-            old, new = before[*path, *suffix], results[*place, *suffix]
-            if is_float(old) and is_float(new):
-                with np.errstate(all="ignore"):
-                    gap = np.abs(_sampled(host(new)) - _sampled(host(old))).sum()
-                total += float(gap) if np.isfinite(gap) else 1e30
-        return total
-
-    def take(path: Path, place: Path) -> None:
-        taken.append(place)
-        for suffix, _ in ours[path]:
-            found[*path, *suffix] = (*place, *suffix)
-
-    for position in carried:
-        path = place = (str(position),)
-        take(path, place if theirs.get(place) == ours[path] else ())
-    is_done = lambda path: any(
-        p[: len(path)] == path or path[: len(p)] == p for p in found
-    )
-    for length in range(1, 1 + max(map(len, ours), default=0)):
-        level = [p for p in ours if len(p) == length and not is_done(p)]
-        level = [p for p in level if p not in inside]
-        pairs = []
-        for order, path in enumerate(level):
-            for place in by_form.get(ours[path], []):
-                if _may_match(path, place, ours[path]):
-                    pairs.append((path, place, order))
-        several = len({p for p, _, _ in pairs}) < len(pairs)
-        if several:
-            pairs.sort(key=lambda pair: (distance(pair[0], pair[1]), pair[2]))
-        for path, place, _ in pairs:
-            overlaps = any(
-                place[: len(t)] == t or t[: len(place)] == place for t in taken
-            )
-            if not (is_done(path) or overlaps):
-                take(path, place)
+    for path, place in sorted(pairs, key=order):
+        taken = [
+            any(_is_below(p, path) for p in found),
+            any(_is_below(p, place) or _is_below(place, p) for p in found.values()),
+        ]
+        if not any(taken):
+            found |= {(*path, *s): (*place, *s) for s, _ in ours[path]}
     return found
 
 
-def _subtrees(arrays: Named) -> dict[Path, frozenset[Any]]:
+def _bare(before: Named, results: Named, carried: Sequence[int]) -> list[Path]:
+    """Bare arrays that may come back, as the result at the same position."""
+    bare = [p for p in before if len(p) == 1 and np.ndim(before[p])]
+    bare = [p for p in bare if int(p[0]) not in carried and p in results]
+    return [p for p in bare if np.shape(results[p]) == np.shape(before[p])]
+
+
+def _is_below(path: Path, other: Path) -> bool:
+    return path[: len(other)] == other
+
+
+def _distance(old: Any, new: Any) -> float:
+    if not (is_float(old) and is_float(new)):
+        return 0.0
+    with np.errstate(all="ignore"):
+        gap = float(np.abs(_sampled(host(new)) - _sampled(host(old))).sum())
+    return gap if math.isfinite(gap) else 1e30
+
+
+def _subtrees(arrays: Named) -> dict[Path, Form]:
     """Names and shapes of the leaves below each path."""
     below: dict[Path, set[Any]] = {}
     for path, leaf in arrays.items():
         for i in range(len(path) + 1):
             below.setdefault(path[:i], set()).add((path[i:], np.shape(leaf)))
-    return {path: frozenset(form) for path, form in below.items()}
+    return {path: tuple(sorted(form)) for path, form in below.items()}
 
 
-def _may_match(path: Path, place: Path, form: frozenset[Any]) -> bool:
+def _may_match(path: Path, place: Path, form: Form) -> bool:
     """Whether equal names and shapes say enough."""
     names = {name for suffix, _ in form for name in suffix}
     if path[-1:] == place[-1:] and not path[-1].isdigit():
         return True
+    if not all(name.isdigit() for name in path):
+        return False  # a part of something that has names
     if not all(name.isdigit() for name in names):
         return True
     # Lists of arrays, such as weights of layers: not a batch, nor a pair of scalars.

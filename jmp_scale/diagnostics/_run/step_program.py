@@ -18,7 +18,7 @@ from ..._jaxpr import (
     variables,
 )
 from ..._tree import FlatCall
-from .step_passes import Check, Found
+from .step_found import Check, Found
 
 _SUMS = ("psum", "reduce_scatter", "psum_scatter")
 
@@ -39,7 +39,10 @@ def program(check: Check) -> Iterator[Found]:
     for dtype in _half_sums(traced, shapes):
         level = "note" if dtype == "bfloat16" else None  # as chosen for the wire
         yield Found("half-precision sum", "", level, {"dtype": dtype})
-    split = {axis for x in arrays for axis in _axes(x)}
+    # The axis of pmap splits S too, into rows for its replicas.
+    run, ours = check.base, check.calls.is_ours
+    split = {axis for p, x in run.after.items() if not ours(p) for axis in _axes(x)}
+    split -= {axis for p, x in run.after.items() if ours(p) for axis in _axes(x)}
     for eqn in equations(traced):
         if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma", True):
             for axis in sorted(split - _agreed(bare(eqn.params["jaxpr"]))):
@@ -52,8 +55,8 @@ def _local_shapes(x: jax.Array) -> set[tuple[int, ...]]:
     return {x.shape, local, local[1:]}  # of pmap without the axis of devices
 
 
-def _axes(x: jax.Array) -> set[Any]:
-    spec = getattr(x.sharding, "spec", ())
+def _axes(x: Any) -> set[Any]:
+    spec = getattr(getattr(x, "sharding", None), "spec", ())
     return {axis for entry in spec for axis in _names(entry)}
 
 

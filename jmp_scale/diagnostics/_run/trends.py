@@ -1,7 +1,7 @@
-"""Findings on recorded losses and gradient norms of a run whose numbers are all finite.
+"""Checks recorded losses and gradient norms for runs that go wrong with finite numbers.
 
-The rules were tuned on runs that go wrong and runs that do not, and measured on others:
-`benchmarks/health_validation.py` prints how often each is right.
+The checks were tuned on runs that go wrong and runs that do not, and measured on other
+runs: `benchmarks/health_validation.py` prints how often each check is right.
 """
 
 from typing import Any, NamedTuple
@@ -10,16 +10,18 @@ import numpy as np
 
 from .history import LossScaleHistory
 
-_LEAST_STEPS = 40  # below, an early bump cannot be told from a run that goes wrong
-_LEAST_CHANGES = 6  # of S, below which a noisy loss may follow it by chance
-_RECENT = 100  # steps that a finding on updates looks back
+_LEAST_STEPS = 40  # with fewer, an early bump looks like a run that goes wrong
+_LEAST_CHANGES = 6  # of S; with fewer, a noisy loss may follow S by chance
+_RECENT = 100  # steps that the check of updates covers
 
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
-Values = dict[str, Any] | None  # what stands in the sentence of a finding
+Values = (
+    dict[str, Any] | None
+)  # to insert in the sentence of a finding; None: no finding
 
 
 class Level(NamedTuple):
-    """The first loss, and medians of the loss over blocks of steps: now and at best."""
+    """The first loss, and medians of the loss over blocks of steps: last and best."""
 
     first: float
     current: float
@@ -29,6 +31,7 @@ class Level(NamedTuple):
 
 
 def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]]:
+    """Returns kinds of findings, and the values in their sentences."""
     arrays = history.to_dict()
     keep = arrays["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in arrays.items()}
@@ -45,7 +48,7 @@ def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]
 
 
 def wrongly_scaled(arrays: Columns) -> Values:
-    """Whether the loss or the gradient norm changes wherever S does, and as it does."""
+    """Whether the loss or the gradient norm changes whenever S does, by its factor."""
     for name, exponent, what in (
         ("loss", 1, "loss grows and falls with the loss scale: it is scaled twice"),
         ("grad_norm", 1, "gradient norm grows and falls with the loss scale: the "
@@ -63,7 +66,7 @@ def wrongly_scaled(arrays: Columns) -> Values:
 
 
 def loss_level(columns: Columns, first: float) -> Level | None:
-    """The present level of the loss and its best, or None for too few steps."""
+    """Returns the present and the best level of the loss; None for too few steps."""
     is_finite = np.isfinite(columns["loss"])
     count = int(is_finite.sum())
     if count < _LEAST_STEPS:
@@ -73,7 +76,7 @@ def loss_level(columns: Columns, first: float) -> Level | None:
     loss, step = (x[is_finite][count % block :].reshape(-1, block) for x in pair)
     medians = np.median(loss, 1)
     spreads = np.median(np.abs(loss - medians[:, None]), 1)
-    # The lower of two blocks, so that no single burst makes a level.
+    # The lower of the last two blocks, so that a single burst does not count.
     current, earlier = float(medians[-2:].min()), medians[:-2]
     return Level(
         first=first,
@@ -87,14 +90,14 @@ def loss_level(columns: Columns, first: float) -> Level | None:
 def diverges(level: Level) -> Values:
     """Whether the loss has lost a quarter of what training had gained."""
     gained = level.first - level.best
-    # In a fresh history of a trained model nothing has been gained: then a quarter of
-    # the loss itself, and where that is near zero, six deviations of its scatter.
+    # In a fresh history of a trained model nothing has been gained. The limit is then
+    # a quarter of the loss or, if the loss is near zero, six deviations of its scatter.
     limit = max(0.25 * gained, 0.25 * abs(level.best), 6 * level.scatter)
     return None if level.current - level.best <= limit else level._asdict()
 
 
 def blew_up(columns: Columns, level: Level) -> Values:
-    """Whether the loss rose to a multiple of its start, and is stuck near its start."""
+    """Whether the loss rose to a multiple of its start, and then stayed near it."""
     loss = np.where(np.isfinite(columns["loss"]), columns["loss"], -np.inf)
     peak, first = int(np.argmax(loss)), level.first
     rose = loss[peak] > first + 2 * abs(first)
@@ -111,7 +114,7 @@ def vanished(finite: Columns, first_norm: float, level: Level) -> Values:
     if len(norms) < _LEAST_STEPS or level.current <= 0.5 * level.first:
         return None
     norm = float(np.median(norms[-_LEAST_STEPS:]))
-    # The first norm is that of the first gradients that were not zero, or NaN.
+    # The first norm is nonzero, or NaN.
     if norm == 0:
         change = f"has been zero for {_LEAST_STEPS} steps"
     elif norm < 2.0**-13 * first_norm:
@@ -128,7 +131,7 @@ def loses_updates(finite: Columns, first_norm: float) -> Values:
         return None
     share = float(np.median(magnitude))
     norms = finite["grad_norm"][-_RECENT:]
-    # Near a minimum small updates are lost too, and are not missed.
+    # Near a minimum small updates are lost too, but not needed.
     is_steep = len(norms) == 0 or np.median(norms) > 0.2 * first_norm
     if share <= 0.7 or not is_steep:
         return None

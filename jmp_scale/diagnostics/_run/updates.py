@@ -1,6 +1,6 @@
-"""How much of an update is lost when it is added to parameters of few digits."""
+"""`lost_updates`: how much of an update is rounded away in low-precision parameters."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from ..._tree import is_inexact
+from ..._types import PyTree
 from .._tables import percent, printed
 
 
@@ -29,25 +30,27 @@ class LostUpdates(NamedTuple):
         return f"{entries} of the updates, {magnitude} of their size, lost in rounding."
 
 
-def lost_updates(params: Any, updates: Any) -> LostUpdates:
-    """The share of the updates that leave their parameter as it was.
+def lost_updates(params: PyTree, updates: PyTree) -> LostUpdates:
+    """Returns the share of the updates that leave their parameter unchanged.
 
-    An update below half the distance from its parameter to the next number of the dtype
-    is rounded away: below about 2^-9 of the parameter in bfloat16, 2^-12 in float16,
-    2^-25 in float32. Exact, ties included. Compatible with `jit`, `vmap`, `lax.scan`.
+    Use it if parameters are stored in half precision, or if a float32 run stagnates
+    with tiny updates. An update is rounded away if it is below half the distance from
+    its parameter to the next number of the dtype: below about 2^-9 of the parameter in
+    bfloat16, 2^-12 in float16, 2^-25 in float32. The result is exact, including ties.
+    Compatible with `jit`, `vmap`, `lax.scan`.
 
     Args:
       params: pytree of parameters before the step.
-      updates: the optimizer's updates of them, of the same structure and shapes.
-        Leaves that are not real floating point are left out.
+      updates: the optimizer's updates of these, of the same structure and shapes.
+        Leaves that are not real floating point are ignored.
 
     Returns:
-      `LostUpdates`, both 0 where all updates are zero, as on a skipped step.
+      `LostUpdates`; both shares are 0 if all updates are zero, as on a skipped step.
 
     Raises:
       ValueError: the structures or shapes differ.
     """
-    # Rows: the lost updates, all updates. Columns: entries, sum of magnitudes.
+    # Rows: lost updates, all updates. Columns: number, sum of magnitudes.
     sums = jnp.zeros((2, 2))
     for param, update in _pairs(params, updates):
         moves = update != 0
@@ -59,7 +62,7 @@ def lost_updates(params: Any, updates: Any) -> LostUpdates:
     return LostUpdates(*jnp.where(sums[1] > 0, sums[0] / sums[1], 0))
 
 
-def _pairs(params: Any, updates: Any) -> list[tuple[jax.Array, jax.Array]]:
+def _pairs(params: PyTree, updates: PyTree) -> list[tuple[jax.Array, jax.Array]]:
     params, structure = jax.tree.flatten(params)
     updates, other = jax.tree.flatten(updates)
     if structure != other:
@@ -82,8 +85,8 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
     integer = np.dtype(f"i{param.dtype.itemsize}").type
     wide = jnp.float64 if param.dtype.itemsize == 8 else jnp.float32
     size = lax.bitcast_convert_type(jnp.abs(param), integer)
-    # The neighbor on the side of the update: with the parameter's sign the next larger
-    # magnitude, else the next smaller, which is half as far below a power of two.
+    # The neighbor on the side of the update is the next larger magnitude if the signs
+    # are equal, else the next smaller one (half as far away below a power of two).
     grows = ((update < 0) == (param < 0)) | (param == 0)
     neighbor = size + jnp.where(grows, integer(1), integer(-1))
 
@@ -92,5 +95,5 @@ def _is_lost(param: jax.Array, update: jax.Array) -> jax.Array:
 
     distance = jnp.abs(value(neighbor) - value(size))
     twice = 2 * jnp.abs(update.astype(wide))
-    # A tie between the two goes to the one whose last bit is zero.
+    # A tie between the two rounds to the one whose last bit is zero.
     return (twice < distance) | ((twice == distance) & (size % 2 == 0))

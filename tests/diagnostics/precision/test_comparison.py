@@ -136,3 +136,27 @@ def test_a_gradient_that_is_rounding_alone_is_not_the_worst():
     text = found.summary()
     assert found.is_precise
     assert text.index("['w']") < text.index("['offset']")
+
+
+def test_the_reference_adds_up_the_gradients_of_half_stored_weights_in_float32():
+    ids = jnp.where(jnp.arange(4096) % 4, jnp.arange(4096) % 13, 3)
+
+    def rows(table):
+        return jnp.mean((table[ids].astype(jnp.float32) - 1) ** 2)
+
+    table = jnp.linspace(0, 1, 64).reshape(16, 4).astype(jnp.bfloat16)
+    by_hand = compare_gradients(rows, rows, table)
+    assert by_hand.error > 0.3
+    assert not by_hand.is_precise
+    half = jmp_scale.autocast(lambda t: rows(t) + (t @ t.T)[0, 0], "bfloat16")
+    full = lambda t: rows(t) + jnp.dot(t, t.T)[0, 0]  # noqa: E731
+    assert compare_gradients(half, full, table).error < 0.005
+
+
+def test_a_product_of_half_stored_weights_is_compared_with_float32():
+    def total(w, x):
+        return jnp.mean(jax.lax.map(lambda x: jnp.tanh(x @ w) ** 2, x))
+
+    w = PARAMS["w"].astype(jnp.bfloat16)
+    found = sensitive_products(total, w, jnp.tile(X, (64, 1)).reshape(512, -1, 4))
+    assert found.error_before < 0.01

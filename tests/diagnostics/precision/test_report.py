@@ -245,6 +245,7 @@ def test_only_weights_cast_outside_of_a_long_loop_accumulate_their_gradients():
     (finding,) = found(64, True)
     assert (finding.rule, finding.backward) == ("half-carry", True)
     assert line_of(loss) < finding.line < line_of(loss) + 8
+    assert "parameter that is stored so to float32, once outside" in finding.message
     assert found(16, True) == found(64, False) == ()
 
 

@@ -1,30 +1,274 @@
 """`check_step` names what is wrong with a step, and says nothing of right ones."""
 
-import pytest
-from check_step_cases import RIGHT, WRONG
+import re
+import sys
+import types
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from check_step_cases import DYNAMIC, RIGHT, WRONG, step_of
+
+import jmp_scale
 from jmp_scale import diagnostics
 from jmp_scale.diagnostics._run.step_rules import RULES
 
-pytestmark = pytest.mark.usefixtures("ranks_promote")
+# A captured S warns; ranks are promoted as in a user's program.
+pytestmark = [
+    pytest.mark.usefixtures("ranks_promote"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 check_step = diagnostics.check_step
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_mistake_is_named(name):
+# Other optimizers than AdamW say the same, of all but the size of a change.
+VARIANTS = re.compile(r"(?<!unscaled), (sgd|clip)$|, clip$|clip, |sgd, (b|float32)")
+
+
+def names_of(cases):
+    slow = pytest.mark.slow
+    return [pytest.param(n, marks=slow if VARIANTS.search(n) else ()) for n in cases]
+
+
+@pytest.mark.parametrize("name", names_of(WRONG))
+def test_a_mistake_is_named_with_its_cure(name):
     rule, make = WRONG[name]
     step, args = make()
     found = check_step(step, *args)
     problems = {problem.rule: problem for problem in found.problems}
-    assert rule in problems
+    assert rule in problems, str(found)
     assert problems[rule].level == RULES[rule].level
-    assert found.ok == (RULES[rule].level == "note")
-    assert problems[rule].cure in str(found)
+    assert RULES[rule].level == "note" or not found.ok
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", names_of(RIGHT))
 def test_a_right_step_has_no_problem_above_a_note(name):
     step, args = RIGHT[name]()
     found = check_step(step, *args)
     assert found.ok, str(found)
-    assert found.calls <= 50
+    assert found.calls <= 46
+
+
+def linear(w, x):
+    return jnp.mean((x @ w["w"] - 1) ** 2)
+
+
+WEIGHTS, ROWS = {"w": jnp.full((4, 2), 0.1, "float32")}, jnp.ones((8, 4))
+SGD = jmp_scale.with_loss_scale(optax.sgd(0.1), DYNAMIC)
+
+
+def sgd_step(w, state, x, twice=False):
+    loss, grads = jmp_scale.value_and_grad(linear, state.loss_scale)(w, x)
+    grads = state.loss_scale.unscale(grads) if twice else grads
+    updates, state = SGD.update(grads, state, w, value=loss)
+    return optax.apply_updates(w, updates), state, loss
+
+
+def test_a_step_is_traced_and_compiled_once():
+    traces = []
+
+    def step(*args):
+        traces.append(1)
+        return sgd_step(*args)
+
+    compiled = jax.jit(step)
+    assert check_step(compiled, WEIGHTS, SGD.init(WEIGHTS), ROWS).calls > 20
+    assert len(traces) == compiled._cache_size() == 1
+
+
+def test_a_static_s_compiles_three_times():
+    step, args = step_of(jmp_scale.with_loss_scale(optax.sgd(0.1), DYNAMIC))
+    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(2.0**10))
+    step, args = step_of(tx)
+    assert check_step(step, *args).ok
+    assert step._cache_size() == 3
+
+
+def test_a_step_may_run_op_by_op():
+    found = check_step(sgd_step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+    assert not found.problems, str(found)
+
+
+def test_arguments_are_as_they_were_and_may_be_donated():
+    step, (params, state, x) = step_of(donate=(0, 1))
+    params, state = jax.tree.map(jnp.copy, (params, state))
+    before = jax.tree.map(np.asarray, (params, state))
+    assert check_step(step, params, state, x).ok
+    same = jax.tree.map(np.array_equal, before, (params, state))
+    assert all(jax.tree.leaves(same))
+
+
+def test_the_result_is_the_same_in_each_call():
+    step, args = WRONG["never unscaled, adamw"][1]()
+    one, two = (check_step(step, *args) for _ in range(2))
+    assert one == two
+    levels = [problem.level for problem in one.problems]
+    assert levels == sorted(levels, key=["error", "warning", "note"].index)
+    assert one.problems[0].where == "args[1].inner_state[0].mu['w1'] (and 3 more)"
+
+
+def test_a_summary_has_each_problem_its_cure_and_what_was_not_checked():
+    step = jax.jit(lambda *args: sgd_step(*args, twice=True))
+    found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+    (problem,) = found.problems
+    assert str(found) == found.summary()
+    assert str(problem) in str(found)
+    assert str(problem).startswith("error [unscaled twice] args[0]['w']: The change")
+    assert problem.cure in str(problem)
+    assert re.match(r"check_step: 1 problem found in \d+ calls", str(found))
+    unseen = found._replace(problems=(), not_checked=("a thing",))
+    assert unseen.ok
+    assert str(unseen).endswith("calls of the step.\nnot checked: a thing.")
+
+
+@pytest.mark.parametrize("name", ["nnx, no update", "the old state", "linen, plain"])
+def test_the_cure_of_a_rule_is_the_same_step_without_the_mistake(name):
+    """What the cures say is what the right steps of the same makers do."""
+    right = {"nnx, no update": "nnx", "the old state": "adamw, float16"}
+    step, args = RIGHT[right.get(name, "linen")]()
+    assert check_step(step, *args).ok
+
+
+def test_a_bare_array_is_state_if_it_is_named():
+    @jax.jit
+    def step(w, state, x):
+        value_and_grad = jmp_scale.value_and_grad(
+            lambda w, x: jnp.mean((x @ w - 1) ** 2), state.loss_scale
+        )
+        loss, grads = value_and_grad(w, x)
+        _, state = SGD.update(grads, state, w, value=loss)
+        return 0.99 * w - 0.1 * jnp.nan_to_num(grads), state
+
+    w = jnp.ones((4, 2))
+    args = w, SGD.init(w), ROWS
+    unnamed = check_step(step, *args)
+    assert unnamed.ok
+    assert "args[0]: a bare array" in str(unnamed)
+    named = check_step(step, *args, carried=[0])
+    assert [p.rule for p in named.problems] == ["changed on a skip"]
+    with pytest.raises(ValueError, match=r"carried=.* got 1"):
+        check_step(step, *args, carried=[1])
+    with pytest.raises(TypeError, match="expected a function as step, got a dict"):
+        check_step(WEIGHTS, *args)
+
+
+class Trainer:
+    def __init__(self):
+        self.w, self.state = WEIGHTS, SGD.init(WEIGHTS)
+
+    def step(self, x):
+        raise AssertionError("it would change the trainer")
+
+    __call__ = step
+
+
+def test_a_step_whose_object_holds_the_state_is_not_called():
+    trainer = Trainer()
+    for step, *args in (
+        (trainer.step, ROWS),
+        (jax.jit(trainer.step), ROWS),
+        (trainer, ROWS),
+        (lambda trainer, x: trainer.step(x), trainer, ROWS),
+    ):
+        found = check_step(step, *args)
+        assert [p.rule for p in found.problems] == ["state out of reach"]
+        assert found.calls == 0
+        assert found.ok
+
+
+def test_a_step_that_is_skipped_in_any_case_says_so_and_no_more():
+    step, (params, state, x) = step_of()
+    found = check_step(step, params, state, x.at[0].set(jnp.nan))
+    assert [(p.rule, p.level) for p in found.problems] == [("not applied", "note")]
+
+
+def test_what_a_step_raises_by_itself_is_not_checked():
+    compiled = jax.jit(sgd_step)
+
+    def step(w, state, x):
+        w, state, loss = compiled(w, state, x)
+        if not state.applied:
+            raise FloatingPointError
+        return w, state, loss
+
+    found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+    assert found.ok
+    assert "S = inf: the step raised FloatingPointError" in found.not_checked
+    with pytest.raises(ZeroDivisionError):
+        check_step(lambda w: 1 / 0, WEIGHTS)
+
+
+def test_gradients_of_zero_are_not_checked():
+    step = jax.jit(sgd_step)
+    found = check_step(step, WEIGHTS, SGD.init(WEIGHTS), 0 * ROWS)
+    assert any("they are 0" in text for text in found.not_checked)
+
+
+def test_records_of_all_steps_may_change_on_a_skip():
+    @jax.jit
+    def step(w, before, history, x):
+        w, after, loss = sgd_step(w, before, x)
+        return w, after, history.push(before, after, loss=loss)
+
+    history = diagnostics.LossScaleHistory.create(10)
+    assert check_step(step, WEIGHTS, SGD.init(WEIGHTS), history, ROWS).ok
+
+
+def test_a_bar_shows_the_passes_where_tqdm_is_installed(monkeypatch):
+    shown = []
+
+    def tqdm(items, name, leave):
+        shown.append((name, leave))
+        return items
+
+    for name in ("tqdm", "tqdm.auto"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(tqdm=tqdm))
+    check_step(jax.jit(sgd_step), WEIGHTS, SGD.init(WEIGHTS), ROWS)
+    assert shown == [("check_step", False)]
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    assert check_step(jax.jit(sgd_step), WEIGHTS, SGD.init(WEIGHTS), ROWS).ok
+
+
+def test_each_rule_has_a_step_and_says_what_to_write():
+    found = {rule for rule, _ in WRONG.values()}
+    elsewhere = {
+        "no loss scale", "state out of reach", "not applied", "coupled",
+        "counts skipped steps", "comes back unchanged", "nothing changes",
+        "reported scaled",
+    }  # fmt: skip
+    assert found | elsewhere == RULES.keys()
+    for rule in RULES.values():
+        assert rule.text.endswith(".")
+        assert rule.cure.endswith(".")
+
+
+def test_a_step_that_returns_what_it_got_changes_nothing():
+    state = SGD.init(WEIGHTS)
+    found = check_step(lambda w, state, x: (w, state), WEIGHTS, state, ROWS)
+    assert [p.rule for p in found.problems] == ["nothing changes"]
+
+
+def test_a_result_that_is_scaled_is_a_warning_unless_its_name_says_so():
+    def step(name, w, state, x):
+        s = state.loss_scale.loss_scale
+        w, state, loss = sgd_step(w, state, x)
+        return w, state, {name: loss * s, "S": s}
+
+    for name, rules in (("loss", ["reported scaled"]), ("scaled_loss", [])):
+        compiled = jax.jit(step, static_argnums=0)
+        found = check_step(compiled, name, WEIGHTS, SGD.init(WEIGHTS), ROWS)
+        assert [p.rule for p in found.problems] == rules
+
+
+def test_other_arguments_than_the_batch_are_left_alone():
+    found = check_step(*_as_call(RIGHT["a rate, a mask, a base"]))
+    notes = {p.rule for p in found.notes}
+    assert notes == {"NaN stays", "counts skipped steps", "comes back unchanged"}
+    assert found.notes == found.problems
+
+
+def _as_call(make):
+    step, args = make()
+    return step, *args

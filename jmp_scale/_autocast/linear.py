@@ -1,0 +1,157 @@
+"""Linear functions that save what they read, and nothing that they compute.
+
+A rule for derivatives is transposed. What it computes from residuals alone would be
+saved for the backward pass, unless it is recomputed there. `jax.checkpoint` would do
+that, but JAX does not transpose it under `JAX_REMAT3`, and
+`jax.custom_derivatives.linear_call` has no rule for `vmap`. So this is a primitive.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from .. import _jaxpr
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+Arrays = Sequence[jax.Array]
+ByPosition = dict[int, jax.Array]
+
+LINEAR = Primitive("autocast_linear")
+LINEAR.multiple_results = True
+
+
+def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
+    """`fun(residuals, tangents)`, whose transpose computes all but the residuals anew.
+
+    Args:
+      fun: a function of two pytrees of arrays, linear in the second one. It may close
+        over traced arrays, which are residuals too.
+      residuals: what the backward pass reads; of these, what `fun` reads is saved.
+      tangents: the arrays in which it is linear.
+    """
+    arrays, tree = jax.tree.flatten((residuals, tangents))
+    results: list[Any] = []
+
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
+        outs, result_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, arrays)))
+        results.append(result_tree)
+        return outs
+
+    traced, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(flat)(*arrays))
+    traced = traced.replace(constvars=[], invars=[*traced.constvars, *traced.invars])
+    # What is not read is not saved.
+    traced, is_read = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    operands = [x for x, read in zip([*consts, *arrays], is_read, strict=True) if read]
+    count = len(jax.tree.leaves(tangents))
+    outs = LINEAR.bind(
+        *operands,
+        jaxpr=ClosedJaxpr(traced, []),
+        tangents=sum(is_read[len(is_read) - count :]),
+    )
+    return jax.tree.unflatten(results[-1], outs)
+
+
+def _run(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
+    return jaxpr_as_fun(jaxpr)(*operands)
+
+
+def _split(operands: Sequence[Any], tangents: int) -> tuple[list[Any], list[Any]]:
+    """The residuals, and the operands in which the function is linear."""
+    first = len(operands) - tangents
+    return [*operands[:first]], [*operands[first:]]
+
+
+def _jvp(
+    primals: Sequence[Any], moves: Sequence[Any], *, tangents: int, **params: Any
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    outs = LINEAR.bind(*primals, tangents=tangents, **params)
+    live = {i: t for i, t in enumerate(moves) if type(t) is not ad.Zero}
+    residuals, _ = _split(primals, tangents)
+    if all(i >= len(residuals) for i in live):
+        own = map(ad.instantiate_zeros, moves[len(residuals) :])
+        return outs, LINEAR.bind(*residuals, *own, tangents=tangents, **params)
+
+    def moved(primals: Arrays, live: ByPosition) -> list[jax.Array]:
+        def run(some: ByPosition) -> list[jax.Array]:
+            return _run(*(some.get(i, x) for i, x in enumerate(primals)), **params)
+
+        return jax.jvp(run, ({i: primals[i] for i in live},), (live,))[1]
+
+    return outs, linear(moved, [*primals], live)
+
+
+def _transposed(
+    cotangents: Sequence[Any], *operands: Any, tangents: int, jaxpr: ClosedJaxpr
+) -> list[jax.Array | None]:
+    residuals, unknown = _split(operands, tangents)
+    live = {i: c for i, c in enumerate(cotangents) if type(c) is not ad.Zero}
+    # Not the types of `unknown`, which are those of cotangents: on Explicit mesh axes
+    # an array that is `reduced` has a cotangent that is `unreduced`.
+    types = jaxpr.in_avals[len(residuals) :]
+
+    def transposed(residuals: Arrays, live: ByPosition) -> list[jax.Array]:
+        def run(*tangents: jax.Array) -> ByPosition:
+            outs = _run(*residuals, *tangents, jaxpr=jaxpr)
+            return {i: outs[i] for i in live}
+
+        zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
+        return [*jax.vjp(run, *zeros)[1](live)]
+
+    found = linear(transposed, residuals, live)
+    own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
+    wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
+    return [None] * len(residuals) + wanted
+
+
+def _batched(
+    axis: Any, operands: Arrays, axes: Sequence[Any], *, tangents: int, **params: Any
+) -> tuple[list[jax.Array], list[int | None]]:
+    if all(each is None for each in axes):
+        outs = LINEAR.bind(*operands, tangents=tangents, **params)
+        return outs, [None] * len(outs)
+
+    def run(residuals: Arrays, tangents: Arrays) -> list[jax.Array]:
+        return _run(*residuals, *tangents, **params)
+
+    batched = jax.vmap(
+        run,
+        in_axes=_split(axes, tangents),
+        axis_name=axis.name,
+        axis_size=axis.size,
+        spmd_axis_name=axis.spmd_name,
+    )
+    outs = linear(batched, *_split(operands, tangents))
+    return outs, [0] * len(outs)
+
+
+def _without_unused(
+    is_used: list[bool], *rest: Any
+) -> tuple[list[bool], JaxprEqn | None]:
+    """The operands that used results need, and the equation of these alone."""
+    eqn: JaxprEqn = rest[-1]  # from jax 0.12 on behind another argument
+    if not any(is_used):
+        return [False] * len(eqn.invars), None
+    jaxpr, is_read = partial_eval.dce_jaxpr(_jaxpr.bare(eqn.params["jaxpr"]), is_used)
+    _, own = _split(is_read, eqn.params["tangents"])
+    smaller = eqn.replace(
+        invars=[v for v, read in zip(eqn.invars, is_read, strict=True) if read],
+        outvars=[v for v, used in zip(eqn.outvars, is_used, strict=True) if used],
+        params={"jaxpr": ClosedJaxpr(jaxpr, []), "tangents": sum(own)},
+    )
+    return is_read, smaller
+
+
+LINEAR.def_impl(_run)
+# JAX asks for it where a program holds objects of `jax.experimental.hijax`.
+setattr(LINEAR, "to_lojax", _run)  # noqa: B010
+LINEAR.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+mlir.register_lowering(LINEAR, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[LINEAR] = _jvp
+ad.primitive_transposes[LINEAR] = _transposed
+batching.fancy_primitive_batchers[LINEAR] = _batched
+partial_eval.dce_rules[LINEAR] = _without_unused

@@ -1,0 +1,54 @@
+"""Arrays that are stored in half precision, and float32 sums of their cotangents.
+
+JAX adds up the cotangents of an array in its own dtype: in half precision the gradient
+of a weight that is read many times, as in a loop, loses most of what it is made of. So
+such an array becomes two, of which a reader takes the value of one and gives its
+cotangent to the other one.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jaxpr
+from .._jaxpr import JaxprEqn
+from .._policy import is_half
+from .identities import with_value
+
+
+class Stored(NamedTuple):
+    """An array in half precision, whose cotangents are added up in float32."""
+
+    sums: jax.Array  # float32: its cotangent is the sum, its value is never read
+    half: jax.Array
+
+
+Value = jax.Array | Stored
+
+
+def stored(x: jax.Array) -> Value:
+    """A half-precision array whose cotangents are added up in float32; others as is."""
+    # Not of a stopped `x`: an argument would be saved once more.
+    return Stored(x.astype(jnp.float32), x) if is_half(x.dtype) else x
+
+
+def array_of(value: Value) -> jax.Array:
+    """The array that one reader reads."""
+    if isinstance(value, Stored):
+        return with_value(value.sums.astype(value.half.dtype), value.half)
+    return value
+
+
+def places_of(values: Sequence[Value]) -> tuple[int, ...]:
+    """The positions of those that are stored in half precision."""
+    return tuple(i for i, x in enumerate(values) if isinstance(x, Stored))
+
+
+def looked_up(eqn: JaxprEqn, values: Sequence[Any]) -> Stored:
+    """The result of a gather from a stored array: a stored one, as its rows are."""
+    source, *indices = values
+    indices = [*map(array_of, indices)]
+    sums, half = (_jaxpr.evaluate(eqn, [x, *indices])[0] for x in source)
+    return Stored(sums, half)

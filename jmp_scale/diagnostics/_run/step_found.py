@@ -1,0 +1,69 @@
+"""What the passes of `check_step` share: findings, and what the first calls showed."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+from .step_arguments import Path
+from .step_calls import Calls, Change, Run
+from .step_rules import Level
+
+COUNTS = "counts skipped steps"
+
+Changes = dict[Path, Change]
+
+
+class Found(NamedTuple):
+    """A finding: its rule, the leaf or result, and the words in its text."""
+
+    rule: str
+    where: str = ""
+    level: Level | None = None  # if it is not the rule's
+    values: Mapping[str, Any] = {}
+
+
+@dataclasses.dataclass
+class Check:
+    """What the passes share: the calls, and what the first ones have shown."""
+
+    calls: Calls
+    base: Run = None  # pyright: ignore  (set by `applied_step`)
+    changes: Changes = dataclasses.field(default_factory=dict)
+    window: int = 1  # calls until an accumulated step ends
+    found: list[Found] = dataclasses.field(default_factory=list)
+    not_checked: list[str] = dataclasses.field(default_factory=list)
+    has_other_optimizers: bool = False  # without a loss scale
+
+    def has(self, *rules: str) -> bool:
+        return any(found.rule in rules for found in self.found)
+
+    @property
+    def seen_on_a_skip(self) -> set[str]:
+        """Leaves that a skipped step changes as any other does."""
+        return {found.where for found in self.found if found.rule == COUNTS}
+
+    def matters(self, path: Path) -> bool:
+        """Whether NaN in a leaf harms the training, or an average of it."""
+        # A number is a sum or a mean for a log; and nothing skips for other optimizers.
+        return self.changes[path].ndim > 0 and not self.has_other_optimizers
+
+    def name(self, path: Path) -> str:
+        return self.calls.arguments.names[path]
+
+    def node_name(self, path: Path, field: str) -> str:
+        """The name of a state or loss scale, by one of its fields."""
+        return self.name((*path, field)).rpartition(field)[0].rstrip(".['")
+
+    def is_alike(self, run: Run | None) -> TypeGuard[Run]:
+        """Whether a call was applied, and counted as the first was."""
+        if run is None or not self.calls.is_applied(run):
+            return False
+        return self.calls.verdicts(run) == self.calls.verdicts(self.base)
+
+    def run(self, what: str, *args: Any, **kwargs: Any) -> Run | None:
+        """A call, or None if the step raises, as a check of its own may do."""
+        try:
+            return self.calls(*args, **kwargs)
+        except Exception as error:
+            self.not_checked.append(f"{what}: the step raised {type(error).__name__}")
+            return None

@@ -1,0 +1,99 @@
+"""Programs whose primitives become others under flags of JAX that may become defaults.
+
+`.ci/run newest` sets the flags. Without them these are the programs of today.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_programs import PRODUCTS, W, X, arrays
+from jax import lax
+
+from jmp_scale import _jaxpr, autocast
+
+(STACK,) = arrays((3, 16, 16))
+
+
+def step(h, w):
+    return jnp.tanh(h @ w), h.sum()
+
+
+def repeated(w, x):
+    return lax.scan(lambda h, _: step(h, w), x, None, length=3)
+
+
+SCANS = {
+    "a weight": repeated,
+    "a stack": lambda w, x: lax.scan(step, x, STACK * w[None]),
+    "a carry of zeros": lambda w, x: lax.scan(
+        lambda h, b: (jnp.tanh(h @ w + b), h.sum()), 0 * x, jnp.arange(3.0)
+    ),
+    "two carries": lambda w, x: lax.scan(
+        lambda c, _: ((step(c[0], w)[0], c[1] + 1), c[1]), (x, x[0]), None, length=3
+    ),
+    "nested": lambda w, x: lax.scan(
+        lambda h, _: (repeated(w, h)[0], h.sum()), x, None, length=2
+    ),
+    "a checkpoint": lambda w, x: lax.scan(
+        jax.checkpoint(lambda h, _: step(h, w)), x, None, length=3
+    ),
+}
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SCANS)
+def test_products_in_scans_are_half_precision(name, stored):
+    fun, w = SCANS[name], (W / 2).astype(stored)
+    half = autocast(fun, "bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced = _jaxpr.equations(jax.make_jaxpr(half)(w, X))
+    products = [eqn for eqn in traced if eqn.primitive.name in PRODUCTS]
+    assert products
+    assert {_jaxpr.dtype_name(v) for e in products for v in e.invars} == {"bfloat16"}
+    got, wanted = (
+        jax.jvp(lambda w, f=f: f(w, X), (v,), (v,))
+        for f, v in ((half, w), (fun, w.astype("float32")))
+    )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        if x.dtype == jnp.float32:
+            x, y = np.asarray(x, float), np.asarray(y, float)
+            assert np.linalg.norm(x - y) <= 0.05 * np.linalg.norm(y)
+
+
+@jax.custom_jvp
+def product(h, w):
+    return h @ w
+
+
+product.defjvp(
+    lambda p, t: (product(*p), product(p[0], t[1]) + product(t[0], p[1])),
+)
+FORMS = {
+    "custom_jvp": lambda w, x: jnp.tanh(product(x, w)),
+    "relu": lambda w, x: jax.nn.relu(x @ w),
+    "checkpoint": jax.checkpoint(lambda w, x: jnp.tanh(x @ w) @ w),
+    "named": lambda w, x: jax.ad_checkpoint.checkpoint_name(x @ w, "y"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_products_in_functions_are_half_precision(name):
+    half = autocast(FORMS[name], "bfloat16")
+    traced = _jaxpr.equations(jax.make_jaxpr(half)(W, X))
+    products = [eqn for eqn in traced if eqn.primitive.name in PRODUCTS]
+    assert {_jaxpr.dtype_name(v) for e in products for v in e.invars} == {"bfloat16"}
+
+
+def test_what_cannot_be_entered_is_warned_of_though_others_became_half():
+    @jax.custom_vjp
+    def opaque(w, x):
+        return x @ w
+
+    opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
+    half = autocast(lambda w, x: opaque(w, x @ w), "bfloat16")
+    with pytest.warns(UserWarning, match=r"opaque .custom_vjp_call. holds"):
+        jax.make_jaxpr(half)(W, X)

@@ -1,0 +1,88 @@
+"""What policies of `jax.checkpoint` save of a cast program, around it and within."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_programs import mean_square
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import partial_eval
+
+from jmp_scale import _jaxpr, autocast
+
+N, LAYERS = 16, 3
+POLICIES = jax.checkpoint_policies
+X = jnp.linspace(-1, 1, 8 * N).reshape(8, N)
+WS = [jnp.sin(jnp.arange(N * N) + i).reshape(N, N) / 2 for i in range(LAYERS)]
+
+
+def layer(w, x):
+    return jnp.tanh(jax.nn.gelu(checkpoint_name(x @ w, "product")) * 1.5)
+
+
+def loss(ws, x, layer=layer):
+    for w in ws:
+        x = layer(w, x)
+    return mean_square(x)
+
+
+def within(policy):
+    one = jax.checkpoint(layer, policy=policy)
+    return lambda ws, x: loss(ws, x, one)
+
+
+FORMS = {
+    "around": lambda policy, **how: jax.checkpoint(
+        autocast(loss, "bfloat16", **how), policy=policy
+    ),
+    "within": lambda policy, **how: autocast(within(policy), "bfloat16", **how),
+}
+SAVING = {
+    "dots_saveable": POLICIES.dots_saveable,
+    "dots_with_no_batch_dims_saveable": POLICIES.dots_with_no_batch_dims_saveable,
+    "everything_saveable": POLICIES.everything_saveable,
+    "names": POLICIES.save_only_these_names("product"),
+}
+
+
+def products(fun, *args):
+    """How many products a program has, without what nothing reads."""
+    jaxpr = _jaxpr.bare(jax.make_jaxpr(fun)(*args))
+    read, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    names = collections.Counter(e.primitive.name for e in _jaxpr.equations(read))
+    return names["dot_general"]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("policy", SAVING)
+def test_a_product_that_is_saved_is_run_once_and_saved_in_half(policy, form, recompute):
+    cast = FORMS[form](SAVING[policy], recompute=recompute)
+    # The first layer's input has no gradient.
+    assert products(jax.value_and_grad(cast), WS, X) == 3 * LAYERS - 1
+    saved = [x for x in jax.tree.leaves(jax.vjp(cast, WS, X)[1]) if x.shape == X.shape]
+    halves = [x for x in saved if x.dtype == jnp.bfloat16]
+    assert LAYERS <= len(halves) <= LAYERS + 1
+    if form == "around" and policy != "everything_saveable":
+        assert len(saved) == LAYERS + 1  # and the input
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("policy", [*SAVING.values(), POLICIES.nothing_saveable])
+def test_a_policy_changes_no_gradient(form, policy):
+    def gradient(fun):
+        compiled = jax.jit(
+            jax.grad(fun), compiler_options={"xla_allow_excess_precision": False}
+        )
+        return np.concatenate([np.ravel(g) for g in compiled(WS, X)])
+
+    got, wanted = map(gradient, (FORMS[form](policy), autocast(loss, "bfloat16")))
+    assert np.linalg.norm(got - wanted) < 2.0**-10 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_no_policy_saves_is_recomputed(form):
+    cast = FORMS[form](POLICIES.nothing_saveable)
+    assert products(jax.value_and_grad(cast), WS, X) == 4 * LAYERS - 1

@@ -1,0 +1,338 @@
+"""Gradients of weights stored in half precision: float32 sums, rounded once."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import equinox as eqx
+import haiku
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_programs import arrays
+from flax import linen, nnx
+from helpers import EXPLICIT, ONE_AXIS
+from jax import export, lax
+from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale.nnx
+from jmp_scale import _jaxpr, autocast
+
+N, MANY = 16, 512
+W, X, STACK, TABLE = arrays((N, N), (MANY, 4, N), (4, N, N), (40, N), scale=0.2)
+B = jnp.zeros(N)
+n32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+EMBED = linen.Embed(40, N)
+HAIKU = haiku.without_apply_rng(haiku.transform(lambda ids: haiku.Embed(40, N)(ids)))
+
+
+class Data(NamedTuple):
+    x: jax.Array
+    ids: jax.Array  # a quarter of them is 3
+    y: jax.Array  # not 0 in the mean
+
+
+IDS = np.where(np.arange(4 * MANY) % 4, np.arange(4 * MANY) % 37, 3)
+DATA = Data(X, jnp.asarray(IDS), 1 + arrays((4 * MANY, N), seed=1)[0])
+
+
+def near(y, wanted=1.0):
+    return jnp.mean((y - wanted) ** 2)
+
+
+def rows_of(lookup):
+    return lambda d, t, w: near(n32(lookup(t, d.ids)) @ w, d.y)
+
+
+def tied(d, t):
+    return -jnp.mean(jax.nn.log_softmax(n32(t[d.ids]) @ t.T)[:, d.ids[::-1]])
+
+
+def experts(d, stack):
+    w = jnp.take(stack, d.ids[:MANY] % 4, 0)
+    return near(jnp.einsum("tbi,tij->tbj", d.x, w), d.y[:MANY, None])
+
+
+def rnn(d, w, b):
+    def turn(h, x):
+        h = jnp.tanh(h @ w + x @ w.T + n32(b[None]))
+        return h, h
+
+    return near(lax.scan(turn, d.x[0], d.x)[1])
+
+
+def fori(d, w):
+    def body(i, carry):
+        h, total = carry
+        h = jnp.tanh(h @ w + d.x[i])
+        return h, total + near(h) / MANY
+
+    return lax.fori_loop(0, MANY, body, (d.x[0], 0.0))[1]
+
+
+def micro_batches(d, w, v):
+    def add(total, batch):
+        x, y = batch
+        return total + near(jnp.tanh(x @ w) @ v, y) / MANY, None
+
+    return lax.scan(add, 0.0, (d.x, d.y[:MANY, None]))[0]
+
+
+def chunks(d, w, t):
+    def chunk(total, batch):
+        x, ids = batch
+        logits = jax.nn.log_softmax(jnp.tanh(x @ w) @ t.T)
+        return total - jnp.mean(logits[jnp.arange(4), ids]) / MANY, None
+
+    batches = d.x, d.ids.reshape(MANY, 4)
+    return lax.scan(jax.checkpoint(chunk), 0.0, batches)[0]
+
+
+def moved(d, w, s):
+    ends = jnp.concatenate([s[2, :8], s[3, 8:]])
+    made = [w.T, (w * 2).reshape(N, N), s[1], ends]
+
+    def body(h, x):
+        for each in made:
+            h = jnp.tanh(h @ each + x)
+        return h, h
+
+    return near(lax.scan(body, d.x[0], d.x)[1])
+
+
+def branches(d, w):
+    either = [lambda x: jnp.tanh(x @ w), lambda x: x @ w.T]
+    return near(lax.map(lambda x: lax.cond(x[0, 0] > 0, *either, x), d.x))
+
+
+def pipeline(d, stack):
+    def run(total, x):
+        h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
+        return total + near(h) / MANY, None
+
+    return lax.scan(run, 0.0, d.x)[0]
+
+
+def nested(d, w):
+    x = d.x.reshape(8, -1, 4, N)
+    inner = lambda x: lax.map(lambda y: jnp.tanh(y @ w), x)  # noqa: E731
+    return near(lax.map(inner, x))
+
+
+def unrolled(d, w):
+    h, t = d.x[0], w.T
+    for i in range(8):
+        h = jnp.tanh(h @ w + d.x[i])
+    return near(h) + sum(near(jnp.tanh(d.x[i] @ t)) for i in range(92)) / 92
+
+
+@jax.custom_jvp
+def own_rule(w, x):
+    return jnp.tanh(x @ w)
+
+
+@own_rule.defjvp
+def _(primals, tangents):
+    return jax.jvp(lambda w, x: jnp.tanh(x @ w), primals, tangents)
+
+
+def mapped(fun):
+    return lambda d, *weights: near(lax.map(lambda x: fun(x, *weights), d.x))
+
+
+def linen_embed(t, ids):
+    return EMBED.apply({"params": {"embedding": t}}, ids)
+
+
+def haiku_embed(t, ids):
+    return HAIKU.apply({"embed": {"embeddings": t}}, ids)
+
+
+def equinox_embed(t, ids):
+    return jax.vmap(eqx.nn.Embedding(weight=t))(ids)
+
+
+PROGRAMS = {
+    "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
+    "take": (rows_of(lambda t, ids: jnp.take(t, ids, 0)), TABLE, W),
+    "linen": (rows_of(linen_embed), TABLE, W),
+    "haiku": (
+        rows_of(lambda t, i: HAIKU.apply({"embed": {"embeddings": t}}, i)),
+        TABLE,
+        W,
+    ),
+    "equinox": (rows_of(equinox_embed), TABLE, W),
+    "tied": (tied, TABLE),
+    "experts": (experts, STACK),
+    "rnn": (rnn, W, B),
+    "fori": (fori, W),
+    "map": (mapped(lambda x, w, b: jax.nn.gelu(x @ w + n32(b[None]))), W, B),
+    "micro-batches": (micro_batches, W, W),
+    "chunks": (chunks, W, TABLE),
+    "moved": (moved, W, STACK),
+    "cond": (branches, W),
+    "pipeline": (pipeline, STACK),
+    "nested": (nested, W),
+    "unrolled": (unrolled, W),
+    "checkpoint": (mapped(jax.checkpoint(lambda x, w: jnp.tanh(x @ w) @ w)), W),
+    "custom_jvp": (mapped(lambda x, w: own_rule(n32(w), x)), W),
+}
+
+
+def errors_of(fun, weights, dtype, wrap=jax.jit, half=autocast):
+    """Errors of half-stored and of float32 weights' gradients, both of `autocast`."""
+    stored = [w.astype(dtype) for w in weights]
+    wide = [w.astype("float32") for w in stored]
+    argnums = tuple(range(1, 1 + len(weights)))
+
+    def gradient(fun, weights):
+        found = wrap(jax.grad(fun, argnums))(DATA, *weights)
+        assert [g.dtype for g in found] == [w.dtype for w in weights]
+        return np.concatenate([np.ravel(np.asarray(g, float)) for g in found])
+
+    exact = gradient(fun, wide)
+    found = gradient(half(fun, dtype), stored), gradient(half(fun, dtype), wide)
+    return [np.linalg.norm(g - exact) / np.linalg.norm(exact) for g in found]
+
+
+# One rounding of each entry: 2^-9 of it at most.
+ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_gradient_is_a_float32_sum_that_is_rounded_once(name, dtype):
+    fun, *weights = PROGRAMS[name]
+    error, wide = errors_of(fun, weights, dtype)
+    assert error <= 1.5 * wide + ROUNDING[dtype]
+    assert error < 5e-3
+
+
+MAP = mapped(lambda x, w: jnp.tanh(x @ w))
+
+
+def in_shards(mesh):
+    """Its gradient, of which each device has a part of the batch."""
+
+    def wrap(gradient):
+        def local(x, w):
+            grads = gradient(DATA._replace(x=x), w)
+            return jax.tree.map(lambda g: lax.pmean(g, "i"), grads)
+
+        specs = {"in_specs": (P("i"), P()), "out_specs": P(), "check_vma": False}
+        run = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+        return lambda d, w: run(d.x, w)
+
+    return wrap
+
+
+def on_mesh(mesh):
+    def wrap(gradient):
+        def run(d, w):
+            x = jax.device_put(d.x, NamedSharding(mesh, P(None, None, None)))
+            return jax.jit(gradient)(d._replace(x=x), w)
+
+        return run
+
+    return wrap
+
+
+def exported(gradient):
+    def run(*args):
+        return jax.tree.leaves(export.export(jax.jit(gradient))(*args).call(*args))
+
+    return run
+
+
+def vmapped(gradient):
+    def run(d, w):
+        x = d.x.reshape(2, -1, *d.x.shape[1:])
+        each = jax.vmap(lambda x: gradient(d._replace(x=x), w))
+        return jax.tree.map(lambda g: n32(g).mean(0).astype(g.dtype), each(x))
+
+    return jax.jit(run)
+
+
+AROUND = {
+    "shard_map": in_shards(ONE_AXIS),
+    "Auto axes": on_mesh(ONE_AXIS),
+    "Explicit axes": on_mesh(EXPLICIT),
+    "vmap": vmapped,
+    "exported": exported,
+    "eager": lambda gradient: gradient,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_it_is_one_whatever_is_around(around):
+    error, wide = errors_of(MAP, [W], "bfloat16", AROUND[around])
+    assert error <= 1.5 * wide + 2.0**-9
+
+
+def test_a_table_that_is_read_in_a_shard_map_within():
+    spec = P("i")
+
+    def fun(d, t, w):
+        read = jax.shard_map(
+            lambda t, ids: n32(t[ids]),
+            mesh=ONE_AXIS,
+            in_specs=(P(), spec),
+            out_specs=spec,
+        )
+        return near(read(t, d.ids) @ w, d.y)
+
+    error, wide = errors_of(fun, [TABLE, W], "bfloat16")
+    assert error <= 1.5 * wide + 2.0**-9
+
+
+def test_of_an_nnx_module_too():
+    model = nnx.Linear(N, N, rngs=nnx.Rngs(0))
+
+    def loss(model, x):
+        return near(nnx.scan(lambda m, x: (m, jnp.tanh(m(x))))(model, x)[1])
+
+    def gradient(fun, dtype):
+        nnx.update(model, jax.tree.map(lambda p: p.astype(dtype), nnx.state(model)))
+        return n32(nnx.jit(nnx.grad(fun))(model, DATA.x).kernel[...]).ravel()
+
+    half = jmp_scale.nnx.autocast(loss, "bfloat16")
+    found = gradient(half, "bfloat16")
+    wide, exact = gradient(half, "float32"), gradient(loss, "float32")
+    size = np.linalg.norm(exact)
+    wide, error = (np.linalg.norm(g - exact) / size for g in (wide, found))
+    assert error <= 1.5 * wide + 2.0**-9
+
+
+def test_second_derivatives_too():
+    def along(fun, w):
+        gradient = jax.jit(jax.grad(functools.partial(fun, DATA)))
+        return np.asarray(n32(jax.jvp(gradient, (w,), (w,))[1]))
+
+    half = W.astype("bfloat16")
+    wanted = along(MAP, n32(half))
+    found = along(autocast(MAP, "bfloat16"), half)
+    assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
+def constants_of_loops(jaxpr):
+    """Shapes of the float32 arrays that loops read in each turn."""
+    for eqn in _jaxpr.equations(jaxpr):
+        if loop := _jaxpr.loop_of(eqn):
+            inner, _ = _jaxpr.open_jaxpr(loop.body)
+            wide = filter(_jaxpr.is_float32, inner.invars[: loop.consts])
+            yield from map(_jaxpr.shape, wide)
+
+
+@pytest.mark.parametrize("name", ["map", "checkpoint", "pipeline", "rnn"])
+def test_no_loop_reads_a_float32_copy_of_a_weight(name):
+    fun, *weights = PROGRAMS[name]
+    stored = [w.astype("bfloat16") for w in weights]
+    argnums = tuple(range(1, 1 + len(weights)))
+    grad = jax.make_jaxpr(jax.grad(autocast(fun, "bfloat16"), argnums))(DATA, *stored)
+    inner = _jaxpr.bare(grad)
+    read, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
+    sizes = [*map(math.prod, constants_of_loops(read))]
+    assert max(sizes, default=0) < N * N

@@ -1,0 +1,424 @@
+"""Sums over devices against float64, and what each device holds of them."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    EXPLICIT,
+    EXPLICIT_TWO,
+    ONE_AXIS,
+    TWO_AXES,
+    assert_bitwise_equal,
+    on_each_device,
+    sharded,
+    varying,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale
+
+# Errors of the norm of normal gradients: two roundings, or that of each device alone.
+WHOLE = {"bfloat16": 2.6e-3, "float16": 3.3e-4, "float32": 2e-7}
+SHARE = {"bfloat16": 1.9e-3, "float16": 2.4e-4, "float32": 2e-7}
+HALF = ["bfloat16", "float16"]
+WHOLE_SPEC = P()
+
+
+def normal(*shape):
+    """Gradients of each of eight devices, f32[8, *shape]."""
+    return np.random.RandomState(0).normal(size=(8, *shape)).astype(np.float32)
+
+
+def error(got, own):
+    """Of the norm, in units in which no square overflows."""
+    unit = max(np.abs(own).max(initial=0), 1e-38)
+    exact = own.astype(np.float64).sum(0) / unit
+    got = np.asarray(got).astype(np.float64) / unit
+    return np.linalg.norm(got - exact) / np.linalg.norm(exact)
+
+
+def in_shard_map(use, own, mesh=ONE_AXIS, out_specs=WHOLE_SPEC, check_vma=True):
+    """`use` of each device's gradients, of which there are eight."""
+    local = lambda tree: use(jax.tree.map(lambda x: x[0], tree))  # noqa: E731
+    specs = {"in_specs": P(mesh.axis_names), "out_specs": out_specs}
+    mapped = jax.shard_map(local, mesh=mesh, **specs, check_vma=check_vma)
+    return jax.jit(mapped)(own)
+
+
+def on_explicit_axes(use, own, mesh=EXPLICIT):
+    """Of gradients that are unreduced over all axes."""
+    parts = jax.shard_map(
+        lambda tree: jax.tree.map(lambda x: x[0], tree),
+        in_specs=P(mesh.axis_names),
+        out_specs=P(unreduced=set(mesh.axis_names)),
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        placed = sharded(own, mesh, P(mesh.axis_names))
+        return jax.jit(lambda own: use(parts(own)))(placed)
+
+
+UNCHECKED = functools.partial(in_shard_map, check_vma=False)
+WAYS = {
+    "shard_map": in_shard_map,
+    "shard_map unchecked": UNCHECKED,
+    "two axes": functools.partial(in_shard_map, mesh=TWO_AXES),
+    "two axes unchecked": functools.partial(UNCHECKED, mesh=TWO_AXES),
+    "pmap": lambda use, own: jax.pmap(use)(own),
+    "Explicit": on_explicit_axes,
+    "two Explicit axes": functools.partial(on_explicit_axes, mesh=EXPLICIT_TWO),
+}
+
+
+@pytest.mark.parametrize("wire", WHOLE)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_is_off_by_two_roundings_and_equal_on_all_devices(way, wire):
+    own = {"even": normal(16, 1024), "odd": normal(1003, 17), "bias": normal(5)}
+    sums = WAYS[way](lambda g: jmp_scale.sum_gradients(g, wire=wire), own)
+    for name, limit in zip(own, (WHOLE[wire], WHOLE[wire], 2e-7), strict=True):
+        held = np.reshape(on_each_device(sums[name]), (8, -1))
+        assert error(held[0], own[name].reshape(8, -1)) < limit
+        assert np.unique(held.view(np.int64), axis=0).shape[0] == 1
+
+
+# Run by a process that has as many devices as its first argument says.
+MANY = """
+import sys, jax, jmp_scale, numpy as np
+from jax.sharding import PartitionSpec as P
+devices = int(sys.argv[1])
+jax.config.update("jax_num_cpu_devices", devices)
+own = np.random.RandomState(0).normal(size=(devices, 64, 1024)).astype(np.float32)
+exact = own.astype(np.float64).sum(0)
+def errors(own):
+    return [jmp_scale.sum_gradients(own[0], wire=w) for w in ("bfloat16", "float16")]
+mesh = jax.sharding.Mesh(jax.devices(), ("i",))
+for total in jax.shard_map(errors, mesh=mesh, in_specs=P("i"), out_specs=P())(own):
+    print(np.linalg.norm(total - exact) / np.linalg.norm(exact))
+"""
+
+
+def test_the_error_does_not_grow_with_the_devices():
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    run = subprocess.run(
+        [sys.executable, "-c", MANY, "64"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+    )
+    errors = list(map(float, run.stdout.split()))
+    # A bfloat16 all-reduce over 64 devices is off by 1e-2.
+    assert len(errors) == 2, run.stderr
+    assert errors[0] < WHOLE["bfloat16"]
+    assert errors[1] < WHOLE["float16"]
+
+
+KINDS = {
+    "scalar": (normal(), 3e-7),
+    "empty": (normal(0, 4), 0),
+    "integers": (np.arange(16, dtype=np.int32).reshape(8, 2), 0),
+    "large integers": (np.full((8, 64, 256), 2**24 + 1, np.int32), 0),
+    "bfloat16": (normal(64, 256).astype(jnp.bfloat16), 5e-3),
+    "small bfloat16": (normal(3).astype(jnp.bfloat16), 4e-3),
+    "float16": (normal(64, 256).astype(np.float16), 4e-3),
+    "complex": (normal(64, 256) * np.complex64(1 + 2j), 3e-7),
+}
+
+
+@pytest.mark.parametrize("way", ["shard_map", "two axes unchecked", "Explicit"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaves_of_all_kinds_keep_their_dtype(kind, way):
+    own, limit = KINDS[kind]
+    if (kind, way) == ("scalar", "Explicit") and jax.__version_info__ < (0, 9):
+        pytest.skip("jax 0.8 does not know that a scalar is unreduced")
+    total = WAYS[way](lambda g: jmp_scale.sum_gradients([g, "text"])[0], own)
+    assert total.dtype == own.dtype
+    exact = own.astype(np.complex128).sum(0)
+    assert np.linalg.norm(total - exact) <= limit * np.linalg.norm(exact)
+
+
+def test_what_is_not_an_array_passes_and_so_does_the_gradient_of_an_integer():
+    nothing = np.zeros(2, jax.dtypes.float0)
+    use = lambda g: jmp_scale.sum_gradients((g, None, nothing, jnp.tanh))  # noqa: E731
+    passed = []
+    in_shard_map(lambda g: (out := use(g), passed.append(out[1:]))[0][0], normal(2))
+    ((none, same, function),) = passed
+    assert (none, function) == (None, jnp.tanh)
+    assert same is nothing
+
+
+@pytest.mark.parametrize("way", ["shard_map", "two axes unchecked", "Explicit"])
+def test_a_mean_is_the_sum_over_the_number_of_devices(way):
+    own = {"w": normal(16, 1024), "b": normal(4), "n": np.ones((8, 2), np.int32)}
+    add = jmp_scale.sum_gradients
+    total, mean = WAYS[way](lambda g: (add(g), add(g, mean=True)), own)
+    assert mean.pop("n").tolist() == total.pop("n").tolist() == [8, 8]
+    assert_bitwise_equal(mean, jax.tree.map(lambda x: x / 8, total))
+
+
+def names_and_specs(mesh):
+    first, *_ = mesh.axis_names
+    specs = [P(first), P(None, first)]
+    if len(mesh.axis_names) > 1:
+        specs += [P("j"), P(("i", "j")), P(None, ("j", "i"))]
+    return specs
+
+
+SPLIT = [
+    *((mesh, spec) for mesh in (ONE_AXIS, TWO_AXES) for spec in names_and_specs(mesh)),
+]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("mesh", "spec"), SPLIT, ids=str)
+@pytest.mark.parametrize("wire", HALF)
+def test_what_is_split_comes_back_so_split(wire, mesh, spec, check_vma):
+    own = {"w": normal(16, 1024), "b": normal(16, 8)}
+    add = functools.partial(
+        jmp_scale.sum_gradients, wire=wire, like={"w": spec, "b": spec}
+    )
+    total = in_shard_map(add, own, mesh, spec, check_vma)
+    # Over two axes of which one splits it is gathered over the other.
+    is_gathered = set(spec) - {None} < {*mesh.axis_names} and len(mesh.axis_names) > 1
+    limit = (WHOLE if is_gathered and spec[-1] in ("i", "j") else SHARE)[wire]
+    assert error(total["w"], own["w"]) < limit
+    assert error(total["b"], own["b"]) < 2e-7
+    assert total["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+@pytest.mark.parametrize("spec", [P("i"), P("j"), P(("i", "j")), P()], ids=str)
+def test_parameters_in_a_map_say_by_their_shape_how_they_are_split(spec):
+    own, params = normal(16, 1024), np.zeros((16, 1024), np.float32)
+    mapped = jax.shard_map(
+        lambda g, like: jmp_scale.sum_gradients(g[0], ("i", "j"), like=like),
+        mesh=TWO_AXES,
+        in_specs=(P(("i", "j")), spec),
+        out_specs=spec,
+        check_vma=False,
+    )
+    total = jax.jit(mapped)(own, params)
+    assert error(total, own) < WHOLE["bfloat16"]
+    assert total.sharding.is_equivalent_to(NamedSharding(TWO_AXES, spec), 2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("i"),
+        P(None, "j"),
+        P(("i", "j")),
+        P(None, ("j", "i")),
+        P("i", "j"),
+        P("j", "i"),
+        P(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["parameters", "specs", "shardings"])
+def test_on_explicit_axes_sums_have_the_type_of_the_parameters(spec, kind):
+    own = normal(16, 1024)
+    params = sharded(jnp.zeros((16, 1024)), EXPLICIT_TWO, spec)
+    like = {"parameters": params, "specs": spec, "shardings": params.sharding}[kind]
+
+    def use(grads):
+        total = jmp_scale.sum_gradients(grads, like=like)
+        assert jax.typeof(total) == jax.typeof(params)
+        return total
+
+    assert error(on_explicit_axes(use, own, EXPLICIT_TWO), own) < WHOLE["bfloat16"]
+
+
+def test_of_a_weight_that_is_split_already_parts_are_added_up():
+    own = normal(16, 1024)
+
+    def use(own):
+        parts = jax.shard_map(
+            lambda x: x.sum(0),
+            in_specs=P("i", None, "j"),
+            out_specs=P(None, "j", unreduced={"i"}),
+            check_vma=False,
+        )(own)
+        like = {
+            "whole": P(None, "j"),
+            "minor": P(None, ("j", "i")),
+            "both": P("i", "j"),
+        }
+        return {
+            k: jmp_scale.sum_gradients(parts, like=v) for k, v in like.items()
+        }, like
+
+    with jax.set_mesh(EXPLICIT_TWO):
+        placed = sharded(own, EXPLICIT_TWO, P("i", None, "j"))
+        sums, like = use(placed)
+    for name, total in sums.items():
+        assert error(total, own) < WHOLE["bfloat16"]
+        assert total.sharding.is_equivalent_to(
+            NamedSharding(EXPLICIT_TWO, like[name]), 2
+        )
+
+
+def test_leaves_that_are_not_unreduced_are_sums_already():
+    own = normal(16, 1024)
+    bias = jnp.ones(3)
+    total = on_explicit_axes(
+        lambda g: jmp_scale.sum_gradients({"w": g, "b": bias}), own
+    )
+    assert total["b"].tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("wire", HALF)
+@pytest.mark.parametrize("way", ["shard_map", "shard_map unchecked", "Explicit"])
+def test_what_is_not_finite_stays_so_on_every_device(way, wire):
+    own = normal(16, 1024)
+    bad = {(0, 1): (5, np.nan), (15, 9): (2, np.inf), (7, 7): (0, np.inf)}
+    for (row, column), (device, value) in bad.items():
+        own[device, row, column] = value
+    own[3, 7, 7] = -np.inf
+
+    def use(grads):
+        total = jmp_scale.sum_gradients(grads, wire=wire)
+        return total, jmp_scale.all_finite(total)
+
+    total, finite = WAYS[way](use, own)
+    assert on_each_device(finite) == [False] * 8
+    total = np.asarray(total)
+    assert np.argwhere(~np.isfinite(total)).tolist() == sorted(map(list, bad))
+    assert total[15, 9] == np.inf
+    others = np.isfinite(total)
+    exact = np.where(others, own, 0).astype(np.float64).sum(0)
+    distance = np.linalg.norm(np.where(others, total, 0) - exact)
+    assert distance < WHOLE[wire] * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 6e4, 1e30, 1e36])
+@pytest.mark.parametrize("like", [P(), P("i")], ids=str)
+def test_float16_is_as_exact_whatever_the_magnitude(size, like):
+    own = normal(16, 1024) * np.float32(size)
+    own[:, 0] *= np.float32(2**-10)  # are still normal numbers on the wire
+    add = functools.partial(jmp_scale.sum_gradients, wire="float16", like=like)
+    total = in_shard_map(add, own, out_specs=like)
+    assert error(total, own) < WHOLE["float16"]
+    assert error(total[0], own[:, 0]) < WHOLE["float16"]
+
+
+def test_zeros_and_ones_are_exact_on_the_wire():
+    for own in (
+        np.zeros((8, 16, 1024), np.float32),
+        np.ones((8, 16, 1024), np.float32),
+    ):
+        for wire in HALF:
+            add = functools.partial(jmp_scale.sum_gradients, wire=wire)
+            np.testing.assert_array_equal(in_shard_map(add, own), own.sum(0))
+
+
+def text_of(wire, like=None, shape=(16, 1024)):
+    add = functools.partial(jmp_scale.sum_gradients, wire=wire, like=like)
+    mapped = jax.shard_map(
+        lambda x: add(x[0]),
+        mesh=ONE_AXIS,
+        in_specs=P("i"),
+        out_specs=like or P(),
+        check_vma=False,
+    )
+    return jax.jit(mapped).lower(np.ones((8, *shape), np.float32)).as_text()
+
+
+def test_small_leaves_and_those_of_float32_wires_are_one_all_reduce():
+    for text in (text_of("bfloat16", shape=(16, 511)), text_of("float32")):
+        assert "all_to_all" not in text
+        assert text.count("stablehlo.all_reduce") == 1
+    text = text_of("bfloat16", P("i"))
+    assert "all_gather" not in text
+    assert "all_reduce" not in text
+
+
+PARAMS = {"layer": [np.zeros((16, 1024), np.float32)]}
+TREE = {"layer": [normal(16, 1024)]}
+LEAF = r"\['layer'\]\[0\]"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"wire": "int8"}, ValueError, "expected wire to be 'bfloat16', .*'int8'"),
+        ({"wire": jnp.float8_e5m2}, ValueError, "expected wire to be"),
+        ({"axis_name": {"i"}}, TypeError, "expected axis_name to be the name"),
+        ({"axis_name": "data"}, ValueError, f"of \\('i',\\), got {LEAF} .*'data'"),
+        ({"like": [P()]}, ValueError, "expected like to have the structure of grads"),
+        ({"like": {"layer": ["i"]}}, TypeError, f"for {LEAF}, got 'i'"),
+        (
+            {"like": {"layer": [jnp.ones((4, 1024))]}},
+            ValueError,
+            f"like to be split.*{LEAF}",
+        ),
+        (
+            {"like": {"layer": [jnp.ones((2, 128))]}},
+            ValueError,
+            f"like to be split.*{LEAF}",
+        ),
+        ({"like": {"layer": [jnp.ones(2)]}}, ValueError, f"like to be split.*{LEAF}"),
+        ({"like": {"layer": [P("i", "i")]}}, ValueError, f"like to be split.*{LEAF}"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_the_leaf(kwargs, error, message):
+    with pytest.raises(error, match=f"^sum_gradients: .*{message}"):
+        in_shard_map(lambda g: jmp_scale.sum_gradients(g, **kwargs), TREE)
+
+
+@pytest.mark.parametrize("axis_name", [None, "i"])
+def test_gradients_that_jax_has_added_up_are_refused_with_the_cure(axis_name):
+    def loss(params, x):
+        return jnp.sum(params["layer"][0] * x)
+
+    def local(x, vary):
+        params = varying(PARAMS, ("i",)) if vary else PARAMS
+        return jmp_scale.sum_gradients(jax.grad(loss)(params, x), axis_name)
+
+    x = TREE["layer"][0]
+    total = in_shard_map(lambda x: local(x, vary=True), x)
+    assert error(total["layer"][0], x) < WHOLE["bfloat16"]
+    message = f"each device's own gradients over \\('i',\\), got {LEAF} which JAX has"
+    with pytest.raises(ValueError, match=f"{message} added up already; .*pcast"):
+        in_shard_map(lambda x: local(x, vary=False), x)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"axis_name": "i"}, {"mean": True}])
+def test_gradients_of_auto_axes_are_refused(kwargs):
+    with pytest.raises(
+        ValueError, match=f"own gradients .*{LEAF}.*take gradients in a"
+    ):
+        jax.jit(lambda g: jmp_scale.sum_gradients(g, **kwargs))(PARAMS)
+
+
+def test_a_map_over_some_axes_is_refused_where_others_may_split():
+    own = normal(16, 1024).reshape(4, 2, 16, 1024)[:, 0]
+    for mesh, spec, wire, refused in (
+        (TWO_AXES, P("i"), "bfloat16", True),
+        (TWO_AXES, P("i"), "float32", False),
+        (EXPLICIT_TWO, P("i"), "bfloat16", False),
+        (EXPLICIT_TWO, P("i", None, "j"), "bfloat16", True),
+    ):
+        mapped = jax.shard_map(
+            lambda x: jmp_scale.sum_gradients(x[0], "i", wire=wire),  # noqa: B023
+            mesh=mesh,
+            in_specs=P("i"),
+            out_specs=P(),
+            axis_names={"i"},
+            check_vma=False,
+        )
+        run = functools.partial(jax.jit(mapped), sharded(own, mesh, spec))
+        with jax.set_mesh(mesh):
+            if refused:
+                with pytest.raises(
+                    ValueError, match=r"a map over all .*'j'.*g\[None\]"
+                ):
+                    run()
+            else:
+                assert error(run(), own) < WHOLE["bfloat16"]

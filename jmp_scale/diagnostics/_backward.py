@@ -158,7 +158,7 @@ def split_arrays(
     """
     leaves, treedef = jax.tree.flatten(args)
 
-    def rejoin(arrays: Sequence[jax.Array]) -> Any:
+    def rejoin(arrays: Arrays) -> PyTree:
         left = iter(arrays)
         new_leaves = [next(left) if is_array(leaf) else leaf for leaf in leaves]
         return jax.tree.unflatten(treedef, new_leaves)

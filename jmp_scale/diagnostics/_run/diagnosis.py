@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ def _nonfinite_argument(args: tuple[PyTree, ...]) -> str | None:
 
 def _run(
     jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[jax.Array], outer: Place
-) -> tuple[list[Any], _Maker | None]:
+) -> tuple[list[jax.Array], _Maker | None]:
     """Evaluates a jaxpr; returns outputs, and the maker of the first nonfinite one.
 
     The maker is None if all outputs are finite, or the value came from the arguments.

@@ -87,6 +87,8 @@ def path_of(keys: Any) -> Path:
     """Names alike for a pytree and for what NNX makes of it."""
 
     def name(key: Any) -> str:
+        if isinstance(key, jax.tree_util.FlattenedIndexKey):
+            return f"#{key.key}"  # of a class, unlike an index of a tuple
         parts = (getattr(key, part, None) for part in ("key", "name", "idx"))
         return str(next((part for part in parts if part is not None), key))
 

@@ -155,16 +155,15 @@ def percent(error):
 
 
 def main():
-    text = PAGE.read_text()
     for name, (_, _, kept) in PROGRAMS.items():
         rows = [errors(name, dtype) for dtype in ("float16", "bfloat16")]
         before, after, shares = zip(*rows, strict=True)
         link = f"[{name}](#{name.lower().replace(' ', '-')})"
         cells = [link, *map(percent, before), f"`{kept}`", *map(percent, after)]
         row = f"| {' | '.join(cells)} | {100 * shares[0]:.0f} % |"
-        text = re.sub(rf"^\| {re.escape(link)} .*$", row, text, flags=re.MULTILINE)
+        line = re.compile(rf"^\| {re.escape(link)} .*$", re.MULTILINE)
+        PAGE.write_text(line.sub(row, PAGE.read_text()))
         print(row)
-    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half
 from ._policy import get_policy as get_policy
 from ._policy import half_dtype as half_dtype
+from ._public import name_module as _name_module
 from ._scaling.config import get_loss_scale as get_loss_scale
 from ._scaling.finite import all_finite as all_finite
 from ._scaling.gradient_sums import sum_gradients as sum_gradients
@@ -40,3 +41,4 @@ if not _typing.TYPE_CHECKING:  # which would take any name for one of the module
     from ._doors import __getattr__ as __getattr__
 
 __version__ = "0.2.0"
+_name_module(globals())

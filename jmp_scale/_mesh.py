@@ -228,7 +228,7 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return aval.vma  # until jax 0.9
 
 
-def all_gather(x: jax.Array, axes: tuple[Any, ...], dimension: int) -> jax.Array:
+def all_gather(x: jax.Array, axes: Axes, dimension: int) -> jax.Array:
     """All devices' shares one after the other, equal on all of them also for JAX."""
     if not varying_axes(x):
         return lax.all_gather(x, axes, axis=dimension, tiled=True)

@@ -5,13 +5,17 @@ import dataclasses
 import json
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike
+
+from ._types import PyTree
 
 # The type of fields that are leaves: arrays, or whatever JAX puts in their place.
 Leaf = Annotated[Any, "leaf"]
@@ -36,20 +40,23 @@ class Pytree:
                 parts.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    def _starts(self) -> dict[str, Any]:
-        """What leaves are that were given as None."""
+    def _starts(self) -> dict[str, int]:
+        """Returns the values of leaves that are given as None."""
         return {}
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         register_state_dict(cls)
         return super().__new__(cls)
 
 
 C = TypeVar("C", bound=Pytree)
+T = TypeVar("T")
+Fields = tuple[PyTree, ...]  # values of leaves, or of static fields
 registered_classes: set[type] = set()
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
+    """Returns an argument as text; of an array with unknown values, its type."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return repr(value)
     with contextlib.suppress(Exception):  # traced, donated, on another host
@@ -58,32 +65,32 @@ def _text(value: Any) -> str:
     return f"{value.dtype}{[*value.shape]}"
 
 
-def with_fields(tree: Any, /, **fields: Any) -> Any:
-    """A copy with other fields, unchecked: they may be placeholders."""
+def with_fields(tree: T, /, **fields: PyTree) -> T:
+    """Returns a copy with other fields, unchecked: they may be placeholders."""
     return _instance(type(tree), vars(tree) | fields)
 
 
 def register(cls: type[C]) -> type[C]:
-    """Makes a class a pytree, whose static fields `jax.export` saves as JSON.
+    """Registers a class as a pytree, whose static fields `jax.export` saves as JSON.
 
-    Not by `jax.tree_util.register_dataclass`, whose unflatten calls `__init__`: that
-    checks leaves, for which JAX puts None, object() or a PartitionSpec.
+    `jax.tree_util.register_dataclass` would call `__init__` to unflatten. But that
+    checks leaves, and JAX replaces them by None, object() or a PartitionSpec.
     """
     registered_classes.add(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
     static_names = [f.name for f in fields if f.name not in leaf_names]
-    keys = [jax.tree_util.GetAttrKey(name) for name in leaf_names]
+    keys = [GetAttrKey(name) for name in leaf_names]
     leaves_of, static_of = _getter(leaf_names), _getter(static_names)
     names = (*leaf_names, *static_names)
 
-    def flatten(x: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def flatten(x: C) -> tuple[Fields, Fields]:
         return leaves_of(x), static_of(x)
 
-    def flatten_with_keys(x: Any) -> tuple[Any, tuple[Any, ...]]:
+    def flatten_with_keys(x: C) -> tuple[tuple[tuple[object, PyTree], ...], Fields]:
         return tuple(zip(keys, leaves_of(x), strict=True)), static_of(x)
 
-    def unflatten(static: tuple[Any, ...], leaves: Any) -> Any:
+    def unflatten(static: Fields, leaves: Iterable[PyTree]) -> C:
         return _instance(cls, dict(zip(names, (*leaves, *static), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -98,36 +105,38 @@ def register(cls: type[C]) -> type[C]:
 
 def register_state_dict(cls: type) -> None:
     """Lets `flax.serialization`, if imported, save and restore objects of a class."""
-    # Called by constructors: nearly always Flax is imported before an object is made.
+    # Constructors call this, because Flax is usually imported before an object is made.
     flax: Any = sys.modules.get("flax.serialization")
     if flax is not None and not flax.is_serializable(cls):
         flax.register_serialization_state(cls, _to_state_dict, _from_state_dict)
 
 
-def _instance(cls: type, fields: dict[str, Any]) -> Any:
+def _instance(cls: type[T], fields: dict[str, PyTree]) -> T:
+    """Creates an object with these fields, without calling its constructor."""
     instance = object.__new__(cls)
     instance.__dict__.update(fields)  # in C, for every call of a compiled step
     return instance
 
 
-def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(names: Sequence[str]) -> Callable[[object], Fields]:
+    """Returns a function that reads these fields of an object."""
     if len(names) > 1:
         return operator.attrgetter(*names)  # in C
     return lambda x: tuple(getattr(x, name) for name in names)
 
 
-def _to_state_dict(target: Any) -> dict[str, Any]:
-    """The leaves by name; a `StaticLossScale` has none, its S is configuration."""
+def _to_state_dict(target: Pytree) -> dict[str, PyTree]:
+    """Returns leaves by name; a `StaticLossScale` has none, its S is configuration."""
     paths, _ = jax.tree_util.tree_flatten_with_path(target)
     return {path[0].name: leaf for path, leaf in paths}
 
 
-def _types(leaves: dict[str, Any]) -> dict[str, str]:
+def _types(leaves: dict[str, PyTree]) -> dict[str, str]:
     return {k: f"{jnp.result_type(x)}{[*jnp.shape(x)]}" for k, x in leaves.items()}
 
 
-def _from_state_dict(target: Any, state: Any) -> Any:
-    """The leaves of `state` in an object that is configured like `target`."""
+def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
+    """Returns an object configured like `target` with the leaves of `state`."""
     leaves = _to_state_dict(target)
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
@@ -148,25 +157,25 @@ def _from_state_dict(target: Any, state: Any) -> Any:
             f"{type(target).__name__} at path {path}: expected {expected}, got {got}; "
             f"{reason}"
         )
-    # Not by the constructor, which refuses an S outside the bounds of the code that
-    # restores. JAX arrays, because the NumPy arrays of Flax cannot be donated.
+    # The constructor would refuse an S outside the bounds of the restoring code. Leaves
+    # become JAX arrays, because the NumPy arrays of Flax cannot be donated.
     leaves = [jnp.asarray(state[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def _is_cast(x: Any, like: Any) -> bool:
+def _is_cast(x: ArrayLike, like: ArrayLike) -> bool:
     """Whether a leaf is a floating-point number of another dtype than before saving."""
     dtypes = jnp.result_type(x), jnp.result_type(like)
     are_floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
     return are_floating and dtypes[0] != dtypes[1] and jnp.shape(x) == jnp.shape(like)
 
 
-def _exactly(x: Any, like: Any) -> Any:
-    """`x` in the dtype of `like`, if it is a power of two, which any cast has kept.
+def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:
+    """Casts `x` to the dtype of `like` if it is a power of two, which casts preserve.
 
     EasyLM's checkpointer writes all floating-point arrays in bfloat16.
     """
     if not _is_cast(x, like):
         return x
     mantissas, _ = np.frexp(np.asarray(x, np.float64))
-    return jnp.asarray(x, like.dtype) if (mantissas == 0.5).all() else x
+    return jnp.asarray(x, jnp.result_type(like)) if (mantissas == 0.5).all() else x

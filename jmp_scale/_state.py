@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from ._tree import find_nodes, is_data
+from ._types import Leaf, PyTree
 from ._validation import described
 
 if TYPE_CHECKING:
@@ -42,14 +43,14 @@ class LossScaleState(NamedTuple):
     # read it here. `_next_state` counts.
 
     loss_scale: "LossScale"
-    inner_state: Any
+    inner_state: PyTree
     grads_finite: Flag
     applied: Flag
     skipped: Count
     skipped_in_a_row: Count
     nonfinite_losses: Count
     spikes: Count
-    guard: Any
+    guard: PyTree
 
 
 # What each flag and counter is before the first step, in the order of the fields.
@@ -64,7 +65,7 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def is_loss_scale_state(node: Any) -> bool:
+def is_loss_scale_state(node: PyTree) -> bool:
     """Whether a node is a `LossScaleState`, or what `nnx.state` or a state dict made.
 
     That of NNX lacks the fields that hold no array: a guard of None, a `NoOpLossScale`,
@@ -90,9 +91,9 @@ class HalfParametersState(NamedTuple):
       rounding_key: u32[2], the key of the next step's rounding, or None.
     """
 
-    inner_state: Any
-    remainder: Any
-    rounding_key: Any
+    inner_state: PyTree
+    remainder: PyTree
+    rounding_key: PyTree
 
 
 jax.export.register_namedtuple_serialization(
@@ -100,7 +101,7 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def is_half_state(node: Any) -> bool:
+def is_half_state(node: PyTree) -> bool:
     """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
     if isinstance(node, Mapping):
         # NNX leaves out a key or an inner state that is None.
@@ -119,8 +120,8 @@ class HalfStateState(NamedTuple):
       rounding_key: u32[2], the key of the next step's rounding.
     """
 
-    inner_state: Any
-    rounding_key: Any
+    inner_state: PyTree
+    rounding_key: PyTree
 
 
 jax.export.register_namedtuple_serialization(
@@ -128,7 +129,7 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def is_rounded_state(node: Any) -> bool:
+def is_rounded_state(node: PyTree) -> bool:
     """Whether a node is a `HalfStateState`, or what NNX or a state dict made."""
     if isinstance(node, Mapping):
         return set(node) == set(HalfStateState._fields)
@@ -138,7 +139,9 @@ def is_rounded_state(node: Any) -> bool:
 find_rounded_states = functools.partial(find_nodes, is_rounded_state)
 
 
-def started(function: str, inner: optax.GradientTransformation, params: Any) -> Any:
+def started(
+    function: str, inner: optax.GradientTransformation, params: PyTree
+) -> optax.OptState:
     """`inner.init(params)`, or an error that names the parameter that is no array."""
     try:
         return inner.init(params)
@@ -154,6 +157,6 @@ def started(function: str, inner: optax.GradientTransformation, params: Any) -> 
         raise
 
 
-def is_nothing(x: Any) -> bool:
+def is_nothing(x: Leaf) -> bool:
     """Whether it stands for a leaf or a subtree without an update."""
     return x is None or isinstance(x, optax.MaskedNode)

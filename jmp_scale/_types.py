@@ -1,7 +1,7 @@
 """Names of types, for annotations that say which of many things a value is.
 
 Types that JAX or Optax export are used from there: `jax.Array`, `ArrayLike`,
-`DTypeLike`, `PyTreeDef`, `optax.Params`, `optax.Updates`, `optax.OptState`.
+`DTypeLike`, `optax.Params`, `optax.Updates`, `optax.OptState`.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ Others need nothing from this module: S and its counter are restored like all le
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from ._state import (
     is_loss_scale_state,
 )
 from ._tree import is_data, leaves_by_name, listed, with_arrays
+from ._types import Leaf, PyTree
 
 T = TypeVar("T")
-Form = Callable[[Any], Any]  # of a state, as it was once
+Form = Callable[[PyTree], PyTree]  # of a state, as it was once
 
 
-def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
+def restore_without_loss_scale(load: Callable[[PyTree], PyTree], state: T) -> T:
     """Restores a checkpoint from before the optimizer was wrapped in `with_loss_scale`.
 
     The loss scale, its flags, counts and guard come from `state`, all else from disk.
@@ -61,7 +62,7 @@ def restore_without_loss_scale(load: Callable[[Any], Any], state: T) -> T:
     return _with_values(name, _restore(name, load, state, [_inner_state]))
 
 
-def restore_older(load: Callable[[Any], Any], state: T) -> T:
+def restore_older(load: Callable[[PyTree], PyTree], state: T) -> T:
     """Restores a checkpoint from before the optimizer had a guard.
 
     As `restore_without_loss_scale`, but only the guard, which warms up again, comes
@@ -86,8 +87,8 @@ def restore_older(load: Callable[[Any], Any], state: T) -> T:
 
 
 def restore_without_half_parameters(
-    load: Callable[[Any], Any], params: Any, opt_state: Any
-) -> tuple[Any, Any]:
+    load: Callable[[PyTree], PyTree], params: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree]:
     """Restores a checkpoint of float32 parameters into half-precision ones, exactly.
 
     Args:
@@ -117,7 +118,7 @@ def restore_without_half_parameters(
     return _with_values(function, (params, jax.tree.unflatten(structure, leaves)))
 
 
-def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
+def without_half_parameters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
     """Float32 parameters, and the state that `inner` alone has with them, exactly.
 
     Args:
@@ -130,10 +131,10 @@ def without_half_parameters(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
 def _restore(
     function: str,
-    load: Callable[[Any], Any],
+    load: Callable[[PyTree], PyTree],
     state: T,
     forms: Iterable[Form],
-    is_new: Callable[[Any], bool] = is_loss_scale_state,
+    is_new: Callable[[PyTree], bool] = is_loss_scale_state,
 ) -> T:
     """`state` with what is on disk in the first of the `forms` that fits."""
     if is_new is is_loss_scale_state and not find_loss_scale_states(state):
@@ -178,17 +179,17 @@ def _with_values(function: str, state: T) -> T:
     return state
 
 
-def _in_form(tree: Any, is_new: Callable[[Any], bool], form: Form) -> Any:
+def _in_form(tree: PyTree, is_new: Callable[[PyTree], bool], form: Form) -> PyTree:
     """`tree` with each new state in a form that it had once."""
 
     # NNX leaves out an entry that holds no array, as the inner state of SGD.
-    def is_empty(x: Any) -> bool:
+    def is_empty(x: Leaf) -> bool:
         return isinstance(x, Mapping) and is_new(x) and form(x) is None
 
-    def has_empty(x: Any) -> bool:
+    def has_empty(x: Leaf) -> bool:
         return isinstance(x, Mapping) and any(map(is_empty, x.values()))
 
-    def in_form(x: Any) -> Any:
+    def in_form(x: PyTree) -> PyTree:
         if is_new(x):
             return form(x)
         if not has_empty(x):
@@ -199,19 +200,19 @@ def _in_form(tree: Any, is_new: Callable[[Any], bool], form: Form) -> Any:
     return jax.tree.map(in_form, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
 
 
-def _inner_state(node: Any) -> Any:
+def _inner_state(node: PyTree) -> PyTree:
     is_mapping = isinstance(node, Mapping)
     return node.get("inner_state") if is_mapping else node.inner_state
 
 
-def _without_guard(node: Any) -> Any:
+def _without_guard(node: PyTree) -> PyTree:
     if not isinstance(node, Mapping):
         return node._replace(guard=None)
     fields = {name: x for name, x in node.items() if name != "guard"}  # as NNX leaves
     return type(node)(fields)  # pyright: ignore[reportCallIssue]
 
 
-def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(saved: PyTree, like: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
     # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
@@ -228,7 +229,7 @@ def _checked(saved: Any, like: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _array(name, saved[name], x) for name, x in data.items()}
 
 
-def _array(name: str, value: Any, like: Any) -> Any:
+def _array(name: str, value: Leaf, like: Leaf) -> Leaf:
     dtype, expected = (getattr(x, "dtype", None) for x in (value, like))
     # A Python number has no dtype before the first step.
     differs = None not in (dtype, expected) and dtype != expected

@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from .._types import Leaf
 
 _bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
@@ -37,7 +39,7 @@ class Format(NamedTuple):
         return (words & (2**self.noise_bits - 1)).astype(jnp.int32)
 
 
-def format_of(x: Any) -> Format:
+def format_of(x: Leaf) -> Format:
     """The format of a half-precision array."""
     return FORMATS[str(x.dtype)]
 

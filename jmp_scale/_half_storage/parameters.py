@@ -29,12 +29,13 @@ from .._state import (
     started,
 )
 from .._tree import leaves_by_name, listed, promote_to_float32, with_arrays
+from .._types import Leaf, PyTree
 from .._validation import described, key_words
 from .formats import FORMATS, format_of, misfits
 
 
 def with_half_parameters(
-    inner: optax.GradientTransformation, *, key: Any = None
+    inner: optax.GradientTransformation, *, key: jax.Array | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an Optax optimizer: parameters in half precision lose no update.
 
@@ -103,8 +104,11 @@ def with_half_parameters(
         return HalfParametersState(inner_state, remainder, rounding_key)
 
     def update(
-        updates: Any, state: HalfParametersState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, HalfParametersState]:
+        updates: PyTree,
+        state: HalfParametersState,
+        params: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, HalfParametersState]:
         _check_arguments(state, params, words)
         refuse_unreduced("with_half_parameters", updates)
         full = jax.tree.map(_join, params, state.remainder)
@@ -126,7 +130,7 @@ def with_half_parameters(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
 
-def full_parameters(params: Any, opt_state: Any) -> Any:
+def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
     """The float32 values of half-precision parameters, for evaluation and averages.
 
     Args:
@@ -157,7 +161,7 @@ def full_parameters(params: Any, opt_state: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
-def split(x: Any, like: Any) -> tuple[Any, Any]:
+def split(x: Leaf, like: Leaf) -> tuple[PyTree, PyTree]:
     """A float32 value as a parameter of the dtype of `like`, and its remainder."""
     if not holds_half(like):
         return x, None
@@ -166,9 +170,9 @@ def split(x: Any, like: Any) -> tuple[Any, Any]:
     return made, half.remainder(x, made)
 
 
-def remainders(function: str, tree: Any) -> dict[str, Any]:
+def remainders(function: str, tree: PyTree) -> dict[str, PyTree]:
     """The remainders in a pytree, by the names of their parameters."""
-    found: dict[str, Any] = {}
+    found: dict[str, PyTree] = {}
     for _, state in find_half_states(tree):
         fields = state if isinstance(state, Mapping) else state._asdict()
         own = leaves_by_name(with_arrays(fields.get("remainder")))
@@ -183,7 +187,7 @@ def remainders(function: str, tree: Any) -> dict[str, Any]:
 
 
 def _check_arguments(
-    state: HalfParametersState, params: Any, words: jax.Array | None
+    state: HalfParametersState, params: PyTree, words: jax.Array | None
 ) -> None:
     if not isinstance(state, HalfParametersState):
         raise TypeError(
@@ -214,7 +218,7 @@ def _check_arguments(
             )
 
 
-def _check_pairs(function: str, params: Any, remainders: Any) -> None:
+def _check_pairs(function: str, params: PyTree, remainders: PyTree) -> None:
     leaves = leaves_by_name(params)
     for name, remainder in leaves_by_name(remainders).items():
         dtype = next(
@@ -239,7 +243,7 @@ def _check_pairs(function: str, params: Any, remainders: Any) -> None:
 
 
 def check_magnitudes(
-    function: str, remainders: Mapping[str, Any], params: Mapping[str, Any]
+    function: str, remainders: Mapping[str, PyTree], params: Mapping[str, PyTree]
 ) -> None:
     """Refuses remainders that a float16 cannot have, where they can be read.
 
@@ -268,11 +272,11 @@ def _named(name: str) -> str:
     return name or "params"
 
 
-def _zeros(p: Any) -> jax.Array | None:
+def _zeros(p: Leaf) -> jax.Array | None:
     return jnp.zeros_like(p, format_of(p).remainder_dtype) if holds_half(p) else None
 
 
-def _join(p: Any, remainder: Any = None) -> Any:
+def _join(p: Leaf, remainder: PyTree = None) -> Leaf:
     """The float32 value of a half-precision parameter and its remainder."""
     if not holds_half(p):
         return p
@@ -283,8 +287,8 @@ def _join(p: Any, remainder: Any = None) -> Any:
 
 
 def _rounded_update(
-    update: Any, p: Any, full: Any, remainder: Any, key: Any
-) -> tuple[Any, Any]:
+    update: Leaf, p: Leaf, full: Leaf, remainder: PyTree, key: jax.Array | None
+) -> tuple[PyTree, PyTree]:
     """What takes a parameter to the rounding of its new value, and what that leaves."""
     if is_nothing(update) or not holds_half(p):
         return update, remainder

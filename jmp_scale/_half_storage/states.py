@@ -29,13 +29,14 @@ from .._state import (
     started,
 )
 from .._tree import promote_to_float32
+from .._types import KeyPath, Leaf, PyTree
 from .._validation import described, key_words
 from .formats import FORMATS
 
 _BFLOAT16 = FORMATS["bfloat16"]
 # Noise apart from that of `with_half_parameters` with the same key.
 _STREAM = 0x68616C66
-_Owner = tuple[Any, ...]  # the key path of a parameter
+_Owner = KeyPath  # the key path of a parameter
 
 
 def with_half_state(
@@ -160,8 +161,8 @@ class _Wrapper:
         return out, HalfStateState(structure.unflatten(rounded), next_key)
 
     def _averages(
-        self, state: optax.OptState, *trees: Any
-    ) -> tuple[list[Any], Any, list[_Owner | None]]:
+        self, state: optax.OptState, *trees: PyTree
+    ) -> tuple[list[Leaf], Any, list[_Owner | None]]:
         """Leaves of a state, its structure, and of which parameter each is an average.
 
         A path in the state ends with that of the parameter, which is cut off first: a
@@ -181,13 +182,13 @@ class _Wrapper:
         return [x for _, x in pairs], structure, owners
 
 
-def _looked_at(params: Any) -> Any:
+def _looked_at(params: PyTree) -> PyTree:
     while isinstance(params, optax.LookaheadParams):
         params = params.fast
     return params
 
 
-def _is_narrow(x: Any) -> bool:
+def _is_narrow(x: Leaf) -> bool:
     is_float = getattr(x, "dtype", None) == jnp.float32 or holds_half(x)
     return is_float and x.ndim > 0
 
@@ -200,8 +201,8 @@ def _fields(state: optax.OptState) -> set[str]:
 
 
 def _rounded(
-    leaves: Sequence[Any], owners: Sequence[_Owner | None], key: jax.Array
-) -> list[Any]:
+    leaves: Sequence[Leaf], owners: Sequence[_Owner | None], key: jax.Array
+) -> list[Leaf]:
     """Leaves with averages in bfloat16. A word of 32 bits serves two of a parameter.
 
     Threefry takes a GPU as much time as the bytes that are saved.

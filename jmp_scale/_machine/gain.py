@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from .._scaling.loss_scale import (
 )
 from .._scaling.transform import with_loss_scale
 from .._tree import cast_floating
+from .._types import PyTree
 from .facts import HALVES
 from .timing import Comparison, Program, compare, memory_of
 
-Loss = Callable[[Any, jax.Array], jax.Array]
+Loss = Callable[[PyTree, jax.Array], jax.Array]
 Compile = Callable[[], Program]
 
 
@@ -42,12 +43,12 @@ class Model(NamedTuple):
 
     title: str
     loss: Loss
-    params: Any
+    params: PyTree
     batch: jax.Array
 
 
 def gains(
-    sizes: Sizes, seconds: float, tick: Callable[[], Any] = lambda: None
+    sizes: Sizes, seconds: float, tick: Callable[[], object] = lambda: None
 ) -> Iterator[Comparison]:
     """Compares gradients of each model, and whole steps of AdamW, in `seconds`."""
     end = time.perf_counter() + seconds
@@ -90,12 +91,14 @@ def _steps(model: Model) -> dict[str, Compile]:
     """Programs that train by one step of AdamW, by name."""
     plain = optax.with_extra_args_support(optax.adamw(1e-4))
 
-    def program(loss: Loss, tx: Any) -> Compile:
+    def program(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Compile:
         @jax.jit
-        def init(params: Any) -> tuple[Any, Any]:
+        def init(params: PyTree) -> tuple[PyTree, PyTree]:
             return jax.tree.map(jnp.copy, params), tx.init(params)
 
-        def step(state: tuple[Any, Any], batch: jax.Array) -> tuple[Any, jax.Array]:
+        def step(
+            state: tuple[PyTree, PyTree], batch: jax.Array
+        ) -> tuple[PyTree, jax.Array]:
             params, opt_state = state
             loss_scale = NoOpLossScale() if tx is plain else opt_state.loss_scale
             value, grads = value_and_grad(loss, loss_scale)(params, batch)
@@ -129,7 +132,7 @@ def _steps(model: Model) -> dict[str, Compile]:
 def _mlp(sizes: Sizes) -> Model:
     layers, width, batch = sizes.mlp
 
-    def network(weights: Any, x: jax.Array) -> jax.Array:
+    def network(weights: PyTree, x: jax.Array) -> jax.Array:
         for w in weights:
             x = jax.nn.gelu(x @ w)
         return x
@@ -150,7 +153,7 @@ def _stage(sizes: Sizes) -> Model:
         )
         return _normalized(y, (0, 1, 2))
 
-    def network(kernels: Any, x: jax.Array) -> jax.Array:
+    def network(kernels: PyTree, x: jax.Array) -> jax.Array:
         for first, second in zip(kernels[::2], kernels[1::2], strict=True):
             x = jax.nn.relu(x + convolve(jax.nn.relu(convolve(x, first)), second))
         return x
@@ -173,7 +176,7 @@ def _blocks(sizes: Sizes) -> Model:
         shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("bhqk,bkhd->bqhd", shares, v)
 
-    def network(params: Any, x: jax.Array) -> jax.Array:
+    def network(params: PyTree, x: jax.Array) -> jax.Array:
         for layer in params:
             y = _normalized(x, -1) @ layer["qkv"]
             y = y.reshape(*x.shape[:2], 3, heads, width // heads)
@@ -194,7 +197,7 @@ def _blocks(sizes: Sizes) -> Model:
 
 
 def _loss_of(network: Loss) -> Loss:
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params: PyTree, x: jax.Array) -> jax.Array:
         return jnp.mean(network(params, x).astype(jnp.float32) ** 2)
 
     return loss

@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -20,7 +20,7 @@ _REFUSALS = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueEr
 class Program(NamedTuple):
     """A compiled program, and its memory in bytes, if the compiler tells it."""
 
-    run: Callable[[], Any]
+    run: Callable[[], object]
     memory: int | None = None
 
 
@@ -76,7 +76,7 @@ def compare(
     programs: Mapping[str, Callable[[], Program]],
     *,
     seconds: float,
-    tick: Callable[[], Any] = lambda: None,
+    tick: Callable[[], object] = lambda: None,
 ) -> Comparison:
     """Compiles programs and runs them in turn, for about `seconds` in all.
 
@@ -114,7 +114,7 @@ def compare(
     return Comparison(title, tuple(rows), believable)
 
 
-def memory_of(compiled: Any) -> int | None:
+def memory_of(compiled: jax.stages.Compiled) -> int | None:
     """Bytes of a compiled program: arguments, results and temporary arrays."""
     found = compiled.memory_analysis()
     if found is None:
@@ -124,7 +124,7 @@ def memory_of(compiled: Any) -> int | None:
 
 
 def _times(
-    programs: Mapping[str, Program], end: float, tick: Callable[[], Any]
+    programs: Mapping[str, Program], end: float, tick: Callable[[], object]
 ) -> dict[str, list[float]]:
     """Seconds of a call, by program, round by round."""
     calls = {}
@@ -141,7 +141,7 @@ def _times(
     return times
 
 
-def _seconds(run: Callable[[], Any], calls: int) -> float:
+def _seconds(run: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     result = None
     for _ in range(calls):

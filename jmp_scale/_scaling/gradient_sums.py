@@ -1,13 +1,13 @@
-"""Sums of gradients over devices: half precision on the wire, float32 sums.
+"""`sum_gradients`: communicates half precision and adds in float32.
 
-Of n devices, each makes the n-th part of a leaf's sum:
+Each of n devices computes the sum of an n-th of each leaf:
 
     part   = the leaf on this device, rounded once, and cut into n
-    share  = float32 sum of the n parts that the others send (all-to-all)
-    sum    = all shares, rounded once (all-gather), or a device's own one, unrounded
+    share  = float32 sum of the n parts that the devices send (all-to-all)
+    sum    = all shares, rounded once more (all-gather), or the own share, unrounded
 
-So no error grows with n, and 2 + 2 bytes an entry travel, as in a half-precision
-all-reduce; with own shares 2.
+So no error grows with n, and 2 + 2 bytes an element are communicated, as by a half-
+precision all-reduce; 2 if each device needs its own share only.
 """
 
 import math
@@ -26,8 +26,8 @@ from .._policy import name_to_dtype
 
 T = TypeVar("T")
 
-# Entries for each device below which a leaf is added in float32: two collectives take
-# longer than its bytes.
+# Elements per device below which a leaf is added in float32, because the latency of two
+# collectives costs more than its bytes.
 SMALLEST = 1024
 WIRES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -40,52 +40,53 @@ def sum_gradients(
     wire: DTypeLike = "bfloat16",
     mean: bool = False,
 ) -> T:
-    """Adds up gradients over devices: half precision on the wire, float32 sums.
+    """Adds up gradients over devices: half precision communicated, float32 sums.
 
-    Use it once a step, after `unscale`, where the step waits for the wire: between
-    hosts and slices, and on GPUs. Within one torus of TPUs casts and sums take longer
-    than the bytes that they save; `lax.psum` is faster there.
+    Use it once a step, after `unscale`, where the step waits for communication: on
+    GPUs, between hosts, and between TPU slices. Within one TPU slice `lax.psum` is
+    faster, because casts and sums take longer than the bytes that they save.
 
-    Each device rounds its gradients once, the sum is float32, and is rounded once more
-    where it is gathered: an error of 2.3e-3 (bfloat16) or 2.9e-4 (float16) of the norm
-    of normal gradients, however many devices. That of a half-precision all-reduce grows
-    with them: bfloat16 4e-3 with 8, 1e-2 with 64. The bytes are the same, half of those
-    of float32.
+    Each device rounds its gradients once. They are added in float32, and the sum is
+    rounded once more if it is gathered. The relative error of the norm of normal
+    gradients is 2.3e-3 in bfloat16 and 2.9e-4 in float16 for any number of devices. A
+    half-precision all-reduce moves the same bytes, half of float32's, but its error
+    grows: in bfloat16 4e-3 with 8 devices, 1e-2 with 64.
 
-    It is for gradients that JAX has not added up:
+    JAX must not have added up the gradients already:
 
-    | where | gradients are each device's own if |
+    | where | gradients are each device's own |
     | --- | --- |
     | `shard_map(check_vma=False)`, `pmap` | always |
-    | `shard_map(check_vma=True)` | parameters vary, by `jax.lax.pcast` |
-    | `jit`, Explicit mesh axes | parameters are typed `reduced` over the axis |
-    | `jit`, Auto mesh axes | never: take a `shard_map` |
+    | `shard_map(check_vma=True)` | if parameters vary, by `jax.lax.pcast` |
+    | `jit`, Explicit mesh axes | if parameters are typed `reduced` over the axis |
+    | `jit`, Auto mesh axes | never: use a `shard_map` |
 
-    Leaves below 1,024 entries a device, and all float64 and complex ones, are added in
-    their own precision by `lax.psum`. Infinity and NaN stay not finite on every device,
-    and replicas are equal in every bit.
+    Leaves with fewer than 1,024 elements per device, and float64 and complex ones, are
+    added in their own precision, at least float32. Infinity and NaN stay not finite on
+    every device, and the results are bit-identical on all devices.
 
     Args:
-      grads: a pytree; leaves that are not arrays pass.
+      grads: a pytree; leaves that are not arrays are returned unchanged.
       axis_name: mesh axes, a name or a tuple, over which to add up. None (default): the
         manual axes over which a leaf varies, or those over which it is `unreduced`.
-        With tensor parallelism give the axis of the batch.
-      like: parameters, or their `PartitionSpec`s or shardings: what is split over the
-        axes (FSDP, ZeRO) comes back so split and is not gathered. None: all is whole.
-      wire: "bfloat16"; "float16", which is 8 times as exact for the bytes, because each
-        leaf is multiplied by a power of two of its own (entries below 2^-39 of its
-        largest become 0); or "float32".
+        With tensor parallelism name the axis of the batch.
+      like: parameters, or their `PartitionSpec`s or `NamedSharding`s. A gradient whose
+        parameter is split over the axes (FSDP, ZeRO) is returned split, and is not
+        gathered. None (default): all sums are whole.
+      wire: dtype that is communicated, "bfloat16", "float16" or "float32". float16 is 8
+        times as precise as bfloat16, because each leaf is multiplied by a power of two
+        of its own; elements below 2^-39 of the largest become 0.
       mean: whether the sum is divided by the number of devices.
 
     Returns:
       The sums (or means), with the dtypes of `grads`. Integers are added, not divided.
-      On Explicit axes leaves that are not `unreduced` are sums already, and pass.
+      On Explicit axes leaves that are not `unreduced` are sums, returned unchanged.
 
     Raises:
-      TypeError: `axis_name`, or a leaf of `like`, is of another type.
+      TypeError: `axis_name`, or a leaf of `like`, has another type.
       ValueError: while tracing: no such axis or `wire`; a leaf that JAX has added up
-        already; `like` of another structure or shape; a `shard_map` over some axes
-        only, where XLA gathers what the others split.
+        already; `like` has another structure or shape; a `shard_map` over some axes
+        only, where XLA would gather leaves that the others split.
 
     Source: Megatron-LM's `reduce_scatter_with_fp32_accumulation`; DeepSpeed's ZeRO++
     (Wang et al., 2023) adds up after an all-to-all too.

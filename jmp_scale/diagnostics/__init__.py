@@ -3,6 +3,7 @@
 `docs/monitor.md` says which one answers which question.
 """
 
+from .._public import name_module as _name_module
 from ._precision.comparison import GradientComparison as GradientComparison
 from ._precision.comparison import LeafComparison as LeafComparison
 from ._precision.comparison import compare_gradients as compare_gradients
@@ -30,3 +31,5 @@ from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
 from ._run.updates import LostUpdates as LostUpdates
 from ._run.updates import lost_updates as lost_updates
+
+_name_module(globals())

@@ -1,4 +1,4 @@
-"""How results are written: loss scales, names of leaves, shares, tables, and repr."""
+"""Formats results: loss scales, names of leaves, shares, tables, and repr."""
 
 import dataclasses
 import math
@@ -16,25 +16,26 @@ _LONGEST = 200  # characters of a repr
 
 
 def power(s: float) -> str:
-    """S as a power of two, "2^15"; or "nan", "inf" and "0" as they are."""
+    """Formats S as a power of two, "2^15"; or as "nan", "inf" and "0"."""
     return f"2^{math.log2(s):.4g}" if 0 < s < math.inf else f"{s:g}"
 
 
 def percent(share: float) -> str:
-    """A share with two digits, "9.4 %"; a multiple of 100 or more as it is."""
+    """Formats a share with two digits, "9.4 %"; a factor of 100 or more as it is."""
     if not math.isfinite(share) or share >= 100:
         return f"{share:.2g}"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def leaf_name(path: str) -> str:
+    """Returns the path of a leaf, or of a tree that is a leaf itself."""
     return path or "(the whole tree)"
 
 
 def table(
     rows: Sequence[tuple[str, ...]], names: int = 1, k: int | None = None
 ) -> list[str]:
-    """The lines of a head and k rows, or all: names, then cells of 12 characters."""
+    """Formats a head and k rows, or all: names, then cells of 12 characters."""
     k = len(rows) if k is None else k
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -74,8 +75,8 @@ def printed(cls: C) -> C:
     return cls
 
 
-def _shown(value: Any) -> str:
-    """The value, or of a large one its dtype and shape, its length or its beginning."""
+def _shown(value: object) -> str:
+    """Formats a value; of a large one dtype and shape, length, or the beginning."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         if not _is_known_number(value):
             return f"{value.dtype}[{','.join(map(str, value.shape))}]"
@@ -99,7 +100,7 @@ def _is_known_number(x: Any) -> bool:
 
 
 def with_progress(items: Sequence[T], name: str) -> Iterable[T]:
-    """The items, with a progress bar where tqdm is installed."""
+    """Returns the items, with a progress bar if tqdm is installed."""
     try:
         from tqdm.auto import tqdm
     except ImportError:

@@ -46,7 +46,7 @@ SCANS = {
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SCANS)
 def test_products_in_scans_are_half_precision(name, stored):
-    fun, w = SCANS[name], W.astype(stored)
+    fun, w = SCANS[name], (W / 2).astype(stored)
     half = autocast(fun, "bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -61,7 +61,7 @@ def test_products_in_scans_are_half_precision(name, stored):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         if x.dtype == jnp.float32:
             x, y = np.asarray(x, float), np.asarray(y, float)
-            assert np.abs(x - y).max() <= 0.06 * np.abs(y).max() + 1e-6
+            assert np.linalg.norm(x - y) <= 0.05 * np.linalg.norm(y)
 
 
 @jax.custom_jvp

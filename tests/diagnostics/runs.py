@@ -9,6 +9,7 @@ import optax
 
 import jmp_scale
 from jmp_scale import diagnostics
+from jmp_scale._state import START
 
 
 def recorded(flags, capacity=100, loss_finite=None):
@@ -56,13 +57,11 @@ def history_of(capacity=1000, lost_updates=None, guard=None, **columns):
 
 def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, guard=None, **fields):
     """A state after a run of `in_a_row` overflows, unless `fields` say otherwise."""
-    numbers = {
+    numbers = START | {
         "grads_finite": in_a_row == 0,
         "applied": in_a_row == 0,
         "skipped": np.int32(skipped),
         "skipped_in_a_row": np.int32(in_a_row),
-        "nonfinite_losses": np.int32(0),
-        "spikes": np.int32(0),
     }
     return jmp_scale.LossScaleState(
         loss_scale=loss_scale or jmp_scale.DynamicLossScale(),

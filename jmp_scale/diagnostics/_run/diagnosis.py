@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import LossScale, scale_value
 from ..._tree import named_inexact_leaves
 from ..._types import Function, PyTree
-from .._backward import Backward, Loss, described, split_arrays
+from .._backward import Backward, Loss, concrete_arrays, described
 from .._source import Place, place_of
 from .._tables import printed
 
@@ -123,7 +123,7 @@ def diagnose_nonfinite(
     function = "diagnose_nonfinite"
     s = scale_value(function, loss_scale)
     loss = Loss(function, fun, args, argnums, has_aux, transform)
-    arrays, rejoin = split_arrays(args)
+    arrays, rejoin = concrete_arrays(function, args)
 
     # S is an argument of the compiled function, so that it compiles once for all S.
     @jax.jit
@@ -186,7 +186,7 @@ def _nonfinite_argument(args: tuple[PyTree, ...]) -> str | None:
 
 def _run(
     jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[jax.Array], outer: Place
-) -> tuple[list[Any], _Maker | None]:
+) -> tuple[list[jax.Array], _Maker | None]:
     """Evaluates a jaxpr; returns outputs, and the maker of the first nonfinite one.
 
     The maker is None if all outputs are finite, or the value came from the arguments.

@@ -15,9 +15,7 @@ _LEAST_CHANGES = 6  # of S; with fewer, a noisy loss may follow S by chance
 _RECENT = 100  # steps that the check of updates covers
 
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
-Values = (
-    dict[str, Any] | None
-)  # to insert in the sentence of a finding; None: no finding
+Values = dict[str, Any] | None  # for the sentence of a finding; None without one
 
 
 class Level(NamedTuple):

@@ -11,6 +11,7 @@ from runs import state
 
 import jmp_scale.nnx
 from jmp_scale import diagnostics
+from jmp_scale._state import START
 
 LOSS_SCALES = {
     "dynamic": jmp_scale.DynamicLossScale(8.0, hysteresis=2),
@@ -36,7 +37,8 @@ def test_metrics_are_scalars_that_stay_on_the_device():
     with jax.transfer_guard_device_to_host("disallow"):
         scalars = jax.jit(diagnostics.metrics)({"opt": counted}, grads)
     assert all(isinstance(x, jax.Array) and x.shape == () for x in scalars.values())
-    assert {name: x.item() for name, x in scalars.items()} == {
+    found = {name: x.item() for name, x in scalars.items()}
+    expected = {
         "loss_scale": 2.0**15,
         "skipped": 5,
         "skipped_in_a_row": 2,
@@ -46,6 +48,8 @@ def test_metrics_are_scalars_that_stay_on_the_device():
         "spikes": 3,
         "grad_norm": pytest.approx(float(np.sqrt(90025)), rel=1e-6),
     }
+    assert found.keys() == {"loss_scale", "grad_norm", *START}
+    assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES)

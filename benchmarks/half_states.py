@@ -148,8 +148,9 @@ def last_losses(losses: dict[str, np.ndarray]) -> list[str]:
     cells = [f"{np.median(of_form):.3g}" for of_form in last.values()]
     for form in [*FORMS][1:]:
         changes = 100 * (last[form] / last["float32"] - 1)
-        ends = f"({changes.min():+.1f} to {changes.max():+.1f})"
-        cells.append(f"{changes.mean():+.1f} % {ends}")
+        numbers = changes.mean(), changes.min(), changes.max()
+        mean, low, high = (f"{round(float(x), 1) + 0:+}" for x in numbers)  # no -0.0
+        cells.append(f"{mean} % ({low} to {high})")
     return cells
 
 

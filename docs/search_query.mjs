@@ -30,12 +30,14 @@ export function shortened(question) {
   // The search's own query language: +word, "words", field:word, word~1, word^2. Not the
   // colons and quotes of a message, or the dashes of a flag, that someone pastes.
   if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
-  const parts = question.toLowerCase().replace(/'s\b/g, "").split(/[\s?!,;:()"'`=~^+]+/)
-  const plain = parts.map(word => word.replace(/^-+/, "")).filter(Boolean)
-  const words = plain.map(word => SAME.get(word) ?? word)
-  const rest = words.filter(word => !STOP.has(word))
+  const parts = question.toLowerCase().replace(/'s\b/g, "").split(/[\s?!,;:()"'`=~^+-]+/)
+  const words = parts.filter(Boolean).map(word => SAME.get(word) ?? word)
+  // Numbers say little, and lunr.js, which mixes up some words that end in digits, finds
+  // nothing at all with some of them.
+  const rest = words.filter(word => !STOP.has(word) && !/^\d+$/.test(word))
   // Twice: as a whole word, which counts more, and as the beginning of others.
-  return (rest.length ? rest : words).map(stem).map(word => `${word}^2 ${word}`).join(" ")
+  const asked = (rest.length ? rest : words).map(stem)
+  return asked.map(word => word.length > 1 ? `${word}^2 ${word}` : `${word}^2`).join(" ")
 }
 
 const QUERY = 2 // the type of a message to the search worker

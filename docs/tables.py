@@ -214,6 +214,20 @@ def last_losses() -> Cells:
     return cells
 
 
+def changed_losses() -> Cells:
+    """Cells of an optimizer whose averages are bfloat16: the loss over float32's."""
+
+    def cells(row: list[str]) -> list[str]:
+        (found,) = [
+            line
+            for line in rows_of("half_states", "^Last training loss")
+            if [line["optimizer"], line["rate"]] == row[:2]
+        ]
+        return [*row[:2], found["change, to nearest"], found["change, stochastic"]]
+
+    return cells
+
+
 # How a table's header begins: what makes a function of its rows.
 TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
@@ -223,6 +237,7 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| by hand = 1 | H100: wire |": over_devices,
     "| tracing, float32 = 1 |": time_of_a_trace,
     "| last loss | digits, 1e-3 |": last_losses,
+    "| change of the loss | rate |": changed_losses,
     "| machine | step | measure |": cost_of_a_skip,
 }
 

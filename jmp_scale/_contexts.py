@@ -6,5 +6,5 @@ another one.
 
 import jax
 
-# Whether `value_and_grad` differentiates unscaled.
-UNSCALED = jax.make_user_context(False)
+# Whether `value_and_grad` differentiates unscaled; None outside of it.
+UNSCALED = jax.make_user_context(None)

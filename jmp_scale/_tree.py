@@ -197,6 +197,13 @@ def map_gradients(fun: Callable[[Leaf], Leaf], tree: T) -> T:
     return jax.tree_util.tree_map_with_path(map_leaf, tree)
 
 
+def is_array(leaf: Leaf) -> bool:
+    """Whether a leaf is an array for JAX, or stands for one."""
+    kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    # NumPy's strings, objects and dates are not arrays for JAX. Keys have no kind.
+    return isinstance(leaf, kinds) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
+
+
 def find_nodes(
     is_node: Callable[[PyTree], bool], tree: PyTree
 ) -> list[tuple[KeyPath, PyTree]]:
@@ -227,12 +234,15 @@ class FlatCall:
     def __init__(self, fun: Function, args: PyTree, kwargs: PyTree) -> None:
         self._fun = fun
         self.leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
-        self.arrays = [x for x in self.leaves if isinstance(x, jax.Array)]
+        arrays = filter(is_array, self.leaves)
+        self.arrays = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays
+        ]
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         left = iter(arrays)
-        leaves = [next(left) if isinstance(x, jax.Array) else x for x in self.leaves]
+        leaves = [next(left) if is_array(x) else x for x in self.leaves]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
         results, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
         self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]

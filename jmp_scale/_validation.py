@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 import sys
@@ -234,10 +235,16 @@ def _is_numeric(arguments: Arguments, argument: str, value: Leaf) -> bool:
 
 def require_function(name: str, fun: object) -> None:
     """Raises a TypeError unless `fun` is a function, and not a module."""
-    if is_module(fun):
+    bases = getattr(fun, "__mro__", type(fun).__mro__)
+    is_linen = any(c.__module__.startswith("flax.linen") for c in bases)
+    if is_module(fun) or is_linen or inspect.isclass(fun):
+        kind = type(fun).__name__
+        got = f"the class {fun.__name__}" if inspect.isclass(fun) else f"a {kind}"
+        how = "params, x: loss(model.apply(params, x))"
+        how = how if is_linen else "model, x: loss(model(x))"
         raise TypeError(
-            f"{name}: expected a function, got a {type(fun).__name__}; wrap the "
-            "function that calls the model: lambda model, x: loss(model(x))"
+            f"{name}: expected a function, got {got}; wrap the function that calls the "
+            f"model: lambda {how}"
         )
     call = f'{name}(loss_fn, "float16")(params, batch). It is not a context manager'
     require_callable(name, fun, f"write {call}")
@@ -248,6 +255,14 @@ def require_callable(name: str, fun: object, cure: str) -> None:
     if not callable(fun):
         got = described(fun)
         raise TypeError(f"{name}: expected a function, got {got}; {cure}")
+
+
+def require_bool(function: str, argument: str, value: Any) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"{function}: expected {argument} to be True or False, got "
+            f"{value if isinstance(value, str) else described(value)!r}"
+        )
 
 
 def described(value: Any) -> str:

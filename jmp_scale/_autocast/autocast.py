@@ -22,7 +22,7 @@ from .. import _jaxpr
 from .._jaxpr import Program, Var
 from .._policy import checked_half
 from .._tree import FlatCall, is_module
-from .._validation import require_function, warn
+from .._validation import require_bool, require_function, warn
 from . import marks as _marks
 from . import operations as ops
 from .dot_general import is_zero
@@ -38,6 +38,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Arrays = Sequence[jax.Array]
 ByPosition = dict[int, jax.Array]  # of a unit's outputs, or of its inputs
+_CLOSURE = (
+    "autocast: expected a custom_vjp function to read its arguments alone, got one "
+    "that closes over an array of the function that autocast traces, which JAX allows "
+    "in no jit, checkpoint or autocast that is differentiated. Pass the array to it as "
+    "an argument (a solver of jaxopt: to run), or close over it outside of autocast"
+)
 
 
 def autocast(
@@ -95,7 +101,9 @@ def autocast(
 
     Warns:
       UserWarning: once, at the call, if no product became half precision, or a name in
-        `keep_float32` matches nothing.
+        `keep_float32` matches nothing; once, if float16 gradients have no loss scale:
+        in `jmp_scale.value_and_grad` of a `NoOpLossScale`, and where the
+        `value_and_grad` of JAX, Equinox or NNX is given the result itself.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale
@@ -104,6 +112,14 @@ def autocast(
       dtype('float32')
     """
     require_function("autocast", fun)
+    for name, value in (("recompute", recompute), ("share_casts", share_casts)):
+        require_bool("autocast", name, value)
+    if dtype is None:
+        raise ValueError(
+            "autocast: expected dtype float16 or bfloat16, got None; write "
+            'autocast(fun, "bfloat16"), or above a function '
+            '@functools.partial(jmp_scale.autocast, dtype="bfloat16")'
+        )
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
     names = _marks.checked_names(keep_float32)
@@ -125,13 +141,16 @@ def autocast(
             backward=back,
             names=names,
             traces=TraceCache(),
-            notes=Notes(warned),
+            notes=Notes(warned, is_unscaled=_marks.is_unscaled(jaxpr)),
             recompute=bool(recompute),
             share_casts=bool(share_casts),
             setting=setting,
         )
-        values = map(stored, flat.arrays)
-        results = cast.run(jaxpr, [Origin.PARAMETER] * len(flat.arrays), *values)
+        origins = [Origin.PARAMETER] * len(flat.arrays)
+        try:
+            results = cast.run(jaxpr, origins, *map(stored, flat.arrays))
+        except jax.errors.UnexpectedTracerError as error:
+            raise jax.errors.UnexpectedTracerError(_CLOSURE) from error
         cast.warn_of_nothing(jaxpr)
         return flat.result(results)
 
@@ -164,7 +183,8 @@ class Cast(Interpreter):
             there = ", ".join(sorted(names.there)) or "none"
             warn(
                 "autocast: keep_float32 names nothing in which a product is: "
-                f"{missing}; there are {there}"
+                f"{missing}; there are {there} (functions, scopes, Linen modules, and "
+                "the classes of NNX modules, not their attributes)"
             )
         if not self.notes.any_half and "no product" not in warned:
             warned.add("no product")
@@ -294,7 +314,7 @@ def _function_of(unit: Unit, cast: Cast) -> Callable[[Arrays, Arrays], Results]:
     def derivative(
         results: Results, inputs: Arrays, copies: Arrays, tangents: Sequence[Any]
     ) -> tuple[Results, Results]:
-        if cast.backward == jnp.float16:
+        if cast.notes.is_unscaled and cast.backward == jnp.float16:
             _marks.warn_of_no_loss_scale(cast.notes.warned)
         outs, made, kept = results = attach(results, inputs, copies)
         live = {i: t for i, t in enumerate(tangents) if not is_zero(t)}

@@ -57,6 +57,7 @@ class Notes:
     """Notes on one call of a program, with all that is nested in it."""
 
     warned: set[str]  # of these there is no further warning
+    is_unscaled: bool = False  # whether no loss scale reaches its gradients
     any_half: bool = False  # whether a product became half precision
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
@@ -14,6 +15,7 @@ from jax.extend.core import JaxprEqn
 from jax.typing import DTypeLike
 
 from .._contexts import UNSCALED
+from .._jaxpr import Program, bare, shape, variables
 from .._tree import is_module
 from .._validation import require_callable, warn
 
@@ -23,6 +25,8 @@ T = TypeVar("T")
 # program it tells the report that autocast was there.
 UNIT = "autocast_unit"
 _EXEMPT = "keep_float32"  # name of a scope
+# What may stand between a `value_and_grad` and the function that it differentiates.
+_TRANSFORMS = re.compile(r"(jax|equinox|flax\.nnx|jmp_scale\.nnx|contextlib)\b")
 
 
 class _Tracing(NamedTuple):
@@ -164,12 +168,38 @@ def tracing(half: DTypeLike) -> AbstractContextManager[Any]:
     return _TRACING(_Tracing(jnp.dtype(half).name))
 
 
+def is_unscaled(jaxpr: Program) -> bool:
+    """Whether no loss scale reaches the gradients of what `autocast` runs now.
+
+    Not in our `value_and_grad`, which knows it better. Elsewhere it is certain only if
+    JAX's `value_and_grad`, perhaps Equinox's or NNX's around it, differentiates the
+    function itself: the caller's own code in between may scale, as may a product at
+    the end of the function.
+    """
+    if UNSCALED.value is not None:
+        return UNSCALED.value
+    frame = sys._getframe(2)
+    while frame and _TRANSFORMS.match(frame.f_globals.get("__name__", "")):
+        if frame.f_code.co_name == "value_and_grad_f":
+            return not _ends_in_a_product(jaxpr)
+        frame = frame.f_back
+    return False
+
+
+def _ends_in_a_product(jaxpr: Program) -> bool:
+    inner = bare(jaxpr)
+    last = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    scalars = (v for v in variables(inner.outvars) if shape(v) == ())
+    return any(v in last and last[v].primitive.name == "mul" for v in scalars)
+
+
 def warn_of_no_loss_scale(warned: set[str]) -> None:
-    """Warns once, in a rule for float16 gradients, if `value_and_grad` scales none."""
-    if UNSCALED.value and "no loss scale" not in warned:
+    """Warns once, in a rule for float16 gradients that no loss scale reaches."""
+    if "no loss scale" not in warned:
         warned.add("no loss scale")
         warn(
-            "autocast: float16 gradients without a loss scale: small ones vanish. Give "
+            "autocast: float16 gradients without a loss scale: small ones vanish. "
+            "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
             'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
         )
 
@@ -219,12 +249,15 @@ class Names:
 
 def checked_names(names: str | Collection[str]) -> Names:
     """`keep_float32=` of `autocast`, if each name is a string."""
-    each = (names,) if isinstance(names, str) else (*names,)
+    each = (names,) if isinstance(names, str) else names
+    each = (*each,) if isinstance(each, Collection) else (each,)
     for name in each:
         if not isinstance(name, str):
+            # Not a layer's own text, which has many lines.
+            got = getattr(name, "__name__", "" if callable(name) else name)
             raise TypeError(
-                "autocast: expected names in keep_float32, got "
-                f"{type(name).__name__} {getattr(name, '__name__', name)!r}; mark a "
-                "function of your own by jmp_scale.keep_float32(fun)"
+                "autocast: expected keep_float32 to be a name or a tuple of names, "
+                f"got a {type(name).__name__} {got!r}; mark a function or layer of "
+                "your own by jmp_scale.keep_float32(fun)"
             )
     return Names(frozenset(each))

@@ -115,8 +115,8 @@ class Fate(enum.Enum):
     OTHER_DTYPE = "another dtype"
     OWN_PRECISION = "a precision of their own"
     IS_SUM = (
-        "nothing to do for a matrix unit (sums, outer products; put autocast around "
-        "jax.vmap, not within it)"
+        "nothing to do for a matrix unit (sums, outer products; give one row of data "
+        "an axis of one, and put autocast around jax.vmap, not within it)"
     )
     IS_CONSTANT = "constants as operands"
     IS_EXEMPT = "keep_float32 around them"

@@ -253,12 +253,15 @@ class _Planner:
             self.numbers.update(eqn.outvars)
         is_data = ops.holds_half_products(eqn) or self._is_lookup(eqn)
         is_plain = kind in ("island", "other") and not is_data
-        if is_plain and self.origins.keys() >= {*inputs}:
+        # A layer of a stack of weights is one at any index, as of a loop's counter.
+        is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
+        sources = variables(eqn.invars[:1]) if is_lookup else inputs
+        if is_plain and self.origins.keys() >= {*sources}:
             scales = eqn.primitive.name in _jaxpr.SCALINGS
-            is_parameter = scales and any(map(self._is_parameter, inputs))
+            is_parameter = scales and any(map(self._is_parameter, sources))
             origin = Origin.PARAMETER if is_parameter else Origin.ARGUMENTS
             self.origins.update(dict.fromkeys(eqn.outvars, origin))
-            if not self.wide.isdisjoint(inputs):
+            if not self.wide.isdisjoint(sources):
                 self.wide.update(eqn.outvars)
         if kind == "island" and all(v in self.repeats for v in inputs):
             count = 1 + sum(self.repeats[v] for v in inputs)

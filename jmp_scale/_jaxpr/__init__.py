@@ -16,6 +16,7 @@ from .hijax import params_of as params_of
 from .primitives import CALLS as CALLS
 from .primitives import CHEAP as CHEAP
 from .primitives import LINEAR as LINEAR
+from .primitives import LOOKUPS as LOOKUPS
 from .primitives import PRODUCTS as PRODUCTS
 from .primitives import REARRANGES as REARRANGES
 from .primitives import SAME_ENTRIES as SAME_ENTRIES

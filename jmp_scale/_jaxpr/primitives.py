@@ -24,6 +24,8 @@ CALLS = words("closed_call jit")
 
 # The result has each element of the only operand once, in another order or shape.
 REARRANGES = words("copy reshape rev sharding_constraint squeeze transpose")
+# Elements of the result are elements of the first operand; the others say where.
+LOOKUPS = words("dynamic_slice gather")
 # Elements of the result are elements of the first operand, possibly cast.
 SAME_ENTRIES = REARRANGES | words("""
     broadcast_in_dim convert_element_type device_put dynamic_slice gather name

@@ -69,7 +69,7 @@ def _from_string(spec: str) -> LossScale:
 
 def _from_dtype(dtype: Any, spec: object) -> LossScale:
     for known in dtype_to_names:
-        with contextlib.suppress(TypeError):  # not a dtype
+        with contextlib.suppress(TypeError, ValueError):  # not a dtype
             if dtype is not None and jnp.dtype(dtype) == known:  # None means float64
                 return DynamicLossScale() if known == jnp.float16 else NoOpLossScale()
     raise _unknown(spec)
@@ -88,5 +88,6 @@ def _unknown(spec: object) -> ValueError:
     return ValueError(
         f'get_loss_scale: unknown loss scale {spec!r}; known are "none"; "dynamic" or '
         '"dynamic:2**16"; a number, "1024" or "static:2**10"; a dtype or its name '
-        '("half", "fp16", "bf16", "fp32", ...); a loss scale'
+        '("half", "fp16", "bf16", "fp32", ...); a loss scale. A framework\'s own '
+        "configuration is for its function in jmp_scale.presets"
     )

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from .. import _mesh
 from .._tree import is_inexact, promote_to_float32
 from .._types import Arrays, Flag, Mesh, PyTree, Scalar
+from .._validation import described
 
 # So many arrays of one type share a trace, and on a GPU a kernel. With more, XLA does
 # not fuse all of them with the reductions of `optax.clip_by_global_norm`.
@@ -72,7 +73,8 @@ def all_finite(
       bool[], True for a tree without inexact leaves.
 
     Raises:
-      TypeError: `axis_name` or a leaf of `specs` is of another type.
+      TypeError: `tree` is a function or text; `axis_name` or a leaf of `specs` is of
+        another type.
       ValueError: `mesh` without `specs`, no mesh, or `specs` that do not fit `tree` or
         the mesh, or do not divide a leaf equally.
 
@@ -81,6 +83,11 @@ def all_finite(
       >>> bool(jmp_scale.all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3}))
       False
     """
+    is_leaf = jax.tree_util.all_leaves([tree])
+    if is_leaf and (callable(tree) or isinstance(tree, str)):
+        raise TypeError(
+            f"all_finite: expected arrays, got {described(tree)}; pass what it returns"
+        )
     agree = _mesh.agreement("all_finite", axis_name)
     try:
         return finite(tree, agree, specs, mesh)

@@ -10,8 +10,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._contexts import UNSCALED
-from .._tree import map_gradients, promote_to_float32
-from .._types import Function, PyTree
+from .._tree import is_inexact, map_gradients, promote_to_float32
+from .._types import Function, Leaf, PyTree
 from .._validation import described, require_callable, warn
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 
@@ -153,9 +153,14 @@ def _differentiated(
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
+    # JAX names neither the leaf nor the cure.
+    is_strict = transform is jax.value_and_grad and not kwargs.get("allow_int")
+
     def unscaled_value_and_grad(
         *args: PyTree, **fun_kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
+        if is_strict:
+            _check_differentiable(function, args, argnums)
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
             result = scaled_value_and_grad(*args, **fun_kwargs)
@@ -165,6 +170,26 @@ def _differentiated(
         return value, map_gradients(promote_to_float32, loss_scale.unscale(grads))
 
     return unscaled_value_and_grad
+
+
+def _check_differentiable(
+    function: str, args: Sequence[PyTree], argnums: int | Sequence[int]
+) -> None:
+    for number in jax.tree.leaves(argnums):
+        argument = args[number] if -len(args) <= number < len(args) else ()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+            if not is_inexact(leaf):
+                name = jax.tree_util.keystr(path)
+                raise TypeError(
+                    f"{function}: expected floating-point arrays in argument {number}, "
+                    f"got {described(leaf)} of {_kind(leaf)} at args[{number}]{name}; "
+                    "pass what is not trained as another argument, or select it by "
+                    "transform=equinox.filter_value_and_grad or flax.nnx.value_and_grad"
+                )
+
+
+def _kind(leaf: Leaf) -> str:
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, value_and_grad
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
-from .._tree import is_inexact, named_inexact_leaves
-from .._types import Arrays, Function, Leaf, PyTree, Scalar
+from .._tree import is_array, is_inexact, named_inexact_leaves
+from .._types import Arrays, Function, PyTree, Scalar
 
 # XLA may omit a rounding that the program asks for, depending on machine and version.
 # With this option the program is measured as it is written.
@@ -136,6 +136,19 @@ def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
     return Start(float(scale_value(function, loss_scale)), settles)
 
 
+def concrete_arrays(
+    function: str, args: tuple[Any, ...]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """`split_arrays` for a tool that runs on the host."""
+    arrays, rejoin = split_arrays(args)
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise TypeError(
+            f"{function}: expected arrays with values, got traced ones; call it "
+            "outside of jax.jit, vmap and grad: it compiles what it runs itself"
+        )
+    return arrays, rejoin
+
+
 def split_arrays(
     args: tuple[PyTree, ...],
 ) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
@@ -151,13 +164,6 @@ def split_arrays(
         return jax.tree.unflatten(treedef, new_leaves)
 
     return [leaf for leaf in leaves if is_array(leaf)], rejoin
-
-
-def is_array(leaf: Leaf) -> bool:
-    """Whether a leaf is an array for JAX, or a placeholder of one."""
-    kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    # NumPy's strings, objects and dates are not arrays for JAX. PRNG keys have no kind.
-    return isinstance(leaf, kinds) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
 
 
 def described(value: Any) -> str:

@@ -27,6 +27,7 @@ from autocast_programs import (
     products,
 )
 from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
 from helpers import EXPLICIT, ONE_AXIS, one_of, sharded
 from jax import export, lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
@@ -103,16 +104,13 @@ def kept(fun, *args):
     return [v.aval for v in dict.fromkeys(results) if v not in given]
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "float", "fp8", "half", int, None, jnp.float32]
-)
+@pytest.mark.parametrize("dtype", ["float32", "float", "fp8", "half", int, jnp.float32])
 def test_a_dtype_that_is_not_half_precision_is_an_error(dtype):
     names = 'float16 or bfloat16, got .*"f16" and "bf16"'
     with pytest.raises(ValueError, match=f"expected dtype {names}"):
         autocast(layer, dtype)
-    if dtype is not None:
-        with pytest.raises(ValueError, match=f"expected backward {names}"):
-            autocast(layer, "float16", backward=dtype)
+    with pytest.raises(ValueError, match=f"expected backward {names}"):
+        autocast(layer, "float16", backward=dtype)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +273,28 @@ def test_a_function_whose_products_were_cast_by_hand_does_not_warn():
 
 
 COLUMN = W[:, :1]
+STACK = jnp.stack([W, W.T])
+
+
+def counted(layer):
+    """A loop of two turns that counts."""
+
+    def run(x):
+        def turn(carry):
+            return carry[0] + 1, layer(*carry)
+
+        return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, x))[1]
+
+    return run
+
+
+LAYERS_OF_A_STACK = [
+    lambda x: lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ STACK[i]), x),
+    lambda x: lax.scan(lambda x, i: (x @ STACK[i], i), x, jnp.arange(2))[0],
+    counted(lambda i, x: jnp.tanh(x @ lax.dynamic_index_in_dim(STACK, i, 0, False))),
+    counted(lambda i, x: jnp.tanh(x @ STACK.at[i].get(mode="clip"))),
+    lambda x: x @ STACK[jnp.argmax(x @ W) % 2],  # an expert
+]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +309,7 @@ COLUMN = W[:, :1]
         (lambda x: lax.map(lambda x: x @ W, x, batch_size=3), X[:4], X),
         (lambda x: (x @ W) @ (x[:1] @ W).T, X[:1], None),
         (jax.checkpoint(lambda x: x @ W), X[0], X),
+        *((fun, X[0], X) for fun in LAYERS_OF_A_STACK),
         (
             lambda x: lax.while_loop(lambda y: (y @ W).max() > 9, lambda y: y @ W, x),
             X[0],
@@ -305,6 +326,15 @@ def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):
         got, wanted = (half.lower(x).compile(options)(x) for x in (row, batch))
         wanted = wanted[: len(row)] if row.ndim > 1 else wanted[0]
         np.testing.assert_allclose(got, wanted, 1e-6)
+
+
+def test_a_softmax_of_an_argument_that_a_product_reads_has_a_gradient():
+    def loss(scores, values):
+        return mean_square(jax.nn.softmax(scores) @ values)
+
+    assert_close_gradients(loss, X, W)
+    half, full = (jax.grad(f, 1)(X, W) for f in (autocast(loss, "float16"), loss))
+    assert_close(half, full, 0.02)
 
 
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
@@ -420,7 +450,7 @@ def test_a_name_that_matches_nothing_warns_and_lists_what_there_is():
     nameless = autocast(WITHIN["vmap"](jnp.dot), "float16", keep_float32="typo")
     with pytest.warns(UserWarning, match=r"there are \w"):
         nameless(X, W)
-    with pytest.raises(TypeError, match=r"got function 'head'.*keep_float32\(fun\)"):
+    with pytest.raises(TypeError, match=r"got a function 'head'.*keep_float32\(fun\)"):
         autocast(head, "float16", keep_float32=(head,))
 
 
@@ -442,9 +472,14 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
             function(model, "float16")
 
 
-@pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
-def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
-    none, static = jmp_scale.NoOpLossScale(), jmp_scale.StaticLossScale(8.0)
+COMPILE = pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
+NO_SCALE = "float16 gradients without a loss scale"
+SCALE = jmp_scale.StaticLossScale(8.0)
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+def test_float16_gradients_of_no_loss_scale_warn_once(compile_):
     half = compile_(autocast(two_layers, "float16"))
 
     def train(fun, loss_scale):
@@ -452,15 +487,70 @@ def test_float16_gradients_without_a_loss_scale_warn_once(compile_):
         return compile_(value_and_grad)(W, X)
 
     # Filters make a warning an error.
-    jax.grad(half)(W, X)
-    train(half, static)
-    train(lambda w, x: jmp_scale.grad(half, static)(w, x).sum(), none)
+    none = jmp_scale.NoOpLossScale()
+    train(half, SCALE)
+    train(lambda w, x: jmp_scale.grad(half, SCALE)(w, x).sum(), none)
     train(autocast(two_layers, "bfloat16"), none)
     train(autocast(two_layers, "float16", backward="bf16"), none)
-    with pytest.warns(UserWarning, match="float16 gradients without a") as record:
+    with pytest.warns(UserWarning, match=NO_SCALE) as record:
         train(half, none)
     assert [warning.filename for warning in record] == [__file__]
     train(half, none)
+
+
+def scaled(w, x):
+    return SCALE.scale(two_layers(w, x))
+
+
+FORGOTTEN = {
+    "grad": lambda f: jax.grad(f),
+    "value_and_grad": lambda f: jax.value_and_grad(f),
+    "of a jit": lambda f: jax.grad(jax.jit(f)),
+    "of a checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "a vmap": lambda f: lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, x[None]),
+    "Equinox": lambda f: lambda w, x: eqx.filter_value_and_grad(f)(w, x),
+    "Equinox's jit": lambda f: eqx.filter_jit(eqx.filter_grad(f)),
+    "NNX": nnx.value_and_grad,
+}
+SCALED = {
+    "after it": lambda half: jax.grad(lambda w, x: SCALE.scale(half(w, x))),
+    "in a jit": lambda half: jax.grad(jax.jit(lambda w, x: SCALE.scale(half(w, x)))),
+    "within it": lambda half: jax.grad(autocast(scaled, "float16")),
+    "by hand": lambda half: jax.grad(lambda w, x: 8 * half(w, x)),
+    "by a cotangent": lambda half: lambda w, x: jax.vjp(half, w, x)[1](jnp.float32(8)),
+    "by Flax": lambda half: lambda w, x: DynamicScale().value_and_grad(half)(w, x)[2],
+    "by value_and_grad": lambda half: jmp_scale.grad(half, SCALE),
+    "nothing to scale": lambda half: jax.grad(autocast(two_layers, "bfloat16")),
+    "bfloat16 backward": lambda half: jax.grad(
+        autocast(two_layers, "float16", backward="bfloat16")
+    ),
+    "no derivative": lambda half: half,
+}
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+@pytest.mark.parametrize("how", FORGOTTEN)
+def test_a_forgotten_loss_scale_warns_once(how, compile_):
+    step = compile_(FORGOTTEN[how](autocast(two_layers, "float16")))
+    with pytest.warns(UserWarning, match=NO_SCALE) as record:
+        step(W, X)
+    assert len(record) == 1
+    step(W, X[1:])
+
+
+@COMPILE
+@pytest.mark.filterwarnings("error:autocast")
+@pytest.mark.parametrize("how", SCALED)
+def test_a_loss_that_is_scaled_does_not_warn(how, compile_):
+    compile_(SCALED[how](autocast(two_layers, "float16")))(W, X)
+
+
+@pytest.mark.filterwarnings("error:autocast")
+def test_a_forgotten_loss_scale_warns_of_an_nnx_model():
+    half = jmp_scale.nnx.autocast(bare_nnx_loss, "float16")
+    with pytest.warns(UserWarning, match=NO_SCALE):
+        nnx.value_and_grad(half)(nnx.Linear(N, N, rngs=nnx.Rngs(0)), X)
 
 
 SECOND = {
@@ -558,6 +648,21 @@ def test_the_inner_one_of_in_half_and_keep_float32_decides():
     dot = lambda q, k: q @ k  # noqa: E731
     assert dtypes(keep_float32(in_half(dot))) == [BF16]
     assert dtypes(in_half(keep_float32(dot))) == [F32]
+
+
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_what_keep_float32_gives_is_half_precision_within_in_half(given):
+    def exact(x):
+        assert x.dtype == jnp.float32
+        return jnp.sin(x)
+
+    def outer(x):
+        y = keep_float32(exact)(x.astype(given))
+        assert y.dtype == jnp.bfloat16
+        return y
+
+    half = autocast(lambda x: in_half(outer)(x @ W), "bfloat16")
+    assert half(X).dtype == jnp.float32
 
 
 def pallas_kernel(x, w):
@@ -1241,6 +1346,20 @@ def test_a_program_of_symbolic_sizes_is_that_of_each_size(name):
     assert_close(export.export(step)(*types).call(W, X), step(W, X), 1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:autocast")
+def test_a_custom_vjp_that_closes_over_data_is_an_error_that_names_the_cure():
+    def loss(w, x):
+        solve = jax.custom_vjp(lambda w: jnp.tanh(x @ w))
+        solve.defvjp(lambda w: (solve(w), w), lambda w, g: (x.T @ g,))
+        return mean_square(solve(w))
+
+    grad = jax.grad(autocast(loss, "bfloat16"))
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"custom_vjp .* Pass"):
+        grad(W, X)
+    outside = jax.jit(jax.grad(autocast(lambda w: loss(w, X), "bfloat16")))
+    assert_close(outside(W), jax.grad(loss)(W, X), 0.02)
+
+
 def test_constant_results_are_arrays():
     half = autocast(lambda w: (X @ w, jnp.int32(3), jnp.asarray(1.0)), "float16")
     for x, dtype in zip(half(W)[1:], ("int32", "float32"), strict=True):
@@ -1259,6 +1378,15 @@ def test_whatever_is_no_float_array_passes():
     assert (out["n"], out["name"], out["nothing"], none) == (3, "static", None, None)
     assert out["key"] == args[2]
     assert out["y"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", [np.asarray, lambda x: np.asarray(x, np.float64)])
+def test_numpy_arrays_are_arguments_as_in_jit(kind):
+    """Not constants, whose products stay float32."""
+    half = autocast(lambda args: (two_layers(*args["w, x"]), args["name"]), "bfloat16")
+    got, name = half({"w, x": (kind(W), kind(X)), "name": np.str_("static")})
+    assert name == "static"
+    assert got == autocast(two_layers, "bfloat16")(W, X) != two_layers(W, X)
 
 
 def test_the_loss_scale_s_value_and_grad_takes_it():

@@ -65,6 +65,7 @@ def test_a_product_is_named_by_functions_scopes_and_places(name, is_exempt):
     assert names.found == ({name} if is_exempt else set())
     assert {"energy", "layer", "head", "dense"} <= names.there
     assert "nothing" not in names.there
+    assert not names.there & {"matmul", "dot_general", "bind", "ArrayImpl"}
 
 
 def test_a_call_is_named_by_its_function():

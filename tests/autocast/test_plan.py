@@ -67,6 +67,27 @@ def test_small_sums_are_known_to_the_backward_pass():
     assert _jaxpr.shape(unit.jaxpr.outvars[known]) == (16,)
 
 
+def test_what_a_product_alone_reads_is_kept_once():
+    """A sum of these costs nothing to make again, and is not kept too."""
+
+    def f(w, x):
+        h = [x @ w, x @ w.T, x @ (2 * w)]
+        others = [y @ w for y in h]
+        stream = others[0] + h[0] + h[1] + h[2]
+        return jnp.cos(stream + jnp.sin(stream) @ w) + others[1] + others[2]
+
+    (unit,) = (u for u in plan_of(f, W, X).units if "sin" in primitives(u))
+    assert unit.known == ()
+
+    def g(w, x):
+        h = [x @ w, x @ w.T, x @ (2 * w)]
+        stream = h[0] @ w + h[0] + h[1] + h[2]
+        return jnp.cos(stream + jnp.sin(stream) @ w)
+
+    (unit,) = (u for u in plan_of(g, W, X).units if "sin" in primitives(u))
+    assert len(unit.known) == 1
+
+
 def test_what_only_a_later_island_reads_runs_there():
     def f(w, x):
         y = jnp.tanh(x @ w)
@@ -94,3 +115,18 @@ def test_rows_that_are_looked_up_by_an_argument_are_data(steps):
     assert wide_sides(lambda t, i: t[doubled(i)] @ X.T, table, tokens) == (False, False)
     fixed = wide_sides(lambda t: t[doubled(jnp.arange(4))] @ X.T, table)
     assert fixed == (True, False)
+
+
+def test_matrices_that_are_looked_up_are_weights():
+    """Those of experts, each of which one token chooses."""
+    stack = jnp.stack([W, W.T])
+
+    def f(stack, i, x):
+        return jnp.einsum("bn,bnm->bm", jnp.sin(x @ W), stack[i])[:, None] @ W
+
+    products = [
+        p
+        for unit in plan_of(f, stack, jnp.arange(2), X[:2]).units
+        for p, _ in unit.products
+    ]
+    assert (False, True) in [p.wide_sides for p in products]

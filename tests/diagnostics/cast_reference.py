@@ -31,6 +31,7 @@ def near_ties(dtype, loss_scale):
         "float8_e5m2": [2.0**-17, 2.0**-14, 57344, 61440],
         "float8_e4m3fn": [2.0**-10, 2.0**-6, 448, 464],
     }[dtype]
+    thresholds.append(thresholds[1] - thresholds[0])  # rounds up to a normal number
     at = np.float32(thresholds) / np.float32(loss_scale)
     around = [np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(np.inf))]
     return np.concatenate([*around, *(-x for x in around)])
@@ -41,12 +42,11 @@ def reference_counts(x, loss_scale, dtype):
     """The counts of `grad_report`, from a cast."""
     cast = (x * np.float32(loss_scale)).astype(DTYPES[dtype]).astype(np.float32)
     finite, tiny = np.isfinite(x), float(ml_dtypes.finfo(DTYPES[dtype]).tiny)
-    below_normal = np.abs(np.float64(x) * np.float64(np.float32(loss_scale))) < tiny
     masks = {
         "size": np.ones_like(finite),
         "zero": x == 0,
         "flushed": (x != 0) & (cast == 0),
-        "subnormal": below_normal & (cast != 0),
+        "subnormal": (cast != 0) & (np.abs(cast) < tiny),
         "overflow": finite & ~np.isfinite(cast),
         "nonfinite": ~finite,
     }

@@ -24,7 +24,14 @@ def gradient(w, loss_scale=CAPTURED):
     return jmp_scale.grad(lambda w: jnp.sum(w**2), loss_scale)(w)
 
 
-@pytest.mark.parametrize("traced", [jax.jit(gradient), jax.jit(jax.vmap(gradient))])
+def gradient_on_the_host(w):
+    return gradient(w, jax.device_get(CAPTURED))
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [jax.jit(gradient), jax.jit(jax.vmap(gradient)), jax.jit(gradient_on_the_host)],
+)
 def test_a_dynamic_loss_scale_that_a_traced_function_captured_warns(traced):
     with pytest.warns(
         UserWarning, match=r"got DynamicLossScale\(loss_scale=1024.*outs"

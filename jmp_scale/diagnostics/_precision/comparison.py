@@ -10,11 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from ..._jaxpr import Program, bytes_per_entry, equations, is_floating
 from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
-from .._backward import ALL_ROUNDINGS, Backward, Loss, split_arrays, start_of
+from .._backward import (
+    ALL_ROUNDINGS,
+    Backward,
+    Loss,
+    concrete_arrays,
+    described,
+    start_of,
+)
 from .._tables import leaf_name, percent, power, printed, table
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
@@ -62,6 +70,8 @@ class GradientComparison(NamedTuple):
       float32_error: the error between two float32 gradients: of the arguments, and of
         the arguments with each element changed in its last digit.
       loss_scale: S of the half-precision gradient.
+      holds_half: whether any number of `half_loss` and its backward pass is narrower
+        than float32.
     """
 
     loss: float
@@ -71,17 +81,18 @@ class GradientComparison(NamedTuple):
     leaves: tuple[LeafComparison, ...]
     float32_error: float
     loss_scale: float
+    holds_half: bool = True
 
     @property
     def is_precise(self) -> bool:
         """Whether `error` and a third of `scaled_error` are small enough for training.
 
         The limit is 10 % or, if that is more, twice `float32_error`. False if a loss or
-        a gradient is not finite.
+        a gradient is not finite, or if nothing was half precision.
         """
         error = judged_error(self)
         limit = max(_BEARABLE, 2 * self.float32_error)
-        return math.isfinite(error) and error <= limit
+        return self.holds_half and math.isfinite(error) and error <= limit
 
     def summary(self, k: int = 20) -> str:
         """Returns whether half precision is precise enough, and the k worst leaves."""
@@ -127,16 +138,29 @@ def compare_gradients(
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
+    if callable(half_loss) and not callable(loss):
+        raise TypeError(
+            f"{function}: expected two functions before their arguments, got one and "
+            f"{described(loss)}; write {function}(half_loss, loss, params, batch), "
+            "loss being the float32 function"
+        )
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
-    arrays, rejoin = split_arrays(args)
+    arrays, rejoin = concrete_arrays(function, args)
     # JAX adds up the cotangents of an array in its own dtype.
     wide = promote_to_float32(arrays)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
     found = start.found(lambda s: run_half(s, arrays))
-    return Reference(run, wide).compared(*found)
+    compared = Reference(run, wide).compared(*found)
+    program = run_half.trace(jnp.float32(1.0), arrays).jaxpr
+    return compared._replace(holds_half=_holds_half(program))
+
+
+def _holds_half(program: Program) -> bool:
+    made = (v for eqn in equations(program) for v in eqn.outvars)
+    return any(is_floating(v) and bytes_per_entry(v) < 4 for v in made)
 
 
 class Reference:
@@ -221,6 +245,11 @@ def _verdict(found: GradientComparison) -> str:
     search = "sensitive_products finds what must stay float32."
     if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
         text = NOT_FINITE
+    elif not found.holds_half:
+        text = (
+            "Nothing was compared: no number of half_loss is half precision. Pass "
+            "autocast(loss, ...) as the first function, loss as the second."
+        )
     elif not math.isfinite(found.half_loss):
         text = f"Half precision is not precise enough: its loss is not finite. {search}"
     elif not all(leaf.finite for leaf in found.leaves):

@@ -34,7 +34,14 @@ from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
 from ..._tree import promote_to_float32
 from ..._types import PyTree
-from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, split_arrays
+from .._backward import (
+    ALL_ROUNDINGS,
+    Backward,
+    Loss,
+    Start,
+    concrete_arrays,
+    split_arrays,
+)
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference
 from .work import flops
@@ -81,7 +88,7 @@ class Probe:
 
     def __init__(self, loss: Loss, forward: np.dtype, backward: np.dtype) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
-        arrays, rejoin = split_arrays(loss.args)
+        arrays, rejoin = concrete_arrays(loss.function, loss.args)
         # As the gradients of `compare_gradients`, these are of float32 parameters.
         self._arrays = promote_to_float32(arrays)
         self._products: list[tuple[ProductGroup, int]] = []  # group and work, by number

@@ -28,12 +28,18 @@ class Limits(NamedTuple):
     largest: float
 
 
-# Ties round to the even neighbor: to zero, to infinity, 464 to 448 in float8_e4m3fn.
+# Ties round to the even neighbor: to zero, to the least normal number, to infinity, and
+# 464 to 448 in float8_e4m3fn.
 _LIMITS = {
-    "float16": Limits(2.0**-25, 2.0**-14, 65520.0, 65504.0),
-    "bfloat16": Limits(2.0**-134, 2.0**-126, 511 * 2.0**119, 255 * 2.0**120),
-    "float8_e5m2": Limits(2.0**-17, 2.0**-14, 61440.0, 57344.0),
-    "float8_e4m3fn": Limits(2.0**-10, 2.0**-6, 464 + 2.0**-15, 448.0),
+    "float16": Limits(2.0**-25, 2.0**-14 - 2.0**-25, 65520.0, 65504.0),
+    "bfloat16": Limits(
+        zero_up_to=2.0**-134,
+        subnormal_below=2.0**-126 - 2.0**-134,
+        overflow_from=511 * 2.0**119,
+        largest=255 * 2.0**120,
+    ),
+    "float8_e5m2": Limits(2.0**-17, 2.0**-14 - 2.0**-17, 61440.0, 57344.0),
+    "float8_e4m3fn": Limits(2.0**-10, 2.0**-6 - 2.0**-10, 464 + 2.0**-15, 448.0),
 }
 
 

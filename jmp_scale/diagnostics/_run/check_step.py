@@ -165,7 +165,7 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
     check.found += _of_arguments(check, args)
     for run_pass in with_progress(_PASSES, "check_step"):
         check.found += list(run_pass(check))
-        if check.has("not applied", "not returned"):
+        if check.is_over:
             break
     not_checked = tuple(dict.fromkeys(check.not_checked))
     return StepCheck(_problems(check.found), not_checked, check.calls.count)

@@ -18,7 +18,7 @@ from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import LossScale, scale_value
 from ..._tree import named_inexact_leaves
 from ..._types import Function, PyTree
-from .._backward import Backward, Loss, described, split_arrays
+from .._backward import Backward, Loss, concrete_arrays, described
 from .._source import Place, place_of
 from .._tables import printed
 
@@ -123,7 +123,7 @@ def diagnose_nonfinite(
     function = "diagnose_nonfinite"
     s = scale_value(function, loss_scale)
     loss = Loss(function, fun, args, argnums, has_aux, transform)
-    arrays, rejoin = split_arrays(args)
+    arrays, rejoin = concrete_arrays(function, args)
 
     # S is an argument of the compiled function, so that it compiles once for all S.
     @jax.jit

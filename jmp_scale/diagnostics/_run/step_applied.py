@@ -20,8 +20,15 @@ def applied_step(check: Check) -> Iterator[Found]:
     """A step at S = 8: it counts, and changes what it should."""
     calls = check.calls
     first = check.base = calls()
+    said = calls.verdicts(first)
     if not calls.is_applied(first):
-        yield Found("not applied")
+        # No step was skipped, but the counter began again: so did S.
+        anew = [] if not calls.states or calls.skipped(first) else list(said)
+        for path in anew:
+            yield Found("S never adjusted", check.node_name(path, "counter"))
+        if not anew:
+            yield Found("not applied")
+        check.is_over = True
         return
     for path in calls.bare:
         what = f"args[{path[0]}]: a bare array, which seems to come back"
@@ -30,6 +37,7 @@ def applied_step(check: Check) -> Iterator[Found]:
     check.changes = calls.changes(check.base)
     lost = [path for path in calls.states if (*path, "skipped") not in first.after]
     for path in lost:
+        check.is_over = True
         yield Found("not returned", check.node_name(path, "skipped"))
     yield from _other_types(check, first)
     moved = {p for p in last.after if _moved(first.before[p], last.after[p])}
@@ -42,9 +50,26 @@ def applied_step(check: Check) -> Iterator[Found]:
     for path, said in calls.verdicts(check.base).items():
         if said in ("kept", "lost") and not lost:
             yield Found("S never adjusted", check.node_name(path, "counter"))
+    yield from _adjusted_twice(check)
     yield from _unchanged(check, last, moved)
     for path in diverging(check.base):
         yield Found("replicas diverge", check.name(path), None, {"when": "a step"})
+
+
+def _adjusted_twice(check: Check) -> Iterator[Found]:
+    """Loss scales that count more steps than the optimizer whose they are."""
+    calls, run = check.calls, check.base
+    for scale in calls.scales if not calls.has_windows else ():
+        inner = (*scale[:-1], "inner_state")
+        steps = [
+            run.change(path).step.max()
+            for path in run.after
+            if path[: len(inner)] == inner and path[-1] == "count"
+        ]
+        if scale[:-1] in calls.states and (*scale, "counter") in run.after and steps:
+            counted = run.change((*scale, "counter")).step.max()
+            if counted > max(steps) > 0:
+                yield Found("S adjusted twice", check.node_name(scale, "counter"))
 
 
 def _go_on(check: Check) -> Run:

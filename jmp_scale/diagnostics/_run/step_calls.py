@@ -244,7 +244,7 @@ def _matched(
 
 def _bare(before: Named, results: Named, carried: Sequence[int]) -> list[Path]:
     """Bare arrays that may come back, as the result at the same position."""
-    bare = [p for p in before if len(p) == 1 and np.ndim(before[p])]
+    bare = [p for p, x in before.items() if len(p) == 1 and np.ndim(x) and is_float(x)]
     bare = [p for p in bare if int(p[0]) not in carried and p in results]
     return [p for p in bare if np.shape(results[p]) == np.shape(before[p])]
 

@@ -33,6 +33,7 @@ class Check:
     window: int = 1  # calls until an accumulated step ends
     found: list[Found] = dataclasses.field(default_factory=list)
     not_checked: list[str] = dataclasses.field(default_factory=list)
+    is_over: bool = False  # nothing else can be checked
     has_other_optimizers: bool = False  # without a loss scale
 
     def has(self, *rules: str) -> bool:

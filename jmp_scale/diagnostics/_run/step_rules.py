@@ -45,9 +45,9 @@ RULES = {
     "S never adjusted": Rule(
         "an applied step", "error",
         "An applied step does not count towards the next growth: S comes back as it "
-        "went in.",
-        "Return the state of tx.update as it is; by hand, loss_scale = "
-        "loss_scale.adjust(jmp_scale.all_finite(grads)).",
+        "went in, or begins anew.",
+        "Return the state of tx.update as it is (with NNX, call optimizer.update); by "
+        "hand, loss_scale = loss_scale.adjust(jmp_scale.all_finite(grads)).",
     ),
     "never unscaled": Rule(
         "six S", "error",
@@ -146,6 +146,11 @@ RULES = {
         "The optimizer moves on, but nothing else changes in {calls} applied steps.",
         "Return params = optax.apply_updates(params, updates). Right if the learning "
         "rate is still 0.",
+    ),
+    "S adjusted twice": Rule(
+        "an applied step", "warning",
+        "S counts more steps than its optimizer: it grows too early.",
+        "tx.update adjusts S, so no adjust by hand follows.",
     ),
     "reported scaled": Rule(
         "six S", "warning",

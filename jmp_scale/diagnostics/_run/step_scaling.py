@@ -121,9 +121,7 @@ def _with_inverse_part(steps: Mapping[float, dict[Path, np.ndarray]]) -> list[Pa
 def larger_s(check: Check) -> Iterator[Found]:
     """The largest S whose step is applied: there it must still be the same."""
     calls = check.calls
-    if not calls.scales or (
-        check.found and check.has("never unscaled", "unscaled twice")
-    ):
+    if not calls.scales or check.has("never unscaled", "unscaled twice"):
         return
     references = [check.changes]
     for power in _BETWEEN:
@@ -143,10 +141,13 @@ def larger_s(check: Check) -> Iterator[Found]:
         if not check.is_alike(run):
             high = middle
             continue
-        low = middle
-        for path in _enlarged(calls.changes(run), references):
-            yield Found("overflow hidden", check.name(path))
-            return
+        low, changes = middle, calls.changes(run)
+        bad = [path for path, change in changes.items() if not change.stays_finite]
+        for path in bad or list(_enlarged(changes, references))[:1]:
+            yield Found(
+                "overflow stays" if bad else "overflow hidden", check.name(path)
+            )
+            high = low
 
 
 def _enlarged(changes: Changes, references: list[Changes]) -> Iterator[Path]:

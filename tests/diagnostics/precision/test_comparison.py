@@ -46,6 +46,26 @@ def test_the_error_is_that_of_the_gradients_themselves():
     assert text.index("['w']") < text.index("['unused']")
 
 
+NO_EFFECT = {
+    "the loss itself": loss,
+    "a name of all": jmp_scale.autocast(loss, "bfloat16", keep_float32="loss"),
+    "another function": jax.checkpoint(loss),
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast. no product became")
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_comparison_of_two_float32_programs_says_so(name):
+    found = compare_gradients(NO_EFFECT[name], loss, PARAMS, X)
+    assert not found.is_precise
+    assert found.summary().startswith("Nothing was compared: no number of half_loss")
+
+
+def test_arguments_in_half_precision_are_compared():
+    stored = PARAMS | {"w": PARAMS["w"].astype("bfloat16")}
+    assert compare_gradients(loss, loss, stored, X).is_precise
+
+
 @pytest.mark.parametrize("change", [0.5, 1e-9])
 def test_leaves_are_scaled_to_one_size_and_count_by_their_entries(change):
     def total(p, factor=1.0):

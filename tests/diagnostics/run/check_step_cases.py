@@ -303,7 +303,7 @@ def loop_by_hand(mistake=None):
         loss, grads = scaled(
             HALF["float16"], DYNAMIC if mistake == "S" else ls, params, x
         )
-        finite = jmp_scale.all_finite(grads)
+        finite = jmp_scale.all_finite(loss if mistake == "loss" else grads)
         updates, new = ADAMW.update(grads, opt, params)
         updated = optax.apply_updates(params, updates), new
         if mistake != "select":
@@ -668,6 +668,16 @@ def old_params(params, updates, state, new, loss):
     return params, new, loss
 
 
+def adjusted_again(params, updates, state, new, loss):
+    finite = new.grads_finite
+    new = new._replace(loss_scale=new.loss_scale.adjust(finite))
+    return optax.apply_updates(params, updates), new, loss
+
+
+def anew(params, updates, state, new, loss):
+    return optax.apply_updates(params, updates), TX.init(params), loss
+
+
 def in_another_order():
     step, (params, state, x) = step_of()
 
@@ -756,6 +766,12 @@ WRONG = {
     "a decay outside": ("changed on a skip", part(step_of, finish=decayed)),
     "a decay outside, no S": ("changed on a skip", part(step_of, NOOP, finish=decayed)),
     "the old state": ("S never adjusted", part(step_of, finish=old_state)),
+    "a new state": ("S never adjusted", part(step_of, finish=anew)),
+    "S adjusted by hand too": (
+        "S adjusted twice",
+        part(step_of, finish=adjusted_again),
+    ),
+    "by hand, the loss alone": ("overflow stays", part(loop_by_hand, "loss")),
     "the old parameters": ("nothing learned", part(step_of, finish=old_params)),
     "the state not returned": (
         "not returned",

@@ -86,6 +86,7 @@ def test_a_static_s_compiles_three_times():
     assert step._cache_size() == 3
 
 
+@pytest.mark.slow
 def test_a_step_may_run_op_by_op():
     found = check_step(sgd_step, WEIGHTS, SGD.init(WEIGHTS), ROWS)
     assert not found.problems, str(found)

@@ -26,7 +26,9 @@ T = TypeVar("T")
 UNIT = "autocast_unit"
 _EXEMPT = "keep_float32"  # name of a scope
 # What may stand between a `value_and_grad` and the function that it differentiates.
-_TRANSFORMS = re.compile(r"(jax|equinox|flax\.nnx|jmp_scale\.nnx|contextlib)\b")
+_TRANSFORMS = re.compile(
+    r"(jax|equinox|flax\.nnx|contextlib|jmp_scale\.(nnx|_autocast\.function))\b"
+)
 
 
 class _Tracing(NamedTuple):

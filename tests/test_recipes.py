@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -32,10 +33,11 @@ assert restored.overflows == 2 and restored.guard == guard
 """
 
 
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
+def add_after(path, line, new):
+    """Adds a line after the only one that matches a regular expression."""
+    text, count = re.subn(f"(?m)^({line})$", rf"\1\n{new}", path.read_text())
+    assert count == 1
+    path.write_text(text)
 
 
 def test_a_counter_is_the_last_field_of_the_state_and_a_line_that_counts(tmp_path):
@@ -45,12 +47,10 @@ def test_a_counter_is_the_last_field_of_the_state_and_a_line_that_counts(tmp_pat
     state, step = (tmp_path / "jmp_scale" / name for name in (
         "_state.py", "_scaling/transform.py"
     ))  # fmt: skip
-    edit(state, "    guard: Any\n", "    guard: Any\n    overflows: Count\n")
+    add_after(state, r"    guard: \w+", "    overflows: Count")
     overflowed = "jnp.int32(loss_finite & ~only_grads_finite)"
-    counts = f"        overflows=state.overflows + {overflowed},\n"
-    edit(
-        step, "        guard=guard,\n    )\n", f"        guard=guard,\n{counts}    )\n"
-    )
+    counts = f"        overflows=state.overflows + {overflowed},"
+    add_after(step, "        guard=guard,", counts)
     run = subprocess.run(
         [sys.executable, "-c", COUNTER],
         cwd=tmp_path,

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from .._types import Leaf
 from .read import Atom
 
 
-def evaluate(eqn: JaxprEqn, values: Sequence[Any], **params: Any) -> list[jax.Array]:
+def evaluate(eqn: JaxprEqn, values: Sequence[Leaf], **params: Any) -> list[jax.Array]:
     """Evaluates an equation with these operands; `params` replace its own.
 
     It follows `jax.core.eval_jaxpr`, which would need a jaxpr for each equation.
@@ -29,9 +30,9 @@ def evaluate(eqn: JaxprEqn, values: Sequence[Any], **params: Any) -> list[jax.Ar
 
 def evaluate_all(
     jaxpr: Jaxpr,
-    inputs: Sequence[Any],
-    consts: Sequence[Any] = (),
-    change: Callable[[Var, Any], Any] = lambda var, value: value,
+    inputs: Sequence[Leaf],
+    consts: Sequence[Leaf] = (),
+    change: Callable[[Var, jax.Array], jax.Array] = lambda var, value: value,
 ) -> list[jax.Array]:
     """Evaluates a bare jaxpr equation by equation, and returns its outputs.
 

@@ -11,6 +11,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
 
+from .._types import PyTree
+
 _REPLACED = {
     "RematTraced": "remat2",
     "CustomJVPTraced": "custom_jvp_call",
@@ -30,7 +32,7 @@ class Box(Protocol):
     in_tree: Any
     out_tree: Any
 
-    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]: ...
+    def jvp(self, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]: ...
 
 
 def box_of(eqn: JaxprEqn) -> Box | None:

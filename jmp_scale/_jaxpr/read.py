@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from .._types import Leaf
 from .hijax import box_of, boxed_rule, params_of
 
 Atom = Var | Literal
@@ -99,7 +100,7 @@ def constant(value: object) -> np.ndarray | None:
     return None
 
 
-def has_infinite_entries(value: Any) -> bool:
+def has_infinite_entries(value: Leaf) -> bool:
     """Whether a constant of any size is known to have infinite elements."""
     with contextlib.suppress(Exception):
         return bool(np.isinf(value).any())
@@ -112,7 +113,7 @@ def bare(jaxpr: Program) -> Jaxpr:
     return inner
 
 
-def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[Any]]:
+def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[Leaf]]:
     """Returns a bare jaxpr and the values of its constants, None if unknown."""
     inner = bare(jaxpr)
     consts = list(getattr(jaxpr, "consts", ()) or ())

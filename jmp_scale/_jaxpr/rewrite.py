@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import NameStack
 from jax.sharding import AxisType, Sharding
 
+from .._types import Leaf
 from .primitives import PRODUCTS, REARRANGES
 from .read import (
     Atom,
@@ -94,9 +95,9 @@ def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, An
 
 def inlined(
     jaxpr: Program, is_open: Callable[[JaxprEqn], bool]
-) -> tuple[Jaxpr, dict[Var, Any]]:
+) -> tuple[Jaxpr, dict[Var, Leaf]]:
     """Inlines calls for which `is_open`; returns the constants by variable, too."""
-    constants: dict[Var, Any] = {}
+    constants: dict[Var, Leaf] = {}
     eqns: list[JaxprEqn] = []
 
     def add(body: Program, inputs: Sequence[Atom], scopes: NameStack) -> list[Atom]:

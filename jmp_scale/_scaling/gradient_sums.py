@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from .. import _mesh
 from .._policy import name_to_dtype
+from .._types import Leaf, PyTree
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ def sum_gradients(
     grads: T,
     axis_name: _mesh.AxisName = None,
     *,
-    like: Any = None,
+    like: PyTree = None,
     wire: DTypeLike = "bfloat16",
     mean: bool = False,
 ) -> T:
@@ -123,7 +124,7 @@ class _Gradient(NamedTuple):
 
     name: str
     array: jax.Array
-    like: Any
+    like: Leaf
 
     def error(self, expected: str, got: str, cure: str) -> ValueError:
         leaf = self.name or "(the whole tree)"
@@ -135,17 +136,20 @@ class _Gradient(NamedTuple):
 class _Way(NamedTuple):
     """Over which axes a leaf is added up, and how its sum stays split."""
 
-    axes: tuple[Any, ...]
-    kept: tuple[Any, ...] = ()  # of the axes, those that split the sum
+    axes: _mesh.Axes
+    kept: _mesh.Axes = ()  # of the axes, those that split the sum
     dimension: int = 0  # that they split
 
     @property
-    def gathered(self) -> tuple[Any, ...]:
+    def gathered(self) -> _mesh.Axes:
         return tuple(axis for axis in self.axes if axis not in self.kept)
 
 
 def _sum_in_map(
-    gradient: _Gradient, names: tuple[str, ...] | None, wire: Any, mean: bool
+    gradient: _Gradient,
+    names: tuple[str, ...] | None,
+    wire: DTypeLike | None,
+    mean: bool,
 ) -> jax.Array:
     """The sum of a leaf in a map, where each device holds its own."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -173,7 +177,7 @@ def _sum_in_map(
 
 
 def _sums_of_unreduced(
-    gradients: Sequence[_Gradient], names: Any, wire: Any, mean: bool
+    gradients: Sequence[_Gradient], names: Any, wire: DTypeLike | None, mean: bool
 ) -> list[jax.Array]:
     """The sums of leaves that are `unreduced`. The others are sums already."""
     axes = [_mesh.unreduced_axes(gradient.array) for gradient in gradients]
@@ -201,10 +205,10 @@ def _sums_of_unreduced(
 
 
 def _sums_of_parts(
-    parts: Sequence[tuple[_Gradient, Any]], wire: Any, mean: bool
+    parts: Sequence[tuple[_Gradient, Any]], wire: DTypeLike | None, mean: bool
 ) -> Sequence[jax.Array]:
     arrays = [gradient.array for gradient, _ in parts]
-    shardings: list[Any] = [jax.typeof(array).sharding for array in arrays]
+    shardings: list[PyTree] = [jax.typeof(array).sharding for array in arrays]
     specs = [sharding.spec for sharding in shardings]
     ways = []
     for gradient, axes in parts:
@@ -225,7 +229,7 @@ def _sums_of_parts(
     )(*arrays)
 
 
-def _total(x: jax.Array, way: _Way, wire: Any, mean: bool) -> jax.Array:
+def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.Array:
     """The sum over the devices that hold `x`, or this device's share of it."""
     dtype, count = x.dtype, lax.axis_size(way.axes)
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)
@@ -247,7 +251,9 @@ def _total(x: jax.Array, way: _Way, wire: Any, mean: bool) -> jax.Array:
     return total.astype(dtype)
 
 
-def _half_on_the_wire(x: jax.Array, way: _Way, wire: Any, count: int) -> jax.Array:
+def _half_on_the_wire(
+    x: jax.Array, way: _Way, wire: DTypeLike | None, count: int
+) -> jax.Array:
     axes = (*way.kept, *way.gathered)
     back = None
     if wire == jnp.float16:
@@ -272,7 +278,7 @@ def _half_on_the_wire(x: jax.Array, way: _Way, wire: Any, count: int) -> jax.Arr
     return total if where is not None else total[: x.size].reshape(x.shape)
 
 
-def _powers_of_two(x: jax.Array, axes: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _powers_of_two(x: jax.Array, axes: _mesh.Axes) -> tuple[jax.Array, jax.Array]:
     """What takes the largest finite entry of all devices to 2^14 or above, and back."""
     largest = lax.pmax(jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(), axes)
     exponent = lax.bitcast_convert_type(largest, jnp.int32) >> 23  # 127 is that of 1
@@ -287,7 +293,7 @@ def _dividing(shape: Sequence[int], count: int) -> int | None:
     return next((at for at, size in enumerate(shape) if size % count == 0), None)
 
 
-def _way_in_map(gradient: _Gradient, axes: tuple[Any, ...]) -> _Way:
+def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
     """Whether the sum is whole or a share: what `like` is, by its spec or its shape."""
     like, shape = gradient.like, gradient.array.shape
     if like is None:
@@ -305,7 +311,7 @@ def _way_in_map(gradient: _Gradient, axes: tuple[Any, ...]) -> _Way:
     return way
 
 
-def _way_of_spec(spec: PartitionSpec, axes: tuple[Any, ...]) -> _Way | None:
+def _way_of_spec(spec: PartitionSpec, axes: _mesh.Axes) -> _Way | None:
     """None if several dimensions are split, or other axes split a share again."""
     way = _Way(axes)
     for at, part in enumerate(_mesh.dimensions(spec)):
@@ -318,7 +324,7 @@ def _way_of_spec(spec: PartitionSpec, axes: tuple[Any, ...]) -> _Way | None:
 
 
 def _way_of_shape(
-    share: Sequence[int], whole: Sequence[int], axes: tuple[Any, ...]
+    share: Sequence[int], whole: Sequence[int], axes: _mesh.Axes
 ) -> _Way | None:
     """None if a share is not the equal part of one dimension, or of too many axes."""
     if len(share) != len(whole):
@@ -341,7 +347,7 @@ def _spec_of_sum(spec: PartitionSpec, way: _Way) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def _resharded(total: jax.Array, like: Any) -> jax.Array:
+def _resharded(total: jax.Array, like: Leaf) -> jax.Array:
     spec = _spec_of(like)
     sharding: Any = jax.typeof(total).sharding
     if sharding.mesh.empty or sharding.spec == spec:
@@ -349,14 +355,14 @@ def _resharded(total: jax.Array, like: Any) -> jax.Array:
     return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))
 
 
-def _spec_of(like: Any) -> PartitionSpec:
+def _spec_of(like: Leaf) -> PartitionSpec:
     """How parameters are split, whether or not they are typed `reduced`."""
     if not isinstance(like, PartitionSpec):
         like = jax.typeof(like).sharding.spec
     return PartitionSpec(*_mesh.dimensions(like))
 
 
-def _leaves_like(like: Any, structure: Any) -> list[Any]:
+def _leaves_like(like: PyTree, structure: PyTree) -> list[PyTree]:
     """The leaves of `like`, one for each of the gradients."""
     if like is None:
         return [None] * structure.num_leaves
@@ -369,7 +375,7 @@ def _leaves_like(like: Any, structure: Any) -> list[Any]:
         ) from None
 
 
-def _placement(name: str, like: Any) -> Any:
+def _placement(name: str, like: Leaf) -> PyTree:
     """What a leaf shall lie like: an array, a spec, or None where nothing is given."""
     like = like.spec if isinstance(like, NamedSharding) else like
     if like is None or isinstance(like, PartitionSpec) or hasattr(like, "shape"):
@@ -380,7 +386,7 @@ def _placement(name: str, like: Any) -> Any:
     )
 
 
-def _is_added_up(leaf: Any) -> bool:
+def _is_added_up(leaf: Leaf) -> bool:
     """Whether it is an array, except the gradient of an integer, which is nothing."""
     is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
     return is_array and leaf.dtype != jax.dtypes.float0

@@ -54,7 +54,9 @@ _MOST_FLAGS = 4096  # flags of the compiled program; further products share the 
 class ProductGroup:
     """The matrix products and convolutions of one line of the program, in one scope."""
 
-    equations: tuple[Any, ...]  # a product or a call with a rule, after those around it
+    equations: tuple[
+        JaxprEqn, ...
+    ]  # a product or a call with a rule, after those around it
     place: Place
     # Those that `autocast` casts, and their floating-point operations forward.
     numbers: list[int] = dataclasses.field(default_factory=list)
@@ -84,7 +86,7 @@ class ProductGroup:
 class Probe:
     """A loss and its backward pass, compiled once for all choices of its products."""
 
-    def __init__(self, loss: Loss, forward: Any, backward: Any) -> None:
+    def __init__(self, loss: Loss, forward: np.dtype, backward: np.dtype) -> None:
         self._loss, self.forward, self._backward = loss, forward, backward
         arrays, rejoin = concrete_arrays(loss.function, loss.args)
         # As the gradients of `compare_gradients`, these are of float32 parameters.
@@ -126,7 +128,7 @@ class Probe:
     def _flagged(self, flags: jax.Array, *args: PyTree) -> jax.Array:
         arrays, rejoin = split_arrays(args)
 
-        def loss(*arrays: jax.Array) -> Any:
+        def loss(*arrays: jax.Array) -> jax.Array:
             out = begin_user_code(self._loss.fun, *rejoin(arrays))
             self._loss.check_output(out)
             return out[0] if self._loss.has_aux else out
@@ -281,5 +283,5 @@ def _multiply(
     return _rounded(result, half, dtype)
 
 
-def _rounded(x: jax.Array, half: Any, dtype: DTypeLike) -> jax.Array:
+def _rounded(x: jax.Array, half: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.where(half, x.astype(dtype).astype(x.dtype), x)

@@ -2,14 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_module
+from ..._types import Function, PyTree
 from .._tables import printed, with_progress
 from .step_applied import applied_step
 from .step_arguments import is_data
@@ -92,9 +93,7 @@ class StepCheck(NamedTuple):
         return "\n".join(lines)
 
 
-def check_step(
-    step: Callable[..., Any], *args: Any, carried: Sequence[int] = ()
-) -> StepCheck:
+def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> StepCheck:
     """Finds out whether a train step is wired right, by calling it (host).
 
     Use it before a run, and first of all when a model does not learn: gradients that
@@ -190,20 +189,20 @@ def _problems(found: Sequence[Found]) -> tuple[Problem, ...]:
     return tuple(p for p in problems if p.level != "note" or p.rule not in errors)
 
 
-def _of_arguments(check: Check, args: Any) -> Iterator[Found]:
+def _of_arguments(check: Check, args: PyTree) -> Iterator[Found]:
     """What the arguments say before the first call."""
     calls = check.calls
     if not (calls.scales or calls.states or calls.arguments.fixed):
         yield Found("no loss scale")
     around: list[str] = []
-    beside: list[Any] = []
+    beside: list[PyTree] = []
     _look(args, around, beside)
     check.has_other_optimizers = bool(beside and calls.states)
     for what in around:
         yield Found("not outermost", values={"what": what})
 
 
-def _look(node: Any, around: list[str], beside: list[Any]) -> None:
+def _look(node: PyTree, around: list[str], beside: list[PyTree]) -> None:
     """Collects states of Optax around one of `with_loss_scale`, and those without."""
     node = getattr(node, "opt_state", ()) if is_module(node) else node
     if isinstance(node, LossScaleState):
@@ -224,13 +223,13 @@ def _look(node: Any, around: list[str], beside: list[Any]) -> None:
         _look(part, around, beside)
 
 
-def _is_optax(node: Any) -> bool:
+def _is_optax(node: PyTree) -> bool:
     """Whether it is the state of one of Optax's transformations."""
     is_state = hasattr(node, "_fields") and not isinstance(node, LossScaleState)
     return is_state and type(node).__module__.startswith("optax")
 
 
-def _holder(step: Callable[..., Any], args: Any) -> str:
+def _holder(step: Function, args: PyTree) -> str:
     """An object that seems to hold the state, and is no pytree; or ""."""
     while isinstance(step, functools.partial) or hasattr(step, "__wrapped__"):
         if isinstance(step, functools.partial):

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +25,7 @@ from ..._types import PyTree
 from .._tables import power
 from .history import LossScaleHistory
 from .metrics import find_states
-from .trends import trend_findings
+from .trends import KindAndValues, trend_findings
 
 _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 
@@ -212,7 +211,7 @@ def _is_fixed(rule: object) -> bool:
 
 def _state_findings(
     state: LossScaleState, steps: Steps, new: Counts
-) -> list[tuple[str, dict[str, Any]]]:
+) -> list[KindAndValues]:
     rule, s = state.loss_scale, number_of(state.loss_scale)
     values = {
         "s": "its fixed value" if s is None else power(float(s)),
@@ -306,11 +305,11 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
     return found
 
 
-def _order_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:
+def _order_findings(opt_state: PyTree) -> list[KindAndValues]:
     findings = []
     for (what, *names), (harm, cure) in _AROUND.items():
 
-        def is_around(node: Any, names: list[str] = names) -> bool:
+        def is_around(node: PyTree, names: list[str] = names) -> bool:
             fields = node if isinstance(node, Mapping) else getattr(node, "_fields", ())
             return set(names) <= set(fields) and bool(find_loss_scale_states(node))
 
@@ -320,7 +319,7 @@ def _order_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:
     return findings
 
 
-def _leaf_findings(opt_state: PyTree) -> list[tuple[str, dict[str, Any]]]:
+def _leaf_findings(opt_state: PyTree) -> list[KindAndValues]:
     # The state of with_half_parameters has float16 remainders, which lose nothing.
     halves = [node for _, node in find_half_states(opt_state)]
     pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._types import Leaf
 from .step_arguments import Path, host, is_float
 from .step_calls import Run
 from .step_found import Check, Found
@@ -101,7 +102,7 @@ def _go_on(check: Check) -> Run:
     return run
 
 
-def _moved(old: Any, new: Any) -> bool:
+def _moved(old: Leaf, new: Leaf) -> bool:
     return not np.array_equal(host(old), host(new))
 
 
@@ -152,7 +153,7 @@ def diverging(run: Run) -> list[Path]:
     return found or _diverging_rows(run)
 
 
-def _replicas_equal(x: Any) -> bool:
+def _replicas_equal(x: Leaf) -> bool:
     """Whether all parts of an array that should be equal are."""
     if not isinstance(x, jax.Array):
         return True

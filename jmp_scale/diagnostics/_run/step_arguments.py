@@ -1,7 +1,7 @@
 """The arguments and results of a train step as named arrays, and fresh copies."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,10 @@ import numpy as np
 
 from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import is_inexact, is_module
+from ..._types import KeyPath, Leaf, PyTree
 
 Path = tuple[str, ...]  # keys, indices and names of fields
-Named = dict[Path, Any]
+Named = dict[Path, Leaf]
 
 
 class Arguments:
@@ -24,7 +25,7 @@ class Arguments:
       fixed: S of each `StaticLossScale`, which has no leaves.
     """
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, args: tuple[PyTree, ...]) -> None:
         pairs, self._tree = jax.tree_util.tree_flatten_with_path(args, is_leaf=_is_one)
         self._leaves = [leaf for _, leaf in pairs]
         self._paths = [path_of(keys) for keys, _ in pairs]
@@ -37,10 +38,10 @@ class Arguments:
         self.names = {path_of(keys): _name_of(keys) for keys, _ in found}
         self.fixed = [scale.loss_scale for scale in _constant_scales(self._leaves)]
 
-    def copies(self, values: Mapping[Path, Any], s: float | None = None) -> Any:
+    def copies(self, values: Mapping[Path, Leaf], s: float | None = None) -> PyTree:
         """Fresh arguments with other arrays at some paths, and S of constant scales."""
 
-        def fresh(path: Path, leaf: Any) -> Any:
+        def fresh(path: Path, leaf: Leaf) -> PyTree:
             leaf = values.get(path, leaf)
             return leaf.copy() if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
@@ -55,14 +56,14 @@ class Arguments:
             leaves = [_with_constant(leaf, s) for leaf in leaves]
         return jax.tree.unflatten(self._tree, leaves)
 
-    def in_modules(self, args: Any) -> Named:
+    def in_modules(self, args: PyTree) -> Named:
         """The arrays that the NNX modules among the arguments of a call hold now."""
         leaves = jax.tree.leaves(args, is_leaf=_is_one)
         modules = [leaf for leaf in leaves if is_module(leaf)]
         state = _nnx().state(modules) if modules else ()
         return {path_of(keys): leaf for keys, leaf in self._inside(state)}
 
-    def _inside(self, state: Any) -> list[tuple[Any, Any]]:
+    def _inside(self, state: PyTree) -> list[tuple[KeyPath, Leaf]]:
         """Keys and leaves of the modules' state, from the arguments down."""
         found = []
         for (first, *rest), leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -71,7 +72,7 @@ class Arguments:
         return found
 
 
-def named(tree: Any) -> Named:
+def named(tree: PyTree) -> Named:
     """Arrays and numbers of a result by path, those of NNX modules too."""
     found: Named = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module):
@@ -83,10 +84,12 @@ def named(tree: Any) -> Named:
     return found
 
 
-def path_of(keys: Any) -> Path:
+def path_of(keys: Sequence[object]) -> Path:
     """Names alike for a pytree and for what NNX makes of it."""
 
     def name(key: Any) -> str:
+        if isinstance(key, jax.tree_util.FlattenedIndexKey):
+            return f"#{key.key}"  # of a class, unlike an index of a tuple
         parts = (getattr(key, part, None) for part in ("key", "name", "idx"))
         return str(next((part for part in parts if part is not None), key))
 
@@ -95,25 +98,25 @@ def path_of(keys: Any) -> Path:
     return path[:-1] if is_variable and path[-1] == "value" else path
 
 
-def _name_of(keys: Any) -> str:
+def _name_of(keys: KeyPath) -> str:
     keys = keys[: len(path_of(keys))]
     return f"args{jax.tree_util.keystr(keys)}"
 
 
-def is_data(leaf: Any) -> bool:
+def is_data(leaf: Leaf) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex))
 
 
-def is_float(leaf: Any) -> bool:
+def is_float(leaf: Leaf) -> bool:
     return is_inexact(leaf) and not is_key(leaf)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Leaf) -> bool:
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def host(leaf: Any) -> np.ndarray:
+def host(leaf: Leaf) -> np.ndarray:
     """The entries, of an array of several processes those of its first part here."""
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -121,7 +124,7 @@ def host(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def like(leaf: Any, value: Any) -> Any:
+def like(leaf: Leaf, value: Leaf) -> PyTree:
     """`value`, broadcast, with the shape, dtype and devices of `leaf`."""
     filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
     if not isinstance(leaf, jax.Array):
@@ -131,15 +134,15 @@ def like(leaf: Any, value: Any) -> Any:
     )
 
 
-def _nnx() -> Any:
+def _nnx() -> PyTree:
     return sys.modules["flax.nnx"]  # it is imported where there are modules
 
 
-def _is_one(x: Any) -> bool:
+def _is_one(x: Leaf) -> bool:
     return is_module(x) or isinstance(x, StaticLossScale)
 
 
-def _constant_scales(args: Any) -> list[StaticLossScale]:
+def _constant_scales(args: PyTree) -> list[StaticLossScale]:
     found: list[StaticLossScale] = []
     for leaf in jax.tree.leaves(args, is_leaf=_is_one):
         inner = [getattr(leaf, "opt_state", None)] if is_module(leaf) else [leaf]
@@ -147,14 +150,14 @@ def _constant_scales(args: Any) -> list[StaticLossScale]:
     return found
 
 
-def _is_constant(x: Any) -> bool:
+def _is_constant(x: Leaf) -> bool:
     return isinstance(x, StaticLossScale)
 
 
-def _with_constant(leaf: Any, s: float) -> Any:
+def _with_constant(leaf: Leaf, s: float) -> PyTree:
     """A constant loss scale, or a module whose optimizer has one, with another S."""
 
-    def other(x: Any) -> Any:
+    def other(x: Leaf) -> PyTree:
         if not _is_constant(x):
             return x
         new = StaticLossScale(1.0)

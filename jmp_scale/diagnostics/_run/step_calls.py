@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from ..._types import Function, Leaf, PyTree
 from .step_arguments import Arguments, Named, Path, host, is_float, is_key, like, named
 
 FAR = -(10**6)  # a counter from which S neither grows nor seems to be put back
@@ -82,7 +83,7 @@ class Calls:
     """
 
     def __init__(
-        self, step: Callable[..., Any], args: tuple[Any, ...], carried: Sequence[int]
+        self, step: Function, args: tuple[PyTree, ...], carried: Sequence[int]
     ) -> None:
         self.step, self._carried = step, carried
         self.arguments = Arguments(args)
@@ -100,7 +101,7 @@ class Calls:
     def __call__(
         self,
         s: float | Mapping[Path, float] | None = None,
-        values: Mapping[Path, Any] = {},
+        values: Mapping[Path, Leaf] = {},
         counter: int = FAR,
     ) -> Run:
         """Calls the step at S = `s`, or at that of some loss scales; others have 8."""
@@ -252,7 +253,7 @@ def _is_below(path: Path, other: Path) -> bool:
     return path[: len(other)] == other
 
 
-def _distance(old: Any, new: Any) -> float:
+def _distance(old: Leaf, new: Leaf) -> float:
     if not (is_float(old) and is_float(new)):
         return 0.0
     with np.errstate(all="ignore"):
@@ -262,7 +263,7 @@ def _distance(old: Any, new: Any) -> float:
 
 def _subtrees(arrays: Named) -> dict[Path, Form]:
     """Names and shapes of the leaves below each path."""
-    below: dict[Path, set[Any]] = {}
+    below: dict[Path, set[tuple[Path, tuple[int, ...]]]] = {}
     for path, leaf in arrays.items():
         for i in range(len(path) + 1):
             below.setdefault(path[:i], set()).add((path[i:], np.shape(leaf)))

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
+from ..._types import PyTree
 from .step_arguments import Path
 from .step_calls import Calls, Change, Run
 from .step_rules import Level
@@ -61,7 +62,7 @@ class Check:
             return False
         return self.calls.verdicts(run) == self.calls.verdicts(self.base)
 
-    def run(self, what: str, *args: Any, **kwargs: Any) -> Run | None:
+    def run(self, what: str, *args: PyTree, **kwargs: PyTree) -> Run | None:
         """A call, or None if the step raises, as a check of its own may do."""
         try:
             return self.calls(*args, **kwargs)

@@ -1,7 +1,6 @@
 """What no call of a step on several devices shows, and its traced program does."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -18,6 +17,7 @@ from ..._jaxpr import (
     variables,
 )
 from ..._tree import FlatCall
+from ..._types import Leaf
 from .step_found import Check, Found
 
 _SUMS = ("psum", "reduce_scatter", "psum_scatter")
@@ -55,12 +55,12 @@ def _local_shapes(x: jax.Array) -> set[tuple[int, ...]]:
     return {x.shape, local, local[1:]}  # of pmap without the axis of devices
 
 
-def _axes(x: Any) -> set[Any]:
+def _axes(x: Leaf) -> set[str]:
     spec = getattr(getattr(x, "sharding", None), "spec", ())
     return {axis for entry in spec for axis in _names(entry)}
 
 
-def _names(entry: Any) -> tuple[Any, ...]:
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
@@ -86,14 +86,14 @@ def _half_sums(traced: Program, shapes: set[tuple[int, ...]]) -> Iterator[str]:
                 yield dtype_name(var)
 
 
-def _agreed(body: Jaxpr) -> set[Any]:
+def _agreed(body: Jaxpr) -> set[str]:
     """The axes over which what decides about a skip is reduced: scalars, to flags."""
     needed = {
         var
         for var in variables(body.outvars)
         if dtype_name(var) == "bool" and not shape(var)
     }
-    agreed: set[Any] = set()
+    agreed: set[str] = set()
     for eqn in reversed(body.eqns):
         if needed.intersection(eqn.outvars):
             needed.update(variables(eqn.invars))
@@ -102,7 +102,7 @@ def _agreed(body: Jaxpr) -> set[Any]:
     return agreed
 
 
-def _reduced_axes(eqn: JaxprEqn) -> set[Any]:
+def _reduced_axes(eqn: JaxprEqn) -> set[str]:
     if any(shape(atom) for atom in eqn.invars):
         return set()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))

@@ -40,14 +40,19 @@ def several_s(check: Check) -> Iterator[Found]:
         check.not_checked.append(
             "whether gradients are unscaled: they are 0 with these arguments"
         )
-    in_part = _with_inverse_part(steps)
+    slopes = _slopes(steps, news)
+    in_part = [p for p in _with_part_of_s(steps, 1 / 16) if slopes.get(p, -1) < 0]
     for path in in_part:
         yield Found("partly unscaled", check.name(path))
-    for path, slope in _slopes(steps, news).items():
-        if slope > 0:
+    if in_part:  # squares of these fall with S too
+        slopes = {path: slope for path, slope in slopes.items() if slope > 0}
+    for path, slope in slopes.items():
+        yield Found(
+            "never unscaled" if slope > 0 else "unscaled twice", check.name(path)
+        )
+    if not slopes and not in_part:
+        for path in _with_part_of_s(steps, 16):
             yield Found("never unscaled", check.name(path))
-        elif not in_part:
-            yield Found("unscaled twice", check.name(path))
     results = {s: found for s, (_, found) in table.items()}
     for path in _slopes(results, results):
         if path in check.base.after:
@@ -95,8 +100,13 @@ def _is_s(value: np.ndarray, power: float) -> bool:
     return bool(np.isin(value, 2.0 ** np.array([power - 1, power, power + 1])).all())
 
 
-def _with_inverse_part(steps: Mapping[float, dict[Path, np.ndarray]]) -> list[Path]:
-    """Leaves whose change is a + b / S: its differences shrink 16 times, and again."""
+def _with_part_of_s(
+    steps: Mapping[float, dict[Path, np.ndarray]], factor: float
+) -> list[Path]:
+    """Leaves whose change is a + b S or a + b / S: its differences are times `factor`.
+
+    S is times 16 from each power to the next. Twice in a row is no chance.
+    """
     found = []
     low, high = _POWERS[-2:]
     for first in range(len(_POWERS) - 3):
@@ -105,12 +115,12 @@ def _with_inverse_part(steps: Mapping[float, dict[Path, np.ndarray]]) -> list[Pa
             continue
         for path in steps[powers[0]]:
             values = np.array([steps[power][path] for power in powers])
-            one, two, three = -np.diff(values, axis=0)
+            one, two, three = np.diff(values, axis=0)
             with np.errstate(all="ignore"):
-                is_large = np.abs(three) > 1e-5 * np.abs(values[-1])
-                ratios = np.array([one / two, two / three])[:, is_large]
+                is_large = np.abs([one, three]).min(0) > 1e-5 * np.abs(values[-1])
+                ratios = np.array([two / one, three / two])[:, is_large]
                 rest = steps[high][path][is_large] / steps[low][path][is_large]
-            agree = (np.abs(ratios / 16 - 1) < 0.1).all(0)
+            agree = (np.abs(ratios / factor - 1) < 0.1).all(0)
             # Without a, unscaled twice, all of it shrinks 16 times.
             agree &= np.abs(rest) > 0.25
             if agree.size >= 4 and agree.mean() > 0.5:

@@ -16,6 +16,7 @@ _RECENT = 100  # steps that the check of updates covers
 
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
 Values = dict[str, Any] | None  # for the sentence of a finding; None without one
+KindAndValues = tuple[str, dict[str, Any]]
 
 
 class Level(NamedTuple):
@@ -28,7 +29,7 @@ class Level(NamedTuple):
     scatter: float  # within the blocks
 
 
-def trend_findings(history: LossScaleHistory) -> list[tuple[str, dict[str, Any]]]:
+def trend_findings(history: LossScaleHistory) -> list[KindAndValues]:
     """Returns kinds of findings, and the values in their sentences."""
     arrays = history.to_dict()
     keep = arrays["applied"]

@@ -131,6 +131,10 @@ def others_added_scaled(grads, ls, params):
     return jax.tree.map(jnp.add, ls.scale(jax.grad(loss_fn)(params, X)), grads)
 
 
+def penalty_scaled(grads, ls, params):
+    return jax.tree.map(lambda g, p: g + ls.scale(1e-3 * p), grads, params)
+
+
 def penalized(grads, ls, params):
     return jax.tree.map(lambda g, p: g + 1e-1 * p, grads, params)
 
@@ -830,6 +834,7 @@ WRONG = {
         part(shard_mapped, "mean after"),
     ),
     # What a prototype missed.
+    "a penalty left scaled": ("never unscaled", part(step_of, change=penalty_scaled)),
     "a penalty unscaled": ("partly unscaled", part(step_of, take=penalty_unscaled)),
     "a penalty unscaled, sgd": (
         "partly unscaled",

@@ -45,6 +45,6 @@ def test_the_mistakes_of_the_comparison_are_counted_from_the_benchmark():
         for cells in columns
     ]
     page = (ROOT / "docs/compare.md").read_text()
-    told = table(page.partition("## What each gets wrong")[2])
+    told = table(page.partition("## Mistakes that each makes")[2])
     assert [(int(row[1]), int(row[2])) for row in told] == counted[:-1]
     assert counted[-1] == (32, 0)

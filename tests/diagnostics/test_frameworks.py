@@ -157,7 +157,7 @@ def test_a_state_in_place_of_its_loss_scale_is_an_error_that_says_where_it_is():
     opt_state = state()
     diagnosed = functools.partial(diagnostics.diagnose_nonfinite, half)
     for call in (diagnosed, lambda s, w: diagnostics.grad_report(w, s)):
-        with pytest.raises(TypeError, match=r"got a LossScaleState; .* \.loss_scale of a"):
+        with pytest.raises(TypeError, match=r"a LossScaleState; .* \.loss_scale of a"):
             call(opt_state, W)
         with pytest.raises(TypeError, match=r"optax\.tree\.get\(opt_state"):
             call((opt_state,), W)

@@ -57,6 +57,8 @@ STEPS = {
     "docs/devices.md": {
         "train_step": "train_step, params, opt_state, x",
         "sharded_step": "jax.jit(step), params, opt_state, x",
+        "pmap_step": "jax.pmap(pmap_step, 'batch', in_axes=(None, None, 0), "
+        "out_axes=None), params, opt_state, x.reshape(mesh.size, -1, 4)",
     },
     "docs/optax.md": {
         "train_step": "train_step, params, opt_state, x",

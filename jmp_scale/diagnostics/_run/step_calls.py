@@ -78,6 +78,7 @@ class Calls:
       states: paths of the states of `with_loss_scale`.
       has_windows: whether there is a state of `optax.MultiSteps`.
       bare: bare arrays that seem to come back, but are not among `carried`.
+      has_other_states: whether a result is such a state in other shapes.
       start: arrays in place of the arguments', for steps later than the first.
       count: the calls so far.
     """
@@ -96,6 +97,7 @@ class Calls:
         self.start: Named = {}
         self.count = 0
         self.bare: list[Path] = []
+        self.has_other_states = False
         self._places: dict[Path, Path] | None = None
 
     def __call__(
@@ -126,6 +128,8 @@ class Calls:
                 plain, results, self.states + self.scales, self._carried
             )
         places = self._places
+        others = results.keys() - places.values()
+        self.has_other_states = any(path[-1] == "skipped" for path in others if path)
         after = {p: results.get(places[p]) for p in self.arrays if p in places}
         after = {p: x for p, x in after.items() if x is not None}
         after |= {path: leaf for path, leaf in inside.items() if path in before}

@@ -69,6 +69,13 @@ def sgd_step(w, state, x, twice=False):
     return optax.apply_updates(w, updates), state, loss
 
 
+def test_a_state_that_comes_back_in_other_shapes_is_not_checked():
+    stacked = jax.vmap(sgd_step, in_axes=(None, None, 0))  # as of a pmap
+    found = check_step(stacked, WEIGHTS, SGD.init(WEIGHTS), ROWS[None])
+    assert found.ok
+    assert "comes back in other shapes" in found.summary()
+
+
 def test_a_step_is_traced_and_compiled_once():
     traces = []
 

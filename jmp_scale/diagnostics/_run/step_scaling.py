@@ -82,8 +82,14 @@ def _slopes(
                 near = np.abs(slopes[:, None] * sign - [1, 2]).min(1, initial=9) < 0.15
                 if near.size and near.mean() > 0.5:
                     hits.setdefault((path, sign), []).append(near.size)
-    # Few entries may agree by chance, or by rounding, once or twice.
-    sure = {key for key, n in hits.items() if max(n) >= 8 or len(n) >= 3}
+    # Few entries may agree by chance, or by rounding, once or twice. Many agree once
+    # where the rest of a gradient underflows from one S to the next.
+    least = 2 if len(powers) > 2 else 1
+    sure = {
+        key
+        for key, n in hits.items()
+        if len(n) >= least and (max(n) >= 8 or len(n) >= 3)
+    }
     paths = table[powers[0]] if powers else ()
     return {path: sign for path in paths for sign in (1, -1) if (path, sign) in sure}
 

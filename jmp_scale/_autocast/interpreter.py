@@ -47,6 +47,10 @@ class TraceCache:
     def made(self, make: Callable[..., T], *facts: Hashable) -> T:
         """`make(*facts)`, or what it made of equal facts before."""
         key = make, facts
+        try:
+            hash(key)
+        except TypeError:  # objects of hijax have parameters of any kind
+            return make(*facts)
         if key not in self._made:
             self._made[key] = make(*facts)
         return self._made[key]
@@ -75,6 +79,7 @@ class Interpreter(abc.ABC):
     # Precision of products that stay float32 and have none of their own.
     setting: str | None = None
     in_loop: bool = False
+    in_rule: bool = False  # of a `custom_jvp`
 
     @abc.abstractmethod
     def run_products(
@@ -92,6 +97,7 @@ class Interpreter(abc.ABC):
             # A rule is transposed: what is computed again has no derivative there.
             recompute=self.recompute and part_of not in ("rule", "policy"),
             in_loop=self.in_loop or part_of == "loop",
+            in_rule=self.in_rule or part_of == "rule",
         )
 
     def run(

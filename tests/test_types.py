@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 import pytest
-from test_readme import BLOCKS
+from test_readme import code_of
 
 import jmp_scale
 
@@ -34,7 +34,7 @@ USES = {
     "nnx": "print(optimizer.loss_scale, optimizer.opt_state.applied, optimizer.step)",
 }
 PROGRAMS = {
-    "float16": LOSS + BLOCKS["float16"][1],
+    "float16": LOSS + code_of("float16"),
     "linen": """\
 from typing import Any
 import flax.linen as nn, jax, jax.numpy as jnp, jmp_scale, optax

@@ -131,11 +131,15 @@ class Interpreter(abc.ABC):
             if are_stored:  # what is made of weights alone is a weight, as `w.T` is
                 for v in plan.origins.keys() & made.keys():
                     made[v] = stored(array_of(made[v]))
-            for v in plan.named.keys() & made.keys():
-                half = checkpoint_name(made[v].astype(self.forward), plan.named[v])
-                made[v], halves[v] = half.astype(made[v].dtype), half
+            self.name(plan, made, halves)
             env.update(made)
         return _jaxpr.results_of(plan.jaxpr, env)
+
+    def name(self, plan: Plan, made: ByVariable, halves: ByVariable) -> None:
+        """Gives results of products their names; a policy saves what has one."""
+        for v in plan.named.keys() & made.keys():
+            half = checkpoint_name(made[v].astype(self.forward), plan.named[v])
+            made[v], halves[v] = half.astype(made[v].dtype), half
 
     def rounded(self, x: jax.Array) -> jax.Array:
         """`x` and its cotangent in half precision: one array serves all readers."""

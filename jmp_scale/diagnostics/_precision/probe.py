@@ -199,6 +199,9 @@ class _Flagged(Interpreter):
     met: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
+    def name(self, plan: Plan, made: ByVariable, halves: ByVariable) -> None:
+        """Leaves results without names: not all of them are in half precision."""
+
     def run_products(
         self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
     ) -> ByVariable:

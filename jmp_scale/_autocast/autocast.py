@@ -371,7 +371,12 @@ class _Island:
         self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
         self._read = self._halved.union(*wires)
         self._softmaxes = ops.softmaxes_of(unit.jaxpr)
-        self.again = jax.jit(self._again)
+
+        def again(*args: Any) -> tuple[ByPosition, ByPosition]:
+            return self._again(*args)
+
+        again.__name__ = _marks.UNIT
+        self.again = jax.jit(again)
 
     def run(self, inputs: Arrays) -> list[jax.Array]:
         return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)

@@ -185,7 +185,7 @@ class Walk:
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
-                self.autocasts |= _jaxpr.name_of_call(eqn) == UNIT
+            self.autocasts |= _jaxpr.name_of_call(eqn) == UNIT
             return outs
         if not is_call or step.name not in _jaxpr.known_primitives():
             self._leave_unread(step)

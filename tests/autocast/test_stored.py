@@ -284,8 +284,10 @@ def test_a_table_that_is_read_in_a_shard_map_within():
         )
         return near(read(t, d.ids) @ w, d.y)
 
-    error, _ = errors_of(fun, [TABLE, W], "bfloat16")
-    assert error <= 3e-3  # jax 0.8 rounds the part of each device too
+    error, wide = errors_of(fun, [TABLE, W], "bfloat16")
+    # jax 0.8 rounds the part of each device too.
+    roundings = 2 if jax.__version_info__ < (0, 9) else 1
+    assert error <= 1.5 * wide + roundings * 2.0**-9
 
 
 def test_of_an_nnx_module_too():

@@ -9,16 +9,17 @@ from .step_arguments import Path, host
 from .step_found import Changes, Check, Found
 
 _POWERS = (-9, -5, -1, 3, 7, 11)  # log2 of S: a clip's threshold may lie between
+_ENDS = (-7, 9)  # where a clip leaves one of these pairs alone, there are two
 _BETWEEN = (6.7, 10.3)  # no powers of two, at which rounding differs
 _HIGHEST = 126  # log2 of the largest S whose inverse is a normal number
 _GROWS = 2**30  # a counter at which S grows, whatever its period
 
 
 def several_s(check: Check) -> Iterator[Found]:
-    """The same step at six S: nothing may grow or fall with S."""
+    """The same step at eight S: nothing may grow or fall with S."""
     calls, fixed = check.calls, check.calls.arguments.fixed
     # Each S of a StaticLossScale is a compilation.
-    powers: tuple[float, ...] = _POWERS
+    powers: tuple[float, ...] = (*_POWERS, *_ENDS)
     if not calls.scales:
         powers = tuple(np.log2(fixed[0]) + np.array([0, 4])) if fixed else ()
     table: dict[float, tuple[Changes, dict[Path, np.ndarray]]] = {}

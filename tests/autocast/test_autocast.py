@@ -1366,6 +1366,15 @@ def test_constant_results_are_arrays():
         assert x.at[...].add(1).dtype == dtype
 
 
+def test_a_number_that_is_reshaped_passes():
+    """Its equation reads no variable."""
+
+    def loss(w, x):
+        return mean_square(lax.reshape(2.0, (1, 1)) * layer(w, x))
+
+    assert_close_gradients(loss, W, X)
+
+
 def test_whatever_is_no_float_array_passes():
     def f(w, x, key, flags, *, name, nothing=None):
         assert name == "static"

@@ -293,6 +293,7 @@ LAYERS_OF_A_STACK = [
     lambda x: lax.scan(lambda x, i: (x @ STACK[i], i), x, jnp.arange(2))[0],
     counted(lambda i, x: jnp.tanh(x @ lax.dynamic_index_in_dim(STACK, i, 0, False))),
     counted(lambda i, x: jnp.tanh(x @ STACK.at[i].get(mode="clip"))),
+    counted(lambda i, x: jnp.tanh(x @ jnp.take(STACK, i, axis=0))),
     lambda x: x @ STACK[jnp.argmax(x @ W) % 2],  # an expert
 ]
 

@@ -110,9 +110,21 @@ def test_a_wrong_value_is_an_error_that_lists_the_right_ones(call, words):
         call()
 
 
-def test_the_name_of_another_library_leads_to_ours():
-    with pytest.raises(AttributeError, match=r"write jmp_scale.with_loss_scale\(tx"):
-        jmp_scale.GradScaler  # noqa: B018
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("GradScaler", r"write jmp_scale.with_loss_scale\(tx, jmp_scale.Dynamic"),
+        ("LossScaleOptimizer", r"write jmp_scale.with_loss_scale\(tx"),
+        ("DynamicScale", r"write jmp_scale.DynamicLossScale\(\)"),
+        ("DynamicLossScaling", r"write jmp_scale.DynamicLossScale\(\)"),
+    ],
+)
+def test_the_name_of_another_library_leads_to_ours(name, words):
+    with pytest.raises(AttributeError, match=words):
+        getattr(jmp_scale, name)
+    with pytest.raises(ImportError, match=words):
+        exec(f"from jmp_scale import {name}")
+    assert not hasattr(jmp_scale, name)
 
 
 def test_leaves_of_a_model_that_are_no_arrays_pass():

@@ -381,8 +381,10 @@ def test_a_float32_checkpoint_goes_into_abstract_half_precision_parameters(
         (params, jax.eval_shape(tx.init, params)),
     )
     load = with_orbax(saved, tmp_path)
-    restored = restore_without_half_parameters(load, *abstract)
-    assert_bitwise_equal(without_half_parameters(*restored), saved)
+    concrete = jax.device_put(params, sharding)
+    for target in (abstract, (concrete, abstract[1])):
+        restored = restore_without_half_parameters(load, *target)
+        assert_bitwise_equal(without_half_parameters(*restored), saved)
     types = jax.tree.map(lambda x: x.dtype, (restored, abstract))
     assert types[0] == types[1]
     assert {x.sharding for x in jax.tree.leaves(restored)} == {sharding}

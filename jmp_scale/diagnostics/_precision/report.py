@@ -11,9 +11,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 
 from ..._state import find_half_states
-from ..._tree import is_array
+from ..._tree import is_array, split_arrays
 from ..._types import Function, PyTree
-from .._backward import Loss, split_arrays
+from .._backward import Loss
 from .._source import begin_user_code, place_of_caller
 from .._tables import printed, table
 from . import conclusions, work

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin
+from typing import TYPE_CHECKING, Annotated, NamedTuple, get_origin
 
 import jax
 import jax.export
@@ -54,7 +54,7 @@ class LossScaleState(NamedTuple):
 
 
 # What each flag and counter is before the first step, in the order of the fields.
-START: dict[str, Any] = {
+START: dict[str, np.generic] = {
     name: hint.__metadata__[0]
     for name, hint in LossScaleState.__annotations__.items()
     if get_origin(hint) is Annotated
@@ -102,7 +102,7 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def _is_state(cls: Any, always: Set[str], node: PyTree) -> bool:
+def _is_state(cls: type, always: Set[str], node: PyTree) -> bool:
     """Whether a node is a state of a class, or the mapping that Flax made of it.
 
     A mapping of `nnx.state` lacks the fields that hold no array: a guard of None, a
@@ -110,7 +110,7 @@ def _is_state(cls: Any, always: Set[str], node: PyTree) -> bool:
     """
     if isinstance(node, Mapping):
         # Both bounds: a parameter tree may well have a key `skipped`, and no other.
-        return always <= set(node) <= set(cls._fields)
+        return always <= set(node) <= set(cls.__annotations__)
     return isinstance(node, cls)
 
 

@@ -17,7 +17,7 @@ from .._types import Arrays, Function, PyTree, Scalar
 
 # XLA may omit a rounding that the program asks for, depending on machine and version.
 # With this option the program is measured as it is written.
-ALL_ROUNDINGS: Any = {"xla_allow_excess_precision": False}
+ALL_ROUNDINGS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
 
 
 @jax.tree_util.register_dataclass

@@ -98,7 +98,7 @@ import sys, jax, jmp_scale, numpy as np
 from jax.sharding import PartitionSpec as P
 devices = int(sys.argv[1])
 jax.config.update("jax_num_cpu_devices", devices)
-own = np.random.RandomState(0).normal(size=(devices, 16, 1024)).astype(np.float32)
+own = np.random.RandomState(0).normal(size=(devices, 64, 1024)).astype(np.float32)
 exact = own.astype(np.float64).sum(0)
 def errors(own):
     return [jmp_scale.sum_gradients(own[0], wire=w) for w in ("bfloat16", "float16")]
@@ -108,17 +108,18 @@ for total in jax.shard_map(errors, mesh=mesh, in_specs=P("i"), out_specs=P())(ow
 """
 
 
+@pytest.mark.slow  # XLA runs 64 devices on a CPU one after the other
 def test_the_error_does_not_grow_with_the_devices():
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     run = subprocess.run(
-        [sys.executable, "-c", MANY, "16"],
+        [sys.executable, "-c", MANY, "64"],
         capture_output=True,
         text=True,
         timeout=300,
         env=env,
     )
     errors = list(map(float, run.stdout.split()))
-    # A bfloat16 all-reduce over 16 devices is off by 5e-3.
+    # A bfloat16 all-reduce over 64 devices is off by 1e-2.
     assert len(errors) == 2, run.stderr
     assert errors[0] < WHOLE["bfloat16"]
     assert errors[1] < WHOLE["float16"]

@@ -13,6 +13,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike
 
 from ._types import PyTree
 
@@ -139,16 +140,42 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     leaves = _to_state_dict(target)
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
+    reason = (
+        "was it saved with another kind of loss scale or guard, or before there was "
+        "one (jmp_scale.checkpoints)?"
+    )
     if isinstance(state, dict) and state.keys() == leaves.keys():
+        state = {name: _exactly(x, leaves[name]) for name, x in state.items()}
         got = _types(state)
+        coarse = [n for n, x in state.items() if _is_cast(x, leaves[n])]
+        if coarse:
+            dtype = jnp.result_type(state[coarse[0]])
+            reason = f"{dtype} does not hold {', '.join(coarse)} exactly, save float32"
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
         raise ValueError(
             f"{type(target).__name__} at path {path}: expected {expected}, got {got}; "
-            "was it saved with another kind of loss scale or guard, in another dtype, "
-            "or before there was one (jmp_scale.checkpoints)?"
+            f"{reason}"
         )
     # The constructor would refuse an S outside the bounds of the restoring code. Leaves
     # become JAX arrays, because the NumPy arrays of Flax cannot be donated.
     leaves = [jnp.asarray(state[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _is_cast(x: ArrayLike, like: ArrayLike) -> bool:
+    """Whether a leaf is a floating-point number of another dtype than before saving."""
+    dtypes = jnp.result_type(x), jnp.result_type(like)
+    are_floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return are_floating and dtypes[0] != dtypes[1] and jnp.shape(x) == jnp.shape(like)
+
+
+def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:
+    """Casts `x` to the dtype of `like` if it is a power of two, which casts preserve.
+
+    EasyLM's checkpointer writes all floating-point arrays in bfloat16.
+    """
+    if not _is_cast(x, like):
+        return x
+    mantissas, _ = np.frexp(np.asarray(x, np.float64))
+    return jnp.asarray(x, jnp.result_type(like)) if (mantissas == 0.5).all() else x

@@ -6,6 +6,7 @@ import flax.serialization
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp_v0
 import orbax.checkpoint.experimental.v1 as ocp
@@ -150,6 +151,22 @@ def test_orbax_names_the_leaves_on_disk(tmp_path):
 def test_a_foreign_or_truncated_state_dict_is_a_clear_error(state_dict):
     with pytest.raises(ValueError, match=r"DynamicLossScale at path .*expected"):
         flax.serialization.from_state_dict(jmp_scale.DynamicLossScale(), state_dict)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
+    # EasyLM's checkpointer writes all floating-point arrays in bfloat16.
+    def saved(s):
+        return {"loss_scale": np.asarray(s).astype(dtype), "counter": np.int32(7)}
+
+    target = jmp_scale.DynamicLossScale()
+    restored = flax.serialization.from_state_dict(target, saved(2.0**13))
+    assert_bitwise_equal(restored.loss_scale, jnp.float32(2.0**13))
+    assert restored.counter == 7
+    message = rf"{dtype} does not hold loss_scale exactly, save float32"
+    for s in (1.5 * 2.0**13, np.inf):
+        with pytest.raises(ValueError, match=message):
+            flax.serialization.from_state_dict(target, saved(s))
 
 
 def test_an_exported_update_survives_serialization():

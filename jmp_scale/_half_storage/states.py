@@ -162,7 +162,7 @@ class _Wrapper:
 
     def _averages(
         self, state: optax.OptState, *trees: PyTree
-    ) -> tuple[list[Leaf], Any, list[_Owner | None]]:
+    ) -> tuple[list[Leaf], PyTree, list[_Owner | None]]:
         """Leaves of a state, its structure, and of which parameter each is an average.
 
         A path in the state ends with that of the parameter, which is cut off first: a

@@ -147,7 +147,8 @@ def _constrains(sharding: object) -> bool:
     """Whether a sharding that a `jit` names is more than the types of arrays say."""
     if not isinstance(sharding, Sharding):
         return False  # none is named
-    axes: Any = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    mesh = getattr(sharding, "mesh", None)
+    axes: Sequence[AxisType] = getattr(mesh, "axis_types", ())
     return not axes or any(axis != AxisType.Explicit for axis in axes)
 
 

@@ -37,7 +37,7 @@ TESTS = {
     "_tree": "test_tree test_policy scaling/test_loss_scale scaling/test_gradients",
     "_mesh": "test_mesh scaling/test_transform test_sharding",
     "_scaling/finite": "scaling/test_finite test_mesh test_sharding",
-    "_scaling/gradients": "scaling/test_gradients",
+    "_scaling/gradients": "scaling/test_gradients test_mistakes",
     "_scaling/transform": "scaling/test_transform test_optimizers "
     "scaling/test_spike_guard",
     "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",

@@ -61,7 +61,7 @@ TESTS = {
     "_half_storage/states": "half_storage/test_states test_unreduced",
     "checkpoints": "test_checkpoints half_storage/test_parameters",
     "_state": "half_storage/test_states scaling/test_transform test_checkpoints",
-    "_validation": "test_validation test_mistakes scaling/test_transform",
+    "_validation": "test_validation test_mistakes scaling/test_loss_scale",
     "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little

@@ -88,7 +88,7 @@ def with_half_state(
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "with_half_state: expected inner to be an optax.GradientTransformation, "
-            f"got {inner!r}; pass the optimizer first"
+            f"got {described(inner)}; pass the optimizer first"
         )
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(

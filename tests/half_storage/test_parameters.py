@@ -10,7 +10,17 @@ import pytest
 from flax import nnx
 from helpers import TWO_AXES, assert_bitwise_equal, one_of, sharded
 from jax import lax
-from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
+from optimizers import (
+    BAD,
+    GOOD,
+    OPTIMIZERS,
+    PARAMS,
+    STEPS,
+    by_name,
+    linen,
+    of_nnx,
+    stepper,
+)
 
 import jmp_scale.nnx
 from jmp_scale import (
@@ -20,13 +30,11 @@ from jmp_scale import (
     with_half_parameters,
     with_loss_scale,
 )
-from jmp_scale.linen import TrainState
 
 # Those that differ most in what they do; all others are slow tests.
 TYPICAL = {"adamw", "lion", "masked", "multi_steps", "muon", "partition", "sam"}
 TYPICAL |= {"momentum", "schedule_free", "set_to_zero"}
 HALF = (jnp.bfloat16, jnp.float16)
-STEPS = [jax.tree.map(lambda g, s=s: g * s, GOOD) for s in (1.0, -0.3, 1e-3, 7.0)]
 
 
 def half(tree, dtype=jnp.bfloat16):
@@ -360,23 +368,6 @@ def test_stochastic_rounding_is_alike_under_every_layout():
 
 def squares(params):
     return sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params))
-
-
-def linen(params, tx):
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
-    for grads in STEPS:
-        state = step(state, grads)
-    return state.params, state
-
-
-def of_nnx(params, tx):
-    model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
-    optimizer = jmp_scale.nnx.Optimizer(model, tx)
-    for grads in STEPS:
-        grads = nnx.State({name: nnx.Param(g) for name, g in grads.items()})
-        optimizer.update(model, grads)
-    return nnx.state(model, nnx.Param), nnx.state(optimizer)
 
 
 @pytest.mark.parametrize("train", [linen, of_nnx])

@@ -625,7 +625,7 @@ WITHIN = {
 
 
 @pytest.mark.parametrize("recompute", one_of(2, [True, False]))
-@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("within", one_of(2, WITHIN))
 def test_a_kernel_gets_half_precision_and_its_rule_may_return_float32(
     within, recompute
 ):
@@ -1219,7 +1219,7 @@ DERIVATIVES = {  # the last one of the first, or of the second
 
 
 @pytest.mark.parametrize("recompute", one_of(2, [True, False]))
-@pytest.mark.parametrize("order", DERIVATIVES)
+@pytest.mark.parametrize("order", one_of(2, DERIVATIVES))
 @pytest.mark.parametrize(
     "name", one_of(2, ["scan_over_layers", "custom_jvp", "remat", "cond"])
 )
@@ -1267,7 +1267,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", one_of(2, SHARDED))
 def test_the_shardings_of_an_inner_jit_are_kept(name):
     """Else each device computes all of it."""
     program = SHARDED[name]

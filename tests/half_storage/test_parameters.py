@@ -342,11 +342,11 @@ def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own():
     states = jax.vmap(tx.init)(members)
     keys = jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(1), 3))
     states = states._replace(rounding_key=keys)
-    updates, states = jax.vmap(tx.update)(grads, states, members)
+    updates, states = jax.jit(jax.vmap(tx.update))(grads, states, members)
     made = np.asarray(optax.apply_updates(members, updates), np.float32)
     assert len(np.unique(made, axis=0)) == 3
     one = tx.init(members[1])._replace(rounding_key=keys[1])
-    updates, _ = tx.update(grads[1], one, members[1])
+    updates, _ = jax.jit(tx.update)(grads[1], one, members[1])
     alone = optax.apply_updates(members[1], updates)
     np.testing.assert_array_equal(made[1], alone.astype(jnp.float32))
 

@@ -47,12 +47,13 @@ export function shortened(question) {
   // Numbers say little, and lunr.js, which mixes up some words that end in digits, finds
   // nothing at all with some of them.
   const rest = words.filter(word => !STOP.has(word) && !/^\d+$/.test(word))
-  // In a message, "health: expected ...", the function that raises it counts most.
+  // In a message, "health: expected ...", the function that raises it counts most, and
+  // a name, ragged_dot, says more than a word.
   const [, raised = ""] = plain.match(/([\w.]+): expected /) ?? []
   const names = new Set(raised.split(".").map(stem))
   // Twice: as a whole word, which counts more, and as the beginning of others.
   const asked = (rest.length ? rest : words).map(word => {
-    const whole = `${word}^${names.has(word) ? 20 : 2}`
+    const whole = `${word}^${names.has(word) ? 20 : word.includes("_") ? 5 : 2}`
     return word.length > 1 ? `${whole} ${word}` : whole
   })
   return asked.join(" ")

@@ -194,8 +194,8 @@ def gains(**medians):
 
 ADVICE = [
     ({"bfloat16": 4.0, "float16": 4.0}, '"bfloat16", which needs no loss scale; "floa'),
-    ({"bfloat16": 4.0, "float16": 1.0}, '"bfloat16", which needs no loss scale: float'),
-    ({"bfloat16": 1.0, "float16": 4.0}, '"float16" with DynamicLossScale(): bfloat16'),
+    ({"bfloat16": 4.0, "float16": 1.0}, '"bfloat16", which needs no loss scale; float'),
+    ({"bfloat16": 1.0, "float16": 4.0}, '"float16" with DynamicLossScale(); bfloat16'),
     ({"bfloat16": 1.2, "float16": 1.3}, "neither gains 1.3 times"),
     ({}, "neither gains"),
 ]

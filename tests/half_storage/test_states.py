@@ -335,6 +335,61 @@ def test_flax_stores_what_optax_alone_does(door):
         assert diagnostics.health(found) == []
 
 
+def of_one_device(step, params, state):
+    for grads in STEPS:
+        params, state = jax.jit(step)(params, state, grads)
+    return params, state
+
+
+def of_pmap(step, params, state):
+    """Replicas are rows, equal in every bit; the second one is returned."""
+    run = jax.pmap(step)
+    carry = jax.tree.map(lambda x: jnp.stack([x] * 4), (params, state))
+    for grads in STEPS:
+        carry = run(*carry, jax.tree.map(lambda g: jnp.stack([g] * 4), grads))
+    first, second = (jax.tree.map(lambda x, i=i: x[i], carry) for i in range(2))
+    assert_bitwise_equal(first, second)
+    return second
+
+
+def on_explicit_axes(step, params, state):
+    """Rows of weights and averages are split over the first axis of a mesh."""
+    mesh = jax.make_mesh((2,), ("i",), (jax.sharding.AxisType.Explicit,))
+
+    def placed(x):
+        return sharded(x, mesh, jax.P("i") if x.ndim == 2 else jax.P())
+
+    with jax.set_mesh(mesh):
+        carry = jax.tree.map(placed, (params, state))
+        for grads in STEPS:
+            carry = jax.jit(step)(*carry, jax.tree.map(placed, grads))
+    assert jax.typeof(carry[1].inner_state[0].nu["w"]).sharding.spec[0] == "i"
+    return jax.device_get(carry)
+
+
+def of_haiku(step, params, state):
+    """Parameters of a module, by its name."""
+    hk = pytest.importorskip("haiku")
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(2, name="a")(x)))
+    made = network.init(KEY, jnp.ones((1, 2)))
+    carry = {"a": params}, half_state(ADAM).init({"a": params})
+    assert jax.tree.structure(made) == jax.tree.structure(carry[0])
+    for grads in STEPS:
+        carry = jax.jit(step)(*carry, {"a": grads})
+    leaves = jax.tree.leaves(carry)
+    return jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
+
+
+ADAM = optax.adam(0.1)
+
+
+@pytest.mark.parametrize("way", [of_pmap, on_explicit_axes, of_haiku])
+def test_averages_are_those_of_one_device_and_plain_arrays(way):
+    tx = half_state(ADAM)
+    arguments = stepper(tx), PARAMS, tx.init(PARAMS)
+    assert_bitwise_equal(way(*arguments), of_one_device(*arguments))
+
+
 def test_full_parameters_are_found_below_half_states_in_nnx():
     for key in (None, KEY):
         tx = half_state(with_half_parameters(optax.adam(2.0**-9), key=key))

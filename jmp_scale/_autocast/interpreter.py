@@ -6,6 +6,7 @@ precision, and the probe of `sensitive_products` where a flag is set.
 
 import abc
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ from .stored import (
 )
 
 T = TypeVar("T")
+# Files that the user did not write.
+_INSTALLED = re.compile(r"/lib/python3|-packages\b")
 ByVariable = dict[Var, Any]  # arrays, or stored ones
 
 
@@ -224,11 +227,22 @@ class Interpreter(abc.ABC):
         if results is None and name not in warned and ops.has_products(eqn):
             warned.add(name)
             warn(
-                f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products and "
-                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
-                "give it half precision, or by jmp_scale.keep_float32"
+                f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products"
+                f"{_place_of_products(eqn)} and cannot be read: they stay float32; "
+                "mark it by jmp_scale.in_half to give it half precision, or by "
+                "jmp_scale.keep_float32; of a solver, cast the function that it calls"
             )
         return results
+
+
+def _place_of_products(call: JaxprEqn) -> str:
+    """The user's line in which a call makes a product, or else that of the call."""
+    within = filter(ops.becomes_half, _jaxpr.equations_within(call))
+    for eqn in (*within, call):
+        for frame in getattr(eqn.source_info.traceback, "frames", ()):
+            if not _INSTALLED.search(frame.file_name):
+                return f" ({frame.file_name}:{frame.line_num}, {frame.function_name})"
+    return ""
 
 
 def _nested_function(

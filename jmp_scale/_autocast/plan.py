@@ -116,7 +116,7 @@ def make_plan(
             return False
         if ops.has_products(eqn):
             return not names.exempt(eqn)
-        return ops.is_cheap(eqn) or ops.reads_half(eqn)
+        return ops.only_looks_up(eqn) or ops.reads_half(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     flat, copied = _jaxpr.read_apart(flat, {flat.invars[i] for i in stored})

@@ -32,7 +32,7 @@ from ..._autocast.marks import Names, tracing
 from ..._autocast.operations import Product, softmaxes_of
 from ..._autocast.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
-from ..._tree import promote_to_float32
+from ..._tree import promote_to_float32, split_arrays
 from ..._types import PyTree
 from .._backward import (
     ALL_ROUNDINGS,
@@ -40,7 +40,6 @@ from .._backward import (
     Loss,
     Start,
     concrete_arrays,
-    split_arrays,
 )
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference

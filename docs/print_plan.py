@@ -12,9 +12,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_scale import _jaxpr
-from jmp_scale._autocast import operations as ops
 from jmp_scale._autocast.marks import Names
-from jmp_scale._autocast.plan import Origin, Plan, Unit, make_plan, needed_for
+from jmp_scale._autocast.recompute.islands import read_by_derivative
+from jmp_scale._autocast.recompute.plan import (
+    Origin,
+    Plan,
+    Unit,
+    make_plan,
+    needed_for,
+)
 from jmp_scale._jaxpr import Var
 from jmp_scale._tree import FlatCall
 
@@ -70,7 +76,7 @@ def _lines_of_unit(
         for places in (unit.kept, unit.softmaxes, unit.known)
     )
     again = operands - {*inputs} - kept
-    read = [*again, *ops.read_by_derivative(unit.jaxpr, softmaxes)]
+    read = [*again, *read_by_derivative(unit.jaxpr, softmaxes)]
     saved = needed_for(unit.jaxpr, read, known).intersection(inputs)
     half = kept | (saved & plan.halves) | operands.intersection(inputs)
     full = known | saved

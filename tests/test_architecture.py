@@ -37,6 +37,10 @@ TESTED_BY = {
         "autocast/test_autocast",
         "programs run as their plans say",
     ),
+    "_autocast.recompute.identities": (
+        "autocast/test_identities",
+        "beside the others",
+    ),
     "_autocast.higher_order": (
         "autocast/test_autocast",
         "loops and calls run as they did",

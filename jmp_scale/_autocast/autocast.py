@@ -24,14 +24,16 @@ from .._policy import checked_half
 from .._tree import FlatCall, is_module
 from .._validation import require_bool, require_function, warn
 from . import marks as _marks
-from . import operations as ops
+from . import products as ops
 from .dot_general import is_zero
 from .function import CastFunction, not_default
-from .identities import kept_apart, no_tangent, softmax_from, with_value
+from .identities import no_tangent, with_value
 from .interpreter import ByVariable, Interpreter, Notes, TraceCache, Values
 from .linear import linear
-from .plan import Origin, Plan, Unit
 from .policies import Shown, in_sight
+from .recompute import islands
+from .recompute.identities import kept_apart, softmax_from
+from .recompute.plan import Origin, Plan, Unit
 from .stored import Stored, stored
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -370,7 +372,7 @@ class _Island:
         wires = [each for _, each in unit.products]
         self._halved = {i for each in wires for i in each[:2]}.union(unit.kept)
         self._read = self._halved.union(*wires)
-        self._softmaxes = ops.softmaxes_of(unit.jaxpr)
+        self._softmaxes = islands.softmaxes_of(unit.jaxpr)
 
         def again(*args: Any) -> tuple[ByPosition, ByPosition]:
             return self._again(*args)
@@ -407,7 +409,7 @@ class _Island:
             copies = [*map(_with_derivative_of, whole.inputs, copies)]
         types = zip(copies, self._jaxpr.invars, strict=True)
         inputs = [x.astype(_jaxpr.dtype_of(v)) for x, v in types]
-        reached = ops.reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
+        reached = islands.reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
 
         def run(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
             values: dict[Var, jax.Array] = {}

@@ -16,11 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _jaxpr
 from .._jaxpr import Atom, Program, Var
 from .._validation import warn
-from . import operations as ops
+from . import products as ops
 from .higher_order import RUNS, Part
 from .identities import with_cotangent_of_its_dtype, with_value
 from .marks import Names
-from .plan import Origin, Plan, Unit, make_plan
+from .recompute.plan import Origin, Plan, Unit, make_plan
 from .stored import Stored, Value, array_of, looked_up, places_of, stored
 
 T = TypeVar("T")

@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_scale.nnx
 from jmp_scale import _jaxpr, autocast, in_half, keep_float32
 from jmp_scale._autocast import marks as _marks
-from jmp_scale._autocast.plan import Origin, make_plan
+from jmp_scale._autocast.recompute.plan import Origin, make_plan
 
 HIGH = lax.Precision.HIGH
 F16, BF16, F32 = ((name, name) for name in ("float16", "bfloat16", "float32"))

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator
 
 import jax
 
-from ..._autocast.operations import is_half_product
+from ..._autocast.products import is_half_product
 from ..._jaxpr import PRODUCTS, shape
 from ..._policy import is_half
 from ..._types import Function, PyTree

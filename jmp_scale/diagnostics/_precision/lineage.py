@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from ... import _jaxpr
-from ..._autocast.operations import is_half_product
+from ..._autocast.products import is_half_product
 from ..._jaxpr import SAME_ENTRIES, JaxprEqn, dtype_name, shape, size
 from ..._policy import is_half
 

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
-from ..._autocast.identities import softmax_from, with_value
+from ..._autocast.identities import with_value
 from ..._autocast.interpreter import (
     ByVariable,
     Interpreter,
@@ -29,8 +29,10 @@ from ..._autocast.interpreter import (
     Values,
 )
 from ..._autocast.marks import Names, tracing
-from ..._autocast.operations import Product, softmaxes_of
-from ..._autocast.plan import Origin, Plan, Unit
+from ..._autocast.products import Product
+from ..._autocast.recompute.identities import softmax_from
+from ..._autocast.recompute.islands import softmaxes_of
+from ..._autocast.recompute.plan import Origin, Plan, Unit
 from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
 from ..._tree import promote_to_float32
 from ..._types import PyTree

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
-from ..._autocast.operations import has_matrix_work, stays_float32
+from ..._autocast.products import has_matrix_work, stays_float32
 from ..._jaxpr import PRODUCTS, SAME_ENTRIES, dtype_name, shape, size, words
 from ..._policy import is_half
 from .._tables import printed

@@ -28,11 +28,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .. import _jaxpr
-from .._jaxpr import Atom, Jaxpr, JaxprEqn, NameStack, Var, is_float32, variables
-from .._policy import is_half
-from . import operations as ops
-from .marks import Names
+from ... import _jaxpr
+from ..._jaxpr import Atom, Jaxpr, JaxprEqn, NameStack, Var, is_float32, variables
+from ..._policy import is_half
+from .. import products as ops
+from ..marks import Names
+from .islands import read_by_derivative, small_sums, softmaxes_of
 
 _INTEGERS = "bool", "int", "uint"
 # At most this many operations on arguments alone are repeated in each island that reads
@@ -451,7 +452,7 @@ class _Units:
         """
 
         def needed(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
-            return needed_for(island, ops.read_by_derivative(island, softmaxes), known)
+            return needed_for(island, read_by_derivative(island, softmaxes), known)
 
         def read(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
             return needed(softmaxes, known).intersection(island.invars)
@@ -461,7 +462,7 @@ class _Units:
 
         results = [v for v in variables(island.outvars) if is_float32(v)]
         operands = [v for v in results if v in self._readers]
-        softmaxes = {v for v in ops.softmaxes_of(island) if v in operands}
+        softmaxes = {v for v in softmaxes_of(island) if v in operands}
         # The last one is first: what reads a result itself may be another one.
         for v in reversed([v for v in operands if v in softmaxes]):
             others = softmaxes - {v}
@@ -502,7 +503,7 @@ class _Units:
     def _half(
         self, island: Jaxpr, products: Sequence[ops.Product], choice: Kept
     ) -> Unit:
-        sums = ops.small_sums(island)
+        sums = small_sums(island)
         made = dict.fromkeys([*island.outvars, *sums])
         read = [v for p in products for v in p.jaxpr.invars if v not in made]
         inputs = dict.fromkeys([*island.invars, *read])
@@ -534,7 +535,7 @@ def needed_for(
     island: Jaxpr, atoms: Iterable[Atom], given: Collection[Var]
 ) -> set[Var]:
     """The variables of an island from which values are computed, given some of them."""
-    known = {*ops.small_sums(island)}.union(given)
+    known = {*small_sums(island)}.union(given)
     found = {*variables(atoms)} - known
     for eqn in reversed(island.eqns):
         if not found.isdisjoint(eqn.outvars):

@@ -7,7 +7,7 @@ from autocast_programs import W, X
 
 from jmp_scale import _jaxpr
 from jmp_scale._autocast.marks import Names
-from jmp_scale._autocast.plan import Origin, make_plan, needed_for
+from jmp_scale._autocast.recompute.plan import Origin, make_plan, needed_for
 
 
 def plan_of(fun, *args):

@@ -1,0 +1,1 @@
+"""Islands of cheap operations, which the backward pass recomputes."""

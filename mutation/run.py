@@ -45,6 +45,9 @@ TESTS = {
     "_policy": "test_policy test_jmp",
     "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
     "_autocast/interpreter": "autocast/test_autocast autocast/test_exact",
+    "_autocast/provenance": "autocast/test_provenance autocast/test_autocast "
+    "autocast/test_exact",
+    "_autocast/recompute/units": "autocast/test_autocast autocast/test_exact",
     "_autocast/recompute/plan": "autocast/recompute/test_plan autocast/test_autocast "
     "autocast/test_exact",
     "_autocast/recompute/islands": "autocast/recompute/test_islands "

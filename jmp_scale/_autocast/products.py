@@ -26,11 +26,8 @@ from .._jaxpr import (
 )
 from .._policy import is_half
 from .dot_general import split_sizes, sum_of_terms, wide_dot_general
+from .marks import CAST
 
-_NOT_REACHED = (
-    "constants as operands (pass parameters as arguments), keep_float32 around them, "
-    "or a call around them that cannot be read"
-)
 _DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
 
 
@@ -43,17 +40,28 @@ class Product:
     # are the operands.
     jaxpr: Jaxpr = dataclasses.field(compare=False)
     moves: int  # equations for the first operand; the others are for the second
-    # Whether a float32 operand of a matrix product is computed from arguments alone: it
-    # has a float32 gradient. The transposes of other products take operands of one
-    # dtype.
-    wide_sides: tuple[bool, ...]
+    # Whether the gradient of an operand is float32: that of a float32 operand of a
+    # matrix product which is computed from arguments alone. The transposes of other
+    # products take operands of one dtype.
+    float32_grads: tuple[bool, ...]
     dtype: str | None  # that of an operand, where it is not `autocast`'s
-    scope: NameStack = dataclasses.field(compare=False)  # as in a `Unit`
+    # The scopes in which all its equations were, which they no longer name.
+    scope: NameStack = dataclasses.field(compare=False)
+
+    @property
+    def equation(self) -> JaxprEqn:
+        """The product itself."""
+        return self.jaxpr.eqns[-1]
+
+    @property
+    def operands(self) -> list[Var]:
+        """The variables of both operands, before their entries are moved."""
+        return self.jaxpr.invars[:2]
 
     @property
     def result(self) -> Var:
-        """The variable that it makes."""
-        return self.jaxpr.eqns[-1].outvars[0]
+        """The variable of its result."""
+        return self.equation.outvars[0]
 
     def moved(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands, their entries where the product reads them."""
@@ -63,72 +71,80 @@ class Product:
             (pair[side],) = _jaxpr.evaluate(move, [pair[side]])
         return pair
 
-    def run(
-        self, dtype: DTypeLike, *values: jax.Array, wide: int | None = None
+    def apply(
+        self, dtype: DTypeLike, *values: jax.Array, float32: int | None = None
     ) -> jax.Array:
-        """The product in half precision; only the operand `wide` stays float32."""
+        """The product in half precision; only the operand `float32` stays so."""
         operands = enumerate(values[:2])
-        pair = self.moved([x if i == wide else x.astype(dtype) for i, x in operands])
-        eqn = self.jaxpr.eqns[-1]
-        if wide is None:
+        pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
+        if float32 is None:
             params = {"precision": None, "preferred_element_type": dtype}
-            (result,) = _jaxpr.evaluate(eqn, [*pair, *values[2:]], **params)
+            inputs = [*pair, *values[2:]]
+            (result,) = _jaxpr.evaluate(self.equation, inputs, **params)
         else:
-            numbers = eqn.params["dimension_numbers"]
-            sharding = eqn.params.get("out_sharding")
-            result = wide_dot_general(*pair, numbers, dtype, _DEFAULT, sharding)
+            dimensions = self.equation.params["dimension_numbers"]
+            sharding = self.equation.params.get("out_sharding")
+            result = wide_dot_general(*pair, dimensions, dtype, _DEFAULT, sharding)
         return result.astype(jnp.float32)
 
     def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
         """A function to its half-precision tangent, of those of operands by side."""
 
         def term(side: int, *values: jax.Array) -> jax.Array:
-            wide = side if self.wide_sides[side] else None
-            return self.run(dtype, *values, wide=wide)
+            float32 = side if self.float32_grads[side] else None
+            return self.apply(dtype, *values, float32=float32)
 
-        @jax.jit
         def tangent(
             values: Sequence[jax.Array], live: dict[int, jax.Array]
         ) -> jax.Array:
             return sum_of_terms(term, values, live).astype(dtype)
 
-        return tangent
+        tangent.__name__ = CAST
+        return jax.jit(tangent)
 
 
 class Fate(enum.Enum):
     """The fate of a product: it becomes half precision, is so already, or stays."""
 
-    BECOMES_HALF = "float32 operands"
-    IS_HALF = "half precision as traced"
-    OTHER_DTYPE = "another dtype"
-    OWN_PRECISION = "a precision of their own"
-    IS_SUM = (
+    BECOMES_HALF = enum.auto()
+    IS_HALF = enum.auto()  # as traced: both operands, or the result
+    OTHER_DTYPE = enum.auto()
+    OWN_PRECISION = enum.auto()
+    IS_SUM = enum.auto()  # no work for a matrix unit
+    IS_CONSTANT = enum.auto()
+    IS_EXEMPT = enum.auto()
+
+
+# Why a product is float32, where nothing is known of the program around it.
+_REASONS = {
+    Fate.BECOMES_HALF: (
+        "constants as operands (pass parameters as arguments), keep_float32 around "
+        "them, or a call around them that cannot be read"
+    ),
+    Fate.OWN_PRECISION: "a precision of their own",
+    Fate.IS_SUM: (
         "nothing to do for a matrix unit (sums, outer products; give one row of data "
         "an axis of one, and put autocast around jax.vmap, not within it)"
-    )
-    IS_CONSTANT = "constants as operands"
-    IS_EXEMPT = "keep_float32 around them"
+    ),
+}
 
 
 def fate(
     eqn: JaxprEqn,
     *,
-    is_parameter: Callable[[Var], bool] = lambda v: True,
-    is_number: Callable[[Var], bool] = lambda v: False,
-    is_exempt: Callable[[JaxprEqn], bool] = lambda eqn: False,
+    is_parameter: Callable[[Var], bool],
+    is_constant: Callable[[Var], bool],
+    is_exempt: Callable[[JaxprEqn], bool],
 ) -> Fate:
-    """The fate of a product: the plan, the warning and the report ask this.
-
-    Where nothing is known of the program around it, the product is assumed to become
-    half precision if it can.
+    """The fate of a product in a program.
 
     Args:
       eqn: a product, of `PRODUCTS`.
       is_parameter: whether a matrix is one of the program's parameters, so that a
         vector times it is one row of a batch.
-      is_number: whether an operand is made of integers and constants alone.
-      is_exempt: whether a name keeps the product float32. Asked last, because names
-        note which products they met.
+      is_constant: whether an operand is computed from integers and constants alone.
+      is_exempt: whether a name keeps the product float32. Asked last, because it may
+        note which products were met.
     """
     operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
     result = _jaxpr.dtype_name(eqn.outvars[0])
@@ -141,14 +157,25 @@ def fate(
         return Fate.OWN_PRECISION
     if not has_matrix_work(eqn, is_parameter):
         return Fate.IS_SUM
-    if all(map(is_number, variables(eqn.invars[:2]))):
+    if all(map(is_constant, variables(eqn.invars[:2]))):
         return Fate.IS_CONSTANT
     return Fate.IS_EXEMPT if is_exempt(eqn) else Fate.BECOMES_HALF
 
 
-def has_matrix_work(
-    eqn: JaxprEqn, is_parameter: Callable[[Var], bool] = lambda v: False
-) -> bool:
+def fate_alone(eqn: JaxprEqn, *, of_parameters: bool) -> Fate:
+    """The fate of a product if nothing is known of the program around it.
+
+    `of_parameters` says whether a matrix that meets a vector counts as a parameter.
+    """
+    return fate(
+        eqn,
+        is_parameter=lambda v: of_parameters,
+        is_constant=lambda v: False,
+        is_exempt=lambda eqn: False,
+    )
+
+
+def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
     """Whether a product has work for a matrix unit, by itself or as one row of many.
 
     Not if it contracts nothing or is of two vectors, for each index of the batch.
@@ -171,7 +198,8 @@ def has_matrix_work(
 def looks_up_rows(eqn: JaxprEqn) -> bool:
     """Whether an equation takes several vectors of a table, as an embedding does.
 
-    They are data, which many positions share; matrices, as of experts, are weights.
+    They are data, which many positions share. Matrices that are looked up, such as
+    those of experts, are weights.
     """
     if eqn.primitive.name != "gather":
         return False
@@ -181,12 +209,14 @@ def looks_up_rows(eqn: JaxprEqn) -> bool:
 
 def becomes_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that may become half precision."""
-    return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    return fate_alone(eqn, of_parameters=True) is Fate.BECOMES_HALF
 
 
 def stays_float32(eqn: JaxprEqn) -> bool:
     """Whether `autocast` leaves a product float32 on purpose."""
-    found = fate(eqn, is_parameter=lambda v: False)
+    found = fate_alone(eqn, of_parameters=False)
     return found not in (Fate.BECOMES_HALF, Fate.IS_HALF)
 
 
@@ -201,14 +231,14 @@ def reads_half(eqn: JaxprEqn) -> bool:
 
 
 def holds_half_products(eqn: JaxprEqn) -> bool:
-    """Whether an equation is or holds a product that is half precision as traced."""
+    """Whether an equation is or holds a product whose fate is `IS_HALF`."""
     equations = (eqn, *_jaxpr.equations_within(eqn))
     products = (e for e in equations if e.primitive.name in PRODUCTS)
-    return any(fate(e) is Fate.IS_HALF for e in products)
+    return any(fate_alone(e, of_parameters=True) is Fate.IS_HALF for e in products)
 
 
-def is_half_product(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product that reads or gives half precision as traced."""
+def is_partly_half(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product with any operand or result in half precision."""
     atoms = [*eqn.invars[:2], *eqn.outvars[:1]]
     has_half = any(is_half(_jaxpr.dtype_name(v)) for v in atoms)
     return eqn.primitive.name in PRODUCTS and has_half
@@ -222,26 +252,24 @@ def why_float32(jaxpr: _jaxpr.Program) -> str:
             reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
-        found = fate(eqn, is_parameter=lambda v: False)
+        found = fate_alone(eqn, of_parameters=False)
         if found is Fate.IS_HALF:
             return ""
-        reasons[_reason(eqn, found)] = None
+        reasons[_REASONS.get(found) or _dtypes(eqn)] = None
     return "they have " + "; ".join(reasons) if reasons else "there is none"
 
 
-def _reason(eqn: JaxprEqn, found: Fate) -> str:
-    if found is Fate.OTHER_DTYPE:
-        atoms = [*eqn.invars[:2], eqn.outvars[0]]
-        return "dtype " + " and ".join(sorted({_jaxpr.dtype_name(v) for v in atoms}))
-    return _NOT_REACHED if found is Fate.BECOMES_HALF else str(found.value)
+def _dtypes(eqn: JaxprEqn) -> str:
+    atoms = [*eqn.invars[:2], eqn.outvars[0]]
+    return "dtype " + " and ".join(sorted({_jaxpr.dtype_name(v) for v in atoms}))
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation costs less to compute again than to keep."""
+    """Whether an equation is elementwise, a sum or a move, or a call of such ones."""
     bodies, name = _jaxpr.subjaxprs(eqn), _jaxpr.name_of(eqn)
     if _jaxpr.has_effects(eqn):
         return False
-    if name == "reshard":  # to another mesh it is a border between units
+    if name == "reshard":
         return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])
     if not bodies:
         return name in CHEAP

@@ -25,6 +25,16 @@ def product(fun, *args):
     return eqn
 
 
+def fate(eqn, **known):
+    """The fate of a product whose matrices are parameters, or as is said."""
+    assumed = {
+        "is_parameter": lambda v: True,
+        "is_constant": lambda v: False,
+        "is_exempt": lambda eqn: False,
+    }
+    return ops.fate(eqn, **assumed | known)
+
+
 def dot(precision=None, result="float32"):
     """The product of two matrices."""
 
@@ -66,7 +76,7 @@ FATES = {
 def test_the_fate_of_a_product(name):
     fun, args, wanted = FATES[name]
     eqn = product(fun, *args)
-    assert ops.fate(eqn) is wanted
+    assert fate(eqn) is wanted
     assert ops.becomes_half(eqn) == (wanted is Fate.BECOMES_HALF)
     assert ops.stays_float32(eqn) == (wanted not in (Fate.BECOMES_HALF, Fate.IS_HALF))
 
@@ -74,23 +84,23 @@ def test_the_fate_of_a_product(name):
 def test_a_vector_times_a_parameter_is_one_row_of_a_batch():
     eqn = product(jnp.dot, V, W)
     matrix = eqn.invars[1]
-    assert ops.fate(eqn) is Fate.BECOMES_HALF
+    assert fate(eqn) is Fate.BECOMES_HALF
     is_parameter = {matrix: True}.__getitem__
-    assert ops.fate(eqn, is_parameter=is_parameter) is Fate.BECOMES_HALF
-    assert ops.fate(eqn, is_parameter=lambda v: False) is Fate.IS_SUM
+    assert fate(eqn, is_parameter=is_parameter) is Fate.BECOMES_HALF
+    assert fate(eqn, is_parameter=lambda v: False) is Fate.IS_SUM
     assert ops.stays_float32(eqn)
-    assert not ops.has_matrix_work(eqn)
+    assert not ops.has_matrix_work(eqn, lambda v: False)
     assert ops.has_matrix_work(eqn, is_parameter)
 
 
 def test_a_name_is_asked_last():
     eqn = product(jnp.dot, X, W)
     asked = []
-    found = ops.fate(eqn, is_number=lambda v: True, is_exempt=asked.append)
+    found = fate(eqn, is_constant=lambda v: True, is_exempt=asked.append)
     assert (found, asked) == (Fate.IS_CONSTANT, [])
 
 
-def test_what_is_cheap_to_compute_again():
+def test_elementwise_operations_sums_and_moves_are_cheap():
     def cheap(fun, *args):
         return ops.is_cheap(program(fun, *args).eqns[-1])
 

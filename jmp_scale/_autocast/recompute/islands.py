@@ -98,3 +98,15 @@ def small_sums(island: Jaxpr) -> list[Var]:
         if is_small and not fits and _jaxpr.is_float32(result):
             found.append(result)
     return found
+
+
+def needed_for(
+    island: Jaxpr, atoms: Iterable[Atom], saved: Collection[Var]
+) -> set[Var]:
+    """The variables of an island from which values are computed, given saved ones."""
+    known = {*small_sums(island)}.union(saved)
+    found = {*variables(atoms)} - known
+    for eqn in reversed(island.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update({*variables(eqn.invars)} - known)
+    return found

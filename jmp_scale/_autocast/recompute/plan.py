@@ -1,547 +1,355 @@
-"""A plan of a float32 program: what runs in half precision, read off its jaxpr.
+"""Plans what runs together, what is saved for the backward pass, what is recomputed.
 
-Matrix products and convolutions become half precision, the rest stays as traced. The
-cheap operations between products form islands. An island and the products that
-read its results are a unit: the backward pass computes the island once more, and takes
-from that run its own derivative and the operands of the products' gradients. For
+The cheap operations between products form islands. An island and the products that
+read its results are a unit: the backward pass recomputes the island, and takes from
+that both the island's derivative and operands of the products' gradients. For
 
 ```
 h = x + gelu(x @ w1) @ w2
 y = normalize(h) @ w3
 ```
 
-it saves `x`, an argument, and in half precision, as products gave them, `x @ w1` and
-`gelu(...) @ w2`. It recomputes what gelu gives, the sum `h`, and its norm. Parts and
-units are one module, because they are read together.
-
-What islands buy, beside products that are cast alone (`recompute=False`) with the
-policy `dots_saveable`: 8 to 21 % of an H100's traffic. Beside them without a policy:
-the memory is .28 to .76 of it. They buy no accuracy.
+it saves `x`, an argument, and in half precision, as products return them, `x @ w1` and
+`gelu(...) @ w2`. It recomputes the results of gelu, the sum `h`, and its norm.
 """
 
 import dataclasses
-import enum
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
-from jax.core import Tracer
-from jax.typing import DTypeLike
+from typing import NamedTuple
 
 from ... import _jaxpr
-from ..._jaxpr import Atom, Jaxpr, JaxprEqn, NameStack, Var, is_float32, variables
-from ..._policy import is_half
-from .. import products as ops
-from ..marks import Names
-from .islands import read_by_derivative, small_sums, softmaxes_of
+from ..._jaxpr import Jaxpr, NameStack, Var, is_float32, variables
+from ..products import Product, is_cheap, mesh_of
+from ..provenance import Reading, Step
+from .islands import needed_for, read_by_derivative, small_sums, softmaxes_of
 
-_INTEGERS = "bool", "int", "uint"
 # At most this many operations on arguments alone are repeated in each island that reads
 # them.
 _MOST_REPEATED = 32
 # An equation of one array and smaller ones reads at most this many times its result.
 _ONE_ARRAY = 9 / 8
 
-# They run as calls if they read weights in half precision, whose gradients are sums.
-_SUMMING = "scan", "scan3", "while", "cond", "remat2", "shard_map"
 
-UnitKind = Literal["half", "call", "own", "other"]
+class Output(NamedTuple):
+    """What a result of an island is for."""
 
-
-class Origin(enum.IntEnum):
-    """The origin of a value: all that it is computed from."""
-
-    DATA = 0  # from results of products too, or in a loop
-    ARGUMENTS = 1  # from arguments and constants alone, and so kept anyway
-    PARAMETER = 2  # it is one of these, perhaps moved or scaled
+    is_data: bool  # the gradients of all products that read it are added in half
+    is_shared: bool  # all operations read one cast of it
+    # Its half-precision copy is a residual, which products read.
+    is_saved_in_half: bool
+    is_softmax: bool  # the island's derivative reads this copy, too
+    # It is a residual itself, a small sum or a stream. What is computed from it is
+    # recomputed from the residual.
+    is_saved: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Equations that run together. Equal ones, as of equal layers, are traced once."""
+    """An island and products that read it. Equal ones, of equal layers, share traces.
 
-    # "half": an island, which may be empty, and products. "call": one equation whose
-    # nested jaxprs hold products. "own": a product in the dtype of an operand, which is
-    # not `autocast`'s. "other": what runs as it was traced.
-    kind: UnitKind
-    key: Hashable  # equal for equal units
-    # The island, or the equation. An island has these outputs: its results, then small
-    # sums, then what products read that it does not make.
-    jaxpr: Jaxpr = dataclasses.field(compare=False)
-    # The scopes in which all equations were, which they no longer name.
-    scope: NameStack = dataclasses.field(compare=False)
-    # Each with what it reads. These and all below are positions of outputs.
-    products: tuple[tuple[ops.Product, tuple[int, ...]], ...] = ()
-    reads: int = 0  # inputs that the island reads itself; it passes on the others
-    kept: tuple[int, ...] = ()  # `Kept`'s
-    softmaxes: tuple[int, ...] = ()
-    known: tuple[int, ...] = ()  # small sums, and `Kept`'s streams
-    shared: tuple[int, ...] = ()  # all operations read one cast of these
-
-
-class Plan(NamedTuple):
-    """A program as a sequence of units."""
-
-    jaxpr: Jaxpr  # with calls inlined that hold products or cheap equations
-    constants: dict[Var, Any]  # values, by variable
-    units: list[Unit]  # in the order in which they run
-    given: set[Var]  # arguments and constants, which may be kept as they are
-    origins: dict[Var, Origin]  # by variable; `DATA` where it has none
-    halves: set[Var]  # float32 variables whose half-precision copies are exact
-    shared: set[Var]  # all operations read one cast of these
-    # Names that the program gives to results of products, which have them in half
-    # precision: policies of `jax.checkpoint` save what has a name.
-    named: dict[Var, str]
-    copied: list[int]  # inputs of which the last ones are copies, one for each reader
-
-
-def make_plan(
-    jaxpr: _jaxpr.Program,
-    origins: Sequence[Origin],
-    dtype: DTypeLike,
-    names: Names,
-    *,
-    share_casts: bool,
-    join: bool,
-    stored: Collection[int] = (),
-) -> Plan:
-    """The plan of a program.
-
-    `origins` are those of its inputs, `dtype` is that of products of the forward pass.
-    `join`: whether islands are joined with products, to be computed again. `stored`:
-    the positions of inputs whose cotangents are added up in float32.
+    A unit may have no product. A product that is in no unit is a step by itself.
     """
 
-    def is_open(eqn: JaxprEqn) -> bool:
-        if eqn.primitive.name not in _jaxpr.CALLS:
-            return False
-        if ops.has_products(eqn):
-            return not names.exempt(eqn)
-        return ops.is_cheap(eqn) or ops.reads_half(eqn)
+    key: Hashable  # equal for equal islands
+    jaxpr: Jaxpr = dataclasses.field(compare=False)  # the island
+    # The scopes in which all its equations were, which they no longer name.
+    scope: NameStack = dataclasses.field(compare=False)
+    outputs: tuple[Output, ...]  # one for each of the island's
+    # Each with the positions of what it reads: the outputs, and after these `passed`.
+    products: tuple[tuple[Product, tuple[int, ...]], ...]
+    passed: tuple[Var, ...] = dataclasses.field(compare=False)
 
-    flat, constants = _jaxpr.inlined(jaxpr, is_open)
-    flat, copied = _jaxpr.read_apart(flat, {flat.invars[i] for i in stored})
-    copied = [*map(flat.invars.index, copied)]
-    origins = [*origins, *(origins[i] for i in copied)]
-    given = {v: o for v, o in zip(flat.invars, origins, strict=True) if o}
-    given.update(dict.fromkeys(constants, Origin.PARAMETER))
-    numbers = {v for v, x in constants.items() if not isinstance(x, Tracer)}
-    planner = _Planner(flat, given, numbers, dtype, names)
-    parts = planner.parts()
-    products = [part.product for part in parts if part.kind == "product"]
-    halves = {product.result for product in products if product}
-    read = {
-        v for part in parts if part.kind == "product" for v in part.jaxpr.invars[:2]
-    }
-    shared = read - {*planner.origins} - halves if share_casts else set[Var]()
-    halves |= shared
-    return Plan(
-        jaxpr=flat,
-        constants=constants,
-        units=_Units(parts, halves, {*given}, shared).units(join),
-        given={*given},
-        origins=planner.origins,
-        halves=halves,
-        shared=shared,
-        named=planner.named,
-        copied=copied,
-    )
+    def places(self, fact: str) -> list[int]:
+        """The positions of outputs that are as said, such as "is_saved"."""
+        return [i for i, each in enumerate(self.outputs) if getattr(each, fact)]
+
+    @property
+    def operands(self) -> set[int]:
+        """The positions of operands of products."""
+        return {i for _, places in self.products for i in places[:2]}
 
 
-PartKind = Literal["island", "product", "own", "call", "other"]
+def make_plan(reading: Reading) -> list[Step | Unit]:
+    """The parts of a program, in the order in which they run."""
+    return _Units(reading, _Levels(reading).parts()).units()
 
 
-class _Part(NamedTuple):
-    """Equations that run together, of which units are made."""
-
-    kind: PartKind
+class _Island(NamedTuple):
     jaxpr: Jaxpr
-    product: ops.Product | None = None
+
+    @property
+    def inputs(self) -> list[Var]:
+        return self.jaxpr.invars
+
+    @property
+    def outputs(self) -> list[Var]:
+        return variables(self.jaxpr.outvars)
 
 
-class _Planner:
-    """Facts about the equations of a program without calls that hold products.
+class _Levels:
+    """Forms islands of the equations of a program.
 
     The level of a value is the largest number of equations that are not cheap on a path
     to it. The cheap equations of one level are an island: whatever lies between two of
     them is of their level too, so the islands have an order.
     """
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        given: dict[Var, Origin],
-        numbers: set[Var],
-        dtype: DTypeLike,
-        names: Names,
-    ) -> None:
-        self.jaxpr, self.equations = jaxpr, [*jaxpr.eqns]
-        self.named: dict[Var, str] = {}
-        self.origins, self.numbers = {**given}, {*numbers}
-        self.fixed = {*numbers}  # values that do not depend on arguments
-        # Values that float32 arguments are in: their gradients are float32 from the
-        # product on.
-        self.wide = {v for v in given if is_float32(v)} - self.numbers
-        self._dtype = np.dtype(dtype).name
-        self.maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-        self.repeats = dict.fromkeys(given, 0)  # equations that make a value anew
-        self.kinds: list[PartKind] = []
-        self.starts: list[int] = []  # level of an equation's inputs
-        level = dict.fromkeys([*jaxpr.invars, *given], 0)
+    def __init__(self, reading: Reading) -> None:
+        self._program, self._steps = reading.jaxpr, reading.steps
+        self._maker = {v: i for i, s in enumerate(self._steps) for v in s.outputs}
+        # Values of arguments alone, and how many equations compute them.
+        self._repeats = dict.fromkeys(reading.given, 0)
+        self._in_island: list[bool] = []
+        self._starts: list[int] = []  # level of an equation's inputs
+        level = dict.fromkeys([*reading.jaxpr.invars, *reading.given], 0)
         differentiable = {v for v in level if _jaxpr.is_floating(v)}
         last_effect = 0
-        for index, eqn in enumerate(self.equations):
-            inputs, kind = variables(eqn.invars), self._kind(eqn, names)
-            if _jaxpr.name_of(eqn) == "name" and self._is_product(*inputs):
-                self.named[inputs[0]] = _jaxpr.params_of(eqn)["name"]
-                self.equations[index] = _jaxpr.as_copy(eqn)
+        for step in self._steps:
+            inputs = variables(step.eqn.invars)
+            has_effects = _jaxpr.has_effects(step.eqn)
+            is_island = step.kind == "other" and is_cheap(step.eqn)
+            if is_island:
+                self._note_repeats(step, inputs)
             start = max([level[v] for v in inputs], default=0)
-            self._note_origin(eqn, inputs, kind)
-            if _jaxpr.has_effects(eqn):  # which keep their order
+            if has_effects:  # these equations keep their order
                 start = max(start, last_effect)
                 last_effect = start + 1
-            floats = bool(differentiable.intersection(inputs))
-            if kind in ("island", "other") and not (floats or _jaxpr.has_effects(eqn)):
-                kind, start = "other", -1  # as masks, which run first
+            has_tangent = not differentiable.isdisjoint(inputs)
+            if step.kind == "other" and not (has_tangent or has_effects):
+                is_island, start = False, -1  # masks, for example, run first
             else:
-                differentiable.update(eqn.outvars)
-            self.kinds.append(kind)
-            self.starts.append(start)
-            level |= dict.fromkeys(eqn.outvars, start + (kind != "island"))
-        self._sink()
+                differentiable.update(step.outputs)
+            self._in_island.append(is_island)
+            self._starts.append(start)
+            level |= dict.fromkeys(step.outputs, start + (not is_island))
+        self._delay()
 
-    def _kind(self, eqn: JaxprEqn, names: Names) -> PartKind:
-        if eqn.primitive.name in _jaxpr.PRODUCTS:
-            fate = ops.fate(
-                eqn,
-                is_parameter=self._is_parameter,
-                is_number=self.numbers.__contains__,
-                is_exempt=names.exempt,
-            )
-            if fate is not ops.Fate.BECOMES_HALF:
-                return "other"
-            return "own" if self._own_dtype(eqn) else "product"
-        if ops.is_cheap(eqn):
-            return "island"
-        if ops.has_products(eqn):
-            return "other" if names.exempt(eqn) else "call"
-        is_summing = _jaxpr.name_of(eqn) in _SUMMING and ops.reads_half(eqn)
-        return "call" if is_summing else "other"
-
-    def _is_product(self, v: Var | None = None) -> bool:
-        return v in self.maker and self.kinds[self.maker[v]] == "product"
-
-    def _is_parameter(self, v: Var) -> bool:
-        return self.origins.get(v) == Origin.PARAMETER
-
-    def _own_dtype(self, eqn: JaxprEqn) -> str | None:
-        """The dtype of a half-precision operand, if it is not `autocast`'s."""
-        sources = [self._side(v)[0] for v in variables(eqn.invars[:2])]
-        dtypes = map(_jaxpr.dtype_name, sources)
-        half = {*filter(is_half, dtypes)}
-        return half.pop() if len(half) == 1 and self._dtype not in half else None
-
-    def _note_origin(
-        self, eqn: JaxprEqn, inputs: Sequence[Var], kind: PartKind
-    ) -> None:
-        """Notes what comes from arguments alone, or from integers and constants."""
-        if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
-            return  # what a reference holds changes
-        if self.fixed.issuperset(inputs):
-            self.fixed.update(eqn.outvars)
-        integers = [v for v in inputs if _jaxpr.dtype_name(v).startswith(_INTEGERS)]
-        if kind != "call" and self.numbers.issuperset({*inputs}.difference(integers)):
-            self.numbers.update(eqn.outvars)
-        is_data = ops.holds_half_products(eqn) or self._is_lookup(eqn)
-        is_plain = kind in ("island", "other") and not is_data
-        # A layer of a stack of weights is one at any index, as of a loop's counter.
-        is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
-        sources = variables(eqn.invars[:1]) if is_lookup else inputs
-        if is_plain and self.origins.keys() >= {*sources}:
-            scales = eqn.primitive.name in _jaxpr.SCALINGS
-            is_parameter = scales and any(map(self._is_parameter, sources))
-            origin = Origin.PARAMETER if is_parameter else Origin.ARGUMENTS
-            self.origins.update(dict.fromkeys(eqn.outvars, origin))
-            if not self.wide.isdisjoint(sources):
-                self.wide.update(eqn.outvars)
-        if kind == "island" and all(v in self.repeats for v in inputs):
-            count = 1 + sum(self.repeats[v] for v in inputs)
+    def _note_repeats(self, step: Step, inputs: Sequence[Var]) -> None:
+        if all(v in self._repeats for v in inputs):
+            count = 1 + sum(self._repeats[v] for v in inputs)
             if count <= _MOST_REPEATED:
-                self.repeats.update(dict.fromkeys(eqn.outvars, count))
+                self._repeats.update(dict.fromkeys(step.outputs, count))
 
-    def _is_lookup(self, eqn: JaxprEqn) -> bool:
-        """Whether rows are looked up by what is passed, as tokens: these are data."""
-        is_fixed = self.fixed.issuperset(variables(eqn.invars[1:2]))
-        return ops.looks_up_rows(eqn) and not is_fixed
+    def _delay(self) -> None:
+        """Moves equations of one array to the first island that reads their results.
 
-    def _sink(self) -> None:
-        """Delays an equation to the first island that reads it.
-
-        One array less is kept.
+        That array is then read there, and not a result of each of them saved.
         """
-        first = dict.fromkeys(variables(self.jaxpr.outvars), -1)
-        for index, eqn in reversed([*enumerate(self.equations)]):
-            inputs, is_island = variables(eqn.invars), self.kinds[index] == "island"
+        first: dict[Var, int] = {}  # level of the first island that reads a value
+        elsewhere = {*variables(self._program.outvars)}  # read by other equations
+        for index, step in reversed([*enumerate(self._steps)]):
+            inputs = variables(step.eqn.invars)
+            if not self._in_island[index]:
+                elsewhere.update(inputs)
+                continue
             entries = sum(map(_jaxpr.size, inputs))
-            if is_island and entries <= _ONE_ARRAY * _jaxpr.size(eqn.outvars[0]):
-                reader = min(first.get(v, -1) for v in eqn.outvars)
-                self.starts[index] = max(self.starts[index], reader)
-            start = self.starts[index] if is_island else -1
+            is_one_array = entries <= _ONE_ARRAY * _jaxpr.size(step.outputs[0])
+            readers = [first[v] for v in step.outputs if v in first]
+            is_read_by_all = len(readers) == len(step.outputs)
+            if is_one_array and is_read_by_all and elsewhere.isdisjoint(step.outputs):
+                self._starts[index] = min(readers)
+            start = self._starts[index]
             first |= {v: min(first.get(v, start), start) for v in inputs}
 
-    def parts(self) -> list[_Part]:
-        """The parts in their order, without those that nobody reads."""
-        parts: list[_Part] = []
-        wanted = {*variables(self.jaxpr.outvars)}
+    def parts(self) -> list[Step | _Island]:
+        """Steps and islands in their order, without those that nobody reads."""
+        parts: list[Step | _Island] = []
+        wanted = {*variables(self._program.outvars)}
         for members in reversed(self._members()):
-            kind, eqn = self.kinds[members[0]], self.equations[members[0]]
-            if kind == "island":
-                part = _Part(kind, self._island(members, wanted))
-            elif kind in ("product", "own"):
-                product = self._product(eqn)
-                part = _Part(kind, product.jaxpr, product)
+            part, effects = self._steps[members[0]], False
+            if self._in_island[members[0]]:
+                part = self._island(members, wanted)
             else:
-                inputs = dict.fromkeys(variables(eqn.invars))
-                alone = _jaxpr.excerpt(self.jaxpr, [eqn], inputs, eqn.outvars)
-                part = _Part(kind, alone)
-            if _jaxpr.has_effects(eqn) or wanted.intersection(part.jaxpr.outvars):
+                effects = _jaxpr.has_effects(part.eqn)
+            if effects or not wanted.isdisjoint(part.outputs):
                 parts.append(part)
-                wanted.update(part.jaxpr.invars)
+                wanted.update(part.inputs)
         return parts[::-1]
 
     def _members(self) -> list[list[int]]:
         """The equations of each part, in the order in which parts run."""
         members: dict[tuple[int, int, str], list[int]] = {}
-        for index, kind in enumerate(self.kinds):
-            key = self.starts[index], index, ""
-            if kind == "island":  # runs before what else reads values of its level
-                mesh = ops.mesh_of(self.equations[index].outvars[0])
-                key = self.starts[index], -1, str(mesh.axis_types)
+        for index, is_island in enumerate(self._in_island):
+            key = self._starts[index], index, ""
+            if is_island:  # runs before what else reads values of its level
+                mesh = mesh_of(self._steps[index].outputs[0])
+                key = self._starts[index], -1, str(mesh.axis_types)
             members.setdefault(key, []).append(index)
         return [members[key] for key in sorted(members)]
 
-    def _island(self, members: list[int], wanted: set[Var]) -> Jaxpr:
+    def _island(self, members: list[int], wanted: set[Var]) -> _Island:
         """The wanted equations of an island, and what they read of arguments alone."""
-        outputs = [v for i in members for v in self.equations[i].outvars if v in wanted]
+        outputs = [v for i in members for v in self._steps[i].outputs if v in wanted]
         allowed = {*members}
         needed = set[int]()
         todo = [*outputs]
         inputs: dict[Var, None] = {}
         while todo:
             v = todo.pop()
-            maker = self.maker.get(v)
-            if maker is None or not (maker in allowed or v in self.repeats):
+            maker = self._maker.get(v)
+            if maker is None or not (maker in allowed or v in self._repeats):
                 inputs[v] = None
             elif maker not in needed:
                 needed.add(maker)
-                todo += variables(self.equations[maker].invars)
-        equations = [self.equations[i] for i in sorted(needed)]
-        return _jaxpr.excerpt(self.jaxpr, equations, inputs, outputs)
-
-    def _product(self, eqn: JaxprEqn) -> ops.Product:
-        (lhs, left), (rhs, right) = map(self._side, variables(eqn.invars[:2]))
-        inputs = [lhs, rhs, *variables(eqn.invars[2:])]
-        whole = _jaxpr.excerpt(self.jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
-        scope, jaxpr = _jaxpr.without_common_scope(whole)
-        is_dot = eqn.primitive.name == "dot_general"
-        wide = [is_dot and is_float32(v) and v in self.wide for v in (lhs, rhs)]
-        return ops.Product(
-            key=_jaxpr.structural_key(jaxpr),
-            jaxpr=jaxpr,
-            moves=len(left),
-            wide_sides=tuple(wide),
-            dtype=self._own_dtype(eqn),
-            scope=scope,
-        )
-
-    def _side(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
-        """An operand of a product before its entries are moved, and what moves them.
-
-        A parameter that is stored in half precision is read as it is stored, so its
-        gradient is of its dtype from the product on.
-        """
-        moves: list[JaxprEqn] = []
-        while (i := self.maker.get(v)) is not None:
-            eqn = self.equations[i]
-            if len(variables(eqn.invars)) != 1:
-                break
-            (source,) = variables(eqn.invars)
-            if eqn.primitive.name in _jaxpr.REARRANGES:
-                moves.insert(0, eqn)
-            elif not (_is_widening(eqn) and source in self.origins):
-                break
-            v = source
-        return v, moves
+                todo += variables(self._steps[maker].eqn.invars)
+        equations = [self._steps[i].eqn for i in sorted(needed)]
+        return _Island(_jaxpr.excerpt(self._program, equations, inputs, outputs))
 
 
-def _is_widening(eqn: JaxprEqn) -> bool:
-    is_cast = eqn.primitive.name == "convert_element_type"
-    from_half = is_half(_jaxpr.dtype_name(eqn.invars[0]))
-    return is_cast and from_half and is_float32(eqn.outvars[0])
+class Choice(NamedTuple):
+    """What is saved and what is recomputed of an island's results."""
 
-
-class Kept(NamedTuple):
-    """Values of an island that the backward pass keeps, and those it makes again."""
-
-    again: Collection[Var] = ()  # operands of products that it computes again
-    kept: Collection[Var] = ()  # the other operands
-    softmaxes: Collection[Var] = ()  # those of the kept ones that the derivative reads
-    streams: Collection[Var] = ()  # results, in place of what they are computed from
-    inputs: Collection[Var] = ()  # read besides these
+    recomputed: Collection[Var]  # operands of products
+    saved: Collection[Var]  # the other operands
+    softmaxes: Collection[Var]  # those of the saved ones that the derivative reads
+    streams: Collection[Var]  # results, in place of what they are computed from
+    inputs: Collection[Var]  # residuals besides these
 
 
 class _Units:
-    """Joins each island with the products whose operands it makes again."""
+    """Joins each island with the products whose operands are recomputed with it."""
 
-    def __init__(
-        self, parts: list[_Part], halves: set[Var], given: set[Var], shared: set[Var]
-    ) -> None:
-        self._parts, self._halves, self._shared = parts, halves, shared
-        self._held = {*given}  # the backward pass keeps these anyway
-        self._maker = {v: i for i, p in enumerate(parts) for v in p.jaxpr.outvars}
-        self._later = {v for p in parts if p.kind == "island" for v in p.jaxpr.invars}
-        self._readers: dict[Var, list[int]] = {}
+    def __init__(self, reading: Reading, parts: Sequence[Step | _Island]) -> None:
+        self._reading, self._parts = reading, parts
+        self._held = {*reading.given}  # residuals already, so they cost nothing
+        self._maker = {v: i for i, part in enumerate(parts) for v in part.outputs}
+        islands = [part for part in parts if isinstance(part, _Island)]
+        self._later = {v for island in islands for v in island.inputs}
+        self._readers: dict[Var, list[int]] = {}  # products that read an operand
         for i, part in enumerate(parts):
-            is_product = part.kind == "product"
-            for v in dict.fromkeys(part.jaxpr.invars[:2] if is_product else ()):
+            product = _half_product(part)
+            for v in dict.fromkeys(product.operands if product else ()):
                 self._readers.setdefault(v, []).append(i)
 
-    def units(self, join: bool) -> list[Unit]:
-        """The units; islands stay as traced if they are not joined with products.
-
-        Products run together in either case: what they read has one cotangent.
-        """
-        units: list[Unit] = []
-        done: set[int] = set()
-        for i, (kind, jaxpr, product) in enumerate(self._parts):
-            if i in done:
+    def units(self) -> list[Step | Unit]:
+        units: list[Step | Unit] = []
+        joined: set[int] = set()
+        for i, part in enumerate(self._parts):
+            if i in joined:
                 continue
-            nothing = _jaxpr.excerpt(jaxpr, [], [], [])
-            if product and kind == "own":
-                units.append(self._unit("own", jaxpr, products=((product, ()),)))
-            elif product:
-                self._held |= self._halves.intersection(jaxpr.invars[:2])
-                units.append(self._half(nothing, [product], Kept()))
-            elif kind == "island":
-                choice = self._choice(i, jaxpr)
-                products = sorted({n for v in choice.again for n in self._readers[v]})
-                done.update(products)
+            if isinstance(part, _Island):
+                choice = self._choice(i, part.jaxpr)
+                behind = {n for v in choice.recomputed for n in self._readers[v]}
+                joined |= behind
+                self._hold(choice.saved)
                 self._held.update(choice.inputs, choice.streams)
-                self._held |= self._halves.intersection(choice.kept)
-                parts = [self._parts[n] for n in products]
-                behind = [part.product for part in parts if part.product]
-                if join:
-                    units.append(self._half(jaxpr, behind, choice))
-                    continue
-                units.append(self._unit("other", jaxpr))
-                if behind:
-                    units.append(self._half(nothing, behind, Kept()))
+                products = map(_half_product, (self._parts[n] for n in sorted(behind)))
+                units.append(self._unit(part.jaxpr, [p for p in products if p], choice))
             else:
-                units.append(self._unit("call" if kind == "call" else "other", jaxpr))
+                product = _half_product(part)
+                self._hold(product.operands if product else ())
+                units.append(part)
         return units
 
-    def _choice(self, i: int, island: Jaxpr) -> Kept:
-        """Chooses what the backward pass keeps of an island.
+    def _hold(self, operands: Collection[Var]) -> None:
+        self._held |= self._reading.halves.intersection(operands)
 
-        An operand of a product is made again where that reads little that the island's
-        own derivative does not read anyway. Else its half-precision copy is kept.
+    def _choice(self, i: int, island: Jaxpr) -> Choice:
+        """Chooses what is saved of an island.
 
-        The derivative of a softmax reads the probabilities that the next product read.
-        To make them again would cost a transformer 8 % of the bytes that it moves.
-        Nothing else reads these: it would not be what the forward pass read.
+        An operand of a product is recomputed where that reads little that the island's
+        own derivative does not read anyway. Else its half-precision copy is saved.
         """
-
-        def needed(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
-            return needed_for(island, read_by_derivative(island, softmaxes), known)
-
-        def read(softmaxes: Collection[Var], known: Collection[Var]) -> set[Var]:
-            return needed(softmaxes, known).intersection(island.invars)
-
-        def total(values: Collection[Var]) -> int:
-            return sum(map(self._cost, values))
-
         results = [v for v in variables(island.outvars) if is_float32(v)]
         operands = [v for v in results if v in self._readers]
-        softmaxes = {v for v in softmaxes_of(island) if v in operands}
-        # The last one is first: what reads a result itself may be another one.
-        for v in reversed([v for v in operands if v in softmaxes]):
-            others = softmaxes - {v}
-            scores_are_kept = read(others, ()) == read(softmaxes, ())
-            if scores_are_kept or v in needed(softmaxes, ()):
-                softmaxes = others
-        known: set[Var] = set()
-        inputs = read(softmaxes, known)
+        softmaxes = _softmaxes_read(island, operands)
+        inputs = _residuals(island, softmaxes, ())
+        streams: set[Var] = set()
         for v in (v for v in results if v in self._later):
-            fewer = read(softmaxes, known | {v})
-            if total(fewer) + self._cost(v) < total(inputs):
-                known.add(v)
+            fewer = _residuals(island, softmaxes, streams | {v})
+            if self._total(fewer) + self._cost(v) < self._total(inputs):
+                streams.add(v)
                 inputs = fewer
-        again: set[Var] = set()
+        recomputed: set[Var] = set()
         for v in sorted(operands, key=_jaxpr.size, reverse=True):
-            values = needed_for(island, [v], known)
+            values = needed_for(island, [v], streams)
             more = values.intersection(island.invars) - inputs
+            # Computed from a softmax that is saved, it would not be what was read.
             is_exact = softmaxes.isdisjoint(values)
-            can_run = is_exact and self._can_run_behind(v, i)
-            if can_run and total(more) < 2 * _jaxpr.size(v):
-                again.add(v)
+            can_run = is_exact and self._can_run_behind(v, i, island)
+            if can_run and self._total(more) < 2 * _jaxpr.size(v):
+                recomputed.add(v)
                 inputs |= more
-        return Kept(again, {*operands} - again, softmaxes, known, inputs)
+        saved = {*operands} - recomputed
+        return Choice(recomputed, saved, softmaxes, streams, inputs)
+
+    def _total(self, values: Iterable[Var]) -> int:
+        return sum(map(self._cost, values))
 
     def _cost(self, v: Var) -> int:
-        """Bytes that the backward pass keeps more if it reads a variable."""
-        width = 2 if v in self._halves else _jaxpr.bytes_per_entry(v)
+        """Bytes of residuals more if the backward pass reads a variable."""
+        in_half = v in self._reading.halves
+        width = 2 if in_half else _jaxpr.bytes_per_entry(v)
         return 0 if v in self._held else width * _jaxpr.size(v)
 
-    def _can_run_behind(self, v: Var, i: int) -> bool:
+    def _can_run_behind(self, v: Var, i: int, island: Jaxpr) -> bool:
         """Whether the products that read a result of an island can run right behind."""
-        products = [self._parts[n].jaxpr for n in self._readers[v]]
-        read = {v for product in products for v in product.invars}
-        context = self._parts[i].jaxpr.eqns[-1].ctx
-        are_made = all(self._maker.get(v, -1) <= i for v in read)
-        return are_made and all(p.eqns[-1].ctx == context for p in products)
-
-    def _half(
-        self, island: Jaxpr, products: Sequence[ops.Product], choice: Kept
-    ) -> Unit:
-        sums = small_sums(island)
-        made = dict.fromkeys([*island.outvars, *sums])
-        read = [v for p in products for v in p.jaxpr.invars if v not in made]
-        inputs = dict.fromkeys([*island.invars, *read])
-        outputs = [*dict.fromkeys([*made, *read])]
-        wires = [tuple(map(outputs.index, p.jaxpr.invars)) for p in products]
-        return self._unit(
-            "half",
-            _jaxpr.excerpt(island, island.eqns, inputs, outputs),
-            products=tuple(zip(products, wires, strict=True)),
-            reads=len(island.invars),
-            kept=_places(outputs, choice.kept),
-            softmaxes=_places(outputs, choice.softmaxes),
-            known=_places(outputs, {*sums}.union(choice.streams)),
+        parts = (self._parts[n] for n in self._readers[v])
+        products = [part for part in parts if isinstance(part, Step)]
+        are_made = all(
+            self._maker.get(read, -1) <= i for p in products for read in p.inputs
         )
+        return are_made and all(p.eqn.ctx == island.eqns[-1].ctx for p in products)
 
-    def _unit(self, kind: UnitKind, jaxpr: Jaxpr, **facts: Any) -> Unit:
-        scope, jaxpr = _jaxpr.without_common_scope(jaxpr)
+    def _unit(self, island: Jaxpr, products: Sequence[Product], choice: Choice) -> Unit:
+        sums = small_sums(island)
+        made = variables(dict.fromkeys([*island.outvars, *sums]))
+        read = dict.fromkeys(v for p in products for v in p.jaxpr.invars)
+        passed = tuple(v for v in read if v not in made)
+        positions = {v: i for i, v in enumerate([*made, *passed])}
+        scope, jaxpr = _jaxpr.without_common_scope(
+            _jaxpr.excerpt(island, island.eqns, island.invars, made)
+        )
+        outputs = (
+            Output(
+                is_data=self._reading.is_data(v),
+                is_shared=v in self._reading.shared,
+                is_saved_in_half=v in choice.saved,
+                is_softmax=v in choice.softmaxes,
+                is_saved=v in sums or v in choice.streams,
+            )
+            for v in made
+        )
         return Unit(
-            kind=kind,
             key=_jaxpr.structural_key(jaxpr),
             jaxpr=jaxpr,
             scope=scope,
-            shared=_places(jaxpr.outvars, self._shared),
-            **facts,
+            outputs=tuple(outputs),
+            products=tuple(
+                (p, tuple(positions[v] for v in p.jaxpr.invars)) for p in products
+            ),
+            passed=passed,
         )
 
 
-def needed_for(
-    island: Jaxpr, atoms: Iterable[Atom], given: Collection[Var]
+def _half_product(part: Step | _Island) -> Product | None:
+    """The product that a part is, if it becomes half precision."""
+    if isinstance(part, Step) and part.kind == "product":
+        return part.product
+    return None
+
+
+def _residuals(
+    island: Jaxpr, softmaxes: Collection[Var], streams: Collection[Var]
 ) -> set[Var]:
-    """The variables of an island from which values are computed, given some of them."""
-    known = {*small_sums(island)}.union(given)
-    found = {*variables(atoms)} - known
-    for eqn in reversed(island.eqns):
-        if not found.isdisjoint(eqn.outvars):
-            found.update({*variables(eqn.invars)} - known)
+    """The inputs of an island that its derivative reads."""
+    read = needed_for(island, read_by_derivative(island, softmaxes), streams)
+    return read.intersection(island.invars)
+
+
+def _softmaxes_read(island: Jaxpr, operands: Collection[Var]) -> set[Var]:
+    """The softmaxes whose derivatives read the probabilities that a product reads.
+
+    To recompute these would cost a transformer 8 % of the bytes that it moves. Nothing
+    else reads them, because that would not be what the forward pass read; and the
+    scores that they are computed from are not saved.
+    """
+    found = {v for v in softmaxes_of(island) if v in operands}
+    # The last one is first: what reads a result itself may be another one.
+    for v in reversed([v for v in operands if v in found]):
+        others = found - {v}
+        read = needed_for(island, read_by_derivative(island, found), ())
+        scores_are_saved = _residuals(island, others, ()) == read & {*island.invars}
+        if scores_are_saved or v in read:
+            found = others
     return found
-
-
-def _places(outputs: Sequence[Atom], chosen: Collection[Var]) -> tuple[int, ...]:
-    return tuple(i for i, v in enumerate(outputs) if v in chosen)

@@ -121,7 +121,7 @@ def follow(step: Step, fact: Fact) -> Fact:
 
 def useless_cast(step: Step) -> Finding | None:
     """Finds a matrix product in float32 although the user cast an operand."""
-    if not flops(step.eqn) or not has_matrix_work(step.eqn):
+    if not flops(step.eqn) or not has_matrix_work(step.eqn, lambda v: False):
         return None
     operands = [*zip(step.eqn.invars[:2], step.ins[:2], strict=True)]
     wide = [f for v, f in operands if is_wide(dtype_name(v))]

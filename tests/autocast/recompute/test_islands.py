@@ -14,6 +14,14 @@ def program(fun, *args):
     return jax.make_jaxpr(fun)(*args)
 
 
+def test_what_is_saved_is_not_recomputed():
+    island = program(lambda x, y: jnp.sin(x) * y, X, X).jaxpr
+    x, y = island.invars
+    (sine,), (product,) = (eqn.outvars for eqn in island.eqns)
+    assert islands.needed_for(island, [product], ()) == {product, sine, x, y}
+    assert islands.needed_for(island, [product], {sine}) == {product, y}
+
+
 def read(fun, *args, softmaxes=()):
     """Positions of the inputs that the derivative reads, and other primitives."""
     island = program(fun, *args).jaxpr

@@ -8,7 +8,7 @@ const STOP = new Set(`a about after all already also am an and any are as at be 
   too use used uses using want was we were what when where which while who why will
   with without work works would you your`.split(/\s+/))
 
-// What the pages call by another word.
+// What the pages call by another word, both as `stem` returns them.
 const SAME = new Map(Object.entries({
   oom: "memory",
   vram: "memory",
@@ -17,6 +17,15 @@ const SAME = new Map(Object.entries({
   fp16: "float16",
   f16: "float16",
   bf16: "bfloat16",
+  collaps: "fall",
+  collapse: "fall",
+  decreas: "fall",
+  decrease: "fall",
+  drop: "fall",
+  halv: "fall",
+  shrink: "fall",
+  plateau: "learn",
+  stall: "learn",
 }))
 
 // The beginning that a word shares with its other forms: skipped, skips, skipping.
@@ -30,14 +39,23 @@ export function shortened(question) {
   // The search's own query language: +word, "words", field:word, word~1, word^2. Not the
   // colons and quotes of a message, or the dashes of a flag, that someone pastes.
   if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
-  const parts = question.toLowerCase().replace(/'s\b/g, "").split(/[\s?!,;:()"'`=~^+-]+/)
-  const words = parts.filter(Boolean).map(word => SAME.get(word) ?? word)
+  const plain = question.toLowerCase().replace(/'s\b/g, "")
+  const parts = plain.split(/[\s?!,;:()"'`=~^+-]+|\.(?!\d)/).filter(Boolean)
+  // A flag of JAX is mostly written without its prefix: jax_debug_nans, jax.debug_nans.
+  const flags = parts.filter(part => part.startsWith("jax_")).map(part => part.slice(4))
+  const words = [...parts, ...flags].map(stem).map(word => SAME.get(word) ?? word)
   // Numbers say little, and lunr.js, which mixes up some words that end in digits, finds
   // nothing at all with some of them.
   const rest = words.filter(word => !STOP.has(word) && !/^\d+$/.test(word))
+  // In a message, "health: expected ...", the function that raises it counts most.
+  const [, raised = ""] = plain.match(/([\w.]+): expected /) ?? []
+  const names = new Set(raised.split(".").map(stem))
   // Twice: as a whole word, which counts more, and as the beginning of others.
-  const asked = (rest.length ? rest : words).map(stem)
-  return asked.map(word => word.length > 1 ? `${word}^2 ${word}` : `${word}^2`).join(" ")
+  const asked = (rest.length ? rest : words).map(word => {
+    const whole = `${word}^${names.has(word) ? 20 : 2}`
+    return word.length > 1 ? `${whole} ${word}` : whole
+  })
+  return asked.join(" ")
 }
 
 const QUERY = 2 // the type of a message to the search worker

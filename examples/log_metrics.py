@@ -16,6 +16,7 @@ from _digits import Batches, half_loss, init_autoencoder, load_images
 import jmp_scale
 from jmp_scale import diagnostics
 
+PRINTED = "loss", "grad_norm", "loss_scale", "applied", "skipped", "spikes"
 CHUNK = 50  # steps in one compiled scan, between two transfers to the host
 TX = jmp_scale.with_loss_scale(
     optax.adam(5e-3), jmp_scale.DynamicLossScale(2.0**22, period=100)
@@ -53,7 +54,7 @@ def main(argv=None):
         writer = csv.DictWriter(file, ["step", *rows[0]])
         writer.writeheader()
         writer.writerows({"step": step, **row} for step, row in enumerate(rows))
-    _show.history({name: [row[name] for row in rows] for name in rows[0]})
+    _show.history({name: [row[name] for row in rows] for name in PRINTED})
     print(f"metrics: {args.out / 'metrics.csv'}")
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ._types import Function, Leaf, Mesh, PyTree
 
@@ -143,7 +143,7 @@ def unreduced_axes(leaf: Leaf) -> Axes:
     """
     if not isinstance(leaf, jax.Array):
         return ()
-    sharding: Any = jax.typeof(leaf).sharding
+    sharding: NamedSharding = jax.typeof(leaf).sharding
     axes = sharding.spec.unreduced
     return tuple(axis for axis in sharding.mesh.axis_names if axis in axes)
 
@@ -156,7 +156,7 @@ def on_parts(fun: Function, x: jax.Array, *others: jax.Array) -> jax.Array:
     """
     if not unreduced_axes(x):
         return fun(x, *others)
-    sharding: Any = jax.typeof(x).sharding
+    sharding: NamedSharding = jax.typeof(x).sharding
     manual = set(sharding.mesh.manual_axes)
     return jax.shard_map(
         fun,
@@ -186,11 +186,11 @@ def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array
 
     It is for functions whose shardings JAX cannot infer.
     """
-    sharding: Any = jax.typeof(x).sharding
+    sharding: NamedSharding = jax.typeof(x).sharding
     if not named_axes(sharding.spec):
         return fun(x)
-    out = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec())
-    on_auto_axes: Any = jax.sharding.auto_axes(fun, out_sharding=out)
+    out = NamedSharding(sharding.mesh, PartitionSpec())
+    on_auto_axes: Function = jax.sharding.auto_axes(fun, out_sharding=out)
     return on_auto_axes(x)
 
 

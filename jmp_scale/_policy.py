@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from ._tree import cast_floating
 
 T = TypeVar("T")
 
-dtype_to_names: dict[Any, tuple[str, ...]] = {
+dtype_to_names: dict[DTypeLike, tuple[str, ...]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
     jnp.float16: ("f16", "float16", "fp16"),
     jnp.float32: ("full", "f32", "float32", "fp32"),

@@ -1,8 +1,8 @@
 """The states of the wrappers of an optimizer, and how they are found in others."""
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_origin
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, Annotated, NamedTuple, get_origin
 
 import jax
 import jax.export
@@ -54,7 +54,7 @@ class LossScaleState(NamedTuple):
 
 
 # What each flag and counter is before the first step, in the order of the fields.
-START: dict[str, Any] = {
+START: dict[str, np.generic] = {
     name: hint.__metadata__[0]
     for name, hint in LossScaleState.__annotations__.items()
     if get_origin(hint) is Annotated
@@ -63,22 +63,6 @@ START: dict[str, Any] = {
 jax.export.register_namedtuple_serialization(
     LossScaleState, serialized_name="jmp_scale.LossScaleState"
 )
-
-
-def is_loss_scale_state(node: PyTree) -> bool:
-    """Whether a node is a `LossScaleState`, or what `nnx.state` or a state dict made.
-
-    That of NNX lacks the fields that hold no array: a guard of None, a `NoOpLossScale`,
-    the state of plain SGD.
-    """
-    if isinstance(node, Mapping):
-        # Both bounds: a parameter tree may well have a key `skipped`, and no other.
-        always = {"grads_finite", "skipped", "skipped_in_a_row"}
-        return always <= set(node) <= set(LossScaleState._fields)
-    return isinstance(node, LossScaleState)
-
-
-find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
 
 
 class HalfParametersState(NamedTuple):
@@ -101,17 +85,6 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def is_half_state(node: PyTree) -> bool:
-    """Whether a node is a `HalfParametersState`, or what NNX or a state dict made."""
-    if isinstance(node, Mapping):
-        # NNX leaves out a key or an inner state that is None.
-        return "remainder" in node and set(node) <= set(HalfParametersState._fields)
-    return isinstance(node, HalfParametersState)
-
-
-find_half_states = functools.partial(find_nodes, is_half_state)
-
-
 class HalfStateState(NamedTuple):
     """State of `with_half_state`.
 
@@ -129,14 +102,28 @@ jax.export.register_namedtuple_serialization(
 )
 
 
-def is_rounded_state(node: PyTree) -> bool:
-    """Whether a node is a `HalfStateState`, or what NNX or a state dict made."""
+def _is_state(cls: type, always: Set[str], node: PyTree) -> bool:
+    """Whether a node is a state of a class, or the mapping that Flax made of it.
+
+    A mapping of `nnx.state` lacks the fields that hold no array: a guard of None, a
+    `NoOpLossScale`, the state of plain SGD. Those that always hold one are `always`.
+    """
     if isinstance(node, Mapping):
-        return set(node) == set(HalfStateState._fields)
-    return isinstance(node, HalfStateState)
+        # Both bounds: a parameter tree may well have a key `skipped`, and no other.
+        return always <= set(node) <= set(cls.__annotations__)
+    return isinstance(node, cls)
 
 
-find_rounded_states = functools.partial(find_nodes, is_rounded_state)
+is_loss_scale_state = functools.partial(
+    _is_state, LossScaleState, {"grads_finite", "skipped", "skipped_in_a_row"}
+)
+is_half_state = functools.partial(_is_state, HalfParametersState, {"remainder"})
+_is_rounded_state = functools.partial(
+    _is_state, HalfStateState, {"inner_state", "rounding_key"}
+)
+find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
+find_half_states = functools.partial(find_nodes, is_half_state)
+find_rounded_states = functools.partial(find_nodes, _is_rounded_state)
 
 
 def started(

@@ -1,7 +1,7 @@
 """Pytrees: finds, casts, scales and selects their leaves; flattens calls to arrays."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _mesh
-from ._types import Function, KeyPath, Leaf, PyTree
+from ._types import Arrays, Function, KeyPath, Leaf, PyTree
 
 T = TypeVar("T")
 
@@ -233,26 +233,38 @@ class FlatCall:
 
     def __init__(self, fun: Function, args: PyTree, kwargs: PyTree) -> None:
         self._fun = fun
-        self.leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
-        arrays = filter(is_array, self.leaves)
-        self.arrays = [
-            x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays
-        ]
+        arrays, self._rejoin = split_arrays((args, kwargs), is_leaf=is_module)
+        self.arrays = list(map(jnp.asarray, arrays))
         self.__name__ = self.__qualname__ = getattr(fun, "__name__", "fun")
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
-        left = iter(arrays)
-        leaves = [next(left) if is_array(x) else x for x in self.leaves]
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        args, kwargs = self._rejoin(arrays)
         results, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
         self._out = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
         return [x for x in results if isinstance(x, jax.Array)]
 
-    def result(self, arrays: Sequence[jax.Array]) -> PyTree:
+    def result(self, arrays: Arrays) -> PyTree:
         """Returns the result of the call, with these arrays in it."""
         left = iter(arrays)
         out = [next(left) if x is _ARRAY else x for x in self._out]
         return jax.tree.unflatten(self._out_tree, out)
+
+
+def split_arrays(
+    tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
+) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
+    """Returns the arrays among the leaves, and a function that rejoins the tree.
+
+    Rejoined modules are new objects, so a forward pass never writes into the user's.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+
+    def rejoin(arrays: Arrays) -> PyTree:
+        left = iter(arrays)
+        new_leaves = [next(left) if is_array(leaf) else leaf for leaf in leaves]
+        return jax.tree.unflatten(structure, new_leaves)
+
+    return [leaf for leaf in leaves if is_array(leaf)], rejoin
 
 
 def is_module(x: object) -> bool:

@@ -161,7 +161,7 @@ def int32_leaf(
     return jnp.broadcast_to(leaf, jnp.shape(loss_scale)) if follows else leaf
 
 
-def key_words(function: str, key: Any) -> jax.Array:
+def key_words(function: str, key: jax.Array) -> jax.Array:
     """The first 64 bits of a PRNG key, typed or raw, as u32[2]: a Threefry key."""
     dtype = getattr(key, "dtype", np.dtype(object))
     is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
@@ -257,7 +257,7 @@ def require_callable(name: str, fun: object, cure: str) -> None:
         raise TypeError(f"{name}: expected a function, got {got}; {cure}")
 
 
-def require_bool(function: str, argument: str, value: Any) -> None:
+def require_bool(function: str, argument: str, value: object) -> None:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
             f"{function}: expected {argument} to be True or False, got "
@@ -265,7 +265,7 @@ def require_bool(function: str, argument: str, value: Any) -> None:
         )
 
 
-def described(value: Any) -> str:
+def described(value: Leaf) -> str:
     """Returns kind and size of a value, for an error."""
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of length {len(value)}"

@@ -232,7 +232,10 @@ class Optimizer(nnx.Optimizer):
 
 
 def _diff_states(
-    argnums: _Argnums, wrt: nnx.filterlib.Filter, count: int, kwargs: Mapping[str, Any]
+    argnums: _Argnums,
+    wrt: nnx.filterlib.Filter,
+    count: int,
+    kwargs: Mapping[str, object],
 ) -> Any:
     """Returns `argnums` with the filter `wrt` at positions, none of them negative."""
     if isinstance(argnums, Sequence):
@@ -243,7 +246,7 @@ def _diff_states(
     return position if _in_tree_mode(kwargs) else nnx.DiffState(position, wrt)
 
 
-def _in_tree_mode(kwargs: Mapping[str, Any]) -> bool:
+def _in_tree_mode(kwargs: Mapping[str, object]) -> bool:
     """Whether `nnx.value_and_grad` accepts positions only, a mode of newer Flax."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
     for name, mode in modes.items():

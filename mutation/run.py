@@ -42,6 +42,7 @@ TESTS = {
     "scaling/test_spike_guard",
     "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",
     "_scaling/spike_guard": "scaling/test_spike_guard",
+    "_scaling/extra_args": "scaling/test_transform test_optimizers",
     "_policy": "test_policy test_jmp",
     "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
     "_autocast/interpreter": "autocast/test_autocast autocast/test_exact",
@@ -65,6 +66,8 @@ TESTS = {
     "_half_storage/parameters": "half_storage/test_parameters test_checkpoints",
     "_half_storage/states": "half_storage/test_states test_unreduced",
     "checkpoints": "test_checkpoints half_storage/test_parameters",
+    "_state": "half_storage/test_states scaling/test_transform test_checkpoints",
+    "_validation": "test_validation test_mistakes scaling/test_transform",
     "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little

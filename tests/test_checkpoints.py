@@ -169,18 +169,34 @@ def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
             flax.serialization.from_state_dict(target, saved(s))
 
 
-def test_an_exported_update_survives_serialization():
-    loss_scale = jmp_scale.DynamicLossScale(2.0**10, period=2, max_loss_scale=2.0**20)
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), loss_scale)
+HALF_PARAMS = {name: x.astype(jnp.bfloat16) for name, x in PARAMS.items()}
+KEY = jax.random.key(0)
+for kind in (optax.EmptyState, optax.TraceState):
     jax.export.register_namedtuple_serialization(
-        optax.EmptyState, serialized_name="test.EmptyState"
+        kind, serialized_name=f"test.{kind.__name__}"
     )
-    update = jax.jit(lambda state: tx.update(GRADS, state, PARAMS)[1])
-    state = tx.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("tx", "params"),
+    [
+        (
+            jmp_scale.with_loss_scale(
+                optax.sgd(0.1),
+                jmp_scale.DynamicLossScale(period=2, max_loss_scale=2.0**20),
+            ),
+            PARAMS,
+        ),
+        (jmp_scale.with_half_parameters(optax.sgd(0.1)), HALF_PARAMS),
+        (jmp_scale.with_half_parameters(optax.sgd(0.1), key=KEY), HALF_PARAMS),
+        (jmp_scale.with_half_state(optax.sgd(0.1, 0.9), key=KEY), PARAMS),
+    ],
+)
+def test_an_exported_update_survives_serialization(tx, params):
+    update = jax.jit(lambda state: tx.update(GRADS, state, params)[1])
+    state = tx.init(params)
     exported = jax.export.deserialize(jax.export.export(update)(state).serialize())
-    state = exported.call(exported.call(state))
-    assert state.loss_scale.max_loss_scale == 2.0**20
-    assert float(state.loss_scale.loss_scale) == 2.0**11
+    assert_bitwise_equal(exported.call(exported.call(state)), update(update(state)))
 
 
 def files(path):
@@ -381,8 +397,10 @@ def test_a_float32_checkpoint_goes_into_abstract_half_precision_parameters(
         (params, jax.eval_shape(tx.init, params)),
     )
     load = with_orbax(saved, tmp_path)
-    restored = restore_without_half_parameters(load, *abstract)
-    assert_bitwise_equal(without_half_parameters(*restored), saved)
+    concrete = jax.device_put(params, sharding)
+    for target in (abstract, (concrete, abstract[1])):
+        restored = restore_without_half_parameters(load, *target)
+        assert_bitwise_equal(without_half_parameters(*restored), saved)
     types = jax.tree.map(lambda x: x.dtype, (restored, abstract))
     assert types[0] == types[1]
     assert {x.sharding for x in jax.tree.leaves(restored)} == {sharding}

@@ -1,11 +1,14 @@
 """Mistakes of newcomers: each error says what was expected, got, and what to write."""
 
+import equinox
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen, nnx
 
 import jmp_scale
+import jmp_scale.nnx
 from jmp_scale import autocast, diagnostics
 
 
@@ -21,6 +24,13 @@ def in_a_with(context):
 X = jnp.ones((4, 4))
 HALF = autocast(loss, "bfloat16")
 SCALE = jmp_scale.DynamicLossScale()
+MODEL = equinox.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
+NETWORK = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+WRAPPERS = {
+    jmp_scale.with_loss_scale: {},
+    jmp_scale.with_half_parameters: {},
+    jmp_scale.with_half_state: {"key": jax.random.key(0)},
+}
 # The call, and words of its TypeError: expected, got, what to write.
 MISTAKES = {
     "a flag for names": (
@@ -83,6 +93,24 @@ MISTAKES = {
         lambda: jmp_scale.grad(lambda p: p["w"].sum(), SCALE)({"n": [3], "w": X}),
         r"argument 0, got a int of int at args\[0\]\['n'\]\[0\]; pass .*filter_value",
     ),
+    **{
+        f"a model to {wrapper.__name__}": (
+            lambda wrapper=wrapper, options=options: wrapper(
+                optax.adam(0.1), **options
+            ).init([1.0, jax.ShapeDtypeStruct((), jnp.float32), MODEL]),
+            rf"{wrapper.__name__}: expected a tree of arrays as parameters, got a "
+            r"\w+ at params\[2\].activation; .*equinox.filter\(model",
+        )
+        for wrapper, options in WRAPPERS.items()
+    },
+    "a loss scale by position": (
+        lambda: jmp_scale.nnx.Optimizer(NETWORK, optax.adam(0.1), SCALE),
+        r"\(model, tx\) and keywords, got DynamicLossScale by .*; write loss_scale=",
+    ),
+    "a model for an optimizer": (
+        lambda: jmp_scale.nnx.Optimizer(optax.adam(0.1), NETWORK),
+        "inner to be an optax.GradientTransformation, got a Linear; pass the optimizer",
+    ),
     "an array of integers": (
         lambda: jmp_scale.value_and_grad(loss, SCALE, (0, 1))(X, jnp.arange(4)),
         r"got an array of shape \(4,\) of int32 at args\[1\]; pass what is not trained",
@@ -110,9 +138,21 @@ def test_a_wrong_value_is_an_error_that_lists_the_right_ones(call, words):
         call()
 
 
-def test_the_name_of_another_library_leads_to_ours():
-    with pytest.raises(AttributeError, match=r"write jmp_scale.with_loss_scale\(tx"):
-        jmp_scale.GradScaler  # noqa: B018
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("GradScaler", r"write jmp_scale.with_loss_scale\(tx, jmp_scale.Dynamic"),
+        ("LossScaleOptimizer", r"write jmp_scale.with_loss_scale\(tx"),
+        ("DynamicScale", r"write jmp_scale.DynamicLossScale\(\)"),
+        ("DynamicLossScaling", r"write jmp_scale.DynamicLossScale\(\)"),
+    ],
+)
+def test_the_name_of_another_library_leads_to_ours(name, words):
+    with pytest.raises(AttributeError, match=words):
+        getattr(jmp_scale, name)
+    with pytest.raises(ImportError, match=words):
+        exec(f"from jmp_scale import {name}")
+    assert not hasattr(jmp_scale, name)
 
 
 def test_leaves_of_a_model_that_are_no_arrays_pass():

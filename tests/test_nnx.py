@@ -401,6 +401,24 @@ def test_autocast_warns_once_of_a_name_that_matches_nothing():
     fun(model, jnp.ones((3, 2)))  # where a warning is an error
 
 
+def test_a_name_of_an_attribute_warns_and_lists_classes():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.head = nnx.Linear(2, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(x)
+
+    model, x = Net(nnx.Rngs(0)), jnp.ones((3, 2))
+    fun = jmp_scale.nnx.autocast(Net.__call__, "bf16", keep_float32="head")
+    words = r"\['head'\]; there are .*Linear.* classes of NNX modules, not their attrib"
+    with pytest.warns(UserWarning, match=words):
+        fun(model, x)
+    named = jmp_scale.nnx.autocast(Net.__call__, "bf16", keep_float32="Linear")
+    with pytest.warns(UserWarning, match="keep_float32 around them"):
+        assert (named(model, x) == model(x)).all()
+
+
 @pytest.mark.parametrize("mark", [jmp_scale.keep_float32, jmp_scale.in_half])
 def test_a_marked_layer_is_trained_with_its_model(mark):
     class Marked(nnx.Module):

@@ -1,11 +1,14 @@
 """The recipes of CONTRIBUTING.md are right: they are followed in a copy of the tree."""
 
+import json
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -32,6 +35,82 @@ restored = jmp_scale.checkpoints.restore_older(lambda _: state, guarded.init(par
 assert restored.overflows == 2 and restored.guard == guard
 """
 
+RULE = """
+import jax, jax.numpy as jnp
+import precision_faults
+from precision_checks import assert_finds, planted
+
+fault, dtype = precision_faults.FAULTS["sorted"]
+assert [rule for _, _, rule, _ in planted(fault)] == ["half-order"]
+loss = lambda x: jnp.mean(fault(x.astype(dtype)).astype(jnp.float32))
+report = assert_finds([fault], loss, jnp.ones(64))
+assert "neighbors become equal" in report.summary()
+"""
+
+PRODUCT = """
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+import jmp_scale
+from jmp_scale import _jaxpr
+from jmp_scale.diagnostics import precision_report
+
+row_product_p = Primitive("row_product")
+
+def row_product(x, y, precision=None, preferred_element_type=None):
+    keywords = dict(precision=precision, preferred_element_type=preferred_element_type)
+    return row_product_p.bind(x, y, **keywords)
+
+row_product_p.def_impl(lambda x, y, **keywords: lax.dot(x, y, **keywords))
+row_product_p.def_abstract_eval(lambda x, y, preferred_element_type, **_: ShapedArray(
+    (x.shape[0], y.shape[1]), preferred_element_type or x.dtype))
+mlir.register_lowering(row_product_p, mlir.lower_fun(
+    lambda x, y, **keywords: lax.dot(x, y, **keywords), multiple_results=False))
+ad.defbilinear(
+    row_product_p,
+    lambda ct, x, y, **keywords: row_product(ct, y.T, **keywords),
+    lambda ct, x, y, **keywords: row_product(x.T, ct, **keywords),
+)
+
+w, x = jnp.ones((16, 32)), jnp.arange(64.0).reshape(4, 16) / 64
+def loss(w, x):
+    return jnp.mean(jnp.tanh(row_product(x, w)))
+
+half = jax.value_and_grad(jmp_scale.autocast(loss, "bfloat16"))
+products = [
+    {_jaxpr.dtype_name(v) for v in eqn.invars}
+    for eqn in _jaxpr.equations(jax.make_jaxpr(half)(w, x))
+    if eqn.primitive.name == "row_product"
+]
+assert products == [{"bfloat16"}] * 2, products
+for ours, full in zip(half(w, x), jax.value_and_grad(loss)(w, x)):
+    assert jnp.allclose(ours, full, rtol=0.02, atol=1e-3)
+operations = precision_report(loss, w, x).operations
+assert [row.flops for row in operations if row.flops] == [2 * 2 * 4 * 16 * 32]
+"""
+
+# Runs each recipe; its errors by name.
+RUN = """
+import json, sys, traceback
+errors = {}
+for name, code in json.load(sys.stdin).items():
+    try:
+        exec(compile(code, name, "exec"), {})
+    except Exception:
+        errors[name] = traceback.format_exc()
+print(json.dumps(errors))
+"""
+
+HALF_ORDER = """
+
+def _half_order(step: Step) -> Iterator[Finding]:
+    if step.name == "sort" and is_half(step.result):
+        message = f"a sort in {step.result}, in which neighbors become equal"
+        yield step.finding("half-order", "warning", message)
+"""
+
 
 def add_after(path, line, new):
     """Adds a line after the only one that matches a regular expression."""
@@ -40,22 +119,59 @@ def add_after(path, line, new):
     path.write_text(text)
 
 
-def test_a_counter_is_the_last_field_of_the_state_and_a_line_that_counts(tmp_path):
-    recipe = (ROOT / "CONTRIBUTING.md").read_text()
-    assert "the last field of `LossScaleState` (`_state`), counted in" in recipe
-    shutil.copytree(ROOT / "jmp_scale", tmp_path / "jmp_scale")
-    state, step = (tmp_path / "jmp_scale" / name for name in (
-        "_state.py", "_scaling/transform.py"
-    ))  # fmt: skip
-    add_after(state, r"    guard: \w+", "    overflows: Count")
+def add_a_counter(package):
+    add_after(package / "_state.py", r"    guard: \w+", "    overflows: Count")
     overflowed = "jnp.int32(loss_finite & ~only_grads_finite)"
     counts = f"        overflows=state.overflows + {overflowed},"
-    add_after(step, "        guard=guard,", counts)
+    add_after(package / "_scaling/transform.py", "        guard=guard,", counts)
+
+
+def add_a_rule(package, faults):
+    rules = package / "diagnostics/_precision/rules.py"
+    add_after(rules, "def faults.*", "    yield from _half_order(step)")
+    rules.write_text(rules.read_text() + HALF_ORDER)
+    fault = '    "sorted": lambda h: jnp.sort(h),  # !half-order'
+    add_after(faults, "OF_FLOAT16 = {", fault)
+
+
+def add_a_product(package):
+    name = 'PRODUCTS |= {"row_product"}'
+    add_after(package / "_jaxpr/primitives.py", "PRODUCTS = .*", name)
+    work = '        case "row_product":\n            '
+    work += "return 2 * size(result) * shape(left)[1]"
+    add_after(package / "diagnostics/_precision/work.py", "    match name:", work)
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """The errors of all recipes, followed in one copy and run by one process."""
+    copy = tmp_path_factory.mktemp("copy")
+    package = shutil.copytree(ROOT / "jmp_scale", copy / "jmp_scale")
+    for name in ("precision_faults", "precision_checks"):
+        shutil.copy(ROOT / f"tests/diagnostics/{name}.py", copy)
+    add_a_counter(package)
+    add_a_rule(package, copy / "precision_faults.py")
+    add_a_product(package)
     run = subprocess.run(
-        [sys.executable, "-c", COUNTER],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-c", RUN],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        input=json.dumps({"counter": COUNTER, "rule": RULE, "product": PRODUCT}),
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("counter", "the last field of `LossScaleState` (`_state`), counted in"),
+        ("rule", "A function in `diagnostics/_precision/rules.py` that yields"),
+        ("product", "its name in `PRODUCTS` (`_jaxpr*`)"),
+    ],
+)
+def test_a_recipe_works_as_written(errors, name, recipe):
+    assert recipe in (ROOT / "CONTRIBUTING.md").read_text()
+    assert name not in errors, errors[name]

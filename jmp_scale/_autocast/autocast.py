@@ -123,12 +123,13 @@ def autocast(
     warned: set[str] = set()
 
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
-        flat = FlatCall(fun, args, kwargs)
-        for module in filter(is_module, flat.leaves):
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_module)
+        for module in filter(is_module, leaves):
             raise TypeError(
                 f"autocast: expected no NNX modules, got a {type(module).__name__}, "
                 "whose writes would be lost: use jmp_scale.nnx.autocast"
             )
+        flat = FlatCall(fun, args, kwargs)
         # The setting is for what stays float32.
         setting = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009
         with tracing(forward), jax.default_matmul_precision(None):

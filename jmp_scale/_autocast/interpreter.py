@@ -10,6 +10,7 @@ A product reads half-precision copies of its operands. Its gradients flow to
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -27,13 +28,15 @@ from .identities import no_tangent, with_cotangent_of_its_dtype, with_value
 from .linear import linear
 from .marks import Names, warn_of_no_loss_scale
 from .policies import Saved, in_sight
-from .products import Product, has_products
+from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
 from .stored import Stored, Value, array_of, looked_up, places_of, stored
 
 T = TypeVar("T")
 Arrays = Sequence[jax.Array]
 Results = Mapping[Var, Value]
+# Files that the user did not write.
+_INSTALLED = re.compile(r"/lib/python3|-packages\b")
 
 
 class Values(dict[Var, Any]):
@@ -322,11 +325,22 @@ class Interpreter:
         if results is None and name not in warned and has_products(eqn):
             warned.add(name)
             warn(
-                f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products and "
-                "cannot be read: they stay float32; mark it by jmp_scale.in_half to "
-                "give it half precision, or by jmp_scale.keep_float32"
+                f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products"
+                f"{_place_of_products(eqn)} and cannot be read: they stay float32; "
+                "mark it by jmp_scale.in_half to give it half precision, or by "
+                "jmp_scale.keep_float32; of a solver, cast the function that it calls"
             )
         return results
+
+
+def _place_of_products(call: JaxprEqn) -> str:
+    """The user's line in which a call makes a product, or else that of the call."""
+    within = filter(becomes_half, _jaxpr.equations_within(call))
+    for eqn in (*within, call):
+        for frame in getattr(eqn.source_info.traceback, "frames", ()):
+            if not _INSTALLED.search(frame.file_name):
+                return f" ({frame.file_name}:{frame.line_num}, {frame.function_name})"
+    return ""
 
 
 def _nested_function(

@@ -278,6 +278,15 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     )
 
 
+def only_looks_up(call: JaxprEqn) -> bool:
+    """Whether a call holds lookups and cheap operations alone, as `jnp.take` does."""
+    (body,) = _jaxpr.subjaxprs(call)
+    return all(
+        is_cheap(eqn) or eqn.primitive.name in _jaxpr.LOOKUPS
+        for eqn in _jaxpr.bare(body).eqns
+    )
+
+
 def mesh_of(atom: Atom) -> Any:
     """The mesh of an array; JAX has no public type for an abstract one."""
     aval: Any = atom.aval

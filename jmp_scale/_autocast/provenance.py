@@ -17,8 +17,8 @@ from .products import (
     fate,
     has_products,
     holds_half_products,
-    is_cheap,
     looks_up_rows,
+    only_looks_up,
     reads_half,
 )
 
@@ -130,7 +130,7 @@ def read(
             return False
         if has_products(eqn):
             return not is_exempt(eqn)
-        return is_cheap(eqn) or reads_half(eqn)
+        return only_looks_up(eqn) or reads_half(eqn)
 
     flat, constants = _jaxpr.inlined(jaxpr, is_open)
     flat, copies = _jaxpr.read_apart(flat, {flat.invars[i] for i in stored})

@@ -85,7 +85,8 @@ def with_half_parameters(
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "with_half_parameters: expected inner to be an "
-            f"optax.GradientTransformation, got {inner!r}; pass the optimizer first"
+            f"optax.GradientTransformation, got {described(inner)}; pass the optimizer "
+            "first"
         )
     inner = optax.with_extra_args_support(inner)
     words = None if key is None else key_words("with_half_parameters", key)
@@ -280,8 +281,9 @@ def _join(p: Leaf, remainder: PyTree = None) -> Leaf:
     """The float32 value of a half-precision parameter and its remainder."""
     if not holds_half(p):
         return p
-    if isinstance(p, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in (p, remainder)):
+        sharding = getattr(p, "sharding", None)
+        return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
     x = jnp.asarray(p).astype(jnp.float32)
     return x if remainder is None else format_of(p).joined(x, remainder)
 

@@ -88,7 +88,7 @@ def with_half_state(
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "with_half_state: expected inner to be an optax.GradientTransformation, "
-            f"got {inner!r}; pass the optimizer first"
+            f"got {described(inner)}; pass the optimizer first"
         )
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -162,7 +162,7 @@ class _Wrapper:
 
     def _averages(
         self, state: optax.OptState, *trees: PyTree
-    ) -> tuple[list[Leaf], Any, list[_Owner | None]]:
+    ) -> tuple[list[Leaf], PyTree, list[_Owner | None]]:
         """Leaves of a state, its structure, and of which parameter each is an average.
 
         A path in the state ends with that of the parameter, which is cut off first: a

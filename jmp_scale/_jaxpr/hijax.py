@@ -8,6 +8,7 @@ class says which of them it is.
 from typing import Any, Protocol
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
 
@@ -28,9 +29,9 @@ class Box(Protocol):
     """What is read of a `jax.experimental.hijax.HiPrim`, which jax 0.8 lacks."""
 
     params: dict[str, Any]
-    in_avals_flat: list[Any]
-    in_tree: Any
-    out_tree: Any
+    in_avals_flat: list[ShapedArray]
+    in_tree: PyTree
+    out_tree: PyTree
 
     def jvp(self, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]: ...
 

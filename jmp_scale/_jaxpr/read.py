@@ -64,7 +64,7 @@ def size(atom: Atom) -> int:
     return math.prod(shape(atom))
 
 
-def dtype_of(atom: Atom) -> Any:
+def dtype_of(atom: Atom) -> np.dtype:
     """Returns the dtype of a variable that is an array."""
     aval: Any = atom.aval
     return aval.dtype

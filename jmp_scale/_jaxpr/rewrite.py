@@ -21,6 +21,7 @@ from .read import (
     is_no_sequence,
     open_jaxpr,
     subjaxprs,
+    variables,
 )
 
 
@@ -146,7 +147,8 @@ def _constrains(sharding: object) -> bool:
     """Whether a sharding that a `jit` names is more than the types of arrays say."""
     if not isinstance(sharding, Sharding):
         return False  # none is named
-    axes: Any = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    mesh = getattr(sharding, "mesh", None)
+    axes: Sequence[AxisType] = getattr(mesh, "axis_types", ())
     return not axes or any(axis != AxisType.Explicit for axis in axes)
 
 
@@ -192,7 +194,8 @@ def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]
 
     for eqn in jaxpr.eqns:
         is_move = eqn.primitive.name in REARRANGES and len(eqn.invars) == 1
-        if is_move and (eqn.invars[0] in inputs or eqn.invars[0] in moves):
+        read = variables(eqn.invars)
+        if is_move and any(v in inputs or v in moves for v in read):
             moves[eqn.outvars[0]] = eqn
         else:
             eqns.append(eqn.replace(invars=[*map(own, eqn.invars)]))

@@ -12,7 +12,7 @@ precision all-reduce; 2 if each device needs its own share only.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -177,7 +177,10 @@ def _sum_in_map(
 
 
 def _sums_of_unreduced(
-    gradients: Sequence[_Gradient], names: Any, wire: DTypeLike | None, mean: bool
+    gradients: Sequence[_Gradient],
+    names: tuple[str, ...] | None,
+    wire: DTypeLike | None,
+    mean: bool,
 ) -> list[jax.Array]:
     """The sums of leaves that are `unreduced`. The others are sums already."""
     axes = [_mesh.unreduced_axes(gradient.array) for gradient in gradients]
@@ -205,7 +208,7 @@ def _sums_of_unreduced(
 
 
 def _sums_of_parts(
-    parts: Sequence[tuple[_Gradient, Any]], wire: DTypeLike | None, mean: bool
+    parts: Sequence[tuple[_Gradient, _mesh.Axes]], wire: DTypeLike | None, mean: bool
 ) -> Sequence[jax.Array]:
     arrays = [gradient.array for gradient, _ in parts]
     shardings: list[PyTree] = [jax.typeof(array).sharding for array in arrays]
@@ -349,7 +352,7 @@ def _spec_of_sum(spec: PartitionSpec, way: _Way) -> PartitionSpec:
 
 def _resharded(total: jax.Array, like: Leaf) -> jax.Array:
     spec = _spec_of(like)
-    sharding: Any = jax.typeof(total).sharding
+    sharding: NamedSharding = jax.typeof(total).sharding
     if sharding.mesh.empty or sharding.spec == spec:
         return total
     return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))

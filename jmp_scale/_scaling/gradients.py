@@ -124,7 +124,7 @@ def _differentiated(
     argnums: int | Sequence[int],
     has_aux: bool,
     transform: Function,
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
 ) -> Callable[..., tuple[PyTree, PyTree]]:
     """Returns `value_and_grad` of `fun`; errors name the public `function`."""
     numbers = loss_scale if isinstance(loss_scale, (tuple, list)) else (loss_scale,)

@@ -23,7 +23,7 @@ from .._state import (
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, Function, KeyPath, Leaf, PyTree
-from .._validation import warn
+from .._validation import described, warn
 from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
@@ -119,8 +119,8 @@ def with_loss_scale(
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             "with_loss_scale: expected inner to be an optax.GradientTransformation, "
-            f"got {inner!r}; pass the optimizer first and the loss scale second. For "
-            "an optax.MultiSteps pass its .gradient_transformation()"
+            f"got {described(inner)}; pass the optimizer first and the loss scale "
+            "second. For an optax.MultiSteps pass its .gradient_transformation()"
         )
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)

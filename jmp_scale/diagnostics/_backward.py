@@ -12,12 +12,12 @@ from jax.typing import ArrayLike
 from .._scaling.finite import all_finite
 from .._scaling.gradients import checked_output, value_and_grad
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
-from .._tree import is_array, is_inexact, named_inexact_leaves
+from .._tree import is_array, is_inexact, named_inexact_leaves, split_arrays
 from .._types import Arrays, Function, PyTree, Scalar
 
 # XLA may omit a rounding that the program asks for, depending on machine and version.
 # With this option the program is measured as it is written.
-ALL_ROUNDINGS: Any = {"xla_allow_excess_precision": False}
+ALL_ROUNDINGS: dict[str, bool | str] = {"xla_allow_excess_precision": False}
 
 
 @jax.tree_util.register_dataclass
@@ -137,8 +137,8 @@ def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
 
 
 def concrete_arrays(
-    function: str, args: tuple[Any, ...]
-) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    function: str, args: PyTree
+) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
     """`split_arrays` for a tool that runs on the host."""
     arrays, rejoin = split_arrays(args)
     if any(isinstance(x, Tracer) for x in arrays):
@@ -147,23 +147,6 @@ def concrete_arrays(
             "outside of jax.jit, vmap and grad: it compiles what it runs itself"
         )
     return arrays, rejoin
-
-
-def split_arrays(
-    args: tuple[PyTree, ...],
-) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
-    """Returns the arrays among the leaves of `args`, and a function that rejoins them.
-
-    Rejoined modules are new objects, so a forward pass never writes into the user's.
-    """
-    leaves, treedef = jax.tree.flatten(args)
-
-    def rejoin(arrays: Arrays) -> PyTree:
-        left = iter(arrays)
-        new_leaves = [next(left) if is_array(leaf) else leaf for leaf in leaves]
-        return jax.tree.unflatten(treedef, new_leaves)
-
-    return [leaf for leaf in leaves if is_array(leaf)], rejoin
 
 
 def described(value: Any) -> str:

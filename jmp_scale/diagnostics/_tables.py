@@ -53,7 +53,7 @@ def printed(cls: C) -> C:
     known (traced, donated, of several runs at once) is its `repr`.
     """
 
-    def short(self: Any) -> str:
+    def short(self: object) -> str:
         names = getattr(cls, "_fields", None)
         names = names or [field.name for field in dataclasses.fields(cls)]
         parts = [f"{name}={_shown(getattr(self, name))}" for name in names]
@@ -91,7 +91,7 @@ def _shown(value: object) -> str:
     return text
 
 
-def _is_known_number(x: Any) -> bool:
+def _is_known_number(x: jax.Array | np.ndarray | np.generic) -> bool:
     if x.shape != () or isinstance(x, Tracer):
         return False
     if isinstance(x, jax.Array):

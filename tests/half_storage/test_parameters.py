@@ -283,6 +283,13 @@ def test_parameters_and_a_state_that_do_not_belong_together(given, message):
             checkpoints.without_half_parameters(*given(params, state))
 
 
+def test_states_without_remainders_are_none_of_half_parameters():
+    """Of `with_half_state` as NNX and state dicts lay them out, and of nothing."""
+    params = half(PARAMS)
+    others = {"inner_state": {}, "rounding_key": jnp.zeros(2, jnp.uint32)}, {}
+    assert_bitwise_equal(full_parameters(params, others), half(params, jnp.float32))
+
+
 # Stochastic rounding.
 
 

@@ -24,6 +24,9 @@ def gradient(w, loss_scale=CAPTURED):
     return jmp_scale.grad(lambda w: jnp.sum(w**2), loss_scale)(w)
 
 
+SUM_OF_PRODUCTS = jmp_scale.grad(lambda w, x: jnp.sum(w @ x), CAPTURED)
+
+
 def gradient_on_the_host(w):
     return gradient(w, jax.device_get(CAPTURED))
 
@@ -46,6 +49,7 @@ def test_a_dynamic_loss_scale_that_a_traced_function_captured_warns(traced):
         lambda w: jax.jit(gradient, static_argnums=1)(w, StaticLossScale(8.0)),
         lambda w: jax.vmap(gradient)(w),
         lambda w: jax.lax.map(lambda x: gradient(w) @ x, w),
+        lambda w: jax.lax.map(lambda x: SUM_OF_PRODUCTS(w, x), w),  # micro-batches
     ],
 )
 def test_a_loss_scale_of_this_step_does_not_warn(call):

@@ -239,6 +239,19 @@ def test_a_step_that_is_not_finite_changes_no_bit_of_the_guard():
         assert_bitwise_equal(after, guard)
 
 
+@pytest.mark.parametrize("decay", [0.5, 0.99])
+def test_statistics_are_a_weighted_mean_and_deviation_from_the_first_step_on(decay):
+    losses = 3 + 0.1 * np.random.RandomState(0).randn(6)
+    for n in range(1, 7):
+        _, guard = judged(SpikeGuard(decay=decay), losses[:n], np.exp2(losses[:n]))
+        weights = decay ** np.arange(n)[::-1]
+        mean = np.average(losses[:n], weights=weights)
+        deviation = np.sqrt(np.average((losses[:n] - mean) ** 2, weights=weights))
+        for name in ("loss", "norm"):
+            found = getattr(guard, f"{name}_mean"), getattr(guard, f"{name}_deviation")
+            np.testing.assert_allclose(found, (mean, deviation), 1e-4, atol=1e-6)
+
+
 def test_statistics_stay_right_over_a_million_steps():
     guard = SpikeGuard(decay=0.999)
 
@@ -255,6 +268,12 @@ def test_statistics_stay_right_over_a_million_steps():
     np.testing.assert_allclose(guard.loss_mean, 3.0, atol=1e-3)
     np.testing.assert_allclose(guard.loss_deviation, 0.5, atol=1e-3)
     np.testing.assert_allclose(guard.norm_mean, math.log2(1e30) + 1.56, atol=0.01)
+
+
+def test_a_guard_prints_what_it_was_given_and_what_it_has_learnt():
+    guard = SpikeGuard(decay=0.9)
+    assert repr(guard) == "SpikeGuard(decay=0.9)"
+    assert "loss_mean=1.0" in repr(guard.judge(*jnp.ones(2), jnp.array(True))[1])
 
 
 def test_counts_end_before_int32_and_a_weight_never_exceeds_one():

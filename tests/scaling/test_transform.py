@@ -103,6 +103,14 @@ def test_optax_finds_the_loss_scale_at_any_depth():
         assert optax.tree.get(state, name).shape == ()
 
 
+def test_before_the_first_step_all_is_finite_applied_and_nothing_counted():
+    state = jmp_scale.with_loss_scale(optax.sgd(0.1)).init(PARAMS)
+    flags = state.grads_finite, state.applied
+    counts = state.skipped, state.skipped_in_a_row, state.nonfinite_losses, state.spikes
+    assert_bitwise_equal(flags, (jnp.bool_(True),) * 2)
+    assert_bitwise_equal(counts, (jnp.int32(0),) * 4)
+
+
 def test_the_fields_of_the_state_keep_their_order_and_new_ones_are_at_the_end():
     first = ("loss_scale", "inner_state", "grads_finite", "applied", "skipped")
     first += ("skipped_in_a_row", "nonfinite_losses", "spikes", "guard")

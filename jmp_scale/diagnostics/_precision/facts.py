@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,9 @@ from jax.extend.core import JaxprEqn, Literal
 from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
 from ..._types import Function
 from .lineage import NOTHING, Lineage, entries_added, lineage_of
+
+if TYPE_CHECKING:
+    from .step import Step
 
 INF = math.inf
 _MOST_VALUES = 8
@@ -39,8 +42,8 @@ class Fact:
     summed: float = 0.0  # number of float32 elements summed
     squared: bool = False  # squares, or sums of squares, in float32
     cast: bool = False  # whether the user cast these elements to half precision
-    promoted: Any = None  # the `Step` that promoted them from half precision
-    maker: Any = None  # the `Step` that computed their array, inside of calls
+    promoted: "Step | None" = None  # the `Step` that promoted them from half precision
+    maker: "Step | None" = None  # the `Step` that computed their array, inside of calls
     lineage: Lineage = NOTHING  # the values from which they were computed
 
     @property

@@ -30,7 +30,7 @@ from ..._autocast.recompute.islands import softmaxes_of
 from ..._autocast.recompute.plan import Unit
 from ..._autocast.recompute.units import RecomputingInterpreter
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
-from ..._tree import promote_to_float32
+from ..._tree import promote_to_float32, split_arrays
 from ..._types import PyTree
 from .._backward import (
     ALL_ROUNDINGS,
@@ -38,7 +38,6 @@ from .._backward import (
     Loss,
     Start,
     concrete_arrays,
-    split_arrays,
 )
 from .._source import Place, begin_user_code, place_of
 from .comparison import GradientComparison, Reference

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,9 +11,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 
 from ..._state import find_half_states
-from ..._tree import is_array
+from ..._tree import is_array, split_arrays
 from ..._types import Function, PyTree
-from .._backward import Loss, split_arrays
+from .._backward import Loss
 from .._source import begin_user_code, place_of_caller
 from .._tables import printed, table
 from . import conclusions, work
@@ -86,7 +86,7 @@ def precision_report(
       ValueError: `argnums` is empty or out of range.
     """
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
-    keywords: dict[str, Any] = {"has_aux": True} if has_aux else {}
+    keywords: dict[str, object] = {"has_aux": True} if has_aux else {}
     if not (isinstance(argnums, int) and argnums == 0):
         keywords["argnums"] = argnums  # Equinox has no such argument
     caller = place_of_caller()

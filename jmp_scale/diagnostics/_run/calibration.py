@@ -10,8 +10,9 @@ from jax import lax
 
 from ..._jaxpr import dtype_name, equations
 from ..._scaling.finite import all_finite
+from ..._tree import split_arrays
 from ..._types import Flag, Function, PyTree, Scalar
-from .._backward import Backward, Loss, split_arrays
+from .._backward import Backward, Loss
 from .._tables import printed
 from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_scale import _jaxpr
-from jmp_scale._autocast import operations as ops
-from jmp_scale._autocast.marks import Names
-from jmp_scale._autocast.plan import Origin, Plan, Unit, make_plan, needed_for
+from jmp_scale._autocast.products import Product
+from jmp_scale._autocast.provenance import Origin, Reading, Step, read
+from jmp_scale._autocast.recompute.islands import needed_for, read_by_derivative
+from jmp_scale._autocast.recompute.plan import Unit, make_plan
 from jmp_scale._jaxpr import Var
 from jmp_scale._tree import FlatCall
 
@@ -38,50 +39,80 @@ def plan_text(
     flat = FlatCall(fun, args, {})
     jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
     origins = [Origin.PARAMETER] * len(flat.arrays)
-    plan = make_plan(jaxpr, origins, dtype, Names(), share_casts=False, join=True)
-    return "\n".join(_lines(plan))
+    reading = read(
+        jaxpr,
+        origins,
+        jnp.dtype(dtype),
+        is_exempt=lambda eqn: False,
+        share_casts=False,
+    )
+    return "\n".join(_lines(reading))
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(reading: Reading) -> Iterator[str]:
     names = _Names()
-    yield f"0 arguments: {names.with_shapes(plan.jaxpr.invars)}"
-    for number, unit in enumerate(plan.units, 1):
-        yield from _lines_of_unit(number, unit, plan, names)
-    yield f"results: {names.plain(_jaxpr.variables(plan.jaxpr.outvars))}"
+    yield f"0 arguments: {names.with_shapes(reading.jaxpr.invars)}"
+    for number, part in enumerate(make_plan(reading), 1):
+        if isinstance(part, Unit):
+            yield from _lines_of_unit(number, part, reading, names)
+        else:
+            yield from _lines_of_step(number, part, reading, names)
+    yield f"results: {names.plain(_jaxpr.variables(reading.jaxpr.outvars))}"
+
+
+def _lines_of_step(
+    number: int, step: Step, reading: Reading, names: "_Names"
+) -> Iterator[str]:
+    if step.kind == "product" and step.product:
+        yield f"{number} half:"
+        yield _line_of_product(step.product, names)
+        operands = step.product.operands
+        yield from _titled("saves in half precision", operands, reading.given, names)
+    else:
+        yield f"{number} {step.kind}: {step.eqn.primitive.name}"
+        made = names.with_shapes(step.outputs)
+        yield f"    {made} from {names.plain(step.inputs)}"
+
+
+def _line_of_product(product: Product, names: "_Names") -> str:
+    read, name = names.plain(product.jaxpr.invars), product.equation.primitive.name
+    return f"    {names.with_shapes([product.result])} = {name} of {read}"
 
 
 def _lines_of_unit(
-    number: int, unit: Unit, plan: Plan, names: "_Names"
+    number: int, unit: Unit, reading: Reading, names: "_Names"
 ) -> Iterator[str]:
     inputs, outputs = unit.jaxpr.invars, _jaxpr.variables(unit.jaxpr.outvars)
     primitives = [eqn.primitive.name for eqn in unit.jaxpr.eqns]
-    yield f"{number} {unit.kind}: {' '.join(primitives)}".rstrip()
-    if unit.kind != "half":
-        yield f"    {names.with_shapes(outputs)} from {names.plain(inputs)}"
-        return
-    for product, wires in unit.products:
-        eqn = product.jaxpr.eqns[-1]
-        read = names.plain(outputs[i] for i in wires)
-        made = names.with_shapes([product.result])
-        yield f"    {made} = {eqn.primitive.name} of {read}"
-    operands = {outputs[i] for _, wires in unit.products for i in wires[:2]}
-    kept, softmaxes, known = (
-        {outputs[i] for i in places}
-        for places in (unit.kept, unit.softmaxes, unit.known)
+    yield f"{number} half: {' '.join(primitives)}"
+    for product, _ in unit.products:
+        yield _line_of_product(product, names)
+    in_half, softmaxes, as_they_are = (
+        {outputs[i] for i in unit.places(fact)}
+        for fact in ("is_saved_in_half", "is_softmax", "is_saved")
     )
-    again = operands - {*inputs} - kept
-    read = [*again, *ops.read_by_derivative(unit.jaxpr, softmaxes)]
-    saved = needed_for(unit.jaxpr, read, known).intersection(inputs)
-    half = kept | (saved & plan.halves) | operands.intersection(inputs)
-    full = known | saved
-    for title, chosen in (
-        ("saves in half precision", half - plan.given),
-        ("saves", full - half - plan.given),
-        ("recomputes", again),
+    operands = {v for product, _ in unit.products for v in product.operands}
+    recomputed = operands.intersection(outputs) - in_half
+    read = [*recomputed, *read_by_derivative(unit.jaxpr, softmaxes)]
+    saved = needed_for(unit.jaxpr, read, as_they_are).intersection(inputs)
+    in_half |= (saved & reading.halves) | operands.intersection(unit.passed)
+    full = (as_they_are | saved) - in_half
+    everything = [*inputs, *outputs, *unit.passed]
+    for title, chosen, known in (
+        ("saves in half precision", in_half, reading.given),
+        ("saves", full, reading.given),
+        ("recomputes", recomputed, ()),
     ):
-        in_order = [v for v in dict.fromkeys([*inputs, *outputs]) if v in chosen]
-        if in_order:
-            yield f"    {title}: {names.with_shapes(in_order)}"
+        yield from _titled(title, [v for v in everything if v in chosen], known, names)
+
+
+def _titled(
+    title: str, chosen: Iterable[Var], known: Iterable[Var], names: "_Names"
+) -> Iterator[str]:
+    """A line of variables, except those that are known; none if there are none."""
+    others = [v for v in dict.fromkeys(chosen) if v not in {*known}]
+    if others:
+        yield f"    {title}: {names.with_shapes(others)}"
 
 
 class _Names:

@@ -46,8 +46,14 @@ TESTS = {
     "_policy": "test_policy test_jmp",
     "_autocast/autocast": "autocast/test_autocast autocast/test_exact",
     "_autocast/interpreter": "autocast/test_autocast autocast/test_exact",
-    "_autocast/plan": "autocast/test_plan autocast/test_autocast autocast/test_exact",
-    "_autocast/operations": "autocast/test_operations autocast/test_autocast "
+    "_autocast/provenance": "autocast/test_provenance autocast/test_autocast "
+    "autocast/test_exact",
+    "_autocast/recompute/units": "autocast/test_autocast autocast/test_exact",
+    "_autocast/recompute/plan": "autocast/recompute/test_plan autocast/test_autocast "
+    "autocast/test_exact",
+    "_autocast/recompute/islands": "autocast/recompute/test_islands "
+    "autocast/test_autocast autocast/test_exact",
+    "_autocast/products": "autocast/test_products autocast/test_autocast "
     "autocast/test_exact",
     "_autocast/higher_order": "autocast/test_autocast autocast/test_exact",
     "_autocast/marks": "autocast/test_marks autocast/test_autocast",

@@ -37,6 +37,14 @@ TESTED_BY = {
         "autocast/test_autocast",
         "programs run as their plans say",
     ),
+    "_autocast.recompute.identities": (
+        "autocast/test_identities",
+        "beside the others",
+    ),
+    "_autocast.recompute.units": (
+        "autocast/test_exact",
+        "what is recomputed is what was computed",
+    ),
     "_autocast.higher_order": (
         "autocast/test_autocast",
         "loops and calls run as they did",
@@ -190,6 +198,15 @@ def test_no_wing_imports_another():
         if own in wings:
             others = {name.split(".")[0] for name in imports(module)[0]}
             assert not others & (wings - {own}), module
+
+
+def test_the_floor_that_casts_knows_nothing_of_the_one_that_recomputes():
+    """Neither its modules nor its words, so that it can be read alone."""
+    cast = [name for name in MODULES if floor_of(name).name == "cast"]
+    assert "_autocast.interpreter" in cast
+    for name in cast:
+        words = re.findall(r"\bislands?\b|recomput\w*", MODULES[name].read_text())
+        assert not words, name
 
 
 def test_a_module_has_tests_of_its_name_or_is_listed_with_the_reason():

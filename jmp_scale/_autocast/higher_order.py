@@ -1,4 +1,4 @@
-"""Runs calls, loops and branches of a traced program with other bodies.
+"""Evaluates calls, loops and branches of a traced program with other bodies.
 
 They are put back through JAX's public functions, because the parameters of its
 higher-order primitives are not an interface.
@@ -50,13 +50,13 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     places = [None if first <= i < last else i for i in range(len(values))]
     # A float32 copy of a stack would be made as a whole: a slice is read once a turn.
     slices = [i for i in places_of(values) if i >= last]
-    run = body(loop.body, places=places, part_of="loop", stored=slices)
+    function = body(loop.body, places=places, part_of="loop", stored=slices)
     carried, scanned = (
         [*map(array_of, part)] for part in (values[first:last], values[last:])
     )
 
     def step(carry: Results, xs: Results) -> tuple[Results, Results]:
-        results = run(*values[:first], *carry, *xs)
+        results = function(*values[:first], *carry, *xs)
         return results[: loop.carry], results[loop.carry :]
 
     carry, ys = lax.scan(
@@ -76,12 +76,12 @@ def _scan3(eqn: JaxprEqn, values: Values, body: Body) -> Results:
     atoms = enumerate(eqn.invars)
     places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]
     slices = [i for i in places_of(values) if are_scanned[i]]
-    run = body(params["jaxpr"], places=places, part_of="loop", stored=slices)
+    function = body(params["jaxpr"], places=places, part_of="loop", stored=slices)
     pairs = [*zip(values, are_scanned, strict=True)]
 
     def step(_: None, xs: Results) -> tuple[None, Results]:
         turn = iter(xs)
-        return None, run(*(next(turn) if each else x for x, each in pairs))
+        return None, function(*(next(turn) if each else x for x, each in pairs))
 
     scanned = [array_of(x) for x, each in pairs if each]
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -97,11 +97,11 @@ def _while(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
         return None
     count, first = loop.offset, loop.offset + loop.consts
     carry = [None] * loop.carry
-    run = body(loop.body, places=[*range(count, first), *carry], part_of="loop")
+    function = body(loop.body, places=[*range(count, first), *carry], part_of="loop")
     test = body(condition, places=[*range(count), *carry], part_of="loop")
     return lax.while_loop(
         lambda carry: test(*values[:count], *carry)[0],
-        lambda carry: run(*values[count:first], *carry),
+        lambda carry: function(*values[count:first], *carry),
         [*map(array_of, values[first:])],
     )
 
@@ -117,16 +117,16 @@ def _cond(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
 def _remat(eqn: JaxprEqn, values: Values, body: Body) -> Results:
     params = _jaxpr.params_of(eqn)
     policy, prevent_cse = params["policy"], params["prevent_cse"]
-    # With a policy, that alone says what is kept.
+    # With a policy, that alone says what is saved.
     part_of = "policy" if policy else ""
     # Their sums are within: barriers of the backward pass would make float32 copies.
-    run = body(
+    function = body(
         _jaxpr.subjaxprs(eqn)[0],
         places=range(len(values)),
         part_of=part_of,
         stored=places_of(values),
     )
-    fun = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+    fun = jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
     return fun(*map(array_of, values))
 
 
@@ -142,8 +142,8 @@ def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
         pairs = zip(primals, tangents, strict=True)
         moving = [zero_from_primal(x) if is_zero(t) else t for x, t in pairs]
         inputs = [*primals[first:], *moving[first:]]
-        run = body(given.jaxpr, places=[None] * len(inputs), part_of="rule")
-        results = run(*inputs)
+        function = body(given.jaxpr, places=[None] * len(inputs), part_of="rule")
+        results = function(*inputs)
         outs, moved = results[:count], iter(results[count:])
         # JAX takes symbolic zeros of rules that may be given some.
         return outs, [
@@ -158,9 +158,9 @@ def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
 def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Results:
     params = eqn.params
     axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
-    run = body(_jaxpr.subjaxprs(eqn)[0], places=range(len(values)), part_of="")
+    function = body(_jaxpr.subjaxprs(eqn)[0], places=range(len(values)), part_of="")
     fun = jax.shard_map(
-        lambda *xs: tuple(run(*xs)),
+        lambda *xs: tuple(function(*xs)),
         mesh=params["mesh"],
         in_specs=params["in_specs"],
         out_specs=params["out_specs"],
@@ -172,7 +172,7 @@ def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Results:
 
 # The results of an equation whose nested jaxprs are `body`'s functions, by its
 # primitive; None if it cannot be put back.
-RUNS: dict[str, Callable[[JaxprEqn, Values, Body], Results | None]] = {
+CALLS: dict[str, Callable[[JaxprEqn, Values, Body], Results | None]] = {
     "scan": _scan,
     "scan3": _scan3,
     "while": _while,

@@ -1,27 +1,35 @@
-"""Runs a float32 program unit by unit, as its plan says.
+"""Evaluates a float32 program equation by equation, its products in half precision.
 
-How a product runs is for a subclass to say, in one method: `autocast` makes it half
-precision, and the probe of `sensitive_products` where a flag is set.
+A product reads half-precision copies of its operands. Its gradients flow to
+
+- a float32 argument, or what is computed from arguments alone: in float32, so that the
+  gradients of all products that read a weight are added in float32;
+- anything else, such as an activation: to its one half-precision copy, so that the
+  gradients of all products that read it are added in half precision. Over devices they
+  are added once, and communicated in half precision.
 """
 
-import abc
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
 from .._jaxpr import Atom, JaxprEqn, Program, Var
 from .._validation import warn
-from . import operations as ops
-from .higher_order import RUNS, Part
-from .identities import with_cotangent_of_its_dtype, with_value
-from .marks import Names
-from .plan import Origin, Plan, Unit, make_plan
+from .dot_general import is_zero
+from .higher_order import CALLS, Part
+from .identities import no_tangent, with_cotangent_of_its_dtype, with_value
+from .linear import linear
+from .marks import Names, warn_of_no_loss_scale
+from .policies import Saved, in_sight
+from .products import Product, becomes_half, has_products
+from .provenance import Origin, Reading, Step, read
 from .stored import (
     Stored,
     Value,
@@ -33,13 +41,18 @@ from .stored import (
 )
 
 T = TypeVar("T")
+Arrays = Sequence[jax.Array]
+Results = Mapping[Var, Value]
 # Files that the user did not write.
 _INSTALLED = re.compile(r"/lib/python3|-packages\b")
-ByVariable = dict[Var, Any]  # arrays, or stored ones
 
 
-class Values(ByVariable):
+class Values(dict[Var, Any]):
     """The values so far. Each reading of a stored one has a cotangent of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.casts: dict[tuple[Var, np.dtype], jax.Array] = {}
 
     def __getitem__(self, v: Var) -> jax.Array:
         return array_of(super().__getitem__(v))
@@ -47,6 +60,12 @@ class Values(ByVariable):
     def as_stored(self, atom: Atom) -> Value:
         """The value itself."""
         return super().__getitem__(atom) if isinstance(atom, Var) else atom.val
+
+    def cast(self, v: Var, dtype: np.dtype) -> jax.Array:
+        """The only cast of a value to a dtype."""
+        if (v, dtype) not in self.casts:
+            self.casts[v, dtype] = self[v].astype(dtype)
+        return self.casts[v, dtype]
 
 
 class TraceCache:
@@ -74,122 +93,220 @@ class Notes:
     warned: set[str]  # of these there is no further warning
     is_unscaled: bool = False  # whether no loss scale reaches its gradients
     any_half: bool = False  # whether a product became half precision
+    found: set[str] = dataclasses.field(default_factory=set)  # names that match
+    there: set[str] = dataclasses.field(default_factory=set)  # what could be named
 
 
 @dataclasses.dataclass(frozen=True)
-class Interpreter(abc.ABC):
-    """Runs programs by their plans. Equal ones share traces of equal programs."""
+class Interpreter:
+    """Evaluates programs. Equal ones share traces of equal programs."""
 
     forward: np.dtype  # that of the products of the forward pass
     backward: np.dtype
     names: Names
     traces: TraceCache = dataclasses.field(compare=False)
     notes: Notes = dataclasses.field(compare=False)
-    recompute: bool = True
     share_casts: bool = False
     # Precision of products that stay float32 and have none of their own.
     setting: str | None = None
     in_loop: bool = False
     in_rule: bool = False  # of a `custom_jvp`
 
-    @abc.abstractmethod
-    def run_products(
-        self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
-    ) -> ByVariable:
-        """The float32 values that an island makes, and the products that read it.
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the backward pass has another range than the forward pass."""
+        return self.forward != self.backward
 
-        `env` has the values so far, `halves` half-precision copies, to which it adds.
-        """
-
-    def within(self, unit: Unit, part_of: Part) -> "Interpreter":
-        """The interpreter of what is nested in the equation of a unit."""
+    def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
+        """The interpreter of what is nested in an equation."""
         return dataclasses.replace(
             self,
-            # A rule is transposed: what is computed again has no derivative there.
-            recompute=self.recompute and part_of not in ("rule", "policy"),
             in_loop=self.in_loop or part_of == "loop",
             in_rule=self.in_rule or part_of == "rule",
         )
 
-    def run(
+    def evaluate(
         self, jaxpr: Program, origins: Sequence[Origin], *values: Value
     ) -> list[jax.Array]:
         """The results of a program whose inputs have these origins."""
-        are_stored = places_of(values)
-        plan = make_plan(
+        reading = read(
             jaxpr,
             origins,
             self.forward,
-            self.names,
+            is_exempt=self._is_exempt,
             share_casts=self.share_casts,
-            join=self.recompute,
-            stored=are_stored,
+            stored=places_of(values),
         )
-        inputs = [*values, *(values[i] for i in plan.copied)]
-        env = Values(zip(plan.jaxpr.invars, inputs, strict=True))
-        env.update(plan.constants)
-        for v in plan.jaxpr.invars:
-            if v in plan.shared:
-                env[v] = self.rounded(env[v])
-        halves: ByVariable = {}
-        for unit in plan.units:
-            equations = unit.jaxpr.eqns or unit.products[0][0].jaxpr.eqns
-            with equations[-1].ctx.manager:  # settings and mesh, as they were traced
-                if unit.kind == "half":
-                    made = self.run_products(unit, plan, env, halves)
-                else:
-                    made = self._run_traced(unit, plan, env)
-            if are_stored:  # what is made of weights alone is a weight, as `w.T` is
-                for v in plan.origins.keys() & made.keys():
-                    made[v] = stored(array_of(made[v]))
-            self.name(plan, made, halves)
-            env.update(made)
-        return _jaxpr.results_of(plan.jaxpr, env)
+        inputs = [*values, *(values[i] for i in reading.copied)]
+        found = Values(zip(reading.jaxpr.invars, inputs, strict=True))
+        found.update(reading.constants)
+        for v in reading.shared.intersection(reading.jaxpr.invars):
+            found[v] = self.rounded(found[v])
+        self.evaluate_steps(reading, found)
+        return _jaxpr.results_of(reading.jaxpr, found)
 
-    def name(self, plan: Plan, made: ByVariable, halves: ByVariable) -> None:
-        """Gives results of products their names; a policy saves what has one."""
-        for v in plan.named.keys() & made.keys():
-            half = checkpoint_name(made[v].astype(self.forward), plan.named[v])
-            made[v], halves[v] = half.astype(made[v].dtype), half
+    def evaluate_steps(self, reading: Reading, values: Values) -> None:
+        """Adds the values of all variables whose values are wanted."""
+        for step in reading.wanted():
+            self.evaluate_step(step, reading, values)
+
+    def evaluate_step(self, step: Step, reading: Reading, values: Values) -> None:
+        """Adds the values of an equation's results."""
+        eqn = step.eqn
+        with eqn.ctx.manager:  # settings and mesh, as they were traced
+            if step.kind == "product" and step.product:
+                result = self.evaluate_product(step.product, reading, values)
+                results: Sequence[Value] = [result]
+            else:
+                results = self._as_traced(step, reading, values)
+            self.add(dict(zip(eqn.outvars, results, strict=True)), reading, values)
+
+    def add(self, results: Results, reading: Reading, values: Values) -> None:
+        """Adds values: those of weights as stored ones, those that have names named."""
+        for v, x in results.items():
+            if reading.copied and not reading.is_data(v):  # such as `w.T`
+                x = stored(array_of(x))
+            if v in reading.names:
+                x = self.named(v, array_of(x), reading.names[v], values)
+            values[v] = x
+
+    def named(self, v: Var, x: jax.Array, name: str, values: Values) -> jax.Array:
+        """The result of a product with its name; a policy saves what has one."""
+        half = checkpoint_name(x.astype(self.forward), name)
+        values.casts[v, self.forward] = half
+        return half.astype(x.dtype)
 
     def rounded(self, x: jax.Array) -> jax.Array:
         """`x` and its cotangent in half precision: one array serves all readers."""
         dtypes = self.backward, self.forward
         return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
-    def _run_traced(self, unit: Unit, plan: Plan, env: Values) -> ByVariable:
-        """Runs equations as they are, or one whose nested jaxprs hold products."""
-        outputs = _jaxpr.variables(unit.jaxpr.outvars)
+    def evaluate_product(
+        self, product: Product, reading: Reading, values: Values
+    ) -> jax.Array:
+        """A product in half precision, which has half-precision gradients."""
+        self.notes.any_half = True
+        operands = [self.operand(v, reading, values) for v in product.operands]
+        copies = [self.saved(v, reading, values) for v in product.operands]
+        others = [values[v] for v in product.jaxpr.invars[2:]]
+        return self._product(product)(operands, copies, others)
 
-        def change(v: Var, x: jax.Array) -> jax.Array:
-            return self.rounded(x) if v in plan.shared else x
+    def operand(self, v: Var, reading: Reading, values: Values) -> jax.Array:
+        """The array to which products pass the gradient of an operand."""
+        in_half = reading.is_data(v) and _jaxpr.is_float32(v)
+        return values.cast(v, self.backward) if in_half else values[v]
 
-        eqn = unit.jaxpr.eqns[0]
-        if unit.kind == "other" and eqn.primitive.name == "gather":
-            values = [*map(env.as_stored, eqn.invars)]
-            if isinstance(values[0], Stored):
-                with _jaxpr.scope(unit.scope):
-                    return {eqn.outvars[0]: looked_up(eqn, values)}
-        inputs = [env[v] for v in unit.jaxpr.invars]
-        with _jaxpr.scope(unit.scope):
-            results = self._call(unit, plan, env) if unit.kind == "call" else None
-            if unit.kind == "own":
-                ((product, _),) = unit.products
-                results = [product.run(product.dtype or self.forward, *inputs)]
-                self.notes.any_half = True
-            if results is None or _jaxpr.name_of(eqn) == "custom_jvp_call":
-                self._warn_of_half_sums(eqn, env)
-            if results is None:
-                if _jaxpr.subjaxprs(eqn):
-                    inputs = [*map(with_cotangent_of_its_dtype, inputs)]
-                jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
-                results = _jaxpr.evaluate_all(_jaxpr.bare(jaxpr), inputs, change=change)
-            else:
-                results = map(change, outputs, results)
-        return dict(zip(outputs, results, strict=True))
+    def saved(
+        self, v: Var, reading: Reading, values: Values, *, as_is: bool = False
+    ) -> jax.Array:
+        """The residual of a value: its half-precision copy, or the value itself.
 
-    def _warn_of_half_sums(self, eqn: JaxprEqn, env: Values) -> None:
-        if not places_of([*map(env.as_stored, eqn.invars)]):
+        Weights are cast once for both passes: where they are split over devices, the
+        compiler then gathers them as in a cast by hand. But in a loop their copies
+        would be saved in each iteration. `as_is`: float32 is needed.
+        """
+        value = values.as_stored(v)
+        if isinstance(value, Stored):
+            return value.half
+        as_is = as_is or (self.in_loop and v in reading.given)
+        if v not in reading.halves and (as_is or not _jaxpr.is_float32(v)):
+            return values[v]
+        return values.cast(v, self.forward)
+
+    def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
+        """A function to the tangent of a product; equal ones have the same."""
+        return self.traces.made(Product.tangent, product, self.backward)
+
+    def in_backward(self, x: jax.Array, copy: jax.Array) -> jax.Array:
+        """The value of a copy in the backward pass's dtype, differentiated as `x`.
+
+        Second derivatives need the range of `backward`, which float16 copies lack.
+        """
+        read = copy.astype(self.forward)
+        return with_value(x.astype(self.backward), read.astype(self.backward))
+
+    def note_derivative(self) -> None:
+        """Warns of float16 gradients that no loss scale reaches."""
+        if self.notes.is_unscaled and self.backward == jnp.float16:
+            warn_of_no_loss_scale(self.notes.warned)
+
+    def _product(self, product: Product) -> Callable[..., jax.Array]:
+        """A function of operands, of their copies, and of what else it reads."""
+        tangent_of = self.tangent_of(product)
+
+        def evaluate(
+            saved: Saved, _: Arrays, copies: Arrays, others: Arrays
+        ) -> jax.Array:
+            if saved:
+                return saved[0].astype(jnp.float32)
+            with _jaxpr.scope(product.scope):
+                return product.apply(self.forward, *copies, *others)
+
+        def tangent(
+            residuals: tuple[Arrays, Arrays, Arrays], live: dict[int, jax.Array]
+        ) -> jax.Array:
+            originals, copies, others = residuals
+            if self.is_mixed:
+                copies = [*map(self.in_backward, originals, copies)]
+            with _jaxpr.scope(product.scope):
+                return tangent_of([*copies, *others], live)
+
+        def derivative(
+            result: jax.Array, args: Sequence[Arrays], tangents: Sequence[Any]
+        ) -> Any:
+            self.note_derivative()
+            operands, copies, others = args
+            # A copy has the tangent of its operand, so only that of the latter is used.
+            live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
+            if not live:
+                return no_tangent(result)
+            originals = operands if self.is_mixed else []
+            residuals = originals, copies, others
+            return linear(tangent, residuals, live).astype(result.dtype)
+
+        return in_sight(
+            evaluate,
+            derivative,
+            products=[product.equation],
+            saved_of=lambda result: {0: result.astype(self.forward)},
+            is_transposed=self.in_rule,
+        )
+
+    def _is_exempt(self, eqn: JaxprEqn) -> bool:
+        met = self.names.meet(eqn)
+        self.notes.found.update(met.found)
+        self.notes.there.update(met.there)
+        return met.is_exempt
+
+    def _as_traced(
+        self, step: Step, reading: Reading, values: Values
+    ) -> Sequence[Value]:
+        """Evaluates an equation as it is, or one whose nested jaxprs hold products."""
+        eqn, results = step.eqn, None
+        if step.kind == "other" and eqn.primitive.name == "gather":
+            operands = [*map(values.as_stored, eqn.invars)]
+            if isinstance(operands[0], Stored):
+                return [looked_up(eqn, operands)]
+        if step.kind == "call":
+            results = self._call(eqn, reading, values)
+        elif step.product:
+            self.notes.any_half = True
+            inputs = [values[v] for v in step.inputs]
+            with _jaxpr.scope(step.product.scope):
+                dtype = step.product.dtype or self.forward
+                results = [step.product.apply(dtype, *inputs)]
+        if results is None or _jaxpr.name_of(eqn) == "custom_jvp_call":
+            self._warn_of_half_sums(eqn, values)
+        if results is None:
+            inputs = [_jaxpr.value_of(atom, values) for atom in eqn.invars]
+            if _jaxpr.subjaxprs(eqn):
+                inputs = [*map(with_cotangent_of_its_dtype, inputs)]
+            results = _jaxpr.evaluate(_jaxpr.with_precision(eqn, self.setting), inputs)
+        pairs = zip(eqn.outvars, results, strict=True)
+        return [self.rounded(x) if v in reading.shared else x for v, x in pairs]
+
+    def _warn_of_half_sums(self, eqn: JaxprEqn, values: Values) -> None:
+        if not places_of([*map(values.as_stored, eqn.invars)]):
             return
         for place in {*loops_that_add_up(eqn)} - self.notes.warned:
             self.notes.warned.add(place)
@@ -200,13 +317,16 @@ class Interpreter(abc.ABC):
                 "loop: w.astype(jnp.float32)"
             )
 
-    def _call(self, unit: Unit, plan: Plan, env: Values) -> list[jax.Array] | None:
-        """Runs an equation whose nested jaxprs hold products, if that can be done."""
-        (eqn,) = unit.jaxpr.eqns
-        origins = [
-            plan.origins.get(v, Origin.DATA) if isinstance(v, Var) else Origin.ARGUMENTS
-            for v in eqn.invars
-        ]
+    def _call(
+        self, eqn: JaxprEqn, reading: Reading, values: Values
+    ) -> list[jax.Array] | None:
+        """Evaluates an equation with products in nested jaxprs, if it can be read."""
+
+        def origin_of(place: int | None) -> Origin:
+            if place is None:
+                return Origin.DATA
+            atom = eqn.invars[place]
+            return reading.origin(atom) if isinstance(atom, Var) else Origin.ARGUMENTS
 
         def body(
             jaxpr: Program,
@@ -215,16 +335,16 @@ class Interpreter(abc.ABC):
             part_of: Part,
             stored: Sequence[int] = (),
         ) -> Callable[..., list[jax.Array]]:
-            inner = tuple(Origin.DATA if i is None else origins[i] for i in places)
-            nested = self.within(unit, part_of)
-            facts = nested, jaxpr, inner, tuple(stored)
-            return self.traces.made(_nested_function, *facts)
+            facts = jaxpr, tuple(map(origin_of, places)), tuple(stored)
+            nested = self.within(eqn, part_of)
+            return self.traces.made(_nested_function, nested, *facts)
 
-        values = [*map(env.as_stored, eqn.invars)]
-        run = RUNS.get(_jaxpr.name_of(eqn))
-        results = run(eqn, values, body) if run else None
-        name, warned = _jaxpr.name_of_call(eqn), self.notes.warned
-        if results is None and name not in warned and ops.has_products(eqn):
+        operands = [*map(values.as_stored, eqn.invars)]
+        call, name = CALLS.get(_jaxpr.name_of(eqn)), _jaxpr.name_of_call(eqn)
+        with _jaxpr.scope(eqn.source_info.name_stack):
+            results = call(eqn, operands, body) if call else None
+        warned = self.notes.warned
+        if results is None and name not in warned and has_products(eqn):
             warned.add(name)
             warn(
                 f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products"
@@ -237,7 +357,7 @@ class Interpreter(abc.ABC):
 
 def _place_of_products(call: JaxprEqn) -> str:
     """The user's line in which a call makes a product, or else that of the call."""
-    within = filter(ops.becomes_half, _jaxpr.equations_within(call))
+    within = filter(becomes_half, _jaxpr.equations_within(call))
     for eqn in (*within, call):
         for frame in getattr(eqn.source_info.traceback, "frames", ()):
             if not _INSTALLED.search(frame.file_name):
@@ -253,10 +373,10 @@ def _nested_function(
 ) -> Callable[..., list[jax.Array]]:
     """A function of a jaxpr's inputs, of which those at `places` are stored ones."""
 
-    def run(*values: Value) -> list[jax.Array]:
+    def function(*values: Value) -> list[jax.Array]:
         arrays = [*values]
         for i in places:
             arrays[i] = stored(array_of(arrays[i]))
-        return interpreter.run(jaxpr, origins, *arrays)
+        return interpreter.evaluate(jaxpr, origins, *arrays)
 
-    return run
+    return function

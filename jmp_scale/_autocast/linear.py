@@ -1,7 +1,7 @@
 """Linear functions that save what they read, and nothing that they compute.
 
 A rule for derivatives is transposed. What it computes from residuals alone would be
-saved for the backward pass, unless it is recomputed there. `jax.checkpoint` would do
+saved for the backward pass, unless that computes it itself. `jax.checkpoint` would do
 that, but JAX does not transpose it under `JAX_REMAT3`, and
 `jax.custom_derivatives.linear_call` has no rule for `vmap`. So this is a primitive.
 """
@@ -26,7 +26,7 @@ LINEAR.multiple_results = True
 
 
 def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
-    """`fun(residuals, tangents)`, whose transpose computes all but the residuals anew.
+    """`fun(residuals, tangents)`, whose transpose saves the residuals alone.
 
     Args:
       fun: a function of two pytrees of arrays, linear in the second one. It may close

@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 # Name of the functions with a rule of their own that `autocast` makes: in a traced
 # program it tells the report that autocast was there.
-UNIT = "autocast_unit"
+CAST = "autocast_products"
 _EXEMPT = "keep_float32"  # name of a scope
 # What may stand between a `value_and_grad` and the function that it differentiates.
 _TRANSFORMS = re.compile(
@@ -213,19 +213,25 @@ def _cast(tree: T, old: str, new: str) -> T:
     return jax.tree.map(cast, tree)
 
 
+class Met(NamedTuple):
+    """What names say of a product, or of a call that holds some."""
+
+    is_exempt: bool  # it stays float32
+    found: frozenset[str]  # the names that match it
+    there: frozenset[str]  # what it could be named by
+
+
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Names that keep products float32, those found, and what could be named."""
+    """Names that keep products float32."""
 
     names: frozenset[str] = frozenset()  # functions, scopes, modules, "file.py:123"
-    found: set[str] = dataclasses.field(default_factory=set, compare=False)
-    there: set[str] = dataclasses.field(default_factory=set, compare=False)
 
-    def exempt(self, eqn: JaxprEqn) -> bool:
-        """Whether a product, or a call that holds some, stays float32."""
+    def meet(self, eqn: JaxprEqn) -> Met:
+        """What the names say of an equation."""
         scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
         if not self.names:
-            return _EXEMPT in scopes
+            return Met(_EXEMPT in scopes, frozenset(), frozenset())
         own, others, places = {*scopes}, set[str](), []
         if isinstance(eqn.params.get("name"), str):
             own.add(eqn.params["name"])
@@ -239,14 +245,13 @@ class Names:
             parts = [p for p in parts if p.isidentifier()]
             names.update(parts, [".".join(parts)])
             places.append(f"/{frame.file_name}:{frame.line_num}")
-        self.there.update(own - {""})  # which a lambda has
         dotted = "." + ".".join(scopes) + "."
         found = (own | others).intersection(self.names)
         for name in self.names - found:
             if f".{name}." in dotted or any(p.endswith(f"/{name}") for p in places):
                 found.add(name)
-        self.found.update(found)
-        return bool(found) or _EXEMPT in scopes
+        there = own - {""}  # which a lambda has
+        return Met(bool(found) or _EXEMPT in scopes, frozenset(found), frozenset(there))
 
 
 def checked_names(names: str | Collection[str]) -> Names:

@@ -1,7 +1,9 @@
-"""Products that policies of `jax.checkpoint` see, also under `JAX_REMAT3`.
+"""Functions with derivatives of their own, whose products policies of checkpoints see.
 
-There a policy is asked before a function's rule for derivatives runs, so what is in the
-function is out of its sight. An object of `jax.experimental.hijax` asks it itself.
+A policy of `jax.checkpoint` is asked of each product that it meets where a function is
+differentiated. A rule for derivatives runs the function inline, so that its products
+are met. Under `JAX_REMAT3` a policy is asked before the rule runs; there an object of
+`jax.experimental.hijax` asks it itself.
 """
 
 import functools
@@ -14,36 +16,83 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from .._jaxpr import JaxprEqn
+from .marks import CAST
 
-Given = dict[int, jax.Array]  # half-precision results of products, by position
+Saved = dict[int, jax.Array]  # half-precision results of products, by position
 
 
 class Shown(NamedTuple):
     """A function of pytrees of arrays, whose products a policy may save."""
 
-    run: Callable[..., Any]  # with a rule for derivatives, which runs `forward`
-    forward: Callable[..., Any]
-    rerun: Callable[..., Any]  # as `run`, of `Given` too, which it does not compute
-    given_by: Callable[[Any], Given]  # all of them, of the results
+    function: Callable[..., Any]  # with a rule for derivatives
+    forward: Callable[..., Any]  # without
+    # As `function`, of results of products that it need not compute, too.
+    from_saved: Callable[..., Any]
     products: Sequence[JaxprEqn]  # by position
+    saved_of: Callable[[Any], Saved]  # the results of all products, of all results
 
     def vmap(self, axes: Any, **options: Any) -> "Shown":
-        run, forward = (
-            jax.vmap(fun, axes, **options) for fun in (self.run, self.forward)
+        function, forward = (
+            jax.vmap(fun, axes, **options) for fun in (self.function, self.forward)
         )
-        rerun = jax.vmap(self.rerun, (0, *axes), **options)
-        return self._replace(run=run, forward=forward, rerun=rerun)
+        from_saved = jax.vmap(self.from_saved, (0, *axes), **options)
+        return Shown(function, forward, from_saved, self.products, self.saved_of)
 
 
-def in_sight(shown: Shown) -> Callable[..., Any]:
-    """Its function, with products in sight of policies."""
-    if not getattr(jax.config, "jax_remat3", False):
-        return shown.run
+def in_sight(
+    evaluate: Callable[..., Any],
+    derivative: Callable[..., Any],
+    *,
+    products: Sequence[JaxprEqn],
+    saved_of: Callable[[Any], Saved],
+    is_transposed: bool,
+) -> Callable[..., Any]:
+    """A function with a derivative of its own, and with products in sight of policies.
 
-    def call(*args: Any) -> Any:
-        return _box()(shown, args)(*args)
+    Args:
+      evaluate: the function, of results of products that it need not compute, and of
+        its arguments, pytrees of arrays.
+      derivative: computes tangents of results, of the results, the arguments and
+        the tangents of these.
+      products: as in `Shown`.
+      saved_of: as in `Shown`.
+      is_transposed: whether it is in a rule for derivatives. JAX transposes such a
+        function, but not an object of hijax.
+    """
 
-    return call
+    def forward(*args: Any) -> Any:
+        return evaluate({}, *args)
+
+    def unchanged(results: Any, *args: Any) -> Any:
+        return results
+
+    unchanged.__name__ = forward.__name__ = CAST
+    # Two functions with one derivative. The rule of the first runs `forward` inline,
+    # the second attaches to these results the derivatives that are left. Its inputs
+    # are not stopped: JAX drops the rule of a function of known values, and with it
+    # second derivatives in a scan.
+    function, attach = jax.custom_jvp(forward), jax.custom_jvp(unchanged)
+
+    def attached(results: Any, args: Any, tangents: Any) -> tuple[Any, Any]:
+        results = attach(results, *args)
+        return results, derivative(results, args, tangents)
+
+    function.defjvp(
+        lambda args, tangents: attached(forward(*args), args, tangents),
+        symbolic_zeros=True,
+    )
+    attach.defjvp(
+        lambda args, tangents: attached(args[0], args[1:], tangents[1:]),
+        symbolic_zeros=True,
+    )
+    if is_transposed or not getattr(jax.config, "jax_remat3", False):
+        return function
+
+    def from_saved(saved: Saved, *args: Any) -> Any:
+        return attach(evaluate(saved, *args), *args)
+
+    shown = Shown(function, forward, from_saved, products, saved_of)
+    return lambda *args: _box()(shown, args)(*args)
 
 
 @functools.cache
@@ -51,7 +100,7 @@ def _box() -> Any:
     # Older versions of JAX lack it.
     hijax: Any = importlib.import_module("jax.experimental.hijax")
 
-    class AutocastUnit(hijax.HiPrim):
+    class AutocastProducts(hijax.HiPrim):
         skip_linearization_on_zero_tangents = True
         lin, linearized = hijax.linearize_from_jvp
         vjp_fwd, vjp_bwd_retval = hijax.vjp_from_lin
@@ -72,12 +121,12 @@ def _box() -> Any:
             moves = enumerate(self.in_tree.flatten_up_to(tangents))
             live = {i: t for i, t in moves if type(t) is not ad.Zero}
 
-            def run(some: Given) -> Any:
+            def function(some: Saved) -> Any:
                 values = [some.get(i, x) for i, x in enumerate(arrays)]
                 shown = self.params["shown"]
-                return shown.run(*jax.tree.unflatten(self.in_tree, values))
+                return shown.function(*jax.tree.unflatten(self.in_tree, values))
 
-            return jax.jvp(run, ({i: arrays[i] for i in live},), (live,))
+            return jax.jvp(function, ({i: arrays[i] for i in live},), (live,))
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
             batched = self.params["shown"].vmap(
@@ -86,19 +135,20 @@ def _box() -> Any:
                 axis_size=axis_data.size,
                 spmd_axis_name=axis_data.spmd_name,
             )
-            outs = AutocastUnit(batched, args)(*args)
+            outs = AutocastProducts(batched, args)(*args)
             return outs, jax.tree.map(lambda _: 0, outs)
 
         def remat(self, trace: Any, *args: Any) -> Any:
             shown, outs = self.params["shown"], self(*args)
-            given = {
+            saved = {
                 k: x
-                for k, x in shown.given_by(outs).items()
+                for k, x in shown.saved_of(outs).items()
                 if _is_saved(trace.policy, shown.products[k])
             }
-            return outs, given, shown.rerun if given else lambda _, *args: self(*args)
+            from_saved = shown.from_saved if saved else lambda _, *args: self(*args)
+            return outs, saved, from_saved
 
-    return AutocastUnit
+    return AutocastProducts
 
 
 def _is_saved(policy: Callable[..., Any] | None, product: JaxprEqn) -> bool:
@@ -106,5 +156,5 @@ def _is_saved(policy: Callable[..., Any] | None, product: JaxprEqn) -> bool:
         return False
     avals = [v.aval for v in product.invars]
     case = policy(product.primitive, *avals, **product.params)
-    # An array that would be offloaded is recomputed.
+    # An array that would be offloaded is not saved.
     return case is True or type(case).__name__ == "SaveableType"

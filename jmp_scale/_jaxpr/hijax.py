@@ -21,7 +21,7 @@ _REPLACED = {
     "CheckpointName": "name",
     "CheckpointNameFwd": "name",
     "Scan3": "scan3",
-    "AutocastUnit": "custom_jvp_call",  # our own, of `policies`
+    "AutocastProducts": "custom_jvp_call",  # our own, of `policies`
 }
 
 

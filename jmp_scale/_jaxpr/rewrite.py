@@ -59,14 +59,14 @@ def with_scopes(eqn: JaxprEqn, name_stack: NameStack) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
 
 
-def with_precision(jaxpr: Program, precision: str | None) -> Program:
-    """Sets the precision of products that have none."""
+def with_precision(eqn: JaxprEqn, precision: str | None) -> JaxprEqn:
+    """Sets the precision of products that have none, in an equation and within."""
     if precision is None:
-        return jaxpr
+        return eqn
     try:
         level = jax.lax.Precision(precision)
     except ValueError:  # the name of an algorithm
-        return jaxpr
+        return eqn
 
     def change(eqn: JaxprEqn) -> JaxprEqn:
         params = map_jaxprs(functools.partial(map_equations, change), eqn)
@@ -74,7 +74,7 @@ def with_precision(jaxpr: Program, precision: str | None) -> Program:
             params["precision"] = (level, level)
         return eqn.replace(params=params)
 
-    return map_equations(change, jaxpr)
+    return change(eqn)
 
 
 def map_equations(fun: Callable[[JaxprEqn], JaxprEqn], jaxpr: Program) -> Program:

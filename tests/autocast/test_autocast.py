@@ -38,8 +38,8 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_scale.nnx
 from jmp_scale import _jaxpr, autocast, in_half, keep_float32
-from jmp_scale._autocast import marks as _marks
-from jmp_scale._autocast.plan import Origin, make_plan
+from jmp_scale._autocast.provenance import Origin, read
+from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
 HIGH = lax.Precision.HIGH
 F16, BF16, F32 = ((name, name) for name in ("float16", "bfloat16", "float32"))
@@ -130,6 +130,22 @@ def test_only_gradients_of_weights_are_float32_from_the_product_on():
     dtypes = products(jax.grad(autocast(two_layers, "float16")), W, X)
     # Half precision: the forward pass, and the gradient of what is between the layers.
     assert (len(dtypes), dtypes.count(F16)) == (5, 3)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_only_gradients_of_weights_are_added_in_float32(recompute):
+    """Also if the products are in different places of the program."""
+
+    def loss(w, b, x):
+        h = x @ W + b
+        small = lax.stop_gradient(h.T @ h) * 0 + jnp.eye(N) / 512
+        return jnp.sum(h @ w) + jnp.sum(h @ small) + jnp.sum(h @ (w / 512))
+
+    grad = jax.grad(autocast(loss, "bfloat16", recompute=recompute), (0, 1))
+    of_weight, of_activation = grad(jnp.eye(N), jnp.ones((8, N)), 0 * X)
+    # Each entry is one of 1, 1/512 and 1/512. In bfloat16 the first one alone is left.
+    assert {*np.unique(of_activation)} == {1.0}
+    np.testing.assert_array_equal(of_weight, 8 * (1 + 1 / 512))
 
 
 def sizes_of(fun, *args):
@@ -871,13 +887,18 @@ def deep(factors):
 def test_equal_layers_are_traced_once():
     def units(*factors, x=X):
         jaxpr = jax.make_jaxpr(deep(factors))(W, x)
-        given = [Origin.PARAMETER] * 2, "bfloat16", _marks.Names()
-        plan = make_plan(jaxpr, *given, share_casts=False, join=True)
-        return {*plan.units}
+        reading = read(
+            jaxpr,
+            [Origin.PARAMETER] * 2,
+            jnp.dtype("bfloat16"),
+            is_exempt=lambda eqn: False,
+            share_casts=False,
+        )
+        return {part for part in make_plan(reading) if isinstance(part, Unit)}
 
-    # The first product is of arguments alone, and the last island has the loss in it.
-    assert len(units(2.0, 2.0, 2.0)) == len(units(*[2.0] * 9)) == 3
-    assert len(units(2.0, 3.0, 2.0)) == len(units(0.0, -0.0, 0.0)) == 4
+    # The last island has the loss in it.
+    assert len(units(2.0, 2.0, 2.0)) == len(units(*[2.0] * 9)) == 2
+    assert len(units(2.0, 3.0, 2.0)) == len(units(0.0, -0.0, 0.0)) == 3
     assert not units(2.0, 2.0) & units(2.0, 2.0, x=X[:2])
 
     def runs(layers):

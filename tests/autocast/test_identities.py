@@ -4,11 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_scale._autocast.identities import (
-    softmax_from,
-    with_cotangent_of_its_dtype,
-    with_value,
-)
+from jmp_scale._autocast.identities import with_cotangent_of_its_dtype, with_value
+from jmp_scale._autocast.recompute.identities import softmax_from
 
 X = jnp.linspace(-1, 2, 12).reshape(3, 4)
 

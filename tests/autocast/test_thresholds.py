@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import jmp_scale
-from jmp_scale._autocast import operations as _operations
-from jmp_scale._autocast import plan as _autocast_plan
+from jmp_scale._autocast.recompute import islands as _islands
+from jmp_scale._autocast.recompute import plan as _plan
 
 MISSING = _targets.missing("h100")
 pytestmark = [
@@ -82,17 +82,17 @@ usual_figures = functools.cache(figures)
     ("module", "threshold", "other", "name", "figure", "more"),
     [
         # What only arguments make, as a causal mask, is made again in each island.
-        (_autocast_plan, "_MOST_REPEATED", 0, "transformer", "bytes_accessed", 1.01),
+        (_plan, "_MOST_REPEATED", 0, "transformer", "bytes_accessed", 1.01),
         # A cast or a bias waits for the island that reads it.
-        (_autocast_plan, "_ONE_ARRAY", 1, "ResNet", "temporaries", 1.1),
+        (_plan, "_ONE_ARRAY", 1, "ResNet", "temporaries", 1.1),
         # A kernel has the sum of a short row, but not that of a vocabulary.
-        (_operations, "_LONGEST_ROW", 0, "mixer", "bytes_accessed", 1.02),
-        (_operations, "_LONGEST_ROW", 2**20, "transformer", "bytes_accessed", 1.05),
+        (_islands, "_LONGEST_ROW", 0, "mixer", "bytes_accessed", 1.02),
+        (_islands, "_LONGEST_ROW", 2**20, "transformer", "bytes_accessed", 1.05),
         # A float32 sum of four parts is smaller than the parts in half precision, but
         # not a sum of two.
-        (_operations, "_SMALL_SUM", 0, "ResNet", "bytes_accessed", 1.04),
-        (_operations, "_SMALL_SUM", 1 / 8, "parts", "temporaries", 1.5),
-        (_operations, "_SMALL_SUM", 1, "experts", "temporaries", 1.03),
+        (_islands, "_SMALL_SUM", 0, "ResNet", "bytes_accessed", 1.04),
+        (_islands, "_SMALL_SUM", 1 / 8, "parts", "temporaries", 1.5),
+        (_islands, "_SMALL_SUM", 1, "experts", "temporaries", 1.03),
     ],
 )
 def test_a_threshold_saves_memory_or_bytes(

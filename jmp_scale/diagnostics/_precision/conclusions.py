@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator
 
 import jax
 
-from ..._autocast.operations import is_half_product
+from ..._autocast.products import is_partly_half
 from ..._jaxpr import PRODUCTS, shape
 from ..._policy import is_half
 from ..._types import Function, PyTree
@@ -79,10 +79,10 @@ def overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Fin
 def two_dtypes(forward: Walk) -> Iterator[Finding]:
     """Finds products of a line in half precision, and in float32 in a custom_vjp."""
     products = [step for step in forward.steps if step.name in PRODUCTS]
-    halves = {_line_and_shapes(s): s for s in products if is_half_product(s.eqn)}
+    halves = {_line_and_shapes(s): s for s in products if is_partly_half(s.eqn)}
     for step in products:
         half = halves.get(_line_and_shapes(step))
-        if half is None or is_half_product(step.eqn) or not step.in_custom_vjp:
+        if half is None or is_partly_half(step.eqn) or not step.in_custom_vjp:
             continue
         message = (
             f"a product runs in {half.source}, and in float32 in a custom_vjp: the two "
@@ -96,7 +96,7 @@ def products_of_parameters(forward: Walk) -> Iterator[Finding]:
     """Finds half-precision products of parameters alone, such as those of LoRA."""
     for step in forward.steps if forward.autocasts else ():
         of_parameters = all(fact.lineage.parameters for fact in step.ins[:2])
-        if not of_parameters or not is_half_product(step.eqn):
+        if not of_parameters or not is_partly_half(step.eqn):
             continue
         overflow = ", where they can overflow" if step.source == "float16" else ""
         message = (

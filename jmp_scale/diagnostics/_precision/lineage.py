@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from ... import _jaxpr
-from ..._autocast.operations import is_half_product
+from ..._autocast.products import is_partly_half
 from ..._jaxpr import SAME_ENTRIES, JaxprEqn, dtype_name, shape, size
 from ..._policy import is_half
 
@@ -85,7 +85,7 @@ def lineage_of(eqn: JaxprEqn, ins: Sequence[Lineage]) -> Lineage:
     square = name == "square" or eqn.params.get("y") == 2 or (name == "mul" and same)
     if square or inner:
         return Lineage(norms=frozenset({first.value}), rounded=first.rounded)
-    if is_half_product(eqn):
+    if is_partly_half(eqn):
         factors = frozenset({first.value, second.value})
         return Lineage(factors=factors, rounded=True)
     if name in _jaxpr.PRODUCTS or name.startswith(("reduce", "cum")):

@@ -20,18 +20,16 @@ from jax.typing import ArrayLike, DTypeLike
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
-from ..._autocast.identities import softmax_from, with_value
-from ..._autocast.interpreter import (
-    ByVariable,
-    Interpreter,
-    Notes,
-    TraceCache,
-    Values,
-)
+from ..._autocast.identities import with_value
+from ..._autocast.interpreter import Interpreter, Notes, TraceCache, Values
 from ..._autocast.marks import Names, tracing
-from ..._autocast.operations import Product, softmaxes_of
-from ..._autocast.plan import Origin, Plan, Unit
-from ..._jaxpr import Jaxpr, JaxprEqn, NameStack, Program, Var
+from ..._autocast.products import Product
+from ..._autocast.provenance import Origin, Reading
+from ..._autocast.recompute.identities import softmax_from
+from ..._autocast.recompute.islands import softmaxes_of
+from ..._autocast.recompute.plan import Unit
+from ..._autocast.recompute.units import RecomputingInterpreter
+from ..._jaxpr import JaxprEqn, NameStack, Program, Var
 from ..._tree import promote_to_float32, split_arrays
 from ..._types import PyTree
 from .._backward import (
@@ -71,7 +69,8 @@ class ProductGroup:
         return tuple(scope.name for scope in scopes)
 
     def is_kept(self, name: str) -> bool:
-        return any(map(Names(frozenset({name})).exempt, self.equations))
+        names = Names(frozenset({name}))
+        return any(names.meet(eqn).is_exempt for eqn in self.equations)
 
     def names(self) -> list[str]:
         """Names that keep it: of its function, of itself, of its scopes."""
@@ -144,7 +143,8 @@ class Probe:
             flags=flags,
             met=self._cast,
         )
-        return flagged.run(program, [Origin.PARAMETER] * len(arrays), *arrays)[0]
+        origins = [Origin.PARAMETER] * len(arrays)
+        return flagged.evaluate(program, origins, *arrays)[0]
 
     def _numbered(
         self, jaxpr: Program, outer: tuple[JaxprEqn, ...], place: Place, times: int
@@ -190,41 +190,46 @@ def where(place: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flagged(Interpreter):
-    """Runs each product in half precision where its flag is set."""
+class _Flagged(RecomputingInterpreter):
+    """Evaluates each product in half precision where its flag is set.
+
+    The derivatives of softmaxes are those that `autocast` has in its units.
+    """
 
     flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by number
     # The numbers of the products that it met.
     met: set[int] = dataclasses.field(default_factory=set, compare=False)
     rule: int = -1  # number of the call whose rule for derivatives this is
 
-    def name(self, plan: Plan, made: ByVariable, halves: ByVariable) -> None:
+    def named(self, v: Var, x: jax.Array, name: str, values: Values) -> jax.Array:
         """Leaves results without names: not all of them are in half precision."""
+        return x
 
-    def run_products(
-        self, unit: Unit, plan: Plan, env: Values, halves: ByVariable
-    ) -> ByVariable:
-        inputs = [env[v] for v in unit.jaxpr.invars]
+    def evaluate_unit(self, unit: Unit, reading: Reading, values: Values) -> None:
+        inputs = [values[v] for v in unit.jaxpr.invars]
         with _jaxpr.scope(unit.scope):
             outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)
-            if unit.softmaxes:
-                outs = self._with_softmaxes(unit, plan, inputs, outs)
+            if unit.places("is_softmax"):
+                outs = self._with_softmaxes(unit, reading, inputs, outs)
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
-        results = dict(zip(outputs, outs, strict=True))
-        for product, wires in unit.products:
-            values = [outs[i] for i in wires]
-            results[product.result] = self._run_product(product, values)
-        return results
+        self.add(dict(zip(outputs, outs, strict=True)), reading, values)
+        for product, _ in unit.products:
+            result = self.evaluate_product(product, reading, values)
+            self.add({product.result: result}, reading, values)
 
-    def within(self, unit: Unit, part_of: Part) -> Interpreter:
-        number = self._number(unit.scope, unit.jaxpr)
-        within = super().within(unit, part_of)
-        return dataclasses.replace(within, rule=number)
+    def evaluate_product(
+        self, product: Product, reading: Reading, values: Values
+    ) -> jax.Array:
+        return self._multiplied(product, [values[v] for v in product.jaxpr.invars])
+
+    def within(self, eqn: JaxprEqn, part_of: Part) -> Interpreter:
+        nested = dataclasses.replace(self, rule=self._number(NameStack(), eqn))
+        return RecomputingInterpreter.within(nested, eqn, part_of)
 
     def _with_softmaxes(
         self,
         unit: Unit,
-        plan: Plan,
+        reading: Reading,
         inputs: Sequence[jax.Array],
         outs: Sequence[jax.Array],
     ) -> list[jax.Array]:
@@ -232,15 +237,15 @@ class _Flagged(Interpreter):
         softmaxes = softmaxes_of(unit.jaxpr)
         values: dict[Var, jax.Array] = {}
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
-        kept = {outputs[i] for i in unit.softmaxes}
-        products = [product for each in plan.units for product, _ in each.products]
+        read_as_results = {outputs[i] for i in unit.places("is_softmax")}
+        products = [s.product for s in reading.wanted() if s.kind == "product"]
 
         def replace(v: Var, x: jax.Array) -> jax.Array:
             values[v] = x
-            if v not in kept:
+            if v not in read_as_results:
                 return x
-            readers = [p for p in products if v in p.jaxpr.invars[:2]]
-            numbers = [self._number(p.scope, p.jaxpr) for p in readers]
+            readers = [p for p in products if p and v in p.operands]
+            numbers = [self._number(p.scope, p.equation) for p in readers]
             exponents, axes = softmaxes[v]
             read = _rounded(x, self.flags[np.array(numbers)].any(), self.forward)
             return softmax_from(values[exponents], read, axes)
@@ -251,37 +256,37 @@ class _Flagged(Interpreter):
             for v, x, value in zip(outputs, read, outs, strict=True)
         ]
 
-    def _run_product(self, product: Product, inputs: Sequence[jax.Array]) -> jax.Array:
-        number = self._number(product.scope, product.jaxpr)
+    def _multiplied(self, product: Product, inputs: Sequence[jax.Array]) -> jax.Array:
+        number = self._number(product.scope, product.equation)
         self.met.add(number)
         half = self.flags[number]
         copies = [_rounded(x, half, self.forward) for x in inputs[:2]]
 
         def term(side: int, *copies: jax.Array) -> jax.Array:
-            wide = side if product.wide_sides[side] else None
-            return _multiply(product, self.backward, wide, *copies)
+            float32 = side if product.float32_grads[side] else None
+            return _multiply(product, self.backward, float32, *copies)
 
         run = functools.partial(_multiply, product, self.forward, None)
         copies = [*copies, *inputs[2:], half]
         with _jaxpr.scope(product.scope):
             return bilinear(run, term, inputs[:2], copies)
 
-    def _number(self, scope: NameStack, jaxpr: Jaxpr) -> int:
+    def _number(self, scope: NameStack, eqn: JaxprEqn) -> int:
         """The number of the innermost product or call that has one, or of the rule."""
-        scopes = f"{scope}/{jaxpr.eqns[-1].source_info.name_stack}"
+        scopes = f"{scope}/{eqn.source_info.name_stack}"
         return int([self.rule, *_NUMBER.findall(scopes)][-1])
 
 
 def _multiply(
-    product: Product, dtype: DTypeLike, wide: int | None, *values: jax.Array
+    product: Product, dtype: DTypeLike, float32: int | None, *values: jax.Array
 ) -> jax.Array:
-    """A product, rounded where the last value is True; operand `wide` is not."""
+    """A product, rounded where the last value is True; operand `float32` is not."""
     *operands, half = values
-    for side in {0, 1} - {wide}:
+    for side in {0, 1} - {float32}:
         operands[side] = _rounded(operands[side], half, dtype)
     precision = (jax.lax.Precision.HIGHEST,) * 2  # the flag decides, not the machine
-    eqn, moved = product.jaxpr.eqns[-1], product.moved(operands)
-    (result,) = _jaxpr.evaluate(eqn, moved, precision=precision)
+    moved = product.moved(operands)
+    (result,) = _jaxpr.evaluate(product.equation, moved, precision=precision)
     return _rounded(result, half, dtype)
 
 

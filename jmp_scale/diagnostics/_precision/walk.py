@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from ... import _jaxpr
-from ..._autocast.marks import UNIT
+from ..._autocast.marks import CAST
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
 from ..._policy import is_half
 from ..._validation import warn
@@ -185,7 +185,7 @@ class Walk:
             if step.name.startswith(("custom_jvp", "custom_vjp")):
                 rules = {finding.rule for finding in self.found[before:]}
                 self.ruled[step.place()[:2]] |= rules
-            self.autocasts |= _jaxpr.name_of_call(eqn) == UNIT
+            self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
             return outs
         if not is_call or step.name not in _jaxpr.known_primitives():
             self._leave_unread(step)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
-from ..._autocast.operations import has_matrix_work, stays_float32
+from ..._autocast.products import has_matrix_work, stays_float32
 from ..._jaxpr import PRODUCTS, SAME_ENTRIES, dtype_name, shape, size, words
 from ..._policy import is_half
 from .._tables import printed
@@ -121,7 +121,7 @@ def follow(step: Step, fact: Fact) -> Fact:
 
 def useless_cast(step: Step) -> Finding | None:
     """Finds a matrix product in float32 although the user cast an operand."""
-    if not flops(step.eqn) or not has_matrix_work(step.eqn):
+    if not flops(step.eqn) or not has_matrix_work(step.eqn, lambda v: False):
         return None
     operands = [*zip(step.eqn.invars[:2], step.ins[:2], strict=True)]
     wide = [f for v, f in operands if is_wide(dtype_name(v))]

@@ -1,0 +1,293 @@
+"""Products: which become half precision and how they run; which calls hold some."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from .. import _jaxpr
+from .._jaxpr import (
+    CALLS,
+    CHEAP,
+    PRODUCTS,
+    SCALED_PRODUCTS,
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    NameStack,
+    Var,
+    variables,
+)
+from .._policy import is_half
+from .dot_general import split_sizes, sum_of_terms, wide_dot_general
+from .marks import CAST
+
+_DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or convolution. Equal ones are traced once."""
+
+    key: Hashable  # equal for equal products
+    # Equations that move the operands' entries, then the product. The first two inputs
+    # are the operands.
+    jaxpr: Jaxpr = dataclasses.field(compare=False)
+    moves: int  # equations for the first operand; the others are for the second
+    # Whether the gradient of an operand is float32: that of a float32 operand of a
+    # matrix product which is computed from arguments alone. The transposes of other
+    # products take operands of one dtype.
+    float32_grads: tuple[bool, ...]
+    dtype: str | None  # that of an operand, where it is not `autocast`'s
+    # The scopes in which all its equations were, which they no longer name.
+    scope: NameStack = dataclasses.field(compare=False)
+
+    @property
+    def equation(self) -> JaxprEqn:
+        """The product itself."""
+        return self.jaxpr.eqns[-1]
+
+    @property
+    def operands(self) -> list[Var]:
+        """The variables of both operands, before their entries are moved."""
+        return self.jaxpr.invars[:2]
+
+    @property
+    def result(self) -> Var:
+        """The variable of its result."""
+        return self.equation.outvars[0]
+
+    def moved(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The operands, their entries where the product reads them."""
+        pair = [*operands]
+        for i, move in enumerate(self.jaxpr.eqns[:-1]):
+            side = int(i >= self.moves)
+            (pair[side],) = _jaxpr.evaluate(move, [pair[side]])
+        return pair
+
+    def apply(
+        self, dtype: DTypeLike, *values: jax.Array, float32: int | None = None
+    ) -> jax.Array:
+        """The product in half precision; only the operand `float32` stays so."""
+        operands = enumerate(values[:2])
+        pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
+        if float32 is None:
+            params = {"precision": None, "preferred_element_type": dtype}
+            inputs = [*pair, *values[2:]]
+            (result,) = _jaxpr.evaluate(self.equation, inputs, **params)
+        else:
+            dimensions = self.equation.params["dimension_numbers"]
+            sharding = self.equation.params.get("out_sharding")
+            result = wide_dot_general(*pair, dimensions, dtype, _DEFAULT, sharding)
+        return result.astype(jnp.float32)
+
+    def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
+        """A function to its half-precision tangent, of those of operands by side."""
+
+        def term(side: int, *values: jax.Array) -> jax.Array:
+            float32 = side if self.float32_grads[side] else None
+            return self.apply(dtype, *values, float32=float32)
+
+        def tangent(
+            values: Sequence[jax.Array], live: dict[int, jax.Array]
+        ) -> jax.Array:
+            return sum_of_terms(term, values, live).astype(dtype)
+
+        tangent.__name__ = CAST
+        return jax.jit(tangent)
+
+
+class Fate(enum.Enum):
+    """The fate of a product: it becomes half precision, is so already, or stays."""
+
+    BECOMES_HALF = enum.auto()
+    IS_HALF = enum.auto()  # as traced: both operands, or the result
+    OTHER_DTYPE = enum.auto()
+    OWN_PRECISION = enum.auto()
+    IS_SUM = enum.auto()  # no work for a matrix unit
+    IS_CONSTANT = enum.auto()
+    IS_EXEMPT = enum.auto()
+
+
+# Why a product is float32, where nothing is known of the program around it.
+_REASONS = {
+    Fate.BECOMES_HALF: (
+        "constants as operands (pass parameters as arguments), keep_float32 around "
+        "them, or a call around them that cannot be read"
+    ),
+    Fate.OWN_PRECISION: "a precision of their own",
+    Fate.IS_SUM: (
+        "nothing to do for a matrix unit (sums, outer products; give one row of data "
+        "an axis of one, and put autocast around jax.vmap, not within it)"
+    ),
+}
+
+
+def fate(
+    eqn: JaxprEqn,
+    *,
+    is_parameter: Callable[[Var], bool],
+    is_constant: Callable[[Var], bool],
+    is_exempt: Callable[[JaxprEqn], bool],
+) -> Fate:
+    """The fate of a product in a program.
+
+    Args:
+      eqn: a product, of `PRODUCTS`.
+      is_parameter: whether a matrix is one of the program's parameters, so that a
+        vector times it is one row of a batch.
+      is_constant: whether an operand is computed from integers and constants alone.
+      is_exempt: whether a name keeps the product float32. Asked last, because it may
+        note which products were met.
+    """
+    operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
+    result = _jaxpr.dtype_name(eqn.outvars[0])
+    half = {*filter(is_half, operands)}
+    if half == operands or is_half(result):
+        return Fate.IS_HALF
+    if (operands - half) | {result} != {"float32"}:
+        return Fate.OTHER_DTYPE
+    if {*jax.tree.leaves(eqn.params.get("precision"))} - {_DEFAULT}:
+        return Fate.OWN_PRECISION
+    if not has_matrix_work(eqn, is_parameter):
+        return Fate.IS_SUM
+    if all(map(is_constant, variables(eqn.invars[:2]))):
+        return Fate.IS_CONSTANT
+    return Fate.IS_EXEMPT if is_exempt(eqn) else Fate.BECOMES_HALF
+
+
+def fate_alone(eqn: JaxprEqn, *, of_parameters: bool) -> Fate:
+    """The fate of a product if nothing is known of the program around it.
+
+    `of_parameters` says whether a matrix that meets a vector counts as a parameter.
+    """
+    return fate(
+        eqn,
+        is_parameter=lambda v: of_parameters,
+        is_constant=lambda v: False,
+        is_exempt=lambda eqn: False,
+    )
+
+
+def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
+    """Whether a product has work for a matrix unit, by itself or as one row of many.
+
+    Not if it contracts nothing or is of two vectors, for each index of the batch.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    numbers = eqn.params["dimension_numbers"]
+    operands = eqn.invars[:2]
+    sizes = split_sizes([_jaxpr.shape(v) for v in operands], numbers)
+    if math.prod(sizes[0].contracted) == 1:
+        return False
+    matrices = [v for v, each in zip(operands, sizes, strict=True) if each.own]
+    if len(matrices) == 2:  # also of one row, unless there is one for each index
+        is_row = all(math.prod(each.own) == 1 for each in sizes)
+        is_batched = bool(numbers[1][0])
+        return not (is_row and is_batched)
+    return any(is_parameter(v) for v in variables(matrices))
+
+
+def looks_up_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes several vectors of a table, as an embedding does.
+
+    They are data, which many positions share. Matrices that are looked up, such as
+    those of experts, are weights.
+    """
+    if eqn.primitive.name != "gather":
+        return False
+    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
+    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1
+
+
+def becomes_half(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product that may become half precision."""
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    return fate_alone(eqn, of_parameters=True) is Fate.BECOMES_HALF
+
+
+def stays_float32(eqn: JaxprEqn) -> bool:
+    """Whether `autocast` leaves a product float32 on purpose."""
+    found = fate_alone(eqn, of_parameters=False)
+    return found not in (Fate.BECOMES_HALF, Fate.IS_HALF)
+
+
+def has_products(eqn: JaxprEqn) -> bool:
+    """Whether nested jaxprs hold products that become half precision."""
+    return any(map(becomes_half, _jaxpr.equations_within(eqn)))
+
+
+def reads_half(eqn: JaxprEqn) -> bool:
+    """Whether an equation reads arrays in half precision."""
+    return any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
+
+
+def holds_half_products(eqn: JaxprEqn) -> bool:
+    """Whether an equation is or holds a product whose fate is `IS_HALF`."""
+    equations = (eqn, *_jaxpr.equations_within(eqn))
+    products = (e for e in equations if e.primitive.name in PRODUCTS)
+    return any(fate_alone(e, of_parameters=True) is Fate.IS_HALF for e in products)
+
+
+def is_partly_half(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product with any operand or result in half precision."""
+    atoms = [*eqn.invars[:2], *eqn.outvars[:1]]
+    has_half = any(is_half(_jaxpr.dtype_name(v)) for v in atoms)
+    return eqn.primitive.name in PRODUCTS and has_half
+
+
+def why_float32(jaxpr: _jaxpr.Program) -> str:
+    """Why no product of a program becomes half precision; "" if some are already."""
+    reasons: dict[str, None] = {}
+    for eqn in _jaxpr.equations(jaxpr):
+        if eqn.primitive.name in SCALED_PRODUCTS:
+            reasons["scales of their own"] = None
+        if eqn.primitive.name not in PRODUCTS:
+            continue
+        found = fate_alone(eqn, of_parameters=False)
+        if found is Fate.IS_HALF:
+            return ""
+        reasons[_REASONS.get(found) or _dtypes(eqn)] = None
+    return "they have " + "; ".join(reasons) if reasons else "there is none"
+
+
+def _dtypes(eqn: JaxprEqn) -> str:
+    atoms = [*eqn.invars[:2], eqn.outvars[0]]
+    return "dtype " + " and ".join(sorted({_jaxpr.dtype_name(v) for v in atoms}))
+
+
+def is_cheap(eqn: JaxprEqn) -> bool:
+    """Whether an equation is elementwise, a sum or a move, or a call of such ones."""
+    bodies, name = _jaxpr.subjaxprs(eqn), _jaxpr.name_of(eqn)
+    if _jaxpr.has_effects(eqn):
+        return False
+    if name == "reshard":
+        return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])
+    if not bodies:
+        return name in CHEAP
+    return (name in CALLS or name == "custom_jvp_call") and all(
+        is_cheap(inner) for body in bodies for inner in _jaxpr.bare(body).eqns
+    )
+
+
+def only_looks_up(call: JaxprEqn) -> bool:
+    """Whether a call holds lookups and cheap operations alone, as `jnp.take` does."""
+    (body,) = _jaxpr.subjaxprs(call)
+    return all(
+        is_cheap(eqn) or eqn.primitive.name in _jaxpr.LOOKUPS
+        for eqn in _jaxpr.bare(body).eqns
+    )
+
+
+def mesh_of(atom: Atom) -> Any:
+    """The mesh of an array; JAX has no public type for an abstract one."""
+    aval: Any = atom.aval
+    return aval.sharding.mesh

@@ -1,0 +1,302 @@
+"""Reads a float32 program: what each equation is, and where each value comes from."""
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jax.core import Tracer
+
+from .. import _jaxpr
+from .._jaxpr import Jaxpr, JaxprEqn, Var, is_float32, variables
+from .._policy import is_half
+from .._types import Leaf
+from .products import (
+    Fate,
+    Product,
+    fate,
+    has_products,
+    holds_half_products,
+    looks_up_rows,
+    only_looks_up,
+    reads_half,
+)
+
+_INTEGERS = "bool", "int", "uint"
+# They run as calls if they read weights in half precision, whose gradients are sums.
+_SUMMING = "scan", "scan3", "while", "cond", "remat2", "shard_map"
+
+# "product": it becomes half precision. "own": a product in the dtype of an operand,
+# which is not `autocast`'s. "call": its nested jaxprs hold products. "other": it runs
+# as it was traced.
+Kind = Literal["product", "own", "call", "other"]
+
+
+class Origin(enum.IntEnum):
+    """All that a value is computed from."""
+
+    DATA = 0  # results of products too, rows of a table, or what a loop hands on
+    ARGUMENTS = 1  # arguments and constants alone
+    PARAMETER = 2  # it is an argument or constant, perhaps moved or scaled
+
+
+class Provenance(NamedTuple):
+    """Where a value comes from. A variable without an entry has these defaults."""
+
+    origin: Origin = Origin.DATA
+    is_constant: bool = False  # computed from integers and constants alone
+    is_fixed: bool = False  # no argument changes it
+    # Whether it is computed from a float32 argument, so that a matrix product returns
+    # its gradient in float32.
+    has_float32_grad: bool = False
+
+
+_DATA = Provenance()
+
+
+class Step(NamedTuple):
+    """An equation of a program, and what it is to `autocast`."""
+
+    kind: Kind
+    eqn: JaxprEqn
+    product: Product | None = None
+
+    @property
+    def inputs(self) -> list[Var]:
+        """The variables that it reads: of a product those before they are moved."""
+        return variables(self.product.jaxpr.invars if self.product else self.eqn.invars)
+
+    @property
+    def outputs(self) -> list[Var]:
+        """The variables of its results."""
+        return self.eqn.outvars
+
+
+class Reading(NamedTuple):
+    """A program as `autocast` reads it, without calls that it opens."""
+
+    jaxpr: Jaxpr
+    constants: dict[Var, Leaf]  # values, by variable
+    copied: list[int]  # inputs of which the last ones are copies, one for each reader
+    steps: list[Step]  # one for each equation of `jaxpr`
+    provenance: dict[Var, Provenance]
+    given: frozenset[Var]  # inputs and constants that are no data
+    halves: frozenset[Var]  # float32 variables whose half-precision copies are exact
+    shared: frozenset[Var]  # all operations read one cast of these
+    # Names that the program gives to results of products, which have them in half
+    # precision: policies of `jax.checkpoint` save what has a name.
+    names: dict[Var, str]
+
+    def origin(self, v: Var) -> Origin:
+        """The origin of a value."""
+        return self.provenance.get(v, _DATA).origin
+
+    def is_data(self, v: Var) -> bool:
+        """Whether a value is not computed from arguments and constants alone."""
+        return self.origin(v) is Origin.DATA
+
+    def wanted(self) -> list[Step]:
+        """The steps whose results or effects are wanted."""
+        wanted, found = {*variables(self.jaxpr.outvars)}, list[Step]()
+        for step in reversed(self.steps):
+            if _jaxpr.has_effects(step.eqn) or wanted.intersection(step.outputs):
+                found.append(step)
+                wanted.update(step.inputs)
+        return found[::-1]
+
+
+def read(
+    jaxpr: _jaxpr.Program,
+    origins: Sequence[Origin],
+    dtype: np.dtype,
+    *,
+    is_exempt: Callable[[JaxprEqn], bool],
+    share_casts: bool,
+    stored: Collection[int] = (),
+) -> Reading:
+    """Reads a program.
+
+    Args:
+      jaxpr: the program.
+      origins: those of its inputs.
+      dtype: that of products of the forward pass.
+      is_exempt: whether a name keeps a product float32, or a call with products.
+      share_casts: whether all operations read the cast of what a product reads.
+      stored: positions of inputs whose cotangents are added up in float32.
+    """
+
+    def is_open(eqn: JaxprEqn) -> bool:
+        if eqn.primitive.name not in _jaxpr.CALLS:
+            return False
+        if has_products(eqn):
+            return not is_exempt(eqn)
+        return only_looks_up(eqn) or reads_half(eqn)
+
+    flat, constants = _jaxpr.inlined(jaxpr, is_open)
+    flat, copies = _jaxpr.read_apart(flat, {flat.invars[i] for i in stored})
+    copied = [*map(flat.invars.index, copies)]
+    origins = [*origins, *(origins[i] for i in copied)]
+    given = {
+        v: Provenance(origin, has_float32_grad=is_float32(v))
+        for v, origin in zip(flat.invars, origins, strict=True)
+        if origin
+    }
+    for v, x in constants.items():
+        is_known = not isinstance(x, Tracer)
+        wide = is_float32(v) and not is_known
+        given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
+    reader = _Reader(flat, given, dtype.name, is_exempt)
+    products = [step.product for step in reader.steps if step.kind == "product"]
+    halves = {product.result for product in products if product}
+    operands = {v for product in products if product for v in product.operands}
+    data = {v for v in operands if not reader.provenance.get(v, _DATA).origin}
+    shared = data - halves if share_casts else set[Var]()
+    return Reading(
+        jaxpr=flat,
+        constants=constants,
+        copied=copied,
+        steps=reader.steps,
+        provenance=reader.provenance,
+        given=frozenset(given),
+        halves=frozenset(halves | shared),
+        shared=frozenset(shared),
+        names=reader.names,
+    )
+
+
+class _Reader:
+    """Decides of one equation after the other what it is, then where results come from.
+
+    `steps`, `provenance` and `names` are as in `Reading`.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        given: Mapping[Var, Provenance],
+        dtype: str,
+        is_exempt: Callable[[JaxprEqn], bool],
+    ) -> None:
+        self._jaxpr, self._dtype, self._is_exempt = jaxpr, dtype, is_exempt
+        self._maker: dict[Var, Step] = {}
+        self.steps: list[Step] = []
+        self.provenance = {**given}
+        self.names: dict[Var, str] = {}
+        for eqn in jaxpr.eqns:
+            step = self._step(self._without_name(eqn))
+            self.steps.append(step)
+            self._maker.update(dict.fromkeys(eqn.outvars, step))
+            if found := self._provenance(step):
+                self.provenance.update(dict.fromkeys(eqn.outvars, found))
+
+    def _of(self, v: Var) -> Provenance:
+        return self.provenance.get(v, _DATA)
+
+    def _is_parameter(self, v: Var) -> bool:
+        return self._of(v).origin == Origin.PARAMETER
+
+    def _without_name(self, eqn: JaxprEqn) -> JaxprEqn:
+        """The equation; a copy in place of one that names the result of a product."""
+        for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
+            if v in self._maker and self._maker[v].kind == "product":
+                self.names[v] = _jaxpr.params_of(eqn)["name"]
+                return _jaxpr.as_copy(eqn)
+        return eqn
+
+    def _step(self, eqn: JaxprEqn) -> Step:
+        if eqn.primitive.name in _jaxpr.PRODUCTS:
+            found = fate(
+                eqn,
+                is_parameter=self._is_parameter,
+                is_constant=lambda v: self._of(v).is_constant,
+                is_exempt=self._is_exempt,
+            )
+            if found is not Fate.BECOMES_HALF:
+                return Step("other", eqn)
+            product = self._product(eqn)
+            return Step("own" if product.dtype else "product", eqn, product)
+        if has_products(eqn):
+            return Step("other" if self._is_exempt(eqn) else "call", eqn)
+        is_summing = _jaxpr.name_of(eqn) in _SUMMING and reads_half(eqn)
+        return Step("call" if is_summing else "other", eqn)
+
+    def _product(self, eqn: JaxprEqn) -> Product:
+        (lhs, left), (rhs, right) = map(self._operand, variables(eqn.invars[:2]))
+        inputs = [lhs, rhs, *variables(eqn.invars[2:])]
+        whole = _jaxpr.excerpt(self._jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
+        scope, jaxpr = _jaxpr.without_common_scope(whole)
+        is_dot = eqn.primitive.name == "dot_general"
+        half = {*filter(is_half, map(_jaxpr.dtype_name, (lhs, rhs)))}
+        is_own = len(half) == 1 and self._dtype not in half
+        return Product(
+            key=_jaxpr.structural_key(jaxpr),
+            jaxpr=jaxpr,
+            moves=len(left),
+            float32_grads=tuple(
+                is_dot and is_float32(v) and self._of(v).has_float32_grad
+                for v in (lhs, rhs)
+            ),
+            dtype=half.pop() if is_own else None,
+            scope=scope,
+        )
+
+    def _operand(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
+        """An operand of a product before its entries are moved, and what moves them.
+
+        A parameter that is stored in half precision is read as it is stored, so its
+        gradient is of its dtype from the product on.
+        """
+        moves: list[JaxprEqn] = []
+        while maker := self._maker.get(v):
+            eqn, sources = maker.eqn, variables(maker.eqn.invars)
+            if len(sources) != 1:
+                break
+            if eqn.primitive.name in _jaxpr.REARRANGES:
+                moves.insert(0, eqn)
+            elif not (_is_widening(eqn) and self._of(sources[0]).origin):
+                break
+            (v,) = sources
+        return v, moves
+
+    def _provenance(self, step: Step) -> Provenance | None:
+        """That of an equation's results; None if nothing is known of them."""
+        eqn, inputs = step.eqn, variables(step.eqn.invars)
+        if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
+            return None  # what a reference holds changes
+        numbers = [v for v in inputs if not _is_integer(v)]
+        is_constant = step.kind != "call" and self._all(numbers, "is_constant")
+        is_fixed = self._all(inputs, "is_fixed")
+        is_data = step.kind != "other" or holds_half_products(eqn)
+        if is_data or (looks_up_rows(eqn) and not self._all(_indices(eqn), "is_fixed")):
+            return Provenance(Origin.DATA, is_constant, is_fixed)
+        # A layer of a stack of weights is one at any index, as of a loop's counter.
+        is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
+        sources = variables(eqn.invars[:1]) if is_lookup else inputs
+        if not self._all(sources, "origin"):
+            return Provenance(Origin.DATA, is_constant, is_fixed)
+        scales = eqn.primitive.name in _jaxpr.SCALINGS
+        is_parameter = scales and any(map(self._is_parameter, sources))
+        return Provenance(
+            origin=Origin.PARAMETER if is_parameter else Origin.ARGUMENTS,
+            is_constant=is_constant,
+            is_fixed=is_fixed,
+            has_float32_grad=any(self._of(v).has_float32_grad for v in sources),
+        )
+
+    def _all(self, inputs: Iterable[Var], field: str) -> bool:
+        return all(getattr(self._of(v), field) for v in inputs)
+
+
+def _indices(eqn: JaxprEqn) -> list[Var]:
+    """Where a lookup looks; rows that an argument chooses, such as tokens, are data."""
+    return variables(eqn.invars[1:2])
+
+
+def _is_integer(v: Var) -> bool:
+    return _jaxpr.dtype_name(v).startswith(_INTEGERS)
+
+
+def _is_widening(eqn: JaxprEqn) -> bool:
+    is_cast = eqn.primitive.name == "convert_element_type"
+    from_half = is_half(_jaxpr.dtype_name(eqn.invars[0]))
+    return is_cast and from_half and is_float32(eqn.outvars[0])

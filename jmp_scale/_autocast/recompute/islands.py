@@ -1,0 +1,112 @@
+"""Islands: what their derivatives read, their softmaxes and their small sums."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from ... import _jaxpr
+from ..._jaxpr import LINEAR, Atom, Jaxpr, JaxprEqn, Var, variables
+
+# Rows longer than that, as of a vocabulary, are in no kernel of a GPU as a whole.
+_LONGEST_ROW = 16384
+# A float32 sum that is less than half of its operand is smaller than that in half
+# precision.
+_SMALL_SUM = 1 / 2
+
+
+def reached_by(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
+    """Floating-point variables with a tangent, if these inputs have one."""
+    found = {*inputs}
+    for eqn in jaxpr.eqns:
+        stops = eqn.primitive.name == "stop_gradient"
+        if not stops and not found.isdisjoint(variables(eqn.invars)):
+            found.update(v for v in eqn.outvars if _jaxpr.is_floating(v))
+    return found
+
+
+def read_by_derivative(island: Jaxpr, softmaxes: Collection[Var] = ()) -> list[Atom]:
+    """Variables whose values the derivative reads, besides results of `softmaxes`."""
+    active = reached_by(island, filter(_jaxpr.is_floating, island.invars))
+    exponents = softmaxes_of(island)
+    wanted = {*variables(island.outvars)}.difference(softmaxes)
+    wanted.update(exponents[v].exponents for v in softmaxes)
+    found: list[Atom] = []
+    for eqn in reversed(island.eqns):
+        inputs = variables(eqn.invars)
+        live = [v for v in inputs if v in active]
+        if wanted.isdisjoint(eqn.outvars) or eqn.primitive.name == "stop_gradient":
+            continue
+        wanted.update(inputs)
+        if live:
+            found += _read(eqn, live)
+    return found
+
+
+def _read(eqn: JaxprEqn, live: Sequence[Var]) -> list[Atom]:
+    """Operands whose values the derivative of an equation reads."""
+    name = _jaxpr.name_of(eqn)
+    if name in LINEAR:
+        return [v for v in eqn.invars if not _jaxpr.is_floating(v)]
+    if name == "mul":
+        left, right = eqn.invars
+        return [other for v, other in ((left, right), (right, left)) if v in live]
+    if name == "div" and eqn.invars[1] not in live:
+        return [eqn.invars[1]]
+    return [*eqn.invars]
+
+
+class Softmax(NamedTuple):
+    """A softmax within an island."""
+
+    exponents: Var  # its maxima subtracted
+    axes: tuple[int, ...]
+
+
+def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
+    """The softmaxes of an island, by their results."""
+    maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
+
+    def made_by(v: Atom, *names: str) -> JaxprEqn | None:
+        eqn = maker.get(v) if isinstance(v, Var) else None
+        return eqn if eqn is not None and eqn.primitive.name in names else None
+
+    found: dict[Var, Softmax] = {}
+    for eqn in island.eqns:
+        if eqn.primitive.name != "div":
+            continue
+        dividend, divisor = eqn.invars
+        while broadcast := made_by(divisor, "broadcast_in_dim", "reshape"):
+            divisor = broadcast.invars[0]
+        exp, total = made_by(dividend, "exp"), made_by(divisor, "reduce_sum")
+        if exp and total and total.invars[0] is dividend:
+            (exponents,) = variables(exp.invars)
+            found[eqn.outvars[0]] = Softmax(exponents, tuple(total.params["axes"]))
+    return found
+
+
+def small_sums(island: Jaxpr) -> list[Var]:
+    """Results of sums and the like that are small beside their operand.
+
+    They are kept from the forward pass, except sums of rows that a kernel may hold: a
+    GPU has one kernel for a norm or softmax, which breaks at a sum that is known.
+    """
+    found = []
+    for eqn in (eqn for eqn in island.eqns if "axes" in eqn.params):
+        (result,), shape = eqn.outvars, _jaxpr.shape(eqn.invars[0])
+        is_row = (*eqn.params["axes"],) == (len(shape) - 1,)
+        fits = is_row and shape[-1] <= _LONGEST_ROW
+        is_small = _jaxpr.size(result) < _SMALL_SUM * _jaxpr.size(eqn.invars[0])
+        if is_small and not fits and _jaxpr.is_float32(result):
+            found.append(result)
+    return found
+
+
+def needed_for(
+    island: Jaxpr, atoms: Iterable[Atom], saved: Collection[Var]
+) -> set[Var]:
+    """The variables of an island from which values are computed, given saved ones."""
+    known = {*small_sums(island)}.union(saved)
+    found = {*variables(atoms)} - known
+    for eqn in reversed(island.eqns):
+        if not found.isdisjoint(eqn.outvars):
+            found.update({*variables(eqn.invars)} - known)
+    return found

@@ -1,0 +1,297 @@
+"""Evaluates units, with derivatives that recompute the islands.
+
+```
+forward:   island -> cast(operands) -> products in half precision -> float32
+backward:  residuals -> recompute the island -> its derivative, and cast(operands)
+           cast(cotangent) -> products of the gradients of both operands
+```
+
+Kinds of machines differ in the barriers between the two passes, but not in values.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ... import _jaxpr
+from ..._jaxpr import JaxprEqn, Var
+from ..dot_general import is_zero
+from ..higher_order import Part
+from ..identities import no_tangent, with_value
+from ..interpreter import Arrays, Interpreter, Values
+from ..linear import linear
+from ..marks import CAST
+from ..policies import Saved, in_sight
+from ..products import Product
+from ..provenance import Reading
+from .identities import kept_apart, softmax_from
+from .islands import reached_by, softmaxes_of
+from .plan import Unit, make_plan
+
+T = TypeVar("T")
+ByPosition = dict[int, jax.Array]  # of what a unit reads or returns
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputingInterpreter(Interpreter):
+    """Evaluates programs by their plans, unit by unit."""
+
+    # Not in a rule for derivatives, which is transposed: what would be recomputed has
+    # no derivative there. Not in a checkpoint with a policy, which says itself what is
+    # saved.
+    recompute: bool = True
+
+    def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
+        recompute = self.recompute and part_of not in ("rule", "policy")
+        nested = dataclasses.replace(self, recompute=recompute)
+        return Interpreter.within(nested, eqn, part_of)
+
+    def evaluate_steps(self, reading: Reading, values: Values) -> None:
+        if not self.recompute:
+            return super().evaluate_steps(reading, values)
+        for part in make_plan(reading):
+            if isinstance(part, Unit):
+                with part.jaxpr.eqns[-1].ctx.manager:
+                    self.evaluate_unit(part, reading, values)
+            else:
+                self.evaluate_step(part, reading, values)
+
+    def evaluate_unit(self, unit: Unit, reading: Reading, values: Values) -> None:
+        """Adds the values that an island and its products compute."""
+        inputs = unit.jaxpr.invars
+        args = (
+            [values[v] for v in inputs],
+            [self.operand(v, reading, values) for v in unit.passed],
+            [self.saved(v, reading, values, as_is=True) for v in inputs],
+            [self.saved(v, reading, values, as_is=v in inputs) for v in unit.passed],
+        )
+        results = _function_of(unit, self)(*args)
+        outputs = _jaxpr.variables(unit.jaxpr.outvars)
+        for i, x in results.saved.items():
+            values.casts[outputs[i], self.forward] = x
+        self.add({outputs[i]: x for i, x in results.island.items()}, reading, values)
+        self.notes.any_half |= bool(unit.products)
+        made = {unit.products[k][0].result: x for k, x in results.products.items()}
+        self.add(made, reading, values)
+
+    def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
+        # The cotangent is then half precision, and an array of its own.
+        tangent = super().tangent_of(product)
+        return lambda *args: self.apart(tangent(*args))
+
+    def apart(self, x: T) -> T:
+        """Arrays behind an optimization barrier on GPUs.
+
+        Without it XLA merges the recomputed island with that of the forward pass, and
+        keeps its float32 values.
+        """
+        has_barrier = self.recompute and not self.in_loop
+        return jax.tree.map(kept_apart, x) if has_barrier else x
+
+
+class Results(NamedTuple):
+    """What a unit returns, or its tangents."""
+
+    island: ByPosition  # float32
+    products: ByPosition  # float32, by position in the unit
+    saved: ByPosition  # half-precision copies of results of the island
+
+
+class _Residuals(NamedTuple):
+    inputs: Arrays  # of the island
+    passed: Arrays
+    outputs: ByPosition  # results of the island as they are
+    saved: ByPosition  # half-precision copies of such results
+    # Where the backward pass has a dtype of its own, also what these are copies of: the
+    # inputs, and by position the operands of products.
+    float32: tuple[Arrays, ByPosition] | None
+
+
+def _function_of(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Results]:
+    """A function with a derivative that recomputes the island.
+
+    Its arguments are the inputs of the island, what products read besides, and the
+    residuals of both.
+    """
+    island = cast.traces.made(_Island, unit, cast)
+    tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
+    saved_in_half = unit.places("is_saved_in_half")
+    count = len(unit.outputs)
+    # Of what is passed the island reads some, too. They are the same residuals.
+    inputs = {v: i for i, v in enumerate(unit.jaxpr.invars)}
+    same = {j: inputs[v] for j, v in enumerate(unit.passed) if v in inputs}
+
+    def with_passed(outputs: ByPosition, passed: Arrays) -> ByPosition:
+        return outputs | {count + j: x for j, x in enumerate(passed)}
+
+    def evaluate(
+        saved: Saved, inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
+    ) -> Results:
+        with _jaxpr.scope(unit.scope):
+            outputs = dict(enumerate(island.evaluate(inputs)))
+            halves = island.in_half(outputs)
+        read = with_passed(outputs | halves, passed)
+        products = {k: x.astype(jnp.float32) for k, x in saved.items()}
+        for k, (product, places) in enumerate(unit.products):
+            if k not in saved:
+                with _jaxpr.scope(product.scope):
+                    operands = (read[i] for i in places)
+                    products[k] = product.apply(cast.forward, *operands)
+        return Results(outputs, products, {i: halves[i] for i in saved_in_half})
+
+    def tangents(
+        residuals: _Residuals, live: tuple[ByPosition, ByPosition]
+    ) -> tuple[ByPosition, ByPosition]:
+        """Tangents of the island's results and of products, for those of arguments."""
+        own, outputs, saved = cast.apart(
+            (residuals.inputs, residuals.outputs, residuals.saved)
+        )
+        passed = [*residuals.passed]
+        for j, i in same.items():
+            passed[j] = own[i]
+        copied, originals = residuals.float32 or (None, {})
+        with _jaxpr.scope(unit.scope):
+            found, results = island.recompute(own, outputs, saved, live[0], copied)
+            values = with_passed(results | island.in_half(results) | saved, passed)
+            for i in unit.operands if residuals.float32 else ():
+                x = originals[i] if i in originals else results[i]
+                values[i] = cast.in_backward(x, values[i])
+        # Cast once, so that cotangents of what several products read are added in half.
+        in_half = {
+            i: x.astype(cast.backward) if unit.outputs[i].is_data else x
+            for i, x in found.items()
+            if i in unit.operands
+        } | {count + j: t for j, t in live[1].items()}
+        moved = {}
+        for k, (product, places) in enumerate(unit.products):
+            moving = {
+                side: in_half[i] for side, i in enumerate(places[:2]) if i in in_half
+            }
+            if moving:
+                with _jaxpr.scope(product.scope):
+                    moved[k] = tangents_of[k]([values[i] for i in places], moving)
+        return found, moved
+
+    def derivative(
+        results: Results, args: Sequence[Arrays], moves: Sequence[Any]
+    ) -> Results:
+        cast.note_derivative()
+        inputs, operands, residuals, passed = args
+        live, passed_live = (
+            {i: t for i, t in enumerate(each) if not is_zero(t)} for each in moves[:2]
+        )
+        float32 = None
+        if cast.is_mixed:
+            originals = {i: results.island[i] for i in results.saved}
+            float32 = inputs, with_passed(originals, operands)
+        outputs = {i: results.island[i] for i in unit.places("is_saved")}
+        read = _Residuals(residuals, passed, outputs, results.saved, float32)
+        found, moved = linear(tangents, read, (live, passed_live))
+        return Results(
+            island=_or_zeros(results.island, found),
+            products=_or_zeros(results.products, moved),
+            saved=_or_zeros(results.saved, found),
+        )
+
+    def saved_of(results: Results) -> Saved:
+        return {k: x.astype(cast.forward) for k, x in results.products.items()}
+
+    return in_sight(
+        evaluate,
+        derivative,
+        products=[product.equation for product, _ in unit.products],
+        saved_of=saved_of,
+        is_transposed=cast.in_rule,
+    )
+
+
+class _Island:
+    """The island of equal units."""
+
+    def __init__(self, unit: Unit, cast: RecomputingInterpreter) -> None:
+        self._cast, self._unit, self._jaxpr = cast, unit, unit.jaxpr
+        variables = _jaxpr.variables(unit.jaxpr.outvars)
+        self._places = {v: i for i, v in enumerate(variables)}
+        # What products read, and of these the operands.
+        read = {i for _, places in unit.products for i in places}
+        saved = unit.places("is_saved_in_half")
+        self._operands = {*saved, *unit.operands}.intersection(range(len(variables)))
+        self._read = {*saved, *read}.intersection(range(len(variables)))
+        self._softmaxes = softmaxes_of(unit.jaxpr)
+
+        def recompute(*args: Any) -> tuple[ByPosition, ByPosition]:
+            return self._recompute(*args)
+
+        recompute.__name__ = CAST
+        self.recompute = jax.jit(recompute)
+
+    def evaluate(self, inputs: Arrays) -> list[jax.Array]:
+        return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
+
+    def in_half(self, outputs: ByPosition) -> ByPosition:
+        """The half-precision copies of operands among the results."""
+        return {i: outputs[i].astype(self._cast.forward) for i in self._operands}
+
+    def _rounded(self, v: Var, x: jax.Array) -> jax.Array:
+        i = self._places.get(v)
+        is_shared = i is not None and self._unit.outputs[i].is_shared
+        return self._cast.rounded(x) if is_shared else x
+
+    def _recompute(
+        self,
+        copies: Arrays,
+        outputs: ByPosition,
+        saved: ByPosition,
+        live: ByPosition,
+        copied: Arrays | None,
+    ) -> tuple[ByPosition, ByPosition]:
+        """Tangents of results, for those of inputs, and the results that are read.
+
+        `copied`: the inputs, if these copies lack the range of their derivatives.
+        """
+        if copied is not None:
+            copies = [*map(_with_derivative_of, copied, copies)]
+        types = zip(copies, self._jaxpr.invars, strict=True)
+        inputs = [x.astype(_jaxpr.dtype_of(v)) for x, v in types]
+        reached = reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
+
+        def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
+            values: dict[Var, jax.Array] = {}
+
+            def replace(v: Var, x: jax.Array) -> jax.Array:
+                x = values[v] = self._rounded(v, x)
+                i = self._places.get(v)
+                if i is None:
+                    return x
+                if self._unit.outputs[i].is_softmax:
+                    exponents, axes = self._softmaxes[v]
+                    result = saved[i].astype(x.dtype)
+                    return softmax_from(values[exponents], result, axes)
+                if not self._unit.outputs[i].is_saved:
+                    return x
+                return with_value(x, outputs[i]) if v in reached else outputs[i]
+
+            changed = [some.get(i, x) for i, x in enumerate(inputs)]
+            results = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
+            moving = {i: results[i] for v, i in self._places.items() if v in reached}
+            return moving, results
+
+        primals = {i: inputs[i] for i in live}
+        _, tangents, results = jax.jvp(evaluate, (primals,), (live,), has_aux=True)
+        return tangents, {i: results[i] for i in self._read}
+
+
+def _with_derivative_of(x: jax.Array, copy: jax.Array) -> jax.Array:
+    is_half = copy.dtype != x.dtype
+    return with_value(x, copy.astype(x.dtype)) if is_half else copy
+
+
+def _or_zeros(primals: ByPosition, found: ByPosition) -> dict[int, Any]:
+    """The tangents that were found, and zeros for the others."""
+    return {
+        i: found[i].astype(x.dtype) if i in found else no_tangent(x)
+        for i, x in primals.items()
+    }

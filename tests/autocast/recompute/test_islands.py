@@ -1,0 +1,103 @@
+"""What derivatives of an island read, its softmaxes and its small sums."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from autocast_programs import X
+from jax import lax
+
+from jmp_scale import _jaxpr
+from jmp_scale._autocast.recompute import islands
+
+
+def program(fun, *args):
+    return jax.make_jaxpr(fun)(*args)
+
+
+def test_what_is_saved_is_not_recomputed():
+    island = program(lambda x, y: jnp.sin(x) * y, X, X).jaxpr
+    x, y = island.invars
+    (sine,), (product,) = (eqn.outvars for eqn in island.eqns)
+    assert islands.needed_for(island, [product], ()) == {product, sine, x, y}
+    assert islands.needed_for(island, [product], {sine}) == {product, y}
+
+
+def read(fun, *args, softmaxes=()):
+    """Positions of the inputs that the derivative reads, and other primitives."""
+    island = program(fun, *args).jaxpr
+    found = islands.softmaxes_of(island) if softmaxes == "all" else ()
+    atoms = _jaxpr.variables(islands.read_by_derivative(island, found))
+    maker = {v: eqn.primitive.name for eqn in island.eqns for v in eqn.outvars}
+    return {maker.get(v) or island.invars.index(v) for v in atoms}
+
+
+READ = {
+    "a sum": (lambda x, y: x + 2 * y.T.T, set()),
+    "a product": (lambda x, y: x * y, {0, 1}),
+    "a product with a constant": (lambda x, y: x * 2, set()),
+    "a product with one that stops": (
+        lambda x, y: x * lax.stop_gradient(y),
+        {"stop_gradient"},
+    ),
+    "all of it stops": (lambda x, y: lax.stop_gradient(x * y) + x, set()),
+    "a quotient": (lambda x, y: x / y, {0, 1}),
+    "a quotient by one that stops": (
+        lambda x, y: x / lax.stop_gradient(y),
+        {"stop_gradient"},
+    ),
+    "a choice": (lambda x, y: lax.select(x > 0, x, y), {"gt", 0}),
+    "a function": (lambda x, y: jnp.tanh(x) + y, {0}),
+    "nobody wants it": (lambda x, y: (jnp.sin(x), jnp.cos(y))[0], {0}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_values_that_a_derivative_reads(name):
+    fun, wanted = READ[name]
+    assert read(fun, X, X) == wanted
+
+
+def softmax(x, axis=-1):
+    e = jnp.exp(x - lax.stop_gradient(jnp.max(x, axis, keepdims=True)))
+    return e / jnp.sum(e, axis, keepdims=True)
+
+
+def test_softmaxes_are_found_and_read_as_results():
+    island = program(lambda x: softmax(x, 0) + 1, X).jaxpr
+    ((result, found),) = islands.softmaxes_of(island).items()
+    maker = {v: e.primitive.name for e in island.eqns for v in e.outvars}
+    assert (maker[result], maker[found.exponents]) == ("div", "sub")
+    assert found.axes == (0,)
+    assert "exp" in read(softmax, X)
+    assert "exp" not in read(softmax, X, softmaxes="all")
+    scores = lambda x, y: softmax(x * y)  # noqa: E731
+    assert read(scores, X, X, softmaxes="all") >= {0, 1}
+    others = (
+        lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x + 1), -1, keepdims=True),
+        lambda x: jnp.exp(x) / jnp.max(jnp.exp(x), -1, keepdims=True),
+        lambda x: x / jnp.sum(x, -1, keepdims=True),
+        lambda x: 1 / x,
+    )
+    for fun in others:
+        assert not islands.softmaxes_of(program(fun, X).jaxpr)
+
+
+def test_small_sums_are_less_than_half_of_their_operand():
+    def sums(shape, axis, dtype="float32"):
+        island = program(lambda x: jnp.sum(x, axis), jnp.zeros(shape, dtype)).jaxpr
+        return len(islands.small_sums(island))
+
+    assert (sums((3, 4), 0), sums((2, 4), 0)) == (1, 0)
+    assert (sums((2, 16384), 1), sums((2, 16385), 1)) == (0, 1)
+    assert sums((4, 8, 8), (1, 2)) == 1
+    assert sums((8, 4), 0, "int32") == 0
+
+
+def test_tangents_reach_what_is_differentiable():
+    def f(x, y):
+        z = lax.stop_gradient(x) + 1
+        return z, x * 2, jnp.argmax(x), y
+
+    jaxpr = program(f, X, X).jaxpr
+    reached = islands.reached_by(jaxpr, jaxpr.invars[:1])
+    assert [v in reached for v in jaxpr.outvars] == [False, True, False, False]

@@ -1,0 +1,99 @@
+"""Plans: which equations run together, what is saved, and what is recomputed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from autocast_programs import W, X
+
+from jmp_scale import _jaxpr
+from jmp_scale._autocast.provenance import Origin, read
+from jmp_scale._autocast.recompute.plan import Unit, make_plan
+
+
+def plan_of(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    origins = [Origin.PARAMETER] * len(args)
+    reading = read(
+        jaxpr,
+        origins,
+        jnp.dtype("bfloat16"),
+        is_exempt=lambda eqn: False,
+        share_casts=False,
+    )
+    return make_plan(reading)
+
+
+def units_of(fun, *args):
+    return [part for part in plan_of(fun, *args) if isinstance(part, Unit)]
+
+
+def primitives(unit):
+    return [eqn.primitive.name for eqn in unit.jaxpr.eqns]
+
+
+def test_a_softmax_is_saved_that_the_next_product_reads():
+    def f(w, x):
+        return jax.nn.softmax(x @ w) @ w
+
+    (unit,) = (u for u in units_of(f, W, X) if u.places("is_softmax"))
+    assert unit.places("is_saved_in_half") == unit.places("is_softmax")
+    # Not if something else reads it: that would not be what the forward pass read.
+
+    def g(w, x):
+        p = jax.nn.softmax(x @ w)
+        return jnp.sin(p) @ w + p @ w
+
+    assert not any(unit.places("is_softmax") for unit in units_of(g, W, X))
+
+
+def test_small_sums_are_saved():
+    def f(w, x):
+        h = jnp.tanh(x @ w)
+        return (h / jnp.sum(h, 0, keepdims=True)) @ w
+
+    (unit,) = (u for u in units_of(f, W, X) if u.places("is_saved"))
+    (saved,) = unit.places("is_saved")
+    assert _jaxpr.shape(unit.jaxpr.outvars[saved]) == (16,)
+
+
+def test_what_a_product_alone_reads_is_saved_once():
+    """A sum of these costs nothing to recompute, and is not saved too."""
+
+    def f(w, x):
+        h = [x @ w, x @ w.T, x @ (2 * w)]
+        others = [y @ w for y in h]
+        stream = others[0] + h[0] + h[1] + h[2]
+        return jnp.cos(stream + jnp.sin(stream) @ w) + others[1] + others[2]
+
+    (unit,) = (u for u in units_of(f, W, X) if "sin" in primitives(u))
+    assert unit.places("is_saved") == []
+
+    def g(w, x):
+        h = [x @ w, x @ w.T, x @ (2 * w)]
+        stream = h[0] @ w + h[0] + h[1] + h[2]
+        return jnp.cos(stream + jnp.sin(stream) @ w)
+
+    (unit,) = (u for u in units_of(g, W, X) if "sin" in primitives(u))
+    assert len(unit.places("is_saved")) == 1
+
+
+@pytest.mark.parametrize(("columns", "is_saved"), [(12, False), (16, True)])
+def test_an_operand_is_recomputed_of_less_than_its_copy(columns, is_saved):
+    """Of a product's result, two bytes an entry, and of an argument, which is there."""
+
+    def f(w, x):
+        h = x @ w[:, :columns] + x[:, :columns]
+        return jnp.pad(h, ((0, 0), (0, 16 - columns))) @ w
+
+    (unit,) = (u for u in units_of(f, W, X) if "add" in primitives(u))
+    assert bool(unit.places("is_saved_in_half")) == is_saved
+
+
+def test_what_only_a_later_island_reads_runs_there():
+    def f(w, x):
+        y = jnp.tanh(x @ w)
+        early = jnp.sin(y)
+        return (y @ w) * early
+
+    (unit,) = (u for u in units_of(f, W, X) if "mul" in primitives(u))
+    assert "sin" in primitives(unit)

@@ -22,7 +22,15 @@ from .higher_order import RUNS, Part
 from .identities import with_cotangent_of_its_dtype, with_value
 from .marks import Names
 from .plan import Origin, Plan, Unit, make_plan
-from .stored import Stored, Value, array_of, looked_up, places_of, stored
+from .stored import (
+    Stored,
+    Value,
+    array_of,
+    looked_up,
+    loops_that_add_up,
+    places_of,
+    stored,
+)
 
 T = TypeVar("T")
 # Files that the user did not write.
@@ -169,14 +177,28 @@ class Interpreter(abc.ABC):
                 ((product, _),) = unit.products
                 results = [product.run(product.dtype or self.forward, *inputs)]
                 self.notes.any_half = True
+            if results is None or _jaxpr.name_of(eqn) == "custom_jvp_call":
+                self._warn_of_half_sums(eqn, env)
             if results is None:
-                if _jaxpr.subjaxprs(unit.jaxpr.eqns[0]):
+                if _jaxpr.subjaxprs(eqn):
                     inputs = [*map(with_cotangent_of_its_dtype, inputs)]
                 jaxpr = _jaxpr.with_precision(unit.jaxpr, self.setting)
                 results = _jaxpr.evaluate_all(_jaxpr.bare(jaxpr), inputs, change=change)
             else:
                 results = map(change, outputs, results)
         return dict(zip(outputs, results, strict=True))
+
+    def _warn_of_half_sums(self, eqn: JaxprEqn, env: Values) -> None:
+        if not places_of([*map(env.as_stored, eqn.invars)]):
+            return
+        for place in {*loops_that_add_up(eqn)} - self.notes.warned:
+            self.notes.warned.add(place)
+            warn(
+                f"autocast: the loop at {place} adds up the gradient of a weight in "
+                "half precision, as the weight is stored, because autocast does not "
+                "change the function around it; cast the weight to float32 before the "
+                "loop: w.astype(jnp.float32)"
+            )
 
     def _call(self, unit: Unit, plan: Plan, env: Values) -> list[jax.Array] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""

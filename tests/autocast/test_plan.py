@@ -90,6 +90,18 @@ def test_what_a_product_alone_reads_is_kept_once():
     assert len(unit.known) == 1
 
 
+@pytest.mark.parametrize(("columns", "is_kept"), [(12, False), (16, True)])
+def test_an_operand_is_made_again_of_less_than_its_copy(columns, is_kept):
+    """Of a product's result, two bytes an entry, and of an argument, which is there."""
+
+    def f(w, x):
+        h = x @ w[:, :columns] + x[:, :columns]
+        return jnp.pad(h, ((0, 0), (0, 16 - columns))) @ w
+
+    (unit,) = (u for u in plan_of(f, W, X).units if "add" in primitives(u))
+    assert bool(unit.kept) == is_kept
+
+
 def test_what_only_a_later_island_reads_runs_there():
     def f(w, x):
         y = jnp.tanh(x @ w)

@@ -7,7 +7,7 @@ precision, and the probe of `sensitive_products` where a flag is set.
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -191,14 +191,16 @@ class Interpreter(abc.ABC):
     def _warn_of_half_sums(self, eqn: JaxprEqn, env: Values) -> None:
         if not places_of([*map(env.as_stored, eqn.invars)]):
             return
-        for place in {*loops_that_add_up(eqn)} - self.notes.warned:
-            self.notes.warned.add(place)
-            warn(
-                f"autocast: the loop at {place} adds up the gradient of a weight in "
-                "half precision, as the weight is stored, because autocast does not "
-                "change the function around it; cast the weight to float32 before the "
-                "loop: w.astype(jnp.float32)"
-            )
+        for loop in loops_that_add_up(eqn):
+            place = _place_of([loop], eqn)
+            if place not in self.notes.warned:
+                self.notes.warned.add(place)
+                warn(
+                    f"autocast: a loop{place} adds up the gradient of a weight in half "
+                    "precision, as the weight is stored, because autocast does not "
+                    "change the function around it; cast the weight to float32 before "
+                    "the loop: w.astype(jnp.float32)"
+                )
 
     def _call(self, unit: Unit, plan: Plan, env: Values) -> list[jax.Array] | None:
         """Runs an equation whose nested jaxprs hold products, if that can be done."""
@@ -226,19 +228,19 @@ class Interpreter(abc.ABC):
         name, warned = _jaxpr.name_of_call(eqn), self.notes.warned
         if results is None and name not in warned and ops.has_products(eqn):
             warned.add(name)
+            products = filter(ops.becomes_half, _jaxpr.equations_within(eqn))
             warn(
                 f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products"
-                f"{_place_of_products(eqn)} and cannot be read: they stay float32; "
+                f"{_place_of(products, eqn)} and cannot be read: they stay float32; "
                 "mark it by jmp_scale.in_half to give it half precision, or by "
                 "jmp_scale.keep_float32; of a solver, cast the function that it calls"
             )
         return results
 
 
-def _place_of_products(call: JaxprEqn) -> str:
-    """The user's line in which a call makes a product, or else that of the call."""
-    within = filter(ops.becomes_half, _jaxpr.equations_within(call))
-    for eqn in (*within, call):
+def _place_of(made: Iterable[JaxprEqn], call: JaxprEqn) -> str:
+    """The user's line in which a call makes one of these, or else that of the call."""
+    for eqn in (*made, call):
         for frame in getattr(eqn.source_info.traceback, "frames", ()):
             if not _INSTALLED.search(frame.file_name):
                 return f" ({frame.file_name}:{frame.line_num}, {frame.function_name})"

@@ -11,7 +11,7 @@ A product reads half-precision copies of its operands. Its gradients flow to
 
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -28,7 +28,7 @@ from .identities import no_tangent, with_cotangent_of_its_dtype, with_value
 from .linear import linear
 from .marks import Names, warn_of_no_loss_scale
 from .policies import Saved, in_sight
-from .products import Product, becomes_half, has_products
+from .products import Product, has_products
 from .provenance import Origin, Reading, Step, read
 from .stored import (
     Stored,
@@ -308,14 +308,16 @@ class Interpreter:
     def _warn_of_half_sums(self, eqn: JaxprEqn, values: Values) -> None:
         if not places_of([*map(values.as_stored, eqn.invars)]):
             return
-        for place in {*loops_that_add_up(eqn)} - self.notes.warned:
-            self.notes.warned.add(place)
-            warn(
-                f"autocast: the loop at {place} adds up the gradient of a weight in "
-                "half precision, as the weight is stored, because autocast does not "
-                "change the function around it; cast the weight to float32 before the "
-                "loop: w.astype(jnp.float32)"
-            )
+        for loop in loops_that_add_up(eqn):
+            place = _place_of([loop], eqn)
+            if place not in self.notes.warned:
+                self.notes.warned.add(place)
+                warn(
+                    f"autocast: a loop{place} adds up the gradient of a weight in half "
+                    "precision, as the weight is stored, because autocast does not "
+                    "change the function around it; cast the weight to float32 before "
+                    "the loop: w.astype(jnp.float32)"
+                )
 
     def _call(
         self, eqn: JaxprEqn, reading: Reading, values: Values
@@ -346,19 +348,19 @@ class Interpreter:
         warned = self.notes.warned
         if results is None and name not in warned and has_products(eqn):
             warned.add(name)
+            products = filter(becomes_half, _jaxpr.equations_within(eqn))
             warn(
                 f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products"
-                f"{_place_of_products(eqn)} and cannot be read: they stay float32; "
+                f"{_place_of(products, eqn)} and cannot be read: they stay float32; "
                 "mark it by jmp_scale.in_half to give it half precision, or by "
                 "jmp_scale.keep_float32; of a solver, cast the function that it calls"
             )
         return results
 
 
-def _place_of_products(call: JaxprEqn) -> str:
-    """The user's line in which a call makes a product, or else that of the call."""
-    within = filter(becomes_half, _jaxpr.equations_within(call))
-    for eqn in (*within, call):
+def _place_of(made: Iterable[JaxprEqn], call: JaxprEqn) -> str:
+    """The user's line in which a call makes one of these, or else that of the call."""
+    for eqn in (*made, call):
         for frame in getattr(eqn.source_info.traceback, "frames", ()):
             if not _INSTALLED.search(frame.file_name):
                 return f" ({frame.file_name}:{frame.line_num}, {frame.function_name})"

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import source_info_util
 
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn
@@ -55,8 +54,8 @@ def looked_up(eqn: JaxprEqn, values: Sequence[Any]) -> Stored:
     return Stored(sums, half)
 
 
-def loops_that_add_up(eqn: JaxprEqn) -> Iterator[str]:
-    """Places of an equation's loops that read arrays in half precision each turn.
+def loops_that_add_up(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The loops in an equation that read arrays in half precision in each iteration.
 
     Put back as traced, they add up the cotangents of these arrays in half precision.
     """
@@ -67,4 +66,4 @@ def loops_that_add_up(eqn: JaxprEqn) -> Iterator[str]:
             continue
         constants = each.invars[loop.offset : loop.offset + loop.consts]
         if any(is_half(_jaxpr.dtype_name(v)) for v in constants):
-            yield source_info_util.summarize(each.source_info)
+            yield each

@@ -370,12 +370,14 @@ def told(fun, w):
         gradient = jax.grad(autocast(fun, "bfloat16"), 1)
         found = [jax.jit(gradient)(DATA, w), gradient(DATA, w)]
     assert all(g.dtype == w.dtype for g in found)
-    return [s for s in (str(each.message) for each in seen) if "the loop at" in s]
+    return [s for s in (str(each.message) for each in seen) if "a loop (" in s]
 
 
 @pytest.mark.filterwarnings("ignore:autocast")
 @pytest.mark.parametrize("name", OUT_OF_REACH)
 def test_a_sum_out_of_reach_is_told_once_by_line_and_a_cast_cures_it(name):
+    if name == "custom_jvp" and jax.__version_info__ < (0, 9):
+        pytest.skip("jax 0.8 cannot transpose a loop that moves values and tangents")
     run, half = OUT_OF_REACH[name], W.astype("bfloat16")
     as_stored = lambda d, w: near(n32(run(d.x, w)))  # noqa: E731
     (message,) = told(as_stored, half)

@@ -28,7 +28,7 @@ from .identities import no_tangent, with_cotangent_of_its_dtype, with_value
 from .linear import linear
 from .marks import Names, warn_of_no_loss_scale
 from .policies import Saved, in_sight
-from .products import Product, has_products
+from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
 from .stored import (
     Stored,

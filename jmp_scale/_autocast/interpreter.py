@@ -20,12 +20,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
-from .._jaxpr import Atom, JaxprEqn, Program, Var
+from .._jaxpr import Atom, JaxprEqn, NameStack, Program, Var
 from .._validation import warn
 from .dot_general import is_zero
 from .higher_order import CALLS, Part
 from .identities import no_tangent, with_cotangent_of_its_dtype, with_value
-from .linear import linear
+from .linear import LinearFunction
 from .marks import Names, warn_of_no_loss_scale
 from .policies import Saved, in_sight
 from .products import Product, becomes_half, has_products
@@ -189,7 +189,9 @@ class Interpreter:
         operands = [self.operand(v, reading, values) for v in product.operands]
         copies = [self.saved(v, reading, values) for v in product.operands]
         others = [values[v] for v in product.jaxpr.invars[2:]]
-        return self._product(product)(operands, copies, others)
+        # Equal products share a function, if they name the same scopes.
+        facts = self, product, product.scope
+        return self.traces.made(Interpreter._product, *facts)(operands, copies, others)
 
     def operand(self, v: Var, reading: Reading, values: Values) -> jax.Array:
         """The array to which products pass the gradient of an operand."""
@@ -230,7 +232,7 @@ class Interpreter:
         if self.notes.is_unscaled and self.backward == jnp.float16:
             warn_of_no_loss_scale(self.notes.warned)
 
-    def _product(self, product: Product) -> Callable[..., jax.Array]:
+    def _product(self, product: Product, scope: NameStack) -> Callable[..., jax.Array]:
         """A function of operands, of their copies, and of what else it reads."""
         tangent_of = self.tangent_of(product)
 
@@ -239,7 +241,7 @@ class Interpreter:
         ) -> jax.Array:
             if saved:
                 return saved[0].astype(jnp.float32)
-            with _jaxpr.scope(product.scope):
+            with _jaxpr.scope(scope):
                 return product.apply(self.forward, *copies, *others)
 
         def tangent(
@@ -248,8 +250,10 @@ class Interpreter:
             originals, copies, others = residuals
             if self.is_mixed:
                 copies = [*map(self.in_backward, originals, copies)]
-            with _jaxpr.scope(product.scope):
+            with _jaxpr.scope(scope):
                 return tangent_of([*copies, *others], live)
+
+        linear_tangent = LinearFunction(tangent)
 
         def derivative(
             result: jax.Array, args: Sequence[Arrays], tangents: Sequence[Any]
@@ -262,7 +266,7 @@ class Interpreter:
                 return no_tangent(result)
             originals = operands if self.is_mixed else []
             residuals = originals, copies, others
-            return linear(tangent, residuals, live).astype(result.dtype)
+            return linear_tangent(residuals, live).astype(result.dtype)
 
         return in_sight(
             evaluate,

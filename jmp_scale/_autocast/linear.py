@@ -6,12 +6,14 @@ that, but JAX does not transpose it under `JAX_REMAT3`, and
 `jax.custom_derivatives.linear_call` has no rule for `vmap`. So this is a primitive.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.tree_util import PyTreeDef
 
 from .. import _jaxpr
 
@@ -34,26 +36,54 @@ def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
       residuals: what the backward pass reads; of these, what `fun` reads is saved.
       tangents: the arrays in which it is linear.
     """
-    arrays, tree = jax.tree.flatten((residuals, tangents))
-    results: list[Any] = []
+    return LinearFunction(fun)(residuals, tangents)
 
-    def flat(*arrays: jax.Array) -> list[jax.Array]:
-        outs, result_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, arrays)))
-        results.append(result_tree)
-        return outs
 
-    traced, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(flat)(*arrays))
-    traced = traced.replace(constvars=[], invars=[*traced.constvars, *traced.invars])
-    # What is not read is not saved.
-    traced, is_read = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
-    operands = [x for x, read in zip([*consts, *arrays], is_read, strict=True) if read]
-    count = len(jax.tree.leaves(tangents))
-    outs = LINEAR.bind(
-        *operands,
-        jaxpr=ClosedJaxpr(traced, []),
-        tangents=sum(is_read[len(is_read) - count :]),
-    )
-    return jax.tree.unflatten(results[-1], outs)
+class LinearFunction(Generic[A, B, C]):
+    """As `linear`, of a function that is traced once for arguments of equal types."""
+
+    def __init__(self, fun: Callable[[A, B], C]) -> None:
+        self._fun = fun
+        self._traces: dict[Hashable, _Trace] = {}
+
+    def __call__(self, residuals: A, tangents: B) -> C:
+        arrays, tree = jax.tree.flatten((residuals, tangents))
+        count = len(jax.tree.leaves(tangents))
+        key = tree, tuple(map(jax.typeof, arrays))
+        trace = self._traces.get(key)
+        if trace is None:
+            trace = self._trace(arrays, tree, count)
+            if not trace.consts:  # which belong to this call
+                self._traces[key] = trace
+        inputs = zip([*trace.consts, *arrays], trace.is_read, strict=True)
+        operands = [x for x, is_read in inputs if is_read]
+        outs = LINEAR.bind(*operands, jaxpr=trace.jaxpr, tangents=trace.tangents)
+        return jax.tree.unflatten(trace.results, outs)
+
+    def _trace(self, arrays: Arrays, tree: PyTreeDef, count: int) -> "_Trace":
+        results: list[PyTreeDef] = []
+
+        def flat(*arrays: jax.Array) -> list[jax.Array]:
+            outs, result_tree = jax.tree.flatten(
+                self._fun(*jax.tree.unflatten(tree, arrays))
+            )
+            results.append(result_tree)
+            return outs
+
+        jaxpr, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(flat)(*arrays))
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        # What is not read is not saved.
+        jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        own = sum(is_read[len(is_read) - count :])
+        return _Trace(ClosedJaxpr(jaxpr, []), consts, is_read, own, results[-1])
+
+
+class _Trace(NamedTuple):
+    jaxpr: ClosedJaxpr
+    consts: Arrays
+    is_read: list[bool]  # by constant and argument
+    tangents: int  # the number of those that are read
+    results: PyTreeDef
 
 
 def _run(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -90,22 +120,30 @@ def _transposed(
 ) -> list[jax.Array | None]:
     residuals, unknown = _split(operands, tangents)
     live = {i: c for i, c in enumerate(cotangents) if type(c) is not ad.Zero}
-    # Not the types of `unknown`, which are those of cotangents: on Explicit mesh axes
-    # an array that is `reduced` has a cotangent that is `unreduced`.
-    types = jaxpr.in_avals[len(residuals) :]
+    found = _transpose_of(jaxpr, tangents, tuple(live))(residuals, live)
+    own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
+    wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
+    return [None] * len(residuals) + wanted
 
-    def transposed(residuals: Arrays, live: ByPosition) -> list[jax.Array]:
+
+@functools.lru_cache(maxsize=512)
+def _transpose_of(
+    jaxpr: ClosedJaxpr, tangents: int, live: tuple[int, ...]
+) -> LinearFunction[Arrays, ByPosition, list[jax.Array]]:
+    """The transpose, for cotangents of these results; of equal units there is one."""
+    # Not the types of operands, which are those of cotangents: on Explicit mesh axes
+    # an array that is `reduced` has a cotangent that is `unreduced`.
+    types = jaxpr.in_avals[len(jaxpr.in_avals) - tangents :]
+
+    def transposed(residuals: Arrays, cotangents: ByPosition) -> list[jax.Array]:
         def run(*tangents: jax.Array) -> ByPosition:
             outs = _run(*residuals, *tangents, jaxpr=jaxpr)
             return {i: outs[i] for i in live}
 
         zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
-        return [*jax.vjp(run, *zeros)[1](live)]
+        return [*jax.vjp(run, *zeros)[1](cotangents)]
 
-    found = linear(transposed, residuals, live)
-    own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
-    wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
-    return [None] * len(residuals) + wanted
+    return LinearFunction(transposed)
 
 
 def _batched(
@@ -137,6 +175,8 @@ def _without_unused(
     if not any(is_used):
         return [False] * len(eqn.invars), None
     jaxpr, is_read = partial_eval.dce_jaxpr(_jaxpr.bare(eqn.params["jaxpr"]), is_used)
+    if all(is_used) and all(is_read):
+        return is_read, eqn
     _, own = _split(is_read, eqn.params["tangents"])
     smaller = eqn.replace(
         invars=[v for v, read in zip(eqn.invars, is_read, strict=True) if read],

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from ... import _jaxpr
-from ..._jaxpr import JaxprEqn, Var
+from ..._jaxpr import JaxprEqn, NameStack, Var
 from ..dot_general import is_zero
 from ..higher_order import Part
 from ..identities import no_tangent, with_value
 from ..interpreter import Arrays, Interpreter, Values
-from ..linear import linear
+from ..linear import LinearFunction
 from ..marks import CAST
 from ..policies import Saved, in_sight
 from ..products import Product
@@ -68,7 +68,9 @@ class RecomputingInterpreter(Interpreter):
             [self.saved(v, reading, values, as_is=True) for v in inputs],
             [self.saved(v, reading, values, as_is=v in inputs) for v in unit.passed],
         )
-        results = _function_of(unit, self)(*args)
+        # Equal units share a function, if they name the same scopes.
+        scopes = unit.scope, tuple(product.scope for product, _ in unit.products)
+        results = self.traces.made(_function_of, unit, self, scopes)(*args)
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
         for i, x in results.saved.items():
             values.casts[outputs[i], self.forward] = x
@@ -110,12 +112,17 @@ class _Residuals(NamedTuple):
     float32: tuple[Arrays, ByPosition] | None
 
 
-def _function_of(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Results]:
+def _function_of(
+    unit: Unit,
+    cast: RecomputingInterpreter,
+    scopes: tuple[NameStack, tuple[NameStack, ...]],
+) -> Callable[..., Results]:
     """A function with a derivative that recomputes the island.
 
     Its arguments are the inputs of the island, what products read besides, and the
-    residuals of both.
+    residuals of both. `scopes` are those of the island and of the products.
     """
+    island_scope, product_scopes = scopes
     island = cast.traces.made(_Island, unit, cast)
     tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
     saved_in_half = unit.places("is_saved_in_half")
@@ -130,14 +137,14 @@ def _function_of(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Resu
     def evaluate(
         saved: Saved, inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
     ) -> Results:
-        with _jaxpr.scope(unit.scope):
+        with _jaxpr.scope(island_scope):
             outputs = dict(enumerate(island.evaluate(inputs)))
             halves = island.in_half(outputs)
         read = with_passed(outputs | halves, passed)
         products = {k: x.astype(jnp.float32) for k, x in saved.items()}
         for k, (product, places) in enumerate(unit.products):
             if k not in saved:
-                with _jaxpr.scope(product.scope):
+                with _jaxpr.scope(product_scopes[k]):
                     operands = (read[i] for i in places)
                     products[k] = product.apply(cast.forward, *operands)
         return Results(outputs, products, {i: halves[i] for i in saved_in_half})
@@ -153,7 +160,7 @@ def _function_of(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Resu
         for j, i in same.items():
             passed[j] = own[i]
         copied, originals = residuals.float32 or (None, {})
-        with _jaxpr.scope(unit.scope):
+        with _jaxpr.scope(island_scope):
             found, results = island.recompute(own, outputs, saved, live[0], copied)
             values = with_passed(results | island.in_half(results) | saved, passed)
             for i in unit.operands if residuals.float32 else ():
@@ -166,14 +173,16 @@ def _function_of(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Resu
             if i in unit.operands
         } | {count + j: t for j, t in live[1].items()}
         moved = {}
-        for k, (product, places) in enumerate(unit.products):
+        for k, (_, places) in enumerate(unit.products):
             moving = {
                 side: in_half[i] for side, i in enumerate(places[:2]) if i in in_half
             }
             if moving:
-                with _jaxpr.scope(product.scope):
+                with _jaxpr.scope(product_scopes[k]):
                     moved[k] = tangents_of[k]([values[i] for i in places], moving)
         return found, moved
+
+    linear_tangents = LinearFunction(tangents)
 
     def derivative(
         results: Results, args: Sequence[Arrays], moves: Sequence[Any]
@@ -189,7 +198,7 @@ def _function_of(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Resu
             float32 = inputs, with_passed(originals, operands)
         outputs = {i: results.island[i] for i in unit.places("is_saved")}
         read = _Residuals(residuals, passed, outputs, results.saved, float32)
-        found, moved = linear(tangents, read, (live, passed_live))
+        found, moved = linear_tangents(read, (live, passed_live))
         return Results(
             island=_or_zeros(results.island, found),
             products=_or_zeros(results.products, moved),

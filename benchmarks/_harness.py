@@ -8,7 +8,6 @@ import os
 import pathlib
 import platform
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,31 +20,11 @@ from _tables import Table as Table
 from tqdm import tqdm
 
 import jmp_scale
+from jmp_scale._machine.timing import Ratio, seconds_of
 
 PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"
 PACKAGES += " equinox torch keras"
 AA_LIMITS = (0.9, 1.1)
-
-
-@dataclasses.dataclass
-class Ratio:
-    """Median of the paired ratios of two programs' times, and their quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def seconds(run: Callable[[], Any], calls: int) -> float:
-    """Mean seconds of a call, waiting for the last result."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        result = run()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls
 
 
 def paired_ratio(run, base, pairs, label) -> Ratio:
@@ -53,16 +32,14 @@ def paired_ratio(run, base, pairs, label) -> Ratio:
 
     The mean of the two outer times is the pair's base time, which cancels a linear
     drift of the clock.
-
     """
     calls = max(1, round(0.1 / max(_warm_up(base), 1e-5)))
     _warm_up(run)
     ratios = []
     for _ in tqdm(range(pairs), desc=label, leave=False):
-        before, own, after = (seconds(f, calls) for f in (base, run, base))
+        before, own, after = (seconds_of(f, calls) for f in (base, run, base))
         ratios.append(2 * own / (before + after))
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return Ratio(median, low, high)
+    return Ratio.of(ratios)
 
 
 def is_quiet(control: Ratio) -> bool:
@@ -125,8 +102,8 @@ def report(tables, json_path, device=None):
 
 def _warm_up(run: Callable[[], Any]) -> float:
     """Runs twice, the first time to compile; seconds of the second."""
-    seconds(run, 1)
-    return seconds(run, 1)
+    seconds_of(run, 1)
+    return seconds_of(run, 1)
 
 
 def _versions() -> dict[str, str]:

@@ -65,6 +65,9 @@ PROGRAMS = {
     "autocast, checkpoint": functools.partial(_autocast, checkpointed=True),
     "autocast, recompute=False": functools.partial(_autocast, recompute=False),
     "autocast, dots_saveable": lambda *of: jax.checkpoint(_autocast(*of), policy=SAVED),
+    "autocast, recompute=False, dots_saveable": lambda *of: jax.checkpoint(
+        _autocast(*of, recompute=False), policy=SAVED
+    ),
 }
 
 

@@ -3,10 +3,10 @@
 // and `install`, and "checkpoints" would not find "checkpoint".
 const STOP = new Set(`a about after all already also am an and any are as at be been
   before but by can could did do does doing for from get gets go had has have how i if
-  in into is it its just like make many me much my need needs no not of on or other our
-  out over see should so some than that the their them then there these they this to
-  too use used uses using want was we were what when where which while who why will
-  with without work works would you your`.split(/\s+/))
+  in into is it its jax jnp just lax like make many me much my need needs no not of on
+  or other our out over see should so some than that the their them then there these
+  they this to too use used uses using want was we were what when where which while who
+  why will with without work works would you your`.split(/\s+/))
 
 // What the pages call by another word, both as `stem` returns them.
 const SAME = new Map(Object.entries({
@@ -40,19 +40,20 @@ export function shortened(question) {
   // colons and quotes of a message, or the dashes of a flag, that someone pastes.
   if (/(^|\s)\+\w|^"[^"]*"$|(^|\s)(title|text|tags):\w|\w[~^]\d/.test(question)) return question
   const plain = question.toLowerCase().replace(/'s\b/g, "")
-  const parts = plain.split(/[\s?!,;:()"'`=~^+-]+|\.(?!\d)/).filter(Boolean)
+  const parts = plain.split(/[\s?!,;:()[\]"'`=~^+-]+|\.(?!\d)/).filter(Boolean)
   // A flag of JAX is mostly written without its prefix: jax_debug_nans, jax.debug_nans.
   const flags = parts.filter(part => part.startsWith("jax_")).map(part => part.slice(4))
   const words = [...parts, ...flags].map(stem).map(word => SAME.get(word) ?? word)
   // Numbers say little, and lunr.js, which mixes up some words that end in digits, finds
   // nothing at all with some of them.
   const rest = words.filter(word => !STOP.has(word) && !/^\d+$/.test(word))
-  // In a message, "health: expected ...", the function that raises it counts most.
-  const [, raised = ""] = plain.match(/([\w.]+): expected /) ?? []
-  const names = new Set(raised.split(".").map(stem))
+  // In a message the function that raises it, "health: expected ...", and the kind of a
+  // finding, "[half-sum]", count most. A name, ragged_dot, says more than a word.
+  const named = plain.match(/[\w.]+(?=: expected )|\[[a-z][a-z -]+\]/g) ?? []
+  const names = new Set(named.join(" ").split(/[^\w]+/).map(stem))
   // Twice: as a whole word, which counts more, and as the beginning of others.
   const asked = (rest.length ? rest : words).map(word => {
-    const whole = `${word}^${names.has(word) ? 20 : 2}`
+    const whole = `${word}^${names.has(word) ? 20 : word.includes("_") ? 5 : 2}`
     return word.length > 1 ? `${whole} ${word}` : whole
   })
   return asked.join(" ")

@@ -86,7 +86,12 @@ CHECKPOINTED = [
 
 POLICIES = [
     ("h100, bf16", program, column)
-    for program in ("autocast", "autocast, dots_saveable", "by hand, dots_saveable")
+    for program in (
+        "autocast",
+        "autocast, dots_saveable",
+        "autocast, recompute=False, dots_saveable",
+        "by hand, dots_saveable",
+    )
     for column in (MEMORY, BYTES)
 ]
 

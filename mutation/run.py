@@ -37,7 +37,7 @@ TESTS = {
     "_tree": "test_tree test_policy scaling/test_loss_scale scaling/test_gradients",
     "_mesh": "test_mesh scaling/test_transform test_sharding",
     "_scaling/finite": "scaling/test_finite test_mesh test_sharding",
-    "_scaling/gradients": "scaling/test_gradients",
+    "_scaling/gradients": "scaling/test_gradients test_mistakes",
     "_scaling/transform": "scaling/test_transform test_optimizers "
     "scaling/test_spike_guard",
     "_scaling/skip": "scaling/test_skip test_optimizers scaling/test_transform",
@@ -67,7 +67,7 @@ TESTS = {
     "_half_storage/states": "half_storage/test_states test_unreduced",
     "checkpoints": "test_checkpoints half_storage/test_parameters",
     "_state": "half_storage/test_states scaling/test_transform test_checkpoints",
-    "_validation": "test_validation test_mistakes scaling/test_transform",
+    "_validation": "test_validation test_mistakes scaling/test_loss_scale",
     "_pytree": "test_checkpoints scaling/test_loss_scale scaling/test_spike_guard",
 }
 # Of the tests that run many optimizers, these are left out: one of them says little

@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
+
+import jmp_scale.linen
+import jmp_scale.nnx
 
 PARAMS = {"w": jnp.float32([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.float32([-0.0, 4.0])}
 GOOD = jax.tree.map(lambda p: p / 4 + 0.75, PARAMS)
+STEPS = [jax.tree.map(lambda g, s=s: g * s, GOOD) for s in (1.0, -0.3, 1e-3, 7.0)]
 BAD = {"w": GOOD["w"].at[0, 1].set(jnp.inf), "b": GOOD["b"].at[0].set(jnp.nan)}
 
 
@@ -124,3 +129,22 @@ def stepper(tx, seen=lambda params, state: params):
         return optax.apply_updates(params, updates), state
 
     return step
+
+
+def linen(params, tx, make=jmp_scale.linen.TrainState):
+    """Parameters and optimizer state of a Linen model after some steps."""
+    state = make.create(apply_fn=None, params=params, tx=tx)
+    step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
+    for grads in STEPS:
+        state = step(state, grads)
+    return state.params, state.opt_state
+
+
+def of_nnx(params, tx, make=jmp_scale.nnx.Optimizer):
+    """The same of an NNX model."""
+    model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
+    made = make(model, tx, wrt=nnx.Param)
+    for grads in STEPS:
+        grads = nnx.State({name: nnx.Param(g) for name, g in grads.items()})
+        made.update(model, grads)
+    return nnx.state(model, nnx.Param), nnx.state(made)

@@ -145,6 +145,7 @@ def run_on_import(tree):
         yield from run_on_import(node)
 
 
+@functools.cache
 def imports(name):
     """(own modules, other packages) that the source of a module imports."""
     own, external = set(), set()

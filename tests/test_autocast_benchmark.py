@@ -16,6 +16,7 @@ def test_every_model_is_traced_by_hand_with_a_checkpoint_around_each_block(name)
     assert program.count("bf16[") > program.count("prevent_cse=True") > 0
 
 
+@pytest.mark.slow
 def test_rows_of_a_file_are_compared_and_those_that_lack_are_measured(
     tmp_path, monkeypatch, capsys
 ):

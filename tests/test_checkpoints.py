@@ -211,6 +211,17 @@ def check_restored(state, saved):
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state.opt_state))
 
 
+def test_a_python_number_stays_one():
+    """As an array it would be another type for `jit`."""
+    saved, new = optax.adam(0.1), jmp_scale.with_loss_scale(optax.adam(0.1))
+    saved, new = (
+        {"epoch": i, "s": tx.init(PARAMS)} for i, tx in ((3, saved), (0, new))
+    )
+    restored = restore_without_loss_scale(lambda _: saved, new)
+    assert isinstance(restored["epoch"], int)
+    assert restored["epoch"] == 3
+
+
 @pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
 def test_a_checkpoint_without_a_loss_scale_is_restored_and_trains_on(
     loader, guard, tmp_path

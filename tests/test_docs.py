@@ -30,7 +30,12 @@ PAGES = {str(page.relative_to(ROOT)): page for page in sorted(DOCS.rglob("*.md")
 TEXTS = {name: page.read_text() for name, page in PAGES.items()}
 FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
 # Run by default, as those that a newcomer reads first, as are the README's blocks.
-FIRST = {f"docs/{name}.md" for name in ("index", "flax", "spikes")}
+FIRST = {"docs/index.md"}
+# Run by tests of their own.
+OWN = {
+    f"docs/{name}.md"
+    for name in ("checkpoints", "devices", "flax", "how-it-works", "spikes")
+}
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -137,7 +142,7 @@ def check_step_of(page, call, namespace):
     [
         pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow])
         for name, text in TEXTS.items()
-        if PYTHON.search(text)
+        if PYTHON.search(text) and name not in OWN
     ],
 )
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
@@ -145,6 +150,7 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     run(page)
 
 
+@pytest.mark.slow
 def test_the_page_on_devices_adds_up_micro_batches_and_devices_in_one_program():
     page, size = run("docs/devices.md"), (3, 64, 64)
     assert page["accumulated_step"]._cache_size() == 1
@@ -210,6 +216,7 @@ def test_the_page_on_spikes_knows_before_the_update_what_is_applied():
     assert answers == [True, False, False, False, False, True]
 
 
+@pytest.mark.slow
 def test_the_page_on_checkpoints_resumes_in_each_library_and_restores_old_states():
     page = run("docs/checkpoints.md")
     assert page["state"]["params"]["w"].tolist() == [0, 1, 2]
@@ -242,6 +249,7 @@ def test_the_page_on_flax_trains_in_bfloat16_with_an_optimizer_of_flax_alone():
     assert (page["state"].batch_stats["BatchNorm_0"]["mean"] != 0).any()
 
 
+@pytest.mark.slow
 def test_the_page_on_how_it_works_saves_a_gradient_that_float16_loses():
     page = run("docs/how-it-works.md")
     assert jax.grad(page["loss_fn"])(page["w"]) == 0

@@ -176,6 +176,7 @@ def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_pa
     assert (tmp_path / "gan.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_each_loss_finds_a_scale_of_its_own_and_two_optimizers_one_that_suits_both(run):
     text = run("several_losses.py", "--steps", 600)
     rows = columns(text, ("reconstruction", "label"))
@@ -233,6 +234,7 @@ def test_gradients_of_a_language_model_vanish_as_the_mean_grows(run, tmp_path):
     assert (tmp_path / "nnx_transformer.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_identical(run, tmp_path):
     text = run("resume.py", "--steps", 40, "--out", tmp_path)
     assert re.search(r"^0 of \d\d arrays differ in any bit", text, re.M)

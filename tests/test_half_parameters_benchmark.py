@@ -18,6 +18,7 @@ def test_a_state_has_the_bytes_of_the_table(form):
     assert size // 1000 == beside + moments
 
 
+@pytest.mark.slow
 def test_the_command_tabulates_bytes_losses_and_curves(capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     options = "--rates 1e-3 --seeds 2 --steps 3 --forms"
@@ -52,6 +53,7 @@ def test_all_forms_of_a_state_round_the_same_averages(name):
     assert {x.dtype for x in jax.tree.leaves(plain)}.isdisjoint({jnp.dtype("bfloat16")})
 
 
+@pytest.mark.slow
 def test_the_command_tabulates_losses_and_changes_by_rounding(capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     options = "--seeds 2 --steps 20 --optimizers Lion"

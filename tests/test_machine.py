@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import one_of
 
 from jmp_scale import __main__ as command
 from jmp_scale._machine import facts, gain, timing
@@ -91,6 +92,7 @@ def test_json_holds_what_the_text_says(capsys):
     assert products["believable"] >= 1
 
 
+@pytest.mark.slow
 def test_measure_adds_the_models_to_both(capsys, measured, monkeypatch):
     monkeypatch.setattr(gain, "gains", lambda *_: measured)
     text = report(capsys, "--measure")
@@ -105,6 +107,7 @@ def test_measure_adds_the_models_to_both(capsys, measured, monkeypatch):
     assert found["peak_bytes"] is None  # of a CPU
 
 
+@pytest.mark.slow
 def test_every_model_is_measured_in_every_precision(measured):
     *gradients, steps = measured
     assert [row.program for row in steps.rows] == STEPS
@@ -118,7 +121,7 @@ def test_every_model_is_measured_in_every_precision(measured):
         assert comparison.rows[-1].mebibytes == comparison.rows[0].mebibytes
 
 
-@pytest.mark.parametrize("make", [gain._mlp, gain._stage, gain._blocks])
+@pytest.mark.parametrize("make", one_of(3, [gain._mlp, gain._stage, gain._blocks]))
 def test_a_model_is_float32_and_its_casts_are_the_same_function(make):
     model = make(TINY)
     loss, grads = jax.value_and_grad(model.loss)(model.params, model.batch)
@@ -191,8 +194,8 @@ def gains(**medians):
 
 ADVICE = [
     ({"bfloat16": 4.0, "float16": 4.0}, '"bfloat16", which needs no loss scale; "floa'),
-    ({"bfloat16": 4.0, "float16": 1.0}, '"bfloat16", which needs no loss scale: float'),
-    ({"bfloat16": 1.0, "float16": 4.0}, '"float16" with DynamicLossScale(): bfloat16'),
+    ({"bfloat16": 4.0, "float16": 1.0}, '"bfloat16", which needs no loss scale; float'),
+    ({"bfloat16": 1.0, "float16": 4.0}, '"float16" with DynamicLossScale(); bfloat16'),
     ({"bfloat16": 1.2, "float16": 1.3}, "neither gains 1.3 times"),
     ({}, "neither gains"),
 ]
@@ -232,6 +235,7 @@ print(facts.keeps_roundings())
 """
 
 
+@pytest.mark.slow
 def test_roundings_are_kept_where_xla_may_not_leave_them_out():
     flags = "--xla_allow_excess_precision=false"
     run = subprocess.run(

@@ -80,7 +80,7 @@ def test_one_bad_device_is_known_to_all_and_the_norm_is_the_largest(mode):
         assert np.unique(on_each_device(norm)).size == 1
 
 
-@pytest.mark.parametrize("mode", MANUAL)
+@pytest.mark.parametrize("mode", one_of(3, MANUAL))
 def test_an_empty_axis_name_leaves_the_answer_local(mode):
     finite = MANUAL[mode](lambda x: jmp_scale.all_finite(x, ()))
     if "shard_map" in mode and "unchecked" not in mode:
@@ -90,7 +90,7 @@ def test_an_empty_axis_name_leaves_the_answer_local(mode):
         assert set(on_each_device(finite(bad_on(5)))) == {True, False}
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("check_vma", one_of(2, [False, True]))
 @pytest.mark.parametrize("axis_name", ["i", "j", ("i", "j"), ["j", "i"]], ids=str)
 def test_named_axes_are_the_ones_that_agree(axis_name, check_vma):
     local = lambda x: jmp_scale.all_finite(x, axis_name)[None]  # noqa: E731

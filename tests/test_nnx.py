@@ -104,7 +104,7 @@ def compiled(request):
     ("tx", "bad", "step"),
     [
         (TX, OVERFLOWS, train_step),
-        (TX, OVERFLOWS, train_step_with_value),
+        pytest.param(TX, OVERFLOWS, train_step_with_value, marks=pytest.mark.slow),
         (GUARDED, LEAPS, train_step_with_value),
         (GUARDED, OVERFLOWS, train_step_in_parts),
     ],

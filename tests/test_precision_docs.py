@@ -1,8 +1,8 @@
 """docs/precision.md: recipes are clean by `precision_report`, programs have a fault."""
 
-import inspect
 import pathlib
 import re
+import textwrap
 
 import equinox as eqx
 import haiku as hk
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("ranks_promote")
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/precision.md").read_text()
 RECIPE = re.compile(  # some are folded, and so indented
-    r"^### ([\w ]+)\n\n(?:\?{3} .*\n\n)?( *)```python\n(.*?)^\2```",
+    r"^### ([\w ]+)\n\n(?:\?{3} [^\n]*\n\n)?( *)```python\n(.*?)^\2```",
     re.DOTALL | re.MULTILINE,
 )
-RECIPES = {name: inspect.cleandoc(code) for name, _, code in RECIPE.findall(PAGE)}
+RECIPES = {name: textwrap.dedent(code) for name, _, code in RECIPE.findall(PAGE)}
 TRANSFORMS = {"Flax NNX": nnx.value_and_grad, "Equinox": eqx.filter_value_and_grad}
 LIBRARIES = {"eqx": eqx, "hk": hk, "jax": jax, "jmp_scale": jmp_scale, "jnp": jnp,
              "nn": nn, "nnx": nnx, "optax": optax}  # fmt: skip

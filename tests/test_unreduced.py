@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import EXPLICIT, EXPLICIT_TWO, collectives, on_each_device, sharded
+from helpers import (
+    EXPLICIT,
+    EXPLICIT_TWO,
+    collectives,
+    on_each_device,
+    one_of,
+    sharded,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
@@ -54,7 +61,7 @@ def on_mesh(case):
 
 
 @pytest.mark.parametrize("case", MESHES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", one_of(2, ["float16", "bfloat16"]))
 @pytest.mark.parametrize("name", LOSS_SCALES)
 @pytest.mark.filterwarnings("ignore:autocast. float16 gradients without a loss scale")
 def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
@@ -88,10 +95,13 @@ def test_micro_batches_are_added_up_and_reduced_once(name, dtype, case):
 
 EAGER = pytest.param(
     "eager",
-    marks=pytest.mark.skipif(
-        jax.__version_info__ < (0, 9),
-        reason="XLA of jax 0.8 aborts where such an array leaves a program",
-    ),
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(
+            jax.__version_info__ < (0, 9),
+            reason="XLA of jax 0.8 aborts where such an array leaves a program",
+        ),
+    ],
 )
 
 

@@ -56,6 +56,11 @@ def test_a_value_out_of_range_is_a_value_error_that_names_argument_and_value(
         assert str(error.value).endswith(repr(value))
 
 
+@pytest.mark.parametrize("counter", [-(2**31), 2**31 - 1])
+def test_a_counter_may_be_any_int32(counter):
+    assert DynamicLossScale(counter=counter).counter == counter
+
+
 @pytest.mark.parametrize("ends", [(1.0, 0.5), (0.8, 0.7)])
 def test_a_floor_above_the_cap_is_a_value_error(ends):
     floor, cap = ends

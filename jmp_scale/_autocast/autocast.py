@@ -100,7 +100,9 @@ def autocast(
       UserWarning: once, at the call, if no product became half precision, or a name in
         `keep_float32` matches nothing; once, if float16 gradients have no loss scale:
         in `jmp_scale.value_and_grad` of a `NoOpLossScale`, and where the
-        `value_and_grad` of JAX, Equinox or NNX is given the result itself.
+        `value_and_grad` of JAX, Equinox or NNX is given the result itself; once for
+        each loop, with its line, that still sums a stored weight's gradient in half
+        precision, as in a `custom_vjp`.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale

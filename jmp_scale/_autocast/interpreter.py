@@ -30,7 +30,15 @@ from .marks import Names, warn_of_no_loss_scale
 from .policies import Saved, in_sight
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
-from .stored import Stored, Value, array_of, looked_up, places_of, stored
+from .stored import (
+    Stored,
+    Value,
+    array_of,
+    looked_up,
+    loops_that_add_up,
+    places_of,
+    stored,
+)
 
 T = TypeVar("T")
 Arrays = Sequence[jax.Array]
@@ -287,6 +295,8 @@ class Interpreter:
             with _jaxpr.scope(step.product.scope):
                 dtype = step.product.dtype or self.forward
                 results = [step.product.apply(dtype, *inputs)]
+        if results is None or _jaxpr.name_of(eqn) == "custom_jvp_call":
+            self._warn_of_half_sums(eqn, values)
         if results is None:
             inputs = [_jaxpr.value_of(atom, values) for atom in eqn.invars]
             if _jaxpr.subjaxprs(eqn):
@@ -294,6 +304,18 @@ class Interpreter:
             results = _jaxpr.evaluate(_jaxpr.with_precision(eqn, self.setting), inputs)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.rounded(x) if v in reading.shared else x for v, x in pairs]
+
+    def _warn_of_half_sums(self, eqn: JaxprEqn, values: Values) -> None:
+        if not places_of([*map(values.as_stored, eqn.invars)]):
+            return
+        for place in {*loops_that_add_up(eqn)} - self.notes.warned:
+            self.notes.warned.add(place)
+            warn(
+                f"autocast: the loop at {place} adds up the gradient of a weight in "
+                "half precision, as the weight is stored, because autocast does not "
+                "change the function around it; cast the weight to float32 before the "
+                "loop: w.astype(jnp.float32)"
+            )
 
     def _call(
         self, eqn: JaxprEqn, reading: Reading, values: Values

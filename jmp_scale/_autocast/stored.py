@@ -6,11 +6,12 @@ such an array becomes two, of which a reader takes the value of one and gives it
 cotangent to the other one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn
@@ -52,3 +53,18 @@ def looked_up(eqn: JaxprEqn, values: Sequence[Any]) -> Stored:
     indices = [*map(array_of, indices)]
     sums, half = (_jaxpr.evaluate(eqn, [x, *indices])[0] for x in source)
     return Stored(sums, half)
+
+
+def loops_that_add_up(eqn: JaxprEqn) -> Iterator[str]:
+    """Places of an equation's loops that read arrays in half precision each turn.
+
+    Put back as traced, they add up the cotangents of these arrays in half precision.
+    """
+    for each in (eqn, *_jaxpr.equations_within(eqn)):
+        loop = _jaxpr.loop_of(each)
+        # A `while` has a gradient only within a function that has its own.
+        if loop is None or (each is eqn and loop.trips is None):
+            continue
+        constants = each.invars[loop.offset : loop.offset + loop.consts]
+        if any(is_half(_jaxpr.dtype_name(v)) for v in constants):
+            yield source_info_util.summarize(each.source_info)

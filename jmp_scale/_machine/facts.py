@@ -1,4 +1,4 @@
-"""What this machine does with half precision: its products, roundings and flags."""
+"""Measures how this machine computes in half precision, and reads its settings."""
 
 import importlib.metadata
 import os
@@ -15,14 +15,14 @@ HALVES = ("bfloat16", "float16")
 
 _PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin jax-cuda13-plugin"
 _PACKAGES += " jax-rocm7-plugin optax flax equinox"
-_FAST = 1.3  # less is not worth a change of dtype
+_FAST = 1.3  # a smaller gain is not worth a change of dtype
 
-# Settings of JAX by name: the default, and what another does to half precision.
+# Settings of JAX by name: the default, and the effect of other values.
 _SETTINGS = {
-    "jax_enable_x64": (False, "arrays of Python floats are float64, which stay so"),
+    "jax_enable_x64": (False, "arrays of Python floats are float64 and stay float64"),
     "jax_default_matmul_precision": (
         None,
-        "is for float32 products, not for half ones",
+        "applies to float32 products, not to those in half precision",
     ),
     "jax_numpy_dtype_promotion": ("standard", "optax's optimizers need standard"),
     "jax_debug_nans": (False, "raises at an overflow that would be skipped"),
@@ -40,7 +40,7 @@ _VARIABLES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that compute here, if installed."""
+    """Returns the versions of Python and of the installed packages that compute."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES.split():
         try:
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def device() -> dict[str, Any]:
-    """The devices of this process, which are taken to be alike."""
+    """Describes the devices of this process, which are assumed to be equal."""
     devices = jax.local_devices()
     memory = (devices[0].memory_stats() or {}).get("bytes_limit")
     return {
@@ -64,7 +64,7 @@ def device() -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """Settings that matter here and are not JAX's defaults, with the effect."""
+    """Returns relevant settings that differ from JAX's defaults, with their effects."""
     found = {}
     for name, (default, effect) in _SETTINGS.items():
         value = getattr(jax.config, name, default)
@@ -76,9 +76,10 @@ def settings() -> dict[str, str]:
 
 
 def keeps_roundings() -> dict[str, bool]:
-    """Whether a chain of half-precision operations is rounded after each.
+    """Tests by dtype whether XLA rounds after each operation of a chain.
 
-    XLA may compute it in float32. 1 + a quarter of the last digit is then more than 1.
+    XLA may compute the chain in float32. Then 1 plus a quarter of the last digit is
+    more than 1.
     """
 
     @jax.jit
@@ -94,7 +95,7 @@ def keeps_roundings() -> dict[str, bool]:
 
 
 def products(side: int, seconds: float) -> Comparison:
-    """Times of a matrix product in float32 and in half precision."""
+    """Measures a matrix product in float32 and in half precision."""
 
     def program(dtype: str, precision: str | None = None) -> Callable[[], Program]:
         def compile_() -> Program:
@@ -113,7 +114,7 @@ def products(side: int, seconds: float) -> Comparison:
 
 
 def advice(products: Comparison, platform: str) -> str:
-    """Which dtype to take here, and why."""
+    """Recommends a dtype for this machine, and gives the reason."""
     if platform == "cpu":
         return (
             "half precision on a CPU is for tests, not for speed, and says nothing "
@@ -125,12 +126,12 @@ def advice(products: Comparison, platform: str) -> str:
     if fast == [*HALVES]:
         return (
             '"bfloat16", which needs no loss scale; "float16" with DynamicLossScale() '
-            "where digits matter"
+            "where precision matters"
         )
     if fast == ["bfloat16"]:
-        return '"bfloat16", which needs no loss scale: float16 is not faster here'
+        return '"bfloat16", which needs no loss scale; float16 is not faster here'
     if fast == ["float16"]:
-        return '"float16" with DynamicLossScale(): bfloat16 is not faster here'
+        return '"float16" with DynamicLossScale(); bfloat16 is not faster here'
     return (
         f"neither gains {least:.1f} times in a product of this size, so half precision "
         'saves memory only; if float32 at precision "highest" is slower than float32, '

@@ -1,4 +1,4 @@
-"""What would I gain here: usual models in float32, cast by hand and by `autocast`."""
+"""Compares usual models in float32, cast by hand and with `autocast`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ class Model(NamedTuple):
 def gains(
     sizes: Sizes, seconds: float, tick: Callable[[], object] = lambda: None
 ) -> Iterator[Comparison]:
-    """Compares gradients of each model, and whole steps of AdamW, in `seconds`."""
+    """Compares the gradients of each model, and whole steps of AdamW, in `seconds`."""
     end = time.perf_counter() + seconds
     makers = [_mlp, _stage, _blocks]
     for i, make in enumerate(makers):
@@ -64,7 +64,7 @@ def gains(
 
 
 def _gradients(model: Model) -> dict[str, Compile]:
-    """Programs that compute the loss and its gradient, by name."""
+    """Returns programs that compute the loss and its gradient, by name."""
 
     def program(loss: Loss, loss_scale: LossScale) -> Compile:
         def compile_() -> Program:
@@ -88,7 +88,7 @@ def _gradients(model: Model) -> dict[str, Compile]:
 
 
 def _steps(model: Model) -> dict[str, Compile]:
-    """Programs that train by one step of AdamW, by name."""
+    """Returns programs that take one step of AdamW, by name."""
     plain = optax.with_extra_args_support(optax.adamw(1e-4))
 
     def program(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Compile:
@@ -143,7 +143,7 @@ def _mlp(sizes: Sizes) -> Model:
 
 
 def _stage(sizes: Sizes) -> Model:
-    """Blocks of a ResNet."""
+    """Builds residual blocks."""
     blocks, channels, side, batch = sizes.stage
 
     def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -166,7 +166,7 @@ def _stage(sizes: Sizes) -> Model:
 
 
 def _blocks(sizes: Sizes) -> Model:
-    """Blocks of GPT-2."""
+    """Builds the blocks of GPT-2."""
     layers, width, heads, context, batch = sizes.blocks
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Compares programs by time: in turn, with the first beside itself as a control."""
+"""Compares the times of programs, run in turn with the first one as a control."""
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,12 +13,12 @@ CONTROL = " beside itself"  # the first program's name goes before
 _ROUNDS = range(3, 16)  # as many as time allows
 _SAMPLE = 0.03  # seconds that the calls of one sample take
 _COMPILING = 0.75  # of the time; a program that is not compiled by then is left out
-# What a device says of a dtype, or a size, that it does not support.
+# What JAX raises for a dtype or a size that a device does not support.
 _REFUSALS = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
 
 
 class Program(NamedTuple):
-    """A compiled program, and its memory in bytes, if the compiler tells it."""
+    """A compiled program, and its memory in bytes if the compiler reports it."""
 
     run: Callable[[], object]
     memory: int | None = None
@@ -26,11 +26,16 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """The median of ratios, and their quartiles."""
+    """The median and the quartiles of ratios."""
 
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> "Ratio":
+        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return cls(median, low, high)
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
@@ -38,14 +43,14 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of a program.
+    """The measurements of one program.
 
     Attributes:
       program: its name.
       milliseconds: median time of a call.
       gain: time of the first program over this one's, round by round.
       mebibytes: arguments, results and temporary arrays, as compiled.
-      note: why it was not measured, or "".
+      note: the reason if it was not measured, or "".
     """
 
     program: str
@@ -57,13 +62,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The rows of several programs; the last is the first beside itself.
+    """The rows of several programs, and of the first one against itself at the end.
 
     Attributes:
-      title: the programs' task.
-      rows: one a program.
-      believable: the least gain that is not noise: the farther quartile of the first
-        program's time over its own. None if the first was not measured.
+      title: the task of the programs.
+      rows: one for each program.
+      believable: the smallest gain that is not noise: the farther quartile of the first
+        program's time over its own. None if the first one was not measured.
     """
 
     title: str
@@ -83,8 +88,8 @@ def compare(
     Args:
       title: as in `Comparison`.
       programs: functions that compile a program, by name; the first is the base.
-      seconds: at least three rounds are run, however long they take.
-      tick: is called after each compilation and each round.
+      seconds: the time to spend. At least three rounds are run, however long they take.
+      tick: a function to call after each compilation and each round.
     """
     start, base = time.perf_counter(), next(iter(programs))
     compiled: dict[str, Program] = {}
@@ -96,13 +101,13 @@ def compare(
             continue
         try:
             compiled[name] = compile_()
-            _seconds(compiled[name].run, 1)
+            seconds_of(compiled[name].run, 1)
         except _REFUSALS as error:
             compiled.pop(name, None)
             notes[name] = f"refused: {type(error).__name__}"
         tick()
     if base in compiled:
-        # At the end of a round, as far from itself as any other program is.
+        # The control runs at the end of a round, as far from the base as the others.
         compiled[base + CONTROL] = compiled[base]
     times = _times(compiled, start + seconds, tick)
     rows = [_row(name, base, times, compiled, notes) for name in programs]
@@ -115,7 +120,7 @@ def compare(
 
 
 def memory_of(compiled: jax.stages.Compiled) -> int | None:
-    """Bytes of a compiled program: arguments, results and temporary arrays."""
+    """Returns the bytes of a program's arguments, results and temporary arrays."""
     found = compiled.memory_analysis()
     if found is None:
         return None
@@ -126,22 +131,23 @@ def memory_of(compiled: jax.stages.Compiled) -> int | None:
 def _times(
     programs: Mapping[str, Program], end: float, tick: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """Seconds of a call, by program, round by round."""
+    """Returns the seconds of a call, by program and round."""
     calls = {}
     for name, program in programs.items():
-        calls[name] = min(max(round(_SAMPLE / _seconds(program.run, 1)), 1), 1000)
+        calls[name] = min(max(round(_SAMPLE / seconds_of(program.run, 1)), 1), 1000)
     times: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(_ROUNDS.stop - 1):
         if i >= _ROUNDS.start and time.perf_counter() > end:
             break
-        # Back and forth, which cancels a drift of the clock.
+        # The order alternates, which cancels a drift of the clock.
         for name in list(programs)[:: -1 if i % 2 else 1]:
-            times[name].append(_seconds(programs[name].run, calls[name]))
+            times[name].append(seconds_of(programs[name].run, calls[name]))
         tick()
     return times
 
 
-def _seconds(run: Callable[[], object], calls: int) -> float:
+def seconds_of(run: Callable[[], object], calls: int) -> float:
+    """Returns the mean seconds of a call, and waits for the last result."""
     start = time.perf_counter()
     result = None
     for _ in range(calls):
@@ -163,8 +169,7 @@ def _row(
     if name != base and base in times:
         pairs = zip(times[base], times[name], strict=True)
         ratios = [own_base / own for own_base, own in pairs]
-        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        gain = Ratio(median, low, high)
+        gain = Ratio.of(ratios)
     milliseconds = 1000 * statistics.median(times[name])
     mebibytes = None if memory is None else memory / 2**20
     return Row(name, milliseconds, gain, mebibytes)

@@ -79,7 +79,7 @@ def test_a_program_has_the_value_and_gradient_of_the_float32_one(name):
     assert any("float16" in pair for pair in dtypes)
 
 
-@pytest.mark.parametrize("name", ["attention", "scan_over_layers", "remat"])
+@pytest.mark.parametrize("name", one_of(3, ["attention", "scan_over_layers", "remat"]))
 def test_x64_changes_nothing_for_a_float32_program(name):
     fun, args, *_ = PROGRAMS[name]
     grad = jax.value_and_grad(autocast(fun, "float16"))
@@ -200,7 +200,7 @@ def test_what_would_take_more_to_make_again_is_kept():
     assert sizes_of(autocast(loss, "float16"), W, X)["float16"] <= 2
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", one_of(2, [False, True]))
 def test_a_bfloat16_backward_pass_needs_no_loss_scale(share):
     def loss(w, x):
         return two_layers(w, x) * 1e-9
@@ -399,7 +399,7 @@ HALF_STORED = {
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+@pytest.mark.parametrize("stored", one_of(2, ["float16", "bfloat16"]))
 @pytest.mark.parametrize("name", HALF_STORED)
 def test_a_product_runs_in_the_dtype_of_a_weight_stored_in_half(name, stored, dtype):
     fun, w = HALF_STORED[name], W.astype(stored)
@@ -489,7 +489,7 @@ def test_what_is_not_a_function_is_an_error_that_shows_the_call():
             function(model, "float16")
 
 
-COMPILE = pytest.mark.parametrize("compile_", [lambda f: f, jax.jit])
+COMPILE = pytest.mark.parametrize("compile_", one_of(2, [jax.jit, lambda f: f]))
 NO_SCALE = "float16 gradients without a loss scale"
 SCALE = jmp_scale.StaticLossScale(8.0)
 
@@ -579,8 +579,8 @@ SECOND = {
 V = jnp.roll(W, 1, 0)
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("derivative", SECOND)
+@pytest.mark.parametrize("share", one_of(2, [False, True]))
+@pytest.mark.parametrize("derivative", one_of(2, SECOND))
 def test_second_derivatives_have_the_range_of_the_backward_pass(derivative, share):
     def loss(w):  # so small that no cotangent is a float16 number but 0
         h = X + jnp.tanh(X @ w) @ w.T
@@ -640,8 +640,8 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("recompute", one_of(2, [True, False]))
+@pytest.mark.parametrize("within", one_of(2, WITHIN))
 def test_a_kernel_gets_half_precision_and_its_rule_may_return_float32(
     within, recompute
 ):
@@ -727,6 +727,7 @@ def test_kernels_and_attention_of_libraries_get_half_precision(program):
     assert_close(got, wanted, 0.05)
 
 
+@pytest.mark.slow
 def test_layers_of_haiku_with_state_work_in_keep_float32():
     def net(x):
         x = keep_float32(haiku.BatchNorm(True, True, 0.9))(haiku.Linear(N)(x), True)
@@ -1211,7 +1212,7 @@ def zero_if_symbolic(primal, tangent):
     return zero_from_primal(primal) if is_zero else tangent
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", one_of(2, [True, False]))
 @pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.hessian])
 def test_a_rule_may_say_that_a_result_has_no_tangent(transform, recompute):
     """As those of Optimistix, Lineax and Diffrax do."""
@@ -1238,8 +1239,8 @@ DERIVATIVES = {  # the last one of the first, or of the second
 }
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("order", DERIVATIVES)
+@pytest.mark.parametrize("recompute", one_of(2, [True, False]))
+@pytest.mark.parametrize("order", one_of(2, DERIVATIVES))
 @pytest.mark.parametrize(
     "name", one_of(2, ["scan_over_layers", "custom_jvp", "remat", "cond"])
 )
@@ -1287,7 +1288,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", one_of(2, SHARDED))
 def test_the_shardings_of_an_inner_jit_are_kept(name):
     """Else each device computes all of it."""
     program = SHARDED[name]
@@ -1356,7 +1357,7 @@ SYMBOLIC = {
 }
 
 
-@pytest.mark.parametrize("name", SYMBOLIC)
+@pytest.mark.parametrize("name", one_of(3, SYMBOLIC))
 def test_a_program_of_symbolic_sizes_is_that_of_each_size(name):
     """As `jax.export` traces it."""
 

@@ -109,6 +109,25 @@ def test_a_jitted_function_is_traced_anew_for_each_dtype():
 MARKS = pytest.mark.parametrize("mark", [keep_float32, in_half])
 
 
+@MARKS
+def test_arguments_of_other_kinds_pass_as_they_are(mark):
+    def dot(x, counts, flag, name):
+        assert (flag, name, counts.dtype) == (True, "static", jnp.int32)
+        return x @ W
+
+    def fun(x, counts):
+        return mark(dot)(x, counts, True, name="static") @ W
+
+    jax.eval_shape(autocast(fun, "bfloat16"), X, jnp.arange(3))
+
+
+def test_names_are_equal_whatever_they_met():
+    """So that equal layers share one trace."""
+    names, others = (Names(frozenset({"head"})) for _ in range(2))
+    assert not names.meet(product(jnp.dot)).is_exempt
+    assert (names, hash(names)) == (others, hash(others))
+
+
 class Net(eqx.Module):
     first: eqx.nn.Linear
     head: eqx.nn.Linear

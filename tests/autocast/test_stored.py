@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from typing import NamedTuple
 
 import equinox as eqx
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_scale.nnx
-from jmp_scale import _jaxpr, autocast
+from jmp_scale import _jaxpr, autocast, keep_float32
 
 N, MANY = 16, 512
 W, X, STACK, TABLE = arrays((N, N), (MANY, 4, N), (4, N, N), (40, N), scale=0.2)
@@ -64,6 +65,16 @@ def rnn(d, w, b):
     return near(lax.scan(turn, d.x[0], d.x)[1])
 
 
+def of_turns(count, fun):
+    """A function of as many rows of the data, some of them several times."""
+
+    def of_rows(d, *weights):
+        x = jnp.resize(d.x, (count, *d.x.shape[1:]))
+        return fun(d._replace(x=x, y=jnp.resize(d.y, (count, N))), *weights)
+
+    return of_rows
+
+
 def fori(d, w):
     def body(i, carry):
         h, total = carry
@@ -76,9 +87,9 @@ def fori(d, w):
 def micro_batches(d, w, v):
     def add(total, batch):
         x, y = batch
-        return total + near(jnp.tanh(x @ w) @ v, y) / MANY, None
+        return total + near(jnp.tanh(x @ w) @ v, y) / len(d.x), None
 
-    return lax.scan(add, 0.0, (d.x, d.y[:MANY, None]))[0]
+    return lax.scan(add, 0.0, (d.x, d.y[: len(d.x), None]))[0]
 
 
 def chunks(d, w, t):
@@ -126,7 +137,7 @@ def unrolled(d, w):
     h, t = d.x[0], w.T
     for i in range(8):
         h = jnp.tanh(h @ w + d.x[i])
-    return near(h) + sum(near(jnp.tanh(d.x[i] @ t)) for i in range(92)) / 92
+    return near(h) + sum(near(d.x[i, :1] * n32(t)) for i in range(292)) / 292
 
 
 @jax.custom_jvp
@@ -155,22 +166,20 @@ def equinox_embed(t, ids):
     return jax.vmap(eqx.nn.Embedding(weight=t))(ids)
 
 
+COUNTS = 16, 128, 1024
 PROGRAMS = {
     "index": (rows_of(lambda t, ids: t[ids]), TABLE, W),
     "take": (rows_of(lambda t, ids: jnp.take(t, ids, 0)), TABLE, W),
     "linen": (rows_of(linen_embed), TABLE, W),
-    "haiku": (
-        rows_of(lambda t, i: HAIKU.apply({"embed": {"embeddings": t}}, i)),
-        TABLE,
-        W,
-    ),
+    "haiku": (rows_of(haiku_embed), TABLE, W),
     "equinox": (rows_of(equinox_embed), TABLE, W),
     "tied": (tied, TABLE),
     "experts": (experts, STACK),
     "rnn": (rnn, W, B),
+    **{f"rnn, {count}": (of_turns(count, rnn), W, B) for count in COUNTS},
     "fori": (fori, W),
     "map": (mapped(lambda x, w, b: jax.nn.gelu(x @ w + n32(b[None]))), W, B),
-    "micro-batches": (micro_batches, W, W),
+    **{f"batches, {count}": (of_turns(count, micro_batches), W, W) for count in COUNTS},
     "chunks": (chunks, W, TABLE),
     "moved": (moved, W, STACK),
     "cond": (branches, W),
@@ -218,13 +227,17 @@ def in_shards(mesh):
     """Its gradient, of which each device has a part of the batch."""
 
     def wrap(gradient):
-        def local(x, w):
-            grads = gradient(DATA._replace(x=x), w)
+        def local(d, *weights):
+            grads = gradient(d, *weights)
             return jax.tree.map(lambda g: lax.pmean(g, "i"), grads)
 
-        specs = {"in_specs": (P("i"), P()), "out_specs": P(), "check_vma": False}
-        run = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
-        return lambda d, w: run(d.x, w)
+        def run(d, *weights):
+            weights_specs = [P() for _ in weights]
+            specs = {"in_specs": (P("i"), *weights_specs), "out_specs": P()}
+            fun = jax.shard_map(local, mesh=mesh, **specs, check_vma=False)
+            return jax.jit(fun)(d, *weights)
+
+        return run
 
     return wrap
 
@@ -247,20 +260,26 @@ def exported(gradient):
     return run
 
 
-def vmapped(gradient):
-    def run(d, w):
-        x = d.x.reshape(2, -1, *d.x.shape[1:])
-        each = jax.vmap(lambda x: gradient(d._replace(x=x), w))
-        return jax.tree.map(lambda g: n32(g).mean(0).astype(g.dtype), each(x))
+def in_groups(map_of):
+    """Its gradients of parts of the batch, and their mean."""
 
-    return jax.jit(run)
+    def wrap(gradient):
+        def run(d, w):
+            x = d.x.reshape(8, -1, *d.x.shape[1:])
+            each = map_of(lambda x: gradient(d._replace(x=x), w))
+            return jax.tree.map(lambda g: n32(g).mean(0).astype(g.dtype), each(x))
+
+        return run
+
+    return wrap
 
 
 AROUND = {
     "shard_map": in_shards(ONE_AXIS),
     "Auto axes": on_mesh(ONE_AXIS),
     "Explicit axes": on_mesh(EXPLICIT),
-    "vmap": vmapped,
+    "vmap": in_groups(lambda fun: jax.jit(jax.vmap(fun))),
+    "pmap": in_groups(jax.pmap),
     "exported": exported,
     "eager": lambda gradient: gradient,
 }
@@ -270,6 +289,39 @@ AROUND = {
 def test_it_is_one_whatever_is_around(around):
     error, wide = errors_of(MAP, [W], "bfloat16", AROUND[around])
     assert error <= 1.5 * wide + 2.0**-9
+
+
+def test_a_table_that_is_read_in_a_shard_map_around():
+    fun, *weights = PROGRAMS["index"]
+    error, wide = errors_of(fun, weights, "bfloat16", in_shards(ONE_AXIS))
+    # Each device rounds its part, and the sum of the parts is half precision.
+    assert error <= 1.5 * wide + 4 * 2.0**-9
+
+
+def test_a_checkpoint_around():
+    def half(fun, dtype):
+        return jax.checkpoint(autocast(fun, dtype))
+
+    error, wide = errors_of(MAP, [W], "bfloat16", half=half)
+    assert error <= 1.5 * wide + 2.0**-9
+
+
+def test_a_while_reads_the_stored_values():
+    def fun(d, w):
+        def turn(carry):
+            i, h = carry
+            return i + 1, jnp.tanh(h @ w + d.x[i])
+
+        return near(lax.while_loop(lambda c: c[0] < 8, turn, (0, d.x[0]))[1])
+
+    def along(fun, w):
+        return jax.jvp(jax.jit(functools.partial(fun, DATA)), (w,), (w,))
+
+    half = W.astype("bfloat16")
+    wanted = along(fun, n32(half))
+    np.testing.assert_allclose(
+        along(autocast(fun, "bfloat16"), half), wanted, rtol=0.01
+    )
 
 
 def test_a_table_that_is_read_in_a_shard_map_within():
@@ -288,6 +340,61 @@ def test_a_table_that_is_read_in_a_shard_map_within():
     # jax 0.8 rounds the part of each device too.
     roundings = 2 if jax.__version_info__ < (0, 9) else 1
     assert error <= 1.5 * wide + roundings * 2.0**-9
+
+
+def loop_over(x, w):
+    return lax.map(lambda x: jnp.tanh(x @ w), x)
+
+
+def with_rules(fun):
+    """`fun` as a custom_jvp function and as a custom_vjp one."""
+    forward, reverse = jax.custom_jvp(fun), jax.custom_vjp(fun)
+    forward.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+    reverse.defvjp(lambda *of: jax.vjp(fun, *of), lambda backward, g: backward(g))
+    return {"custom_jvp": forward, "custom_vjp": reverse}
+
+
+OUT_OF_REACH = {
+    **with_rules(loop_over),
+    "branches of platforms": lambda x, w: lax.platform_dependent(
+        x, w, cpu=loop_over, default=loop_over
+    ),
+    "keep_float32": keep_float32(jax.jit(loop_over)),
+}
+
+
+def told(fun, w):
+    """The warnings of loops that add up in half precision, of two derivatives."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        gradient = jax.grad(autocast(fun, "bfloat16"), 1)
+        found = [jax.jit(gradient)(DATA, w), gradient(DATA, w)]
+    assert all(g.dtype == w.dtype for g in found)
+    return [s for s in (str(each.message) for each in seen) if "the loop at" in s]
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("name", OUT_OF_REACH)
+def test_a_sum_out_of_reach_is_told_once_by_line_and_a_cast_cures_it(name):
+    run, half = OUT_OF_REACH[name], W.astype("bfloat16")
+    as_stored = lambda d, w: near(n32(run(d.x, w)))  # noqa: E731
+    (message,) = told(as_stored, half)
+    line = loop_over.__code__.co_firstlineno + 1
+    assert f"test_stored.py:{line}" in message
+    assert "cast the weight to float32 before the loop" in message
+    assert errors_of(as_stored, [W], "bfloat16")[0] > 1e-2
+
+    cast = lambda d, w: near(run(d.x, n32(w)))  # noqa: E731
+    assert not told(cast, half)
+    error, wide = errors_of(cast, [W], "bfloat16")
+    assert error <= 1.5 * wide + 2.0**-9
+
+
+@pytest.mark.filterwarnings("ignore:autocast")
+@pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])
+def test_a_single_reader_out_of_reach_is_not_told(rule):
+    one = with_rules(lambda x, w: jnp.tanh(x @ w))[rule]
+    assert not told(mapped(lambda x, w: n32(one(x, w))), W.astype("bfloat16"))
 
 
 def test_of_an_nnx_module_too():

@@ -84,7 +84,7 @@ configurations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     configurations,
     st.lists(st.tuples(st.booleans(), st.booleans()), min_size=40, max_size=40),
@@ -92,13 +92,14 @@ configurations = st.fixed_dictionaries(
 def test_every_configuration_follows_the_rule_in_plain_python(configuration, flags):
     finite, loss_finite = [a or b for a, b in flags], [a or not b for a, b in flags]
     expected = reference_rule(finite, loss_finite=loss_finite, **configuration)
-    for is_eager in (True, False):
+    for is_eager, steps in ((True, 8), (False, len(flags))):
         with jax.disable_jit(is_eager):
-            actual = trajectory(DynamicLossScale(**configuration), finite, loss_finite)
-        assert [c for _, c in actual] == [c for _, c, _ in expected]
+            given = finite[:steps], loss_finite[:steps]
+            actual = trajectory(DynamicLossScale(**configuration), *given)
+        assert [c for _, c in actual] == [c for _, c, _ in expected[:steps]]
         # Not powers of two: Python computes in f64, the loss scale in f32.
         np.testing.assert_allclose(
-            [s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5
+            [s for s, _ in actual], [s for s, _, _ in expected[:steps]], rtol=1e-5
         )
 
 

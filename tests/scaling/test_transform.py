@@ -243,11 +243,29 @@ def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
     assert updates.tolist() == [3, 3]
 
 
+def beside_helpers():
+    """A wrapper that also holds functions which extra arguments do not reach."""
+    inner = optax.with_extra_args_support(optax.sgd(0.1))
+
+    def shown(loss, val):
+        return loss, val
+
+    def blended(updates, state, params, loss, val):
+        return updates, state, params, loss, val
+
+    def update(updates, state, params=None, **extra):
+        shown(None, None)
+        blended(updates, state, params, None, None)
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
 @pytest.mark.parametrize("name", ["loss", "val"])
 @pytest.mark.parametrize(
     "inner",
     [optax.adam(0.1), optax.chain(optax.clip(1.0), SAM), optax.with_extra_args_support(
-        optax.sgd(0.1)), optax.contrib.reduce_on_plateau()],
+        optax.sgd(0.1)), optax.contrib.reduce_on_plateau(), beside_helpers()],
 )  # fmt: skip
 def test_a_loss_under_a_name_that_nobody_takes_is_an_error_with_the_right_one(
     inner, name

@@ -1,4 +1,4 @@
-"""Is a train step wired right? Found by calling it, before it trains."""
+"""Checks whether a train step is wired right, by calling it before it trains."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ from ..._state import LossScaleState, find_loss_scale_states
 from ..._tree import is_module
 from ..._types import Function, PyTree
 from .._tables import printed, with_progress
-from .step_applied import applied_step
+from .step_applied import applied_step, next_step
 from .step_arguments import is_data
 from .step_calls import Calls
 from .step_found import Check, Found
@@ -21,13 +21,14 @@ from .step_rules import ORDER, RULES, Level
 from .step_scaling import growing_s, larger_s, several_s
 from .step_skips import infinite_s, nan_in_batch, spike
 
-# In this order: later ones read what the earlier ones found.
+# Later passes read the findings of earlier ones.
 _PASSES = (
     applied_step,
     several_s,
     larger_s,
-    infinite_s,
     growing_s,
+    next_step,
+    infinite_s,
     spike,
     nan_in_batch,
     program,
@@ -40,11 +41,11 @@ class Problem(NamedTuple):
     """A finding of `check_step`.
 
     Attributes:
-      rule: its name, such as "unscaled twice".
+      rule: the name of the rule, such as "unscaled twice".
       where: the leaf or result, as `args[1].inner_state[0].mu['w']`, or "".
-      text: what happens.
-      cure: what to write.
-      level: "error", "warning" or "note": something to know, which may be right.
+      text: the fault and its effect.
+      cure: the code to write.
+      level: "error", "warning" or "note"; the subject of a note may be right.
     """
 
     rule: str
@@ -54,7 +55,7 @@ class Problem(NamedTuple):
     level: Level
 
     def summary(self) -> str:
-        """Level, rule, place and text, and the cure in a line of its own."""
+        """Returns level, rule, place and text, and the cure on a line of its own."""
         where = f"{self.where}: " if self.where else ""
         return f"{self.level} [{self.rule}] {where}{self.text}\n  {self.cure}"
 
@@ -65,8 +66,8 @@ class StepCheck(NamedTuple):
 
     Attributes:
       problems: findings, the most severe first.
-      not_checked: what the calls could not show.
-      calls: how often the step was called.
+      not_checked: the questions that the calls could not answer.
+      calls: the number of calls of the step.
     """
 
     problems: tuple[Problem, ...]
@@ -80,11 +81,11 @@ class StepCheck(NamedTuple):
 
     @property
     def notes(self) -> tuple[Problem, ...]:
-        """The findings that may be right."""
+        """Returns the findings that may be right."""
         return tuple(p for p in self.problems if p.level == "note")
 
     def summary(self) -> str:
-        """Every problem with its cure, and what was not checked."""
+        """Returns every problem with its cure, and what was not checked."""
         count = len(self.problems) - len(self.notes)
         found = f"{count} problem{'s' * (count != 1)}" if count else "no problem"
         lines = [f"check_step: {found} found in {self.calls} calls of the step."]
@@ -96,38 +97,38 @@ class StepCheck(NamedTuple):
 def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> StepCheck:
     """Finds out whether a train step is wired right, by calling it (host).
 
-    Use it before a run, and first of all when a model does not learn: gradients that
-    are never unscaled, or unscaled twice, another S, an overflow that a clip hides, an
-    average that a skipped step does not keep. All of these are silent.
+    Use it before a run, and first of all when a model does not learn. It finds
+    gradients that are never unscaled, or unscaled twice, or by another S; an overflow
+    that a clip hides; an average that a skipped step changes. All of these are silent.
 
     ```
-    six S from 2^-9 to 2^11   nothing may grow or fall with S
-    S upward                  what is applied is the same, until a step is skipped
+    eleven S, 2^-17 to 2^11   nothing may grow or fall with S
+    S upward                  applied steps agree, until a step is skipped
+    S that grows              the step is the same as one in which S stays
     S = inf                   its own optimizer is skipped, and each leaf stays
-    S that grows, a spike     as any other step, and as any other skip
-    NaN in the batch          skipped as a whole, on all devices alike
+    a spike, a NaN            the step is skipped as a whole, on all devices
     ```
 
-    The step is called some 30 times with copies of the arguments, which it may donate,
-    and compiles no more than it does anyway: S is an array. Only each S of a
-    `StaticLossScale` is a compilation, so there are three of them. What a step prints,
-    logs or counts outside happens at each call.
+    The step is called some 30 times with copies of the arguments, which it may donate.
+    It does not compile more often than in a run, because S is an array; only each S of
+    a `StaticLossScale` is a compilation, so three of these are tried. Prints, logs and
+    counters outside of the step run in each call.
 
-    State is what an argument and a result have in common (names and shapes), and what
-    NNX modules hold. Not found are: gradients summed in place of averaged, which
-    average belongs to which optimizer, state in Python objects and closures, and
-    whatever these arguments do not reach.
+    State is a part that an argument and a result have in common (names and shapes), and
+    the arrays in NNX modules. It cannot find: gradients that are summed in place of
+    averaged, averages of another optimizer's parameters, state in Python objects and
+    closures, and any code that these arguments do not reach.
 
     Args:
-      step: the train step, compiled or not, of any arguments and results.
-      *args: what it is called with: state, batch and keys as in the first step.
+      step: the train step, compiled or not, with any arguments and results.
+      *args: its arguments: state, batch and keys as in the first step.
       carried: positions of arguments that are bare arrays and come back at the same
-        position of the results; of a step that returns one array, 0.
+        position of the results; 0 for a step that returns one array.
 
     Raises:
       TypeError: `step` is not a function.
       ValueError: a position in `carried` is not that of a bare array.
-      Exception: whatever the step raises with the arguments as they are.
+      Exception: any exception that the step raises with the given arguments.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -160,7 +161,7 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
         if (str(position),) not in check.calls.arrays:
             raise ValueError(
                 "check_step: expected carried= to have positions of arguments that are "
-                f"bare arrays, got {position}; leave out what are trees of arrays"
+                f"bare arrays, got {position}; leave out trees of arrays"
             )
     check.found += _of_arguments(check, args)
     for run_pass in with_progress(_PASSES, "check_step"):
@@ -172,7 +173,7 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
 
 
 def _problems(found: Sequence[Found]) -> tuple[Problem, ...]:
-    """One problem for each rule and level, with its first place."""
+    """Returns one problem for each rule and level, with its first place."""
     places: dict[tuple[str, Level], list[Found]] = {}
     for item in found:
         level = item.level or RULES[item.rule].level
@@ -185,12 +186,12 @@ def _problems(found: Sequence[Found]) -> tuple[Problem, ...]:
         problems.append(Problem(name, where[0] + more, text, rule.cure, level))
     problems.sort(key=lambda p: (_LEVELS.index(p.level), ORDER.index(p.rule)))
     errors = {p.rule for p in problems if p.level != "note"}
-    # A rule that is broken for certain needs no note of where it may be.
+    # A rule that is certainly broken needs no note about other places.
     return tuple(p for p in problems if p.level != "note" or p.rule not in errors)
 
 
 def _of_arguments(check: Check, args: PyTree) -> Iterator[Found]:
-    """What the arguments say before the first call."""
+    """Finds what the arguments show before the first call."""
     calls = check.calls
     if not (calls.scales or calls.states or calls.arguments.fixed):
         yield Found("no loss scale")
@@ -203,7 +204,7 @@ def _of_arguments(check: Check, args: PyTree) -> Iterator[Found]:
 
 
 def _look(node: PyTree, around: list[str], beside: list[PyTree]) -> None:
-    """Collects states of Optax around one of `with_loss_scale`, and those without."""
+    """Collects Optax's states around one of `with_loss_scale`, and those without."""
     node = getattr(node, "opt_state", ()) if is_module(node) else node
     if isinstance(node, LossScaleState):
         return
@@ -225,12 +226,12 @@ def _look(node: PyTree, around: list[str], beside: list[PyTree]) -> None:
 
 def _is_optax(node: PyTree) -> bool:
     """Whether it is the state of one of Optax's transformations."""
-    is_state = hasattr(node, "_fields") and not isinstance(node, LossScaleState)
+    is_state = hasattr(node, "_fields") and type(node).__name__ != "LookaheadParams"
     return is_state and type(node).__module__.startswith("optax")
 
 
 def _holder(step: Function, args: PyTree) -> str:
-    """An object that seems to hold the state, and is no pytree; or ""."""
+    """Returns an object that seems to hold the state outside of a pytree, or ""."""
     while isinstance(step, functools.partial) or hasattr(step, "__wrapped__"):
         if isinstance(step, functools.partial):
             args, step = (*step.args, *step.keywords.values(), *args), step.func

@@ -1,4 +1,4 @@
-"""A step that is applied: it counts, and changes what it should."""
+"""Checks that an applied step is counted, and that it changes the state."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,18 +11,18 @@ from .step_arguments import Path, host, is_float
 from .step_calls import Run
 from .step_found import Check, Found
 
-_MOST_CALLS = 16  # until a window of accumulation ends, or with MultiSteps
+_MOST_CALLS = 16  # until a window of accumulation ends
 _MOST_CALLS_OF_MULTI_STEPS = 64
-_FEW_CALLS = 8  # of which the one is taken in which most changes
+_FEW_CALLS = 8  # after these, the call in which most leaves change is taken
 
 
 def applied_step(check: Check) -> Iterator[Found]:
-    """A step at S = 8: it counts, and changes what it should."""
+    """Checks that a step at S = 8 is counted, and changes the state."""
     calls = check.calls
     first = check.base = calls()
     said = calls.verdicts(first)
     if not calls.is_applied(first):
-        # No step was skipped, but the counter began again: so did S.
+        # No step was skipped, but the counter started over, and so did S.
         anew = [] if not calls.states or calls.skipped(first) else list(said)
         for path in anew:
             yield Found("S never adjusted", check.node_name(path, "counter"))
@@ -57,32 +57,16 @@ def applied_step(check: Check) -> Iterator[Found]:
     for path, said in calls.verdicts(check.base).items():
         if said in ("kept", "lost") and not lost:
             yield Found("S never adjusted", check.node_name(path, "counter"))
-    yield from _adjusted_twice(check)
     yield from _unchanged(check, last, moved)
     for path in diverging(check.base):
         yield Found("replicas diverge", check.name(path), None, {"when": "a step"})
 
 
-def _adjusted_twice(check: Check) -> Iterator[Found]:
-    """Loss scales that count more steps than the optimizer whose they are."""
-    calls, run = check.calls, check.base
-    for scale in calls.scales if not calls.has_windows else ():
-        inner = (*scale[:-1], "inner_state")
-        steps = [
-            run.change(path).step.max()
-            for path in run.after
-            if path[: len(inner)] == inner and path[-1] == "count"
-        ]
-        if scale[:-1] in calls.states and (*scale, "counter") in run.after and steps:
-            counted = run.change((*scale, "counter")).step.max()
-            if counted > max(steps) > 0:
-                yield Found("S adjusted twice", check.node_name(scale, "counter"))
-
-
 def _go_on(check: Check) -> Run:
-    """Goes on to the call in which most changes; `start` is then the state before it.
+    """Calls on until most leaves change; `start` is then the state before that call.
 
-    A window of accumulation may last some calls, and a learning rate start at 0.
+    A window of accumulation may last several calls, and a learning rate start at 0.
+    Returns the last call.
     """
     calls, run, most = check.calls, check.base, -1
     start = calls.start
@@ -100,13 +84,29 @@ def _go_on(check: Check) -> Run:
             break
         if "lost" in calls.verdicts(run).values():
             break
-        calls.start = {**calls.start, **run.after}
+        calls.start = calls.later(run)
         later = check.run("later steps")
         if later is None or not calls.is_applied(later):
             break
         run = later
     calls.start = start
     return run
+
+
+def next_step(check: Check) -> tuple[Found, ...]:
+    """Calls on, so that moments and averages differ from their initial values."""
+    calls, start, run = check.calls, check.calls.start, check.base
+    for _ in range(check.window):
+        calls.start = calls.later(run)
+        later = check.run("later steps")
+        if later is None:
+            break
+        run = later
+    if check.is_alike(run):
+        check.base, check.changes = run, calls.changes(run)
+    else:
+        calls.start = start
+    return ()
 
 
 def _moved(old: Leaf, new: Leaf) -> bool:
@@ -131,7 +131,7 @@ def _described(kind: Any) -> str:
 
 
 def _unchanged(check: Check, last: Run, moved: set[Path]) -> Iterator[Found]:
-    """Arguments that come back as they went in, of all calls so far."""
+    """Finds arguments that no call so far has changed."""
     calls = check.calls
     outside = [p for p in calls.state_paths(last) if not calls.is_optimizer(p)]
     floats = [p for p in outside if is_float(last.after[p])]
@@ -149,7 +149,7 @@ def _unchanged(check: Check, last: Run, moved: set[Path]) -> Iterator[Found]:
 
 
 def diverging(run: Run) -> list[Path]:
-    """Leaves whose replicas were equal before the call and are not after it."""
+    """Returns leaves whose replicas were equal before the call and differ after it."""
     found = []
     for path, new in run.after.items():
         old = run.before[path]
@@ -161,7 +161,7 @@ def diverging(run: Run) -> list[Path]:
 
 
 def _replicas_equal(x: Leaf) -> bool:
-    """Whether all parts of an array that should be equal are."""
+    """Whether the parts of an array that hold the same rows are equal."""
     if not isinstance(x, jax.Array):
         return True
     first: dict[str, np.ndarray] = {}
@@ -174,7 +174,7 @@ def _replicas_equal(x: Leaf) -> bool:
 
 
 def _diverging_rows(run: Run) -> list[Path]:
-    """The same of `pmap`, whose replicas are rows; members of an ensemble differ."""
+    """Does so for `pmap`, whose replicas are rows; members of an ensemble differ."""
     rows = {}
     for path, new in run.after.items():
         if isinstance(new, jax.Array) and len(new.sharding.device_set) > 1 and new.ndim:

@@ -1,4 +1,4 @@
-"""The arguments and results of a train step as named arrays, and fresh copies."""
+"""Reads the arguments and results of a train step as named arrays, and copies them."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Named = dict[Path, Leaf]
 
 
 class Arguments:
-    """The arguments of a step, of which each call gets a copy: it may donate them.
+    """The arguments of a step. Each call gets a copy, since it may donate them.
 
     Attributes:
       arrays: arrays and numbers by path, those that NNX modules hold last.
@@ -39,7 +39,7 @@ class Arguments:
         self.fixed = [scale.loss_scale for scale in _constant_scales(self._leaves)]
 
     def copies(self, values: Mapping[Path, Leaf], s: float | None = None) -> PyTree:
-        """Fresh arguments with other arrays at some paths, and S of constant scales."""
+        """Returns copies with other arrays at some paths, and S for constant scales."""
 
         def fresh(path: Path, leaf: Leaf) -> PyTree:
             leaf = values.get(path, leaf)
@@ -57,14 +57,14 @@ class Arguments:
         return jax.tree.unflatten(self._tree, leaves)
 
     def in_modules(self, args: PyTree) -> Named:
-        """The arrays that the NNX modules among the arguments of a call hold now."""
+        """Returns the arrays that the NNX modules among the arguments hold now."""
         leaves = jax.tree.leaves(args, is_leaf=_is_one)
         modules = [leaf for leaf in leaves if is_module(leaf)]
         state = _nnx().state(modules) if modules else ()
         return {path_of(keys): leaf for keys, leaf in self._inside(state)}
 
     def _inside(self, state: PyTree) -> list[tuple[KeyPath, Leaf]]:
-        """Keys and leaves of the modules' state, from the arguments down."""
+        """Returns keys, from the arguments down, and leaves of the modules' state."""
         found = []
         for (first, *rest), leaf in jax.tree_util.tree_leaves_with_path(state):
             place = self._places[int(path_of([first])[0])]
@@ -73,7 +73,7 @@ class Arguments:
 
 
 def named(tree: PyTree) -> Named:
-    """Arrays and numbers of a result by path, those of NNX modules too."""
+    """Returns the arrays and numbers of a result by path, NNX modules included."""
     found: Named = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_module):
         if is_module(leaf):
@@ -85,7 +85,7 @@ def named(tree: PyTree) -> Named:
 
 
 def path_of(keys: Sequence[object]) -> Path:
-    """Names alike for a pytree and for what NNX makes of it."""
+    """Returns the same names for a pytree and for its NNX state."""
 
     def name(key: Any) -> str:
         if isinstance(key, jax.tree_util.FlattenedIndexKey):
@@ -117,7 +117,7 @@ def is_key(leaf: Leaf) -> bool:
 
 
 def host(leaf: Leaf) -> np.ndarray:
-    """The entries, of an array of several processes those of its first part here."""
+    """Returns the entries; of an array over processes, those of its first part here."""
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
@@ -125,7 +125,7 @@ def host(leaf: Leaf) -> np.ndarray:
 
 
 def like(leaf: Leaf, value: Leaf) -> PyTree:
-    """`value`, broadcast, with the shape, dtype and devices of `leaf`."""
+    """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
     filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
     if not isinstance(leaf, jax.Array):
         return filled
@@ -155,7 +155,7 @@ def _is_constant(x: Leaf) -> bool:
 
 
 def _with_constant(leaf: Leaf, s: float) -> PyTree:
-    """A constant loss scale, or a module whose optimizer has one, with another S."""
+    """Returns a constant loss scale, or a module with one, at another S."""
 
     def other(x: Leaf) -> PyTree:
         if not _is_constant(x):

@@ -1,4 +1,4 @@
-"""Calls of a train step, and the changes that each of them makes."""
+"""Calls a train step, and records the changes of each call."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from ..._types import Function, Leaf, PyTree
 from .step_arguments import Arguments, Named, Path, host, is_float, is_key, like, named
 
-FAR = -(10**6)  # a counter from which S neither grows nor seems to be put back
+FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
 _SAMPLE = 4096  # entries of a leaf that are compared in size
 
 
@@ -18,7 +18,7 @@ Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
 
 
 class Change(NamedTuple):
-    """What a call did to one leaf of the state."""
+    """The change of one leaf of the state in a call."""
 
     old: np.ndarray  # a sample of the entries, f64
     new: np.ndarray
@@ -35,11 +35,11 @@ class Change(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One call: what went in and came out.
+    """One call: its arguments and results.
 
     Attributes:
       before: the arguments by path.
-      after: what became of the leaves that come back, by the path of the argument.
+      after: new values of the leaves that come back, by the path of the argument.
       results: samples of all other results by path, f64.
     """
 
@@ -70,7 +70,7 @@ class Run:
 
 
 class Calls:
-    """A step and its arguments; each call is with fresh copies of these.
+    """A step and its arguments; each call gets fresh copies of them.
 
     Attributes:
       arguments: their arrays and names.
@@ -114,7 +114,7 @@ class Calls:
             for name, entry in (("loss_scale", value), ("counter", counter)):
                 before[*scale, name] = like(self.arrays[*scale, name], entry)
         before |= values
-        # That of a StaticLossScale only where there are no others: it compiles.
+        # A StaticLossScale changes only where it is alone: each S compiles.
         is_constant = bool(self.arguments.fixed) and not self.scales
         constant = s if is_constant and isinstance(s, float) else None
         args = self.arguments.copies(before, constant)
@@ -152,18 +152,18 @@ class Calls:
         return any(_is_below(path, p) for p in (*self.states, *self.scales))
 
     def state_paths(self, run: Run) -> list[Path]:
-        """Leaves of the state that steps change and skips keep, keys left out."""
+        """Returns the leaves that steps change and skips keep; keys are left out."""
         return [p for p, x in run.after.items() if not (self.is_ours(p) or is_key(x))]
 
     def changes(self, run: Run) -> dict[Path, Change]:
         return {path: run.change(path) for path in self.state_paths(run)}
 
     def skipped(self, run: Run) -> list[Path]:
-        """The states of which a step was skipped, in any replica."""
+        """Returns the states whose step was skipped, in any replica."""
         return [path for path in self.states if run.moved((*path, "skipped"))]
 
     def verdicts(self, run: Run) -> dict[Path, str]:
-        """Of each loss scale "finite", "overflow", "kept" or "lost", by its counter."""
+        """Returns "finite", "overflow", "kept" or "lost" for each loss scale."""
         found = {}
         for scale in self.scales:
             path = (*scale, "counter")
@@ -180,12 +180,12 @@ class Calls:
         return not self.skipped(run) and "overflow" not in self.verdicts(run).values()
 
     def later(self, run: Run) -> Named:
-        """The arrays from which the next step goes on."""
+        """Returns the arrays of the next step."""
         return {**self.start, **run.after}
 
 
 def _parents(arrays: Named, names: set[str], only: bool = False) -> list[Path]:
-    """Paths with all of these names below; `only`: no others, except a hysteresis."""
+    """Returns paths with these names below; `only`: and at most a hysteresis."""
     below: dict[Path, set[str]] = {}
     for path in arrays:
         for i in range(len(path)):
@@ -195,7 +195,7 @@ def _parents(arrays: Named, names: set[str], only: bool = False) -> list[Path]:
 
 
 def _sampled(x: np.ndarray) -> np.ndarray:
-    """At most `_SAMPLE` entries, evenly spread, as f64."""
+    """Returns at most `_SAMPLE` evenly spread entries as f64."""
     x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
     return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
 
@@ -203,11 +203,11 @@ def _sampled(x: np.ndarray) -> np.ndarray:
 def _matched(
     before: Named, results: Named, whole: Sequence[Path], carried: Sequence[int]
 ) -> dict[Path, Path]:
-    """The path of the result that is the next value of each leaf of an argument.
+    """Returns the path of the result that is the next value of each argument's leaf.
 
     An argument comes back as a part of the results with the same names and shapes: as a
-    whole, or else part by part, but none of those that are `whole`. Of several such
-    results the nearest is taken. A bare array has none, except in a dictionary.
+    whole, or part by part, except for those in `whole`. If several results match, the
+    nearest one is taken. A bare array matches only within a dictionary.
     """
     ours, theirs = _subtrees(before), _subtrees(results)
     places: dict[Form, list[Path]] = {}
@@ -247,7 +247,7 @@ def _matched(
 
 
 def _bare(before: Named, results: Named, carried: Sequence[int]) -> list[Path]:
-    """Bare arrays that may come back, as the result at the same position."""
+    """Returns bare arrays that may come back as the result at the same position."""
     bare = [p for p, x in before.items() if len(p) == 1 and np.ndim(x) and is_float(x)]
     bare = [p for p in bare if int(p[0]) not in carried and p in results]
     return [p for p in bare if np.shape(results[p]) == np.shape(before[p])]
@@ -266,7 +266,7 @@ def _distance(old: Leaf, new: Leaf) -> float:
 
 
 def _subtrees(arrays: Named) -> dict[Path, Form]:
-    """Names and shapes of the leaves below each path."""
+    """Returns names and shapes of the leaves below each path."""
     below: dict[Path, set[tuple[Path, tuple[int, ...]]]] = {}
     for path, leaf in arrays.items():
         for i in range(len(path) + 1):
@@ -275,7 +275,7 @@ def _subtrees(arrays: Named) -> dict[Path, Form]:
 
 
 def _may_match(path: Path, place: Path, form: Form) -> bool:
-    """Whether equal names and shapes say enough."""
+    """Whether equal names and shapes suffice for a match."""
     names = {name for suffix, _ in form for name in suffix}
     if path[-1:] == place[-1:] and not path[-1].isdigit():
         return True

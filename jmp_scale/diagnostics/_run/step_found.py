@@ -1,4 +1,4 @@
-"""What the passes of `check_step` share: findings, and what the first calls showed."""
+"""Holds the findings of `check_step`, and the first calls that all passes read."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Changes = dict[Path, Change]
 
 
 class Found(NamedTuple):
-    """A finding: its rule, the leaf or result, and the words in its text."""
+    """A finding: its rule, the leaf or result, and the values in its text."""
 
     rule: str
     where: str = ""
@@ -25,7 +25,7 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass
 class Check:
-    """What the passes share: the calls, and what the first ones have shown."""
+    """The calls, the first results and the findings so far, for all passes."""
 
     calls: Calls
     base: Run = None  # pyright: ignore  (set by `applied_step`)
@@ -33,7 +33,7 @@ class Check:
     window: int = 1  # calls until an accumulated step ends
     found: list[Found] = dataclasses.field(default_factory=list)
     not_checked: list[str] = dataclasses.field(default_factory=list)
-    is_over: bool = False  # nothing else can be checked
+    is_over: bool = False  # later passes cannot run
     has_other_optimizers: bool = False  # without a loss scale
 
     def has(self, *rules: str) -> bool:
@@ -41,19 +41,19 @@ class Check:
 
     @property
     def seen_on_a_skip(self) -> set[str]:
-        """Leaves that a skipped step changes as any other does."""
+        """Returns leaves that a skipped step changes as any other does."""
         return {found.where for found in self.found if found.rule == COUNTS}
 
     def matters(self, path: Path) -> bool:
         """Whether NaN in a leaf harms the training, or an average of it."""
-        # A number is a sum or a mean for a log; and nothing skips for other optimizers.
+        # A scalar is a sum or a mean for a log. Other optimizers skip nothing.
         return self.changes[path].ndim > 0 and not self.has_other_optimizers
 
     def name(self, path: Path) -> str:
         return self.calls.arguments.names[path]
 
     def node_name(self, path: Path, field: str) -> str:
-        """The name of a state or loss scale, by one of its fields."""
+        """Returns the name of a state or loss scale, by one of its fields."""
         return self.name((*path, field)).rpartition(field)[0].rstrip(".['")
 
     def is_alike(self, run: Run | None) -> TypeGuard[Run]:
@@ -63,7 +63,7 @@ class Check:
         return self.calls.verdicts(run) == self.calls.verdicts(self.base)
 
     def run(self, what: str, *args: PyTree, **kwargs: PyTree) -> Run | None:
-        """A call, or None if the step raises, as a check of its own may do."""
+        """Calls the step; returns None if it raises, as its own checks may do."""
         try:
             return self.calls(*args, **kwargs)
         except Exception as error:

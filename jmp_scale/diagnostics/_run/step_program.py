@@ -1,4 +1,4 @@
-"""What no call of a step on several devices shows, and its traced program does."""
+"""Checks the traced program of a step on several devices, which no call shows."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ _SUMS = ("psum", "reduce_scatter", "psum_scatter")
 
 
 def program(check: Check) -> Iterator[Found]:
-    """Sums and agreements over devices, as the step is traced for its call."""
+    """Checks sums and agreements over devices."""
     arrays = [x for x in check.base.after.values() if isinstance(x, jax.Array)]
     if all(len(x.sharding.device_set) == 1 for x in arrays):
         return
@@ -37,9 +37,9 @@ def program(check: Check) -> Iterator[Found]:
         return
     shapes = {shape for x in arrays if x.ndim for shape in _local_shapes(x)}
     for dtype in _half_sums(traced, shapes):
-        level = "note" if dtype == "bfloat16" else None  # as chosen for the wire
+        level = "note" if dtype == "bfloat16" else None  # it may be chosen for the wire
         yield Found("half-precision sum", "", level, {"dtype": dtype})
-    # The axis of pmap splits S too, into rows for its replicas.
+    # pmap's axis splits S too, into a row for each replica.
     run, ours = check.base, check.calls.is_ours
     split = {axis for p, x in run.after.items() if not ours(p) for axis in _axes(x)}
     split -= {axis for p, x in run.after.items() if ours(p) for axis in _axes(x)}
@@ -65,7 +65,7 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _half_sums(traced: Program, shapes: set[tuple[int, ...]]) -> Iterator[str]:
-    """Half dtypes of sums whose operand was float32, and multiplied, just before."""
+    """Finds sums in half precision of float32 values that were just unscaled."""
     body = bare(traced)
     makers = {var: eqn for eqn in body.eqns for var in eqn.outvars}
     for eqn in body.eqns:
@@ -87,7 +87,7 @@ def _half_sums(traced: Program, shapes: set[tuple[int, ...]]) -> Iterator[str]:
 
 
 def _agreed(body: Jaxpr) -> set[str]:
-    """The axes over which what decides about a skip is reduced: scalars, to flags."""
+    """Returns the axes over which the values behind boolean scalars are reduced."""
     needed = {
         var
         for var in variables(body.outvars)

@@ -1,4 +1,4 @@
-"""The rules of `check_step`: what each says, and how it is cured."""
+"""The table of rules of `check_step`: the text and the cure of each."""
 
 from typing import Literal, NamedTuple
 
@@ -6,7 +6,7 @@ Level = Literal["error", "warning", "note"]
 
 
 class Rule(NamedTuple):
-    """A row of the table: the calls that find it, how bad it is, its words."""
+    """A row of the table: the calls that find it, its level, its text and its cure."""
 
     found_by: str
     level: Level
@@ -38,32 +38,32 @@ RULES = {
     ),
     "nothing changes": Rule(
         "an applied step", "error",
-        "An applied step changes nothing of all that goes in.",
+        "An applied step changes none of its arguments.",
         "Return what optax.apply_updates and tx.update return; with NNX call "
         "optimizer.update(model, grads, value=loss).",
     ),
     "S never adjusted": Rule(
         "an applied step", "error",
         "An applied step does not count towards the next growth: S comes back as it "
-        "went in, or begins anew.",
+        "went in, or starts over.",
         "Return the state of tx.update as it is (with NNX, call optimizer.update); by "
         "hand, loss_scale = loss_scale.adjust(jmp_scale.all_finite(grads)).",
     ),
     "never unscaled": Rule(
-        "six S", "error",
+        "several S", "error",
         "The change grows with S: the gradients are never unscaled, or the loss is "
         "scaled twice.",
         f"{_TAKE} By hand, grads = opt_state.loss_scale.unscale(grads) after the "
         "gradient of the scaled loss.",
     ),
     "unscaled twice": Rule(
-        "six S", "error",
+        "several S", "error",
         "The change falls with S: the gradients are unscaled twice, or the loss is not "
         "scaled.",
         f"{_TAKE} No unscale follows.",
     ),
     "partly unscaled": Rule(
-        "six S", "error",
+        "several S", "error",
         "A part of the change falls with S: something unscaled was added to gradients "
         "that were still scaled.",
         "Add it to the loss (a penalty), or to the gradients that "
@@ -85,8 +85,8 @@ RULES = {
     ),
     "another S": Rule(
         "S = inf", "error",
-        "With this S at infinity another optimizer is skipped, and its own is not.",
-        "Scale each loss by the S of its own optimizer's state.",
+        "This S scales or unscales the gradients of another optimizer than its own.",
+        "Scale and unscale each loss by the S of its own optimizer's state.",
     ),
     "state put back": Rule(
         "S = inf", "error",
@@ -126,8 +126,8 @@ RULES = {
     "replicas diverge": Rule(
         "an applied step, NaN", "error",
         "Replicas that were equal differ after {when}.",
-        "Average before the update, grads = jax.lax.pmean(grads, axis), and let the "
-        "skip be agreed: with_loss_scale without axis_name=().",
+        "Average before the update, grads = jax.lax.pmean(grads, axis), and let "
+        "with_loss_scale agree on the skip: without axis_name=().",
     ),
     "skip not agreed": Rule(
         "the program", "error",
@@ -144,8 +144,8 @@ RULES = {
     "nothing learned": Rule(
         "an applied step", "warning",
         "The optimizer moves on, but nothing else changes in {calls} applied steps.",
-        "Return params = optax.apply_updates(params, updates). Right if the learning "
-        "rate is still 0.",
+        "Return params = optax.apply_updates(params, updates). This is right if the "
+        "learning rate is still 0.",
     ),
     "S adjusted twice": Rule(
         "an applied step", "warning",
@@ -153,7 +153,7 @@ RULES = {
         "tx.update adjusts S, so no adjust by hand follows.",
     ),
     "reported scaled": Rule(
-        "six S", "warning",
+        "several S", "warning",
         "This result grows or falls with S: it is scaled, or unscaled twice.",
         "Report the loss and gradients that jmp_scale.value_and_grad returns.",
     ),
@@ -167,25 +167,25 @@ RULES = {
         "the arguments", "note",
         "No state of with_loss_scale and no loss scale is among the arguments: nothing "
         "skips a bad step.",
-        "Right in bfloat16 and float32. Else pass opt_state to the step, and return "
-        "it: an S that a compiled step closes over never changes.",
+        "This is right in bfloat16 and float32. In float16 pass opt_state to the step, "
+        "and return it: an S that a compiled step closes over never changes.",
     ),
     "state out of reach": Rule(
         "the arguments", "note",
-        "{what} holds the state, which can be neither copied nor seen: nothing was "
-        "called.",
+        "{what} holds the state, which can be neither copied nor read: the step was "
+        "not called.",
         "Pass the state as arguments and return it, at least to this check.",
     ),
     "not applied": Rule(
         "an applied step", "note",
         "The step is skipped with these arguments, also at S = 8, so nothing else can "
         "be checked.",
-        "Give a batch with a finite loss; diagnose_nonfinite(loss_fn, loss_scale, "
-        "params, batch) says what is not.",
+        "Pass a batch with a finite loss; diagnose_nonfinite(loss_fn, loss_scale, "
+        "params, batch) finds the operation that is not finite.",
     ),
     "not outermost": Rule(
         "the arguments", "note",
-        "The state of with_loss_scale is within that of {what}: what stands outside "
+        "The state of with_loss_scale is within that of {what}: a wrapper outside also "
         "sees skipped steps, and may hide an overflow.",
         _OUTERMOST,
     ),
@@ -194,27 +194,23 @@ RULES = {
         "A NaN loss counts as an overflow: S falls, though no S helps.",
         "Pass the loss: tx.update(grads, opt_state, params, value=loss).",
     ),
-    "coupled": Rule(
-        "S = inf", "note",
-        "An overflow of this S also skips another optimizer.",
-        "Right if both learn from one loss; else scale each loss by its own S.",
-    ),
     "counts skipped steps": Rule(
         "S = inf", "note",
-        "It changes on a skipped step, and as on any other.",
-        "Right for counters, metrics and data. Statistics and averages are kept by "
+        "It changes on a skipped step, as on any other.",
+        "This is right for counters, metrics and data. Keep statistics and averages by "
         "jmp_scale.select_tree(opt_state.applied, new, old).",
     ),
     "comes back unchanged": Rule(
         "an applied step", "note",
         "It comes back from an applied step as it went in.",
-        "Right if it is frozen. Else return what optax.apply_updates returns.",
+        "This is right if it is frozen. Otherwise return the parameters that "
+        "optax.apply_updates returns.",
     ),
     "compiles twice": Rule(
         "an applied step", "note",
-        "It goes in as {old} and comes out as {new}: the second call compiles anew, "
-        "and lax.scan refuses the step.",
-        "Let the first one have the type of the others: jnp.asarray(x, dtype).",
+        "It goes in as {old} and comes out as {new}: the second call recompiles, and "
+        "lax.scan refuses the step.",
+        "Pass the first one with the type of the others: jnp.asarray(x, dtype).",
     ),
 }  # fmt: skip
 ORDER = list(RULES)

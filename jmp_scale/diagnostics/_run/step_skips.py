@@ -1,8 +1,8 @@
-"""Steps that must be skipped as a whole: by overflow, as spikes, by a NaN.
+"""Checks steps that must be skipped as a whole: overflows, spikes and NaN.
 
-S may be a device array outside of [min, max], so S = inf goes in as any other: no
-static field changes, nothing compiles once more, and each product with it is infinite
-or NaN in every dtype.
+S may be a device array outside of [min, max], so S = inf is passed like any other: no
+static field changes, nothing recompiles, and each product with it is infinite or NaN in
+every dtype.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,8 +15,8 @@ from .step_arguments import Path, host, is_float, like
 from .step_calls import Change, Run
 from .step_found import COUNTS, Changes, Check, Found
 
-_MOST_POISONED = 6  # arguments or parameters that are tried
-# Statistics of a guard for which every step is a spike.
+_MOST_POISONED = 6  # arguments, and then parameters, to try
+# Statistics of a guard that make every step a spike.
 _SPIKES = {
     "loss_mean": -1e30,
     "norm_mean": -120.0,
@@ -30,7 +30,7 @@ _SPIKES = {
 
 
 def infinite_s(check: Check) -> Iterator[Found]:
-    """S = inf, in one loss scale at a time: its optimizer is skipped, as a whole."""
+    """Checks that S = inf skips the optimizer of that loss scale as a whole."""
     calls = check.calls
     runs: list[Run] = []
     for scale in calls.scales:
@@ -50,6 +50,7 @@ def infinite_s(check: Check) -> Iterator[Found]:
             said[scale] == "overflow" for scale in loose
         ):
             yield from _left_unchanged(check, run, "overflow stays", "S = inf")
+        yield from _adjusted_twice(check, run)
         moved = [p for p in calls.states if run.moved((*p, "nonfinite_losses"))]
         if moved and check.has("reported scaled"):
             yield Found("value is scaled")
@@ -58,6 +59,16 @@ def infinite_s(check: Check) -> Iterator[Found]:
                 "whether value= is unscaled: at S = inf it is not finite, which is "
                 "right if it is unscaled by hand"
             )
+
+
+def _adjusted_twice(check: Check, run: Run) -> Iterator[Found]:
+    """Loss scales that count more steps than are skipped at S = inf."""
+    for scale in check.calls.scales:
+        counter, skipped = (*scale, "counter"), (*scale[:-1], "skipped")
+        if skipped in run.after and counter in check.base.after:
+            updates = run.change(skipped).step.max()
+            if check.base.change(counter).step.max() > updates > 0:
+                yield Found("S adjusted twice", check.node_name(scale, "counter"))
 
 
 def _skips_its_own(check: Check, scale: Path, run: Run) -> Iterator[Found]:
@@ -70,12 +81,10 @@ def _skips_its_own(check: Check, scale: Path, run: Run) -> Iterator[Found]:
         yield Found("another S", name)
     elif own not in calls.states and said == "finite":
         yield Found("S never adjusted", name)
-    elif any(p != own and (*p, "loss_scale") in calls.scales for p in skipped):
-        yield Found("coupled", name)
 
 
 def _not_skipped(check: Check, run: Run, name: str) -> Iterator[Found]:
-    """Why a step at S = inf is not skipped."""
+    """Finds out why a step at S = inf is not skipped."""
     if check.has("not returned", "S never adjusted", "nothing changes"):
         return
     calls, changes = check.calls, check.calls.changes(run)
@@ -83,10 +92,10 @@ def _not_skipped(check: Check, run: Run, name: str) -> Iterator[Found]:
     if bad:
         for path in _staying(check, run, bad):
             yield Found("overflow stays", check.name(path))
-    elif not any(run.moved(p) for p in run.after if calls.is_optimizer(p)):
-        yield Found("state put back", name)
     elif all(_is_alike(change, check.changes[p]) for p, change in changes.items()):
         yield Found("S not used", name)
+    elif not any(run.moved(p) for p in run.after if calls.is_optimizer(p)):
+        yield Found("state put back", name)
     else:
         yield Found("overflow hidden", name)
 
@@ -96,7 +105,7 @@ def _is_alike(one: Change, other: Change) -> bool:
 
 
 def _staying(check: Check, run: Run, bad: Iterable[Path]) -> list[Path]:
-    """What is not finite after a call, nor once the next step has ended."""
+    """Returns the leaves of `bad` that the next step does not make finite again."""
     calls, start = check.calls, check.calls.start
     for _ in range(check.window):
         calls.start = {**calls.start, **run.after}
@@ -109,11 +118,13 @@ def _staying(check: Check, run: Run, bad: Iterable[Path]) -> list[Path]:
 
 
 def _left_unchanged(check: Check, run: Run, stays: str, what: str) -> Iterator[Found]:
-    """Each leaf of the state is after a skipped step what it was before."""
+    """Checks that a skipped step leaves each leaf of the state unchanged."""
     changes = check.calls.changes(run)
+    of_s = stays == "overflow stays"  # no other optimizer has gradients of this S
     bad = [p for p, change in changes.items() if not change.stays_finite]
     for path in _staying(check, run, bad) if bad else []:
-        yield Found(stays, check.name(path), None if check.matters(path) else "note")
+        is_sure = check.changes[path].ndim > 0 if of_s else check.matters(path)
+        yield Found(stays, check.name(path), None if is_sure else "note")
     rule = "changed on a spike" if what == "spike" else "changed on a skip"
     changed = [p for p, c in changes.items() if not c.is_equal and p not in bad]
     repeated: Changes = {}
@@ -131,7 +142,7 @@ def _left_unchanged(check: Check, run: Run, stays: str, what: str) -> Iterator[F
 
 
 def spike(check: Check) -> Iterator[Found]:
-    """A step that is a spike for its guard: skipped as one that overflows."""
+    """Checks that a spike is skipped in the same way as an overflow."""
     calls = check.calls
     values = {
         path: like(leaf, _SPIKES[path[-1]])
@@ -144,7 +155,7 @@ def spike(check: Check) -> Iterator[Found]:
 
 
 def nan_in_batch(check: Check) -> Iterator[Found]:
-    """NaN in one row of an argument that makes the loss NaN, or else in a weight."""
+    """Checks a NaN in one row of an argument that makes the loss NaN, or a weight."""
     calls = check.calls
     carried = {path[0] for path in (*check.base.after, *calls.states, *calls.scales)}
     others: dict[str, list[Path]] = {}
@@ -162,12 +173,15 @@ def nan_in_batch(check: Check) -> Iterator[Found]:
     for paths in tries:
         run = _poisoned(check, paths)
         if run is None or check.is_alike(run):
-            continue  # such as a learning rate: it is no part of the loss
+            continue  # the loss does not depend on it, such as a learning rate
         for path in diverging(run):
             when = "a step in which one of them saw a NaN"
             yield Found("replicas diverge", check.name(path), None, {"when": when})
         for state in calls.skipped(run):
             counts = run.moved((*state, "nonfinite_losses"))
+            # A NaN may come up in the backward pass alone.
+            is_finite = [np.isfinite(x).all() for x in run.results.values()]
+            counts |= bool(is_finite) and all(is_finite)
             if (*state, "loss_scale") in calls.scales and not counts:
                 yield Found("no value", check.node_name(state, "skipped"))
         yield from _after_nan(check, run, paths)
@@ -184,7 +198,7 @@ def _poisoned(check: Check, paths: list[Path]) -> Run | None:
         for p in counters
         if p in check.base.after
     ]
-    # Of several steps in a call each needs its NaN: else some are rightly applied.
+    # If a call runs several steps, each needs a NaN: the others are rightly applied.
     has_several = max(moved, default=1) > 1
     values = {}
     for path in paths:
@@ -198,7 +212,7 @@ def _poisoned(check: Check, paths: list[Path]) -> Run | None:
 
 
 def _is_kept(check: Check, path: Path) -> bool:
-    """Whether a leaf is a statistic or a weight, and not the data of each step."""
+    """Whether a leaf is a statistic or a weight, rather than data of each step."""
     calls, old = check.calls, {**check.calls.arrays, **check.calls.start}[path]
     if isinstance(old, jax.Array) and not old.is_fully_addressable:
         return True
@@ -206,7 +220,7 @@ def _is_kept(check: Check, path: Path) -> bool:
     if run is None:
         return False
     shares = run.change(path).new - check.changes[path].new
-    # Of an average, running or exponential, a part of the old value is in the new one.
+    # The new value of an average, running or exponential, contains a part of the old.
     if shares.size and shares.min() > 0.01 and shares.max() < 0.99999:
         return bool(np.ptp(shares) < 0.01)
     if check.name(path) in check.seen_on_a_skip:
@@ -228,7 +242,7 @@ def _after_nan(check: Check, run: Run, poisoned: list[Path]) -> Iterator[Found]:
         or calls.arguments.fixed
         or len(calls.skipped(run)) < len(calls.states)
     ):
-        return  # a skipped step has been looked at, at S = inf
+        return  # a skipped step has been checked at S = inf
     for path, change in changes.items():
         if change.is_equal or path in bad or path in poisoned:
             continue

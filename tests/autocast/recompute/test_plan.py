@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from autocast_programs import W, X
 
 from jmp_scale import _jaxpr
@@ -74,6 +75,18 @@ def test_what_a_product_alone_reads_is_saved_once():
 
     (unit,) = (u for u in units_of(g, W, X) if "sin" in primitives(u))
     assert len(unit.places("is_saved")) == 1
+
+
+@pytest.mark.parametrize(("columns", "is_saved"), [(12, False), (16, True)])
+def test_an_operand_is_recomputed_of_less_than_its_copy(columns, is_saved):
+    """Of a product's result, two bytes an entry, and of an argument, which is there."""
+
+    def f(w, x):
+        h = x @ w[:, :columns] + x[:, :columns]
+        return jnp.pad(h, ((0, 0), (0, 16 - columns))) @ w
+
+    (unit,) = (u for u in units_of(f, W, X) if "add" in primitives(u))
+    assert bool(unit.places("is_saved_in_half")) == is_saved
 
 
 def test_what_only_a_later_island_reads_runs_there():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers import one_of
 from jax import lax
 from jax.extend.core import JaxprEqn
 from losses import cross_entropy
@@ -71,7 +72,7 @@ def block_params(*layers):
     return {name: array(*layers, *shape) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("how", ["scan", "remat", "unrolled"])
+@pytest.mark.parametrize("how", one_of(2, ["scan", "remat", "unrolled"]))
 def test_a_deep_transformer_is_read_once(policy, how, monkeypatch):
     """A rule that reads it again in each layer would take minutes."""
 

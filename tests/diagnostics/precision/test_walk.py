@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from autocast_hostile import HOSTILE, W, X
 from autocast_programs import PROGRAMS
+from helpers import one_of
 
 from jmp_scale import autocast
 from jmp_scale.diagnostics import precision_report
@@ -44,7 +45,7 @@ def test_a_rule_that_fails_is_told_beside_the_findings_of_the_others(monkeypatch
     assert [finding.primitive for finding in report.findings] == ["log"]
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize("name", one_of(5, sorted(ALL)))
 def test_no_rule_fails_in_a_program_or_where_autocast_has_changed_it(name):
     fun, args, *_ = ALL[name]
     with warnings.catch_warnings(record=True) as record:

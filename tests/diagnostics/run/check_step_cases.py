@@ -1,7 +1,8 @@
 """Train steps with one mistake each, and right ones beside them, for `check_step`.
 
-`WRONG` names the rule that must find a step, `RIGHT` the steps that must be clean. Each
-entry makes (step, arguments).
+A step is a maker and its settings; it returns (step, arguments). `WRONG` names the rule
+that must find a step, `RIGHT` has the steps that must be clean, and `cured` applies the
+cure of the rule to the settings of a wrong one.
 """
 
 import functools
@@ -48,11 +49,15 @@ INNER = {
     "sgd": optax.sgd(1e-2),
     "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
 }
+DECAY = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2))
 ADAMW = INNER["adamw"]
 TX = jmp_scale.with_loss_scale(ADAMW, DYNAMIC)
-STATIC = jmp_scale.with_loss_scale(ADAMW, jmp_scale.StaticLossScale(2.0**10))
-NOOP = jmp_scale.with_loss_scale(ADAMW)
-GUARDED = jmp_scale.with_loss_scale(ADAMW, DYNAMIC, guard=jmp_scale.SpikeGuard())
+STATIC = jmp_scale.StaticLossScale(2.0**10)
+NOOP = jmp_scale.NoOpLossScale()
+GUARD = jmp_scale.SpikeGuard()
+GUARDED = jmp_scale.with_loss_scale(ADAMW, DYNAMIC, guard=GUARD)
+WARM_UP = optax.adamw(optax.linear_schedule(0.0, 1e-2, 10))
+WARMED_UP = jmp_scale.with_loss_scale(WARM_UP, DYNAMIC)
 
 
 # How a step takes its loss and gradients.
@@ -108,6 +113,12 @@ def penalty_unscaled(half, ls, *args):
     return ls.unscale((loss, grads))
 
 
+def clipped_while_scaled(half, ls, *args):
+    loss, grads = never(half, ls, *args)
+    grads = jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -6e4, 6e4), grads)
+    return ls.unscale((loss, grads))
+
+
 # What a step does with its gradients, and with what the optimizer returns.
 
 
@@ -153,20 +164,54 @@ def narrowed(params, updates, state, new, loss):
     return {**params, "w1": params["w1"].astype(jnp.float16)}, new, loss
 
 
+def state_not_returned(params, updates, state, new, loss):
+    return optax.apply_updates(params, updates), loss
+
+
+def old_state(params, updates, state, new, loss):
+    return optax.apply_updates(params, updates), state, loss
+
+
+def old_params(params, updates, state, new, loss):
+    return params, new, loss
+
+
+def adjusted_again(params, updates, state, new, loss):
+    finite = new.grads_finite
+    new = new._replace(loss_scale=new.loss_scale.adjust(finite))
+    return optax.apply_updates(params, updates), new, loss
+
+
+def anew(params, updates, state, new, loss):
+    return optax.apply_updates(params, updates), TX.init(params), loss
+
+
 def step_of(
-    tx=TX,
+    inner=ADAMW,
     take=scaled,
     change=same,
     finish=returned,
+    around=None,
+    inside=None,
+    ls=DYNAMIC,
     dtype="float16",
+    times=1.0,
     with_value=True,
     donate=(),
+    **options,
 ):
     """A step on Optax by hand, with mistakes in the places given."""
+    inner = inside(inner) if inside else inner
+    tx = jmp_scale.with_loss_scale(inner, ls, **options)
+    tx = around(tx) if around else tx
+    with_value = with_value and not around
+
+    def half(*args):
+        return times * HALF[dtype](*args)
 
     @functools.partial(jax.jit, donate_argnums=donate)
     def step(params, state, x):
-        loss, grads = take(HALF[dtype], scale_in(state), params, x)
+        loss, grads = take(half, scale_in(state), params, x)
         grads = change(grads, scale_in(state), params)
         value = {"value": loss} if with_value else {}
         updates, new = tx.update(grads, state, params, **value)
@@ -182,13 +227,31 @@ def scale_in(state):
     return optax.tree.get(state, "loss_scale", filtering=is_scale)
 
 
-def around(wrap, inner=ADAMW):
-    """An optimizer around with_loss_scale, in place of within."""
-    return {"tx": wrap(jmp_scale.with_loss_scale(inner, DYNAMIC)), "with_value": False}
+# Wrappers of optimizers, for around with_loss_scale and within.
 
 
-def multi_steps(k):
-    return lambda tx: optax.MultiSteps(tx, k).gradient_transformation()
+def multi_steps(tx, k=4):
+    return optax.MultiSteps(tx, k).gradient_transformation()
+
+
+def multi_steps_of_one(tx):
+    return multi_steps(tx, k=1)
+
+
+def if_finite(tx):
+    return optax.apply_if_finite(tx, 5)
+
+
+def clip(tx):
+    return optax.chain(optax.clip(1.0), tx)
+
+
+def norm_clip(tx):
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+def zero_nans(tx):
+    return optax.chain(optax.zero_nans(), tx)
 
 
 # Steps with an average, keys, windows and half-precision parameters.
@@ -308,9 +371,11 @@ def loop_by_hand(mistake=None):
             HALF["float16"], DYNAMIC if mistake == "S" else ls, params, x
         )
         finite = jmp_scale.all_finite(loss if mistake == "loss" else grads)
+        if mistake == "zero":  # momentum moves on
+            grads = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
         updates, new = ADAMW.update(grads, opt, params)
         updated = optax.apply_updates(params, updates), new
-        if mistake != "select":
+        if mistake not in ("select", "zero"):
             updated = jmp_scale.select_tree(finite, updated, (params, opt))
         ls = ls if mistake == "adjust" else ls.adjust(finite)
         return *updated, ls, loss
@@ -323,6 +388,8 @@ def weighted(weight, params, x):
 
 
 def loss_scales_by_name():
+    tx = jmp_scale.with_loss_scale(ADAMW)
+
     @jax.jit
     def step(params, opt, scales, x):
         grads, finite = {}, {}
@@ -332,14 +399,10 @@ def loss_scales_by_name():
             grads[name] = jmp_scale.grad(loss, s)(params, x)
             finite[name] = jmp_scale.all_finite(grads[name])
         scales = {name: s.adjust(finite[name]) for name, s in scales.items()}
-        updates, opt = NOOP.update(jax.tree.map(jnp.add, *grads.values()), opt, params)
+        updates, opt = tx.update(jax.tree.map(jnp.add, *grads.values()), opt, params)
         return optax.apply_updates(params, updates), opt, scales
 
-    return step, (PARAMS, NOOP.init(PARAMS), {"mean": DYNAMIC, "tiny": DYNAMIC}, X)
-
-
-def ignores_spikes(keep):
-    return average(keep=keep, tx=GUARDED)
+    return step, (PARAMS, tx.init(PARAMS), {"mean": DYNAMIC, "tiny": DYNAMIC}, X)
 
 
 def gan(mistake=None):
@@ -348,10 +411,15 @@ def gan(mistake=None):
     @jax.jit
     def step(players, states, x):
         scales = [state.loss_scale for state in states]
-        scales = {"swapped": scales[::-1], "one": scales[:1] * 2}.get(mistake, scales)
+        others = scales[::-1]
+        scales = {"swapped": others, "one": scales[:1] * 2}.get(mistake, scales)
         new = []
-        for player, state, ls in zip(players, states, scales, strict=True):
+        for player, state, ls, other in zip(
+            players, states, scales, others, strict=True
+        ):
             loss, grads = scaled(HALF["float16"], ls, player, x)
+            if mistake == "unscaled by the other":
+                grads = other.unscale(ls.scale(grads))
             updates, state = TX.update(grads, state, player, value=loss)
             new.append((optax.apply_updates(player, updates), state))
         return *zip(*new, strict=True), loss
@@ -360,17 +428,19 @@ def gan(mistake=None):
     return step, (players, tuple(map(TX.init, players)), X)
 
 
-def one_player_in_float32():
+def one_player_in_float32(mistake=None):
     """A critic with S, and a generator with a plain optimizer that sees it."""
 
     @jax.jit
     def step(critic, generator, x):
         params, state = critic
+        ls = state.loss_scale if mistake else jmp_scale.NoOpLossScale()
         loss, grads = scaled(HALF["float16"], state.loss_scale, params, x)
         updates, state = TX.update(grads, state, params, value=loss)
         params = optax.apply_updates(params, updates)
         other, opt = generator
-        grads = jax.grad(lambda p: loss_fn(p, x) * loss_fn(params, x))(other)
+        both = functools.partial(loss_fn, params)
+        _, grads = by_hand(lambda p, x: loss_fn(p, x) * both(x), ls, other, x)
         updates, opt = ADAMW.update(grads, opt, other)
         return (params, state), (optax.apply_updates(other, updates), opt), loss
 
@@ -660,28 +730,6 @@ def sharded_jit():
     return step, (params, state, jax.device_put(x, NamedSharding(mesh, P("data"))))
 
 
-def state_not_returned(params, updates, state, new, loss):
-    return optax.apply_updates(params, updates), loss
-
-
-def old_state(params, updates, state, new, loss):
-    return optax.apply_updates(params, updates), state, loss
-
-
-def old_params(params, updates, state, new, loss):
-    return params, new, loss
-
-
-def adjusted_again(params, updates, state, new, loss):
-    finite = new.grads_finite
-    new = new._replace(loss_scale=new.loss_scale.adjust(finite))
-    return optax.apply_updates(params, updates), new, loss
-
-
-def anew(params, updates, state, new, loss):
-    return optax.apply_updates(params, updates), TX.init(params), loss
-
-
 def in_another_order():
     step, (params, state, x) = step_of()
 
@@ -702,222 +750,242 @@ def no_loss_scale(dtype="bfloat16", tx=ADAMW):
     return step, (PARAMS, tx.init(PARAMS), X)
 
 
-def warmed_up(mistake=None):
-    """The learning rate starts at 0."""
-    rate = optax.linear_schedule(0.0, 1e-2, 10)
-    tx = jmp_scale.with_loss_scale(optax.adamw(rate), DYNAMIC)
-    return average(keep=None if mistake else "applied", tx=tx)
-
-
-def _by_optimizer(rule, name, **mistake):
-    return {
-        f"{name}, {opt}": (
-            rule,
-            functools.partial(
-                step_of, tx=jmp_scale.with_loss_scale(inner, DYNAMIC), **mistake
-            ),
-        )
-        for opt, inner in INNER.items()
-    }
-
-
-part = functools.partial
-WRONG = {
-    **_by_optimizer("never unscaled", "never unscaled", take=never),
-    **_by_optimizer("unscaled twice", "unscaled twice", change=unscaled),
-    **_by_optimizer("S not used", "jax.value_and_grad", take=plain),
-    **_by_optimizer("S not used", "a captured S", take=captured),
-    **_by_optimizer("S not used", "a fresh S", take=fresh),
-    **_by_optimizer("overflow hidden", "a clip before", change=clipped),
-    **{
-        f"apply_if_finite around, {opt}": (
-            "state put back",
-            part(step_of, **around(lambda tx: optax.apply_if_finite(tx, 5), inner)),
-        )
-        for opt, inner in INNER.items()
+# Which rule finds a mistake in a part of `step_of`.
+_PARTS = {
+    "take": {
+        never: "never unscaled",
+        never_but_reported: "never unscaled",
+        scaled_twice: "never unscaled",
+        plain: "S not used",
+        captured: "S not used",
+        fresh: "S not used",
+        by_next_s: "unscaled by the next S",
+        penalty_unscaled: "partly unscaled",
+        loss_left_scaled: "value is scaled",
+        clipped_while_scaled: "overflow hidden",
     },
-    "MultiSteps around": ("overflow stays", part(step_of, **around(multi_steps(4)))),
-    "MultiSteps around, k = 1": (
-        "overflow stays",
-        part(step_of, **around(multi_steps(1))),
-    ),
-    "a clip around": (
-        "not outermost",
-        part(step_of, **around(lambda tx: optax.chain(optax.clip(1.0), tx))),
-    ),
-    "a norm clip around": (
-        "not outermost",
-        part(
-            step_of,
-            **around(
-                lambda tx: optax.chain(
-                    INNER["clip"][0:0] or optax.clip_by_global_norm(1.0), tx
-                )
-            ),
-        ),
-    ),
-    "zero_nans around": (
-        "overflow hidden",
-        part(step_of, **around(lambda tx: optax.chain(optax.zero_nans(), tx))),
-    ),
-    "the loss left scaled": ("value is scaled", part(step_of, take=loss_left_scaled)),
-    "the loss scaled twice": ("never unscaled", part(step_of, take=scaled_twice)),
-    "static, unscaled twice": (
+    "change": {
+        unscaled: "unscaled twice",
+        one_unscaled: "unscaled twice",
+        others_added_scaled: "never unscaled",
+        penalty_scaled: "never unscaled",
+        clipped: "overflow hidden",
+    },
+    "around": {
+        multi_steps: "overflow stays",
+        multi_steps_of_one: "overflow stays",
+        if_finite: "state put back",
+        clip: "not outermost",
+        norm_clip: "not outermost",
+        zero_nans: "overflow hidden",
+    },
+    "finish": {
+        decayed: "changed on a skip",
+        old_state: "S never adjusted",
+        anew: "S never adjusted",
+        adjusted_again: "S adjusted twice",
+        old_params: "nothing learned",
+        state_not_returned: "not returned",
+        narrowed: "compiles twice",
+    },
+}
+_WITH_EACH_OPTIMIZER = {never, unscaled, plain, captured, fresh, clipped, if_finite}
+# Which rule finds a mistake of another maker.
+_MISTAKES = {
+    linen: {
+        "plain": "S not used",
+        "never": "never unscaled",
+        "unscaled twice": "unscaled twice",
+        "clipped": "overflow hidden",
+        "replaced": "NaN stays",
+        "no value": "no value",
+    },
+    nnx_step: {
+        "plain": "S not used",
+        "never": "never unscaled",
+        "unscaled twice": "unscaled twice",
+        "clipped": "overflow hidden",
+        "own gradient": "NaN stays",
+        "no update": "S never adjusted",
+        "no value": "no value",
+    },
+    equinox: {"plain": "S not used", "unscaled twice": "unscaled twice"},
+    haiku: {"stats not selected": "NaN stays"},
+    gan: {
+        "swapped": "another S",
+        "one": "S not used",
+        "unscaled by the other": "another S",
+    },
+    one_player_in_float32: {"no skip": "overflow stays"},
+    loop_by_hand: {
+        "loss": "overflow stays",
+        "select": "overflow stays",
+        "zero": "changed on a skip",
+        "S": "S not used",
+        "adjust": "S never adjusted",
+    },
+    embedding: {"NaN in an average": "NaN stays"},
+    key_in_state: {"NaN in an average": "NaN stays"},
+    window_of_calls: {"keeps NaN": "overflow stays"},
+    with_arguments: {"decay": "changed on a skip"},
+    shard_mapped: {
+        "no mean": "replicas diverge",
+        "mean after": "replicas diverge",
+        "half sum": "half-precision sum",
+    },
+    split_over_two_axes: {"one axis": "skip not agreed"},
+    pmapped: {"no mean": "replicas diverge"},
+}
+# Mistakes that meet other settings.
+_MORE = {
+    "no value": ("no value", step_of, {"with_value": False}),
+    "plain, bfloat16": ("S not used", step_of, {"take": plain, "dtype": "bfloat16"}),
+    "plain, float32": ("S not used", step_of, {"take": plain, "dtype": "float32"}),
+    "never, float32": ("never unscaled", step_of, {"take": never, "dtype": "float32"}),
+    "unscaled, bfloat16": (
         "unscaled twice",
-        part(step_of, STATIC, change=unscaled),
+        step_of,
+        {"change": unscaled, "dtype": "bfloat16"},
     ),
-    "no value": ("no value", part(step_of, with_value=False)),
-    "a decay outside": ("changed on a skip", part(step_of, finish=decayed)),
-    "a decay outside, no S": ("changed on a skip", part(step_of, NOOP, finish=decayed)),
-    "the old state": ("S never adjusted", part(step_of, finish=old_state)),
-    "a new state": ("S never adjusted", part(step_of, finish=anew)),
-    "S adjusted by hand too": (
-        "S adjusted twice",
-        part(step_of, finish=adjusted_again),
-    ),
-    "by hand, the loss alone": ("overflow stays", part(loop_by_hand, "loss")),
-    "the old parameters": ("nothing learned", part(step_of, finish=old_params)),
-    "the state not returned": (
-        "not returned",
-        part(step_of, finish=state_not_returned),
-    ),
-    "another dtype comes out": ("compiles twice", part(step_of, finish=narrowed)),
-    "others added scaled": (
+    "unscaled, static": ("unscaled twice", step_of, {"change": unscaled, "ls": STATIC}),
+    "plain, static": ("S not used", step_of, {"take": plain, "ls": STATIC}),
+    "decayed, no S": ("changed on a skip", step_of, {"finish": decayed, "ls": NOOP}),
+    # Neither clip nor gradients of the steps before hide that S changes a step.
+    "never, large gradients": (
         "never unscaled",
-        part(step_of, change=others_added_scaled),
+        step_of,
+        {"take": never, "inner": INNER["clip"], "times": 1e3},
     ),
-    "one leaf twice": ("unscaled twice", part(step_of, change=one_unscaled)),
-    "jax.value_and_grad, bfloat16": (
-        "S not used",
-        part(step_of, take=plain, dtype="bfloat16"),
-    ),
-    "unscaled twice, bfloat16": (
-        "unscaled twice",
-        part(step_of, change=unscaled, dtype="bfloat16"),
-    ),
-    "jax.value_and_grad, float32": (
-        "S not used",
-        part(step_of, take=plain, dtype="float32"),
-    ),
-    "never unscaled, float32": (
-        "never unscaled",
-        part(step_of, take=never, dtype="float32"),
-    ),
-    "an average that moves": ("changed on a skip", part(average, keep=None)),
-    "unscaled after a window": (
-        "unscaled twice",
-        part(average, accumulate="unscaled after"),
-    ),
-    "linen, plain": ("S not used", part(linen, "plain")),
-    "linen, unscaled twice": ("unscaled twice", part(linen, "unscaled twice")),
-    "linen, never unscaled": ("never unscaled", part(linen, "never")),
-    "linen, stats replaced": ("NaN stays", part(linen, "replaced")),
-    "linen, a clip": ("overflow hidden", part(linen, "clipped")),
-    "linen, no value": ("no value", part(linen, "no value")),
-    "nnx, plain": ("S not used", part(nnx_step, "plain")),
-    "nnx, never unscaled": ("never unscaled", part(nnx_step, "never")),
-    "nnx, unscaled twice": ("unscaled twice", part(nnx_step, "unscaled twice")),
-    "nnx, unscaled twice, sgd": (
-        "unscaled twice",
-        part(nnx_step, "unscaled twice", INNER["sgd"]),
-    ),
-    "nnx, a clip": ("overflow hidden", part(nnx_step, "clipped")),
-    "nnx, no update": ("S never adjusted", part(nnx_step, "no update")),
-    "nnx, no value": ("no value", part(nnx_step, "no value")),
-    "nnx, its own gradient": ("NaN stays", part(nnx_step, "own gradient")),
-    "equinox, plain": ("S not used", part(equinox, "plain")),
-    "equinox, unscaled twice": ("unscaled twice", part(equinox, "unscaled twice")),
-    "two players, swapped": ("another S", part(gan, "swapped")),
-    "two players, one S": ("S not used", part(gan, "one")),
-    "shard_map, a mean of updates": (
-        "replicas diverge",
-        part(shard_mapped, "mean after"),
-    ),
-    # What a prototype missed.
-    "a penalty left scaled": ("never unscaled", part(step_of, change=penalty_scaled)),
-    "a penalty unscaled": ("partly unscaled", part(step_of, take=penalty_unscaled)),
-    "a penalty unscaled, sgd": (
+    "penalty_unscaled, sgd": (
         "partly unscaled",
-        part(
-            step_of,
-            jmp_scale.with_loss_scale(INNER["sgd"], DYNAMIC),
-            take=penalty_unscaled,
-        ),
+        step_of,
+        {"take": penalty_unscaled, "inner": INNER["sgd"]},
     ),
-    "by the next S": ("unscaled by the next S", part(step_of, take=by_next_s)),
+    "unscaled, a warm-up": (
+        "unscaled twice",
+        step_of,
+        {"change": unscaled, "inner": WARM_UP},
+    ),
+    "unscaled, sgd with decay": (
+        "unscaled twice",
+        step_of,
+        {"change": unscaled, "inner": DECAY},
+    ),
+    "adjusted again, sgd": (
+        "S adjusted twice",
+        step_of,
+        {"finish": adjusted_again, "inner": INNER["sgd"]},
+    ),
+    "an average": ("changed on a skip", average, {"keep": None}),
+    "an average in a warm-up": (
+        "changed on a skip",
+        average,
+        {"keep": None, "tx": WARMED_UP},
+    ),
     "an average of spikes": (
         "changed on a spike",
-        part(ignores_spikes, "grads_finite"),
+        average,
+        {"keep": "grads_finite", "tx": GUARDED},
     ),
-    "NaN in an average, integers": ("NaN stays", part(embedding, True)),
-    "NaN in an average": ("NaN stays", part(key_in_state, True)),
-    "haiku, stats not selected": ("NaN stays", part(haiku, True)),
-    "shard_map, no mean": ("replicas diverge", part(shard_mapped, "no mean")),
-    "shard_map, a sum in half": ("half-precision sum", part(shard_mapped, "half sum")),
-    "shard_map, one of two axes": ("skip not agreed", part(split_over_two_axes, True)),
-    "pmap, no mean": ("replicas diverge", part(pmapped, True)),
-    "a window that keeps NaN": ("overflow stays", part(window_of_calls, True)),
-    "an average in a warm-up": ("changed on a skip", part(warmed_up, True)),
-    "by hand, no select": ("overflow stays", part(loop_by_hand, "select")),
-    "by hand, another S": ("S not used", part(loop_by_hand, "S")),
-    "by hand, never adjusted": ("S never adjusted", part(loop_by_hand, "adjust")),
-    "a decay by an argument": ("changed on a skip", part(with_arguments, True)),
-    "never unscaled, but the loss": (
-        "never unscaled",
-        part(step_of, take=never_but_reported),
+    "unscaled after a window": (
+        "unscaled twice",
+        average,
+        {"accumulate": "unscaled after"},
+    ),
+    "nnx_step, unscaled twice, sgd": (
+        "unscaled twice",
+        nnx_step,
+        {"mistake": "unscaled twice", "inner": INNER["sgd"]},
     ),
 }
-RIGHT = {
+_RIGHT = {
     **{
-        f"{opt}, {dtype}": part(
-            step_of, jmp_scale.with_loss_scale(inner, DYNAMIC), dtype=dtype
-        )
+        f"{opt}, {dtype}": (step_of, {"inner": inner, "dtype": dtype})
         for opt, inner in INNER.items()
         for dtype in HALF
     },
-    "MultiSteps": part(
-        step_of, jmp_scale.with_loss_scale(multi_steps(4)(ADAMW), DYNAMIC)
-    ),
-    "a guard": part(step_of, GUARDED),
-    "a static S": part(step_of, STATIC),
-    "no S": part(step_of, NOOP, dtype="bfloat16"),
-    "in another order": in_another_order,
-    "an average": average,
-    "an average, donated": part(average, donate=True),
-    "a window in a call": part(average, accumulate="right"),
-    "half-precision parameters": part(
+    "a guard": (step_of, {"guard": GUARD}),
+    "no S": (step_of, {"ls": NOOP, "dtype": "bfloat16"}),
+    "by hand": (step_of, {"take": by_hand}),
+    "a penalty": (step_of, {"change": penalized}),
+    "an average": (average, {}),
+    "an average, donated": (average, {"donate": True}),
+    "half-precision parameters": (
         average,
-        tx=jmp_scale.with_loss_scale(jmp_scale.with_half_parameters(ADAMW), DYNAMIC),
-        dtype=jnp.bfloat16,
+        {
+            "tx": jmp_scale.with_loss_scale(
+                jmp_scale.with_half_parameters(ADAMW), DYNAMIC
+            ),
+            "dtype": jnp.bfloat16,
+        },
     ),
-    "linen": linen,
-    "nnx": nnx_step,
-    "nnx, bfloat16": part(nnx_step, plain=True),
-    "nnx, metrics": nnx_with_metrics,
-    "equinox": equinox,
-    "haiku": haiku,
-    "two players": gan,
-    "one player in float32": one_player_in_float32,
-    "shard_map": shard_mapped,
-    "shard_map, two axes": split_over_two_axes,
-    "pmap": pmapped,
-    "pmap, donated": part(pmapped, donate=True),
-    "sharded jit": sharded_jit,
-    # What a prototype flagged.
-    "no loss scale": no_loss_scale,
-    "half parameters alone": part(
-        no_loss_scale, tx=jmp_scale.with_half_parameters(ADAMW)
+    "nnx, bfloat16": (nnx_step, {"plain": True}),
+    "pmap, donated": (pmapped, {"donate": True}),
+    "no loss scale": (no_loss_scale, {}),
+    "half parameters alone": (
+        no_loss_scale,
+        {"tx": jmp_scale.with_half_parameters(ADAMW)},
     ),
-    "a donated key": key_in_state,
-    "a window of calls": window_of_calls,
-    "an ensemble": ensemble,
-    "a rate, a mask, a base": with_arguments,
-    "unscaled by hand": part(step_of, take=by_hand),
-    "a penalty, unscaled": part(step_of, change=penalized),
-    "several steps in a call": several_steps_in_a_call,
-    "by hand": loop_by_hand,
-    "loss scales by name": loss_scales_by_name,
-    "integers": embedding,
-    "spikes": part(ignores_spikes, "applied"),
-    "a warm-up": warmed_up,
+    **{
+        maker.__name__: (maker, {})
+        for maker in (
+            in_another_order, nnx_with_metrics, sharded_jit, ensemble,
+            several_steps_in_a_call, loss_scales_by_name,
+        )
+    },
+}  # fmt: skip
+# What the cures of the rules say, as settings; a mistake of a maker is left out.
+_CURES = {
+    "take": scaled,
+    "change": same,
+    "finish": returned,
+    "keep": "applied",
+    "accumulate": "right",
+    "with_value": True,
+    "mistake": None,
 }
+
+
+def _wrong():
+    for field, rules in _PARTS.items():
+        for part, rule in rules.items():
+            inner = INNER if part in _WITH_EACH_OPTIMIZER else ["adamw"]
+            for opt in inner:
+                settings = {field: part, "inner": INNER[opt]}
+                yield f"{part.__name__}, {opt}", (rule, step_of, settings)
+    for maker, rules in _MISTAKES.items():
+        for mistake, rule in rules.items():
+            yield f"{maker.__name__}, {mistake}", (rule, maker, {"mistake": mistake})
+    yield from _MORE.items()
+
+
+def _cured(settings):
+    """The settings after the cure: what stands around `with_loss_scale` goes inside."""
+    new = {name: _CURES.get(name, value) for name, value in settings.items()}
+    if "around" in new:
+        new["inside"] = new.pop("around")
+    return {name: value for name, value in new.items() if name != "mistake"}
+
+
+def _right():
+    """By name (maker, settings, rules), the rules of mistakes that are cured here."""
+    found = {}
+    for name, (maker, settings) in _RIGHT.items():
+        found[_key(maker, settings)] = name, maker, settings, []
+    for name, (rule, maker, settings) in WRONG.items():
+        new = _cured(settings)
+        twin = f"{name}, cured", maker, new, []
+        found.setdefault(_key(maker, new), twin)[-1].append(rule)
+    return {name: rest for name, *rest in found.values()}
+
+
+def _key(maker, settings):
+    """Equal for settings that make the same step."""
+    usual = {**_CURES, "inner": ADAMW, "dtype": "float16", "ls": DYNAMIC}
+    usual["accumulate"] = None
+    others = {name: x for name, x in settings.items() if usual.get(name) is not x}
+    return maker, *sorted((name, id(x)) for name, x in others.items())
+
+
+WRONG = dict(_wrong())
+RIGHT = _right()

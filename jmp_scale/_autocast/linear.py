@@ -13,7 +13,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.tree_util import PyTreeDef
 
 from .. import _jaxpr
 
@@ -60,8 +59,8 @@ class LinearFunction(Generic[A, B, C]):
         outs = LINEAR.bind(*operands, jaxpr=trace.jaxpr, tangents=trace.tangents)
         return jax.tree.unflatten(trace.results, outs)
 
-    def _trace(self, arrays: Arrays, tree: PyTreeDef, count: int) -> "_Trace":
-        results: list[PyTreeDef] = []
+    def _trace(self, arrays: Arrays, tree: Any, count: int) -> "_Trace":
+        results: list[Any] = []
 
         def flat(*arrays: jax.Array) -> list[jax.Array]:
             outs, result_tree = jax.tree.flatten(
@@ -83,7 +82,7 @@ class _Trace(NamedTuple):
     consts: Arrays
     is_read: list[bool]  # by constant and argument
     tangents: int  # the number of those that are read
-    results: PyTreeDef
+    results: Any  # their tree
 
 
 def _run(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:

@@ -121,6 +121,13 @@ def test_arguments_of_other_kinds_pass_as_they_are(mark):
     jax.eval_shape(autocast(fun, "bfloat16"), X, jnp.arange(3))
 
 
+def test_names_are_equal_whatever_they_met():
+    """So that equal layers share one trace."""
+    names, others = (Names(frozenset({"head"})) for _ in range(2))
+    assert names.meet(product(Model().layer)).is_exempt
+    assert (names, hash(names)) == (others, hash(others))
+
+
 class Net(eqx.Module):
     first: eqx.nn.Linear
     head: eqx.nn.Linear

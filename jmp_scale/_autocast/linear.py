@@ -6,7 +6,7 @@ that, but JAX does not transpose it under `JAX_REMAT3`, and
 `jax.custom_derivatives.linear_call` has no rule for `vmap`. So this is a primitive.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from .. import _jaxpr
+from .._jaxpr import Jaxpr
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -56,7 +57,7 @@ class LinearFunction(Generic[A, B, C]):
                 self._traces[key] = trace
         inputs = zip([*trace.consts, *arrays], trace.is_read, strict=True)
         operands = [x for x, is_read in inputs if is_read]
-        outs = LINEAR.bind(*operands, jaxpr=trace.jaxpr, tangents=trace.tangents)
+        outs = LINEAR.bind(*operands, **trace.params)
         return jax.tree.unflatten(trace.results, outs)
 
     def _trace(self, arrays: Arrays, tree: Any, count: int) -> "_Trace":
@@ -74,15 +75,31 @@ class LinearFunction(Generic[A, B, C]):
         # What is not read is not saved.
         jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         own = sum(is_read[len(is_read) - count :])
-        return _Trace(ClosedJaxpr(jaxpr, []), consts, is_read, own, results[-1])
+        return _Trace(_params(jaxpr, own), consts, is_read, results[-1])
 
 
 class _Trace(NamedTuple):
-    jaxpr: ClosedJaxpr
+    params: dict[str, Any]
     consts: Arrays
     is_read: list[bool]  # by constant and argument
-    tangents: int  # the number of those that are read
     results: Any  # their tree
+
+
+def _params(jaxpr: Jaxpr, tangents: int) -> dict[str, Any]:
+    """The parameters of an equation, which is linear in its last `tangents` inputs."""
+    return {
+        "jaxpr": ClosedJaxpr(jaxpr, []),
+        "tangents": tangents,
+        "transposes": _Transposes({}),
+    }
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class _Transposes:
+    """The transposes of one jaxpr. Equations with the same jaxpr share them."""
+
+    # By the results that have cotangents.
+    made: "dict[tuple[int, ...], LinearFunction[Arrays, ByPosition, list[jax.Array]]]"
 
 
 def _run(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -115,21 +132,26 @@ def _jvp(
 
 
 def _transposed(
-    cotangents: Sequence[Any], *operands: Any, tangents: int, jaxpr: ClosedJaxpr
+    cotangents: Sequence[Any],
+    *operands: Any,
+    jaxpr: ClosedJaxpr,
+    tangents: int,
+    transposes: _Transposes,
 ) -> list[jax.Array | None]:
     residuals, unknown = _split(operands, tangents)
     live = {i: c for i, c in enumerate(cotangents) if type(c) is not ad.Zero}
-    found = _transpose_of(jaxpr, tangents, tuple(live))(residuals, live)
+    if tuple(live) not in transposes.made:
+        transpose = LinearFunction(_transpose_of(jaxpr, tangents))
+        transposes.made[tuple(live)] = transpose
+    found = transposes.made[tuple(live)](residuals, live)
     own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
     wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
-    return [None] * len(residuals) + wanted
+    return [*[None] * len(residuals), *wanted]
 
 
-@functools.lru_cache(maxsize=512)
 def _transpose_of(
-    jaxpr: ClosedJaxpr, tangents: int, live: tuple[int, ...]
-) -> LinearFunction[Arrays, ByPosition, list[jax.Array]]:
-    """The transpose, for cotangents of these results; of equal units there is one."""
+    jaxpr: ClosedJaxpr, tangents: int
+) -> Callable[[Arrays, ByPosition], list[jax.Array]]:
     # Not the types of operands, which are those of cotangents: on Explicit mesh axes
     # an array that is `reduced` has a cotangent that is `unreduced`.
     types = jaxpr.in_avals[len(jaxpr.in_avals) - tangents :]
@@ -137,12 +159,12 @@ def _transpose_of(
     def transposed(residuals: Arrays, cotangents: ByPosition) -> list[jax.Array]:
         def run(*tangents: jax.Array) -> ByPosition:
             outs = _run(*residuals, *tangents, jaxpr=jaxpr)
-            return {i: outs[i] for i in live}
+            return {i: outs[i] for i in cotangents}
 
         zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
         return [*jax.vjp(run, *zeros)[1](cotangents)]
 
-    return LinearFunction(transposed)
+    return transposed
 
 
 def _batched(
@@ -180,7 +202,7 @@ def _without_unused(
     smaller = eqn.replace(
         invars=[v for v, read in zip(eqn.invars, is_read, strict=True) if read],
         outvars=[v for v, used in zip(eqn.outvars, is_used, strict=True) if used],
-        params={"jaxpr": ClosedJaxpr(jaxpr, []), "tangents": sum(own)},
+        params=_params(jaxpr, sum(own)),
     )
     return is_read, smaller
 

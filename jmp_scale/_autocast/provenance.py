@@ -97,12 +97,16 @@ class Reading(NamedTuple):
 
     def wanted(self) -> list[Step]:
         """The steps whose results or effects are wanted."""
-        wanted, found = {*variables(self.jaxpr.outvars)}, list[Step]()
-        for step in reversed(self.steps):
-            if _jaxpr.has_effects(step.eqn) or wanted.intersection(step.outputs):
-                found.append(step)
-                wanted.update(step.inputs)
-        return found[::-1]
+        return _wanted(self.jaxpr, self.steps)
+
+
+def _wanted(jaxpr: Jaxpr, steps: Sequence[Step]) -> list[Step]:
+    wanted, found = {*variables(jaxpr.outvars)}, list[Step]()
+    for step in reversed(steps):
+        if _jaxpr.has_effects(step.eqn) or wanted.intersection(step.outputs):
+            found.append(step)
+            wanted.update(step.inputs)
+    return found[::-1]
 
 
 def read(
@@ -146,7 +150,8 @@ def read(
         wide = is_float32(v) and not is_known
         given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
     reader = _Reader(flat, given, dtype.name, is_exempt)
-    products = [step.product for step in reader.steps if step.kind == "product"]
+    wanted = _wanted(flat, reader.steps)
+    products = [step.product for step in wanted if step.kind == "product"]
     halves = {product.result for product in products if product}
     operands = {v for product in products if product for v in product.operands}
     data = {v for v in operands if not reader.provenance.get(v, _DATA).origin}

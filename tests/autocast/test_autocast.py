@@ -965,6 +965,23 @@ def test_a_product_behind_an_island_keeps_its_own_context():
     assert "dot_general" not in marked
 
 
+def test_equal_layers_differ_in_what_they_read_twice():
+    """The first one reads one array as input and operand, the others read two."""
+
+    def f(w, x):
+        first = h = x @ w
+        for _ in range(3):
+            h = jnp.tanh(h) @ first
+        return jnp.sum(jnp.sin(h))
+
+    square = W[:8, :8]
+    got, wanted = (
+        jax.grad(autocast(f, "float16", recompute=recompute))(square, square.T)
+        for recompute in (True, False)
+    )
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
 def test_each_layer_keeps_its_scopes_in_both_passes():
     def loss(w, x):
         with jax.named_scope("model"):

@@ -64,6 +64,16 @@ class Unit:
         return [i for i, each in enumerate(self.outputs) if getattr(each, fact)]
 
     @property
+    def passed_inputs(self) -> tuple[tuple[int, int], ...]:
+        """Positions in `passed`, and of the same residuals among the island's inputs.
+
+        Equal units may differ in these.
+        """
+        inputs = {v: i for i, v in enumerate(self.jaxpr.invars)}
+        pairs = enumerate(self.passed)
+        return tuple((j, inputs[v]) for j, v in pairs if v in inputs)
+
+    @property
     def operands(self) -> set[int]:
         """The positions of operands of products."""
         return {i for _, places in self.products for i in places[:2]}

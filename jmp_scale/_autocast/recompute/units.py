@@ -68,9 +68,10 @@ class RecomputingInterpreter(Interpreter):
             [self.saved(v, reading, values, as_is=True) for v in inputs],
             [self.saved(v, reading, values, as_is=v in inputs) for v in unit.passed],
         )
-        # Equal units share a function, if they name the same scopes.
+        # Equal units share a function, if what they do not compare is equal too.
         scopes = unit.scope, tuple(product.scope for product, _ in unit.products)
-        results = self.traces.made(_function_of, unit, self, scopes)(*args)
+        facts = unit, self, scopes, unit.passed_inputs
+        results = self.traces.made(_function_of, *facts)(*args)
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
         for i, x in results.saved.items():
             values.casts[outputs[i], self.forward] = x
@@ -116,20 +117,19 @@ def _function_of(
     unit: Unit,
     cast: RecomputingInterpreter,
     scopes: tuple[NameStack, tuple[NameStack, ...]],
+    passed_inputs: tuple[tuple[int, int], ...],
 ) -> Callable[..., Results]:
     """A function with a derivative that recomputes the island.
 
     Its arguments are the inputs of the island, what products read besides, and the
-    residuals of both. `scopes` are those of the island and of the products.
+    residuals of both. `scopes` are those of the island and of the products,
+    `passed_inputs` are the unit's.
     """
     island_scope, product_scopes = scopes
     island = cast.traces.made(_Island, unit, cast)
     tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
     saved_in_half = unit.places("is_saved_in_half")
     count = len(unit.outputs)
-    # Of what is passed the island reads some, too. They are the same residuals.
-    inputs = {v: i for i, v in enumerate(unit.jaxpr.invars)}
-    same = {j: inputs[v] for j, v in enumerate(unit.passed) if v in inputs}
 
     def with_passed(outputs: ByPosition, passed: Arrays) -> ByPosition:
         return outputs | {count + j: x for j, x in enumerate(passed)}
@@ -157,7 +157,7 @@ def _function_of(
             (residuals.inputs, residuals.outputs, residuals.saved)
         )
         passed = [*residuals.passed]
-        for j, i in same.items():
+        for j, i in passed_inputs:
             passed[j] = own[i]
         copied, originals = residuals.float32 or (None, {})
         with _jaxpr.scope(island_scope):

@@ -102,7 +102,9 @@ def _slopes(table: Mapping[float, Rows]) -> dict[Path, int]:
                 near = np.abs(sign * slopes - [1, 2, 3]).min(1, initial=9) < 0.15
                 if near.size and near.mean() > 0.5:
                     # Few entries may agree by chance, or by rounding, once or twice.
-                    score = 2 if near.size < 8 else 6 if near.mean() > 0.95 else 3
+                    # Entries that are equal agree as one.
+                    is_few = np.unique(step).size < 8
+                    score = 2 if is_few else 6 if near.mean() > 0.95 else 3
                     scores[path, sign] = scores.get((path, sign), 0) + score
     enough = 6 if len(powers) > 2 else 3
     paths = table[powers[0]] if powers else ()

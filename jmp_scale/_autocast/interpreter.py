@@ -147,7 +147,7 @@ class Interpreter:
 
     def evaluate_steps(self, reading: Reading, values: Values) -> None:
         """Adds the values of all variables whose values are wanted."""
-        for step in reading.wanted():
+        for step in reading.wanted:
             self.evaluate_step(step, reading, values)
 
     def evaluate_step(self, step: Step, reading: Reading, values: Values) -> None:

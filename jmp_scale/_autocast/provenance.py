@@ -79,6 +79,7 @@ class Reading(NamedTuple):
     constants: dict[Var, Leaf]  # values, by variable
     copied: list[int]  # inputs of which the last ones are copies, one for each reader
     steps: list[Step]  # one for each equation of `jaxpr`
+    wanted: list[Step]  # those whose results or effects are wanted
     provenance: dict[Var, Provenance]
     given: frozenset[Var]  # inputs and constants that are no data
     halves: frozenset[Var]  # float32 variables whose half-precision copies are exact
@@ -94,10 +95,6 @@ class Reading(NamedTuple):
     def is_data(self, v: Var) -> bool:
         """Whether a value is not computed from arguments and constants alone."""
         return self.origin(v) is Origin.DATA
-
-    def wanted(self) -> list[Step]:
-        """The steps whose results or effects are wanted."""
-        return _wanted(self.jaxpr, self.steps)
 
 
 def _wanted(jaxpr: Jaxpr, steps: Sequence[Step]) -> list[Step]:
@@ -161,6 +158,7 @@ def read(
         constants=constants,
         copied=copied,
         steps=reader.steps,
+        wanted=wanted,
         provenance=reader.provenance,
         given=frozenset(given),
         halves=frozenset(halves | shared),

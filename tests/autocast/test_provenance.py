@@ -60,7 +60,7 @@ def test_steps_whose_results_nobody_wants_are_left_out():
         jnp.sin(x @ w)
         return (x @ w.T).sum()
 
-    names = [step.eqn.primitive.name for step in reading_of(f, W, X).wanted()]
+    names = [step.eqn.primitive.name for step in reading_of(f, W, X).wanted]
     assert names == ["dot_general", "reduce_sum"]  # which moves its operand itself
 
 

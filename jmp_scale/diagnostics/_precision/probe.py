@@ -238,7 +238,7 @@ class _Flagged(RecomputingInterpreter):
         values: dict[Var, jax.Array] = {}
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
         read_as_results = {outputs[i] for i in unit.places("is_softmax")}
-        products = [s.product for s in reading.wanted() if s.kind == "product"]
+        products = [s.product for s in reading.wanted if s.kind == "product"]
 
         def replace(v: Var, x: jax.Array) -> jax.Array:
             values[v] = x

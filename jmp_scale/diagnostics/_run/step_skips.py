@@ -104,11 +104,17 @@ def _is_alike(one: Change, other: Change) -> bool:
     return np.array_equal(one.new, other.new, equal_nan=True)
 
 
+def _advances(change: Change, usual: Change) -> bool:
+    """Whether a leaf counts steps, or changes as in a step that is applied."""
+    counts = not change.is_float or np.isin(change.step, (0, 1)).all()
+    return bool(counts) or _is_alike(change, usual)
+
+
 def _staying(check: Check, run: Run, bad: Iterable[Path]) -> list[Path]:
     """Returns the leaves of `bad` that the next step does not make finite again."""
     calls, start = check.calls, check.calls.start
     for _ in range(check.window):
-        calls.start = {**calls.start, **run.after}
+        calls.start = calls.later(run)
         later = check.run("steps after a skipped one")
         if later is None:
             break
@@ -130,8 +136,7 @@ def _left_unchanged(check: Check, run: Run, stays: str, what: str) -> Iterator[F
     repeated: Changes = {}
     for path in changed:
         change, usual = changes[path], check.changes[path]
-        counts = not change.is_float or np.isin(change.step, (0, 1)).all()
-        if counts or _is_alike(change, usual):
+        if _advances(change, usual):
             yield Found(COUNTS, check.name(path))
             continue
         if not repeated:
@@ -246,8 +251,7 @@ def _after_nan(check: Check, run: Run, poisoned: list[Path]) -> Iterator[Found]:
     for path, change in changes.items():
         if change.is_equal or path in bad or path in poisoned:
             continue
-        counts = not change.is_float or np.isin(change.step, (0, 1)).all()
-        if counts or _is_alike(change, check.changes[path]):
+        if _advances(change, check.changes[path]):
             yield Found(COUNTS, check.name(path))
         else:
             is_sure = change.ndim > 0 and not check.has_other_optimizers

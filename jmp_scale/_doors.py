@@ -21,5 +21,6 @@ def __getattr__(name: str) -> NoReturn:
         hint = f"; write jmp_scale.{_ELSEWHERE[name]}"
         # `from jmp_scale import name` has words of its own for an AttributeError.
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        error = ImportError if caller == "importlib._bootstrap" else AttributeError
+        if caller == "importlib._bootstrap":
+            error = ImportError
     raise error(f"module 'jmp_scale' has no attribute {name!r}{hint}")

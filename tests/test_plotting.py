@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from losses import forgetful
-from runs import guard_of, history_of, recorded
+from runs import history_of, recorded
 
 from jmp_scale import diagnostics, plotting
 
@@ -80,8 +80,9 @@ def spike_history(spikes=(3,), loss=2.0, limits=True):
     applied = ~np.isin(np.arange(10), spikes)
     factor = np.where(applied, np.float32(1), np.float32(100))
     columns = {"applied": applied, "loss": loss * factor, "grad_norm": 0.5 * factor}
-    guard = guard_of(loss_mean=2, norm_mean=-1) if limits else None
-    return history_of(guard=guard, **columns)
+    if limits:
+        columns |= {"loss_limit": np.full(10, 4.0), "norm_limit": np.full(10, 2.0)}
+    return history_of(**columns)
 
 
 def test_spikes_are_drawn_above_the_limits_that_they_passed():

@@ -46,8 +46,8 @@ def main_of(script, *args):
     return out.getvalue()
 
 
-@contextlib.contextmanager
-def processes():
+@pytest.fixture(scope="module")
+def fresh_process():
     """Starts functions that call `main_of` in a process of their own, as users do."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -64,27 +64,26 @@ def processes():
 
 
 @pytest.fixture(scope="module")
-def fresh_process():
-    with processes() as start:
-        yield start
-
-
-@pytest.fixture(scope="module")
 def run(fresh_process):
     """Examples one after the other in one process, which imports JAX only once."""
     return fresh_process()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[pytest.mark.slow] if i % 7 else [])
+        for i, script in enumerate(SCRIPTS)
+    ],
+)
 def test_help_says_what_the_example_shows_and_steps_that_are_none_are_an_error(
     run, script
 ):
     text = run(script, "--help")
     assert "usage:" in text
     assert "--steps" in text
-    for steps in ("0", "-3", "many") if script == SCRIPTS[0] else ("0",):
-        expected = f"--steps: expected a whole number of at least 1, got '{steps}'"
-        assert expected in run(script, f"--steps={steps}")
+    expected = "--steps: expected a whole number of at least 1, got '0'"
+    assert expected in run(script, "--steps=0")
 
 
 def test_every_example_is_in_the_reading_order():
@@ -116,7 +115,7 @@ def test_the_quick_start_loses_a_gradient_only_without_a_loss_scale(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, seed, tmp_path):
     table = run("train_digits.py", "--steps", 600, "--seed", seed, "--out", tmp_path)
     names = ("float32", "float16, no scaling", "float16, dynamic")
@@ -302,14 +301,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of
 
 
 @pytest.fixture(scope="module")
-def table():
+def table(fresh_process):
     """The rows that an example prints, in a process of its own.
 
     The flags of XLA that the examples set are read once in a process.
     """
-    with processes() as start:
-        run = start()
-        yield lambda *args: columns(run(*args), DTYPES)
+    run = fresh_process()
+    return lambda *args: columns(run(*args), DTYPES)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def continued(loss_scale, flags):
     return jax.lax.scan(step, loss_scale, flags)[1]
 
 
-@pytest.mark.parametrize("name", one_of(3, CUT))
+@pytest.mark.parametrize("name", one_of(6, CUT))
 def test_a_run_cut_anywhere_goes_on_as_it_would_have_there(name):
     peer, trace = EVERY[name]
     line, state_of = STATES[peer]

@@ -227,13 +227,13 @@ def _state_findings(
         yield kind, {**values, "last": last}
     if s is None:
         return
+    is_dynamic = isinstance(rule, DynamicLossScale)
     if not 0 < s < math.inf:
         yield "loss scale out of range", values
     elif s < 1:
         yield "loss scale below 1", values
-    elif isinstance(rule, DynamicLossScale) and not counts[0]:
-        if s * rule.factor > rule.max_loss_scale:
-            yield "loss scale at its cap", values
+    elif is_dynamic and s * rule.factor > rule.max_loss_scale and not counts[0]:
+        yield "loss scale at its cap", values
 
 
 def _present(

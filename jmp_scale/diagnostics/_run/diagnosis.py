@@ -28,6 +28,8 @@ _NAMES = {
     "dot_general": "a matrix product",
 }
 _Maker = tuple[str | None, str | None]  # a constant, or an operation
+# The equation that made "NaN" or "infinity", or read a constant that has it.
+_Origin = tuple[core.JaxprEqn, str, jax.Array | None]
 _LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
 _NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
@@ -185,14 +187,6 @@ def _nonfinite_argument(args: tuple[PyTree, ...]) -> str | None:
     return None
 
 
-class _Origin(NamedTuple):
-    """The equation that made a value infinite or NaN, or that read a NaN constant."""
-
-    eqn: core.JaxprEqn
-    kind: str
-    constant: jax.Array | None = None
-
-
 def _run(
     jaxpr: core.Jaxpr | core.ClosedJaxpr, args: Sequence[jax.Array], outer: Place
 ) -> tuple[list[jax.Array], _Maker | None]:
@@ -201,8 +195,8 @@ def _run(
     The maker is None if all outputs are finite, or the value came from the arguments.
     """
     inner, consts = open_jaxpr(jaxpr)
-    given = zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
-    values = dict(given)
+    inputs = [*inner.constvars, *inner.invars]
+    values = dict(zip(inputs, [*consts, *args], strict=True))
     origins: dict[core.Var, _Origin | None] = {}  # of values that are not finite
 
     def origin(eqn: core.JaxprEqn, kind: str) -> _Origin | None:
@@ -211,14 +205,14 @@ def _run(
         same = [a for a, own in kinds if own and (kind == "infinity" or own == "NaN")]
         if not same:
             # A NaN made of infinities, such as their difference, may be a mask's.
-            earlier = (origins.get(a) for a in bad if not isinstance(a, core.Literal))
-            return next(filter(None, earlier), _Origin(eqn, kind))
+            earlier = [origins.get(v) for v in _jaxpr.variables(bad)]
+            return next(filter(None, earlier), (eqn, kind, None))
         first = same[0]
         if not isinstance(first, core.Literal) and first not in inner.constvars:
             return origins.get(first)
         constant = jnp.asarray(value_of(first, values))
         # An infinite constant may be a mask.
-        return _Origin(eqn, "NaN", constant) if _kind(constant) == "NaN" else None
+        return (eqn, "NaN", constant) if _kind(constant) == "NaN" else None
 
     for eqn in inner.eqns:
         # Equations run one by one: compiled together, they might round differently.
@@ -229,9 +223,7 @@ def _run(
                 origins[v] = origin(eqn, kind)
     outs = _jaxpr.results_of(inner, values)
     bad = [v for v, x in zip(inner.outvars, outs, strict=True) if _kind(x)]
-    found = None
-    if bad and not isinstance(bad[0], core.Literal):
-        found = origins.get(bad[0])
+    found = next((origins.get(v) for v in _jaxpr.variables(bad)), None)
     if found is None:
         return outs, None
     eqn, kind, constant = found

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._scaling.loss_scale import LossScale, scale_value
+from ..._tree import named_inexact_leaves
 from ..._types import Leaf, PyTree
 from .._tables import leaf_name, percent, power, printed, table
 from . import casts
@@ -70,13 +71,15 @@ class GradReport:
 
     def worst(self, k: int = 5) -> dict[str, Row]:
         """Returns the k leaves that lose most, worst first, like `to_dict` (host)."""
+        rows = self.to_dict()["leaves"]
 
-        def badness(item: tuple[str, Row]) -> tuple[float, ...]:
-            _, row = item
-            return tuple(row[name] / max(row["size"], 1) for name in _BY_HARM)
+        def badness(path: str) -> list[float]:
+            row = rows[path]
+            return [row[name] / max(row["size"], 1) for name in _BY_HARM]
 
-        rows = self.to_dict()["leaves"].items()
-        return dict(sorted(rows, key=badness, reverse=True)[:k])
+        return {
+            path: rows[path] for path in sorted(rows, key=badness, reverse=True)[:k]
+        }
 
     def summary(self, k: int | None = None) -> str:
         """Returns a table of the k worst leaves, or of all in tree order (host)."""
@@ -105,8 +108,7 @@ def grad_report(
 
     Raises:
       TypeError: `loss_scale` is not a number.
-      ValueError: another dtype, a `loss_scale` of a shape other than (), or a leaf of
-        2^32 elements or more.
+      ValueError: another dtype, or a `loss_scale` of a shape other than ().
     """
     name = jnp.dtype(dtype).name
     if name == "bfloat16":  # S x would be a float32 subnormal, which XLA makes 0
@@ -115,7 +117,7 @@ def grad_report(
             "has float32's range; for its smallest numbers use exponent_histogram"
         )
     limits = casts.limits("grad_report", name)
-    paths, leaves = casts.countable_leaves("grad_report", grads)
+    paths, leaves = named_inexact_leaves(grads)
     loss_scale = scale_value("grad_report", loss_scale)
     arrays = _report_arrays(leaves, loss_scale, limits)
     return GradReport(**arrays, paths=paths, dtype=name)

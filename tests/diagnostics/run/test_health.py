@@ -46,24 +46,15 @@ def without_rule(in_a_row):
 
 
 DYNAMIC, STATIC = jmp_scale.DynamicLossScale, jmp_scale.StaticLossScale
-ONE_LOSS, TWO_LOSSES, EIGHT_LOSSES = (
-    {"nonfinite_losses": np.int32(n)} for n in (1, 2, 8)
-)
+ONE_LOSS, TWO_LOSSES = ({"nonfinite_losses": np.int32(n)} for n in (1, 2))
 INSIDE = jmp_scale.with_loss_scale(optax.sgd(0.1), DYNAMIC())
-OTHER_WAY_ROUND = {
-    "MultiSteps": ("in its sum", optax.MultiSteps(INSIDE, 4).init(jnp.ones(2))),
-    "apply_if_finite": (
-        "puts back S",
-        optax.apply_if_finite(INSIDE, 5).init(jnp.ones(2)),
-    ),
-}
+MULTI_STEPS = optax.MultiSteps(INSIDE, 4).init(jnp.ones(2))
+IF_FINITE = optax.apply_if_finite(INSIDE, 5).init(jnp.ones(2))
 # Words of the sentence, a state, recorded flags (-1: the loss itself is not finite).
 FINDINGS = {
-    **OTHER_WAY_ROUND,
-    "MultiSteps, a mapping": (
-        "in its sum, so every later step is skipped. Write with_loss_scale(optax.Multi",
-        {"opt_state": OTHER_WAY_ROUND["MultiSteps"][1]._asdict()},
-    ),
+    "MultiSteps": ("every later step is skipped. Write with_loss_scale(", MULTI_STEPS),
+    "MultiSteps, a mapping": ("in its sum", {"opt_state": MULTI_STEPS._asdict()}),
+    "apply_if_finite": ("puts back S", IF_FINITE),
     "warm-up": ("unscaled. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
     "warm-up, recorded": ("warm-up", state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0]),
     "resumed": ("all skipped: normal if", state(DYNAMIC(8.0), 5, 3), [0, 0, 0]),
@@ -81,18 +72,12 @@ FINDINGS = {
         "skipped; in total 1 by overflow, 1 by a broken loss: normal if rare",
         state(None, 2, 2, **ONE_LOSS),
     ),
-    "cause unknown for long": (
-        "(in total 12 by overflow, 8 by a broken loss), and the loss scale is now at",
-        state(None, 20, 12, **EIGHT_LOSSES),
-    ),
     "nine in a row": ("normal if rare", state(DYNAMIC(8.0), 50, 9)),
     "every step": ("something broke", state(DYNAMIC(8.0), 50, 10)),
-    "every step, static": ("something broke", state(STATIC(8), 12, 12)),
     "one step, static": (
         "The last step was skipped; in total 1 by overflow: normal if rare",
         state(STATIC(8), 1, 1),
     ),
-    "one, static": ("1 by overflow: normal", state(STATIC(8), 1), [*[1] * 30, 0, 1]),
     "often, static": ("use a Dynamic", state(STATIC(8), 3), [*[1] * 5, 0, 1, 0, 1]),
     "below 1": ("2^-2, below 1", state(DYNAMIC(0.25, min_loss_scale=0))),
     "float16": (
@@ -113,12 +98,7 @@ FINDINGS = {
     ),
     "spike": ("skipped as a spike", spiked(1, 3)),
     "spikes in a row": ("(4 skipped in a row; in total 4 by a spike)", spiked(4, 4)),
-    "spikes in a row, of a mapping": (
-        "After max_in_a_row spikes in a row",
-        spiked(4, 4)._replace(guard={})._asdict(),
-    ),
     "three in a row, of a mapping": ("normal if rare", without_rule(3)),
-    "every step, of a mapping": ("something broke", without_rule(12)),
 }
 
 
@@ -184,7 +164,6 @@ def test_a_loss_scale_that_is_not_a_positive_number_is_the_first_finding(s):
 
 # Words of the sentence, if they are spikes, by the steps that were skipped.
 RATES = {
-    (150,): "The guard skipped 1 of the last 200 steps (0.5%; at step 150)",
     (99, 150): "The guard skipped 2 of the last 200 steps (1.0%; at step 99, 150)",
     (50, 99, 150): "The guard skipped 3 of the last 200 steps (1.5%; at step 50, 99, ",
     range(0, 70, 7): "at step ..., 35, 42, 49, 56, 63); more than 1 %",

@@ -129,7 +129,6 @@ def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, seed, tmp
     assert zeros["float16, no scaling"] > 40
     assert zeros["float32"] < zeros["float16, dynamic"] + 1 < 10
     assert exponent(rows["float16, dynamic"][3]) >= 16
-    assert (tmp_path / "train_digits.png").stat().st_size > 20_000
 
 
 def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale(run):
@@ -163,7 +162,6 @@ def test_one_nan_image_moves_s_only_where_the_cause_is_not_looked_at(run, tmp_pa
     assert (last["with the loss"], least["with the loss"]) == (16, 15)
     assert skipped["gradients alone"] == drawn
     assert rows["with the loss, NaN model"][:4] == ["2^15", "2^15", "300", "300"]
-    assert (tmp_path / "nan_image.png").stat().st_size > 20_000
 
 
 @pytest.mark.slow
@@ -172,7 +170,6 @@ def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_pa
     rows = columns(table, ("generator", "discriminator"))
     assert rows["discriminator"][1:] == ["2^14", "1", "20"]
     assert rows["generator"][1:] == ["2^15", "0", "-"]
-    assert (tmp_path / "gan.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -200,7 +197,6 @@ def test_each_run_that_goes_wrong_is_explained(run, tmp_path):
     assert re.search(r"^verdict: The loss itself is not finite", overflow, re.M)
     assert "mostly because the loss itself was not finite" in nan_image
     assert re.search(r"^verdict: args\[1\] is not finite itself", nan_image, re.M)
-    assert (tmp_path / "diagnose.png").stat().st_size > 20_000
 
 
 @pytest.mark.slow
@@ -219,7 +215,6 @@ def test_a_skipped_step_leaves_the_statistics_of_a_resnet_finite(run, tmp_path):
     assert len(skipped) == 4
     assert skipped[-1] > 0
     assert "BatchNorm statistics finite: True" in text
-    assert (tmp_path / "linen_resnet.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -230,7 +225,6 @@ def test_gradients_of_a_language_model_vanish_as_the_mean_grows(run, tmp_path):
     shares = [percent(rows[name][0]) for name in names]
     assert shares == sorted(shares)
     assert shares[0] < 0.1 < 2 < shares[-1]
-    assert (tmp_path / "nnx_transformer.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -260,13 +260,10 @@ def test_links_and_images_of_a_page_resolve(name):
             assert anchor in anchors(path.read_text()), link
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
     navigation = (ROOT / "mkdocs.yml").read_text()
     missing = [page for page in TEXTS if page.removeprefix("docs/") not in navigation]
     assert not missing
-
-
-def test_every_example_is_on_the_page_of_examples():
     folder = ROOT / "examples"
     scripts = {path.name for path in folder.glob("[!_]*.py")}
     page = TEXTS["docs/examples.md"]

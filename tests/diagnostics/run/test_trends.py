@@ -50,7 +50,7 @@ RUNS = {
     "near zero": (falling(500, 1.0, 1e-6) * noise(500, 1.0, 1),),
     "a burst": (np.where(STEP // 30 == 10, 3.0, 1.0) * falling(500),),
     "a burst at the end": (np.where(STEP >= 480, 3.0, 1.0) * falling(500),),
-    "a trained model, near zero": (1e-6 * noise(500, 2.0, 2),),
+    "a trained model, near zero": (1e-6 * noise(500, 0.7, 12),),
     "one huge loss": (np.where(STEP == 480, 1e8, 1.0) * falling(500),),
     "short": (falling(39),),
     "ten orders of magnitude": (

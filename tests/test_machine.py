@@ -96,7 +96,7 @@ def test_programs_are_run_in_turn_and_compared_with_the_first():
     calls = []
 
     def program(name):
-        return lambda: Program(lambda: calls.append(name), memory=2**20)
+        return lambda: Program(lambda: calls.append(name), mebibytes=1.0)
 
     programs = {name: program(name) for name in "abc"}
     found = compare("task", programs, seconds=0)

@@ -79,11 +79,8 @@ def settings() -> dict[str, str]:
 
 
 def keeps_roundings() -> dict[str, bool]:
-    """Tests by dtype whether XLA rounds after each operation of a chain.
-
-    XLA may compute the chain in float32. Then 1 plus a quarter of the last digit is
-    more than 1.
-    """
+    """Tests by dtype whether XLA rounds after each operation of a chain."""
+    # In float32, 1 plus a quarter of the last digit is more than 1.
     chain = jax.jit(lambda one, small: (one + small) - one)
     found = {}
     for dtype in HALVES:

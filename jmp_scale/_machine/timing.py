@@ -20,10 +20,10 @@ _REFUSALS = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueEr
 
 
 class Program(NamedTuple):
-    """A compiled program, and its memory in bytes if the compiler reports it."""
+    """A compiled program, and its memory if the compiler reports it."""
 
     run: Callable[[], object]
-    memory: int | None = None
+    mebibytes: float | None = None
 
 
 Compile = Callable[[], Program]
@@ -48,36 +48,22 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The measurements of one program.
-
-    Attributes:
-      program: its name.
-      milliseconds: median time of a call.
-      gain: time of the first program over this one's, round by round.
-      mebibytes: arguments, results and temporary arrays, as compiled.
-      note: the reason if it was not measured, or "".
-    """
+    """The measurements of one program."""
 
     program: str
-    milliseconds: float | None = None
-    gain: Ratio | None = None
-    mebibytes: float | None = None
-    note: str = ""
+    milliseconds: float | None = None  # the median of a call
+    gain: Ratio | None = None  # the first program's time over its own, round by round
+    mebibytes: float | None = None  # arguments, results and temporaries, as compiled
+    note: str = ""  # the reason if it was not measured
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The rows of several programs, and of the first one against itself at the end.
-
-    Attributes:
-      title: the task of the programs.
-      rows: one for each program.
-      believable: the smallest gain that is not noise: the farther quartile of the first
-        program's time over its own.
-    """
+    """The rows of several programs, and of the first one against itself at the end."""
 
     title: str
     rows: tuple[Row, ...]
+    # The smallest gain that is not noise: the farther quartile of that last row.
     believable: float
 
 
@@ -101,17 +87,15 @@ def compare(title: str, programs: Mapping[str, Compile], seconds: float) -> Comp
     # The control runs at the end of a round, as far from the base as the others.
     compiled[base + CONTROL] = compiled[base]
     times = _times(compiled, start + seconds)
-    gains = {}
-    for name, own in times.items():
-        gains[name] = Ratio.of([a / b for a, b in zip(times[base], own, strict=True)])
-        memory = compiled[name].memory
-        rows[name] = Row(
-            name,
-            1000 * statistics.median(own),
-            None if name == base else gains[name],
-            None if memory is None else memory / 2**20,
-        )
-    control = gains[base + CONTROL]
+
+    def gain_of(name: str) -> Ratio:
+        return Ratio.of([a / b for a, b in zip(times[base], times[name], strict=True)])
+
+    for name, program in compiled.items():
+        milliseconds = 1000 * statistics.median(times[name])
+        gain = None if name == base else gain_of(name)
+        rows[name] = Row(name, milliseconds, gain, program.mebibytes)
+    control = gain_of(base + CONTROL)
     return Comparison(title, tuple(rows.values()), max(control.high, 1 / control.low))
 
 
@@ -120,11 +104,11 @@ def compiling(fun: Function, *args: PyTree) -> Compile:
 
     def compile_() -> Program:
         compiled = jax.jit(fun).lower(*args).compile()
-        found, memory = compiled.memory_analysis(), None
+        found, mebibytes = compiled.memory_analysis(), None
         if found is not None:
-            memory = found.argument_size_in_bytes + found.output_size_in_bytes
-            memory += found.temp_size_in_bytes
-        return Program(lambda: compiled(*args), memory)
+            count = found.argument_size_in_bytes + found.output_size_in_bytes
+            mebibytes = (count + found.temp_size_in_bytes) / 2**20
+        return Program(lambda: compiled(*args), mebibytes)
 
     return compile_
 

@@ -69,17 +69,15 @@ def plot_spikes(
     figure = {"figsize": (7.0, 5.0), "layout": "constrained", "sharex": True}
     top, bottom = plt.subplots(2, **figure)[1] if axes is None else axes
     step, spike, applied = (recorded[x] for x in ("step", "spike", "applied"))
-    for ax, name, limit in (
-        (top, "loss", "loss_limit"),
-        (bottom, "grad_norm", "norm_limit"),
-    ):
+    rows = (top, "loss", "loss_limit"), (bottom, "grad_norm", "norm_limit")
+    for ax, name, limit in rows:
         pair = recorded[name], recorded[limit]
         y, limits = (np.where(np.isfinite(x), x, np.nan) for x in pair)
         shown = np.where(applied, y, np.nan)
-        ax.plot(step, shown, color=_BLUE, linewidth=1.2, label="applied")
+        ax.plot(step, shown, color=_BLUE, lw=1.2, label="applied")
         if np.isfinite(limits).any():
-            limit_style = {"color": _ORANGE, "linewidth": 1.4}
-            ax.plot(step, limits, "--", **limit_style, label="limit of the guard")
+            label = "limit of the guard"
+            ax.plot(step, limits, "--", color=_ORANGE, lw=1.4, label=label)
         _mark(ax, step[spike], y[spike], "v", _RED, "skipped")
         # On a linear axis, a spike of a thousand times the loss would flatten the rest.
         if y[np.isfinite(y)].min(initial=1) > 0:

@@ -8,31 +8,29 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cast_reference import DTYPES as NARROW
 from cast_reference import assert_same_in_vmap_and_scan
-from helpers import one_of
 
 from jmp_scale import diagnostics
 
 pytestmark = pytest.mark.strict_promotion
 
-DTYPES = {"float32": np.float32, **NARROW}
+DTYPES = np.float32, np.float16, ml_dtypes.bfloat16
 lost_updates = jax.jit(diagnostics.lost_updates)
 
 
-@pytest.mark.parametrize("dtype", one_of(2, DTYPES))
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_update_is_lost_where_the_rounded_sum_is_the_parameter(dtype):
     random = np.random.RandomState(0)
     params = np.exp2(random.uniform(-4, 4, 4000)) * random.choice([-1, 1], 4000)
-    params = params.astype(DTYPES[dtype])
+    params = params.astype(dtype)
     # Around the size at which they begin to be lost, of both signs; every tenth is 0.
-    epsilon = float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    epsilon = float(ml_dtypes.finfo(dtype).eps)
     sizes = epsilon * np.exp2(random.uniform(-4, 2, 4000))
     sizes *= random.choice([-1, 1], 4000)
     updates = (sizes * np.abs(params.astype(np.float64))).astype(np.float32)
     updates[::10] = 0
     sums = params.astype(np.float32) + updates
-    lost = (sums.astype(DTYPES[dtype]) == params) & (updates != 0)
+    lost = (sums.astype(dtype) == params) & (updates != 0)
     found = lost_updates(params, updates)
     assert 0.2 < lost.sum() / (updates != 0).sum() < 0.8
     np.testing.assert_allclose(found.entries, lost.sum() / (updates != 0).sum(), 1e-6)
@@ -93,5 +91,5 @@ def test_a_share_of_more_than_two_to_the_24_entries_is_counted_exactly():
 
 def test_trees_that_do_not_match_are_refused():
     ones = jnp.ones(2)
-    with pytest.raises(ValueError, match="pytree structure"):
+    with pytest.raises(ValueError, match=r"structure|key mismatch"):
         diagnostics.lost_updates({"a": ones}, {"b": ones})

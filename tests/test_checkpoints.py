@@ -163,7 +163,7 @@ def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
     restored = flax.serialization.from_state_dict(target, saved(2.0**13))
     assert_bitwise_equal(restored.loss_scale, jnp.float32(2.0**13))
     assert restored.counter == 7
-    message = rf"{dtype} does not hold loss_scale exactly, save float32"
+    message = rf"got .*{dtype}.*in a dtype that rounds it \(save float32\)"
     for s in (1.5 * 2.0**13, np.inf):
         with pytest.raises(ValueError, match=message):
             flax.serialization.from_state_dict(target, saved(s))

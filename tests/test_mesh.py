@@ -108,9 +108,7 @@ def test_vmap_agrees_over_its_axis_only_by_name():
     assert unnamed(bad_on(5)).tolist() == [True] * 5 + [False] + [True] * 2
 
 
-@pytest.mark.parametrize(
-    "axis_name", [{"i"}, frozenset({"i"}), {"i": 0}, 0, b"i", ("i", 0), object()]
-)
+@pytest.mark.parametrize("axis_name", [{"i"}, {"i": 0}, 0, ("i", 0)], ids=str)
 def test_an_axis_name_of_another_type_is_an_error_that_names_the_argument(axis_name):
     message = ": expected axis_name to be the name of a mesh axis"
     with pytest.raises(TypeError, match=f"^all_finite{message}"):
@@ -134,8 +132,8 @@ def which(x):
     return _mesh.if_on_one_device(lambda x: 0 * x.min() + 1, lambda x: 0 * x.min(), x)
 
 
-def which_of_partial_shard_map(mesh, axis_names):
-    return shard_mapped(mesh, P(), axis_names=axis_names)(which)(jnp.ones(8))
+def which_in(mesh, *names):
+    return shard_mapped(mesh, P(), axis_names={*names})(which)(jnp.ones(8))
 
 
 def which_on(devices):
@@ -150,9 +148,9 @@ IS_WHOLE = {
     "pmap": (lambda: jax.pmap(which)(jnp.ones(8))[0], 1),
     "vmap": (lambda: jax.jit(jax.vmap(which))(jnp.ones(8))[0], 1),
     "one device's mesh": (lambda: which_on("one device"), 1),
-    "shard_map": (lambda: which_of_partial_shard_map(TWO_AXES, {"i", "j"}), 1),
-    "partial shard_map": (lambda: which_of_partial_shard_map(TWO_AXES, {"i"}), 0),
-    "Explicit": (lambda: which_of_partial_shard_map(EXPLICIT_TWO, {"j"}), 0),
+    "shard_map": (lambda: which_in(TWO_AXES, "i", "j"), 1),
+    "partial shard_map": (lambda: which_in(TWO_AXES, "i"), 0),
+    "Explicit": (lambda: which_in(EXPLICIT_TWO, "j"), 0),
     "eight devices' mesh": (lambda: which_on("eight devices"), 0),
     "sharded argument": (lambda: jax.jit(which)(jax.device_put(np.ones(8), OVER_I)), 0),
     "in_shardings": (lambda: jax.jit(which, in_shardings=OVER_I)(np.ones(8)), 0),

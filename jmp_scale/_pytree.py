@@ -22,10 +22,7 @@ Leaf = Annotated[Any, "leaf"]
 
 
 class Pytree:
-    """A frozen dataclass (`repr=False`) that `register` makes a pytree.
-
-    Its leaves are the fields of type `Leaf`; all others are static.
-    """
+    """A frozen dataclass as a pytree, whose leaves are its fields of type `Leaf`."""
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
 
@@ -152,10 +149,7 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
 
 
 def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:
-    """Casts powers of two to the dtype of `like`: no floating-point dtype rounds them.
-
-    EasyLM's checkpointer writes all floating-point arrays in bfloat16.
-    """
+    """Casts powers of two, which bfloat16 (as EasyLM saves) holds as exactly."""
     dtypes = jnp.result_type(x), jnp.result_type(like)
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return x

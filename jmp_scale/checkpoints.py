@@ -62,10 +62,8 @@ def restore_without_loss_scale(load: Callable[[PyTree], PyTree], state: T) -> T:
     """
     name = "restore_without_loss_scale"
     if not find_loss_scale_states(state):
-        raise ValueError(
-            f"{name}: state has no loss scale; pass that of an optimizer wrapped in "
-            "with_loss_scale"
-        )
+        cure = "pass that of an optimizer wrapped in with_loss_scale"
+        raise ValueError(f"{name}: state has no loss scale; {cure}")
     state = _restore(name, load, state, is_loss_scale_state, _inner_state)
     return _with_values(name, state)
 
@@ -76,16 +74,6 @@ def restore_older(load: Callable[[PyTree], PyTree], state: T) -> T:
     As `restore_without_loss_scale`, but only the guard, which warms up again, comes
     from `state`. A checkpoint that has the guard is restored whole: `load` gets the
     template with a guard first, and one without if that does not fit.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale.checkpoints import restore_older
-      >>> saved = jmp_scale.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))
-      >>> guard = jmp_scale.SpikeGuard()
-      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), guard=guard)
-      >>> state = restore_older(lambda template: saved, tx.init(jnp.ones(2)))
-      >>> state.guard
-      SpikeGuard()
     """
     restore = functools.partial(_restore, "restore_older", load, state)
     try:
@@ -191,8 +179,9 @@ def _in_form(tree: PyTree, is_new: Callable[[PyTree], bool], form: Form) -> PyTr
 
 def _inner_state(node: PyTree) -> PyTree:
     # NNX leaves out an entry that holds no array, such as the inner state of SGD.
-    is_mapping = isinstance(node, Mapping)
-    return node.get("inner_state", _NOTHING) if is_mapping else node.inner_state
+    if isinstance(node, Mapping):
+        return node.get("inner_state", _NOTHING)
+    return node.inner_state
 
 
 def _without_guard(node: PyTree) -> PyTree:
@@ -210,11 +199,8 @@ def _checked(
     saved = {k: x for k, x in saved.items() if not isinstance(x, jax.ShapeDtypeStruct)}
     # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
-    wrong = {
-        f"{name} ({_type(saved.get(name))} for {_type(x)})"
-        for name, x in data.items()
-        if not _fits(saved.get(name), x)
-    }
+    misfits = {k: x for k, x in data.items() if not _fits(saved.get(k), x)}
+    wrong = [f"{k} ({_type(saved.get(k))} for {_type(x)})" for k, x in misfits.items()]
     foreign = saved.keys() - like.keys()
     if wrong or foreign:
         raise ValueError(

@@ -34,16 +34,12 @@ def make_state(loss_scale=None, **kwargs):
     return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1), **kwargs)
 
 
+@functools.cache
 def old_state():
     """A state without a loss scale, as Flax's own class makes it, after one step."""
     tx = optax.adam(0.1)
     state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     return state.apply_gradients(grads=GRADS)
-
-
-def advanced(steps, **configuration):
-    """A loss scale `steps` finite steps after its last change."""
-    return jmp_scale.DynamicLossScale(2.0**10, counter=steps, **configuration)
 
 
 def nnx_optimizer(tx, loss_scale=None, **kwargs):
@@ -89,7 +85,8 @@ def loader(request, tmp_path):
 def test_all_leaves_come_back_bit_for_bit_and_configuration_is_that_of_the_code(
     round_trip,
 ):
-    saved = make_state(advanced(7, period=50, hysteresis=2), guard=GUARD)
+    loss_scale = jmp_scale.DynamicLossScale(8.0, 7, period=50, hysteresis=2)
+    saved = make_state(loss_scale, guard=GUARD)
     grads = jax.tree.map(lambda g: g * jnp.inf, GRADS)
     saved = saved.apply_gradients(grads=grads, value=jnp.float32(0.0))
     saved = saved.apply_gradients(grads=GRADS, value=jnp.float32(0.0))
@@ -104,7 +101,8 @@ def test_all_leaves_come_back_bit_for_bit_and_configuration_is_that_of_the_code(
 
 
 def test_an_nnx_optimizer_comes_back(round_trip):
-    saved = nnx_optimizer(optax.adam(0.1), advanced(1999))
+    saved = jmp_scale.DynamicLossScale(2.0**10, counter=1999)
+    saved = nnx_optimizer(optax.adam(0.1), saved)
     model, optimizer = nnx_optimizer(optax.adam(0.1), jmp_scale.DynamicLossScale())
     pure = (nnx.to_pure_dict(nnx.state(x)) for x in (saved, (model, optimizer)))
     nnx.update((model, optimizer), jax.tree.map(jnp.asarray, round_trip(*pure)))
@@ -188,12 +186,9 @@ def check_restored(state, saved):
 
 def test_a_python_number_stays_one():
     """As an array it would be another type for `jit`."""
-    saved, new = optax.adam(0.1), jmp_scale.with_loss_scale(optax.adam(0.1))
-    saved, new = (
-        {"epoch": i, "s": tx.init(PARAMS)} for i, tx in ((3, saved), (0, new))
-    )
-    restored = restore_without_loss_scale(lambda _: saved, new)
-    assert isinstance(restored["epoch"], int)
+    new = {"epoch": 0, "states": [jmp_scale.with_loss_scale(optax.sgd(0.1)).init(0.0)]}
+    restored = restore_without_loss_scale(lambda _: {"epoch": 3, "states": [()]}, new)
+    assert type(restored["epoch"]) is int
     assert restored["epoch"] == 3
 
 
@@ -271,7 +266,7 @@ def test_a_loss_scale_is_expected_in_the_state_alone(saved, state, message):
         (PARAMS | {"v": jnp.ones(3)}, r"only in the checkpoint: +params/v\n"),
         (PARAMS | {"w": jnp.ones(4)}, r"params/w \(float32\[4\] for float32\[3\]\)"),
         (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w \(float16\[3\] for fl"),
-        (jax.eval_shape(lambda: PARAMS), r"state: +params/b \(.*, params/w \(.*\n"),
+        (jax.eval_shape(lambda: PARAMS), r"state: +params/b \(nothing for .*params/w"),
     ],
 )
 def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
@@ -279,17 +274,6 @@ def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
     saved = (old_state() if is_older else make_state()).replace(params=params)
     with pytest.raises(ValueError, match=f"(?s){restore.__name__}.*{message}"):
         restore(lambda _: saved, make_state(guard=GUARD))
-
-
-def test_an_optax_state_without_a_guard_is_restored_at_any_depth(tmp_path):
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(8.0))
-    _, saved = tx.update(GRADS, tx.init(PARAMS), value=jnp.float32(1.0))
-    load = with_orbax({"params": PARAMS, "states": [saved] * 2}, tmp_path)
-    guarded = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
-    state = {"params": PARAMS, "states": [guarded.init(PARAMS), guarded.init(PARAMS)]}
-    state = restore_older(load, state)
-    assert_bitwise_equal(state["states"][1].guard, GUARD)
-    assert int(state["states"][1].spikes) == 0
 
 
 @pytest.mark.parametrize(("tx", "on_disk"), ON_DISK)
@@ -307,7 +291,7 @@ def test_an_nnx_state_without_a_guard_is_restored(tx, on_disk, tmp_path):
 
 @pytest.mark.parametrize("guards", [(None, None), (None, GUARD), (GUARD, GUARD)])
 def test_a_checkpoint_is_restored_with_or_without_its_guard(loader, guards):
-    saved = make_state(advanced(7), guard=guards[0])
+    saved = make_state(jmp_scale.DynamicLossScale(8.0, 7), guard=guards[0])
     opt_state = saved.opt_state._replace(skipped=jnp.int32(3))
     restored = restore_older(
         loader(saved.replace(opt_state=opt_state)), make_state(guard=guards[1])

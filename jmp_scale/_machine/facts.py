@@ -29,8 +29,14 @@ _SETTINGS = {
     "jax_debug_infs": (False, "raises at an overflow that would be skipped"),
     "jax_disable_jit": (False, "runs every operation on its own, slowly"),
 }
-_VARIABLES = "XLA_FLAGS LIBTPU_INIT_ARGS NVIDIA_TF32_OVERRIDE JAX_PLATFORMS"
-_VARIABLES += " XLA_PYTHON_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_PREALLOCATE"
+_VARIABLES = (
+    "XLA_FLAGS",
+    "LIBTPU_INIT_ARGS",
+    "NVIDIA_TF32_OVERRIDE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "JAX_PLATFORMS",
+)
 
 # By the dtypes that are fast.
 _ADVICE = {
@@ -74,7 +80,7 @@ def settings() -> dict[str, str]:
         value = getattr(jax.config, name, default)
         if value != default:
             found[name] = f"{value} ({effect})"
-    variables = {name: os.environ.get(name, "").strip() for name in _VARIABLES.split()}
+    variables = {name: os.environ.get(name, "").strip() for name in _VARIABLES}
     return found | {name: value for name, value in variables.items() if value}
 
 

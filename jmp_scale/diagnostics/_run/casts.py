@@ -9,8 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
+
+from ..._tree import named_inexact_leaves
+from ..._types import Leaf, PyTree
 
 INFINITY = 0x7F800000  # the bits of float32 infinity; the bits of a NaN are larger
 
@@ -46,6 +50,15 @@ def limits(function: str, dtype: DTypeLike) -> Limits:
         names = ", ".join(_LIMITS)
         raise ValueError(f"{function}: expected dtype to be one of {names}, got {name}")
     return _LIMITS[name]
+
+
+def countable_leaves(function: str, tree: PyTree) -> tuple[tuple[str, ...], list[Leaf]]:
+    """Returns names and values of inexact leaves, each of fewer than 2^32 numbers."""
+    paths, leaves = named_inexact_leaves(tree)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if np.size(leaf) * (1 + jnp.iscomplexobj(leaf)) >= 2**32:
+            raise ValueError(f"{function}: {path} has 2^32 entries or more; split it")
+    return paths, leaves
 
 
 def magnitude_bits(leaf: ArrayLike, loss_scale: ArrayLike | None = None) -> jax.Array:

@@ -12,7 +12,6 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._scaling.loss_scale import LossScale, scale_value
-from ..._tree import named_inexact_leaves
 from ..._types import Leaf, PyTree
 from .._tables import leaf_name, percent, power, printed, table
 from . import casts
@@ -108,7 +107,8 @@ def grad_report(
 
     Raises:
       TypeError: `loss_scale` is not a number.
-      ValueError: another dtype, or a `loss_scale` of a shape other than ().
+      ValueError: another dtype, a `loss_scale` of a shape other than (), or a leaf of
+        2^32 elements or more.
     """
     name = jnp.dtype(dtype).name
     if name == "bfloat16":  # S x would be a float32 subnormal, which XLA makes 0
@@ -117,7 +117,7 @@ def grad_report(
             "has float32's range; for its smallest numbers use exponent_histogram"
         )
     limits = casts.limits("grad_report", name)
-    paths, leaves = named_inexact_leaves(grads)
+    paths, leaves = casts.countable_leaves("grad_report", grads)
     loss_scale = scale_value("grad_report", loss_scale)
     arrays = _report_arrays(leaves, loss_scale, limits)
     return GradReport(**arrays, paths=paths, dtype=name)

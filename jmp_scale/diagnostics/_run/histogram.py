@@ -9,7 +9,6 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _mesh
-from ..._tree import named_inexact_leaves
 from ..._types import Leaf, PyTree
 from .._tables import leaf_name, percent, printed, table
 from . import casts
@@ -95,8 +94,11 @@ def exponent_histogram(tree: PyTree) -> ExponentHistogram:
     Args:
       tree: pytree, typically of unscaled gradients. Leaves that are not floating point
         are ignored; a complex element counts as two.
+
+    Raises:
+      ValueError: a leaf of 2^32 elements or more.
     """
-    paths, leaves = named_inexact_leaves(tree)
+    paths, leaves = casts.countable_leaves("exponent_histogram", tree)
     columns = len(_EXPONENTS)
     rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
     counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]

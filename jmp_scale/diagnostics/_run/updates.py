@@ -47,13 +47,18 @@ def lost_updates(params: PyTree, updates: PyTree) -> LostUpdates:
       `LostUpdates`; both shares are 0 if all updates are zero, as on a skipped step.
 
     Raises:
-      ValueError: the structures differ.
+      ValueError: the structures or shapes differ.
     """
     # Rows: lost updates, all updates. Columns: number, sum of magnitudes.
     sums = [jnp.zeros((2, 2))]
 
     def add(param: Leaf, update: Leaf) -> None:
         if is_inexact(param) and not jnp.iscomplexobj(param):
+            if jnp.shape(param) != jnp.shape(update):
+                raise ValueError(
+                    "lost_updates: expected updates of the shapes of params, got "
+                    f"{jnp.shape(update)} for {jnp.shape(param)}"
+                )
             sums.append(_sums(jnp.asarray(param), jnp.asarray(update)))
 
     jax.tree.map(add, params, updates)

@@ -148,3 +148,15 @@ def test_the_summary_can_be_read_at_extreme_loss_scales():
     assert report.summary().endswith(" 1.00e+38")
     summary = diagnostics.grad_report(jnp.ones(2), jnp.float32(jnp.nan)).summary()
     assert summary.startswith("gradients at loss scale nan, cast to float16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_a_leaf_too_large_for_its_counters_is_refused(dtype):
+    rows = 2**20 // np.dtype(dtype).itemsize  # two real numbers a complex entry
+    most = jax.ShapeDtypeStruct((rows, 2**14 - 1), dtype)
+    jax.eval_shape(lambda tree: diagnostics.grad_report(tree, 1.0), {"w": most})
+    leaf = jax.ShapeDtypeStruct((rows, 2**14), dtype)
+    with pytest.raises(
+        ValueError, match=r"\['w'\] has 2\^32 entries or more; split it"
+    ):
+        jax.eval_shape(diagnostics.exponent_histogram, {"w": leaf})

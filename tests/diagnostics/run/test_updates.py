@@ -93,3 +93,5 @@ def test_trees_that_do_not_match_are_refused():
     ones = jnp.ones(2)
     with pytest.raises(ValueError, match=r"structure|key mismatch"):
         diagnostics.lost_updates({"a": ones}, {"b": ones})
+    with pytest.raises(ValueError, match=r"shapes of params, got \(3,\) for \(2,\)"):
+        diagnostics.lost_updates(ones, jnp.ones(3))

@@ -78,7 +78,7 @@ TESTED_BY = {
     **dict.fromkeys(
         [
             f"diagnostics._precision.{name}"
-            for name in ("conclusions", "facts", "loops", "lineage", "rules", "step")
+            for name in ("conclusions", "facts", "rules", "step")
         ],
         ("diagnostics/precision/test_precision_faults", "planted faults are found"),
     ),

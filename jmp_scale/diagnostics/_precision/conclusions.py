@@ -54,7 +54,7 @@ def half_loss(
     finding = finding_at(place, "half-loss", "warning", message, dtype, name)
     if step is not None:
         # The cast of the loss itself is reported once, by this rule.
-        cast = *step.place()[:2], step.name
+        cast = *step.line, step.name
         forward.found = [
             f
             for f in forward.found
@@ -95,7 +95,7 @@ def two_dtypes(forward: Walk) -> Iterator[Finding]:
 def products_of_parameters(forward: Walk) -> Iterator[Finding]:
     """Finds half-precision products of parameters alone, such as those of LoRA."""
     for step in forward.steps if forward.autocasts else ():
-        of_parameters = all(fact.lineage.parameters for fact in step.ins[:2])
+        of_parameters = all(fact.parameters for fact in step.ins[:2])
         if not of_parameters or not is_partly_half(step.eqn):
             continue
         overflow = ", where they can overflow" if step.source == "float16" else ""
@@ -108,7 +108,7 @@ def products_of_parameters(forward: Walk) -> Iterator[Finding]:
 
 
 def _line_and_shapes(step: Step) -> tuple[Hashable, ...]:
-    return *step.place()[:2], *(shape(v) for v in step.eqn.invars[:2])
+    return *step.line, *(shape(v) for v in step.eqn.invars[:2])
 
 
 def in_order(found: list[Finding], forward: Walk) -> list[Finding]:
@@ -122,7 +122,7 @@ def in_order(found: list[Finding], forward: Walk) -> list[Finding]:
         merged.append(worst._replace(backward=all(f.backward for f in group)))
     lines: dict[Hashable, int] = {}
     for step in forward.steps if merged else ():
-        lines.setdefault(step.place()[:2], len(lines))
+        lines.setdefault(step.line, len(lines))
 
     def position(f: Finding) -> int:
         return lines.get((f.file, f.line), len(lines) if f.backward else -1)

@@ -8,12 +8,20 @@ import math
 import re
 from collections.abc import Iterator
 
-from ..._jaxpr import dtype_name, words
+from jax.extend.core import Var
+
+from ..._jaxpr import SAME_ENTRIES, Atom, Loop, dtype_name, shape, words
 from ..._policy import is_half
 from .._source import Place
-from .facts import Fact, is_integer, is_wide, rounded, transfer
-from .lineage import NOTHING, entries_added, is_inner_product, rows_added
-from .step import Finding, Severity, Step
+from .facts import (
+    NOTHING,
+    entries_added,
+    is_inner_product,
+    is_lost,
+    rounded,
+    transfer,
+)
+from .step import Fact, Finding, Form, Severity, Step, is_integer, is_wide
 
 FLOAT16_MAX = 65504
 _LONG = 4096
@@ -35,6 +43,8 @@ _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
 _ANGLES = words("cos sin tan")
 _SOLVES = words("cholesky eig eigh lu")
+_MORE_THAN_LAYERS = 256  # with more steps of `x + f(x)` than that, it is a solver
+_LONG_BACKWARD_LOOP = 64
 
 
 def faults(step: Step) -> Iterator[Finding]:
@@ -63,7 +73,7 @@ def is_cast_by_user(place: Place) -> bool:
 
 def is_narrowed_by_user(step: Step) -> bool:
     """Whether a step is a cast to half precision that the user wrote."""
-    return step.narrows and not step.ins[0].only and is_cast_by_user(step.place())
+    return step.narrows and step.ins[0].single is None and is_cast_by_user(step.place())
 
 
 def _half_sum(step: Step) -> Iterator[Finding]:
@@ -97,7 +107,12 @@ def _half_sum(step: Step) -> Iterator[Finding]:
 def _half_rows(step: Step) -> Iterator[Finding]:
     """The gradient of a table: its frequent rows are sums of many cotangents."""
     is_gradient = step.backward and step.name == "scatter-add"
-    if is_gradient and is_half(step.source) and (rows := rows_added(step.eqn)) >= _LONG:
+    if not is_gradient or not is_half(step.source):
+        return
+    windows = step.eqn.params["dimension_numbers"].update_window_dims
+    updates = shape(step.eqn.invars[2])
+    rows = math.prod(n for axis, n in enumerate(updates) if axis not in windows)
+    if rows >= _LONG:
         message = (
             f"the gradient of {rows:,} rows that are looked up is added up in "
             f"{step.result}, where frequent rows lose most of theirs; put autocast "
@@ -198,16 +213,16 @@ def _half_constant(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
     if step.name == "convert_element_type":
-        lost = _lost_constants(step.ins[0], step.result)
-        if not lost:
+        constant = step.ins[0].extreme
+        if not is_lost(constant, step.result):
             return
-        held = rounded(lost[0], step.result)
+        held = rounded(constant, step.result)
         becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
         cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
         if held == 0:
             cure = "use a constant of at least 1e-4, or compute this in float32"
         message = (
-            f"the constant {lost[0]:.6g} becomes {becomes} in {step.result}; {cure}"
+            f"the constant {constant:.6g} becomes {becomes} in {step.result}; {cure}"
         )
     elif step.name == "div" and step.ins[1].single == 0:
         message = (
@@ -219,12 +234,6 @@ def _half_constant(step: Step) -> Iterator[Finding]:
     yield step.finding("half-constant", "error", message)
 
 
-def _lost_constants(fact: Fact, dtype: str) -> list[float]:
-    """Returns constants in an array that become 0 or infinite in a half dtype."""
-    pairs = [(value, rounded(value, dtype)) for value in sorted(fact.values)]
-    return [v for v, held in pairs if v != held and (held == 0 or math.isinf(held))]
-
-
 def _half_integers(step: Step) -> Iterator[Finding]:
     if not is_half(step.result) or step.name not in ("iota", "convert_element_type"):
         return
@@ -233,13 +242,12 @@ def _half_integers(step: Step) -> Iterator[Finding]:
         counts = "linspace" not in step.place().calls  # its points are not integers
     else:
         fact = step.ins[0]
-        # A float32 mask of 0 and -10,000 has integers, but they are not counts.
-        counts = is_wide(step.source) and fact.integral and not fact.only
-        counts = counts or is_integer(step.source)
+        counts = is_integer(step.source) or (
+            is_wide(step.source) and fact.integral and fact.single is None
+        )
     limit = _DISTINCT_INTEGERS[step.result]
-    exact = fact.only and all(rounded(v, step.result) == v for v in fact.values)
-    lost = _lost_constants(fact, step.result)  # reported as half-constant
-    if not counts or exact or lost or not limit < fact.magnitude < math.inf:
+    is_exact = fact.single is not None and rounded(fact.low, step.result) == fact.low
+    if not counts or is_exact or not limit < fact.magnitude < math.inf:
         return
     message = (
         f"integers up to {fact.magnitude:,.0f} are cast to {step.result}, which tells "
@@ -296,7 +304,7 @@ def _round_trip(step: Step) -> Iterator[Finding]:
 
 def _amplified_product(step: Step) -> Iterator[Finding]:
     """Finds half-precision products whose rounding the next operation amplifies."""
-    first, second = (*(f.lineage for f in step.ins), NOTHING, NOTHING)[:2]
+    first, second = (*step.ins, NOTHING, NOTHING)[:2]
     if step.name in ("add", "sub") and first.cancels(second):
         rule = "half-cancellation"
         harm = (
@@ -316,3 +324,53 @@ def _amplified_product(step: Step) -> Iterator[Finding]:
         return
     cure = "compute the product in float32 (with autocast: keep_float32)"
     yield step.finding(rule, "warning", f"{harm}; {cure}")
+
+
+def half_carry(carry: Var, out: Fact, loop: Loop, backward: bool) -> Iterator[Finding]:
+    """Finds a carry of a loop that accumulates in half precision.
+
+    It accumulates if each iteration computes `a * carry + b` with a number `a` and a
+    `b` that does not depend on the carry. The state of an LSTM does not, because its
+    factor is an array. A residual stream `x + f(x)` counts only in a solver.
+    """
+    # In the backward pass carries are gradients of values that all iterations share.
+    least = _LONG_BACKWARD_LOOP if backward else 2
+    # A while loop may have many iterations.
+    if loop.trips is not None and loop.trips < least:
+        return
+    form, trips = out.forms.get(carry), loop.trips or 0
+    if form is Form.SUM or (form is Form.RESIDUAL and trips >= _MORE_THAN_LAYERS):
+        times = f"{trips:,} iterations" if trips else "each iteration"
+        cure = "keep the carry in float32 and add float32 values"
+        if backward:
+            cure = (
+                "cast what the iterations share to half precision inside the loop, and "
+                "a parameter that is stored so to float32, once outside of it"
+            )
+        yield from _accumulates(carry, out, "a carry", times, cure)
+
+
+def half_state(result: Atom, out: Fact) -> Iterator[Finding]:
+    """Finds an output next to the loss that accumulates over the steps of training."""
+    for argument, form in out.forms.items():
+        if form is Form.SUM and shape(argument) == shape(result):
+            what = "a state that leaves beside the loss"
+            cure = "compute and keep it in float32"
+            yield from _accumulates(argument, out, what, "the steps", cure)
+
+
+def _accumulates(
+    carry: Var, out: Fact, what: str, times: str, cure: str
+) -> Iterator[Finding]:
+    step = out.maker
+    while step and (step.name in SAME_ENTRIES or step.name == "neg"):
+        step = step.ins[0].maker
+    if step is None:
+        return
+    halves = [v for v in (carry, step.eqn.outvars[0]) if is_half(dtype_name(v))]
+    for half in halves[:1]:
+        message = (
+            f"{what} adds up in {dtype_name(half)} over {times} and loses what is "
+            f"small beside it; {cure}"
+        )
+        yield step.finding("half-carry", "warning", message, half)

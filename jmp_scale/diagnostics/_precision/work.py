@@ -13,10 +13,9 @@ from ..._autocast.products import has_matrix_work, stays_float32
 from ..._jaxpr import PRODUCTS, SAME_ENTRIES, dtype_name, shape, size, words
 from ..._policy import is_half
 from .._tables import printed
-from .facts import Fact, is_wide
-from .lineage import entries_added
+from .facts import entries_added
 from .rules import is_cast_by_user, is_narrowed_by_user
-from .step import Finding, Step
+from .step import Fact, Finding, Step, is_wide
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
@@ -147,7 +146,7 @@ def full_matmuls(steps: Iterable[Step], told: set[SourceLine]) -> Iterator[Findi
     for step in wide if len(wide) < len(products) else ():
         # A solve, or its derivative, needs the precision.
         needed = stays_float32(step.eqn) or "linalg" in step.place().packages
-        if needed or step.place()[:2] in told:
+        if needed or step.line in told:
             continue
         message = (
             f"a matrix product runs in {' x '.join(operand_dtypes(step.eqn))} while "

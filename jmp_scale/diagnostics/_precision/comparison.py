@@ -20,7 +20,6 @@ from .._backward import (
     Backward,
     Loss,
     concrete_arrays,
-    described,
     start_of,
 )
 from .._tables import leaf_name, percent, power, printed, table
@@ -138,12 +137,6 @@ def compare_gradients(
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
-    if callable(half_loss) and not callable(loss):
-        raise TypeError(
-            f"{function}: expected two functions before their arguments, got one and "
-            f"{described(loss)}; write {function}(half_loss, loss, params, batch), "
-            "loss being the float32 function"
-        )
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
     arrays, rejoin = concrete_arrays(function, args)

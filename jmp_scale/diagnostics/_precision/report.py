@@ -93,7 +93,7 @@ def precision_report(
 
     def checked_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         out = begin_user_code(fun, *args, **kwargs)
-        checked.check_output(out)
+        checked.of(out)
         return out
 
     with _noting_lost_constants() as (infinite, zero):

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._scaling.finite import all_finite
-from .._scaling.gradients import checked_output, value_and_grad
+from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
 from .._tree import is_array, named_inexact_leaves, split_arrays
 from .._types import Arrays, Function, PyTree, Scalar
@@ -58,10 +58,8 @@ class Loss:
         loss_scale = DynamicLossScale(
             jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
         )
-        differentiated = value_and_grad(
-            self.fun, loss_scale, self.argnums, self.has_aux, transform=self.transform
-        )
-        value, grads = differentiated(*args)
+        given = self.fun, loss_scale, self.argnums, self.has_aux, self.transform
+        value, grads = differentiated(self.function, *given, {})(*args)
         paths, leaves = named_inexact_leaves(grads)
         return Backward(value[0] if self.has_aux else value, leaves, paths)
 

@@ -1,6 +1,5 @@
 """Formats results: loss scales, names of leaves, shares, tables, and repr."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -54,8 +53,7 @@ def printed(cls: C) -> C:
     """
 
     def short(self: object) -> str:
-        names = getattr(cls, "_fields", None)
-        names = names or [field.name for field in dataclasses.fields(cls)]
+        names = getattr(cls, "__match_args__", ())
         parts = [f"{name}={_shown(getattr(self, name))}" for name in names]
         line = f"{cls.__name__}({', '.join(parts)})"
         if len(line) <= _LONGEST:

@@ -239,10 +239,7 @@ def _verdict(found: GradientComparison) -> str:
     if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
         text = NOT_FINITE
     elif not found.holds_half:
-        text = (
-            "Nothing was compared: no number of half_loss is half precision. Pass "
-            "autocast(loss, ...) as the first function, loss as the second."
-        )
+        text = "Nothing was compared: no number of half_loss is half precision."
     elif not math.isfinite(found.half_loss):
         text = f"Half precision is not precise enough: its loss is not finite. {search}"
     elif not all(leaf.finite for leaf in found.leaves):

@@ -98,10 +98,8 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
             severity = "note"
     harm = " and ".join(harms) or "keeps two digits"
-    message = (
-        f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}; {cure}"
-    )
-    yield step.finding("half-sum", severity, message)
+    what = f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}"
+    yield step.finding("half-sum", severity, f"{what}; {cure}")
 
 
 def _half_rows(step: Step) -> Iterator[Finding]:
@@ -122,9 +120,7 @@ def _half_rows(step: Step) -> Iterator[Finding]:
 
 
 def _summed_in_half(step: Step) -> float:
-    if not is_half(step.source):
-        return 0
-    count = entries_added(step.eqn)
+    count = entries_added(step.eqn) if is_half(step.source) else 0
     if step.name != "dot_general":
         return count
     factors = [abs(f.single) for f in step.ins if f.single is not None]
@@ -133,16 +129,15 @@ def _summed_in_half(step: Step) -> float:
 
 def _half_collective(step: Step) -> Iterator[Finding]:
     halves = [v for v in step.eqn.invars if is_half(dtype_name(v))]
-    if not halves or not step.name.startswith(_COLLECTIVES):
-        return
-    dtype = dtype_name(halves[0])
-    overflow = " and can overflow" if dtype == "float16" else ""
-    cure = "cast to float32 before the collective"
-    if step.backward:
-        # In shard_map: gradients of parameters that all devices share.
-        cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
-    message = f"a sum over devices in {dtype} rounds at each addition{overflow}; {cure}"
-    yield step.finding("half-collective", "warning", message, halves[0])
+    if halves and step.name.startswith(_COLLECTIVES):
+        dtype = dtype_name(halves[0])
+        overflow = " and can overflow" if dtype == "float16" else ""
+        cure = "cast to float32 before the collective"
+        if step.backward:
+            # In shard_map: gradients of parameters that all devices share.
+            cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
+        what = f"a sum over devices in {dtype} rounds at each addition{overflow}"
+        yield step.finding("half-collective", "warning", f"{what}; {cure}", halves[0])
 
 
 def _half_square(step: Step) -> Iterator[Finding]:
@@ -156,9 +151,7 @@ def _half_square(step: Step) -> Iterator[Finding]:
             return
     else:
         times = _power_of_one_value(step)
-        what = f"a power of {times} is computed"
-        if times == 2:
-            what = "a square is computed"
+        what = f"a {'square' if times == 2 else f'power of {times}'} is computed"
         if step.source != "float16" or times < 2:
             return
         in_range = step.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
@@ -174,18 +167,13 @@ def _half_square(step: Step) -> Iterator[Finding]:
 
 def _power_of_one_value(step: Step) -> int:
     """Returns the exponent if an operation is a power of one value, else 0."""
+    if step.name == "integer_pow":
+        return step.eqn.params["y"]
     same = len(step.ins) > 1 and step.ins[0] is step.ins[1]
-    match step.name:
-        case "square":
-            return 2
-        case "integer_pow":
-            return step.eqn.params["y"]
-        case "mul" if same:
-            return 2
-        case "dot_general" if same:
-            # A vector with itself is squared; a Gram matrix is a product.
-            return 2 if is_inner_product(step.eqn) else 0
-    return 0
+    # A vector with itself is squared; a Gram matrix is a product.
+    inner = step.name == "dot_general" and same and is_inner_product(step.eqn)
+    square = inner or step.name == "square" or (step.name == "mul" and same)
+    return 2 if square else 0
 
 
 def _half_exp(step: Step) -> Iterator[Finding]:
@@ -198,11 +186,8 @@ def _half_exp(step: Step) -> Iterator[Finding]:
     bounded = shifted or step.ins[0].high <= _LARGEST_EXPONENT
     overflows = step.result == "float16" and step.name in _OVERFLOWING and not bounded
     harm = " and overflows at 65,504" if overflows else ""
-    message = (
-        f"{step.name} in {step.result} keeps {digits} digits{harm}; "
-        "cast its argument to float32"
-    )
-    yield step.finding("half-exp", "warning", message)
+    what = f"{step.name} in {step.result} keeps {digits} digits{harm}"
+    yield step.finding("half-exp", "warning", f"{what}; cast its argument to float32")
 
 
 def _is_safe(place: Place) -> bool:
@@ -212,25 +197,19 @@ def _is_safe(place: Place) -> bool:
 def _half_constant(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
-    if step.name == "convert_element_type":
-        constant = step.ins[0].extreme
-        if not is_lost(constant, step.result):
-            return
+    constant = step.ins[0].extreme if step.name == "convert_element_type" else 0.0
+    if is_lost(constant, step.result):
         held = rounded(constant, step.result)
         becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
-        cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
+        what = f"the constant {constant:.6g} becomes {becomes} in {step.result}"
+        cure = f"use jnp.finfo({step.result}).min or .max"
         if held == 0:
-            cure = "use a constant of at least 1e-4, or compute this in float32"
-        message = (
-            f"the constant {constant:.6g} becomes {becomes} in {step.result}; {cure}"
-        )
+            cure = "use a constant of at least 1e-4"
     elif step.name == "div" and step.ins[1].single == 0:
-        message = (
-            f"the divisor is 0 in {step.result}; use one that it holds, or compute "
-            "this in float32"
-        )
+        what, cure = f"the divisor is 0 in {step.result}", "use one that it holds"
     else:
         return
+    message = f"{what}; {cure}, or compute this in float32"
     yield step.finding("half-constant", "error", message)
 
 
@@ -242,9 +221,8 @@ def _half_integers(step: Step) -> Iterator[Finding]:
         counts = "linspace" not in step.place().calls  # its points are not integers
     else:
         fact = step.ins[0]
-        counts = is_integer(step.source) or (
-            is_wide(step.source) and fact.integral and fact.single is None
-        )
+        is_array = is_wide(step.source) and fact.single is None
+        counts = is_integer(step.source) or (fact.integral and is_array)
     limit = _DISTINCT_INTEGERS[step.result]
     is_exact = fact.single is not None and rounded(fact.low, step.result) == fact.low
     if not counts or is_exact or not limit < fact.magnitude < math.inf:
@@ -263,9 +241,8 @@ def _half_division(step: Step) -> Iterator[Finding]:
     what = "division by" if step.name == "div" else f"{step.name} of"
     infinite = "; the gradient of sqrt is infinite there" if step.name == "sqrt" else ""
     message = (
-        f"{what} a value that can be 0, because its "
-        f"epsilon rounds to 0 in half precision{infinite}; use an epsilon of at least "
-        "1e-4, or compute this in float32"
+        f"{what} a value that can be 0, because its epsilon rounds to 0 in half "
+        f"precision{infinite}; use an epsilon of at least 1e-4, or float32"
     )
     yield step.finding("half-division", "warning", message, step.eqn.invars[at])
 
@@ -316,10 +293,7 @@ def _amplified_product(step: Step) -> Iterator[Finding]:
         harm = f"{step.name} of a half-precision product, which can be radians off"
     elif step.name in _SOLVES and first.rounded:
         rule = "half-solve"
-        harm = (
-            f"a factorization ({step.name}) of what a half-precision product gave, "
-            "whose rounding it enlarges"
-        )
+        harm = f"{step.name} enlarges the rounding of a half-precision product"
     else:
         return
     cure = "compute the product in float32 (with autocast: keep_float32)"

@@ -18,8 +18,6 @@ from .._tables import percent, power, printed, table, with_progress
 from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
 
-_MOST_MEASURED = 128  # lines, or groups of neighboring lines, to measure
-
 
 @printed
 class SensitiveProduct(NamedTuple):
@@ -105,8 +103,7 @@ def sensitive_products(
 
     It is called on the host, compiles the loss once, and runs it twice per line, in
     float32 with the roundings of `autocast`. The result holds for these parameters and
-    this batch. Lines in different modules are different lines; if there are more than
-    128, neighbors are measured together.
+    this batch. Lines in different modules are different lines.
 
     Args:
       loss: the whole loss in float32, without `autocast`. Its arguments, `argnums`,
@@ -139,7 +136,9 @@ def sensitive_products(
         return SensitiveProducts((), (), 0.0, math.inf, math.inf, NOT_FINITE)
     groups, keep, cure = probe.groups, (), ""
     before = probe.error(groups)
-    _measure(probe)
+    for group in with_progress(groups, function):
+        group.alone = probe.error([group])
+        group.without = probe.error([other for other in groups if other is not group])
     if before > tolerance:
         cure = _loss_scale_at_fault(probe, start, tolerance)
         required = [] if cure else _required(probe, before, tolerance)
@@ -175,18 +174,6 @@ def sensitive_products(
     return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
 
-def _measure(probe: Probe) -> None:
-    groups = probe.groups
-    size = max(math.ceil(len(groups) / _MOST_MEASURED), 1)
-    starts = range(0, len(groups), size)
-    for start in with_progress(starts, "sensitive_products"):
-        together = groups[start : start + size]
-        alone = probe.error(together)
-        without = probe.error(groups[:start] + groups[start + size :])
-        for group in together:
-            group.alone, group.without = alone, without
-
-
 def _required(probe: Probe, before: float, tolerance: float) -> list[ProductGroup]:
     """Returns few products, by matrix work, whose float32 is precise enough."""
 
@@ -198,7 +185,7 @@ def _required(probe: Probe, before: float, tolerance: float) -> list[ProductGrou
     first = range(len(order))  # numbers of products; all are enough
     count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
     required = order[:count]
-    for group in sorted(required, key=lambda group: -group.work)[:_MOST_MEASURED]:
+    for group in sorted(required, key=lambda group: -group.work):
         rest = [other for other in required if other is not group]
         required = rest if is_enough(rest) else required
     is_mild = before <= 2 * tolerance

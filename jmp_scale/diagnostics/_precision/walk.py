@@ -27,14 +27,7 @@ from .work import SourceLine, follow, useless_cast
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
 _KERNELS = ("core_map", "pallas_call")  # their jaxprs process blocks of arrays
 # A rule raises one of these if JAX changes the parameters of an equation.
-_RULE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    TypeError,
-    ValueError,
-)
+_RULE_ERRORS = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class Walk:
@@ -79,13 +72,12 @@ class Walk:
         """Returns the facts of a jaxpr's outputs from the facts of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         by_variable: dict[Var, Fact] = dict(zip(inner.invars, facts, strict=True))
-        numbers = [
-            (v, v.val) for eqn in inner.eqns for v in eqn.invars if is_literal(v)
-        ]
-        for atom, value in [*zip(inner.constvars, consts, strict=True), *numbers]:
+        constants = [*zip(inner.constvars, consts, strict=True)]
+        literals = (v for eqn in inner.eqns for v in eqn.invars if is_literal(v))
+        for atom, value in [*constants, *((v, v.val) for v in literals)]:
             if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
                 self.infinite.add(dtype_name(atom))
-        for variable, value in zip(inner.constvars, consts, strict=True):
+        for variable, value in constants:
             fact = of_constant(value, dtype_name(variable))
             by_variable[variable] = replace(fact, value=id(variable))
 

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
 from ..._autocast.products import has_matrix_work, stays_float32
-from ..._jaxpr import PRODUCTS, SAME_ENTRIES, dtype_name, shape, size, words
+from ..._jaxpr import PRODUCTS, dtype_name, shape, size
 from ..._policy import is_half
 from .._tables import printed
 from .facts import entries_added
@@ -21,10 +21,6 @@ _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute in half precision, whatever the dtype of the operands.
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
-_NO_WORK = SAME_ENTRIES | words(
-    "concatenate dynamic_update_slice eq ge gt is_finite le lt ne pad select_n split "
-    "stack unstack"
-)
 
 SourceLine = tuple[str | None, int | None]
 
@@ -87,7 +83,7 @@ def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
     work: Counter[tuple[str, str]] = Counter()
     for step in steps:
         dtypes = operand_dtypes(step.eqn)
-        if step.name in _NO_WORK or not dtypes or not dtypes[0].startswith(_FLOATING):
+        if not dtypes or not dtypes[0].startswith(_FLOATING):
             continue
         row = step.name, " x ".join(dtypes)
         runs[row] += step.times

@@ -160,15 +160,10 @@ def _results(
     return np.unique(found[~np.isnan(found)]).clip(limits.low, limits.high)
 
 
-def _ends(x: Fact) -> Iterable[float]:
+def _ends(x: Fact) -> list[float]:
     """Returns numbers that include the extremes of a function of `x`."""
-    return {x.low, x.high, 0.0} if x.may_be_zero else {x.low, x.high}
-
-
-def _div(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
-    if y.low < 0 <= y.high:  # the quotient is unbounded
-        return of_dtype(dtype_name(eqn.outvars[0]))
-    return _computed(np.divide, eqn, x, y)
+    zeros = [0.0] * x.may_be_zero + [-0.0] * (x.low < 0 <= x.high)  # for quotients
+    return [x.low, x.high, *zeros]
 
 
 def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
@@ -214,10 +209,6 @@ def _up_to(count: int) -> Fact:
     return Fact(0.0, float(max(count - 1, 0)), integral=True)
 
 
-def _index(eqn: JaxprEqn, x: Fact) -> Fact:
-    return _up_to(size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1))
-
-
 _FRACTIONS = words("div sqrt tanh")
 _FUNCTIONS: dict[str, Function] = {
     "abs": np.abs,
@@ -225,6 +216,7 @@ _FUNCTIONS: dict[str, Function] = {
     "add_any": np.add,
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "convert_element_type": np.positive,
+    "div": np.divide,
     "max": np.maximum,
     "min": np.minimum,
     "neg": np.negative,
@@ -241,10 +233,9 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(SAME_ENTRIES | _CHOICES, _moved),
     **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
     **dict.fromkeys(_JOINS, _joined),
-    **dict.fromkeys(["argmax", "argmin"], _index),
+    **dict.fromkeys(["argmax", "argmin"], lambda eqn, x: _up_to(_ratio(eqn))),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
-    "div": _div,
     "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
     "iota": lambda eqn: _up_to(shape(eqn.outvars[0])[eqn.params["dimension"]]),
     "logistic": lambda eqn, x: Fact(0.0, 1.0),
@@ -258,14 +249,14 @@ _RULES: dict[str, Callable[..., Fact]] = {
 def entries_added(eqn: JaxprEqn) -> int:
     """Returns how many elements an equation adds up into one; 0 if it is not a sum."""
     match eqn.primitive.name:
-        case "reduce" | "reduce_window" if not _adds(eqn):
+        case "reduce" | "reduce_window" if _names_within(eqn) != ["add"]:
             return 0
         case "cumsum":
             return shape(eqn.invars[0])[eqn.params["axis"]]
         case "reduce_window_sum" | "reduce_window":
             return math.prod(eqn.params["window_dimensions"])
         case "reduce_sum" | "reduce":
-            return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
+            return _ratio(eqn)
         case "scatter-add":
             # Some element receives at least this many updates.
             return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
@@ -275,8 +266,13 @@ def entries_added(eqn: JaxprEqn) -> int:
     return 0
 
 
-def _adds(eqn: JaxprEqn) -> bool:
-    return [e.primitive.name for e in _jaxpr.equations_within(eqn)] == ["add"]
+def _names_within(eqn: JaxprEqn) -> list[str]:
+    return [inner.primitive.name for inner in _jaxpr.equations_within(eqn)]
+
+
+def _ratio(eqn: JaxprEqn) -> int:
+    """Returns how many elements of the first operand are one of the result."""
+    return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
 
 
 # The values from which a value was computed.

@@ -16,7 +16,6 @@ from ... import _jaxpr
 from ..._autocast.marks import CAST
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
 from ..._policy import is_half
-from ..._validation import warn
 from .._source import Place, place_of
 from .facts import join, of_atom, of_constant, opaque, opaque_forms, transfer
 from .rules import faults, half_carry, half_state
@@ -26,8 +25,6 @@ from .work import SourceLine, follow, useless_cast
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
 _KERNELS = ("core_map", "pallas_call")  # their jaxprs process blocks of arrays
-# A rule raises one of these if JAX changes the parameters of an equation.
-_RULE_ERRORS = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class Walk:
@@ -96,23 +93,10 @@ class Walk:
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = functools.cache(lambda: place_of(eqn, outer.place()))
         step = Step(eqn, place, backward, outer.times, ins, in_rule)
-        try:
-            return self._results(step)
-        except _RULE_ERRORS as error:
-            # The findings of the other rules are still useful. Tests raise warnings.
-            warn(
-                f"precision_report: a rule failed at {step.name}, which is left out: "
-                f"{error!r}; please report this"
-            )
-        self._leave_unread(step)
-        return opaque(step.eqn, step.ins)
-
-    def _results(self, step: Step) -> list[Fact]:
-        """Returns the facts of an equation's outputs, and applies the rules to it."""
-        loop = _jaxpr.loop_of(step.eqn)
+        loop = _jaxpr.loop_of(eqn)
         if loop is not None:
             return self._loop(step, loop)
-        bodies = [] if step.name in _KERNELS else _jaxpr.subjaxprs(step.eqn)
+        bodies = [] if step.name in _KERNELS else _jaxpr.subjaxprs(eqn)
         if bodies and not step.name.startswith(_COMBINE):
             return self._nested(step, bodies)
         if step.name not in _jaxpr.known_primitives():
@@ -135,11 +119,9 @@ class Walk:
             # Its sums are gradients, which are not larger than others.
             outs = [replace(outs[0], summed=step.ins[0].summed)]
         # The place is found last, because finding it for all would take minutes.
-        added = step.ins if step.name == "max" else step.ins[:1]
         starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in step.ins)
-        zero = starts and any(fact.single == 0 for fact in added)
-        if zero and step.line not in self._lost:
-            # `0 + x` is Python's `sum([x])` and `max(x, 0)` is relu: no lost epsilon.
+        if starts and step.line not in self._lost:
+            # The program adds 0, as `sum([x])` does, or has a relu: no lost epsilon.
             outs = [replace(outs[0], epsilon=None)]
         self.found.extend(faults(step))
         if step.backward:

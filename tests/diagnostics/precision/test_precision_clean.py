@@ -93,8 +93,8 @@ def test_a_deep_transformer_is_read_once(policy, how, monkeypatch):
         logits = policy.cast_to_output(x @ policy.cast_to_compute(params["head"]))
         return cross_entropy(logits, tokens[:, 1:])
 
-    unrolled = [block_params() for _ in range(12)]
-    layers = unrolled if how == "unrolled" else block_params(24)
+    unrolled = [block_params() for _ in range(6)]
+    layers = unrolled if how == "unrolled" else block_params(12)
     params = {"table": array(VOCABULARY, DIM), "position": array(LENGTH, DIM),
               "head": array(DIM, VOCABULARY), "layers": layers}  # fmt: skip
     read: list[JaxprEqn] = []

@@ -18,7 +18,6 @@ from precision_checks import assert_finds, on_four_devices
 
 import jmp_scale
 from jmp_scale.diagnostics import precision_report
-from jmp_scale.diagnostics._precision import walk
 
 pytestmark = pytest.mark.usefixtures("ranks_promote")
 
@@ -477,20 +476,3 @@ def test_an_unreadable_scan_is_walked_through_and_said_to_be_unread(monkeypatch)
     report = precision_report(exp_in_a_scan, W, X)
     assert [name for name, _ in report.not_looked_into] == ["scan"]
     assert rules(exp_in_a_scan, W, X) == ["half-exp"]
-
-
-def test_a_rule_that_fails_is_told_beside_the_findings_of_the_others(monkeypatch):
-    def loss(w, x):
-        return exp_in_a_scan(w, x) + jnp.mean(jnp.log(x.astype(F16))).astype(F32)
-
-    def fails(step, faults=walk.faults):
-        if step.name == "exp" and not step.backward:
-            assert step.eqn.params["renamed"] is not None
-        return faults(step)
-
-    monkeypatch.setattr(walk, "faults", fails)
-    with pytest.warns(UserWarning, match="a rule failed at exp.*KeyError") as record:
-        report = precision_report(loss, W, X)
-    assert {warning.filename for warning in record} == {__file__}
-    assert [name for name, _ in report.not_looked_into] == ["exp"]
-    assert [finding.primitive for finding in report.findings] == ["log"]

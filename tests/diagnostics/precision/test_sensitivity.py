@@ -250,14 +250,3 @@ def test_it_is_silent_about_ordinary_models(monkeypatch, dtype):
         return jnp.mean((y - x) ** 2) + prior / 10
 
     assert_silent(autoencoder, chain, images, normal(5, *images.shape))
-    ends = jax.random.randint(KEYS[6], (2, 1024), 0, 256)
-
-    def graph(params, x, ends):
-        for w in (params[0], params[3][:, :64]):
-            x = jax.nn.relu(x @ w)
-            x = x + jax.ops.segment_sum(x[ends[0]], ends[1], 256) / 4
-        return jnp.mean(x**2)
-
-    assert_silent(graph, chain, images, ends)
-    assert_silent(lambda p, x: jnp.mean((encoded(p, x) - x) ** 2),
-                  {"w1": chain[0], "w2": chain[3]}, images)  # fmt: skip

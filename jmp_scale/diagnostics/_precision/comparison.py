@@ -15,13 +15,7 @@ from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
-from .._backward import (
-    ALL_ROUNDINGS,
-    Backward,
-    Loss,
-    concrete_arrays,
-    start_of,
-)
+from .._backward import ALL_ROUNDINGS, Backward, Loss, concrete_arrays, start_of
 from .._tables import leaf_name, percent, power, printed, table
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
@@ -133,7 +127,6 @@ def compare_gradients(
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is not a loss scale.
-      ValueError: as `precision_report`.
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform

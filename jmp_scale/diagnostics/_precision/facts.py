@@ -70,7 +70,7 @@ def of_atom(atom: Atom) -> Fact:
 
 def join(a: Fact, b: Fact) -> Fact:
     """Returns the fact of an array whose elements are taken from either of two."""
-    forms = {v: max(a.forms.get(v, 0), b.forms.get(v, 0)) for v in {*a.forms, *b.forms}}
+    carries = {*a.forms, *b.forms}
     return replace(
         a,
         low=min(a.low, b.low),
@@ -83,7 +83,7 @@ def join(a: Fact, b: Fact) -> Fact:
         cast=False,
         promoted=a.promoted or b.promoted,
         maker=None,
-        forms={v: Form(form) for v, form in forms.items()},
+        forms={v: max(x.forms[v] for x in (a, b) if v in x.forms) for v in carries},
     )
 
 
@@ -116,12 +116,11 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     if ends.size == 0:
         return of_dtype(dtype)
     fact = Fact(float(ends[0]), float(ends[-1]), is_integer(dtype))
+    arrays = [f for f in facts if f.single is None]
     if is_wide(dtype) and name not in _FRACTIONS:
         # A mask times a number has integers, but they are not counts.
-        counts = [f.magnitude > 1 or fact.magnitude <= 1 for f in facts]
-        whole = all(f.integral for f in facts) and any(counts)
-        fact = replace(fact, integral=whole)
-    arrays = [f for f in facts if f.single is None]
+        counts = fact.magnitude <= 1 or any(f.magnitude > 1 for f in arrays)
+        fact = replace(fact, integral=counts and all(f.integral for f in facts))
     if not arrays:
         return replace(fact, extreme=fact.low if is_lost(fact.low) else 0.0)
     if len(arrays) > 1 or is_integer(dtype):

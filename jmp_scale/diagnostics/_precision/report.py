@@ -84,9 +84,9 @@ def precision_report(
         `with_half_parameters`, half-precision parameters are not an error.
 
     Raises:
-      TypeError: `fun` is not callable or does not return a real scalar loss, or
-        `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
-      ValueError: `argnums` is empty or out of range.
+      TypeError: `fun` is not callable or does not return a scalar loss, or
+        `(loss, aux)` with `has_aux`.
+      ValueError: as `transform`, whose errors tell what cannot be differentiated.
     """
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
     keywords: dict[str, object] = {"has_aux": True} if has_aux else {}
@@ -198,8 +198,7 @@ def _half_parameters(
         f"the parameters are {dtype} ({count}{first}), so that small updates round to "
         "nothing; keep float32 parameters and cast them inside the loss, wrap the "
         "optimizer in with_half_parameters (and pass its opt_state), or, if they are "
-        "frozen, differentiate the trained ones alone (argnums; in NNX "
-        "transform=optimizer.value_and_grad)"
+        "frozen, differentiate the trained ones alone"
     )
     place = place_of_function(fun, caller)
     yield finding_at(place, "half-parameters", "error", message, dtype)
@@ -218,8 +217,8 @@ def _half_loss(
         "before the last mean"
     )
     step = forward.outs[0].maker
-    place = place_of_function(fun, caller, None if step is None else step.eqn)
-    name = "" if step is None else step.name
+    place = place_of_function(fun, caller, step and step.eqn)
+    name = step.name if step else ""
     yield finding_at(place, "half-loss", "warning", message, dtype, name)
 
 
@@ -237,25 +236,29 @@ def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Fi
 
 def _two_dtypes(forward: Walk) -> Iterator[Finding]:
     """Finds products of a line in half precision, and in float32 in a custom_vjp."""
-    products = [step for step in forward.steps if step.name in PRODUCTS]
-    halves = {_line_and_shapes(s): s for s in products if is_partly_half(s.eqn)}
-    for step in products:
-        half = halves.get(_line_and_shapes(step))
-        if half is None or is_partly_half(step.eqn) or not step.in_custom_vjp:
+    halves: dict[Hashable, Step] = {}
+    wide: set[Hashable] = set()
+    for step in forward.steps:
+        if step.name not in PRODUCTS:
             continue
+        product = *step.line, *map(shape, step.eqn.invars[:2])
+        if is_partly_half(step.eqn):
+            halves[product] = step
+        elif step.in_custom_vjp:
+            wide.add(product)
+    for step in [half for product, half in halves.items() if product in wide]:
         message = (
-            f"a product runs in {half.source}, and in float32 in a custom_vjp: the two "
+            f"a product runs in {step.source}, and in float32 in a custom_vjp: the two "
             "differ by its rounding; compute both in one dtype (with autocast: "
             "keep_float32, or in_half around the custom_vjp)"
         )
-        yield half.finding("two-dtypes", "warning", message)
+        yield step.finding("two-dtypes", "warning", message)
 
 
 def _products_of_parameters(forward: Walk) -> Iterator[Finding]:
     """Finds half-precision products of parameters alone, such as those of LoRA."""
     for step in forward.steps if forward.autocasts else ():
-        of_parameters = all(fact.parameters for fact in step.ins[:2])
-        if not of_parameters or not is_partly_half(step.eqn):
+        if not is_partly_half(step.eqn) or not all(f.parameters for f in step.ins[:2]):
             continue
         overflow = ", where they can overflow" if step.source == "float16" else ""
         message = (
@@ -264,10 +267,6 @@ def _products_of_parameters(forward: Walk) -> Iterator[Finding]:
             "x @ a @ b for x @ (a @ b), or keep the product in float32 (keep_float32)"
         )
         yield step.finding("half-parameters", "warning", message)
-
-
-def _line_and_shapes(step: Step) -> tuple[Hashable, ...]:
-    return *step.line, *(shape(v) for v in step.eqn.invars[:2])
 
 
 def _in_order(found: list[Finding], forward: Walk) -> list[Finding]:

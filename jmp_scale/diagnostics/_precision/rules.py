@@ -13,14 +13,7 @@ from jax.extend.core import Var
 from ..._jaxpr import SAME_ENTRIES, Atom, Loop, dtype_name, shape, words
 from ..._policy import is_half
 from .._source import Place
-from .facts import (
-    NOTHING,
-    entries_added,
-    is_inner_product,
-    is_lost,
-    rounded,
-    transfer,
-)
+from .facts import NOTHING, entries_added, is_inner_product, is_lost, rounded, transfer
 from .step import Fact, Finding, Form, Severity, Step, is_integer, is_wide
 
 FLOAT16_MAX = 65504

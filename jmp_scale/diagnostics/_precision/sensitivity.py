@@ -117,7 +117,7 @@ def sensitive_products(
 
     Raises:
       TypeError: as `compare_gradients`.
-      ValueError: also if `dtype` or `backward` is not float16 or bfloat16.
+      ValueError: `dtype` or `backward` is not float16 or bfloat16.
 
     Examples:
       >>> import jax.numpy as jnp

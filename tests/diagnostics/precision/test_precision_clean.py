@@ -144,6 +144,7 @@ def test_masks_positions_and_noise_that_half_precision_holds(policy):
         h = policy.cast_to_compute(x) @ policy.cast_to_compute(w)
         dtype = h.dtype
         h = jnp.where(h > 0, h, jnp.finfo(dtype).min) + jnp.where(h > 0, 0.0, -1e4)
+        h = h + ((1 - (h > 0).astype(F32)) * -1e4).astype(dtype)
         h = jnp.maximum(h, jnp.full(h.shape, -jnp.inf, dtype))
         h = jnp.where(h > 0, h, jnp.asarray(-jnp.inf, dtype))
         h = h + jnp.arange(16, dtype=dtype)[:, None] + jnp.eye(16, 64, dtype=dtype)

@@ -36,6 +36,7 @@ _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
 _ANGLES = words("cos sin tan")
 _SOLVES = words("cholesky eig eigh lu")
+_NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
 _MORE_THAN_LAYERS = 256  # with more steps of `x + f(x)` than that, it is a solver
 _LONG_BACKWARD_LOOP = 64
 
@@ -228,7 +229,9 @@ def _half_integers(step: Step) -> Iterator[Finding]:
 
 
 def _half_division(step: Step) -> Iterator[Finding]:
-    at = _inverted(step)
+    is_inverse = step.name == "pow" and step.ins[1].high < 0
+    is_inverse |= step.name == "integer_pow" and step.eqn.params["y"] < 0
+    at = 0 if is_inverse else _NOT_ZERO.get(step.name)
     if at is None or step.ins[at].epsilon != 0.0 or not step.ins[at].may_be_zero:
         return
     what = "division by" if step.name == "div" else f"{step.name} of"
@@ -238,20 +241,6 @@ def _half_division(step: Step) -> Iterator[Finding]:
         f"precision{infinite}; use an epsilon of at least 1e-4, or float32"
     )
     yield step.finding("half-division", "warning", message, step.eqn.invars[at])
-
-
-def _inverted(step: Step) -> int | None:
-    """Returns the position of the input that must not be 0, or None."""
-    match step.name:
-        case "div":
-            return 1
-        case "rsqrt" | "log" | "sqrt":
-            return 0
-        case "pow" if step.ins[1].high < 0:
-            return 0
-        case "integer_pow" if step.eqn.params["y"] < 0:
-            return 0
-    return None
 
 
 def _round_trip(step: Step) -> Iterator[Finding]:

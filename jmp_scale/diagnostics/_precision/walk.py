@@ -133,7 +133,7 @@ class Walk:
         return [follow(step, outs[0]), *outs[1:]]
 
     def _nested(self, step: Step, bodies: list[Program]) -> list[Fact]:
-        eqn, ins, before = step.eqn, list(step.ins), len(self.found)
+        eqn, ins, before = step.eqn, step.ins, len(self.found)
         # Shapes in a shard_map are those of one device, but all devices compute.
         step = step._replace(times=step.times * _jaxpr.mesh_size(eqn))
         outputs = len(eqn.outvars)
@@ -144,8 +144,11 @@ class Walk:
                 if eqn.params.get("branches_platforms"):
                     # Only one branch runs on a machine; count the work of the first.
                     step = step._replace(times=0)
-            cases = zip(*results, strict=True)
-            return [functools.reduce(join, facts) for facts in cases]
+            outs = [
+                functools.reduce(join, cases) for cases in zip(*results, strict=True)
+            ]
+            chosen = opaque_forms(ins[:1])
+            return [replace(out, forms={**out.forms, **chosen}) for out in outs]
         is_call = step.name not in ("cond", "scan", "while")
         if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
             outs = self._run(bodies[0], ins, step)

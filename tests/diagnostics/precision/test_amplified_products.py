@@ -50,17 +50,9 @@ def fourier_features(w, x):
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)  # !half-angle
 
 
-def shifted_angle(w, x):
-    return jnp.tan((x @ w).reshape(8, 16) + 0.5)  # !half-angle
-
-
 def cholesky(w, x):
     kernel = jnp.exp(x[:8] @ w) + jnp.eye(8)
     return jnp.log(jnp.diag(jnp.linalg.cholesky(kernel)))  # !half-solve
-
-
-def eigenvalues(w, x):
-    return jnp.linalg.eigvalsh(x.T @ x)  # !half-solve
 
 
 def solve(w, x):
@@ -68,7 +60,7 @@ def solve(w, x):
 
 
 FAULTS = [distances, nearest_code, cost_of_pairs, distances_in_a_scan]
-FAULTS += [fourier_features, shifted_angle, cholesky, eigenvalues, solve]
+FAULTS += [fourier_features, cholesky, solve]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

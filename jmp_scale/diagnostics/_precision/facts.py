@@ -113,7 +113,8 @@ def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
     name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
     results = functools.partial(_results, fun, dtype)
     ends = results(map(_ends, facts)) if dtype.startswith(_NUMBERS) else np.empty(0)
-    if ends.size == 0:
+    is_unbounded = name == "div" and facts[1].low < 0 <= facts[1].high
+    if is_unbounded or ends.size == 0:
         return of_dtype(dtype)
     fact = Fact(float(ends[0]), float(ends[-1]), is_integer(dtype))
     arrays = [f for f in facts if f.single is None]
@@ -159,10 +160,9 @@ def _results(
     return np.unique(found[~np.isnan(found)]).clip(limits.low, limits.high)
 
 
-def _ends(x: Fact) -> list[float]:
+def _ends(x: Fact) -> set[float]:
     """Returns numbers that include the extremes of a function of `x`."""
-    zeros = [0.0] * x.may_be_zero + [-0.0] * (x.low < 0 <= x.high)  # for quotients
-    return [x.low, x.high, *zeros]
+    return {x.low, x.high, 0.0} if x.may_be_zero else {x.low, x.high}
 
 
 def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:

@@ -84,6 +84,14 @@ def float32_sums_over_half_precision(w, x):
     return jnp.cumsum(h, dtype=F32)[-1] + reverse[0]
 
 
+def residual_stream_of_inner_loops(w, x):
+    def step(h, _):
+        inner, _ = lax.scan(lambda h, _: (jnp.tanh(h), None), h, None, length=2)
+        return h + inner, None
+
+    return jnp.mean(lax.scan(step, x.astype(F16), None, 5)[0].astype(F32))
+
+
 def accumulated_gradients(w, x):
     def step(state, x):
         gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
@@ -105,6 +113,7 @@ LOSSES = [
     loss_in_half, mean_of_half, promoted_by_zeros, promoted_by_an_argument,
     promoted_in_the_product, inner_products_of_a_loss, maximum_of_an_indexed_array,
     float32_sums_over_half_precision, accumulated_gradients, forward_and_backward,
+    residual_stream_of_inner_loops,
 ]  # fmt: skip
 
 

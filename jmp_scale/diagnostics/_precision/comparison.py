@@ -15,7 +15,14 @@ from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32
 from ..._types import Arrays, Function, PyTree
-from .._backward import ALL_ROUNDINGS, Backward, Loss, concrete_arrays, start_of
+from .._backward import (
+    ALL_ROUNDINGS,
+    Backward,
+    Loss,
+    concrete_arrays,
+    described,
+    start_of,
+)
 from .._tables import leaf_name, percent, power, printed, table
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
@@ -130,6 +137,11 @@ def compare_gradients(
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
+    if callable(half_loss) and not callable(loss):
+        raise TypeError(
+            f"{function}: expected two functions before their arguments, got one and "
+            f"{described(loss)}; write {function}(half_loss, loss, params, batch)"
+        )
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
     arrays, rejoin = concrete_arrays(function, args)

@@ -118,8 +118,10 @@ def _table(comparison: Comparison) -> str:
     for first, *others in [cells[0], rule, *cells[1:]]:
         padded = map(str.rjust, others, widths[1:])
         lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
-    noise = f"Believe no gain below {comparison.believable:.2f}: "
-    return "\n".join([*lines, "", f"{noise}float32 beside itself differs by as much."])
+    if comparison.believable is not None:
+        noise = f"Believe no gain below {comparison.believable:.2f}: "
+        lines += ["", f"{noise}float32 beside itself differs by as much."]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,13 @@ def test_a_model_is_float32_and_its_casts_are_the_same_function(make):
             assert np.linalg.norm(x - y) <= 0.1 * np.linalg.norm(y)
 
 
+def test_a_step_trains_call_after_call():
+    for compile_ in gain.steps(gain.mlp(TINY))[1].values():
+        run = compile_().run
+        losses = [float(run()[2]) for _ in range(9)]
+        assert losses[-1] < losses[0]
+
+
 def test_programs_are_run_in_turn_and_compared_with_the_first():
     calls = []
 
@@ -117,10 +124,16 @@ def test_a_program_that_the_device_refuses_is_said():
     def refused():
         raise NotImplementedError
 
-    programs = {"a": lambda: Program(lambda: None), "b": refused}
-    found = compare("task", programs, seconds=1)
+    def runs():
+        return Program(lambda: None)
+
+    found = compare("task", {"a": runs, "b": refused}, seconds=1)
     assert [row.note for row in found.rows] == ["", "refused: NotImplementedError", ""]
     assert re.search(r"\| refused: NotImplementedError \| +\|", command._table(found))
+    # The base may be too large for the device, and others not.
+    found = compare("task", {"a": refused, "b": runs}, seconds=1)
+    assert (found.rows[1].gain, found.believable) == (None, None)
+    assert "Believe" not in command._table(found)
 
 
 ADVICE = [
@@ -143,7 +156,7 @@ def test_advice_follows_the_products_and_no_gain_that_the_control_shows_too(
 
 
 def test_settings_are_those_that_are_not_defaults(monkeypatch):
-    for name in facts._VARIABLES.split():
+    for name in facts._VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert "jax_enable_x64" not in facts.settings()
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")

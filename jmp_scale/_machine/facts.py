@@ -116,6 +116,6 @@ def advice(products: Comparison, platform: str) -> str:
             "about an accelerator: run this there"
         )
     gains = {row.program: row.gain.median for row in products.rows if row.gain}
-    least = max(_FAST, products.believable)
+    least = max(_FAST, products.believable or 1)
     fast = tuple(dtype for dtype in HALVES if gains.get(dtype, 0) > least)
     return _ADVICE[fast].format(least=least)

@@ -70,9 +70,10 @@ def steps(model: Model) -> tuple[str, Programs]:
             loss_scale = NoOpLossScale() if tx is plain else opt_state.loss_scale
             value, grads = value_and_grad(loss, loss_scale)(params, batch)
             updates, opt_state = tx.update(grads, opt_state, params, value=value)
-            return value, optax.apply_updates(params, updates), opt_state
+            return optax.apply_updates(params, updates), opt_state, value
 
-        return compiling(step, model.params, tx.init(model.params), model.batch)
+        state = model.params, tx.init(model.params)
+        return compiling(step, *state, model.batch, carried=2)
 
     bfloat16, float16 = (autocast(model.loss, x) for x in ("bfloat16", "float16"))
     dynamic = with_loss_scale(plain, DynamicLossScale(2.0**10))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .._types import Function, PyTree
 
@@ -63,8 +64,9 @@ class Comparison:
 
     title: str
     rows: tuple[Row, ...]
-    # The smallest gain that is not noise: the farther quartile of that last row.
-    believable: float
+    # The smallest gain that is not noise: the farther quartile of that last row. None
+    # if the first program was refused.
+    believable: float | None
 
 
 def compare(title: str, programs: Mapping[str, Compile], seconds: float) -> Comparison:
@@ -81,34 +83,48 @@ def compare(title: str, programs: Mapping[str, Compile], seconds: float) -> Comp
             seconds_of(program.run, 1)
             compiled[name] = program
         except _REFUSALS as error:
-            if name == base:
-                raise
             rows[name] = Row(name, note=f"refused: {type(error).__name__}")
-    # The control runs at the end of a round, as far from the base as the others.
-    compiled[base + CONTROL] = compiled[base]
+    if base in compiled:
+        # The control runs at the end of a round, as far from the base as the others.
+        compiled[base + CONTROL] = compiled[base]
     times = _times(compiled, start + seconds)
 
-    def gain_of(name: str) -> Ratio:
+    def gain_of(name: str) -> Ratio | None:
+        if name == base or base not in times:
+            return None
         return Ratio.of([a / b for a, b in zip(times[base], times[name], strict=True)])
 
     for name, program in compiled.items():
         milliseconds = 1000 * statistics.median(times[name])
-        gain = None if name == base else gain_of(name)
-        rows[name] = Row(name, milliseconds, gain, program.mebibytes)
+        rows[name] = Row(name, milliseconds, gain_of(name), program.mebibytes)
     control = gain_of(base + CONTROL)
-    return Comparison(title, tuple(rows.values()), max(control.high, 1 / control.low))
+    believable = max(control.high, 1 / control.low) if control else None
+    return Comparison(title, tuple(rows.values()), believable)
 
 
-def compiling(fun: Function, *args: PyTree) -> Compile:
-    """Returns a function that compiles `fun` to be run with these arguments."""
+def compiling(fun: Function, *args: PyTree, carried: int = 0) -> Compile:
+    """Returns a function that compiles `fun` to be run with these arguments.
+
+    The first `carried` ones are donated, and replaced by the first results.
+    """
 
     def compile_() -> Program:
-        compiled = jax.jit(fun).lower(*args).compile()
+        state = jax.tree.map(jnp.copy, args[:carried])
+        jitted = jax.jit(fun, donate_argnums=tuple(range(carried)))
+        compiled = jitted.lower(*args).compile()
+
+        def run() -> PyTree:
+            nonlocal state
+            results = compiled(*state, *args[carried:])
+            state = results[:carried] if carried else ()
+            return results
+
         found, mebibytes = compiled.memory_analysis(), None
         if found is not None:
-            count = found.argument_size_in_bytes + found.output_size_in_bytes
-            mebibytes = (count + found.temp_size_in_bytes) / 2**20
-        return Program(lambda: compiled(*args), mebibytes)
+            results = found.output_size_in_bytes - found.alias_size_in_bytes
+            count = found.argument_size_in_bytes + results + found.temp_size_in_bytes
+            mebibytes = count / 2**20
+        return Program(run, mebibytes)
 
     return compile_
 

@@ -209,7 +209,7 @@ def _sum_of_parts(
     return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))
 
 
-def _total(x: jax.Array, way: _Way, wire: DTypeLike, mean: bool) -> jax.Array:
+def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.Array:
     """The sum over the devices that hold `x`, or this device's share of it."""
     dtype, count = x.dtype, lax.axis_size(way.axes)
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)
@@ -232,7 +232,7 @@ def _total(x: jax.Array, way: _Way, wire: DTypeLike, mean: bool) -> jax.Array:
 
 
 def _half_on_the_wire(
-    x: jax.Array, way: _Way, wire: DTypeLike, count: int
+    x: jax.Array, way: _Way, wire: DTypeLike | None, count: int
 ) -> jax.Array:
     axes = (*way.kept, *way.gathered)
     up, back, room = 1.0, 1.0, 1.0

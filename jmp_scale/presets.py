@@ -298,7 +298,7 @@ def _dynamic(
 ) -> DynamicLossScale:
     """Creates the loss scale of a preset from its arguments, by their names.
 
-    Errors use these names. With `at_max="clamp"` an initial S beyond the floor or cap is clamped; otherwise it
+    With `at_max="clamp"` an initial S beyond the floor or cap is clamped; otherwise it
     is an error. With `grows_late` the counter is compared before it is incremented.
     """
     names = {_FIELDS.get(word, word): word for word in given}

@@ -23,6 +23,7 @@ from .._mesh import refuse_unreduced
 from .._policy import holds_half
 from .._state import (
     HalfParametersState,
+    checked_optimizer,
     find_half_states,
     find_loss_scale_states,
     is_nothing,
@@ -82,13 +83,7 @@ def with_half_parameters(
       1 0.9980469
       0.996094 0.99609375
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_half_parameters: expected inner to be an "
-            f"optax.GradientTransformation, got {described(inner)}; pass the optimizer "
-            "first"
-        )
-    inner = optax.with_extra_args_support(inner)
+    inner = checked_optimizer("with_half_parameters", inner)
     words = None if key is None else key_words("with_half_parameters", key)
 
     def init(params: optax.Params) -> HalfParametersState:

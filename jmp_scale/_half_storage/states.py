@@ -24,6 +24,7 @@ from .._mesh import refuse_unreduced
 from .._policy import holds_half
 from .._state import (
     HalfStateState,
+    checked_optimizer,
     find_loss_scale_states,
     find_rounded_states,
     started,
@@ -85,18 +86,13 @@ def with_half_state(
       >>> state.inner_state[0].nu["w"].dtype
       dtype(bfloat16)
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_half_state: expected inner to be an optax.GradientTransformation, "
-            f"got {described(inner)}; pass the optimizer first"
-        )
+    inner = checked_optimizer("with_half_state", inner)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"with_half_state: expected names to be names of fields, got {names!r}; "
             'write names=("mu", "nu")'
         )
     words = key_words("with_half_state", key)
-    inner = optax.with_extra_args_support(inner)
     wrapper = _Wrapper(inner, words, frozenset(names))
     return optax.GradientTransformationExtraArgs(
         wrapper.init,

@@ -16,6 +16,7 @@ from .._policy import holds_half
 from .._state import (
     START,
     LossScaleState,
+    checked_optimizer,
     find_half_states,
     find_loss_scale_states,
     is_nothing,
@@ -23,7 +24,7 @@ from .._state import (
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, Function, KeyPath, Leaf, PyTree
-from .._validation import described, warn
+from .._validation import warn
 from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
@@ -60,18 +61,14 @@ def with_loss_scale(
     loss by the S of the state. Use it without a loss scale when a bfloat16 or float32
     run must survive a bad batch: it then only skips steps that are not finite.
 
-    If all gradients are finite, `inner` runs. Otherwise the updates are -0.0 (adding
-    them changes no bit of the parameters), and the whole state of `inner` is left
-    unchanged: moments, counts, schedules, PRNG keys. S is adjusted in both cases,
-    without a branch.
+    If gradients and loss are finite, `inner` runs. Otherwise the updates are -0.0
+    (adding them changes no bit of the parameters), and the whole state of `inner` is
+    left unchanged. S is adjusted in both cases, without a branch. A step is
+    differentiated like a branch: a skipped step is the identity.
 
     Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
     `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
-    finite gradients. With `MultiSteps` a skip drops one micro-batch from the window.
-
-    The gradients and the loss are checked and, if `grad_fn` is passed, also the updates
-    of `inner`. Otherwise a NaN that `inner` computes from finite gradients is applied,
-    as in Optax. A step is differentiated like a branch: a skipped step is the identity.
+    finite gradients. The updates of `inner` are checked only if `grad_fn` is passed.
 
     Args:
       inner: any Optax optimizer or chain.
@@ -95,9 +92,8 @@ def with_loss_scale(
       TypeError: an argument of another type; from `update`, a state that `init` did not
         return, or a loss under another name than `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
-        `update`, while tracing: `value` is not a scalar, gradients and parameters
-        differ in structure, gradients are not added up over devices (`unreduced`), or
-        `inner` changes structure, shape or dtype of its state.
+        `update`: `value` is not a scalar, gradients and parameters differ in structure,
+        gradients are `unreduced`, or `inner` changes the types of its state.
 
     Warns:
       UserWarning: from `init`, half-precision parameters, which lose small updates.
@@ -116,12 +112,7 @@ def with_loss_scale(
       0.5 32768.0 0
       0.5 16384.0 1
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_loss_scale: expected inner to be an optax.GradientTransformation, "
-            f"got {described(inner)}; pass the optimizer first and the loss scale "
-            "second. For an optax.MultiSteps pass its .gradient_transformation()"
-        )
+    inner = checked_optimizer("with_loss_scale", inner)
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
@@ -130,7 +121,6 @@ def with_loss_scale(
             f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
             "guard=SpikeGuard()"
         )
-    inner = optax.with_extra_args_support(inner)
     keywords = keywords_of(inner.update)
     steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
@@ -149,7 +139,12 @@ class _SkippingOptimizer:
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
         inner_state = started("with_loss_scale", self.inner, params)
-        _refuse_nesting(inner_state)
+        if nested := find_loss_scale_states(inner_state):
+            raise ValueError(
+                "with_loss_scale: expected an optimizer without a loss scale, got one "
+                "that contains with_loss_scale, at inner_state"
+                f"{jax.tree_util.keystr(nested[0][0])}; wrap once, outermost"
+            )
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
         state = LossScaleState(
@@ -298,35 +293,19 @@ def _next_state(
     )
 
 
-def _refuse_nesting(inner_state: optax.OptState) -> None:
-    nested = find_loss_scale_states(inner_state)
-    if nested:
-        where = jax.tree_util.keystr(nested[0][0])
-        raise ValueError(
-            "with_loss_scale: expected an optimizer without a loss scale, got one that "
-            f"contains with_loss_scale, at inner_state{where}; wrap once, outermost"
-        )
-
-
 def _warn_of_half_precision(params: optax.Params) -> None:
-    half_leaves = _half_leaves(params)
-    if not half_leaves:
-        return
-    path, dtype = half_leaves[0]
-    warn(
-        "with_loss_scale: expected float32 parameters, got "
-        f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
-        "which loses updates smaller than its precision; keep them in float32 "
-        f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-        "params)) and cast them in the loss, or store the remainders: "
-        "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
-    )
-
-
-def _half_leaves(tree: PyTree) -> list[tuple[KeyPath, jnp.dtype]]:
-    """Returns path and dtype of each array in half precision."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(path, x.dtype) for path, x in leaves if holds_half(x)]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    half = [(path, leaf.dtype) for path, leaf in leaves if holds_half(leaf)]
+    if half:
+        path, dtype = half[0]
+        warn(
+            "with_loss_scale: expected float32 parameters, got "
+            f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
+            "which loses updates smaller than its precision; keep them in float32 "
+            f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
+            "params)) and cast them in the loss, or store the remainders: "
+            "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
+        )
 
 
 def _check_arguments(

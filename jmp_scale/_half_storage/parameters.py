@@ -42,16 +42,14 @@ def with_half_parameters(
 
     `inner` updates float32 values, whose rounding the parameters are; the state keeps
     the rest. So training is that of `inner` on float32 parameters, bit for bit, given
-    the same gradients. Leaves of other dtypes pass as they are.
-
-    With a `key` nothing is kept: new values are rounded up or down at random, right in
-    the mean and the same on all devices. What needs no rounding stays.
+    the same gradients. With a `key` nothing is kept: new values are rounded up or down
+    at random, right in the mean and the same on all devices.
 
     Put it inside `with_loss_scale`, and clipping, `MultiSteps` and schedules into it.
-    Apply its updates as they are, by `optax.apply_updates`; `equinox.apply_updates`
-    does not round. A value above the largest bfloat16 becomes infinite as in a cast,
-    above the largest float16 that. A value that falls below 2^-15 of itself in one step
-    may miss its last digits. The rounding has no derivative.
+    Apply its updates by `optax.apply_updates`; `equinox.apply_updates` does not round.
+    A value above the largest bfloat16 becomes infinite as in a cast, above the largest
+    float16 that. A value that falls below 2^-15 of itself in one step may miss its last
+    digits. The rounding has no derivative.
 
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
@@ -61,15 +59,12 @@ def with_half_parameters(
     Returns:
       A transformation with state `HalfParametersState`. Its `update` takes gradients of
       any dtype, needs `params`, and returns float32 updates for half-precision leaves.
-      Extra arguments go to `inner`.
 
     Raises:
-      TypeError: `inner` is not an Optax optimizer, `key` not a PRNG key, a leaf of the
-        parameters not an array, or the state of `update` that of a plain optimizer.
+      TypeError: an argument or a state of another type, parameters that are not arrays.
       ValueError: `inner` contains a `with_loss_scale` or another `with_half_parameters`
         (from `init`); several keys; `update` without `params`, with others than
-        those of `init`, with a state from before `key` was given or left out, or with
-        gradients that are not added up over devices (`unreduced`).
+        those of `init`, with the state of another `key`, or `unreduced` gradients.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -140,20 +135,19 @@ def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
       where the state keeps no remainder. Leaves of other dtypes pass.
 
     Raises:
-      ValueError: the remainders are those of other parameters, of a part of these, or
-        of two optimizers whose parameters have the same names; arguments are swapped;
-        outside of `jit`, a float16 remainder is larger than half a digit.
+      ValueError: the remainders are not those of these parameters, or of two
+        optimizers; outside of `jit`, a float16 remainder is larger than half a digit.
     """
     if find_half_states(params) and not find_half_states(opt_state):
         raise ValueError(
             "full_parameters: expected the parameters, then the optimizer's state, got "
             "the state first; write full_parameters(params, opt_state)"
         )
-    arrays, kept = with_arrays(params), remainders("full_parameters", opt_state)
-    _check_pairs("full_parameters", arrays, kept)
-    check_magnitudes("full_parameters", kept, leaves_by_name(arrays))
-    leaves = leaves_by_name(arrays).items()
-    joined = [_join(leaf, kept.get(name)) for name, leaf in leaves]
+    kept = remainders("full_parameters", opt_state)
+    leaves = leaves_by_name(with_arrays(params))
+    _check_pairs("full_parameters", leaves, kept)
+    check_magnitudes("full_parameters", kept, leaves)
+    joined = [_join(leaf, kept.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
@@ -203,10 +197,10 @@ def _check_arguments(
             f"got that of {kinds[words is None]}; write "
             "tx.init(params)._replace(inner_state=state.inner_state)"
         )
-    _check_pairs("with_half_parameters", params, state.remainder)
-    known = leaves_by_name(state.remainder)
-    for name, p in leaves_by_name(params).items():
-        if words is None and holds_half(p) and name not in known:
+    leaves, kept = leaves_by_name(params), leaves_by_name(state.remainder)
+    _check_pairs("with_half_parameters", leaves, kept)
+    for name, p in leaves.items():
+        if words is None and holds_half(p) and name not in kept:
             raise ValueError(
                 f"with_half_parameters: expected a remainder of parameter "
                 f"{_named(name)} ({p.dtype}) in the state, got none; call init with "
@@ -214,19 +208,20 @@ def _check_arguments(
             )
 
 
-def _check_pairs(function: str, params: PyTree, remainders: PyTree) -> None:
-    leaves = leaves_by_name(params)
-    for name, remainder in leaves_by_name(remainders).items():
-        dtype = next(
-            name for name, x in FORMATS.items() if x.remainder_dtype == remainder.dtype
-        )
-        expected, got = f"{dtype}{list(remainder.shape)}", "none"
+def _check_pairs(
+    function: str, params: Mapping[str, PyTree], remainders: Mapping[str, PyTree]
+) -> None:
+    """Raises an error unless each remainder has its parameter."""
+    dtypes = {half.remainder_dtype: name for name, half in FORMATS.items()}
+    for name, remainder in remainders.items():
+        p = params.get(name)
+        expected, got = f"{dtypes[remainder.dtype]}{list(remainder.shape)}", "none"
         cure = (
-            f"params has {listed(leaves)}; pass all parameters as init got them, "
+            f"params has {listed(params)}; pass all parameters as init got them, "
             "and the state of their own optimizer"
         )
-        if hasattr(leaves.get(name), "dtype"):
-            got = f"{leaves[name].dtype}{list(leaves[name].shape)}"
+        if hasattr(p, "dtype"):
+            got = f"{p.dtype}{list(p.shape)}"
             cure = (
                 "apply updates by optax.apply_updates (equinox.apply_updates does not "
                 "cast back)"
@@ -248,14 +243,11 @@ def check_magnitudes(
     """
     for name, remainder in remainders.items():
         p = params.get(name)
-        is_read = isinstance(remainder, (jax.Array, np.ndarray)) and not any(
-            isinstance(x, (Tracer, jax.ShapeDtypeStruct)) for x in (remainder, p)
-        )
-        if (
-            is_read
-            and remainder.dtype == jnp.float32
-            and bool(misfits(jnp.asarray(remainder), p))
-        ):
+        is_array = isinstance(remainder, (jax.Array, np.ndarray))
+        is_abstract = isinstance(p, (Tracer, jax.ShapeDtypeStruct))
+        if is_abstract or isinstance(remainder, Tracer) or not is_array:
+            continue
+        if remainder.dtype == jnp.float32 and misfits(jnp.asarray(remainder), p):
             raise ValueError(
                 f"{function}: expected a remainder of parameter {_named(name)} of at "
                 "most half a digit of a float16, got larger ones; pass parameters and "
@@ -286,7 +278,7 @@ def _join(p: Leaf, remainder: PyTree = None) -> Leaf:
 def _rounded_update(
     update: Leaf, p: Leaf, full: Leaf, remainder: PyTree, key: jax.Array | None
 ) -> tuple[PyTree, PyTree]:
-    """What takes a parameter to the rounding of its new value, and what that leaves."""
+    """Returns the update to the rounding of the new value, and what that leaves."""
     if is_nothing(update) or not holds_half(p):
         return update, remainder
     half, noise = format_of(p), None

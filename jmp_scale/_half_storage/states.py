@@ -32,9 +32,8 @@ from .._state import (
 from .._tree import promote_to_float32
 from .._types import KeyPath, Leaf, PyTree
 from .._validation import described, key_words
-from .formats import FORMATS
+from .formats import BFLOAT16
 
-_BFLOAT16 = FORMATS["bfloat16"]
 # Noise apart from that of `with_half_parameters` with the same key.
 _STREAM = 0x68616C66
 _Owner = KeyPath  # the key path of a parameter
@@ -53,9 +52,8 @@ def with_half_state(
     bfloat16 afterwards, right in the mean and the same on all devices. The state is
     rounded and not the update, so the first step is that of `inner`, bit for bit.
 
-    Put it inside `with_loss_scale` (a skipped step leaves the averages and the key
-    unchanged), and inside or around `with_half_parameters`. One key may serve both.
-    On a CPU it costs time, and memory while a leaf is updated.
+    Put it inside `with_loss_scale`, and inside or around `with_half_parameters`. One
+    key may serve both. On a CPU it costs time, and memory while a leaf is updated.
 
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
@@ -67,15 +65,13 @@ def with_half_state(
         `optax.contrib.schedule_free`, does not average its noise out.
 
     Returns:
-      A transformation with state `HalfStateState`. Extra arguments go to `inner`.
+      A transformation with state `HalfStateState`.
 
     Raises:
-      TypeError: `inner` is not an Optax optimizer, `key` not a PRNG key, `names` not a
-        collection of strings, a leaf of the parameters not an array; from `update`, a
-        state that `init` did not make.
+      TypeError: an argument or a state of another type, parameters that are not arrays.
       ValueError: several keys; from `init`, no array has one of the `names`, or `inner`
         contains a `with_loss_scale` or another `with_half_state`; from `update`,
-        gradients that are not added up over devices (`unreduced`).
+        `unreduced` gradients.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -199,9 +195,10 @@ def _fields(state: optax.OptState) -> set[str]:
 def _rounded(
     leaves: Sequence[Leaf], owners: Sequence[_Owner | None], key: jax.Array
 ) -> list[Leaf]:
-    """Leaves with averages in bfloat16. A word of 32 bits serves two of a parameter.
+    """Leaves with averages in bfloat16, next to the float32 ones and never infinite.
 
-    Threefry takes a GPU as much time as the bytes that are saved.
+    A word of 32 bits serves two averages of a parameter, because Threefry takes a GPU
+    as much time as the bytes that are saved.
     """
     rounded, places = list(leaves), {}
     for i, (x, owner) in enumerate(zip(leaves, owners, strict=True)):
@@ -212,16 +209,11 @@ def _rounded(
         found[i : i + 2] for found in places.values() for i in range(0, len(found), 2)
     ]
     keys = jax.random.split(key, len(pairs)) if pairs else []
+    largest = float(jnp.finfo(jnp.bfloat16).max)
     for pair, own in zip(pairs, keys, strict=True):
         word = jax.random.bits(own, leaves[pair[0]].shape, jnp.uint32)
         for half, i in enumerate(pair):
-            rounded[i] = _stored(leaves[i], _BFLOAT16.noise(word >> (16 * half)))
+            x, noise = promote_to_float32(leaves[i]), BFLOAT16.noise(word >> 16 * half)
+            x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+            rounded[i] = BFLOAT16.rounded(x, noise).astype(jnp.bfloat16)
     return rounded
-
-
-def _stored(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """A float32 average as one of the two bfloat16 next to it; never infinite."""
-    x = promote_to_float32(x)
-    largest = float(jnp.finfo(jnp.bfloat16).max)
-    inside = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    return _BFLOAT16.rounded(inside, noise).astype(jnp.bfloat16)

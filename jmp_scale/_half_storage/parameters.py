@@ -214,7 +214,7 @@ def _check_pairs(
     """Raises an error unless each remainder has its parameter."""
     dtypes = {half.remainder_dtype: name for name, half in FORMATS.items()}
     for name, remainder in remainders.items():
-        p = params.get(name)
+        p: Leaf = params.get(name)
         expected, got = f"{dtypes[remainder.dtype]}{list(remainder.shape)}", "none"
         cure = (
             f"params has {listed(params)}; pass all parameters as init got them, "

@@ -62,8 +62,8 @@ def sum_gradients(
     | `jit`, Auto mesh axes | never: use a `shard_map` |
 
     Leaves with fewer than 1,024 elements per device, and float64 and complex ones, are
-    added in their own precision, at least float32. Infinity and NaN stay not finite on
-    every device, and the results are bit-identical on all devices.
+    added in their own precision, at least float32. Infinity and NaN stay not finite,
+    and the results are bit-identical, on all devices.
 
     Args:
       grads: a pytree; leaves that are not arrays are returned unchanged.
@@ -84,9 +84,9 @@ def sum_gradients(
 
     Raises:
       TypeError: `axis_name`, or a leaf of `like`, has another type.
-      ValueError: while tracing: no such axis or `wire`; a leaf that JAX has added up
-        already; `like` has another structure or shape; a `shard_map` over some axes
-        only, where XLA would gather leaves that the others split.
+      ValueError: no such axis or `wire`; a leaf that JAX has added up already; `like`
+        has another structure or shape; a `shard_map` over some axes only, where XLA
+        would gather leaves that the others split.
 
     Source: Megatron-LM's `reduce_scatter_with_fp32_accumulation`; DeepSpeed's ZeRO++
     (Wang et al., 2023) adds up after an all-to-all too.

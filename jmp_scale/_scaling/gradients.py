@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .._contexts import UNSCALED
 from .._tree import is_inexact, map_gradients, promote_to_float32
-from .._types import Function, Leaf, PyTree
+from .._types import Function, PyTree
 from .._validation import described, require_callable, warn
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 
@@ -33,13 +33,10 @@ def value_and_grad(
     It multiplies the loss by S, and divides the gradients by the same S in float32. If
     S is a power of two, no bit of a gradient changes unless it over- or underflowed.
 
-    `fun` is the whole loss, including regularization terms; do not scale anything in it
-    yourself. Cast to float32 before the last mean (`.astype(jnp.float32)`). Otherwise
-    the gradient that enters a float16 loss is S cast to float16, which is infinite from
-    S = 2^16 on.
-
-    Average over devices afterwards. New values in Flax's float8 collection
-    `_overwrite_with_gradient` are returned unchanged.
+    `fun` is the whole loss; do not scale anything in it yourself. Cast to float32
+    before the last mean (`.astype(jnp.float32)`). Otherwise the gradient that enters a
+    float16 loss is S cast to float16, which is infinite from S = 2^16 on. Average over
+    devices afterwards.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -55,9 +52,8 @@ def value_and_grad(
       `((loss, aux), grads)`. Loss and gradients are float32 or wider.
 
     Raises:
-      TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
-        is given; while tracing, `fun` does not return a scalar, or `(loss, aux)` with
-        `has_aux`.
+      TypeError: an argument of another type, or `axis_name`; while tracing, `fun` does
+        not return a scalar, or `(loss, aux)` with `has_aux`.
       ValueError: the loss scale has a shape other than ().
 
     Warns:
@@ -179,17 +175,14 @@ def _check_differentiable(
         argument = args[number] if -len(args) <= number < len(args) else ()
         for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
             if not is_inexact(leaf):
-                name = jax.tree_util.keystr(path)
+                kind = getattr(leaf, "dtype", type(leaf).__name__)
                 raise TypeError(
                     f"{function}: expected floating-point arrays in argument {number}, "
-                    f"got {described(leaf)} of {_kind(leaf)} at args[{number}]{name}; "
-                    "pass what is not trained as another argument, or select it by "
+                    f"got {described(leaf)} of {kind} at args[{number}]"
+                    f"{jax.tree_util.keystr(path)}; pass what is not trained as "
+                    "another argument, or select it by "
                     "transform=equinox.filter_value_and_grad or flax.nnx.value_and_grad"
                 )
-
-
-def _kind(leaf: Leaf) -> str:
-    return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:

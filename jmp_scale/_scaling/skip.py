@@ -1,20 +1,17 @@
 """Applies an optimizer's update as a whole, or not at all.
 
-An applied step consists of exactly the operations that the optimizer traces to. XLA may
-fuse and contract them differently than without the skip, which can change the last bits
-of a result. There are two paths, which differ by no more than that:
+An applied step consists of exactly the operations that the optimizer traces to, which
+XLA may fuse differently than without the skip. There are two paths:
 
 - The *plain* path runs the update on gradients that are zero on a skipped step, and
   selects between old and new state afterwards. It is right for all optimizers.
 - The *fast* path passes the gradients to the update unmasked, so that nothing waits for
-  the finite flag: a norm that clips the gradients is fused with the finite check. NaNs
-  that result are discarded. Each state leaf is selected right where it is computed.
+  the finite flag, and selects each state leaf right where it is computed. It is taken
+  only if nothing can observe a skipped step before its results are discarded: in
+  compiled code without effects, callbacks, runtime checks, branches and loops that wait
+  for a condition, and not under `jax_debug_nans`. It is hidden from `checkify`.
 
-The fast path is taken only if nothing can observe a skipped step before its results are
-discarded: in compiled code without effects, callbacks, runtime checks, branches and
-loops that wait for a condition, and not under `jax_debug_nans`. It is hidden from
-`checkify`. Both paths are differentiated like a branch: discarded values have no
-derivative.
+Both paths are differentiated like a branch: discarded values have no derivative.
 """
 
 from collections.abc import Callable
@@ -61,7 +58,7 @@ def select_step(
     is_traced = any(isinstance(x, Tracer) for x in seen)
     has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
     if _debugs_nans() and has_arrays_only and not is_traced and not applied:
-        # Eagerly, even 0 / 0 would raise (test_debug_nans_is_quiet_on_a_skipped_step).
+        # Eagerly, even 0 / 0 would raise.
         updates = jax.eval_shape(lambda: update(inputs, old)[0])
         return applied, jax.tree.map(_negative_zeros, updates), old
     # An eager step has nothing to fuse, a jaxpr takes arrays only, and `is_good` must

@@ -32,9 +32,8 @@ class SpikeGuard(_pytree.Pytree):
     moments of Adam: `with_loss_scale(tx, guard=SpikeGuard())` skips a spike like an
     overflow, except that the loss scale stays.
 
-    It watches two numbers x: the loss, if it is passed as `value`, and log2 of the
-    global norm of the unscaled gradients, if they are finite and not all zero. The
-    largest number of all devices counts, so that all of them skip.
+    It watches two numbers x, the largest of all devices: the loss, if it is passed as
+    `value`, and log2 of the global norm of the unscaled gradients.
 
     ```text
     outlier:   x > mean + threshold * max(deviation, floor), for one of the two
@@ -51,8 +50,7 @@ class SpikeGuard(_pytree.Pytree):
 
     A loss is ordinary if it is less than halfway from its mean to its limit. The
     deviation of the loss is multiplied by `irregular` too, which is
-    `max(1, norm_deviation / 0.25)`, because losses have long tails where norms vary
-    (small batches, a loss near 0).
+    `max(1, norm_deviation / 0.25)`, because losses have long tails where norms vary.
 
     Mean and deviation are exponential averages with `decay`, unbiased from the first
     step on. There are no spikes before `warmup` accepted steps. In the warm-up an
@@ -61,9 +59,7 @@ class SpikeGuard(_pytree.Pytree):
     only if its loss is finite and an outlier; it never changes the statistics.
 
     The guard is a frozen dataclass and a pytree. Its leaves are the statistics, f32[],
-    and these counts, i32[], which start at 0: `loss_steps` and `norm_steps`, accepted
-    steps that entered the statistics; `accepted`, accepted steps since the start or the
-    last restart by an outlier; `in_a_row`, consecutive spikes.
+    and counts of steps, i32[].
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes`, here
     with exponential averages, one-sided, and over accepted steps only.
@@ -143,9 +139,7 @@ class SpikeGuard(_pytree.Pytree):
     ) -> tuple[Flag, "SpikeGuard"]:
         """Returns whether a step is a spike, bool[], and the guard after it.
 
-        All arguments must be equal on all devices.
-
-        Args:
+        Args, equal on all devices:
           loss: the unscaled loss, f32[]; NaN if it is not finite, None if unknown.
           norm: the global norm of the unscaled gradients, f32[].
           finite: whether loss and gradients are finite, bool[].

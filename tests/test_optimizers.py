@@ -16,7 +16,7 @@ from helpers import assert_bitwise_equal, count_traces
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, StaticLossScale, with_loss_scale
+from jmp_scale import DynamicLossScale, with_loss_scale
 from jmp_scale._scaling import skip as _skip
 
 NAN, INF = jnp.nan, jnp.inf
@@ -28,8 +28,7 @@ POISONS = (
 STEPS = (POISONS[0], GOOD, POISONS[1], GOOD, POISONS[2], POISONS[0], GOOD)
 
 # Those that differ most in what they compute; all others are slow tests.
-TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "masked"}
-TYPICAL |= {"multi_steps", "sam", "schedule_free_adamw"}
+TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "multi_steps", "sam"}
 DTYPES = ("float32", "float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself
 # Their branches keep the dtype of the parameters, which gradients here do not have.
@@ -112,7 +111,7 @@ def test_one_compilation_with_donated_state_counts_and_adjusts_s(name):
     assert all(jax.tree.map(jax.typeof, state) == types for state in states)
 
 
-@each_optimizer(quick={"adafactor_factored", "lamb", "sam"})
+@each_optimizer(quick={"adafactor_factored", "sam"})
 def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
     tx = with_loss_scale(OPTIMIZERS[name], DynamicLossScale(2.0**10, period=2))
     monkeypatch.setattr(_skip, "_is_plain_only", lambda closed: True)
@@ -210,11 +209,3 @@ def test_optax_maps_over_the_parameters_within_the_state():
     mu = state.inner_state[0].mu
     assert_bitwise_equal(doubled.inner_state[0].mu, jax.tree.map(jnp.add, mu, mu))
     assert_bitwise_equal(doubled.loss_scale, state.loss_scale)
-
-
-def test_clipping_inside_sees_the_true_gradient():
-    true = {"w": jnp.float32([3.0, 4.0])}
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    grads = jmp_scale.grad(lambda w: (w["w"] * true["w"]).sum(), StaticLossScale(2**15))
-    ((params, _),) = run(dynamic(clipped), [grads(W)])
-    np.testing.assert_allclose(params["w"], W["w"] - true["w"] / 5, rtol=1e-6)

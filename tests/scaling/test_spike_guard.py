@@ -254,12 +254,6 @@ def test_statistics_stay_right_over_a_million_steps():
     np.testing.assert_allclose(found, (3, 0.5, math.log2(1e30) + 1.56), atol=0.01)
 
 
-def test_a_guard_prints_what_it_was_given_and_what_it_has_learnt():
-    guard = SpikeGuard(decay=0.9)
-    assert repr(guard) == "SpikeGuard(decay=0.9)"
-    assert "loss_mean=1.0" in repr(guard.judge(*jnp.ones(2), jnp.array(True))[1])
-
-
 def test_counts_end_before_int32_and_a_weight_never_exceeds_one():
     many = jnp.int32(2**30)
     fields = dict.fromkeys(("accepted", "loss_steps", "norm_steps"), many)

@@ -98,8 +98,6 @@ def with_half_state(
 
 @dataclasses.dataclass(frozen=True)
 class _Wrapper:
-    """The two functions of the transformation."""
-
     inner: optax.GradientTransformationExtraArgs
     words: jax.Array
     names: frozenset[str]
@@ -114,11 +112,15 @@ class _Wrapper:
             )
         leaves, structure, owners = self._averages(state, params)
         if all(owner is None for owner in owners):
-            found = ", ".join(sorted(_fields(state))) or "no fields"
+            paths = [
+                path for path, x in tree_flatten_with_path(state)[0] if _is_narrow(x)
+            ]
+            fields = {k.name for path in paths for k in path if hasattr(k, "name")}
             raise ValueError(
                 "with_half_state: expected a state with float32 arrays called "
-                f"{sorted(self.names)}, one for each parameter, got one with {found}; "
-                "pass its averages as names, or leave this optimizer as it is"
+                f"{sorted(self.names)}, one for each parameter, got one with "
+                f"{', '.join(sorted(fields)) or 'no fields'}; pass its averages as "
+                "names, or leave this optimizer as it is"
             )
         pairs = zip(leaves, owners, strict=True)
         cast = [x if owner is None else x.astype(jnp.bfloat16) for x, owner in pairs]
@@ -134,7 +136,7 @@ class _Wrapper:
         if not isinstance(state, HalfStateState):
             raise TypeError(
                 "with_half_state: expected the HalfStateState that init returns, got "
-                f"{described(state)}; from a plain optimizer's state, with "
+                f"{described(state)}; of a plain optimizer's state, with "
                 "new = tx.init(params), make new._replace(inner_state="
                 "optax.tree.cast_like(state, new.inner_state))"
             )
@@ -160,9 +162,10 @@ class _Wrapper:
         A path in the state ends with that of the parameter, which is cut off first: a
         parameter may itself be called "mu". A leaf that is no average has no owner.
         """
-        trees = tuple(map(_looked_at, trees))
-        parameters = {path for path, _ in tree_flatten_with_path(trees)[0]}
-        parameters = {path[1:] for path in parameters}
+        parameters = set()
+        for tree in trees:
+            tree = tree.fast if isinstance(tree, optax.LookaheadParams) else tree
+            parameters |= {path for path, _ in tree_flatten_with_path(tree)[0]}
         pairs, structure = tree_flatten_with_path(state)
         owners = []
         for path, x in pairs:
@@ -174,22 +177,9 @@ class _Wrapper:
         return [x for _, x in pairs], structure, owners
 
 
-def _looked_at(params: PyTree) -> PyTree:
-    while isinstance(params, optax.LookaheadParams):
-        params = params.fast
-    return params
-
-
 def _is_narrow(x: Leaf) -> bool:
     is_float = getattr(x, "dtype", None) == jnp.float32 or holds_half(x)
     return is_float and x.ndim > 0
-
-
-def _fields(state: optax.OptState) -> set[str]:
-    """Names of fields in which arrays lie that could be averages."""
-    pairs, _ = tree_flatten_with_path(state)
-    paths = [path for path, x in pairs if _is_narrow(x)]
-    return {key.name for path in paths for key in path if hasattr(key, "name")}
 
 
 def _rounded(

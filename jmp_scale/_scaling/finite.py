@@ -29,9 +29,8 @@ GPU_GROUP = 4
 TPU_PRODUCT_SIZE = 2**17
 # A CPU adds at most so many elements one after the other.
 LONGEST_ROW = 4096
-# The plain squares of gradients are right for norms between 2**-1 and 2**64. Smaller
-# ones underflow, so there gradients are multiplied by `TINY` before they are squared.
-# Larger ones overflow, so there gradients are divided by `HUGE`.
+# Plain squares are right for norms between 2**-1 and 2**64. Before they are squared,
+# smaller gradients are multiplied by `TINY`, and larger ones divided by `HUGE`.
 TINY = 2.0**64
 HUGE = 2.0**96
 # Stands for the square of an element that is not finite; infinity would trip
@@ -142,10 +141,9 @@ def finite_and_norm(
 ) -> tuple[Flag, Scalar]:
     """Returns `all_finite` and the global norm of the inexact leaves, in one pass.
 
-    The norm, f32[], is right up to float32's rounding, even if squares over- or
-    underflow. It is at most the largest float32, and infinite if the flag is False.
-    Inside `pmap` and `shard_map` it is the largest norm of a device, so that one bad
-    device raises it.
+    The norm, f32[], is right even if squares over- or underflow. It is at most the
+    largest float32, and infinite if the flag is False. Inside `pmap` and `shard_map` it
+    is the largest norm of a device.
     """
     _mesh.refuse_unreduced("global norm", tree)  # that of the parts is another
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()

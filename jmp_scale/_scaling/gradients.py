@@ -149,13 +149,10 @@ def _differentiated(
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
-    # JAX names neither the leaf nor the cure.
-    is_strict = transform is jax.value_and_grad and not kwargs.get("allow_int")
-
     def unscaled_value_and_grad(
         *args: PyTree, **fun_kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        if is_strict:
+        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_differentiable(function, args, argnums)
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
@@ -171,6 +168,7 @@ def _differentiated(
 def _check_differentiable(
     function: str, args: Sequence[PyTree], argnums: int | Sequence[int]
 ) -> None:
+    """Raises an error that names the leaf, which JAX's does not."""
     for number in jax.tree.leaves(argnums):
         argument = args[number] if -len(args) <= number < len(args) else ()
         for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
@@ -228,7 +226,6 @@ def _checked_result(function: str, result: PyTree) -> tuple[_Output, PyTree]:
         (_, output), grads = result
     except (TypeError, ValueError):  # not pairs, or a tracer that is not iterable
         output, grads = None, None
-    # A transform that returns gradients only may return ((a, b), c), which unpacks too.
     if not isinstance(output, _Output):
         raise TypeError(
             f"{function}: expected transform to return ((value, aux), grads) as "

@@ -144,15 +144,15 @@ class DynamicLossScale(_LossScale):
 
     Args:
       loss_scale: initial S, f32[]; 2^15 is the largest power of two in float16. A
-        Python or NumPy number must lie in [min_loss_scale, max_loss_scale]; lower the
-        floor for S < 1. A device array is clipped to [2^-126, 2^126], NaN to the floor.
+        Python or NumPy number must lie in [min_loss_scale, max_loss_scale]. A device
+        array is clipped to [2^-126, 2^126], NaN to the floor.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
-      min_loss_scale: floor of S, float32; below 1 for unscaled gradients that
-        overflow. Values below 2^-126 (0, say) mean 2^-126.
-      max_loss_scale: cap of S, float32; a higher cap than 2^24 brings float16 nothing.
-        Values above 2^126 mean 2^126.
+      min_loss_scale: floor of S; below 1 for unscaled gradients that overflow. Values
+        below 2^-126 (0, say) mean 2^-126.
+      max_loss_scale: cap of S; a higher cap than 2^24 brings float16 nothing. Values
+        above 2^126 mean 2^126.
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
@@ -319,8 +319,7 @@ def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> Scalar:
     if not isinstance(value, jax.Array):
         if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
             checked_loss_scale(function, loss_scale)
-        arguments = _validation.Arguments(function)
-        value = _validation.static_loss_scale(arguments, value)
+        value = _validation.static_loss_scale(_validation.Arguments(function), value)
     if jnp.shape(value) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "

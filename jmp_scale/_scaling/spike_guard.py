@@ -15,8 +15,7 @@ _NORM_FLOOR = 0.25  # bits, a factor of 1.19
 _LOSS_FLOOR = 0.02  # a fraction of the mean
 
 # A norm may exceed its mean further if the loss is ordinary: 16 deviations at a
-# threshold of 6, but at most 4 bits. In clean runs of 10,000 steps the largest norms
-# were 14 deviations above the mean (benchmarks/spike-rules.md).
+# threshold of 6, but at most 4 bits (benchmarks/spike-rules.md).
 _LONE_NORM, _LARGEST_LONE_NORM = 8 / 3, 2 / 3
 
 _FEWEST_STEPS = 20  # until mean and deviation are known well enough
@@ -164,8 +163,8 @@ class SpikeGuard(_pytree.Pytree):
         enters, limit = accepted & has_norm, self._log2_norm_limit(jnp.array(False))
         leaves = self._learned("norm", log2_norm, limit, is_outlier, enters)
         if loss is not None:
-            # With a margin loss, which is mostly 0, every nonzero value would count as
-            # a spike. So losses of steps without gradients do not enter.
+            # Otherwise each nonzero value of a margin loss, which is mostly 0, would be
+            # a spike.
             enters = accepted & (has_norm | (finite & (self.norm_steps == 0)))
             leaves |= self._learned("loss", loss, self._loss_limit, is_outlier, enters)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
@@ -176,8 +175,8 @@ class SpikeGuard(_pytree.Pytree):
 
     @property
     def _loss_limit(self) -> jax.Array:
-        # The norm's tails are shortened by its logarithm; a loss may be negative, so it
-        # has none. The deviation of the norm's logarithm tells how long the tails are.
+        # The norm's logarithm shortens its tails, and tells how long those of the loss
+        # are, which may be negative and so has no logarithm.
         irregular = jnp.maximum(1, self.norm_deviation / _NORM_FLOOR)
         floor = _LOSS_FLOOR * jnp.abs(self.loss_mean)
         spread = irregular * jnp.maximum(self.loss_deviation, floor)

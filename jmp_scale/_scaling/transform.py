@@ -44,8 +44,7 @@ class LossScaleTransformation(optax.GradientTransformationExtraArgs):
     def agreement(self) -> _mesh.Agreement:
         """How devices reach one decision; the default if `update` was replaced."""
         steps = getattr(self.update, "__self__", None)
-        is_own = isinstance(steps, _SkippingOptimizer)
-        return steps.agreement if is_own else _mesh.agreement()
+        return getattr(steps, "agreement", None) or _mesh.agreement()
 
 
 def with_loss_scale(
@@ -84,9 +83,8 @@ def with_loss_scale(
       `inner` gets gradients in float32 or wider.
 
       `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
-      S stays, because no S changes the forward pass. `inner` gets `value` if its
-      signature accepts it. `value_fn`, `obj_fn`, `grad_fn` and `grad` must belong to
-      the unscaled loss too.
+      S stays. `inner` gets `value` if its signature accepts it. `value_fn`, `obj_fn`,
+      `grad_fn` and `grad` must belong to the unscaled loss too.
 
     Raises:
       TypeError: an argument of another type; from `update`, a state that `init` did not
@@ -170,12 +168,11 @@ class _SkippingOptimizer:
         grads = promote_to_float32(updates)
         verdict = judge_step(updates, value, state.guard, self.agreement)
         arrays, others = self._split(extra_args, value, verdict.applied)
-        apply = functools.partial(self._apply, params, others)
         # If `inner` calls `grad_fn`, an overflow of its result shows in the updates.
         is_finite = functools.partial(finite, agree=self.agreement)
         applied, new_updates, inner_state = select_step(
             verdict.applied,
-            apply,
+            functools.partial(self._apply, params, others),
             (grads, arrays),
             state.inner_state,
             context=(params, others),
@@ -213,9 +210,9 @@ class _SkippingOptimizer:
         except (TypeError, ValueError) as error:
             error.add_note(
                 "with_loss_scale: raised by the optimizer that it wraps. Its state "
-                "must come from init of these parameters, so keep one state for each "
-                "optimizer and model (a GAN has two); half-precision parameters may "
-                "need with_half_parameters"
+                "must come from init of these parameters: keep one state for each "
+                "optimizer and model. Half-precision parameters may need "
+                "with_half_parameters"
             )
             raise
         # A cast to half precision would round the updates of with_half_parameters.
@@ -240,11 +237,7 @@ def judge_step(
     guard: SpikeGuard | None,
     agree: _mesh.Agreement,
 ) -> _Verdict:
-    """Decides, alike on all devices, whether the optimizer may apply a step.
-
-    A step is applied if its gradients and its loss (`value`, if given) are finite, and
-    if `guard`, if given, sees no spike in them.
-    """
+    """Decides, alike on all devices, whether the optimizer may apply a step."""
     if value is not None and not (is_data(value) and jnp.shape(value) == ()):
         raise ValueError(
             f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "
@@ -252,13 +245,13 @@ def judge_step(
         )
     loss_finite = jnp.array(True) if value is None else finite(value, agree)
     if guard is None:
-        only_grads_finite, spike = finite(updates, agree), jnp.array(False)
-        applied = only_grads_finite & loss_finite
-        return _Verdict(loss_finite, only_grads_finite, spike, applied)
+        grads_finite = finite(updates, agree)
+        applied = grads_finite & loss_finite
+        return _Verdict(loss_finite, grads_finite, jnp.array(False), applied)
     # Decisions have no derivative. A norm's derivative at 0 is infinite; times 0, NaN.
     guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
-    only_grads_finite, norm = finite_and_norm(updates, agree)
-    is_finite = only_grads_finite & loss_finite
+    grads_finite, norm = finite_and_norm(updates, agree)
+    is_finite = grads_finite & loss_finite
     # The guard sees the largest loss of all devices: a replica must not skip alone.
     loss = None
     if value is not None:
@@ -266,7 +259,7 @@ def judge_step(
         # A float64 loss beyond float32's range is finite, and certainly a spike.
         loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
     spike, guard = guard.judge(loss, norm, is_finite)
-    return _Verdict(loss_finite, only_grads_finite, spike, is_finite & ~spike, guard)
+    return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
 
 
 def _next_state(
@@ -383,8 +376,7 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
         raise ValueError(
             "with_loss_scale: expected inner to keep the structure of its state, got\n"
             f"  from update: {treedef}\n  from init:   {old_treedef}\n"
-            "Let init return everything that update does, and chain transformations "
-            "that only measure, such as optax.monitor, outside of with_loss_scale"
+            "Chain what only measures, such as optax.monitor, outside of it"
         )
 
     def leaf_like(path: KeyPath, x: Leaf, y: Leaf) -> Leaf:
@@ -397,7 +389,7 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "
                 f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "
-                "after update; initialize it with parameters of a floating-point dtype"
+                "after update"
             )
         return x
 

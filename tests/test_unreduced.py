@@ -132,22 +132,6 @@ def test_each_part_is_multiplied_exactly(case, dtype):
     np.testing.assert_array_equal(back, plain)
 
 
-def test_the_loss_beside_unreduced_gradients_is_the_whole_one():
-    mesh, rows, spec, params, inputs = on_mesh("1-D")
-
-    @jax.jit
-    def step(params, x):
-        fun = jmp_scale.value_and_grad(loss_fn, LOSS_SCALES["static"])
-        loss, grads = fun(reduced(params, rows, spec), x)
-        return loss, added_up(grads["w"], "1-D")
-
-    with jax.set_mesh(mesh):
-        loss, grads = step(params, inputs[0])
-    np.testing.assert_allclose(loss, loss_fn({"w": WEIGHT}, INPUTS[0]), rtol=1e-6)
-    expected = jax.grad(lambda w: loss_fn({"w": w}, INPUTS[0]))(WEIGHT)
-    np.testing.assert_allclose(grads, expected, rtol=1e-4, atol=1e-6)
-
-
 # Entries of some rows of a batch of 16, two for each of eight devices.
 BAD = {
     "nothing": {},

@@ -83,7 +83,7 @@ def test_the_averages_are_bfloat16(name):
     assert found == tuple(set(text.split()) for text in FIELDS[name])
 
 
-@by_name({"adamw", "multi_steps", "schedule_free_adamw", "adan"}, FIELDS)
+@by_name({"adamw", "multi_steps", "schedule_free_adamw"}, FIELDS)
 def test_the_first_step_is_that_of_the_optimizer_and_its_state_is_rounded(name):
     inner, names = named(name)
     tx = with_half_state(inner, key=KEY, **names)
@@ -174,11 +174,12 @@ def correlation(x, y):
 
 def test_noise_differs_by_average_step_and_wrapper():
     x = jnp.full(10_000, 1 + 2.0**-8)  # half way between two neighbors
-    one = TX.update(x, TX.init(x))[1]
-    two = TX.update(x, one)[1]
+    update = jax.jit(TX.update)
+    one = update(x, TX.init(x))[1]
+    two = update(x, one)[1]
     other = with_half_parameters(optax.sgd(1.0), key=KEY)
     params = jnp.ones(10_000, jnp.bfloat16)
-    updates, _ = other.update(-(x - 1), other.init(params), params)
+    updates, _ = jax.jit(other.update)(-(x - 1), other.init(params), params)
     drawn = [*one.inner_state, *two.inner_state, updates]
     for a, b in itertools.combinations(drawn, 2):
         assert correlation(a, b) < 0.05
@@ -349,11 +350,10 @@ def test_averages_on_explicit_axes_are_those_of_one_device():
 
 def test_full_parameters_are_found_below_half_states_in_nnx():
     for key in (None, KEY):
-        tx = half_state(with_half_parameters(optax.adam(2.0**-9), key=key))
+        tx = half_state(with_half_parameters(optax.sgd(2.0**-9, momentum=0.5), key=key))
         model = nnx.Linear(2, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         made = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        params = nnx.state(model, nnx.Param)
-        made.update(model, jax.tree.map(jnp.ones_like, params))
+        made.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
         params = nnx.state(model, nnx.Param)
         values = full_parameters(params, nnx.state(made))
         expected = full_parameters(params, made.opt_state)

@@ -154,7 +154,7 @@ def test_scale_and_unscale_leave_float8_scales_alone(loss_scale):
 
 
 def test_equinox_filters_as_it_does_without_scaling():
-    args = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0)), jnp.ones(2)
+    args = eqx.nn.MLP(2, "scalar", 4, 0, key=jax.random.key(0)), jnp.ones(2)
     fun, transform = lambda model, x: model(x), eqx.filter_value_and_grad
     scaled = jmp_scale.value_and_grad(fun, DynamicLossScale(), transform=transform)
     assert_bitwise_equal(scaled(*args), transform(fun)(*args))

@@ -84,7 +84,7 @@ configurations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     configurations,
     st.lists(st.tuples(st.booleans(), st.booleans()), min_size=40, max_size=40),

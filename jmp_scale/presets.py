@@ -90,14 +90,12 @@ def deepspeed(
 ) -> DynamicLossScale:
     """DeepSpeed's `fp16` section of the JSON configuration (`DynamicLossScaler`).
 
-    S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
-    steps, one step later after the start or an overflow. It halves at the
-    `hysteresis`-th overflow and at each further one until S grows (with
-    `consecutive_hysteresis`, until a step is finite).
+    S doubles after `loss_scale_window` finite steps, one step later after the start or
+    an overflow. It halves at the `hysteresis`-th overflow and at each further one until
+    S grows (with `consecutive_hysteresis`, until a step is finite).
 
-    At `min_loss_scale` DeepSpeed raises an error by default; here S stays there and
-    `skipped_in_a_row` grows. Pass `hysteresis=1` for `FP16_Optimizer` and
-    `FP16_UnfusedOptimizer`, which ignore `hysteresis`.
+    At `min_loss_scale` DeepSpeed raises an error by default; here S stays there. Pass
+    `hysteresis=1` for `FP16_Optimizer` and `FP16_UnfusedOptimizer`, which ignore it.
     """
     arguments = Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", initial_scale_power)
@@ -161,9 +159,8 @@ def fairseq(
     it at every overflow, down to `threshold`. The command line starts at 2^7 with a
     window of 2^14 / world size / update_freq.
 
-    There is no `tolerance`, because the share of overflows since the last change of S
-    is not counted. To absorb single overflows use `megatron`. Below 1e-4 fairseq raises
-    FloatingPointError; here S continues to the floor and `skipped_in_a_row` grows.
+    There is no `tolerance` for a share of overflows; to absorb single ones use
+    `megatron`. Below 1e-4 fairseq raises an error; here S continues to the floor.
     """
     return _dynamic("fairseq", locals())
 
@@ -179,8 +176,7 @@ def cerebras(
     S doubles after `steps_per_increase` + 1 finite steps (TensorFlow's
     `CSDynamicLossScale` does not add 1), halves at every overflow, and is clamped to
     [min_loss_scale, max_loss_scale], even at the start. An `initial_loss_scale` of None
-    means the cap. For cbfloat16 the cap is 2^31. There is no `overflow_tolerance`: see
-    `fairseq`.
+    means the cap. For cbfloat16 the cap is 2^31. There is no `overflow_tolerance`.
 
     Trap: the documentation of Cerebras writes 2e15 and 2e-14 for 2^15 and 2^-14.
     """

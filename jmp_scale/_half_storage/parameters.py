@@ -168,9 +168,9 @@ def remainders(function: str, tree: PyTree) -> dict[str, PyTree]:
         own = leaves_by_name(with_arrays(fields.get("remainder")))
         for name in sorted(found.keys() & own.keys()):
             raise ValueError(
-                f"{function}: expected one remainder of parameter {_named(name)}, got "
-                "those of two optimizers (a GAN's?); pass the state of the optimizer "
-                "that updates these parameters"
+                f"{function}: expected one remainder of parameter {name or 'params'}, "
+                "got those of two optimizers (a GAN's?); pass the state of the "
+                "optimizer that updates these parameters"
             )
         found |= own
     return found
@@ -203,8 +203,8 @@ def _check_arguments(
         if words is None and holds_half(p) and name not in kept:
             raise ValueError(
                 f"with_half_parameters: expected a remainder of parameter "
-                f"{_named(name)} ({p.dtype}) in the state, got none; call init with "
-                "the parameters that update gets"
+                f"{name or 'params'} ({p.dtype}) in the state, got none; call init "
+                "with the parameters that update gets"
             )
 
 
@@ -228,8 +228,8 @@ def _check_pairs(
             )
         if got != expected:
             raise ValueError(
-                f"{function}: expected parameter {_named(name)} to be {expected}, like "
-                f"its remainder in the state, got {got}; {cure}"
+                f"{function}: expected parameter {name or 'params'} to be {expected}, "
+                f"like its remainder in the state, got {got}; {cure}"
             )
 
 
@@ -249,15 +249,11 @@ def check_magnitudes(
             continue
         if remainder.dtype == jnp.float32 and misfits(jnp.asarray(remainder), p):
             raise ValueError(
-                f"{function}: expected a remainder of parameter {_named(name)} of at "
-                "most half a digit of a float16, got larger ones; pass parameters and "
-                "state of one step, and restore a checkpoint into parameters of the "
+                f"{function}: expected a remainder of parameter {name or 'params'} of "
+                "at most half a digit of a float16, got larger ones; pass parameters "
+                "and state of one step, and restore a checkpoint into parameters of the "
                 "dtype that was saved (to change it, take full_parameters of these)"
             )
-
-
-def _named(name: str) -> str:
-    return name or "params"
 
 
 def _zeros(p: Leaf) -> jax.Array | None:

@@ -39,19 +39,14 @@ def select_step(
     context: PyTree = (),
     is_good: Callable[[PyTree], Flag] | None = None,
 ) -> tuple[Flag, PyTree, PyTree]:
-    """Runs an optimizer's update, and keeps the old state unless `applied`.
+    """Returns whether a step was applied, its updates, and the new state or the old.
 
-    Args:
-      applied: bool[], whether to apply the step.
-      update: maps `(inputs, old)` to updates and a new state of the types of `old`.
-      inputs: everything that may not be finite, such as gradients and the loss.
-      old: the optimizer's state before the step.
-      context: other values that `update` closes over, such as parameters.
-      is_good: a check of the updates, which may reject the step as well.
+    `update` maps `inputs`, all that may not be finite, and the `old` state to updates
+    and a new state. It may close over other values, the `context`. `is_good` checks the
+    updates, and may reject the step as well.
 
-    Returns:
-      `(applied, updates, state)`. Updates of a skipped step are -0.0: adding -0.0 to a
-      parameter changes no bit of it, whereas 0.0 would turn -0.0 into 0.0.
+    Updates of a skipped step are -0.0: adding -0.0 to a parameter changes no bit of it,
+    whereas 0.0 would turn -0.0 into 0.0.
     """
     leaves = jax.tree.leaves((inputs, old))
     seen = (applied, *leaves, *jax.tree.leaves(context))

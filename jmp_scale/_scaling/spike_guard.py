@@ -138,10 +138,7 @@ class SpikeGuard(_pytree.Pytree):
     ) -> tuple[Flag, "SpikeGuard"]:
         """Returns whether a step is a spike, bool[], and the guard after it.
 
-        Args, equal on all devices:
-          loss: the unscaled loss, f32[]; NaN if it is not finite, None if unknown.
-          norm: the global norm of the unscaled gradients, f32[].
-          finite: whether loss and gradients are finite, bool[].
+        Arguments are equal on all devices. A loss is NaN if it is not finite.
         """
         # log2 of 0 would make the deviation infinite, and so blind the guard.
         has_norm = finite & (norm > 0)

@@ -251,8 +251,8 @@ def check_magnitudes(
             raise ValueError(
                 f"{function}: expected a remainder of parameter {name or 'params'} of "
                 "at most half a digit of a float16, got larger ones; pass parameters "
-                "and state of one step, and restore a checkpoint into parameters of the "
-                "dtype that was saved (to change it, take full_parameters of these)"
+                "and state of one step, and restore a checkpoint into parameters of "
+                "the saved dtype (to change it, take full_parameters of these)"
             )
 
 

@@ -276,13 +276,13 @@ def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
     if like is None:
         return _Way(axes)
     if isinstance(like, PartitionSpec):
-        way, got = _way_of_spec(like, axes), str(like)
+        way = _way_of_spec(like, axes)
     else:
-        way, got = _way_of_shape(like.shape, shape, axes), str(like.shape)
+        way = _way_of_shape(like.shape, shape, axes)
     if way is None:
         raise gradient.error(
             f"like to be split along one dimension, over {axes} or one of them, last",
-            f"of shape {shape} and like {got}",
+            f"of shape {shape} and like {getattr(like, 'shape', like)}",
             "give the parameters of this map, or their PartitionSpecs",
         )
     return way

@@ -190,46 +190,40 @@ def _check_arguments(
             "with_half_parameters: expected the parameters, got None; write "
             "update(grads, state, params)"
         )
-    kinds = ["one without key=", "one with key="]
     if (state.rounding_key is None) != (words is None):
+        kind, other = ("without", "with") if words is None else ("with", "without")
         raise ValueError(
-            f"with_half_parameters: expected the state of {kinds[words is not None]}, "
-            f"got that of {kinds[words is None]}; write "
+            f"with_half_parameters: expected the state of one {kind} key=, got that of "
+            f"one {other} key=; write "
             "tx.init(params)._replace(inner_state=state.inner_state)"
         )
     leaves, kept = leaves_by_name(params), leaves_by_name(state.remainder)
-    _check_pairs("with_half_parameters", leaves, kept)
-    for name, p in leaves.items():
-        if words is None and holds_half(p) and name not in kept:
-            raise ValueError(
-                f"with_half_parameters: expected a remainder of parameter "
-                f"{name or 'params'} ({p.dtype}) in the state, got none; call init "
-                "with the parameters that update gets"
-            )
+    _check_pairs("with_half_parameters", leaves, kept, has_all=words is None)
 
 
 def _check_pairs(
-    function: str, params: Mapping[str, PyTree], remainders: Mapping[str, PyTree]
+    function: str,
+    params: Mapping[str, PyTree],
+    remainders: Mapping[str, PyTree],
+    has_all: bool = False,
 ) -> None:
-    """Raises an error unless each remainder has its parameter."""
+    """Raises an error unless each remainder has its parameter, or if one has none."""
     dtypes = {half.remainder_dtype: name for name, half in FORMATS.items()}
-    for name, remainder in remainders.items():
+    expected = {}
+    if has_all:
+        halves = [name for name, p in params.items() if holds_half(p)]
+        expected = dict.fromkeys(halves, "float32, without a remainder in the state")
+    for name, x in remainders.items():
+        expected[name] = f"{dtypes[x.dtype]}{list(x.shape)}, like its remainder"
+    for name, wanted in expected.items():
         p: Leaf = params.get(name)
-        expected, got = f"{dtypes[remainder.dtype]}{list(remainder.shape)}", "none"
-        cure = (
-            f"params has {listed(params)}; pass all parameters as init got them, "
-            "and the state of their own optimizer"
-        )
-        if hasattr(p, "dtype"):
-            got = f"{p.dtype}{list(p.shape)}"
-            cure = (
-                "apply updates by optax.apply_updates (equinox.apply_updates does not "
-                "cast back)"
-            )
-        if got != expected:
+        got = f"{p.dtype}{list(p.shape)}" if hasattr(p, "dtype") else "none"
+        if not wanted.startswith(f"{got},"):
             raise ValueError(
-                f"{function}: expected parameter {name or 'params'} to be {expected}, "
-                f"like its remainder in the state, got {got}; {cure}"
+                f"{function}: expected parameter {name or 'params'} to be {wanted}, "
+                f"got {got}; params has {listed(params)}; pass all parameters as init "
+                "got them, and the state of their own optimizer, and apply updates by "
+                "optax.apply_updates (equinox.apply_updates does not cast back)"
             )
 
 

@@ -103,16 +103,12 @@ def _step_of_lists(closed: ClosedJaxpr) -> Function:
         new = select_tree(applied, leaves[count:], old)
         return [*_or_negative_zeros(applied, leaves[:count]), *new]
 
-    def plain(
-        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
-    ) -> list[jax.Array]:
+    def plain(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # With NaNs, a loop that waits for a value to become small would never end.
         inputs = unless(applied, inputs, jnp.zeros_like)
         return select_last(applied, inputs, old, old, consts)
 
-    def branch(
-        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
-    ) -> list[jax.Array]:
+    def branch(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # Discarded values must not be differentiated either: their derivatives may be
         # infinite, and times 0 this is NaN. So on a skipped step everything that the
         # update reads passes through `stop_gradient`, and the gradients are replaced by
@@ -122,9 +118,7 @@ def _step_of_lists(closed: ClosedJaxpr) -> Function:
         return select_last(applied, inputs, old, read, consts)
 
     # JAX prints the function: `functools.partial` would print the whole jaxpr.
-    def fast(
-        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
-    ) -> list[jax.Array]:
+    def fast(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         return _fast(closed.jaxpr, applied, inputs, old, consts)
 
     step = plain if _is_plain_only(closed) else _hidden_from_checkify(fast)

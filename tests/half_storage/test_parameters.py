@@ -237,7 +237,7 @@ MISTAKES = [
     (
         lambda: updated(of_float32),
         ValueError,
-        r"expected a remainder of parameter b \(bfloat16\) .*call init with",
+        r"parameter b to be float32, without a remainder .*got bfloat16.*as init got",
     ),
     (
         lambda: with_half_parameters(optax.adam(0.1), key=0),

@@ -1,7 +1,6 @@
 """Half-precision parameters whose float32 values are those of plain Optax."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import TWO_AXES, assert_bitwise_equal, one_of, sharded
+from helpers import assert_bitwise_equal, one_of
 from jax import lax
 from optimizers import (
-    BAD,
     GOOD,
     OPTIMIZERS,
     PARAMS,
@@ -24,7 +22,6 @@ from optimizers import (
 
 import jmp_scale.nnx
 from jmp_scale import (
-    DynamicLossScale,
     checkpoints,
     full_parameters,
     with_half_parameters,
@@ -135,22 +132,6 @@ def test_mixed_trees_keep_what_is_not_half_precision_as_it_is():
     assert values["h"] == 2 - 2.0**-12
     assert values["b"].tolist() == PARAMS["b"].tolist()
     assert [values[key] is params[key] for key in "fiq"] == [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("dtype", "key"), one_of(3, [*itertools.product(HALF, [None, jax.random.key(0)])])
-)
-def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(dtype, key):
-    tx = with_half_parameters(optax.adamw(1e-3), key=key)
-    tx = with_loss_scale(tx, DynamicLossScale(8.0))
-    params, step = half(PARAMS, dtype), jax.jit(stepper(tx), donate_argnums=(0, 1))
-    state = tx.init(params)
-    for grads in STEPS:
-        params, state = step(params, state, half(grads, dtype))
-    before = jax.tree.map(jnp.copy, (params, state.inner_state))
-    params, state = step(params, state, half(BAD, dtype))
-    assert_bitwise_equal((params, state.inner_state), before)
-    assert (state.skipped, step._cache_size()) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -340,33 +321,6 @@ def test_values_that_need_no_rounding_stay_under_a_key(dtype):
         made[~jnp.isnan(made)], (params + zeros.astype(dtype))[~jnp.isnan(params)]
     )
     assert jax.tree.leaves(state.remainder) == []
-
-
-def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own():
-    tx = with_half_parameters(optax.sgd(1.0), key=KEY)
-    members, grads = jnp.ones((3, 100), jnp.bfloat16), jnp.full((3, 100), 2.0**-9)
-    states = jax.vmap(tx.init)(members)
-    keys = jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(1), 3))
-    states = states._replace(rounding_key=keys)
-    updates, states = jax.jit(jax.vmap(tx.update))(grads, states, members)
-    made = np.asarray(optax.apply_updates(members, updates), np.float32)
-    assert len(np.unique(made, axis=0)) == 3
-    one = tx.init(members[1])._replace(rounding_key=keys[1])
-    updates, _ = jax.jit(tx.update)(grads[1], one, members[1])
-    alone = optax.apply_updates(members[1], updates)
-    np.testing.assert_array_equal(made[1], alone.astype(jnp.float32))
-
-
-def test_stochastic_rounding_is_alike_under_every_layout():
-    x = jax.random.normal(jax.random.key(1), (16, 24))
-    raw = jax.random.key_data(jax.random.key(0))
-    expected, state = jax.jit(lambda x: stochastic_step(x, jnp.bfloat16))(x)
-    step = jax.jit(lambda x: stochastic_step(x, jnp.bfloat16, raw))
-    for spec in (jax.P(None, "i"), jax.P("i", "j")):
-        made, other = step(sharded(x, TWO_AXES, spec))
-        assert_bitwise_equal(made, expected)
-        assert_bitwise_equal(other.rounding_key, state.rounding_key)
-    assert (state.rounding_key != raw).any()
 
 
 # Doors.

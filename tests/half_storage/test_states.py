@@ -187,16 +187,24 @@ def test_noise_differs_by_average_step_and_wrapper():
     assert len({*map(tuple, keys)}) == 3
 
 
-def test_averages_are_alike_under_every_layout():
-    tx = with_half_state(optax.adam(0.1), key=jax.random.key_data(KEY))
-    x = jax.random.normal(jax.random.key(1), (16, 24))
+BOTH = pytest.mark.parametrize(
+    ("wrap", "dtype"),
+    [(with_half_state, jnp.float32), (with_half_parameters, jnp.bfloat16)],
+)
+
+
+@BOTH
+def test_rounding_is_alike_under_every_layout(wrap, dtype):
+    tx = wrap(optax.sgd(0.1, momentum=0.9), key=jax.random.key_data(KEY))
+    x = jax.random.normal(jax.random.key(1), (16, 24)).astype(dtype)
 
     @jax.jit
     def steps(x):
-        state = tx.init(x)
+        params, state = x, tx.init(x)
         for factor in (1.0, 0.3):
-            state = tx.update(factor * x, state, x)[1]
-        return state
+            updates, state = tx.update(factor * x, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
 
     for spec in (jax.P("i", "j"), jax.P(None, "i")):
         assert_bitwise_equal(steps(sharded(x, TWO_AXES, spec)), steps(x))
@@ -204,29 +212,37 @@ def test_averages_are_alike_under_every_layout():
     assert_bitwise_equal(jax.jit(in_map)(x), steps(x))
 
 
-def test_each_member_of_an_ensemble_rounds_by_its_own_key():
-    x = jnp.full((3, 100), 1.2345)
-
-    def step(key, x):
-        tx = with_half_state(optax.trace(0.9), key=key)
-        return tx.update(x, tx.init(x))[1].inner_state.trace
-
-    keys = jax.random.split(KEY, 3)
-    made = jax.jit(jax.vmap(step))(keys, x)
-    assert len(np.unique(np.float32(made), axis=0)) == 3
-    assert_bitwise_equal(made[1], jax.jit(step)(keys[1], x[1]))
+@BOTH
+def test_the_members_of_an_ensemble_round_apart_with_keys_of_their_own(wrap, dtype):
+    tx = wrap(optax.sgd(2.0**-9, momentum=0.9), key=KEY)
+    x = jnp.full((3, 100), 1.2345, dtype)
+    keys = jax.vmap(jax.random.key_data)(jax.random.split(KEY, 3))
+    states = jax.vmap(tx.init)(x)._replace(rounding_key=keys)
+    made = jax.jit(jax.vmap(tx.update))(x, states, x)
+    drawn = made[0] if dtype == jnp.bfloat16 else made[1].inner_state[0].trace
+    assert len(np.unique(np.float32(drawn), axis=0)) == 3
+    alone = jax.jit(tx.update)(*jax.tree.map(lambda a: a[1], (x, states, x)))
+    assert_bitwise_equal(jax.tree.map(lambda a: a[1], made), alone)
 
 
 # Wrapped, and in wrappers.
 
 
-@by_name({"multi_steps"}, ["adamw", "muon", "inject_hyperparams"])
-def test_a_skipped_step_changes_no_bit(name):
-    tx = with_half_state(OPTIMIZERS[name], key=KEY)
-    tx = with_loss_scale(tx, DynamicLossScale(8.0))
-    params, step = PARAMS, jax.jit(stepper(tx), donate_argnums=(0, 1))
-    params = jax.tree.map(jnp.copy, params)
-    state = tx.init(params)
+SKIPPED = [
+    (with_half_state(OPTIMIZERS["multi_steps"], key=KEY), jnp.float32),
+    (with_half_parameters(optax.adamw(1e-3)), jnp.bfloat16),
+    (with_half_parameters(optax.adamw(1e-3), key=KEY), jnp.float16),
+    (with_half_state(OPTIMIZERS["muon"], key=KEY), jnp.float32),
+    (with_half_parameters(optax.adamw(1e-3)), jnp.float16),
+]
+
+
+@pytest.mark.parametrize(("inner", "dtype"), one_of(2, SKIPPED))
+def test_a_skipped_step_changes_no_bit_and_init_does_not_warn(inner, dtype):
+    tx = with_loss_scale(inner, DynamicLossScale(8.0))
+    params = jax.tree.map(lambda p: jnp.array(p, dtype), PARAMS)
+    state = tx.init(params)  # filters make a warning an error
+    step = jax.jit(stepper(tx), donate_argnums=(0, 1))
     for grads in STEPS:
         params, state = step(params, state, grads)
     before = jax.tree.map(jnp.copy, (params, state.inner_state))

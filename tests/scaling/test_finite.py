@@ -265,12 +265,12 @@ def test_a_tpu_counts_what_is_not_finite_in_large_arrays_by_a_product(
         assert has_product == (is_product and platform == "tpu")
 
 
-@pytest.mark.parametrize("sign", [1, -1, 1j, -1j])
-def test_numbers_of_the_host_are_judged_too(sign):
-    assert jmp_scale.all_finite({"a": sign * 1e30, "b": np.array([sign * 1e30])})
-    for bad in (np.inf, np.nan):
-        assert not jmp_scale.all_finite({"a": sign * bad})
-        assert not jmp_scale.all_finite({"b": np.array([1.0, sign * bad])})
+def test_numbers_of_the_host_are_judged_too():
+    for sign in (1, -1, 1j, -1j):
+        assert jmp_scale.all_finite({"a": sign * 1e30, "b": np.array([sign * 1e30])})
+        for bad in (np.inf, np.nan):
+            assert not jmp_scale.all_finite({"a": sign * bad})
+            assert not jmp_scale.all_finite({"b": np.array([1.0, sign * bad])})
 
 
 OF_HOST = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}

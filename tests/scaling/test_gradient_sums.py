@@ -310,18 +310,10 @@ LEAF = r"\['layer'\]\[0\]"
         ({"axis_name": "data"}, ValueError, f"of \\('i',\\), got {LEAF} .*'data'"),
         ({"like": [P()]}, ValueError, "expected like to have the structure of grads"),
         ({"like": {"layer": ["i"]}}, TypeError, f"for {LEAF}, got 'i'"),
-        (
-            {"like": {"layer": [jnp.ones((4, 1024))]}},
-            ValueError,
-            f"like to be split.*{LEAF}",
+        *(
+            ({"like": {"layer": [like]}}, ValueError, f"like to be split.*{LEAF}")
+            for like in (*map(jnp.ones, [(4, 1024), (2, 128), 2]), P("i", "i"))
         ),
-        (
-            {"like": {"layer": [jnp.ones((2, 128))]}},
-            ValueError,
-            f"like to be split.*{LEAF}",
-        ),
-        ({"like": {"layer": [jnp.ones(2)]}}, ValueError, f"like to be split.*{LEAF}"),
-        ({"like": {"layer": [P("i", "i")]}}, ValueError, f"like to be split.*{LEAF}"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_the_leaf(kwargs, error, message):

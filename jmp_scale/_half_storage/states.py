@@ -112,9 +112,8 @@ class _Wrapper:
             )
         leaves, structure, owners = self._averages(state, params)
         if all(owner is None for owner in owners):
-            paths = [
-                path for path, x in tree_flatten_with_path(state)[0] if _is_narrow(x)
-            ]
+            found = tree_flatten_with_path(state)[0]
+            paths = [path for path, x in found if _is_narrow(x)]
             fields = {k.name for path in paths for k in path if hasattr(k, "name")}
             raise ValueError(
                 "with_half_state: expected a state with float32 arrays called "
@@ -203,7 +202,8 @@ def _rounded(
     for pair, own in zip(pairs, keys, strict=True):
         word = jax.random.bits(own, leaves[pair[0]].shape, jnp.uint32)
         for half, i in enumerate(pair):
-            x, noise = promote_to_float32(leaves[i]), BFLOAT16.noise(word >> 16 * half)
+            noise = BFLOAT16.noise(word >> (16 * half))
+            x = promote_to_float32(leaves[i])
             x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
             rounded[i] = BFLOAT16.rounded(x, noise).astype(jnp.bfloat16)
     return rounded

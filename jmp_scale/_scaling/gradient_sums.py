@@ -181,7 +181,8 @@ def _sum_of_parts(
     total, like = gradient.array, gradient.like
     sharding: NamedSharding = jax.typeof(total).sharding
     axes = _mesh.unreduced_axes(total)
-    if set(axes) != set(names or axes) if axes else not may_be_sum:
+    is_wanted = set(axes) == set(names or axes) if axes else may_be_sum
+    if not is_wanted:
         raise gradient.error(
             f"each device's own gradients over {names or 'an axis'}",
             f"unreduced over {axes}" if axes else "which JAX has added up already",

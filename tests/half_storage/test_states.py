@@ -75,8 +75,8 @@ def fields_of(tree, dtype):
     return {[k.name for k in path if hasattr(k, "name")][-1] for path in paths}
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_the_averages_are_bfloat16(name):
+@pytest.mark.parametrize("name", [x for x in FIELDS if x in OPTIMIZERS])
+def test_the_averages_are_bfloat16(name):  # older versions of Optax lack some
     inner, names = named(name)
     state = jax.eval_shape(with_half_state(inner, key=KEY, **names).init, PARAMS)
     found = fields_of(state, jnp.bfloat16), fields_of(state, jnp.float32)

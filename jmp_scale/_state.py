@@ -113,6 +113,19 @@ find_half_states = functools.partial(find_nodes, is_half_state)
 find_rounded_states = functools.partial(find_nodes, _is_rounded_state)
 
 
+def checked_optimizer(
+    function: str, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that takes extra arguments, or raises an error."""
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"{function}: expected inner to be an optax.GradientTransformation, got "
+            f"{described(inner)}; pass the optimizer first, an optax.MultiSteps as its "
+            ".gradient_transformation()"
+        )
+    return optax.with_extra_args_support(inner)
+
+
 def started(
     function: str, inner: optax.GradientTransformation, params: PyTree
 ) -> optax.OptState:

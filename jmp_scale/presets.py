@@ -8,14 +8,12 @@ hysteresis absorbs it.
 One thing differs from the originals: S and 1/S are always normal float32 numbers here.
 In Apex, ColossalAI, Flax, Keras 3, Paddle and PyTorch S can become 0 or infinite, which
 silently turns every gradient into zero or NaN. Here a floor, cap or initial S beyond
-[2^-126, 2^126] means the nearer end of this range, and a floor or cap of None means its
-end; S then stays there. S is float32 even if the original computes with Python numbers.
-For powers of two it is equal, otherwise within 1e-5 over hundreds of steps.
+[2^-126, 2^126], or of None, means the nearer end of this range. S is float32: equal for
+powers of two, otherwise within 1e-5 over hundreds of steps.
 
 All functions raise `TypeError` for an argument that is not a number, and `ValueError`
 for one out of range. `dataclasses.replace(preset, min_loss_scale=1.0)` sets fields for
-which a preset has no argument. To change the start, replace `loss_scale`, `counter` and
-`hysteresis_left`.
+which a preset has no argument.
 
 Examples:
   >>> from jmp_scale import presets
@@ -29,9 +27,8 @@ Examples:
   1024.0
 """
 
-import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from . import _validation
@@ -40,7 +37,7 @@ from ._validation import LARGEST, SMALLEST, Arguments
 
 # The frameworks' names of the fields of `DynamicLossScale`, if they differ.
 _NAMES = {
-    "loss_scale": "init_scale initial_scale initial_scale_power scale scale_value "
+    "loss_scale": "init_scale initial_scale 2**initial_scale_power scale scale_value "
     "initial_loss_scale init_loss_scaling loss_scaling",
     "factor": "growth_factor scale_factor incr_ratio multiplier",
     "backoff_factor": "decr_ratio",
@@ -65,7 +62,7 @@ def pytorch(
     S grows after `growth_interval` finite steps and backs off at every overflow. With
     several optimizers, adjust one loss scale by the flags of all.
     """
-    return _dynamic(pytorch, init_scale, growth_factor, backoff_factor, growth_interval)
+    return _dynamic("pytorch", locals())
 
 
 def apex(
@@ -81,9 +78,7 @@ def apex(
     loss scales. The older `fp16_utils` is
     `fairseq(2.0**32, scale_window=1000, threshold=1.0)`.
     """
-    return _dynamic(
-        apex, init_scale, scale_window, min_loss_scale, max_loss_scale, at_max="clamp"
-    )
+    return _dynamic("apex", locals(), at_max="clamp")
 
 
 def deepspeed(
@@ -95,28 +90,24 @@ def deepspeed(
 ) -> DynamicLossScale:
     """DeepSpeed's `fp16` section of the JSON configuration (`DynamicLossScaler`).
 
-    S starts at 2^initial_scale_power and doubles after `loss_scale_window` finite
-    steps, one step later after the start or an overflow. It halves at the
-    `hysteresis`-th overflow and at each further one until S grows (with
-    `consecutive_hysteresis`, until a step is finite).
+    S doubles after `loss_scale_window` finite steps, one step later after the start or
+    an overflow. It halves at the `hysteresis`-th overflow and at each further one until
+    S grows (with `consecutive_hysteresis`, until a step is finite).
 
-    At `min_loss_scale` DeepSpeed raises an error by default; here S stays there and
-    `skipped_in_a_row` grows. Pass `hysteresis=1` for `FP16_Optimizer` and
-    `FP16_UnfusedOptimizer`, which ignore `hysteresis`.
+    At `min_loss_scale` DeepSpeed raises an error by default; here S stays there. Pass
+    `hysteresis=1` for `FP16_Optimizer` and `FP16_UnfusedOptimizer`, which ignore it.
     """
     arguments = Arguments("presets.deepspeed")
     power = arguments.number("initial_scale_power", initial_scale_power)
     arguments.require(abs(power) <= 126, "initial_scale_power", power, "in [-126, 126]")
-    reset = "finite" if consecutive_hysteresis else "growth"
-    return _dynamic(
-        deepspeed,
-        2.0**power,
-        loss_scale_window,
-        hysteresis,
-        reset,
-        min_loss_scale,
-        growth_delay=1,
-    )
+    given = {
+        "2**initial_scale_power": 2.0**power,
+        "loss_scale_window": loss_scale_window,
+        "hysteresis": hysteresis,
+        "consecutive_hysteresis": "finite" if consecutive_hysteresis else "growth",
+        "min_loss_scale": min_loss_scale,
+    }
+    return _dynamic("deepspeed", given, growth_delay=1)
 
 
 def megatron(
@@ -136,15 +127,7 @@ def megatron(
     recurs before S can grow takes S down to `min_scale`, although no S can help; pass
     `value=` to prevent that.
     """
-    return _dynamic(
-        megatron,
-        initial_scale,
-        min_scale,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-    )
+    return _dynamic("megatron", locals())
 
 
 def colossalai(
@@ -161,17 +144,7 @@ def colossalai(
     It is `megatron` with a lower initial S and optional bounds, to which S is clamped,
     even at the start, where ColossalAI would refuse it.
     """
-    return _dynamic(
-        colossalai,
-        initial_scale,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        min_scale,
-        max_scale,
-        hysteresis,
-        at_max="clamp",
-    )
+    return _dynamic("colossalai", locals(), at_max="clamp")
 
 
 def fairseq(
@@ -186,11 +159,10 @@ def fairseq(
     it at every overflow, down to `threshold`. The command line starts at 2^7 with a
     window of 2^14 / world size / update_freq.
 
-    There is no `tolerance`, because the share of overflows since the last change of S
-    is not counted. To absorb single overflows use `megatron`. Below 1e-4 fairseq raises
-    FloatingPointError; here S continues to the floor and `skipped_in_a_row` grows.
+    There is no `tolerance` for a share of overflows; to absorb single ones use
+    `megatron`. Below 1e-4 fairseq raises an error; here S continues to the floor.
     """
-    return _dynamic(fairseq, init_scale, scale_factor, scale_window, threshold)
+    return _dynamic("fairseq", locals())
 
 
 def cerebras(
@@ -204,22 +176,13 @@ def cerebras(
     S doubles after `steps_per_increase` + 1 finite steps (TensorFlow's
     `CSDynamicLossScale` does not add 1), halves at every overflow, and is clamped to
     [min_loss_scale, max_loss_scale], even at the start. An `initial_loss_scale` of None
-    means the cap. For cbfloat16 the cap is 2^31. There is no `overflow_tolerance`: see
-    `fairseq`.
+    means the cap. For cbfloat16 the cap is 2^31. There is no `overflow_tolerance`.
 
     Trap: the documentation of Cerebras writes 2e15 and 2e-14 for 2^15 and 2^-14.
     """
     if initial_loss_scale is None:
         initial_loss_scale = max_loss_scale
-    return _dynamic(
-        cerebras,
-        initial_loss_scale,
-        steps_per_increase,
-        min_loss_scale,
-        max_loss_scale,
-        at_max="clamp",
-        grows_late=True,
-    )
+    return _dynamic("cerebras", locals(), at_max="clamp", grows_late=True)
 
 
 def keras(
@@ -229,7 +192,7 @@ def keras(
 
     S doubles after `dynamic_growth_steps` finite steps and halves at every overflow.
     """
-    return _dynamic(keras, initial_scale, dynamic_growth_steps)
+    return _dynamic("keras", locals())
 
 
 def tf_keras(
@@ -239,7 +202,7 @@ def tf_keras(
 
     It is `keras` with a floor of 1.
     """
-    return _dynamic(tf_keras, initial_scale, dynamic_growth_steps, min_loss_scale=1.0)
+    return _dynamic("tf_keras", locals(), min_loss_scale=1.0)
 
 
 def tensorflow(
@@ -252,9 +215,7 @@ def tensorflow(
     S is multiplied by `multiplier` after `increment_period` finite steps and divided by
     it at every overflow, with a floor of 1.
     """
-    return _dynamic(
-        tensorflow, initial_loss_scale, increment_period, multiplier, min_loss_scale=1.0
-    )
+    return _dynamic("tensorflow", locals(), min_loss_scale=1.0)
 
 
 def paddle(
@@ -271,15 +232,7 @@ def paddle(
     step and every backoff restarts this count. The static graph has a floor of 1:
     `dataclasses.replace(paddle(...), min_loss_scale=1.0)`.
     """
-    return _dynamic(
-        paddle,
-        init_loss_scaling,
-        incr_ratio,
-        decr_ratio,
-        incr_every_n_steps,
-        decr_every_n_nan_or_inf,
-        hysteresis_reset="finite_or_backoff",
-    )
+    return _dynamic("paddle", locals(), hysteresis_reset="finite_or_backoff")
 
 
 def mindspore(
@@ -291,9 +244,7 @@ def mindspore(
     it at every overflow, with a floor of 1, as in `DynamicLossScaleManager` (which
     raises after 1000 overflows in a row) and `DynamicLossScaleUpdateCell`.
     """
-    return _dynamic(
-        mindspore, scale_value, scale_factor, scale_window, min_loss_scale=1.0
-    )
+    return _dynamic("mindspore", locals(), min_loss_scale=1.0)
 
 
 def flax(
@@ -311,15 +262,7 @@ def flax(
     Trap: from the default floor S needs 282,141 steps to return to 2^15. Raise
     `minimum_scale`, or pass `value=`.
     """
-    return _dynamic(
-        flax,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        scale,
-        minimum_scale,
-        grows_late=True,
-    )
+    return _dynamic("flax", locals(), grows_late=True)
 
 
 def jmp(
@@ -330,7 +273,7 @@ def jmp(
     S is multiplied by `factor` after `period` finite steps and divided by it at every
     overflow, down to `min_loss_scale` (under `jit` jmp forgets this and uses 1).
     """
-    return _dynamic(jmp, loss_scale, period, factor, min_loss_scale)
+    return _dynamic("jmp", locals())
 
 
 def mpx(
@@ -343,32 +286,24 @@ def mpx(
     Trap: 65504 is not a power of two, so that from there on scaling rounds; use `jmp`
     for a new run. MPX unscales by the adjusted S, unlike this library.
     """
-    cap = {"max_loss_scale": 65504.0, "at_max": "clamp"}
-    return _dynamic(mpx, loss_scaling, min_loss_scaling, factor, period, **cap)
+    return _dynamic("mpx", locals(), max_loss_scale=65504.0, at_max="clamp")
 
 
 def _dynamic(
-    preset: Callable[..., DynamicLossScale],
-    *given: Any,
-    grows_late: bool = False,
-    **fields: Any,
+    preset: str, given: Mapping[str, Any], grows_late: bool = False, **fields: Any
 ) -> DynamicLossScale:
-    """Creates the loss scale of a preset from its arguments, in their order.
+    """Creates the loss scale of a preset from its arguments, by their names.
 
-    Errors use the preset's argument names. With `at_max="clamp"` an initial S beyond
-    the floor or cap is clamped; otherwise it is an error. With `grows_late` the counter
-    is compared before it is incremented.
+    With `at_max="clamp"` an initial S beyond the floor or cap is clamped; otherwise it
+    is an error. With `grows_late` the counter is compared before it is incremented.
     """
-    words = inspect.signature(preset).parameters
-    names = {_FIELDS.get(word, word): word for word in words}
-    if preset is deepspeed:  # its first argument is an exponent
-        names["loss_scale"] = "2**initial_scale_power"
-    arguments = Arguments(f"presets.{preset.__name__}", names)
+    names = {_FIELDS.get(word, word): word for word in given}
+    arguments = Arguments(f"presets.{preset}", names)
     # A preset without a floor or cap in its arguments and fields has none.
     no_ends = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}
     fields = no_ends | fields
-    for field, value in zip(names, given, strict=True):
-        fields[field] = no_ends.get(field) if value is None else value
+    for field, word in names.items():
+        fields[field] = no_ends.get(field) if given[word] is None else given[word]
     numbers = ("loss_scale", "min_loss_scale", "max_loss_scale")
     s, floor, cap = (arguments.number(name, fields[name]) for name in numbers)
     if fields.get("at_max") == "clamp" and s > 0:

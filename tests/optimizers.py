@@ -39,13 +39,7 @@ SPECIAL = {
     "adam_bf16_momentum": optax.adam(0.1, mu_dtype=jnp.bfloat16),
     "add_noise": chain(optax.add_noise(0.1, 0.55, jax.random.key(0)), SGD),
     "backtracking": chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(10)),
-    "clip": chain(optax.clip(1.0), SGD),
     "clip_adamw": chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
-    "conditional": chain(
-        optax.conditionally_transform(optax.scale(0.0), lambda step: step % 2 == 1),
-        SGD,
-    ),
-    "ema": chain(ADAM, optax.ema(0.9)),
     "freeze": chain(ADAM, optax.transforms.freeze({"w": False, "b": True})),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
     "lbfgs_without_search": optax.lbfgs(0.1, linesearch=None),
@@ -64,15 +58,10 @@ SPECIAL = {
     "reduce_on_plateau": chain(ADAM, optax.contrib.reduce_on_plateau(patience=1)),
     "rmsprop_centered": optax.rmsprop(0.1, centered=True, momentum=0.9),
     "sam": optax.contrib.sam(SGD, optax.sgd(0.05)),
-    "schedule": optax.sgd(schedule),
     "schedule_free": optax.contrib.schedule_free(ADAM, 0.1),
-    "selective_transform": optax.transforms.selective_transform(
-        ADAM, freeze_mask={"w": False, "b": True}
-    ),
     "set_to_zero": optax.partition(
         {"train": ADAM, "stop": optax.set_to_zero()}, {"w": "train", "b": "stop"}
     ),
-    "zero_nans": chain(optax.zero_nans(), SGD),
 }
 
 

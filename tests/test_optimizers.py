@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_bitwise_equal, count_traces
+from helpers import assert_bitwise_equal, count_traces, reference_rule
 from optimizers import BAD, GOOD, OPTIMIZERS, PARAMS, by_name, stepper
 
 import jmp_scale
-from jmp_scale import DynamicLossScale, StaticLossScale, with_loss_scale
+from jmp_scale import DynamicLossScale, with_loss_scale
 from jmp_scale._scaling import skip as _skip
 
 NAN, INF = jnp.nan, jnp.inf
@@ -28,8 +28,7 @@ POISONS = (
 STEPS = (POISONS[0], GOOD, POISONS[1], GOOD, POISONS[2], POISONS[0], GOOD)
 
 # Those that differ most in what they compute; all others are slow tests.
-TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "masked"}
-TYPICAL |= {"multi_steps", "sam", "schedule_free_adamw"}
+TYPICAL = {"adafactor_factored", "inject_hyperparams", "lamb", "multi_steps", "sam"}
 DTYPES = ("float32", "float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 FLOAT32_ONLY = {"lbfgs", "lbfgs_without_search"}  # in Optax itself
 # Their branches keep the dtype of the parameters, which gradients here do not have.
@@ -112,7 +111,7 @@ def test_one_compilation_with_donated_state_counts_and_adjusts_s(name):
     assert all(jax.tree.map(jax.typeof, state) == types for state in states)
 
 
-@each_optimizer(quick={"adafactor_factored", "lamb", "sam"})
+@each_optimizer(quick={"adafactor_factored", "sam"})
 def test_selecting_early_and_late_give_the_same_bits(name, monkeypatch):
     tx = with_loss_scale(OPTIMIZERS[name], DynamicLossScale(2.0**10, period=2))
     monkeypatch.setattr(_skip, "_is_plain_only", lambda closed: True)
@@ -212,9 +211,34 @@ def test_optax_maps_over_the_parameters_within_the_state():
     assert_bitwise_equal(doubled.loss_scale, state.loss_scale)
 
 
-def test_clipping_inside_sees_the_true_gradient():
-    true = {"w": jnp.float32([3.0, 4.0])}
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    grads = jmp_scale.grad(lambda w: (w["w"] * true["w"]).sum(), StaticLossScale(2**15))
-    ((params, _),) = run(dynamic(clipped), [grads(W)])
-    np.testing.assert_allclose(params["w"], W["w"] - true["w"] / 5, rtol=1e-6)
+def test_a_run_with_bad_gradients_and_losses_is_that_of_a_loop_in_plain_python():
+    clip = optax.clip_by_global_norm(0.5)
+    inner = optax.chain(clip, optax.adam(lambda n: 0.1 / (1 + n)))
+    rule = {"period": 2, "hysteresis": 2}
+    tx = dynamic(inner, **rule)
+    random, kinds = np.random.RandomState(0), ["f2", "f4", "bfloat16", "f4"]
+    params = [np.float32(random.randn(*s)) for s in ((), (3,), (2, 2), (0,))]
+    step = jax.jit(lambda g, s, p, loss: tx.update(g, s, p, value=loss))
+    plain, plain_state, state = params, inner.init(params), tx.init(params)
+    grads_finite = [True, False, False, True, True, False, True, True, False, True]
+    loss_finite = [True, True, False, True, False, False, True, True, True, True]
+    expected = reference_rule(grads_finite, 2.0**10, loss_finite=loss_finite, **rule)
+    skipped, in_a_row = 0, 0
+    for i, applied in enumerate(np.logical_and(grads_finite, loss_finite)):
+        pairs = zip(params, kinds, strict=True)
+        grads = [jnp.asarray(random.randn(*p.shape), k) for p, k in pairs]
+        grads[i % 3] = grads[i % 3] if grads_finite[i] else grads[i % 3] * NAN
+        loss = 1.0 if loss_finite[i] else INF
+        updates, state = step(grads, state, params, loss)
+        params = optax.apply_updates(params, updates)
+        if applied:
+            wide = [g.astype(jnp.float32) for g in grads]
+            updates, plain_state = inner.update(wide, plain_state, plain)
+            plain = optax.apply_updates(plain, updates)
+        skipped, in_a_row = skipped + (not applied), 0 if applied else in_a_row + 1
+        assert (state.skipped, state.skipped_in_a_row) == (skipped, in_a_row)
+        assert state.nonfinite_losses == loss_finite[: i + 1].count(False)
+        s = state.loss_scale
+        assert (s.loss_scale, s.counter, s.hysteresis_left) == expected[i]
+        for a, b in zip(params, plain, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

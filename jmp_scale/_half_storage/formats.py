@@ -15,23 +15,16 @@ _float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 
 class Format(NamedTuple):
-    """A half-precision dtype, and how its numbers stand beside float32 values.
-
-    Attributes:
-      dtype: bfloat16 or float16.
-      remainder_dtype: of what a number of the format lacks of a float32 value.
-      noise_bits: random bits that decide between two neighbors.
-      rounded: f32 of f32 and noise (i32, or None for the nearest): a number of the
-        format.
-      remainder: what a number of the format lacks, of the f32 value and the number.
-      joined: f32 of the number as f32 and its remainder.
-    """
+    """A half-precision dtype, and how its numbers stand beside float32 values."""
 
     dtype: jnp.dtype
     remainder_dtype: jnp.dtype
-    noise_bits: int
+    noise_bits: int  # random bits that decide between two neighbors
+    # A number of the format, as f32, of f32 and noise (i32, or None for the nearest).
     rounded: Callable[..., jax.Array]
+    # What a number of the format lacks, of the f32 value and the number.
     remainder: Callable[[jax.Array, jax.Array], jax.Array]
+    # The f32 value of the number as f32 and its remainder.
     joined: Callable[[jax.Array, jax.Array], jax.Array]
 
     def noise(self, words: jax.Array) -> jax.Array:
@@ -102,21 +95,20 @@ def _joined_float16(x: jax.Array, remainder: jax.Array) -> jax.Array:
     return jnp.where(remainder == 0, x, x + remainder)  # -0.0 + 0.0 would be 0.0
 
 
-FORMATS = {
-    "bfloat16": Format(
-        jnp.dtype(jnp.bfloat16),
-        remainder_dtype=jnp.dtype(jnp.int16),
-        noise_bits=16,
-        rounded=_rounded_to_bfloat16,
-        remainder=_remainder_of_bfloat16,
-        joined=_joined_bfloat16,
-    ),
-    "float16": Format(
-        jnp.dtype(jnp.float16),
-        remainder_dtype=jnp.dtype(jnp.float32),
-        noise_bits=12,
-        rounded=_rounded_to_float16,
-        remainder=_remainder_of_float16,
-        joined=_joined_float16,
-    ),
-}
+BFLOAT16 = Format(
+    jnp.dtype(jnp.bfloat16),
+    remainder_dtype=jnp.dtype(jnp.int16),
+    noise_bits=16,
+    rounded=_rounded_to_bfloat16,
+    remainder=_remainder_of_bfloat16,
+    joined=_joined_bfloat16,
+)
+FLOAT16 = Format(
+    jnp.dtype(jnp.float16),
+    remainder_dtype=jnp.dtype(jnp.float32),
+    noise_bits=12,
+    rounded=_rounded_to_float16,
+    remainder=_remainder_of_float16,
+    joined=_joined_float16,
+)
+FORMATS = {"bfloat16": BFLOAT16, "float16": FLOAT16}

@@ -23,6 +23,7 @@ from .._mesh import refuse_unreduced
 from .._policy import holds_half
 from .._state import (
     HalfParametersState,
+    checked_optimizer,
     find_half_states,
     find_loss_scale_states,
     is_nothing,
@@ -41,16 +42,14 @@ def with_half_parameters(
 
     `inner` updates float32 values, whose rounding the parameters are; the state keeps
     the rest. So training is that of `inner` on float32 parameters, bit for bit, given
-    the same gradients. Leaves of other dtypes pass as they are.
-
-    With a `key` nothing is kept: new values are rounded up or down at random, right in
-    the mean and the same on all devices. What needs no rounding stays.
+    the same gradients. With a `key` nothing is kept: new values are rounded up or down
+    at random, right in the mean and the same on all devices.
 
     Put it inside `with_loss_scale`, and clipping, `MultiSteps` and schedules into it.
-    Apply its updates as they are, by `optax.apply_updates`; `equinox.apply_updates`
-    does not round. A value above the largest bfloat16 becomes infinite as in a cast,
-    above the largest float16 that. A value that falls below 2^-15 of itself in one step
-    may miss its last digits. The rounding has no derivative.
+    Apply its updates by `optax.apply_updates`; `equinox.apply_updates` does not round.
+    A value above the largest bfloat16 becomes infinite as in a cast, above the largest
+    float16 that. A value that falls below 2^-15 of itself in one step may miss its last
+    digits. The rounding has no derivative.
 
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
@@ -60,15 +59,12 @@ def with_half_parameters(
     Returns:
       A transformation with state `HalfParametersState`. Its `update` takes gradients of
       any dtype, needs `params`, and returns float32 updates for half-precision leaves.
-      Extra arguments go to `inner`.
 
     Raises:
-      TypeError: `inner` is not an Optax optimizer, `key` not a PRNG key, a leaf of the
-        parameters not an array, or the state of `update` that of a plain optimizer.
+      TypeError: an argument or a state of another type, parameters that are not arrays.
       ValueError: `inner` contains a `with_loss_scale` or another `with_half_parameters`
         (from `init`); several keys; `update` without `params`, with others than
-        those of `init`, with a state from before `key` was given or left out, or with
-        gradients that are not added up over devices (`unreduced`).
+        those of `init`, with the state of another `key`, or `unreduced` gradients.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
@@ -82,13 +78,7 @@ def with_half_parameters(
       1 0.9980469
       0.996094 0.99609375
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_half_parameters: expected inner to be an "
-            f"optax.GradientTransformation, got {described(inner)}; pass the optimizer "
-            "first"
-        )
-    inner = optax.with_extra_args_support(inner)
+    inner = checked_optimizer("with_half_parameters", inner)
     words = None if key is None else key_words("with_half_parameters", key)
 
     def init(params: optax.Params) -> HalfParametersState:
@@ -145,20 +135,19 @@ def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
       where the state keeps no remainder. Leaves of other dtypes pass.
 
     Raises:
-      ValueError: the remainders are those of other parameters, of a part of these, or
-        of two optimizers whose parameters have the same names; arguments are swapped;
-        outside of `jit`, a float16 remainder is larger than half a digit.
+      ValueError: the remainders are not those of these parameters, or of two
+        optimizers; outside of `jit`, a float16 remainder is larger than half a digit.
     """
     if find_half_states(params) and not find_half_states(opt_state):
         raise ValueError(
             "full_parameters: expected the parameters, then the optimizer's state, got "
             "the state first; write full_parameters(params, opt_state)"
         )
-    arrays, kept = with_arrays(params), remainders("full_parameters", opt_state)
-    _check_pairs("full_parameters", arrays, kept)
-    check_magnitudes("full_parameters", kept, leaves_by_name(arrays))
-    leaves = leaves_by_name(arrays).items()
-    joined = [_join(leaf, kept.get(name)) for name, leaf in leaves]
+    kept = remainders("full_parameters", opt_state)
+    leaves = leaves_by_name(with_arrays(params))
+    _check_pairs("full_parameters", leaves, kept)
+    check_magnitudes("full_parameters", kept, leaves)
+    joined = [_join(leaf, kept.get(name)) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(params), joined)
 
 
@@ -179,9 +168,9 @@ def remainders(function: str, tree: PyTree) -> dict[str, PyTree]:
         own = leaves_by_name(with_arrays(fields.get("remainder")))
         for name in sorted(found.keys() & own.keys()):
             raise ValueError(
-                f"{function}: expected one remainder of parameter {_named(name)}, got "
-                "those of two optimizers (a GAN's?); pass the state of the optimizer "
-                "that updates these parameters"
+                f"{function}: expected one remainder of parameter {name or 'params'}, "
+                "got those of two optimizers (a GAN's?); pass the state of the "
+                "optimizer that updates these parameters"
             )
         found |= own
     return found
@@ -201,45 +190,40 @@ def _check_arguments(
             "with_half_parameters: expected the parameters, got None; write "
             "update(grads, state, params)"
         )
-    kinds = ["one without key=", "one with key="]
     if (state.rounding_key is None) != (words is None):
+        kind, other = ("without", "with") if words is None else ("with", "without")
         raise ValueError(
-            f"with_half_parameters: expected the state of {kinds[words is not None]}, "
-            f"got that of {kinds[words is None]}; write "
+            f"with_half_parameters: expected the state of one {kind} key=, got that of "
+            f"one {other} key=; write "
             "tx.init(params)._replace(inner_state=state.inner_state)"
         )
-    _check_pairs("with_half_parameters", params, state.remainder)
-    known = leaves_by_name(state.remainder)
-    for name, p in leaves_by_name(params).items():
-        if words is None and holds_half(p) and name not in known:
-            raise ValueError(
-                f"with_half_parameters: expected a remainder of parameter "
-                f"{_named(name)} ({p.dtype}) in the state, got none; call init with "
-                "the parameters that update gets"
-            )
+    leaves, kept = leaves_by_name(params), leaves_by_name(state.remainder)
+    _check_pairs("with_half_parameters", leaves, kept, has_all=words is None)
 
 
-def _check_pairs(function: str, params: PyTree, remainders: PyTree) -> None:
-    leaves = leaves_by_name(params)
-    for name, remainder in leaves_by_name(remainders).items():
-        dtype = next(
-            name for name, x in FORMATS.items() if x.remainder_dtype == remainder.dtype
-        )
-        expected, got = f"{dtype}{list(remainder.shape)}", "none"
-        cure = (
-            f"params has {listed(leaves)}; pass all parameters as init got them, "
-            "and the state of their own optimizer"
-        )
-        if hasattr(leaves.get(name), "dtype"):
-            got = f"{leaves[name].dtype}{list(leaves[name].shape)}"
-            cure = (
-                "apply updates by optax.apply_updates (equinox.apply_updates does not "
-                "cast back)"
-            )
-        if got != expected:
+def _check_pairs(
+    function: str,
+    params: Mapping[str, PyTree],
+    remainders: Mapping[str, PyTree],
+    has_all: bool = False,
+) -> None:
+    """Raises an error unless each remainder has its parameter, or if one has none."""
+    dtypes = {half.remainder_dtype: name for name, half in FORMATS.items()}
+    expected = {}
+    if has_all:
+        halves = [name for name, p in params.items() if holds_half(p)]
+        expected = dict.fromkeys(halves, "float32, without a remainder in the state")
+    for name, x in remainders.items():
+        expected[name] = f"{dtypes[x.dtype]}{list(x.shape)}, like its remainder"
+    for name, wanted in expected.items():
+        p: Leaf = params.get(name)
+        got = f"{p.dtype}{list(p.shape)}" if hasattr(p, "dtype") else "none"
+        if not wanted.startswith(f"{got},"):
             raise ValueError(
-                f"{function}: expected parameter {_named(name)} to be {expected}, like "
-                f"its remainder in the state, got {got}; {cure}"
+                f"{function}: expected parameter {name or 'params'} to be {wanted}, "
+                f"got {got}; params has {listed(params)}; pass all parameters as init "
+                "got them, and the state of their own optimizer, and apply updates by "
+                "optax.apply_updates (equinox.apply_updates does not cast back)"
             )
 
 
@@ -253,24 +237,17 @@ def check_magnitudes(
     """
     for name, remainder in remainders.items():
         p = params.get(name)
-        is_read = isinstance(remainder, (jax.Array, np.ndarray)) and not any(
-            isinstance(x, (Tracer, jax.ShapeDtypeStruct)) for x in (remainder, p)
-        )
-        if (
-            is_read
-            and remainder.dtype == jnp.float32
-            and bool(misfits(jnp.asarray(remainder), p))
-        ):
+        is_array = isinstance(remainder, (jax.Array, np.ndarray))
+        is_abstract = isinstance(p, (Tracer, jax.ShapeDtypeStruct))
+        if is_abstract or isinstance(remainder, Tracer) or not is_array:
+            continue
+        if remainder.dtype == jnp.float32 and misfits(jnp.asarray(remainder), p):
             raise ValueError(
-                f"{function}: expected a remainder of parameter {_named(name)} of at "
-                "most half a digit of a float16, got larger ones; pass parameters and "
-                "state of one step, and restore a checkpoint into parameters of the "
-                "dtype that was saved (to change it, take full_parameters of these)"
+                f"{function}: expected a remainder of parameter {name or 'params'} of "
+                "at most half a digit of a float16, got larger ones; pass parameters "
+                "and state of one step, and restore a checkpoint into parameters of "
+                "the saved dtype (to change it, take full_parameters of these)"
             )
-
-
-def _named(name: str) -> str:
-    return name or "params"
 
 
 def _zeros(p: Leaf) -> jax.Array | None:
@@ -291,7 +268,7 @@ def _join(p: Leaf, remainder: PyTree = None) -> Leaf:
 def _rounded_update(
     update: Leaf, p: Leaf, full: Leaf, remainder: PyTree, key: jax.Array | None
 ) -> tuple[PyTree, PyTree]:
-    """What takes a parameter to the rounding of its new value, and what that leaves."""
+    """Returns the update to the rounding of the new value, and what that leaves."""
     if is_nothing(update) or not holds_half(p):
         return update, remainder
     half, noise = format_of(p), None

@@ -24,6 +24,7 @@ from .._mesh import refuse_unreduced
 from .._policy import holds_half
 from .._state import (
     HalfStateState,
+    checked_optimizer,
     find_loss_scale_states,
     find_rounded_states,
     started,
@@ -31,9 +32,8 @@ from .._state import (
 from .._tree import promote_to_float32
 from .._types import KeyPath, Leaf, PyTree
 from .._validation import described, key_words
-from .formats import FORMATS
+from .formats import BFLOAT16
 
-_BFLOAT16 = FORMATS["bfloat16"]
 # Noise apart from that of `with_half_parameters` with the same key.
 _STREAM = 0x68616C66
 _Owner = KeyPath  # the key path of a parameter
@@ -52,9 +52,8 @@ def with_half_state(
     bfloat16 afterwards, right in the mean and the same on all devices. The state is
     rounded and not the update, so the first step is that of `inner`, bit for bit.
 
-    Put it inside `with_loss_scale` (a skipped step leaves the averages and the key
-    unchanged), and inside or around `with_half_parameters`. One key may serve both.
-    On a CPU it costs time, and memory while a leaf is updated.
+    Put it inside `with_loss_scale`, and inside or around `with_half_parameters`. One
+    key may serve both. On a CPU it costs time, and memory while a leaf is updated.
 
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
@@ -66,15 +65,13 @@ def with_half_state(
         `optax.contrib.schedule_free`, does not average its noise out.
 
     Returns:
-      A transformation with state `HalfStateState`. Extra arguments go to `inner`.
+      A transformation with state `HalfStateState`.
 
     Raises:
-      TypeError: `inner` is not an Optax optimizer, `key` not a PRNG key, `names` not a
-        collection of strings, a leaf of the parameters not an array; from `update`, a
-        state that `init` did not make.
+      TypeError: an argument or a state of another type, parameters that are not arrays.
       ValueError: several keys; from `init`, no array has one of the `names`, or `inner`
         contains a `with_loss_scale` or another `with_half_state`; from `update`,
-        gradients that are not added up over devices (`unreduced`).
+        `unreduced` gradients.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jmp_scale, optax
@@ -85,18 +82,13 @@ def with_half_state(
       >>> state.inner_state[0].nu["w"].dtype
       dtype(bfloat16)
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_half_state: expected inner to be an optax.GradientTransformation, "
-            f"got {described(inner)}; pass the optimizer first"
-        )
+    inner = checked_optimizer("with_half_state", inner)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"with_half_state: expected names to be names of fields, got {names!r}; "
             'write names=("mu", "nu")'
         )
     words = key_words("with_half_state", key)
-    inner = optax.with_extra_args_support(inner)
     wrapper = _Wrapper(inner, words, frozenset(names))
     return optax.GradientTransformationExtraArgs(
         wrapper.init,
@@ -106,8 +98,6 @@ def with_half_state(
 
 @dataclasses.dataclass(frozen=True)
 class _Wrapper:
-    """The two functions of the transformation."""
-
     inner: optax.GradientTransformationExtraArgs
     words: jax.Array
     names: frozenset[str]
@@ -122,11 +112,14 @@ class _Wrapper:
             )
         leaves, structure, owners = self._averages(state, params)
         if all(owner is None for owner in owners):
-            found = ", ".join(sorted(_fields(state))) or "no fields"
+            found = tree_flatten_with_path(state)[0]
+            paths = [path for path, x in found if _is_narrow(x)]
+            fields = {k.name for path in paths for k in path if hasattr(k, "name")}
             raise ValueError(
                 "with_half_state: expected a state with float32 arrays called "
-                f"{sorted(self.names)}, one for each parameter, got one with {found}; "
-                "pass its averages as names, or leave this optimizer as it is"
+                f"{sorted(self.names)}, one for each parameter, got one with "
+                f"{', '.join(sorted(fields)) or 'no fields'}; pass its averages as "
+                "names, or leave this optimizer as it is"
             )
         pairs = zip(leaves, owners, strict=True)
         cast = [x if owner is None else x.astype(jnp.bfloat16) for x, owner in pairs]
@@ -142,7 +135,7 @@ class _Wrapper:
         if not isinstance(state, HalfStateState):
             raise TypeError(
                 "with_half_state: expected the HalfStateState that init returns, got "
-                f"{described(state)}; from a plain optimizer's state, with "
+                f"{described(state)}; of a plain optimizer's state, with "
                 "new = tx.init(params), make new._replace(inner_state="
                 "optax.tree.cast_like(state, new.inner_state))"
             )
@@ -168,9 +161,10 @@ class _Wrapper:
         A path in the state ends with that of the parameter, which is cut off first: a
         parameter may itself be called "mu". A leaf that is no average has no owner.
         """
-        trees = tuple(map(_looked_at, trees))
-        parameters = {path for path, _ in tree_flatten_with_path(trees)[0]}
-        parameters = {path[1:] for path in parameters}
+        parameters = set()
+        for tree in trees:
+            tree = tree.fast if isinstance(tree, optax.LookaheadParams) else tree
+            parameters |= {path for path, _ in tree_flatten_with_path(tree)[0]}
         pairs, structure = tree_flatten_with_path(state)
         owners = []
         for path, x in pairs:
@@ -182,30 +176,18 @@ class _Wrapper:
         return [x for _, x in pairs], structure, owners
 
 
-def _looked_at(params: PyTree) -> PyTree:
-    while isinstance(params, optax.LookaheadParams):
-        params = params.fast
-    return params
-
-
 def _is_narrow(x: Leaf) -> bool:
     is_float = getattr(x, "dtype", None) == jnp.float32 or holds_half(x)
     return is_float and x.ndim > 0
 
 
-def _fields(state: optax.OptState) -> set[str]:
-    """Names of fields in which arrays lie that could be averages."""
-    pairs, _ = tree_flatten_with_path(state)
-    paths = [path for path, x in pairs if _is_narrow(x)]
-    return {key.name for path in paths for key in path if hasattr(key, "name")}
-
-
 def _rounded(
     leaves: Sequence[Leaf], owners: Sequence[_Owner | None], key: jax.Array
 ) -> list[Leaf]:
-    """Leaves with averages in bfloat16. A word of 32 bits serves two of a parameter.
+    """Leaves with averages in bfloat16, next to the float32 ones and never infinite.
 
-    Threefry takes a GPU as much time as the bytes that are saved.
+    A word of 32 bits serves two averages of a parameter, because Threefry takes a GPU
+    as much time as the bytes that are saved.
     """
     rounded, places = list(leaves), {}
     for i, (x, owner) in enumerate(zip(leaves, owners, strict=True)):
@@ -216,16 +198,12 @@ def _rounded(
         found[i : i + 2] for found in places.values() for i in range(0, len(found), 2)
     ]
     keys = jax.random.split(key, len(pairs)) if pairs else []
+    largest = float(jnp.finfo(jnp.bfloat16).max)
     for pair, own in zip(pairs, keys, strict=True):
         word = jax.random.bits(own, leaves[pair[0]].shape, jnp.uint32)
         for half, i in enumerate(pair):
-            rounded[i] = _stored(leaves[i], _BFLOAT16.noise(word >> (16 * half)))
+            noise = BFLOAT16.noise(word >> (16 * half))
+            x = promote_to_float32(leaves[i])
+            x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+            rounded[i] = BFLOAT16.rounded(x, noise).astype(jnp.bfloat16)
     return rounded
-
-
-def _stored(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """A float32 average as one of the two bfloat16 next to it; never infinite."""
-    x = promote_to_float32(x)
-    largest = float(jnp.finfo(jnp.bfloat16).max)
-    inside = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    return _BFLOAT16.rounded(inside, noise).astype(jnp.bfloat16)

@@ -29,11 +29,7 @@ def get_loss_scale(spec: LossScale | ArrayLike | DTypeLike) -> LossScale:
     | `"bf16"`, `"fp32"`, float64 | `NoOpLossScale()`: at least the range of float32 |
     | a loss scale | itself |
 
-    Dtypes have the names of `get_policy`; case and blanks do not matter. For the
-    arguments of a framework use its function in `presets`.
-
-    Args:
-      spec: a string, a number, a dtype or a loss scale.
+    Dtypes have the names of `get_policy`; case and blanks do not matter.
 
     Raises:
       TypeError: an array with axes.

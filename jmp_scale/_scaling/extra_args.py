@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ Keywords = tuple[frozenset[str], ...]  # a set for each part of an optimizer
 
 # Other names under which users pass the loss, which `update` calls `value`.
 _NAMES_OF_A_LOSS = ("loss", "loss_value", "losses", "val", "values")
-# The set of a function that may use any keyword.
-_ANY = frozenset({"", *_NAMES_OF_A_LOSS})
 
 
 def takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> bool:
@@ -38,13 +35,9 @@ def takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> boo
 def keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
     """Returns the keywords of each function that extra arguments of `update` reach.
 
-    A wrapper (a chain, a mask, a partition) forwards any keyword, so the functions in
-    its closure are inspected too. "" in a set means that the function accepts further
-    keywords. Optax's functions ignore them; any other function may use each name that a
-    loss goes by.
-
-    A wrapper whose `update` is a method keeps its parts in attributes, which are not
-    searched: it counts as one function.
+    "" in a set means that the function accepts further keywords. A wrapper (a chain, a
+    mask) forwards them to functions in its closure; Optax's functions ignore them; any
+    other function may use each name that a loss goes by.
     """
     function = inspect.unwrap(update)
     seen = set() if seen is None else seen
@@ -55,37 +48,27 @@ def keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
     names = frozenset(p.name for p in parameters)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return (names,)
-    within = list(_updates_within(function))
-    is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
-    found = [names | ({""} if is_optax or within else _ANY)]
-    for part in within:
-        found += keywords_of(part, seen)
-    return tuple(found)
-
-
-def _updates_within(function: Function) -> Iterator[Function]:
-    """Yields the update functions in the closure of a function."""
     held = []
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell
             held.append(cell.cell_contents)
+    found: list[frozenset[str]] = []
     transformation = optax.GradientTransformation
     for leaf in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, transformation)):
         if isinstance(leaf, optax.GradientTransformationExtraArgs):
-            yield leaf.update
+            found += keywords_of(leaf.update, seen)
         elif inspect.isroutine(leaf) and _is_update(leaf):
-            yield leaf
+            found += keywords_of(leaf, seen)
+    is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
+    others = () if is_optax or found else _NAMES_OF_A_LOSS
+    return (names | {"", *others}, *found)
 
 
 def _is_update(function: Function) -> bool:
-    """Whether a function has the parameters of an Optax update with extra arguments."""
+    """Whether a function has more than updates, state and params, by keyword."""
     parameters = _parameters(function)
-    if len(parameters) < 4:
-        return False
-    _, state, params, *_, last = parameters
-    has_extra_args = last.kind in (last.KEYWORD_ONLY, last.VAR_KEYWORD)
-    has_params = params.name == "params" or params.default is None
-    return has_extra_args and state.default is state.empty and has_params
+    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return len(parameters) > 3 and parameters[-1].kind in by_keyword
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:

@@ -1,10 +1,8 @@
 """Checks that gradients are finite, and computes their norm, alike on all devices.
 
 Both are computed in one pass over the arrays. No reduction is fast on all machines, so
-there are three: `_reduce_for_cpu`, `_reduce_for_gpu` (a TPU too, with `_flag_on_tpu`
-for large arrays), and `_reduce_for_partitioning` for arrays on several devices.
-The choice is made in lowering, so a program that is compiled for another machine gets
-the reductions of that machine.
+there are three, and one more for large arrays on a TPU. The choice is made in lowering,
+for the machine that a program is compiled for.
 """
 
 import functools
@@ -31,9 +29,8 @@ GPU_GROUP = 4
 TPU_PRODUCT_SIZE = 2**17
 # A CPU adds at most so many elements one after the other.
 LONGEST_ROW = 4096
-# The plain squares of gradients are right for norms between 2**-1 and 2**64. Smaller
-# ones underflow, so there gradients are multiplied by `TINY` before they are squared.
-# Larger ones overflow, so there gradients are divided by `HUGE`.
+# Plain squares are right for norms between 2**-1 and 2**64. Before they are squared,
+# smaller gradients are multiplied by `TINY`, and larger ones divided by `HUGE`.
 TINY = 2.0**64
 HUGE = 2.0**96
 # Stands for the square of an element that is not finite; infinity would trip
@@ -52,21 +49,18 @@ def all_finite(
     """Returns whether all elements of all leaves are finite, alike on all replicas.
 
     Use it in a training loop without `with_loss_scale`: pass the result to `adjust`,
-    and to `select_tree` to skip the step. Only real and complex floating-point leaves
-    are checked.
+    and to `select_tree` to skip the step.
 
     Args:
-      tree: any pytree.
+      tree: any pytree; only real and complex floating-point leaves are checked, and of
+        an `unreduced` array each part.
       axis_name: mesh axes over which the answer must agree. None (default) finds every
         manual axis (`pmap`, `shard_map`) on which it may differ, so that replicas
         cannot diverge; a name or a tuple of names is used as it is
         (`vmap(axis_name=)` needs it); `()` opts out.
       specs: a `PartitionSpec` for each leaf of `tree` (or for a prefix of it), for
         auto-sharded `jit`: each device then checks its own shards, and exactly one
-        scalar all-reduce combines the answers. Explicit mesh axes do not need it,
-        because the type of an array contains its spec. Each part of an
-        `unreduced` array is checked: a sum of finite parts is infinite only beyond
-        the largest float32.
+        scalar all-reduce combines the answers. Explicit mesh axes do not need it.
       mesh: the mesh of `specs`; default the leaves' own, then that of `jax.set_mesh`.
 
     Returns:
@@ -109,23 +103,22 @@ def finite(
 ) -> Flag:
     """`all_finite` over the axes of an agreement."""
     leaves = _inexact_arrays(tree)
-    leaf_specs = _checked_specs(tree, leaves, specs, mesh)
+    if specs is not None:
+        leaf_specs = _checked_specs(tree, specs)
+    elif mesh is None:
+        leaf_specs = _mesh.sharding_specs(leaves)
+    else:
+        raise ValueError(
+            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
+            "got mesh alone"
+        )
     # The flag is reduced twice: over the axes that shard a leaf (in `_all_finite`),
     # then over the manual axes around this call.
     return agree(lax.pmin, _all_finite(leaves, leaf_specs, mesh))
 
 
-def _checked_specs(
-    tree: PyTree, leaves: Arrays, specs: PyTree, mesh: Mesh | None
-) -> _mesh.Specs:
-    """Returns the specs of the inexact leaves: their own, or `specs`, checked."""
-    if specs is None:
-        if mesh is None:
-            return _mesh.sharding_specs(leaves)
-        raise ValueError(
-            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
-            "got mesh alone"
-        )
+def _checked_specs(tree: PyTree, specs: PyTree) -> _mesh.Specs:
+    """Returns the specs of the inexact leaves."""
 
     def is_spec(x: PyTree) -> bool:
         return isinstance(x, PartitionSpec) or x is None
@@ -148,10 +141,9 @@ def finite_and_norm(
 ) -> tuple[Flag, Scalar]:
     """Returns `all_finite` and the global norm of the inexact leaves, in one pass.
 
-    The norm, f32[], is right up to float32's rounding, even if squares over- or
-    underflow. It is at most the largest float32, and infinite if the flag is False.
-    Inside `pmap` and `shard_map` it is the largest norm of a device, so that one bad
-    device raises it.
+    The norm, f32[], is right even if squares over- or underflow. It is at most the
+    largest float32, and infinite if the flag is False. Inside `pmap` and `shard_map` it
+    is the largest norm of a device.
     """
     _mesh.refuse_unreduced("global norm", tree)  # that of the parts is another
     leaves, agree = _inexact_arrays(tree), agree or _mesh.agreement()
@@ -217,7 +209,14 @@ class _Reduction(NamedTuple):
 
 def _reduce(reduction: _Reduction, arrays: Arrays) -> jax.Array:
     """Reduces arrays; in `shard_map` and `pmap`, those of each device by itself."""
-    groups = _groups_of_one_type(arrays)
+    alike: dict[Hashable, list[jax.Array]] = {}
+    for array in arrays:
+        alike.setdefault(jax.typeof(array), []).append(array)
+    groups: list[Arrays] = [
+        group[start : start + GPU_GROUP]
+        for group in alike.values()
+        for start in range(0, len(group), GPU_GROUP)
+    ]
     sharded = functools.partial(_reduce_on_many_devices, reduction)
     # Rows and groups need sizes; an exported program may leave them open.
     has_sizes = all(isinstance(n, int) for array in arrays for n in array.shape)
@@ -227,26 +226,15 @@ def _reduce(reduction: _Reduction, arrays: Arrays) -> jax.Array:
     return _mesh.if_on_one_device(alone, sharded, groups)
 
 
-def _groups_of_one_type(arrays: Arrays) -> list[Arrays]:
-    alike: dict[Hashable, list[jax.Array]] = {}
-    for array in arrays:
-        alike.setdefault(jax.typeof(array), []).append(array)
-    return [
-        group[start : start + GPU_GROUP]
-        for group in alike.values()
-        for start in range(0, len(group), GPU_GROUP)
-    ]
-
-
 def _reduce_on_one_device(reduction: _Reduction, groups: list[Arrays]) -> jax.Array:
     def on_cpu(groups: list[Arrays]) -> jax.Array:
-        rows = [row for group in groups for row in _reduce_for_cpu(reduction, group)]
+        rows = [row for group in groups for row in _rows_for_cpu(reduction, group)]
         # Without the barrier XLA:CPU recomputes the last reduction in each kernel of
         # the update, and compile time is quadratic in the number of leaves.
         return reduction.result(lax.optimization_barrier(lax.concatenate(rows, 0)))
 
     def on_gpu(groups: list[Arrays], reduction: _Reduction = reduction) -> jax.Array:
-        parts = [part for group in groups for part in _reduce_for_gpu(reduction, group)]
+        parts = [part for group in groups for part in _all_in_one(reduction, group)]
         return reduction.result(jnp.stack(parts))
 
     def on_tpu(groups: list[Arrays]) -> jax.Array:
@@ -257,19 +245,15 @@ def _reduce_on_one_device(reduction: _Reduction, groups: list[Arrays]) -> jax.Ar
 
 def _reduce_on_many_devices(reduction: _Reduction, groups: list[Arrays]) -> jax.Array:
     # XLA merges a sum of all-reduces into one all-reduce, but not through a stack.
-    blocks = [_reduce_for_partitioning(reduction, group) for group in groups]
-    combined = [
-        functools.reduce(reduction.combine, parts)
-        for parts in zip(*blocks, strict=True)
-    ]
-    return reduction.result(jnp.stack(combined))
+    blocks = [_one_by_one(reduction, group) for group in groups]
+    return reduction.result(jnp.stack(_combined(reduction, blocks)))
 
 
 # Tracing a step spends most of its time here. Under `jit`, these functions are traced
 # once for all arrays of a type.
 @functools.partial(jax.jit, static_argnums=0)
-def _reduce_for_cpu(reduction: _Reduction, arrays: Arrays) -> Arrays:
-    """Reduces each array by rows, to [rows, k]. For a CPU.
+def _rows_for_cpu(reduction: _Reduction, arrays: Arrays) -> Arrays:
+    """Reduces each array by rows, to [rows, k].
 
     XLA:CPU (of jax 0.10) writes the operand of a reduction to memory, unless the
     reduction has several operands and all its results are used. Arrays are divided into
@@ -292,22 +276,28 @@ def _reduce_for_cpu(reduction: _Reduction, arrays: Arrays) -> Arrays:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reduce_for_gpu(reduction: _Reduction, arrays: Arrays) -> Arrays:
-    """Reduces arrays of one type to a scalar each, in one kernel. For a GPU or TPU."""
+def _all_in_one(reduction: _Reduction, arrays: Arrays) -> Arrays:
+    """Reduces arrays of one type to a scalar each, in one kernel of a GPU or TPU."""
     return _reduced(reduction, [part for x in arrays for part in reduction.parts(x)])
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reduce_for_partitioning(reduction: _Reduction, arrays: Arrays) -> Arrays:
+def _one_by_one(reduction: _Reduction, arrays: Arrays) -> Arrays:
     """Reduces each array separately, because XLA can partition that.
 
     For a reduction of several operands it would gather the results of the devices.
     """
+    blocks = [reduction.parts(array) for array in arrays]
+    return _combined(
+        reduction, [[_reduced(reduction, [x])[0] for x in parts] for parts in blocks]
+    )
+
+
+def _combined(reduction: _Reduction, blocks: Sequence[Arrays]) -> Arrays:
+    """Combines the same part of all blocks."""
     return [
-        functools.reduce(
-            reduction.combine, [_reduced(reduction, [x])[0] for x in parts]
-        )
-        for parts in zip(*map(reduction.parts, arrays), strict=True)
+        functools.reduce(reduction.combine, parts)
+        for parts in zip(*blocks, strict=True)
     ]
 
 
@@ -326,11 +316,10 @@ def _reduced(reduction: _Reduction, parts: Arrays, axes: Sequence[int] = ()) -> 
 def _flag_on_tpu(array: jax.Array) -> Arrays:
     """Computes the flag of a large array by a matrix product.
 
-    The matrix unit counts, for each column, the elements that are not finite. XLA:TPU
-    estimates a seventh of a reduction's cycles (v5e, an array in on-chip memory), and
-    3 % less for the train step of `benchmarks/overhead.py` in float32 (float16: 2 %).
-    bfloat16 suffices, because a sum of ones never rounds to 0. Eight identical rows are
-    used because the matrix unit processes no fewer.
+    The matrix unit counts, for each column, the elements that are not finite. A train
+    step of `benchmarks/overhead.py` takes 3 % fewer cycles so (v5e, float32; float16:
+    2 %). bfloat16 suffices, because a sum of ones never rounds to 0. The matrix unit
+    processes no fewer than eight rows.
     """
     finite = jnp.isfinite(array)
     # Leading axes are merged. This moves data unless the tiles of 16 rows stay whole.

@@ -10,8 +10,9 @@ So no error grows with n, and 2 + 2 bytes an element are communicated, as by a h
 precision all-reduce; 2 if each device needs its own share only.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -47,11 +48,9 @@ def sum_gradients(
     GPUs, between hosts, and between TPU slices. Within one TPU slice `lax.psum` is
     faster, because casts and sums take longer than the bytes that they save.
 
-    Each device rounds its gradients once. They are added in float32, and the sum is
-    rounded once more if it is gathered. The relative error of the norm of normal
-    gradients is 2.3e-3 in bfloat16 and 2.9e-4 in float16 for any number of devices. A
-    half-precision all-reduce moves the same bytes, half of float32's, but its error
-    grows: in bfloat16 4e-3 with 8 devices, 1e-2 with 64.
+    The relative error of the norm of normal gradients is 2.3e-3 in bfloat16 and 2.9e-4
+    in float16 for any number of devices. A half-precision all-reduce moves the same
+    bytes, but its error grows: in bfloat16 4e-3 with 8 devices, 1e-2 with 64.
 
     JAX must not have added up the gradients already:
 
@@ -63,8 +62,8 @@ def sum_gradients(
     | `jit`, Auto mesh axes | never: use a `shard_map` |
 
     Leaves with fewer than 1,024 elements per device, and float64 and complex ones, are
-    added in their own precision, at least float32. Infinity and NaN stay not finite on
-    every device, and the results are bit-identical on all devices.
+    added in their own precision, at least float32. Infinity and NaN stay not finite,
+    and the results are bit-identical, on all devices.
 
     Args:
       grads: a pytree; leaves that are not arrays are returned unchanged.
@@ -85,9 +84,9 @@ def sum_gradients(
 
     Raises:
       TypeError: `axis_name`, or a leaf of `like`, has another type.
-      ValueError: while tracing: no such axis or `wire`; a leaf that JAX has added up
-        already; `like` has another structure or shape; a `shard_map` over some axes
-        only, where XLA would gather leaves that the others split.
+      ValueError: no such axis or `wire`; a leaf that JAX has added up already; `like`
+        has another structure or shape; a `shard_map` over some axes only, where XLA
+        would gather leaves that the others split.
 
     Source: Megatron-LM's `reduce_scatter_with_fp32_accumulation`; DeepSpeed's ZeRO++
     (Wang et al., 2023) adds up after an all-to-all too.
@@ -100,23 +99,27 @@ def sum_gradients(
             "sum_gradients: expected wire to be 'bfloat16', 'float16' or 'float32', "
             f"got {wire!r}"
         )
-    found, structure = jax.tree_util.tree_flatten_with_path(grads)
-    leaves, placed = [leaf for _, leaf in found], _leaves_like(like, structure)
-    read = [i for i, leaf in enumerate(leaves) if _is_added_up(leaf)]
-    gradients = []
-    for i in read:
-        name = jax.tree_util.keystr(found[i][0])
-        placement = _placement(name, placed[i])
-        gradients.append(_Gradient(name, jnp.asarray(leaves[i]), placement))
     names = None if axis_name is None else _mesh.names_of(axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if manual or (names and _are_bound(names)):
-        sums = [_sum_in_map(gradient, names, sent, mean) for gradient in gradients]
-    else:
-        sums = _sums_of_unreduced(gradients, names, sent, mean)
-    for i, total in zip(read, sums, strict=True):
-        leaves[i] = total
-    return jax.tree.unflatten(structure, leaves)
+    is_in_map = manual or (names and _are_bound(names))
+    found, structure = jax.tree_util.tree_flatten_with_path(grads)
+    has_parts = any(_mesh.unreduced_axes(leaf) for _, leaf in found)
+    add = functools.partial(_total, wire=sent, mean=mean)
+    sums = []
+    for (path, leaf), own in zip(found, _leaves_like(like, structure), strict=True):
+        is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+        if not is_array or leaf.dtype == jax.dtypes.float0:
+            sums.append(leaf)
+            continue
+        name = jax.tree_util.keystr(path) or "(the whole tree)"
+        gradient = _Gradient(name, jnp.asarray(leaf), _placement(name, own))
+        if is_in_map:
+            if sent != jnp.float32:
+                _refuse_other_axes(gradient)
+            sums.append(_sum_in_map(gradient, names, add))
+        else:
+            sums.append(_sum_of_parts(gradient, names, add, has_parts and not mean))
+    return jax.tree.unflatten(structure, sums)
 
 
 class _Gradient(NamedTuple):
@@ -127,9 +130,8 @@ class _Gradient(NamedTuple):
     like: Leaf
 
     def error(self, expected: str, got: str, cure: str) -> ValueError:
-        leaf = self.name or "(the whole tree)"
         return ValueError(
-            f"sum_gradients: expected {expected}, got {leaf} {got}; {cure}"
+            f"sum_gradients: expected {expected}, got {self.name} {got}; {cure}"
         )
 
 
@@ -145,12 +147,10 @@ class _Way(NamedTuple):
         return tuple(axis for axis in self.axes if axis not in self.kept)
 
 
-def _sum_in_map(
-    gradient: _Gradient,
-    names: tuple[str, ...] | None,
-    wire: DTypeLike | None,
-    mean: bool,
-) -> jax.Array:
+_Add = Callable[[jax.Array, _Way], jax.Array]
+
+
+def _sum_in_map(gradient: _Gradient, names: _mesh.Axes | None, add: _Add) -> jax.Array:
     """The sum of a leaf in a map, where each device holds its own."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if names is not None and not _are_bound(names):
@@ -171,65 +171,43 @@ def _sum_in_map(
             "and take the gradient of that, or let shard_map add up, in the dtype of "
             "the computation",
         )
-    if wire != jnp.float32:
-        _refuse_other_axes(gradient)
-    return _total(gradient.array, _way_in_map(gradient, axes), wire, mean)
+    return add(gradient.array, _way_in_map(gradient, axes))
 
 
-def _sums_of_unreduced(
-    gradients: Sequence[_Gradient],
-    names: tuple[str, ...] | None,
-    wire: DTypeLike | None,
-    mean: bool,
-) -> list[jax.Array]:
-    """The sums of leaves that are `unreduced`. The others are sums already."""
-    axes = [_mesh.unreduced_axes(gradient.array) for gradient in gradients]
-    for gradient, own in zip(gradients, axes, strict=True):
-        is_wanted = set(own) == set(names or own) if own else any(axes) and not mean
-        if not is_wanted:
-            raise gradient.error(
-                f"each device's own gradients over {names or 'an axis'}",
-                f"unreduced over {own}" if own else "which JAX has added up already",
-                "take gradients in a shard_map over the axis of the batch, or on "
-                "Explicit axes of parameters that are typed reduced over it; a mean is "
-                "of such leaves alone",
-            )
-    sums = [gradient.array for gradient in gradients]
-    parts = [i for i, own in enumerate(axes) if own]
-    if parts:
-        added = _sums_of_parts([(gradients[i], axes[i]) for i in parts], wire, mean)
-        for i, total in zip(parts, added, strict=True):
-            sums[i] = total
+def _sum_of_parts(
+    gradient: _Gradient, names: _mesh.Axes | None, add: _Add, may_be_sum: bool
+) -> jax.Array:
+    """The sum of a leaf that is `unreduced`. Others are sums already."""
+    total, like = gradient.array, gradient.like
+    sharding: NamedSharding = jax.typeof(total).sharding
+    axes = _mesh.unreduced_axes(total)
+    is_wanted = set(axes) == set(names or axes) if axes else may_be_sum
+    if not is_wanted:
+        raise gradient.error(
+            f"each device's own gradients over {names or 'an axis'}",
+            f"unreduced over {axes}" if axes else "which JAX has added up already",
+            "take gradients in a shard_map over the axis of the batch, or on "
+            "Explicit axes of parameters that are typed reduced over it; a mean is "
+            "of such leaves alone",
+        )
+    if like is not None and not isinstance(like, PartitionSpec):
+        like = jax.typeof(like).sharding.spec
+    # How parameters are split, whether or not they are typed `reduced`.
+    spec = None if like is None else PartitionSpec(*_mesh.dimensions(like))
+    if axes:
+        way = None if spec is None else _way_of_spec(spec, axes)
+        way = way or _Way(axes)
+        total = jax.shard_map(
+            lambda part: add(part, way),
+            mesh=sharding.mesh,
+            in_specs=sharding.spec,
+            out_specs=_spec_of_sum(sharding.spec, way),
+            check_vma=False,
+        )(total)
+    if spec is None or sharding.mesh.empty:
+        return total
     # A sum that could not be made in shares is cut here.
-    return [
-        total if gradient.like is None else _resharded(total, gradient.like)
-        for total, gradient in zip(sums, gradients, strict=True)
-    ]
-
-
-def _sums_of_parts(
-    parts: Sequence[tuple[_Gradient, _mesh.Axes]], wire: DTypeLike | None, mean: bool
-) -> Sequence[jax.Array]:
-    arrays = [gradient.array for gradient, _ in parts]
-    shardings: list[PyTree] = [jax.typeof(array).sharding for array in arrays]
-    specs = [sharding.spec for sharding in shardings]
-    ways = []
-    for gradient, axes in parts:
-        has_like = gradient.like is not None
-        way = _way_of_spec(_spec_of(gradient.like), axes) if has_like else None
-        ways.append(way or _Way(axes))
-
-    def add(*shards: jax.Array) -> list[jax.Array]:
-        pairs = zip(shards, ways, strict=True)
-        return [_total(shard, way, wire, mean) for shard, way in pairs]
-
-    return jax.shard_map(
-        add,
-        mesh=shardings[0].mesh,
-        in_specs=tuple(specs),
-        out_specs=list(map(_spec_of_sum, specs, ways)),
-        check_vma=False,
-    )(*arrays)
+    return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))
 
 
 def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.Array:
@@ -258,13 +236,17 @@ def _half_on_the_wire(
     x: jax.Array, way: _Way, wire: DTypeLike | None, count: int
 ) -> jax.Array:
     axes = (*way.kept, *way.gathered)
-    back = None
+    up, back, room = 1.0, 1.0, 1.0
     if wire == jnp.float16:
         up, back = _powers_of_two(x, axes)
-        x = x * up
+        # A sum of n numbers up to 2^15 has to fit into a float16.
+        room = 2.0 ** -math.ceil(math.log2(count))
     # Along a dimension that divides: a TPU lays out a flat array anew.
-    where = way.dimension if way.kept else _dividing(x.shape, count)
-    whole = x if where is not None else jnp.pad(x.ravel(), (0, -x.size % count))
+    dividing = (at for at, size in enumerate(x.shape) if size % count == 0)
+    where = way.dimension if way.kept else next(dividing, None)
+    whole = x * up
+    if where is None:
+        whole = jnp.pad(whole.ravel(), (0, -x.size % count))
     at = where or 0
     shape = whole.shape
     parts = whole.reshape(*shape[:at], count, shape[at] // count, *shape[at + 1 :])
@@ -273,11 +255,9 @@ def _half_on_the_wire(
     parts = lax.all_to_all(parts, axes, split_axis=0, concat_axis=0)
     total = parts.astype(jnp.float32).sum(axis=0)
     if way.gathered:
-        # A sum of n numbers up to 2^15 has to fit into a float16.
-        room = 1 if back is None else 2.0 ** -math.ceil(math.log2(count))
         total = _mesh.all_gather((total * room).astype(wire), way.gathered, at)
         total = total.astype(jnp.float32) / room
-    total = total if back is None else total * back
+    total = total * back
     return total if where is not None else total[: x.size].reshape(x.shape)
 
 
@@ -291,24 +271,19 @@ def _powers_of_two(x: jax.Array, axes: _mesh.Axes) -> tuple[jax.Array, jax.Array
     return up, back
 
 
-def _dividing(shape: Sequence[int], count: int) -> int | None:
-    """The first dimension that can be cut into as many equal parts."""
-    return next((at for at, size in enumerate(shape) if size % count == 0), None)
-
-
 def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
     """Whether the sum is whole or a share: what `like` is, by its spec or its shape."""
     like, shape = gradient.like, gradient.array.shape
     if like is None:
         return _Way(axes)
     if isinstance(like, PartitionSpec):
-        way, got = _way_of_spec(like, axes), str(like)
+        way = _way_of_spec(like, axes)
     else:
-        way, got = _way_of_shape(like.shape, shape, axes), str(like.shape)
+        way = _way_of_shape(like.shape, shape, axes)
     if way is None:
         raise gradient.error(
             f"like to be split along one dimension, over {axes} or one of them, last",
-            f"of shape {shape} and like {got}",
+            f"of shape {shape} and like {getattr(like, 'shape', like)}",
             "give the parameters of this map, or their PartitionSpecs",
         )
     return way
@@ -350,21 +325,6 @@ def _spec_of_sum(spec: PartitionSpec, way: _Way) -> PartitionSpec:
     return PartitionSpec(*parts)
 
 
-def _resharded(total: jax.Array, like: Leaf) -> jax.Array:
-    spec = _spec_of(like)
-    sharding: NamedSharding = jax.typeof(total).sharding
-    if sharding.mesh.empty or sharding.spec == spec:
-        return total
-    return jax.sharding.reshard(total, NamedSharding(sharding.mesh, spec))
-
-
-def _spec_of(like: Leaf) -> PartitionSpec:
-    """How parameters are split, whether or not they are typed `reduced`."""
-    if not isinstance(like, PartitionSpec):
-        like = jax.typeof(like).sharding.spec
-    return PartitionSpec(*_mesh.dimensions(like))
-
-
 def _leaves_like(like: PyTree, structure: PyTree) -> list[PyTree]:
     """The leaves of `like`, one for each of the gradients."""
     if like is None:
@@ -385,14 +345,8 @@ def _placement(name: str, like: Leaf) -> PyTree:
         return like
     raise TypeError(
         "sum_gradients: expected like to have a parameter, a PartitionSpec or a "
-        f"NamedSharding for {name or 'the whole tree'}, got {like!r}"
+        f"NamedSharding for {name}, got {like!r}"
     )
-
-
-def _is_added_up(leaf: Leaf) -> bool:
-    """Whether it is an array, except the gradient of an integer, which is nothing."""
-    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-    return is_array and leaf.dtype != jax.dtypes.float0
 
 
 def _are_bound(names: tuple[str, ...]) -> bool:

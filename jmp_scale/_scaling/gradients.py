@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from .._contexts import UNSCALED
 from .._tree import is_inexact, map_gradients, promote_to_float32
-from .._types import Function, Leaf, PyTree
+from .._types import Function, PyTree
 from .._validation import described, require_callable, warn
 from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
 
@@ -33,13 +33,10 @@ def value_and_grad(
     It multiplies the loss by S, and divides the gradients by the same S in float32. If
     S is a power of two, no bit of a gradient changes unless it over- or underflowed.
 
-    `fun` is the whole loss, including regularization terms; do not scale anything in it
-    yourself. Cast to float32 before the last mean (`.astype(jnp.float32)`). Otherwise
-    the gradient that enters a float16 loss is S cast to float16, which is infinite from
-    S = 2^16 on.
-
-    Average over devices afterwards. New values in Flax's float8 collection
-    `_overwrite_with_gradient` are returned unchanged.
+    `fun` is the whole loss; do not scale anything in it yourself. Cast to float32
+    before the last mean (`.astype(jnp.float32)`). Otherwise the gradient that enters a
+    float16 loss is S cast to float16, which is infinite from S = 2^16 on. Average over
+    devices afterwards.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.
@@ -55,9 +52,8 @@ def value_and_grad(
       `((loss, aux), grads)`. Loss and gradients are float32 or wider.
 
     Raises:
-      TypeError: `fun` is not a function, `loss_scale` not a loss scale, or `axis_name`
-        is given; while tracing, `fun` does not return a scalar, or `(loss, aux)` with
-        `has_aux`.
+      TypeError: an argument of another type, or `axis_name`; while tracing, `fun` does
+        not return a scalar, or `(loss, aux)` with `has_aux`.
       ValueError: the loss scale has a shape other than ().
 
     Warns:
@@ -153,13 +149,10 @@ def differentiated(
 
     scaled_value_and_grad = transform(scaled_fun, has_aux=True, **kwargs)
 
-    # JAX names neither the leaf nor the cure.
-    is_strict = transform is jax.value_and_grad and not kwargs.get("allow_int")
-
     def unscaled_value_and_grad(
         *args: PyTree, **fun_kwargs: PyTree
     ) -> tuple[PyTree, PyTree]:
-        if is_strict:
+        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_differentiable(function, args, argnums)
         _warn_if_captured(function, loss_scale, args)
         with UNSCALED(isinstance(loss_scale, NoOpLossScale)):
@@ -175,21 +168,19 @@ def differentiated(
 def _check_differentiable(
     function: str, args: Sequence[PyTree], argnums: int | Sequence[int]
 ) -> None:
+    """Raises an error that names the leaf, which JAX's does not."""
     for number in jax.tree.leaves(argnums):
         argument = args[number] if -len(args) <= number < len(args) else ()
         for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
             if not is_inexact(leaf):
-                name = jax.tree_util.keystr(path)
+                kind = getattr(leaf, "dtype", type(leaf).__name__)
                 raise TypeError(
                     f"{function}: expected floating-point arrays in argument {number}, "
-                    f"got {described(leaf)} of {_kind(leaf)} at args[{number}]{name}; "
-                    "pass what is not trained as another argument, or select it by "
+                    f"got {described(leaf)} of {kind} at args[{number}]"
+                    f"{jax.tree_util.keystr(path)}; pass what is not trained as "
+                    "another argument, or select it by "
                     "transform=equinox.filter_value_and_grad or flax.nnx.value_and_grad"
                 )
-
-
-def _kind(leaf: Leaf) -> str:
-    return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:
@@ -235,7 +226,6 @@ def _checked_result(function: str, result: PyTree) -> tuple[_Output, PyTree]:
         (_, output), grads = result
     except (TypeError, ValueError):  # not pairs, or a tracer that is not iterable
         output, grads = None, None
-    # A transform that returns gradients only may return ((a, b), c), which unpacks too.
     if not isinstance(output, _Output):
         raise TypeError(
             f"{function}: expected transform to return ((value, aux), grads) as "

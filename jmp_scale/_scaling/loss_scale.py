@@ -15,8 +15,8 @@ from .._types import Scalar
 T = TypeVar("T")
 
 
-class _Readable(_pytree.Pytree):
-    """A loss scale is a number for `float`, and not the state of an optimizer."""
+class _LossScale(_pytree.Pytree):
+    """What all loss scales can do; they differ in S, and in how it adjusts."""
 
     loss_scale: Any
 
@@ -33,10 +33,40 @@ class _Readable(_pytree.Pytree):
                 f'optax.tree.get(opt_state, "{name}") finds a field of it'
             )
 
+    def scale(self, tree: T) -> T:
+        """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
+
+        Args:
+          tree: pytree; leaves that are not real or complex floating point are returned
+            unchanged, like Flax's float8 collection `_overwrite_with_gradient`.
+
+        Returns:
+          The same structure. Floating-point leaves narrower than 32 bits come back as
+          float32; float64 and complex leaves keep their dtype.
+
+        Raises:
+          ValueError: S has a shape other than ().
+        """
+        return multiply("scale", tree, jnp.asarray(self.loss_scale, jnp.float32))
+
+    def unscale(self, tree: T) -> T:
+        """Divides by S, in float32 or wider, so that small gradients do not underflow.
+
+        Call it with the gradients of the loss that this very S scaled: before `adjust`,
+        and before any mean over devices or micro-batches. Leaves, dtypes and errors are
+        those of `scale`. The division is exact if S is a power of two.
+        """
+        s = jnp.asarray(self.loss_scale, jnp.float32)
+        return multiply("unscale", tree, s, inverse=True)
+
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
+        """Returns itself."""
+        return self
+
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
-class NoOpLossScale(_Readable):
+class NoOpLossScale(_LossScale):
     """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
 
     It is a pytree without leaves.
@@ -51,18 +81,12 @@ class NoOpLossScale(_Readable):
         """Returns `tree` itself."""
         return tree
 
-    def unscale(self, tree: T) -> T:
-        """Returns `tree` itself."""
-        return tree
-
-    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
-        """Returns itself."""
-        return self
+    unscale = scale
 
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
-class StaticLossScale(_Readable):
+class StaticLossScale(_LossScale):
     """A constant loss scale.
 
     It is a pytree without leaves, so a compiled step recompiles for another S.
@@ -83,22 +107,10 @@ class StaticLossScale(_Readable):
         value = _validation.static_loss_scale(arguments, self.loss_scale)
         object.__setattr__(self, "loss_scale", value)
 
-    def scale(self, tree: T) -> T:
-        """Multiplies by S, in float32 or wider: see `DynamicLossScale.scale`."""
-        return multiply("scale", tree, jnp.float32(self.loss_scale))
-
-    def unscale(self, tree: T) -> T:
-        """Divides by S, in float32 or wider: see `DynamicLossScale.unscale`."""
-        return multiply("unscale", tree, jnp.float32(self.loss_scale), inverse=True)
-
-    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
-        """Returns itself."""
-        return self
-
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
-class DynamicLossScale(_Readable):
+class DynamicLossScale(_LossScale):
     """A loss scale that backs off at an overflow, and grows after a finite period.
 
     Use it for float16 training. It needs no tuning: S settles just below the values at
@@ -120,28 +132,27 @@ class DynamicLossScale(_Readable):
                      if hysteresis_reset is "finite_or_backoff": left = hysteresis
     ```
 
-    S grows on the period-th finite step in a row. With S = 8 and period = 3, S is 16
-    after the third step and 32 after the sixth.
+    With S = 8 and period = 3, S is 16 after the third finite step in a row and 32 after
+    the sixth.
 
     It is a frozen dataclass and a pytree. Its leaves are `loss_scale` and `counter`
     (and `hysteresis_left` with hysteresis), which may have a leading axis under `vmap`.
-    All other fields are static. `adjust` preserves shapes and dtypes, as `lax.scan`
-    requires.
+    All other fields are static. `adjust` preserves shapes and dtypes.
 
     Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. The
     first five arguments are jmp's (0.0.4), hysteresis is that of Megatron-LM.
 
     Args:
       loss_scale: initial S, f32[]; 2^15 is the largest power of two in float16. A
-        Python or NumPy number must lie in [min_loss_scale, max_loss_scale]; lower the
-        floor for S < 1. A device array is clipped to [2^-126, 2^126], NaN to the floor.
+        Python or NumPy number must lie in [min_loss_scale, max_loss_scale]. A device
+        array is clipped to [2^-126, 2^126], NaN to the floor.
       counter: finite steps since the last change of S, i32[]; None is -growth_delay.
       period: finite steps in a row after which S grows; 2000, as in most frameworks.
       factor: growth of S, > 1; 2 keeps S a power of two, which scales exactly.
-      min_loss_scale: floor of S, float32; below 1 for unscaled gradients that
-        overflow. Values below 2^-126 (0, say) mean 2^-126.
-      max_loss_scale: cap of S, float32; a higher cap than 2^24 brings float16 nothing.
-        Values above 2^126 mean 2^126.
+      min_loss_scale: floor of S; below 1 for unscaled gradients that overflow. Values
+        below 2^-126 (0, say) mean 2^-126.
+      max_loss_scale: cap of S; a higher cap than 2^24 brings float16 nothing. Values
+        above 2^126 mean 2^126.
       backoff_factor: factor in (0, 1) at an overflow; None divides by `factor`.
       growth_delay: finite steps that do not count after the start and each overflow.
       hysteresis: overflows until S backs off; 1 backs off at each.
@@ -197,39 +208,13 @@ class DynamicLossScale(_Readable):
         left = {"hysteresis_left": self.hysteresis} if self.hysteresis > 1 else {}
         return {"counter": -self.growth_delay, **left}
 
-    def scale(self, tree: T) -> T:
-        """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
-
-        Args:
-          tree: pytree; leaves that are not real or complex floating point are returned
-            unchanged, like Flax's float8 collection `_overwrite_with_gradient`.
-
-        Returns:
-          The same structure. Floating-point leaves narrower than 32 bits come back as
-          float32; float64 and complex leaves keep their dtype.
-
-        Raises:
-          ValueError: S has a shape other than ().
-        """
-        return multiply("scale", tree, self.loss_scale)
-
-    def unscale(self, tree: T) -> T:
-        """Divides by S, in float32 or wider, so that small gradients do not underflow.
-
-        Call it with the gradients of the loss that this very S scaled: before `adjust`,
-        and before any mean over devices or micro-batches. Leaves, dtypes and errors are
-        those of `scale`. The division is exact if S is a power of two.
-        """
-        return multiply("unscale", tree, self.loss_scale, inverse=True)
-
     def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
         """Returns the loss scale of the next step: the rule above, as one select.
 
         Args:
           grads_finite: bool, of the shape of `loss_scale` ([], except under `vmap`).
-          loss_finite: bool of that shape; False if the unscaled loss itself is NaN or
-            infinite. The loss scale is then returned unchanged, because no S changes
-            the forward pass.
+          loss_finite: bool of that shape; False if the unscaled loss itself is not
+            finite. The loss scale then stays, because no S changes the forward pass.
 
         Raises:
           ValueError: a flag that is not boolean, or not of the shape of `loss_scale`.
@@ -334,8 +319,7 @@ def scale_value(function: str, loss_scale: LossScale | ArrayLike) -> Scalar:
     if not isinstance(value, jax.Array):
         if not (isinstance(value, (int, float)) or hasattr(value, "dtype")):
             checked_loss_scale(function, loss_scale)
-        arguments = _validation.Arguments(function)
-        value = _validation.static_loss_scale(arguments, value)
+        value = _validation.static_loss_scale(_validation.Arguments(function), value)
     if jnp.shape(value) != ():
         raise ValueError(
             f"{function}: expected a scalar loss_scale, got one of shape "

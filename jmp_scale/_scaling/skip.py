@@ -1,20 +1,17 @@
 """Applies an optimizer's update as a whole, or not at all.
 
-An applied step consists of exactly the operations that the optimizer traces to. XLA may
-fuse and contract them differently than without the skip, which can change the last bits
-of a result. There are two paths, which differ by no more than that:
+An applied step consists of exactly the operations that the optimizer traces to, which
+XLA may fuse differently than without the skip. There are two paths:
 
 - The *plain* path runs the update on gradients that are zero on a skipped step, and
   selects between old and new state afterwards. It is right for all optimizers.
 - The *fast* path passes the gradients to the update unmasked, so that nothing waits for
-  the finite flag: a norm that clips the gradients is fused with the finite check. NaNs
-  that result are discarded. Each state leaf is selected right where it is computed.
+  the finite flag, and selects each state leaf right where it is computed. It is taken
+  only if nothing can observe a skipped step before its results are discarded: in
+  compiled code without effects, callbacks, runtime checks, branches and loops that wait
+  for a condition, and not under `jax_debug_nans`. It is hidden from `checkify`.
 
-The fast path is taken only if nothing can observe a skipped step before its results are
-discarded: in compiled code without effects, callbacks, runtime checks, branches and
-loops that wait for a condition, and not under `jax_debug_nans`. It is hidden from
-`checkify`. Both paths are differentiated like a branch: discarded values have no
-derivative.
+Both paths are differentiated like a branch: discarded values have no derivative.
 """
 
 from collections.abc import Callable
@@ -42,26 +39,21 @@ def select_step(
     context: PyTree = (),
     is_good: Callable[[PyTree], Flag] | None = None,
 ) -> tuple[Flag, PyTree, PyTree]:
-    """Runs an optimizer's update, and keeps the old state unless `applied`.
+    """Returns whether a step was applied, its updates, and the new state or the old.
 
-    Args:
-      applied: bool[], whether to apply the step.
-      update: maps `(inputs, old)` to updates and a new state of the types of `old`.
-      inputs: everything that may not be finite, such as gradients and the loss.
-      old: the optimizer's state before the step.
-      context: other values that `update` closes over, such as parameters.
-      is_good: a check of the updates, which may reject the step as well.
+    `update` maps `inputs`, all that may not be finite, and the `old` state to updates
+    and a new state. It may close over other values, the `context`. `is_good` checks the
+    updates, and may reject the step as well.
 
-    Returns:
-      `(applied, updates, state)`. Updates of a skipped step are -0.0: adding -0.0 to a
-      parameter changes no bit of it, whereas 0.0 would turn -0.0 into 0.0.
+    Updates of a skipped step are -0.0: adding -0.0 to a parameter changes no bit of it,
+    whereas 0.0 would turn -0.0 into 0.0.
     """
     leaves = jax.tree.leaves((inputs, old))
     seen = (applied, *leaves, *jax.tree.leaves(context))
     is_traced = any(isinstance(x, Tracer) for x in seen)
     has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
     if _debugs_nans() and has_arrays_only and not is_traced and not applied:
-        # Eagerly, even 0 / 0 would raise (test_debug_nans_is_quiet_on_a_skipped_step).
+        # Eagerly, even 0 / 0 would raise.
         updates = jax.eval_shape(lambda: update(inputs, old)[0])
         return applied, jax.tree.map(_negative_zeros, updates), old
     # An eager step has nothing to fuse, a jaxpr takes arrays only, and `is_good` must
@@ -111,16 +103,12 @@ def _step_of_lists(closed: ClosedJaxpr) -> Function:
         new = select_tree(applied, leaves[count:], old)
         return [*_or_negative_zeros(applied, leaves[:count]), *new]
 
-    def plain(
-        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
-    ) -> list[jax.Array]:
+    def plain(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # With NaNs, a loop that waits for a value to become small would never end.
         inputs = unless(applied, inputs, jnp.zeros_like)
         return select_last(applied, inputs, old, old, consts)
 
-    def branch(
-        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
-    ) -> list[jax.Array]:
+    def branch(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # Discarded values must not be differentiated either: their derivatives may be
         # infinite, and times 0 this is NaN. So on a skipped step everything that the
         # update reads passes through `stop_gradient`, and the gradients are replaced by
@@ -130,9 +118,7 @@ def _step_of_lists(closed: ClosedJaxpr) -> Function:
         return select_last(applied, inputs, old, read, consts)
 
     # JAX prints the function: `functools.partial` would print the whole jaxpr.
-    def fast(
-        applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays
-    ) -> list[jax.Array]:
+    def fast(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         return _fast(closed.jaxpr, applied, inputs, old, consts)
 
     step = plain if _is_plain_only(closed) else _hidden_from_checkify(fast)

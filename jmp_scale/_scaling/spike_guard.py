@@ -15,8 +15,7 @@ _NORM_FLOOR = 0.25  # bits, a factor of 1.19
 _LOSS_FLOOR = 0.02  # a fraction of the mean
 
 # A norm may exceed its mean further if the loss is ordinary: 16 deviations at a
-# threshold of 6, but at most 4 bits. In clean runs of 10,000 steps the largest norms
-# were 14 deviations above the mean (benchmarks/spike-rules.md).
+# threshold of 6, but at most 4 bits (benchmarks/spike-rules.md).
 _LONE_NORM, _LARGEST_LONE_NORM = 8 / 3, 2 / 3
 
 _FEWEST_STEPS = 20  # until mean and deviation are known well enough
@@ -32,9 +31,8 @@ class SpikeGuard(_pytree.Pytree):
     moments of Adam: `with_loss_scale(tx, guard=SpikeGuard())` skips a spike like an
     overflow, except that the loss scale stays.
 
-    It watches two numbers x: the loss, if it is passed as `value`, and log2 of the
-    global norm of the unscaled gradients, if they are finite and not all zero. The
-    largest number of all devices counts, so that all of them skip.
+    It watches two numbers x, the largest of all devices: the loss, if it is passed as
+    `value`, and log2 of the global norm of the unscaled gradients.
 
     ```text
     outlier:   x > mean + threshold * max(deviation, floor), for one of the two
@@ -51,8 +49,7 @@ class SpikeGuard(_pytree.Pytree):
 
     A loss is ordinary if it is less than halfway from its mean to its limit. The
     deviation of the loss is multiplied by `irregular` too, which is
-    `max(1, norm_deviation / 0.25)`, because losses have long tails where norms vary
-    (small batches, a loss near 0).
+    `max(1, norm_deviation / 0.25)`, because losses have long tails where norms vary.
 
     Mean and deviation are exponential averages with `decay`, unbiased from the first
     step on. There are no spikes before `warmup` accepted steps. In the warm-up an
@@ -61,9 +58,7 @@ class SpikeGuard(_pytree.Pytree):
     only if its loss is finite and an outlier; it never changes the statistics.
 
     The guard is a frozen dataclass and a pytree. Its leaves are the statistics, f32[],
-    and these counts, i32[], which start at 0: `loss_steps` and `norm_steps`, accepted
-    steps that entered the statistics; `accepted`, accepted steps since the start or the
-    last restart by an outlier; `in_a_row`, consecutive spikes.
+    and counts of steps, i32[].
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes`, here
     with exponential averages, one-sided, and over accepted steps only.
@@ -143,12 +138,7 @@ class SpikeGuard(_pytree.Pytree):
     ) -> tuple[Flag, "SpikeGuard"]:
         """Returns whether a step is a spike, bool[], and the guard after it.
 
-        All arguments must be equal on all devices.
-
-        Args:
-          loss: the unscaled loss, f32[]; NaN if it is not finite, None if unknown.
-          norm: the global norm of the unscaled gradients, f32[].
-          finite: whether loss and gradients are finite, bool[].
+        Arguments are equal on all devices. A loss is NaN if it is not finite.
         """
         # log2 of 0 would make the deviation infinite, and so blind the guard.
         has_norm = finite & (norm > 0)
@@ -170,8 +160,8 @@ class SpikeGuard(_pytree.Pytree):
         enters, limit = accepted & has_norm, self._log2_norm_limit(jnp.array(False))
         leaves = self._learned("norm", log2_norm, limit, is_outlier, enters)
         if loss is not None:
-            # With a margin loss, which is mostly 0, every nonzero value would count as
-            # a spike. So losses of steps without gradients do not enter.
+            # Otherwise each nonzero value of a margin loss, which is mostly 0, would be
+            # a spike.
             enters = accepted & (has_norm | (finite & (self.norm_steps == 0)))
             leaves |= self._learned("loss", loss, self._loss_limit, is_outlier, enters)
         in_a_row = jnp.where(spike, self.in_a_row + 1, self.in_a_row)
@@ -182,8 +172,8 @@ class SpikeGuard(_pytree.Pytree):
 
     @property
     def _loss_limit(self) -> jax.Array:
-        # The norm's tails are shortened by its logarithm; a loss may be negative, so it
-        # has none. The deviation of the norm's logarithm tells how long the tails are.
+        # The norm's logarithm shortens its tails, and tells how long those of the loss
+        # are, which may be negative and so has no logarithm.
         irregular = jnp.maximum(1, self.norm_deviation / _NORM_FLOOR)
         floor = _LOSS_FLOOR * jnp.abs(self.loss_mean)
         spread = irregular * jnp.maximum(self.loss_deviation, floor)

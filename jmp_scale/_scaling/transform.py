@@ -16,6 +16,7 @@ from .._policy import holds_half
 from .._state import (
     START,
     LossScaleState,
+    checked_optimizer,
     find_half_states,
     find_loss_scale_states,
     is_nothing,
@@ -23,7 +24,7 @@ from .._state import (
 )
 from .._tree import is_data, is_inexact, map_inexact, promote_to_float32
 from .._types import Flag, Function, KeyPath, Leaf, PyTree
-from .._validation import described, warn
+from .._validation import warn
 from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
@@ -43,8 +44,7 @@ class LossScaleTransformation(optax.GradientTransformationExtraArgs):
     def agreement(self) -> _mesh.Agreement:
         """How devices reach one decision; the default if `update` was replaced."""
         steps = getattr(self.update, "__self__", None)
-        is_own = isinstance(steps, _SkippingOptimizer)
-        return steps.agreement if is_own else _mesh.agreement()
+        return getattr(steps, "agreement", None) or _mesh.agreement()
 
 
 def with_loss_scale(
@@ -60,18 +60,14 @@ def with_loss_scale(
     loss by the S of the state. Use it without a loss scale when a bfloat16 or float32
     run must survive a bad batch: it then only skips steps that are not finite.
 
-    If all gradients are finite, `inner` runs. Otherwise the updates are -0.0 (adding
-    them changes no bit of the parameters), and the whole state of `inner` is left
-    unchanged: moments, counts, schedules, PRNG keys. S is adjusted in both cases,
-    without a branch.
+    If gradients and loss are finite, `inner` runs. Otherwise the updates are -0.0
+    (adding them changes no bit of the parameters), and the whole state of `inner` is
+    left unchanged. S is adjusted in both cases, without a branch. A step is
+    differentiated like a branch: a skipped step is the identity.
 
     Make it the outermost wrapper, so that nothing hides an overflow. Clipping,
     `zero_nans`, `MultiSteps` and schedules belong inside, where they see unscaled
-    finite gradients. With `MultiSteps` a skip drops one micro-batch from the window.
-
-    The gradients and the loss are checked and, if `grad_fn` is passed, also the updates
-    of `inner`. Otherwise a NaN that `inner` computes from finite gradients is applied,
-    as in Optax. A step is differentiated like a branch: a skipped step is the identity.
+    finite gradients. The updates of `inner` are checked only if `grad_fn` is passed.
 
     Args:
       inner: any Optax optimizer or chain.
@@ -87,17 +83,15 @@ def with_loss_scale(
       `inner` gets gradients in float32 or wider.
 
       `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
-      S stays, because no S changes the forward pass. `inner` gets `value` if its
-      signature accepts it. `value_fn`, `obj_fn`, `grad_fn` and `grad` must belong to
-      the unscaled loss too.
+      S stays. `inner` gets `value` if its signature accepts it. `value_fn`, `obj_fn`,
+      `grad_fn` and `grad` must belong to the unscaled loss too.
 
     Raises:
       TypeError: an argument of another type; from `update`, a state that `init` did not
         return, or a loss under another name than `value`.
       ValueError: `inner` contains another `with_loss_scale` (from `init`); from
-        `update`, while tracing: `value` is not a scalar, gradients and parameters
-        differ in structure, gradients are not added up over devices (`unreduced`), or
-        `inner` changes structure, shape or dtype of its state.
+        `update`: `value` is not a scalar, gradients and parameters differ in structure,
+        gradients are `unreduced`, or `inner` changes the types of its state.
 
     Warns:
       UserWarning: from `init`, half-precision parameters, which lose small updates.
@@ -116,12 +110,7 @@ def with_loss_scale(
       0.5 32768.0 0
       0.5 16384.0 1
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "with_loss_scale: expected inner to be an optax.GradientTransformation, "
-            f"got {described(inner)}; pass the optimizer first and the loss scale "
-            "second. For an optax.MultiSteps pass its .gradient_transformation()"
-        )
+    inner = checked_optimizer("with_loss_scale", inner)
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
@@ -130,7 +119,6 @@ def with_loss_scale(
             f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
             "guard=SpikeGuard()"
         )
-    inner = optax.with_extra_args_support(inner)
     keywords = keywords_of(inner.update)
     steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
@@ -149,7 +137,12 @@ class _SkippingOptimizer:
     def init(self, params: optax.Params) -> LossScaleState:
         """Returns the state before the first step."""
         inner_state = started("with_loss_scale", self.inner, params)
-        _refuse_nesting(inner_state)
+        if nested := find_loss_scale_states(inner_state):
+            raise ValueError(
+                "with_loss_scale: expected an optimizer without a loss scale, got one "
+                "that contains with_loss_scale, at inner_state"
+                f"{jax.tree_util.keystr(nested[0][0])}; wrap once, outermost"
+            )
         if not find_half_states(inner_state):
             _warn_of_half_precision(params)
         state = LossScaleState(
@@ -175,12 +168,11 @@ class _SkippingOptimizer:
         grads = promote_to_float32(updates)
         verdict = judge_step(updates, value, state.guard, self.agreement)
         arrays, others = self._split(extra_args, value, verdict.applied)
-        apply = functools.partial(self._apply, params, others)
         # If `inner` calls `grad_fn`, an overflow of its result shows in the updates.
         is_finite = functools.partial(finite, agree=self.agreement)
         applied, new_updates, inner_state = select_step(
             verdict.applied,
-            apply,
+            functools.partial(self._apply, params, others),
             (grads, arrays),
             state.inner_state,
             context=(params, others),
@@ -218,9 +210,9 @@ class _SkippingOptimizer:
         except (TypeError, ValueError) as error:
             error.add_note(
                 "with_loss_scale: raised by the optimizer that it wraps. Its state "
-                "must come from init of these parameters, so keep one state for each "
-                "optimizer and model (a GAN has two); half-precision parameters may "
-                "need with_half_parameters"
+                "must come from init of these parameters: keep one state for each "
+                "optimizer and model. Half-precision parameters may need "
+                "with_half_parameters"
             )
             raise
         # A cast to half precision would round the updates of with_half_parameters.
@@ -245,11 +237,7 @@ def judge_step(
     guard: SpikeGuard | None,
     agree: _mesh.Agreement,
 ) -> _Verdict:
-    """Decides, alike on all devices, whether the optimizer may apply a step.
-
-    A step is applied if its gradients and its loss (`value`, if given) are finite, and
-    if `guard`, if given, sees no spike in them.
-    """
+    """Decides, alike on all devices, whether the optimizer may apply a step."""
     if value is not None and not (is_data(value) and jnp.shape(value) == ()):
         raise ValueError(
             f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "
@@ -257,13 +245,13 @@ def judge_step(
         )
     loss_finite = jnp.array(True) if value is None else finite(value, agree)
     if guard is None:
-        only_grads_finite, spike = finite(updates, agree), jnp.array(False)
-        applied = only_grads_finite & loss_finite
-        return _Verdict(loss_finite, only_grads_finite, spike, applied)
+        grads_finite = finite(updates, agree)
+        applied = grads_finite & loss_finite
+        return _Verdict(loss_finite, grads_finite, jnp.array(False), applied)
     # Decisions have no derivative. A norm's derivative at 0 is infinite; times 0, NaN.
     guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
-    only_grads_finite, norm = finite_and_norm(updates, agree)
-    is_finite = only_grads_finite & loss_finite
+    grads_finite, norm = finite_and_norm(updates, agree)
+    is_finite = grads_finite & loss_finite
     # The guard sees the largest loss of all devices: a replica must not skip alone.
     loss = None
     if value is not None:
@@ -271,7 +259,7 @@ def judge_step(
         # A float64 loss beyond float32's range is finite, and certainly a spike.
         loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
     spike, guard = guard.judge(loss, norm, is_finite)
-    return _Verdict(loss_finite, only_grads_finite, spike, is_finite & ~spike, guard)
+    return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
 
 
 def _next_state(
@@ -298,35 +286,19 @@ def _next_state(
     )
 
 
-def _refuse_nesting(inner_state: optax.OptState) -> None:
-    nested = find_loss_scale_states(inner_state)
-    if nested:
-        where = jax.tree_util.keystr(nested[0][0])
-        raise ValueError(
-            "with_loss_scale: expected an optimizer without a loss scale, got one that "
-            f"contains with_loss_scale, at inner_state{where}; wrap once, outermost"
-        )
-
-
 def _warn_of_half_precision(params: optax.Params) -> None:
-    half_leaves = _half_leaves(params)
-    if not half_leaves:
-        return
-    path, dtype = half_leaves[0]
-    warn(
-        "with_loss_scale: expected float32 parameters, got "
-        f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
-        "which loses updates smaller than its precision; keep them in float32 "
-        f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
-        "params)) and cast them in the loss, or store the remainders: "
-        "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
-    )
-
-
-def _half_leaves(tree: PyTree) -> list[tuple[KeyPath, jnp.dtype]]:
-    """Returns path and dtype of each array in half precision."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(path, x.dtype) for path, x in leaves if holds_half(x)]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    half = [(path, leaf.dtype) for path, leaf in leaves if holds_half(leaf)]
+    if half:
+        path, dtype = half[0]
+        warn(
+            "with_loss_scale: expected float32 parameters, got "
+            f"{jax.tree_util.keystr(path) or '(the whole tree)'} of {dtype}, "
+            "which loses updates smaller than its precision; keep them in float32 "
+            f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
+            "params)) and cast them in the loss, or store the remainders: "
+            "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
+        )
 
 
 def _check_arguments(
@@ -404,8 +376,7 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
         raise ValueError(
             "with_loss_scale: expected inner to keep the structure of its state, got\n"
             f"  from update: {treedef}\n  from init:   {old_treedef}\n"
-            "Let init return everything that update does, and chain transformations "
-            "that only measure, such as optax.monitor, outside of with_loss_scale"
+            "Chain what only measures, such as optax.monitor, outside of it"
         )
 
     def leaf_like(path: KeyPath, x: Leaf, y: Leaf) -> Leaf:
@@ -418,7 +389,7 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "
                 f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "
-                "after update; initialize it with parameters of a floating-point dtype"
+                "after update"
             )
         return x
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import one_of
 from jax import lax
 
 from jmp_scale._half_storage.formats import FORMATS
@@ -34,7 +35,7 @@ def neighbors(x, dtype):
 
 
 @both
-@pytest.mark.parametrize("part", [0, 0.3, 0.5, 0.8, 1])
+@pytest.mark.parametrize("part", one_of(2, [0, 0.3, 0.5, 0.8, 1]))
 def test_noise_chooses_a_neighbor_by_the_share_of_the_way_to_it(half, part):
     x = values()
     noise = min(int(part * 2**half.noise_bits), 2**half.noise_bits - 1)

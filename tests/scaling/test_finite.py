@@ -26,21 +26,19 @@ def devices(request):
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("bad", one_of(3, [np.nan, np.inf, -np.inf]))
-@pytest.mark.parametrize("dtype", one_of(2, FLOATS))
-def test_all_finite_and_the_norm_see_one_bad_entry_in_any_dtype(bad, dtype):
-    if dtype == jnp.float8_e4m3fn and np.isinf(bad):
-        bad = np.nan  # the type has no infinity
-    clean = jnp.ones((3, 5), dtype)
-    dirty = clean.at[2, 4].set(jnp.array(bad, dtype))
-    assert jmp_scale.all_finite({"a": clean, "b": clean})
-    assert not jmp_scale.all_finite({"a": clean, "b": dirty})
-    assert not jax.jit(jmp_scale.all_finite)({"a": dirty, "b": clean})
-    tree = {"a": clean, "b": jnp.ones((), dtype)}
-    assert _finite.finite_and_norm(tree)[0]
-    finite, norm = jax.jit(_finite.finite_and_norm)(tree | {"a": dirty})
-    assert not finite
-    assert norm == np.inf
+def test_all_finite_and_the_norm_see_one_bad_entry_in_any_dtype():
+    clean = [jnp.ones((3, 5), dtype) for dtype in FLOATS]
+    judge = jax.jit(
+        lambda tree: (jmp_scale.all_finite(tree), *_finite.finite_and_norm(tree))
+    )
+    assert jmp_scale.all_finite(clean)
+    assert judge(clean)[:2] == (True, True)
+    for i, array in enumerate(clean):
+        has_infinity = array.dtype != jnp.float8_e4m3fn
+        for bad in (np.nan, np.inf, -np.inf) if has_infinity else (np.nan,):
+            dirty = array.at[2, 4].set(jnp.array(bad, array.dtype))
+            judged = judge([*clean[:i], dirty, *clean[i + 1 :]])
+            assert judged == (False, False, np.inf)
 
 
 @pytest.mark.usefixtures("devices")
@@ -49,34 +47,27 @@ def test_all_finite_sees_an_imaginary_part():
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_all_finite_is_right_under_fast_math(bad):
+def test_all_finite_is_right_under_fast_math():
     # Which makes x - x zero whatever x is; from jax 0.10 on without further flags.
     fast = {"xla_cpu_enable_fast_math": True}
-    finite = jax.jit(jmp_scale.all_finite, compiler_options=fast)
-    assert not finite(jnp.ones(4099, jnp.float32).at[4098].set(bad))
+    finite = jax.jit(lambda x: jmp_scale.all_finite(x), compiler_options=fast)
+    for bad in (np.nan, np.inf, -np.inf):
+        assert not finite(jnp.ones(4099, jnp.float32).at[4098].set(bad))
 
 
 @pytest.mark.usefixtures("devices")
-def test_all_finite_accepts_every_finite_float16():
-    bits = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    assert jmp_scale.all_finite(jnp.asarray(bits[np.isfinite(bits)]))
+def test_all_finite_has_no_false_alarm_at_the_ends_of_the_range():
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    large = [jnp.full(1000, x, jnp.float32) for x in (3.4e38, 1.9e19, 2.0**-149)]
+    assert jmp_scale.all_finite([jnp.asarray(halves[np.isfinite(halves)]), *large])
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("largest", [3.4e38, 1.9e19, 2.0**-149])
-def test_all_finite_has_no_false_alarm_at_the_ends_of_the_range(largest):
-    assert jmp_scale.all_finite(jnp.full(1000, largest, jnp.float32))
-
-
-@pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize(
-    "tree", [None, {}, [], {"a": None}, optax.MaskedNode(), jnp.zeros((0,))]
-)
-def test_all_finite_of_an_empty_tree_is_true(tree):
-    finite = jmp_scale.all_finite(tree)
-    assert finite
-    assert (finite.shape, finite.dtype) == ((), jnp.bool_)
+def test_all_finite_of_an_empty_tree_is_true():
+    for tree in (None, {}, [], {"a": None}, optax.MaskedNode(), jnp.zeros((0,))):
+        finite = jmp_scale.all_finite(tree)
+        assert finite
+        assert (finite.shape, finite.dtype) == ((), jnp.bool_)
 
 
 def test_all_finite_looks_at_inexact_leaves_only():
@@ -94,19 +85,21 @@ def test_all_finite_looks_at_inexact_leaves_only():
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (3, 1, 5), (40, 33, 2)])
-def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad(shape):
-    clean = np.ones((3, *shape), np.float32)
-    rows = jax.jit(jax.vmap(jmp_scale.all_finite))
-    for place in np.random.RandomState(0).permutation(clean[0].size)[:3]:
-        dirty = clean.copy()
-        dirty.reshape(3, -1)[1, place] = -np.nan
-        assert rows(dirty).tolist() == [True, False, True]
+def test_all_finite_sees_a_bad_entry_anywhere_in_any_shape_under_vmap_and_grad():
+    shapes = [(), (1,), (0, 3), (3, 1, 5), (40, 33, 2)]
+    clean = [np.ones((3, *shape), np.float32) for shape in shapes]
+    rows = jax.jit(jax.vmap(lambda tree: jmp_scale.all_finite(tree)))
+    for i, array in enumerate(clean):
+        for place in np.random.RandomState(0).permutation(array[0].size)[:3]:
+            dirty = array.copy()
+            dirty.reshape(3, -1)[1, place] = -np.nan
+            judged = rows([*clean[:i], dirty, *clean[i + 1 :]])
+            assert judged.tolist() == [True, False, True]
     assert rows(clean).tolist() == [True, True, True]
-    value, slope = jax.value_and_grad(
-        lambda x: jnp.where(jmp_scale.all_finite(x), x.sum(), 0.0)
+    slopes = jax.grad(
+        lambda tree: jnp.where(jmp_scale.all_finite(tree), sum(map(jnp.sum, tree)), 0)
     )(clean)
-    assert (value, slope.min(initial=1.0)) == (clean.sum(), 1.0)
+    assert all((slope == 1).all() for slope in slopes)
 
 
 MACHINES = ["cpu", "gpu", "tpu", "eight devices"]
@@ -123,6 +116,8 @@ def machine(request, monkeypatch):
     if request.param == "eight devices":
         with on_devices("eight devices"):
             yield
+    elif request.param == "cpu":
+        yield
     else:
         monkeypatch.setattr(jax.lax, "platform_dependent", of_machine)
         jax.clear_caches()
@@ -197,7 +192,7 @@ def test_float64_gradients_have_a_norm_too():
         assert (norm, norm.dtype) == (np.finfo(np.float32).max, jnp.float32)
 
 
-@pytest.mark.parametrize("count", [2**25, 2**25 + 35, 1, 4097])  # 2**25 + 35 is prime
+@pytest.mark.parametrize("count", [2**25 + 35, 1, 4097])  # the first one is prime
 def test_the_norm_of_many_entries_is_right(count):
     # One float32 to which ones are added does not grow beyond 2**24.
     @jax.jit
@@ -270,12 +265,12 @@ def test_a_tpu_counts_what_is_not_finite_in_large_arrays_by_a_product(
         assert has_product == (is_product and platform == "tpu")
 
 
-@pytest.mark.parametrize("sign", [1, -1, 1j, -1j])
-def test_numbers_of_the_host_are_judged_too(sign):
-    assert jmp_scale.all_finite({"a": sign * 1e30, "b": np.array([sign * 1e30])})
-    for bad in (np.inf, np.nan):
-        assert not jmp_scale.all_finite({"a": sign * bad})
-        assert not jmp_scale.all_finite({"b": np.array([1.0, sign * bad])})
+def test_numbers_of_the_host_are_judged_too():
+    for sign in (1, -1, 1j, -1j):
+        assert jmp_scale.all_finite({"a": sign * 1e30, "b": np.array([sign * 1e30])})
+        for bad in (np.inf, np.nan):
+            assert not jmp_scale.all_finite({"a": sign * bad})
+            assert not jmp_scale.all_finite({"b": np.array([1.0, sign * bad])})
 
 
 OF_HOST = {"a": 2.0, "b": np.array([-4.0, 4.0]), "c": np.array([0.0, -8.0j])}

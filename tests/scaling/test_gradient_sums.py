@@ -1,9 +1,6 @@
 """Sums over devices against float64, and what each device holds of them."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ from helpers import (
     TWO_AXES,
     assert_bitwise_equal,
     on_each_device,
+    one_of,
     sharded,
     varying,
 )
@@ -70,11 +68,28 @@ WAYS = {
     "shard_map": in_shard_map,
     "shard_map unchecked": UNCHECKED,
     "two axes": functools.partial(in_shard_map, mesh=TWO_AXES),
+    "Explicit": on_explicit_axes,
     "two axes unchecked": functools.partial(UNCHECKED, mesh=TWO_AXES),
     "pmap": lambda use, own: jax.pmap(use)(own),
-    "Explicit": on_explicit_axes,
     "two Explicit axes": functools.partial(on_explicit_axes, mesh=EXPLICIT_TWO),
 }
+each_way = pytest.mark.parametrize("way", one_of(3, WAYS))
+KINDS = {
+    "even": (normal(16, 1024), WHOLE),
+    "odd": (normal(1003, 17), WHOLE),
+    "scalar": (normal(), 3e-7),
+    "small": (normal(5), 3e-7),
+    "empty": (normal(0, 4), 0),
+    "integers": (np.full((8, 64, 256), 2**24 + 1, np.int32), 0),
+    "bfloat16": (normal(64, 256).astype(jnp.bfloat16), 5e-3),
+    "small bfloat16": (normal(3).astype(jnp.bfloat16), 4e-3),
+    "float16": (normal(64, 256).astype(np.float16), 4e-3),
+    "complex": (normal(64, 256) * np.complex64(1 + 2j), 3e-7),
+    "ones": (np.ones((8, 16, 1024), np.float32), 0),
+}
+MEANS = ("even", "small", "integers")
+# Row, column: device and value of an entry of another array.
+BAD = {(0, 1): (5, np.nan), (7, 7): (0, np.inf), (15, 9): (2, np.inf)}
 
 
 def on_wires(grads, wires=tuple(WHOLE), **kwargs):
@@ -82,72 +97,63 @@ def on_wires(grads, wires=tuple(WHOLE), **kwargs):
     return {w: jmp_scale.sum_gradients(grads, wire=w, **kwargs) for w in wires}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sum_is_off_by_two_roundings_and_equal_on_all_devices(way):
-    own = {"even": normal(16, 1024), "odd": normal(1003, 17), "bias": normal(5)}
-    for wire, sums in WAYS[way](on_wires, own).items():
-        for name, limit in zip(own, (WHOLE[wire], WHOLE[wire], 2e-7), strict=True):
-            held = np.reshape(on_each_device(sums[name]), (8, -1))
-            assert error(held[0], own[name].reshape(8, -1)) < limit
-            assert np.unique(held.view(np.int64), axis=0).shape[0] == 1
+def bad():
+    own = normal(16, 1024)
+    for (row, column), (device, value) in BAD.items():
+        own[device, row, column] = value
+    own[3, 7, 7] = -np.inf
+    return own
 
 
-# Run by a process that has as many devices as its first argument says.
-MANY = """
-import sys, jax, jmp_scale, numpy as np
-from jax.sharding import PartitionSpec as P
-devices = int(sys.argv[1])
-jax.config.update("jax_num_cpu_devices", devices)
-own = np.random.RandomState(0).normal(size=(devices, 64, 1024)).astype(np.float32)
-exact = own.astype(np.float64).sum(0)
-def errors(own):
-    return [jmp_scale.sum_gradients(own[0], wire=w) for w in ("bfloat16", "float16")]
-mesh = jax.sharding.Mesh(jax.devices(), ("i",))
-for total in jax.shard_map(errors, mesh=mesh, in_specs=P("i"), out_specs=P())(own):
-    print(np.linalg.norm(total - exact) / np.linalg.norm(exact))
-"""
-
-
-@pytest.mark.slow  # XLA runs 64 devices on a CPU one after the other
-def test_the_error_does_not_grow_with_the_devices():
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    run = subprocess.run(
-        [sys.executable, "-c", MANY, "64"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=env,
-    )
-    errors = list(map(float, run.stdout.split()))
-    # A bfloat16 all-reduce over 64 devices is off by 1e-2.
-    assert len(errors) == 2, run.stderr
-    assert errors[0] < WHOLE["bfloat16"]
-    assert errors[1] < WHOLE["float16"]
-
-
-KINDS = {
-    "scalar": (normal(), 3e-7),
-    "empty": (normal(0, 4), 0),
-    "integers": (np.arange(16, dtype=np.int32).reshape(8, 2), 0),
-    "large integers": (np.full((8, 64, 256), 2**24 + 1, np.int32), 0),
-    "bfloat16": (normal(64, 256).astype(jnp.bfloat16), 5e-3),
-    "small bfloat16": (normal(3).astype(jnp.bfloat16), 4e-3),
-    "float16": (normal(64, 256).astype(np.float16), 4e-3),
-    "complex": (normal(64, 256) * np.complex64(1 + 2j), 3e-7),
-}
-
-
-@pytest.mark.parametrize("way", ["shard_map", "two axes unchecked", "Explicit"])
-def test_leaves_of_all_kinds_keep_their_dtype(way):
-    own = {kind: grads for kind, (grads, _) in KINDS.items()}
+@functools.cache
+def summed(way):
+    """Sums of all kinds by wire, means, and whether the sums of `bad` are finite."""
+    own = {kind: grads for kind, (grads, _) in KINDS.items()} | {"bad": bad()}
     if way == "Explicit" and jax.__version_info__ < (0, 9):
         del own["scalar"]  # jax 0.8 does not know that a scalar is unreduced
-    sums = WAYS[way](lambda g: jmp_scale.sum_gradients([g, "text"])[0], own)
-    for kind, total in sums.items():
-        assert total.dtype == own[kind].dtype
-        exact = own[kind].astype(np.complex128).sum(0)
-        limit = KINDS[kind][1] * np.linalg.norm(exact)
-        assert np.linalg.norm(total - exact) <= limit
+
+    def use(own):
+        few = {kind: own[kind] for kind in ("even", "odd", "ones", "bad")}
+        sums = on_wires(few, ["float16", "float32"])
+        sums["bfloat16"], _ = jmp_scale.sum_gradients((own, "text"))
+        mean = jmp_scale.sum_gradients({k: own[k] for k in MEANS}, mean=True)
+        return sums, mean, [jmp_scale.all_finite(s["bad"]) for s in sums.values()]
+
+    return WAYS[way](use, own)
+
+
+@each_way
+def test_a_sum_is_off_by_two_roundings_and_equal_on_all_devices(way):
+    for wire, sums in summed(way)[0].items():
+        for kind in sums.keys() - {"bad"}:
+            own, limit = KINDS[kind]
+            limit = limit[wire] if limit is WHOLE else limit
+            assert sums[kind].dtype == own.dtype
+            held = np.reshape(on_each_device(sums[kind]), (8, -1))
+            exact = own.astype(np.complex128).sum(0).reshape(-1)
+            assert np.linalg.norm(held[0] - exact) <= limit * np.linalg.norm(exact)
+            assert len({row.tobytes() for row in held}) == 1
+
+
+@each_way
+def test_a_mean_is_the_sum_over_the_number_of_devices(way):
+    sums, means, _ = summed(way)
+    for kind in MEANS:
+        count = 1 if kind == "integers" else 8
+        assert_bitwise_equal(means[kind] * count, sums["bfloat16"][kind])
+
+
+@each_way
+def test_what_is_not_finite_stays_so_on_every_device(way):
+    sums, _, finite = summed(way)
+    for wire, flag in zip(sums, finite, strict=True):
+        total = np.reshape(on_each_device(sums[wire]["bad"]), (8, 16, 1024))[0]
+        assert on_each_device(flag) == [False] * 8
+        assert np.argwhere(~np.isfinite(total)).tolist() == sorted(map(list, BAD))
+        assert total[15, 9] == np.inf
+        others = np.isfinite(total)
+        own = np.where(others, bad(), 0)
+        assert error(np.where(others, total, 0), own) < WHOLE[wire]
 
 
 def test_what_is_not_an_array_passes_and_so_does_the_gradient_of_an_integer():
@@ -160,78 +166,66 @@ def test_what_is_not_an_array_passes_and_so_does_the_gradient_of_an_integer():
     assert same is nothing
 
 
-@pytest.mark.parametrize("way", ["shard_map", "two axes unchecked", "Explicit"])
-def test_a_mean_is_the_sum_over_the_number_of_devices(way):
-    own = {"w": normal(16, 1024), "b": normal(4), "n": np.ones((8, 2), np.int32)}
-    add = jmp_scale.sum_gradients
-    total, mean = WAYS[way](lambda g: (add(g), add(g, mean=True)), own)
-    assert mean.pop("n").tolist() == total.pop("n").tolist() == [8, 8]
-    assert_bitwise_equal(mean, jax.tree.map(lambda x: x / 8, total))
-
-
-def names_and_specs(mesh):
-    first, *_ = mesh.axis_names
-    specs = [P(first), P(None, first)]
-    if len(mesh.axis_names) > 1:
-        specs += [P("j"), P(("i", "j")), P(None, ("j", "i"))]
-    return specs
-
-
-SPLIT = [
-    *((mesh, spec) for mesh in (ONE_AXIS, TWO_AXES) for spec in names_and_specs(mesh)),
-]
+SPLIT = {
+    ONE_AXIS: [P("i"), P(None, "i")],
+    TWO_AXES: [P("i"), P(None, "i"), P("j"), P(("i", "j")), P(None, ("j", "i"))],
+}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("mesh", "spec"), SPLIT, ids=str)
-def test_what_is_split_comes_back_so_split(mesh, spec, check_vma):
+@pytest.mark.parametrize("mesh", SPLIT, ids=str)
+def test_what_is_split_comes_back_so_split(mesh, check_vma):
     own = {"w": normal(16, 1024), "b": normal(16, 8)}
-    add = functools.partial(on_wires, wires=HALF, like={"w": spec, "b": spec})
-    # Over two axes of which one splits it is gathered over the other.
-    is_gathered = set(spec) - {None} < {*mesh.axis_names} and len(mesh.axis_names) > 1
-    limits = WHOLE if is_gathered and spec[-1] in ("i", "j") else SHARE
-    for wire, total in in_shard_map(add, own, mesh, spec, check_vma).items():
-        assert error(total["w"], own["w"]) < limits[wire]
-        assert error(total["b"], own["b"]) < 2e-7
-        assert total["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    specs = SPLIT[mesh]
+
+    def add(own):
+        return [on_wires(own, HALF, like={"w": spec, "b": spec}) for spec in specs]
+
+    for spec, wires in zip(
+        specs, in_shard_map(add, own, mesh, specs, check_vma), strict=True
+    ):
+        # Over two axes of which one splits it is gathered over the other.
+        is_gathered = mesh is TWO_AXES and spec[-1] in ("i", "j")
+        for wire, total in wires.items():
+            limits = WHOLE if is_gathered else SHARE
+            assert error(total["w"], own["w"]) < limits[wire]
+            assert error(total["b"], own["b"]) < 2e-7
+            assert total["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
-@pytest.mark.parametrize("spec", [P("i"), P("j"), P(("i", "j")), P()], ids=str)
-def test_parameters_in_a_map_say_by_their_shape_how_they_are_split(spec):
+def test_parameters_in_a_map_say_by_their_shape_how_they_are_split():
     own, params = normal(16, 1024), np.zeros((16, 1024), np.float32)
+    specs = [P("i"), P("j"), P(("i", "j")), P()]
     mapped = jax.shard_map(
-        lambda g, like: jmp_scale.sum_gradients(g[0], ("i", "j"), like=like),
+        lambda g, likes: [
+            jmp_scale.sum_gradients(g[0], ("i", "j"), like=like) for like in likes
+        ],
         mesh=TWO_AXES,
-        in_specs=(P(("i", "j")), spec),
-        out_specs=spec,
+        in_specs=(P(("i", "j")), specs),
+        out_specs=specs,
         check_vma=False,
     )
-    total = jax.jit(mapped)(own, params)
-    assert error(total, own) < WHOLE["bfloat16"]
-    assert total.sharding.is_equivalent_to(NamedSharding(TWO_AXES, spec), 2)
+    sums = jax.jit(mapped)(own, [params] * len(specs))
+    for total, spec in zip(sums, specs, strict=True):
+        assert error(total, own) < WHOLE["bfloat16"]
+        assert total.sharding.is_equivalent_to(NamedSharding(TWO_AXES, spec), 2)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        P("i"),
-        P(None, "j"),
-        P(("i", "j")),
-        P(None, ("j", "i")),
-        P("i", "j"),
-        P("j", "i"),
-        P(),
-    ],
-    ids=str,
-)
-def test_on_explicit_axes_sums_have_the_type_of_the_parameters(spec):
-    own = normal(16, 1024)
-    params = sharded(jnp.zeros((16, 1024)), EXPLICIT_TWO, spec)
+def test_on_explicit_axes_sums_have_the_type_of_the_parameters():
+    own, bias = normal(16, 1024), jnp.ones(3)
+    both = [P(("i", "j")), P(None, ("j", "i")), P("i", "j"), P("j", "i")]
+    specs = [P("i"), P(None, "j"), P(), *both]
+    params = [sharded(jnp.zeros((16, 1024)), EXPLICIT_TWO, spec) for spec in specs]
 
     def use(grads):
-        likes = params, spec, params.sharding
-        sums = [jmp_scale.sum_gradients(grads, like=like) for like in likes]
-        assert {jax.typeof(total) for total in sums} == {jax.typeof(params)}
+        sums = []
+        for spec, w in zip(specs, params, strict=True):
+            for like in (w, spec, w.sharding):
+                total = jmp_scale.sum_gradients(grads, like=like)
+                assert jax.typeof(total) == jax.typeof(w)
+            sums.append(total)
+        # What is not unreduced is a sum already.
+        assert jmp_scale.sum_gradients({"w": grads, "b": bias})["b"] is bias
         return sums
 
     for total in on_explicit_axes(use, own, EXPLICIT_TWO):
@@ -240,7 +234,9 @@ def test_on_explicit_axes_sums_have_the_type_of_the_parameters(spec):
 
 def test_of_a_weight_that_is_split_already_parts_are_added_up():
     own = normal(16, 1024)
+    likes = [P(None, "j"), P(None, ("j", "i")), P("i", "j")]
 
+    @jax.jit
     def use(own):
         parts = jax.shard_map(
             lambda x: x.sum(0),
@@ -248,58 +244,16 @@ def test_of_a_weight_that_is_split_already_parts_are_added_up():
             out_specs=P(None, "j", unreduced={"i"}),
             check_vma=False,
         )(own)
-        like = {
-            "whole": P(None, "j"),
-            "minor": P(None, ("j", "i")),
-            "both": P("i", "j"),
-        }
-        return {
-            k: jmp_scale.sum_gradients(parts, like=v) for k, v in like.items()
-        }, like
+        return [jmp_scale.sum_gradients(parts, like=like) for like in likes]
 
     with jax.set_mesh(EXPLICIT_TWO):
-        placed = sharded(own, EXPLICIT_TWO, P("i", None, "j"))
-        sums, like = use(placed)
-    for name, total in sums.items():
+        sums = use(sharded(own, EXPLICIT_TWO, P("i", None, "j")))
+    for total, like in zip(sums, likes, strict=True):
         assert error(total, own) < WHOLE["bfloat16"]
-        assert total.sharding.is_equivalent_to(
-            NamedSharding(EXPLICIT_TWO, like[name]), 2
-        )
+        assert total.sharding.is_equivalent_to(NamedSharding(EXPLICIT_TWO, like), 2)
 
 
-def test_leaves_that_are_not_unreduced_are_sums_already():
-    own = normal(16, 1024)
-    bias = jnp.ones(3)
-    total = on_explicit_axes(
-        lambda g: jmp_scale.sum_gradients({"w": g, "b": bias}), own
-    )
-    assert total["b"].tolist() == [1] * 3
-
-
-@pytest.mark.parametrize("way", ["shard_map", "shard_map unchecked", "Explicit"])
-def test_what_is_not_finite_stays_so_on_every_device(way):
-    own = normal(16, 1024)
-    bad = {(0, 1): (5, np.nan), (15, 9): (2, np.inf), (7, 7): (0, np.inf)}
-    for (row, column), (device, value) in bad.items():
-        own[device, row, column] = value
-    own[3, 7, 7] = -np.inf
-
-    def use(grads):
-        sums = on_wires(grads, HALF)
-        return {w: (total, jmp_scale.all_finite(total)) for w, total in sums.items()}
-
-    for wire, (total, finite) in WAYS[way](use, own).items():
-        assert on_each_device(finite) == [False] * 8
-        total = np.asarray(total)
-        assert np.argwhere(~np.isfinite(total)).tolist() == sorted(map(list, bad))
-        assert total[15, 9] == np.inf
-        others = np.isfinite(total)
-        exact = np.where(others, own, 0).astype(np.float64).sum(0)
-        distance = np.linalg.norm(np.where(others, total, 0) - exact)
-        assert distance < WHOLE[wire] * np.linalg.norm(exact)
-
-
-@pytest.mark.parametrize("like", [P(), P("i")], ids=str)
+@pytest.mark.parametrize("like", one_of(2, [P("i"), P()]), ids=str)
 def test_float16_is_as_exact_whatever_the_magnitude(like):
     normals = normal(16, 1024)
     normals[:, 0] *= np.float32(2**-10)  # are still normal numbers on the wire
@@ -313,11 +267,12 @@ def test_float16_is_as_exact_whatever_the_magnitude(like):
         assert error(total[0], own[:, 0]) < WHOLE["float16"]
 
 
-def test_zeros_and_ones_are_exact_on_the_wire():
-    own = [np.full((8, 16, 1024), x, np.float32) for x in (0, 1)]
-    for sums in in_shard_map(on_wires, own).values():
-        for total, exact in zip(sums, (0, 8), strict=True):
-            assert np.unique(total).tolist() == [exact]
+def test_the_error_does_not_grow_with_the_devices():
+    own = np.random.RandomState(0).normal(size=(64, 64, 1024)).astype(np.float32)
+    mapped = jax.vmap(lambda g: on_wires(g, HALF, axis_name="i"), axis_name="i")
+    # A bfloat16 all-reduce over 64 devices is off by 1e-2.
+    for wire, total in jax.jit(mapped)(own).items():
+        assert error(total[0], own) < WHOLE[wire]
 
 
 def text_of(wire, like=None, shape=(16, 1024)):
@@ -355,18 +310,10 @@ LEAF = r"\['layer'\]\[0\]"
         ({"axis_name": "data"}, ValueError, f"of \\('i',\\), got {LEAF} .*'data'"),
         ({"like": [P()]}, ValueError, "expected like to have the structure of grads"),
         ({"like": {"layer": ["i"]}}, TypeError, f"for {LEAF}, got 'i'"),
-        (
-            {"like": {"layer": [jnp.ones((4, 1024))]}},
-            ValueError,
-            f"like to be split.*{LEAF}",
+        *(
+            ({"like": {"layer": [like]}}, ValueError, f"like to be split.*{LEAF}")
+            for like in (*map(jnp.ones, [(4, 1024), (2, 128), 2]), P("i", "i"))
         ),
-        (
-            {"like": {"layer": [jnp.ones((2, 128))]}},
-            ValueError,
-            f"like to be split.*{LEAF}",
-        ),
-        ({"like": {"layer": [jnp.ones(2)]}}, ValueError, f"like to be split.*{LEAF}"),
-        ({"like": {"layer": [P("i", "i")]}}, ValueError, f"like to be split.*{LEAF}"),
     ],
 )
 def test_wrong_arguments_are_errors_that_name_the_leaf(kwargs, error, message):
@@ -393,10 +340,9 @@ def test_gradients_that_jax_has_added_up_are_refused_with_the_cure(axis_name):
 
 @pytest.mark.parametrize("kwargs", [{}, {"axis_name": "i"}, {"mean": True}])
 def test_gradients_of_auto_axes_are_refused(kwargs):
-    with pytest.raises(
-        ValueError, match=f"own gradients .*{LEAF}.*take gradients in a"
-    ):
-        jax.jit(lambda g: jmp_scale.sum_gradients(g, **kwargs))(PARAMS)
+    message = f"own gradients .*{LEAF}.*take gradients in a"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda g: jmp_scale.sum_gradients(g, **kwargs), PARAMS)
 
 
 def test_a_map_over_some_axes_is_refused_where_others_may_split():

@@ -27,28 +27,23 @@ def gradient(w, loss_scale=CAPTURED):
 SUM_OF_PRODUCTS = jmp_scale.grad(lambda w, x: jnp.sum(w @ x), CAPTURED)
 
 
-def gradient_on_the_host(w):
-    return gradient(w, jax.device_get(CAPTURED))
+CAPTURING = [gradient, jax.vmap(gradient)]
+CAPTURING += [lambda w: gradient(w, jax.device_get(CAPTURED))]  # from the host
 
 
-@pytest.mark.parametrize(
-    "traced",
-    [jax.jit(gradient), jax.jit(jax.vmap(gradient)), jax.jit(gradient_on_the_host)],
-)
+@pytest.mark.parametrize("traced", CAPTURING)
 def test_a_dynamic_loss_scale_that_a_traced_function_captured_warns(traced):
-    with pytest.warns(
-        UserWarning, match=r"got DynamicLossScale\(loss_scale=1024.*outs"
-    ):
-        traced(jnp.ones(3))
+    message = r"got DynamicLossScale\(loss_scale=1024.*outs"
+    with pytest.warns(UserWarning, match=message):
+        jax.make_jaxpr(traced)(jnp.ones(3))
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda w: jax.jit(gradient)(w, CAPTURED),
-        lambda w: jax.jit(gradient, static_argnums=1)(w, StaticLossScale(8.0)),
+        lambda w: jax.make_jaxpr(gradient)(w, CAPTURED),
+        lambda w: jax.make_jaxpr(lambda w: gradient(w, StaticLossScale(8.0)))(w),
         lambda w: jax.vmap(gradient)(w),
-        lambda w: jax.lax.map(lambda x: gradient(w) @ x, w),
         lambda w: jax.lax.map(lambda x: SUM_OF_PRODUCTS(w, x), w),  # micro-batches
     ],
 )
@@ -93,15 +88,6 @@ def test_the_loss_is_returned_as_fun_gives_it_whatever_s_is():
         assert fun(jnp.float32(value))[0] == np.float32(value)
 
 
-@pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_a_gradient_penalty_inside_the_loss_sees_no_scale(loss_scale):
-    def penalty(x):
-        return jax.grad(lambda x: x**2)(x) ** 2
-
-    loss, grads = jmp_scale.value_and_grad(penalty, loss_scale)(jnp.float32(3.0))
-    assert (float(loss), float(grads)) == (36.0, 24.0)
-
-
 def test_integer_arguments_get_float0_gradients_with_allow_int():
     def fun(tree):
         return (tree["w"] * tree["n"].astype(jnp.float32)).sum()
@@ -140,9 +126,10 @@ def float8_loss(params):
     return x.astype(jnp.float32)
 
 
-@pytest.mark.parametrize("kind", [dict, FrozenDict])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("argnums", [0, (0,), [1, 0]])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "argnums"),
+    [(dict, np.float16, 0), (FrozenDict, np.float32, (0,)), (dict, np.float32, [1, 0])],
+)
 def test_float8_scales_come_back_as_the_transform_gave_them(kind, dtype, argnums):
     def loss(a, b):
         return float8_loss(a) + float8_loss(b)
@@ -167,13 +154,13 @@ def test_scale_and_unscale_leave_float8_scales_alone(loss_scale):
 
 
 def test_equinox_filters_as_it_does_without_scaling():
-    args = eqx.nn.MLP(2, "scalar", 4, 1, key=jax.random.key(0)), jnp.ones(2)
+    args = eqx.nn.MLP(2, "scalar", 4, 0, key=jax.random.key(0)), jnp.ones(2)
     fun, transform = lambda model, x: model(x), eqx.filter_value_and_grad
     scaled = jmp_scale.value_and_grad(fun, DynamicLossScale(), transform=transform)
     assert_bitwise_equal(scaled(*args), transform(fun)(*args))
 
 
-@pytest.mark.parametrize("argnums", [0, 1, nnx.DiffState(0, nnx.Param)])
+@pytest.mark.parametrize("argnums", [1, nnx.DiffState(0, nnx.Param)])
 def test_nnx_differentiates_as_it_does_without_scaling(argnums):
     def fun(a, b):
         return (a(jnp.ones((1, 2))) * b(jnp.ones((1, 2)))).sum()
@@ -184,15 +171,14 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
     assert_bitwise_equal(scaled(*args), nnx.value_and_grad(fun, argnums=argnums)(*args))
 
 
+VECTOR = r"got an array of shape \(\d,\); return its mean"
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("fun", "has_aux", "message"),
     [
-        (
-            lambda w: w * jnp.ones(2),
-            False,
-            r"got an array of shape \(2,\); return its mean",
-        ),
+        (lambda w: w * jnp.ones(2), False, VECTOR),
         (lambda w: (w, {}), False, "loss, got a tuple of length 2; .* pass has_aux"),
         (lambda w: [w], False, "loss, got a list of length 1; .* has_aux=True"),
         (lambda w: {"loss": w}, False, "scalar loss, got a dict; .* has_aux=True"),
@@ -200,20 +186,15 @@ def test_nnx_differentiates_as_it_does_without_scaling(argnums):
         (lambda w: (w, 1, 2), True, r"\(loss, aux\) .* a tuple of length 3; return"),
         (lambda w: w, True, r"\(loss, aux\) .* got an array of shape \(\); return"),
         (lambda w: ({}, w), True, "scalar loss, got a dict; return"),
-        (
-            lambda w: (jnp.ones(3), w),
-            True,
-            r"got an array of shape \(3,\); return its mean",
-        ),
+        (lambda w: (jnp.ones(3), w), True, VECTOR),
     ],
 )
 def test_a_wrong_output_of_fun_is_a_type_error_that_says_what_to_do(
     function, fun, has_aux, message
 ):
     gradient = getattr(jmp_scale, function)(fun, StaticLossScale(8.0), has_aux=has_aux)
-    for call in (gradient, jax.jit(gradient)):
-        with pytest.raises(TypeError, match=f"^{function}: expected fun .*{message}"):
-            call(jnp.float32(1.0))
+    with pytest.raises(TypeError, match=f"^{function}: expected fun .*{message}"):
+        gradient(jnp.float32(1.0))
 
 
 def test_fun_may_return_loss_and_aux_in_a_list():
@@ -232,51 +213,42 @@ def test_fun_may_return_loss_and_aux_in_a_list():
         (lambda fun, has_aux: lambda w: (1, 2, 3, 4), jnp.ones(2)),
     ],
 )
-@BOTH
-def test_a_transform_without_a_value_is_a_type_error(function, transform, argument):
-    verb, loss_scale = getattr(jmp_scale, function), StaticLossScale(8.0)
-    gradient = verb(lambda w: w.sum(), loss_scale, transform=transform)
-    message = rf"^{function}: expected transform to return \(\(value, aux\), grads\)"
+def test_a_transform_without_a_value_is_a_type_error(transform, argument):
+    loss_scale = StaticLossScale(8.0)
+    gradient = jmp_scale.grad(lambda w: w.sum(), loss_scale, transform=transform)
+    message = r"^grad: expected transform to return \(\(value, aux\), grads\)"
     with pytest.raises(TypeError, match=message):
         gradient(argument)
 
 
-@BOTH
-def test_a_loss_in_place_of_its_function_is_an_error_that_shows_the_call(function):
-    message = (
-        rf"^{function}: expected a function, got an array .*write {function}\(loss_"
-    )
-    with pytest.raises(TypeError, match=message):
-        getattr(jmp_scale, function)(jnp.ones(()), StaticLossScale(8.0))
-
-
 OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
+
+
+IN_A_TUPLE = (optax.EmptyState(), OPTIMIZER_STATE)
 
 
 @BOTH
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (1024.0, r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
-        ("dynamic", r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
-        (jnp.float32(8), "got Array.*; pass"),
-        (DynamicLossScale, "got <class .*DynamicLossScale'>; pass an instance"),
-        (OPTIMIZER_STATE, "got a LossScaleState; .* the .loss_scale of"),
-        (
-            (optax.EmptyState(), OPTIMIZER_STATE),
-            r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)",
-        ),
-        (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
-        ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
-        (None, r"got a NoneType; pass .* DynamicLossScale\(\)"),
+        ((1024.0,), r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
+        (("dynamic",), r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
+        ((jnp.float32(8),), "got Array.*; pass"),
+        ((DynamicLossScale,), "got <class .*DynamicLossScale'>; pass an instance"),
+        ((OPTIMIZER_STATE,), "got a LossScaleState; .* the .loss_scale of"),
+        ((IN_A_TUPLE,), r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)"),
+        ((0,), r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
+        (((0, 1),), r"second argument, got \(0, 1\); argnums is the third"),
+        ((None,), r"got a NoneType; pass .* DynamicLossScale\(\)"),
+        ((NoOpLossScale(), jnp.ones(())), r"a function, got an array .*\(loss_"),
     ],
 )
-def test_anything_but_a_loss_scale_is_an_error_at_once_that_says_how_to_get_one(
+def test_anything_but_a_loss_scale_or_a_function_is_an_error_at_once(
     function, given, message
 ):
-    message = f"^{function}: expected a loss scale.*{message}"
-    with pytest.raises(TypeError, match=message):
-        getattr(jmp_scale, function)(lambda w: w, given)
+    loss_scale, fun = (*given, lambda w: w)[:2]
+    with pytest.raises(TypeError, match=f"^{function}: expected .*{message}"):
+        getattr(jmp_scale, function)(fun, loss_scale)
 
 
 @BOTH

@@ -54,7 +54,7 @@ def test_s_after_each_step(arguments, finite, expected):
     assert [s for s, _ in history] == expected
 
 
-@pytest.mark.parametrize("end", [2.0**-126, 2.0**-14, 1.0, 2.0**24, 2.0**126])
+@pytest.mark.parametrize("end", [2.0**-126, 1.0, 2.0**126])
 def test_many_overflows_end_at_the_floor_and_many_growths_at_the_cap(end):
     ends = {"min_loss_scale": min(end, 1.0), "max_loss_scale": max(end, 2.0**15)}
     loss_scale = DynamicLossScale(period=1, **ends)
@@ -84,7 +84,7 @@ configurations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     configurations,
     st.lists(st.tuples(st.booleans(), st.booleans()), min_size=40, max_size=40),
@@ -92,34 +92,24 @@ configurations = st.fixed_dictionaries(
 def test_every_configuration_follows_the_rule_in_plain_python(configuration, flags):
     finite, loss_finite = [a or b for a, b in flags], [a or not b for a, b in flags]
     expected = reference_rule(finite, loss_finite=loss_finite, **configuration)
-    for is_eager, steps in ((True, 8), (False, len(flags))):
-        with jax.disable_jit(is_eager):
-            given = finite[:steps], loss_finite[:steps]
-            actual = trajectory(DynamicLossScale(**configuration), *given)
-        assert [c for _, c in actual] == [c for _, c, _ in expected[:steps]]
-        # Not powers of two: Python computes in f64, the loss scale in f32.
-        np.testing.assert_allclose(
-            [s for s, _ in actual], [s for s, _, _ in expected[:steps]], rtol=1e-5
-        )
+    actual = trajectory(DynamicLossScale(**configuration), finite, loss_finite)
+    assert [c for _, c in actual] == [c for _, c, _ in expected]
+    # Not powers of two: Python computes in f64, the loss scale in f32.
+    np.testing.assert_allclose(
+        [s for s, _ in actual], [s for s, _, _ in expected], rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize(
-    "flag", [True, False, np.True_, np.array(False), jnp.array(True)]
-)
-def test_adjust_takes_any_boolean_scalar(flag):
-    adjusted = DynamicLossScale(8.0, period=1).adjust(flag)
-    assert adjusted.loss_scale == (16 if flag else 4)
-
-
-@pytest.mark.parametrize(
-    "flag",
-    [jnp.ones(2, bool), jnp.ones((1,), bool), 1, 1.0, jnp.array(1), jnp.float32(0)],
-)
-def test_adjust_refuses_a_flag_that_is_not_a_boolean_of_the_shape_of_s(flag):
-    for name in ("grads_finite", "loss_finite"):
-        flags = {"grads_finite": True} | {name: flag}
-        with pytest.raises(ValueError, match=f"expected {name} to be a boolean of the"):
-            DynamicLossScale().adjust(**flags)
+def test_adjust_takes_any_boolean_scalar_and_no_other_flag():
+    for flag in (True, False, np.True_, np.array(False), jnp.array(True)):
+        adjusted = DynamicLossScale(8.0, period=1).adjust(flag)
+        assert adjusted.loss_scale == (16 if flag else 4)
+    for flag in (jnp.ones(2, bool), jnp.ones((1,), bool), 1, 1.0, jnp.float32(0)):
+        for name in ("grads_finite", "loss_finite"):
+            flags = {"grads_finite": True} | {name: flag}
+            message = f"expected {name} to be a boolean of the"
+            with pytest.raises(ValueError, match=message):
+                DynamicLossScale().adjust(**flags)
 
 
 @pytest.mark.parametrize("loss_scale", [NoOpLossScale(), StaticLossScale(8.0)])
@@ -128,16 +118,15 @@ def test_a_constant_loss_scale_adjusts_to_itself(loss_scale):
 
 
 @pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
-@pytest.mark.parametrize(
-    "dtype",
-    ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "complex64"],
-)
-def test_both_verbs_widen_to_float32_first_and_keep_complex(kind, dtype):
-    expected = "complex64" if dtype == "complex64" else "float32"
-    x, s = jnp.array([1.0, -3.0], dtype), kind(2.0**20)  # not of float16
-    for verb, factor in ((s.scale, 2.0**20), (s.unscale, 2.0**-20)):
-        assert verb(x).dtype == verb(np.asarray(x)).dtype == expected
-        assert verb(x).tolist() == [factor, -3 * factor]
+def test_both_verbs_widen_to_float32_first_and_keep_complex(kind):
+    s = kind(2.0**20)  # not of float16
+    narrow = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32"]
+    for dtype in (*narrow, "complex64"):
+        x = jnp.array([1.0, -3.0], dtype)
+        expected = "complex64" if dtype == "complex64" else "float32"
+        for verb, factor in ((s.scale, 2.0**20), (s.unscale, 2.0**-20)):
+            assert verb(x).dtype == verb(np.asarray(x)).dtype == expected
+            assert verb(x).tolist() == [factor, -3 * factor]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
@@ -170,7 +159,7 @@ def test_python_floats_are_scaled_as_jmp_does():
     assert DynamicLossScale(8.0).scale({"loss": 1.5})["loss"] == 12
 
 
-@pytest.mark.parametrize("s", [2.0**-126, 2.0**-14, 1.0, 2.0**10, 2.0**24, 2.0**126])
+@pytest.mark.parametrize("s", [2.0**-126, 1.0, 2.0**10, 2.0**126])
 def test_a_power_of_two_changes_no_bit(s):
     # All digits, and one exponent: nothing under- or overflows at the ends of S.
     x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 100_000), jnp.float32)
@@ -200,26 +189,22 @@ FULL = DynamicLossScale(
 )
 
 
-@pytest.mark.parametrize(
-    "round_trip",
-    [
-        lambda ls: jax.tree.map(lambda x: x, ls),
-        jax.jit(lambda ls: ls),
-        lambda ls: pickle.loads(pickle.dumps(ls)),
-        copy.deepcopy,
-        lambda ls: dataclasses.replace(ls),
-        lambda ls: jax.tree.map(
-            lambda x: x[0], jax.vmap(lambda x: x)(jax.tree.map(lambda x: x[None], ls))
-        ),
-    ],
-)
 @pytest.mark.parametrize("made", [FULL, jmp_scale.SpikeGuard(5.0, 0.9, 20, 3)])
-def test_every_field_survives(round_trip, made):
+def test_every_field_survives(made):
     default = fields_of(type(made)())
     leaves = [name for name in default if name in jmp_scale.SpikeGuard._leaf_names]
     for name, value in fields_of(made).items():
         assert value != default[name] or name in leaves
-    assert fields_of(round_trip(made)) == fields_of(made)
+    mapped = jax.vmap(lambda x: x)(jax.tree.map(lambda x: x[None], made))
+    for copied in (
+        jax.tree.map(lambda x: x, made),
+        jax.jit(lambda made: made)(made),
+        pickle.loads(pickle.dumps(made)),
+        copy.deepcopy(made),
+        dataclasses.replace(made),
+        jax.tree.map(lambda x: x[0], mapped),
+    ):
+        assert fields_of(copied) == fields_of(made)
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
@@ -232,25 +217,23 @@ def test_an_exported_program_takes_and_returns_every_kind(loss_scale):
     assert scaled == loss_scale.scale(x)
 
 
-GUARD_LEAVES = (
-    ".loss_mean.loss_deviation.loss_steps.norm_mean"
-    ".norm_deviation.norm_steps.accepted.in_a_row"
-)
-
-
 @pytest.mark.parametrize(
-    ("loss_scale", "paths"),
+    ("made", "names"),
     [
         (NoOpLossScale(), ""),
         (StaticLossScale(8.0), ""),
-        (DynamicLossScale(), ".loss_scale.counter"),
-        (DynamicLossScale(hysteresis=2), ".loss_scale.counter.hysteresis_left"),
-        (jmp_scale.SpikeGuard(), GUARD_LEAVES),
+        (DynamicLossScale(), "loss_scale counter"),
+        (DynamicLossScale(hysteresis=2), "loss_scale counter hysteresis_left"),
+        (
+            jmp_scale.SpikeGuard(),
+            "loss_mean loss_deviation loss_steps norm_mean norm_deviation norm_steps "
+            "accepted in_a_row",
+        ),
     ],
 )
-def test_leaves_are_named(loss_scale, paths):
-    leaves, _ = jax.tree_util.tree_flatten_with_path(loss_scale)
-    assert "".join(jax.tree_util.keystr(path) for path, _ in leaves) == paths
+def test_leaves_are_named(made, names):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(made)
+    assert [path[0].name for path, _ in leaves] == names.split()
 
 
 @pytest.mark.parametrize(
@@ -285,20 +268,13 @@ def test_arrays_and_what_cannot_be_read_have_a_text_too():
     assert texts == ["DynamicLossScale(loss_scale=float32[], counter=int32[])"]
 
 
-SHAPE = jax.ShapeDtypeStruct((), jnp.float32)
-
-
-@pytest.mark.parametrize(
-    "placeholder", [None, object(), PartitionSpec("i"), SHAPE, 0, "text", ()]
-)
-def test_any_placeholder_may_stand_for_a_leaf(placeholder):
+def test_any_placeholder_may_stand_for_a_leaf():
     treedef = jax.tree.structure(DynamicLossScale(8.0, period=3))
-    loss_scale = jax.tree.unflatten(treedef, [placeholder, placeholder])
-    assert loss_scale.loss_scale is placeholder
-    assert (loss_scale.counter is placeholder, loss_scale.period) == (True, 3)
-
-
-def test_placeholders_may_be_given_by_hand():
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    for placeholder in (None, object(), PartitionSpec("i"), shape, 0, "text", ()):
+        loss_scale = jax.tree.unflatten(treedef, [placeholder, placeholder])
+        assert loss_scale.loss_scale is loss_scale.counter is placeholder
+        assert loss_scale.period == 3
     specs = DynamicLossScale(PartitionSpec(), PartitionSpec())
     assert (specs.loss_scale, specs.counter) == (PartitionSpec(), PartitionSpec())
     assert jax.tree.leaves(DynamicLossScale(None)) == []
@@ -315,29 +291,20 @@ def test_adjust_returns_the_types_that_it_was_given(loss_scale):
         assert jax.tree.map(jax.typeof, adjusted) == types
 
 
-def map_over(verb, loss_scales, *trees):
-    return jax.tree.map(
-        verb, loss_scales, *trees, is_leaf=lambda x: isinstance(x, jmp_scale.LossScale)
-    )
-
-
 def test_a_dictionary_scales_each_loss_by_its_own_s_and_unscales_it_exactly():
     loss_scales = [DynamicLossScale(8.0), StaticLossScale(2.0), NoOpLossScale()]
     loss_scales = dict(zip("abc", loss_scales, strict=True))
     losses = {"a": jnp.float16(3.0), "b": jnp.float32(0.1), "c": jnp.float32(5.0)}
-    scaled = map_over(jmp_scale.scale, loss_scales, losses)
+    is_leaf = {"is_leaf": lambda x: isinstance(x, jmp_scale.LossScale)}
+    scaled = jax.tree.map(jmp_scale.scale, loss_scales, losses, **is_leaf)
     assert scaled == {"a": 24, "b": jnp.float32(0.2), "c": 5}
-    unscaled = map_over(jmp_scale.unscale, loss_scales, scaled)
+    unscaled = jax.tree.map(jmp_scale.unscale, loss_scales, scaled, **is_leaf)
     assert unscaled == losses | {"a": 3}
 
 
 @pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_float_of_a_loss_scale_is_s(loss_scale):
+def test_a_loss_scale_is_a_number_and_taken_for_a_state_says_where_that_is(loss_scale):
     assert float(loss_scale) == (1 if loss_scale == NoOpLossScale() else 8)
-
-
-@pytest.mark.parametrize("loss_scale", EVERY_KIND)
-def test_a_loss_scale_taken_for_a_state_says_where_the_state_is(loss_scale):
     assert not hasattr(loss_scale, "mu")
     message = r"no attribute 'mu'; .* is opt_state.inner_state, and optax.tree.get\(opt"
     with pytest.raises(AttributeError, match=message):

@@ -54,18 +54,13 @@ def expected_meta_gradient(name, overflow_first):
     return jax.jit(reference)(*args)
 
 
-@pytest.mark.parametrize(
-    "wrap", [pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow), jax.jit]
-)
 @pytest.mark.parametrize("overflow_first", [True, False])
-@by_name(["adafactor", "adamw"], ["lamb", "prodigy"])
-def test_derivatives_of_a_skipped_step_are_those_of_a_branch(
-    name, overflow_first, wrap
-):
+@by_name(["adamw"], ["adafactor", "lamb", "prodigy"])
+def test_derivatives_of_a_skipped_step_are_those_of_a_branch(name, overflow_first):
     tx = with_loss_scale(OPTIMIZERS[name])
     fun, args = meta_gradient(tx, overflow_first)
     expected = expected_meta_gradient(name, overflow_first)
-    for a, b in zip(wrap(fun)(*args), expected, strict=True):
+    for a, b in zip(jax.jit(fun)(*args), expected, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -83,7 +78,7 @@ def test_an_infinite_derivative_of_what_is_dropped_is_not_seen():
     assert derivative(*jnp.full(2, 0.25), jnp.array(True)) == (2, 1)
 
 
-@by_name(["adafactor", "sgd"], ["adamw", "lamb"])
+@by_name(["sgd"], ["adafactor", "adamw", "lamb"])
 def test_a_map_over_steps_that_some_members_skip_has_a_derivative(name):
     tx = with_loss_scale(OPTIMIZERS[name])
     p = jnp.linspace(0.5, 1.0, 8).reshape(2, 4)
@@ -104,7 +99,7 @@ def test_a_map_over_steps_that_some_members_skip_has_a_derivative(name):
     np.testing.assert_allclose(mapped, [applied, skipped], rtol=1e-5)
 
 
-@by_name(["adafactor_factored", "adamw"], ["adafactor", "adamax", "lamb", "prodigy"])
+@by_name(["adafactor_factored"], ["adafactor", "adamax", "adamw", "lamb", "prodigy"])
 def test_checkify_is_quiet_on_a_skipped_step(name):
     tx = with_loss_scale(OPTIMIZERS[name])
     step = checkify.checkify(stepper(tx), errors=checkify.float_checks)

@@ -112,7 +112,6 @@ def noisy_run(seed=0, steps=400, spikes=()):
     return losses, norms
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -121,26 +120,25 @@ def noisy_run(seed=0, steps=400, spikes=()):
         {"threshold": 4.0, "decay": 0.999, "warmup": 0, "max_in_a_row": 1},
     ],
 )
-def test_spikes_are_those_of_the_rule_in_python_numbers(arguments, seed):
-    losses, norms = noisy_run(seed, spikes=(30, 150, 151, 152, 153, 300))
-    finite = np.random.RandomState(seed).rand(400) > 0.05
-    actual, _ = judged(SpikeGuard(**arguments), losses, norms, finite)
-    assert actual == reference(losses, norms, finite=finite, **arguments)
+def test_spikes_are_those_of_the_rule_in_python_numbers(arguments):
+    for seed in range(3):
+        losses, norms = noisy_run(seed, spikes=(30, 150, 151, 152, 153, 300))
+        finite = np.random.RandomState(seed).rand(400) > 0.05
+        actual, _ = judged(SpikeGuard(**arguments), losses, norms, finite)
+        assert actual == reference(losses, norms, finite=finite, **arguments)
 
 
 @pytest.mark.parametrize("level", [0.0, -5.0, 1e-6, 3e4])
 def test_losses_of_any_sign_and_size_are_watched(level):
-    random = np.random.RandomState(0)
     spread = max(abs(level), 1.0) * 0.1
-    losses = level + spread * random.randn(300)
+    losses = level + spread * np.random.RandomState(0).randn(300)
     losses[200] += 50 * spread
     assert spikes_of(losses, np.ones(300)) == [200]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_loss_with_long_tails_is_not_a_spike(seed):
+def test_a_loss_with_long_tails_is_not_a_spike():
     # As of a classifier late in training: losses and norms vary over decades together.
-    random = np.random.RandomState(seed)
+    random = np.random.RandomState(0)
     hardness = random.randn(5000)
     losses = 1e-3 * np.exp(hardness + 0.3 * random.randn(5000))
     norms = 1e-2 * np.exp(0.8 * hardness + 0.3 * random.randn(5000))
@@ -153,42 +151,32 @@ def test_a_loss_with_long_tails_is_not_a_spike(seed):
 def test_a_loss_that_is_mostly_zero_without_gradients_is_not_a_spike(share):
     # As of a hinge loss: only examples within the margin have a loss and gradients.
     random = np.random.RandomState(0)
-    losses = np.exp(0.3 * random.randn(20_000))
-    losses[:3000][random.rand(3000) > 0.5] = 0
-    losses[3000:][random.rand(17_000) > share] = 0
+    losses = np.exp(0.3 * random.randn(5000))
+    losses[:1000][random.rand(1000) > 0.5] = 0
+    losses[1000:][random.rand(4000) > share] = 0
     assert spikes_of(losses, 2 * losses) == []
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     ("factor", "loss", "spikes"),
     [(10, "ordinary", []), (20, "ordinary", [300]), (10, "raised", [300])],
 )
-def test_a_norm_beside_an_ordinary_loss_has_to_leap_further(seed, factor, loss, spikes):
+def test_a_norm_beside_an_ordinary_loss_has_to_leap_further(factor, loss, spikes):
     # As of the digits autoencoder late in training: single norms of 14 deviations.
-    losses, norms = noisy_run(seed)
+    losses, norms = noisy_run()
     norms = norms**0.8  # 0.24 bits
     norms[300] = factor
     losses[300] = 2.75 if loss == "raised" else 2  # the limit is 3.0, the mean 2.05
     assert spikes_of(losses, norms) == spikes
-
-
-def test_what_is_accepted_after_the_warm_up_enters_the_statistics_whole():
-    losses, norms = noisy_run()
-    norms = norms**0.8
-    losses[300:] = 2
+    losses[300:] = 2  # all of these are accepted, and enter the statistics whole
     norms[300:306] = *[10] * 5, 22  # beside one step of 10 it would be a spike
-    spikes, _ = judged(SpikeGuard(), losses, norms)
-    assert spikes == reference(losses, norms) == [False] * 400
+    assert spikes_of(losses, norms) == []
 
 
 def test_a_norm_leaps_at_six_deviations_where_the_loss_is_not_known():
     _, norms = noisy_run()
     norms[300] = 10
-
-    def body(guard, norm):
-        return guard.judge(None, norm, jnp.array(True))[::-1]
-
+    body = lambda guard, norm: guard.judge(None, norm, jnp.array(True))[::-1]  # noqa: E731
     _, spikes = jax.lax.scan(body, SpikeGuard(), jnp.float32(norms))
     assert np.flatnonzero(spikes).tolist() == [300]
 
@@ -206,20 +194,20 @@ def test_after_the_warm_up_the_norm_may_leap_by_the_threshold_times_a_quarter_of
 
 @pytest.mark.parametrize(("count", "spike"), [(19, False), (20, True)])
 def test_a_loss_that_is_given_later_is_watched_after_twenty_steps(count, spike):
-    one, true = jnp.float32(1.0), jnp.array(True)
-    start = SpikeGuard(warmup=30)
-    guard = jax.lax.fori_loop(0, 30, lambda _, g: g.judge(None, one, true)[1], start)
+    one = jnp.float32(1.0)
+    known = {"norm_mean": 0 * one, "norm_steps": jnp.int32(30)}
+    guard = SpikeGuard(warmup=30, accepted=jnp.int32(30), **known)
     spikes, _ = judged(guard, [1.0] * count + [2.0], [1.0] * (count + 1))
     assert spikes == [False] * count + [spike]
 
 
-@pytest.mark.parametrize("step", [0, 1, 50, 99])
 @pytest.mark.parametrize("size", [1e3, 1e8, 1e30])
-def test_a_huge_step_within_the_warm_up_does_not_blind_the_guard(step, size):
-    losses, norms = noisy_run(steps=250)
-    losses[step], norms[step] = size, size
-    losses[200], norms[200] = 100.0, 1e3
-    assert spikes_of(losses, norms) == [200]
+def test_a_huge_step_within_the_warm_up_does_not_blind_the_guard(size):
+    for step in (0, 1, 50, 99):
+        losses, norms = noisy_run(steps=250)
+        losses[step], norms[step] = size, size
+        losses[200], norms[200] = 100.0, 1e3
+        assert spikes_of(losses, norms) == [200]
 
 
 def test_a_new_level_is_accepted_after_ten_spikes_and_guarded_in_its_turn():
@@ -252,30 +240,6 @@ def test_statistics_are_a_weighted_mean_and_deviation_from_the_first_step_on(dec
             np.testing.assert_allclose(found, (mean, deviation), 1e-4, atol=1e-6)
 
 
-def test_statistics_stay_right_over_a_million_steps():
-    guard = SpikeGuard(decay=0.999)
-
-    def body(i, carry):
-        guard, spikes = carry
-        loss = 3.0 + jnp.where(i % 2 == 0, 0.5, -0.5)
-        spike, guard = guard.judge(loss, 1e30 * loss, jnp.array(True))
-        return guard, spikes + spike
-
-    run = jax.jit(lambda g: jax.lax.fori_loop(0, 10**6, body, (g, jnp.int32(0))))
-    guard, spikes = run(guard)
-    assert spikes == 0
-    assert guard.accepted == 10**6
-    np.testing.assert_allclose(guard.loss_mean, 3.0, atol=1e-3)
-    np.testing.assert_allclose(guard.loss_deviation, 0.5, atol=1e-3)
-    np.testing.assert_allclose(guard.norm_mean, math.log2(1e30) + 1.56, atol=0.01)
-
-
-def test_a_guard_prints_what_it_was_given_and_what_it_has_learnt():
-    guard = SpikeGuard(decay=0.9)
-    assert repr(guard) == "SpikeGuard(decay=0.9)"
-    assert "loss_mean=1.0" in repr(guard.judge(*jnp.ones(2), jnp.array(True))[1])
-
-
 def test_counts_end_before_int32_and_a_weight_never_exceeds_one():
     many = jnp.int32(2**30)
     fields = dict.fromkeys(("accepted", "loss_steps", "norm_steps"), many)
@@ -284,7 +248,7 @@ def test_counts_end_before_int32_and_a_weight_never_exceeds_one():
     _, after = guard.judge(one, one, jnp.array(True))
     assert all(getattr(after, name) == many for name in fields)
     # The first weight is 1 up to rounding, and the root of 1 - weight must not be NaN.
-    for decay in np.linspace(0.01, 0.999, 25):
+    for decay in (0.01, 0.3, 0.7, 0.999):
         guard = SpikeGuard(decay=decay, warmup=0)
         for loss in (1.0, 0.0, 3.0):
             _, guard = guard.judge(jnp.float32(loss), one, jnp.array(True))
@@ -300,24 +264,19 @@ def test_the_limits_are_those_that_the_next_step_is_held_to():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "wrong"),
     [
-        ("threshold", 0), ("threshold", -1.0), ("threshold", math.nan),
-        ("threshold", math.inf), ("decay", 0), ("decay", 1), ("decay", 1.5),
-        ("decay", math.nan), ("warmup", -1), ("warmup", 1.5), ("max_in_a_row", 0),
-        ("max_in_a_row", 2.5), ("max_in_a_row", math.inf),
+        ("threshold", (0, -1.0, math.nan, math.inf)),
+        ("decay", (0, 1, 1.5, math.nan)),
+        ("warmup", (-1, 1.5)),
+        ("max_in_a_row", (0, 2.5, math.inf)),
     ],
-)  # fmt: skip
-def test_an_argument_out_of_its_range_is_named(name, value):
-    with pytest.raises(ValueError, match=f"SpikeGuard: expected {name} to be"):
-        SpikeGuard(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["threshold", "decay", "warmup", "max_in_a_row"])
-@pytest.mark.parametrize("value", ["6", None, True, [1]])
-def test_an_argument_that_is_not_a_number_is_a_type_error(name, value):
-    with pytest.raises(TypeError, match=f"SpikeGuard: expected {name} to be"):
-        SpikeGuard(**{name: value})
+)
+def test_an_argument_out_of_its_range_or_of_another_type_is_named(name, wrong):
+    for error, values in ((ValueError, wrong), (TypeError, ("6", None, True, [1]))):
+        for value in values:
+            with pytest.raises(error, match=f"SpikeGuard: expected {name} to be"):
+                SpikeGuard(**{name: value})
 
 
 GUARD = SpikeGuard(warmup=10)
@@ -408,20 +367,17 @@ def test_skips_are_counted_by_cause():
         assert state.loss_scale.loss_scale == 4
 
 
-def test_the_guard_does_without_a_loss_and_with_every_loss_scale():
-    for loss_scale in (None, StaticLossScale(8.0), DynamicLossScale()):
-        tx = with_loss_scale(optax.sgd(0.1), loss_scale, guard=GUARD)
-        state = tx.init(PARAMS)
-        for _ in range(12):
-            _, state = tx.update(GOOD, state, PARAMS)
-        assert int(state.guard.norm_steps) == 12
-        assert int(state.guard.loss_steps) == 0
-        _, state = tx.update(times(1e3), state, PARAMS)
-        assert state.spikes == 1
+@pytest.mark.parametrize("loss_scale", [None, StaticLossScale(8.0), DynamicLossScale()])
+def test_the_guard_does_without_a_loss_and_with_every_loss_scale(loss_scale):
+    tx = with_loss_scale(optax.sgd(0.1), loss_scale, guard=GUARD)
+    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    for _ in range(12):
+        _, state = update(GOOD, state, PARAMS)
+    assert (state.guard.norm_steps, state.guard.loss_steps) == (12, 0)
+    assert update(times(1e3), state, PARAMS)[1].spikes == 1
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
+def test_one_bad_shard_skips_the_step_on_every_device():
     tx = with_loss_scale(optax.sgd(0.1), guard=GUARD)
     state = warm_state(tx)
 
@@ -431,21 +387,21 @@ def test_one_bad_shard_skips_the_step_on_every_device(check_vma):
 
     whole, split = PartitionSpec(), PartitionSpec("i")
     options = {"mesh": ONE_AXIS, "in_specs": (whole, split, split), "out_specs": split}
-    sharded = jax.jit(jax.shard_map(step, **options, check_vma=check_vma))
+    sharded = jax.jit(jax.shard_map(step, **options, check_vma=False))
     one, bad = jnp.ones(8), jnp.ones(8).at[3].set(1e4)
-    for factor, value in ((bad, one), (one, bad)):
+    for factor, value, spikes in ((bad, one, 1), (one, bad, 1), (one, one, 0)):
         updates, new = sharded(state, factor, value)
-        assert new.spikes.tolist() == [1] * 8
-        assert all((u == 0).all() for u in jax.tree.leaves(updates))
+        assert new.spikes.tolist() == [spikes] * 8
+        assert spikes == all((u == 0).all() for u in jax.tree.leaves(updates))
         assert all((x == x[0]).all() for x in jax.tree.leaves(new.guard))
-    assert sharded(state, one, one)[1].spikes.tolist() == [0] * 8
 
 
-@pytest.mark.parametrize("loss", one_of(2, [1e38, 1e39, 1e300, -1e39]))
+@pytest.mark.parametrize("loss", one_of(4, [1e39, 1e38, 1e300, -1e39]))
 def test_a_float64_loss_beyond_float32_is_a_spike(loss):
     with jax.enable_x64(True):
         state = warm_state(TX)
-        _, new = TX.update(GOOD, state, PARAMS, value=jnp.float64(loss))
+        update = functools.partial(TX.update, GOOD, state, PARAMS)
+        new = jax.jit(lambda loss: update(value=loss)[1])(jnp.float64(loss))
     assert (new.spikes, new.applied, new.nonfinite_losses) == (loss > 0, loss < 0, 0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(new.guard))
 
@@ -459,7 +415,7 @@ def test_replicas_skip_together_for_one_loss_that_is_not_finite(bad, guard):
     def step(loss):  # the other replica's leaps
         return tx.update(GOOD, start, PARAMS, value=loss)[1]
 
-    state = jax.vmap(step, axis_name="i")(jnp.array([bad, 1e6]))
+    state = jax.jit(jax.vmap(step, axis_name="i"))(jnp.array([bad, 1e6]))
     assert state.applied.tolist() == [False, False]
     assert state.nonfinite_losses.tolist() == [1, 1]
     assert state.spikes.tolist() == [0, 0]

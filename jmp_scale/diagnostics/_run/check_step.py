@@ -128,17 +128,15 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
       >>> from jmp_scale import diagnostics
       >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())
       >>> @jax.jit
-      ... def step(params, state, x):
-      ...     loss_fn = lambda params: jnp.mean((x @ params["w"] - 1) ** 2)
-      ...     loss, grads = jmp_scale.value_and_grad(loss_fn, state.loss_scale)(params)
-      ...     grads = state.loss_scale.unscale(grads)  # once too often
-      ...     updates, state = tx.update(grads, state, params, value=loss)
-      ...     return optax.apply_updates(params, updates), state, loss
-      >>> params = {"w": jnp.zeros((4, 2))}
-      >>> x, state = jnp.ones((8, 4)), tx.init(params)
-      >>> found = diagnostics.check_step(step, params, state, x)
+      ... def step(w, state, x):
+      ...     loss_fn = lambda w: jnp.mean((x @ w["w"] - 1) ** 2)
+      ...     loss, grads = jax.value_and_grad(loss_fn)(w)  # never scaled
+      ...     updates, state = tx.update(grads, state, w, value=loss)
+      ...     return optax.apply_updates(w, updates), state, loss
+      >>> w = {"w": jnp.zeros((4, 2))}
+      >>> found = diagnostics.check_step(step, w, tx.init(w), jnp.ones((8, 4)))
       >>> found.ok, found.problems[0].rule
-      (False, 'unscaled twice')
+      (False, 'S not used')
     """
     if not callable(step):
         raise TypeError(

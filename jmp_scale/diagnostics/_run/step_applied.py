@@ -78,7 +78,7 @@ def _go_on(check: Check) -> Run:
         is_enough = learned == len(floats) or (best > 0 and count >= _FEW_CALLS)
         if (counts and is_enough) or not any(map(run.moved, run.after)):
             break
-        later = check.run("later steps", values=run.after)
+        later = check.run("later steps", follows=run)
         if later is None or not later.is_applied:
             break
         run = later

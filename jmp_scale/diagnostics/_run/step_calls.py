@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..._scaling.loss_scale import StaticLossScale
 from ..._tree import is_data, is_inexact, is_module
@@ -20,7 +21,6 @@ Path = tuple[str, ...]  # keys, indices and names of fields
 Named = dict[Path, Leaf]
 Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
 
-COUNTS = "counts skipped steps"
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
 _SAMPLE = 4096  # entries of a leaf that are compared in size
 
@@ -39,6 +39,9 @@ class Change(NamedTuple):
     def step(self) -> np.ndarray:
         with np.errstate(all="ignore"):
             return self.new - self.old
+
+    def is_as(self, other: "Change") -> bool:
+        return np.array_equal(self.new, other.new, equal_nan=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,25 +176,29 @@ class Check:
     def window_after(self, run: Run) -> Run:
         """Returns the last of the steps that follow a run until a window ends."""
         for _ in range(self.window):
-            run = self.run("later steps", values=run.after) or run
+            run = self.run("later steps", follows=run) or run
         return run
 
     def call(
         self,
         s: float | None = None,
         only: Path | None = None,
-        values: Mapping[Path, Leaf] = {},
+        values: Mapping[Path, ArrayLike] = {},
         counter: int = FAR,
+        follows: Run | None = None,
     ) -> Run:
         """Calls the step at S = `s`, of all loss scales or of `only` one; others are 8.
 
-        `values` replaces leaves. A `StaticLossScale` changes only where it is alone.
+        `values` has new entries of leaves. The call starts as the base did, or where
+        another ended. A `StaticLossScale` changes only where it is alone.
         """
-        before = {**self.start, **values}
+        before = {**self.start, **(follows.after if follows else {})}
+        new = dict(values)
         for scale in self.scales:
             new_s = 8.0 if s is None or only not in (None, scale) else s
-            for name, new in (("loss_scale", new_s), ("counter", counter)):
-                before[*scale, name] = like(self.arrays[*scale, name], new)
+            new[*scale, "loss_scale"] = new_s
+            new[*scale, "counter"] = counter
+        before |= {path: _like(before[path], value) for path, value in new.items()}
         args = self.copies(before)
         if s is not None and not self.scales:
             for constant in _constant_scales(args):
@@ -257,14 +264,9 @@ def is_key(leaf: Leaf) -> bool:
 def host(leaf: Leaf) -> np.ndarray:
     """Returns the entries; of an array over processes, those of its first part here."""
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    if is_elsewhere(leaf):
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
     return np.asarray(leaf)
-
-
-def is_elsewhere(leaf: Leaf) -> bool:
-    """Whether a part of an array is with other processes."""
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def has_moved(old: Leaf, new: Leaf) -> bool:
@@ -277,7 +279,7 @@ def sampled(x: np.ndarray) -> np.ndarray:
     return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
 
 
-def like(leaf: Leaf, value: Leaf) -> Leaf:
+def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
     """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
     filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
     if isinstance(leaf, jax.Array):

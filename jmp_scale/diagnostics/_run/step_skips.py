@@ -10,18 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .step_applied import diverging
-from .step_calls import (
-    COUNTS,
-    Change,
-    Check,
-    Path,
-    Run,
-    host,
-    is_elsewhere,
-    is_float,
-    like,
-)
-from .step_rules import RULES
+from .step_calls import Check, Path, Run, host, is_float
 
 _MOST_POISONED = 6  # arguments, and then parameters, to try
 # Statistics of a guard that make every step a spike.
@@ -90,16 +79,12 @@ def _not_skipped(check: Check, run: Run, name: str) -> None:
         check.add("overflow stays", path)
     if bad:
         return
-    if all(_is_same(change, usual[path]) for path, change in run.changes.items()):
+    if all(change.is_as(usual[path]) for path, change in run.changes.items()):
         check.add("S not used", name)
     elif not any(run.moved(path) for path in run.after if check.is_optimizer(path)):
         check.add("state put back", name)
     else:
         check.add("overflow hidden", name)
-
-
-def _is_same(one: Change, other: Change) -> bool:
-    return np.array_equal(one.new, other.new, equal_nan=True)
 
 
 def _staying(check: Check, run: Run, bad: Sequence[Path]) -> list[Path]:
@@ -135,19 +120,16 @@ def _left_unchanged(
         if change.is_equal or path in bad:
             continue
         counts = not change.is_float or np.isin(change.step, (0, 1)).all()
-        if counts or _is_same(change, check.base.changes[path]):
-            check.add(COUNTS, path)
+        if counts or change.is_as(check.base.changes[path]):
+            check.add("counts skipped steps", path)
         else:
             check.add(changes, path, matters(path) and not check.has_other_optimizers)
 
 
 def spike(check: Check) -> None:
     """Checks that a spike is skipped in the same way as an overflow."""
-    values = {
-        path: like(leaf, _SPIKES[path[-1]])
-        for path, leaf in check.arrays.items()
-        if path[-2:-1] == ("guard",) and path[-1] in _SPIKES
-    }
+    guards = [path for path in check.arrays if path[-2:-1] == ("guard",)]
+    values = {path: _SPIKES[path[-1]] for path in guards if path[-1] in _SPIKES}
     run = check.run("a spike", values=values) if values else None
     if run is not None and len(run.skipped) == len(check.states):
         _left_unchanged(check, run, "NaN stays", "changed on a spike")
@@ -199,27 +181,20 @@ def _poisoned(check: Check, paths: Sequence[Path]) -> Run | None:
     has_several = max(moved, default=1) > 1
     values = {}
     for path in paths:
-        leaf = check.start[path]
-        if is_elsewhere(leaf):
-            return None
-        entries = np.array(host(leaf))
+        values[path] = entries = np.array(host(check.start[path]))
         entries[... if has_several or not entries.ndim else 0] = np.nan
-        values[path] = like(leaf, entries)
     return check.run("a NaN", values=values)
 
 
 def _is_kept(check: Check, path: Path) -> bool:
     """Whether a leaf is a statistic or a weight, rather than data of each step."""
-    old = check.start[path]
-    if is_elsewhere(old):
-        return True
-    run = check.run("another average", values={path: like(old, host(old) + 1)})
+    values = {path: host(check.start[path]) + 1}
+    run = check.run("another average", values=values)
     if run is None:
         return False
     shares = run.change(path).new - check.base.changes[path].new
     # The new value of an average, running or exponential, contains a part of the old.
     if shares.size and shares.min() > 0.01 and shares.max() < 0.99999:
         return bool(np.ptp(shares) < 0.01)
-    counting = check.found.get((COUNTS, RULES[COUNTS].level), ("", []))
-    is_usual = check.names[path] in counting[1]
-    return not is_usual and bool(check.scales or check.fixed)
+    _, counting = check.found.get(("counts skipped steps", "note"), ("", []))
+    return check.names[path] not in counting and bool(check.scales or check.fixed)

@@ -326,26 +326,6 @@ def loop_by_hand(mistake=None):
     return step, (PARAMS, ADAMW.init(PARAMS), DYNAMIC, X)
 
 
-def loss_scales_by_name():
-    tx = jmp_scale.with_loss_scale(ADAMW)
-
-    @jax.jit
-    def step(params, opt, scales, x):
-        def weighted(weight, *args):
-            return weight * HALF["float16"](*args)
-
-        grads, finite = {}, {}
-        for name, weight in (("mean", 1.0), ("tiny", 1e-6)):
-            loss_of = functools.partial(weighted, weight)
-            grads[name] = jmp_scale.grad(loss_of, scales[name])(params, x)
-            finite[name] = jmp_scale.all_finite(grads[name])
-        scales = {name: s.adjust(finite[name]) for name, s in scales.items()}
-        updates, opt = tx.update(jax.tree.map(jnp.add, *grads.values()), opt, params)
-        return optax.apply_updates(params, updates), opt, scales
-
-    return step, (PARAMS, tx.init(PARAMS), {"mean": DYNAMIC, "tiny": DYNAMIC}, X)
-
-
 def gan(mistake=None):
     """Two players, each with an optimizer and an S."""
 
@@ -791,13 +771,7 @@ RIGHT = {
     **cases(no_loss_scale),
     **cases(no_loss_scale, inner="half parameters"),
 }
-for _maker in (
-    in_another_order,
-    sharded_jit,
-    ensemble,
-    several_steps_in_a_call,
-    loss_scales_by_name,
-):
+for _maker in (in_another_order, sharded_jit, ensemble, several_steps_in_a_call):
     RIGHT |= cases(_maker)
 for _inner, _dtype in itertools.product(("adamw", "sgd", "clip"), HALF):
     RIGHT |= cases(step_of, inner=_inner, dtype=_dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,17 +62,16 @@ class Run:
     @functools.cached_property
     def counted(self) -> dict[Path, str]:
         """Returns "finite", "overflow", "kept" or "lost" for each loss scale."""
-        found = {}
-        for scale in self.check.scales:
-            found[scale] = "lost"
-            if (*scale, "counter") in self.after:
-                moved = self.change((*scale, "counter")).step
-                is_finite = ((moved > 0) & (moved < -FAR / 10)).all()
-                is_kept = (moved == 0).all()
-                found[scale] = (
-                    "finite" if is_finite else "kept" if is_kept else "overflow"
-                )
-        return found
+        return {scale: self._count(scale) for scale in self.check.scales}
+
+    def _count(self, scale: Path) -> str:
+        path = (*scale, "counter")
+        if path not in self.after:
+            return "lost"
+        moved = self.change(path).step
+        if not moved.any():
+            return "kept"
+        return "finite" if ((moved > 0) & (moved < -FAR / 10)).all() else "overflow"
 
     @property
     def is_applied(self) -> bool:
@@ -318,19 +318,35 @@ def _matched(
     for position in carried:
         path = (str(position),)
         found[path] = path if theirs.get(path) == ours[path] else ()
-    pairs: list[tuple[tuple[float, ...], dict[Path, Path]]] = []
-    for path, form in ours.items():
-        is_part = any(path != node and _is_below(path, node) for node in whole)
-        for place in theirs if path and not is_part else ():
-            if theirs[place] == form and _may_match(path, place, form):
-                leaves = {(*path, *suffix): (*place, *suffix) for suffix, _ in form}
-                gap = sum(_distance(before[p], results[q]) for p, q in leaves.items())
-                pairs.append(((-len(form), len(path), gap), leaves))
+    taken = set(found.values())
+    places: dict[Form, list[Path]] = {}
+    for place, form in theirs.items():
+        places.setdefault(form, []).append(place)
+
+    def is_free(leaves: dict[Path, Path]) -> bool:
+        return found.keys().isdisjoint(leaves) and taken.isdisjoint(leaves.values())
+
+    def gap(leaves: dict[Path, Path]) -> float:
+        return sum(_distance(before[p], results[q]) for p, q in leaves.items())
+
+    def rank(path: Path) -> tuple[int, int]:
+        return -len(ours[path]), len(path)
+
+    inside = {p for p in ours if any(p != w and _is_below(p, w) for w in whole)}
+    paths = [path for path in ours if path and path not in inside]
     # The largest parts first: parameters have the form of their moments.
-    for _, leaves in sorted(pairs, key=lambda pair: pair[0]):
-        taken = {*found.values()}
-        if found.keys().isdisjoint(leaves) and taken.isdisjoint(leaves.values()):
-            found |= leaves
+    for _, group in itertools.groupby(sorted(paths, key=rank), rank):
+        free = [path for path in group if (*path, *ours[path][0][0]) not in found]
+        pairs = [
+            {(*path, *end): (*place, *end) for end, _ in ours[path]}
+            for path in free
+            for place in places.get(ours[path], ())
+            if _may_match(path, place, ours[path])
+        ]
+        for leaves in sorted(filter(is_free, pairs), key=gap):
+            if is_free(leaves):
+                found |= leaves
+                taken.update(leaves.values())
     return found
 
 

@@ -151,7 +151,10 @@ def nan_in_batch(check: Check) -> None:
     tries = [*others.values()][:_MOST_POISONED]
     tries += [[path] for path in weights[:_MOST_POISONED]]
     for paths in tries:
-        run = _poisoned(check, paths)
+        values = {path: np.array(host(check.start[path])) for path in paths}
+        for entries in values.values():
+            np.atleast_1d(entries)[:1] = np.nan
+        run = check.run("a NaN", values=values)
         if run is None or check.is_alike(run):
             continue  # the loss does not depend on it, such as a learning rate
         for path in diverging(run):
@@ -172,18 +175,6 @@ def nan_in_batch(check: Check) -> None:
     if check.states or check.scales:
         check.not_checked.append("a NaN: no argument was found that makes the loss NaN")
     return None
-
-
-def _poisoned(check: Check, paths: Sequence[Path]) -> Run | None:
-    counters = [(*scale, "counter") for scale in check.scales]
-    moved = [check.base.change(p).step.max() for p in counters if p in check.base.after]
-    # If a call runs several steps, each needs a NaN: the others are rightly applied.
-    has_several = max(moved, default=1) > 1
-    values = {}
-    for path in paths:
-        values[path] = entries = np.array(host(check.start[path]))
-        entries[... if has_several or not entries.ndim else 0] = np.nan
-    return check.run("a NaN", values=values)
 
 
 def _is_kept(check: Check, path: Path) -> bool:

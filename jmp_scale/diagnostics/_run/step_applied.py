@@ -107,7 +107,9 @@ def _outside(check: Check, run: Run) -> list[Path]:
 def _unchanged(check: Check, last: Run, moved: list[Path]) -> None:
     """Finds arguments that no call so far has changed."""
     floats = _outside(check, last)
-    trains = any(check.is_optimizer(path) for path in moved if path in last.changes)
+    inner = [path for path in moved if check.is_optimizer(path)]
+    # A counter moves on without gradients, too.
+    trains = any(last.changes[p].is_float for p in inner if p in last.changes)
     if floats and trains and set(floats).isdisjoint(moved):
         # A window of MultiSteps may be longer.
         is_sure, calls = not check.has_windows, str(check.count)

@@ -16,8 +16,8 @@ SECTIONS = dict(re.findall(BLOCK, PAGE, re.DOTALL))
 
 
 @pytest.fixture(scope="module")
-def printed():
-    """What the program of each section prints: one after another, as on the page."""
+def outputs():
+    """What each section's program prints, one after another, and what the page says."""
     namespace, outputs = {}, {}
     with jax.numpy_rank_promotion("allow"):
         for claim, text in SECTIONS.items():
@@ -25,33 +25,31 @@ def printed():
             with contextlib.redirect_stdout(out):
                 for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
                     exec(code, namespace)
-            outputs[claim] = out.getvalue()
+            on_page = re.findall(r"```text\n(.*?)```", text, re.DOTALL) or [""]
+            outputs[claim] = out.getvalue(), *on_page
     return outputs
 
 
-def claimed(words):
-    """(name of a section, its output on the page)."""
-    (claim,) = (claim for claim in SECTIONS if words in claim)
-    (text,) = re.findall(r"```text\n(.*?)```", SECTIONS[claim], re.DOTALL) or [""]
-    return claim, text
+def of(outputs, words):
+    """Both outputs of the section whose claim has these words."""
+    (found,) = (both for claim, both in outputs.items() if words in claim)
+    return found
 
 
 @pytest.mark.parametrize("words", ["underflow below", "dynamic loss scale"])
-def test_the_output_is_that_of_the_page(printed, words):
-    claim, text = claimed(words)
-    assert printed[claim] == text
+def test_the_output_is_that_of_the_page(outputs, words):
+    printed, text = of(outputs, words)
+    assert printed == text
 
 
-def test_only_the_deep_float16_model_needs_loss_scaling(printed):
-    claim, text = claimed("needs loss scaling")
-    for output in (printed[claim], text):
+def test_only_the_deep_float16_model_needs_loss_scaling(outputs):
+    for output in of(outputs, "needs loss scaling"):
         needed = ["not needed" not in line for line in output.splitlines()]
         assert needed == [True, False, False]
 
 
-def test_the_real_backward_pass_loses_more_than_a_cast_shows(printed):
-    claim, text = claimed("Cast the gradients")
-    for output in (printed[claim], text):
+def test_the_real_backward_pass_loses_more_than_a_cast_shows(outputs):
+    for output in of(outputs, "Cast the gradients"):
         shares = [
             [int(n) for n in re.findall(r"(\d+)%", x)] for x in output.splitlines()
         ]
@@ -60,17 +58,15 @@ def test_the_real_backward_pass_loses_more_than_a_cast_shows(printed):
         assert shares[1][0] < 50 < 95 < shares[1][1]
 
 
-def test_powers_of_two_change_no_bit(printed):
-    claim, text = claimed("changes the gradients")
-    for output in (printed[claim], text):
+def test_powers_of_two_change_no_bit(outputs):
+    for output in of(outputs, "changes the gradients"):
         differ = [int(n) for n in re.findall(r": (\d+) of 4096", output)]
         assert differ[:2] == [0, 0]
         assert differ[2] > 2048
 
 
-def test_only_what_is_saved_for_the_backward_pass_is_halved(printed):
-    claim, text = claimed("half the memory")
-    for output in (printed[claim], text):
+def test_only_what_is_saved_for_the_backward_pass_is_halved(outputs):
+    for output in of(outputs, "half the memory"):
         figures = [float(n) for n in re.findall(r"[\d.]+(?= MB| saved)", output)]
         masters, saved = figures[::2], figures[1::2]
         assert set(masters) == {1.6}

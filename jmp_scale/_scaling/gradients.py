@@ -74,7 +74,7 @@ def value_and_grad(
       >>> float(loss), grads.tolist()
       (2.0, [2.0, 2.0])
     """
-    return _differentiated(
+    return differentiated(
         "value_and_grad", fun, loss_scale, argnums, has_aux, transform, kwargs
     )
 
@@ -99,12 +99,12 @@ def grad(
       >>> float(gradient(jnp.float32(3.0)))
       6.0
     """
-    differentiated = _differentiated(
+    gradient = differentiated(
         "grad", fun, loss_scale, argnums, has_aux, transform, kwargs
     )
 
     def unscaled_grad(*args: PyTree, **fun_kwargs: PyTree) -> PyTree:
-        value, grads = differentiated(*args, **fun_kwargs)
+        value, grads = gradient(*args, **fun_kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return unscaled_grad
@@ -117,7 +117,7 @@ class _Output(NamedTuple):
     aux: PyTree
 
 
-def _differentiated(
+def differentiated(
     function: str,
     fun: Function,
     loss_scale: LossScale,

@@ -10,10 +10,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._scaling.finite import all_finite
-from .._scaling.gradients import checked_output, value_and_grad
+from .._scaling.gradients import checked_output, differentiated
 from .._scaling.loss_scale import DynamicLossScale, LossScale, scale_value
-from .._tree import is_array, is_inexact, named_inexact_leaves, split_arrays
+from .._tree import is_array, named_inexact_leaves, split_arrays
 from .._types import Arrays, Function, PyTree, Scalar
+from .._validation import require_callable
 
 # XLA may omit a rounding that the program asks for, depending on machine and version.
 # With this option the program is measured as it is written.
@@ -32,7 +33,7 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss and how it is differentiated, checked as `precision_report` documents."""
+    """A loss and how it is differentiated, as `precision_report` documents."""
 
     function: str  # name of the public function, for errors
     fun: Function
@@ -42,73 +43,25 @@ class Loss:
     transform: Function
 
     def __post_init__(self) -> None:
-        for name, value in (("fun", self.fun), ("transform", self.transform)):
-            if not callable(value):
-                raise TypeError(
-                    f"{self.function}: expected {name} to be a function, got "
-                    f"{described(value)}; pass the function itself, not its result"
-                )
-        numbers = jax.tree.leaves(self.argnums)
-        if not numbers:
-            raise ValueError(
-                f"{self.function}: expected a position in argnums, got none; "
-                "name the arguments to differentiate"
-            )
-        for number in numbers:
-            if isinstance(number, int):  # not a filter of NNX
-                self._check_differentiable(number)
+        for fun in (self.fun, self.transform):
+            cure = "pass the function itself, not its result"
+            require_callable(self.function, fun, cure)
 
-    def check_output(self, out: PyTree) -> None:
-        """Raises an error unless `fun` returned a real scalar loss, or (loss, aux)."""
+    def of(self, out: PyTree) -> PyTree:
+        """Returns the loss in what `fun` returned, which is checked."""
         checked_output(self.function, out, self.has_aux)
-        loss = out[0] if self.has_aux else out
-        dtype = jnp.result_type(loss)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"{self.function}: expected fun to return a real scalar loss, got "
-                f"{dtype}; return its real part, or cast it"
-            )
+        return out[0] if self.has_aux else out
 
     def run(self, s: ArrayLike, args: tuple[PyTree, ...]) -> Backward:
         """Runs `value_and_grad` at S = `s`, f32[], which may be traced."""
-
-        def checked(*args: PyTree) -> PyTree:
-            out = self.fun(*args)
-            self.check_output(out)
-            return out
-
         # With a StaticLossScale a sweep would recompile for each S.
         loss_scale = DynamicLossScale(
             jnp.asarray(s, jnp.float32), min_loss_scale=0, max_loss_scale=2.0**126
         )
-        differentiated = value_and_grad(
-            checked, loss_scale, self.argnums, self.has_aux, transform=self.transform
-        )
-        value, grads = differentiated(*args)
+        given = self.fun, loss_scale, self.argnums, self.has_aux, self.transform
+        value, grads = differentiated(self.function, *given, {})(*args)
         paths, leaves = named_inexact_leaves(grads)
         return Backward(value[0] if self.has_aux else value, leaves, paths)
-
-    def _check_differentiable(self, number: int) -> None:
-        if not -len(self.args) <= number < len(self.args):
-            raise ValueError(
-                f"{self.function}: expected argnums of {len(self.args)} arguments, got "
-                f"{number}; give fun all of its arguments"
-            )
-        pairs = jax.tree_util.tree_flatten_with_path(self.args[number])[0]
-        other = [(path, leaf) for path, leaf in pairs if not is_inexact(leaf)]
-        strict = self.transform is jax.value_and_grad
-        if len(other) < len(pairs) and not (strict and other):
-            return
-        got = "no arrays"
-        if other:
-            path, leaf = other[0]
-            got = f"{described(leaf)} at args[{number}]{jax.tree_util.keystr(path)}"
-        raise TypeError(
-            f"{self.function}: expected floating-point arrays in the differentiated "
-            f"argument {number}, got {got}; choose others with argnums, or a transform "
-            "that selects them, such as equinox.filter_value_and_grad or "
-            "flax.nnx.value_and_grad"
-        )
 
 
 class Start(NamedTuple):

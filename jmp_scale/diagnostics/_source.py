@@ -13,10 +13,10 @@ from jax.extend.core import JaxprEqn
 
 from .._types import Function, PyTree
 
-_LIBRARIES = "jmp_scale jax jaxlib flax haiku equinox optax chex jmp numpy ml_dtypes"
+_ROOT = __file__.removesuffix("diagnostics/_source.py")
 _INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
 _UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
-_PACKAGES = re.compile(r".*(?:site|dist)-packages/")
+_INSTALLED = re.compile(r".*(?:site|dist)-packages/(\w+)")
 
 
 class Place(NamedTuple):
@@ -57,7 +57,7 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
             name = _UNNAMED.sub("", function)
             return Place(file, line, tuple(calls), frozenset(packages), name, library)
         if not library and package not in _INTERNAL:
-            library = f"{_PACKAGES.split(file)[-1]}:{line}"
+            library = f"{file.rpartition('-packages/')[2]}:{line}"
         calls.append(function)
         packages.add("linalg" if "linalg" in file else package)
     return outer._replace(
@@ -107,17 +107,14 @@ def _begins_program(file: str, function: str) -> bool:
 
 @functools.cache
 def _package(file: str) -> str | None:
-    """Returns the library of a source file, "" if unknown; None for user code."""
+    """Returns the library of a source file, "" for autocast, None for user code."""
     if file.startswith("<"):
         return "python" if file.startswith(("<frozen", "<attrs", "<@")) else None
-    for name in _LIBRARIES.split():
-        path = getattr(sys.modules.get(name), "__file__", None)
-        root, _, _ = (path or "").rpartition("__init__")
-        if root and file.startswith(root):
-            # The user did not write the casts of autocast.
-            return "" if "_autocast" in file.removeprefix(root) else name
-    if "site-packages" in file or "dist-packages" in file:
-        return ""
+    if file.startswith(_ROOT):
+        # The user did not write the casts of autocast.
+        return "" if "_autocast" in file.removeprefix(_ROOT) else "jmp_scale"
+    if installed := _INSTALLED.match(file):
+        return installed[1]
     return "python" if file.startswith(sysconfig.get_path("stdlib")) else None
 
 

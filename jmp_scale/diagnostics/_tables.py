@@ -1,13 +1,11 @@
 """Formats results: loss scales, names of leaves, shares, tables, and repr."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")
@@ -54,8 +52,7 @@ def printed(cls: C) -> C:
     """
 
     def short(self: object) -> str:
-        names = getattr(cls, "_fields", None)
-        names = names or [field.name for field in dataclasses.fields(cls)]
+        names = getattr(cls, "__match_args__", ())
         parts = [f"{name}={_shown(getattr(self, name))}" for name in names]
         line = f"{cls.__name__}({', '.join(parts)})"
         if len(line) <= _LONGEST:
@@ -78,9 +75,10 @@ def printed(cls: C) -> C:
 def _shown(value: object) -> str:
     """Formats a value; of a large one dtype and shape, length, or the beginning."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        if not _is_known_number(value):
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError):  # several numbers, or unknown
             return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-        value = value.item()
     if isinstance(value, float):
         return f"{value:.6g}"
     text = repr(value)
@@ -89,14 +87,6 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple) and len(text) > 50:
         return f"({len(value)} of {type(value[0]).__name__})"
     return text
-
-
-def _is_known_number(x: jax.Array | np.ndarray | np.generic) -> bool:
-    if x.shape != () or isinstance(x, Tracer):
-        return False
-    if isinstance(x, jax.Array):
-        return x.is_fully_addressable and not x.is_deleted()
-    return True
 
 
 def with_progress(items: Sequence[T], name: str) -> Iterable[T]:

@@ -1,72 +1,27 @@
-"""Facts about traced values, derived without running the program.
+"""Derives the facts of an operation's outputs from those of its inputs."""
 
-A `Fact` contains bounds of an array's elements, and a few properties that decide
-whether half precision can represent them. `transfer` derives the facts of an
-operation's outputs.
-"""
-
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
+from ... import _jaxpr
+from ..._autocast.products import is_partly_half
 from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
+from ..._policy import is_half
 from ..._types import Function
-from .lineage import NOTHING, Lineage, entries_added, lineage_of
+from .step import INF, Fact, Form, is_integer, is_wide
 
-if TYPE_CHECKING:
-    from .step import Step
-
-INF = math.inf
-_MOST_VALUES = 8
-_FAR_OUT_OF_RANGE = 2e5
+_MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fact:
-    """Knowledge about the elements of an array."""
-
-    low: float = -INF  # no element is smaller
-    high: float = INF  # no element is larger
-    values: frozenset[float] = frozenset()  # constants that elements may be equal to
-    only: bool = False  # whether every element is one of `values`
-    integral: bool = False  # whether every element is an integer
-    # Result if the other operand is 0: eps for x + eps; None without a constant.
-    epsilon: float | None = None
-    summed: float = 0.0  # number of float32 elements summed
-    squared: bool = False  # squares, or sums of squares, in float32
-    cast: bool = False  # whether the user cast these elements to half precision
-    promoted: "Step | None" = None  # the `Step` that promoted them from half precision
-    maker: "Step | None" = None  # the `Step` that computed their array, inside of calls
-    lineage: Lineage = NOTHING  # the values from which they were computed
-
-    @property
-    def magnitude(self) -> float:
-        return max(abs(self.low), abs(self.high))
-
-    @property
-    def may_be_zero(self) -> bool:
-        return self.low <= 0 <= self.high
-
-    @property
-    def single(self) -> float | None:
-        """The value of all elements, if they are known to be equal."""
-        return next(iter(self.values)) if self.only and len(self.values) == 1 else None
-
-
-def is_wide(dtype: str) -> bool:
-    """Whether a dtype is float32 or float64."""
-    return dtype in ("float32", "float64")
-
-
-def is_integer(dtype: str) -> bool:
-    return dtype.startswith(("int", "uint"))
+_SUMS = words("add add_any concatenate mul pad scatter select_n sub")
+_SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
+NOTHING = Fact()
 
 
 def rounded(value: Any, dtype: str) -> Any:
@@ -75,10 +30,16 @@ def rounded(value: Any, dtype: str) -> Any:
         return np.asarray(value, np.float64).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
+def is_lost(value: float, dtype: str = "float16") -> bool:
+    """Whether a constant becomes 0 or infinite in a half dtype."""
+    held = rounded(value, dtype)
+    return value != held and (held == 0 or math.isinf(held))
+
+
 def of_dtype(dtype: str) -> Fact:
     """Returns the fact of a dtype: small integer types and booleans have bounds."""
     if dtype == "bool":
-        return Fact(0.0, 1.0, frozenset({0.0, 1.0}), only=True, integral=True)
+        return Fact(0.0, 1.0, integral=True)
     if dtype.endswith(("int8", "int16")):
         limits = jnp.iinfo(dtype)
         return Fact(float(limits.min), float(limits.max), integral=True)
@@ -86,18 +47,17 @@ def of_dtype(dtype: str) -> Fact:
 
 
 def of_constant(value: object, dtype: str) -> Fact:
-    """Returns the fact of a constant: its range, and its values if they are few."""
+    """Returns the fact of a constant."""
     array = constant(value)
     # A NaN is not between any bounds.
     if array is None or array.size == 0 or np.isnan(array).any():
         return of_dtype(dtype)
-    return _of_values(np.unique(array), bool(np.all(array == np.floor(array))))
-
-
-def _of_values(values: np.ndarray, integral: bool) -> Fact:
-    few = values.size <= _MOST_VALUES
-    constants = frozenset(values.tolist()) if few else frozenset()
-    return Fact(float(values[0]), float(values[-1]), constants, few, integral)
+    low, high = float(array.min()), float(array.max())
+    # A float32 mask of 0 and -10,000 has integers, but they are not counts.
+    is_mask = low < high and np.unique(array).size <= _MOST_OF_A_MASK
+    integral = bool(np.all(array == np.floor(array))) and not is_mask
+    extreme = next(filter(is_lost, (low, high)), 0.0)
+    return Fact(low, high, is_integer(dtype) or integral, extreme)
 
 
 def of_atom(atom: Atom) -> Fact:
@@ -105,84 +65,83 @@ def of_atom(atom: Atom) -> Fact:
     dtype = dtype_name(atom)
     if isinstance(atom, Literal):
         return of_constant(atom.val, dtype)
-    return dataclasses.replace(of_dtype(dtype), lineage=Lineage(id(atom)))
+    return replace(of_dtype(dtype), value=id(atom))
 
 
 def join(a: Fact, b: Fact) -> Fact:
     """Returns the fact of an array whose elements are taken from either of two."""
-    values = a.values | b.values
-    if len(values) > _MOST_VALUES:
-        values = frozenset()
-    return Fact(
-        min(a.low, b.low),
-        max(a.high, b.high),
-        values,
-        only=a.only and b.only and bool(values),
+    carries = {*a.forms, *b.forms}
+    return replace(
+        a,
+        low=min(a.low, b.low),
+        high=max(a.high, b.high),
         integral=a.integral and b.integral,
+        extreme=a.extreme or b.extreme,
+        epsilon=None,
         summed=max(a.summed, b.summed),
         squared=a.squared or b.squared,
+        cast=False,
         promoted=a.promoted or b.promoted,
-        lineage=a.lineage,
+        maker=None,
+        forms={v: max(x.forms[v] for x in (a, b) if v in x.forms) for v in carries},
     )
 
 
 def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of the outputs of an equation without nested jaxprs."""
-    outs = [of_atom(v) for v in eqn.outvars]
+    outs = opaque(eqn, facts)
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
         fact = outs[0] if rule is None else rule(eqn, *facts)
-        outs = [dataclasses.replace(fact, lineage=_lineage(eqn, facts))]
+        outs = [replace(_with_lineage(fact, eqn, facts), forms=_forms(eqn, facts))]
     promoted = next((fact.promoted for fact in facts if fact.promoted), None)
     made = [promoted if is_wide(dtype_name(v)) else None for v in eqn.outvars]
-    return [dataclasses.replace(f, promoted=p) for f, p in zip(outs, made, strict=True)]
+    return [replace(f, promoted=p) for f, p in zip(outs, made, strict=True)]
 
 
-def _lineage(eqn: JaxprEqn, facts: Sequence[Fact]) -> Lineage:
-    lineage = lineage_of(eqn, [fact.lineage for fact in facts])
-    # Autocast computes cheap values once for each reader; equal computations count as
-    # one value.
-    made_of = [(fact.lineage.value, fact.values) for fact in facts]
-    value = lineage.value or hash((eqn.primitive, *made_of, str(eqn.params)))
-    of_parameters = any(fact.lineage.parameters for fact in facts) and all(
-        fact.lineage.parameters or fact.single is not None for fact in facts
-    )
-    return dataclasses.replace(lineage, value=value, parameters=of_parameters)
+def opaque(eqn: JaxprEqn, facts: Iterable[Fact]) -> list[Fact]:
+    """Returns the facts of the outputs of an equation that cannot be read."""
+    forms = opaque_forms(facts)
+    return [replace(of_atom(v), forms=forms) for v in eqn.outvars]
+
+
+# Bounds, extremes, epsilons and sums.
 
 
 def _computed(fun: Function, eqn: JaxprEqn, *facts: Fact) -> Fact:
-    """Returns bounds, constants, epsilon and sum of a function of numbers."""
+    """Returns the fact of a function of numbers."""
     name, dtype = eqn.primitive.name, dtype_name(eqn.outvars[0])
     results = functools.partial(_results, fun, dtype)
     ends = results(map(_ends, facts)) if dtype.startswith(_NUMBERS) else np.empty(0)
-    if ends.size == 0:
+    is_unbounded = name == "div" and facts[1].low < 0 <= facts[1].high
+    if is_unbounded or ends.size == 0:
         return of_dtype(dtype)
-    whole = all(f.integral for f in facts) and name not in _FRACTIONS
-    fact = _of_values(ends, is_integer(dtype) or (whole and is_wide(dtype)))
-    unknown = [f for f in facts if not f.only]
-    if unknown:
-        values: frozenset[float] = frozenset()
-        if len(unknown) == 1 and unknown[0].values:
-            values = _of_values(results(f.values for f in facts), False).values
-        elif name == "add":
-            # A mask of -1e9 stays far out of half precision's range whatever is added.
-            numbers = frozenset().union(*(f.values for f in facts))
-            values = frozenset(v for v in numbers if _FAR_OUT_OF_RANGE < abs(v) < INF)
-        fact = dataclasses.replace(fact, values=values, only=False)
+    fact = Fact(float(ends[0]), float(ends[-1]), is_integer(dtype))
     arrays = [f for f in facts if f.single is None]
-    if len(arrays) != 1 or is_integer(dtype):
-        return fact
+    if is_wide(dtype) and name not in _FRACTIONS:
+        # A mask times a number has integers, but they are not counts.
+        counts = fact.magnitude <= 1 or any(f.magnitude > 1 for f in arrays)
+        fact = replace(fact, integral=counts and all(f.integral for f in facts))
+    if not arrays:
+        return replace(fact, extreme=fact.low if is_lost(fact.low) else 0.0)
+    if len(arrays) > 1 or is_integer(dtype):
+        # A mask of -1e9 stays far out of half precision's range whatever is added.
+        far = max((f.extreme for f in arrays if name == "add"), key=abs, default=0.0)
+        return replace(fact, extreme=far if abs(far) > 1 else 0.0)
     (x,) = arrays
 
     def result(number: float) -> float:
-        found = results([number] if f is x else f.values for f in facts)
+        found = results([number] if f is x else [f.low] for f in facts)
         return float(found[0]) if found.size else INF
 
+    of_mask = x.integral and x.magnitude <= 1
+    extremes = ends.tolist() if of_mask else [result(x.extreme)] if x.extreme else []
     number = eqn.invars[-1] if x is facts[0] else eqn.invars[0]
     keeps = name in ("add", "max") and shape(number) == ()
     epsilon = 0.0 if keeps and x.epsilon is None else x.epsilon
-    return dataclasses.replace(
+    return replace(
         fact,
+        extreme=next(filter(is_lost, extremes), 0.0),
         epsilon=None if epsilon is None else result(epsilon),
         summed=abs(result(x.summed)) if x.summed and is_wide(dtype) else 0.0,
         squared=x.squared and is_wide(dtype) and name != "sqrt",
@@ -201,17 +160,9 @@ def _results(
     return np.unique(found[~np.isnan(found)]).clip(limits.low, limits.high)
 
 
-def _ends(x: Fact) -> Iterable[float]:
+def _ends(x: Fact) -> set[float]:
     """Returns numbers that include the extremes of a function of `x`."""
-    if x.only:
-        return x.values
     return {x.low, x.high, 0.0} if x.may_be_zero else {x.low, x.high}
-
-
-def _div(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
-    if y.low < 0 <= y.high:  # the quotient is unbounded
-        return of_dtype(dtype_name(eqn.outvars[0]))
-    return _computed(np.divide, eqn, x, y)
 
 
 def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
@@ -221,50 +172,40 @@ def _mul(eqn: JaxprEqn, x: Fact, y: Fact) -> Fact:
 
 
 def _power(eqn: JaxprEqn, x: Fact, exponent: int) -> Fact:
-    # No rule needs bounds of 1/x and x^0.
-    if exponent < 2:
+    if exponent < 2:  # no rule needs bounds of 1/x and x^0
         return Fact()
-    wide = is_wide(dtype_name(eqn.outvars[0]))
     fact = _computed(lambda x: x**exponent, eqn, x)
-    return dataclasses.replace(fact, summed=0.0, squared=wide)
+    return replace(fact, summed=0.0, squared=is_wide(dtype_name(eqn.outvars[0])))
 
 
 def _sqrt(eqn: JaxprEqn, x: Fact) -> Fact:
     # A lost epsilon is reported at the root, and so not at a division by the root.
-    without_lost = dataclasses.replace(x, epsilon=x.epsilon or None)
-    return _computed(np.sqrt, eqn, without_lost)
+    return _computed(np.sqrt, eqn, replace(x, epsilon=x.epsilon or None))
 
 
 def _moved(eqn: JaxprEqn, x: Fact, *rest: Fact) -> Fact:
     # A sum that is broadcast to an array is part of another computation.
     spread = size(eqn.outvars[0]) > size(eqn.invars[0])
-    return dataclasses.replace(x, summed=0.0) if spread else x
+    return replace(x, summed=0.0) if spread else x
 
 
 def _joined(eqn: JaxprEqn, *facts: Fact) -> Fact:
     """Returns the fact of elements that are taken from operands, except indices."""
     dtype = dtype_name(eqn.outvars[0])
     pairs = zip(eqn.invars, facts, strict=True)
-    return functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
+    fact = functools.reduce(join, [f for v, f in pairs if dtype_name(v) == dtype])
+    return replace(fact, integral=is_integer(dtype))
 
 
 def _sum(eqn: JaxprEqn, x: Fact) -> Fact:
     count = max(entries_added(eqn), 1)
     wide = is_wide(dtype_name(eqn.outvars[0]))
-    return Fact(
-        x.low * count,
-        x.high * count,
-        summed=max(x.summed, 1.0) * count if wide else 0.0,
-        squared=x.squared,
-    )
+    summed = max(x.summed, 1.0) * count if wide else 0.0
+    return Fact(x.low * count, x.high * count, summed=summed, squared=x.squared)
 
 
 def _up_to(count: int) -> Fact:
     return Fact(0.0, float(max(count - 1, 0)), integral=True)
-
-
-def _index(eqn: JaxprEqn, x: Fact) -> Fact:
-    return _up_to(size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1))
 
 
 _FRACTIONS = words("div sqrt tanh")
@@ -274,6 +215,7 @@ _FUNCTIONS: dict[str, Function] = {
     "add_any": np.add,
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "convert_element_type": np.positive,
+    "div": np.divide,
     "max": np.maximum,
     "min": np.minimum,
     "neg": np.negative,
@@ -290,10 +232,9 @@ _RULES: dict[str, Callable[..., Fact]] = {
     **dict.fromkeys(SAME_ENTRIES | _CHOICES, _moved),
     **{name: functools.partial(_computed, fun) for name, fun in _FUNCTIONS.items()},
     **dict.fromkeys(_JOINS, _joined),
-    **dict.fromkeys(["argmax", "argmin"], _index),
+    **dict.fromkeys(["argmax", "argmin"], lambda eqn, x: _up_to(_ratio(eqn))),
     **dict.fromkeys(["erf", "sign", "sin", "cos"], lambda eqn, x: Fact(-1.0, 1.0)),
     "cumsum": lambda eqn, x: join(_sum(eqn, x), x),
-    "div": _div,
     "integer_pow": lambda eqn, x: _power(eqn, x, eqn.params["y"]),
     "iota": lambda eqn: _up_to(shape(eqn.outvars[0])[eqn.params["dimension"]]),
     "logistic": lambda eqn, x: Fact(0.0, 1.0),
@@ -302,3 +243,129 @@ _RULES: dict[str, Callable[..., Fact]] = {
     "sqrt": _sqrt,
     "square": lambda eqn, x: _power(eqn, x, 2),
 }
+
+
+def entries_added(eqn: JaxprEqn) -> int:
+    """Returns how many elements an equation adds up into one; 0 if it is not a sum."""
+    match eqn.primitive.name:
+        case "reduce" | "reduce_window" if _names_within(eqn) != ["add"]:
+            return 0
+        case "cumsum":
+            return shape(eqn.invars[0])[eqn.params["axis"]]
+        case "reduce_window_sum" | "reduce_window":
+            return math.prod(eqn.params["window_dimensions"])
+        case "reduce_sum" | "reduce":
+            return _ratio(eqn)
+        case "scatter-add":
+            # Some element receives at least this many updates.
+            return size(eqn.invars[2]) // max(size(eqn.invars[0]), 1)
+        case "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            return math.prod(shape(eqn.invars[0])[axis] for axis in contracted)
+    return 0
+
+
+def _names_within(eqn: JaxprEqn) -> list[str]:
+    return [inner.primitive.name for inner in _jaxpr.equations_within(eqn)]
+
+
+def _ratio(eqn: JaxprEqn) -> int:
+    """Returns how many elements of the first operand are one of the result."""
+    return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
+
+
+# The values from which a value was computed.
+
+
+def is_inner_product(eqn: JaxprEqn) -> bool:
+    """Whether a product multiplies vectors, for each index of the batch."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
+
+
+def _with_lineage(fact: Fact, eqn: JaxprEqn, facts: Sequence[Fact]) -> Fact:
+    value, factors, norms, is_rounded = _lineage(eqn, facts)
+    # Autocast computes cheap values once for each reader; equal computations count as
+    # one value.
+    made_of = [(f.value, f.single) for f in facts]
+    return replace(
+        fact,
+        value=value or hash((eqn.primitive, *made_of, str(eqn.params))),
+        factors=factors,
+        norms=norms,
+        rounded=is_rounded,
+        parameters=any(f.parameters for f in facts)
+        and all(f.parameters or f.single is not None for f in facts),
+    )
+
+
+def _lineage(
+    eqn: JaxprEqn, facts: Sequence[Fact]
+) -> tuple[int, frozenset[int], frozenset[int], bool]:
+    """Returns value, factors, norms and `rounded` of the output of an equation."""
+    name, none = eqn.primitive.name, frozenset[int]()
+    first, second = (*facts, NOTHING, NOTHING)[:2]
+    if name in SAME_ENTRIES or name in ("div", "neg"):
+        value = first.value if name in SAME_ENTRIES else 0
+        return value, first.factors, first.norms, first.rounded
+    same = first.value == second.value != 0
+    inner = name == "dot_general" and same and is_inner_product(eqn)
+    square = name == "square" or eqn.params.get("y") == 2 or (name == "mul" and same)
+    if square or inner:
+        return 0, none, frozenset({first.value}), first.rounded
+    if is_partly_half(eqn):
+        return 0, frozenset({first.value, second.value}), none, True
+    if name in _jaxpr.PRODUCTS or name.startswith(("reduce", "cum")):
+        return 0, none, first.norms if name == "reduce_sum" else none, False
+    is_rounded = any(f.rounded for f in facts)
+    if name not in _SUMS or first.cancels(second):
+        return 0, none, none, is_rounded
+    factors = none.union(*(f.factors for f in facts))
+    norms = none.union(*(f.norms for f in facts))
+    arrays = all(map(shape, eqn.invars))
+    if name == "mul" and arrays and is_half(dtype_name(eqn.outvars[0])):
+        factors |= {0}  # such as angles, products of positions and frequencies
+    return 0, factors, norms, is_rounded
+
+
+# How a value depends on the carries of the loops around it.
+
+
+def opaque_forms(facts: Iterable[Fact]) -> dict[Var, Form]:
+    return {carry: Form.OTHER for fact in facts for carry in fact.forms}
+
+
+def _forms(eqn: JaxprEqn, facts: Sequence[Fact]) -> dict[Var, Form]:
+    carries = {carry for fact in facts for carry in fact.forms}
+    return {carry: _form(eqn, facts, carry) for carry in carries}
+
+
+def _form(eqn: JaxprEqn, facts: Sequence[Fact], carry: Var) -> Form:
+    ins = [fact.forms.get(carry, 0) for fact in facts]
+    adds_a_slice = any(f.maker and f.maker.name in _SLICE_GRADIENTS for f in facts)
+    match eqn.primitive.name:
+        case name if name in SAME_ENTRIES or name == "neg":
+            return Form(ins[0]) if not any(ins[1:]) else Form.OTHER
+        case "add_any" if adds_a_slice:  # to other elements each time, as of `x[i]`
+            return Form.OTHER
+        case "add" | "sub" | "add_any" if max(ins) <= Form.SUM:
+            return Form(max(ins)) if all(ins) else Form.SUM
+        case "add" | "sub" if ins.count(Form.SAME) == 1:
+            return Form.RESIDUAL
+        case _ if max(ins) > Form.SUM:
+            return Form.OTHER
+        case "mul" if not all(ins) and _is_number(eqn.invars[0 if ins[1] else 1], eqn):
+            return Form(max(*ins, Form.SCALED))
+        case "div" if not ins[1] and _is_number(eqn.invars[1], eqn):
+            return Form(max(*ins, Form.SCALED))
+        case "select_n" if not ins[0]:
+            return Form(max(ins))
+        case "scatter-add" if not any(ins[1:]):
+            return Form.SUM
+    return Form.OTHER
+
+
+def _is_number(factor: Atom, eqn: JaxprEqn) -> bool:
+    # A decay rate is one number, whereas a gate has the size of the state.
+    is_scalar = size(factor) == 1 and size(eqn.outvars[0]) > 1
+    return is_scalar or _jaxpr.is_literal(factor)

@@ -20,27 +20,16 @@ from jax.typing import ArrayLike, DTypeLike
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
-from ..._autocast.identities import with_value
 from ..._autocast.interpreter import Interpreter, Notes, TraceCache, Values
 from ..._autocast.marks import Names, tracing
 from ..._autocast.products import Product
 from ..._autocast.provenance import Origin, Reading
-from ..._autocast.recompute.identities import softmax_from
-from ..._autocast.recompute.islands import softmaxes_of
-from ..._autocast.recompute.plan import Unit
-from ..._autocast.recompute.units import RecomputingInterpreter
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
 from ..._tree import promote_to_float32, split_arrays
 from ..._types import PyTree
-from .._backward import (
-    ALL_ROUNDINGS,
-    Backward,
-    Loss,
-    Start,
-    concrete_arrays,
-)
+from .._backward import ALL_ROUNDINGS, Backward, Loss, Start, concrete_arrays
 from .._source import Place, begin_user_code, place_of
-from .comparison import GradientComparison, Reference
+from .comparison import GradientComparison, Reference, judged_error
 from .work import flops
 
 _NUMBER = re.compile(r"float32_or_half_(\d+)")
@@ -51,9 +40,8 @@ _MOST_FLAGS = 4096  # flags of the compiled program; further products share the 
 class ProductGroup:
     """The matrix products and convolutions of one line of the program, in one scope."""
 
-    equations: tuple[
-        JaxprEqn, ...
-    ]  # a product or a call with a rule, after those around it
+    # A product or a call with a rule, after those around it.
+    equations: tuple[JaxprEqn, ...]
     place: Place
     # Those that `autocast` casts, and their floating-point operations forward.
     numbers: list[int] = dataclasses.field(default_factory=list)
@@ -81,11 +69,19 @@ class ProductGroup:
         return [*functions[-1:], where(self.place), *paths]
 
 
+def where(place: Any) -> str:
+    """A line by its name for `keep_float32=`."""
+    return place.library or f"{os.path.basename(place.file or '?')}:{place.line}"
+
+
 class Probe:
     """A loss and its backward pass, compiled once for all choices of its products."""
 
-    def __init__(self, loss: Loss, forward: np.dtype, backward: np.dtype) -> None:
-        self._loss, self.forward, self._backward = loss, forward, backward
+    def __init__(
+        self, loss: Loss, forward: np.dtype, backward: np.dtype, start: Start
+    ) -> None:
+        self._loss, self._forward, self._backward = loss, forward, backward
+        self._start = start
         arrays, rejoin = concrete_arrays(loss.function, loss.args)
         # As the gradients of `compare_gradients`, these are of float32 parameters.
         self._arrays = promote_to_float32(arrays)
@@ -113,6 +109,10 @@ class Probe:
             group.work += work
         self.groups = [group for group in self._by_place.values() if group.numbers]
 
+    def error(self, half: Sequence[ProductGroup]) -> float:
+        """Returns the error of the gradient with these products in half precision."""
+        return judged_error(self.compared(half, self._start))
+
     def compared(
         self, half: Sequence[ProductGroup], start: Start
     ) -> GradientComparison:
@@ -127,15 +127,12 @@ class Probe:
         arrays, rejoin = split_arrays(args)
 
         def loss(*arrays: jax.Array) -> jax.Array:
-            out = begin_user_code(self._loss.fun, *rejoin(arrays))
-            self._loss.check_output(out)
-            return out[0] if self._loss.has_aux else out
+            return self._loss.of(begin_user_code(self._loss.fun, *rejoin(arrays)))
 
-        with tracing(self.forward):
+        with tracing(self._forward):
             program = jax.make_jaxpr(loss)(*arrays)
-        program = self._numbered(program, (), Place(None, None), 1)
         flagged = _Flagged(
-            forward=self.forward,
+            forward=self._forward,
             backward=self._backward,
             names=Names(),
             traces=TraceCache(),
@@ -143,6 +140,7 @@ class Probe:
             flags=flags,
             met=self._cast,
         )
+        program = self._numbered(program, (), Place(None, None), 1)
         origins = [Origin.PARAMETER] * len(arrays)
         return flagged.evaluate(program, origins, *arrays)[0]
 
@@ -184,17 +182,9 @@ class Probe:
         return _jaxpr.with_scopes(eqn, stack)
 
 
-def where(place: Any) -> str:
-    """A line by its name for `keep_float32=`."""
-    return place.library or f"{os.path.basename(place.file or '?')}:{place.line}"
-
-
 @dataclasses.dataclass(frozen=True)
-class _Flagged(RecomputingInterpreter):
-    """Evaluates each product in half precision where its flag is set.
-
-    The derivatives of softmaxes are those that `autocast` has in its units.
-    """
+class _Flagged(Interpreter):
+    """Evaluates each product in half precision where its flag is set."""
 
     flags: Any = dataclasses.field(default=None, compare=False)  # bool[N], by number
     # The numbers of the products that it met.
@@ -205,58 +195,14 @@ class _Flagged(RecomputingInterpreter):
         """Leaves results without names: not all of them are in half precision."""
         return x
 
-    def evaluate_unit(self, unit: Unit, reading: Reading, values: Values) -> None:
-        inputs = [values[v] for v in unit.jaxpr.invars]
-        with _jaxpr.scope(unit.scope):
-            outs = _jaxpr.evaluate_all(unit.jaxpr, inputs)
-            if unit.places("is_softmax"):
-                outs = self._with_softmaxes(unit, reading, inputs, outs)
-        outputs = _jaxpr.variables(unit.jaxpr.outvars)
-        self.add(dict(zip(outputs, outs, strict=True)), reading, values)
-        for product, _ in unit.products:
-            result = self.evaluate_product(product, reading, values)
-            self.add({product.result: result}, reading, values)
+    def within(self, eqn: JaxprEqn, part_of: Part) -> Interpreter:
+        nested = dataclasses.replace(self, rule=self._number(NameStack(), eqn))
+        return Interpreter.within(nested, eqn, part_of)
 
     def evaluate_product(
         self, product: Product, reading: Reading, values: Values
     ) -> jax.Array:
-        return self._multiplied(product, [values[v] for v in product.jaxpr.invars])
-
-    def within(self, eqn: JaxprEqn, part_of: Part) -> Interpreter:
-        nested = dataclasses.replace(self, rule=self._number(NameStack(), eqn))
-        return RecomputingInterpreter.within(nested, eqn, part_of)
-
-    def _with_softmaxes(
-        self,
-        unit: Unit,
-        reading: Reading,
-        inputs: Sequence[jax.Array],
-        outs: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        """An island's results, whose derivative reads softmaxes as products do."""
-        softmaxes = softmaxes_of(unit.jaxpr)
-        values: dict[Var, jax.Array] = {}
-        outputs = _jaxpr.variables(unit.jaxpr.outvars)
-        read_as_results = {outputs[i] for i in unit.places("is_softmax")}
-        products = [s.product for s in reading.wanted if s.kind == "product"]
-
-        def replace(v: Var, x: jax.Array) -> jax.Array:
-            values[v] = x
-            if v not in read_as_results:
-                return x
-            readers = [p for p in products if p and v in p.operands]
-            numbers = [self._number(p.scope, p.equation) for p in readers]
-            exponents, axes = softmaxes[v]
-            read = _rounded(x, self.flags[np.array(numbers)].any(), self.forward)
-            return softmax_from(values[exponents], read, axes)
-
-        read = _jaxpr.evaluate_all(unit.jaxpr, inputs, change=replace)
-        return [
-            with_value(x, value) if _jaxpr.is_floating(v) else value
-            for v, x, value in zip(outputs, read, outs, strict=True)
-        ]
-
-    def _multiplied(self, product: Product, inputs: Sequence[jax.Array]) -> jax.Array:
+        inputs = [values[v] for v in product.jaxpr.invars]
         number = self._number(product.scope, product.equation)
         self.met.add(number)
         half = self.flags[number]
@@ -267,9 +213,8 @@ class _Flagged(RecomputingInterpreter):
             return _multiply(product, self.backward, float32, *copies)
 
         run = functools.partial(_multiply, product, self.forward, None)
-        copies = [*copies, *inputs[2:], half]
         with _jaxpr.scope(product.scope):
-            return bilinear(run, term, inputs[:2], copies)
+            return bilinear(run, term, inputs[:2], [*copies, *inputs[2:], half])
 
     def _number(self, scope: NameStack, eqn: JaxprEqn) -> int:
         """The number of the innermost product or call that has one, or of the rule."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,14 +10,17 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 
+from ..._autocast.products import is_partly_half
+from ..._jaxpr import PRODUCTS, shape
+from ..._policy import is_half
 from ..._state import find_half_states
 from ..._tree import is_array, split_arrays
 from ..._types import Function, PyTree
 from .._backward import Loss
-from .._source import begin_user_code, place_of_caller
+from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
-from . import conclusions, work
-from .step import SEVERITIES, Finding, location
+from . import work
+from .step import SEVERITIES, Finding, Step, finding_at, location
 from .walk import Walk
 from .work import Operation, SourceLine
 
@@ -81,9 +84,9 @@ def precision_report(
         `with_half_parameters`, half-precision parameters are not an error.
 
     Raises:
-      TypeError: `fun` is not callable or does not return a real scalar loss, or
-        `(loss, aux)` with `has_aux`; an argument at `argnums` cannot be differentiated.
-      ValueError: `argnums` is empty or out of range.
+      TypeError: `fun` is not callable or does not return a scalar loss, or
+        `(loss, aux)` with `has_aux`.
+      ValueError: as `transform`, whose errors tell what cannot be differentiated.
     """
     checked = Loss("precision_report", fun, args, argnums, has_aux, transform)
     keywords: dict[str, object] = {"has_aux": True} if has_aux else {}
@@ -93,7 +96,7 @@ def precision_report(
 
     def checked_fun(*args: PyTree, **kwargs: PyTree) -> PyTree:
         out = begin_user_code(fun, *args, **kwargs)
-        checked.check_output(out)
+        checked.of(out)
         return out
 
     with _noting_lost_constants() as (infinite, zero):
@@ -101,29 +104,26 @@ def precision_report(
         differentiated, pair = _trace(transform(checked_fun, **keywords), args)
     loss = output[0] if has_aux else output
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
-    forward = Walk(zero).through(program, caller, _positions(checked))
+    forward = Walk(zero).through(program, caller, _parameters(args, argnums))
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     steps = [step for step in backward.steps if step.times]
     operations = work.operations(steps)
-    # autocast left some products in float32 on purpose, so the user need not cast them.
-    notes = () if forward.autocasts else work.full_matmuls(steps, forward.told)
     keeps_digits = find_half_states((args, opt_state))
-    halves = conclusions.half_parameters(gradients, fun, caller)
-    of_loss = [*conclusions.half_loss(forward, loss, fun, caller)]
     found = [
-        *(() if keeps_digits else halves),
-        *conclusions.overflowing_constants(forward, infinite),
+        *(() if keeps_digits else _half_parameters(gradients, fun, caller)),
+        *_overflowing_constants(forward, infinite),
         *forward.found,
-        *of_loss,
-        *conclusions.two_dtypes(forward),
-        *conclusions.products_of_parameters(forward),
+        *_half_loss(forward, loss, fun, caller),
+        *_two_dtypes(forward),
+        *_products_of_parameters(forward),
         # A derivative rule often repeats its function, and so its findings.
         *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
-        *notes,
+        # autocast left products in float32 on purpose, so the user need not cast them.
+        *(() if forward.autocasts else work.full_matmuls(steps, forward.told)),
     ]
     unread = [(name, location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
-        tuple(conclusions.in_order(found, forward)),
+        tuple(_in_order(found, forward)),
         operations,
         work.half_share(operations),
         tuple(dict.fromkeys(unread)),
@@ -141,13 +141,12 @@ def _trace(fun: Function, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree
     return jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
 
 
-def _positions(loss: Loss) -> range:
+def _parameters(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> range:
     """Returns positions in the trace of the first differentiated argument's arrays."""
-    numbers = jax.tree.leaves(loss.argnums)
-    first = numbers[0] if isinstance(numbers[0], int) else 0  # a filter of NNX
-    counts = [sum(map(is_array, jax.tree.leaves(arg))) for arg in loss.args]
-    start = sum(counts[:first])
-    return range(start, start + counts[first])
+    numbers = jax.tree.leaves(argnums)
+    first = numbers[0] % len(args) if isinstance(numbers[0], int) else 0
+    start, end = (len(split_arrays(args[:n])[0]) for n in (first, first + 1))
+    return range(start, end)
 
 
 @contextlib.contextmanager
@@ -179,3 +178,111 @@ def _table(report: PrecisionReport) -> list[str]:
         return ["No matrix products or convolutions."]
     share = f"{100 * report.half_share:.1f} %"
     return [f"{share} of the matrix work is half precision:", *table(rows, names=2)]
+
+
+# Rules for a whole program.
+
+
+def _half_parameters(
+    gradients: PyTree, fun: Function, caller: Place
+) -> Iterator[Finding]:
+    """Finds parameters in half precision, by the dtypes of their gradients."""
+    pairs = jax.tree.leaves_with_path(gradients)
+    halves = [(path, leaf) for path, leaf in pairs if is_half(str(leaf.dtype))]
+    if not halves:
+        return
+    path, dtype = jax.tree_util.keystr(halves[0][0]), str(halves[0][1].dtype)
+    count = f"{len(halves)} arrays" if halves[1:] else "an array"
+    first = f", {path}" if path else ""
+    message = (
+        f"the parameters are {dtype} ({count}{first}), so that small updates round to "
+        "nothing; keep float32 parameters and cast them inside the loss, wrap the "
+        "optimizer in with_half_parameters (and pass its opt_state), or, if they are "
+        "frozen, differentiate the trained ones alone"
+    )
+    place = place_of_function(fun, caller)
+    yield finding_at(place, "half-parameters", "error", message, dtype)
+
+
+def _half_loss(
+    forward: Walk, loss: PyTree, fun: Function, caller: Place
+) -> Iterator[Finding]:
+    """Finds a loss in half precision."""
+    dtype = str(getattr(loss, "dtype", ""))  # Python numbers have no dtype
+    if not is_half(dtype):
+        return
+    keeps = "cannot exceed 65,504" if dtype == "float16" else "keeps two digits"
+    message = (
+        f"the loss leaves the function in {dtype}, where it {keeps}; cast to float32 "
+        "before the last mean"
+    )
+    step = forward.outs[0].maker
+    place = place_of_function(fun, caller, step and step.eqn)
+    name = step.name if step else ""
+    yield finding_at(place, "half-loss", "warning", message, dtype, name)
+
+
+def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Finding]:
+    """Finds constants that were already infinite when they entered the trace."""
+    # The trace says where such a constant is used, if at all, not where it is created.
+    for dtype in forward.infinite:
+        message = (
+            f"a constant becomes infinite in {dtype}; use jnp.finfo({dtype}).min or "
+            ".max, or compute this in float32"
+        )
+        for line in lines - {(None, None)}:
+            yield finding_at(Place(*line), "half-constant", "error", message, dtype)
+
+
+def _two_dtypes(forward: Walk) -> Iterator[Finding]:
+    """Finds products of a line in half precision, and in float32 in a custom_vjp."""
+    halves: dict[Hashable, Step] = {}
+    wide: set[Hashable] = set()
+    for step in forward.steps:
+        if step.name not in PRODUCTS:
+            continue
+        product = *step.line, *map(shape, step.eqn.invars[:2])
+        if is_partly_half(step.eqn):
+            halves[product] = step
+        elif step.in_custom_vjp:
+            wide.add(product)
+    for step in [half for product, half in halves.items() if product in wide]:
+        message = (
+            f"a product runs in {step.source}, and in float32 in a custom_vjp: the two "
+            "differ by its rounding; compute both in one dtype (with autocast: "
+            "keep_float32, or in_half around the custom_vjp)"
+        )
+        yield step.finding("two-dtypes", "warning", message)
+
+
+def _products_of_parameters(forward: Walk) -> Iterator[Finding]:
+    """Finds half-precision products of parameters alone, such as those of LoRA."""
+    for step in forward.steps if forward.autocasts else ():
+        if not is_partly_half(step.eqn) or not all(f.parameters for f in step.ins[:2]):
+            continue
+        overflow = ", where they can overflow" if step.source == "float16" else ""
+        message = (
+            f"a product of parameters alone: their gradients pass through {step.source}"
+            f"{overflow}; multiply the activations by one parameter after the other, "
+            "x @ a @ b for x @ (a @ b), or keep the product in float32 (keep_float32)"
+        )
+        yield step.finding("half-parameters", "warning", message)
+
+
+def _in_order(found: list[Finding], forward: Walk) -> list[Finding]:
+    """Merges findings of a line and rule, and sorts by order in the forward pass."""
+    groups: dict[Hashable, list[Finding]] = {}
+    for f in found:
+        groups.setdefault((f.file, f.line, f.rule), []).append(f)
+    merged = []
+    for group in groups.values():
+        worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
+        merged.append(worst._replace(backward=all(f.backward for f in group)))
+    lines: dict[Hashable, int] = {}
+    for step in forward.steps if merged else ():
+        lines.setdefault(step.line, len(lines))
+
+    def position(f: Finding) -> int:
+        return lines.get((f.file, f.line), len(lines) if f.backward else -1)
+
+    return sorted(merged, key=position)

@@ -8,12 +8,13 @@ import math
 import re
 from collections.abc import Iterator
 
-from ..._jaxpr import dtype_name, words
+from jax.extend.core import Var
+
+from ..._jaxpr import SAME_ENTRIES, Atom, Loop, dtype_name, shape, words
 from ..._policy import is_half
 from .._source import Place
-from .facts import Fact, is_integer, is_wide, rounded, transfer
-from .lineage import NOTHING, entries_added, is_inner_product, rows_added
-from .step import Finding, Severity, Step
+from .facts import NOTHING, entries_added, is_inner_product, is_lost, rounded, transfer
+from .step import Fact, Finding, Form, Severity, Step, is_integer, is_wide
 
 FLOAT16_MAX = 65504
 _LONG = 4096
@@ -35,6 +36,9 @@ _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
 _ANGLES = words("cos sin tan")
 _SOLVES = words("cholesky eig eigh lu")
+_NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
+_MORE_THAN_LAYERS = 256  # with more steps of `x + f(x)` than that, it is a solver
+_LONG_BACKWARD_LOOP = 64
 
 
 def faults(step: Step) -> Iterator[Finding]:
@@ -63,7 +67,7 @@ def is_cast_by_user(place: Place) -> bool:
 
 def is_narrowed_by_user(step: Step) -> bool:
     """Whether a step is a cast to half precision that the user wrote."""
-    return step.narrows and not step.ins[0].only and is_cast_by_user(step.place())
+    return step.narrows and step.ins[0].single is None and is_cast_by_user(step.place())
 
 
 def _half_sum(step: Step) -> Iterator[Finding]:
@@ -88,16 +92,19 @@ def _half_sum(step: Step) -> Iterator[Finding]:
         if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
             severity = "note"
     harm = " and ".join(harms) or "keeps two digits"
-    message = (
-        f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}; {cure}"
-    )
-    yield step.finding("half-sum", severity, message)
+    what = f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}"
+    yield step.finding("half-sum", severity, f"{what}; {cure}")
 
 
 def _half_rows(step: Step) -> Iterator[Finding]:
     """The gradient of a table: its frequent rows are sums of many cotangents."""
     is_gradient = step.backward and step.name == "scatter-add"
-    if is_gradient and is_half(step.source) and (rows := rows_added(step.eqn)) >= _LONG:
+    if not is_gradient or not is_half(step.source):
+        return
+    windows = step.eqn.params["dimension_numbers"].update_window_dims
+    updates = shape(step.eqn.invars[2])
+    rows = math.prod(n for axis, n in enumerate(updates) if axis not in windows)
+    if rows >= _LONG:
         message = (
             f"the gradient of {rows:,} rows that are looked up is added up in "
             f"{step.result}, where frequent rows lose most of theirs; put autocast "
@@ -107,9 +114,7 @@ def _half_rows(step: Step) -> Iterator[Finding]:
 
 
 def _summed_in_half(step: Step) -> float:
-    if not is_half(step.source):
-        return 0
-    count = entries_added(step.eqn)
+    count = entries_added(step.eqn) if is_half(step.source) else 0
     if step.name != "dot_general":
         return count
     factors = [abs(f.single) for f in step.ins if f.single is not None]
@@ -118,16 +123,15 @@ def _summed_in_half(step: Step) -> float:
 
 def _half_collective(step: Step) -> Iterator[Finding]:
     halves = [v for v in step.eqn.invars if is_half(dtype_name(v))]
-    if not halves or not step.name.startswith(_COLLECTIVES):
-        return
-    dtype = dtype_name(halves[0])
-    overflow = " and can overflow" if dtype == "float16" else ""
-    cure = "cast to float32 before the collective"
-    if step.backward:
-        # In shard_map: gradients of parameters that all devices share.
-        cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
-    message = f"a sum over devices in {dtype} rounds at each addition{overflow}; {cure}"
-    yield step.finding("half-collective", "warning", message, halves[0])
+    if halves and step.name.startswith(_COLLECTIVES):
+        dtype = dtype_name(halves[0])
+        overflow = " and can overflow" if dtype == "float16" else ""
+        cure = "cast to float32 before the collective"
+        if step.backward:
+            # In shard_map: gradients of parameters that all devices share.
+            cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
+        what = f"a sum over devices in {dtype} rounds at each addition{overflow}"
+        yield step.finding("half-collective", "warning", f"{what}; {cure}", halves[0])
 
 
 def _half_square(step: Step) -> Iterator[Finding]:
@@ -141,9 +145,7 @@ def _half_square(step: Step) -> Iterator[Finding]:
             return
     else:
         times = _power_of_one_value(step)
-        what = f"a power of {times} is computed"
-        if times == 2:
-            what = "a square is computed"
+        what = f"a {'square' if times == 2 else f'power of {times}'} is computed"
         if step.source != "float16" or times < 2:
             return
         in_range = step.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
@@ -159,18 +161,13 @@ def _half_square(step: Step) -> Iterator[Finding]:
 
 def _power_of_one_value(step: Step) -> int:
     """Returns the exponent if an operation is a power of one value, else 0."""
+    if step.name == "integer_pow":
+        return step.eqn.params["y"]
     same = len(step.ins) > 1 and step.ins[0] is step.ins[1]
-    match step.name:
-        case "square":
-            return 2
-        case "integer_pow":
-            return step.eqn.params["y"]
-        case "mul" if same:
-            return 2
-        case "dot_general" if same:
-            # A vector with itself is squared; a Gram matrix is a product.
-            return 2 if is_inner_product(step.eqn) else 0
-    return 0
+    # A vector with itself is squared; a Gram matrix is a product.
+    inner = step.name == "dot_general" and same and is_inner_product(step.eqn)
+    square = inner or step.name == "square" or (step.name == "mul" and same)
+    return 2 if square else 0
 
 
 def _half_exp(step: Step) -> Iterator[Finding]:
@@ -183,11 +180,8 @@ def _half_exp(step: Step) -> Iterator[Finding]:
     bounded = shifted or step.ins[0].high <= _LARGEST_EXPONENT
     overflows = step.result == "float16" and step.name in _OVERFLOWING and not bounded
     harm = " and overflows at 65,504" if overflows else ""
-    message = (
-        f"{step.name} in {step.result} keeps {digits} digits{harm}; "
-        "cast its argument to float32"
-    )
-    yield step.finding("half-exp", "warning", message)
+    what = f"{step.name} in {step.result} keeps {digits} digits{harm}"
+    yield step.finding("half-exp", "warning", f"{what}; cast its argument to float32")
 
 
 def _is_safe(place: Place) -> bool:
@@ -197,32 +191,20 @@ def _is_safe(place: Place) -> bool:
 def _half_constant(step: Step) -> Iterator[Finding]:
     if not is_half(step.result):
         return
-    if step.name == "convert_element_type":
-        lost = _lost_constants(step.ins[0], step.result)
-        if not lost:
-            return
-        held = rounded(lost[0], step.result)
+    constant = step.ins[0].extreme if step.name == "convert_element_type" else 0.0
+    if is_lost(constant, step.result):
+        held = rounded(constant, step.result)
         becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
-        cure = f"use jnp.finfo({step.result}).min or .max, or compute this in float32"
+        what = f"the constant {constant:.6g} becomes {becomes} in {step.result}"
+        cure = f"use jnp.finfo({step.result}).min or .max"
         if held == 0:
-            cure = "use a constant of at least 1e-4, or compute this in float32"
-        message = (
-            f"the constant {lost[0]:.6g} becomes {becomes} in {step.result}; {cure}"
-        )
+            cure = "use a constant of at least 1e-4"
     elif step.name == "div" and step.ins[1].single == 0:
-        message = (
-            f"the divisor is 0 in {step.result}; use one that it holds, or compute "
-            "this in float32"
-        )
+        what, cure = f"the divisor is 0 in {step.result}", "use one that it holds"
     else:
         return
+    message = f"{what}; {cure}, or compute this in float32"
     yield step.finding("half-constant", "error", message)
-
-
-def _lost_constants(fact: Fact, dtype: str) -> list[float]:
-    """Returns constants in an array that become 0 or infinite in a half dtype."""
-    pairs = [(value, rounded(value, dtype)) for value in sorted(fact.values)]
-    return [v for v, held in pairs if v != held and (held == 0 or math.isinf(held))]
 
 
 def _half_integers(step: Step) -> Iterator[Finding]:
@@ -233,13 +215,11 @@ def _half_integers(step: Step) -> Iterator[Finding]:
         counts = "linspace" not in step.place().calls  # its points are not integers
     else:
         fact = step.ins[0]
-        # A float32 mask of 0 and -10,000 has integers, but they are not counts.
-        counts = is_wide(step.source) and fact.integral and not fact.only
-        counts = counts or is_integer(step.source)
+        is_array = is_wide(step.source) and fact.single is None
+        counts = is_integer(step.source) or (fact.integral and is_array)
     limit = _DISTINCT_INTEGERS[step.result]
-    exact = fact.only and all(rounded(v, step.result) == v for v in fact.values)
-    lost = _lost_constants(fact, step.result)  # reported as half-constant
-    if not counts or exact or lost or not limit < fact.magnitude < math.inf:
+    is_exact = fact.single is not None and rounded(fact.low, step.result) == fact.low
+    if not counts or is_exact or not limit < fact.magnitude < math.inf:
         return
     message = (
         f"integers up to {fact.magnitude:,.0f} are cast to {step.result}, which tells "
@@ -249,31 +229,18 @@ def _half_integers(step: Step) -> Iterator[Finding]:
 
 
 def _half_division(step: Step) -> Iterator[Finding]:
-    at = _inverted(step)
+    is_inverse = step.name == "pow" and step.ins[1].high < 0
+    is_inverse |= step.name == "integer_pow" and step.eqn.params["y"] < 0
+    at = 0 if is_inverse else _NOT_ZERO.get(step.name)
     if at is None or step.ins[at].epsilon != 0.0 or not step.ins[at].may_be_zero:
         return
     what = "division by" if step.name == "div" else f"{step.name} of"
     infinite = "; the gradient of sqrt is infinite there" if step.name == "sqrt" else ""
     message = (
-        f"{what} a value that can be 0, because its "
-        f"epsilon rounds to 0 in half precision{infinite}; use an epsilon of at least "
-        "1e-4, or compute this in float32"
+        f"{what} a value that can be 0, because its epsilon rounds to 0 in half "
+        f"precision{infinite}; use an epsilon of at least 1e-4, or float32"
     )
     yield step.finding("half-division", "warning", message, step.eqn.invars[at])
-
-
-def _inverted(step: Step) -> int | None:
-    """Returns the position of the input that must not be 0, or None."""
-    match step.name:
-        case "div":
-            return 1
-        case "rsqrt" | "log" | "sqrt":
-            return 0
-        case "pow" if step.ins[1].high < 0:
-            return 0
-        case "integer_pow" if step.eqn.params["y"] < 0:
-            return 0
-    return None
 
 
 def _round_trip(step: Step) -> Iterator[Finding]:
@@ -296,7 +263,7 @@ def _round_trip(step: Step) -> Iterator[Finding]:
 
 def _amplified_product(step: Step) -> Iterator[Finding]:
     """Finds half-precision products whose rounding the next operation amplifies."""
-    first, second = (*(f.lineage for f in step.ins), NOTHING, NOTHING)[:2]
+    first, second = (*step.ins, NOTHING, NOTHING)[:2]
     if step.name in ("add", "sub") and first.cancels(second):
         rule = "half-cancellation"
         harm = (
@@ -308,11 +275,58 @@ def _amplified_product(step: Step) -> Iterator[Finding]:
         harm = f"{step.name} of a half-precision product, which can be radians off"
     elif step.name in _SOLVES and first.rounded:
         rule = "half-solve"
-        harm = (
-            f"a factorization ({step.name}) of what a half-precision product gave, "
-            "whose rounding it enlarges"
-        )
+        harm = f"{step.name} enlarges the rounding of a half-precision product"
     else:
         return
     cure = "compute the product in float32 (with autocast: keep_float32)"
     yield step.finding(rule, "warning", f"{harm}; {cure}")
+
+
+def half_carry(carry: Var, out: Fact, loop: Loop, backward: bool) -> Iterator[Finding]:
+    """Finds a carry of a loop that accumulates in half precision.
+
+    It accumulates if each iteration computes `a * carry + b` with a number `a` and a
+    `b` that does not depend on the carry. The state of an LSTM does not, because its
+    factor is an array. A residual stream `x + f(x)` counts only in a solver.
+    """
+    # In the backward pass carries are gradients of values that all iterations share.
+    least = _LONG_BACKWARD_LOOP if backward else 2
+    # A while loop may have many iterations.
+    if loop.trips is not None and loop.trips < least:
+        return
+    form, trips = out.forms.get(carry), loop.trips or 0
+    if form is Form.SUM or (form is Form.RESIDUAL and trips >= _MORE_THAN_LAYERS):
+        times = f"{trips:,} iterations" if trips else "each iteration"
+        cure = "keep the carry in float32 and add float32 values"
+        if backward:
+            cure = (
+                "cast what the iterations share to half precision inside the loop, and "
+                "a parameter that is stored so to float32, once outside of it"
+            )
+        yield from _accumulates(carry, out, "a carry", times, cure)
+
+
+def half_state(result: Atom, out: Fact) -> Iterator[Finding]:
+    """Finds an output next to the loss that accumulates over the steps of training."""
+    for argument, form in out.forms.items():
+        if form is Form.SUM and shape(argument) == shape(result):
+            what = "a state that leaves beside the loss"
+            cure = "compute and keep it in float32"
+            yield from _accumulates(argument, out, what, "the steps", cure)
+
+
+def _accumulates(
+    carry: Var, out: Fact, what: str, times: str, cure: str
+) -> Iterator[Finding]:
+    step = out.maker
+    while step and (step.name in SAME_ENTRIES or step.name == "neg"):
+        step = step.ins[0].maker
+    if step is None:
+        return
+    halves = [v for v in (carry, step.eqn.outvars[0]) if is_half(dtype_name(v))]
+    for half in halves[:1]:
+        message = (
+            f"{what} adds up in {dtype_name(half)} over {times} and loses what is "
+            f"small beside it; {cure}"
+        )
+        yield step.finding("half-carry", "warning", message, half)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._policy import checked_half
@@ -16,8 +17,6 @@ from .._backward import Loss, Start, start_of
 from .._tables import percent, power, printed, table, with_progress
 from .comparison import NOT_FINITE, judged_error
 from .probe import Probe, ProductGroup, where
-
-_MOST_MEASURED = 128  # lines, or groups of neighboring lines, to measure
 
 
 @printed
@@ -104,8 +103,7 @@ def sensitive_products(
 
     It is called on the host, compiles the loss once, and runs it twice per line, in
     float32 with the roundings of `autocast`. The result holds for these parameters and
-    this batch. Lines in different modules are different lines; if there are more than
-    128, neighbors are measured together.
+    this batch. Lines in different modules are different lines.
 
     Args:
       loss: the whole loss in float32, without `autocast`. Its arguments, `argnums`,
@@ -119,7 +117,7 @@ def sensitive_products(
 
     Raises:
       TypeError: as `compare_gradients`.
-      ValueError: also if `dtype` or `backward` is not float16 or bfloat16.
+      ValueError: `dtype` or `backward` is not float16 or bfloat16.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -133,124 +131,87 @@ def sensitive_products(
     forward = checked_half("dtype", dtype)
     back = forward if backward is None else checked_half("backward", backward)
     start = start_of(function, loss_scale)
-    probe = Probe(checked, forward, back)
+    probe = Probe(checked, forward, back, start)
     if not all_finite(probe.reference.backward):
-        return SensitiveProducts(
-            products=(),
-            keep=(),
-            half_share=0.0,
-            error_before=math.inf,
-            error_after=math.inf,
-            advice=NOT_FINITE,
-        )
-    call = f'jmp_scale.autocast(loss, "{forward.name}"'
-    if backward is not None:
-        call += f', backward="{back.name}"'
-    return _Search(probe, start, tolerance).result(call)
-
-
-class _Search:
-    """The search for the fewest products that must be float32."""
-
-    def __init__(self, probe: Probe, start: Start, tolerance: float) -> None:
-        self._probe, self._start, self._tolerance = probe, start, tolerance
-        self._groups = probe.groups
-
-    def result(self, call: str) -> SensitiveProducts:
-        groups, total = self._groups, max(self._probe.work, 1)
-        before = self._error(groups)
-        self._measure()
-        cure = self._other_loss_scale() if before > self._tolerance else ""
-        required = [] if cure else self._required(before)
+        return SensitiveProducts((), (), 0.0, math.inf, math.inf, NOT_FINITE)
+    groups, keep, cure = probe.groups, (), ""
+    before = probe.error(groups)
+    for group in with_progress(groups, function):
+        group.alone = probe.error([group])
+        group.without = probe.error([other for other in groups if other is not group])
+    if before > tolerance:
+        cure = _loss_scale_at_fault(probe, start, tolerance)
+        required = [] if cure else _required(probe, before, tolerance)
         keep = _names(required, groups)
-        float32 = [group for group in groups if any(map(group.is_kept, keep))]
-        after = self._error_without(float32) if float32 else before
-        share = _work(group for group in groups if group not in float32) / total
-        advice = f"Half precision changes the gradient by {percent(before)}"
-        if before <= self._tolerance:
-            advice += ", which is precise enough."
-        elif keep:
-            advice += f", and by {percent(after)} where this stays float32:"
-            advice += f"\n  {call}, keep_float32={keep})"
-        else:
-            advice += f". {cure or self._way_out()}"
-        if keep and not share:
-            advice += f"\nNo smaller set of products helps. {self._way_out()}"
-        advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
-        rows = []
-        for group in groups:
-            row = SensitiveProduct(
-                file=group.place.file,
-                line=group.place.line,
-                library=group.place.library,
-                scope="/".join(group.scopes),
-                share=group.work / total,
-                alone=group.alone,
-                without=group.without,
-            )
-            rows.append(row)
-        return SensitiveProducts(
-            products=tuple(rows),
-            keep=keep,
-            half_share=share,
-            error_before=before,
-            error_after=after,
-            advice=advice,
+    rest = [group for group in groups if not any(map(group.is_kept, keep))]
+    after = probe.error(rest) if keep else before
+    share = _work(rest) / max(probe.work, 1)
+    advice = f"Half precision changes the gradient by {percent(before)}"
+    if before <= tolerance:
+        advice += ", which is precise enough."
+    elif keep:
+        call = f'jmp_scale.autocast(loss, "{forward.name}"'
+        call += f', backward="{back.name}"' if backward is not None else ""
+        advice += f", and by {percent(after)} where this stays float32:"
+        advice += f"\n  {call}, keep_float32={keep})"
+        advice += "" if share else f"\nNo smaller set helps. {_way_out(probe, forward)}"
+    else:
+        advice += f". {cure or _way_out(probe, forward)}"
+    advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
+    total = max(probe.work, 1)
+    rows = [
+        SensitiveProduct(
+            file=group.place.file,
+            line=group.place.line,
+            library=group.place.library,
+            scope="/".join(group.scopes),
+            share=group.work / total,
+            alone=group.alone,
+            without=group.without,
         )
+        for group in groups
+    ]
+    return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
-    def _error(self, half: Sequence[ProductGroup]) -> float:
-        return judged_error(self._probe.compared(half, self._start))
 
-    def _error_without(self, float32: Collection[ProductGroup]) -> float:
-        return self._error([group for group in self._groups if group not in float32])
+def _required(probe: Probe, before: float, tolerance: float) -> list[ProductGroup]:
+    """Returns few products, by matrix work, whose float32 is precise enough."""
 
-    def _measure(self) -> None:
-        size = max(math.ceil(len(self._groups) / _MOST_MEASURED), 1)
-        for start in with_progress(
-            range(0, len(self._groups), size), "sensitive_products"
-        ):
-            together = self._groups[start : start + size]
-            alone = self._error(together)
-            without = self._error_without(together)
-            for group in together:
-                group.alone, group.without = alone, without
+    def is_enough(float32: Collection[ProductGroup]) -> bool:
+        rest = [group for group in probe.groups if group not in float32]
+        return probe.error(rest) <= tolerance
 
-    def _required(self, before: float) -> list[ProductGroup]:
-        """Returns few products, by matrix work, whose float32 is precise enough."""
+    order = sorted(probe.groups, key=lambda group: (-group.alone, group.work))
+    first = range(len(order))  # numbers of products; all are enough
+    count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
+    required = order[:count]
+    for group in sorted(required, key=lambda group: -group.work):
+        rest = [other for other in required if other is not group]
+        required = rest if is_enough(rest) else required
+    is_mild = before <= 2 * tolerance
+    return [] if is_mild and 2 * _work(required) > _work(order) else required
 
-        def is_enough(float32: Collection[ProductGroup]) -> bool:
-            return self._error_without(float32) <= self._tolerance
 
-        if before <= self._tolerance:
-            return []
-        order = sorted(self._groups, key=lambda group: (-group.alone, group.work))
-        first = range(len(order))  # numbers of products; all are enough
-        count = bisect.bisect_left(first, True, key=lambda n: is_enough(order[:n]))
-        required = order[:count]
-        for group in sorted(required, key=lambda group: -group.work)[:_MOST_MEASURED]:
-            rest = [other for other in required if other is not group]
-            required = rest if is_enough(rest) else required
-        is_mild = before <= 2 * self._tolerance
-        return [] if is_mild and 2 * _work(required) > _work(order) else required
+def _loss_scale_at_fault(probe: Probe, start: Start, tolerance: float) -> str:
+    """Returns advice if another loss scale helps, else ""."""
+    other = Start(2.0**24 if start.settles else 2.0**15, settles=True)
+    found = probe.compared(probe.groups, other)
+    error = judged_error(found)
+    if error > tolerance:
+        return ""
+    what = f"loss scale {power(found.loss_scale)}"
+    what += "" if start.settles else ", or a DynamicLossScale,"
+    return (
+        f"The loss scale is at fault: at {what} it is {percent(error)}. "
+        "calibrate_loss_scale finds where to start."
+    )
 
-    def _other_loss_scale(self) -> str:
-        """Returns advice if another loss scale helps, else ""."""
-        other = Start(2.0**24 if self._start.settles else 2.0**15, settles=True)
-        found = self._probe.compared(self._groups, other)
-        error, what = judged_error(found), f"loss scale {power(found.loss_scale)}"
-        if error > self._tolerance:
-            return ""
-        if not self._start.settles:
-            what = f"{what}, or a DynamicLossScale,"
-        fault = f"The loss scale is at fault: at {what} it is {percent(error)}."
-        return f"{fault} calibrate_loss_scale finds where to start."
 
-    def _way_out(self) -> str:
-        dtype, found = self._probe.forward, self._probe.run(self._groups, 1.0)
-        if dtype == "float16" and not all_finite(found.loss):
-            return "The forward pass leaves float16's range: try bfloat16."
-        finer = "; float16 has 8 times the digits" if dtype == "bfloat16" else ""
-        return f"No few products are at fault, their roundings add up{finer}."
+def _way_out(probe: Probe, dtype: np.dtype) -> str:
+    if dtype == "float16" and not all_finite(probe.run(probe.groups, 1.0).loss):
+        return "The forward pass leaves float16's range: try bfloat16."
+    finer = "; float16 has 8 times the digits" if dtype == "bfloat16" else ""
+    return f"No few products are at fault, their roundings add up{finer}."
 
 
 def _work(groups: Iterable[ProductGroup]) -> int:

@@ -1,16 +1,19 @@
-"""`Step`: an equation of a traced program; `Finding`: a problem in its line."""
+"""What is found and known: a `Finding` of a line, a `Step`, a `Fact` of a value."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from ..._jaxpr import Atom, dtype_name, shape
 from ..._policy import is_half
 from .._source import Place
 from .._tables import printed
-from .facts import Fact, is_wide
 
+INF = math.inf
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")
 
@@ -53,6 +56,61 @@ def location(line: tuple[str | None, int | None]) -> str:
     return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 
+class Form(enum.IntEnum):
+    """How a value in an iteration depends on a carry of the loop, if it does."""
+
+    SAME = 1  # the carry, moved or cast
+    SCALED = 2  # times a number
+    SUM = 3  # one of these, plus a value that does not depend on the carry
+    RESIDUAL = 4  # the carry, plus a value that does
+    OTHER = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """Knowledge about the elements of an array."""
+
+    low: float = -INF  # no element is smaller
+    high: float = INF  # no element is larger
+    integral: bool = False  # whether every element is an integer
+    extreme: float = 0.0  # a constant that some are equal to, which float16 loses
+    # Result if the other operand is 0: eps for x + eps; None without a constant.
+    epsilon: float | None = None
+    summed: float = 0.0  # number of float32 elements summed
+    squared: bool = False  # squares, or sums of squares, in float32
+    cast: bool = False  # whether the user cast these elements to half precision
+    promoted: "Step | None" = None  # the step that promoted them from half precision
+    maker: "Step | None" = None  # the step that computed their array, inside of calls
+    # The values from which they were computed, each by a number. The rounding of a
+    # product is harmless unless a later operation amplifies it: a difference that
+    # cancels, a large angle, an inverse.
+    value: int = 0  # number of the value with the same elements, moved or cast, or 0
+    # Values whose half-precision matrix product it is, scaled or in a sum; 0 for the
+    # values of an elementwise product.
+    factors: frozenset[int] = frozenset()
+    norms: frozenset[int] = frozenset()  # values of whose squares it is a sum
+    rounded: bool = False  # whether it has elements of a half-precision product
+    parameters: bool = False  # whether it is computed from parameters and constants
+    forms: Mapping[Var, Form] = dataclasses.field(default_factory=dict)  # by carry
+
+    @property
+    def magnitude(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def may_be_zero(self) -> bool:
+        return self.low <= 0 <= self.high
+
+    @property
+    def single(self) -> float | None:
+        """The value of all elements, if they are known to be equal."""
+        return self.low if self.low == self.high else None
+
+    def cancels(self, other: "Fact") -> bool:
+        """Whether two values are a product and the squares of its operands."""
+        return bool(self.factors & other.norms or self.norms & other.factors)
+
+
 class Step(NamedTuple):
     """An equation of the traced program in its place."""
 
@@ -74,6 +132,10 @@ class Step(NamedTuple):
     @property
     def result(self) -> str:  # dtype
         return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
+
+    @property
+    def line(self) -> tuple[str | None, int | None]:
+        return self.place()[:2]
 
     @property
     def narrows(self) -> bool:
@@ -98,3 +160,12 @@ def finding_at(
     library = f" (in {place.library})" if place.library else ""
     message = f"{text[0].upper()}{text[1:]}{library}."
     return Finding(rule, severity, message, *place[:2], name, dtype, (), False)
+
+
+def is_wide(dtype: str) -> bool:
+    """Whether a dtype is float32 or float64."""
+    return dtype in ("float32", "float64")
+
+
+def is_integer(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))

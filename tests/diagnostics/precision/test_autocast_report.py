@@ -6,17 +6,22 @@ import jax
 import jax.numpy as jnp
 import precision_faults as faults
 import pytest
+from autocast_hostile import HOSTILE, W, X
+from autocast_programs import PROGRAMS
 from flax import nnx
+from helpers import one_of
 from losses import examples, of_examples
 from precision_checks import reported
 from test_precision_clean import F32, array, assert_clean
 from test_precision_faults import mean
-from test_report import X
 
 import jmp_scale.nnx
 from jmp_scale.diagnostics import precision_report
 
 pytestmark = pytest.mark.usefixtures("ranks_promote")
+
+
+ALL = PROGRAMS | {name: (fun, (W, X)) for name, fun in HOSTILE.items()}
 
 
 def lora(multiply):
@@ -25,7 +30,7 @@ def lora(multiply):
 
     p = {"w": jnp.ones((8, 32)), "a": jnp.ones((8, 4)), "b": jnp.ones((4, 32))}
     half_loss = jmp_scale.autocast(loss, "float16", keep_float32="kept")
-    return precision_report(half_loss, p, X).findings
+    return precision_report(half_loss, p, jnp.ones((16, 8))).findings
 
 
 def kept(a, b):
@@ -40,6 +45,13 @@ def test_a_weight_that_a_half_precision_product_makes_is_told():
     assert found.shape == (8, 4)
     assert lora(lambda x, w, a, b: x @ w + x @ a @ b) == ()
     assert lora(lambda x, w, a, b: x @ (w + kept(a, b))) == ()
+
+
+@pytest.mark.parametrize("name", one_of(16, sorted(ALL)))
+def test_every_program_is_read_and_where_autocast_has_changed_it(name):
+    fun, args, *_ = ALL[name]
+    for program in (fun, jmp_scale.autocast(fun, "float16")):
+        assert 0 <= precision_report(program, *args).half_share <= 1
 
 
 @pytest.mark.slow

@@ -42,32 +42,20 @@ def test_the_error_is_that_of_the_gradients_themselves():
     assert (found.loss, found.half_loss) == pytest.approx(losses, rel=1e-3)
     text = found.summary()
     assert text.startswith("Half precision is precise enough here")
-    assert "5 %" in text
     assert text.index("['w']") < text.index("['unused']")
 
 
-NO_EFFECT = {
-    "the loss itself": loss,
-    "a name of all": jmp_scale.autocast(loss, "bfloat16", keep_float32="loss"),
-    "another function": jax.checkpoint(loss),
-}
-
-
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
-@pytest.mark.parametrize("name", NO_EFFECT)
-def test_a_comparison_of_two_float32_programs_says_so(name):
-    found = compare_gradients(NO_EFFECT[name], loss, PARAMS, X)
+def test_a_comparison_of_two_float32_programs_says_so():
+    same = jmp_scale.autocast(loss, "bfloat16", keep_float32="loss")
+    found = compare_gradients(same, loss, PARAMS, X)
     assert not found.is_precise
     assert found.summary().startswith("Nothing was compared: no number of half_loss")
 
 
-def test_arguments_in_half_precision_are_compared():
-    stored = PARAMS | {"w": PARAMS["w"].astype("bfloat16")}
-    assert compare_gradients(loss, loss, stored, X).is_precise
+def test_leaves_are_scaled_to_one_size_and_count_by_their_entries():
+    change = 1e-9
 
-
-@pytest.mark.parametrize("change", [0.5, 1e-9])
-def test_leaves_are_scaled_to_one_size_and_count_by_their_entries(change):
     def total(p, factor=1.0):
         return 1e3 * p["a"].sum() + factor * p["b"].sum()
 
@@ -109,10 +97,8 @@ def test_the_loss_scale_is_lowered_as_a_dynamic_one_would_be():
         return (w.astype(dtype) * dtype(100)).astype(jnp.float32).sum() * 100
 
     full = lambda w: large(w, jnp.float32)  # noqa: E731
-    found = compare_gradients(large, full, jnp.ones(3))
-    assert (found.loss_scale, found.error) == (1, 0)
-    settled = compare_gradients(large, full, jnp.ones(3), loss_scale=DYNAMIC)
-    assert (settled.loss_scale, settled.is_precise) == (2, True)
+    found = compare_gradients(large, full, jnp.ones(3), loss_scale=DYNAMIC)
+    assert (found.loss_scale, found.error, found.is_precise) == (2, 0, True)
     fixed = jmp_scale.StaticLossScale(2.0**10)
     found = compare_gradients(large, full, jnp.ones(3), loss_scale=fixed)
     assert (found.loss_scale, found.error) == (2**10, np.inf)
@@ -120,20 +106,6 @@ def test_the_loss_scale_is_lowered_as_a_dynamic_one_would_be():
 
 
 def test_a_forward_pass_that_is_not_finite_is_told_apart():
-    def root(w, dtype=jnp.float32):
-        return jnp.sqrt(w.astype(dtype) - dtype(1)).astype(jnp.float32).sum()
-
-    half_root = lambda w: root(w - 1e-3, jnp.float16)  # noqa: E731
-    found = compare_gradients(half_root, root, jnp.full(2, 1.0005))
-    assert np.isnan(found.half_loss)
-    assert found.error == np.inf
-    assert "its loss is not finite" in found.summary()
-    broken = compare_gradients(root, root, jnp.zeros(2))
-    assert not broken.is_precise
-    assert "Float32 is not finite itself" in broken.summary()
-
-
-def test_an_infinite_loss_is_never_precise_enough_whatever_its_gradient():
     def huber(w, x):
         return jnp.sum(jnp.abs(x @ w - 1))
 
@@ -142,7 +114,10 @@ def test_an_infinite_loss_is_never_precise_enough_whatever_its_gradient():
     assert (found.half_loss, found.error) == (np.inf, 0)
     assert not found.is_precise
     assert "its loss is not finite" in found.summary()
-    assert sensitive_products(huber, w, x).error_before == np.inf
+    root = lambda w: jnp.sqrt(w - 1).sum()  # noqa: E731
+    broken = compare_gradients(root, root, jnp.zeros(2))
+    assert not broken.is_precise
+    assert "Float32 is not finite itself" in broken.summary()
 
 
 def test_a_gradient_that_is_rounding_alone_is_not_the_worst():

@@ -76,13 +76,12 @@ def test_a_planted_fault_is_found_at_its_line_and_nothing_else(name):
     assert_found(name)
 
 
-@pytest.mark.parametrize("name", SOME.split())
-@pytest.mark.parametrize(
-    "wrap",
-    one_of(2, [in_a_branch, in_remat, in_custom_vjp, in_shard_map]),
-    ids=lambda wrap: wrap.__name__,
-)
-def test_a_fault_is_found_wherever_it_runs(name, wrap):
+WRAPS = [in_a_branch, in_remat, in_custom_vjp, in_shard_map]
+PAIRS = [(wrap, name) for name in SOME.split() for wrap in WRAPS]
+
+
+@pytest.mark.parametrize(("wrap", "name"), one_of(3, PAIRS))
+def test_a_fault_is_found_wherever_it_runs(wrap, name):
     if (name, wrap) == ("gradient_of_a_bias", in_custom_vjp):
         wrap = jax.jit  # JAX gives a sum in a backward rule the line of the call
     assert_found(name, wrap)

@@ -2,22 +2,20 @@
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from ..._state import LossScaleState, find_loss_scale_states
-from ..._tree import is_module
+from ..._tree import find_nodes, is_data, is_module
 from ..._types import Function, PyTree
 from .._tables import printed, with_progress
 from .step_applied import applied_step, next_step
-from .step_arguments import is_data
-from .step_calls import Calls
-from .step_found import Check, Found
+from .step_calls import Check
 from .step_program import program
-from .step_rules import ORDER, RULES, Level
+from .step_rules import RULES, Level
 from .step_scaling import growing_s, larger_s, several_s
 from .step_skips import infinite_s, nan_in_batch, spike
 
@@ -79,14 +77,9 @@ class StepCheck(NamedTuple):
         """Whether nothing but notes was found."""
         return all(problem.level == "note" for problem in self.problems)
 
-    @property
-    def notes(self) -> tuple[Problem, ...]:
-        """Returns the findings that may be right."""
-        return tuple(p for p in self.problems if p.level == "note")
-
     def summary(self) -> str:
         """Returns every problem with its cure, and what was not checked."""
-        count = len(self.problems) - len(self.notes)
+        count = sum(problem.level != "note" for problem in self.problems)
         found = f"{count} problem{'s' * (count != 1)}" if count else "no problem"
         lines = [f"check_step: {found} found in {self.calls} calls of the step."]
         lines += map(str, self.problems)
@@ -135,17 +128,15 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
       >>> from jmp_scale import diagnostics
       >>> tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.DynamicLossScale())
       >>> @jax.jit
-      ... def step(params, state, x):
-      ...     loss_fn = lambda params: jnp.mean((x @ params["w"] - 1) ** 2)
-      ...     loss, grads = jmp_scale.value_and_grad(loss_fn, state.loss_scale)(params)
-      ...     grads = state.loss_scale.unscale(grads)  # once too often
-      ...     updates, state = tx.update(grads, state, params, value=loss)
-      ...     return optax.apply_updates(params, updates), state, loss
-      >>> params = {"w": jnp.zeros((4, 2))}
-      >>> x, state = jnp.ones((8, 4)), tx.init(params)
-      >>> found = diagnostics.check_step(step, params, state, x)
+      ... def step(w, state, x):
+      ...     loss_fn = lambda w: jnp.mean((x @ w["w"] - 1) ** 2)
+      ...     loss, grads = jax.value_and_grad(loss_fn)(w)  # never scaled
+      ...     updates, state = tx.update(grads, state, w, value=loss)
+      ...     return optax.apply_updates(w, updates), state, loss
+      >>> w = {"w": jnp.zeros((4, 2))}
+      >>> found = diagnostics.check_step(step, w, tx.init(w), jnp.ones((8, 4)))
       >>> found.ok, found.problems[0].rule
-      (False, 'unscaled twice')
+      (False, 'S not used')
     """
     if not callable(step):
         raise TypeError(
@@ -154,74 +145,59 @@ def check_step(step: Function, *args: PyTree, carried: Sequence[int] = ()) -> St
         )
     holder = _holder(step, args)
     if holder:
-        found = Found("state out of reach", values={"what": holder})
-        return StepCheck(_problems([found]), ("anything",), 0)
-    check = Check(Calls(step, args, carried))
+        rule = RULES["state out of reach"]
+        text = rule.text.format(what=holder)
+        problem = Problem("state out of reach", "", text, rule.cure, rule.level)
+        return StepCheck((problem,), ("anything",), 0)
+    check = Check(step, args, carried)
     for position in carried:
-        if (str(position),) not in check.calls.arrays:
+        if (str(position),) not in check.arrays:
             raise ValueError(
                 "check_step: expected carried= to have positions of arguments that are "
                 f"bare arrays, got {position}; leave out trees of arrays"
             )
-    check.found += _of_arguments(check, args)
+    _of_arguments(check, args)
     for run_pass in with_progress(_PASSES, "check_step"):
-        check.found += list(run_pass(check))
+        run_pass(check)
         if check.is_over:
             break
     not_checked = tuple(dict.fromkeys(check.not_checked))
-    return StepCheck(_problems(check.found), not_checked, check.calls.count)
+    return StepCheck(_problems(check), not_checked, check.count)
 
 
-def _problems(found: Sequence[Found]) -> tuple[Problem, ...]:
+def _problems(check: Check) -> tuple[Problem, ...]:
     """Returns one problem for each rule and level, with its first place."""
-    places: dict[tuple[str, Level], list[Found]] = {}
-    for item in found:
-        level = item.level or RULES[item.rule].level
-        places.setdefault((item.rule, level), []).append(item)
     problems = []
-    for (name, level), items in places.items():
-        rule, where = RULES[name], list(dict.fromkeys(item.where for item in items))
-        more = f" (and {len(where) - 1} more)" if len(where) > 1 else ""
-        text = rule.text.format(**items[0].values)
-        problems.append(Problem(name, where[0] + more, text, rule.cure, level))
-    problems.sort(key=lambda p: (_LEVELS.index(p.level), ORDER.index(p.rule)))
+    for (name, level), (text, places) in check.found.items():
+        first, *others = dict.fromkeys(places)
+        where = f"{first} (and {len(others)} more)" if others else first
+        problems.append(Problem(name, where, text, RULES[name].cure, level))
+    problems.sort(key=lambda p: (_LEVELS.index(p.level), [*RULES].index(p.rule)))
     errors = {p.rule for p in problems if p.level != "note"}
     # A rule that is certainly broken needs no note about other places.
     return tuple(p for p in problems if p.level != "note" or p.rule not in errors)
 
 
-def _of_arguments(check: Check, args: PyTree) -> Iterator[Found]:
+def _of_arguments(check: Check, args: PyTree) -> None:
     """Finds what the arguments show before the first call."""
-    calls = check.calls
-    if not (calls.scales or calls.states or calls.arguments.fixed):
-        yield Found("no loss scale")
-    around: list[str] = []
-    beside: list[PyTree] = []
-    _look(args, around, beside)
-    check.has_other_optimizers = bool(beside and calls.states)
-    for what in around:
-        yield Found("not outermost", values={"what": what})
+    if not (check.scales or check.states or check.fixed):
+        check.add("no loss scale")
+    for _, node in find_nodes(_is_of_optimizer, args):
+        if isinstance(node, LossScaleState):
+            continue
+        if find_loss_scale_states(node):
+            what = "optax.chain" if type(node) is tuple else type(node).__name__
+            check.add("not outermost", what=what)
+        else:
+            check.has_other_optimizers = bool(check.states)
 
 
-def _look(node: PyTree, around: list[str], beside: list[PyTree]) -> None:
-    """Collects Optax's states around one of `with_loss_scale`, and those without."""
-    node = getattr(node, "opt_state", ()) if is_module(node) else node
-    if isinstance(node, LossScaleState):
-        return
-    parts = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
-    if len(parts) == 1 and parts[0] is node:
-        return
-    if _is_optax(node):
-        if not find_loss_scale_states(node):
-            beside.append(node)
-            return
-        around.append(type(node).__name__)
-    elif type(node) is tuple and any(isinstance(x, LossScaleState) for x in parts):
-        others = [x for x in parts if not _is_optax(x)]
-        around += ["optax.chain"] * (len(others) < len(parts))
-        parts = others
-    for part in parts:
-        _look(part, around, beside)
+def _is_of_optimizer(node: PyTree) -> bool:
+    """Whether it is the state of an optimizer, or of a chain around a loss scale."""
+    if type(node) is tuple:
+        has_s = any(isinstance(part, LossScaleState) for part in node)
+        return has_s and any(map(_is_optax, node))
+    return isinstance(node, LossScaleState) or _is_optax(node)
 
 
 def _is_optax(node: PyTree) -> bool:
@@ -233,10 +209,8 @@ def _is_optax(node: PyTree) -> bool:
 def _holder(step: Function, args: PyTree) -> str:
     """Returns an object that seems to hold the state outside of a pytree, or ""."""
     while isinstance(step, functools.partial) or hasattr(step, "__wrapped__"):
-        if isinstance(step, functools.partial):
-            args, step = (*step.args, *step.keywords.values(), *args), step.func
-        else:
-            step = inspect.unwrap(step)
+        args = args, getattr(step, "args", ()), getattr(step, "keywords", ())
+        step = getattr(step, "func", None) or inspect.unwrap(step)
     owner = getattr(step, "__self__", step)
     for leaf in jax.tree.leaves((owner, args), is_leaf=is_module):
         if is_data(leaf) or is_module(leaf) or inspect.isclass(leaf):

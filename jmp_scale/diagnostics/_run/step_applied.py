@@ -1,196 +1,151 @@
 """Checks that an applied step is counted, and that it changes the state."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..._types import Leaf
-from .step_arguments import Path, host, is_float
-from .step_calls import Run
-from .step_found import Check, Found
+from .step_calls import Check, Path, Run, has_moved, host, is_float
 
-_MOST_CALLS = 16  # until a window of accumulation ends
-_MOST_CALLS_OF_MULTI_STEPS = 64
+_MOST_CALLS = (
+    16  # until a window of accumulation ends; of MultiSteps four times as many
+)
 _FEW_CALLS = 8  # after these, the call in which most leaves change is taken
 
 
-def applied_step(check: Check) -> Iterator[Found]:
+def applied_step(check: Check) -> None:
     """Checks that a step at S = 8 is counted, and changes the state."""
-    calls = check.calls
-    first = check.base = calls()
-    said = calls.verdicts(first)
-    if not calls.is_applied(first):
+    first = check.base = check.call()
+    lost = [path for path in check.states if (*path, "skipped") not in first.after]
+    check.is_over = bool(lost) or not first.is_applied
+    if check.states and not first.is_applied and not first.skipped:
         # No step was skipped, but the counter started over, and so did S.
-        anew = [] if not calls.states or calls.skipped(first) else list(said)
-        for path in anew:
-            yield Found("S never adjusted", check.node_name(path, "counter"))
-        if not anew:
-            yield Found("not applied")
-        check.is_over = True
-        return
-    for path in calls.bare:
-        what = f"args[{path[0]}]: a bare array, which seems to come back"
-        check.not_checked.append(f"{what}; pass carried=[{path[0]}]")
-    last = _go_on(check)
-    check.changes = calls.changes(check.base)
-    lost = [path for path in calls.states if (*path, "skipped") not in first.after]
-    for path in lost:
-        check.is_over = True
-        name = check.node_name(path, "skipped")
-        if calls.has_other_states:
+        for scale in check.scales:
+            check.add("S never adjusted", check.node_name(scale, "counter"))
+    elif not first.is_applied:
+        check.add("not applied")
+    for name in [check.node_name(path, "skipped") for path in lost]:
+        if any(path[-1:] == ("skipped",) for path in first.results):
             check.not_checked.append(
                 f"{name}: it comes back in other shapes; return it as it went in, of a "
                 "pmap with out_axes=None or with in_axes=0"
             )
         else:
-            yield Found("not returned", name)
-    yield from _other_types(check, first)
-    moved = {p for p in last.after if _moved(first.before[p], last.after[p])}
-    if not moved and not lost:
+            check.add("not returned", name)
+    if check.is_over:
+        return
+    for path in [p for p in check.arrays if len(p) == 1 and p in first.results]:
+        old, new = check.arrays[path], first.results[path]
+        if is_float(old) and np.ndim(old) and np.shape(old) == np.shape(new):
+            what = f"args[{path[0]}]: a bare array, which seems to come back"
+            check.not_checked.append(f"{what}; pass carried=[{path[0]}]")
+    for path, new in first.after.items():
+        old, new = _described(check.arrays[path]), _described(new)
+        if old != new:
+            check.add("compiles twice", path, old=old, new=new)
+    last = _go_on(check)
+    moved = [p for p in last.after if has_moved(first.before[p], last.after[p])]
+    if not moved:
         if last.after:
-            yield Found("nothing changes")
+            check.is_over = True
+            check.add("nothing changes")
         else:
             check.not_checked.append("the state: no argument comes back")
         return
-    for path, said in calls.verdicts(check.base).items():
-        if said in ("kept", "lost") and not lost:
-            yield Found("S never adjusted", check.node_name(path, "counter"))
-    yield from _unchanged(check, last, moved)
+    for scale, counted in check.base.counted.items():
+        if counted != "finite":
+            check.add("S never adjusted", check.node_name(scale, "counter"))
+    _unchanged(check, last, moved)
     for path in diverging(check.base):
-        yield Found("replicas diverge", check.name(path), None, {"when": "a step"})
+        check.add("replicas diverge", path, when="a step")
 
 
 def _go_on(check: Check) -> Run:
-    """Calls on until most leaves change; `start` is then the state before that call.
+    """Calls on until most leaves change, and makes that call the base.
 
     A window of accumulation may last several calls, and a learning rate start at 0.
     Returns the last call.
     """
-    calls, run, most = check.calls, check.base, -1
-    start = calls.start
-    most_calls = _MOST_CALLS_OF_MULTI_STEPS if calls.has_windows else _MOST_CALLS
-    for count in range(1, most_calls + 1):
-        floats = [p for p in calls.state_paths(run) if is_float(run.after[p])]
-        outside = [p for p in floats if not calls.is_optimizer(p)]
-        learned = sum(map(run.moved, outside))
-        counts = all(said == "finite" for said in calls.verdicts(run).values())
-        if counts and learned > most:
-            check.base, check.window, most = run, count, learned
-            start = calls.start
-        is_enough = learned == len(outside) or (most > 0 and count >= _FEW_CALLS)
+    run, best = check.base, -1
+    for count in range(1, 1 + _MOST_CALLS * (4 if check.has_windows else 1)):
+        floats = _outside(check, run)
+        learned = sum(map(run.moved, floats))
+        counts = all(counted == "finite" for counted in run.counted.values())
+        if counts and learned > best:
+            check.start_at(run, count)
+            best = learned
+        is_enough = learned == len(floats) or (best > 0 and count >= _FEW_CALLS)
         if (counts and is_enough) or not any(map(run.moved, run.after)):
             break
-        if "lost" in calls.verdicts(run).values():
-            break
-        calls.start = calls.later(run)
-        later = check.run("later steps")
-        if later is None or not calls.is_applied(later):
+        later = check.run("later steps", follows=run)
+        if later is None or not later.is_applied:
             break
         run = later
-    calls.start = start
     return run
 
 
-def next_step(check: Check) -> tuple[Found, ...]:
+def next_step(check: Check) -> None:
     """Calls on, so that moments and averages differ from their initial values."""
-    calls, start, run = check.calls, check.calls.start, check.base
-    for _ in range(check.window):
-        calls.start = calls.later(run)
-        later = check.run("later steps")
-        if later is None:
-            break
-        run = later
+    run = check.window_after(check.base)
     if check.is_alike(run):
-        check.base, check.changes = run, calls.changes(run)
-    else:
-        calls.start = start
-    return ()
+        check.start_at(run, check.window)
 
 
-def _moved(old: Leaf, new: Leaf) -> bool:
-    return not np.array_equal(host(old), host(new))
-
-
-def _other_types(check: Check, run: Run) -> Iterator[Found]:
-    for path, new in run.after.items():
-        old, new = (jax.typeof(x) for x in (check.calls.arrays[path], new))
-        if (old.shape, old.dtype, old.weak_type) != (
-            new.shape,
-            new.dtype,
-            new.weak_type,
-        ):
-            types = {"old": _described(old), "new": _described(new)}
-            yield Found("compiles twice", check.name(path), None, types)
-
-
-def _described(kind: Any) -> str:
+def _described(leaf: Leaf) -> str:
+    kind: Any = jax.typeof(leaf)
     weak = ", weakly typed" if kind.weak_type else ""
     return f"{kind.dtype}[{','.join(map(str, kind.shape))}]{weak}"
 
 
-def _unchanged(check: Check, last: Run, moved: set[Path]) -> Iterator[Found]:
+def _outside(check: Check, run: Run) -> list[Path]:
+    """Returns the floating-point leaves that are not an optimizer's."""
+    floats = [path for path, change in run.changes.items() if change.is_float]
+    return [path for path in floats if not check.is_optimizer(path)]
+
+
+def _unchanged(check: Check, last: Run, moved: list[Path]) -> None:
     """Finds arguments that no call so far has changed."""
-    calls = check.calls
-    outside = [p for p in calls.state_paths(last) if not calls.is_optimizer(p)]
-    floats = [p for p in outside if is_float(last.after[p])]
-    inner = [p for p in moved if calls.is_optimizer(p) and not calls.is_ours(p)]
-    trains = any(is_float(last.after[p]) for p in inner)
-    if floats and trains and not moved.intersection(floats):
+    floats = _outside(check, last)
+    inner = [path for path in moved if check.is_optimizer(path)]
+    # A counter moves on without gradients, too.
+    trains = any(last.changes[p].is_float for p in inner if p in last.changes)
+    if floats and trains and set(floats).isdisjoint(moved):
         # A window of MultiSteps may be longer.
-        level = "note" if calls.has_windows else None
-        values = {"calls": calls.count}
-        yield Found("nothing learned", check.name(floats[0]), level, values)
-        return
+        is_sure, calls = not check.has_windows, str(check.count)
+        return check.add("nothing learned", floats[0], is_sure, calls=calls)
+    arguments = {path[0] for path in moved}
     for argument in dict.fromkeys(path[0] for path in floats):
-        if argument not in {path[0] for path in moved}:
-            yield Found("comes back unchanged", f"args[{argument}]")
+        if argument not in arguments:
+            check.add("comes back unchanged", f"args[{argument}]")
 
 
 def diverging(run: Run) -> list[Path]:
     """Returns leaves whose replicas were equal before the call and differ after it."""
-    found = []
-    for path, new in run.after.items():
-        old = run.before[path]
-        if not isinstance(new, jax.Array) or len(new.sharding.device_set) == 1:
-            continue
-        if not _replicas_equal(new) and _replicas_equal(old):
-            found.append(path)
-    return found or _diverging_rows(run)
+    spread = {path: x for path, x in run.after.items() if devices_of(x) > 1}
+    found = [path for path, x in spread.items() if not _replicas_equal(x)]
+    found = [path for path in found if _replicas_equal(run.before[path])]
+    rows = {p: (host(run.before[p]), host(x)) for p, x in spread.items() if x.ndim}
+    is_pmap = all(len(new) == devices_of(spread[p]) for p, (_, new) in rows.items())
+    # Replicas of `pmap` are rows; those of members of an ensemble differ before it too.
+    if found or not is_pmap or not all(_are_equal(old) for old, _ in rows.values()):
+        return found
+    return [path for path, (_, new) in rows.items() if not _are_equal(new)]
+
+
+def devices_of(x: Leaf) -> int:
+    """Returns the number of devices that hold an array, or a part of it."""
+    return len(x.sharding.device_set) if isinstance(x, jax.Array) else 1
 
 
 def _replicas_equal(x: Leaf) -> bool:
     """Whether the parts of an array that hold the same rows are equal."""
-    if not isinstance(x, jax.Array):
-        return True
-    first: dict[str, np.ndarray] = {}
-    for shard in x.addressable_shards:
-        data = host(shard.data)
-        other = first.setdefault(str(shard.index), data)
-        if not np.array_equal(data, other, equal_nan=is_float(x)):
-            return False
-    return True
+    replicas: dict[str, list[np.ndarray]] = {}
+    for shard in x.addressable_shards if isinstance(x, jax.Array) else ():
+        replicas.setdefault(str(shard.index), []).append(host(shard.data))
+    return all(map(_are_equal, replicas.values()))
 
 
-def _diverging_rows(run: Run) -> list[Path]:
-    """Does so for `pmap`, whose replicas are rows; members of an ensemble differ."""
-    rows = {}
-    for path, new in run.after.items():
-        if isinstance(new, jax.Array) and len(new.sharding.device_set) > 1 and new.ndim:
-            old, entries = host(run.before[path]), host(new)
-            if (
-                len(entries) != len(new.addressable_shards)
-                or old.shape != entries.shape
-            ):
-                return []  # not of pmap
-            rows[path] = old, entries
-    if not all(_rows_equal(old) for old, _ in rows.values()):
-        return []
-    return [path for path, (_, new) in rows.items() if not _rows_equal(new)]
-
-
-def _rows_equal(x: np.ndarray) -> bool:
-    return np.array_equal(
-        x, np.broadcast_to(x[:1], x.shape), equal_nan=x.dtype.kind == "f"
-    )
+def _are_equal(parts: Any) -> bool:
+    is_number = parts[0].dtype.kind in "fV"
+    return all(np.array_equal(x, parts[0], equal_nan=is_number) for x in parts[1:])

@@ -1,20 +1,29 @@
-"""Calls a train step, and records the changes of each call."""
+"""Calls a train step with other values in its arguments, and records what changes."""
 
 import dataclasses
+import functools
+import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
-from ..._types import Function, Leaf, PyTree
-from .step_arguments import Arguments, Named, Path, host, is_float, is_key, like, named
+from ..._scaling.loss_scale import StaticLossScale
+from ..._tree import is_data, is_inexact, is_module
+from ..._types import Function, KeyPath, Leaf, PyTree
+from .step_rules import RULES, Level
+
+Path = tuple[str, ...]  # keys, indices and names of fields
+Named = dict[Path, Leaf]
+Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
 
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
 _SAMPLE = 4096  # entries of a leaf that are compared in size
-
-
-Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
 
 
 class Change(NamedTuple):
@@ -32,172 +41,267 @@ class Change(NamedTuple):
         with np.errstate(all="ignore"):
             return self.new - self.old
 
+    def is_as(self, other: "Change") -> bool:
+        return np.array_equal(self.new, other.new, equal_nan=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One call: its arguments and results.
+    """One call: arguments, what comes back of them, and all other results, by path."""
 
-    Attributes:
-      before: the arguments by path.
-      after: new values of the leaves that come back, by the path of the argument.
-      results: samples of all other results by path, f64.
-    """
-
+    check: "Check"
     before: Named
     after: Named
-    results: dict[Path, np.ndarray]
+    results: Named
+
+    @property
+    def skipped(self) -> list[Path]:
+        """Returns the states whose step was skipped, in any replica."""
+        return [path for path in self.check.states if self.moved((*path, "skipped"))]
+
+    @functools.cached_property
+    def counted(self) -> dict[Path, str]:
+        """Returns "finite", "overflow", "kept" or "lost" for each loss scale."""
+        return {scale: self._count(scale) for scale in self.check.scales}
+
+    def _count(self, scale: Path) -> str:
+        path = (*scale, "counter")
+        if path not in self.after:
+            return "lost"
+        moved = self.change(path).step
+        if not moved.any():
+            return "kept"
+        return "finite" if ((moved > 0) & (moved < -FAR / 10)).all() else "overflow"
+
+    @property
+    def is_applied(self) -> bool:
+        return not self.skipped and "overflow" not in self.counted.values()
+
+    @functools.cached_property
+    def changes(self) -> dict[Path, Change]:
+        """Returns the leaves that steps change and skips keep; keys are left out."""
+        leaves = [path for path, x in self.after.items() if not is_key(x)]
+        return {p: self.change(p) for p in leaves if not self.check.is_ours(p)}
 
     def change(self, path: Path) -> Change:
         old, new = host(self.before[path]), host(self.after[path])
-        is_number = is_float(self.after[path])
-        stays_finite = True
+        is_number, is_finite = is_float(self.after[path]), True
         if is_number and old.shape == new.shape:
-            stays_finite = bool((np.isfinite(new) | ~np.isfinite(old)).all())
+            is_finite = bool((np.isfinite(new) | ~np.isfinite(old)).all())
+        is_equal = np.array_equal(old, new, equal_nan=is_number)
         return Change(
-            old=_sampled(old),
-            new=_sampled(new),
-            is_equal=np.array_equal(old, new, equal_nan=is_number),
-            stays_finite=stays_finite,
-            is_float=is_number,
-            ndim=new.ndim,
+            sampled(old), sampled(new), is_equal, is_finite, is_number, new.ndim
         )
 
     def moved(self, path: Path) -> bool:
-        """Whether a flag or counter differs, in any replica or member."""
-        return path in self.after and not np.array_equal(
-            host(self.before[path]), host(self.after[path])
-        )
+        """Whether a leaf differs after the call, in any replica or member."""
+        return path in self.after and has_moved(self.before[path], self.after[path])
 
 
-class Calls:
-    """A step and its arguments; each call gets fresh copies of them.
+class Check:
+    """A step and its arguments, for all passes, and what they found so far."""
 
-    Attributes:
-      arguments: their arrays and names.
-      scales: paths of the loss scales that have leaves.
-      states: paths of the states of `with_loss_scale`.
-      has_windows: whether there is a state of `optax.MultiSteps`.
-      bare: bare arrays that seem to come back, but are not among `carried`.
-      has_other_states: whether a result is such a state in other shapes.
-      start: arrays in place of the arguments', for steps later than the first.
-      count: the calls so far.
-    """
+    base: Run  # an applied step at S = 8, with which others are compared
 
     def __init__(
         self, step: Function, args: tuple[PyTree, ...], carried: Sequence[int]
     ) -> None:
         self.step, self._carried = step, carried
-        self.arguments = Arguments(args)
-        self.arrays = self.arguments.arrays
-        self.scales = _parents(self.arrays, {"loss_scale", "counter"}, only=True)
-        self.states = _parents(self.arrays, {"grads_finite", "applied", "skipped"})
-        self.has_windows = any(path[-1] == "mini_step" for path in self.arrays)
-        records = _parents(self.arrays, {"log2_scale", "pushed"})  # LossScaleHistory
-        self._ours = (*self.scales, *records)
-        self.start: Named = {}
-        self.count = 0
-        self.bare: list[Path] = []
-        self.has_other_states = False
+        self._graph, pairs, self._tree = _flat(args)
+        self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
+        self.arrays = {path: x for path, x in self._leaves.items() if is_data(x)}
+        self.names: dict[Path, str] = {}  # as a reader writes them, `args[0]['w']`
+        self._in_modules: set[Path] = set()
+        for keys, _ in pairs:
+            path = path_of(keys)
+            self.names[path] = f"args{jax.tree_util.keystr(keys[: len(path)])}"
+            if len(path) < len(keys):
+                self._in_modules.add(path)
+        # Of a StaticLossScale, which has no leaves, S; of the others their paths.
+        self.fixed = [scale.loss_scale for scale in _constant_scales(args)]
+        self.scales = _parents(self.arrays, "loss_scale", "counter")
+        self.states = _parents(self.arrays, "grads_finite", "applied", "skipped")
+        self._ours = (*self.scales, *_parents(self.arrays, "log2_scale", "pushed"))
         self._places: dict[Path, Path] | None = None
+        self.has_windows = any(path[-1] == "mini_step" for path in self.arrays)
+        self.window = 1  # calls until an accumulated step ends
+        self.start, self.count = self.arrays, 0
+        # Text and places of each finding, by its rule and level.
+        self.found: dict[tuple[str, Level], tuple[str, list[str]]] = {}
+        self.not_checked: list[str] = []
+        self.is_over = False  # later passes cannot run
+        self.has_other_optimizers = False  # without a loss scale
 
-    def __call__(
-        self,
-        s: float | Mapping[Path, float] | None = None,
-        values: Mapping[Path, Leaf] = {},
-        counter: int = FAR,
-    ) -> Run:
-        """Calls the step at S = `s`, or at that of some loss scales; others have 8."""
-        before = {**self.arrays, **self.start}
-        for scale in self.scales:
-            value = s.get(scale) if isinstance(s, Mapping) else s
-            value = 8.0 if value is None else value
-            for name, entry in (("loss_scale", value), ("counter", counter)):
-                before[*scale, name] = like(self.arrays[*scale, name], entry)
-        before |= values
-        # A StaticLossScale changes only where it is alone: each S compiles.
-        is_constant = bool(self.arguments.fixed) and not self.scales
-        constant = s if is_constant and isinstance(s, float) else None
-        args = self.arguments.copies(before, constant)
-        out = self.step(*args)
-        self.count += 1
-        inside, results = self.arguments.in_modules(args), named(out)
-        if self._places is None:
-            plain = {path: x for path, x in before.items() if path not in inside}
-            self.bare = _bare(plain, results, self._carried)
-            self._places = _matched(
-                plain, results, self.states + self.scales, self._carried
-            )
-        places = self._places
-        others = results.keys() - places.values()
-        self.has_other_states = any(path[-1] == "skipped" for path in others if path)
-        after = {p: results.get(places[p]) for p in self.arrays if p in places}
-        after = {p: x for p, x in after.items() if x is not None}
-        after |= {path: leaf for path, leaf in inside.items() if path in before}
-        used = set(self._places.values())
-        rest = {
-            path: _sampled(host(leaf))
-            for path, leaf in results.items()
-            if path not in used and is_float(leaf)
-        }
-        return Run(before, after, rest)
+    def add(
+        self, rule: str, place: Path | str = "", is_sure: bool = True, **values: str
+    ) -> None:
+        """Records a finding at a leaf or result; one that is not sure is a note."""
+        level = RULES[rule].level if is_sure else "note"
+        finding = RULES[rule].text.format(**values), []
+        where = place if isinstance(place, str) else self.names[place]
+        self.found.setdefault((rule, level), finding)[1].append(where)
+
+    def has(self, *rules: str) -> bool:
+        return any(rule in rules for rule, _ in self.found)
+
+    def node_name(self, path: Path, field: str) -> str:
+        """Returns the name of a state or loss scale, by one of its fields."""
+        return self.names[*path, field].rpartition(field)[0].rstrip(".['")
 
     def is_ours(self, path: Path) -> bool:
         """Whether a leaf is S, a flag or counter, or of a guard or a history."""
-        if any(_is_below(path, parent) for parent in self._ours):
-            return True
-        states = [p for p in self.states if _is_below(path, p)]
-        return any(path[len(p)] != "inner_state" for p in states)
+        own = [state for state in self.states if _is_below(path, state)]
+        is_beside = any(path[len(state)] != "inner_state" for state in own)
+        return is_beside or any(_is_below(path, node) for node in self._ours)
 
     def is_optimizer(self, path: Path) -> bool:
         return any(_is_below(path, p) for p in (*self.states, *self.scales))
 
-    def state_paths(self, run: Run) -> list[Path]:
-        """Returns the leaves that steps change and skips keep; keys are left out."""
-        return [p for p, x in run.after.items() if not (self.is_ours(p) or is_key(x))]
+    def start_at(self, run: Run, window: int) -> None:
+        """Makes a run the one with which others are compared; they start as it did."""
+        self.base, self.start, self.window = run, run.before, window
 
-    def changes(self, run: Run) -> dict[Path, Change]:
-        return {path: run.change(path) for path in self.state_paths(run)}
+    def is_alike(self, run: Run | None) -> TypeGuard[Run]:
+        """Whether a call was applied, and counted as the first was."""
+        return run is not None and run.is_applied and run.counted == self.base.counted
 
-    def skipped(self, run: Run) -> list[Path]:
-        """Returns the states whose step was skipped, in any replica."""
-        return [path for path in self.states if run.moved((*path, "skipped"))]
+    def run(self, what: str, *args: PyTree, **kwargs: PyTree) -> Run | None:
+        """Calls the step; returns None if it raises, as its own checks may do."""
+        try:
+            return self.call(*args, **kwargs)
+        except Exception as error:
+            self.not_checked.append(f"{what}: the step raised {type(error).__name__}")
+            return None
 
-    def verdicts(self, run: Run) -> dict[Path, str]:
-        """Returns "finite", "overflow", "kept" or "lost" for each loss scale."""
-        found = {}
+    def window_after(self, run: Run) -> Run:
+        """Returns the last of the steps that follow a run until a window ends."""
+        for _ in range(self.window):
+            run = self.run("later steps", follows=run) or run
+        return run
+
+    def call(
+        self,
+        s: float | None = None,
+        only: Path | None = None,
+        values: Mapping[Path, ArrayLike] = {},
+        counter: int = FAR,
+        follows: Run | None = None,
+    ) -> Run:
+        """Calls the step at S = `s`, of all loss scales or of `only` one; others are 8.
+
+        `values` has new entries of leaves. The call starts as the base did, or where
+        another ended. A `StaticLossScale` changes only where it is alone.
+        """
+        before = {**self.start, **(follows.after if follows else {})}
+        new = dict(values)
         for scale in self.scales:
-            path = (*scale, "counter")
-            if path not in run.after:
-                found[scale] = "lost"
-                continue
-            moved = host(run.after[path]).astype(np.int64) - host(run.before[path])
-            is_finite = ((moved > 0) & (moved < 10**5)).all()
-            is_kept = (moved == 0).all()
-            found[scale] = "finite" if is_finite else "kept" if is_kept else "overflow"
-        return found
+            new_s = 8.0 if s is None or only not in (None, scale) else s
+            new[*scale, "loss_scale"] = new_s
+            new[*scale, "counter"] = counter
+        before |= {path: _like(before[path], value) for path, value in new.items()}
+        args = self.copies(before)
+        if s is not None and not self.scales:
+            for constant in _constant_scales(args):
+                object.__setattr__(constant, "loss_scale", s)  # infinity too
+        out = self.step(*args)
+        self.count += 1
+        results, held = named(out), named(args) if self._in_modules else {}
+        if self._places is None:
+            plain = {p: x for p, x in before.items() if p not in self._in_modules}
+            whole = self.states + self.scales
+            self._places = _matched(plain, results, whole, self._carried)
+        places, after = self._places, {}
+        for path in before:
+            if path in self._in_modules and path in held:
+                after[path] = held[path]
+            elif places.get(path) in results:
+                after[path] = results[places[path]]
+        used = set(places.values())
+        rest = {path: x for path, x in results.items() if path not in used}
+        return Run(self, before, after, rest)
 
-    def is_applied(self, run: Run) -> bool:
-        return not self.skipped(run) and "overflow" not in self.verdicts(run).values()
-
-    def later(self, run: Run) -> Named:
-        """Returns the arrays of the next step."""
-        return {**self.start, **run.after}
-
-
-def _parents(arrays: Named, names: set[str], only: bool = False) -> list[Path]:
-    """Returns paths with these names below; `only`: and at most a hysteresis."""
-    below: dict[Path, set[str]] = {}
-    for path in arrays:
-        for i in range(len(path)):
-            below.setdefault(path[:i], set()).add(path[i])
-    found = [path for path, inner in below.items() if names <= inner]
-    return [p for p in found if not only or below[p] <= {*names, "hysteresis_left"}]
+    def copies(self, values: Mapping[Path, Leaf]) -> PyTree:
+        """Returns copies of the arguments, since a step may donate them."""
+        leaves = []
+        for path, old in self._leaves.items():
+            leaf = values.get(path, old)
+            is_array = isinstance(leaf, (jax.Array, np.ndarray))
+            leaves.append(leaf.copy() if is_array else leaf)
+        args = jax.tree.unflatten(self._tree, leaves)
+        return args if self._graph is None else _nnx().merge(self._graph, args)
 
 
-def _sampled(x: np.ndarray) -> np.ndarray:
+def _flat(tree: PyTree) -> tuple[PyTree, list[tuple[KeyPath, Leaf]], PyTree]:
+    """Returns the graph of NNX modules or None, keys and leaves, and the structure."""
+    graph = None
+    if any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module))):
+        graph, tree = _nnx().split(tree)
+    return graph, *jax.tree_util.tree_flatten_with_path(tree)
+
+
+def named(tree: PyTree) -> Named:
+    """Returns the arrays and numbers of a pytree by path, NNX modules included."""
+    return {path_of(keys): leaf for keys, leaf in _flat(tree)[1] if is_data(leaf)}
+
+
+def path_of(keys: KeyPath) -> Path:
+    if not keys:
+        return ()
+    path = tuple(jax.tree_util.keystr(keys, simple=True, separator="\n").split("\n"))
+    # An NNX variable has its array in a field.
+    is_variable = hasattr(keys[-1], "name") and "flax.nnx" in sys.modules
+    return path[:-1] if is_variable and path[-1] == "value" else path
+
+
+def is_float(leaf: Leaf) -> bool:
+    return is_inexact(leaf) and not is_key(leaf)
+
+
+def is_key(leaf: Leaf) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key)
+
+
+def host(leaf: Leaf) -> np.ndarray:
+    """Returns the entries; of an array over processes, those of its first part here."""
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = leaf.addressable_data(0)
+    return np.asarray(leaf)
+
+
+def has_moved(old: Leaf, new: Leaf) -> bool:
+    return not np.array_equal(host(old), host(new))
+
+
+def sampled(x: np.ndarray) -> np.ndarray:
     """Returns at most `_SAMPLE` evenly spread entries as f64."""
     x = np.stack([np.real(x), np.imag(x)]) if np.iscomplexobj(x) else x
     return x.ravel()[:: max(1, math.ceil(x.size / _SAMPLE))].astype(np.float64)
+
+
+def _like(leaf: Leaf, value: ArrayLike) -> Leaf:
+    """Returns `value`, broadcast to the shape, dtype and devices of `leaf`."""
+    filled = np.broadcast_to(value, np.shape(leaf)).astype(leaf.dtype)
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(filled, leaf.sharding if leaf.committed else None)
+    return filled
+
+
+def _nnx() -> PyTree:
+    return sys.modules["flax.nnx"]  # it is imported where there are modules
+
+
+def _constant_scales(args: PyTree) -> list[StaticLossScale]:
+    def is_constant(x: PyTree) -> bool:
+        return isinstance(x, StaticLossScale)
+
+    return [x for x in jax.tree.leaves(args, is_leaf=is_constant) if is_constant(x)]
+
+
+def _parents(arrays: Named, *names: str) -> list[Path]:
+    """Returns the paths of nodes with leaves of these names."""
+    nodes = dict.fromkeys(path[:-1] for path in arrays)
+    return [node for node in nodes if all((*node, name) in arrays for name in names)]
 
 
 def _matched(
@@ -210,47 +314,51 @@ def _matched(
     nearest one is taken. A bare array matches only within a dictionary.
     """
     ours, theirs = _subtrees(before), _subtrees(results)
+    found: dict[Path, Path] = {}
+    for position in carried:
+        path = (str(position),)
+        found[path] = path if theirs.get(path) == ours[path] else ()
+    taken = set(found.values())
     places: dict[Form, list[Path]] = {}
     for place, form in theirs.items():
         places.setdefault(form, []).append(place)
-    pairs: list[tuple[Path, Path]] = []
-    for position in carried:
-        path = (str(position),)
-        pairs.append((path, path if theirs.get(path) == ours[path] else ()))
+
+    def is_free(leaves: dict[Path, Path]) -> bool:
+        return found.keys().isdisjoint(leaves) and taken.isdisjoint(leaves.values())
+
+    def gap(leaves: dict[Path, Path]) -> float:
+        return sum(_distance(before[p], results[q]) for p, q in leaves.items())
+
+    def rank(path: Path) -> tuple[int, int]:
+        return -len(ours[path]), len(path)
+
+    inside = {p for p in ours if any(p != w and _is_below(p, w) for w in whole)}
+    paths = [path for path in ours if path and path not in inside]
     # The largest parts first: parameters have the form of their moments.
-    for path in sorted(ours, key=lambda path: (-len(ours[path]), len(path))):
-        if path and not any(path != p and _is_below(path, p) for p in whole):
-            fitting = places.get(ours[path], [])
-            pairs += [(path, p) for p in fitting if _may_match(path, p, ours[path])]
-    several = {path for path, _ in pairs if sum(path == p for p, _ in pairs) > 1}
-
-    def order(pair: tuple[Path, Path]) -> tuple[float, ...]:
-        path, place = pair
-        suffixes = [suffix for suffix, _ in ours[path]]
-        gap = 0.0
-        if path in several:
-            old = [before[*path, *suffix] for suffix in suffixes]
-            new = [results[*place, *suffix] for suffix in suffixes]
-            gap = sum(map(_distance, old, new))
-        is_carried = len(path) == 1 and int(path[0]) in carried
-        return not is_carried, -len(suffixes), len(path), gap
-
-    found: dict[Path, Path] = {}
-    for path, place in sorted(pairs, key=order):
-        taken = [
-            any(_is_below(p, path) for p in found),
-            any(_is_below(p, place) or _is_below(place, p) for p in found.values()),
+    for _, group in itertools.groupby(sorted(paths, key=rank), rank):
+        free = [path for path in group if (*path, *ours[path][0][0]) not in found]
+        pairs = [
+            {(*path, *end): (*place, *end) for end, _ in ours[path]}
+            for path in free
+            for place in places.get(ours[path], ())
+            if _may_match(path, place, ours[path])
         ]
-        if not any(taken):
-            found |= {(*path, *s): (*place, *s) for s, _ in ours[path]}
+        for leaves in sorted(filter(is_free, pairs), key=gap):
+            if is_free(leaves):
+                found |= leaves
+                taken.update(leaves.values())
     return found
 
 
-def _bare(before: Named, results: Named, carried: Sequence[int]) -> list[Path]:
-    """Returns bare arrays that may come back as the result at the same position."""
-    bare = [p for p, x in before.items() if len(p) == 1 and np.ndim(x) and is_float(x)]
-    bare = [p for p in bare if int(p[0]) not in carried and p in results]
-    return [p for p in bare if np.shape(results[p]) == np.shape(before[p])]
+def _may_match(path: Path, place: Path, form: Form) -> bool:
+    """Whether equal names and shapes suffice for a match."""
+    names = [name for suffix, _ in form for name in suffix]
+    if any(not name.isdigit() for name in path):
+        # A part of something that has names.
+        return not path[-1].isdigit() and path[-1:] == place[-1:]
+    # Lists of arrays, such as weights of layers: not a batch, nor a pair of scalars.
+    is_list = len(form) > 2 and any(len(shape) > 1 for _, shape in form)
+    return is_list or any(not name.isdigit() for name in names)
 
 
 def _is_below(path: Path, other: Path) -> bool:
@@ -261,7 +369,7 @@ def _distance(old: Leaf, new: Leaf) -> float:
     if not (is_float(old) and is_float(new)):
         return 0.0
     with np.errstate(all="ignore"):
-        gap = float(np.abs(_sampled(host(new)) - _sampled(host(old))).sum())
+        gap = float(np.abs(sampled(host(new)) - sampled(host(old))).sum())
     return gap if math.isfinite(gap) else 1e30
 
 
@@ -272,16 +380,3 @@ def _subtrees(arrays: Named) -> dict[Path, Form]:
         for i in range(len(path) + 1):
             below.setdefault(path[:i], set()).add((path[i:], np.shape(leaf)))
     return {path: tuple(sorted(form)) for path, form in below.items()}
-
-
-def _may_match(path: Path, place: Path, form: Form) -> bool:
-    """Whether equal names and shapes suffice for a match."""
-    names = {name for suffix, _ in form for name in suffix}
-    if path[-1:] == place[-1:] and not path[-1].isdigit():
-        return True
-    if not all(name.isdigit() for name in path):
-        return False  # a part of something that has names
-    if not all(name.isdigit() for name in names):
-        return True
-    # Lists of arrays, such as weights of layers: not a batch, nor a pair of scalars.
-    return len(form) > 2 and any(len(shape) > 1 for _, shape in form)

@@ -13,76 +13,61 @@ from ..._jaxpr import (
     equations,
     equations_within,
     shape,
-    subjaxprs,
     variables,
 )
 from ..._tree import FlatCall
-from ..._types import Leaf
-from .step_found import Check, Found
+from .step_applied import devices_of
+from .step_calls import Check
 
 _SUMS = ("psum", "reduce_scatter", "psum_scatter")
+_UNSCALED = ("mul", "div")
 
 
-def program(check: Check) -> Iterator[Found]:
+def program(check: Check) -> None:
     """Checks sums and agreements over devices."""
-    arrays = [x for x in check.base.after.values() if isinstance(x, jax.Array)]
-    if all(len(x.sharding.device_set) == 1 for x in arrays):
+    arrays = {p: x for p, x in check.base.after.items() if isinstance(x, jax.Array)}
+    if all(devices_of(x) == 1 for x in arrays.values()):
         return
     try:
-        call = FlatCall(check.calls.step, check.calls.arguments.copies({}), {})
+        call = FlatCall(check.step, check.copies({}), {})
         traced = jax.make_jaxpr(call)(*call.arrays)
     except Exception as error:
         why = f"the step cannot be traced ({type(error).__name__})"
         check.not_checked.append(f"sums and agreements over devices: {why}")
         return
-    shapes = {shape for x in arrays if x.ndim for shape in _local_shapes(x)}
+    shapes: set[tuple[int, ...]] = set()
+    split: set[str] = set()
+    with_s: set[str] = set()  # pmap's axis splits S too, into a row for each replica
+    for path, x in arrays.items():
+        local = x.sharding.shard_shape(x.shape)
+        shapes |= {x.shape, local, local[1:]} if x.ndim else set()
+        axes = jax.tree.leaves(tuple(getattr(x.sharding, "spec", ())))
+        (with_s if check.is_ours(path) else split).update(axes)
     for dtype in _half_sums(traced, shapes):
-        level = "note" if dtype == "bfloat16" else None  # it may be chosen for the wire
-        yield Found("half-precision sum", "", level, {"dtype": dtype})
-    # pmap's axis splits S too, into a row for each replica.
-    run, ours = check.base, check.calls.is_ours
-    split = {axis for p, x in run.after.items() if not ours(p) for axis in _axes(x)}
-    split -= {axis for p, x in run.after.items() if ours(p) for axis in _axes(x)}
+        # A bfloat16 may be chosen for the wire.
+        check.add("half-precision sum", "", dtype != "bfloat16", dtype=dtype)
     for eqn in equations(traced):
         if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma", True):
-            for axis in sorted(split - _agreed(bare(eqn.params["jaxpr"]))):
+            for axis in sorted(split - with_s - _agreed(bare(eqn.params["jaxpr"]))):
                 if axis in eqn.params["mesh"].axis_names:
-                    yield Found("skip not agreed", "", None, {"axis": repr(axis)})
-
-
-def _local_shapes(x: jax.Array) -> set[tuple[int, ...]]:
-    local = x.sharding.shard_shape(x.shape)
-    return {x.shape, local, local[1:]}  # of pmap without the axis of devices
-
-
-def _axes(x: Leaf) -> set[str]:
-    spec = getattr(getattr(x, "sharding", None), "spec", ())
-    return {axis for entry in spec for axis in _names(entry)}
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+                    check.add("skip not agreed", axis=repr(axis))
 
 
 def _half_sums(traced: Program, shapes: set[tuple[int, ...]]) -> Iterator[str]:
     """Finds sums in half precision of float32 values that were just unscaled."""
-    body = bare(traced)
-    makers = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-    for eqn in body.eqns:
-        for inner in subjaxprs(eqn):
-            yield from _half_sums(inner, shapes)
+    eqns = list(equations(traced))
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    for eqn in eqns:
         if not eqn.primitive.name.startswith(_SUMS):
             continue
         for var in variables(eqn.invars):
             cast = makers.get(var)
             if cast is None or cast.primitive.name != "convert_element_type":
                 continue
-            made = [
-                makers[v].primitive.name for v in variables(cast.invars) if v in makers
-            ]
-            is_unscaled = made in (["mul"], ["div"])
+            made = [makers.get(source) for source in variables(cast.invars)]
+            names = [maker.primitive.name for maker in made if maker is not None]
             is_half = dtype_name(var) in ("float16", "bfloat16")
-            if is_unscaled and is_half and shape(var) in shapes:
+            if is_half and shape(var) in shapes and names and names[0] in _UNSCALED:
                 yield dtype_name(var)
 
 

@@ -32,8 +32,7 @@ _OUTERMOST = (
 RULES = {
     "not returned": Rule(
         "an applied step", "error",
-        "The state of with_loss_scale is not among the results: S, moments and "
-        "counters never change.",
+        "The state of with_loss_scale is not among the results, so it never changes.",
         "Return the state that tx.update returns, and pass it to the next step.",
     ),
     "nothing changes": Rule(
@@ -44,44 +43,35 @@ RULES = {
     ),
     "S never adjusted": Rule(
         "an applied step", "error",
-        "An applied step does not count towards the next growth: S comes back as it "
-        "went in, or starts over.",
+        "An applied step does not count: S comes back as it went in, or starts over.",
         "Return the state of tx.update as it is (with NNX, call optimizer.update); by "
         "hand, loss_scale = loss_scale.adjust(jmp_scale.all_finite(grads)).",
     ),
     "never unscaled": Rule(
         "several S", "error",
-        "The change grows with S: the gradients are never unscaled, or the loss is "
-        "scaled twice.",
+        "It grows with S: gradients are never unscaled, or the loss is scaled twice.",
         f"{_TAKE} By hand, grads = opt_state.loss_scale.unscale(grads) after the "
         "gradient of the scaled loss.",
     ),
     "unscaled twice": Rule(
         "several S", "error",
-        "The change falls with S: the gradients are unscaled twice, or the loss is not "
-        "scaled.",
+        "It falls with S: gradients are unscaled twice, or the loss is not scaled.",
         f"{_TAKE} No unscale follows.",
     ),
     "partly unscaled": Rule(
         "several S", "error",
-        "A part of the change falls with S: something unscaled was added to gradients "
-        "that were still scaled.",
-        "Add it to the loss (a penalty), or to the gradients that "
-        "jmp_scale.value_and_grad returns.",
+        "A part of it falls with S: something unscaled was added to scaled gradients.",
+        "Add it to the loss, or to gradients that jmp_scale.value_and_grad returns.",
     ),
     "unscaled by the next S": Rule(
         "a step in which S grows", "error",
-        "The change depends on the S of the next step: the gradients are unscaled "
-        "after S was adjusted.",
-        "Unscale by the loss scale that scaled, before adjust: "
-        "jmp_scale.value_and_grad does.",
+        "It depends on the S of the next step: gradients are unscaled after adjust.",
+        "Unscale by the S that scaled, before adjust: jmp_scale.value_and_grad does.",
     ),
     "S not used": Rule(
         "S = inf", "error",
-        "With S = inf the step is applied, and as with any other S: the loss is not "
-        "scaled by this S.",
-        f"{_TAKE} Not from jax.value_and_grad, nor with an S that the step creates or "
-        "captures.",
+        "With S = inf the step is applied as usual: this S does not scale the loss.",
+        f"{_TAKE} Not from jax.value_and_grad, nor by an S that the step captures.",
     ),
     "another S": Rule(
         "S = inf", "error",
@@ -90,15 +80,12 @@ RULES = {
     ),
     "state put back": Rule(
         "S = inf", "error",
-        "A step that overflows leaves opt_state as it was: S does not fall, and every "
-        "step is skipped from then on.",
-        f"{_OUTERMOST} Replace apply_if_finite by it; return the new state on skipped "
-        "steps too.",
+        "A step that overflows leaves opt_state as it was, so S never falls.",
+        f"{_OUTERMOST} It replaces apply_if_finite. Return the state on skips, too.",
     ),
     "overflow hidden": Rule(
         "S upward, S = inf", "error",
-        "Gradients that overflowed are applied: a clip, nan_to_num or zero_nans hides "
-        "them from with_loss_scale.",
+        "Overflowed gradients are applied: a clip, nan_to_num or zero_nans hides them.",
         f"Give tx.update the gradients as value_and_grad returns them. {_OUTERMOST}",
     ),
     "overflow stays": Rule(
@@ -118,10 +105,8 @@ RULES = {
     ),
     "changed on a spike": Rule(
         "a spike", "error",
-        "It changes on a step that the guard skips as a spike, whose gradients are "
-        "finite.",
-        "Select by opt_state.applied, not by grads_finite: "
-        "jmp_scale.select_tree(opt_state.applied, new, old).",
+        "It changes on a spike, which the guard skips; its gradients are finite.",
+        "Select by opt_state.applied in place of opt_state.grads_finite.",
     ),
     "replicas diverge": Rule(
         "an applied step, NaN", "error",
@@ -131,14 +116,12 @@ RULES = {
     ),
     "skip not agreed": Rule(
         "the program", "error",
-        "The skip is not agreed over the mesh axis {axis}, over which the state is "
-        "split: one part may skip a step that another applies.",
+        "Parts of the state along mesh axis {axis} may skip a step that others apply.",
         "Name all axes, with_loss_scale(..., axis_name=(...)), or none.",
     ),
     "value is scaled": Rule(
         "S = inf", "error",
-        "The loss that tx.update gets as value= is scaled: an overflow counts as a bad "
-        "batch, and S does not fall.",
+        "The value= is scaled: an overflow counts as a bad batch, and S does not fall.",
         "Pass the unscaled loss, which jmp_scale.value_and_grad returns.",
     ),
     "nothing learned": Rule(
@@ -159,8 +142,7 @@ RULES = {
     ),
     "half-precision sum": Rule(
         "the program", "warning",
-        "Unscaled gradients are cast to {dtype} before they are summed over devices: "
-        "small ones become 0.",
+        "Unscaled gradients are summed in {dtype} over devices: small ones become 0.",
         "Sum in float32, or before unscaling; see jmp_scale.sum_gradients.",
     ),
     "no loss scale": Rule(
@@ -172,14 +154,12 @@ RULES = {
     ),
     "state out of reach": Rule(
         "the arguments", "note",
-        "{what} holds the state, which can be neither copied nor read: the step was "
-        "not called.",
+        "{what} holds the state, which cannot be copied: the step was not called.",
         "Pass the state as arguments and return it, at least to this check.",
     ),
     "not applied": Rule(
         "an applied step", "note",
-        "The step is skipped with these arguments, also at S = 8, so nothing else can "
-        "be checked.",
+        "The step is skipped, also at S = 8, so nothing else can be checked.",
         "Pass a batch with a finite loss; diagnose_nonfinite(loss_fn, loss_scale, "
         "params, batch) finds the operation that is not finite.",
     ),
@@ -213,4 +193,3 @@ RULES = {
         "Pass the first one with the type of the others: jnp.asarray(x, dtype).",
     ),
 }  # fmt: skip
-ORDER = list(RULES)

@@ -1,124 +1,80 @@
 """Checks that applied steps do the same at every loss scale."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from .step_arguments import Path, host
-from .step_found import Changes, Check, Found
+from .step_calls import Change, Check, Path, Run, host, is_float, sampled
 
-_POWERS = (-9, -5, -1, 3, 7, 11)  # log2 of S: a clip's threshold may lie between
-# A clip may leave only the ends alone, or gradients be large and its threshold small.
-_ENDS = (-17, -15, -13, -7, 9)
+# log2 of S. A clip's threshold may lie between, and it may leave only the ends alone.
+_POWERS = (-17, -15, -13, -9, -7, -5, -1, 3, 7, 9, 11)
+_ALONE = (-1, 7)  # log2 of one S, while others are 2^3
 _BETWEEN = (6.7, 10.3)  # rounding differs at these, which are not powers of two
 _HIGHEST = 126  # log2 of the largest S whose inverse is a normal number
-_ALONE = (-1, 7)  # log2 of one S, while others are 2^3
 _GROWS = 2**30  # a counter at which S grows, whatever its period
 
+Rows = dict[Path, np.ndarray]  # a change or a result by path
+Changes = Mapping[Path, Change]
 
-Rows = dict[Path, tuple[np.ndarray, np.ndarray]]  # (change, new value) by leaf
 
-
-def several_s(check: Check) -> Iterator[Found]:
+def several_s(check: Check) -> None:
     """Checks the same step at eleven S: nothing may grow or fall with S."""
-    calls, fixed = check.calls, check.calls.arguments.fixed
-    # Each S of a StaticLossScale is a compilation.
-    powers: tuple[float, ...] = (*_POWERS, *_ENDS)
-    if not calls.scales:
-        powers = tuple(np.log2(fixed[0]) + np.array([0, 4])) if fixed else ()
+    powers: Sequence[float] = _POWERS
+    if not check.scales:  # each S of a StaticLossScale is a compilation
+        powers = [np.log2(s) + more for s in check.fixed[:1] for more in (0, 4)]
     table: dict[float, Rows] = {}
     results: dict[float, Rows] = {}
-    for power in powers:
-        run = check.run(f"S = 2^{power:g}", 2.0**power)
-        if check.is_alike(run):
-            table[power] = _rows(calls.changes(run))
-            results[power] = {path: (x, x) for path, x in run.results.items()}
-            for path, x in run.after.items():
-                if path[-2:] == ("guard", "loss_mean"):
-                    mean = host(x).astype(np.float64).ravel()
-                    results[power][path] = mean, mean
-    if table and not any(x.any() for rows in table.values() for x, _ in rows.values()):
+    for power, run in _alike(check, powers):
+        table[power] = _steps(run.changes, power)
+        named = {p: x for p, x in run.after.items() if p[-2:] == ("guard", "loss_mean")}
+        named |= {path: x for path, x in run.results.items() if is_float(x)}
+        rows = {path: sampled(host(x)) for path, x in named.items()}
+        results[power] = {p: x for p, x in rows.items() if not _is_s(x, power)}
+    if table and not any(x.any() for rows in table.values() for x in rows.values()):
         check.not_checked.append(
             "whether gradients are unscaled: they are 0 with these arguments"
         )
     slopes = _slopes(table)
-    in_part: list[Path] = []
-    for path in _with_part_of_s(table, 1 / 16) if 1 not in slopes.values() else ():
-        # Weight decay and the moments of earlier steps do not depend on S.
-        if _is_decay(table, path, check):
-            slopes.setdefault(path, -1)
-        else:
-            in_part.append(path)
-            yield Found("partly unscaled", check.name(path))
-    if in_part:  # squares of these fall with S too, but not at the largest S
-        slopes = _slopes({s: rows for s, rows in table.items() if s >= 3})
-    elif not slopes:
-        slopes = dict.fromkeys(_with_part_of_s(table, 16), 1)
+    if 1 not in slopes.values() and len(table) > 2:
+        slopes |= dict.fromkeys(_in_part(table, max(table), -1), -1)
+        slopes = slopes or dict.fromkeys(_in_part(table, -1, 1), 1)
     for path, slope in slopes.items():
-        yield Found(
-            "never unscaled" if slope > 0 else "unscaled twice", check.name(path)
-        )
+        if slope > 0:
+            check.add("never unscaled", path)
+        elif _keeps_a_part(check, table, path):
+            check.add("partly unscaled", path)
+        else:
+            check.add("unscaled twice", path)
     for path in _slopes(results):
         if path in check.base.after:
-            yield Found("value is scaled", check.name(path))
+            check.add("value is scaled", path)
         elif "scale" not in "".join(path).lower():
-            yield Found("reported scaled", _result_name(path))
-    if len(calls.scales) > 1 and not slopes:
-        yield from _one_s_alone(check)
-
-
-def _one_s_alone(check: Check) -> Iterator[Found]:
-    """Changes each S alone: together they cancel if one scales and one unscales."""
-    for scale in check.calls.scales:
-        table = {3.0: _rows(check.changes)}
-        for power in _ALONE:
-            run = check.run("S alone", {scale: 2.0**power})
-            if check.is_alike(run):
-                table[power] = _rows(check.calls.changes(run))
+            keys = (f"[{key}]" if key.isdigit() else f"[{key!r}]" for key in path)
+            check.add("reported scaled", f"result{''.join(keys)}")
+    # Together they cancel if one scales and one unscales.
+    for scale in check.scales if len(check.scales) > 1 and not slopes else ():
+        table = {3: _steps(check.base.changes, 3)}
+        for power, run in _alike(check, _ALONE, scale):
+            table[power] = _steps(run.changes, power)
         if _slopes(table):
-            yield Found("another S", check.node_name(scale, "counter"))
+            check.add("another S", check.node_name(scale, "counter"))
 
 
-def _rows(changes: Changes) -> Rows:
-    return {path: (c.step, c.new) for path, c in changes.items() if c.is_float}
+def _alike(
+    check: Check, powers: Sequence[float], only: Path | None = None
+) -> Iterator[tuple[float, Run]]:
+    """Calls the step at several S, and yields log2 of S and the runs as at S = 8."""
+    for power in powers:
+        run = check.run(f"S = 2^{power:g}", 2.0**power, only)
+        if check.is_alike(run):
+            yield power, run
 
 
-def _result_name(path: Path) -> str:
-    keys = (f"[{key}]" if key.isdigit() else f"[{key!r}]" for key in path)
-    return f"result{''.join(keys)}"
-
-
-def _slopes(table: Mapping[float, Rows]) -> dict[Path, int]:
-    """Returns 1 or -1 for leaves that grow or fall with S or a power of it."""
-    scores: dict[tuple[Path, int], int] = {}
-    powers = sorted(table)
-    for low, high in itertools.pairwise(powers):
-        for path, (step, new) in table[high].items():
-            if path not in table[low] or _is_s(new, high):
-                continue
-            slopes = _log2_slopes(table[low][path][0], step, high - low)[:, None]
-            for sign in (1, -1):
-                near = np.abs(sign * slopes - [1, 2, 3]).min(1, initial=9) < 0.15
-                if near.size and near.mean() > 0.5:
-                    # Few entries may agree by chance, or by rounding, once or twice.
-                    # Entries that are equal agree as one.
-                    is_few = np.unique(step).size < 8
-                    score = 2 if is_few else 6 if near.mean() > 0.95 else 3
-                    scores[path, sign] = scores.get((path, sign), 0) + score
-    enough = 6 if len(powers) > 2 else 3
-    paths = table[powers[0]] if powers else ()
-    found = itertools.product(paths, (1, -1))
-    return {path: sign for path, sign in found if scores.get((path, sign), 0) >= enough}
-
-
-def _log2_slopes(low: np.ndarray, high: np.ndarray, distance: float) -> np.ndarray:
-    if low.shape != high.shape:
-        return np.zeros(0)
-    # What underflows at the smaller S is no slope: it counts as infinite.
-    usable = np.isfinite(low) & np.isfinite(high) & (high != 0)
-    with np.errstate(divide="ignore"):
-        return np.log2(np.abs(high[usable] / low[usable])) / distance
+def _steps(changes: Changes, power: float) -> Rows:
+    floats = {path: change for path, change in changes.items() if change.is_float}
+    return {p: c.step for p, c in floats.items() if not _is_s(c.new, power)}
 
 
 def _is_s(value: np.ndarray, power: float) -> bool:
@@ -126,101 +82,113 @@ def _is_s(value: np.ndarray, power: float) -> bool:
     return bool(np.isin(value, 2.0 ** np.array([power - 1, power, power + 1])).all())
 
 
-def _with_part_of_s(table: Mapping[float, Rows], factor: float) -> list[Path]:
-    """Returns leaves whose change is a + b S or a + b / S.
+def _slopes(table: Mapping[float, Rows], tolerance: float = 0.15) -> dict[Path, int]:
+    """Returns 1 or -1 for leaves that grow or fall with S or a power of it."""
+    votes: Counter[tuple[Path, int]] = Counter()
+    powers = sorted(table)
+    for low, high in itertools.pairwise(powers):
+        for path, new in table[high].items():
+            old = table[low].get(path)
+            if old is None or old.shape != new.shape:
+                continue
+            # What underflows at the smaller S is no slope: it counts as infinite.
+            usable = np.isfinite(old) & np.isfinite(new) & (new != 0)
+            with np.errstate(divide="ignore"):
+                slopes = np.log2(np.abs(new[usable] / old[usable])) / (high - low)
+            for sign in (1, -1) if slopes.size else ():
+                gaps = np.abs(sign * slopes[:, None] - [1, 2, 3]).min(1)
+                share = np.mean(gaps < tolerance)
+                if share > 0.5:
+                    # Few entries may agree by chance, or by rounding, once or twice.
+                    # Entries that are equal agree as one.
+                    is_few = np.unique(new).size < 8
+                    votes[path, sign] += 2 if is_few else 6 if share > 0.95 else 3
+    enough = 6 if len(powers) > 2 else 3
+    found = itertools.product(table[powers[0]] if powers else (), (1, -1))
+    return {path: sign for path, sign in found if votes[path, sign] >= enough}
 
-    S grows 16 times from each power to the next, and the differences of the changes by
-    `factor`. Twice in a row, that is not by chance.
+
+def _in_part(table: Mapping[float, Rows], power: float, sign: int) -> list[Path]:
+    """Returns leaves whose change is a + b S, or a + b / S if `sign` is -1.
+
+    What differs from the change at one S, where that part is small, is then b S.
     """
-    found = []
-    low, high = _POWERS[-2:]
-    for first in range(len(_POWERS) - 3):
-        powers = _POWERS[first : first + 4]
-        if not all(power in table for power in (*powers, low, high)):
-            continue
-        for path in table[powers[0]]:
-            values = np.array([table[power][path][0] for power in powers])
-            one, two, three = np.diff(values, axis=0)
-            with np.errstate(all="ignore"):
-                is_large = np.abs([one, three]).min(0) > 1e-5 * np.abs(values[-1])
-                ratios = np.array([two / one, three / two])[:, is_large]
-                rest = (table[high][path][0] / table[low][path][0])[is_large]
-            agree = (np.abs(ratios / factor - 1) < 0.1).all(0)
-            # If a is 0 (unscaled twice), the whole change shrinks 16 times.
-            agree &= np.abs(rest) > 0.25
-            if agree.size >= 4 and agree.mean() > 0.5:
-                found.append(path)
-    return list(dict.fromkeys(found))
+    constant = table.get(power, {})
+    differences: dict[float, Rows] = {}
+    for s, rows in table.items():
+        differences[s] = {}
+        for path in rows.keys() & constant.keys():
+            gap = rows[path] - constant[path]
+            is_large = np.abs(gap) > 1e-5 * np.abs(constant[path])
+            differences[s][path] = np.where(is_large, gap, 0)
+    slopes = _slopes(differences, 0.04)
+    return [path for path in constant if slopes.get(path) == sign]
 
 
-def _is_decay(table: Mapping[float, Rows], path: Path, check: Check) -> bool:
-    """Whether the constant part is a multiple of the falling one, or of the weights."""
-    powers = [power for power in sorted(table) if power >= _POWERS[0]]
-    low, middle, *_, high = (table[power][path][0] for power in powers)
-    old = check.changes[path].old
-    others = [middle - low] + [old] * (not check.calls.is_optimizer(path))
-    norms = [np.linalg.norm(high) * np.linalg.norm(x) for x in others]
-    return any(abs(high @ x) > 0.9 * n for x, n in zip(others, norms, strict=True))
+def _keeps_a_part(check: Check, table: Mapping[float, Rows], path: Path) -> bool:
+    """Whether a part of a change that falls with S is left at the largest S.
+
+    Weight decay and moments of earlier steps do not depend on S either: these are
+    multiples of the weights, or of the part that falls.
+    """
+    powers = [power for power in sorted(table) if path in table[power]]
+    middle, last = table[powers[len(powers) // 2]][path], table[powers[-1]][path]
+    distance, largest = powers[-1] - powers[-2], np.linalg.norm(last)
+    if largest < 2 ** (-distance / 2) * np.linalg.norm(table[powers[-2]][path]):
+        return False
+    others = [middle - last]
+    if not check.is_optimizer(path):
+        others.append(check.base.changes[path].old)
+    return not any(abs(last @ x) > 0.9 * largest * np.linalg.norm(x) for x in others)
 
 
-def larger_s(check: Check) -> Iterator[Found]:
+def larger_s(check: Check) -> None:
     """Checks that the step is still the same at the largest S that is applied."""
-    calls = check.calls
-    if not calls.scales or check.has("never unscaled", "unscaled twice"):
+    if not check.scales or check.has("never unscaled", "unscaled twice"):
         return
-    references = [check.changes]
-    for power in _BETWEEN:
-        run = check.run("larger S", 2.0**power)
-        if check.is_alike(run):
-            references.append(calls.changes(run))
-    if len(references) <= len(_BETWEEN):
+    references = [check.base.changes]
+    references += [run.changes for _, run in _alike(check, _BETWEEN)]
+    if len(references) == 1:
         check.not_checked.append("hidden overflow: steps at S = 2^11 are skipped")
         return
     low, high = float(_POWERS[-1]), float(_HIGHEST)
     # Just below the smallest S that is skipped, only the largest gradients overflow.
     while high - low > 2.0**-6:
-        middle = np.floor((low + high) / 2) if high - low > 1 else (low + high) / 2
+        middle = (low + high) / 2
         run = check.run("larger S", 2.0**middle)
-        if run is None:
-            return
         if not check.is_alike(run):
             high = middle
             continue
-        low, changes = middle, calls.changes(run)
-        bad = [path for path, change in changes.items() if not change.stays_finite]
-        for path in bad or list(_differing(changes, references))[:1]:
-            yield Found(
-                "overflow stays" if bad else "overflow hidden", check.name(path)
-            )
+        low = middle
+        bad = [path for path, x in run.changes.items() if not x.stays_finite]
+        for path in bad or _differing(run.changes, references)[:1]:
+            check.add("overflow stays" if bad else "overflow hidden", path)
             high = low
 
 
-def _differing(changes: Changes, references: list[Changes]) -> Iterator[Path]:
-    """Finds leaves that change more or less than at smaller S, where they agree."""
+def _differing(changes: Changes, references: Sequence[Changes]) -> list[Path]:
+    """Returns leaves that change more or less than at smaller S, where they agree."""
+    found = []
     for path, change in changes.items():
         steps = np.array([table[path].step for table in references])
         # Gradients that underflow or consist of rounding errors depend on S too.
         agree = np.abs(steps - steps[-1]) <= 0.2 * np.abs(steps[-1])
         usual = np.max(np.abs(steps), initial=0)
-        is_sure = change.is_float and usual > 0 and agree.all(0).mean() > 0.75
         largest = np.max(np.abs(change.step), initial=0)
+        is_sure = change.is_float and usual > 0 and agree.all(0).mean() > 0.75
         if is_sure and not usual / 2 <= largest <= 2 * usual:
-            yield path
+            found.append(path)
+    return found
 
 
-def growing_s(check: Check) -> Iterator[Found]:
+def growing_s(check: Check) -> None:
     """Checks that a step in which S grows is the same as one in which S stays."""
-    calls = check.calls
-    run = check.run("a growing S", counter=_GROWS) if calls.scales else None
-    if run is None or calls.skipped(run):
+    run = check.run("a growing S", counter=_GROWS) if check.scales else None
+    if run is None or run.skipped:
         return
-    grown = {
-        float(np.max(host(run.after[*scale, "loss_scale"]))) / 8
-        for scale in calls.scales
-        if (*scale, "loss_scale") in run.after
-    } - {1.0}
-    if len(grown) != 1 or min(grown) < 1:
-        return
-    table = {0.0: check.changes, float(np.log2(grown.pop())): calls.changes(run)}
-    for path in _slopes({power: _rows(changes) for power, changes in table.items()}):
-        yield Found("unscaled by the next S", check.name(path))
+    new_s = host(run.after.get((*check.scales[0], "loss_scale"), 8.0))
+    grown = float(np.log2(np.max(new_s) / 8))
+    if grown > 0:
+        table = {0.0: _steps(check.base.changes, 0), grown: _steps(run.changes, grown)}
+        for path in _slopes(table):
+            check.add("unscaled by the next S", path)

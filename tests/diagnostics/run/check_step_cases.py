@@ -1,11 +1,12 @@
 """Train steps with one mistake each, and right ones beside them, for `check_step`.
 
-A step is a maker and its settings; it returns (step, arguments). `WRONG` names the rule
-that must find a step, `RIGHT` has the steps that must be clean, and `cured` applies the
-cure of the rule to the settings of a wrong one.
+A step is a maker and its settings; it returns (step, arguments). `WRONG` has the steps
+that a rule must find, by rule and name, `RIGHT` those that must be clean. A wrong step
+after its rule's cure is among the right ones.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -23,12 +24,12 @@ import jmp_scale
 import jmp_scale.nnx
 from jmp_scale.linen import TrainState
 
-DYNAMIC = jmp_scale.DynamicLossScale()
 KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
     "w1": jax.random.normal(KEYS[0], (4, 16)) / 2,
     "w2": jax.random.normal(KEYS[1], (16, 2)) / 4,
 }
+OTHERS = jax.tree.map(lambda p: 0.9 * p, PARAMS)
 W = jax.random.normal(KEYS[2], (4, 2)) / 2
 X = jax.random.normal(KEYS[3], (16, 4))
 IDS = jnp.arange(16).reshape(4, 4) % 8
@@ -44,239 +45,184 @@ def target(x):
 
 HALF = {d: jmp_scale.autocast(loss_fn, d) for d in ("float16", "bfloat16")}
 HALF["float32"] = loss_fn
+ADAMW = optax.adamw(1e-3)
 INNER = {
-    "adamw": optax.adamw(1e-3),
+    "adamw": ADAMW,
     "sgd": optax.sgd(1e-2),
-    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), ADAMW),
+    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2)),
+    "warm-up": optax.adamw(optax.linear_schedule(0.0, 1e-2, 10)),
+    "half parameters": jmp_scale.with_half_parameters(ADAMW),
 }
-DECAY = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2))
-ADAMW = INNER["adamw"]
-TX = jmp_scale.with_loss_scale(ADAMW, DYNAMIC)
-STATIC = jmp_scale.StaticLossScale(2.0**10)
-NOOP = jmp_scale.NoOpLossScale()
+LOSS_SCALES = {
+    "dynamic": jmp_scale.DynamicLossScale(),
+    "static": jmp_scale.StaticLossScale(2.0**10),
+    "none": jmp_scale.NoOpLossScale(),
+}
+DYNAMIC = LOSS_SCALES["dynamic"]
 GUARD = jmp_scale.SpikeGuard()
-GUARDED = jmp_scale.with_loss_scale(ADAMW, DYNAMIC, guard=GUARD)
-WARM_UP = optax.adamw(optax.linear_schedule(0.0, 1e-2, 10))
-WARMED_UP = jmp_scale.with_loss_scale(WARM_UP, DYNAMIC)
-
-
-# How a step takes its loss and gradients.
+TX = jmp_scale.with_loss_scale(ADAMW, DYNAMIC)
 
 
 def scaled(half, ls, *args):
     return jmp_scale.value_and_grad(half, ls)(*args)
 
 
-def never(half, ls, *args):
-    return jax.value_and_grad(lambda *args: ls.scale(half(*args)))(*args)
+def by_hand(half, ls, *args, mistake="by hand"):
+    """The loss and gradients of a step that scales by hand, or not at all."""
+
+    def times_s(*args):
+        return ls.scale(half(*args))
+
+    if mistake == "plain":
+        return jax.value_and_grad(half)(*args)
+    if mistake == "scaled twice":
+        return scaled(times_s, ls, *args)
+    loss, grads = jax.value_and_grad(times_s)(*args)
+    if mistake == "never unscaled":
+        return loss, grads
+    if mistake == "loss left scaled":
+        return loss, ls.unscale(grads)
+    if mistake == "unscaled by the next S":
+        ls = ls.adjust(jmp_scale.all_finite(grads))
+    if mistake == "penalty unscaled":
+        grads = jax.tree.map(lambda g, p: g + 1e-1 * p, grads, args[0])
+    if mistake == "clipped while scaled":
+        grads = jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -6e4, 6e4), grads)
+    unscaled = grads if mistake == "never, but reported" else ls.unscale(grads)
+    return loss / ls.loss_scale, unscaled
 
 
-def never_but_reported(half, ls, *args):
-    loss, grads = never(half, ls, *args)
-    return loss / ls.loss_scale, grads
+BY_HAND = {
+    "by hand",
+    "plain",
+    "scaled twice",
+    "never unscaled",
+    "never, but reported",
+    "loss left scaled",
+    "unscaled by the next S",
+    "penalty unscaled",
+    "clipped while scaled",
+}
 
 
-def by_hand(half, ls, *args):
-    return ls.unscale(never(half, ls, *args))
-
-
-def plain(half, ls, *args):
-    return jax.value_and_grad(half)(*args)
-
-
-def captured(half, ls, *args):
-    return jmp_scale.value_and_grad(half, DYNAMIC)(*args)
-
-
-def fresh(half, ls, *args):
-    return jmp_scale.value_and_grad(half, jmp_scale.DynamicLossScale())(*args)
-
-
-def loss_left_scaled(half, ls, *args):
-    loss, grads = never(half, ls, *args)
-    return loss, ls.unscale(grads)
-
-
-def scaled_twice(half, ls, *args):
-    return jmp_scale.value_and_grad(lambda *args: ls.scale(half(*args)), ls)(*args)
-
-
-def by_next_s(half, ls, *args):
-    loss, grads = never(half, ls, *args)
-    ls = ls.adjust(jmp_scale.all_finite(grads))
-    return loss / ls.loss_scale, ls.unscale(grads)
-
-
-def penalty_unscaled(half, ls, *args):
-    loss, grads = never(half, ls, *args)
-    grads = jax.tree.map(lambda g, p: g + 1e-1 * p, grads, args[0])
-    return ls.unscale((loss, grads))
-
-
-def clipped_while_scaled(half, ls, *args):
-    loss, grads = never(half, ls, *args)
-    grads = jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -6e4, 6e4), grads)
-    return ls.unscale((loss, grads))
-
-
-# What a step does with its gradients, and with what the optimizer returns.
-
-
-def same(grads, ls, params):
+def changed(grads, ls, params, mistake):
+    """The gradients after a mistake between them and the optimizer."""
+    if mistake == "unscaled twice":
+        return ls.unscale(grads)
+    if mistake == "one unscaled twice":
+        return {**grads, "w1": ls.unscale(grads["w1"])}
+    if mistake == "clipped":
+        return jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -1, 1), grads)
+    if mistake == "others added scaled":
+        return jax.tree.map(jnp.add, ls.scale(jax.grad(loss_fn)(params, X)), grads)
+    if mistake == "penalty scaled":
+        return jax.tree.map(lambda g, p: g + ls.scale(1e-3 * p), grads, params)
     return grads
 
 
-def unscaled(grads, ls, params):
-    return ls.unscale(grads)
+def returned(params, old, new, updates, loss, mistake):
+    """The results of a step, after a mistake in what it returns."""
+    moved = optax.apply_updates(params, updates)
+    if mistake == "decayed":
+        moved = jax.tree.map(lambda p, u: p * 0.999 + u, params, updates)
+    if mistake == "narrowed":
+        moved = {**moved, "w1": moved["w1"].astype(jnp.float16)}
+    if mistake == "old parameters":
+        moved = params
+    if mistake == "old state":
+        new = old
+    if mistake == "state anew":
+        new = TX.init(params)
+    if mistake == "adjusted again":
+        new = new._replace(loss_scale=new.loss_scale.adjust(new.grads_finite))
+    return (moved, loss) if mistake == "not returned" else (moved, new, loss)
 
 
-def one_unscaled(grads, ls, params):
-    return {**grads, "w1": ls.unscale(grads["w1"])}
-
-
-def clipped(grads, ls, params):
-    return jax.tree.map(lambda g: jnp.clip(jnp.nan_to_num(g), -1, 1), grads)
-
-
-def others_added_scaled(grads, ls, params):
-    return jax.tree.map(jnp.add, ls.scale(jax.grad(loss_fn)(params, X)), grads)
-
-
-def penalty_scaled(grads, ls, params):
-    return jax.tree.map(lambda g, p: g + ls.scale(1e-3 * p), grads, params)
-
-
-def penalized(grads, ls, params):
-    return jax.tree.map(lambda g, p: g + 1e-1 * p, grads, params)
-
-
-def returned(params, updates, state, new, loss):
-    return optax.apply_updates(params, updates), new, loss
-
-
-def decayed(params, updates, state, new, loss):
-    params = jax.tree.map(lambda p: p * 0.999, params)
-    return optax.apply_updates(params, updates), new, loss
-
-
-def narrowed(params, updates, state, new, loss):
-    params = optax.apply_updates(params, updates)
-    return {**params, "w1": params["w1"].astype(jnp.float16)}, new, loss
-
-
-def state_not_returned(params, updates, state, new, loss):
-    return optax.apply_updates(params, updates), loss
-
-
-def old_state(params, updates, state, new, loss):
-    return optax.apply_updates(params, updates), state, loss
-
-
-def old_params(params, updates, state, new, loss):
-    return params, new, loss
-
-
-def adjusted_again(params, updates, state, new, loss):
-    finite = new.grads_finite
-    new = new._replace(loss_scale=new.loss_scale.adjust(finite))
-    return optax.apply_updates(params, updates), new, loss
-
-
-def anew(params, updates, state, new, loss):
-    return optax.apply_updates(params, updates), TX.init(params), loss
+WRAPPERS = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 4).gradient_transformation(),
+    "MultiSteps of one": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "clip": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "norm clip": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "zero_nans": lambda tx: optax.chain(optax.zero_nans(), tx),
+}
 
 
 def step_of(
-    inner=ADAMW,
-    take=scaled,
-    change=same,
-    finish=returned,
-    around=None,
+    mistake=None,
+    inner="adamw",
     inside=None,
-    ls=DYNAMIC,
+    ls="dynamic",
     dtype="float16",
     times=1.0,
-    with_value=True,
+    guard=None,
     donate=(),
-    **options,
 ):
-    """A step on Optax by hand, with mistakes in the places given."""
-    inner = inside(inner) if inside else inner
-    tx = jmp_scale.with_loss_scale(inner, ls, **options)
-    tx = around(tx) if around else tx
-    with_value = with_value and not around
+    """A step on Optax by hand, with a mistake or a wrapper around with_loss_scale."""
+    tx = WRAPPERS[inside](INNER[inner]) if inside else INNER[inner]
+    tx = jmp_scale.with_loss_scale(tx, LOSS_SCALES[ls], guard=guard)
+    tx = WRAPPERS[mistake](tx) if mistake in WRAPPERS else tx
 
     def half(*args):
         return times * HALF[dtype](*args)
 
+    def is_scale(path, value):
+        return isinstance(value, jmp_scale.LossScale)
+
     @functools.partial(jax.jit, donate_argnums=donate)
     def step(params, state, x):
-        loss, grads = take(half, scale_in(state), params, x)
-        grads = change(grads, scale_in(state), params)
+        ls = optax.tree.get(state, "loss_scale", filtering=is_scale)
+        if mistake in BY_HAND:
+            loss, grads = by_hand(half, ls, params, x, mistake=mistake)
+        else:
+            another = {"captured": DYNAMIC, "fresh": jmp_scale.DynamicLossScale()}
+            loss, grads = scaled(half, another.get(mistake, ls), params, x)
+        grads = changed(grads, ls, params, mistake)
+        with_value = mistake != "no value" and mistake not in WRAPPERS
         value = {"value": loss} if with_value else {}
         updates, new = tx.update(grads, state, params, **value)
-        return finish(params, updates, state, new, loss)
+        return returned(params, state, new, updates, loss, mistake)
 
     return step, (PARAMS, tx.init(PARAMS), X)
 
 
-def scale_in(state):
-    def is_scale(path, value):
-        return isinstance(value, jmp_scale.LossScale)
-
-    return optax.tree.get(state, "loss_scale", filtering=is_scale)
-
-
-# Wrappers of optimizers, for around with_loss_scale and within.
+def learned(params, opt, *args, half=HALF["float16"], tx=TX):
+    """The parameters, state and loss after a right step."""
+    loss, grads = scaled(half, opt.loss_scale, params, *args)
+    return *applied(params, opt, loss, grads, tx), loss
 
 
-def multi_steps(tx, k=4):
-    return optax.MultiSteps(tx, k).gradient_transformation()
-
-
-def multi_steps_of_one(tx):
-    return multi_steps(tx, k=1)
-
-
-def if_finite(tx):
-    return optax.apply_if_finite(tx, 5)
-
-
-def clip(tx):
-    return optax.chain(optax.clip(1.0), tx)
-
-
-def norm_clip(tx):
-    return optax.chain(optax.clip_by_global_norm(1.0), tx)
-
-
-def zero_nans(tx):
-    return optax.chain(optax.zero_nans(), tx)
+def applied(params, opt, loss, grads, tx=TX):
+    updates, opt = tx.update(grads, opt, params, value=loss)
+    return optax.apply_updates(params, updates), opt
 
 
 # Steps with an average, keys, windows and half-precision parameters.
 
 
-def average(keep="applied", tx=TX, accumulate=None, dtype=jnp.float32, donate=False):
+def average(mistake=None, inner="adamw", accumulate=False, guard=None, donate=False):
+    tx = jmp_scale.with_loss_scale(INNER[inner], DYNAMIC, guard=guard)
+
     def step(state, x, key):
         params, old, ema = state["params"], state["opt"], state["ema"]
         x = x + 1e-3 * jax.random.normal(key, x.shape)
         if accumulate:
             loss, grads = accumulated(params, old.loss_scale, x)
-            if accumulate == "unscaled after":
-                grads = old.loss_scale.unscale(grads)
         else:
             loss, grads = scaled(HALF["float16"], old.loss_scale, params, x)
-        updates, new = tx.update(grads, old, params, value=loss)
-        params = optax.apply_updates(params, updates)
+        grads = changed(grads, old.loss_scale, params, mistake)
+        params, new = applied(params, old, loss, grads, tx)
         moved = jax.tree.map(
             lambda e, p: 0.9 * e + 0.1 * p.astype(e.dtype), ema, params
         )
-        if keep:
-            moved = jmp_scale.select_tree(getattr(new, keep), moved, ema)
+        keep = new.grads_finite if mistake == "grads_finite" else new.applied
+        if mistake != "not selected":
+            moved = jmp_scale.select_tree(keep, moved, ema)
         metrics = {"loss": loss, **jmp_scale.diagnostics.metrics(new, grads)}
         return {"params": params, "opt": new, "ema": moved}, metrics
 
+    dtype = jnp.bfloat16 if inner == "half parameters" else jnp.float32
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     ema = jax.tree.map(lambda p: 1.1 * p, PARAMS)
     state = {"params": params, "opt": tx.init(params), "ema": ema}
@@ -301,16 +247,15 @@ def key_in_state(mistake=None):
         params, opt, key, mean = state
         key, now = jax.random.split(key)
         noisy = x + 1e-3 * jax.random.normal(now, x.shape)
-        loss, grads = scaled(HALF["float16"], opt.loss_scale, params, noisy)
-        updates, opt = TX.update(grads, opt, params, value=loss)
+        params, opt, loss = learned(params, opt, noisy)
         new = 0.9 * mean + 0.1 * x.mean(0)
         mean = new if mistake else jmp_scale.select_tree(opt.applied, new, mean)
-        return (optax.apply_updates(params, updates), opt, key, mean), loss
+        return (params, opt, key, mean), loss
 
     return step, ((PARAMS, TX.init(PARAMS), jax.random.key(2), jnp.zeros(4)), X)
 
 
-def window_of_calls(mistake=False):
+def window_of_calls(mistake=None):
     """Gradients are summed over four calls, and applied in the last one."""
 
     @jax.jit
@@ -321,11 +266,9 @@ def window_of_calls(mistake=False):
 
         def ends(_):
             mean = jax.tree.map(lambda g: g / 4, total)
-            updates, new = TX.update(mean, opt, params)
-            rest = jax.tree.map(
-                lambda g: g * 0 if mistake else jnp.zeros_like(g), total
-            )
-            return optax.apply_updates(params, updates), new, rest, 0 * calls
+            zero = jax.tree.map(jnp.zeros_like, total)
+            rest = jax.tree.map(jnp.multiply, total, zero) if mistake else zero
+            return *applied(params, opt, None, mean), rest, 0 * calls
 
         def goes_on(_):
             return params, opt, total, calls
@@ -336,7 +279,7 @@ def window_of_calls(mistake=False):
     return step, ((PARAMS, TX.init(PARAMS), zeros, jnp.int32(0)), X)
 
 
-def with_arguments(mistake=False):
+def with_arguments(mistake=None):
     """A learning rate, a mask, a frozen base and an epoch as arguments."""
 
     @jax.jit
@@ -350,7 +293,7 @@ def with_arguments(mistake=False):
         updates, opt = TX.update(grads, opt, state["params"], value=loss)
         updates = jax.tree.map(lambda u: rate * u, updates)
         params = optax.apply_updates(state["params"], updates)
-        total = state["total"] + loss
+        total = 0.9 * state["total"] + 0.1 * loss  # for a log: NaN may stay in it
         new = {"params": params, "opt": opt, "total": total, "seen": state["seen"] + 1}
         if mistake:
             new["params"] = jax.tree.map(lambda p: p - 1e-4 * rate * p, params)
@@ -383,28 +326,6 @@ def loop_by_hand(mistake=None):
     return step, (PARAMS, ADAMW.init(PARAMS), DYNAMIC, X)
 
 
-def weighted(weight, params, x):
-    return weight * HALF["float16"](params, x)
-
-
-def loss_scales_by_name():
-    tx = jmp_scale.with_loss_scale(ADAMW)
-
-    @jax.jit
-    def step(params, opt, scales, x):
-        grads, finite = {}, {}
-        for name, s in scales.items():
-            weight = 1.0 if name == "mean" else 1e-6
-            loss = functools.partial(weighted, weight)
-            grads[name] = jmp_scale.grad(loss, s)(params, x)
-            finite[name] = jmp_scale.all_finite(grads[name])
-        scales = {name: s.adjust(finite[name]) for name, s in scales.items()}
-        updates, opt = tx.update(jax.tree.map(jnp.add, *grads.values()), opt, params)
-        return optax.apply_updates(params, updates), opt, scales
-
-    return step, (PARAMS, tx.init(PARAMS), {"mean": DYNAMIC, "tiny": DYNAMIC}, X)
-
-
 def gan(mistake=None):
     """Two players, each with an optimizer and an S."""
 
@@ -420,11 +341,10 @@ def gan(mistake=None):
             loss, grads = scaled(HALF["float16"], ls, player, x)
             if mistake == "unscaled by the other":
                 grads = other.unscale(ls.scale(grads))
-            updates, state = TX.update(grads, state, player, value=loss)
-            new.append((optax.apply_updates(player, updates), state))
+            new.append(applied(player, state, loss, grads))
         return *zip(*new, strict=True), loss
 
-    players = PARAMS, jax.tree.map(lambda p: 0.9 * p, PARAMS)
+    players = PARAMS, OTHERS
     return step, (players, tuple(map(TX.init, players)), X)
 
 
@@ -434,37 +354,31 @@ def one_player_in_float32(mistake=None):
     @jax.jit
     def step(critic, generator, x):
         params, state = critic
-        ls = state.loss_scale if mistake else jmp_scale.NoOpLossScale()
-        loss, grads = scaled(HALF["float16"], state.loss_scale, params, x)
-        updates, state = TX.update(grads, state, params, value=loss)
-        params = optax.apply_updates(params, updates)
+        ls = state.loss_scale if mistake else LOSS_SCALES["none"]
+        params, state, loss = learned(params, state, x)
         other, opt = generator
         both = functools.partial(loss_fn, params)
         _, grads = by_hand(lambda p, x: loss_fn(p, x) * both(x), ls, other, x)
         updates, opt = ADAMW.update(grads, opt, other)
         return (params, state), (optax.apply_updates(other, updates), opt), loss
 
-    other = jax.tree.map(lambda p: 0.9 * p, PARAMS)
-    return step, ((PARAMS, TX.init(PARAMS)), (other, ADAMW.init(other)), X)
+    return step, ((PARAMS, TX.init(PARAMS)), (OTHERS, ADAMW.init(OTHERS)), X)
 
 
 def ensemble():
     """Members of a vmap over seeds, which skip for themselves."""
-    step, (params, _, x) = step_of()
-    members = jax.tree.map(lambda p: jnp.stack([p, 0.9 * p, 0.8 * p]), params)
-    x = jnp.stack([x, x + 1, x + 2])
-    return jax.jit(jax.vmap(step)), (members, jax.vmap(TX.init)(members), x)
+    members = jax.tree.map(lambda p: jnp.stack([p, 0.9 * p]), PARAMS)
+    args = members, jax.vmap(TX.init)(members), jnp.stack([X, X + 1])
+    return jax.jit(jax.vmap(learned)), args
 
 
 def several_steps_in_a_call():
-    step, (params, state, x) = step_of()
-
     def one(carry, x):
-        *carry, loss = step(*carry, x)
+        *carry, loss = learned(*carry, x)
         return tuple(carry), loss
 
     run = jax.jit(lambda carry, xs: lax.scan(one, carry, xs), donate_argnums=0)
-    return run, ((params, state), jnp.stack([x, x + 1, x + 2]))
+    return run, ((PARAMS, TX.init(PARAMS)), jnp.stack([X, X + 1, X + 2]))
 
 
 # Frameworks.
@@ -483,11 +397,9 @@ class Model(nn.Module):
 def linen(mistake=None):
     model = Model()
     variables = model.init(jax.random.key(0), X)
+    loss_scale = jmp_scale.DynamicLossScale()
     state = State.create(
-        apply_fn=model.apply,
-        **variables,
-        tx=ADAMW,
-        loss_scale=jmp_scale.DynamicLossScale(),
+        apply_fn=model.apply, **variables, tx=ADAMW, loss_scale=loss_scale
     )
 
     @functools.partial(jmp_scale.autocast, dtype="float16")
@@ -496,40 +408,36 @@ def linen(mistake=None):
         y, new = model.apply(variables, x, mutable=["batch_stats"])
         return jnp.mean((y - target(x)) ** 2), new["batch_stats"]
 
-    def times_s(ls):
-        def fun(*args):
-            loss, stats = loss_of(*args)
-            return ls.scale(loss), stats
-
-        return fun
+    def times_s(ls, *args):
+        loss, stats = loss_of(*args)
+        return ls.scale(loss), stats
 
     @jax.jit
     def step(state, x):
         ls = state.loss_scale
         take = state.value_and_grad(loss_of, has_aux=True)
-        if mistake in ("plain", "never"):
-            fun = loss_of if mistake == "plain" else times_s(ls)
+        if mistake == "plain":
+            take = jax.value_and_grad(loss_of, has_aux=True)
+        if mistake == "never unscaled":
+            fun = functools.partial(times_s, ls)
             take = jax.value_and_grad(fun, has_aux=True)
         (loss, stats), grads = take(state.params, state.batch_stats, x)
-        if mistake == "unscaled twice":
-            grads = ls.unscale(grads)
-        if mistake == "clipped":
-            grads = clipped(grads, ls, None)
-        value = {} if mistake == "no value" else {"value": loss}
+        updates = {"grads": changed(grads, ls, state.params, mistake)}
+        if mistake != "no value":
+            updates["value"] = loss
         if mistake == "replaced":
-            new = state.apply_gradients(grads=grads, **value)
-            return new.replace(batch_stats=stats), loss
-        return state.apply_gradients(grads=grads, batch_stats=stats, **value), loss
+            return state.apply_gradients(**updates).replace(batch_stats=stats), loss
+        return state.apply_gradients(batch_stats=stats, **updates), loss
 
     return step, (state, X)
 
 
-def nnx_step(mistake=None, inner=ADAMW, plain=False):
+def nnx_step(mistake=None, inner="adamw", plain=False, with_metrics=False):
     layers = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(1))
     model = nnx.Sequential(*layers, nnx.Linear(8, 2, rngs=nnx.Rngs(2)))
-    optimizer = jmp_scale.nnx.Optimizer(model, inner, loss_scale=DYNAMIC)
+    optimizer = jmp_scale.nnx.Optimizer(model, INNER[inner], loss_scale=DYNAMIC)
     if plain:
-        optimizer = nnx.Optimizer(model, inner, wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, INNER[inner], wrt=nnx.Param)
 
     def loss_of(model, x):
         return jnp.mean((model(x) - target(x)) ** 2)
@@ -545,37 +453,31 @@ def nnx_step(mistake=None, inner=ADAMW, plain=False):
         take = optimizer.value_and_grad(half)
         if mistake == "plain":
             take = nnx.value_and_grad(half)
-        if mistake in ("never", "own gradient"):
+        if mistake in ("never unscaled", "own gradient"):
             take = nnx.value_and_grad(lambda *args: ls.scale(half(*args)))
         loss, grads = take(model, x)
         if mistake == "own gradient":
             loss, grads = ls.unscale((loss, grads))
-        if mistake == "unscaled twice":
-            grads = ls.unscale(grads)
-        if mistake == "clipped":
-            grads = jax.tree.map(jnp.nan_to_num, grads)
+        grads = changed(grads, ls, model, mistake)
         if mistake != "no update":
             value = {} if mistake == "no value" else {"value": loss}
             optimizer.update(model, grads, **value)
         return loss
 
-    return step, (model, optimizer, X)
-
-
-def nnx_with_metrics():
-    """As in Flax's tutorial: a mean for the log among the arguments, of all calls."""
-    step, (model, optimizer, x) = nnx_step()
+    if not with_metrics:
+        return step, (model, optimizer, X)
+    # As in Flax's tutorial: a mean for the log among the arguments, of all calls.
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 
     @nnx.jit
-    def with_metrics(model, optimizer, metrics, x):
+    def logged(model, optimizer, metrics, x):
         metrics.update(loss=step(model, optimizer, x))
 
-    return with_metrics, (model, optimizer, metrics, x)
+    return logged, (model, optimizer, metrics, X)
 
 
 def equinox(mistake=None):
-    model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
 
     def loss_of(model, x):
         return jnp.mean((jax.vmap(model)(x) - target(x)) ** 2)
@@ -589,8 +491,7 @@ def equinox(mistake=None):
         )
         take = eqx.filter_value_and_grad(half) if mistake == "plain" else take
         loss, grads = take(model, x)
-        if mistake == "unscaled twice":
-            grads = state.loss_scale.unscale(grads)
+        grads = changed(grads, state.loss_scale, model, mistake)
         params = eqx.filter(model, eqx.is_inexact_array)
         updates, state = TX.update(grads, state, params, value=loss)
         return eqx.apply_updates(model, updates), state, loss
@@ -598,50 +499,46 @@ def equinox(mistake=None):
     return step, (model, TX.init(eqx.filter(model, eqx.is_inexact_array)), X)
 
 
-def haiku(mistake=False):
+def haiku(mistake=None):
     def forward(x):
         return hk.BatchNorm(True, True, 0.9)(hk.Linear(8)(x), is_training=True)
 
     network = hk.without_apply_rng(hk.transform_with_state(forward))
 
-    @functools.partial(jmp_scale.autocast, dtype="float16")
     def loss_of(params, state, x):
         y, state = network.apply(params, state, x)
         return jnp.mean((y - 1) ** 2), state
 
-    @jax.jit
-    def step(params, state, opt, x):
-        take = jmp_scale.value_and_grad(loss_of, opt.loss_scale, has_aux=True)
-        (loss, new), grads = take(params, state, x)
-        updates, opt = TX.update(grads, opt, params, value=loss)
-        state = new if mistake else jmp_scale.select_tree(opt.applied, new, state)
-        return optax.apply_updates(params, updates), state, opt, loss
-
-    params, state = network.init(jax.random.key(0), X)
-    return step, (params, state, TX.init(params), X)
+    return with_aux(loss_of, *network.init(jax.random.key(0), X), X, mistake)
 
 
-def embedding(mistake=False):
+def embedding(mistake=None):
     """A batch of integers; `mistake`: an average that takes whatever the loss is."""
 
-    @functools.partial(jmp_scale.autocast, dtype="float16")
-    def loss_of(params, ids):
+    def loss_of(params, mean, ids):
         logits = jnp.tanh(params["table"][ids[:, :-1]]) @ params["out"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
-        return losses.mean(), jnp.mean(logits, (0, 1))
-
-    @jax.jit
-    def step(params, opt, mean, ids):
-        take = jmp_scale.value_and_grad(loss_of, opt.loss_scale, has_aux=True)
-        (loss, logits), grads = take(params, ids)
-        updates, opt = TX.update(grads, opt, params, value=loss)
-        new = {"mean": 0.9 * mean["mean"] + 0.1 * logits}
-        mean = new if mistake else jmp_scale.select_tree(opt.applied, new, mean)
-        return optax.apply_updates(params, updates), opt, mean, loss
+        mean = 0.9 * mean["mean"] + 0.1 * jnp.mean(logits, (0, 1))
+        return losses.mean(), {"mean": lax.stop_gradient(mean)}
 
     table = jax.random.normal(KEYS[0], (8, 4))
-    params = {"table": table, "out": table.T / 2}
-    return step, (params, TX.init(params), {"mean": jnp.zeros(8)}, IDS)
+    params, mean = {"table": table, "out": table.T / 2}, {"mean": jnp.zeros(8)}
+    return with_aux(loss_of, params, mean, IDS, mistake)
+
+
+def with_aux(loss_of, params, stats, x, mistake):
+    """A step with statistics beside the loss, which a skip keeps without a mistake."""
+    half = jmp_scale.autocast(loss_of, "float16")
+
+    @jax.jit
+    def step(params, stats, opt, x):
+        take = jmp_scale.value_and_grad(half, opt.loss_scale, has_aux=True)
+        (loss, new), grads = take(params, stats, x)
+        params, opt = applied(params, opt, loss, grads)
+        stats = new if mistake else jmp_scale.select_tree(opt.applied, new, stats)
+        return params, stats, opt, loss
+
+    return step, (params, stats, TX.init(params), x)
 
 
 # Devices.
@@ -669,7 +566,7 @@ def shard_mapped(mistake=None):
     return step, (PARAMS, TX.init(PARAMS), X)
 
 
-def split_over_two_axes(mistake=False):
+def split_over_two_axes(mistake=None):
     """Weights are split over one axis, the batch over the other."""
     axis = "data" if mistake else None
     tx = jmp_scale.with_loss_scale(ADAMW, DYNAMIC, axis_name=axis)
@@ -682,39 +579,31 @@ def split_over_two_axes(mistake=False):
     half = jmp_scale.autocast(loss_of, "float16")
 
     def body(params, state, x):
-        loss, grads = scaled(half, state.loss_scale, params, x)
-        loss, grads = lax.pmean((loss, grads), "data")
-        updates, state = tx.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state, loss
+        found = scaled(half, state.loss_scale, params, x)
+        loss, grads = lax.pmean(found, "data")
+        return *applied(params, state, loss, grads, tx), loss
 
     mesh = mesh_of(("data", "model"), (2, 2))
     split = {"w1": P(None, "model"), "w2": P("model")}
-    state = jax.eval_shape(tx.init, PARAMS)
     in_state = jax.tree_util.tree_map_with_path(
-        lambda path, x: split.get(getattr(path[-1], "key", None), P()), state
+        lambda path, x: split.get(getattr(path[-1], "key", None), P()),
+        jax.eval_shape(tx.init, PARAMS),
     )
-    specs = (split, in_state, P("data"))
-    out = (split, in_state, P())
+    specs, out = (split, in_state, P("data")), (split, in_state, P())
     step = jax.shard_map(
         body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False
     )
-
-    def put(tree, specs):
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        return jax.device_put(tree, shardings)
-
-    arguments = put(PARAMS, split), put(tx.init(PARAMS), in_state)
-    return jax.jit(step), (*arguments, X)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs[:2])
+    return jax.jit(step), (*jax.device_put((PARAMS, tx.init(PARAMS)), shardings), X)
 
 
-def pmapped(mistake=False, donate=False):
+def pmapped(mistake=None, donate=False):
     def step(params, state, key, x):
         x = x + 1e-3 * jax.random.normal(key, x.shape)
         loss, grads = scaled(HALF["float16"], state.loss_scale, params, x)
         if not mistake:
             loss, grads = lax.pmean((loss, grads), "batch")
-        updates, state = TX.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state, loss
+        return *applied(params, state, loss, grads), loss
 
     params = jax.tree.map(lambda p: jnp.stack([p] * 2), PARAMS)
     params, state = jax.pmap(lambda p: (p, TX.init(p)), "batch")(params)
@@ -724,268 +613,185 @@ def pmapped(mistake=False, donate=False):
 
 def sharded_jit():
     mesh = mesh_of()
-    step, (params, _, x) = step_of(donate=(0, 1))
-    params = jax.device_put(params, NamedSharding(mesh, P()))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
     state = jax.device_put(TX.init(params), NamedSharding(mesh, P()))
-    return step, (params, state, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    step = jax.jit(learned, donate_argnums=(0, 1))
+    return step, (params, state, jax.device_put(X, NamedSharding(mesh, P("data"))))
 
 
 def in_another_order():
-    step, (params, state, x) = step_of()
+    @jax.jit
+    def step(state, x, params):
+        old, (params, state, loss) = params, learned(params, state, x)
+        logs = {"loss": loss, "S": state.loss_scale.loss_scale}
+        # These have the names and shapes of the parameters, and come first.
+        return jax.tree.map(jnp.subtract, params, old), logs, (state, params)
 
-    def turned(state, x, params):
-        params, state, loss = step(params, state, x)
-        return {"loss": loss, "S": state.loss_scale.loss_scale}, (state, params)
-
-    return turned, (state, x, params)
+    return step, (TX.init(PARAMS), X, PARAMS)
 
 
-def no_loss_scale(dtype="bfloat16", tx=ADAMW):
+def no_loss_scale(inner="adamw"):
     @jax.jit
     def step(params, opt, x):
-        loss, grads = jax.value_and_grad(HALF[dtype])(params, x)
-        updates, opt = tx.update(grads, opt, params)
+        loss, grads = jax.value_and_grad(HALF["bfloat16"])(params, x)
+        updates, opt = INNER[inner].update(grads, opt, params)
         return optax.apply_updates(params, updates), opt, loss
 
-    return step, (PARAMS, tx.init(PARAMS), X)
+    return step, (PARAMS, INNER[inner].init(PARAMS), X)
 
 
-# Which rule finds a mistake in a part of `step_of`.
-_PARTS = {
-    "take": {
-        never: "never unscaled",
-        never_but_reported: "never unscaled",
-        scaled_twice: "never unscaled",
-        plain: "S not used",
-        captured: "S not used",
-        fresh: "S not used",
-        by_next_s: "unscaled by the next S",
-        penalty_unscaled: "partly unscaled",
-        loss_left_scaled: "value is scaled",
-        clipped_while_scaled: "overflow hidden",
-    },
-    "change": {
-        unscaled: "unscaled twice",
-        one_unscaled: "unscaled twice",
-        others_added_scaled: "never unscaled",
-        penalty_scaled: "never unscaled",
-        clipped: "overflow hidden",
-    },
-    "around": {
-        multi_steps: "overflow stays",
-        multi_steps_of_one: "overflow stays",
-        if_finite: "state put back",
-        clip: "not outermost",
-        norm_clip: "not outermost",
-        zero_nans: "overflow hidden",
-    },
-    "finish": {
-        decayed: "changed on a skip",
-        old_state: "S never adjusted",
-        anew: "S never adjusted",
-        adjusted_again: "S adjusted twice",
-        old_params: "nothing learned",
-        state_not_returned: "not returned",
-        narrowed: "compiles twice",
-    },
-}
-_WITH_EACH_OPTIMIZER = {never, unscaled, plain, captured, fresh, clipped, if_finite}
-# Which rule finds a mistake of another maker.
-_MISTAKES = {
-    linen: {
-        "plain": "S not used",
-        "never": "never unscaled",
-        "unscaled twice": "unscaled twice",
-        "clipped": "overflow hidden",
-        "replaced": "NaN stays",
-        "no value": "no value",
-    },
-    nnx_step: {
-        "plain": "S not used",
-        "never": "never unscaled",
-        "unscaled twice": "unscaled twice",
-        "clipped": "overflow hidden",
-        "own gradient": "NaN stays",
-        "no update": "S never adjusted",
-        "no value": "no value",
-    },
-    equinox: {"plain": "S not used", "unscaled twice": "unscaled twice"},
-    haiku: {"stats not selected": "NaN stays"},
-    gan: {
-        "swapped": "another S",
-        "one": "S not used",
-        "unscaled by the other": "another S",
-    },
-    one_player_in_float32: {"no skip": "overflow stays"},
-    loop_by_hand: {
-        "loss": "overflow stays",
-        "select": "overflow stays",
-        "zero": "changed on a skip",
-        "S": "S not used",
-        "adjust": "S never adjusted",
-    },
-    embedding: {"NaN in an average": "NaN stays"},
-    key_in_state: {"NaN in an average": "NaN stays"},
-    window_of_calls: {"keeps NaN": "overflow stays"},
-    with_arguments: {"decay": "changed on a skip"},
-    shard_mapped: {
-        "no mean": "replicas diverge",
-        "mean after": "replicas diverge",
-        "half sum": "half-precision sum",
-    },
-    split_over_two_axes: {"one axis": "skip not agreed"},
-    pmapped: {"no mean": "replicas diverge"},
-}
-# Mistakes that meet other settings.
-_MORE = {
-    "no value": ("no value", step_of, {"with_value": False}),
-    "plain, bfloat16": ("S not used", step_of, {"take": plain, "dtype": "bfloat16"}),
-    "plain, float32": ("S not used", step_of, {"take": plain, "dtype": "float32"}),
-    "never, float32": ("never unscaled", step_of, {"take": never, "dtype": "float32"}),
-    "unscaled, bfloat16": (
-        "unscaled twice",
-        step_of,
-        {"change": unscaled, "dtype": "bfloat16"},
-    ),
-    "unscaled, static": ("unscaled twice", step_of, {"change": unscaled, "ls": STATIC}),
-    "plain, static": ("S not used", step_of, {"take": plain, "ls": STATIC}),
-    "decayed, no S": ("changed on a skip", step_of, {"finish": decayed, "ls": NOOP}),
-    # Neither clip nor gradients of the steps before hide that S changes a step.
-    "never, large gradients": (
-        "never unscaled",
-        step_of,
-        {"take": never, "inner": INNER["clip"], "times": 1e3},
-    ),
-    "penalty_unscaled, sgd": (
-        "partly unscaled",
-        step_of,
-        {"take": penalty_unscaled, "inner": INNER["sgd"]},
-    ),
-    "unscaled, a warm-up": (
-        "unscaled twice",
-        step_of,
-        {"change": unscaled, "inner": WARM_UP},
-    ),
-    "unscaled, sgd with decay": (
-        "unscaled twice",
-        step_of,
-        {"change": unscaled, "inner": DECAY},
-    ),
-    "adjusted again, sgd": (
-        "S adjusted twice",
-        step_of,
-        {"finish": adjusted_again, "inner": INNER["sgd"]},
-    ),
-    "an average": ("changed on a skip", average, {"keep": None}),
-    "an average in a warm-up": (
-        "changed on a skip",
-        average,
-        {"keep": None, "tx": WARMED_UP},
-    ),
-    "an average of spikes": (
-        "changed on a spike",
-        average,
-        {"keep": "grads_finite", "tx": GUARDED},
-    ),
-    "unscaled after a window": (
-        "unscaled twice",
-        average,
-        {"accumulate": "unscaled after"},
-    ),
-    "nnx_step, unscaled twice, sgd": (
-        "unscaled twice",
-        nnx_step,
-        {"mistake": "unscaled twice", "inner": INNER["sgd"]},
-    ),
-}
-_RIGHT = {
-    **{
-        f"{opt}, {dtype}": (step_of, {"inner": inner, "dtype": dtype})
-        for opt, inner in INNER.items()
-        for dtype in HALF
-    },
-    "a guard": (step_of, {"guard": GUARD}),
-    "no S": (step_of, {"ls": NOOP, "dtype": "bfloat16"}),
-    "by hand": (step_of, {"take": by_hand}),
-    "a penalty": (step_of, {"change": penalized}),
-    "an average": (average, {}),
-    "an average, donated": (average, {"donate": True}),
-    "half-precision parameters": (
-        average,
-        {
-            "tx": jmp_scale.with_loss_scale(
-                jmp_scale.with_half_parameters(ADAMW), DYNAMIC
-            ),
-            "dtype": jnp.bfloat16,
-        },
-    ),
-    "nnx, bfloat16": (nnx_step, {"plain": True}),
-    "pmap, donated": (pmapped, {"donate": True}),
-    "no loss scale": (no_loss_scale, {}),
-    "half parameters alone": (
-        no_loss_scale,
-        {"tx": jmp_scale.with_half_parameters(ADAMW)},
-    ),
-    **{
-        maker.__name__: (maker, {})
-        for maker in (
-            in_another_order, nnx_with_metrics, sharded_jit, ensemble,
-            several_steps_in_a_call, loss_scales_by_name,
-        )
-    },
-}  # fmt: skip
-# What the cures of the rules say, as settings; a mistake of a maker is left out.
-_CURES = {
-    "take": scaled,
-    "change": same,
-    "finish": returned,
-    "keep": "applied",
-    "accumulate": "right",
-    "with_value": True,
-    "mistake": None,
-}
-
-
-def _wrong():
-    for field, rules in _PARTS.items():
-        for part, rule in rules.items():
-            inner = INNER if part in _WITH_EACH_OPTIMIZER else ["adamw"]
-            for opt in inner:
-                settings = {field: part, "inner": INNER[opt]}
-                yield f"{part.__name__}, {opt}", (rule, step_of, settings)
-    for maker, rules in _MISTAKES.items():
-        for mistake, rule in rules.items():
-            yield f"{maker.__name__}, {mistake}", (rule, maker, {"mistake": mistake})
-    yield from _MORE.items()
-
-
-def _cured(settings):
-    """The settings after the cure: what stands around `with_loss_scale` goes inside."""
-    new = {name: _CURES.get(name, value) for name, value in settings.items()}
-    if "around" in new:
-        new["inside"] = new.pop("around")
-    return {name: value for name, value in new.items() if name != "mistake"}
-
-
-def _right():
-    """By name (maker, settings, rules), the rules of mistakes that are cured here."""
+def cases(maker, *mistakes, **settings):
+    """Steps with these mistakes, by names that say what is unusual in them."""
     found = {}
-    for name, (maker, settings) in _RIGHT.items():
-        found[_key(maker, settings)] = name, maker, settings, []
-    for name, (rule, maker, settings) in WRONG.items():
-        new = _cured(settings)
-        twin = f"{name}, cured", maker, new, []
-        found.setdefault(_key(maker, new), twin)[-1].append(rule)
-    return {name: rest for name, *rest in found.values()}
+    for mistake in mistakes or (None,):
+        given = {"mistake": mistake, **settings} if mistake else settings
+        name = ", ".join([maker.__name__, *map(str, given.values())])
+        found[name] = functools.partial(maker, **given)
+    return found
 
 
-def _key(maker, settings):
-    """Equal for settings that make the same step."""
-    usual = {**_CURES, "inner": ADAMW, "dtype": "float16", "ls": DYNAMIC}
-    usual["accumulate"] = None
-    others = {name: x for name, x in settings.items() if usual.get(name) is not x}
-    return maker, *sorted((name, id(x)) for name, x in others.items())
+def with_optimizers(*mistakes):
+    return {
+        **cases(step_of, *mistakes, inner="sgd"),
+        **cases(step_of, *mistakes, inner="clip"),
+    }
 
 
-WRONG = dict(_wrong())
-RIGHT = _right()
+# By rule, the steps with that mistake.
+WRONG = {
+    "never unscaled": {
+        **cases(step_of, "never unscaled", "never, but reported", "scaled twice"),
+        **cases(step_of, "others added scaled", "penalty scaled"),
+        # A clip does not hide that S changes a step.
+        **cases(step_of, "never unscaled", inner="clip", times=1e3),
+        **cases(step_of, "never unscaled", dtype="float32"),
+        **with_optimizers("never unscaled"),
+        **cases(linen, "never unscaled"),
+        **cases(nnx_step, "never unscaled"),
+    },
+    "unscaled twice": {
+        # Nor do moments of earlier steps, or a weight decay.
+        **cases(step_of, "unscaled twice", inner="decay"),
+        **cases(step_of, "unscaled twice", inner="warm-up"),
+        **cases(step_of, "unscaled twice", "one unscaled twice"),
+        **cases(step_of, "unscaled twice", dtype="bfloat16"),
+        **cases(step_of, "unscaled twice", ls="static"),
+        **with_optimizers("unscaled twice"),
+        **cases(average, "unscaled twice", accumulate=True),
+        **cases(linen, "unscaled twice"),
+        **cases(nnx_step, "unscaled twice"),
+        **cases(nnx_step, "unscaled twice", inner="sgd"),
+        **cases(equinox, "unscaled twice"),
+    },
+    "S not used": {
+        **cases(step_of, "plain", "captured", "fresh"),
+        **cases(step_of, "plain", dtype="bfloat16"),
+        **cases(step_of, "plain", dtype="float32"),
+        **cases(step_of, "plain", ls="static"),
+        **with_optimizers("plain", "captured", "fresh"),
+        **cases(linen, "plain"),
+        **cases(nnx_step, "plain"),
+        **cases(equinox, "plain"),
+        **cases(gan, "one"),
+        **cases(loop_by_hand, "S"),
+    },
+    "unscaled by the next S": cases(step_of, "unscaled by the next S"),
+    "partly unscaled": {
+        **cases(step_of, "penalty unscaled"),
+        **cases(step_of, "penalty unscaled", inner="sgd"),
+    },
+    "value is scaled": cases(step_of, "loss left scaled"),
+    "overflow hidden": {
+        **cases(step_of, "clipped while scaled", "clipped", "zero_nans"),
+        **with_optimizers("clipped"),
+        **cases(linen, "clipped"),
+        **cases(nnx_step, "clipped"),
+    },
+    "overflow stays": {
+        **cases(step_of, "MultiSteps", "MultiSteps of one"),
+        **cases(one_player_in_float32, "no skip"),
+        **cases(loop_by_hand, "loss", "select"),
+        **cases(window_of_calls, "keeps NaN"),
+    },
+    "state put back": {
+        **cases(step_of, "apply_if_finite"),
+        **with_optimizers("apply_if_finite"),
+    },
+    "not outermost": cases(step_of, "clip", "norm clip"),
+    "changed on a skip": {
+        **cases(step_of, "decayed"),
+        **cases(step_of, "decayed", ls="none"),
+        **cases(average, "not selected"),
+        **cases(average, "not selected", inner="warm-up"),
+        **cases(loop_by_hand, "zero"),
+        **cases(with_arguments, "decay"),
+    },
+    "changed on a spike": cases(average, "grads_finite", guard=GUARD),
+    "S never adjusted": {
+        **cases(step_of, "old state", "state anew"),
+        **cases(nnx_step, "no update"),
+        **cases(loop_by_hand, "adjust"),
+    },
+    "S adjusted twice": {
+        **cases(step_of, "adjusted again"),
+        **cases(step_of, "adjusted again", inner="sgd"),
+    },
+    "nothing learned": cases(step_of, "old parameters"),
+    "not returned": cases(step_of, "not returned"),
+    "compiles twice": cases(step_of, "narrowed"),
+    "another S": cases(gan, "unscaled by the other", "swapped"),
+    "NaN stays": {
+        **cases(embedding, "not selected"),
+        **cases(key_in_state, "not selected"),
+        **cases(haiku, "not selected"),
+        **cases(linen, "replaced"),
+        **cases(nnx_step, "own gradient"),
+    },
+    "no value": {
+        **cases(step_of, "no value"),
+        **cases(linen, "no value"),
+        **cases(nnx_step, "no value"),
+    },
+    "replicas diverge": {
+        **cases(pmapped, "no mean"),
+        **cases(shard_mapped, "no mean", "mean after"),
+    },
+    "half-precision sum": cases(shard_mapped, "half sum"),
+    "skip not agreed": cases(split_over_two_axes, "one axis"),
+}
+RIGHT = {
+    **cases(step_of),
+    **cases(step_of, guard=GUARD),
+    **cases(step_of, ls="none", dtype="bfloat16"),
+    **cases(step_of, "by hand"),
+    **cases(average),
+    **cases(average, donate=True),
+    **cases(average, inner="half parameters"),
+    **cases(nnx_step, with_metrics=True),
+    **cases(nnx_step, plain=True),
+    **cases(pmapped, donate=True),
+    **cases(no_loss_scale),
+    **cases(no_loss_scale, inner="half parameters"),
+}
+for _maker in (in_another_order, sharded_jit, ensemble, several_steps_in_a_call):
+    RIGHT |= cases(_maker)
+for _inner, _dtype in itertools.product(("adamw", "sgd", "clip"), HALF):
+    RIGHT |= cases(step_of, inner=_inner, dtype=_dtype)
+
+
+def cured(step):
+    """The step without its mistake; what stands around `with_loss_scale` is inside."""
+    settings = dict(step.keywords)
+    mistake = settings.pop("mistake")
+    if mistake in WRAPPERS and step.func is step_of:
+        settings["inside"] = mistake
+    return cases(step.func, **settings)
+
+
+# The rules whose cure makes a right step, by its name.
+CURED: dict[str, set[str]] = {}
+for _rule, _steps in WRONG.items():
+    for _step in _steps.values():
+        ((_name, _cured),) = cured(_step).items()
+        RIGHT.setdefault(_name, _cured)
+        CURED.setdefault(_name, set()).add(_rule)

@@ -32,14 +32,10 @@ MAY_IMPORT = {
 }
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
-    "_jaxpr.*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
+    "_jaxpr_*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
     "_autocast.interpreter": (
         "autocast/test_autocast",
         "programs run as their plans say",
-    ),
-    "_autocast.recompute.identities": (
-        "autocast/test_identities",
-        "beside the others",
     ),
     "_autocast.recompute.units": (
         "autocast/test_exact",

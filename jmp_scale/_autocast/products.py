@@ -64,7 +64,7 @@ class Product:
         return self.equation.outvars[0]
 
     def moved(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The operands, their entries where the product reads them."""
+        """The operands, with their entries where the product reads them."""
         pair = [*operands]
         for i, move in enumerate(self.jaxpr.eqns[:-1]):
             side = int(i >= self.moves)
@@ -129,14 +129,19 @@ _REASONS = {
 }
 
 
+def never(_: object) -> bool:
+    """False, where nothing is known."""
+    return False
+
+
 def fate(
     eqn: JaxprEqn,
     *,
-    is_parameter: Callable[[Var], bool],
-    is_constant: Callable[[Var], bool],
-    is_exempt: Callable[[JaxprEqn], bool],
+    is_parameter: Callable[[Var], bool] = lambda v: True,
+    is_constant: Callable[[Var], bool] = never,
+    is_exempt: Callable[[JaxprEqn], bool] = never,
 ) -> Fate:
-    """The fate of a product in a program.
+    """The fate of a product in a program, or alone.
 
     Args:
       eqn: a product, of `PRODUCTS`.
@@ -160,19 +165,6 @@ def fate(
     if all(map(is_constant, variables(eqn.invars[:2]))):
         return Fate.IS_CONSTANT
     return Fate.IS_EXEMPT if is_exempt(eqn) else Fate.BECOMES_HALF
-
-
-def fate_alone(eqn: JaxprEqn, *, of_parameters: bool) -> Fate:
-    """The fate of a product if nothing is known of the program around it.
-
-    `of_parameters` says whether a matrix that meets a vector counts as a parameter.
-    """
-    return fate(
-        eqn,
-        is_parameter=lambda v: of_parameters,
-        is_constant=lambda v: False,
-        is_exempt=lambda eqn: False,
-    )
 
 
 def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
@@ -209,14 +201,12 @@ def looks_up_rows(eqn: JaxprEqn) -> bool:
 
 def becomes_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that may become half precision."""
-    if eqn.primitive.name not in PRODUCTS:
-        return False
-    return fate_alone(eqn, of_parameters=True) is Fate.BECOMES_HALF
+    return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
 
 
 def stays_float32(eqn: JaxprEqn) -> bool:
     """Whether `autocast` leaves a product float32 on purpose."""
-    found = fate_alone(eqn, of_parameters=False)
+    found = fate(eqn, is_parameter=never)
     return found not in (Fate.BECOMES_HALF, Fate.IS_HALF)
 
 
@@ -234,7 +224,7 @@ def holds_half_products(eqn: JaxprEqn) -> bool:
     """Whether an equation is or holds a product whose fate is `IS_HALF`."""
     equations = (eqn, *_jaxpr.equations_within(eqn))
     products = (e for e in equations if e.primitive.name in PRODUCTS)
-    return any(fate_alone(e, of_parameters=True) is Fate.IS_HALF for e in products)
+    return any(fate(e) is Fate.IS_HALF for e in products)
 
 
 def is_partly_half(eqn: JaxprEqn) -> bool:
@@ -252,16 +242,13 @@ def why_float32(jaxpr: _jaxpr.Program) -> str:
             reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
-        found = fate_alone(eqn, of_parameters=False)
+        found = fate(eqn, is_parameter=never)
         if found is Fate.IS_HALF:
             return ""
-        reasons[_REASONS.get(found) or _dtypes(eqn)] = None
+        dtypes = {_jaxpr.dtype_name(v) for v in [*eqn.invars[:2], eqn.outvars[0]]}
+        dtype = "dtype " + " and ".join(sorted(dtypes))
+        reasons[_REASONS.get(found, dtype)] = None
     return "they have " + "; ".join(reasons) if reasons else "there is none"
-
-
-def _dtypes(eqn: JaxprEqn) -> str:
-    atoms = [*eqn.invars[:2], eqn.outvars[0]]
-    return "dtype " + " and ".join(sorted({_jaxpr.dtype_name(v) for v in atoms}))
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:

@@ -887,13 +887,7 @@ def deep(factors):
 def test_equal_layers_are_traced_once():
     def units(*factors, x=X):
         jaxpr = jax.make_jaxpr(deep(factors))(W, x)
-        reading = read(
-            jaxpr,
-            [Origin.PARAMETER] * 2,
-            jnp.dtype("bfloat16"),
-            is_exempt=lambda eqn: False,
-            share_casts=False,
-        )
+        reading = read(jaxpr, [Origin.PARAMETER] * 2, jnp.dtype("bfloat16"))
         return {part for part in make_plan(reading) if isinstance(part, Unit)}
 
     # The last island has the loss in it.

@@ -20,13 +20,12 @@ from jax.typing import ArrayLike, DTypeLike
 from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
-from ..._autocast.identities import with_value
 from ..._autocast.interpreter import Interpreter, Notes, TraceCache, Values
-from ..._autocast.marks import Names, tracing
+from ..._autocast.linear import with_value
+from ..._autocast.marks import meet, tracing
 from ..._autocast.products import Product
 from ..._autocast.provenance import Origin, Reading
-from ..._autocast.recompute.identities import softmax_from
-from ..._autocast.recompute.islands import softmaxes_of
+from ..._autocast.recompute.islands import softmax_from, softmaxes_of
 from ..._autocast.recompute.plan import Unit
 from ..._autocast.recompute.units import RecomputingInterpreter
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
@@ -69,8 +68,7 @@ class ProductGroup:
         return tuple(scope.name for scope in scopes)
 
     def is_kept(self, name: str) -> bool:
-        names = Names(frozenset({name}))
-        return any(names.meet(eqn).is_exempt for eqn in self.equations)
+        return any(meet({name}, eqn).is_exempt for eqn in self.equations)
 
     def names(self) -> list[str]:
         """Names that keep it: of its function, of itself, of its scopes."""
@@ -137,7 +135,7 @@ class Probe:
         flagged = _Flagged(
             forward=self.forward,
             backward=self._backward,
-            names=Names(),
+            names=frozenset(),
             traces=TraceCache(),
             notes=Notes(warned=set()),
             flags=flags,
@@ -238,7 +236,7 @@ class _Flagged(RecomputingInterpreter):
         values: dict[Var, jax.Array] = {}
         outputs = _jaxpr.variables(unit.jaxpr.outvars)
         read_as_results = {outputs[i] for i in unit.places("is_softmax")}
-        products = [s.product for s in reading.wanted if s.kind == "product"]
+        products = [s.product for s in reading.steps if s.kind == "product"]
 
         def replace(v: Var, x: jax.Array) -> jax.Array:
             values[v] = x

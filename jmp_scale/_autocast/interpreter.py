@@ -25,7 +25,7 @@ from .._policy import is_half
 from .._types import Arrays
 from .._validation import warn
 from .higher_order import CALLS, Part
-from .linear import linear, live_of, no_tangent, with_value
+from .linear import Traces, linear, live_of, no_tangent, with_value
 from .marks import meet
 from .policies import Saved, in_sight
 from .products import Product, becomes_half, has_products
@@ -244,7 +244,7 @@ class Interpreter:
 
     def _product(self, product: Product, scope: NameStack) -> Callable[..., jax.Array]:
         """A function of operands, of their copies, and of what else it reads."""
-        tangent_of = self.tangent_of(product)
+        tangent_of, traces = self.tangent_of(product), Traces()
 
         def evaluate(
             saved: Saved, _: Arrays, copies: Arrays, others: Arrays
@@ -273,7 +273,7 @@ class Interpreter:
             if not live:
                 return no_tangent(result)
             residuals = operands if self.is_mixed else [], copies, others
-            return linear(tangent, residuals, live).astype(result.dtype)
+            return linear(tangent, residuals, live, traces).astype(result.dtype)
 
         def saved_of(result: jax.Array) -> Saved:
             return {0: result.astype(self.forward)}

@@ -7,7 +7,7 @@ that, but JAX does not transpose it under `JAX_REMAT3`, and
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from .. import _jaxpr
+from .._jaxpr import Jaxpr
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -39,7 +40,16 @@ def live_of(tangents: Sequence[Any]) -> ByPosition:
     return {i: t for i, t in found if not isinstance(t, SymbolicZero)}
 
 
-def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
+class Traces(dict[Hashable, Any]):
+    """What one linear function was traced for before; equal by identity."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+    __repr__ = object.__repr__
+
+
+def linear(
+    fun: Callable[[A, B], C], residuals: A, tangents: B, traces: Traces | None = None
+) -> C:
     """`fun(residuals, tangents)`, whose transpose saves the residuals alone.
 
     Args:
@@ -47,24 +57,38 @@ def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
         over traced arrays, which are residuals too.
       residuals: what the backward pass reads; of these, what `fun` reads is saved.
       tangents: the arrays in which it is linear.
+      traces: those of `fun`, which is not traced again for equal types.
     """
+    traces = Traces() if traces is None else traces
     arrays, tree = jax.tree.flatten((residuals, tangents))
-    count = len(jax.tree.leaves(tangents))
+    key, consts = (tree, *map(jax.typeof, arrays)), []
+    if key not in traces:
+        count = len(jax.tree.leaves(tangents))
 
-    def flat(*arrays: jax.Array) -> C:
-        return fun(*jax.tree.unflatten(tree, arrays))
+        def flat(*arrays: jax.Array) -> C:
+            return fun(*jax.tree.unflatten(tree, arrays))
 
-    traced, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-    jaxpr, consts = _jaxpr.open_jaxpr(traced)
-    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    # What is not read is not saved.
-    jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    outs = LINEAR.bind(
-        *itertools.compress([*consts, *arrays], is_read),
-        jaxpr=ClosedJaxpr(jaxpr, []),
-        tangents=sum(is_read[len(is_read) - count :]),
-    )
-    return jax.tree.unflatten(jax.tree.structure(out), outs)
+        traced, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        jaxpr, consts = _jaxpr.open_jaxpr(traced)
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        # What is not read is not saved.
+        jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        params = _params(jaxpr, sum(is_read[len(is_read) - count :]))
+        traces[key] = params, is_read, jax.tree.structure(out)
+    params, is_read, result_tree = traces[key]
+    if consts:  # which belong to this call
+        del traces[key]
+    outs = LINEAR.bind(*itertools.compress([*consts, *arrays], is_read), **params)
+    return jax.tree.unflatten(result_tree, outs)
+
+
+def _params(jaxpr: Jaxpr, tangents: int) -> dict[str, Any]:
+    """Those of an equation, linear in its last inputs, and its transposes by results.
+
+    Equations with the same jaxpr share the transposes.
+    """
+    closed = ClosedJaxpr(jaxpr, [])
+    return {"jaxpr": closed, "tangents": tangents, "transposes": Traces()}
 
 
 def _run(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -97,7 +121,11 @@ def _jvp(
 
 
 def _transposed(
-    cotangents: Sequence[Any], *operands: Any, jaxpr: ClosedJaxpr, tangents: int
+    cotangents: Sequence[Any],
+    *operands: Any,
+    jaxpr: ClosedJaxpr,
+    tangents: int,
+    transposes: Traces,
 ) -> list[jax.Array | None]:
     residuals, unknown = _split(operands, tangents)
     live = {i: c for i, c in enumerate(cotangents) if type(c) is not ad.Zero}
@@ -113,7 +141,8 @@ def _transposed(
         zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
         return [*jax.vjp(run, *zeros)[1](cotangents)]
 
-    found = linear(transposed, residuals, live)
+    transpose = transposes.setdefault(tuple(live), (transposed, Traces()))
+    found = linear(transpose[0], residuals, live, transpose[1])
     own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
     wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
     return [*[None] * len(residuals), *wanted]
@@ -148,11 +177,13 @@ def _without_unused(
     if not any(is_used):
         return [False] * len(eqn.invars), None
     jaxpr, is_read = partial_eval.dce_jaxpr(_jaxpr.bare(eqn.params["jaxpr"]), is_used)
+    if all(is_used) and all(is_read):
+        return is_read, eqn
     _, own = _split(is_read, eqn.params["tangents"])
     smaller = eqn.replace(
         invars=[*itertools.compress(eqn.invars, is_read)],
         outvars=[*itertools.compress(eqn.outvars, is_used)],
-        params={"jaxpr": ClosedJaxpr(jaxpr, []), "tangents": sum(own)},
+        params=_params(jaxpr, sum(own)),
     )
     return is_read, smaller
 

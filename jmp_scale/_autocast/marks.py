@@ -1,5 +1,6 @@
 """Marks that a program and `autocast` leave: what stays float32, and what is half."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -127,12 +128,13 @@ def _marked(name: str, fun: F, run: Callable[..., Any]) -> F:
     return marked  # pyright: ignore[reportReturnType]
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class MarkedLayer:
     """A layer with a mark: a pytree in its model, which has the layer's attributes."""
 
-    def __init__(self, fun: Callable[..., Any], run: Callable[..., Any]) -> None:
-        self.fun, self._run = fun, run
+    fun: Callable[..., Any]
+    _run: Callable[..., Any] = dataclasses.field(repr=False, metadata={"static": True})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.fun, *args, **kwargs)
@@ -141,17 +143,6 @@ class MarkedLayer:
         if name == "fun":  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self.fun, name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.fun!r})"
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Callable[..., Any]]:
-        return [(jax.tree_util.GetAttrKey("fun"), self.fun)], self._run
-
-    @classmethod
-    def tree_unflatten(cls, run: Callable[..., Any], children: Any) -> "MarkedLayer":
-        (fun,) = children
-        return cls(fun, run)
 
 
 def tracing(half: DTypeLike) -> AbstractContextManager[Any]:

@@ -12,18 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
-from .._jaxpr import (
-    CALLS,
-    CHEAP,
-    PRODUCTS,
-    SCALED_PRODUCTS,
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    NameStack,
-    Var,
-    variables,
-)
+from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
 from .dot_general import split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
@@ -187,18 +176,6 @@ def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
     return any(is_parameter(v) for v in variables(matrices))
 
 
-def looks_up_rows(eqn: JaxprEqn) -> bool:
-    """Whether an equation takes several vectors of a table, as an embedding does.
-
-    They are data, which many positions share. Matrices that are looked up, such as
-    those of experts, are weights.
-    """
-    if eqn.primitive.name != "gather":
-        return False
-    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
-    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1
-
-
 def becomes_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that may become half precision."""
     return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
@@ -220,13 +197,6 @@ def reads_half(eqn: JaxprEqn) -> bool:
     return any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
 
 
-def holds_half_products(eqn: JaxprEqn) -> bool:
-    """Whether an equation is or holds a product whose fate is `IS_HALF`."""
-    equations = (eqn, *_jaxpr.equations_within(eqn))
-    products = (e for e in equations if e.primitive.name in PRODUCTS)
-    return any(fate(e) is Fate.IS_HALF for e in products)
-
-
 def is_partly_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product with any operand or result in half precision."""
     atoms = [*eqn.invars[:2], *eqn.outvars[:1]]
@@ -238,7 +208,7 @@ def why_float32(jaxpr: _jaxpr.Program) -> str:
     """Why no product of a program becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
     for eqn in _jaxpr.equations(jaxpr):
-        if eqn.primitive.name in SCALED_PRODUCTS:
+        if eqn.primitive.name in _jaxpr.SCALED_PRODUCTS:
             reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
@@ -259,19 +229,10 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     if name == "reshard":
         return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])
     if not bodies:
-        return name in CHEAP
-    return (name in CALLS or name == "custom_jvp_call") and all(
-        is_cheap(inner) for body in bodies for inner in _jaxpr.bare(body).eqns
-    )
-
-
-def only_looks_up(call: JaxprEqn) -> bool:
-    """Whether a call holds lookups and cheap operations alone, as `jnp.take` does."""
-    (body,) = _jaxpr.subjaxprs(call)
-    return all(
-        is_cheap(eqn) or eqn.primitive.name in _jaxpr.LOOKUPS
-        for eqn in _jaxpr.bare(body).eqns
-    )
+        return name in _jaxpr.CHEAP
+    inner = (each for body in bodies for each in _jaxpr.bare(body).eqns)
+    is_call = name in _jaxpr.CALLS or name == "custom_jvp_call"
+    return is_call and all(map(is_cheap, inner))
 
 
 def mesh_of(atom: Atom) -> Any:

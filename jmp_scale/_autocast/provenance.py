@@ -1,6 +1,7 @@
 """Reads a float32 program: what each equation is, and where each value comes from."""
 
 import enum
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -12,17 +13,7 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
-from .products import (
-    Fate,
-    Product,
-    fate,
-    has_products,
-    holds_half_products,
-    looks_up_rows,
-    never,
-    only_looks_up,
-    reads_half,
-)
+from .products import Fate, Product, fate, has_products, is_cheap, never, reads_half
 
 _INTEGERS = "bool", "int", "uint"
 # They run as calls if they read weights in half precision, whose gradients are sums.
@@ -127,7 +118,10 @@ def read(
             return False
         if has_products(eqn):
             return not is_exempt(eqn)
-        return only_looks_up(eqn) or reads_half(eqn)
+        # Such as `jnp.take`.
+        (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(eqn))
+        lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
+        return all(lookups) or reads_half(eqn)
 
     flat, constants = _jaxpr_rewrite.inlined(jaxpr, is_open)
     flat, copies = _jaxpr_rewrite.read_apart(flat, {flat.invars[i] for i in stored})
@@ -275,11 +269,12 @@ class _Reader:
         is_constant = step.kind != "call" and self._all(numbers, "is_constant")
         is_fixed = self._all(inputs, "is_fixed")
         data = Provenance(Origin.DATA, is_constant, is_fixed)
-        if step.kind != "other" or holds_half_products(eqn):
+        products = (eqn, *_jaxpr.equations_within(eqn))
+        products = (e for e in products if e.primitive.name in _jaxpr.PRODUCTS)
+        if step.kind != "other" or any(fate(e) is Fate.IS_HALF for e in products):
             return data
-        # Rows that an argument chooses, such as tokens, are data.
         indices = variables(eqn.invars[1:2])
-        if looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
+        if _looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
             return data
         # A layer of a stack of weights is one at any index, as of a loop's counter.
         is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
@@ -297,3 +292,15 @@ class _Reader:
 
     def _all(self, inputs: Iterable[Var], field: str) -> bool:
         return all(getattr(self._of(v), field) for v in inputs)
+
+
+def _looks_up_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes several vectors of a table, as an embedding does.
+
+    Those that an argument chooses, such as tokens, are data, which many positions
+    share. Matrices that are looked up, such as those of experts, are weights.
+    """
+    if eqn.primitive.name != "gather":
+        return False
+    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
+    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1

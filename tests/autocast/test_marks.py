@@ -158,7 +158,7 @@ def test_a_marked_layer_is_copied_with_its_mark(mark, copied):
     other = copied(layer)
     assert jax.tree.structure(other) == jax.tree.structure(layer)
     np.testing.assert_array_equal(other(X[0]), layer(X[0]))
-    assert repr(other).startswith("MarkedLayer(Linear(")
+    assert repr(other).startswith("MarkedLayer(fun=Linear(")
     with pytest.raises(AttributeError, match="nothing"):
         layer.nothing  # noqa: B018
 

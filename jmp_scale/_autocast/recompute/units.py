@@ -23,7 +23,7 @@ from ..._jaxpr import JaxprEqn, NameStack, Var
 from ..._types import Arrays
 from ..higher_order import Part
 from ..interpreter import Interpreter, Values
-from ..linear import ByPosition, linear, live_of, no_tangent, with_value
+from ..linear import ByPosition, Traces, linear, live_of, no_tangent, with_value
 from ..marks import CAST
 from ..policies import Saved, in_sight
 from ..products import Product
@@ -119,7 +119,7 @@ def _function_of(
     island = cast.traces.made(_Island, unit, cast)
     tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
     saved_in_half = unit.places("is_saved_in_half")
-    count = len(unit.outputs)
+    count, traces = len(unit.outputs), Traces()
 
     def with_passed(outputs: ByPosition, passed: Arrays) -> ByPosition:
         return outputs | {count + j: x for j, x in enumerate(passed)}
@@ -185,7 +185,7 @@ def _function_of(
         outputs = {i: results.island[i] for i in unit.places("is_saved")}
         read = residuals, passed, outputs, results.saved, float32
         live = live_of(moves[0]), live_of(moves[1])
-        found, moved = linear(tangents, read, live)
+        found, moved = linear(tangents, read, live, traces)
         return Results(
             island=_or_zeros(results.island, found),
             products=_or_zeros(results.products, moved),

@@ -41,15 +41,11 @@ def in_sight(
 ) -> Callable[..., Any]:
     """A function with a derivative of its own, and with products in sight of policies.
 
-    Args:
-      evaluate: the function, of results of products that it need not compute, and of
-        its arguments, pytrees of arrays.
-      derivative: computes tangents of results, of the results, the arguments and
-        the tangents of these.
-      products: as in `Shown`.
-      saved_of: as in `Shown`.
-      is_transposed: whether it is in a rule for derivatives. JAX transposes such a
-        function, but not an object of hijax.
+    `evaluate` is the function, of results of products that it need not compute, and of
+    its arguments. `derivative` computes the tangents of results, of these, of the
+    arguments and of their tangents. `products` and `saved_of` are as in `Shown`.
+    `is_transposed`: in a rule for derivatives, which JAX does not do to an object of
+    hijax.
     """
 
     def forward(*args: Any) -> Any:

@@ -132,13 +132,9 @@ def fate(
 ) -> Fate:
     """The fate of a product in a program, or alone.
 
-    Args:
-      eqn: a product, of `PRODUCTS`.
-      is_parameter: whether a matrix is one of the program's parameters, so that a
-        vector times it is one row of a batch.
-      is_constant: whether an operand is computed from integers and constants alone.
-      is_exempt: whether a name keeps the product float32. Asked last, because it may
-        note which products were met.
+    A vector times a matrix that `is_parameter` is one row of a batch. An operand that
+    `is_constant` is computed from integers and constants alone. `is_exempt`, whether a
+    name keeps the product float32, is asked last: it may note which products were met.
     """
     operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
     result = _jaxpr.dtype_name(eqn.outvars[0])

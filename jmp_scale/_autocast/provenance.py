@@ -102,15 +102,12 @@ def read(
     share_casts: bool = False,
     stored: Collection[int] = (),
 ) -> Reading:
-    """Reads a program.
+    """Reads a program whose inputs have these origins.
 
-    Args:
-      jaxpr: the program.
-      origins: those of its inputs.
-      dtype: that of products of the forward pass.
-      is_exempt: whether a name keeps a product float32, or a call with products.
-      share_casts: whether all operations read the cast of what a product reads.
-      stored: positions of inputs whose cotangents are added up in float32.
+    `dtype` is that of products of the forward pass. `is_exempt` says whether a name
+    keeps a product float32, or a call with products. `share_casts`: all operations read
+    the cast of what a product reads. `stored` are the positions of inputs whose
+    cotangents are added up in float32.
     """
 
     def is_open(eqn: JaxprEqn) -> bool:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +11,15 @@ import jax
 
 from . import __version__
 from ._machine import facts, gain
-from ._machine.timing import Comparison
+from ._machine.timing import Comparison, compare
+from .diagnostics._tables import with_progress
 
 _SECONDS = 10, 100  # of the products, and of the models
-_TICKS = 4 * 20  # about: compilations and rounds of the models
+_EXCESS = (
+    ". Where it is not, the compiler computes chains of operations in float32, and "
+    "results are closer to float32's than on another machine; "
+    "XLA_FLAGS=--xla_allow_excess_precision=false rounds them"
+)
 
 
 def main(
@@ -29,8 +33,7 @@ def main(
     arguments = _parser().parse_args(argv)
     device = facts.device()
     on_cpu = device["platform"] == "cpu"
-    side = side or (512 if on_cpu else 8192)
-    products = facts.products(side, seconds[0])
+    products = facts.products(side or (512 if on_cpu else 8192), seconds[0])
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
@@ -42,8 +45,9 @@ def main(
     }
     if arguments.measure:
         sizes = sizes or (gain.FOR_CPU if on_cpu else gain.USUAL)
-        report["comparisons"] += _with_progress(sizes, seconds[1])
-        report["peak_bytes"] = _peak_bytes()
+        report["comparisons"] += _gains(sizes, seconds[1])
+        stats = jax.local_devices()[0].memory_stats() or {}
+        report["peak_bytes"] = stats.get("peak_bytes_in_use")
     if arguments.json:
         print(json.dumps(report, default=dataclasses.asdict, indent=1))
     else:
@@ -69,33 +73,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_progress(sizes: gain.Sizes, seconds: float) -> list[Comparison]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return [*gain.gains(sizes, seconds)]
-    with tqdm(total=_TICKS, desc="measuring", leave=False, file=sys.stderr) as bar:
-        return [*gain.gains(sizes, seconds, bar.update)]
-
-
-def _peak_bytes() -> int | None:
-    """The most that the device held at once, if it tells."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def _gains(sizes: gain.Sizes, seconds: float) -> list[Comparison]:
+    """Compares the gradients of each model, and whole steps, in `seconds`."""
+    end, found = time.perf_counter() + seconds, []
+    for programs_of, model_of in with_progress(gain.PARTS, "measuring"):
+        left = (end - time.perf_counter()) / (len(gain.PARTS) - len(found))
+        found.append(compare(*programs_of(model_of(sizes)), left))
+    return found
 
 
 def _text(report: dict[str, Any]) -> str:
     device, versions = report["device"], report["versions"]
-    memory = _gibibytes(device["memory_bytes"])
-    processes = f", {n} processes" if (n := device["processes"]) > 1 else ""
     where = f"{device['count']} x {device['kind']} ({device['platform']})"
-    blocks = [
-        f"{where}{memory}{processes}, {report['date']}; "
-        + ", ".join(map(" ".join, versions.items()))
-        + "."
-    ]
+    if memory := device["memory_bytes"]:
+        where += f", {memory / 2**30:.1f} GiB"
+    if device["processes"] > 1:
+        where += f", {device['processes']} processes"
+    named = ", ".join(map(" ".join, versions.items()))
+    blocks = [f"{where}, {report['date']}; {named}."]
     blocks += map(_table, report["comparisons"])
-    if peak := _gibibytes(report.get("peak_bytes")):
-        blocks.append(f"At its peak the device held{peak.removeprefix(',')}.")
+    if peak := report.get("peak_bytes"):
+        blocks.append(f"At its peak the device held {peak / 2**30:.1f} GiB.")
     blocks.append(f"Take: {report['advice']}.")
     kept = [f"{k} {'yes' if v else 'no'}" for k, v in report["keeps_roundings"].items()]
     note = "" if all(report["keeps_roundings"].values()) else _EXCESS
@@ -106,37 +104,22 @@ def _text(report: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-_EXCESS = (
-    ". Where it is not, the compiler computes chains of operations in float32, and "
-    "results are closer to float32's than on another machine; "
-    "XLA_FLAGS=--xla_allow_excess_precision=false rounds them"
-)
-
-
-def _gibibytes(count: int | None) -> str:
-    return "" if count is None else f", {count / 2**30:.1f} GiB"
-
-
 def _table(comparison: Comparison) -> str:
     """A Markdown table, whose columns are aligned for a terminal too."""
-    cells = [(comparison.title, "ms", "times as fast")]
+    cells = [(comparison.title, "ms", "times as fast", "MiB")]
     for row in comparison.rows:
         milliseconds = "" if row.milliseconds is None else f"{row.milliseconds:.3g}"
-        cells.append((row.program, milliseconds, str(row.gain or row.note or "1")))
-    if any(row.mebibytes is not None for row in comparison.rows):
-        sizes = [row.mebibytes for row in comparison.rows]
-        texts = ["MiB", *("" if size is None else f"{size:.1f}" for size in sizes)]
-        cells = [(*row, text) for row, text in zip(cells, texts, strict=True)]
+        mebibytes = "" if row.mebibytes is None else f"{row.mebibytes:.1f}"
+        gain = str(row.gain or row.note or "1")
+        cells.append((row.program, milliseconds, gain, mebibytes))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = []
     for first, *others in [cells[0], rule, *cells[1:]]:
         padded = map(str.rjust, others, widths[1:])
         lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
-    if comparison.believable is not None:
-        noise = f"Believe no gain below {comparison.believable:.2f}: "
-        lines += ["", noise + "float32 beside itself differs by as much."]
-    return "\n".join(lines)
+    noise = f"Believe no gain below {comparison.believable:.2f}: "
+    return "\n".join([*lines, "", f"{noise}float32 beside itself differs by as much."])
 
 
 if __name__ == "__main__":

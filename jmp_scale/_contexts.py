@@ -1,8 +1,4 @@
-"""Contexts in which programs are traced, which those who trace and mark them share.
-
-A context of JAX is a part of the keys of its caches: a jitted function is retraced in
-another one.
-"""
+"""Contexts of JAX: a jitted function is retraced in another one."""
 
 import jax
 

@@ -3,6 +3,7 @@
 import sys
 from typing import NoReturn
 
+_DOORS = ("checkpoints", "linen", "nnx", "plotting")
 # What others call their tool, and what it is here.
 _ELSEWHERE = {
     "GradScaler": "with_loss_scale(tx, jmp_scale.DynamicLossScale())",
@@ -14,13 +15,12 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> NoReturn:
     """What `jmp_scale` does with a name that it does not have."""
-    is_door = name in ("checkpoints", "linen", "nnx", "plotting")
-    hint = f"; write import jmp_scale.{name}" if is_door else ""
-    error = AttributeError
-    if name in _ELSEWHERE:
-        hint = f"; write jmp_scale.{_ELSEWHERE[name]}"
-        # `from jmp_scale import name` has words of its own for an AttributeError.
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller == "importlib._bootstrap":
-            error = ImportError
-    raise error(f"module 'jmp_scale' has no attribute {name!r}{hint}")
+    text = f"module 'jmp_scale' has no attribute {name!r}"
+    if name in _DOORS:
+        raise AttributeError(f"{text}; write import jmp_scale.{name}")
+    if name not in _ELSEWHERE:
+        raise AttributeError(text)
+    # `from jmp_scale import name` has words of its own for an AttributeError.
+    importing = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+    error = ImportError if importing else AttributeError
+    raise error(f"{text}; write jmp_scale.{_ELSEWHERE[name]}")

@@ -1,6 +1,5 @@
 """Mesh axes: finds where devices may disagree, and makes them agree."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,17 +26,15 @@ Agreement = Callable[[Function, jax.Array], jax.Array]
 def agreement(function: str = "", axis_name: AxisName = None) -> Agreement:
     """Returns an agreement over the `axis_name` of `all_finite`."""
     # A set is refused: its order differs between processes, and so would the programs.
-    is_valid = axis_name is None or isinstance(axis_name, (str, tuple, list))
+    is_valid = isinstance(axis_name, (str, tuple, list, type(None)))
     if not is_valid or not all(isinstance(name, str) for name in names_of(axis_name)):
         raise TypeError(
             f"{function}: expected axis_name to be the name of a mesh axis, a tuple of "
-            f"names, or None, got {axis_name!r}; write axis_name='data' or "
-            "axis_name=('data', 'model')"
+            f"names, or None, got {axis_name!r}; write axis_name=('data', 'model')"
         )
 
-    # Reductions are minimum and maximum. A sum would count an equal number once per
-    # device, and JAX does not know that all_gather's result is equal on all devices, as
-    # out_specs=P() requires.
+    # Reductions are minimum and maximum: a sum would count an equal number once per
+    # device, and JAX does not know that all_gather's result is equal on all of them.
     def agree(reduction: Function, x: jax.Array) -> jax.Array:
         axes = disagreeing_axes(x) if axis_name is None else names_of(axis_name)
         return reduction(x, axes) if axes else x
@@ -61,16 +58,12 @@ def if_on_one_device(
     sharded: Callable[[PyTree], jax.Array],
     arrays: PyTree,
 ) -> jax.Array:
-    """Returns `alone(arrays)` if all arrays lie on one device, else `sharded(arrays)`.
-
-    Both return equal results; `alone` may use operations that XLA partitions badly.
-    Inside `pmap` and `shard_map` over all mesh axes, the arrays are the shards of one
-    device. If the arrays' types name no mesh, the choice is made in lowering.
-    """
+    """Returns `alone(arrays)` if all lie on one device, else `sharded(arrays)`."""
     mesh = _mesh_of(jax.tree.leaves(arrays))
     if mesh.empty:
         return lax.cond(_is_for_one_device.bind(), alone, sharded, arrays)
-    # XLA partitions the arrays along any axis that is not manual.
+    # XLA partitions the arrays along any axis that is not manual. Over manual axes they
+    # are the shards of one device.
     is_alone = mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
     return (alone if is_alone else sharded)(arrays)
 
@@ -101,11 +94,7 @@ def on_shards(
     specs: Specs,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Runs `fun` on each device's shards, in a `shard_map` if specs name mesh axes.
-
-    `fun` takes the shards and the mesh axes that `specs` name (if none, the leaves
-    themselves). It reduces over these axes, so that its result is equal on all devices.
-    """
+    """Returns `fun(shards, axes)`, which reduces over the axes that `specs` name."""
     # All devices have the same answer over axes that shard no leaf.
     axes = {axis for spec in specs for axis in named_axes(spec)}
     if not axes:
@@ -137,10 +126,7 @@ def dimensions(spec: PartitionSpec) -> tuple[AxisName, ...]:
 
 
 def unreduced_axes(leaf: Leaf) -> Axes:
-    """Returns the mesh axes over which an array is an unreduced sum.
-
-    Each device then holds a part of the sum. Only types on Explicit axes show this.
-    """
+    """Returns the mesh axes over which devices hold parts of a sum (Explicit axes)."""
     if not isinstance(leaf, jax.Array):
         return ()
     sharding: NamedSharding = jax.typeof(leaf).sharding
@@ -149,13 +135,10 @@ def unreduced_axes(leaf: Leaf) -> Axes:
 
 
 def on_parts(fun: Function, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """Returns `fun(x, *others)`; if x is unreduced, of the part on each device.
-
-    `fun` must be linear in x. JAX has no rules for most operations on unreduced arrays,
-    jax 0.8 not even for a select.
-    """
+    """Returns `fun(x, *others)`, linear in x, also of each part of an unreduced x."""
     if not unreduced_axes(x):
         return fun(x, *others)
+    # JAX has no rules for most operations on unreduced arrays.
     sharding: NamedSharding = jax.typeof(x).sharding
     manual = set(sharding.mesh.manual_axes)
     return jax.shard_map(
@@ -176,16 +159,12 @@ def refuse_unreduced(function: str, grads: PyTree) -> None:
                 f"{function}: expected gradients that are added up over devices, got "
                 f"{jax.tree_util.keystr(path) or '(the whole tree)'} unreduced over "
                 f"{axes}; add them up first: jmp_scale.sum_gradients(grads, "
-                "like=params) sends half precision, jax.sharding.reshard to the "
-                "shardings of the parameters float32"
+                "like=params), or jax.sharding.reshard to the parameters' shardings"
             )
 
 
 def replicated(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Returns `fun(x)`, replicated if `x` is sharded over Explicit mesh axes.
-
-    It is for functions whose shardings JAX cannot infer.
-    """
+    """Returns `fun(x)`, replicated if JAX cannot infer its sharding (Explicit axes)."""
     sharding: NamedSharding = jax.typeof(x).sharding
     if not named_axes(sharding.spec):
         return fun(x)
@@ -203,10 +182,10 @@ def names_of(part: AxisName) -> Axes:
 
 def _mesh_of(leaves: Sequence[jax.Array]) -> Mesh:
     """Returns the mesh in the leaves' types, or the current one."""
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
-    return next(
-        (mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh()
-    )
+    for leaf in leaves:
+        if not (mesh := jax.typeof(leaf).sharding.mesh).empty:
+            return mesh
+    return jax.sharding.get_abstract_mesh()
 
 
 def disagreeing_axes(flag: jax.Array) -> Axes:
@@ -232,17 +211,6 @@ def all_gather(x: jax.Array, axes: Axes, dimension: int) -> jax.Array:
     """All devices' shares one after the other, equal on all of them also for JAX."""
     if not varying_axes(x):
         return lax.all_gather(x, axes, axis=dimension, tiled=True)
-    if _GATHERS_EQUAL:
-        return lax.all_gather(x, axes, axis=dimension, tiled=True, to="invarying")
-    # Until jax 0.9 only a sum was known to be equal: of shares among zeros.
-    size = x.shape[dimension]
-    shape = list(x.shape)
-    shape[dimension] *= lax.axis_size(axes)
-    start = lax.axis_index(axes) * size
-    among_zeros = lax.dynamic_update_slice_in_dim(
-        jnp.zeros(shape, x.dtype), x, start, dimension
-    )
-    return lax.psum(among_zeros, axes)
-
-
-_GATHERS_EQUAL = "to" in inspect.signature(lax.all_gather).parameters
+    if gather := getattr(lax, "all_gather_invariant", None):  # until jax 0.9
+        return gather(x, axes, axis=dimension, tiled=True)
+    return lax.all_gather(x, axes, axis=dimension, tiled=True, to="invarying")

@@ -20,7 +20,6 @@ dtype_to_names: dict[DTypeLike, tuple[str, ...]] = {
     jnp.float64: ("f64", "float64"),
 }
 name_to_dtype = {name: d for d, names in dtype_to_names.items() for name in names}
-HALF_DTYPES = frozenset({"bfloat16", "float16"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ def half_dtype() -> DTypeLike:
 
 def is_half(dtype: object) -> bool:
     """Whether a NumPy dtype, or the name of one, is float16 or bfloat16."""
-    return str(dtype) in HALF_DTYPES
+    return str(dtype) in ("bfloat16", "float16")
 
 
 def holds_half(x: object) -> bool:

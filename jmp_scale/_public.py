@@ -4,11 +4,7 @@ import types
 
 
 def name_module(namespace: dict[str, object]) -> None:
-    """Sets `__module__` of the public classes and functions in a module's namespace.
-
-    Pickles, reprs and help pages then name `jmp_scale`, not its private modules, which
-    may move.
-    """
+    """Lets pickles, reprs and help pages name a module in place of private ones."""
     module = namespace["__name__"]
     for name, value in namespace.items():
         is_definition = isinstance(value, (type, types.FunctionType))

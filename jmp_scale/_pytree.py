@@ -22,10 +22,7 @@ Leaf = Annotated[Any, "leaf"]
 
 
 class Pytree:
-    """A frozen dataclass (`repr=False`) that `register` makes a pytree.
-
-    Its leaves are the fields of type `Leaf`; all others are static.
-    """
+    """A frozen dataclass as a pytree, whose leaves are its fields of type `Leaf`."""
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
 
@@ -35,8 +32,7 @@ class Pytree:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             default = self._starts().get(field.name, field.default)
             text = _text(getattr(self, field.name))
-            # A default of 2 is stored as 2.0.
-            if field.init and text not in (repr(default), f"{default}.0"):
+            if text not in (repr(default), f"{default}.0"):  # 2 is stored as 2.0
                 parts.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -70,12 +66,17 @@ def with_fields(tree: T, /, **fields: PyTree) -> T:
     return _instance(type(tree), vars(tree) | fields)
 
 
-def register(cls: type[C]) -> type[C]:
-    """Registers a class as a pytree, whose static fields `jax.export` saves as JSON.
+def _instance(cls: type[T], fields: dict[str, PyTree]) -> T:
+    """Creates an object with these fields, without calling its constructor."""
+    instance = object.__new__(cls)
+    instance.__dict__.update(fields)  # in C, for every call of a compiled step
+    return instance
 
-    `jax.tree_util.register_dataclass` would call `__init__` to unflatten. But that
-    checks leaves, and JAX replaces them by None, object() or a PartitionSpec.
-    """
+
+def register(cls: type[C]) -> type[C]:
+    """Registers a class as a pytree, whose static fields `jax.export` saves as JSON."""
+    # `jax.tree_util.register_dataclass` would call `__init__` to unflatten. But that
+    # checks leaves, and JAX replaces them by None, object() or a PartitionSpec.
     registered_classes.add(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
@@ -111,15 +112,7 @@ def register_state_dict(cls: type) -> None:
         flax.register_serialization_state(cls, _to_state_dict, _from_state_dict)
 
 
-def _instance(cls: type[T], fields: dict[str, PyTree]) -> T:
-    """Creates an object with these fields, without calling its constructor."""
-    instance = object.__new__(cls)
-    instance.__dict__.update(fields)  # in C, for every call of a compiled step
-    return instance
-
-
 def _getter(names: Sequence[str]) -> Callable[[object], Fields]:
-    """Returns a function that reads these fields of an object."""
     if len(names) > 1:
         return operator.attrgetter(*names)  # in C
     return lambda x: tuple(getattr(x, name) for name in names)
@@ -140,42 +133,25 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     leaves = _to_state_dict(target)
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
-    reason = (
-        "was it saved with another kind of loss scale or guard, or before there was "
-        "one (jmp_scale.checkpoints)?"
-    )
     if isinstance(state, dict) and state.keys() == leaves.keys():
         state = {name: _exactly(x, leaves[name]) for name, x in state.items()}
         got = _types(state)
-        coarse = [n for n, x in state.items() if _is_cast(x, leaves[n])]
-        if coarse:
-            dtype = jnp.result_type(state[coarse[0]])
-            reason = f"{dtype} does not hold {', '.join(coarse)} exactly, save float32"
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
         raise ValueError(
             f"{type(target).__name__} at path {path}: expected {expected}, got {got}; "
-            f"{reason}"
+            "was it saved in a dtype that rounds it (save float32), with another kind "
+            "of loss scale or guard, or before there was one (jmp_scale.checkpoints)?"
         )
     # The constructor would refuse an S outside the bounds of the restoring code. Leaves
     # become JAX arrays, because the NumPy arrays of Flax cannot be donated.
-    leaves = [jnp.asarray(state[name]) for name in expected]
-    return jax.tree.unflatten(jax.tree.structure(target), leaves)
-
-
-def _is_cast(x: ArrayLike, like: ArrayLike) -> bool:
-    """Whether a leaf is a floating-point number of another dtype than before saving."""
-    dtypes = jnp.result_type(x), jnp.result_type(like)
-    are_floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-    return are_floating and dtypes[0] != dtypes[1] and jnp.shape(x) == jnp.shape(like)
+    return with_fields(target, **{name: jnp.asarray(state[name]) for name in expected})
 
 
 def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:
-    """Casts `x` to the dtype of `like` if it is a power of two, which casts preserve.
-
-    EasyLM's checkpointer writes all floating-point arrays in bfloat16.
-    """
-    if not _is_cast(x, like):
+    """Casts powers of two, which bfloat16 (as EasyLM saves) holds as exactly."""
+    dtypes = jnp.result_type(x), jnp.result_type(like)
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return x
     mantissas, _ = np.frexp(np.asarray(x, np.float64))
-    return jnp.asarray(x, jnp.result_type(like)) if (mantissas == 0.5).all() else x
+    return jnp.asarray(x, dtypes[1]) if (mantissas == 0.5).all() else x

@@ -60,10 +60,6 @@ START: dict[str, np.generic] = {
     if get_origin(hint) is Annotated
 }
 
-jax.export.register_namedtuple_serialization(
-    LossScaleState, serialized_name="jmp_scale.LossScaleState"
-)
-
 
 class HalfParametersState(NamedTuple):
     """State of `with_half_parameters`.
@@ -80,11 +76,6 @@ class HalfParametersState(NamedTuple):
     rounding_key: PyTree
 
 
-jax.export.register_namedtuple_serialization(
-    HalfParametersState, serialized_name="jmp_scale.HalfParametersState"
-)
-
-
 class HalfStateState(NamedTuple):
     """State of `with_half_state`.
 
@@ -97,26 +88,22 @@ class HalfStateState(NamedTuple):
     rounding_key: PyTree
 
 
-jax.export.register_namedtuple_serialization(
-    HalfStateState, serialized_name="jmp_scale.HalfStateState"
-)
+for _cls in (LossScaleState, HalfParametersState, HalfStateState):
+    jax.export.register_namedtuple_serialization(
+        _cls, serialized_name=f"jmp_scale.{_cls.__name__}"
+    )
 
 
 def _is_state(cls: type, always: Set[str], node: PyTree) -> bool:
-    """Whether a node is a state of a class, or the mapping that Flax made of it.
-
-    A mapping of `nnx.state` lacks the fields that hold no array: a guard of None, a
-    `NoOpLossScale`, the state of plain SGD. Those that always hold one are `always`.
-    """
+    """Whether a node is a state of a class, or the mapping that Flax made of it."""
     if isinstance(node, Mapping):
-        # Both bounds: a parameter tree may well have a key `skipped`, and no other.
+        # `nnx.state` leaves out the fields that hold no array (a guard of None), so a
+        # mapping has those that `always` do, and none that the class has not.
         return always <= set(node) <= set(cls.__annotations__)
     return isinstance(node, cls)
 
 
-is_loss_scale_state = functools.partial(
-    _is_state, LossScaleState, {"grads_finite", "skipped", "skipped_in_a_row"}
-)
+is_loss_scale_state = functools.partial(_is_state, LossScaleState, START.keys())
 is_half_state = functools.partial(_is_state, HalfParametersState, {"remainder"})
 _is_rounded_state = functools.partial(
     _is_state, HalfStateState, {"inner_state", "rounding_key"}
@@ -137,9 +124,8 @@ def started(
             if not (is_data(leaf) or hasattr(leaf, "dtype")):
                 raise TypeError(
                     f"{function}: expected a tree of arrays as parameters, got "
-                    f"{described(leaf)} at params{jax.tree_util.keystr(path)}; pass "
-                    "the arrays alone: of an Equinox model "
-                    "equinox.filter(model, equinox.is_inexact_array)"
+                    f"{described(leaf)} at params{jax.tree_util.keystr(path)}; of an "
+                    "Equinox model pass equinox.filter(model, equinox.is_inexact_array)"
                 ) from error
         raise
 

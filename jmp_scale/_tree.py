@@ -182,13 +182,11 @@ def multiply(function: str, tree: T, s: jax.Array, *, inverse: bool = False) -> 
 
 
 def map_gradients(fun: Callable[[Leaf], Leaf], tree: T) -> T:
-    """Applies `fun` to inexact leaves, except below a key `_overwrite_with_gradient`.
-
-    For that collection of Flax's float8 layers, JAX's transforms return the next values
-    of its scales in place of gradients. These were never multiplied by S.
-    """
+    """Applies `fun` to inexact leaves that are not below `_overwrite_with_gradient`."""
 
     def map_leaf(path: KeyPath, leaf: Leaf) -> Leaf:
+        # In place of gradients of float8 scales, JAX's transforms return their next
+        # values, which were never multiplied by S.
         names = (getattr(key, "key", None) for key in path)
         if not is_inexact(leaf) or OVERWRITE_WITH_GRADIENT in names:
             return leaf
@@ -216,8 +214,7 @@ def with_arrays(tree: PyTree) -> PyTree:
     """Replaces NNX variables by their arrays."""
 
     def array(x: PyTree) -> PyTree:
-        # A variable is a pytree of one leaf, or of none if it holds None, like the
-        # remainder of a float32 parameter. `x[...]` would be a copy in Flax 0.12.0.
+        # A variable has one leaf, or none if it holds None. `x[...]` may be a copy.
         return next(iter(jax.tree.leaves(x)), None) if is_variable(x) else x
 
     return jax.tree.map(array, tree, is_leaf=is_variable)
@@ -253,10 +250,7 @@ class FlatCall:
 def split_arrays(
     tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 ) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
-    """Returns the arrays among the leaves, and a function that rejoins the tree.
-
-    Rejoined modules are new objects, so a forward pass never writes into the user's.
-    """
+    """Returns the arrays among the leaves, and a function that rejoins a new tree."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
 
     def rejoin(arrays: Arrays) -> PyTree:

@@ -41,24 +41,21 @@ _BETWEEN = {
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Checks the arguments of one public function; errors begin with its name."""
+    """Checks the arguments of a function, to some of which a preset gives names."""
 
     function: str
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def name(self, argument: str) -> str:
-        """Returns the public name of an argument, which presets may rename."""
         return self.names.get(argument, argument)
 
     def message(self, argument: str, allowed: str, value: object) -> str:
-        """Returns the text of an error."""
         name = self.name(argument)
         return f"{self.function}: expected {name} to be {allowed}, got {value!r}"
 
     def require(
         self, condition: bool, argument: str, value: object, allowed: str
     ) -> None:
-        """Raises a ValueError unless `condition`."""
         if not condition:
             raise ValueError(self.message(argument, allowed, value))
 
@@ -69,12 +66,8 @@ class Arguments:
             raise TypeError(self.message(argument, "a real number", value))
         try:
             return float(value)
-        except OverflowError:
-            name = self.name(argument)
-            raise ValueError(
-                f"{self.function}: expected {name} to be in the range of float64, got "
-                "an integer beyond it"
-            ) from None
+        except OverflowError:  # of an integer, which is then beyond any range
+            return math.inf
         except TypeError as error:  # an array with axes, or a tracer
             allowed = "a number or a concrete 0-d array of one"
             raise TypeError(self.message(argument, allowed, value)) from error
@@ -87,7 +80,6 @@ class Arguments:
         return int(number)
 
     def word(self, argument: str, value: object, words: tuple[str, ...]) -> str:
-        """Returns `value`, which must be one of `words`."""
         allowed = f"one of {', '.join(map(repr, words))}"
         if not isinstance(value, str):
             raise TypeError(self.message(argument, allowed, value))
@@ -134,14 +126,14 @@ def float32_leaf(arguments: Arguments, value: Leaf, low: float, high: float) -> 
     if not _is_numeric(arguments, "loss_scale", value):
         return value
     if isinstance(value, jax.Array):
-        # Not checked, because reading it would block. A clip would keep a NaN, with
-        # which every step would be skipped.
+        # Not checked, because reading it would block. With a NaN, which a clip keeps,
+        # every step would be skipped.
         s = jnp.asarray(value, jnp.float32)
         return jnp.clip(jnp.where(jnp.isnan(s), low, s), SMALLEST, LARGEST)
     ends = f"[{arguments.name('min_loss_scale')}, {arguments.name('max_loss_scale')}]"
+    allowed = f"in {ends} = [{low}, {high}]"
     for entry in np.ravel(np.asarray(value)).tolist():
         s = _float32(arguments.number("loss_scale", entry))
-        allowed = f"in {ends} = [{low}, {high}]"
         arguments.require(low <= s <= high, "loss_scale", entry, allowed)
     return jnp.asarray(value, jnp.float32)
 
@@ -164,9 +156,7 @@ def int32_leaf(
 def key_words(function: str, key: jax.Array) -> jax.Array:
     """The first 64 bits of a PRNG key, typed or raw, as u32[2]: a Threefry key."""
     dtype = getattr(key, "dtype", np.dtype(object))
-    is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    is_raw = dtype == jnp.uint32
-    if not (is_typed or is_raw):
+    if dtype != jnp.uint32 and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         got = repr(key) if isinstance(key, (int, str)) else described(key)
         raise TypeError(
             f"{function}: expected key to be a PRNG key, got {got}; write "
@@ -191,29 +181,18 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def renamed(**names: str) -> Callable[[F], F]:
-    """Lets a function take arguments by their earlier names too, and warns.
-
-    A decorator: `@renamed(old="new")`. `docs/stability.md` promises such a name for one
-    minor version.
-    """
+    """A decorator, `@renamed(old="new")`: earlier names of arguments work, and warn."""
 
     def decorate(fun: F) -> F:
         @functools.wraps(fun)
         def with_new_names(*args: Any, **kwargs: Any) -> Any:
-            for old, new in names.items():
-                if old not in kwargs:
-                    continue
-                if new in kwargs:
-                    raise TypeError(
-                        f"{fun.__name__}: expected {new} alone, got {old} too, which "
-                        f"is its earlier name; leave {old} out"
-                    )
-                warn(
-                    f"{fun.__name__}: the argument {old} is now {new}; write {new}=",
-                    DeprecationWarning,
-                )
-                kwargs[new] = kwargs.pop(old)
-            return fun(*args, **kwargs)
+            given = {}
+            for old in names.keys() & kwargs.keys():
+                new = names[old]
+                given[new] = kwargs.pop(old)
+                text = f"{fun.__name__}: the argument {old} is now {new}; write {new}="
+                warn(text, DeprecationWarning)
+            return fun(*args, **kwargs, **given)
 
         return with_new_names  # pyright: ignore[reportReturnType]
 
@@ -234,39 +213,34 @@ def _is_numeric(arguments: Arguments, argument: str, value: Leaf) -> bool:
 
 
 def require_function(name: str, fun: object) -> None:
-    """Raises a TypeError unless `fun` is a function, and not a module."""
-    bases = getattr(fun, "__mro__", type(fun).__mro__)
-    is_linen = any(c.__module__.startswith("flax.linen") for c in bases)
+    """Raises a TypeError unless `fun` is a function, and not a model or a class."""
+    modules = [c.__module__ for c in type(fun).__mro__]
+    is_linen = any(module.startswith("flax.linen") for module in modules)
     if is_module(fun) or is_linen or inspect.isclass(fun):
-        kind = type(fun).__name__
-        got = f"the class {fun.__name__}" if inspect.isclass(fun) else f"a {kind}"
-        how = "params, x: loss(model.apply(params, x))"
-        how = how if is_linen else "model, x: loss(model(x))"
         raise TypeError(
-            f"{name}: expected a function, got {got}; wrap the function that calls the "
-            f"model: lambda {how}"
+            f"{name}: expected a function, got {described(fun)}; wrap the function "
+            "that calls the model: lambda model, x: loss(model(x)), or of Linen "
+            "lambda params, x: loss(model.apply(params, x))"
         )
     call = f'{name}(loss_fn, "float16")(params, batch). It is not a context manager'
     require_callable(name, fun, f"write {call}")
 
 
 def require_callable(name: str, fun: object, cure: str) -> None:
-    """Raises a TypeError unless `fun` can be called; `cure` says how to get one."""
     if not callable(fun):
-        got = described(fun)
-        raise TypeError(f"{name}: expected a function, got {got}; {cure}")
+        raise TypeError(f"{name}: expected a function, got {described(fun)}; {cure}")
 
 
 def require_bool(function: str, argument: str, value: object) -> None:
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"{function}: expected {argument} to be True or False, got "
-            f"{value if isinstance(value, str) else described(value)!r}"
-        )
+        allowed = "True or False"
+        raise TypeError(Arguments(function).message(argument, allowed, value))
 
 
 def described(value: Leaf) -> str:
     """Returns kind and size of a value, for an error."""
+    if inspect.isclass(value):
+        return f"the class {value.__name__}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of length {len(value)}"
     if hasattr(value, "shape"):

@@ -3,7 +3,8 @@
 Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
@@ -26,6 +27,7 @@ from ._types import Leaf, PyTree
 
 T = TypeVar("T")
 Form = Callable[[PyTree], PyTree]  # of a state, as it was once
+_NOTHING = object()  # in a mapping: an entry that is left out
 
 
 def restore_without_loss_scale(load: Callable[[PyTree], PyTree], state: T) -> T:
@@ -59,31 +61,26 @@ def restore_without_loss_scale(load: Callable[[PyTree], PyTree], state: T) -> T:
       32768.0
     """
     name = "restore_without_loss_scale"
-    return _with_values(name, _restore(name, load, state, [_inner_state]))
+    if not find_loss_scale_states(state):
+        cure = "pass that of an optimizer wrapped in with_loss_scale"
+        raise ValueError(f"{name}: state has no loss scale; {cure}")
+    state = _restore(name, load, state, is_loss_scale_state, _inner_state)
+    return _with_values(name, state)
 
 
 def restore_older(load: Callable[[PyTree], PyTree], state: T) -> T:
     """Restores a checkpoint from before the optimizer had a guard.
 
     As `restore_without_loss_scale`, but only the guard, which warms up again, comes
-    from `state`; S and all else come from disk. A checkpoint that has the guard is
-    restored whole: `load` gets the form with a guard first, and without one if it
-    raises a `ValueError`, `TypeError` or `KeyError`.
-
-    Examples:
-      >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale.checkpoints import restore_older
-      >>> saved = jmp_scale.with_loss_scale(optax.adam(0.1)).init(jnp.ones(2))
-      >>> guard = jmp_scale.SpikeGuard()
-      >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), guard=guard)
-      >>> state = restore_older(lambda template: saved, tx.init(jnp.ones(2)))
-      >>> state.guard
-      SpikeGuard()
+    from `state`. A checkpoint that has the guard is restored whole: `load` gets the
+    template with a guard first, and one without if that does not fit.
     """
-    name = "restore_older"
-    return _with_values(
-        name, _restore(name, load, state, [lambda node: node, _without_guard])
-    )
+    restore = functools.partial(_restore, "restore_older", load, state)
+    try:
+        state = restore(is_loss_scale_state, lambda node: node)
+    except (KeyError, TypeError, ValueError):
+        state = restore(is_loss_scale_state, _without_guard)
+    return _with_values("restore_older", state)
 
 
 def restore_without_half_parameters(
@@ -108,7 +105,7 @@ def restore_without_half_parameters(
     """
     function = "restore_without_half_parameters"
     template = full_parameters(params, opt_state), opt_state
-    full, opt_state = _restore(function, load, template, [_inner_state], is_half_state)
+    full, opt_state = _restore(function, load, template, is_half_state, _inner_state)
     leaves, structure = jax.tree.flatten(opt_state)
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
     values, likes = (leaves_by_name(with_arrays(tree)) for tree in (full, params))
@@ -133,41 +130,27 @@ def _restore(
     function: str,
     load: Callable[[PyTree], PyTree],
     state: T,
-    forms: Iterable[Form],
-    is_new: Callable[[PyTree], bool] = is_loss_scale_state,
+    is_new: Callable[[PyTree], bool],
+    form: Form,
 ) -> T:
-    """`state` with what is on disk in the first of the `forms` that fits."""
-    if is_new is is_loss_scale_state and not find_loss_scale_states(state):
-        cure = "pass that of an optimizer wrapped in with_loss_scale"
-        raise ValueError(f"{function}: state has no loss scale; {cure}")
+    """`state` with what is on disk, where each new state in it has another form."""
     leaves, structure = jax.tree.flatten(state)
+    # The leaves' numbers in the form on disk: loaders that ignore the template sort by
+    # name, so what is read finds its place by its name there.
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
-    errors = []
-    for form in forms:
-        # The leaves' numbers in the form on disk: loaders that ignore the template
-        # sort by name, so what is read finds its place by its name there.
-        numbered = _in_form(numbers, is_new, form)
-        places = leaves_by_name(numbered)
-        like = {name: leaves[i] for name, i in places.items()}
-        try:
-            saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbered)))
-            found = _checked(saved, like)
-            break
-        except (KeyError, TypeError, ValueError) as error:
-            errors.append(error)
-    else:
-        reasons = "\n".join(dict.fromkeys(map(str, errors)))
-        message = f"{function}: the checkpoint is not as expected:\n{reasons}"
-        raise ValueError(message) from errors[0]
-    for name, leaf in found.items():
+    numbered = _in_form(numbers, is_new, form)
+    places = leaves_by_name(numbered)
+    saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbered)))
+    like = {name: leaves[i] for name, i in places.items()}
+    for name, leaf in _checked(function, saved, like).items():
         leaves[places[name]] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 
 def _with_values(function: str, state: T) -> T:
     """`state`, of which nothing is abstract: that would fail only in the first step."""
-    names = leaves_by_name(state).items()
-    abstract = [name for name, x in names if isinstance(x, jax.ShapeDtypeStruct)]
+    leaves = leaves_by_name(state)
+    abstract = [k for k, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
             f"{function}: expected a state with values for all that is not on disk, "
@@ -182,27 +165,23 @@ def _with_values(function: str, state: T) -> T:
 def _in_form(tree: PyTree, is_new: Callable[[PyTree], bool], form: Form) -> PyTree:
     """`tree` with each new state in a form that it had once."""
 
-    # NNX leaves out an entry that holds no array, as the inner state of SGD.
-    def is_empty(x: Leaf) -> bool:
-        return isinstance(x, Mapping) and is_new(x) and form(x) is None
+    def leaves_out(x: PyTree) -> bool:
+        return isinstance(x, Mapping) and any(v is _NOTHING for v in x.values())
 
-    def has_empty(x: Leaf) -> bool:
-        return isinstance(x, Mapping) and any(map(is_empty, x.values()))
-
-    def in_form(x: PyTree) -> PyTree:
-        if is_new(x):
-            return form(x)
-        if not has_empty(x):
+    def without_nothing(x: PyTree) -> PyTree:
+        if not leaves_out(x):
             return x
-        rest = {name: entry for name, entry in x.items() if not is_empty(entry)}
-        return _in_form(type(x)(rest), is_new, form)
+        return type(x)({name: v for name, v in x.items() if v is not _NOTHING})
 
-    return jax.tree.map(in_form, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
+    tree = jax.tree.map(lambda x: form(x) if is_new(x) else x, tree, is_leaf=is_new)
+    return jax.tree.map(without_nothing, tree, is_leaf=leaves_out)
 
 
 def _inner_state(node: PyTree) -> PyTree:
-    is_mapping = isinstance(node, Mapping)
-    return node.get("inner_state") if is_mapping else node.inner_state
+    # NNX leaves out an entry that holds no array, such as the inner state of SGD.
+    if isinstance(node, Mapping):
+        return node.get("inner_state", _NOTHING)
+    return node.inner_state
 
 
 def _without_guard(node: PyTree) -> PyTree:
@@ -212,33 +191,35 @@ def _without_guard(node: PyTree) -> PyTree:
     return type(node)(fields)  # pyright: ignore[reportCallIssue]
 
 
-def _checked(saved: PyTree, like: Mapping[str, Leaf]) -> dict[str, Leaf]:
+def _checked(
+    function: str, saved: Mapping[str, Leaf], like: Mapping[str, Leaf]
+) -> dict[str, Leaf]:
     """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
+    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
+    saved = {k: x for k, x in saved.items() if not isinstance(x, jax.ShapeDtypeStruct)}
     # The functions among an Equinox model's leaves are not saved.
     data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
-    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
-    missing = {name for name in data if not is_data(saved.get(name))}
+    misfits = {k: x for k, x in data.items() if not _fits(saved.get(k), x)}
+    wrong = [f"{k} ({_type(saved.get(k))} for {_type(x)})" for k, x in misfits.items()]
     foreign = saved.keys() - like.keys()
-    if missing or foreign:
+    if wrong or foreign:
         raise ValueError(
-            "expected a checkpoint of the older state, got\n"
-            f"  missing or not read:    {listed(missing)}\n"
+            f"{function}: expected a checkpoint of the older state, got\n"
+            f"  not as in state:        {listed(wrong)}\n"
             f"  only in the checkpoint: {listed(foreign)}\n"
             "One like state itself is restored into the state as it is, by load(state)"
         )
-    return {name: _array(name, saved[name], x) for name, x in data.items()}
-
-
-def _array(name: str, value: Leaf, like: Leaf) -> Leaf:
-    dtype, expected = (getattr(x, "dtype", None) for x in (value, like))
-    # A Python number has no dtype before the first step.
-    differs = None not in (dtype, expected) and dtype != expected
-    if differs or jnp.shape(value) != jnp.shape(like):
-        raise ValueError(
-            f"{name} has shape {jnp.shape(value)} and dtype {dtype or type(value)} in "
-            f"the checkpoint, but {jnp.shape(like)} and {expected or type(like)} in "
-            "state"
-        )
     # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
-    is_array = isinstance(value, jax.Array) or expected is None
-    return value if is_array else jnp.asarray(value, expected)
+    return {
+        name: jnp.asarray(saved[name], x.dtype) if hasattr(x, "dtype") else saved[name]
+        for name, x in data.items()
+    }
+
+
+def _fits(value: Leaf, like: Leaf) -> bool:
+    dtypes = {getattr(x, "dtype", None) for x in (value, like)} - {None}  # of arrays
+    return is_data(value) and len(dtypes) < 2 and jnp.shape(value) == jnp.shape(like)
+
+
+def _type(x: Leaf) -> str:
+    return "nothing" if x is None else f"{jnp.result_type(x)}{[*jnp.shape(x)]}"

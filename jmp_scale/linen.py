@@ -27,10 +27,8 @@ class TrainState(train_state.TrainState):
     """Flax's `TrainState` with a loss scale, which can skip a step.
 
     Use `state.value_and_grad` to compute gradients, and pass everything else that the
-    step computed (`batch_stats=`) to `apply_gradients`. A skipped step leaves
-    parameters, optimizer state and these fields unchanged. `step` counts all calls of
-    `apply_gradients`, as in Flax, so `state.step - state.opt_state.skipped` counts the
-    applied steps.
+    step computed (`batch_stats=`) to `apply_gradients`. `step` counts all calls, as in
+    Flax, so `state.step - state.opt_state.skipped` counts the applied steps.
 
     Flax's float8 collection `_overwrite_with_gradient` is never unscaled. A step whose
     new values of it are NaN or infinite is skipped.
@@ -101,18 +99,13 @@ class TrainState(train_state.TrainState):
         """Applies the gradients and new field values, unless the step is skipped.
 
         A skipped step changes only `step`, the loss scale's state (S, flags, counters,
-        guard) and static fields.
+        guard) and static fields (`struct.field(pytree_node=False)`).
 
         Args:
           grads: unscaled gradients, as `value_and_grad` returns them.
           value: the unscaled loss, as in `with_loss_scale`.
           **changes: new values of other fields (`batch_stats`, an EMA, ...), of the
-            structure, shapes and dtypes of the old ones. A skipped step leaves these
-            fields unchanged. Static fields (`struct.field(pytree_node=False)`) are
-            always replaced.
-
-        Returns:
-          The next state, with `step` incremented and the loss scale adjusted.
+            structure, shapes and dtypes of the old ones.
 
         Raises:
           TypeError: a name in `changes` is not a field.
@@ -162,7 +155,6 @@ def _without_float8(tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _is_finite(new: PyTree, old: PyTree) -> jax.Array:
-    # Flax may have saved a history with an infinite maximum, which must not skip every
-    # step, so elements that were not finite are not checked.
+    # Flax may have saved an infinite maximum, which must not skip every step.
     was_finite = map_inexact(lambda x: jnp.isfinite(x).all(), old)
     return all_finite(map_inexact(lambda x, was: jnp.where(was, x, 0), new, was_finite))

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, cast
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ._autocast.autocast import autocast as _autocast
@@ -37,12 +36,7 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     """`jmp_scale.autocast` for a function of NNX modules.
 
     `dtype` and `options` are those of `jmp_scale.autocast`. The function may write
-    BatchNorm statistics, random streams, caches and Python attributes of modules as
-    usual.
-
-    Raises:
-      ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
-        an array.
+    variables (BatchNorm statistics, random streams) and Python attributes of modules.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale.nnx
@@ -58,9 +52,7 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     def on_tree(tree: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = nnx.from_tree(tree, ctxtag=_AUTOCAST, is_inner=True)
         nodes = _graph_nodes((args, kwargs))
-        out = fun(*args, **kwargs)
-        _refuse_lost_arrays(nodes)
-        return out, nnx.to_tree(nodes, ctxtag=_AUTOCAST)
+        return fun(*args, **kwargs), nnx.to_tree(nodes, ctxtag=_AUTOCAST)
 
     half: Any = _autocast(on_tree, dtype, **options)
 
@@ -75,24 +67,6 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     return cast_function  # pyright: ignore[reportReturnType]
 
 
-def _refuse_lost_arrays(nodes: list[_Node]) -> None:
-    """Raises an error if an attribute that is not a variable was set to an array.
-
-    Flax treats such an array as a Python value, and so does not return it.
-    """
-    known = {id(x) for x in jax.tree.leaves(nnx.state(nodes))}
-    for path, module in nnx.iter_graph(nodes):
-        attributes = vars(module) if isinstance(module, nnx.Pytree) else {}
-        for name, x in attributes.items():
-            if isinstance(x, Tracer) and id(x) not in known:
-                where = ".".join(map(str, (*path[1:], name)))
-                raise ValueError(
-                    f"nnx.autocast: expected arrays in variables, but the function "
-                    f"sets {where!r} to an array, which Flax does not return; make it "
-                    "an nnx.Variable, or return it"
-                )
-
-
 class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` with a loss scale, which skips a step as a whole.
 
@@ -101,15 +75,12 @@ class Optimizer(nnx.Optimizer):
 
     **Variables that the forward pass wrote** (BatchNorm statistics, random streams,
     caches) are restored by `value_and_grad` on a skipped step, in every module among
-    the arguments of the loss:
+    the arguments of the loss. `nnx.Intermediate` variables stay as they were sown. A
+    new variable, structure or shape stays too; its elements that are not finite are 0.
 
-    - `value_and_grad` decides like `update`, from its own loss and gradients. With a
-      guard, pass `value` to `update` too. If you change or accumulate gradients in
-      between, the two may differ, and statistics of a skipped step may stay (they are
-      finite in any case). To accumulate gradients, pass an `optax.MultiSteps` as `tx`.
-    - A new variable, structure or shape (a growing cache) stays, because a compiled
-      step cannot change its structure. New elements that are not finite become 0.
-    - `nnx.Intermediate` variables stay as they were sown, for inspection.
+    `value_and_grad` decides like `update`, from its own loss and gradients: with a
+    guard, pass `value` to `update` too. If you change or accumulate gradients in
+    between, the two may differ; to accumulate, pass an `optax.MultiSteps` as `tx`.
 
     Args:
       model: the NNX model.
@@ -172,7 +143,8 @@ class Optimizer(nnx.Optimizer):
 
         Arguments and results are those of `jmp_scale.value_and_grad`. Only the
         variables of a module that `wrt` selects are differentiated, or those that an
-        `nnx.DiffState` in `argnums` selects; in Flax's tree mode (`graph=False`) all.
+        `nnx.DiffState` in `argnums` selects. Flax's tree mode (`graph=False`) knows no
+        filters: there leave `wrt` at its default, and all are differentiated.
         """
 
         def or_put_back(*args: PyTree, **fun_kwargs: PyTree) -> tuple[PyTree, PyTree]:
@@ -180,7 +152,7 @@ class Optimizer(nnx.Optimizer):
                 bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
                 bound.apply_defaults()
                 args, fun_kwargs = bound.args, bound.kwargs
-            trained = _diff_states(argnums, self.wrt, len(args), kwargs)
+            trained = _trained(argnums, self.wrt, len(args))
             options = kwargs | {"transform": nnx.value_and_grad}
             fun = value_and_grad(loss_fn, self.loss_scale, trained, has_aux, **options)
             nodes = _graph_nodes(args)
@@ -231,31 +203,15 @@ class Optimizer(nnx.Optimizer):
         return updates
 
 
-def _diff_states(
-    argnums: _Argnums,
-    wrt: nnx.filterlib.Filter,
-    count: int,
-    kwargs: Mapping[str, object],
-) -> Any:
-    """Returns `argnums` with the filter `wrt` at positions, none of them negative."""
+def _trained(argnums: _Argnums, wrt: nnx.filterlib.Filter, count: int) -> Any:
+    """Returns `argnums` with a filter `wrt` at positions, none of them negative."""
     if isinstance(argnums, Sequence):
-        return tuple(_diff_states(argnum, wrt, count, kwargs) for argnum in argnums)
+        return tuple(_trained(argnum, wrt, count) for argnum in argnums)
     if isinstance(argnums, nnx.DiffState):
         return argnums
     position = argnums + count if argnums < 0 else argnums
-    return position if _in_tree_mode(kwargs) else nnx.DiffState(position, wrt)
-
-
-def _in_tree_mode(kwargs: Mapping[str, object]) -> bool:
-    """Whether `nnx.value_and_grad` accepts positions only, a mode of newer Flax."""
-    modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
-    for name, mode in modes.items():
-        value = kwargs.get(name)
-        if value is None:
-            value = not hasattr(nnx, mode) or getattr(nnx, mode).current_value()
-        if not value:
-            return True
-    return False
+    # Flax's own filter is left to Flax, because its tree mode takes positions alone.
+    return position if wrt is nnx.Param else nnx.DiffState(position, wrt)
 
 
 def _has_modules(tree: PyTree) -> bool:

@@ -44,9 +44,8 @@ def plot_loss_scale(history: LossScaleHistory, ax: Axes | None = None) -> Axes:
     _mark(ax, step[overflow], log2_scale[overflow], "v", _RED, label)
     label = f"skipped: the loss is not finite ({broken.sum()})"
     _mark(ax, step[broken], log2_scale[broken], "X", _PURPLE, label)
-    ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale")
+    ax.set(xlabel="step", ylabel="loss scale S", title="Loss scale", ymargin=0.15)
     _power_of_two_axis(ax.yaxis)
-    ax.margins(y=0.15)
     _finish(ax, grid="both")
     ax.legend(frameon=False)
     return ax
@@ -69,17 +68,25 @@ def plot_spikes(
     _check_some("plot_spikes", known, needed)
     figure = {"figsize": (7.0, 5.0), "layout": "constrained", "sharex": True}
     top, bottom = plt.subplots(2, **figure)[1] if axes is None else axes
-    _draw_limited(top, recorded, "loss", "loss_limit")
-    _draw_limited(bottom, recorded, "grad_norm", "norm_limit")
-    top.set_ylabel("loss")
-    bottom.set(xlabel="step", ylabel="gradient norm", yscale="log")
-    for ax in (top, bottom):
-        ax.xaxis.label.set_color(_INK)
-        ax.yaxis.label.set_color(_INK)
+    step, spike, applied = (recorded[x] for x in ("step", "spike", "applied"))
+    rows = (top, "loss", "loss_limit"), (bottom, "grad_norm", "norm_limit")
+    for ax, name, limit in rows:
+        pair = recorded[name], recorded[limit]
+        y, limits = (np.where(np.isfinite(x), x, np.nan) for x in pair)
+        shown = np.where(applied, y, np.nan)
+        ax.plot(step, shown, color=_BLUE, lw=1.2, label="applied")
+        if np.isfinite(limits).any():
+            label = "limit of the guard"
+            ax.plot(step, limits, "--", color=_ORANGE, lw=1.4, label=label)
+        _mark(ax, step[spike], y[spike], "v", _RED, "skipped")
+        # On a linear axis, a spike of a thousand times the loss would flatten the rest.
+        if y[np.isfinite(y)].min(initial=1) > 0:
+            ax.set_yscale("log")
+        ax.set_ylabel(name.replace("grad_norm", "gradient norm"), color=_INK)
         ax.tick_params(colors=_INK, which="both")
         ax.spines[:].set_edgecolor(_INK)
         _finish(ax, grid="both")
-    spike = recorded["spike"]
+    bottom.set_xlabel("step", color=_INK)
     steps = "1 step" if spike.sum() == 1 else f"{spike.sum()} steps"
     top.set_title(f"The guard skipped {steps} of {len(spike):,} as spikes", color=_INK)
     top.legend(frameon=False, labelcolor=_INK)
@@ -145,14 +152,14 @@ def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axe
     paths = [path for path in rows if path in worst][::-1]
     ax = _leaf_axes(ax, paths)
     nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
-    left = np.zeros(len(paths))
+    left, y = np.zeros(len(paths)), range(len(paths))
     for label, color, names in (
         ("overflow or not finite", _PURPLE, ("overflow", "nonfinite")),
         ("flushed to zero", _RED, ("flushed",)),
         ("subnormal", _ORANGE, ("subnormal",)),
     ):
         lost = [sum(rows[path][name] for name in names) for path in paths]
-        share, y = np.array(lost) / nonzero, range(len(paths))
+        share = np.array(lost) / nonzero
         ax.barh(y, share, 0.72, left, color=color, label=label, zorder=3)
         left += share
     ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
@@ -232,19 +239,3 @@ def _mark(
 ) -> None:
     if x.size:
         ax.scatter(x, y, 36, color, marker=marker, lw=0, zorder=4, label=label)
-
-
-def _draw_limited(
-    ax: Axes, recorded: dict[str, np.ndarray], name: str, limit: str
-) -> None:
-    step, spike = recorded["step"], recorded["spike"]
-    pair = recorded[name], recorded[limit]
-    y, limits = (np.where(np.isfinite(x), x, np.nan) for x in pair)
-    applied = np.where(recorded["applied"], y, np.nan)
-    ax.plot(step, applied, color=_BLUE, linewidth=1.2, label="applied")
-    if np.isfinite(limits).any():
-        ax.plot(step, limits, "--", color=_ORANGE, lw=1.4, label="limit of the guard")
-    _mark(ax, step[spike], y[spike], "v", _RED, "skipped")
-    if name == "loss" and np.isfinite(y).any() and np.nanmin(y) > 0:
-        # On a linear axis, a spike of a thousand times the loss would flatten the rest.
-        ax.set_yscale("log")

@@ -15,46 +15,20 @@ import pytest
 import jmp_scale
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
-MAY_IMPORT = {
-    "optax": {
-        "_state",
-        "_half_storage.parameters",
-        "_half_storage.states",
-        "_machine.gain",
-        "_scaling.extra_args",
-        "_scaling.transform",
-        "_flax",
-        "linen",
-        "nnx",
-    },
-    "flax": {"_flax", "linen", "nnx"},
-    "matplotlib": {"plotting"},
-}
+FLAX = {"_flax", "linen", "nnx"}
+OPTIMIZERS = {"_half_storage.parameters", "_half_storage.states", "_machine.gain"}
+OPTIMIZERS |= {"_state", "_scaling.extra_args", "_scaling.transform"}
+MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting"}}
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
     "_jaxpr_*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
-    "_autocast.interpreter": (
-        "autocast/test_autocast",
-        "programs run as their plans say",
-    ),
-    "_autocast.recompute.units": (
-        "autocast/test_exact",
-        "what is recomputed is what was computed",
-    ),
-    "_autocast.higher_order": (
-        "autocast/test_autocast",
-        "loops and calls run as they did",
-    ),
-    "_pytree": (
-        "scaling/test_loss_scale",
-        "fields are those of loss scales and guards",
-    ),
+    "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
+    "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
+    "_autocast.higher_order": ("autocast/test_autocast", "loops run as they did"),
+    "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),
     "_contexts": ("scaling/test_gradients", "value_and_grad sets them"),
     "_state": ("scaling/test_transform", "a state is what the transformation returns"),
-    "_scaling.extra_args": (
-        "scaling/test_transform",
-        "arguments are passed through a transformation",
-    ),
+    "_scaling.extra_args": ("scaling/test_transform", "arguments are passed through"),
     "_doors": ("test_architecture", "an attribute of the package"),
     "_machine.*": ("test_machine", "the command prints what these measure"),
     "__main__": ("test_machine", "a command prints what is measured"),
@@ -62,14 +36,8 @@ TESTED_BY = {
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
     "diagnostics._run.casts": ("diagnostics/run/test_grad_report", "casts are counted"),
-    "diagnostics._run.step_*": (
-        "diagnostics/run/test_check_step",
-        "a rule is right if it names a wrong step, and no right one",
-    ),
-    "diagnostics._precision.probe": (
-        "diagnostics/precision/test_sensitivity",
-        "a probe is run by the search",
-    ),
+    "diagnostics._run.step_*": ("diagnostics/run/test_check_step", "wrong steps"),
+    "diagnostics._precision.probe": ("diagnostics/precision/test_sensitivity", "runs"),
     # A rule is right if the report has its finding, and no other, at the line.
     **dict.fromkeys(
         [
@@ -83,14 +51,11 @@ TESTED_BY = {
 
 def modules():
     """Path of each module's source, by dotted name below the package."""
-    paths = {
-        path.relative_to(PACKAGE).with_suffix(""): path
-        for path in PACKAGE.rglob("*.py")
-    }
-    return {
-        ".".join(name.parts).removesuffix(".__init__"): path
-        for name, path in paths.items()
-    }
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
 
 
 MODULES = modules()
@@ -122,11 +87,8 @@ FLOORS = floors()
 
 def floor_of(module):
     """The only floor with a pattern that a module fits."""
-    matching = [
-        floor
-        for floor in FLOORS
-        if any(fnmatch.fnmatchcase(module, pattern) for pattern in floor.patterns)
-    ]
+    fits = functools.partial(fnmatch.fnmatchcase, module)
+    matching = [floor for floor in FLOORS if any(map(fits, floor.patterns))]
     names = [floor.name for floor in matching]
     assert len(matching) == 1, f"{module}: floors of CONTRIBUTING.md are {names}"
     return matching[0]

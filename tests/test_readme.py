@@ -23,13 +23,10 @@ BLOCKS = {
 }
 
 
-def test_every_block_of_the_readme_has_a_name():
+def test_every_block_has_a_name_and_the_first_two_commands_are_two_lines():
     languages = [language for language, _ in BLOCKS.values()]
     assert len(BLOCKS) == README.count("```") // 2
     assert languages == ["diff", "diff", "python", "bash", "bash"]
-
-
-def test_the_first_two_commands_are_two_command_lines():
     commands = [code for language, code in BLOCKS.values() if language == "bash"]
     assert [command.strip().count("\n") for command in commands] == [0, 0]
     assert "examples/train_digits.py" in commands[0]
@@ -104,13 +101,13 @@ def test_the_line_of_bfloat16_gives_float32_gradients_and_loses_none(names):
 
 def test_the_step_of_float16_keeps_gradients_and_skips_an_overflow(names):
     params, batch, half_loss = names["params"], names["batch"], names["half_loss"]
+    grads = jax.jit(lambda s, *args: jmp_scale.grad(half_loss, s)(*args))
     # The CPU decides where float16 is rounded, and so the last percents.
-    assert lost(jax.grad(half_loss)(params, batch)) > 0.9
+    assert lost(grads(jmp_scale.NoOpLossScale(), params, batch)) > 0.9
     opt_state = names["tx"].init(params)
-    for _ in range(20):
+    for _ in range(5):
         params, opt_state, loss = names["train_step"](params, opt_state, batch)
-    scaled = jmp_scale.value_and_grad(half_loss, opt_state.loss_scale)
-    assert lost(scaled(params, batch)[1]) < 0.1
+    assert lost(grads(opt_state.loss_scale, params, batch)) < 0.1
     assert opt_state.skipped < 5
     assert jnp.isfinite(loss)
     kept, skipped, _ = names["train_step"](params, opt_state, batch * jnp.inf)
@@ -126,8 +123,8 @@ def test_the_step_of_float16_keeps_gradients_and_skips_an_overflow(names):
 def test_the_diffs_start_from_a_loop_that_runs(names):
     before = {name: names[name] for name in ("loss_fn", "params", "batch")}
     before |= {"jax": jax, "optax": optax}
-    for name in ("bfloat16", "float16"):
-        exec(code_of(name, without="+"), before)
+    exec(code_of("bfloat16", without="+"), before)
+    exec(code_of("float16", without="+"), before)
     opt_state = before["tx"].init(before["params"])
     step = before["train_step"]
     params, _, loss = step(before["params"], opt_state, before["batch"])

@@ -13,6 +13,7 @@ from helpers import (
     TWO_AXES,
     assert_bitwise_equal,
     on_each_device,
+    one_of,
     sharded,
     varying,
 )
@@ -117,13 +118,14 @@ def on_mesh(mesh, spec, tx, train_step):
 
 PMAP = functools.partial(jax.pmap, axis_name="i")
 VMAP = lambda fun: jax.jit(jax.vmap(fun, axis_name="i"))  # noqa: E731
+# Every other one runs by default: one of each kind.
 MODES = {
     "pmap with axis name": lambda: replicated(optimizer(("i",)), PMAP),
     # There is nothing to average over: each replica has its own images.
     "pmap without axis name": lambda: replicated(optimizer(), jax.pmap),
     "vmap with axis name": lambda: replicated(optimizer(("i",), "i"), VMAP),
-    "shard_map": lambda: shard_mapped(ONE_AXIS, ("i",)),
     "shard_map unchecked": lambda: shard_mapped(ONE_AXIS, ("i",), check_vma=False),
+    "shard_map": lambda: shard_mapped(ONE_AXIS, ("i",)),
     "shard_map 2-D": lambda: shard_mapped(TWO_AXES, ("i", "j")),
     "shard_map 2-D unchecked": lambda: shard_mapped(
         TWO_AXES, ("i", "j"), check_vma=False
@@ -131,10 +133,10 @@ MODES = {
     "partial shard_map": lambda: shard_mapped(TWO_AXES, ("i",), axis_names={"i"}),
     "scan in shard_map": lambda: shard_mapped(ONE_AXIS, ("i",), scanned=True),
     "jit data-parallel": lambda: jitted(ONE_AXIS, P()),
-    "jit FSDP": lambda: jitted(ONE_AXIS, P("i")),
     "jit FSDP 2-D": lambda: jitted(TWO_AXES, P("i", "j")),
-    "jit data-parallel, Explicit": lambda: jitted(EXPLICIT, P()),
+    "jit FSDP": lambda: jitted(ONE_AXIS, P("i")),
     "jit FSDP, Explicit": lambda: jitted(EXPLICIT, P("i"), gathered_loss_fn),
+    "jit data-parallel, Explicit": lambda: jitted(EXPLICIT, P()),
 }
 
 
@@ -146,7 +148,7 @@ def first_step(mode):
     return state, train_step(state, *example()), train_step, len(COMPILATIONS) > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", one_of(2, MODES))
 def test_one_bad_device_skips_the_step_on_all_devices_and_compiles_nothing_again(mode):
     start, state, train_step, is_compiled = first_step(mode)
     start, applied = jax.device_get((start, state))
@@ -180,8 +182,10 @@ def params_of_a_single_device():
     return train_step((params, tx.init(params)), *example())[0]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if "without" not in mode])
+@pytest.mark.parametrize("mode", one_of(2, MODES))
 def test_every_mode_takes_the_step_of_a_single_device(mode):
+    if mode == "pmap without axis name":  # each replica steps by its own images
+        return
     _, (params, _), *_ = first_step(mode)
     expected = params_of_a_single_device()
     # Adam's first step is about 0.1 times the sign; f16 sums differ in their order.

@@ -23,12 +23,6 @@ NEGATED = X + "ROOT %n = f32[1024]{0} negate(%x)"
 ADD = computation("%add", "ROOT %sum = f32[] add(%a, %b)")
 KNOWN = {
     "a copy reads and writes": (X + "ROOT %c = f32[1024]{0} copy(%x)", "", 8192),
-    "a reduction reads its operand and writes a number": (
-        X + "%zero = f32[] constant(0)\n"
-        "ROOT %r = f32[] reduce(%x, %zero), dimensions={0}, to_apply=%add",
-        ADD,
-        4096 + 4 + 4,
-    ),
     "a fusion reads its operands once, whatever it does with them": (
         X + "ROOT %f = f32[1024]{0} fusion(%x, %x), kind=kLoop, calls=%fused",
         computation(
@@ -120,14 +114,11 @@ def test_kernels_are_what_computes_or_copies():
     assert counted["a custom call reads its operands and writes its results"] == 2
 
 
-def test_copies_within_the_device_are_listed_and_prefetches_are_not():
+def test_copies_within_the_device_and_collectives_are_listed():
     within = module(*KNOWN["start and done count once"][:2])
     prefetch = module(*KNOWN["on-chip memory of a TPU is left out"][:2])
     assert list(map(str, _traffic.copies(within))) == ["f32[1024]"]
     assert _traffic.copies(prefetch) == []
-
-
-def test_collectives_are_listed_with_their_operands():
     program = module(*KNOWN["an asynchronous all-reduce reads and writes once"][:2])
     assert _traffic.collectives(program) == [("all-reduce", ("f32[1024]",))]
 
@@ -143,12 +134,6 @@ SENT = {
         "%d = f32[8192]{0} all-gather-done(%s)",
         "",
         [("all-gather", 32768, 1, True)],
-    ),
-    "what is started and waited for at once is not asynchronous": (
-        X + "%s = ((f32[1024]{0}), f32[128]{0}) reduce-scatter-start(%x), "
-        'backend_config={"is_sync":true}\n',
-        "",
-        [("reduce-scatter", 4096, 1, False)],
     ),
     "the semaphores of a permute do not count": (
         X + "%s = (f32[1024]{0}, f32[1024]{0}, u32[], u32[]) "

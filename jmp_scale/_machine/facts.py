@@ -1,15 +1,15 @@
 """Measures how this machine computes in half precision, and reads its settings."""
 
+import functools
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .timing import Comparison, Program, compare
+from .timing import Comparison, Compile, compare, compiling
 
 HALVES = ("bfloat16", "float16")
 
@@ -29,14 +29,19 @@ _SETTINGS = {
     "jax_debug_infs": (False, "raises at an overflow that would be skipped"),
     "jax_disable_jit": (False, "runs every operation on its own, slowly"),
 }
-_VARIABLES = (
-    "XLA_FLAGS",
-    "LIBTPU_INIT_ARGS",
-    "NVIDIA_TF32_OVERRIDE",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_PREALLOCATE",
-    "JAX_PLATFORMS",
-)
+_VARIABLES = "XLA_FLAGS LIBTPU_INIT_ARGS NVIDIA_TF32_OVERRIDE JAX_PLATFORMS"
+_VARIABLES += " XLA_PYTHON_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_PREALLOCATE"
+
+# By the dtypes that are fast.
+_ADVICE = {
+    HALVES: '"bfloat16", which needs no loss scale; "float16" with DynamicLossScale() '
+    "where precision matters",
+    ("bfloat16",): '"bfloat16", which needs no loss scale; float16 is not faster here',
+    ("float16",): '"float16" with DynamicLossScale(); bfloat16 is not faster here',
+    (): "neither gains {least:.1f} times in a product of this size, so half precision "
+    'saves memory only; if float32 at precision "highest" is slower than float32, the '
+    "device already uses fewer digits (TF32)",
+}
 
 
 def versions() -> dict[str, str]:
@@ -52,14 +57,13 @@ def versions() -> dict[str, str]:
 
 def device() -> dict[str, Any]:
     """Describes the devices of this process, which are assumed to be equal."""
-    devices = jax.local_devices()
-    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    first = jax.local_devices()[0]
     return {
         "count": jax.device_count(),
         "processes": jax.process_count(),
-        "kind": devices[0].device_kind,
-        "platform": devices[0].platform,
-        "memory_bytes": memory,
+        "kind": first.device_kind,
+        "platform": first.platform,
+        "memory_bytes": (first.memory_stats() or {}).get("bytes_limit"),
     }
 
 
@@ -70,47 +74,32 @@ def settings() -> dict[str, str]:
         value = getattr(jax.config, name, default)
         if value != default:
             found[name] = f"{value} ({effect})"
-    return found | {
-        name: os.environ[name].strip() for name in _VARIABLES if os.environ.get(name)
-    }
+    variables = {name: os.environ.get(name, "").strip() for name in _VARIABLES.split()}
+    return found | {name: value for name, value in variables.items() if value}
 
 
 def keeps_roundings() -> dict[str, bool]:
-    """Tests by dtype whether XLA rounds after each operation of a chain.
-
-    XLA may compute the chain in float32. Then 1 plus a quarter of the last digit is
-    more than 1.
-    """
-
-    @jax.jit
-    def chain(one: jax.Array, small: jax.Array) -> jax.Array:
-        return (one + small) - one
-
+    """Tests by dtype whether XLA rounds after each operation of a chain."""
+    # In float32, 1 plus a quarter of the last digit is more than 1.
+    chain = jax.jit(lambda one, small: (one + small) - one)
     found = {}
     for dtype in HALVES:
-        one = jnp.ones(8, dtype)
         small = jnp.full(8, jnp.finfo(dtype).eps / 4, dtype)
-        found[dtype] = not bool(jnp.any(chain(one, small)))
+        found[dtype] = not bool(jnp.any(chain(jnp.ones(8, dtype), small)))
     return found
 
 
 def products(side: int, seconds: float) -> Comparison:
     """Measures a matrix product in float32 and in half precision."""
 
-    def program(dtype: str, precision: str | None = None) -> Callable[[], Program]:
-        def compile_() -> Program:
-            keys = jax.random.split(jax.random.key(0))
-            a, b = (jax.random.normal(key, (side, side)).astype(dtype) for key in keys)
-            product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
-            return Program(lambda: product(a, b))
+    def program(dtype: str, precision: str | None = None) -> Compile:
+        keys = jax.random.split(jax.random.key(0))
+        a, b = (jax.random.normal(key, (side, side)).astype(dtype) for key in keys)
+        return compiling(functools.partial(jnp.matmul, precision=precision), a, b)
 
-        return compile_
-
-    programs = {"float32": program("float32")}
-    programs |= {dtype: program(dtype) for dtype in HALVES}
+    programs = {dtype: program(dtype) for dtype in ("float32", *HALVES)}
     programs['float32, precision "highest"'] = program("float32", "highest")
-    title = f"product of two {side} x {side} matrices"
-    return compare(title, programs, seconds=seconds)
+    return compare(f"product of two {side} x {side} matrices", programs, seconds)
 
 
 def advice(products: Comparison, platform: str) -> str:
@@ -121,19 +110,6 @@ def advice(products: Comparison, platform: str) -> str:
             "about an accelerator: run this there"
         )
     gains = {row.program: row.gain.median for row in products.rows if row.gain}
-    least = max(_FAST, products.believable or 1)
-    fast = [dtype for dtype in HALVES if gains.get(dtype, 0) > least]
-    if fast == [*HALVES]:
-        return (
-            '"bfloat16", which needs no loss scale; "float16" with DynamicLossScale() '
-            "where precision matters"
-        )
-    if fast == ["bfloat16"]:
-        return '"bfloat16", which needs no loss scale; float16 is not faster here'
-    if fast == ["float16"]:
-        return '"float16" with DynamicLossScale(); bfloat16 is not faster here'
-    return (
-        f"neither gains {least:.1f} times in a product of this size, so half precision "
-        'saves memory only; if float32 at precision "highest" is slower than float32, '
-        "the device already uses fewer digits (TF32)"
-    )
+    least = max(_FAST, products.believable)
+    fast = tuple(dtype for dtype in HALVES if gains.get(dtype, 0) > least)
+    return _ADVICE[fast].format(least=least)

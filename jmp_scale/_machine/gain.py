@@ -1,7 +1,6 @@
-"""Compares usual models in float32, cast by hand and with `autocast`."""
+"""Usual models in float32, cast by hand and with `autocast`, to be compared."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,20 +9,14 @@ import optax
 
 from .._autocast.autocast import autocast
 from .._scaling.gradients import value_and_grad
-from .._scaling.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoOpLossScale,
-    StaticLossScale,
-)
+from .._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from .._scaling.transform import with_loss_scale
 from .._tree import cast_floating
 from .._types import PyTree
-from .facts import HALVES
-from .timing import Comparison, Program, compare, memory_of
+from .timing import Compile, compiling
 
 Loss = Callable[[PyTree, jax.Array], jax.Array]
-Compile = Callable[[], Program]
+Programs = dict[str, Compile]  # by name
 
 
 class Sizes(NamedTuple):
@@ -47,89 +40,52 @@ class Model(NamedTuple):
     batch: jax.Array
 
 
-def gains(
-    sizes: Sizes, seconds: float, tick: Callable[[], object] = lambda: None
-) -> Iterator[Comparison]:
-    """Compares the gradients of each model, and whole steps of AdamW, in `seconds`."""
-    end = time.perf_counter() + seconds
-    makers = [_mlp, _stage, _blocks]
-    for i, make in enumerate(makers):
-        model = make(sizes)
-        left = (end - time.perf_counter()) / (len(makers) + 1 - i)
-        title = f"gradient of {model.title}"
-        yield compare(title, _gradients(model), seconds=left, tick=tick)
-    model, left = _blocks(sizes), end - time.perf_counter()
-    title = f"step of AdamW for {model.title}"
-    yield compare(title, _steps(model), seconds=left, tick=tick)
-
-
-def _gradients(model: Model) -> dict[str, Compile]:
-    """Returns programs that compute the loss and its gradient, by name."""
-
-    def program(loss: Loss, loss_scale: LossScale) -> Compile:
-        def compile_() -> Program:
-            fun = jax.jit(value_and_grad(loss, loss_scale))
-            compiled = fun.lower(model.params, model.batch).compile()
-            memory = memory_of(compiled)
-            return Program(lambda: compiled(model.params, model.batch), memory)
-
-        return compile_
+def gradients(model: Model) -> tuple[str, Programs]:
+    """Returns programs that compute the loss and its gradient."""
+    args = model.params, model.batch
 
     def by_hand(dtype: str) -> Loss:
         return lambda *args: model.loss(*cast_floating(args, dtype))
 
-    found = {"float32": program(model.loss, NoOpLossScale())}
-    scales = dict(zip(HALVES, (NoOpLossScale(), StaticLossScale(2.0**10)), strict=True))
-    for dtype, loss_scale in scales.items():
-        found[f"autocast, {dtype}"] = program(autocast(model.loss, dtype), loss_scale)
-    for dtype, loss_scale in scales.items():
-        found[f"cast by hand, {dtype}"] = program(by_hand(dtype), loss_scale)
-    return found
+    bfloat16, float16 = NoOpLossScale(), StaticLossScale(2.0**10)
+    losses = {
+        "float32": (model.loss, NoOpLossScale()),
+        "autocast, bfloat16": (autocast(model.loss, "bfloat16"), bfloat16),
+        "autocast, float16": (autocast(model.loss, "float16"), float16),
+        "cast by hand, bfloat16": (by_hand("bfloat16"), bfloat16),
+        "cast by hand, float16": (by_hand("float16"), float16),
+    }
+    programs = {}
+    for name, (loss, loss_scale) in losses.items():
+        programs[name] = compiling(value_and_grad(loss, loss_scale), *args)
+    return f"gradient of {model.title}", programs
 
 
-def _steps(model: Model) -> dict[str, Compile]:
-    """Returns programs that take one step of AdamW, by name."""
+def steps(model: Model) -> tuple[str, Programs]:
+    """Returns programs that take one step of AdamW."""
     plain = optax.with_extra_args_support(optax.adamw(1e-4))
 
     def program(loss: Loss, tx: optax.GradientTransformationExtraArgs) -> Compile:
-        @jax.jit
-        def init(params: PyTree) -> tuple[PyTree, PyTree]:
-            return jax.tree.map(jnp.copy, params), tx.init(params)
-
-        def step(
-            state: tuple[PyTree, PyTree], batch: jax.Array
-        ) -> tuple[PyTree, jax.Array]:
-            params, opt_state = state
+        def step(params: PyTree, opt_state: PyTree, batch: jax.Array) -> PyTree:
             loss_scale = NoOpLossScale() if tx is plain else opt_state.loss_scale
             value, grads = value_and_grad(loss, loss_scale)(params, batch)
             updates, opt_state = tx.update(grads, opt_state, params, value=value)
-            return (optax.apply_updates(params, updates), opt_state), value
+            return value, optax.apply_updates(params, updates), opt_state
 
-        def compile_() -> Program:
-            state = init(model.params)
-            donating = jax.jit(step, donate_argnums=0)
-            compiled = donating.lower(state, model.batch).compile()
+        return compiling(step, model.params, tx.init(model.params), model.batch)
 
-            def run() -> jax.Array:
-                nonlocal state
-                state, value = compiled(state, model.batch)
-                return value
-
-            return Program(run, memory_of(compiled))
-
-        return compile_
-
-    half = {dtype: autocast(model.loss, dtype) for dtype in HALVES}
+    bfloat16, float16 = (autocast(model.loss, x) for x in ("bfloat16", "float16"))
     dynamic = with_loss_scale(plain, DynamicLossScale(2.0**10))
-    return {
+    return f"step of AdamW for {model.title}", {
         "float32": program(model.loss, plain),
-        "autocast, bfloat16": program(half["bfloat16"], plain),
-        "autocast, bfloat16, skip": program(half["bfloat16"], with_loss_scale(plain)),
-        "autocast, float16, loss scale, skip": program(half["float16"], dynamic),
+        "autocast, bfloat16": program(bfloat16, plain),
+        "autocast, bfloat16, skip": program(bfloat16, with_loss_scale(plain)),
+        "autocast, float16, loss scale, skip": program(float16, dynamic),
     }
 
 
-def _mlp(sizes: Sizes) -> Model:
+def mlp(sizes: Sizes) -> Model:
+    """Builds a multilayer perceptron."""
     layers, width, batch = sizes.mlp
 
     def network(weights: PyTree, x: jax.Array) -> jax.Array:
@@ -142,7 +98,7 @@ def _mlp(sizes: Sizes) -> Model:
     return Model(title, _loss_of(network), weights, _normal(batch, width))
 
 
-def _stage(sizes: Sizes) -> Model:
+def stage(sizes: Sizes) -> Model:
     """Builds residual blocks."""
     blocks, channels, side, batch = sizes.stage
 
@@ -160,12 +116,11 @@ def _stage(sizes: Sizes) -> Model:
 
     kernels = _weights(2 * blocks, (3, 3, channels, channels), 9 * channels)
     title = f"{blocks} residual blocks ({channels} channels, {batch} x {side} x {side})"
-    return Model(
-        title, _loss_of(network), kernels, _normal(batch, side, side, channels)
-    )
+    x = _normal(batch, side, side, channels)
+    return Model(title, _loss_of(network), kernels, x)
 
 
-def _blocks(sizes: Sizes) -> Model:
+def blocks(sizes: Sizes) -> Model:
     """Builds the blocks of GPT-2."""
     layers, width, heads, context, batch = sizes.blocks
 
@@ -177,23 +132,24 @@ def _blocks(sizes: Sizes) -> Model:
         return jnp.einsum("bhqk,bkhd->bqhd", shares, v)
 
     def network(params: PyTree, x: jax.Array) -> jax.Array:
-        for layer in params:
-            y = _normalized(x, -1) @ layer["qkv"]
-            y = y.reshape(*x.shape[:2], 3, heads, width // heads)
-            y = attend(*(y[:, :, i] for i in range(3))).reshape(x.shape)
-            x = x + y @ layer["out"]
-            y = jax.nn.gelu(_normalized(x, -1) @ layer["up"])
-            x = x + y @ layer["down"]
+        for qkv, out, up, down in params:
+            y = _normalized(x, -1) @ qkv
+            q, k, v = jnp.moveaxis(y.reshape(batch, context, 3, heads, -1), 2, 0)
+            x = x + attend(q, k, v).reshape(x.shape) @ out
+            x = x + jax.nn.gelu(_normalized(x, -1) @ up) @ down
         return x
 
-    shapes = {"qkv": 3 * width, "out": width, "up": 4 * width}
+    wide = 3 * width, width, 4 * width
     params = []
     for _ in range(layers):
-        layer = {name: _weights(1, (width, n), width)[0] for name, n in shapes.items()}
-        layer["down"] = _weights(1, (4 * width, width), 4 * width)[0]
-        params.append(layer)
+        layer = [_weights(1, (width, n), width)[0] for n in wide]
+        params.append([*layer, *_weights(1, (4 * width, width), 4 * width)])
     title = f"GPT-2's blocks ({layers} of width {width}, batch {batch} x {context})"
     return Model(title, _loss_of(network), params, _normal(batch, context, width))
+
+
+# What is compared: programs of a model.
+PARTS = ((gradients, mlp), (gradients, stage), (gradients, blocks), (steps, blocks))
 
 
 def _loss_of(network: Loss) -> Loss:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import jax
 
+from .._types import Function, PyTree
+
 CONTROL = " beside itself"  # the first program's name goes before
 
 _ROUNDS = range(3, 16)  # as many as time allows
@@ -18,10 +20,13 @@ _REFUSALS = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueEr
 
 
 class Program(NamedTuple):
-    """A compiled program, and its memory in bytes if the compiler reports it."""
+    """A compiled program, and its memory if the compiler reports it."""
 
     run: Callable[[], object]
-    memory: int | None = None
+    mebibytes: float | None = None
+
+
+Compile = Callable[[], Program]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,107 +48,69 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The measurements of one program.
-
-    Attributes:
-      program: its name.
-      milliseconds: median time of a call.
-      gain: time of the first program over this one's, round by round.
-      mebibytes: arguments, results and temporary arrays, as compiled.
-      note: the reason if it was not measured, or "".
-    """
+    """The measurements of one program."""
 
     program: str
-    milliseconds: float | None = None
-    gain: Ratio | None = None
-    mebibytes: float | None = None
-    note: str = ""
+    milliseconds: float | None = None  # the median of a call
+    gain: Ratio | None = None  # the first program's time over its own, round by round
+    mebibytes: float | None = None  # arguments, results and temporaries, as compiled
+    note: str = ""  # the reason if it was not measured
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The rows of several programs, and of the first one against itself at the end.
-
-    Attributes:
-      title: the task of the programs.
-      rows: one for each program.
-      believable: the smallest gain that is not noise: the farther quartile of the first
-        program's time over its own. None if the first one was not measured.
-    """
+    """The rows of several programs, and of the first one against itself at the end."""
 
     title: str
     rows: tuple[Row, ...]
-    believable: float | None
+    # The smallest gain that is not noise: the farther quartile of that last row.
+    believable: float
 
 
-def compare(
-    title: str,
-    programs: Mapping[str, Callable[[], Program]],
-    *,
-    seconds: float,
-    tick: Callable[[], object] = lambda: None,
-) -> Comparison:
-    """Compiles programs and runs them in turn, for about `seconds` in all.
-
-    Args:
-      title: as in `Comparison`.
-      programs: functions that compile a program, by name; the first is the base.
-      seconds: the time to spend. At least three rounds are run, however long they take.
-      tick: a function to call after each compilation and each round.
-    """
+def compare(title: str, programs: Mapping[str, Compile], seconds: float) -> Comparison:
+    """Compiles programs by name, and runs them in turn, for about `seconds` in all."""
     start, base = time.perf_counter(), next(iter(programs))
     compiled: dict[str, Program] = {}
-    notes: dict[str, str] = {}
+    rows = {name: Row(name, note="not measured: out of time") for name in programs}
     for name, compile_ in programs.items():
         late = time.perf_counter() - start > _COMPILING * seconds
         if late and name != base:
-            notes[name] = "not measured: out of time"
             continue
         try:
-            compiled[name] = compile_()
-            seconds_of(compiled[name].run, 1)
+            program = compile_()
+            seconds_of(program.run, 1)
+            compiled[name] = program
         except _REFUSALS as error:
-            compiled.pop(name, None)
-            notes[name] = f"refused: {type(error).__name__}"
-        tick()
-    if base in compiled:
-        # The control runs at the end of a round, as far from the base as the others.
-        compiled[base + CONTROL] = compiled[base]
-    times = _times(compiled, start + seconds, tick)
-    rows = [_row(name, base, times, compiled, notes) for name in programs]
-    believable = None
-    if base in compiled:
-        rows.append(control := _row(base + CONTROL, base, times, compiled, notes))
-        if control.gain is not None:
-            believable = max(control.gain.high, 1 / control.gain.low)
-    return Comparison(title, tuple(rows), believable)
+            if name == base:
+                raise
+            rows[name] = Row(name, note=f"refused: {type(error).__name__}")
+    # The control runs at the end of a round, as far from the base as the others.
+    compiled[base + CONTROL] = compiled[base]
+    times = _times(compiled, start + seconds)
+
+    def gain_of(name: str) -> Ratio:
+        return Ratio.of([a / b for a, b in zip(times[base], times[name], strict=True)])
+
+    for name, program in compiled.items():
+        milliseconds = 1000 * statistics.median(times[name])
+        gain = None if name == base else gain_of(name)
+        rows[name] = Row(name, milliseconds, gain, program.mebibytes)
+    control = gain_of(base + CONTROL)
+    return Comparison(title, tuple(rows.values()), max(control.high, 1 / control.low))
 
 
-def memory_of(compiled: jax.stages.Compiled) -> int | None:
-    """Returns the bytes of a program's arguments, results and temporary arrays."""
-    found = compiled.memory_analysis()
-    if found is None:
-        return None
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + results + found.temp_size_in_bytes
+def compiling(fun: Function, *args: PyTree) -> Compile:
+    """Returns a function that compiles `fun` to be run with these arguments."""
 
+    def compile_() -> Program:
+        compiled = jax.jit(fun).lower(*args).compile()
+        found, mebibytes = compiled.memory_analysis(), None
+        if found is not None:
+            count = found.argument_size_in_bytes + found.output_size_in_bytes
+            mebibytes = (count + found.temp_size_in_bytes) / 2**20
+        return Program(lambda: compiled(*args), mebibytes)
 
-def _times(
-    programs: Mapping[str, Program], end: float, tick: Callable[[], object]
-) -> dict[str, list[float]]:
-    """Returns the seconds of a call, by program and round."""
-    calls = {}
-    for name, program in programs.items():
-        calls[name] = min(max(round(_SAMPLE / seconds_of(program.run, 1)), 1), 1000)
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for i in range(_ROUNDS.stop - 1):
-        if i >= _ROUNDS.start and time.perf_counter() > end:
-            break
-        # The order alternates, which cancels a drift of the clock.
-        for name in list(programs)[:: -1 if i % 2 else 1]:
-            times[name].append(seconds_of(programs[name].run, calls[name]))
-        tick()
-    return times
+    return compile_
 
 
 def seconds_of(run: Callable[[], object], calls: int) -> float:
@@ -156,20 +123,16 @@ def seconds_of(run: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _row(
-    name: str,
-    base: str,
-    times: Mapping[str, list[float]],
-    programs: Mapping[str, Program],
-    notes: Mapping[str, str],
-) -> Row:
-    if name not in programs:
-        return Row(name, note=notes[name])
-    gain, memory = None, programs[name].memory
-    if name != base and base in times:
-        pairs = zip(times[base], times[name], strict=True)
-        ratios = [own_base / own for own_base, own in pairs]
-        gain = Ratio.of(ratios)
-    milliseconds = 1000 * statistics.median(times[name])
-    mebibytes = None if memory is None else memory / 2**20
-    return Row(name, milliseconds, gain, mebibytes)
+def _times(programs: Mapping[str, Program], end: float) -> dict[str, list[float]]:
+    """Returns the seconds of a call, by program and round."""
+    calls = {}
+    for name, program in programs.items():
+        calls[name] = min(max(round(_SAMPLE / seconds_of(program.run, 1)), 1), 1000)
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for i in range(_ROUNDS.stop - 1):
+        if i >= _ROUNDS.start and time.perf_counter() > end:
+            break
+        # The order alternates, which cancels a drift of the clock.
+        for name in list(programs)[:: -1 if i % 2 else 1]:
+            times[name].append(seconds_of(programs[name].run, calls[name]))
+    return times

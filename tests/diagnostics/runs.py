@@ -11,48 +11,45 @@ import jmp_scale
 from jmp_scale import diagnostics
 from jmp_scale._state import START
 
+_SCALE = jmp_scale.DynamicLossScale(2.0**15, period=3)
+_TX = jmp_scale.with_loss_scale(optax.identity(), _SCALE)
+
+
+@jax.jit
+def _step(history, before, flags):
+    g, loss = jnp.where(flags, 1.0, jnp.inf)
+    _, after = _TX.update(g, before, value=loss)
+    return history.push(before, after), after
+
 
 def recorded(flags, capacity=100, loss_finite=None):
     """A history of steps whose gradients and losses are finite as these flags say."""
-    loss_scale = jmp_scale.DynamicLossScale(2.0**15, period=3)
-    tx = jmp_scale.with_loss_scale(optax.identity(), loss_scale)
-    loss_finite = [True] * len(flags) if loss_finite is None else loss_finite
-
-    def step(carry, flags):
-        history, before = carry
-        g, loss = jnp.where(jnp.stack(flags), 1.0, jnp.inf)
-        _, after = tx.update(g, before, value=loss)
-        return (history.push(before, after), after), None
-
-    start = diagnostics.LossScaleHistory.create(capacity), tx.init(jnp.float32(0))
-    flags = jnp.array(flags, bool), jnp.array(loss_finite, bool)
-    return jax.lax.scan(step, start, flags)[0][0]
+    history = diagnostics.LossScaleHistory.create(capacity)
+    loss_finite, opt_state = (
+        loss_finite or [True] * len(flags),
+        _TX.init(jnp.float32(0)),
+    )
+    for pair in zip(flags, loss_finite, strict=True):
+        history, opt_state = _step(history, opt_state, np.bool_(pair))
+    return history
 
 
-def history_of(capacity=1000, lost_updates=None, guard=None, **columns):
-    """A history of steps with these columns, as `to_dict` names them."""
-    columns = jax.tree.map(jnp.asarray, columns)
-    steps = len(jax.tree.leaves((columns, lost_updates))[0])
-    columns.setdefault("grads_finite", jnp.ones(steps, bool))
+def history_of(capacity=1000, **columns):
+    """A history with these columns, as `to_dict` names them, made without `push`."""
+    columns = {name: np.asarray(column) for name, column in columns.items()}
+    steps = len(next(iter(columns.values())))
+    columns.setdefault("grads_finite", np.ones(steps, bool))
     columns.setdefault("applied", columns["grads_finite"])
     columns.setdefault("spike", columns["grads_finite"] & ~columns["applied"])
-    before = state(guard=guard)
-
-    def step(history, row):
-        flags = {name: row[name] for name in ("grads_finite", "applied")}
-        flags["spikes"] = row["spike"].astype(jnp.int32)
-        more = {"loss": row.get("loss"), "grads": row.get("grad_norm")}
-        return history.push(before, before._replace(**flags), **more), None
-
-    history = diagnostics.LossScaleHistory.create(capacity)
-    history = jax.lax.scan(step, history, columns)[0]
-    if lost_updates is not None:
-        names = ("lost_entries", "lost_magnitude")
-        lost = dict(zip(names, lost_updates, strict=True))
-        old = {name: getattr(history, name) for name in names}
-        lost = {name: old[name].at[:steps].set(lost[name]) for name in names}
-        history = dataclasses.replace(history, **lost)
-    return history
+    empty, filled = diagnostics.LossScaleHistory.create(capacity), {}
+    for name, column in columns.items():
+        filled[name] = np.array(getattr(empty, name))
+        last = np.arange(steps)[-capacity:]
+        filled[name][last % capacity] = column[last]
+    for name, first in (("loss", "first_loss"), ("grad_norm", "first_norm")):
+        column = columns.get(name, np.full(1, np.nan))
+        filled[first] = column[np.argmax(np.isfinite(column))].astype(np.float32)
+    return dataclasses.replace(empty, **filled, pushed=np.int32(steps))
 
 
 def state(loss_scale=None, skipped=0, in_a_row=0, inner=None, guard=None, **fields):

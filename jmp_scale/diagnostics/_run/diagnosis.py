@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from ... import _jaxpr
-from ..._jaxpr import CALLS, is_literal, open_jaxpr, value_of, words
+from ..._jaxpr import CALLS, open_jaxpr, value_of, words
 from ..._scaling.finite import all_finite
 from ..._scaling.loss_scale import LossScale, scale_value
 from ..._tree import named_inexact_leaves
@@ -28,6 +28,8 @@ _NAMES = {
     "dot_general": "a matrix product",
 }
 _Maker = tuple[str | None, str | None]  # a constant, or an operation
+# The equation that made "NaN" or "infinity", or read a constant that has it.
+_Origin = tuple[core.JaxprEqn, str, jax.Array | None]
 _LOWEST_TRIED = -14  # log2 of S; some overflows persist at S = 1
 _NOWHERE = Place(None, None)
 _CALLS = CALLS | words("checkpoint custom_jvp_call custom_vjp_call remat2")
@@ -125,6 +127,12 @@ def diagnose_nonfinite(
     loss = Loss(function, fun, args, argnums, has_aux, transform)
     arrays, rejoin = concrete_arrays(function, args)
 
+    if not 0 < float(s) < np.inf:
+        raise ValueError(
+            "diagnose_nonfinite: expected a positive finite loss scale, got "
+            f"{float(s)}; diagnose at 1, and start again from a new loss scale"
+        )
+
     # S is an argument of the compiled function, so that it compiles once for all S.
     @jax.jit
     def flags(s: jax.Array, arrays: list[jax.Array]) -> Backward:
@@ -135,11 +143,6 @@ def diagnose_nonfinite(
         pairs = zip(finite.paths, finite.leaves, strict=True)
         return bool(finite.loss), tuple(path for path, flag in pairs if not flag)
 
-    if not 0 < float(s) < np.inf:
-        raise ValueError(
-            "diagnose_nonfinite: expected a positive finite loss scale, got "
-            f"{float(s)}; diagnose at 1, and start again from a new loss scale"
-        )
     loss_finite, nonfinite = run(s)
     first = nonfinite[0] if nonfinite else None
     if not loss_finite:
@@ -192,65 +195,63 @@ def _run(
     The maker is None if all outputs are finite, or the value came from the arguments.
     """
     inner, consts = open_jaxpr(jaxpr)
-    given = zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True)
-    values = dict(given)
-    makers = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    inputs = [*inner.constvars, *inner.invars]
+    values = dict(zip(inputs, [*consts, *args], strict=True))
+    origins: dict[core.Var, _Origin | None] = {}  # of values that are not finite
 
-    def recorded(v: core.Var, value: jax.Array) -> jax.Array:
-        values[v] = value
-        return value
+    def origin(eqn: core.JaxprEqn, kind: str) -> _Origin | None:
+        kinds = [(a, _kind(value_of(a, values))) for a in eqn.invars]
+        bad = [a for a, own in kinds if own]
+        same = [a for a, own in kinds if own and (kind == "infinity" or own == "NaN")]
+        if not same:
+            # A NaN made of infinities, such as their difference, may be a mask's.
+            earlier = [origins.get(v) for v in _jaxpr.variables(bad)]
+            return next(filter(None, earlier), (eqn, kind, None))
+        first = same[0]
+        if not isinstance(first, core.Literal) and first not in inner.constvars:
+            return origins.get(first)
+        constant = jnp.asarray(value_of(first, values))
+        # An infinite constant may be a mask.
+        return (eqn, "NaN", constant) if _kind(constant) == "NaN" else None
 
-    # Equations run one by one: compiled together, they might round differently.
-    outs = _jaxpr.evaluate_all(inner, args, consts, recorded)
-
-    def kind_of(atom: core.Var | core.Literal) -> str:
-        """Returns "NaN" or "infinity" if the value has such elements, else ""."""
-        x = value_of(atom, values)
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.isfinite(x).all():
-            return ""
-        return "NaN" if jnp.isnan(x).any() else "infinity"
-
-    def place(eqn: core.JaxprEqn) -> Place:
-        """Returns an equation's line; for a cast of `autocast`, that of a neighbor."""
-        readers = [e for e in inner.eqns if any(v in eqn.outvars for v in e.invars)]
-        read = [makers[v] for v in _jaxpr.variables(eqn.invars) if v in makers]
-        places = [place_of(e, _NOWHERE) for e in (eqn, *readers, *read)]
-        return next((p for p in places if p.file), place_of(eqn, outer))
-
-    def made(v: core.Var | core.Literal) -> _Maker | None:
-        """Returns the maker of an infinite or NaN value; None for an argument."""
-        eqn, kind = None, ""
-        while not isinstance(v, core.Literal) and v in makers:
-            eqn, kind = makers[v], kind_of(v)
-            bad = [a for a in eqn.invars if kind_of(a)]
-            same = [a for a in bad if kind == "infinity" or kind_of(a) == "NaN"]
-            if not same:
-                # A NaN made of infinities, such as their difference, may be a mask's.
-                earlier = next(filter(None, map(made, bad)), None)
-                return earlier or _in_equation(eqn, kind, values, place(eqn))
-            v = same[0]
-        is_constant = is_literal(v) or v in inner.constvars
-        if eqn is None or kind_of(v) != "NaN" or not is_constant:
-            return None  # an infinite constant may be a mask
-        what = described(jnp.asarray(value_of(v, values)))
-        return f"a constant {what}{_at(place(eqn))}", None
-
-    bad = [v for v in inner.outvars if kind_of(v)]
-    return outs, made(bad[0]) if bad else None
-
-
-def _in_equation(
-    eqn: core.JaxprEqn, kind: str, values: dict[core.Var, jax.Array], place: Place
-) -> _Maker:
-    nested = _in_nested(eqn, [value_of(a, values) for a in eqn.invars], place)
+    for eqn in inner.eqns:
+        # Equations run one by one: compiled together, they might round differently.
+        results = _jaxpr.evaluate(eqn, [value_of(a, values) for a in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+        for v, value in zip(eqn.outvars, results, strict=True):
+            if kind := _kind(value):
+                origins[v] = origin(eqn, kind)
+    outs = _jaxpr.results_of(inner, values)
+    bad = [v for v, x in zip(inner.outvars, outs, strict=True) if _kind(x)]
+    found = next((origins.get(v) for v in _jaxpr.variables(bad)), None)
+    if found is None:
+        return outs, None
+    eqn, kind, constant = found
+    place = _place(eqn, inner.eqns, outer)
+    at = f" at {place.file}:{place.line}" if place.file else ""
+    if constant is not None:
+        return outs, (f"a constant {described(constant)}{at}", None)
     name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
     if name == "convert_element_type":
         name = f"a cast to {_jaxpr.dtype_name(eqn.outvars[0])}"
-    return nested or (None, f"{name} gave {kind}{_at(place)}")
+    nested = _in_nested(eqn, [value_of(a, values) for a in eqn.invars], place)
+    return outs, nested or (None, f"{name} gave {kind}{at}")
 
 
-def _at(place: Place) -> str:
-    return f" at {place.file}:{place.line}" if place.file else ""
+def _kind(x: jax.Array) -> str:
+    """Returns "NaN" or "infinity" if the value has such elements, else ""."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.isfinite(x).all():
+        return ""
+    return "NaN" if jnp.isnan(x).any() else "infinity"
+
+
+def _place(eqn: core.JaxprEqn, eqns: Sequence[core.JaxprEqn], outer: Place) -> Place:
+    """Returns an equation's line; for a cast of `autocast`, that of a neighbor."""
+    ins, outs = set(_jaxpr.variables(eqn.invars)), set(eqn.outvars)
+    readers = [e for e in eqns if outs & set(_jaxpr.variables(e.invars))]
+    read = [e for e in eqns if ins & set(e.outvars)]
+    places = [place_of(e, _NOWHERE) for e in (eqn, *readers, *read)]
+    return next((p for p in places if p.file), place_of(eqn, outer))
 
 
 def _in_nested(eqn: core.JaxprEqn, ins: list[jax.Array], place: Place) -> _Maker | None:
@@ -260,9 +261,8 @@ def _in_nested(eqn: core.JaxprEqn, ins: list[jax.Array], place: Place) -> _Maker
         carry, scanned = loop.consts, loop.consts + loop.carry
         trips = range(loop.trips)
         for i in reversed(trips) if eqn.params["reverse"] else trips:
-            outs, made = _run(
-                loop.body, [*ins[:scanned], *(x[i] for x in ins[scanned:])], place
-            )
+            slices = [x[i] for x in ins[scanned:]]
+            outs, made = _run(loop.body, [*ins[:scanned], *slices], place)
             if made:
                 return made
             ins[carry:scanned] = outs[: loop.carry]

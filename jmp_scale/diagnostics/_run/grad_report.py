@@ -1,4 +1,4 @@
-"""`grad_report`: counts elements of gradients that a cast would lose, in one pass."""
+"""`grad_report`: counts elements of gradients that a cast would lose."""
 
 import dataclasses
 import functools
@@ -12,7 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._scaling.loss_scale import LossScale, scale_value
-from ..._types import Arrays, Leaf, PyTree
+from ..._tree import named_inexact_leaves
+from ..._types import Leaf, PyTree
 from .._tables import leaf_name, percent, power, printed, table
 from . import casts
 
@@ -70,13 +71,15 @@ class GradReport:
 
     def worst(self, k: int = 5) -> dict[str, Row]:
         """Returns the k leaves that lose most, worst first, like `to_dict` (host)."""
+        rows = self.to_dict()["leaves"]
 
-        def badness(item: tuple[str, Row]) -> tuple[float, ...]:
-            _, row = item
-            return tuple(row[name] / max(row["size"], 1) for name in _BY_HARM)
+        def badness(path: str) -> list[float]:
+            row = rows[path]
+            return [row[name] / max(row["size"], 1) for name in _BY_HARM]
 
-        rows = self.to_dict()["leaves"].items()
-        return dict(sorted(rows, key=badness, reverse=True)[:k])
+        return {
+            path: rows[path] for path in sorted(rows, key=badness, reverse=True)[:k]
+        }
 
     def summary(self, k: int | None = None) -> str:
         """Returns a table of the k worst leaves, or of all in tree order (host)."""
@@ -105,8 +108,7 @@ def grad_report(
 
     Raises:
       TypeError: `loss_scale` is not a number.
-      ValueError: another dtype, a `loss_scale` of a shape other than (), or a leaf of
-        2^32 elements or more.
+      ValueError: another dtype, or a `loss_scale` of a shape other than ().
     """
     name = jnp.dtype(dtype).name
     if name == "bfloat16":  # S x would be a float32 subnormal, which XLA makes 0
@@ -115,7 +117,7 @@ def grad_report(
             "has float32's range; for its smallest numbers use exponent_histogram"
         )
     limits = casts.limits("grad_report", name)
-    paths, leaves = casts.countable_leaves("grad_report", grads)
+    paths, leaves = named_inexact_leaves(grads)
     loss_scale = scale_value("grad_report", loss_scale)
     arrays = _report_arrays(leaves, loss_scale, limits)
     return GradReport(**arrays, paths=paths, dtype=name)
@@ -126,54 +128,48 @@ def _report_arrays(
     leaves: list[Leaf], loss_scale: jax.Array, limits: casts.Limits
 ) -> dict[str, jax.Array]:
     # An empty leaf is appended, because a tree may have no leaves.
-    rows = [_statistics(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
-    columns = (jnp.stack(column)[: len(leaves)] for column in zip(*rows, strict=True))
-    amax, size, nonzero, not_flushed, not_subnormal, infinite, nonfinite = columns
+    rows = [_counts(x, loss_scale, limits) for x in [*leaves, jnp.zeros(0)]]
+    arrays = jax.tree.map(lambda *column: jnp.stack(column)[:-1], *rows)
     # Doublings up to the limit are computed from bits. A float32 log2 just above a
     # power of two would round down to it, and so recommend one doubling too many.
-    largest = jnp.max(amax, initial=0)
+    largest = jnp.max(arrays["amax"], initial=0)
     doublings = (np.float32(limits.largest).view(np.int32) - largest) >> 23
     most = (doublings - MARGIN_BITS).astype(jnp.float32)
     some = (largest > 0) & (most >= LOWEST)
+    arrays["amax"] = lax.bitcast_convert_type(arrays["amax"], jnp.float32)
+    recommended = jnp.where(some, most.clip(max=HIGHEST), jnp.nan)
+    return arrays | {"loss_scale": loss_scale, "recommended_log2_scale": recommended}
+
+
+def _counts(
+    leaf: Leaf, loss_scale: jax.Array, limits: casts.Limits
+) -> dict[str, ArrayLike]:
+    """Returns the bits of amax, and counts of elements, by the fields of a report."""
+    bits, scaled = casts.magnitude_bits(leaf), casts.magnitude_bits(leaf, loss_scale)
+    zero_up_to, normal, overflow = np.array(limits[:3], np.float32).view(np.int32)
+    finite = bits < casts.INFINITY
+    masks = (
+        bits == 0,
+        scaled > zero_up_to,
+        scaled >= normal,
+        scaled >= overflow,
+        ~finite,
+    )
+    # Counts are subtracted, because LLVM makes one float comparison of two of integers,
+    # such as bits > 0 and scaled <= zero_up_to, and takes a subnormal for zero.
+    zero, nonzero, normal, infinite, nonfinite = (
+        jnp.sum(mask, dtype=jnp.uint32) for mask in masks
+    )
+    size = np.uint32(bits.size)
     return {
-        "amax": lax.bitcast_convert_type(amax, jnp.float32),
+        "amax": jnp.max(jnp.where(finite, bits, 0), initial=0),
         "size": size,
-        "zero": size - nonzero,
-        "flushed": nonzero - not_flushed,
-        "subnormal": not_flushed - not_subnormal,
+        "zero": zero,
+        "flushed": size - zero - nonzero,
+        "subnormal": nonzero - normal,
         "overflow": infinite - nonfinite,
         "nonfinite": nonfinite,
-        "loss_scale": loss_scale,
-        "recommended_log2_scale": jnp.where(some, most.clip(max=HIGHEST), jnp.nan),
     }
-
-
-def _statistics(
-    leaf: Leaf, loss_scale: jax.Array, limits: casts.Limits
-) -> tuple[ArrayLike, ...]:
-    """Returns the bits of amax and six counts of elements.
-
-    The counts are: all; nonzero; after the cast nonzero, at least normal, and infinite;
-    and not finite before the cast.
-    """
-    bits = casts.magnitude_bits(leaf)
-    scaled = casts.magnitude_bits(leaf, loss_scale)
-    bounds = np.array(limits[:3], np.float32).view(np.int32)
-    bounds[0] += 1
-    finite, nonzero = bits < casts.INFINITY, bits > 0
-    reached = [nonzero, *(scaled >= bound for bound in bounds), ~finite]
-    masks = [mask.astype(jnp.uint32) for mask in reached]
-    operands = [jnp.where(finite, bits, 0), *masks]
-    starts = [np.int32(0), *[np.uint32(0)] * len(masks)]
-
-    def join(a: Arrays, b: Arrays) -> tuple[jax.Array, ...]:
-        counts = [x + y for x, y in zip(a[1:], b[1:], strict=True)]
-        return jnp.maximum(a[0], b[0]), *counts
-
-    # This is one reduction of six values, because XLA:CPU does not fuse six reductions:
-    # they would read the leaf six times (test_the_gradients_are_read_once).
-    amax, *counts = lax.reduce(operands, starts, join, tuple(range(bits.ndim)))
-    return amax, np.uint32(bits.size), *counts
 
 
 def _headline(report: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -107,11 +107,9 @@ _AROUND = {
 
 _NORMAL_RATE = 0.01  # of overflows or spikes; a default period causes 0.0005
 _LISTED = 5  # steps that a sentence lists
-_CAUSES = ("overflow", "a broken loss", "a spike")
 
 Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
-KindAndText = tuple[str, str]  # the kind, and what happened
-Counts = np.ndarray  # i64[3], skipped steps by cause, in the order of `_CAUSES`
+Counts = np.ndarray  # i64[3], skipped steps: overflows, broken losses, spikes
 
 
 def health(opt_state: PyTree, history: LossScaleHistory | None = None) -> list[str]:
@@ -167,8 +165,12 @@ def _findings(
     opt_state: PyTree, history: LossScaleHistory | None, seen: dict[str, Counts]
 ) -> dict[str, str]:
     """Returns sentences by kind, and updates the counts of skips in `seen`."""
-    states, findings = find_states("health", opt_state), []
+    states = find_states("health", opt_state)
+    findings = [*_order_findings(opt_state), *_leaf_findings(opt_state)]
     steps = history.to_dict() if history is not None and history.pushed > 0 else None
+    if history is not None:
+        findings += trend_findings(history)
+    findings = [("", kind, values) for kind, values in findings]
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
         # In a replicated state every number is an array, and `float` would fail.
@@ -181,12 +183,8 @@ def _findings(
         counts = _counts(state)
         # After a return to a checkpoint, counts are smaller.
         new = np.maximum(counts - seen.get(path, counts), 0)
-        findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
         seen[path] = counts
-    findings += [("", *found) for found in _order_findings(opt_state)]
-    findings += [("", *found) for found in _leaf_findings(opt_state)]
-    if history is not None:
-        findings += [("", *found) for found in trend_findings(history)]
+        findings += [(prefix, *found) for found in _state_findings(state, steps, new)]
     order, sentences = list(_SENTENCES), {}
     for prefix, kind, values in sorted(findings, key=lambda f: order.index(f[1])):
         text = _SENTENCES[kind].format(diagnose=_DIAGNOSE, **values)
@@ -201,60 +199,55 @@ def _counts(state: LossScaleState) -> Counts:
 
 def _listed(counts: Counts) -> str:
     """Lists the causes that occurred, as in "2 by overflow, 1 by a broken loss"."""
-    pairs = zip(counts, _CAUSES, strict=True)
+    causes = ("overflow", "a broken loss", "a spike")
+    pairs = zip(counts, causes, strict=True)
     return ", ".join(f"{count} by {cause}" for count, cause in pairs if count)
-
-
-def _is_fixed(rule: object) -> bool:
-    return rule is None or isinstance(rule, NoOpLossScale | StaticLossScale)
 
 
 def _state_findings(
     state: LossScaleState, steps: Steps, new: Counts
-) -> list[KindAndValues]:
-    rule, s = state.loss_scale, number_of(state.loss_scale)
+) -> Iterator[KindAndValues]:
+    rule, s, counts = state.loss_scale, number_of(state.loss_scale), _counts(state)
     values = {
         "s": "its fixed value" if s is None else power(float(s)),
         "floor": power(getattr(rule, "min_loss_scale", 1)),
         "in_a_row": int(state.skipped_in_a_row),
-        "causes": _listed(_counts(state)),
+        "causes": _listed(counts),
     }
-    found = {} if steps is None else _recorded(steps, _is_fixed(rule))
-    present = _present(state, steps, new)
-    if present is not None:
-        topic = "spikes" if present[0] == "spike" else "skips"
-        # The recorded rate of overflow says more than the last overflow.
-        if present[0] != "occasional overflow" or topic not in found:
-            found[topic] = present
-    found["loss scale"] = _scale_kind(state), ""
-    return [(kind, {**values, "last": last}) for kind, last in found.values() if kind]
-
-
-def _scale_kind(state: LossScaleState) -> str:
-    rule, s = state.loss_scale, number_of(state.loss_scale)
+    # An S that grows causes overflows itself.
+    is_fixed = rule is None or isinstance(rule, NoOpLossScale | StaticLossScale)
+    few = "skipped step" if is_fixed else "occasional overflow"
+    found = {} if steps is None else _recorded(steps, few)
+    kind, last = _present(state, steps, new, few)
+    topic = "spikes" if kind == "spike" else "skips"
+    # The recorded rate of overflow says more than the last overflow.
+    if kind and (kind != "occasional overflow" or topic not in found):
+        found[topic] = kind, last
+    for kind, last in found.values():
+        yield kind, {**values, "last": last}
     if s is None:
-        return ""
+        return
+    is_dynamic = isinstance(rule, DynamicLossScale)
     if not 0 < s < math.inf:
-        return "loss scale out of range"
-    if s < 1:
-        return "loss scale below 1"
-    if isinstance(rule, DynamicLossScale) and s * rule.factor > rule.max_loss_scale:
-        return "" if _counts(state)[0] else "loss scale at its cap"
-    return ""
+        yield "loss scale out of range", values
+    elif s < 1:
+        yield "loss scale below 1", values
+    elif is_dynamic and s * rule.factor > rule.max_loss_scale and not counts[0]:
+        yield "loss scale at its cap", values
 
 
-def _present(state: LossScaleState, steps: Steps, new: Counts) -> KindAndText | None:
+def _present(
+    state: LossScaleState, steps: Steps, new: Counts, few: str
+) -> tuple[str, str]:
     """Returns the finding on consecutive skips until now, or since the last call."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
     if in_a_row == 0:
-        overflows, losses, _ = new
+        overflows, losses, _ = new if steps is None else np.zeros(3)
         last = f"Steps were skipped since the last call ({_listed(new)})"
-        if steps is None and losses:
+        if losses:
             return "loss not finite", last
-        # An S that grows causes overflows itself, which only their rate could tell.
-        if steps is None and overflows and _is_fixed(rule):
-            return "skipped step", last
-        return None
+        # Of an S that grows only the rate of overflows could tell.
+        return ("skipped step" if overflows and few == "skipped step" else ""), last
     many = f"The last {in_a_row} steps were all skipped"
     last = "The last step was skipped" if in_a_row == 1 else many
     overflows, losses, _ = new if new.any() else _counts(state)
@@ -275,17 +268,15 @@ def _present(state: LossScaleState, steps: Steps, new: Counts) -> KindAndText | 
             return "warm-up", last
     if in_a_row >= 10:  # more than a broken batch explains
         return "every step skipped", last
-    is_known = not (losses or _is_fixed(rule))
-    return ("occasional overflow" if is_known else "skipped step"), last
+    return ("skipped step" if losses else few), last
 
 
-def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAndText]:
+def _recorded(steps: dict[str, np.ndarray], few: str) -> dict[str, tuple[str, str]]:
+    """Returns findings on the rates of spikes and other skips, by these two topics."""
     spike = steps["spike"]
     skipped = ~(steps["grads_finite"] | spike)
     if steps["step"][0] == 0:  # skips before the first applied step are expected
         skipped[: int(np.argmin([*skipped, False]))] = False
-    # A fixed S never causes an overflow by growing.
-    few = "skipped step" if is_fixed else "occasional overflow"
     found = {}
     for topic, flags, what, rare, frequent in (
         ("spikes", spike, "The guard skipped", "rare spikes", "frequent spikes"),
@@ -305,8 +296,7 @@ def _recorded(steps: dict[str, np.ndarray], is_fixed: bool) -> dict[str, KindAnd
     return found
 
 
-def _order_findings(opt_state: PyTree) -> list[KindAndValues]:
-    findings = []
+def _order_findings(opt_state: PyTree) -> Iterator[KindAndValues]:
     for (what, *names), (harm, cure) in _AROUND.items():
 
         def is_around(node: PyTree, names: list[str] = names) -> bool:
@@ -314,25 +304,21 @@ def _order_findings(opt_state: PyTree) -> list[KindAndValues]:
             return set(names) <= set(fields) and bool(find_loss_scale_states(node))
 
         if find_nodes(is_around, opt_state):
-            words = {"what": what, "harm": harm, "cure": cure}
-            findings.append(("wrong order", words))
-    return findings
+            yield "wrong order", {"what": what, "harm": harm, "cure": cure}
 
 
-def _leaf_findings(opt_state: PyTree) -> list[KindAndValues]:
+def _leaf_findings(opt_state: PyTree) -> Iterator[KindAndValues]:
     # The state of with_half_parameters has float16 remainders, which lose nothing.
     halves = [node for _, node in find_half_states(opt_state)]
     pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)
     pairs = [(path, leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
     # bfloat16 has the range of float32, and users choose it for parameters on purpose.
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
-    coarse = [pair for pair in pairs if pair[1].dtype == jnp.bfloat16]
-    coarse = [pair for pair in coarse if re.search(r"\b(nu|v)\b", pair[0])]  # squares
+    squares = [pair for pair in pairs if re.search(r"\b(nu|v)\b", pair[0])]
+    coarse = [pair for pair in squares if pair[1].dtype == jnp.bfloat16]
     if find_rounded_states(opt_state):  # stochastically: they lose nothing
         coarse = []
-    findings = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:
             more = f" (and {len(leaves) - 1} more)" if len(leaves) > 1 else ""
-            findings.append((kind, {"leaf": path, "dtype": leaf.dtype, "more": more}))
-    return findings
+            yield kind, {"leaf": path, "dtype": leaf.dtype, "more": more}

@@ -5,9 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ... import _mesh
+from ..._tree import named_inexact_leaves
 from ..._types import Leaf, PyTree
 from .._tables import leaf_name, percent, printed, table
 from . import casts
@@ -93,11 +95,8 @@ def exponent_histogram(tree: PyTree) -> ExponentHistogram:
     Args:
       tree: pytree, typically of unscaled gradients. Leaves that are not floating point
         are ignored; a complex element counts as two.
-
-    Raises:
-      ValueError: a leaf of 2^32 elements or more.
     """
-    paths, leaves = casts.countable_leaves("exponent_histogram", tree)
+    paths, leaves = named_inexact_leaves(tree)
     columns = len(_EXPONENTS)
     rows = [_mesh.replicated(_counts, jnp.asarray(leaf)) for leaf in leaves]
     counts = jnp.stack(rows or [_counts(jnp.zeros(0))])[: len(leaves)]
@@ -109,8 +108,12 @@ def exponent_histogram(tree: PyTree) -> ExponentHistogram:
 def _counts(leaf: Leaf) -> jax.Array:
     """Counts powers of two, and other numbers, by exponent: u32[554]."""
     bits = casts.magnitude_bits(leaf).ravel()
-    exponent, fraction = casts.exponent_and_fraction(bits)
-    n, column = len(_EXPONENTS), exponent - _EXPONENTS[0]
-    column += jnp.where(fraction == 0, 0, n)
     counted = (bits > 0) & (bits < casts.INFINITY)
+    # A subnormal has no implicit leading one. Shifting its first one to bit 23 turns it
+    # into a normal number, whose exponent is too large by the shift.
+    shift = jnp.maximum(lax.clz(bits) - 8, 0)
+    bits = bits << shift
+    column = (bits >> 23) - 127 - shift - _EXPONENTS[0]
+    n = len(_EXPONENTS)
+    column += jnp.where(bits & 0x7FFFFF == 0, 0, n)
     return jnp.zeros(2 * n, jnp.uint32).at[column].add(counted.astype(jnp.uint32))

@@ -14,7 +14,6 @@ from ..._tree import is_variable
 from ..._types import PyTree
 from ..._validation import Arguments
 from .._tables import printed
-from .casts import log2_magnitude, magnitude_bits
 from .metrics import find_states
 from .updates import lost_updates
 
@@ -72,8 +71,9 @@ class LossScaleHistory:
         # Each leaf has its own buffer, because a shared one cannot be donated.
         start = {name: True if name in _FLAGS else _NAN for name in _COLUMNS}
         buffers = {name: jnp.full(capacity, value) for name, value in start.items()}
-        first = {name: jnp.array(_NAN) for name in _FIRST}
-        return cls(**buffers, **first, pushed=jnp.zeros([], jnp.int32))
+        first_loss, first_norm = jnp.array(_NAN), jnp.array(_NAN)
+        zero = jnp.zeros([], jnp.int32)
+        return cls(**buffers, first_loss=first_loss, first_norm=first_norm, pushed=zero)
 
     def push(
         self,
@@ -104,7 +104,7 @@ class LossScaleHistory:
             step, or both are the same; a loss of a shape other than (); only one of
             `params` and `updates`.
         """
-        if before is after or _share_variables(before, after):
+        if before is after or _variables(before) & _variables(after):
             raise ValueError(
                 "LossScaleHistory.push: expected the states before and after a step, "
                 "got one state twice; an nnx.Optimizer changes in place, so take "
@@ -115,17 +115,14 @@ class LossScaleHistory:
         if params is not None or updates is not None:
             lost_entries, lost_magnitude = lost_updates(params, updates)
         s = number_of(old.loss_scale)
-        loss_finite = new.nonfinite_losses == old.nonfinite_losses
-        if loss is not None:
-            loss_finite &= jnp.isfinite(loss)
+        counted = new.nonfinite_losses != old.nonfinite_losses
         values = {
-            # Exact for powers of two, unlike log2 on a device; `health` compares them.
-            "log2_scale": _NAN if s is None else log2_magnitude(magnitude_bits(s)),
+            "log2_scale": _NAN if s is None else _log2(s),
+            "loss": _NAN if loss is None else loss,
+            "loss_finite": ~(counted | (loss is not None and ~jnp.isfinite(loss))),
             "grads_finite": new.grads_finite,
             "applied": new.applied,
             "spike": new.spikes != old.spikes,
-            "loss": _NAN if loss is None else loss,
-            "loss_finite": loss_finite,
             "grad_norm": _NAN if grads is None else finite_and_norm(grads)[1],
             "lost_entries": lost_entries,
             "lost_magnitude": lost_magnitude,
@@ -141,12 +138,11 @@ class LossScaleHistory:
                     f"LossScaleHistory.push: expected one step, got {name} of shape "
                     f"{jnp.shape(value)}; reduce it, or vmap push"
                 )
-            buffer = getattr(self, name)
             # A bfloat16 loss gets the buffer's dtype, because a carry keeps its types.
-            values[name] = jnp.asarray(value).astype(buffer.dtype)
-            arrays[name] = buffer.at[index].set(values[name])
-        for first_name, name in _FIRST.items():
-            first, value = getattr(self, first_name), values[name]
+            buffer = getattr(self, name)
+            arrays[name] = buffer.at[index].set(jnp.asarray(value).astype(buffer.dtype))
+        for first_name, name in (("first_loss", "loss"), ("first_norm", "grad_norm")):
+            first, value = getattr(self, first_name), arrays[name][index]
             # Later norms are compared with the first one, so it must not be 0.
             usable = jnp.isfinite(value) & ((value != 0) | (name == "loss"))
             arrays[first_name] = jnp.where(jnp.isnan(first) & usable, value, first)
@@ -178,7 +174,12 @@ class LossScaleHistory:
 _NAN = np.float32(np.nan)
 _FLAGS = ("grads_finite", "loss_finite", "applied", "spike")
 _COLUMNS = [field.name for field in dataclasses.fields(LossScaleHistory)[:-3]]
-_FIRST = {"first_loss": "loss", "first_norm": "grad_norm"}
+
+
+def _log2(s: ArrayLike) -> jax.Array:
+    # Exact for powers of two, unlike log2 on a device; `health` compares them.
+    mantissa, exponent = jnp.frexp(jnp.asarray(s, jnp.float32))
+    return exponent.astype(jnp.float32) - 1 + jnp.log2(2 * mantissa)
 
 
 def _the_state(name: str, tree: PyTree) -> LossScaleState:
@@ -192,11 +193,7 @@ def _the_state(name: str, tree: PyTree) -> LossScaleState:
     return states[0][1]
 
 
-def _share_variables(before: PyTree, after: PyTree) -> bool:
-    """Whether an NNX variable, which changes in place, is in the states of both."""
-
-    def variables(tree: PyTree) -> set[int]:
-        leaves = jax.tree.leaves(find_loss_scale_states(tree), is_leaf=is_variable)
-        return {id(x) for x in leaves if is_variable(x)}
-
-    return not variables(before).isdisjoint(variables(after))
+def _variables(tree: PyTree) -> set[int]:
+    """Returns the identities of the NNX variables, which change in place."""
+    leaves = jax.tree.leaves(find_loss_scale_states(tree), is_leaf=is_variable)
+    return {id(x) for x in leaves if is_variable(x)}

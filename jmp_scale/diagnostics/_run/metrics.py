@@ -52,12 +52,7 @@ def metrics(opt_state: PyTree, grads: PyTree = None) -> dict[str, jax.Array]:
 def find_states(
     function: str, tree: PyTree, name: str = "opt_state"
 ) -> list[tuple[str, LossScaleState]]:
-    """Returns path and state of each `with_loss_scale` in a pytree.
-
-    States have arrays as leaves, and no `inner_state`. Mappings that Flax makes of
-    states contain no configuration: `loss_scale` is then S alone or None, and `guard`
-    a mapping of its statistics.
-    """
+    """Returns path and state of each `with_loss_scale`, without its `inner_state`."""
     states = find_loss_scale_states(tree)
     if not states:
         raise ValueError(
@@ -68,6 +63,8 @@ def find_states(
 
 
 def _plain_state(node: PyTree) -> LossScaleState:
+    # Mappings that Flax makes of states contain no configuration: `loss_scale` is then
+    # S alone or None, and `guard` a mapping of its statistics.
     fields = dict(node) if isinstance(node, Mapping) else node._asdict()
     loss_scale = fields.get("loss_scale")
     if not isinstance(loss_scale, LossScale):

@@ -71,13 +71,7 @@ finite_at.defvjp(lambda x, loss_scales: (x, loss_scales), _backward)
 
 @pytest.mark.parametrize(
     ("works", "window"),
-    [
-        ([0, 1, 4, 5, 6, 9], (4, 6)),
-        ([0, 1, 4, 5], (0, 1)),
-        ([3], (3, 3)),
-        ([0, 9], (0, 0)),
-        (range(10), (0, 9)),
-    ],
+    one_of(2, [([0, 1, 4, 5, 6, 9], (4, 6)), ([3], (3, 3)), ([0, 1, 4, 5], (0, 1))]),
 )
 def test_all_loss_scales_of_the_window_work(works, window):
     loss_scales = jnp.float32([2.0**k for k in works])
@@ -87,19 +81,13 @@ def test_all_loss_scales_of_the_window_work(works, window):
     assert (float(found.log2_low), float(found.log2_high)) == window
 
 
-def test_entries_that_are_always_zero_do_not_count_as_lost():
-    x = jnp.float32([1, 0, 0])
-    found = diagnostics.calibrate_loss_scale(forgetful, jnp.ones(3), x)
-    assert float(found.log2_low) == 6
-    np.testing.assert_allclose(found.zero_fraction[-1], 2 / 3)
-
-
-def test_a_masked_unit_that_is_nan_at_an_overflow_does_not_count_as_lost():
+def test_masked_entries_that_are_always_zero_or_nan_do_not_count_as_lost():
     def loss(w):  # its gradient is S or S times 0, which is NaN from 2^16 on
-        return (w.astype(jnp.float16) * jnp.float16([1, 0])).astype(jnp.float32).sum()
+        return (w.astype(jnp.float16) * jnp.float16([1, 0, 0])).astype("float32").sum()
 
-    found = diagnostics.calibrate_loss_scale(loss, jnp.ones(2))
+    found = diagnostics.calibrate_loss_scale(loss, jnp.ones(3))
     assert (float(found.log2_low), float(found.log2_high)) == (-4, 14)
+    np.testing.assert_allclose(found.zero_fraction[0], 2 / 3)
 
 
 def test_calibration_says_so_where_no_scale_works():
@@ -121,30 +109,23 @@ def test_calibration_is_the_same_in_jit_and_vmap_and_compiles_the_loss_once():
     assert len(traces) == 1
 
 
-BAD_SCALES = [], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]
-
-
-@pytest.mark.parametrize("scales", BAD_SCALES)
-def test_calibration_refuses_scales_that_do_not_increase(scales):
-    with pytest.raises(ValueError, match="calibrate_loss_scale: expected log2_scales"):
-        calibrated(scales)
+def test_calibration_refuses_scales_that_do_not_increase():
+    words = "calibrate_loss_scale: expected log2_scales"
+    for scales in ([], [0, 0], [3, 1], [0.5], [0, 127], [-127, 0], [[1]]):
+        with pytest.raises(ValueError, match=words):
+            calibrated(scales)
 
 
 @pytest.mark.parametrize(
     ("shift", "scales", "recommended", "said"),
     one_of(
-        2,
+        4,
         [
             (0, range(20, 36), 24, "start from 2^24"),
             (0, range(26, 36), None, "only with another max_loss_scale"),
             (-35, range(-10, 2), 0, "including 1: loss scaling is not needed"),
             (-50, range(-20, 2), None, "only with another min_loss_scale"),
-            (
-                0,
-                [35],
-                None,
-                "2^35 works, which a DynamicLossScale takes only",
-            ),
+            (0, [35], None, "2^35 works, which a DynamicLossScale takes only"),
         ],
     ),
 )
@@ -169,7 +150,7 @@ def test_a_loss_without_half_precision_is_told_so():
         return jnp.mean(jax.lax.scan(layer, x.astype(dtype), w)[0].astype(jnp.float32))
 
     w, x = jnp.ones((2, 4, 4)), jnp.ones((3, 4), jnp.float16)
-    for dtype in ("float32", "float16", "bfloat16"):
+    for dtype in ("float32", "bfloat16"):
         fun = functools.partial(loss, dtype)
         found = diagnostics.calibrate_loss_scale(fun, w, x)
         assert found.has_half_precision == (dtype != "float32")

@@ -5,7 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import count_traces
+from helpers import count_traces, one_of
 from losses import forgetful, squared_distances
 
 import jmp_scale
@@ -20,7 +20,7 @@ def test_a_finite_step_is_diagnosed_as_such():
     assert diagnosis == Diagnosis("none")
 
 
-@pytest.mark.parametrize("start", [2.0**36, 2.0**40, 1e12])
+@pytest.mark.parametrize("start", [2.0**36, 1e12])
 def test_an_overflow_is_finite_from_the_largest_smaller_scale_on(start):
     diagnosis = diagnose(forgetful, start, jnp.ones(3), jnp.ones(3))
     assert (diagnosis.cause, diagnosis.finite_at_log2) == ("overflow", 35)
@@ -33,8 +33,10 @@ def out_of_range(w):
 
 
 def test_an_overflow_that_persists_at_one_is_searched_further_down():
-    diagnosis = diagnose(out_of_range, 8, jnp.float32(1))
+    counted, traces = count_traces(out_of_range)
+    diagnosis = diagnose(counted, 8, jnp.float32(1))
     assert diagnosis.finite_at_log2 == -2
+    assert len(traces) == 1  # however many scales it tries
     for factor, cause in ((2.0**12, "overflow"), (2.0**13, "nan")):
         loss = lambda w, factor=factor: factor * out_of_range(w)  # noqa: E731
         assert diagnose(loss, 8, jnp.float32(1)).cause == cause
@@ -71,7 +73,8 @@ def gaussian_process(x):
 
 
 def overflow(x):
-    return jnp.sum(jnp.dot(x * 1e3, x.T))  # !infinity
+    products = jnp.dot(x * 1e3, x.T)  # !infinity
+    return jnp.sum(products - products.T)
 
 
 def in_a_scan(x):
@@ -112,15 +115,18 @@ def mel_spectrogram(x):
 
 @pytest.mark.parametrize(
     ("fun", "operation", "half"),
-    [
-        (gaussian_process, "a Cholesky factorization", "float16"),
-        (overflow, "a matrix product", "float16"),
-        (mel_spectrogram, "a cast to float16", "float16"),
-        (in_a_scan, "log", None),
-        (in_a_reversed_scan, "sqrt", None),
-        (in_a_branch, "exp", None),
-        (masked_everywhere, "sub", None),
-    ],
+    one_of(
+        2,
+        [
+            (overflow, "a matrix product", "float16"),
+            (gaussian_process, "a Cholesky factorization", "float16"),
+            (in_a_reversed_scan, "sqrt", None),
+            (in_a_scan, "log", None),
+            (in_a_branch, "exp", None),
+            (mel_spectrogram, "a cast to float16", "float16"),
+            (masked_everywhere, "sub", None),
+        ],
+    ),
 )
 def test_the_operation_that_gave_infinity_or_nan_is_named(fun, operation, half):
     x = jnp.full((32, 2), 9.0) + jnp.linspace(0, 0.1, 32)[:, None]
@@ -152,12 +158,6 @@ def test_a_nan_that_no_scale_cures_is_found():
     diagnosis = diagnose(loss, jmp_scale.DynamicLossScale(), params)
     assert diagnosis[:3] == ("nan", "['b']", None)
     assert "debug_nans" in diagnosis.summary()
-
-
-def test_a_diagnosis_compiles_the_loss_once_however_many_scales_it_tries():
-    counted, traces = count_traces(out_of_range)
-    diagnose(counted, 2.0**15, jnp.float32(1))
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("s", [jnp.nan, jnp.inf, 0.0, -8.0])

@@ -14,11 +14,9 @@ from cast_reference import (
     near_ties,
     reference_counts,
 )
-from helpers import count_traces
 
 import jmp_scale
 from jmp_scale import diagnostics
-from jmp_scale.diagnostics._run import casts
 
 pytestmark = pytest.mark.strict_promotion
 
@@ -28,8 +26,8 @@ jitted_report = jax.jit(diagnostics.grad_report, static_argnames="dtype")
 
 
 VALUES = {
-    "all float16 bit patterns": (ALL_F16, [1.0, 2.0**7, 2.0**15, 2.0**24]),
-    "every size": (everywhere(), [2.0**-14, 1.0, 2.0**10, 2.0**100, 1000.0, 0.7]),
+    "all float16 bit patterns": (ALL_F16, [1.0, 2.0**15, 2.0**24]),
+    "every size": (everywhere(), [2.0**-14, 2.0**10, 2.0**100, 0.7]),
     "near ties": (None, [1.0, 2.0**3, 2.0**15]),
 }
 CASES = [(name, s) for name, (_, scales) in VALUES.items() for s in scales]
@@ -42,16 +40,9 @@ def test_counts_equal_those_of_casts(values, loss_scale, dtype):
     x = near_ties(dtype, loss_scale) if x is None else x
     report = jitted_report({"w": x}, loss_scale, dtype=dtype)
     assert counts_of(report) == reference_counts(x, loss_scale, dtype)
-    if values.startswith("all") and dtype == "float16":  # those of the cast itself
-        with np.errstate(all="ignore"):
-            cast = np.abs((x * np.float32(loss_scale)).astype(np.float16))
-        subnormal = (cast > 0) & (cast < np.finfo(np.float16).tiny)
-        assert int(report.subnormal[0]) == subnormal.sum()
 
 
-@pytest.mark.parametrize(
-    "leaf_dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"]
-)
+@pytest.mark.parametrize("leaf_dtype", DTYPES)
 def test_narrow_leaves_are_counted_by_their_values(leaf_dtype):
     bits = np.uint16 if ml_dtypes.finfo(DTYPES[leaf_dtype]).bits == 16 else np.uint8
     x = np.arange(np.iinfo(bits).max + 1).astype(bits).view(DTYPES[leaf_dtype])
@@ -60,34 +51,13 @@ def test_narrow_leaves_are_counted_by_their_values(leaf_dtype):
     assert counts_of(report) == expected
 
 
-def test_a_complex_entry_counts_as_two():
+def test_a_complex_entry_counts_as_two_and_amax_is_that_of_the_finite_entries():
     x = np.array([1 + 1e-9j, 0 + np.inf * 1j], np.complex64)
-    report = diagnostics.grad_report(jnp.asarray(x), 1.0)
+    more = {"b": np.float32([1e-42, 2e-44]), "c": np.zeros(3, np.float32)}
+    report = jitted_report({"a": x, **more}, 1.0)
     parts = np.ravel([x.real, x.imag])
     assert counts_of(report) == reference_counts(parts, 1.0, "float16")
-
-
-def test_float64_entries_beyond_float32_are_counted_and_have_its_nearest_amax():
-    with jax.enable_x64(True):
-        grads = {"wide": jnp.array([1e300, 1e-300, 0.0, np.inf]), "tiny": 1e-300}
-        report = diagnostics.grad_report({**grads, "w": jnp.float32(1)}, 2.0**10)
-        assert report.paths == ("['tiny']", "['w']", "['wide']")
-        assert list(counts_of(report, 2).values()) == [4, 1, 1, 0, 1, 1]
-        amax = [2.0**-149, 1, np.finfo(np.float32).max]
-        assert report.amax.tolist() == amax
-        # No S takes 1e300 into float16's range.
-        assert np.isnan(report.recommended_log2_scale)
-
-
-def test_amax_is_that_of_the_finite_entries():
-    x = {
-        "a": np.float32([0, -3e-5, 0.7, np.nan, np.inf]),
-        "b": np.float32([1e-42, 2e-44]),
-        "c": np.zeros(3),
-    }
-    report = jitted_report(jax.tree.map(jnp.float32, x), 2.0**12)
-    a, b = float(np.float32(0.7)), float(np.float32(1e-42))
-    assert report.amax.tolist() == [a, b, 0.0]
+    assert report.amax.tolist() == [1, float(np.float32(1e-42)), 0]
 
 
 @pytest.mark.parametrize("dtype", REPORTED)
@@ -108,33 +78,14 @@ def test_the_recommended_scale_is_the_largest_with_two_bits_of_headroom(amax, dt
         assert headline.endswith("must be below 1: give it another min_loss_scale")
 
 
-def test_leaves_are_named_and_the_first_non_finite_one_is_found():
-    grads = {
-        "a": [jnp.ones(2), jnp.array(3)],
-        "b": jnp.array([1.0, jnp.nan]),
-        "c": jnp.array(jnp.inf),
-    }
-    report = jitted_report(grads, jmp_scale.DynamicLossScale())
-    assert report.paths == ("['a'][0]", "['b']", "['c']")
-    assert "not finite from ['b'] on" in report.summary()
-    assert report.nonfinite.tolist() == [0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    "loss_scale",
-    [
-        jmp_scale.NoOpLossScale(),
-        jmp_scale.StaticLossScale(8),
-        jmp_scale.DynamicLossScale(8),
-        8,
-        jnp.float16(8),
-    ],
-)
-def test_any_loss_scale_number_or_array_is_taken(loss_scale):
-    s = float(getattr(loss_scale, "loss_scale", loss_scale))
-    report = diagnostics.grad_report(ALL_F16, loss_scale)
-    assert counts_of(report) == reference_counts(ALL_F16, s, "float16")
-    assert float(report.loss_scale) == s
+def test_any_loss_scale_number_or_array_is_taken():
+    expected = reference_counts(ALL_F16, 8, "float16")
+    scales = jmp_scale.StaticLossScale(8), jmp_scale.DynamicLossScale(8), 8
+    for loss_scale in (*scales, jnp.float16(8)):
+        report = jitted_report(ALL_F16, loss_scale)
+        assert counts_of(report) == expected
+        assert float(report.loss_scale) == 8
+    assert float(jitted_report(ALL_F16, jmp_scale.NoOpLossScale()).loss_scale) == 1
 
 
 REFUSED = {
@@ -160,55 +111,12 @@ def test_a_report_is_the_same_in_jit_vmap_and_scan():
     assert_same_in_vmap_and_scan(report, x, jnp.float32([1.0, 2.0**10]))
 
 
-def test_the_report_is_one_compilation_over_changing_loss_scales():
-    fun, traces = count_traces(diagnostics.grad_report)
-    for exponent in range(4):
-        jax.jit(fun)(jnp.ones(3), jmp_scale.DynamicLossScale(2.0**exponent))
-    assert len(traces) == 1
-
-
-def test_the_gradients_are_read_once():
-    leaves = [jnp.ones((300, 400)), jnp.ones(5000)]
-    compiled = jax.jit(diagnostics.grad_report).lower(leaves, jnp.float32(1)).compile()
-    size = 4 * sum(x.size for x in leaves)
-    assert compiled.cost_analysis()["bytes accessed"] < 1.1 * size
-
-
-@pytest.mark.slow
-def test_counts_are_right_above_two_to_the_31_entries():
-    # Never in memory: XLA fuses the entry of all places into the reduction. A constant
-    # it would fold.
-    def report(entry):
-        return diagnostics.grad_report(jnp.full((2**20, 2**11 + 1), entry), 1.0)
-
-    entry = jnp.float32(2.0**-30)
-    assert jax.eval_shape(report, entry).zero.dtype == jnp.uint32
-    counts = counts_of(jax.jit(report)(entry))
-    assert counts["size"] == counts["flushed"] == 2**31 + 2**20
-
-
-@pytest.mark.parametrize(
-    ("tool", "function"),
-    [
-        ("grad_report", lambda tree: diagnostics.grad_report(tree, 1.0)),
-        ("exponent_histogram", diagnostics.exponent_histogram),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_a_leaf_too_large_for_its_counters_is_refused(tool, function, dtype):
-    rows = 2**20 // np.dtype(dtype).itemsize  # two real numbers a complex entry
-    most = jax.ShapeDtypeStruct((rows, 2**14 - 1), dtype)
-    jax.eval_shape(function, {"w": most})
-    leaf = jax.ShapeDtypeStruct((rows, 2**14), dtype)
-    words = rf"{tool}: \['w'\] has 2\^32 entries or more; split it"
-    with pytest.raises(ValueError, match=words):
-        jax.eval_shape(function, {"w": leaf})
-
-
 def test_the_worst_leaves_come_first_and_the_summary_names_them():
     grads = {"good": jnp.ones(4), "lost": jnp.full(4, 1e-9)}
     grads["nan"] = jnp.array([1.0, jnp.nan])
     report = diagnostics.grad_report(grads, 1.0)
+    assert report.paths == ("['good']", "['lost']", "['nan']")
+    assert report.nonfinite.tolist() == [0, 0, 1]
     assert list(report.worst(2)) == ["['nan']", "['lost']"]
     assert report.to_dict()["leaves"]["['lost']"]["flushed"] == 4
     lines = report.summary().splitlines()
@@ -219,19 +127,15 @@ def test_the_worst_leaves_come_first_and_the_summary_names_them():
 
 
 NOTHING_TO_RECOMMEND_BY = {
-    "zeros": ({"w": jnp.zeros(3)}, "all finite; no loss scale to recommend"),
-    "nothing": ({}, "no floating-point leaves"),
-    "no leaves": ({"step": jnp.array(3), "none": None}, "no floating-point leaves"),
-    "zero and NaN": (jnp.array([0.0, jnp.nan]), "; no loss scale to recommend"),
-    "no entries": ({"w": jnp.zeros((0, 4))}, "all finite; no loss scale to recommend"),
-    "NaN": (jnp.full(2, jnp.nan), "not finite from (the whole tree) on; no loss scale"),
+    "all finite; no loss scale to recommend": {"w": jnp.zeros(3), "e": jnp.zeros(0)},
+    "no floating-point leaves": {"step": jnp.array(3), "none": None},
+    "not finite from (the whole tree) on; no loss scale": jnp.float32([0.0, jnp.nan]),
 }
 
 
-@pytest.mark.parametrize("case", NOTHING_TO_RECOMMEND_BY)
-def test_nothing_is_recommended_without_a_finite_nonzero_entry(case):
-    grads, expected = NOTHING_TO_RECOMMEND_BY[case]
-    report = jitted_report(grads, 2.0**15)
+@pytest.mark.parametrize("expected", NOTHING_TO_RECOMMEND_BY)
+def test_nothing_is_recommended_without_a_finite_nonzero_entry(expected):
+    report = jitted_report(NOTHING_TO_RECOMMEND_BY[expected], 2.0**15)
     assert np.isnan(report.recommended_log2_scale)
     summary = report.summary()
     assert expected in summary
@@ -244,14 +148,3 @@ def test_the_summary_can_be_read_at_extreme_loss_scales():
     assert report.summary().endswith(" 1.00e+38")
     summary = diagnostics.grad_report(jnp.ones(2), jnp.float32(jnp.nan)).summary()
     assert summary.startswith("gradients at loss scale nan, cast to float16")
-
-
-def test_log2_is_exact_for_powers_of_two_and_close_for_other_numbers():
-    exponents = np.arange(-149, 128)
-    powers = np.ldexp(np.float64(1), exponents).astype(np.float32)
-    log2 = casts.log2_magnitude(casts.magnitude_bits(powers))
-    assert log2.tolist() == exponents.tolist()
-    others = np.float32([3e-45, 1e-40, 1.1754942e-38, 0.7, 3.4028235e38])
-    log2 = casts.log2_magnitude(casts.magnitude_bits(others))
-    # An ulp of the sum at magnitude 149, and one of the logarithm of the mantissa.
-    np.testing.assert_allclose(log2, np.log2(np.float64(others)), atol=2e-5, rtol=0)

@@ -1480,7 +1480,7 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
-def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
+def test_attributes_that_nnx_modules_write_arrive(transform):
     class Net(nnx.Module):
         def __init__(self):
             self.dense, self.calls = nnx.Linear(N, N, rngs=nnx.Rngs(0)), 0
@@ -1490,17 +1490,7 @@ def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
             self.label, self.lazy = "called", nnx.Linear(N, 3, rngs=nnx.Rngs(1))
             return self.lazy(self.dense(x))
 
-    def leaks(model, x):
-        model.dense.last = model.dense(x)
-        return model.dense.last
-
     model = Net()
     half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
     transform(half)(model, X)
     assert (model.calls, model.label, model.lazy.out_features) == (1, "called", 3)
-    try:
-        transform(jmp_scale.nnx.autocast(leaks, "bfloat16"))(model, X)
-    except ValueError as error:
-        assert re.search("'dense.last'.*nnx.Variable", str(error))  # noqa: PT017
-    else:  # a Flax in which it is data
-        assert not isinstance(model.dense.last, jax.core.Tracer)

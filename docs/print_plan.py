@@ -39,14 +39,7 @@ def plan_text(
     flat = FlatCall(fun, args, {})
     jaxpr = jax.make_jaxpr(flat)(*flat.arrays)
     origins = [Origin.PARAMETER] * len(flat.arrays)
-    reading = read(
-        jaxpr,
-        origins,
-        jnp.dtype(dtype),
-        is_exempt=lambda eqn: False,
-        share_casts=False,
-    )
-    return "\n".join(_lines(reading))
+    return "\n".join(_lines(read(jaxpr, origins, jnp.dtype(dtype))))
 
 
 def _lines(reading: Reading) -> Iterator[str]:

@@ -21,9 +21,8 @@ OPTIMIZERS |= {"_state", "_scaling.extra_args", "_scaling.transform"}
 MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting"}}
 # Modules that are tested by other files than those of their names, and why.
 TESTED_BY = {
-    "_jaxpr.*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
+    "_jaxpr_*": ("test_jaxpr", "programs are read, rewritten and evaluated in turn"),
     "_autocast.interpreter": ("autocast/test_autocast", "programs run as planned"),
-    "_autocast.recompute.identities": ("autocast/test_identities", "beside the others"),
     "_autocast.recompute.units": ("autocast/test_exact", "it is what was computed"),
     "_autocast.higher_order": ("autocast/test_autocast", "loops run as they did"),
     "_pytree": ("scaling/test_loss_scale", "fields are those of loss scales"),

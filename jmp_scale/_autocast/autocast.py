@@ -28,7 +28,7 @@ from .._tree import FlatCall, is_module
 from .._validation import require_bool, require_function, warn
 from .function import CastFunction, not_default
 from .interpreter import Interpreter, Notes, TraceCache
-from .marks import Names, checked_names, is_unscaled, tracing
+from .marks import checked_names, is_unscaled, tracing
 from .products import why_float32
 from .provenance import Origin
 from .recompute.units import RecomputingInterpreter
@@ -159,7 +159,7 @@ def autocast(
         autocast,
         backward=None if back == forward else back,
         recompute=bool(recompute),
-        keep_float32=tuple(sorted(names.names)),
+        keep_float32=tuple(sorted(names)),
         share_casts=bool(share_casts),
     )
     settings = {"dtype": forward, **settings}
@@ -167,10 +167,10 @@ def autocast(
     return cast_function  # pyright: ignore[reportReturnType]
 
 
-def _warn_of_nothing(jaxpr: Program, names: Names, notes: Notes) -> None:
+def _warn_of_nothing(jaxpr: Program, names: frozenset[str], notes: Notes) -> None:
     """Warns once of names that match nothing, and where no product became half."""
     warned = notes.warned
-    if missing := sorted(names.names - notes.found - warned):
+    if missing := sorted(names - notes.found - warned):
         warned.update(missing)
         there = ", ".join(sorted(notes.there)) or "none"
         warn(

@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
-from .linear import linear
+from .linear import linear, live_of
 
 # Algorithms of a GPU's matrix units: half-precision operands, float32 sums and results.
 ALGORITHMS = {
@@ -102,11 +102,9 @@ def bilinear(
         return product(*copies)
 
     def rule(primals: Any, tangents: Any) -> Any:
-        # A copy's tangent is the operand's once more.
-        live = {s: t for s, t in enumerate(tangents[0]) if not is_zero(t)}
-        # Its casts are not saved.
-        moved = linear(functools.partial(sum_of_terms, term), primals[1], live)
-        return run(*primals), moved
+        # A copy's tangent is the operand's once more. Its casts are not saved.
+        terms = functools.partial(sum_of_terms, term)
+        return run(*primals), linear(terms, primals[1], live_of(tangents[0]))
 
     run.defjvp(rule, symbolic_zeros=True)
     return run((*operands,), (*copies,))
@@ -138,17 +136,13 @@ def wide_dot_general(
     TPU no more passes. So the float32 array's gradient is not rounded, does not
     overflow, and over devices it is summed in float32.
     """
-    wide = _at_least_float32(lhs, rhs)
+    options = {
+        "preferred_element_type": _at_least_float32(lhs, rhs),
+        "out_sharding": out_sharding,
+    }
 
     def dot(precision: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        product = lax.dot_general(
-            lhs,
-            rhs,
-            dimensions,
-            precision=precision,
-            preferred_element_type=wide,
-            out_sharding=out_sharding,
-        )
+        product = lax.dot_general(lhs, rhs, dimensions, precision, **options)
         return product.astype(dtype)
 
     algorithm = ALGORITHMS.get(jnp.dtype(dtype).name)
@@ -159,11 +153,6 @@ def wide_dot_general(
 
 def _at_least_float32(*arrays: jax.Array) -> DTypeLike:
     return jnp.result_type(jnp.float32, *(x for x in arrays if x.dtype.itemsize >= 4))
-
-
-def is_zero(tangent: object) -> bool:
-    """Whether a tangent is zero in itself, as that of what is not differentiated."""
-    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 # An algorithm of a GPU must hold on a GPU alone, but JAX lowers each branch of

@@ -5,41 +5,25 @@ higher-order primitives are not an interface.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 from jax import lax
-from jax.custom_derivatives import zero_from_primal
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .. import _jaxpr
-from .._jaxpr import JaxprEqn, Program
-from .dot_general import is_zero
+from .._jaxpr import JaxprEqn
 from .stored import Value, array_of, places_of
 
 Results = list[jax.Array]
 Values = Sequence[Value]
 # "policy": of a checkpoint that chooses itself what is saved.
 Part = Literal["loop", "rule", "policy", ""]
-
-
-class Body(Protocol):
-    """Makes the function that runs in place of a nested jaxpr."""
-
-    def __call__(
-        self,
-        jaxpr: Program,
-        *,
-        places: Sequence[int | None],
-        part_of: Part,
-        stored: Sequence[int] = (),
-    ) -> Callable[..., list[jax.Array]]:
-        """A function of the jaxpr's inputs.
-
-        `places` has for each of these the position of the operand of the equation that
-        it is in every run, or None. `stored` are the positions of further inputs whose
-        cotangents are added up in float32 within it.
-        """
-        ...
+# `body(jaxpr, places, part_of, stored=())` makes the function of the jaxpr's inputs
+# that runs in place of it. `places` has for each input the position of the equation's
+# operand that it is in every run, or None. `stored` are the positions of further inputs
+# whose cotangents are added up in float32 within it.
+Body = Callable[..., Callable[..., Results]]
 
 
 def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
@@ -50,10 +34,7 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     places = [None if first <= i < last else i for i in range(len(values))]
     # A float32 copy of a stack would be made as a whole: a slice is read once a turn.
     slices = [i for i in places_of(values) if i >= last]
-    function = body(loop.body, places=places, part_of="loop", stored=slices)
-    carried, scanned = (
-        [*map(array_of, part)] for part in (values[first:last], values[last:])
-    )
+    function = body(loop.body, places, "loop", slices)
 
     def step(carry: Results, xs: Results) -> tuple[Results, Results]:
         results = function(*values[:first], *carry, *xs)
@@ -61,8 +42,8 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
 
     carry, ys = lax.scan(
         step,
-        init=carried,
-        xs=scanned,
+        init=[*map(array_of, values[first:last])],
+        xs=[*map(array_of, values[last:])],
         length=loop.trips,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
@@ -72,11 +53,11 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
 
 def _scan3(eqn: JaxprEqn, values: Values, body: Body) -> Results:
     """A scan that hands on values in references, which its iterations write."""
-    params, are_scanned = _jaxpr.params_of(eqn), _jaxpr.params_of(eqn)["extensives"]
-    atoms = enumerate(eqn.invars)
+    params = _jaxpr.params_of(eqn)
+    are_scanned, atoms = params["extensives"], enumerate(eqn.invars)
     places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]
     slices = [i for i in places_of(values) if are_scanned[i]]
-    function = body(params["jaxpr"], places=places, part_of="loop", stored=slices)
+    function = body(params["jaxpr"], places, "loop", slices)
     pairs = [*zip(values, are_scanned, strict=True)]
 
     def step(_: None, xs: Results) -> tuple[None, Results]:
@@ -97,8 +78,8 @@ def _while(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
         return None
     count, first = loop.offset, loop.offset + loop.consts
     carry = [None] * loop.carry
-    function = body(loop.body, places=[*range(count, first), *carry], part_of="loop")
-    test = body(condition, places=[*range(count), *carry], part_of="loop")
+    function = body(loop.body, [*range(count, first), *carry], "loop")
+    test = body(condition, [*range(count), *carry], "loop")
     return lax.while_loop(
         lambda carry: test(*values[:count], *carry)[0],
         lambda carry: function(*values[count:first], *carry),
@@ -110,23 +91,18 @@ def _cond(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     if eqn.params.get("branches_platforms"):
         return None  # public functions cannot put these branches back
     places = range(1, len(values))
-    branches = [body(b, places=places, part_of="") for b in eqn.params["branches"]]
+    branches = [body(branch, places, "") for branch in eqn.params["branches"]]
     return lax.switch(array_of(values[0]), branches, *values[1:])
 
 
 def _remat(eqn: JaxprEqn, values: Values, body: Body) -> Results:
     params = _jaxpr.params_of(eqn)
-    policy, prevent_cse = params["policy"], params["prevent_cse"]
+    policy, jaxpr = params["policy"], _jaxpr.subjaxprs(eqn)[0]
     # With a policy, that alone says what is saved.
     part_of = "policy" if policy else ""
     # Their sums are within: barriers of the backward pass would make float32 copies.
-    function = body(
-        _jaxpr.subjaxprs(eqn)[0],
-        places=range(len(values)),
-        part_of=part_of,
-        stored=places_of(values),
-    )
-    fun = jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+    function = body(jaxpr, range(len(values)), part_of, places_of(values))
+    fun = jax.checkpoint(function, policy=policy, prevent_cse=params["prevent_cse"])
     return fun(*map(array_of, values))
 
 
@@ -135,15 +111,16 @@ def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
     if given is None:
         return None
     jaxpr = _jaxpr.subjaxprs(eqn)[0]
-    fun = jax.custom_jvp(body(jaxpr, places=range(len(values)), part_of=""))
+    fun = jax.custom_jvp(body(jaxpr, range(len(values)), ""))
     first, count = _jaxpr.params_of(eqn).get("num_consts", 0), len(eqn.outvars)
 
     def rule(primals: Results, tangents: list[Any]) -> tuple[Results, list[Any]]:
         pairs = zip(primals, tangents, strict=True)
-        moving = [zero_from_primal(x) if is_zero(t) else t for x, t in pairs]
+        moving = [
+            zero_from_primal(x) if isinstance(t, SymbolicZero) else t for x, t in pairs
+        ]
         inputs = [*primals[first:], *moving[first:]]
-        function = body(given.jaxpr, places=[None] * len(inputs), part_of="rule")
-        results = function(*inputs)
+        results = body(given.jaxpr, [None] * len(inputs), "rule")(*inputs)
         outs, moved = results[:count], iter(results[count:])
         # JAX takes symbolic zeros of rules that may be given some.
         return outs, [
@@ -158,7 +135,7 @@ def _custom_jvp(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
 def _shard_map(eqn: JaxprEqn, values: Values, body: Body) -> Results:
     params = eqn.params
     axes = params["manual_axes" if "manual_axes" in params else "newly_manual_axes"]
-    function = body(_jaxpr.subjaxprs(eqn)[0], places=range(len(values)), part_of="")
+    function = body(_jaxpr.subjaxprs(eqn)[0], range(len(values)), "")
     fun = jax.shard_map(
         lambda *xs: tuple(function(*xs)),
         mesh=params["mesh"],

@@ -10,8 +10,7 @@ A product reads half-precision copies of its operands. Its gradients flow to
 """
 
 import dataclasses
-import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,12 +20,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import _jaxpr
 from .._jaxpr import Atom, JaxprEqn, NameStack, Program, Var
+from .._jaxpr_rewrite import with_precision
+from .._policy import is_half
+from .._types import Arrays
 from .._validation import warn
-from .dot_general import is_zero
 from .higher_order import CALLS, Part
-from .identities import no_tangent, with_cotangent_of_its_dtype, with_value
-from .linear import LinearFunction
-from .marks import Names, warn_of_no_loss_scale
+from .linear import Traces, linear, live_of, no_tangent, with_value
+from .marks import meet
 from .policies import Saved, in_sight
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
@@ -41,10 +41,6 @@ from .stored import (
 )
 
 T = TypeVar("T")
-Arrays = Sequence[jax.Array]
-Results = Mapping[Var, Value]
-# Files that the user did not write.
-_INSTALLED = re.compile(r"/lib/python3|-packages\b")
 
 
 class Values(dict[Var, Any]):
@@ -57,9 +53,10 @@ class Values(dict[Var, Any]):
     def __getitem__(self, v: Var) -> jax.Array:
         return array_of(super().__getitem__(v))
 
-    def as_stored(self, atom: Atom) -> Value:
-        """The value itself."""
-        return super().__getitem__(atom) if isinstance(atom, Var) else atom.val
+    def as_stored(self, atoms: Sequence[Atom]) -> list[Value]:
+        """The values themselves."""
+        stored = super().__getitem__
+        return [stored(v) if isinstance(v, Var) else v.val for v in atoms]
 
     def cast(self, v: Var, dtype: np.dtype) -> jax.Array:
         """The only cast of a value to a dtype."""
@@ -68,22 +65,18 @@ class Values(dict[Var, Any]):
         return self.casts[v, dtype]
 
 
-class TraceCache:
-    """Makes one function of equal parts of a program, so that JAX traces it once."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Any] = {}
+class TraceCache(dict[Hashable, Any]):
+    """One function for equal parts of a program, so that JAX traces it once."""
 
     def made(self, make: Callable[..., T], *facts: Hashable) -> T:
         """`make(*facts)`, or what it made of equal facts before."""
-        key = make, facts
         try:
-            hash(key)
+            known = (make, facts) in self
         except TypeError:  # objects of hijax have parameters of any kind
             return make(*facts)
-        if key not in self._made:
-            self._made[key] = make(*facts)
-        return self._made[key]
+        if not known:
+            self[make, facts] = make(*facts)
+        return self[make, facts]
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,7 +96,7 @@ class Interpreter:
 
     forward: np.dtype  # that of the products of the forward pass
     backward: np.dtype
-    names: Names
+    names: frozenset[str]  # of what stays float32
     traces: TraceCache = dataclasses.field(compare=False)
     notes: Notes = dataclasses.field(compare=False)
     share_casts: bool = False
@@ -119,11 +112,9 @@ class Interpreter:
 
     def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
         """The interpreter of what is nested in an equation."""
-        return dataclasses.replace(
-            self,
-            in_loop=self.in_loop or part_of == "loop",
-            in_rule=self.in_rule or part_of == "rule",
-        )
+        in_loop = self.in_loop or part_of == "loop"
+        in_rule = self.in_rule or part_of == "rule"
+        return dataclasses.replace(self, in_loop=in_loop, in_rule=in_rule)
 
     def evaluate(
         self, jaxpr: Program, origins: Sequence[Origin], *values: Value
@@ -140,28 +131,32 @@ class Interpreter:
         inputs = [*values, *(values[i] for i in reading.copied)]
         found = Values(zip(reading.jaxpr.invars, inputs, strict=True))
         found.update(reading.constants)
-        for v in reading.shared.intersection(reading.jaxpr.invars):
-            found[v] = self.rounded(found[v])
+        for v in reading.jaxpr.invars:
+            if v in reading.shared:
+                found[v] = self.rounded(found[v])
         self.evaluate_steps(reading, found)
         return _jaxpr.results_of(reading.jaxpr, found)
 
     def evaluate_steps(self, reading: Reading, values: Values) -> None:
         """Adds the values of all variables whose values are wanted."""
-        for step in reading.wanted:
+        for step in reading.steps:
             self.evaluate_step(step, reading, values)
 
     def evaluate_step(self, step: Step, reading: Reading, values: Values) -> None:
         """Adds the values of an equation's results."""
         eqn = step.eqn
         with eqn.ctx.manager:  # settings and mesh, as they were traced
-            if step.kind == "product" and step.product:
-                result = self.evaluate_product(step.product, reading, values)
-                results: Sequence[Value] = [result]
+            if step.half_product:
+                results = [self.evaluate_product(step.half_product, reading, values)]
+            elif step.product:
+                results = [self._in_own_dtype(step.product, reading, values)]
             else:
                 results = self._as_traced(step, reading, values)
             self.add(dict(zip(eqn.outvars, results, strict=True)), reading, values)
 
-    def add(self, results: Results, reading: Reading, values: Values) -> None:
+    def add(
+        self, results: Mapping[Var, Value], reading: Reading, values: Values
+    ) -> None:
         """Adds values: those of weights as stored ones, those that have names named."""
         for v, x in results.items():
             if reading.copied and not reading.is_data(v):  # such as `w.T`
@@ -193,6 +188,15 @@ class Interpreter:
         facts = self, product, product.scope
         return self.traces.made(Interpreter._product, *facts)(operands, copies, others)
 
+    def _in_own_dtype(
+        self, product: Product, reading: Reading, values: Values
+    ) -> jax.Array:
+        self.notes.any_half = True
+        inputs = [values[v] for v in product.jaxpr.invars]
+        with _jaxpr.scope(product.scope):
+            result = product.apply(product.dtype or self.forward, *inputs)
+        return self.rounded(result) if product.result in reading.shared else result
+
     def operand(self, v: Var, reading: Reading, values: Values) -> jax.Array:
         """The array to which products pass the gradient of an operand."""
         in_half = reading.is_data(v) and _jaxpr.is_float32(v)
@@ -207,7 +211,7 @@ class Interpreter:
         compiler then gathers them as in a cast by hand. But in a loop their copies
         would be saved in each iteration. `as_is`: float32 is needed.
         """
-        value = values.as_stored(v)
+        (value,) = values.as_stored([v])
         if isinstance(value, Stored):
             return value.half
         as_is = as_is or (self.in_loop and v in reading.given)
@@ -228,13 +232,19 @@ class Interpreter:
         return with_value(x.astype(self.backward), read.astype(self.backward))
 
     def note_derivative(self) -> None:
-        """Warns of float16 gradients that no loss scale reaches."""
-        if self.notes.is_unscaled and self.backward == jnp.float16:
-            warn_of_no_loss_scale(self.notes.warned)
+        """Warns once of float16 gradients that no loss scale reaches."""
+        warned, is_float16 = self.notes.warned, self.backward == jnp.float16
+        if self.notes.is_unscaled and is_float16 and "no loss scale" not in warned:
+            warned.add("no loss scale")
+            warn(
+                "autocast: float16 gradients without a loss scale: small ones vanish. "
+                "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
+                'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
+            )
 
     def _product(self, product: Product, scope: NameStack) -> Callable[..., jax.Array]:
         """A function of operands, of their copies, and of what else it reads."""
-        tangent_of = self.tangent_of(product)
+        tangent_of, traces = self.tangent_of(product), Traces()
 
         def evaluate(
             saved: Saved, _: Arrays, copies: Arrays, others: Arrays
@@ -253,31 +263,26 @@ class Interpreter:
             with _jaxpr.scope(scope):
                 return tangent_of([*copies, *others], live)
 
-        linear_tangent = LinearFunction(tangent)
-
         def derivative(
             result: jax.Array, args: Sequence[Arrays], tangents: Sequence[Any]
         ) -> Any:
             self.note_derivative()
             operands, copies, others = args
             # A copy has the tangent of its operand, so only that of the latter is used.
-            live = {i: t for i, t in enumerate(tangents[0]) if not is_zero(t)}
+            live = live_of(tangents[0])
             if not live:
                 return no_tangent(result)
-            originals = operands if self.is_mixed else []
-            residuals = originals, copies, others
-            return linear_tangent(residuals, live).astype(result.dtype)
+            residuals = operands if self.is_mixed else [], copies, others
+            return linear(tangent, residuals, live, traces).astype(result.dtype)
 
-        return in_sight(
-            evaluate,
-            derivative,
-            products=[product.equation],
-            saved_of=lambda result: {0: result.astype(self.forward)},
-            is_transposed=self.in_rule,
-        )
+        def saved_of(result: jax.Array) -> Saved:
+            return {0: result.astype(self.forward)}
+
+        products = [product.equation]
+        return in_sight(evaluate, derivative, products, saved_of, self.in_rule)
 
     def _is_exempt(self, eqn: JaxprEqn) -> bool:
-        met = self.names.meet(eqn)
+        met = meet(self.names, eqn)
         self.notes.found.update(met.found)
         self.notes.there.update(met.there)
         return met.is_exempt
@@ -287,33 +292,24 @@ class Interpreter:
     ) -> Sequence[Value]:
         """Evaluates an equation as it is, or one whose nested jaxprs hold products."""
         eqn, results = step.eqn, None
-        if step.kind == "other" and eqn.primitive.name == "gather":
-            operands = [*map(values.as_stored, eqn.invars)]
-            if isinstance(operands[0], Stored):
-                return [looked_up(eqn, operands)]
+        operands = values.as_stored(eqn.invars)
+        if eqn.primitive.name == "gather" and isinstance(operands[0], Stored):
+            return [looked_up(eqn, operands)]
         if step.kind == "call":
             results = self._call(eqn, reading, values)
-        elif step.product:
-            self.notes.any_half = True
-            inputs = [values[v] for v in step.inputs]
-            with _jaxpr.scope(step.product.scope):
-                dtype = step.product.dtype or self.forward
-                results = [step.product.apply(dtype, *inputs)]
         if results is None or _jaxpr.name_of(eqn) == "custom_jvp_call":
-            self._warn_of_half_sums(eqn, values)
+            self._warn_of_half_sums(eqn, operands)
         if results is None:
-            inputs = [_jaxpr.value_of(atom, values) for atom in eqn.invars]
+            inputs = [*map(array_of, operands)]
             if _jaxpr.subjaxprs(eqn):
-                inputs = [*map(with_cotangent_of_its_dtype, inputs)]
-            results = _jaxpr.evaluate(_jaxpr.with_precision(eqn, self.setting), inputs)
+                inputs = [*map(_with_cotangent_of_its_dtype, inputs)]
+            results = _jaxpr.evaluate(with_precision(eqn, self.setting), inputs)
         pairs = zip(eqn.outvars, results, strict=True)
         return [self.rounded(x) if v in reading.shared else x for v, x in pairs]
 
-    def _warn_of_half_sums(self, eqn: JaxprEqn, values: Values) -> None:
-        if not places_of([*map(values.as_stored, eqn.invars)]):
-            return
-        for loop in loops_that_add_up(eqn):
-            place = _place_of([loop], eqn)
+    def _warn_of_half_sums(self, eqn: JaxprEqn, operands: Sequence[Value]) -> None:
+        for loop in loops_that_add_up(eqn) if places_of(operands) else ():
+            place = _jaxpr.place_of([loop, eqn])
             if place not in self.notes.warned:
                 self.notes.warned.add(place)
                 warn(
@@ -336,7 +332,6 @@ class Interpreter:
 
         def body(
             jaxpr: Program,
-            *,
             places: Sequence[int | None],
             part_of: Part,
             stored: Sequence[int] = (),
@@ -345,30 +340,31 @@ class Interpreter:
             nested = self.within(eqn, part_of)
             return self.traces.made(_nested_function, nested, *facts)
 
-        operands = [*map(values.as_stored, eqn.invars)]
         call, name = CALLS.get(_jaxpr.name_of(eqn)), _jaxpr.name_of_call(eqn)
         with _jaxpr.scope(eqn.source_info.name_stack):
+            operands = values.as_stored(eqn.invars)
             results = call(eqn, operands, body) if call else None
         warned = self.notes.warned
         if results is None and name not in warned and has_products(eqn):
             warned.add(name)
             products = filter(becomes_half, _jaxpr.equations_within(eqn))
+            place = _jaxpr.place_of([*products, eqn])
             warn(
                 f"autocast: {name} ({_jaxpr.name_of(eqn)}) holds matrix products"
-                f"{_place_of(products, eqn)} and cannot be read: they stay float32; "
+                f"{place} and cannot be read: they stay float32; "
                 "mark it by jmp_scale.in_half to give it half precision, or by "
                 "jmp_scale.keep_float32; of a solver, cast the function that it calls"
             )
         return results
 
 
-def _place_of(made: Iterable[JaxprEqn], call: JaxprEqn) -> str:
-    """The user's line in which a call makes one of these, or else that of the call."""
-    for eqn in (*made, call):
-        for frame in getattr(eqn.source_info.traceback, "frames", ()):
-            if not _INSTALLED.search(frame.file_name):
-                return f" ({frame.file_name}:{frame.line_num}, {frame.function_name})"
-    return ""
+def _with_cotangent_of_its_dtype(x: Any) -> Any:
+    """`x`, whatever dtype the rule of a `custom_vjp` that reads it returns.
+
+    JAX passes on a float32 cotangent of a half-precision array as it is.
+    """
+    is_array_in_half = isinstance(x, jax.Array) and is_half(x.dtype)
+    return x.astype(jnp.float32).astype(x.dtype) if is_array_in_half else x
 
 
 def _nested_function(

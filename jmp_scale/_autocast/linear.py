@@ -1,4 +1,4 @@
-"""Linear functions that save what they read, and nothing that they compute.
+"""Derivatives of our own: linear functions that save what they read, and no more.
 
 A rule for derivatives is transposed. What it computes from residuals alone would be
 saved for the backward pass, unless that computes it itself. `jax.checkpoint` would do
@@ -6,11 +6,12 @@ that, but JAX does not transpose it under `JAX_REMAT3`, and
 `jax.custom_derivatives.linear_call` has no rule for `vmap`. So this is a primitive.
 """
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -26,8 +27,29 @@ ByPosition = dict[int, jax.Array]
 LINEAR = Primitive("autocast_linear")
 LINEAR.multiple_results = True
 
+# Returns `value`, differentiates as its first argument.
+with_value = jax.custom_jvp(lambda _, value: value)
+with_value.defjvp(lambda both, t: (with_value(*both), t[0]), symbolic_zeros=True)
 
-def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
+no_tangent = SymbolicZero.from_primal_value
+
+
+def live_of(tangents: Sequence[Any]) -> ByPosition:
+    """The tangents that are not those of what is not differentiated."""
+    found = enumerate(tangents)
+    return {i: t for i, t in found if not isinstance(t, SymbolicZero)}
+
+
+class Traces(dict[Hashable, Any]):
+    """What one linear function was traced for before; equal by identity."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+    __repr__ = object.__repr__
+
+
+def linear(
+    fun: Callable[[A, B], C], residuals: A, tangents: B, traces: Traces | None = None
+) -> C:
     """`fun(residuals, tangents)`, whose transpose saves the residuals alone.
 
     Args:
@@ -35,71 +57,38 @@ def linear(fun: Callable[[A, B], C], residuals: A, tangents: B) -> C:
         over traced arrays, which are residuals too.
       residuals: what the backward pass reads; of these, what `fun` reads is saved.
       tangents: the arrays in which it is linear.
+      traces: those of `fun`, which is not traced again for equal types.
     """
-    return LinearFunction(fun)(residuals, tangents)
-
-
-class LinearFunction(Generic[A, B, C]):
-    """As `linear`, of a function that is traced once for arguments of equal types."""
-
-    def __init__(self, fun: Callable[[A, B], C]) -> None:
-        self._fun = fun
-        self._traces: dict[Hashable, _Trace] = {}
-
-    def __call__(self, residuals: A, tangents: B) -> C:
-        arrays, tree = jax.tree.flatten((residuals, tangents))
+    traces = Traces() if traces is None else traces
+    arrays, tree = jax.tree.flatten((residuals, tangents))
+    key, consts = (tree, *map(jax.typeof, arrays)), []
+    if key not in traces:
         count = len(jax.tree.leaves(tangents))
-        key = tree, tuple(map(jax.typeof, arrays))
-        trace = self._traces.get(key)
-        if trace is None:
-            trace = self._trace(arrays, tree, count)
-            if not trace.consts:  # which belong to this call
-                self._traces[key] = trace
-        inputs = zip([*trace.consts, *arrays], trace.is_read, strict=True)
-        operands = [x for x, is_read in inputs if is_read]
-        outs = LINEAR.bind(*operands, **trace.params)
-        return jax.tree.unflatten(trace.results, outs)
 
-    def _trace(self, arrays: Arrays, tree: Any, count: int) -> "_Trace":
-        results: list[Any] = []
+        def flat(*arrays: jax.Array) -> C:
+            return fun(*jax.tree.unflatten(tree, arrays))
 
-        def flat(*arrays: jax.Array) -> list[jax.Array]:
-            outs, result_tree = jax.tree.flatten(
-                self._fun(*jax.tree.unflatten(tree, arrays))
-            )
-            results.append(result_tree)
-            return outs
-
-        jaxpr, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(flat)(*arrays))
+        traced, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        jaxpr, consts = _jaxpr.open_jaxpr(traced)
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         # What is not read is not saved.
         jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-        own = sum(is_read[len(is_read) - count :])
-        return _Trace(_params(jaxpr, own), consts, is_read, results[-1])
-
-
-class _Trace(NamedTuple):
-    params: dict[str, Any]
-    consts: Arrays
-    is_read: list[bool]  # by constant and argument
-    results: Any  # their tree
+        params = _params(jaxpr, sum(is_read[len(is_read) - count :]))
+        traces[key] = params, is_read, jax.tree.structure(out)
+    params, is_read, result_tree = traces[key]
+    if consts:  # which belong to this call
+        del traces[key]
+    outs = LINEAR.bind(*itertools.compress([*consts, *arrays], is_read), **params)
+    return jax.tree.unflatten(result_tree, outs)
 
 
 def _params(jaxpr: Jaxpr, tangents: int) -> dict[str, Any]:
-    """The parameters of an equation, which is linear in its last `tangents` inputs."""
-    return {
-        "jaxpr": ClosedJaxpr(jaxpr, []),
-        "tangents": tangents,
-        "transposes": _Transposes({}),
-    }
+    """Those of an equation, linear in its last inputs, and its transposes by results.
 
-
-@dataclasses.dataclass(eq=False, repr=False)
-class _Transposes:
-    """The transposes of one jaxpr. Equations with the same jaxpr share them."""
-
-    # By the results that have cotangents.
-    made: "dict[tuple[int, ...], LinearFunction[Arrays, ByPosition, list[jax.Array]]]"
+    Equations with the same jaxpr share the transposes.
+    """
+    closed = ClosedJaxpr(jaxpr, [])
+    return {"jaxpr": closed, "tangents": tangents, "transposes": Traces()}
 
 
 def _run(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -136,35 +125,27 @@ def _transposed(
     *operands: Any,
     jaxpr: ClosedJaxpr,
     tangents: int,
-    transposes: _Transposes,
+    transposes: Traces,
 ) -> list[jax.Array | None]:
     residuals, unknown = _split(operands, tangents)
     live = {i: c for i, c in enumerate(cotangents) if type(c) is not ad.Zero}
-    if tuple(live) not in transposes.made:
-        transpose = LinearFunction(_transpose_of(jaxpr, tangents))
-        transposes.made[tuple(live)] = transpose
-    found = transposes.made[tuple(live)](residuals, live)
-    own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
-    wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
-    return [*[None] * len(residuals), *wanted]
-
-
-def _transpose_of(
-    jaxpr: ClosedJaxpr, tangents: int
-) -> Callable[[Arrays, ByPosition], list[jax.Array]]:
-    # Not the types of operands, which are those of cotangents: on Explicit mesh axes
-    # an array that is `reduced` has a cotangent that is `unreduced`.
-    types = jaxpr.in_avals[len(jaxpr.in_avals) - tangents :]
 
     def transposed(residuals: Arrays, cotangents: ByPosition) -> list[jax.Array]:
         def run(*tangents: jax.Array) -> ByPosition:
             outs = _run(*residuals, *tangents, jaxpr=jaxpr)
             return {i: outs[i] for i in cotangents}
 
+        # Not the types of operands, which are those of cotangents: on Explicit mesh
+        # axes an array that is `reduced` has a cotangent that is `unreduced`.
+        _, types = _split(jaxpr.in_avals, tangents)
         zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
         return [*jax.vjp(run, *zeros)[1](cotangents)]
 
-    return transposed
+    transpose = transposes.setdefault(tuple(live), (transposed, Traces()))
+    found = linear(transpose[0], residuals, live, transpose[1])
+    own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
+    wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
+    return [*[None] * len(residuals), *wanted]
 
 
 def _batched(
@@ -200,8 +181,8 @@ def _without_unused(
         return is_read, eqn
     _, own = _split(is_read, eqn.params["tangents"])
     smaller = eqn.replace(
-        invars=[v for v, read in zip(eqn.invars, is_read, strict=True) if read],
-        outvars=[v for v, used in zip(eqn.outvars, is_used, strict=True) if used],
+        invars=[*itertools.compress(eqn.invars, is_read)],
+        outvars=[*itertools.compress(eqn.outvars, is_used)],
         params=_params(jaxpr, sum(own)),
     )
     return is_read, smaller

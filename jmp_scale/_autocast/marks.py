@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from .._contexts import UNSCALED
 from .._jaxpr import Program, bare, shape, variables
 from .._tree import is_module
-from .._validation import require_callable, warn
+from .._validation import require_callable
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -31,14 +31,9 @@ _TRANSFORMS = re.compile(
 )
 
 
-class _Tracing(NamedTuple):
-    """How `autocast` traces now."""
-
-    half: str = ""  # its half-precision dtype; "" where it does not trace
-    in_half: bool = False  # whether a function marked by `in_half` is around
-
-
-_TRACING = jax.make_user_context(_Tracing())
+# How `autocast` traces now: its half-precision dtype, "" where it does not trace; and
+# whether a function marked by `in_half` is around.
+_TRACING = jax.make_user_context(("", False))
 
 
 def keep_float32(fun: F) -> F:
@@ -64,7 +59,6 @@ def keep_float32(fun: F) -> F:
       >>> f"{float(f(jnp.full((2, 2), 2.0**-9))[0, 0]):.1e}"  # 0 in float16
       '3.0e-08'
     """
-
     return _marked("keep_float32", fun, _run_exempt)
 
 
@@ -90,7 +84,6 @@ def in_half(fun: F) -> F:
       >>> half(jnp.ones((1, 8, 2, 4))).dtype
       dtype('float32')
     """
-
     return _marked("in_half", fun, _run_halved)
 
 
@@ -100,16 +93,16 @@ def _run_exempt(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(_EXEMPT):
             return fun(*args, **kwargs)
     args, kwargs = _cast((args, kwargs), half, "float32")
-    with jax.named_scope(_EXEMPT), _TRACING(_Tracing(half)):
+    with jax.named_scope(_EXEMPT), _TRACING((half, False)):
         return _cast(fun(*args, **kwargs), "float32", half)
 
 
 def _run_halved(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    half = _TRACING.value.half
+    half, _ = _TRACING.value
     if not half:
         return fun(*args, **kwargs)
     args, kwargs = _cast((args, kwargs), "float32", half)
-    with _TRACING(_Tracing(half, in_half=True)):
+    with _TRACING((half, True)):
         return _cast(fun(*args, **kwargs), half, "float32")
 
 
@@ -135,15 +128,13 @@ def _marked(name: str, fun: F, run: Callable[..., Any]) -> F:
     return marked  # pyright: ignore[reportReturnType]
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class MarkedLayer:
-    """A layer with a mark, `fun`: a pytree, so that as an attribute it is in its model.
+    """A layer with a mark: a pytree in its model, which has the layer's attributes."""
 
-    It has the attributes of the layer.
-    """
-
-    def __init__(self, fun: Callable[..., Any], run: Callable[..., Any]) -> None:
-        self.fun, self._run = fun, run
+    fun: Callable[..., Any]
+    _run: Callable[..., Any] = dataclasses.field(repr=False, metadata={"static": True})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self.fun, *args, **kwargs)
@@ -153,21 +144,10 @@ class MarkedLayer:
             raise AttributeError(name)
         return getattr(self.fun, name)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.fun!r})"
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Callable[..., Any]]:
-        return [(jax.tree_util.GetAttrKey("fun"), self.fun)], self._run
-
-    @classmethod
-    def tree_unflatten(cls, run: Callable[..., Any], children: Any) -> "MarkedLayer":
-        (fun,) = children
-        return cls(fun, run)
-
 
 def tracing(half: DTypeLike) -> AbstractContextManager[Any]:
     """A context in which functions marked by `in_half` get arrays of this dtype."""
-    return _TRACING(_Tracing(jnp.dtype(half).name))
+    return _TRACING((jnp.dtype(half).name, False))
 
 
 def is_unscaled(jaxpr: Program) -> bool:
@@ -183,27 +163,12 @@ def is_unscaled(jaxpr: Program) -> bool:
     frame = sys._getframe(2)
     while frame and _TRANSFORMS.match(frame.f_globals.get("__name__", "")):
         if frame.f_code.co_name == "value_and_grad_f":
-            return not _ends_in_a_product(jaxpr)
+            inner = bare(jaxpr)
+            scalars = {v for v in variables(inner.outvars) if shape(v) == ()}
+            factors = (eqn for eqn in inner.eqns if eqn.primitive.name == "mul")
+            return scalars.isdisjoint(v for eqn in factors for v in eqn.outvars)
         frame = frame.f_back
     return False
-
-
-def _ends_in_a_product(jaxpr: Program) -> bool:
-    inner = bare(jaxpr)
-    last = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
-    scalars = (v for v in variables(inner.outvars) if shape(v) == ())
-    return any(v in last and last[v].primitive.name == "mul" for v in scalars)
-
-
-def warn_of_no_loss_scale(warned: set[str]) -> None:
-    """Warns once, in a rule for float16 gradients that no loss scale reaches."""
-    if "no loss scale" not in warned:
-        warned.add("no loss scale")
-        warn(
-            "autocast: float16 gradients without a loss scale: small ones vanish. "
-            "Differentiate by jmp_scale.value_and_grad(fun, loss_scale), give "
-            'with_loss_scale a DynamicLossScale(), or autocast backward="bfloat16"'
-        )
 
 
 def _cast(tree: T, old: str, new: str) -> T:
@@ -217,44 +182,40 @@ class Met(NamedTuple):
     """What names say of a product, or of a call that holds some."""
 
     is_exempt: bool  # it stays float32
-    found: frozenset[str]  # the names that match it
-    there: frozenset[str]  # what it could be named by
+    found: set[str]  # the names that match it
+    there: set[str]  # what it could be named by
 
 
-@dataclasses.dataclass(frozen=True)
-class Names:
-    """Names that keep products float32."""
-
-    names: frozenset[str] = frozenset()  # functions, scopes, modules, "file.py:123"
-
-    def meet(self, eqn: JaxprEqn) -> Met:
-        """What the names say of an equation."""
-        scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
-        if not self.names:
-            return Met(_EXEMPT in scopes, frozenset(), frozenset())
-        own, others, places = {*scopes}, set[str](), []
-        if isinstance(eqn.params.get("name"), str):
-            own.add(eqn.params["name"])
-        for frame in getattr(eqn.source_info.traceback, "frames", ()):
-            parts = frame.function_name.split(".")
-            # jax 0.8 keeps the frames outside of a nested trace; newer ones do not.
-            if parts[-1].startswith("trace_to_jaxpr"):
-                break
-            is_own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
-            names = own if is_own else others
-            parts = [p for p in parts if p.isidentifier()]
-            names.update(parts, [".".join(parts)])
-            places.append(f"/{frame.file_name}:{frame.line_num}")
-        dotted = "." + ".".join(scopes) + "."
-        found = (own | others).intersection(self.names)
-        for name in self.names - found:
-            if f".{name}." in dotted or any(p.endswith(f"/{name}") for p in places):
-                found.add(name)
-        there = own - {""}  # which a lambda has
-        return Met(bool(found) or _EXEMPT in scopes, frozenset(found), frozenset(there))
+def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
+    """What the names of functions, scopes, modules and "file.py:123" say of it."""
+    scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
+    if not names:
+        return Met(_EXEMPT in scopes, set(), set())
+    own, others, places = {*scopes}, set[str](), list[str]()
+    if isinstance(eqn.params.get("name"), str):
+        own.add(eqn.params["name"])
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        parts = frame.function_name.split(".")
+        # jax 0.8 keeps the frames outside of a nested trace; newer ones do not.
+        if parts[-1].startswith("trace_to_jaxpr"):
+            break
+        is_own = not re.search(r"/(jax|jmp_scale)/", frame.file_name)
+        parts = [p for p in parts if p.isidentifier()]
+        (own if is_own else others).update(parts, [".".join(parts)])
+        places.append(f"/{frame.file_name}:{frame.line_num}")
+    dotted = "." + ".".join(scopes) + "."
+    found = {
+        name
+        for name in names
+        if name in own | others
+        or f".{name}." in dotted
+        or any(place.endswith(f"/{name}") for place in places)
+    }
+    # A lambda has the name "".
+    return Met(bool(found) or _EXEMPT in scopes, found, own - {""})
 
 
-def checked_names(names: str | Collection[str]) -> Names:
+def checked_names(names: str | Collection[str]) -> frozenset[str]:
     """`keep_float32=` of `autocast`, if each name is a string."""
     each = (names,) if isinstance(names, str) else names
     each = (*each,) if isinstance(each, Collection) else (each,)
@@ -267,4 +228,4 @@ def checked_names(names: str | Collection[str]) -> Names:
                 f"got a {type(name).__name__} {got!r}; mark a function or layer of "
                 "your own by jmp_scale.keep_float32(fun)"
             )
-    return Names(frozenset(each))
+    return frozenset(each)

@@ -31,33 +31,21 @@ class Shown(NamedTuple):
     products: Sequence[JaxprEqn]  # by position
     saved_of: Callable[[Any], Saved]  # the results of all products, of all results
 
-    def vmap(self, axes: Any, **options: Any) -> "Shown":
-        function, forward = (
-            jax.vmap(fun, axes, **options) for fun in (self.function, self.forward)
-        )
-        from_saved = jax.vmap(self.from_saved, (0, *axes), **options)
-        return Shown(function, forward, from_saved, self.products, self.saved_of)
-
 
 def in_sight(
     evaluate: Callable[..., Any],
     derivative: Callable[..., Any],
-    *,
     products: Sequence[JaxprEqn],
     saved_of: Callable[[Any], Saved],
     is_transposed: bool,
 ) -> Callable[..., Any]:
     """A function with a derivative of its own, and with products in sight of policies.
 
-    Args:
-      evaluate: the function, of results of products that it need not compute, and of
-        its arguments, pytrees of arrays.
-      derivative: computes tangents of results, of the results, the arguments and
-        the tangents of these.
-      products: as in `Shown`.
-      saved_of: as in `Shown`.
-      is_transposed: whether it is in a rule for derivatives. JAX transposes such a
-        function, but not an object of hijax.
+    `evaluate` is the function, of results of products that it need not compute, and of
+    its arguments. `derivative` computes the tangents of results, of these, of the
+    arguments and of their tangents. `products` and `saved_of` are as in `Shown`.
+    `is_transposed`: in a rule for derivatives, which JAX does not do to an object of
+    hijax.
     """
 
     def forward(*args: Any) -> Any:
@@ -77,14 +65,14 @@ def in_sight(
         results = attach(results, *args)
         return results, derivative(results, args, tangents)
 
-    function.defjvp(
-        lambda args, tangents: attached(forward(*args), args, tangents),
-        symbolic_zeros=True,
-    )
-    attach.defjvp(
-        lambda args, tangents: attached(args[0], args[1:], tangents[1:]),
-        symbolic_zeros=True,
-    )
+    def rule(args: Any, tangents: Any) -> tuple[Any, Any]:
+        return attached(forward(*args), args, tangents)
+
+    def rule_of_attach(args: Any, tangents: Any) -> tuple[Any, Any]:
+        return attached(args[0], args[1:], tangents[1:])
+
+    function.defjvp(rule, symbolic_zeros=True)
+    attach.defjvp(rule_of_attach, symbolic_zeros=True)
     if is_transposed or not getattr(jax.config, "jax_remat3", False):
         return function
 
@@ -129,13 +117,19 @@ def _box() -> Any:
             return jax.jvp(function, ({i: arrays[i] for i in live},), (live,))
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-            batched = self.params["shown"].vmap(
-                dims,
+            batched = functools.partial(
+                jax.vmap,
                 axis_name=axis_data.name,
                 axis_size=axis_data.size,
                 spmd_axis_name=axis_data.spmd_name,
             )
-            outs = AutocastProducts(batched, args)(*args)
+            shown = self.params["shown"]
+            shown = shown._replace(
+                function=batched(shown.function, dims),
+                forward=batched(shown.forward, dims),
+                from_saved=batched(shown.from_saved, (0, *dims)),
+            )
+            outs = AutocastProducts(shown, args)(*args)
             return outs, jax.tree.map(lambda _: 0, outs)
 
         def remat(self, trace: Any, *args: Any) -> Any:

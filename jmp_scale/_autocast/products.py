@@ -12,18 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .. import _jaxpr
-from .._jaxpr import (
-    CALLS,
-    CHEAP,
-    PRODUCTS,
-    SCALED_PRODUCTS,
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    NameStack,
-    Var,
-    variables,
-)
+from .._jaxpr import PRODUCTS, Atom, Jaxpr, JaxprEqn, NameStack, Var, variables
 from .._policy import is_half
 from .dot_general import split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
@@ -64,7 +53,7 @@ class Product:
         return self.equation.outvars[0]
 
     def moved(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The operands, their entries where the product reads them."""
+        """The operands, with their entries where the product reads them."""
         pair = [*operands]
         for i, move in enumerate(self.jaxpr.eqns[:-1]):
             side = int(i >= self.moves)
@@ -129,22 +118,23 @@ _REASONS = {
 }
 
 
+def never(_: object) -> bool:
+    """False, where nothing is known."""
+    return False
+
+
 def fate(
     eqn: JaxprEqn,
     *,
-    is_parameter: Callable[[Var], bool],
-    is_constant: Callable[[Var], bool],
-    is_exempt: Callable[[JaxprEqn], bool],
+    is_parameter: Callable[[Var], bool] = lambda v: True,
+    is_constant: Callable[[Var], bool] = never,
+    is_exempt: Callable[[JaxprEqn], bool] = never,
 ) -> Fate:
-    """The fate of a product in a program.
+    """The fate of a product in a program, or alone.
 
-    Args:
-      eqn: a product, of `PRODUCTS`.
-      is_parameter: whether a matrix is one of the program's parameters, so that a
-        vector times it is one row of a batch.
-      is_constant: whether an operand is computed from integers and constants alone.
-      is_exempt: whether a name keeps the product float32. Asked last, because it may
-        note which products were met.
+    A vector times a matrix that `is_parameter` is one row of a batch. An operand that
+    `is_constant` is computed from integers and constants alone. `is_exempt`, whether a
+    name keeps the product float32, is asked last: it may note which products were met.
     """
     operands = {_jaxpr.dtype_name(v) for v in eqn.invars[:2]}
     result = _jaxpr.dtype_name(eqn.outvars[0])
@@ -160,19 +150,6 @@ def fate(
     if all(map(is_constant, variables(eqn.invars[:2]))):
         return Fate.IS_CONSTANT
     return Fate.IS_EXEMPT if is_exempt(eqn) else Fate.BECOMES_HALF
-
-
-def fate_alone(eqn: JaxprEqn, *, of_parameters: bool) -> Fate:
-    """The fate of a product if nothing is known of the program around it.
-
-    `of_parameters` says whether a matrix that meets a vector counts as a parameter.
-    """
-    return fate(
-        eqn,
-        is_parameter=lambda v: of_parameters,
-        is_constant=lambda v: False,
-        is_exempt=lambda eqn: False,
-    )
 
 
 def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
@@ -195,28 +172,14 @@ def has_matrix_work(eqn: JaxprEqn, is_parameter: Callable[[Var], bool]) -> bool:
     return any(is_parameter(v) for v in variables(matrices))
 
 
-def looks_up_rows(eqn: JaxprEqn) -> bool:
-    """Whether an equation takes several vectors of a table, as an embedding does.
-
-    They are data, which many positions share. Matrices that are looked up, such as
-    those of experts, are weights.
-    """
-    if eqn.primitive.name != "gather":
-        return False
-    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
-    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1
-
-
 def becomes_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product that may become half precision."""
-    if eqn.primitive.name not in PRODUCTS:
-        return False
-    return fate_alone(eqn, of_parameters=True) is Fate.BECOMES_HALF
+    return eqn.primitive.name in PRODUCTS and fate(eqn) is Fate.BECOMES_HALF
 
 
 def stays_float32(eqn: JaxprEqn) -> bool:
     """Whether `autocast` leaves a product float32 on purpose."""
-    found = fate_alone(eqn, of_parameters=False)
+    found = fate(eqn, is_parameter=never)
     return found not in (Fate.BECOMES_HALF, Fate.IS_HALF)
 
 
@@ -230,13 +193,6 @@ def reads_half(eqn: JaxprEqn) -> bool:
     return any(is_half(_jaxpr.dtype_name(v)) for v in eqn.invars)
 
 
-def holds_half_products(eqn: JaxprEqn) -> bool:
-    """Whether an equation is or holds a product whose fate is `IS_HALF`."""
-    equations = (eqn, *_jaxpr.equations_within(eqn))
-    products = (e for e in equations if e.primitive.name in PRODUCTS)
-    return any(fate_alone(e, of_parameters=True) is Fate.IS_HALF for e in products)
-
-
 def is_partly_half(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product with any operand or result in half precision."""
     atoms = [*eqn.invars[:2], *eqn.outvars[:1]]
@@ -248,20 +204,17 @@ def why_float32(jaxpr: _jaxpr.Program) -> str:
     """Why no product of a program becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
     for eqn in _jaxpr.equations(jaxpr):
-        if eqn.primitive.name in SCALED_PRODUCTS:
+        if eqn.primitive.name in _jaxpr.SCALED_PRODUCTS:
             reasons["scales of their own"] = None
         if eqn.primitive.name not in PRODUCTS:
             continue
-        found = fate_alone(eqn, of_parameters=False)
+        found = fate(eqn, is_parameter=never)
         if found is Fate.IS_HALF:
             return ""
-        reasons[_REASONS.get(found) or _dtypes(eqn)] = None
+        dtypes = {_jaxpr.dtype_name(v) for v in [*eqn.invars[:2], eqn.outvars[0]]}
+        dtype = "dtype " + " and ".join(sorted(dtypes))
+        reasons[_REASONS.get(found, dtype)] = None
     return "they have " + "; ".join(reasons) if reasons else "there is none"
-
-
-def _dtypes(eqn: JaxprEqn) -> str:
-    atoms = [*eqn.invars[:2], eqn.outvars[0]]
-    return "dtype " + " and ".join(sorted({_jaxpr.dtype_name(v) for v in atoms}))
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
@@ -272,19 +225,10 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     if name == "reshard":
         return mesh_of(eqn.invars[0]) == mesh_of(eqn.outvars[0])
     if not bodies:
-        return name in CHEAP
-    return (name in CALLS or name == "custom_jvp_call") and all(
-        is_cheap(inner) for body in bodies for inner in _jaxpr.bare(body).eqns
-    )
-
-
-def only_looks_up(call: JaxprEqn) -> bool:
-    """Whether a call holds lookups and cheap operations alone, as `jnp.take` does."""
-    (body,) = _jaxpr.subjaxprs(call)
-    return all(
-        is_cheap(eqn) or eqn.primitive.name in _jaxpr.LOOKUPS
-        for eqn in _jaxpr.bare(body).eqns
-    )
+        return name in _jaxpr.CHEAP
+    inner = (each for body in bodies for each in _jaxpr.bare(body).eqns)
+    is_call = name in _jaxpr.CALLS or name == "custom_jvp_call"
+    return is_call and all(map(is_cheap, inner))
 
 
 def mesh_of(atom: Atom) -> Any:

@@ -1,26 +1,19 @@
 """Reads a float32 program: what each equation is, and where each value comes from."""
 
 import enum
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
-from .. import _jaxpr
-from .._jaxpr import Jaxpr, JaxprEqn, Var, is_float32, variables
+from .. import _jaxpr, _jaxpr_rewrite
+from .._jaxpr import Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
-from .products import (
-    Fate,
-    Product,
-    fate,
-    has_products,
-    holds_half_products,
-    looks_up_rows,
-    only_looks_up,
-    reads_half,
-)
+from .products import Fate, Product, fate, has_products, is_cheap, never, reads_half
 
 _INTEGERS = "bool", "int", "uint"
 # They run as calls if they read weights in half precision, whose gradients are sums.
@@ -71,6 +64,11 @@ class Step(NamedTuple):
         """The variables of its results."""
         return self.eqn.outvars
 
+    @property
+    def half_product(self) -> Product | None:
+        """The product that it is, if this becomes half precision."""
+        return self.product if self.kind == "product" else None
+
 
 class Reading(NamedTuple):
     """A program as `autocast` reads it, without calls that it opens."""
@@ -78,12 +76,11 @@ class Reading(NamedTuple):
     jaxpr: Jaxpr
     constants: dict[Var, Leaf]  # values, by variable
     copied: list[int]  # inputs of which the last ones are copies, one for each reader
-    steps: list[Step]  # one for each equation of `jaxpr`
-    wanted: list[Step]  # those whose results or effects are wanted
+    steps: list[Step]  # the equations of `jaxpr` whose results or effects are wanted
     provenance: dict[Var, Provenance]
-    given: frozenset[Var]  # inputs and constants that are no data
-    halves: frozenset[Var]  # float32 variables whose half-precision copies are exact
-    shared: frozenset[Var]  # all operations read one cast of these
+    given: set[Var]  # inputs and constants that are no data
+    halves: set[Var]  # float32 variables whose half-precision copies are exact
+    shared: set[Var]  # all operations read one cast of these
     # Names that the program gives to results of products, which have them in half
     # precision: policies of `jax.checkpoint` save what has a name.
     names: dict[Var, str]
@@ -97,33 +94,20 @@ class Reading(NamedTuple):
         return self.origin(v) is Origin.DATA
 
 
-def _wanted(jaxpr: Jaxpr, steps: Sequence[Step]) -> list[Step]:
-    wanted, found = {*variables(jaxpr.outvars)}, list[Step]()
-    for step in reversed(steps):
-        if _jaxpr.has_effects(step.eqn) or wanted.intersection(step.outputs):
-            found.append(step)
-            wanted.update(step.inputs)
-    return found[::-1]
-
-
 def read(
     jaxpr: _jaxpr.Program,
     origins: Sequence[Origin],
     dtype: np.dtype,
-    *,
-    is_exempt: Callable[[JaxprEqn], bool],
-    share_casts: bool,
+    is_exempt: Callable[[JaxprEqn], bool] = never,
+    share_casts: bool = False,
     stored: Collection[int] = (),
 ) -> Reading:
-    """Reads a program.
+    """Reads a program whose inputs have these origins.
 
-    Args:
-      jaxpr: the program.
-      origins: those of its inputs.
-      dtype: that of products of the forward pass.
-      is_exempt: whether a name keeps a product float32, or a call with products.
-      share_casts: whether all operations read the cast of what a product reads.
-      stored: positions of inputs whose cotangents are added up in float32.
+    `dtype` is that of products of the forward pass. `is_exempt` says whether a name
+    keeps a product float32, or a call with products. `share_casts`: all operations read
+    the cast of what a product reads. `stored` are the positions of inputs whose
+    cotangents are added up in float32.
     """
 
     def is_open(eqn: JaxprEqn) -> bool:
@@ -131,10 +115,13 @@ def read(
             return False
         if has_products(eqn):
             return not is_exempt(eqn)
-        return only_looks_up(eqn) or reads_half(eqn)
+        # Such as `jnp.take`.
+        (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(eqn))
+        lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
+        return all(lookups) or reads_half(eqn)
 
-    flat, constants = _jaxpr.inlined(jaxpr, is_open)
-    flat, copies = _jaxpr.read_apart(flat, {flat.invars[i] for i in stored})
+    flat, constants = _jaxpr_rewrite.inlined(jaxpr, is_open)
+    flat, copies = _jaxpr_rewrite.read_apart(flat, {flat.invars[i] for i in stored})
     copied = [*map(flat.invars.index, copies)]
     origins = [*origins, *(origins[i] for i in copied)]
     given = {
@@ -147,22 +134,26 @@ def read(
         wide = is_float32(v) and not is_known
         given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
     reader = _Reader(flat, given, dtype.name, is_exempt)
-    wanted = _wanted(flat, reader.steps)
-    products = [step.product for step in wanted if step.kind == "product"]
-    halves = {product.result for product in products if product}
-    operands = {v for product in products if product for v in product.operands}
+    wanted, steps = {*variables(flat.outvars)}, list[Step]()
+    for step in reversed(reader.steps):
+        if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outputs):
+            steps.append(step)
+            wanted.update(step.inputs)
+    steps.reverse()
+    products = [step.half_product for step in steps if step.half_product]
+    halves = {product.result for product in products}
+    operands = {v for product in products for v in product.operands}
     data = {v for v in operands if not reader.provenance.get(v, _DATA).origin}
     shared = data - halves if share_casts else set[Var]()
     return Reading(
         jaxpr=flat,
         constants=constants,
         copied=copied,
-        steps=reader.steps,
-        wanted=wanted,
+        steps=steps,
         provenance=reader.provenance,
-        given=frozenset(given),
-        halves=frozenset(halves | shared),
-        shared=frozenset(shared),
+        given={*given},
+        halves=halves | shared,
+        shared=shared,
         names=reader.names,
     )
 
@@ -170,7 +161,7 @@ def read(
 class _Reader:
     """Decides of one equation after the other what it is, then where results come from.
 
-    `steps`, `provenance` and `names` are as in `Reading`.
+    `provenance` and `names` are as in `Reading`, `steps` are those of all equations.
     """
 
     def __init__(
@@ -203,7 +194,7 @@ class _Reader:
         for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
             if v in self._maker and self._maker[v].kind == "product":
                 self.names[v] = _jaxpr.params_of(eqn)["name"]
-                return _jaxpr.as_copy(eqn)
+                return eqn.replace(primitive=jax.lax.copy_p, params={})
         return eqn
 
     def _step(self, eqn: JaxprEqn) -> Step:
@@ -226,13 +217,14 @@ class _Reader:
     def _product(self, eqn: JaxprEqn) -> Product:
         (lhs, left), (rhs, right) = map(self._operand, variables(eqn.invars[:2]))
         inputs = [lhs, rhs, *variables(eqn.invars[2:])]
-        whole = _jaxpr.excerpt(self._jaxpr, [*left, *right, eqn], inputs, eqn.outvars)
-        scope, jaxpr = _jaxpr.without_common_scope(whole)
+        eqns = [*left, *right, eqn]
+        whole = _jaxpr_rewrite.excerpt(self._jaxpr, eqns, inputs, eqn.outvars)
+        scope, jaxpr = _jaxpr_rewrite.without_common_scope(whole)
         is_dot = eqn.primitive.name == "dot_general"
-        half = {*filter(is_half, map(_jaxpr.dtype_name, (lhs, rhs)))}
+        half = {*filter(is_half, map(dtype_name, (lhs, rhs)))}
         is_own = len(half) == 1 and self._dtype not in half
         return Product(
-            key=_jaxpr.structural_key(jaxpr),
+            key=_jaxpr_rewrite.structural_key(jaxpr),
             jaxpr=jaxpr,
             moves=len(left),
             float32_grads=tuple(
@@ -254,29 +246,38 @@ class _Reader:
             eqn, sources = maker.eqn, variables(maker.eqn.invars)
             if len(sources) != 1:
                 break
+            is_cast = eqn.primitive.name == "convert_element_type"
             if eqn.primitive.name in _jaxpr.REARRANGES:
                 moves.insert(0, eqn)
-            elif not (_is_widening(eqn) and self._of(sources[0]).origin):
+            elif not (is_cast and is_float32(v) and self._is_stored(sources[0])):
                 break
             (v,) = sources
         return v, moves
+
+    def _is_stored(self, v: Var) -> bool:
+        return is_half(dtype_name(v)) and self._of(v).origin > Origin.DATA
 
     def _provenance(self, step: Step) -> Provenance | None:
         """That of an equation's results; None if nothing is known of them."""
         eqn, inputs = step.eqn, variables(step.eqn.invars)
         if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
             return None  # what a reference holds changes
-        numbers = [v for v in inputs if not _is_integer(v)]
+        numbers = [v for v in inputs if not dtype_name(v).startswith(_INTEGERS)]
         is_constant = step.kind != "call" and self._all(numbers, "is_constant")
         is_fixed = self._all(inputs, "is_fixed")
-        is_data = step.kind != "other" or holds_half_products(eqn)
-        if is_data or (looks_up_rows(eqn) and not self._all(_indices(eqn), "is_fixed")):
-            return Provenance(Origin.DATA, is_constant, is_fixed)
+        data = Provenance(Origin.DATA, is_constant, is_fixed)
+        products = (eqn, *_jaxpr.equations_within(eqn))
+        products = (e for e in products if e.primitive.name in _jaxpr.PRODUCTS)
+        if step.kind != "other" or any(fate(e) is Fate.IS_HALF for e in products):
+            return data
+        indices = variables(eqn.invars[1:2])
+        if _looks_up_rows(eqn) and not self._all(indices, "is_fixed"):
+            return data
         # A layer of a stack of weights is one at any index, as of a loop's counter.
         is_lookup = eqn.primitive.name in _jaxpr.LOOKUPS
         sources = variables(eqn.invars[:1]) if is_lookup else inputs
         if not self._all(sources, "origin"):
-            return Provenance(Origin.DATA, is_constant, is_fixed)
+            return data
         scales = eqn.primitive.name in _jaxpr.SCALINGS
         is_parameter = scales and any(map(self._is_parameter, sources))
         return Provenance(
@@ -290,16 +291,13 @@ class _Reader:
         return all(getattr(self._of(v), field) for v in inputs)
 
 
-def _indices(eqn: JaxprEqn) -> list[Var]:
-    """Where a lookup looks; rows that an argument chooses, such as tokens, are data."""
-    return variables(eqn.invars[1:2])
+def _looks_up_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes several vectors of a table, as an embedding does.
 
-
-def _is_integer(v: Var) -> bool:
-    return _jaxpr.dtype_name(v).startswith(_INTEGERS)
-
-
-def _is_widening(eqn: JaxprEqn) -> bool:
-    is_cast = eqn.primitive.name == "convert_element_type"
-    from_half = is_half(_jaxpr.dtype_name(eqn.invars[0]))
-    return is_cast and from_half and is_float32(eqn.outvars[0])
+    Those that an argument chooses, such as tokens, are data, which many positions
+    share. Matrices that are looked up, such as those of experts, are weights.
+    """
+    if eqn.primitive.name != "gather":
+        return False
+    is_several = math.prod(_jaxpr.shape(eqn.invars[1])[:-1]) > 1
+    return is_several and len(eqn.params["dimension_numbers"].offset_dims) == 1

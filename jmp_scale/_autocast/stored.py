@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .. import _jaxpr
 from .._jaxpr import JaxprEqn
 from .._policy import is_half
-from .identities import with_value
+from .linear import with_value
 
 
 class Stored(NamedTuple):

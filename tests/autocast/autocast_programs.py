@@ -65,14 +65,6 @@ def product_with_itself(w, x):
     return mean_square(y @ y.T)
 
 
-@program
-def residual_blocks(w, x):
-    for _ in range(2):
-        shortcut = jax.nn.standardize(x @ w.T)
-        x = jax.nn.relu(layer(w, layer(w, x)) + shortcut)
-    return mean_square(x)
-
-
 @program(args=(W, V, X))
 def layer_norm(w, g, x):
     y = x @ w
@@ -94,21 +86,9 @@ def fused_attention(w, x):
 
 
 @program
-def jax_nn(w, x):
-    y = jax.nn.gelu(x @ w) + jax.nn.silu(x @ w.T)
-    y = jax.nn.softplus(jax.nn.leaky_relu(jax.nn.elu(y @ w)))
-    return jnp.mean(jax.nn.logsumexp(jax.nn.glu(jax.nn.relu6(y) @ w), -1))
-
-
-@program
 def cross_entropy(w, x):
     logits = jax.nn.log_softmax(jax.nn.relu(x @ w) @ w)
     return -jnp.mean(jnp.take_along_axis(logits, jnp.arange(8)[:, None], -1))
-
-
-@program(args=(W, jnp.arange(8)))
-def embedding(w, ids):
-    return mean_square(layer(w, w[ids]) @ w.T)
 
 
 @program
@@ -126,16 +106,6 @@ def scan_reversed_and_unrolled(w, x):
 
     last, sums = lax.scan(step, x, jnp.stack([x] * 5), reverse=True, unroll=2)
     return mean_square(last) + jnp.mean(sums) / 100
-
-
-@program
-def scan_with_a_counter(w, x):
-    def step(carry, _):
-        i, y = carry
-        return (i + 1, layer(w, y) * (1 + i % 2)), i
-
-    (i, y), _ = lax.scan(step, (0, x), None, length=3)
-    return mean_square(y) + 0.0 * i
 
 
 @program
@@ -254,38 +224,10 @@ def ragged_dot(w, x):
 
 
 @program
-def pooling(w, x):
-    y = jnp.tanh(x @ w)[None, :, :, None]
-    y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    return mean_square(y[0, :, :, 0] @ w[:8])
-
-
-@program
-def sort_and_top_k(w, x):
-    y = jnp.sort(x @ w, -1)
-    values, where = lax.top_k(y @ w, 4)
-    return mean_square(values) + 0.0 * jnp.sum(where)
-
-
-@program
 def scatter_and_gather(w, x):
     y = x @ w
     z = jnp.zeros((8, N)).at[jnp.arange(4)].add(y[::2]).at[0, 0].set(1.0)
     return mean_square(z @ w) + mean_square(y[jnp.array([1, 3])])
-
-
-@program
-def dynamic_slices(w, x):
-    i = jnp.argmax(x[0]) % 4
-    y = lax.dynamic_slice(x @ w, (i, 0), (4, N))
-    y = lax.dynamic_update_slice(x, y @ w, (i, 0))
-    return mean_square(y)
-
-
-@program
-def fourier(w, x):
-    y = jnp.fft.rfft(x @ w).real + jnp.abs(jnp.fft.fft(x))[:, :9]
-    return mean_square(y @ w[:9])
 
 
 @program(halves=False)  # those of the derivatives of a solver
@@ -315,18 +257,6 @@ def integers_booleans_and_complex(w, x):
 @program(args=(W, X, jnp.zeros((0, N))))
 def zero_sized_arrays(w, x, nothing):
     return mean_square(x @ w) + jnp.sum(jnp.tanh(nothing @ w) @ w)
-
-
-@program
-def python_scalars_and_weak_types(w, x):
-    y = lax.fori_loop(0, 2, lambda i, c: c * 1.5, 1.0)
-    return mean_square(layer(w, x * y) * 2 + 1)
-
-
-@program
-def pvary_free_reductions(w, x):
-    y = layer(w, x)
-    return jnp.max(y) + jnp.min(y @ w) + jnp.prod(1 + y[0] / 8) + jnp.linalg.norm(y)
 
 
 @program
@@ -411,6 +341,14 @@ def distances_by_an_exact_product(w, x):
 
 
 @program
+def contexts_that_change_within_an_island(w, x):
+    y = jnp.sin(x @ w)
+    with jax.threefry_partitionable(False):
+        z = jnp.tanh(y)
+    return mean_square(jnp.cos(z + y) @ w)
+
+
+@program
 def rounded_array_without_entries(w, x):
     y = x @ w
     return mean_square(y) + jnp.sum(lax.reduce_precision(y[:0], 8, 10))
@@ -437,6 +375,8 @@ EXPRESSIONS = {
         lax.associative_scan(jnp.multiply, 1 + layer(w, x) / 4, axis=0) @ w
     ),
     "cumulative_sums": lambda w, x: jnp.cumsum(x @ w, 0) @ w + jnp.cumprod(x @ w, 1),
+    "softmax_of_an_argument": lambda w, x: jax.nn.softmax(x) @ w,
+    "reshaped_number": lambda w, x: lax.reshape(2.0, (1, 1)) * layer(w, x),
     "constants": lambda w, x: layer(W, layer(w, x + np.ones((1, N), np.float32))),
 }
 for name, expression in EXPRESSIONS.items():

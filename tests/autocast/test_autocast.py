@@ -9,7 +9,6 @@ import weakref
 from unittest import mock
 
 import equinox as eqx
-import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,12 +125,6 @@ def test_a_dtype_is_a_name_or_a_dtype_and_a_partial_decorates(dtype):
     assert (decorated.__name__, decorated.__doc__) == ("decorated", "What it does.")
 
 
-def test_only_gradients_of_weights_are_float32_from_the_product_on():
-    dtypes = products(jax.grad(autocast(two_layers, "float16")), W, X)
-    # Half precision: the forward pass, and the gradient of what is between the layers.
-    assert (len(dtypes), dtypes.count(F16)) == (5, 3)
-
-
 @pytest.mark.parametrize("recompute", [True, False])
 def test_only_gradients_of_weights_are_added_in_float32(recompute):
     """Also if the products are in different places of the program."""
@@ -189,15 +182,6 @@ def test_no_gradient_of_what_was_stopped_is_computed():
 
     half, plain = (products(jax.grad(f), W, X) for f in (autocast(loss, "f16"), loss))
     assert len(half) == len(plain)
-
-
-def test_what_would_take_more_to_make_again_is_kept():
-    def loss(w, x):
-        parts = [x @ w, x @ (2 * w), x @ (3 * w)]
-        return mean_square((parts[0] + parts[1] + parts[2]) @ w)
-
-    # One sum, for three arrays of its size.
-    assert sizes_of(autocast(loss, "float16"), W, X)["float16"] <= 2
 
 
 @pytest.mark.parametrize("share", one_of(2, [False, True]))
@@ -345,15 +329,6 @@ def test_one_row_is_half_precision_as_a_batch_of_rows(fun, row, batch):
         np.testing.assert_allclose(got, wanted, 1e-6)
 
 
-def test_a_softmax_of_an_argument_that_a_product_reads_has_a_gradient():
-    def loss(scores, values):
-        return mean_square(jax.nn.softmax(scores) @ values)
-
-    assert_close_gradients(loss, X, W)
-    half, full = (jax.grad(f, 1)(X, W) for f in (autocast(loss, "float16"), loss))
-    assert_close(half, full, 0.02)
-
-
 @pytest.mark.filterwarnings("ignore:autocast. no product became")
 @pytest.mark.parametrize(
     "fun",
@@ -398,8 +373,8 @@ HALF_STORED = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("stored", one_of(2, ["float16", "bfloat16"]))
+@pytest.mark.parametrize("dtype", one_of(2, ["float16", "bfloat16"]))
+@pytest.mark.parametrize("stored", one_of(2, ["bfloat16", "float16"]))
 @pytest.mark.parametrize("name", HALF_STORED)
 def test_a_product_runs_in_the_dtype_of_a_weight_stored_in_half(name, stored, dtype):
     fun, w = HALF_STORED[name], W.astype(stored)
@@ -727,24 +702,6 @@ def test_kernels_and_attention_of_libraries_get_half_precision(program):
     assert_close(got, wanted, 0.05)
 
 
-@pytest.mark.slow
-def test_layers_of_haiku_with_state_work_in_keep_float32():
-    def net(x):
-        x = keep_float32(haiku.BatchNorm(True, True, 0.9))(haiku.Linear(N)(x), True)
-        return keep_float32(haiku.Linear(3))(x)
-
-    net = haiku.transform_with_state(net)
-    params, state = net.init(jax.random.key(0), X)
-    half = autocast(lambda p, s, x: net.apply(p, s, None, x), "bfloat16")
-    assert products(half, params, state, X) == [BF16, F32]
-    wanted = net.apply(params, state, None, X)
-    assert_close(jax.jit(half)(params, state, X), wanted, 0.05)
-    with jax.disable_jit():
-        assert_close(half(params, state, X), wanted, 0.05)
-    batched = jax.vmap(half, (None, None, 0))(params, state, X[None])
-    assert_close(jax.tree.map(lambda y: y[0], batched), wanted, 0.05)
-
-
 STACKED = {
     "scaled": lambda w: 2 * w,
     "reshaped": lambda w: w.reshape(2, N // 2, N).transpose(1, 0, 2).reshape(N, N),
@@ -887,13 +844,7 @@ def deep(factors):
 def test_equal_layers_are_traced_once():
     def units(*factors, x=X):
         jaxpr = jax.make_jaxpr(deep(factors))(W, x)
-        reading = read(
-            jaxpr,
-            [Origin.PARAMETER] * 2,
-            jnp.dtype("bfloat16"),
-            is_exempt=lambda eqn: False,
-            share_casts=False,
-        )
+        reading = read(jaxpr, [Origin.PARAMETER] * 2, jnp.dtype("bfloat16"))
         return {part for part in make_plan(reading) if isinstance(part, Unit)}
 
     # The last island has the loss in it.
@@ -940,16 +891,6 @@ def test_steps_that_differ_in_one_thing_are_not_one(what):
         return mean_square(x @ w) + total
 
     assert_close_gradients(loss, W, W.T)
-
-
-def test_contexts_that_change_within_an_island():
-    def loss(w, x):
-        y = jnp.sin(x @ w)
-        with jax.threefry_partitionable(False):
-            z = jnp.tanh(y)
-        return mean_square(jnp.cos(z + y) @ w)
-
-    assert_close_gradients(loss, W, X, tolerance=0.01)
 
 
 def test_a_product_behind_an_island_keeps_its_own_context():
@@ -1051,20 +992,6 @@ def test_a_call_without_results_runs_once(around):
     jax.block_until_ready(jax.jit(autocast(f, "float16"))(W, X))
     jax.effects_barrier()
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize("policy", ["dots", "everything", "nothing"])
-def test_the_policy_of_a_checkpoint_holds_in_half_precision(policy):
-    policy = getattr(jax.checkpoint_policies, f"{policy}_saveable")
-    block = jax.checkpoint(lambda w, x: x + jnp.sin(x @ w) @ w, policy=policy)
-
-    def computed(wrap):
-        grad = jax.grad(wrap(lambda w, x: mean_square(block(w, block(w, x)))))
-        found = _jaxpr.equations(jax.make_jaxpr(grad)(W, X))
-        counts = collections.Counter(eqn.primitive.name for eqn in found)
-        return counts["dot_general"], counts["sin"]
-
-    assert computed(lambda f: autocast(f, "float16")) == computed(lambda f: f)
 
 
 @pytest.mark.parametrize("name", ["scan_reversed_and_unrolled", "remat"])
@@ -1408,15 +1335,6 @@ def test_constant_results_are_arrays():
         assert x.at[...].add(1).dtype == dtype
 
 
-def test_a_number_that_is_reshaped_passes():
-    """Its equation reads no variable."""
-
-    def loss(w, x):
-        return mean_square(lax.reshape(2.0, (1, 1)) * layer(w, x))
-
-    assert_close_gradients(loss, W, X)
-
-
 def test_whatever_is_no_float_array_passes():
     def f(w, x, key, flags, *, name, nothing=None):
         assert name == "static"
@@ -1562,7 +1480,7 @@ def test_what_a_forward_pass_writes_to_nnx_modules_is_written():
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
-def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
+def test_attributes_that_nnx_modules_write_arrive(transform):
     class Net(nnx.Module):
         def __init__(self):
             self.dense, self.calls = nnx.Linear(N, N, rngs=nnx.Rngs(0)), 0
@@ -1572,17 +1490,7 @@ def test_attributes_that_nnx_modules_write_arrive_or_are_refused(transform):
             self.label, self.lazy = "called", nnx.Linear(N, 3, rngs=nnx.Rngs(1))
             return self.lazy(self.dense(x))
 
-    def leaks(model, x):
-        model.dense.last = model.dense(x)
-        return model.dense.last
-
     model = Net()
     half = jmp_scale.nnx.autocast(lambda model, x: model(x), "bfloat16")
     transform(half)(model, X)
     assert (model.calls, model.label, model.lazy.out_features) == (1, "called", 3)
-    try:
-        transform(jmp_scale.nnx.autocast(leaks, "bfloat16"))(model, X)
-    except ValueError as error:
-        assert re.search("'dense.last'.*nnx.Variable", str(error))  # noqa: PT017
-    else:  # a Flax in which it is data
-        assert not isinstance(model.dense.last, jax.core.Tracer)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from autocast_hostile import HOSTILE, W, X, rms
 from autocast_programs import PROGRAMS, N, products
+from helpers import one_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import export, lax
@@ -57,8 +58,8 @@ def assert_exact(name, fun, args, mode="float16"):
 
 PLAIN = [name for name in HOSTILE if not name.startswith("softmax_")]
 SOFTMAXES = [name for name in HOSTILE if name not in PLAIN]
-QUICK = [(name, "float16") for name in PLAIN[::6]]
-QUICK += [(name, "bfloat16") for name in SOFTMAXES[::2]]
+QUICK = [(name, "float16") for name in PLAIN[::8]]
+QUICK += [(name, "bfloat16") for name in SOFTMAXES[::3]]
 QUICK += [("loss_of_a_gradient", "shared")]  # which has a product that nobody reads
 SLOW = [(name, mode) for name in ALL for mode in MODES if (name, mode) not in QUICK]
 
@@ -90,7 +91,7 @@ OPERATIONS = [
 
 
 @given(st.lists(st.sampled_from(range(len(OPERATIONS))), min_size=2, max_size=7))
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 def test_random_programs_are_exact(steps):
     def program(w, x):
         for step in steps:
@@ -118,7 +119,7 @@ def test_a_product_that_contracts_nothing_stays_float32():
         lambda t, f: jnp.outer(t, f),
     ):
         half = autocast(table, "bfloat16")
-        np.testing.assert_array_equal(jax.jit(half)(t, f), jax.jit(table)(t, f))
+        assert products(half, t, f) == products(table, t, f)
 
 
 def test_products_of_integers_and_of_constants_stay_float32():
@@ -128,8 +129,6 @@ def test_products_of_integers_and_of_constants_stay_float32():
         constant = jnp.cos(jnp.ones((N, N))) @ jnp.ones((N, N))
         return (counts.astype("float32") @ counts.T.astype("float32")), x @ constant
 
-    got, wanted = autocast(fun, "bfloat16")(counts, X), fun(counts, X)
-    np.testing.assert_array_equal(got[0], wanted[0])
     pairs = products(autocast(fun, "bfloat16"), counts, X)
     assert sorted(lhs for lhs, _ in pairs) == ["bfloat16", "float32", "float32"]
 
@@ -143,14 +142,11 @@ def test_a_model_whose_parameters_are_constants_is_half_precision_behind_a_loop(
     assert pairs == [("bfloat16", "bfloat16")] * 2
 
 
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("share", one_of(2, [False, True]))
 def test_all_machines_compute_the_same(share):
     def loss(w, x):
-        h = x
-        for _ in range(2):
-            h = h + jax.nn.gelu(h @ w) @ w
-            h = jax.nn.softmax(rms(h) @ w) @ w + h
-        return jnp.mean(h**2)
+        h = x + jax.nn.gelu(x @ w) @ w
+        return jnp.mean((jax.nn.softmax(rms(h) @ w) @ w + h) ** 2)
 
     def operations(platform):
         half = autocast(loss, "bfloat16", share_casts=share)

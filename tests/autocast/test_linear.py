@@ -9,7 +9,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 from jmp_scale import _jaxpr
-from jmp_scale._autocast.linear import linear
+from jmp_scale._autocast.linear import linear, with_value
 
 X, T = jnp.linspace(0.1, 2, 8), jnp.linspace(1, -1, 8)
 
@@ -83,6 +83,16 @@ def test_results_that_nobody_reads_are_not_computed():
     names = [eqn.primitive.name for eqn in _jaxpr.equations(needed)]
     assert "sin" in names
     assert "cos" not in names
+
+
+def test_a_value_is_returned_and_the_other_array_is_differentiated():
+    def f(x, value):
+        return jnp.sum(with_value(jnp.sin(x), value) ** 2)
+
+    value = jnp.full_like(X, 3.0)
+    grad, of_value = jax.jit(jax.grad(f, (0, 1)))(X, value)
+    np.testing.assert_allclose(grad, 2 * value * jnp.cos(X), rtol=1e-6)
+    assert not of_value.any()
 
 
 @pytest.mark.xfail(raises=NotImplementedError, strict=True)

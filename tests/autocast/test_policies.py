@@ -92,7 +92,7 @@ def test_a_product_that_is_offloaded_is_run_once(policy, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "policy",
-    one_of(2, [*SAVING.values(), *OFFLOADING.values(), POLICIES.nothing_saveable]),
+    one_of(3, [*SAVING.values(), *OFFLOADING.values(), POLICIES.nothing_saveable]),
 )
 def test_a_policy_changes_no_gradient(form, policy):
     def gradient(fun):

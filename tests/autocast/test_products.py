@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from jmp_scale._autocast import products as ops
-from jmp_scale._autocast.products import Fate
+from jmp_scale._autocast.products import Fate, fate
 
 (V, ROW, BATCH) = arrays((16,), (1, 16), (3, 8, 16))
 HALF = X.astype("bfloat16")
@@ -23,16 +23,6 @@ def program(fun, *args):
 def product(fun, *args):
     (eqn,) = (e for e in program(fun, *args).eqns if e.primitive.name in ops.PRODUCTS)
     return eqn
-
-
-def fate(eqn, **known):
-    """The fate of a product whose matrices are parameters, or as is said."""
-    assumed = {
-        "is_parameter": lambda v: True,
-        "is_constant": lambda v: False,
-        "is_exempt": lambda eqn: False,
-    }
-    return ops.fate(eqn, **assumed | known)
 
 
 def dot(precision=None, result="float32"):

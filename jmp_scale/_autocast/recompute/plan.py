@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from ... import _jaxpr
+from ... import _jaxpr, _jaxpr_rewrite
 from ..._jaxpr import Jaxpr, NameStack, Var, is_float32, variables
 from ..products import Product, is_cheap, mesh_of
 from ..provenance import Reading, Step
@@ -86,6 +86,7 @@ def make_plan(reading: Reading) -> list[Step | Unit]:
 
 class _Island(NamedTuple):
     jaxpr: Jaxpr
+    half_product: None = None  # as a step has one
 
     @property
     def inputs(self) -> list[Var]:
@@ -115,7 +116,7 @@ class _Levels:
         differentiable = {v for v in level if _jaxpr.is_floating(v)}
         last_effect = 0
         for step in self._steps:
-            inputs = variables(step.eqn.invars)
+            inputs = step.inputs
             has_effects = _jaxpr.has_effects(step.eqn)
             is_island = step.kind == "other" and is_cheap(step.eqn)
             if is_island:
@@ -148,7 +149,7 @@ class _Levels:
         first: dict[Var, int] = {}  # level of the first island that reads a value
         elsewhere = {*variables(self._program.outvars)}  # read by other equations
         for index, step in reversed([*enumerate(self._steps)]):
-            inputs = variables(step.eqn.invars)
+            inputs = step.inputs
             if not self._in_island[index]:
                 elsewhere.update(inputs)
                 continue
@@ -203,7 +204,8 @@ class _Levels:
                 needed.add(maker)
                 todo += variables(self._steps[maker].eqn.invars)
         equations = [self._steps[i].eqn for i in sorted(needed)]
-        return _Island(_jaxpr.excerpt(self._program, equations, inputs, outputs))
+        excerpt = _jaxpr_rewrite.excerpt
+        return _Island(excerpt(self._program, equations, inputs, outputs))
 
 
 class Choice(NamedTuple):
@@ -227,7 +229,7 @@ class _Units:
         self._later = {v for island in islands for v in island.inputs}
         self._readers: dict[Var, list[int]] = {}  # products that read an operand
         for i, part in enumerate(parts):
-            product = _half_product(part)
+            product = part.half_product
             for v in dict.fromkeys(product.operands if product else ()):
                 self._readers.setdefault(v, []).append(i)
 
@@ -243,10 +245,10 @@ class _Units:
                 joined |= behind
                 self._hold(choice.saved)
                 self._held.update(choice.inputs, choice.streams)
-                products = map(_half_product, (self._parts[n] for n in sorted(behind)))
+                products = (self._parts[n].half_product for n in sorted(behind))
                 units.append(self._unit(part.jaxpr, [p for p in products if p], choice))
             else:
-                product = _half_product(part)
+                product = part.half_product
                 self._hold(product.operands if product else ())
                 units.append(part)
         return units
@@ -307,8 +309,8 @@ class _Units:
         read = dict.fromkeys(v for p in products for v in p.jaxpr.invars)
         passed = tuple(v for v in read if v not in made)
         positions = {v: i for i, v in enumerate([*made, *passed])}
-        scope, jaxpr = _jaxpr.without_common_scope(
-            _jaxpr.excerpt(island, island.eqns, island.invars, made)
+        scope, jaxpr = _jaxpr_rewrite.without_common_scope(
+            _jaxpr_rewrite.excerpt(island, island.eqns, island.invars, made)
         )
         outputs = (
             Output(
@@ -321,7 +323,7 @@ class _Units:
             for v in made
         )
         return Unit(
-            key=_jaxpr.structural_key(jaxpr),
+            key=_jaxpr_rewrite.structural_key(jaxpr),
             jaxpr=jaxpr,
             scope=scope,
             outputs=tuple(outputs),
@@ -330,13 +332,6 @@ class _Units:
             ),
             passed=passed,
         )
-
-
-def _half_product(part: Step | _Island) -> Product | None:
-    """The product that a part is, if it becomes half precision."""
-    if isinstance(part, Step) and part.kind == "product":
-        return part.product
-    return None
 
 
 def _residuals(

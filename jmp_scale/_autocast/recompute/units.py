@@ -10,29 +10,29 @@ Kinds of machines differ in the barriers between the two passes, but not in valu
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ... import _jaxpr
 from ..._jaxpr import JaxprEqn, NameStack, Var
-from ..dot_general import is_zero
+from ..._types import Arrays
 from ..higher_order import Part
-from ..identities import no_tangent, with_value
-from ..interpreter import Arrays, Interpreter, Values
-from ..linear import LinearFunction
+from ..interpreter import Interpreter, Values
+from ..linear import ByPosition, Traces, linear, live_of, no_tangent, with_value
 from ..marks import CAST
 from ..policies import Saved, in_sight
 from ..products import Product
 from ..provenance import Reading
-from .identities import kept_apart, softmax_from
-from .islands import reached_by, softmaxes_of
+from .islands import on_gpu, reached_by, softmax_from, softmaxes_of
 from .plan import Unit, make_plan
 
 T = TypeVar("T")
-ByPosition = dict[int, jax.Array]  # of what a unit reads or returns
+_behind_barrier = jax.jit(functools.partial(on_gpu, lax.optimization_barrier))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RecomputingInterpreter(Interpreter):
         keeps its float32 values.
         """
         has_barrier = self.recompute and not self.in_loop
-        return jax.tree.map(kept_apart, x) if has_barrier else x
+        return jax.tree.map(_behind_barrier, x) if has_barrier else x
 
 
 class Results(NamedTuple):
@@ -101,16 +101,6 @@ class Results(NamedTuple):
     island: ByPosition  # float32
     products: ByPosition  # float32, by position in the unit
     saved: ByPosition  # half-precision copies of results of the island
-
-
-class _Residuals(NamedTuple):
-    inputs: Arrays  # of the island
-    passed: Arrays
-    outputs: ByPosition  # results of the island as they are
-    saved: ByPosition  # half-precision copies of such results
-    # Where the backward pass has a dtype of its own, also what these are copies of: the
-    # inputs, and by position the operands of products.
-    float32: tuple[Arrays, ByPosition] | None
 
 
 def _function_of(
@@ -129,7 +119,7 @@ def _function_of(
     island = cast.traces.made(_Island, unit, cast)
     tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
     saved_in_half = unit.places("is_saved_in_half")
-    count = len(unit.outputs)
+    count, traces = len(unit.outputs), Traces()
 
     def with_passed(outputs: ByPosition, passed: Arrays) -> ByPosition:
         return outputs | {count + j: x for j, x in enumerate(passed)}
@@ -150,22 +140,22 @@ def _function_of(
         return Results(outputs, products, {i: halves[i] for i in saved_in_half})
 
     def tangents(
-        residuals: _Residuals, live: tuple[ByPosition, ByPosition]
+        residuals: tuple[Arrays, Arrays, ByPosition, ByPosition, Any],
+        live: tuple[ByPosition, ByPosition],
     ) -> tuple[ByPosition, ByPosition]:
         """Tangents of the island's results and of products, for those of arguments."""
-        own, outputs, saved = cast.apart(
-            (residuals.inputs, residuals.outputs, residuals.saved)
-        )
-        passed = [*residuals.passed]
+        inputs, passed, outputs, saved, float32 = residuals
+        inputs, outputs, saved = cast.apart((inputs, outputs, saved))
+        passed = [*passed]
         for j, i in passed_inputs:
-            passed[j] = own[i]
-        copied, originals = residuals.float32 or (None, {})
+            passed[j] = inputs[i]
+        copied, originals = float32 or (None, {})
         with _jaxpr.scope(island_scope):
-            found, results = island.recompute(own, outputs, saved, live[0], copied)
+            found, results = island.recompute(inputs, outputs, saved, live[0], copied)
             values = with_passed(results | island.in_half(results) | saved, passed)
-            for i in unit.operands if residuals.float32 else ():
-                x = originals[i] if i in originals else results[i]
-                values[i] = cast.in_backward(x, values[i])
+            originals = results | originals
+            for i in unit.operands if float32 else ():
+                values[i] = cast.in_backward(originals[i], values[i])
         # Cast once, so that cotangents of what several products read are added in half.
         in_half = {
             i: x.astype(cast.backward) if unit.outputs[i].is_data else x
@@ -174,31 +164,28 @@ def _function_of(
         } | {count + j: t for j, t in live[1].items()}
         moved = {}
         for k, (_, places) in enumerate(unit.products):
-            moving = {
-                side: in_half[i] for side, i in enumerate(places[:2]) if i in in_half
-            }
+            sides = enumerate(places[:2])
+            moving = {side: in_half[i] for side, i in sides if i in in_half}
             if moving:
                 with _jaxpr.scope(product_scopes[k]):
                     moved[k] = tangents_of[k]([values[i] for i in places], moving)
         return found, moved
-
-    linear_tangents = LinearFunction(tangents)
 
     def derivative(
         results: Results, args: Sequence[Arrays], moves: Sequence[Any]
     ) -> Results:
         cast.note_derivative()
         inputs, operands, residuals, passed = args
-        live, passed_live = (
-            {i: t for i, t in enumerate(each) if not is_zero(t)} for each in moves[:2]
-        )
+        # Where the backward pass has a dtype of its own, also what residuals are copies
+        # of: the inputs, and by position the operands of products.
         float32 = None
         if cast.is_mixed:
             originals = {i: results.island[i] for i in results.saved}
             float32 = inputs, with_passed(originals, operands)
         outputs = {i: results.island[i] for i in unit.places("is_saved")}
-        read = _Residuals(residuals, passed, outputs, results.saved, float32)
-        found, moved = linear_tangents(read, (live, passed_live))
+        read = residuals, passed, outputs, results.saved, float32
+        live = live_of(moves[0]), live_of(moves[1])
+        found, moved = linear(tangents, read, live, traces)
         return Results(
             island=_or_zeros(results.island, found),
             products=_or_zeros(results.products, moved),
@@ -208,13 +195,8 @@ def _function_of(
     def saved_of(results: Results) -> Saved:
         return {k: x.astype(cast.forward) for k, x in results.products.items()}
 
-    return in_sight(
-        evaluate,
-        derivative,
-        products=[product.equation for product, _ in unit.products],
-        saved_of=saved_of,
-        is_transposed=cast.in_rule,
-    )
+    products = [product.equation for product, _ in unit.products]
+    return in_sight(evaluate, derivative, products, saved_of, cast.in_rule)
 
 
 class _Island:
@@ -261,10 +243,11 @@ class _Island:
 
         `copied`: the inputs, if these copies lack the range of their derivatives.
         """
-        if copied is not None:
-            copies = [*map(_with_derivative_of, copied, copies)]
-        types = zip(copies, self._jaxpr.invars, strict=True)
-        inputs = [x.astype(_jaxpr.dtype_of(v)) for x, v in types]
+        inputs = []
+        for i, (v, x) in enumerate(zip(self._jaxpr.invars, copies, strict=True)):
+            if copied is not None and x.dtype != copied[i].dtype:
+                x = with_value(copied[i], x.astype(copied[i].dtype))
+            inputs.append(x.astype(_jaxpr.dtype_of(v)))
         reached = reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
 
         def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
@@ -291,11 +274,6 @@ class _Island:
         primals = {i: inputs[i] for i in live}
         _, tangents, results = jax.jvp(evaluate, (primals,), (live,), has_aux=True)
         return tangents, {i: results[i] for i in self._read}
-
-
-def _with_derivative_of(x: jax.Array, copy: jax.Array) -> jax.Array:
-    is_half = copy.dtype != x.dtype
-    return with_value(x, copy.astype(x.dtype)) if is_half else copy
 
 
 def _or_zeros(primals: ByPosition, found: ByPosition) -> dict[int, Any]:

@@ -21,7 +21,7 @@ from ... import _jaxpr
 from ..._autocast.dot_general import bilinear
 from ..._autocast.higher_order import Part
 from ..._autocast.interpreter import Interpreter, Notes, TraceCache, Values
-from ..._autocast.marks import Names, tracing
+from ..._autocast.marks import meet, tracing
 from ..._autocast.products import Product
 from ..._autocast.provenance import Origin, Reading
 from ..._jaxpr import JaxprEqn, NameStack, Program, Var
@@ -57,8 +57,7 @@ class ProductGroup:
         return tuple(scope.name for scope in scopes)
 
     def is_kept(self, name: str) -> bool:
-        names = Names(frozenset({name}))
-        return any(names.meet(eqn).is_exempt for eqn in self.equations)
+        return any(meet({name}, eqn).is_exempt for eqn in self.equations)
 
     def names(self) -> list[str]:
         """Names that keep it: of its function, of itself, of its scopes."""
@@ -134,7 +133,7 @@ class Probe:
         flagged = _Flagged(
             forward=self._forward,
             backward=self._backward,
-            names=Names(),
+            names=frozenset(),
             traces=TraceCache(),
             notes=Notes(warned=set()),
             flags=flags,

@@ -11,16 +11,8 @@ from jmp_scale._autocast.recompute.plan import Unit, make_plan
 
 
 def plan_of(fun, *args):
-    jaxpr = jax.make_jaxpr(fun)(*args)
     origins = [Origin.PARAMETER] * len(args)
-    reading = read(
-        jaxpr,
-        origins,
-        jnp.dtype("bfloat16"),
-        is_exempt=lambda eqn: False,
-        share_casts=False,
-    )
-    return make_plan(reading)
+    return make_plan(read(jax.make_jaxpr(fun)(*args), origins, jnp.dtype("bfloat16")))
 
 
 def units_of(fun, *args):

@@ -11,18 +11,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import NameStack
 from jax.sharding import AxisType, Sharding
 
-from .._types import Leaf
-from .primitives import PRODUCTS, REARRANGES
-from .read import (
-    Atom,
-    Program,
-    bare,
-    is_jaxpr,
-    is_no_sequence,
-    open_jaxpr,
-    subjaxprs,
-    variables,
-)
+from . import _jaxpr
+from ._jaxpr import Atom, Program
+from ._types import Leaf
 
 
 def structural_key(jaxpr: Jaxpr) -> Hashable:
@@ -49,14 +40,9 @@ def without_common_scope(jaxpr: Jaxpr) -> tuple[NameStack, Jaxpr]:
     columns = zip(*(stack.stack for stack in stacks), strict=False)
     depth = len([*itertools.takewhile(lambda names: len({*names}) == 1, columns)])
     pairs = zip(jaxpr.eqns, stacks, strict=True)
-    eqns = [with_scopes(eqn, stack[depth:]) for eqn, stack in pairs]
+    eqns = [_jaxpr.with_scopes(eqn, stack[depth:]) for eqn, stack in pairs]
     common = stacks[0][:depth] if stacks else NameStack()
     return common, jaxpr.replace(eqns=eqns)
-
-
-def with_scopes(eqn: JaxprEqn, name_stack: NameStack) -> JaxprEqn:
-    """Replaces the name scopes of an equation."""
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
 
 
 def with_precision(eqn: JaxprEqn, precision: str | None) -> JaxprEqn:
@@ -69,29 +55,13 @@ def with_precision(eqn: JaxprEqn, precision: str | None) -> JaxprEqn:
         return eqn
 
     def change(eqn: JaxprEqn) -> JaxprEqn:
-        params = map_jaxprs(functools.partial(map_equations, change), eqn)
-        if eqn.primitive.name in PRODUCTS and params.get("precision", 0) is None:
+        nested = functools.partial(_jaxpr.map_equations, change)
+        params = _jaxpr.map_jaxprs(nested, eqn)
+        if eqn.primitive.name in _jaxpr.PRODUCTS and params.get("precision", 0) is None:
             params["precision"] = (level, level)
         return eqn.replace(params=params)
 
     return change(eqn)
-
-
-def map_equations(fun: Callable[[JaxprEqn], JaxprEqn], jaxpr: Program) -> Program:
-    """Applies `fun` to each equation of a jaxpr, but not to nested jaxprs."""
-    inner = bare(jaxpr)
-    changed = inner.replace(eqns=[*map(fun, inner.eqns)])
-    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
-
-
-def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, Any]:
-    """Returns the parameters of an equation, with `fun` applied to nested jaxprs."""
-
-    def change(value: object) -> object:
-        return fun(value) if is_jaxpr(value) else value
-
-    items = eqn.params.items()
-    return {k: jax.tree.map(change, v, is_leaf=is_no_sequence) for k, v in items}
 
 
 def inlined(
@@ -102,7 +72,7 @@ def inlined(
     eqns: list[JaxprEqn] = []
 
     def add(body: Program, inputs: Sequence[Atom], scopes: NameStack) -> list[Atom]:
-        inner, values = open_jaxpr(body)
+        inner, values = _jaxpr.open_jaxpr(body)
         fresh = [Var(v.aval) for v in inner.constvars]
         constants.update(zip(fresh, values, strict=True))
         before, after = [*inner.constvars, *inner.invars], [*fresh, *inputs]
@@ -116,12 +86,12 @@ def inlined(
             within = scopes + eqn.source_info.name_stack
             if is_open(eqn):
                 inputs = constrained(inputs, eqn, "in_shardings", within)
-                outputs = add(subjaxprs(eqn)[0], inputs, within)
+                outputs = add(_jaxpr.subjaxprs(eqn)[0], inputs, within)
                 outputs = constrained(outputs, eqn, "out_shardings", within)
             else:
                 outputs = [Var(v.aval) for v in eqn.outvars]
                 renewed = eqn.replace(invars=inputs, outvars=outputs)
-                eqns.append(with_scopes(renewed, within))
+                eqns.append(_jaxpr.with_scopes(renewed, within))
             renamed.update(zip(eqn.outvars, outputs, strict=True))
         return named(inner.outvars)
 
@@ -134,11 +104,11 @@ def inlined(
             atom = found[i]
             if isinstance(atom, Var) and _constrains(sharding):
                 constraint = _sharding_constraint(atom, sharding, call)
-                eqns.append(with_scopes(constraint, scopes))
+                eqns.append(_jaxpr.with_scopes(constraint, scopes))
                 (found[i],) = constraint.outvars
         return found
 
-    outer = bare(jaxpr)
+    outer = _jaxpr.bare(jaxpr)
     outputs = add(jaxpr, outer.invars, NameStack())
     return excerpt(outer, eqns, outer.invars, outputs), constants
 
@@ -159,7 +129,7 @@ def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn
         traced = jax.make_jaxpr(
             functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
         )(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    (eqn,) = bare(traced).eqns
+    (eqn,) = _jaxpr.bare(traced).eqns
     return eqn.replace(
         invars=[x],
         outvars=[Var(x.aval)],
@@ -193,19 +163,14 @@ def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]
         return copy
 
     for eqn in jaxpr.eqns:
-        is_move = eqn.primitive.name in REARRANGES and len(eqn.invars) == 1
-        read = variables(eqn.invars)
+        is_move = eqn.primitive.name in _jaxpr.REARRANGES and len(eqn.invars) == 1
+        read = _jaxpr.variables(eqn.invars)
         if is_move and any(v in inputs or v in moves for v in read):
             moves[eqn.outvars[0]] = eqn
         else:
             eqns.append(eqn.replace(invars=[*map(own, eqn.invars)]))
     outputs = [*map(own, jaxpr.outvars)]
     return excerpt(jaxpr, eqns, [*jaxpr.invars, *copies], outputs), copied
-
-
-def as_copy(eqn: JaxprEqn) -> JaxprEqn:
-    """An equation that returns what the given one reads."""
-    return eqn.replace(primitive=jax.lax.copy_p, params={})
 
 
 def excerpt(

@@ -1,0 +1,432 @@
+"""Traced programs: tables of primitives, what jaxprs hold, and their evaluation.
+
+The parameters of JAX's higher-order primitives are not a public interface and change
+between releases, so their layout is inferred from shapes if possible. Other equations
+are opaque.
+"""
+
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+import jax.extend.core.primitives
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.source_info_util import NameStack
+from jax.interpreters import ad
+
+from ._types import Leaf
+
+Atom = Var | Literal
+Program = Jaxpr | ClosedJaxpr  # jax 0.12 has one kind only
+
+# What a size that is symbolic (`jax.export`) counts as: several, so that an axis of a
+# batch is not taken for one row, and a sum over it is small.
+_SYMBOLIC_SIZE = 8
+_text = functools.cache(str)  # NumPy needs a microsecond for the name of a dtype
+
+
+def words(text: str) -> frozenset[str]:
+    """Splits a text into a set of names."""
+    return frozenset(text.split())
+
+
+# Sets of primitives by their properties, by the names in a printed jaxpr.
+
+# Matrix products and convolutions.
+PRODUCTS = words("conv_general_dilated dot_general ragged_dot_general")
+# Products with scales: `jax.lax.scaled_dot` and `jax.nn.scaled_matmul`.
+SCALED_PRODUCTS = words("scaled_dot scaled_matmul_wrapper")
+# Calls of a function without a custom derivative rule.
+CALLS = words("closed_call jit")
+
+# The result has each element of the only operand once, in another order or shape.
+REARRANGES = words("copy reshape rev sharding_constraint squeeze transpose")
+# Elements of the result are elements of the first operand; the others say where.
+LOOKUPS = words("dynamic_slice gather")
+# Elements of the result are elements of the first operand, possibly cast.
+SAME_ENTRIES = REARRANGES | words("""
+    broadcast_in_dim convert_element_type device_put dynamic_slice gather name
+    optimization_barrier pbroadcast pvary reduce_precision slice stop_gradient tile
+""")
+# The result is linear in floating-point operands, so that no derivative reads them.
+LINEAR = REARRANGES | words("""
+    add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
+    gather imag name neg optimization_barrier pad pbroadcast pvary real reduce_sum
+    reshard select_n slice split stop_gradient sub
+""")
+# The result counts as a parameter if an operand is a parameter.
+SCALINGS = LINEAR | words("div mul")
+# The result is cheaper to recompute than to save. `gather` is excluded: on a sharded
+# table, recomputing it costs communication.
+CHEAP = LINEAR - {"gather"} | words("""
+    abs acos acosh and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type
+    cbrt ceil clamp cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    integer_pow iota is_finite le lgamma log log1p logistic lt max min mul ne nextafter
+    not or population_count pow reduce_and reduce_max reduce_min reduce_or
+    reduce_precision reduce_prod rem round rsqrt shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square tan tanh xor
+""")
+# Parts of the names of primitives that wait for a condition, or pass their operands to
+# the host: io_callback, pure_callback, debug_callback, pallas_call.
+WAITS_OR_SHOWS = words("while cond check callback ffi_call custom_call pallas")
+
+# Primitives of JAX that are not in any public module, and Equinox's primitives, which
+# mark values and compute nothing.
+_UNLISTED = words("""
+    addupdate freeze new_ref pbroadcast platform_index psum_invariant pvary
+    ragged_dot_general random_clone random_unwrap random_wrap reduce_scatter reshard
+    scaled_dot shard_map unreduced_psum announce_jaxpr maybe_set nonbatchable
+    nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any
+    unvmap_max vprim
+""")
+
+
+@functools.cache
+def known_primitives() -> frozenset[str]:
+    """Returns names of JAX's primitives; new and foreign primitives are opaque."""
+    # JAX has no list of its primitives, so they are collected from public modules.
+    return _UNLISTED.union(
+        primitive.name
+        for module in (jax.lax, jax.extend.core.primitives)
+        for primitive in vars(module).values()
+        if isinstance(primitive, Primitive)
+    )
+
+
+def is_literal(atom: Atom) -> TypeGuard[Literal]:
+    """Whether an input of an equation is a literal."""
+    return isinstance(atom, Literal)
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Returns the atoms that are not literals."""
+    return [v for v in atoms if isinstance(v, Var)]
+
+
+def shape(atom: Atom) -> tuple[int, ...]:
+    """Returns the shape of a variable; () if its type has none."""
+    dims = getattr(atom.aval, "shape", ())
+    return tuple(d if isinstance(d, int) else _SYMBOLIC_SIZE for d in dims)
+
+
+def size(atom: Atom) -> int:
+    """Returns the number of elements of a variable; 1 if its type has no shape."""
+    return math.prod(shape(atom))
+
+
+def dtype_of(atom: Atom) -> np.dtype:
+    """Returns the dtype of a variable that is an array."""
+    aval: Any = atom.aval
+    return aval.dtype
+
+
+def bytes_per_entry(atom: Atom) -> int:
+    """Returns bytes per element; 8 if the dtype has no itemsize, such as a PRNG key."""
+    return getattr(getattr(atom.aval, "dtype", None), "itemsize", 8)
+
+
+def dtype_name(atom: Atom) -> str:
+    """Returns the name of a dtype, such as "float16"; "" if the type has none."""
+    return _text(getattr(atom.aval, "dtype", ""))
+
+
+def is_float32(atom: Atom) -> bool:
+    """Whether a variable has the dtype float32."""
+    return dtype_name(atom) == "float32"
+
+
+def is_floating(atom: Atom) -> bool:
+    """Whether a variable has a real or complex floating-point dtype of any width."""
+    return "float" in dtype_name(atom) or "complex" in dtype_name(atom)
+
+
+def is_reference(atom: Atom) -> bool:
+    """Whether a variable is a reference to an array, which equations write."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def constant(value: object) -> np.ndarray | None:
+    """Returns a constant of up to 65,536 elements as float64; None for others."""
+    with contextlib.suppress(Exception):
+        if getattr(value, "size", 1) <= 65_536:
+            array = np.asarray(value)
+            if array.dtype.kind in "biuf" or array.dtype.name == "bfloat16":
+                return array.astype(np.float64)
+    return None
+
+
+def has_infinite_entries(value: Leaf) -> bool:
+    """Whether a constant of any size is known to have infinite elements."""
+    with contextlib.suppress(Exception):
+        return bool(np.isinf(value).any())
+    return False
+
+
+def bare(jaxpr: Program) -> Jaxpr:
+    """Returns a jaxpr without the values of its constants."""
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner
+
+
+def open_jaxpr(jaxpr: Program) -> tuple[Jaxpr, list[Leaf]]:
+    """Returns a bare jaxpr and the values of its constants, None if unknown."""
+    inner = bare(jaxpr)
+    consts = list(getattr(jaxpr, "consts", ()) or ())
+    # A bare jaxpr has variables for its constants, but no values.
+    if len(consts) != len(inner.constvars):
+        consts = [None] * len(inner.constvars)
+    return inner, consts
+
+
+def is_jaxpr(value: object) -> TypeGuard[Program]:
+    """Whether a parameter of an equation is a jaxpr."""
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def is_no_sequence(value: object) -> bool:
+    """Whether a parameter of an equation is a leaf; lists are searched."""
+    return not isinstance(value, (tuple, list))
+
+
+# Under `JAX_REMAT3`, `JAX_CUSTOM_JVP3` and the like (jax 0.12) checkpoints, functions
+# with rules and scans are equations of one primitive. Its parameter is an object of
+# `jax.experimental.hijax`, whose class says which of these primitives it replaces.
+_REPLACED = {
+    "RematTraced": "remat2",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "Scan3": "scan3",
+    "AutocastProducts": "custom_jvp_call",  # our own, of `_autocast.policies`
+}
+
+
+def _box_of(eqn: JaxprEqn) -> Any:
+    """The `HiPrim` that an equation calls, None if it calls none."""
+    return eqn.params.get("_prim")
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """The name of an equation's primitive, or of that which its object replaces."""
+    return _REPLACED.get(type(_box_of(eqn)).__name__, eqn.primitive.name)
+
+
+def params_of(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation, or of the object that it calls."""
+    box = _box_of(eqn)
+    return eqn.params if box is None else box.params
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than to return results; `Scan3` does not say it."""
+    return bool(eqn.effects) or any(map(is_reference, variables(eqn.invars)))
+
+
+def subjaxprs(eqn: JaxprEqn) -> list[Program]:
+    """Returns all jaxprs among the parameters of an equation."""
+    values = jax.tree.leaves([*params_of(eqn).values()], is_leaf=is_no_sequence)
+    # An object of hijax contains the result of `jax.jit(f).trace`.
+    traced = jax.stages.Traced
+    opened = (x.jaxpr if isinstance(x, traced) else x for x in values)
+    return [*filter(is_jaxpr, opened)]
+
+
+def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
+    """Yields all equations of a jaxpr, including those of nested jaxprs."""
+    for eqn in bare(jaxpr).eqns:
+        yield eqn
+        yield from equations_within(eqn)
+
+
+def equations_within(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yields all equations of an equation's nested jaxprs."""
+    for nested in subjaxprs(eqn):
+        yield from equations(nested)
+
+
+def fits(jaxpr: Program, inputs: int, outputs: int) -> bool:
+    """Whether a nested jaxpr has these numbers of inputs and outputs."""
+    inner = bare(jaxpr)
+    return len(inner.invars) == inputs and len(inner.outvars) == outputs
+
+
+def name_of_call(eqn: JaxprEqn) -> str:
+    """Returns the name of the function that an equation calls, "" if unknown."""
+    (inner, *_) = map(bare, subjaxprs(eqn))
+    return params_of(eqn).get("name") or getattr(inner.debug_info, "func_name", "")
+
+
+def mesh_size(eqn: JaxprEqn) -> int:
+    """Returns the number of devices of a `shard_map`; 1 for other equations."""
+    is_map = eqn.primitive.name == "shard_map"
+    return eqn.params["mesh"].size if is_map else 1
+
+
+class Loop(NamedTuple):
+    """A scan or while: its body, and the layout of its operands."""
+
+    body: Program  # runs in each iteration
+    consts: int  # number of leading inputs that are equal in all iterations
+    carry: int  # number of following inputs, which the previous iteration computes
+    offset: int  # position of the body's first input among the equation's operands
+    trips: int | None  # number of iterations; None if it depends on the data
+
+    @property
+    def carries(self) -> list[Var]:
+        """The variables of the body that the previous iteration computes."""
+        inner, _ = open_jaxpr(self.body)
+        return inner.invars[self.consts : self.consts + self.carry]
+
+
+def loop_of(eqn: JaxprEqn) -> Loop | None:
+    """Returns the layout of a scan or while; None for other or opaque equations."""
+    params = eqn.params
+    if eqn.primitive.name == "while":
+        consts, offset = params["body_nconsts"], params["cond_nconsts"]
+        return Loop(params["body_jaxpr"], consts, len(eqn.outvars), offset, None)
+    bodies = subjaxprs(eqn) if eqn.primitive.name == "scan" else []
+    if len(bodies) != 1 or not fits(bodies[0], len(eqn.invars), len(eqn.outvars)):
+        return None
+    inner = bare(bodies[0])
+    # Scanned operands and stacked results have one more axis outside than inside.
+    pairs = zip(eqn.invars, inner.invars, strict=True)
+    same_in = [shape(a) == shape(b) for a, b in pairs]
+    pairs = zip(eqn.outvars, inner.outvars, strict=True)
+    same_out = [shape(a) == shape(b) for a, b in pairs]
+    held, carry = sum(same_in), sum(same_out)
+    # The order is consts, carries, scanned. Any other layout is not known here.
+    if not (all(same_in[:held]) and all(same_out[:carry]) and carry <= held):
+        return None
+    return Loop(bodies[0], held - carry, carry, offset=0, trips=params["length"])
+
+
+class Rule(NamedTuple):
+    """The rule of a custom_jvp call: (primals, tangents) to results and tangents."""
+
+    jaxpr: ClosedJaxpr
+    zeros: Sequence[bool]  # the results without a tangent, which the jaxpr leaves out
+
+
+def jvp_rule(eqn: JaxprEqn) -> Rule | None:
+    """Returns the rule of a custom_jvp call; None if it cannot be read."""
+    with contextlib.suppress(Exception):
+        if (box := _box_of(eqn)) is not None:
+            return Rule(_boxed_rule(box), [False] * len(eqn.outvars))
+        # JAX asks of each tangent whether it is zero; the rule is traced for no zeros.
+        primals = len(eqn.invars) - eqn.params["num_consts"]
+        traced = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * primals)
+        jaxpr, consts, zeros = traced
+        return Rule(ClosedJaxpr(bare(jaxpr), consts), zeros)
+    return None
+
+
+def _boxed_rule(box: Any) -> ClosedJaxpr:
+    types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in box.in_avals_flat]
+
+    def rule(*arrays: jax.Array) -> list[jax.Array]:
+        sides = arrays[: len(types)], arrays[len(types) :]
+        found = box.jvp(*(jax.tree.unflatten(box.in_tree, side) for side in sides))
+        primals, tangents = map(box.out_tree.flatten_up_to, found)
+        return [*primals, *map(ad.instantiate_zeros, tangents)]
+
+    return jax.make_jaxpr(rule)(*types, *types)
+
+
+# Files that the user did not write.
+_INSTALLED = re.compile(r"/lib/python3|-packages\b")
+
+
+def place_of(eqns: Iterable[JaxprEqn]) -> str:
+    """Returns " (file:line, function)" of the first equation that a user's line made.
+
+    It is "" if there is none.
+    """
+    for eqn in eqns:
+        for frame in getattr(eqn.source_info.traceback, "frames", ()):
+            if not _INSTALLED.search(frame.file_name):
+                return f" ({frame.file_name}:{frame.line_num}, {frame.function_name})"
+    return ""
+
+
+def evaluate(eqn: JaxprEqn, values: Sequence[Leaf], **params: Any) -> list[jax.Array]:
+    """Evaluates an equation with these operands; `params` replace its own.
+
+    It follows `jax.core.eval_jaxpr`, which would need a jaxpr for each equation.
+    """
+    bound = eqn.primitive.get_bind_params({**eqn.params, **params})
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.8
+    where = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + where.name_stack
+    context = source_info_util.user_context(where.traceback, name_stack=name_stack)
+    with context, eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *values, **bound)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def evaluate_all(
+    jaxpr: Jaxpr,
+    inputs: Sequence[Leaf],
+    consts: Sequence[Leaf] = (),
+    change: Callable[[Var, jax.Array], jax.Array] = lambda var, value: value,
+) -> list[jax.Array]:
+    """Evaluates a bare jaxpr equation by equation, and returns its outputs.
+
+    `change` maps a variable and its computed value to the value to use.
+    """
+    arguments = [*consts, *inputs]
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+    for eqn in jaxpr.eqns:
+        results = evaluate(eqn, [value_of(atom, values) for atom in eqn.invars])
+        for var, value in zip(eqn.outvars, results, strict=True):
+            values[var] = change(var, value)
+    return results_of(jaxpr, values)
+
+
+def results_of(jaxpr: Jaxpr, values: Mapping[Var, jax.Array]) -> list[jax.Array]:
+    """Returns the outputs of a jaxpr from the values of its variables."""
+    return [
+        jnp.asarray(v.val) if isinstance(v, Literal) else values[v]
+        for v in jaxpr.outvars
+    ]
+
+
+def value_of(atom: Atom, values: Mapping[Var, jax.Array]) -> jax.Array:
+    """Returns the value of a literal or of a variable."""
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def scope(name_stack: NameStack) -> AbstractContextManager[None]:
+    """Returns a context that adds these name scopes to operations."""
+    current = source_info_util.current_name_stack()
+    return source_info_util.set_name_stack(current + name_stack)
+
+
+def with_scopes(eqn: JaxprEqn, name_stack: NameStack) -> JaxprEqn:
+    """Replaces the name scopes of an equation."""
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
+
+
+def map_equations(fun: Callable[[JaxprEqn], JaxprEqn], jaxpr: Program) -> Program:
+    """Applies `fun` to each equation of a jaxpr, but not to nested jaxprs."""
+    inner = bare(jaxpr)
+    changed = inner.replace(eqns=[*map(fun, inner.eqns)])
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)
+
+
+def map_jaxprs(fun: Callable[[Program], Program], eqn: JaxprEqn) -> dict[str, Any]:
+    """Returns the parameters of an equation, with `fun` applied to nested jaxprs."""
+
+    def change(value: object) -> object:
+        return fun(value) if is_jaxpr(value) else value
+
+    items = eqn.params.items()
+    return {k: jax.tree.map(change, v, is_leaf=is_no_sequence) for k, v in items}

@@ -73,7 +73,8 @@ def restore_older(load: Callable[[PyTree], PyTree], state: T) -> T:
 
     As `restore_without_loss_scale`, but only the guard, which warms up again, comes
     from `state`. A checkpoint that has the guard is restored whole: `load` gets the
-    template with a guard first, and one without if that does not fit.
+    template with a guard first, and one without if that does not fit, or if it raises a
+    `ValueError`, `TypeError` or `KeyError`.
     """
     restore = functools.partial(_restore, "restore_older", load, state)
     try:
@@ -222,4 +223,6 @@ def _fits(value: Leaf, like: Leaf) -> bool:
 
 
 def _type(x: Leaf) -> str:
-    return "nothing" if x is None else f"{jnp.result_type(x)}{[*jnp.shape(x)]}"
+    if x is None:
+        return "nothing"
+    return f"{getattr(x, 'dtype', type(x).__name__)}{[*getattr(x, 'shape', ())]}"

@@ -266,6 +266,7 @@ def test_a_loss_scale_is_expected_in_the_state_alone(saved, state, message):
         (PARAMS | {"v": jnp.ones(3)}, r"only in the checkpoint: +params/v\n"),
         (PARAMS | {"w": jnp.ones(4)}, r"params/w \(float32\[4\] for float32\[3\]\)"),
         (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w \(float16\[3\] for fl"),
+        (PARAMS | {"w": "text"}, r"params/w \(str\[\] for float32"),
         (jax.eval_shape(lambda: PARAMS), r"state: +params/b \(nothing for .*params/w"),
     ],
 )

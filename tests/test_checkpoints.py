@@ -277,6 +277,17 @@ def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
         restore(lambda _: saved, make_state(guard=GUARD))
 
 
+def test_states_without_arrays_may_stand_in_mappings_at_any_depth_and_alone():
+    state = jmp_scale.with_loss_scale(optax.sgd(0.1)).init(PARAMS)._asdict()
+    del state["inner_state"], state["guard"]  # as NNX leaves them out
+    new = {"tx": state, "disc": {"step": jnp.int32(0), "tx": state}, "list": [state]}
+    saved = {"disc": {"step": jnp.int32(3)}, "list": []}
+    templates = []
+    restored = restore_without_loss_scale(lambda x: templates.append(x) or saved, new)
+    assert restored["disc"] == new["disc"] | {"step": 3}
+    assert templates == [{"disc": {"step": 0}, "list": [None]}]
+
+
 @pytest.mark.parametrize(("tx", "on_disk"), ON_DISK)
 def test_an_nnx_state_without_a_guard_is_restored(tx, on_disk, tmp_path):
     loss_scale = jmp_scale.DynamicLossScale(8.0) if on_disk else None

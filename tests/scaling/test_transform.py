@@ -222,6 +222,12 @@ def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
 
 PLAIN, ADAM = optax.with_extra_args_support(optax.sgd(0.1)), optax.adam(0.1)
 LEAF, KERNEL = {"conv": PARAMS["w"]}, {"conv": {"kernel": PARAMS["w"]}}
+DIFFERENT = [
+    ({"w": 0.0}, PARAMS),
+    (LEAF, KERNEL),
+    (PARAMS["w"], KERNEL),
+    (KERNEL, LEAF),
+]
 VALUES = [jnp.ones(2), (jnp.float32(1.0), {"aux": 2.0}), {}, "x", [jnp.float32(1.0)]]
 
 
@@ -247,10 +253,7 @@ MISTAKES = [
     ),
     *(
         ({"params": params, "grads": grads}, ValueError, "of the structure of the par")
-        for grads, params in (
-            *(({"w": 0.0}, PARAMS), (LEAF, KERNEL)),
-            *((PARAMS["w"], KERNEL), (KERNEL, LEAF)),
-        )
+        for grads, params in DIFFERENT
     ),
 ]
 

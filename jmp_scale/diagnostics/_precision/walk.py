@@ -123,7 +123,7 @@ class Walk:
         firsts = step.ins if step.name == "max" else step.ins[:1]
         is_usual = starts and any(fact.single == 0 for fact in firsts)
         if is_usual and step.line not in self._lost:
-            # `0 + x` is Python's `sum([x])`, and `max(x, 0)` is a relu: no lost epsilon.
+            # `0 + x` is Python's `sum([x])`, `max(x, 0)` is a relu: no lost epsilon.
             outs = [replace(outs[0], epsilon=None)]
         self.found.extend(faults(step))
         if step.backward:

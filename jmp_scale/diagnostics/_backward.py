@@ -46,6 +46,15 @@ class Loss:
         for fun in (self.fun, self.transform):
             cure = "pass the function itself, not its result"
             require_callable(self.function, fun, cure)
+        numbers = range(-len(self.args), len(self.args))
+        # A filter of NNX, or a number out of range, is left to the transformation.
+        given = jax.tree.leaves(self.argnums)
+        chosen = [self.args[n] if n in numbers else n for n in given]
+        if not jax.tree.leaves(chosen):
+            raise TypeError(
+                f"{self.function}: expected arrays to differentiate, got none at "
+                f"argnums={self.argnums}; name the arguments that are trained"
+            )
 
     def of(self, out: PyTree) -> PyTree:
         """Returns the loss in what `fun` returned, which is checked."""

@@ -61,6 +61,8 @@ OF_FLOAT16 = {
     "floor_under_a_root": lambda h: jnp.sqrt(jnp.maximum(h, 1e-8)),  # !half-division
     "epsilon_in_a_log": lambda h: jnp.log((h + 1e-20).astype(F32)),  # !half-division
     "wide_division": lambda h: 1 / (abs(h) + 1e-8).astype(F32),  # !half-division
+    "epsilon_of_numpy": lambda h: h / (abs(h) + np.float16(1e-8)),  # !half-division
+    "epsilon_of_jax": lambda h: h / (abs(h) + jnp.asarray(1e-8, F16)),  # !half-division
     "epsilon_in_maximum": lambda h: h / jnp.maximum(jnp.abs(h), 1e-8),  # !half-division
 }
 OF_BFLOAT16 = {
@@ -147,6 +149,11 @@ def mask_cast_by_numpy(x: F16):
     return x + bias
 
 
+def constant_between_others(x):
+    table = np.array([-5, 1e-9, 1, 5], np.float32)
+    return x[:4].astype(F16) * jnp.asarray(table).astype(F16)  # !half-constant
+
+
 def epsilon_before_the_divisor(h: F16):
     h = h / sum([jnp.max(h)])  # starts at 0, which is no epsilon
     return h / (1e-8 + jnp.max(jnp.abs(h)))  # !half-division
@@ -162,6 +169,16 @@ def loop_counter(x):
         return jnp.maximum(total, i.astype(F16))  # !half-integers
 
     return lax.fori_loop(0, 5000, body, x[0].astype(F16))
+
+
+def running_sum_in_a_branch(x):
+    h = x.astype(F16)
+
+    def body(i, total):
+        add = lambda total: total + h[0]  # noqa: E731
+        return lax.cond(i > 5, add, jnp.positive, total)  # !half-carry
+
+    return lax.fori_loop(0, 64, body, F16(0))
 
 
 def running_sum_in_while(x):

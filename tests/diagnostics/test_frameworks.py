@@ -133,6 +133,12 @@ MISTAKES = {
     "aux": ((lambda w: (half(w), w), W), {}, "pass has_aux=True"),
     "no aux": ((half, W), {"has_aux": True}, r"\(loss, aux\) with has_aux"),
     "text": ((lambda w: "loss", W), {}, "scalar loss, got a str"),
+    "no argnums": (
+        (half, W),
+        {"argnums": ()},
+        r"differentiate, got none at argnums=\(\)",
+    ),
+    "nothing": ((half, {}), {}, "differentiate, got none at argnums=0"),
     "a function": ((half, NOT_ALL_ARRAYS), {}, FILTER),
 }
 

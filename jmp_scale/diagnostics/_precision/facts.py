@@ -54,9 +54,12 @@ def of_constant(value: object, dtype: str) -> Fact:
         return of_dtype(dtype)
     low, high = float(array.min()), float(array.max())
     # A float32 mask of 0 and -10,000 has integers, but they are not counts.
-    is_mask = low < high and np.unique(array).size <= _MOST_OF_A_MASK
-    integral = bool(np.all(array == np.floor(array))) and not is_mask
-    extreme = next(filter(is_lost, (low, high)), 0.0)
+    values = np.unique(array)
+    has_few = values.size <= _MOST_OF_A_MASK
+    integral = bool(np.all(array == np.floor(array))) and not (has_few and low < high)
+    # The least of many values may become 0, as at the ends of a window.
+    ends = [value for value in (low, high) if abs(value) > 1]
+    extreme = next(filter(is_lost, values.tolist() if has_few else ends), 0.0)
     return Fact(low, high, is_integer(dtype) or integral, extreme)
 
 
@@ -71,11 +74,12 @@ def of_atom(atom: Atom) -> Fact:
 def join(a: Fact, b: Fact) -> Fact:
     """Returns the fact of an array whose elements are taken from either of two."""
     carries = {*a.forms, *b.forms}
+    is_mask = a.single is not None and b.single is not None
     return replace(
         a,
         low=min(a.low, b.low),
         high=max(a.high, b.high),
-        integral=a.integral and b.integral,
+        integral=a.integral and b.integral and not is_mask,
         extreme=a.extreme or b.extreme,
         epsilon=None,
         summed=max(a.summed, b.summed),

@@ -120,8 +120,10 @@ class Walk:
             outs = [replace(outs[0], summed=step.ins[0].summed)]
         # The place is found last, because finding it for all would take minutes.
         starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in step.ins)
-        if starts and step.line not in self._lost:
-            # The program adds 0, as `sum([x])` does, or has a relu: no lost epsilon.
+        firsts = step.ins if step.name == "max" else step.ins[:1]
+        is_usual = starts and any(fact.single == 0 for fact in firsts)
+        if is_usual and step.line not in self._lost:
+            # `0 + x` is Python's `sum([x])`, `max(x, 0)` is a relu: no lost epsilon.
             outs = [replace(outs[0], epsilon=None)]
         self.found.extend(faults(step))
         if step.backward:
@@ -148,7 +150,9 @@ class Walk:
                 functools.reduce(join, cases) for cases in zip(*results, strict=True)
             ]
             chosen = opaque_forms(ins[:1])
-            return [replace(out, forms={**out.forms, **chosen}) for out in outs]
+            return [
+                replace(out, maker=step, forms={**out.forms, **chosen}) for out in outs
+            ]
         is_call = step.name not in ("cond", "scan", "while")
         if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
             outs = self._run(bodies[0], ins, step)

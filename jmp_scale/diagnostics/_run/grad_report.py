@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._scaling.loss_scale import LossScale, scale_value
-from ..._types import Leaf, PyTree
+from ..._types import Arrays, Leaf, PyTree
 from .._tables import leaf_name, percent, power, printed, table
 from . import casts
 
@@ -155,14 +155,23 @@ def _counts(
         scaled >= overflow,
         ~finite,
     )
-    # Counts are subtracted, because LLVM makes one float comparison of two of integers,
-    # such as bits > 0 and scaled <= zero_up_to, and takes a subnormal for zero.
-    zero, nonzero, normal, infinite, nonfinite = (
-        jnp.sum(mask, dtype=jnp.uint32) for mask in masks
+    operands = [jnp.where(finite, bits, 0), *(x.astype(jnp.uint32) for x in masks)]
+    starts = [np.int32(0), *[np.uint32(0)] * len(masks)]
+
+    def join(a: Arrays, b: Arrays) -> tuple[jax.Array, ...]:
+        counts = [x + y for x, y in zip(a[1:], b[1:], strict=True)]
+        return jnp.maximum(a[0], b[0]), *counts
+
+    # XLA:CPU does not fuse six reductions, which take a hundred times as long.
+    axes = tuple(range(bits.ndim))
+    amax, zero, nonzero, normal, infinite, nonfinite = lax.reduce(
+        operands, starts, join, axes
     )
     size = np.uint32(bits.size)
+    # Counts are subtracted, because LLVM makes one float comparison of two of integers,
+    # such as bits > 0 and scaled <= zero_up_to, and takes a subnormal for zero.
     return {
-        "amax": jnp.max(jnp.where(finite, bits, 0), initial=0),
+        "amax": amax,
         "size": size,
         "zero": zero,
         "flushed": size - zero - nonzero,

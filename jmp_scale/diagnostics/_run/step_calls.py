@@ -111,11 +111,15 @@ class Check:
         self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
         self.arrays = {path: x for path, x in self._leaves.items() if is_data(x)}
         self.names: dict[Path, str] = {}  # as a reader writes them, `args[0]['w']`
-        self._in_modules: set[Path] = set()
         for keys, _ in pairs:
             path = path_of(keys)
             self.names[path] = f"args{jax.tree_util.keystr(keys[: len(path)])}"
-            if len(path) < len(keys):
+        # Variables of NNX outside of modules, as in an optimizer's state, are results.
+        nodes = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module)
+        modules = [path_of(keys) for keys, node in nodes if is_module(node)]
+        self._in_modules: set[Path] = set()
+        for path in self._leaves:
+            if any(_is_below(path, module) for module in modules):
                 self._in_modules.add(path)
         # Of a StaticLossScale, which has no leaves, S; of the others their paths.
         self.fixed = [scale.loss_scale for scale in _constant_scales(args)]

@@ -167,9 +167,10 @@ def nan_in_batch(check: Check) -> None:
             counts = is_finite or run.moved((*state, "nonfinite_losses"))
             if (*state, "loss_scale") in check.scales and not counts:
                 check.add("no value", check.node_name(state, "skipped"))
-        is_whole = len(run.skipped) == len(check.states)
+        # A call of several steps, or members, may apply others.
+        applied = [host(run.after[*state, "applied"]).any() for state in check.states]
         # With a loss scale, what changes on a skip was found at S = inf.
-        is_new = is_whole and not (check.scales or check.fixed)
+        is_new = not (any(applied) or check.scales or check.fixed)
         changes = "changed on a skip" if is_new else ""
         return _left_unchanged(check, run, "NaN stays", changes, paths)
     if check.states or check.scales:

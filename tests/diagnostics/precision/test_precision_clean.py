@@ -149,6 +149,9 @@ def test_masks_positions_and_noise_that_half_precision_holds(policy):
         h = jnp.where(h > 0, h, jnp.asarray(-jnp.inf, dtype))
         h = h + jnp.arange(16, dtype=dtype)[:, None] + jnp.eye(16, 64, dtype=dtype)
         h = h + jnp.linspace(-1, 1, 5000, dtype=dtype)[:16, None]
+        h = h * jnp.asarray(np.geomspace(1e-9, 1, 16)).astype(dtype)[:, None]
+        number = lax.cond(x[0, 0] > 0, lambda: F32(4096), lambda: F32(0))
+        h = h + number.astype(dtype)
         h = h + jax.nn.one_hot(jnp.arange(5000) % 16, 64, dtype=dtype)[:16]
         angles = jnp.arange(5000)[:, None] * jnp.exp(-jnp.arange(64) / 8.0)
         h = h + jnp.sin(angles)[:16].astype(dtype)

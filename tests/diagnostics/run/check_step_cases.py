@@ -372,13 +372,15 @@ def ensemble():
     return jax.jit(jax.vmap(learned)), args
 
 
-def several_steps_in_a_call():
+def several_steps_in_a_call(ls="dynamic"):
+    step, (params, state, _) = step_of(ls=ls)
+
     def one(carry, x):
-        *carry, loss = learned(*carry, x)
+        *carry, loss = step(*carry, x)
         return tuple(carry), loss
 
     run = jax.jit(lambda carry, xs: lax.scan(one, carry, xs), donate_argnums=0)
-    return run, ((PARAMS, TX.init(PARAMS)), jnp.stack([X, X + 1, X + 2]))
+    return run, ((params, state), jnp.stack([X, X + 1, X + 2]))
 
 
 # Frameworks.
@@ -464,6 +466,18 @@ def nnx_step(mistake=None, inner="adamw", plain=False, with_metrics=False):
             optimizer.update(model, grads, **value)
         return loss
 
+    if mistake == "statistics kept":
+
+        @nnx.jit
+        def functional(model, state, x):
+            params, take = nnx.state(model, nnx.Param), nnx.value_and_grad
+            run = jmp_scale.value_and_grad(loss_of, state.loss_scale, transform=take)
+            loss, grads = run(model, x)
+            updates, state = TX.update(grads, state, params, value=loss)
+            nnx.update(model, optax.apply_updates(params, updates))
+            return state, loss
+
+        return functional, (model, TX.init(nnx.state(model, nnx.Param)), X)
     if not with_metrics:
         return step, (model, optimizer, X)
     # As in Flax's tutorial: a mean for the log among the arguments, of all calls.
@@ -746,6 +760,7 @@ WRONG = {
         **cases(haiku, "not selected"),
         **cases(linen, "replaced"),
         **cases(nnx_step, "own gradient"),
+        **cases(nnx_step, "statistics kept"),
     },
     "no value": {
         **cases(step_of, "no value"),
@@ -770,6 +785,7 @@ RIGHT = {
     **cases(nnx_step, with_metrics=True),
     **cases(nnx_step, plain=True),
     **cases(pmapped, donate=True),
+    **cases(several_steps_in_a_call, ls="none"),
     **cases(no_loss_scale),
     **cases(no_loss_scale, inner="half parameters"),
 }

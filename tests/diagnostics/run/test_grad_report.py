@@ -51,6 +51,13 @@ def test_narrow_leaves_are_counted_by_their_values(leaf_dtype):
     assert counts_of(report) == expected
 
 
+def test_the_gradients_are_read_once():
+    leaves = [jnp.ones((300, 400)), jnp.ones(5000)]
+    compiled = jitted_report.lower(leaves, jnp.float32(1)).compile()
+    size = 4 * sum(x.size for x in leaves)
+    assert compiled.cost_analysis()["bytes accessed"] < 1.1 * size
+
+
 def test_a_complex_entry_counts_as_two_and_amax_is_that_of_the_finite_entries():
     x = np.array([1 + 1e-9j, 0 + np.inf * 1j], np.complex64)
     more = {"b": np.float32([1e-42, 2e-44]), "c": np.zeros(3, np.float32)}

@@ -198,7 +198,8 @@ def _half_parameters(
         f"the parameters are {dtype} ({count}{first}), so that small updates round to "
         "nothing; keep float32 parameters and cast them inside the loss, wrap the "
         "optimizer in with_half_parameters (and pass its opt_state), or, if they are "
-        "frozen, differentiate the trained ones alone"
+        "frozen, differentiate the trained ones alone (in NNX by "
+        "transform=optimizer.value_and_grad)"
     )
     place = place_of_function(fun, caller)
     yield finding_at(place, "half-parameters", "error", message, dtype)

@@ -47,6 +47,7 @@ def test_a_weight_that_a_half_precision_product_makes_is_told():
     assert lora(lambda x, w, a, b: x @ (w + kept(a, b))) == ()
 
 
+@pytest.mark.filterwarnings("ignore:autocast")
 @pytest.mark.parametrize("name", one_of(16, sorted(ALL)))
 def test_every_program_is_read_and_where_autocast_has_changed_it(name):
     fun, args, *_ = ALL[name]

@@ -470,7 +470,7 @@ def exp_in_a_scan(w, x):
 
 
 def test_an_unreadable_scan_is_walked_through_and_said_to_be_unread(monkeypatch):
-    monkeypatch.setattr(jmp_scale._jaxpr, "_scan_layout", lambda eqn: None)
+    monkeypatch.setattr(jmp_scale._jaxpr, "loop_of", lambda eqn: None)
     report = precision_report(exp_in_a_scan, W, X)
     assert [name for name, _ in report.not_looked_into] == ["scan"]
     assert rules(exp_in_a_scan, W, X) == ["half-exp"]

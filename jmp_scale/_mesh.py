@@ -211,6 +211,6 @@ def all_gather(x: jax.Array, axes: Axes, dimension: int) -> jax.Array:
     """All devices' shares one after the other, equal on all of them also for JAX."""
     if not varying_axes(x):
         return lax.all_gather(x, axes, axis=dimension, tiled=True)
-    if gather := getattr(lax, "all_gather_invariant", None):  # until jax 0.9
+    if gather := getattr(lax, "all_gather_invariant", None):  # until jax 0.8.1
         return gather(x, axes, axis=dimension, tiled=True)
     return lax.all_gather(x, axes, axis=dimension, tiled=True, to="invarying")

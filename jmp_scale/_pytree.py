@@ -149,7 +149,7 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
 
 
 def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:
-    """Casts powers of two, which bfloat16 (as EasyLM saves) holds as exactly."""
+    """Casts powers of two, which the bfloat16 of some checkpoints holds exactly."""
     dtypes = jnp.result_type(x), jnp.result_type(like)
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return x

@@ -27,7 +27,6 @@ from ._types import Leaf, PyTree
 
 T = TypeVar("T")
 Form = Callable[[PyTree], PyTree]  # of a state, as it was once
-_NOTHING = object()  # in a mapping: an entry that is left out
 
 
 def restore_without_loss_scale(load: Callable[[PyTree], PyTree], state: T) -> T:
@@ -73,7 +72,8 @@ def restore_older(load: Callable[[PyTree], PyTree], state: T) -> T:
 
     As `restore_without_loss_scale`, but only the guard, which warms up again, comes
     from `state`. A checkpoint that has the guard is restored whole: `load` gets the
-    template with a guard first, and one without if that does not fit.
+    template with a guard first, and one without if that does not fit, or if it raises a
+    `ValueError`, `TypeError` or `KeyError`.
     """
     restore = functools.partial(_restore, "restore_older", load, state)
     try:
@@ -165,23 +165,27 @@ def _with_values(function: str, state: T) -> T:
 def _in_form(tree: PyTree, is_new: Callable[[PyTree], bool], form: Form) -> PyTree:
     """`tree` with each new state in a form that it had once."""
 
-    def leaves_out(x: PyTree) -> bool:
-        return isinstance(x, Mapping) and any(v is _NOTHING for v in x.values())
+    # NNX leaves out an entry that holds no array, such as the inner state of SGD.
+    def is_empty(x: Leaf) -> bool:
+        return isinstance(x, Mapping) and is_new(x) and form(x) is None
 
-    def without_nothing(x: PyTree) -> PyTree:
-        if not leaves_out(x):
+    def has_empty(x: Leaf) -> bool:
+        return isinstance(x, Mapping) and any(map(is_empty, x.values()))
+
+    def in_form(x: PyTree) -> PyTree:
+        if is_new(x):
+            return form(x)
+        if not has_empty(x):
             return x
-        return type(x)({name: v for name, v in x.items() if v is not _NOTHING})
+        rest = {name: entry for name, entry in x.items() if not is_empty(entry)}
+        return _in_form(type(x)(rest), is_new, form)
 
-    tree = jax.tree.map(lambda x: form(x) if is_new(x) else x, tree, is_leaf=is_new)
-    return jax.tree.map(without_nothing, tree, is_leaf=leaves_out)
+    return jax.tree.map(in_form, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
 
 
 def _inner_state(node: PyTree) -> PyTree:
-    # NNX leaves out an entry that holds no array, such as the inner state of SGD.
-    if isinstance(node, Mapping):
-        return node.get("inner_state", _NOTHING)
-    return node.inner_state
+    is_mapping = isinstance(node, Mapping)
+    return node.get("inner_state") if is_mapping else node.inner_state
 
 
 def _without_guard(node: PyTree) -> PyTree:
@@ -222,4 +226,6 @@ def _fits(value: Leaf, like: Leaf) -> bool:
 
 
 def _type(x: Leaf) -> str:
-    return "nothing" if x is None else f"{jnp.result_type(x)}{[*jnp.shape(x)]}"
+    if x is None:
+        return "nothing"
+    return f"{getattr(x, 'dtype', type(x).__name__)}{[*getattr(x, 'shape', ())]}"

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from . import _flax  # isort: skip  (before Flax: it names the extra when Flax is missing)
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ._autocast.autocast import autocast as _autocast
@@ -38,6 +39,10 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     `dtype` and `options` are those of `jmp_scale.autocast`. The function may write
     variables (BatchNorm statistics, random streams) and Python attributes of modules.
 
+    Raises:
+      ValueError: at the call, `fun` sets an attribute that is not an `nnx.Variable` to
+        an array.
+
     Examples:
       >>> import jax.numpy as jnp, jmp_scale.nnx
       >>> from flax import nnx
@@ -52,7 +57,9 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     def on_tree(tree: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = nnx.from_tree(tree, ctxtag=_AUTOCAST, is_inner=True)
         nodes = _graph_nodes((args, kwargs))
-        return fun(*args, **kwargs), nnx.to_tree(nodes, ctxtag=_AUTOCAST)
+        out = fun(*args, **kwargs)
+        _refuse_lost_arrays(nodes)
+        return out, nnx.to_tree(nodes, ctxtag=_AUTOCAST)
 
     half: Any = _autocast(on_tree, dtype, **options)
 
@@ -65,6 +72,21 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
     name = "nnx.autocast"
     cast_function = CastFunction(in_half_precision, fun, autocast, name, half.settings)
     return cast_function  # pyright: ignore[reportReturnType]
+
+
+def _refuse_lost_arrays(nodes: list[_Node]) -> None:
+    """Raises an error if an array is an attribute that Flax takes for a constant."""
+    known = {id(x) for x in jax.tree.leaves(nnx.state(nodes))}
+    for path, module in nnx.iter_graph(nodes):
+        attributes = vars(module) if isinstance(module, nnx.Pytree) else {}
+        for name, x in attributes.items():
+            if isinstance(x, Tracer) and id(x) not in known:
+                where = ".".join(map(str, (*path[1:], name)))
+                raise ValueError(
+                    "nnx.autocast: expected arrays in variables, but the function sets "
+                    f"{where!r} to an array, which Flax does not return; make it an "
+                    "nnx.Variable, or return it"
+                )
 
 
 class Optimizer(nnx.Optimizer):
@@ -143,8 +165,7 @@ class Optimizer(nnx.Optimizer):
 
         Arguments and results are those of `jmp_scale.value_and_grad`. Only the
         variables of a module that `wrt` selects are differentiated, or those that an
-        `nnx.DiffState` in `argnums` selects. Flax's tree mode (`graph=False`) knows no
-        filters: there leave `wrt` at its default, and all are differentiated.
+        `nnx.DiffState` in `argnums` selects; in Flax's tree mode (`graph=False`) all.
         """
 
         def or_put_back(*args: PyTree, **fun_kwargs: PyTree) -> tuple[PyTree, PyTree]:
@@ -152,7 +173,8 @@ class Optimizer(nnx.Optimizer):
                 bound = inspect.signature(loss_fn).bind(*args, **fun_kwargs)
                 bound.apply_defaults()
                 args, fun_kwargs = bound.args, bound.kwargs
-            trained = _trained(argnums, self.wrt, len(args))
+            wrt = None if _in_tree_mode(kwargs) else self.wrt
+            trained = _trained(argnums, wrt, len(args))
             options = kwargs | {"transform": nnx.value_and_grad}
             fun = value_and_grad(loss_fn, self.loss_scale, trained, has_aux, **options)
             nodes = _graph_nodes(args)
@@ -203,15 +225,26 @@ class Optimizer(nnx.Optimizer):
         return updates
 
 
-def _trained(argnums: _Argnums, wrt: nnx.filterlib.Filter, count: int) -> Any:
+def _trained(argnums: _Argnums, wrt: nnx.filterlib.Filter | None, count: int) -> Any:
     """Returns `argnums` with a filter `wrt` at positions, none of them negative."""
     if isinstance(argnums, Sequence):
         return tuple(_trained(argnum, wrt, count) for argnum in argnums)
     if isinstance(argnums, nnx.DiffState):
         return argnums
     position = argnums + count if argnums < 0 else argnums
-    # Flax's own filter is left to Flax, because its tree mode takes positions alone.
-    return position if wrt is nnx.Param else nnx.DiffState(position, wrt)
+    return position if wrt is None else nnx.DiffState(position, wrt)
+
+
+def _in_tree_mode(kwargs: Mapping[str, object]) -> bool:
+    """Whether `nnx.value_and_grad` accepts positions only, a mode of newer Flax."""
+    modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}
+    for name, mode in modes.items():
+        value = kwargs.get(name)
+        if value is None and hasattr(nnx, mode):
+            value = getattr(nnx, mode).current_value()
+        if value is False:
+            return True
+    return False
 
 
 def _has_modules(tree: PyTree) -> bool:

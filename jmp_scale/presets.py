@@ -8,8 +8,8 @@ hysteresis absorbs it.
 One thing differs from the originals: S and 1/S are always normal float32 numbers here.
 In Apex, ColossalAI, Flax, Keras 3, Paddle and PyTorch S can become 0 or infinite, which
 silently turns every gradient into zero or NaN. Here a floor, cap or initial S beyond
-[2^-126, 2^126], or of None, means the nearer end of this range. S is float32: equal for
-powers of two, otherwise within 1e-5 over hundreds of steps.
+[2^-126, 2^126] means the nearer end of this range, as does a floor or cap of None. S is
+float32: equal for powers of two, otherwise within 1e-5 over hundreds of steps.
 
 All functions raise `TypeError` for an argument that is not a number, and `ValueError`
 for one out of range. `dataclasses.replace(preset, min_loss_scale=1.0)` sets fields for

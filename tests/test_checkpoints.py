@@ -266,6 +266,7 @@ def test_a_loss_scale_is_expected_in_the_state_alone(saved, state, message):
         (PARAMS | {"v": jnp.ones(3)}, r"only in the checkpoint: +params/v\n"),
         (PARAMS | {"w": jnp.ones(4)}, r"params/w \(float32\[4\] for float32\[3\]\)"),
         (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w \(float16\[3\] for fl"),
+        (PARAMS | {"w": "text"}, r"params/w \(str\[\] for float32"),
         (jax.eval_shape(lambda: PARAMS), r"state: +params/b \(nothing for .*params/w"),
     ],
 )
@@ -274,6 +275,17 @@ def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
     saved = (old_state() if is_older else make_state()).replace(params=params)
     with pytest.raises(ValueError, match=f"(?s){restore.__name__}.*{message}"):
         restore(lambda _: saved, make_state(guard=GUARD))
+
+
+def test_states_without_arrays_may_stand_in_mappings_at_any_depth_and_alone():
+    state = jmp_scale.with_loss_scale(optax.sgd(0.1)).init(PARAMS)._asdict()
+    del state["inner_state"], state["guard"]  # as NNX leaves them out
+    new = {"tx": state, "disc": {"step": jnp.int32(0), "tx": state}, "list": [state]}
+    saved = {"disc": {"step": jnp.int32(3)}, "list": []}
+    templates = []
+    restored = restore_without_loss_scale(lambda x: templates.append(x) or saved, new)
+    assert restored["disc"] == new["disc"] | {"step": 3}
+    assert templates == [{"disc": {"step": 0}, "list": [None]}]
 
 
 @pytest.mark.parametrize(("tx", "on_disk"), ON_DISK)

@@ -319,8 +319,12 @@ def test_tree_mode_trains_and_puts_back_too():
         optimizer = Optimizer(model, optax.sgd(0.5))
         for x in (1.0, jnp.nan):
             odd_step(model, optimizer, jnp.float32(x))
-    kept = float(model.w[...]), float(model.last[...]), int(optimizer.step[...])
-    assert kept == (0.5, 1.0, 1)
+        kept = float(model.w[...]), float(model.last[...]), int(optimizer.step[...])
+        assert kept == (0.5, 1.0, 1)
+        # Its gradients are those of all variables.
+        nothing = Optimizer(model, optax.sgd(0.5), wrt=nnx.PathContains("other"))
+        odd_step(model, nothing, jnp.float32(1.0))
+        assert model.w[...] == 0.5
 
 
 @TREE_MODE

@@ -209,21 +209,19 @@ def _check_pairs(
 ) -> None:
     """Raises an error unless each remainder has its parameter, or if one has none."""
     dtypes = {half.remainder_dtype: name for name, half in FORMATS.items()}
-    expected = {}
-    if has_all:
-        halves = [name for name, p in params.items() if holds_half(p)]
-        expected = dict.fromkeys(halves, "float32, without a remainder in the state")
-    for name, x in remainders.items():
-        expected[name] = f"{dtypes[x.dtype]}{list(x.shape)}, like its remainder"
-    for name, wanted in expected.items():
+    expected = {k: f"{dtypes[x.dtype]}{list(x.shape)}" for k, x in remainders.items()}
+    missing = {name for name, p in params.items() if has_all and holds_half(p)}
+    for name in sorted(missing | expected.keys()):
         p: Leaf = params.get(name)
         got = f"{p.dtype}{list(p.shape)}" if hasattr(p, "dtype") else "none"
-        if not wanted.startswith(f"{got},"):
+        wanted = expected.get(name, "float32")
+        if got != wanted:
             raise ValueError(
-                f"{function}: expected parameter {name or 'params'} to be {wanted}, "
-                f"got {got}; params has {listed(params)}; pass all parameters as init "
-                "got them, and the state of their own optimizer, and apply updates by "
-                "optax.apply_updates (equinox.apply_updates does not cast back)"
+                f"{function}: expected parameter {name or 'params'} to be {wanted}, by "
+                f"the remainders in the state, got {got}; params has {listed(params)}; "
+                "pass all parameters as init got them, and the state of their own "
+                "optimizer, and apply updates by optax.apply_updates "
+                "(equinox.apply_updates does not cast back)"
             )
 
 

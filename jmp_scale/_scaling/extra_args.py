@@ -65,10 +65,13 @@ def keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
 
 
 def _is_update(function: Function) -> bool:
-    """Whether a function has more than updates, state and params, by keyword."""
+    """Whether a function has the parameters of an Optax update with extra arguments."""
     parameters = _parameters(function)
-    by_keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    return len(parameters) > 3 and parameters[-1].kind in by_keyword
+    if len(parameters) < 4:
+        return False
+    params, last = parameters[2], parameters[-1]
+    has_params = params.name == "params" or params.default is None
+    return has_params and last.kind in (last.KEYWORD_ONLY, last.VAR_KEYWORD)
 
 
 def _parameters(function: Function) -> list[inspect.Parameter]:

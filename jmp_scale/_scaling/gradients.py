@@ -33,10 +33,10 @@ def value_and_grad(
     It multiplies the loss by S, and divides the gradients by the same S in float32. If
     S is a power of two, no bit of a gradient changes unless it over- or underflowed.
 
-    `fun` is the whole loss; do not scale anything in it yourself. Cast to float32
-    before the last mean (`.astype(jnp.float32)`). Otherwise the gradient that enters a
-    float16 loss is S cast to float16, which is infinite from S = 2^16 on. Average over
-    devices afterwards.
+    `fun` is the whole loss, including regularization terms; do not scale anything in it
+    yourself. Cast to float32 before the last mean (`.astype(jnp.float32)`). Otherwise
+    the gradient that enters a float16 loss is S cast to float16, which is infinite from
+    S = 2^16 on. Average over devices afterwards.
 
     Args:
       fun: returns a real scalar loss, or `(loss, aux)` with `has_aux`.

@@ -58,7 +58,8 @@ class SpikeGuard(_pytree.Pytree):
     only if its loss is finite and an outlier; it never changes the statistics.
 
     The guard is a frozen dataclass and a pytree. Its leaves are the statistics, f32[],
-    and counts of steps, i32[].
+    and counts, i32[]: `loss_steps` and `norm_steps` entered the statistics; `accepted`
+    since the start or the last restart; `in_a_row`, consecutive spikes.
 
     Source: OLMo-core's `SkipStepOptimizer` and MaxText's `skip_step_on_spikes`, here
     with exponential averages, one-sided, and over accepted steps only.

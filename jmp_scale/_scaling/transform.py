@@ -389,7 +389,7 @@ def _state_like(new: optax.OptState, old: optax.OptState) -> optax.OptState:
             raise ValueError(
                 "with_loss_scale: expected inner to keep the types of its state, but "
                 f"leaf {jax.tree_util.keystr(path)} is {expected} after init and {got} "
-                "after update"
+                "after update; initialize it with parameters of a floating-point dtype"
             )
         return x
 

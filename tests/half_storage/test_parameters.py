@@ -218,7 +218,7 @@ MISTAKES = [
     (
         lambda: updated(of_float32),
         ValueError,
-        r"parameter b to be float32, without a remainder .*got bfloat16.*as init got",
+        r"parameter b to be float32, by the remainders in .*got bfloat16.*as init got",
     ),
     (
         lambda: with_half_parameters(optax.adam(0.1), key=0),

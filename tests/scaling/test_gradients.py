@@ -222,8 +222,6 @@ def test_a_transform_without_a_value_is_a_type_error(transform, argument):
 
 
 OPTIMIZER_STATE = jmp_scale.with_loss_scale(optax.sgd(1.0)).init(jnp.ones(2))
-
-
 IN_A_TUPLE = (optax.EmptyState(), OPTIMIZER_STATE)
 
 
@@ -231,24 +229,27 @@ IN_A_TUPLE = (optax.EmptyState(), OPTIMIZER_STATE)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((1024.0,), r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
-        (("dynamic",), r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
-        ((jnp.float32(8),), "got Array.*; pass"),
-        ((DynamicLossScale,), "got <class .*DynamicLossScale'>; pass an instance"),
-        ((OPTIMIZER_STATE,), "got a LossScaleState; .* the .loss_scale of"),
-        ((IN_A_TUPLE,), r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)"),
-        ((0,), r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
-        (((0, 1),), r"second argument, got \(0, 1\); argnums is the third"),
-        ((None,), r"got a NoneType; pass .* DynamicLossScale\(\)"),
-        ((NoOpLossScale(), jnp.ones(())), r"a function, got an array .*\(loss_"),
+        (1024.0, r"got 1024.0; pass .*jmp_scale.get_loss_scale\(...\) of a number"),
+        ("dynamic", r"got 'dynamic'; pass .*get_loss_scale\(...\) of .* a name"),
+        (jnp.float32(8), "got Array.*; pass"),
+        (DynamicLossScale, "got <class .*DynamicLossScale'>; pass an instance"),
+        (OPTIMIZER_STATE, "got a LossScaleState; .* the .loss_scale of"),
+        (IN_A_TUPLE, r"got a tuple; .* optax.tree.get\(opt_state, \"loss_scale\"\)"),
+        (0, r"second argument, got 0; argnums is the third: \w+\(fun, loss_"),
+        ((0, 1), r"second argument, got \(0, 1\); argnums is the third"),
+        (None, r"got a NoneType; pass .* DynamicLossScale\(\)"),
     ],
 )
-def test_anything_but_a_loss_scale_or_a_function_is_an_error_at_once(
-    function, given, message
-):
-    loss_scale, fun = (*given, lambda w: w)[:2]
+def test_anything_but_a_loss_scale_is_an_error_at_once(function, given, message):
     with pytest.raises(TypeError, match=f"^{function}: expected .*{message}"):
-        getattr(jmp_scale, function)(fun, loss_scale)
+        getattr(jmp_scale, function)(lambda w: w, given)
+
+
+@BOTH
+def test_a_loss_in_place_of_its_function_is_an_error_at_once(function):
+    message = rf"^{function}: expected a function, got an array .*{function}\(loss_"
+    with pytest.raises(TypeError, match=message):
+        getattr(jmp_scale, function)(jnp.ones(()), NoOpLossScale())
 
 
 @BOTH

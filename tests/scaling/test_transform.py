@@ -222,8 +222,27 @@ def test_a_loss_reaches_an_optimizer_that_takes_it_by_that_name(name):
 
 PLAIN, ADAM = optax.with_extra_args_support(optax.sgd(0.1)), optax.adam(0.1)
 LEAF, KERNEL = {"conv": PARAMS["w"]}, {"conv": {"kernel": PARAMS["w"]}}
+DIFFERENT = [
+    ({"w": 0.0}, PARAMS),
+    (LEAF, KERNEL),
+    (PARAMS["w"], KERNEL),
+    (KERNEL, LEAF),
+]
 VALUES = [jnp.ones(2), (jnp.float32(1.0), {"aux": 2.0}), {}, "x", [jnp.float32(1.0)]]
-TAKE_NO_LOSS = [ADAM, optax.chain(optax.clip(1.0), SAM), PLAIN]
+
+
+def beside_a_helper():
+    """A wrapper that also holds a function which extra arguments do not reach."""
+    inner, helper = PLAIN, lambda w, x, key, *, loss: loss
+
+    def update(updates, state, params=None, **extra):
+        helper(params, updates, None, loss=0.0)
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+TAKE_NO_LOSS = [ADAM, optax.chain(optax.clip(1.0), SAM), PLAIN, beside_a_helper()]
 TAKE_NO_LOSS += [optax.contrib.reduce_on_plateau()]
 MISTAKES = [
     *(({"value": v}, ValueError, "value to be the scalar.* alone") for v in VALUES),
@@ -234,10 +253,7 @@ MISTAKES = [
     ),
     *(
         ({"params": params, "grads": grads}, ValueError, "of the structure of the par")
-        for grads, params in (
-            *(({"w": 0.0}, PARAMS), (LEAF, KERNEL)),
-            *((PARAMS["w"], KERNEL), (KERNEL, LEAF)),
-        )
+        for grads, params in DIFFERENT
     ),
 ]
 

@@ -296,7 +296,7 @@ class Interpreter:
         if eqn.primitive.name == "gather" and isinstance(operands[0], Stored):
             return [looked_up(eqn, operands)]
         if step.kind == "call":
-            results = self._call(eqn, reading, values)
+            results = self._call(eqn, operands, reading)
         if results is None or _jaxpr.name_of(eqn) == "custom_jvp_call":
             self._warn_of_half_sums(eqn, operands)
         if results is None:
@@ -320,7 +320,7 @@ class Interpreter:
                 )
 
     def _call(
-        self, eqn: JaxprEqn, reading: Reading, values: Values
+        self, eqn: JaxprEqn, operands: Sequence[Value], reading: Reading
     ) -> list[jax.Array] | None:
         """Evaluates an equation with products in nested jaxprs, if it can be read."""
 
@@ -342,7 +342,6 @@ class Interpreter:
 
         call, name = CALLS.get(_jaxpr.name_of(eqn)), _jaxpr.name_of_call(eqn)
         with _jaxpr.scope(eqn.source_info.name_stack):
-            operands = values.as_stored(eqn.invars)
             results = call(eqn, operands, body) if call else None
         warned = self.notes.warned
         if results is None and name not in warned and has_products(eqn):

@@ -40,11 +40,11 @@ def live_of(tangents: Sequence[Any]) -> ByPosition:
     return {i: t for i, t in found if not isinstance(t, SymbolicZero)}
 
 
-class Traces(dict[Hashable, Any]):
-    """What one linear function was traced for before; equal by identity."""
+class Traces:
+    """What one linear function was traced for before; equal to itself alone."""
 
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-    __repr__ = object.__repr__
+    def __init__(self) -> None:
+        self.made: dict[Hashable, Any] = {}
 
 
 def linear(
@@ -62,7 +62,8 @@ def linear(
     traces = Traces() if traces is None else traces
     arrays, tree = jax.tree.flatten((residuals, tangents))
     key, consts = (tree, *map(jax.typeof, arrays)), []
-    if key not in traces:
+    trace = traces.made.get(key)
+    if trace is None:
         count = len(jax.tree.leaves(tangents))
 
         def flat(*arrays: jax.Array) -> C:
@@ -74,10 +75,10 @@ def linear(
         # What is not read is not saved.
         jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         params = _params(jaxpr, sum(is_read[len(is_read) - count :]))
-        traces[key] = params, is_read, jax.tree.structure(out)
-    params, is_read, result_tree = traces[key]
-    if consts:  # which belong to this call
-        del traces[key]
+        trace = params, is_read, jax.tree.structure(out)
+        if not consts:  # which belong to this call
+            traces.made[key] = trace
+    params, is_read, result_tree = trace
     outs = LINEAR.bind(*itertools.compress([*consts, *arrays], is_read), **params)
     return jax.tree.unflatten(result_tree, outs)
 
@@ -141,8 +142,8 @@ def _transposed(
         zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
         return [*jax.vjp(run, *zeros)[1](cotangents)]
 
-    transpose = transposes.setdefault(tuple(live), (transposed, Traces()))
-    found = linear(transpose[0], residuals, live, transpose[1])
+    made = transposes.made.setdefault(tuple(live), Traces())
+    found = linear(transposed, residuals, live, made)
     own = [isinstance(x, ad.UndefinedPrimal) for x in unknown]
     wanted = [x if is_own else None for x, is_own in zip(found, own, strict=True)]
     return [*[None] * len(residuals), *wanted]

@@ -376,6 +376,7 @@ EXPRESSIONS = {
     ),
     "cumulative_sums": lambda w, x: jnp.cumsum(x @ w, 0) @ w + jnp.cumprod(x @ w, 1),
     "softmax_of_an_argument": lambda w, x: jax.nn.softmax(x) @ w,
+    "softmax_of_a_weight": lambda w, x: jax.nn.softmax(w) @ x.T,
     "reshaped_number": lambda w, x: lax.reshape(2.0, (1, 1)) * layer(w, x),
     "constants": lambda w, x: layer(W, layer(w, x + np.ones((1, N), np.float32))),
 }

@@ -32,6 +32,9 @@ from .islands import on_gpu, reached_by, softmax_from, softmaxes_of
 from .plan import Unit, make_plan
 
 T = TypeVar("T")
+# What residuals are copies of, where the backward pass has a dtype of its own: the
+# inputs of the island, and by position the operands of products.
+_Originals = tuple[Arrays, ByPosition] | None
 _behind_barrier = jax.jit(functools.partial(on_gpu, lax.optimization_barrier))
 
 
@@ -140,7 +143,7 @@ def _function_of(
         return Results(outputs, products, {i: halves[i] for i in saved_in_half})
 
     def tangents(
-        residuals: tuple[Arrays, Arrays, ByPosition, ByPosition, Any],
+        residuals: tuple[Arrays, Arrays, ByPosition, ByPosition, _Originals],
         live: tuple[ByPosition, ByPosition],
     ) -> tuple[ByPosition, ByPosition]:
         """Tangents of the island's results and of products, for those of arguments."""
@@ -176,8 +179,6 @@ def _function_of(
     ) -> Results:
         cast.note_derivative()
         inputs, operands, residuals, passed = args
-        # Where the backward pass has a dtype of its own, also what residuals are copies
-        # of: the inputs, and by position the operands of products.
         float32 = None
         if cast.is_mixed:
             originals = {i: results.island[i] for i in results.saved}

@@ -105,7 +105,7 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def _table(comparison: Comparison) -> str:
-    """A Markdown table, whose columns are aligned for a terminal too."""
+    """Formats a Markdown table, whose columns are aligned for a terminal too."""
     cells = [(comparison.title, "ms", "times as fast", "MiB")]
     for row in comparison.rows:
         milliseconds = "" if row.milliseconds is None else f"{row.milliseconds:.3g}"

@@ -1,4 +1,4 @@
-"""Contexts of JAX: a jitted function is retraced in another one."""
+"""Contexts of JAX, part of the key by which `jit` finds an earlier trace."""
 
 import jax
 

@@ -14,7 +14,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    """What `jmp_scale` does with a name that it does not have."""
+    """Raises the error for a name that `jmp_scale` does not have."""
     text = f"module 'jmp_scale' has no attribute {name!r}"
     if name in _DOORS:
         raise AttributeError(f"{text}; write import jmp_scale.{name}")

@@ -211,17 +211,17 @@ _REPLACED = {
 
 
 def _box_of(eqn: JaxprEqn) -> Any:
-    """The `HiPrim` that an equation calls, None if it calls none."""
+    """Returns the `HiPrim` that an equation calls, None if it calls none."""
     return eqn.params.get("_prim")
 
 
 def name_of(eqn: JaxprEqn) -> str:
-    """The name of an equation's primitive, or of that which its object replaces."""
+    """Returns the name of an equation's primitive, or of the one that it replaces."""
     return _REPLACED.get(type(_box_of(eqn)).__name__, eqn.primitive.name)
 
 
 def params_of(eqn: JaxprEqn) -> dict[str, Any]:
-    """The parameters of an equation, or of the object that it calls."""
+    """Returns the parameters of an equation, or of the object that it calls."""
     box = _box_of(eqn)
     return eqn.params if box is None else box.params
 

@@ -98,7 +98,7 @@ def inlined(
     def constrained(
         atoms: Sequence[Atom], call: JaxprEqn, side: str, scopes: NameStack
     ) -> list[Atom]:
-        """The atoms, sharded as a `jit` says of its operands or results."""
+        """Shards atoms as a `jit` says of its operands or results."""
         found = [*atoms]
         for i, sharding in enumerate(call.params.get(side, ())):
             atom = found[i]
@@ -123,7 +123,7 @@ def _constrains(sharding: object) -> bool:
 
 
 def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn:
-    """The equation of a constraint in the context of a call."""
+    """Returns the equation of a constraint in the context of a call."""
     aval: Any = x.aval
     with call.ctx.manager:
         traced = jax.make_jaxpr(
@@ -139,7 +139,7 @@ def _sharding_constraint(x: Var, sharding: Sharding, call: JaxprEqn) -> JaxprEqn
 
 
 def read_apart(jaxpr: Jaxpr, inputs: Collection[Var]) -> tuple[Jaxpr, list[Var]]:
-    """A jaxpr with a further input for each equation that reads one of these inputs.
+    """Adds an input for each equation that reads one of these inputs.
 
     An equation that only moves their entries is repeated for each that reads its
     result. Also returns of which inputs the further ones are copies, in their order.

@@ -208,7 +208,7 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def all_gather(x: jax.Array, axes: Axes, dimension: int) -> jax.Array:
-    """All devices' shares one after the other, equal on all of them also for JAX."""
+    """Concatenates all devices' shares; JAX knows that the result is equal on all."""
     if not varying_axes(x):
         return lax.all_gather(x, axes, axis=dimension, tiled=True)
     if gather := getattr(lax, "all_gather_invariant", None):  # until jax 0.8.1

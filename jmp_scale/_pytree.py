@@ -27,7 +27,7 @@ class Pytree:
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
 
     def __repr__(self) -> str:
-        """The arguments that differ from the defaults, which make an equal object."""
+        """Shows the arguments that differ from defaults, and make an equal object."""
         parts = []
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             default = self._starts().get(field.name, field.default)

@@ -129,7 +129,7 @@ def checked_optimizer(
 def started(
     function: str, inner: optax.GradientTransformation, params: PyTree
 ) -> optax.OptState:
-    """`inner.init(params)`, or an error that names the parameter that is no array."""
+    """Returns `inner.init(params)`; an error names the parameter that is no array."""
     try:
         return inner.init(params)
     except TypeError as error:

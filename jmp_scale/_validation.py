@@ -41,7 +41,7 @@ _BETWEEN = {
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Checks the arguments of a function, to some of which a preset gives names."""
+    """Checks the arguments of a function; a preset has other names for some."""
 
     function: str
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -154,7 +154,7 @@ def int32_leaf(
 
 
 def key_words(function: str, key: jax.Array) -> jax.Array:
-    """The first 64 bits of a PRNG key, typed or raw, as u32[2]: a Threefry key."""
+    """Returns the first 64 bits of a PRNG key, typed or raw, as u32[2] for Threefry."""
     dtype = getattr(key, "dtype", np.dtype(object))
     if dtype != jnp.uint32 and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         got = repr(key) if isinstance(key, (int, str)) else described(key)
@@ -181,7 +181,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def renamed(**names: str) -> Callable[[F], F]:
-    """A decorator, `@renamed(old="new")`: earlier names of arguments work, and warn."""
+    """Decorates by `@renamed(old="new")`: earlier names of arguments work and warn."""
 
     def decorate(fun: F) -> F:
         @functools.wraps(fun)

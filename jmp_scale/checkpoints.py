@@ -116,7 +116,7 @@ def restore_without_half_parameters(
 
 
 def without_half_parameters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    """Float32 parameters, and the state that `inner` alone has with them, exactly.
+    """Returns float32 parameters, and the exact state that `inner` alone has with them.
 
     Args:
       params: half-precision parameters.
@@ -133,7 +133,7 @@ def _restore(
     is_new: Callable[[PyTree], bool],
     form: Form,
 ) -> T:
-    """`state` with what is on disk, where each new state in it has another form."""
+    """Restores `state` from disk, where each new state in it has another form."""
     leaves, structure = jax.tree.flatten(state)
     # The leaves' numbers in the form on disk: loaders that ignore the template sort by
     # name, so what is read finds its place by its name there.
@@ -148,7 +148,7 @@ def _restore(
 
 
 def _with_values(function: str, state: T) -> T:
-    """`state`, of which nothing is abstract: that would fail only in the first step."""
+    """Refuses an abstract `state`, which would fail only in the first step."""
     leaves = leaves_by_name(state)
     abstract = [k for k, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
@@ -163,7 +163,7 @@ def _with_values(function: str, state: T) -> T:
 
 
 def _in_form(tree: PyTree, is_new: Callable[[PyTree], bool], form: Form) -> PyTree:
-    """`tree` with each new state in a form that it had once."""
+    """Returns `tree` with each new state in a form that it had once."""
 
     # NNX leaves out an entry that holds no array, such as the inner state of SGD.
     def is_empty(x: Leaf) -> bool:
@@ -198,7 +198,7 @@ def _without_guard(node: PyTree) -> PyTree:
 def _checked(
     function: str, saved: Mapping[str, Leaf], like: Mapping[str, Leaf]
 ) -> dict[str, Leaf]:
-    """The arrays of `saved`, which have the names, shapes and dtypes of `like`."""
+    """Returns the arrays of `saved`, of the names, shapes and dtypes of `like`."""
     # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
     saved = {k: x for k, x in saved.items() if not isinstance(x, jax.ShapeDtypeStruct)}
     # The functions among an Equinox model's leaves are not saved.

@@ -90,7 +90,7 @@ class TrainState(train_state.TrainState):
         has_aux: bool = False,
         **kwargs: Any,
     ) -> Callable[..., tuple[PyTree, PyTree]]:
-        """`jmp_scale.value_and_grad` with this state's loss scale."""
+        """Returns `jmp_scale.value_and_grad` with this state's loss scale."""
         return value_and_grad(loss_fn, self.loss_scale, argnums, has_aux, **kwargs)
 
     def apply_gradients(

@@ -34,7 +34,7 @@ nnx.register_data_type(MarkedLayer)  # otherwise Flax refuses it as an attribute
 
 
 def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
-    """`jmp_scale.autocast` for a function of NNX modules.
+    """Returns a function of NNX modules cast as by `jmp_scale.autocast`.
 
     `dtype` and `options` are those of `jmp_scale.autocast`. The function may write
     variables (BatchNorm statistics, random streams) and Python attributes of modules.
@@ -161,7 +161,7 @@ class Optimizer(nnx.Optimizer):
         has_aux: bool = False,
         **kwargs: Any,
     ) -> Callable[..., tuple[PyTree, PyTree]]:
-        """`nnx.value_and_grad` with this optimizer's loss scale.
+        """Returns `nnx.value_and_grad` with this optimizer's loss scale.
 
         Arguments and results are those of `jmp_scale.value_and_grad`. Only the
         variables of a module that `wrt` selects are differentiated, or those that an

@@ -52,7 +52,7 @@ def autocast(
     keep_float32: Collection[str] = (),
     share_casts: bool = False,
 ) -> F:
-    """`fun` with its matrix products and convolutions in half precision.
+    """Returns `fun` with its matrix products and convolutions in half precision.
 
     | | runs in |
     |---|---|
@@ -71,7 +71,7 @@ def autocast(
     Weights' gradients are float32 from the product on; those of convolutions and
     `ragged_dot` are half precision at first. The gradient of a weight that is stored in
     half precision is a float32 sum over all that read it, rounded once. Call the result
-    inside `jax.jit`: outside of it, each call traces anew.
+    inside `jax.jit`: outside of it, each call retraces.
     `diagnostics.precision_report` lists its dtypes.
 
     Args:

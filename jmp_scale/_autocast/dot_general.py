@@ -30,7 +30,7 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`jax.lax.dot_general`, whose backward pass gives float32 before it rounds.
+    """Runs `jax.lax.dot_general`; its backward pass sums in float32 before it rounds.
 
     Where a batch or a weight is sharded under `jit`, XLA adds the devices' parts of a
     weight's gradient right behind the product. In half precision that sum can overflow
@@ -89,7 +89,7 @@ def bilinear(
     operands: Sequence[jax.Array],
     copies: Sequence[jax.Array],
 ) -> jax.Array:
-    """A product of copies of two arrays, whose derivative is one of the arrays.
+    """Multiplies copies of two arrays, and differentiates with respect to the arrays.
 
     `product` computes it from the copies, which are of both operands, and more. Of
     these `term(side, ...)` is the product with a tangent as the copy `side`.
@@ -102,7 +102,7 @@ def bilinear(
         return product(*copies)
 
     def rule(primals: Any, tangents: Any) -> Any:
-        # A copy's tangent is the operand's once more. Its casts are not saved.
+        # A copy has the tangent of its operand. Its casts are not saved.
         terms = functools.partial(sum_of_terms, term)
         return run(*primals), linear(terms, primals[1], live_of(tangents[0]))
 
@@ -115,7 +115,7 @@ def sum_of_terms(
     values: Sequence[jax.Array],
     live: dict[int, jax.Array],
 ) -> jax.Array:
-    """The tangent of a product, as a sum of terms: in each one value is a tangent."""
+    """Returns the tangent of a product, a sum of terms with one tangent each."""
     terms = [term(i, *values[:i], t, *values[i + 1 :]) for i, t in live.items()]
     return functools.reduce(jnp.add, terms)
 
@@ -129,7 +129,7 @@ def wide_dot_general(
     precision: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """A matrix product of a half-precision and a float32 array, cast to `dtype`.
+    """Multiplies a half-precision and a float32 array, and casts to `dtype`.
 
     Its transpose is a product of half-precision numbers with a float32 result: by the
     algorithm of that name on an NVIDIA GPU, elsewhere a float32 product, which takes a
@@ -164,7 +164,7 @@ _OWN = jax.extend.core.Primitive("dot_general")
 
 
 def _by_algorithm(fun: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-    """`fun` of arrays, in which the algorithms of products hold on a GPU alone."""
+    """Runs `fun`, in which the algorithms of products hold on a GPU alone."""
     inner, consts = _jaxpr.open_jaxpr(jax.make_jaxpr(fun)(*args))
     own = [e.replace(primitive=_OWN) if e.primitive is _JAXS else e for e in inner.eqns]
     (result,) = _jaxpr.evaluate_all(inner.replace(eqns=own), args, consts)
@@ -193,7 +193,7 @@ class Sizes(NamedTuple):
 def split_sizes(
     shapes: Sequence[Sequence[int]], dimension_numbers: lax.DotDimensionNumbers
 ) -> list[Sizes]:
-    """The sizes of both operands of a matrix product."""
+    """Returns the sizes of both operands of a matrix product."""
     found = []
     for shape, contracted, batch in zip(shapes, *dimension_numbers, strict=True):
         others = {*range(len(shape))}.difference(contracted, batch)
@@ -203,7 +203,7 @@ def split_sizes(
 
 
 def _transposed(cotangent: jax.Array, *operands: Any, **params: Any) -> jax.Array:
-    """The gradient of the one operand that is not known."""
+    """Returns the gradient of the one operand that is not known."""
     side = int(hasattr(operands[0], "dtype"))
     unknown = ad.UndefinedPrimal(operands[side].aval)
 

@@ -47,7 +47,7 @@ class CastFunction:
         return f"{self._name}({', '.join(parts)})"
 
     def __reduce__(self) -> Any:
-        """By its name where that leads here (a decorated function), or by its parts."""
+        """Pickles its name if that leads here (a decorator), else its parts."""
         name = self.__dict__.get("__qualname__", "")
         found: Any = sys.modules.get(self.__module__)
         for part in name.split("."):
@@ -59,7 +59,7 @@ class CastFunction:
 
 
 def not_default(fun: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """The keyword arguments that differ from the defaults of `fun`."""
+    """Returns the keyword arguments that differ from the defaults of `fun`."""
     defaults = fun.__kwdefaults__ or {}
     return {name: x for name, x in options.items() if x != defaults[name]}
 

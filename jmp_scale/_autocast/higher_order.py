@@ -19,10 +19,10 @@ Results = list[jax.Array]
 Values = Sequence[Value]
 # "policy": of a checkpoint that chooses itself what is saved.
 Part = Literal["loop", "rule", "policy", ""]
-# `body(jaxpr, places, part_of, stored=())` makes the function of the jaxpr's inputs
-# that runs in place of it. `places` has for each input the position of the equation's
-# operand that it is in every run, or None. `stored` are the positions of further inputs
-# whose cotangents are added up in float32 within it.
+# `body(jaxpr, places, part_of, stored=())` returns a function in place of the jaxpr.
+# `places` has, for each input, the position of the equation's operand that it is in
+# every run, or None. `stored` has the positions of further inputs whose cotangents are
+# added up in float32 within the jaxpr.
 Body = Callable[..., Callable[..., Results]]
 
 
@@ -52,7 +52,7 @@ def _scan(eqn: JaxprEqn, values: Values, body: Body) -> Results | None:
 
 
 def _scan3(eqn: JaxprEqn, values: Values, body: Body) -> Results:
-    """A scan that hands on values in references, which its iterations write."""
+    """Runs a scan that passes values on in references, which its iterations write."""
     params = _jaxpr.params_of(eqn)
     are_scanned, atoms = params["extensives"], enumerate(eqn.invars)
     places = [None if _jaxpr.is_reference(v) else i for i, v in atoms]

@@ -54,12 +54,12 @@ class Values(dict[Var, Any]):
         return array_of(super().__getitem__(v))
 
     def as_stored(self, atoms: Sequence[Atom]) -> list[Value]:
-        """The values themselves."""
+        """Returns the values without taking the array of one reader."""
         stored = super().__getitem__
         return [stored(v) if isinstance(v, Var) else v.val for v in atoms]
 
     def cast(self, v: Var, dtype: np.dtype) -> jax.Array:
-        """The only cast of a value to a dtype."""
+        """Returns the cast of a value to a dtype, which all readers share."""
         if (v, dtype) not in self.casts:
             self.casts[v, dtype] = self[v].astype(dtype)
         return self.casts[v, dtype]
@@ -69,7 +69,7 @@ class TraceCache(dict[Hashable, Any]):
     """One function for equal parts of a program, so that JAX traces it once."""
 
     def made(self, make: Callable[..., T], *facts: Hashable) -> T:
-        """`make(*facts)`, or what it made of equal facts before."""
+        """Returns `make(*facts)`, or the earlier result for equal facts."""
         try:
             known = (make, facts) in self
         except TypeError:  # objects of hijax have parameters of any kind
@@ -96,7 +96,7 @@ class Interpreter:
 
     forward: np.dtype  # that of the products of the forward pass
     backward: np.dtype
-    names: frozenset[str]  # of what stays float32
+    names: frozenset[str]  # of `keep_float32=`
     traces: TraceCache = dataclasses.field(compare=False)
     notes: Notes = dataclasses.field(compare=False)
     share_casts: bool = False
@@ -111,7 +111,7 @@ class Interpreter:
         return self.forward != self.backward
 
     def within(self, eqn: JaxprEqn, part_of: Part) -> "Interpreter":
-        """The interpreter of what is nested in an equation."""
+        """Returns the interpreter of the jaxprs nested in an equation."""
         in_loop = self.in_loop or part_of == "loop"
         in_rule = self.in_rule or part_of == "rule"
         return dataclasses.replace(self, in_loop=in_loop, in_rule=in_rule)
@@ -119,7 +119,7 @@ class Interpreter:
     def evaluate(
         self, jaxpr: Program, origins: Sequence[Origin], *values: Value
     ) -> list[jax.Array]:
-        """The results of a program whose inputs have these origins."""
+        """Evaluates a program whose inputs have these origins."""
         reading = read(
             jaxpr,
             origins,
@@ -166,20 +166,20 @@ class Interpreter:
             values[v] = x
 
     def named(self, v: Var, x: jax.Array, name: str, values: Values) -> jax.Array:
-        """The result of a product with its name; a policy saves what has one."""
+        """Names the result of a product; a policy saves results by their names."""
         half = checkpoint_name(x.astype(self.forward), name)
         values.casts[v, self.forward] = half
         return half.astype(x.dtype)
 
     def rounded(self, x: jax.Array) -> jax.Array:
-        """`x` and its cotangent in half precision: one array serves all readers."""
+        """Rounds `x` and its cotangent to half precision, once for all readers."""
         dtypes = self.backward, self.forward
         return with_value(*(x.astype(d).astype(x.dtype) for d in dtypes))
 
     def evaluate_product(
         self, product: Product, reading: Reading, values: Values
     ) -> jax.Array:
-        """A product in half precision, which has half-precision gradients."""
+        """Evaluates a product in half precision, which has half-precision gradients."""
         self.notes.any_half = True
         operands = [self.operand(v, reading, values) for v in product.operands]
         copies = [self.saved(v, reading, values) for v in product.operands]
@@ -198,14 +198,14 @@ class Interpreter:
         return self.rounded(result) if product.result in reading.shared else result
 
     def operand(self, v: Var, reading: Reading, values: Values) -> jax.Array:
-        """The array to which products pass the gradient of an operand."""
+        """Returns the array to which products pass the gradient of an operand."""
         in_half = reading.is_data(v) and _jaxpr.is_float32(v)
         return values.cast(v, self.backward) if in_half else values[v]
 
     def saved(
         self, v: Var, reading: Reading, values: Values, *, as_is: bool = False
     ) -> jax.Array:
-        """The residual of a value: its half-precision copy, or the value itself.
+        """Returns the residual of a value: its half-precision copy, or itself.
 
         Weights are cast once for both passes: where they are split over devices, the
         compiler then gathers them as in a cast by hand. But in a loop their copies
@@ -220,11 +220,11 @@ class Interpreter:
         return values.cast(v, self.forward)
 
     def tangent_of(self, product: Product) -> Callable[..., jax.Array]:
-        """A function to the tangent of a product; equal ones have the same."""
+        """Returns the function of a product's tangent, which equal products share."""
         return self.traces.made(Product.tangent, product, self.backward)
 
     def in_backward(self, x: jax.Array, copy: jax.Array) -> jax.Array:
-        """The value of a copy in the backward pass's dtype, differentiated as `x`.
+        """Returns a copy in the backward pass's dtype, which is differentiated as `x`.
 
         Second derivatives need the range of `backward`, which float16 copies lack.
         """
@@ -243,7 +243,7 @@ class Interpreter:
             )
 
     def _product(self, product: Product, scope: NameStack) -> Callable[..., jax.Array]:
-        """A function of operands, of their copies, and of what else it reads."""
+        """Returns the product as a function of operands, copies and other inputs."""
         tangent_of, traces = self.tangent_of(product), Traces()
 
         def evaluate(
@@ -358,7 +358,7 @@ class Interpreter:
 
 
 def _with_cotangent_of_its_dtype(x: Any) -> Any:
-    """`x`, whatever dtype the rule of a `custom_vjp` that reads it returns.
+    """Returns `x`, and casts the cotangent that the rule of a `custom_vjp` returns.
 
     JAX passes on a float32 cotangent of a half-precision array as it is.
     """
@@ -372,7 +372,7 @@ def _nested_function(
     origins: tuple[Origin, ...],
     places: tuple[int, ...],
 ) -> Callable[..., list[jax.Array]]:
-    """A function of a jaxpr's inputs, of which those at `places` are stored ones."""
+    """Returns a function of a jaxpr's inputs; those at `places` are stored arrays."""
 
     def function(*values: Value) -> list[jax.Array]:
         arrays = [*values]

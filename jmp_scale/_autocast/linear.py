@@ -35,13 +35,13 @@ no_tangent = SymbolicZero.from_primal_value
 
 
 def live_of(tangents: Sequence[Any]) -> ByPosition:
-    """The tangents that are not those of what is not differentiated."""
+    """Returns the tangents of differentiated inputs, by position."""
     found = enumerate(tangents)
     return {i: t for i, t in found if not isinstance(t, SymbolicZero)}
 
 
 class Traces:
-    """What one linear function was traced for before; equal to itself alone."""
+    """Traces of one linear function, by types; it equals no other instance."""
 
     def __init__(self) -> None:
         self.made: dict[Hashable, Any] = {}
@@ -50,14 +50,14 @@ class Traces:
 def linear(
     fun: Callable[[A, B], C], residuals: A, tangents: B, traces: Traces | None = None
 ) -> C:
-    """`fun(residuals, tangents)`, whose transpose saves the residuals alone.
+    """Returns `fun(residuals, tangents)`, whose transpose saves the residuals alone.
 
     Args:
       fun: a function of two pytrees of arrays, linear in the second one. It may close
         over traced arrays, which are residuals too.
-      residuals: what the backward pass reads; of these, what `fun` reads is saved.
+      residuals: arrays for the backward pass; those that `fun` reads are saved.
       tangents: the arrays in which it is linear.
-      traces: those of `fun`, which is not traced again for equal types.
+      traces: earlier traces of `fun`, which is not retraced for equal types.
     """
     traces = Traces() if traces is None else traces
     arrays, tree = jax.tree.flatten((residuals, tangents))
@@ -72,11 +72,11 @@ def linear(
         traced, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
         jaxpr, consts = _jaxpr.open_jaxpr(traced)
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        # What is not read is not saved.
+        # Residuals that are not read are not saved.
         jaxpr, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         params = _params(jaxpr, sum(is_read[len(is_read) - count :]))
         trace = params, is_read, jax.tree.structure(out)
-        if not consts:  # which belong to this call
+        if not consts:  # they belong to this call
             traces.made[key] = trace
     params, is_read, result_tree = trace
     outs = LINEAR.bind(*itertools.compress([*consts, *arrays], is_read), **params)
@@ -84,9 +84,9 @@ def linear(
 
 
 def _params(jaxpr: Jaxpr, tangents: int) -> dict[str, Any]:
-    """Those of an equation, linear in its last inputs, and its transposes by results.
+    """Returns the parameters of an equation, which is linear in its last inputs.
 
-    Equations with the same jaxpr share the transposes.
+    Its transposes, by their results, are shared by equations with this jaxpr.
     """
     closed = ClosedJaxpr(jaxpr, [])
     return {"jaxpr": closed, "tangents": tangents, "transposes": Traces()}
@@ -97,7 +97,7 @@ def _run(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> list[jax.Array]:
 
 
 def _split(operands: Sequence[Any], tangents: int) -> tuple[list[Any], list[Any]]:
-    """The residuals, and the operands in which the function is linear."""
+    """Returns the residuals, and the operands in which the function is linear."""
     first = len(operands) - tangents
     return [*operands[:first]], [*operands[first:]]
 
@@ -136,8 +136,8 @@ def _transposed(
             outs = _run(*residuals, *tangents, jaxpr=jaxpr)
             return {i: outs[i] for i in cotangents}
 
-        # Not the types of operands, which are those of cotangents: on Explicit mesh
-        # axes an array that is `reduced` has a cotangent that is `unreduced`.
+        # The operands have the types of cotangents: on Explicit mesh axes an array
+        # that is `reduced` has a cotangent that is `unreduced`.
         _, types = _split(jaxpr.in_avals, tangents)
         zeros = [ad.instantiate_zeros(ad.Zero(aval)) for aval in types]
         return [*jax.vjp(run, *zeros)[1](cotangents)]
@@ -173,7 +173,7 @@ def _batched(
 def _without_unused(
     is_used: list[bool], *rest: Any
 ) -> tuple[list[bool], JaxprEqn | None]:
-    """The operands that used results need, and the equation of these alone."""
+    """Returns the operands that used results need, and the equation of these alone."""
     eqn: JaxprEqn = rest[-1]  # from jax 0.12 on behind another argument
     if not any(is_used):
         return [False] * len(eqn.invars), None

@@ -31,13 +31,13 @@ _TRANSFORMS = re.compile(
 )
 
 
-# How `autocast` traces now: its half-precision dtype, "" where it does not trace; and
-# whether a function marked by `in_half` is around.
+# The half-precision dtype for which `autocast` traces ("" while it does not), and
+# whether a function marked by `in_half` is being traced.
 _TRACING = jax.make_user_context(("", False))
 
 
 def keep_float32(fun: F) -> F:
-    """`fun`, as a part of a program that `autocast` leaves as it is.
+    """Marks `fun` as a part of a program that `autocast` leaves as it is.
 
     Its products stay float32. It is a mark, not a call: layers that hold state work in
     it, and without `autocast` around it, it is `fun`. Within `in_half`, the
@@ -63,7 +63,7 @@ def keep_float32(fun: F) -> F:
 
 
 def in_half(fun: F) -> F:
-    """`fun`, which gets half-precision arrays within a program cast by `autocast`.
+    """Marks `fun` to get half-precision arrays in a program cast by `autocast`.
 
     For what `autocast` does not enter: fused attention, Pallas kernels, `custom_vjp`
     functions. The float32 arrays among its arguments are cast to `autocast`'s `dtype`,
@@ -107,7 +107,7 @@ def _run_halved(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _marked(name: str, fun: F, run: Callable[..., Any]) -> F:
-    """A function that runs `fun` by `run`, or a layer, whose arrays stay in view."""
+    """Returns a function that runs `fun` by `run`, or a layer that shows its arrays."""
     if inspect.isclass(fun):
         kind = fun.__name__
         raise TypeError(
@@ -146,7 +146,7 @@ class MarkedLayer:
 
 
 def tracing(half: DTypeLike) -> AbstractContextManager[Any]:
-    """A context in which functions marked by `in_half` get arrays of this dtype."""
+    """Returns a context in which functions marked by `in_half` get this dtype."""
     return _TRACING((jnp.dtype(half).name, False))
 
 
@@ -179,15 +179,15 @@ def _cast(tree: T, old: str, new: str) -> T:
 
 
 class Met(NamedTuple):
-    """What names say of a product, or of a call that holds some."""
+    """The names of `keep_float32=` that match a product or a call."""
 
     is_exempt: bool  # it stays float32
     found: set[str]  # the names that match it
-    there: set[str]  # what it could be named by
+    there: set[str]  # the names by which it could be named
 
 
 def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
-    """What the names of functions, scopes, modules and "file.py:123" say of it."""
+    """Matches names of functions, scopes, modules and "file.py:123" to an equation."""
     scopes = re.findall(r"[\w.:-]+", str(eqn.source_info.name_stack))
     if not names:
         return Met(_EXEMPT in scopes, set(), set())
@@ -216,7 +216,7 @@ def meet(names: Collection[str], eqn: JaxprEqn) -> Met:
 
 
 def checked_names(names: str | Collection[str]) -> frozenset[str]:
-    """`keep_float32=` of `autocast`, if each name is a string."""
+    """Returns the names in `keep_float32=`, each of which must be a string."""
     each = (names,) if isinstance(names, str) else names
     each = (*each,) if isinstance(each, Collection) else (each,)
     for name in each:

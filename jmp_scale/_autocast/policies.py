@@ -39,13 +39,13 @@ def in_sight(
     saved_of: Callable[[Any], Saved],
     is_transposed: bool,
 ) -> Callable[..., Any]:
-    """A function with a derivative of its own, and with products in sight of policies.
+    """Returns a function with its own derivative, whose products policies can see.
 
-    `evaluate` is the function, of results of products that it need not compute, and of
-    its arguments. `derivative` computes the tangents of results, of these, of the
-    arguments and of their tangents. `products` and `saved_of` are as in `Shown`.
-    `is_transposed`: in a rule for derivatives, which JAX does not do to an object of
-    hijax.
+    `evaluate` takes results of products that it need not compute, and the arguments.
+    `derivative` takes the results, the arguments and their tangents, and computes the
+    tangents of the results. `products` and `saved_of` are as in `Shown`.
+    `is_transposed` tells that it stands in a rule for derivatives: JAX does not
+    transpose an object of hijax.
     """
 
     def forward(*args: Any) -> Any:

@@ -53,7 +53,7 @@ class Product:
         return self.equation.outvars[0]
 
     def moved(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The operands, with their entries where the product reads them."""
+        """Moves the entries of the operands to where the product reads them."""
         pair = [*operands]
         for i, move in enumerate(self.jaxpr.eqns[:-1]):
             side = int(i >= self.moves)
@@ -63,7 +63,7 @@ class Product:
     def apply(
         self, dtype: DTypeLike, *values: jax.Array, float32: int | None = None
     ) -> jax.Array:
-        """The product in half precision; only the operand `float32` stays so."""
+        """Computes the product in half precision, except for the operand `float32`."""
         operands = enumerate(values[:2])
         pair = self.moved([x if i == float32 else x.astype(dtype) for i, x in operands])
         if float32 is None:
@@ -77,7 +77,7 @@ class Product:
         return result.astype(jnp.float32)
 
     def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:
-        """A function to its half-precision tangent, of those of operands by side."""
+        """Returns a function from the operands' tangents, by side, to the product's."""
 
         def term(side: int, *values: jax.Array) -> jax.Array:
             float32 = side if self.float32_grads[side] else None
@@ -119,7 +119,7 @@ _REASONS = {
 
 
 def never(_: object) -> bool:
-    """False, where nothing is known."""
+    """Returns False: nothing is known of a product alone."""
     return False
 
 
@@ -130,7 +130,7 @@ def fate(
     is_constant: Callable[[Var], bool] = never,
     is_exempt: Callable[[JaxprEqn], bool] = never,
 ) -> Fate:
-    """The fate of a product in a program, or alone.
+    """Decides the fate of a product in a program, or alone.
 
     A vector times a matrix that `is_parameter` is one row of a batch. An operand that
     `is_constant` is computed from integers and constants alone. `is_exempt`, whether a
@@ -201,7 +201,7 @@ def is_partly_half(eqn: JaxprEqn) -> bool:
 
 
 def why_float32(jaxpr: _jaxpr.Program) -> str:
-    """Why no product of a program becomes half precision; "" if some are already."""
+    """Tells why no product becomes half precision; "" if some are already."""
     reasons: dict[str, None] = {}
     for eqn in _jaxpr.equations(jaxpr):
         if eqn.primitive.name in _jaxpr.SCALED_PRODUCTS:
@@ -232,6 +232,6 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def mesh_of(atom: Atom) -> Any:
-    """The mesh of an array; JAX has no public type for an abstract one."""
+    """Returns the mesh of an array; JAX has no public type for an abstract one."""
     aval: Any = atom.aval
     return aval.sharding.mesh

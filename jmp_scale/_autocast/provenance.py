@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
     @property
     def half_product(self) -> Product | None:
-        """The product that it is, if this becomes half precision."""
+        """The product, if the step is one that becomes half precision."""
         return self.product if self.kind == "product" else None
 
 
@@ -78,9 +78,9 @@ class Reading(NamedTuple):
     copied: list[int]  # inputs of which the last ones are copies, one for each reader
     steps: list[Step]  # the equations of `jaxpr` whose results or effects are wanted
     provenance: dict[Var, Provenance]
-    given: set[Var]  # inputs and constants that are no data
+    given: set[Var]  # inputs and constants that are not data
     halves: set[Var]  # float32 variables whose half-precision copies are exact
-    shared: set[Var]  # all operations read one cast of these
+    shared: set[Var]  # variables of which all operations read one cast
     # Names that the program gives to results of products, which have them in half
     # precision: policies of `jax.checkpoint` save what has a name.
     names: dict[Var, str]
@@ -115,7 +115,7 @@ def read(
             return False
         if has_products(eqn):
             return not is_exempt(eqn)
-        # Such as `jnp.take`.
+        # A call such as `jnp.take` only moves entries or looks up rows.
         (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(eqn))
         lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
         return all(lookups) or reads_half(eqn)
@@ -159,7 +159,7 @@ def read(
 
 
 class _Reader:
-    """Decides of one equation after the other what it is, then where results come from.
+    """Decides for each equation its kind, and then the provenance of its results.
 
     `provenance` and `names` are as in `Reading`, `steps` are those of all equations.
     """
@@ -190,7 +190,7 @@ class _Reader:
         return self._of(v).origin == Origin.PARAMETER
 
     def _without_name(self, eqn: JaxprEqn) -> JaxprEqn:
-        """The equation; a copy in place of one that names the result of a product."""
+        """Returns the equation, or a copy if it names the result of a product."""
         for v in variables(eqn.invars) if _jaxpr.name_of(eqn) == "name" else ():
             if v in self._maker and self._maker[v].kind == "product":
                 self.names[v] = _jaxpr.params_of(eqn)["name"]
@@ -236,7 +236,7 @@ class _Reader:
         )
 
     def _operand(self, v: Var) -> tuple[Var, list[JaxprEqn]]:
-        """An operand of a product before its entries are moved, and what moves them.
+        """Returns an operand before its entries are moved, and the moving equations.
 
         A parameter that is stored in half precision is read as it is stored, so its
         gradient is of its dtype from the product on.
@@ -258,7 +258,7 @@ class _Reader:
         return is_half(dtype_name(v)) and self._of(v).origin > Origin.DATA
 
     def _provenance(self, step: Step) -> Provenance | None:
-        """That of an equation's results; None if nothing is known of them."""
+        """Returns the provenance of an equation's results; None if nothing is known."""
         eqn, inputs = step.eqn, variables(step.eqn.invars)
         if any(map(_jaxpr.is_reference, [*inputs, *eqn.outvars])):
             return None  # what a reference holds changes
@@ -294,8 +294,8 @@ class _Reader:
 def _looks_up_rows(eqn: JaxprEqn) -> bool:
     """Whether an equation takes several vectors of a table, as an embedding does.
 
-    Those that an argument chooses, such as tokens, are data, which many positions
-    share. Matrices that are looked up, such as those of experts, are weights.
+    Rows that an argument chooses, such as tokens, are data, because many positions
+    share them. Matrices that are looked up, such as those of experts, are weights.
     """
     if eqn.primitive.name != "gather":
         return False

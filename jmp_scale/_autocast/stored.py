@@ -29,25 +29,25 @@ Value = jax.Array | Stored
 
 
 def stored(x: jax.Array) -> Value:
-    """A half-precision array whose cotangents are added up in float32; others as is."""
-    # Not of a stopped `x`: an argument would be saved once more.
+    """Wraps a half-precision array, whose cotangents are then added up in float32."""
+    # It is not that of a stopped `x`, because an argument would be saved twice.
     return Stored(x.astype(jnp.float32), x) if is_half(x.dtype) else x
 
 
 def array_of(value: Value) -> jax.Array:
-    """The array that one reader reads."""
+    """Returns the array that one reader reads."""
     if isinstance(value, Stored):
         return with_value(value.sums.astype(value.half.dtype), value.half)
     return value
 
 
 def places_of(values: Sequence[Value]) -> tuple[int, ...]:
-    """The positions of those that are stored in half precision."""
+    """Returns the positions of arrays that are stored in half precision."""
     return tuple(i for i, x in enumerate(values) if isinstance(x, Stored))
 
 
 def looked_up(eqn: JaxprEqn, values: Sequence[Any]) -> Stored:
-    """The result of a gather from a stored array: a stored one, as its rows are."""
+    """Gathers from a stored array; the rows are stored in half precision too."""
     source, *indices = values
     indices = [*map(array_of, indices)]
     sums, half = (_jaxpr.evaluate(eqn, [x, *indices])[0] for x in source)
@@ -55,7 +55,7 @@ def looked_up(eqn: JaxprEqn, values: Sequence[Any]) -> Stored:
 
 
 def loops_that_add_up(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The loops in an equation that read arrays in half precision in each iteration.
+    """Finds loops that read arrays in half precision in each iteration.
 
     Put back as traced, they add up the cotangents of these arrays in half precision.
     """

@@ -20,25 +20,25 @@ class Format(NamedTuple):
     dtype: jnp.dtype
     remainder_dtype: jnp.dtype
     noise_bits: int  # random bits that decide between two neighbors
-    # A number of the format, as f32, of f32 and noise (i32, or None for the nearest).
+    # Rounds f32 to the format, as f32, by noise (i32, or None for the nearest).
     rounded: Callable[..., jax.Array]
-    # What a number of the format lacks, of the f32 value and the number.
+    # Returns the remainder of an f32 value and its rounding.
     remainder: Callable[[jax.Array, jax.Array], jax.Array]
-    # The f32 value of the number as f32 and its remainder.
+    # Returns the f32 value of a rounding, as f32, and its remainder.
     joined: Callable[[jax.Array, jax.Array], jax.Array]
 
     def noise(self, words: jax.Array) -> jax.Array:
-        """i32 in [0, 2^noise_bits) of random unsigned integers."""
+        """Returns i32 in [0, 2^noise_bits) of random unsigned integers."""
         return (words & (2**self.noise_bits - 1)).astype(jnp.int32)
 
 
 def format_of(x: Leaf) -> Format:
-    """The format of a half-precision array."""
+    """Returns the format of a half-precision array."""
     return FORMATS[str(x.dtype)]
 
 
 def misfits(remainder: jax.Array, p: jax.Array | None) -> jax.Array:
-    """bool[], whether a float16 parameter `p` (None: unknown) lacks more than it can.
+    """Whether (bool[]) a float16 parameter `p` (None: unknown) lacks more than it can.
 
     The largest float16 may lack anything, as finite values stop there.
     """
@@ -51,8 +51,10 @@ def misfits(remainder: jax.Array, p: jax.Array | None) -> jax.Array:
 
 
 def _rounded_to_bfloat16(x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-    """The nearest bfloat16, ties up, or one of two: right in the mean to 2^-16 of the
-    last digit."""
+    """Rounds to the nearest bfloat16, ties up, or at random.
+
+    At random it is right in the mean to 2^-16 of the last digit.
+    """
     added = 2**15 if noise is None else noise
     return jnp.where(jnp.isnan(x), x, _float((_bits(x) + added) & -(2**16)))
 
@@ -71,8 +73,11 @@ def _joined_bfloat16(x: jax.Array, remainder: jax.Array) -> jax.Array:
 
 
 def _rounded_to_float16(x: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-    """The nearest float16, ties to even, or one of two: right in the mean to 2^-13 of
-    the last digit. Finite values beyond the largest float16 become that."""
+    """Rounds to the nearest float16, ties to even, or at random.
+
+    At random it is right in the mean to 2^-13 of the last digit. Finite values beyond
+    the largest float16 become that.
+    """
     # The last digit is 2^-10 of x's power of two, or 2^-24 of the subnormal numbers,
     # which lax.reduce_precision would make zero.
     inside = jnp.clip(x, -65504.0, 65504.0)

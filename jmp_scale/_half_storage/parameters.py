@@ -47,9 +47,9 @@ def with_half_parameters(
 
     Put it inside `with_loss_scale`, and clipping, `MultiSteps` and schedules into it.
     Apply its updates by `optax.apply_updates`; `equinox.apply_updates` does not round.
-    A value above the largest bfloat16 becomes infinite as in a cast, above the largest
-    float16 that. A value that falls below 2^-15 of itself in one step may miss its last
-    digits. The rounding has no derivative.
+    A value above the largest bfloat16 becomes infinite as in a cast, one above the
+    largest float16 becomes that. A value that falls below 2^-15 of itself in one step
+    may miss its last digits. The rounding has no derivative.
 
     Args:
       inner: any Optax optimizer or chain, without a loss scale.
@@ -122,7 +122,7 @@ def with_half_parameters(
 
 
 def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
-    """The float32 values of half-precision parameters, for evaluation and averages.
+    """Returns the float32 values of half-precision parameters, for evaluation.
 
     Args:
       params: the parameters, as the optimizer's `init` got them, or their
@@ -152,7 +152,7 @@ def full_parameters(params: PyTree, opt_state: PyTree) -> PyTree:
 
 
 def split(x: Leaf, like: Leaf) -> tuple[PyTree, PyTree]:
-    """A float32 value as a parameter of the dtype of `like`, and its remainder."""
+    """Splits a float32 value into a parameter of `like`'s dtype and its remainder."""
     if not holds_half(like):
         return x, None
     half = format_of(like)
@@ -161,7 +161,7 @@ def split(x: Leaf, like: Leaf) -> tuple[PyTree, PyTree]:
 
 
 def remainders(function: str, tree: PyTree) -> dict[str, PyTree]:
-    """The remainders in a pytree, by the names of their parameters."""
+    """Finds the remainders in a pytree, by the names of their parameters."""
     found: dict[str, PyTree] = {}
     for _, state in find_half_states(tree):
         fields = state if isinstance(state, Mapping) else state._asdict()
@@ -207,7 +207,7 @@ def _check_pairs(
     remainders: Mapping[str, PyTree],
     has_all: bool = False,
 ) -> None:
-    """Raises an error unless each remainder has its parameter, or if one has none."""
+    """Raises an error unless remainders and parameters belong together."""
     dtypes = {half.remainder_dtype: name for name, half in FORMATS.items()}
     expected = {k: f"{dtypes[x.dtype]}{list(x.shape)}" for k, x in remainders.items()}
     missing = {name for name, p in params.items() if has_all and holds_half(p)}
@@ -253,7 +253,7 @@ def _zeros(p: Leaf) -> jax.Array | None:
 
 
 def _join(p: Leaf, remainder: PyTree = None) -> Leaf:
-    """The float32 value of a half-precision parameter and its remainder."""
+    """Returns the float32 value of a half-precision parameter and its remainder."""
     if not holds_half(p):
         return p
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in (p, remainder)):
@@ -266,7 +266,7 @@ def _join(p: Leaf, remainder: PyTree = None) -> Leaf:
 def _rounded_update(
     update: Leaf, p: Leaf, full: Leaf, remainder: PyTree, key: jax.Array | None
 ) -> tuple[PyTree, PyTree]:
-    """Returns the update to the rounding of the new value, and what that leaves."""
+    """Returns the update to the rounding of the new value, and the remainder."""
     if is_nothing(update) or not holds_half(p):
         return update, remainder
     half, noise = format_of(p), None

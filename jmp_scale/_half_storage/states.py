@@ -184,7 +184,7 @@ def _is_narrow(x: Leaf) -> bool:
 def _rounded(
     leaves: Sequence[Leaf], owners: Sequence[_Owner | None], key: jax.Array
 ) -> list[Leaf]:
-    """Leaves with averages in bfloat16, next to the float32 ones and never infinite.
+    """Rounds averages to a neighboring bfloat16, which is never infinite.
 
     A word of 32 bits serves two averages of a parameter, because Threefry takes a GPU
     as much time as the bytes that are saved.

@@ -101,7 +101,7 @@ def finite(
     specs: PyTree = None,
     mesh: Mesh | None = None,
 ) -> Flag:
-    """`all_finite` over the axes of an agreement."""
+    """Returns `all_finite` over the axes of an agreement."""
     leaves = _inexact_arrays(tree)
     if specs is not None:
         leaf_specs = _checked_specs(tree, specs)

@@ -151,7 +151,7 @@ _Add = Callable[[jax.Array, _Way], jax.Array]
 
 
 def _sum_in_map(gradient: _Gradient, names: _mesh.Axes | None, add: _Add) -> jax.Array:
-    """The sum of a leaf in a map, where each device holds its own."""
+    """Sums a leaf in a map, where each device holds its own."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if names is not None and not _are_bound(names):
         raise gradient.error(
@@ -177,7 +177,7 @@ def _sum_in_map(gradient: _Gradient, names: _mesh.Axes | None, add: _Add) -> jax
 def _sum_of_parts(
     gradient: _Gradient, names: _mesh.Axes | None, add: _Add, may_be_sum: bool
 ) -> jax.Array:
-    """The sum of a leaf that is `unreduced`. Others are sums already."""
+    """Sums a leaf that is `unreduced`. Others are sums already."""
     total, like = gradient.array, gradient.like
     sharding: NamedSharding = jax.typeof(total).sharding
     axes = _mesh.unreduced_axes(total)
@@ -211,7 +211,7 @@ def _sum_of_parts(
 
 
 def _total(x: jax.Array, way: _Way, wire: DTypeLike | None, mean: bool) -> jax.Array:
-    """The sum over the devices that hold `x`, or this device's share of it."""
+    """Returns the sum over the devices that hold `x`, or this device's share of it."""
     dtype, count = x.dtype, lax.axis_size(way.axes)
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)
     if is_inexact:
@@ -262,7 +262,7 @@ def _half_on_the_wire(
 
 
 def _powers_of_two(x: jax.Array, axes: _mesh.Axes) -> tuple[jax.Array, jax.Array]:
-    """What takes the largest finite entry of all devices to 2^14 or above, and back."""
+    """Returns powers of two that take the largest finite entry to 2^14, and back."""
     largest = lax.pmax(jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(), axes)
     exponent = lax.bitcast_convert_type(largest, jnp.int32) >> 23  # 127 is that of 1
     up = jnp.minimum(127 + 14 + 127 - exponent, 253)  # both powers are normal numbers
@@ -290,7 +290,7 @@ def _way_in_map(gradient: _Gradient, axes: _mesh.Axes) -> _Way:
 
 
 def _way_of_spec(spec: PartitionSpec, axes: _mesh.Axes) -> _Way | None:
-    """None if several dimensions are split, or other axes split a share again."""
+    """Returns None if several dimensions are split, or other axes split a share."""
     way = _Way(axes)
     for at, part in enumerate(_mesh.dimensions(spec)):
         names = _mesh.names_of(part)
@@ -304,7 +304,7 @@ def _way_of_spec(spec: PartitionSpec, axes: _mesh.Axes) -> _Way | None:
 def _way_of_shape(
     share: Sequence[int], whole: Sequence[int], axes: _mesh.Axes
 ) -> _Way | None:
-    """None if a share is not the equal part of one dimension, or of too many axes."""
+    """Returns None if a share is not an equal part of one dimension and of the axes."""
     if len(share) != len(whole):
         return None
     differ = [at for at, size in enumerate(share) if size != whole[at]]
@@ -326,7 +326,7 @@ def _spec_of_sum(spec: PartitionSpec, way: _Way) -> PartitionSpec:
 
 
 def _leaves_like(like: PyTree, structure: PyTree) -> list[PyTree]:
-    """The leaves of `like`, one for each of the gradients."""
+    """Returns the leaves of `like`, one for each of the gradients."""
     if like is None:
         return [None] * structure.num_leaves
     try:
@@ -339,7 +339,7 @@ def _leaves_like(like: PyTree, structure: PyTree) -> list[PyTree]:
 
 
 def _placement(name: str, like: Leaf) -> PyTree:
-    """What a leaf shall lie like: an array, a spec, or None where nothing is given."""
+    """Returns the array or spec whose placement a leaf gets, or None."""
     like = like.spec if isinstance(like, NamedSharding) else like
     if like is None or isinstance(like, PartitionSpec) or hasattr(like, "shape"):
         return like
@@ -358,7 +358,7 @@ def _are_bound(names: tuple[str, ...]) -> bool:
 
 
 def _refuse_other_axes(gradient: _Gradient) -> None:
-    """XLA gathers what axes split that are not manual, before it is sent."""
+    """Refuses leaves split over axes that are not manual, which XLA would gather."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = jax.typeof(gradient.array).sharding.spec
     names = _mesh.named_axes(spec)  # Auto axes do not tell

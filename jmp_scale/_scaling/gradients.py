@@ -25,7 +25,7 @@ def value_and_grad(
     transform: Function = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`jax.value_and_grad` that scales the loss internally; its results are unscaled.
+    """Returns `jax.value_and_grad(fun)`, which scales internally; results are unscaled.
 
     Use it in place of `jax.value_and_grad` wherever a loss is computed in float16, with
     the loss scale of the current step: `value_and_grad(loss_fn, state.loss_scale)`.
@@ -84,7 +84,7 @@ def grad(
     transform: Function = jax.value_and_grad,
     **kwargs: Any,
 ) -> Function:
-    """`jax.grad` that scales the loss internally, and returns unscaled gradients.
+    """Returns `jax.grad(fun)`, which scales internally and gives unscaled gradients.
 
     It is `value_and_grad`, except that it returns `grads`, or `(grads, aux)` with
     `has_aux`.

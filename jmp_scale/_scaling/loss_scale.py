@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _LossScale(_pytree.Pytree):
-    """What all loss scales can do; they differ in S, and in how it adjusts."""
+    """The methods of all loss scales, which differ in S and in how it adjusts."""
 
     loss_scale: Any
 
@@ -26,7 +26,7 @@ class _LossScale(_pytree.Pytree):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """With a state wrapped, `opt_state[0].mu` asks a loss scale for moments."""
+            """Raises the error for `opt_state[0].mu` and other fields of optimizers."""
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}; the state of the "
                 "optimizer in a LossScaleState is opt_state.inner_state, and "
@@ -283,19 +283,19 @@ LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
 def scale(loss_scale: LossScale, tree: T) -> T:
-    """`loss_scale.scale(tree)`, to map over several loss scales."""
+    """Returns `loss_scale.scale(tree)`, to map over several loss scales."""
     return loss_scale.scale(tree)
 
 
 def unscale(loss_scale: LossScale, tree: T) -> T:
-    """`loss_scale.unscale(tree)`, to map over several loss scales."""
+    """Returns `loss_scale.unscale(tree)`, to map over several loss scales."""
     return loss_scale.unscale(tree)
 
 
 def adjust(
     loss_scale: LossScale, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True
 ) -> LossScale:
-    """`loss_scale.adjust(...)`, to map over several loss scales."""
+    """Returns `loss_scale.adjust(...)`, to map over several loss scales."""
     return loss_scale.adjust(grads_finite, loss_finite=loss_finite)
 
 

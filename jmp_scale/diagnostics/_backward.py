@@ -101,7 +101,7 @@ def start_of(function: str, loss_scale: LossScale | ArrayLike | None) -> Start:
 def concrete_arrays(
     function: str, args: PyTree
 ) -> tuple[list[jax.Array], Callable[[Arrays], PyTree]]:
-    """`split_arrays` for a tool that runs on the host."""
+    """Splits arguments for a tool that runs on the host, as `split_arrays` does."""
     arrays, rejoin = split_arrays(args)
     if any(isinstance(x, Tracer) for x in arrays):
         raise TypeError(

@@ -21,7 +21,7 @@ _SMALL_SUM = 1 / 2
 
 
 def reached_by(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
-    """Floating-point variables with a tangent, if these inputs have one."""
+    """Returns the floating-point variables with a tangent, if these inputs have one."""
     found = {*inputs}
     for eqn in jaxpr.eqns:
         stops = eqn.primitive.name == "stop_gradient"
@@ -69,7 +69,7 @@ class Softmax(NamedTuple):
 
 
 def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
-    """The softmaxes of an island, by their results."""
+    """Finds the softmaxes of an island, by their results."""
     maker = {v: eqn for eqn in island.eqns for v in eqn.outvars}
 
     def made_by(v: Atom, *names: str) -> JaxprEqn | None:
@@ -91,7 +91,7 @@ def softmaxes_of(island: Jaxpr) -> dict[Var, Softmax]:
 
 
 def on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`fun(x)` on GPUs, `x` elsewhere."""
+    """Returns `fun(x)` on GPUs, `x` elsewhere."""
     return lax.platform_dependent(x, cuda=fun, rocm=fun, default=lambda x: x)
 
 
@@ -99,7 +99,7 @@ def on_gpu(fun: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 def softmax_from(
     exponents: jax.Array, result: jax.Array, axes: tuple[int, ...]
 ) -> jax.Array:
-    """`result`, which is the softmax of the exponents and gives their derivative."""
+    """Returns `result`, the softmax of the exponents, with their derivative."""
     return result
 
 
@@ -141,7 +141,7 @@ def small_sums(island: Jaxpr) -> list[Var]:
 def needed_for(
     island: Jaxpr, atoms: Iterable[Atom], saved: Collection[Var]
 ) -> set[Var]:
-    """The variables of an island from which values are computed, given saved ones."""
+    """Returns the variables from which values are computed, given saved ones."""
     known = {*small_sums(island)}.union(saved)
     found = {*variables(atoms)} - known
     for eqn in reversed(island.eqns):

@@ -60,7 +60,7 @@ class Unit:
     passed: tuple[Var, ...] = dataclasses.field(compare=False)
 
     def places(self, fact: str) -> list[int]:
-        """The positions of outputs that are as said, such as "is_saved"."""
+        """Returns the positions of outputs with a property, such as "is_saved"."""
         return [i for i, each in enumerate(self.outputs) if getattr(each, fact)]
 
     @property
@@ -80,13 +80,13 @@ class Unit:
 
 
 def make_plan(reading: Reading) -> list[Step | Unit]:
-    """The parts of a program, in the order in which they run."""
+    """Returns the parts of a program, in the order in which they run."""
     return _Units(reading, _Levels(reading).parts()).units()
 
 
 class _Island(NamedTuple):
     jaxpr: Jaxpr
-    half_product: None = None  # as a step has one
+    half_product: None = None  # a step may have one
 
     @property
     def inputs(self) -> list[Var]:
@@ -178,7 +178,7 @@ class _Levels:
         return parts[::-1]
 
     def _members(self) -> list[list[int]]:
-        """The equations of each part, in the order in which parts run."""
+        """Returns the equations of each part, in the order in which parts run."""
         members: dict[tuple[int, int, str], list[int]] = {}
         for index, is_island in enumerate(self._in_island):
             key = self._starts[index], index, ""
@@ -189,7 +189,7 @@ class _Levels:
         return [members[key] for key in sorted(members)]
 
     def _island(self, members: list[int], wanted: set[Var]) -> _Island:
-        """The wanted equations of an island, and what they read of arguments alone."""
+        """Returns an island of its wanted equations and those of arguments alone."""
         outputs = [v for i in members for v in self._steps[i].outputs if v in wanted]
         allowed = {*members}
         needed = set[int]()
@@ -337,13 +337,13 @@ class _Units:
 def _residuals(
     island: Jaxpr, softmaxes: Collection[Var], streams: Collection[Var]
 ) -> set[Var]:
-    """The inputs of an island that its derivative reads."""
+    """Returns the inputs of an island that its derivative reads."""
     read = needed_for(island, read_by_derivative(island, softmaxes), streams)
     return read.intersection(island.invars)
 
 
 def _softmaxes_read(island: Jaxpr, operands: Collection[Var]) -> set[Var]:
-    """The softmaxes whose derivatives read the probabilities that a product reads.
+    """Finds the softmaxes whose derivatives read the probabilities of a product.
 
     To recompute these would cost a transformer 8 % of the bytes that it moves. Nothing
     else reads them, because that would not be what the forward pass read; and the

@@ -112,7 +112,7 @@ def _function_of(
     scopes: tuple[NameStack, tuple[NameStack, ...]],
     passed_inputs: tuple[tuple[int, int], ...],
 ) -> Callable[..., Results]:
-    """A function with a derivative that recomputes the island.
+    """Returns a function with a derivative that recomputes the island.
 
     Its arguments are the inputs of the island, what products read besides, and the
     residuals of both. `scopes` are those of the island and of the products,
@@ -224,7 +224,7 @@ class _Island:
         return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
 
     def in_half(self, outputs: ByPosition) -> ByPosition:
-        """The half-precision copies of operands among the results."""
+        """Returns the half-precision copies of operands among the results."""
         return {i: outputs[i].astype(self._cast.forward) for i in self._operands}
 
     def _rounded(self, v: Var, x: jax.Array) -> jax.Array:
@@ -278,7 +278,7 @@ class _Island:
 
 
 def _or_zeros(primals: ByPosition, found: ByPosition) -> dict[int, Any]:
-    """The tangents that were found, and zeros for the others."""
+    """Returns the tangents that were found, and zeros for the others."""
     return {
         i: found[i].astype(x.dtype) if i in found else no_tangent(x)
         for i, x in primals.items()

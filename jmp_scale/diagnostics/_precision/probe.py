@@ -69,7 +69,7 @@ class ProductGroup:
 
 
 def where(place: Any) -> str:
-    """A line by its name for `keep_float32=`."""
+    """Returns the name of a line for `keep_float32=`."""
     return place.library or f"{os.path.basename(place.file or '?')}:{place.line}"
 
 
@@ -146,7 +146,7 @@ class Probe:
     def _numbered(
         self, jaxpr: Program, outer: tuple[JaxprEqn, ...], place: Place, times: int
     ) -> Program:
-        """A jaxpr whose products, and calls with rules, name their numbers."""
+        """Returns a jaxpr whose products, and calls with rules, name their numbers."""
 
         def change(eqn: JaxprEqn) -> JaxprEqn:
             name, chain = eqn.primitive.name, (*outer, eqn)
@@ -216,7 +216,7 @@ class _Flagged(Interpreter):
             return bilinear(run, term, inputs[:2], [*copies, *inputs[2:], half])
 
     def _number(self, scope: NameStack, eqn: JaxprEqn) -> int:
-        """The number of the innermost product or call that has one, or of the rule."""
+        """Returns the number of the innermost product or call, or of the rule."""
         scopes = f"{scope}/{eqn.source_info.name_stack}"
         return int([self.rule, *_NUMBER.findall(scopes)][-1])
 
@@ -224,7 +224,7 @@ class _Flagged(Interpreter):
 def _multiply(
     product: Product, dtype: DTypeLike, float32: int | None, *values: jax.Array
 ) -> jax.Array:
-    """A product, rounded where the last value is True; operand `float32` is not."""
+    """Multiplies, and rounds where the last value is True; operand `float32` stays."""
     *operands, half = values
     for side in {0, 1} - {float32}:
         operands[side] = _rounded(operands[side], half, dtype)

@@ -97,7 +97,7 @@ def _half_sum(step: Step) -> Iterator[Finding]:
 
 
 def _half_rows(step: Step) -> Iterator[Finding]:
-    """The gradient of a table: its frequent rows are sums of many cotangents."""
+    """Finds a table's gradient, whose frequent rows are sums of many cotangents."""
     is_gradient = step.backward and step.name == "scatter-add"
     if not is_gradient or not is_half(step.source):
         return

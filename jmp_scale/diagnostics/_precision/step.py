@@ -1,4 +1,4 @@
-"""What is found and known: a `Finding` of a line, a `Step`, a `Fact` of a value."""
+"""A `Finding` about a line, a `Step` of the program, and a `Fact` about a value."""
 
 import dataclasses
 import enum

@@ -111,7 +111,7 @@ def _slopes(table: Mapping[float, Rows], tolerance: float = 0.15) -> dict[Path, 
 def _in_part(table: Mapping[float, Rows], power: float, sign: int) -> list[Path]:
     """Returns leaves whose change is a + b S, or a + b / S if `sign` is -1.
 
-    What differs from the change at one S, where that part is small, is then b S.
+    The difference from the change at an S where that part is small is then b S.
     """
     constant = table.get(power, {})
     differences: dict[float, Rows] = {}

@@ -24,7 +24,7 @@ class LostUpdates(NamedTuple):
     magnitude: jax.Array
 
     def summary(self) -> str:
-        """Both shares in one sentence (host)."""
+        """Returns both shares in one sentence (host)."""
         entries, magnitude = (percent(float(share)) for share in self)
         return f"{entries} of the updates, {magnitude} of their size, lost in rounding."
 

@@ -172,7 +172,7 @@ def loop_counter(x):
 
 
 def running_sum_in_a_branch(x):
-    h = x.astype(F16)
+    h = lax.stop_gradient(x).astype(F16)
 
     def body(i, total):
         add = lambda total: total + h[0]  # noqa: E731

@@ -13,7 +13,7 @@ from .._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossSca
 from .._scaling.transform import with_loss_scale
 from .._tree import cast_floating
 from .._types import PyTree
-from .timing import Compile, compiling
+from .timing import Compile, Program, compiling
 
 Loss = Callable[[PyTree, jax.Array], jax.Array]
 Programs = dict[str, Compile]  # by name
@@ -72,8 +72,12 @@ def steps(model: Model) -> tuple[str, Programs]:
             updates, opt_state = tx.update(grads, opt_state, params, value=value)
             return optax.apply_updates(params, updates), opt_state, value
 
-        state = model.params, tx.init(model.params)
-        return compiling(step, *state, model.batch, carried=2)
+        def compile_() -> Program:
+            # Each program has its own state, because it donates it.
+            params = jax.tree.map(jnp.copy, model.params)
+            return compiling(step, params, tx.init(params), model.batch, carried=2)()
+
+        return compile_
 
     bfloat16, float16 = (autocast(model.loss, x) for x in ("bfloat16", "float16"))
     dynamic = with_loss_scale(plain, DynamicLossScale(2.0**10))

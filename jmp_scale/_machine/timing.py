@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._types import Function, PyTree
 
@@ -109,7 +108,7 @@ def compiling(fun: Function, *args: PyTree, carried: int = 0) -> Compile:
     """
 
     def compile_() -> Program:
-        state = jax.tree.map(jnp.copy, args[:carried])
+        state = args[:carried]
         jitted = jax.jit(fun, donate_argnums=tuple(range(carried)))
         compiled = jitted.lower(*args).compile()
 

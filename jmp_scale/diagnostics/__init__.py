@@ -22,7 +22,6 @@ from ._run.check_step import check_step as check_step
 from ._run.diagnosis import Diagnosis as Diagnosis
 from ._run.diagnosis import diagnose_nonfinite as diagnose_nonfinite
 from ._run.health import HealthLog as HealthLog
-from ._run.health import health as health
 from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
 

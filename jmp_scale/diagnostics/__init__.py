@@ -24,5 +24,7 @@ from ._run.diagnosis import diagnose_nonfinite as diagnose_nonfinite
 from ._run.health import HealthLog as HealthLog
 from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
+from ._speed import SpeedComparison as SpeedComparison
+from ._speed import compare_speed as compare_speed
 
 _name_module(globals())

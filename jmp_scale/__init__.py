@@ -5,7 +5,6 @@ import typing as _typing
 from . import diagnostics as diagnostics
 from . import presets as presets
 from ._autocast.autocast import autocast as autocast
-from ._autocast.dot_general import dot_general as dot_general
 from ._autocast.marks import in_half as in_half
 from ._autocast.marks import keep_float32 as keep_float32
 from ._half_storage.parameters import HalfParametersState as HalfParametersState

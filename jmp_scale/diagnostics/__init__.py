@@ -24,7 +24,6 @@ from ._run.diagnosis import diagnose_nonfinite as diagnose_nonfinite
 from ._run.grad_report import GradReport as GradReport
 from ._run.grad_report import grad_report as grad_report
 from ._run.health import HealthLog as HealthLog
-from ._run.health import health as health
 from ._run.histogram import ExponentHistogram as ExponentHistogram
 from ._run.histogram import exponent_histogram as exponent_histogram
 from ._run.history import LossScaleHistory as LossScaleHistory

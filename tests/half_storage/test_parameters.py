@@ -388,7 +388,7 @@ def test_diagnostics_know_that_nothing_is_lost():
     state = tx.init(params)
     updates, state = jax.jit(tx.update)(GOOD, state, params)
     assert jmp_scale.diagnostics.lost_updates(params, updates).entries == 0
-    assert jmp_scale.diagnostics.health((params, state)) == []
+    assert jmp_scale.diagnostics.HealthLog()((params, state)) == []
     report = functools.partial(jmp_scale.diagnostics.precision_report, squares, params)
     assert [f.rule for f in report(opt_state=state).findings] == []
     assert [f.rule for f in report().findings] == ["half-parameters"]

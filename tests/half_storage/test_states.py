@@ -335,7 +335,7 @@ def test_flax_stores_what_optax_alone_does(door):
     expected = jax.tree.leaves(of_one_device())
     assert_bitwise_equal(averages, [x for x in expected if x.dtype == jnp.bfloat16])
     if door in (linen, of_nnx):
-        assert diagnostics.health(found) == []
+        assert diagnostics.HealthLog()(found) == []
 
 
 def test_replicas_of_pmap_are_those_of_one_device():

@@ -23,7 +23,6 @@ from ._scaling.gradient_sums import sum_gradients as sum_gradients
 from ._scaling.gradients import grad as grad
 from ._scaling.gradients import value_and_grad as value_and_grad
 from ._scaling.loss_scale import DynamicLossScale as DynamicLossScale
-from ._scaling.loss_scale import LossScale as LossScale
 from ._scaling.loss_scale import NoOpLossScale as NoOpLossScale
 from ._scaling.loss_scale import StaticLossScale as StaticLossScale
 from ._scaling.loss_scale import adjust as adjust
@@ -33,6 +32,7 @@ from ._scaling.spike_guard import SpikeGuard as SpikeGuard
 from ._scaling.transform import LossScaleTransformation as LossScaleTransformation
 from ._scaling.transform import with_loss_scale as with_loss_scale
 from ._state import HalfStateState as HalfStateState
+from ._state import LossScale as LossScale
 from ._state import LossScaleState as LossScaleState
 from ._tree import select_tree as select_tree
 

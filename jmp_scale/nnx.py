@@ -17,9 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 from ._autocast.autocast import autocast as _autocast
 from ._autocast.marks import MarkedLayer
 from ._scaling.gradients import value_and_grad
-from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation, judge_step
+from ._state import LossScale
 from ._tree import is_data, is_inexact, with_arrays
 from ._types import Flag, Function, KeyPath, Leaf, PyTree
 from ._validation import require_function

@@ -30,5 +30,7 @@ from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
 from ._run.updates import LostUpdates as LostUpdates
 from ._run.updates import lost_updates as lost_updates
+from ._speed import SpeedComparison as SpeedComparison
+from ._speed import compare_speed as compare_speed
 
 _name_module(globals())

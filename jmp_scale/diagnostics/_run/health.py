@@ -55,7 +55,7 @@ _SENTENCES = {
     "gradients vanished": "The gradient norm {change} while the loss stays near its "
     "start ({current:.3g} after {first:.3g}): units are saturated or dead, or the "
     "gradients underflow. Start again with a lower learning rate; see "
-    "calibrate_loss_scale if the gradients are computed in half precision.",
+    "compare_gradients if the gradients are computed in half precision.",
     "lost updates": "In the last {steps} steps {entries:.0%} of the updates, and "
     "{magnitude:.0%} of their size, were lost in rounding: they are too small "
     "compared with the parameters. Keep the parameters in float32 or, if they are, "

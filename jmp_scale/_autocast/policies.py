@@ -18,7 +18,6 @@ from jax.interpreters import ad
 from .._jaxpr import JaxprEqn
 from .marks import CAST
 
-Saved = dict[int, jax.Array]  # half-precision results of products, by position
 
 
 class Shown(NamedTuple):

@@ -25,7 +25,7 @@ from ..higher_order import Part
 from ..interpreter import Interpreter, Values
 from ..linear import ByPosition, Traces, linear, live_of, no_tangent, with_value
 from ..marks import CAST
-from ..policies import Saved, in_sight
+from ..policies import in_sight
 from ..products import Product
 from ..provenance import Reading
 from .islands import on_gpu, reached_by, softmax_from, softmaxes_of
@@ -98,7 +98,7 @@ class RecomputingInterpreter(Interpreter):
         return jax.tree.map(_behind_barrier, x) if has_barrier else x
 
 
-class Results(NamedTuple):
+class UnitResults(NamedTuple):
     """What a unit returns, or its tangents."""
 
     island: ByPosition  # float32
@@ -111,7 +111,7 @@ def _function_of(
     cast: RecomputingInterpreter,
     scopes: tuple[NameStack, tuple[NameStack, ...]],
     passed_inputs: tuple[tuple[int, int], ...],
-) -> Callable[..., Results]:
+) -> Callable[..., UnitResults]:
     """Returns a function with a derivative that recomputes the island.
 
     Its arguments are the inputs of the island, what products read besides, and the
@@ -132,8 +132,8 @@ def _function_of(
         return outputs | {count + j: x for j, x in enumerate(passed)}
 
     def evaluate(
-        saved: Saved, inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
-    ) -> Results:
+        saved: ByPosition, inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
+    ) -> UnitResults:
         with _jaxpr.scope(island_scope):
             results = _jaxpr.evaluate_all(unit.jaxpr, inputs, change=rounded)
             outputs = dict(enumerate(results))
@@ -145,7 +145,7 @@ def _function_of(
                 with _jaxpr.scope(product_scopes[k]):
                     operands = (read[i] for i in places)
                     products[k] = product.apply(cast.forward, *operands)
-        return Results(outputs, products, {i: halves[i] for i in saved_in_half})
+        return UnitResults(outputs, products, {i: halves[i] for i in saved_in_half})
 
     def tangents(
         residuals: tuple[Arrays, Arrays, ByPosition, ByPosition, _Originals],
@@ -180,8 +180,8 @@ def _function_of(
         return found, moved
 
     def derivative(
-        results: Results, args: Sequence[Arrays], moves: Sequence[Any]
-    ) -> Results:
+        results: UnitResults, args: Sequence[Arrays], moves: Sequence[Any]
+    ) -> UnitResults:
         cast.note_derivative()
         inputs, operands, residuals, passed = args
         float32 = None
@@ -192,13 +192,13 @@ def _function_of(
         read = residuals, passed, outputs, results.saved, float32
         live = live_of(moves[0]), live_of(moves[1])
         found, moved = linear(tangents, read, live, traces)
-        return Results(
+        return UnitResults(
             island=_or_zeros(results.island, found),
             products=_or_zeros(results.products, moved),
             saved=_or_zeros(results.saved, found),
         )
 
-    def saved_of(results: Results) -> Saved:
+    def saved_of(results: UnitResults) -> ByPosition:
         return {k: x.astype(cast.forward) for k, x in results.products.items()}
 
     products = [product.equation for product, _ in unit.products]

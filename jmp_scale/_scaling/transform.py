@@ -15,6 +15,7 @@ from .. import _mesh
 from .._policy import holds_half
 from .._state import (
     START,
+    LossScale,
     LossScaleState,
     checked_optimizer,
     find_half_states,
@@ -27,7 +28,7 @@ from .._types import Flag, Function, KeyPath, Leaf, PyTree
 from .._validation import warn
 from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
-from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
+from .loss_scale import NoOpLossScale, checked_loss_scale
 from .skip import select_step, unless
 from .spike_guard import SpikeGuard
 

@@ -387,7 +387,8 @@ def test_diagnostics_know_that_nothing_is_lost():
     tx = with_loss_scale(with_half_parameters(optax.sgd(1e-5)))
     state = tx.init(params)
     updates, state = jax.jit(tx.update)(GOOD, state, params)
-    assert jmp_scale.diagnostics.lost_updates(params, updates).entries == 0
+    known = {"params": params, "updates": updates}
+    assert jmp_scale.diagnostics.metrics(state, **known)["lost_entries"] == 0
     assert jmp_scale.diagnostics.HealthLog()((params, state)) == []
     report = functools.partial(jmp_scale.diagnostics.precision_report, squares, params)
     assert [f.rule for f in report(opt_state=state).findings] == []

@@ -51,7 +51,7 @@ OTHERS = {
 
 
 def _short_names(identifier):
-    """`health` and `diagnostics.health` for `jmp_scale.diagnostics.health`."""
+    """`metrics` and `diagnostics.metrics` for `jmp_scale.diagnostics.metrics`."""
     parts = identifier.split(".")[1:]  # without jmp_scale
     if len(parts) > 1:
         yield ".".join(parts)

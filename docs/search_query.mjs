@@ -47,7 +47,7 @@ export function shortened(question) {
   // Numbers say little, and lunr.js, which mixes up some words that end in digits, finds
   // nothing at all with some of them.
   const rest = words.filter(word => !STOP.has(word) && !/^\d+$/.test(word))
-  // In a message the function that raises it, "health: expected ...", and the kind of a
+  // In a message the function that raises it, "HealthLog: expected ...", and the kind of a
   // finding, "[half-sum]", count most. A name, ragged_dot, says more than a word.
   const named = plain.match(/[\w.]+(?=: expected )|\[[a-z][a-z -]+\]/g) ?? []
   const names = new Set(named.join(" ").split(/[^\w]+/).map(stem))

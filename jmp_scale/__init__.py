@@ -5,7 +5,6 @@ import typing as _typing
 from . import diagnostics as diagnostics
 from . import presets as presets
 from ._autocast.autocast import autocast as autocast
-from ._autocast.dot_general import dot_general as dot_general
 from ._autocast.marks import in_half as in_half
 from ._autocast.marks import keep_float32 as keep_float32
 from ._half_storage.parameters import full_parameters as full_parameters
@@ -22,7 +21,6 @@ from ._scaling.gradient_sums import sum_gradients as sum_gradients
 from ._scaling.gradients import grad as grad
 from ._scaling.gradients import value_and_grad as value_and_grad
 from ._scaling.loss_scale import DynamicLossScale as DynamicLossScale
-from ._scaling.loss_scale import LossScale as LossScale
 from ._scaling.loss_scale import NoOpLossScale as NoOpLossScale
 from ._scaling.loss_scale import StaticLossScale as StaticLossScale
 from ._scaling.loss_scale import adjust as adjust
@@ -32,6 +30,7 @@ from ._scaling.spike_guard import SpikeGuard as SpikeGuard
 from ._scaling.transform import LossScaleTransformation as LossScaleTransformation
 from ._scaling.transform import with_loss_scale as with_loss_scale
 from ._state import HalfStorageState as HalfStorageState
+from ._state import LossScale as LossScale
 from ._state import LossScaleState as LossScaleState
 from ._tree import select_tree as select_tree
 

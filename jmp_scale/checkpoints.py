@@ -4,7 +4,7 @@ Others need nothing from this module: S and its counter are restored like all le
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ._state import (
     is_half_storage,
     is_loss_scale_state,
 )
-from ._tree import is_data, leaves_by_name, listed
+from ._tree import is_data, leaves_by_name, listed, with_arrays
 from ._types import Leaf, PyTree
 
 T = TypeVar("T")
@@ -65,17 +65,18 @@ def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    differences, first_error = [], None
-    for form in _forms(state):
+    differences, causes = [], []
+    for missing in _forms(state):
         try:
-            return _with_values(_restored(load, state, form))
+            return _with_values(_restored(load, state, missing))
         except _OtherFormError as error:
-            differences.append(f"  {form.name}: {error}")
-            first_error = first_error or error.__cause__
+            name = f"without {' and '.join(missing)}" if missing else "as state is"
+            differences.append(f"  {name}: {error}")
+            causes.append(error.__cause__)
     raise ValueError(
         "restore: expected a checkpoint of state or of an older form of it, got one "
         "that differs from each, first in:\n" + "\n".join(differences)
-    ) from first_error
+    ) from causes[0]
 
 
 def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -100,73 +101,76 @@ def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyT
     return full_parameters(params, opt_state), inner
 
 
-class _Form(NamedTuple):
-    """A form of a state, by the parts that it has."""
-
-    has_half_storage: bool
-    has_loss_scale: bool
-    has_guard: bool
-
-    @property
-    def name(self) -> str:
-        parts = zip(("half storage", "loss scale", "guard"), self, strict=True)
-        missing = [part for part, is_there in parts if not is_there]
-        return f"without {', '.join(missing)}" if missing else "as state is"
-
-    def of(self, tree: PyTree) -> PyTree:
-        """Returns a tree like the state in this form."""
-        if not self.has_half_storage:
-            tree = _replaced(tree, is_half_storage, _inner_state)
-        if not self.has_loss_scale:
-            return _replaced(tree, is_loss_scale_state, _inner_state)
-        if not self.has_guard:
-            return _replaced(tree, is_loss_scale_state, _without_guard)
-        return tree
-
-
 class _OtherFormError(Exception):
     """A checkpoint is of another form than the template."""
 
 
-def _forms(state: PyTree) -> list[_Form]:
-    """Returns the forms that a state may have had, the newest first."""
+def _forms(state: PyTree) -> list[tuple[str, ...]]:
+    """Returns the parts that a checkpoint may lack together, the newest form first."""
     scaled = [_fields(node) for _, node in find_loss_scale_states(state)]
-    without = [(True, True)]
+    forms: list[tuple[str, ...]] = [()]
     if any(jax.tree.leaves(fields.get("guard")) for fields in scaled):
-        without.append((True, False))
+        forms.append(("guard",))
     if scaled:
-        without.append((False, False))
-    storages = [True, False] if find_half_storage(state) else [True]
-    return [_Form(half, *rest) for half in storages for rest in without]
+        forms.append(("loss scale",))
+    if find_half_storage(state):
+        forms += [("half storage", *missing) for missing in forms]
+    return forms
 
 
-def _restored(load: Callable[[PyTree], PyTree], state: T, form: _Form) -> T:
-    """Restores a state from a checkpoint of this form."""
+def _without(missing: tuple[str, ...], tree: PyTree) -> PyTree:
+    """Returns a tree like the state without these parts."""
+    if "half storage" in missing:
+        tree = _replaced(tree, is_half_storage, _inner_state)
+    if "loss scale" in missing:
+        tree = _replaced(tree, is_loss_scale_state, _inner_state)
+    if "guard" in missing:
+        tree = _replaced(tree, is_loss_scale_state, _without_guard)
+    return tree
+
+
+def _restored(
+    load: Callable[[PyTree], PyTree], state: T, missing: tuple[str, ...]
+) -> T:
+    """Restores a state from a checkpoint without these parts."""
     leaves, structure = jax.tree.flatten(state)
     # The leaves' numbers in the form on disk: loaders that ignore the template sort by
     # name, so what is read finds its place by its name there.
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
-    numbered = form.of(numbers)
-    templates, remainder_of = leaves, {}
+    numbered = _without(missing, numbers)
+    on_disk, remainder_of = leaves, {}
     try:
-        if not form.has_half_storage:
-            templates = [_widened(x) for x in leaves]
+        if "half storage" in missing:
+            on_disk = [_widened(x) for x in leaves]
             remainder_of = _remainders_by_parameter(numbers, leaves)
-        saved = load(jax.tree.map(templates.__getitem__, numbered))
+        saved = load(jax.tree.map(on_disk.__getitem__, numbered))
     except (KeyError, TypeError, ValueError) as error:
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise _OtherFormError(first_line[:200]) from error
+    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
+    saved = {
+        name: x
+        for name, x in leaves_by_name(saved).items()
+        if not isinstance(x, jax.ShapeDtypeStruct)
+    }
     places = leaves_by_name(numbered)
-    template = {name: templates[i] for name, i in places.items()}
-    original = {name: leaves[i] for name, i in places.items()}
-    for name, x in _checked(leaves_by_name(saved), template, original).items():
-        i = places[name]
-        if templates[i] is leaves[i]:
-            leaves[i] = x
-            continue
-        leaves[i], remainder = split(x)
-        if i in remainder_of:
-            leaves[remainder_of[i]] = remainder
+    for name, i in places.items():
+        like, value = on_disk[i], saved.get(name)
+        is_number = is_data(like) and not hasattr(like, "dtype")
+        if not (is_number or hasattr(like, "dtype")):
+            continue  # the functions among an Equinox model's leaves are not saved
+        # An array that `inner` itself stores in bfloat16 is so on disk, too.
+        if not (_fits(value, like) or _fits(value, leaves[i])):
+            raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
+        # NumPy arrays cannot be donated; Python numbers are another type for `jit`.
+        value = value if is_number else jnp.asarray(value, like.dtype)
+        if like is not leaves[i]:
+            value, remainder = split(value)
+            if i in remainder_of:
+                leaves[remainder_of[i]] = remainder
+        leaves[i] = value
+    for name in sorted(saved.keys() - places.keys()):
+        raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -175,7 +179,8 @@ def _remainders_by_parameter(numbers: PyTree, leaves: Sequence[Leaf]) -> dict[in
     kept = remainders("restore", numbers)
     if not kept:
         return {}
-    places = leaves_by_name(_replaced(numbers, is_half_storage, lambda _: None))
+    outside = _replaced(numbers, is_half_storage, lambda _: None)
+    places = leaves_by_name(with_arrays(outside))
 
     def are_parameters(prefix: str) -> bool:
         pairs = [(places.get(prefix + name), i) for name, i in kept.items()]
@@ -250,28 +255,6 @@ def _without_guard(node: PyTree) -> PyTree:
 
 def _widened(x: Leaf) -> Leaf:
     return join(x) if is_bfloat16(x) else x
-
-
-def _checked(
-    saved: Mapping[str, Leaf], like: Mapping[str, Leaf], original: Mapping[str, Leaf]
-) -> dict[str, Leaf]:
-    """Returns the arrays of `saved`, of the names, shapes and dtypes of `like`."""
-    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
-    saved = {k: x for k, x in saved.items() if not isinstance(x, jax.ShapeDtypeStruct)}
-    # The functions among an Equinox model's leaves are not saved.
-    data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
-    for name, x in data.items():
-        value = saved.get(name)
-        # An array that `inner` itself stores in bfloat16 is so on disk, too.
-        if not (_fits(value, x) or _fits(value, original[name])):
-            raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(x)}")
-    for name in sorted(saved.keys() - like.keys()):
-        raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
-    # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
-    return {
-        name: jnp.asarray(saved[name], x.dtype) if hasattr(x, "dtype") else saved[name]
-        for name, x in data.items()
-    }
 
 
 def _fits(value: Leaf, like: Leaf) -> bool:

@@ -34,6 +34,7 @@ TESTED_BY = {
     "__main__": ("test_machine", "a command prints what is measured"),
     "_flax": ("test_linen", "serialization is that of Flax"),
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
+    "diagnostics._timing": ("test_machine", "programs are timed by the command too"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
     "diagnostics._run.casts": ("diagnostics/run/test_grad_report", "casts are counted"),
     "diagnostics._run.step_*": ("diagnostics/run/test_check_step", "wrong steps"),

@@ -33,7 +33,6 @@ def test_no_gradient_is_summed_in_float16_on_a_gpu_or_tpu(
         if product == "autocast":
             gathers = gradient_sums.moved_bytes(module, gradient_sums.GATHERS)
             assert gathers[1] <= 4 * 1024  # weights cross the wire in half precision
-    plain, weights, biases_too, automatic = found.values()
+    plain, automatic = found.values()
     assert plain >= 2 * 2 * 512 * 1024
-    assert weights == 2 * 1024  # the bias alone
-    assert biases_too == automatic == 0
+    assert automatic == 0

@@ -39,7 +39,7 @@ from .._state import (
     is_nothing,
     started,
 )
-from .._tree import find_nodes, leaves_by_name, promote_to_float32
+from .._tree import find_nodes, is_inexact, leaves_by_name, promote_to_float32
 from .._types import KeyPath, Leaf, PyTree
 from .._validation import described, key_words, require_bool
 from . import bfloat16
@@ -276,7 +276,8 @@ class _HalfStorage:
         found = [x for x in arrays if self._is_average(x)]
         missing = self.averages - {x.field for x in found}
         if missing:
-            fields = {f"{x.field} ({x.value.dtype})" for x in arrays if x.field}
+            named = [x for x in arrays if x.field and is_inexact(x.value)]
+            fields = {f"{x.field} ({x.value.dtype})" for x in named}
             raise ValueError(
                 f"{_NAME}: expected a state with float32 arrays called "
                 f"{sorted(missing)}, one for each parameter, got one with "

@@ -15,6 +15,7 @@ from .. import _mesh
 from .._policy import holds_half
 from .._state import (
     START,
+    LossScale,
     LossScaleState,
     checked_optimizer,
     find_half_storage,
@@ -27,7 +28,7 @@ from .._types import Flag, Function, KeyPath, Leaf, PyTree
 from .._validation import warn
 from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
-from .loss_scale import LossScale, NoOpLossScale, checked_loss_scale
+from .loss_scale import NoOpLossScale, checked_loss_scale
 from .skip import select_step, unless
 from .spike_guard import SpikeGuard
 
@@ -312,7 +313,7 @@ def _check_arguments(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "
             f"update({', '.join(given)}); pass the LossScaleState that init returns; "
             "to convert the state of an optimizer without a loss scale, use "
-            "jmp_scale.checkpoints.restore_without_loss_scale"
+            "jmp_scale.checkpoints.restore"
         )
     while isinstance(params, optax.LookaheadParams):
         params = params.fast

@@ -1,4 +1,4 @@
-"""`health`: describes the state of a run and its last steps, a sentence per finding."""
+"""`HealthLog`: describes the state of a run and its last steps, by sentences."""
 
 import math
 import re
@@ -111,34 +111,13 @@ Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None with
 Counts = np.ndarray  # i64[3], skipped steps: overflows, broken losses, spikes
 
 
-def health(opt_state: PyTree, history: LossScaleHistory | None = None) -> list[str]:
-    """Describes the state of a run, one sentence per finding, most urgent first (host).
-
-    Each sentence has its section in `docs/troubleshoot.md`.
-
-    Args:
-      opt_state: state of `with_loss_scale`, at any depth of any pytree. The
-        parameters and moments in it are checked for narrow dtypes.
-      history: the last steps; findings on losses, norms and updates need 40 steps with
-        these numbers, and "wrongly scaled" six changes of S (`check_step` needs none).
-        Omit losses of adversarial training: they rise and fall by design.
-
-    Returns:
-      Sentences; an empty list if there is nothing to report.
-
-    Raises:
-      ValueError: there is no such state in `opt_state`, or it has a leading axis of
-        replicas or of a `vmap`.
-    """
-    return list(_findings(opt_state, history, {}).values())
-
-
 class HealthLog:
-    """`health`, once per change: each finding when it begins, and a line when it ends.
+    """Describes the health of a run: a sentence when a finding begins, one at its end.
 
-    Use it in the training loop, every hundred steps or so. It is a callable for the
-    host, which remembers its last findings and the counts of skipped steps, and so
-    knows the cause of new skips.
+    Use it in the training loop, every hundred steps or so, or once on any state:
+    `HealthLog()(opt_state)` returns all findings. It is a callable for the host, which
+    remembers its last findings and the counts of skipped steps, and so knows the cause
+    of new skips. Each sentence has its section in `docs/troubleshoot.md`.
 
     Attributes:
       kinds: names of the last findings, such as "loss diverges", for code that reacts
@@ -152,7 +131,23 @@ class HealthLog:
     def __call__(
         self, opt_state: PyTree, history: LossScaleHistory | None = None
     ) -> list[str]:
-        """Returns new sentences since the last call, with the arguments of `health`."""
+        """Returns the sentences that are new since the last call, most urgent first.
+
+        Args:
+          opt_state: state of `with_loss_scale`, at any depth of any pytree. The
+            parameters and moments in it are checked for narrow dtypes.
+          history: the last steps; findings on losses, norms and updates need 40 steps
+            with these numbers, and "wrongly scaled" six changes of S (`check_step`
+            needs none). Omit losses of adversarial training: they rise and fall by
+            design.
+
+        Returns:
+          Sentences; an empty list if there is nothing new to report.
+
+        Raises:
+          ValueError: there is no such state in `opt_state`, or it has a leading axis of
+            replicas or of a `vmap`.
+        """
         findings = _findings(opt_state, history, self._seen)
         new = [text for kind, text in findings.items() if kind not in self.kinds]
         over = [f"Over: {kind}." for kind in sorted(self.kinds - findings.keys())]
@@ -164,7 +159,7 @@ def _findings(
     opt_state: PyTree, history: LossScaleHistory | None, seen: dict[str, Counts]
 ) -> dict[str, str]:
     """Returns sentences by kind, and updates the counts of skips in `seen`."""
-    states = find_states("health", opt_state)
+    states = find_states("HealthLog", opt_state)
     findings = [*_order_findings(opt_state), *_leaf_findings(opt_state)]
     steps = history.to_dict() if history is not None and history.pushed > 0 else None
     if history is not None:
@@ -175,7 +170,7 @@ def _findings(
         # In a replicated state every number is an array, and `float` would fail.
         if shape != ():
             raise ValueError(
-                f"health: expected one state, got {shape} of them; take one of "
+                f"HealthLog: expected one state, got {shape} of them; take one of "
                 "them with jax.tree.map(lambda x: x[0], state)"
             )
         prefix = f"{path}: " if len(states) > 1 else ""

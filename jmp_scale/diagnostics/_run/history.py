@@ -24,7 +24,7 @@ from .updates import lost_updates
 class LossScaleHistory:
     """A ring buffer of the last N steps: a pytree, carried next to the optimizer state.
 
-    Use it in the compiled train step, and pass it to `health` or to
+    Use it in the compiled train step, and pass it to `HealthLog` or to
     `jmp_scale.plotting`. Unknown numbers are NaN.
 
     Attributes:
@@ -177,7 +177,7 @@ _COLUMNS = [field.name for field in dataclasses.fields(LossScaleHistory)[:-3]]
 
 
 def _log2(s: ArrayLike) -> jax.Array:
-    # Exact for powers of two, unlike log2 on a device; `health` compares them.
+    # Exact for powers of two, unlike log2 on a device; `HealthLog` compares them.
     mantissa, exponent = jnp.frexp(jnp.asarray(s, jnp.float32))
     return exponent.astype(jnp.float32) - 1 + jnp.log2(2 * mantissa)
 

@@ -1,4 +1,4 @@
-"""What `health` says about a state and a history: one case for each finding."""
+"""What `HealthLog` says about a state and a history: one case for each finding."""
 
 import re
 
@@ -16,14 +16,16 @@ pytestmark = pytest.mark.strict_promotion
 
 
 def test_nothing_is_said_when_all_is_well():
-    assert diagnostics.health(state()) == []
-    assert diagnostics.health(state(skipped=7)) == []
-    assert diagnostics.health(state(DYNAMIC(2.0**24), skipped=1)) == []
-    assert diagnostics.health(state(jmp_scale.NoOpLossScale())) == []
-    assert diagnostics.health(state(), recorded([1] * 50)) == []
-    assert diagnostics.health(state(), diagnostics.LossScaleHistory.create(9)) == []
+    assert diagnostics.HealthLog()(state()) == []
+    assert diagnostics.HealthLog()(state(skipped=7)) == []
+    assert diagnostics.HealthLog()(state(DYNAMIC(2.0**24), skipped=1)) == []
+    assert diagnostics.HealthLog()(state(jmp_scale.NoOpLossScale())) == []
+    assert diagnostics.HealthLog()(state(), recorded([1] * 50)) == []
+    assert (
+        diagnostics.HealthLog()(state(), diagnostics.LossScaleHistory.create(9)) == []
+    )
     after_warm_up = recorded([0, 0, *[1] * 50])
-    assert diagnostics.health(state(skipped=2), after_warm_up) == []
+    assert diagnostics.HealthLog()(state(skipped=2), after_warm_up) == []
 
 
 def spiked(in_a_row, spikes):
@@ -109,7 +111,7 @@ def test_each_finding_is_one_sentence_that_ends_with_the_name_of_its_section(cas
     for flags in recorded_flags:
         loss_finite = [flag >= 0 for flag in flags]
         history = recorded([flag > 0 for flag in flags], loss_finite=loss_finite)
-    (sentence,) = diagnostics.health(opt_state, history)
+    (sentence,) = diagnostics.HealthLog()(opt_state, history)
     assert expected in sentence
     assert log(opt_state, history) == [sentence]
     assert sentence.endswith(f". [{', '.join(log.kinds)}]")
@@ -139,10 +141,10 @@ def test_states_are_found_at_any_depth_and_told_apart():
     assert float(scalars["['dis'][1].loss_scale"]) == 0.5
 
 
-@pytest.mark.parametrize("function", [diagnostics.health, diagnostics.metrics])
-def test_a_tree_without_a_state_is_refused(function):
-    words = f"{function.__name__}: found no state of with_loss_scale"
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("name", ["HealthLog", "metrics"])
+def test_a_tree_without_a_state_is_refused(name):
+    function = diagnostics.HealthLog() if name == "HealthLog" else diagnostics.metrics
+    with pytest.raises(ValueError, match=f"{name}: found no state of with_loss_scale"):
         function({"mu": jnp.ones(2)})
 
 
@@ -150,14 +152,14 @@ def test_health_refuses_several_replicas_of_a_state():
     replicas = jax.tree.map(lambda x: jnp.stack([x, x]), state())
     words = r"got \(2,\) of .* jax.tree.map\(lambda x: x\[0\], state"
     with pytest.raises(ValueError, match=words):
-        diagnostics.health(replicas)
+        diagnostics.HealthLog()(replicas)
 
 
 @pytest.mark.parametrize("s", [jnp.nan, jnp.inf, 0.0, -4.0])
 def test_a_loss_scale_that_is_not_a_positive_number_is_the_first_finding(s):
     broken = jax.tree.map(lambda _: jnp.float32(s), DYNAMIC())
     for in_a_row in (0, 1, 50):
-        said = diagnostics.health(state(broken, in_a_row, in_a_row))
+        said = diagnostics.HealthLog()(state(broken, in_a_row, in_a_row))
         assert said[0].startswith(f"The loss scale is {float(s):g}. No step can")
         assert len(said) == 1 + (in_a_row > 0)
 
@@ -177,7 +179,7 @@ def test_up_to_one_skip_in_a_hundred_is_normal(skipped, expected, cause):
     columns = {"applied": applied}
     if cause == "overflow":
         columns["grads_finite"] = applied
-    (said,) = diagnostics.health(state(), history_of(**columns))
+    (said,) = diagnostics.HealthLog()(state(), history_of(**columns))
     is_normal = len(skipped) <= 2
     assert ("normal" in said) == is_normal
     assert ("more than 1 % is too many" in said) == (not is_normal)
@@ -190,7 +192,7 @@ def test_overflows_and_spikes_that_may_overflow_are_judged_apart():
     flags = {"grads_finite": ~np.isin(steps, [50, 90, 130])}
     flags["applied"] = flags["grads_finite"] & (steps != 120)
     flags["spike"] = np.isin(steps, [120, 130])
-    found = diagnostics.health(state(), history_of(**flags))
+    found = diagnostics.HealthLog()(state(), history_of(**flags))
     assert len(found) == 2
     assert "guard skipped 2 of the last 200 steps (1.0%; at step 120, 130)" in found[0]
     assert "in 2 of the last 200 steps (1.0%; at step 50, 90): normal" in found[1]
@@ -210,7 +212,7 @@ def test_what_follows_the_loss_scale_is_scaled_wrongly(of_loss, of_norm, words):
     noise, log2 = np.random.default_rng(0).uniform(0.9, 1.1, 16), np.arange(16) // 2
     columns = {"loss": 2.0 ** (of_loss * log2), "grad_norm": 2.0 ** (of_norm * log2)}
     columns = {name: column * noise for name, column in columns.items()}
-    found = diagnostics.health(state(), history_of(log2_scale=log2, **columns))
+    found = diagnostics.HealthLog()(state(), history_of(log2_scale=log2, **columns))
     assert len(found) == bool(words)
     assert all(words in text and "[wrongly" in text for text in found)
 
@@ -219,7 +221,7 @@ def test_the_most_urgent_finding_comes_first():
     applied = np.arange(200) != 100
     below_one = state(DYNAMIC(0.25, min_loss_scale=0))
     history = history_of(applied=applied, loss=np.repeat([1.0, 50.0], 100))
-    found = " ".join(diagnostics.health(below_one, history))
+    found = " ".join(diagnostics.HealthLog()(below_one, history))
     kinds = "loss diverges", "rare spikes", "loss scale below 1"
     assert re.findall(r"\[(.*?)\]", found) == [*kinds]
 
@@ -245,7 +247,7 @@ def test_a_run_with_a_guard_is_counted_by_cause_from_end_to_end():
     recorded_limits = history.to_dict()["norm_limit"]
     assert np.isinf(recorded_limits[:20]).all()
     assert (recorded_limits[20:] < 10).all()
-    found = diagnostics.health(opt_state, history)
+    found = diagnostics.HealthLog()(opt_state, history)
     assert "last step was skipped as a spike" in found[0]  # and it overflows
     assert "in 1 of the last 60 steps (1.7%; at step 50): normal" in found[1]
 
@@ -274,8 +276,8 @@ def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
     nothing = set()
     loss, overflow = {"loss not finite"}, {"occasional overflow"}
     assert kinds == [{"warm-up"}, nothing, nothing, loss, nothing, overflow]
-    # `health` has no last call, so it names no cause that the totals do not tell.
-    (said,) = diagnostics.health(opt_state)
+    # A new log has no last call, so it names no cause that the totals do not tell.
+    (said,) = diagnostics.HealthLog()(opt_state)
     assert "in total 2 by overflow, 1 by a broken loss" in said
     assert said.endswith("[skipped step]")
 
@@ -328,7 +330,7 @@ LEAVES = {
 
 @pytest.mark.parametrize("words", LEAVES)
 def test_narrow_parameters_and_second_moments_are_named_and_counted(words):
-    said = diagnostics.health(LEAVES[words])
+    said = diagnostics.HealthLog()(LEAVES[words])
     assert len(said) == bool(words)
     assert all(words in sentence for sentence in said)
 

@@ -177,7 +177,7 @@ def test_the_states_of_every_framework_are_taken():
             assert arrays["log2_scale"].tolist() == [10]
             assert arrays["applied"].tolist() == [False]
             assert arrays["loss_finite"].tolist() == [True]
-            (said,) = diagnostics.health(after, history)
+            (said,) = diagnostics.HealthLog()(after, history)
             # nnx.state does not have the rule of S.
             assert said.endswith(("[warm-up]", "[occasional overflow]"))
 

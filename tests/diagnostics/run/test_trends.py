@@ -1,4 +1,4 @@
-"""What `health` says about losses and norms that go wrong with finite numbers."""
+"""What `HealthLog` says about losses and norms that go wrong with finite numbers."""
 
 import numpy as np
 import pytest

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,7 @@ class Pytree:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             default = self._starts().get(field.name, field.default)
             text = _text(getattr(self, field.name))
-            if text not in (repr(default), f"{default}.0"):  # 2 is stored as 2.0
+            if text not in (_text(default), f"{default}.0"):  # 2 is stored as 2.0
                 parts.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -57,11 +58,13 @@ _classes: list[type[Pytree]] = []
 
 def _text(value: object) -> str:
     """Returns an argument as text; of an array with unknown values, its type."""
+    if isinstance(value, float) and math.frexp(value)[0] == 0.5:
+        return min(repr(value), f"2.0**{round(math.log2(value))}", key=len)
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return repr(value)
     with contextlib.suppress(TypeError, RuntimeError):  # traced; donated, elsewhere
         entries = np.asarray(value).tolist()
-        return f"jnp.array({entries})" if np.ndim(value) else repr(entries)
+        return f"jnp.array({entries})" if np.ndim(value) else _text(entries)
     return f"{value.dtype}{[*value.shape]}"
 
 

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
-from .diagnostics._run.casts import limits
+from .diagnostics import Calibration, LossScaleHistory
 from .diagnostics._tables import leaf_name
 
 try:
@@ -26,8 +24,7 @@ except ImportError as error:
     ) from error
 
 # Okabe and Ito's colors, which color-blind readers can tell apart on any page.
-_BLUE, _SKY, _ORANGE, _RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
-_PURPLE, _GREY = "#cc79a7", "#999999"
+_BLUE, _ORANGE, _RED, _PURPLE = "#0072b2", "#e69f00", "#d55e00", "#cc79a7"
 _INK = "#7f7f7f"  # of text, legible on light and dark pages
 
 
@@ -91,85 +88,6 @@ def plot_spikes(
     top.set_title(f"The guard skipped {steps} of {len(spike):,} as spikes", color=_INK)
     top.legend(frameon=False, labelcolor=_INK)
     return top, bottom
-
-
-def plot_exponent_histogram(
-    histogram: ExponentHistogram,
-    log2_scale: int = 0,
-    dtype: DTypeLike = "float16",
-    ax: Axes | None = None,
-) -> Axes:
-    """Draws the shares of non-zero entries by power of two, and a dtype's range at S.
-
-    Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
-
-    Args:
-      histogram: of unscaled gradients.
-      log2_scale: log2 of S.
-      dtype: see `grad_report`.
-    """
-    counts = np.asarray(histogram.counts, np.float64).sum(0)
-    _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
-    cast, ax = limits("plot_exponent_histogram", dtype), _axes(ax)
-    shares, exponents = counts / counts.sum(), histogram.exponents
-    flushed, normal, overflow = np.log2(cast[:3]) - log2_scale
-    used = exponents[counts > 0]
-    margin = 0.2 * (overflow - flushed)  # room for the words "zero" and "overflow"
-    left = min(used.min() - 1, flushed - margin)
-    right = max(used.max() + 2, overflow + margin)
-    # Shares of the height, so that the words stand under the top edge.
-    words = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top"}
-    for start, end, color, label in (
-        (left, flushed, _RED, "zero"),
-        (flushed, normal, _ORANGE, "subnormal"),
-        (normal, overflow, _SKY, "normal"),
-        (overflow, right, _GREY, "overflow"),
-    ):
-        ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
-        ax.text((start + end) / 2, 0.975, label, size="small", **words)
-    ax.bar(exponents + 0.05, shares, 0.9, align="edge", color=_BLUE, zorder=3)
-    lost = shares[exponents < flushed].sum()
-    ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
-    ax.set(xlabel="unscaled magnitude", ylabel="share of non-zero entries")
-    place = f"{np.dtype(dtype).name} at S = {_power(log2_scale)}"
-    ax.set_title(f"{place}: {lost:.1%} of the non-zero entries lost")
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _power_of_two_axis(ax.xaxis)
-    _finish(ax)
-    return ax
-
-
-def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axes:
-    """Draws the share of each leaf that S and the cast lose, by cause.
-
-    Args:
-      report: a report of `grad_report`.
-      k: draw at most the k worst leaves, in the order of the tree.
-    """
-    rows = report.to_dict()["leaves"]
-    _check_some("plot_flushed", rows, "a report of at least one leaf")
-    worst = report.worst(k)
-    paths = [path for path in rows if path in worst][::-1]
-    ax = _leaf_axes(ax, paths)
-    nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
-    left, y = np.zeros(len(paths)), range(len(paths))
-    for label, color, names in (
-        ("overflow or not finite", _PURPLE, ("overflow", "nonfinite")),
-        ("flushed to zero", _RED, ("flushed",)),
-        ("subnormal", _ORANGE, ("subnormal",)),
-    ):
-        lost = [sum(rows[path][name] for name in names) for path in paths]
-        share = np.array(lost) / nonzero
-        ax.barh(y, share, 0.72, left, color=color, label=label, zorder=3)
-        left += share
-    ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
-    place = f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}"
-    ax.set_title(f"{place}: what is lost of each leaf", pad=28)
-    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _finish(ax, grid="x")
-    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
-    ax.legend(**above, ncols=3, frameon=False, handlelength=1)
-    return ax
 
 
 def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:

@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # The tests that mirror a module, and some that use it.
 TESTS = {
     "_scaling/loss_scale": "scaling/test_loss_scale test_validation "
-    "scaling/test_gradients diagnostics/run/test_grad_report test_state_dict_docs",
+    "scaling/test_gradients test_state_dict_docs",
     "_tree": "test_tree test_policy scaling/test_loss_scale scaling/test_gradients",
     "_mesh": "test_mesh scaling/test_transform test_sharding",
     "_scaling/finite": "scaling/test_finite test_mesh test_sharding",

@@ -342,7 +342,9 @@ def test_abstract_leaves_are_filled_from_disk(missing, tmp_path):
     assert_bitwise_equal(restored, expected_without(missing))
     assert {x.sharding for x in jax.tree.leaves(restored[0])} == {device}
     if "loss scale" in missing:
-        with pytest.raises(ValueError, match=r"ShapeDtypeStructs at 1/applied, .*; pass"):
+        with pytest.raises(
+            ValueError, match=r"ShapeDtypeStructs at 1/applied, .*; pass"
+        ):
             restore(load, abstract)
 
 
@@ -358,7 +360,10 @@ def test_a_key_that_is_not_on_disk_must_have_a_value():
     [
         ({"b": PARAMS["b"]}, r"params/w is nothing, expected float32\[3\]"),
         (PARAMS | {"v": jnp.ones(3)}, r"params/v is float32\[3\], expected nothing"),
-        (PARAMS | {"w": jnp.ones(4)}, r"params/w is float32\[4\], expected float32\[3\]"),
+        (
+            PARAMS | {"w": jnp.ones(4)},
+            r"params/w is float32\[4\], expected float32\[3\]",
+        ),
         (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w is float16\[3\], exp"),
         (PARAMS | {"w": "text"}, r"params/w is str\[\], expected float32"),
         (jax.eval_shape(lambda: PARAMS), r"params/b is nothing"),

@@ -21,15 +21,9 @@ from ._run.check_step import StepCheck as StepCheck
 from ._run.check_step import check_step as check_step
 from ._run.diagnosis import Diagnosis as Diagnosis
 from ._run.diagnosis import diagnose_nonfinite as diagnose_nonfinite
-from ._run.grad_report import GradReport as GradReport
-from ._run.grad_report import grad_report as grad_report
 from ._run.health import HealthLog as HealthLog
-from ._run.histogram import ExponentHistogram as ExponentHistogram
-from ._run.histogram import exponent_histogram as exponent_histogram
 from ._run.history import LossScaleHistory as LossScaleHistory
 from ._run.metrics import metrics as metrics
-from ._run.updates import LostUpdates as LostUpdates
-from ._run.updates import lost_updates as lost_updates
 from ._speed import SpeedComparison as SpeedComparison
 from ._speed import compare_speed as compare_speed
 

@@ -161,5 +161,3 @@ def test_a_state_in_place_of_its_loss_scale_is_an_error_that_says_where_it_is():
     for given, words in ((state(), r"\.loss_scale of a"), ((state(),), "optax\\.tree")):
         with pytest.raises(TypeError, match=words):
             diagnostics.diagnose_nonfinite(half, given, W)
-        with pytest.raises(TypeError, match=words):
-            diagnostics.grad_report(W, given)

@@ -5,7 +5,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jmp_scale
 from jmp_scale import diagnostics
@@ -27,9 +26,6 @@ def results():
         diagnostics.calibrate_loss_scale(HALF, X, X, log2_scales=(0, 2)),
         diagnostics.GradientComparison(4.0, 4.0, 0.0, 0.0, (leaf,), 0.0, 2.0**15),
         diagnostics.Diagnosis("overflow", "['w']", 3, ("['w']",)),
-        diagnostics.exponent_histogram({"w": 1e-8 * X, "zero": 0 * X}),
-        diagnostics.grad_report({"w": 1e-8 * X, "v": X}, 1.0),
-        diagnostics.lost_updates(X, 1e-9 * X),
         diagnostics.precision_report(half_loss, X, X),
         diagnostics.SensitiveProducts((row,), (), 1.0, 0.1, 0.1, "No advice."),
         diagnostics.LossScaleHistory.create(),
@@ -72,44 +68,37 @@ def test_repr_shows_numbers_dtypes_and_counts():
     )
 
 
-def test_summaries_of_one_line():
-    assert str(results()["LostUpdates"]) == (
-        "100 % of the updates, 100 % of their size, lost in rounding."
-    )
+def test_a_finding_is_one_line_of_its_report():
     finding = results()["Finding"]
     where = f"{__file__}:{inspect.getsourcelines(half_loss)[1] + 1}: warning: "
     assert str(finding).startswith(where)
     assert str(finding) in str(results()["PrecisionReport"]).splitlines()
 
 
-def test_the_histogram_prints_ranges_and_the_share_that_becomes_zero():
-    lines = str(results()["ExponentHistogram"]).splitlines()[2:]
-    assert lines[0].split() == ["['w']", "16", "2^-27", "2^-27", "100", "%"]
-    assert lines[1].split() == ["['zero']", "0", "-", "-", "0", "%"]
-
-
 def test_a_result_without_known_numbers_prints_its_repr():
     texts = []
 
     @jax.jit
-    def report(x):
-        result = diagnostics.grad_report(x, 1.0)
+    def create():
+        result = diagnostics.LossScaleHistory.create(1)
         texts.append((str(result), repr(result)))
         return result
 
-    result = report(X)
-    batched = jax.vmap(report)(jnp.stack([X, X]))
+    result = create()
+    batched = jax.tree.map(lambda x: jnp.stack([x, x]), result)
     texts.append((str(batched), repr(batched)))
-    result.amax.delete()
+    for leaf in jax.tree.leaves(result):
+        leaf.delete()
     texts.append((str(result), repr(result)))
     for text, short in texts:
         assert text == short
-        assert short.startswith("GradReport(amax=float32[")
+        assert short.startswith("LossScaleHistory(log2_scale=float32[")
         assert len(short) <= 200
 
 
-@pytest.mark.parametrize("host", [False, True])
-def test_scalars_are_shown_as_numbers_on_the_device_and_on_the_host(host):
-    result = diagnostics.lost_updates(X, 1e-9 * X)
-    result = jax.device_get(result) if host else result
-    assert repr(result) == "LostUpdates(entries=1, magnitude=1)"
+def test_scalars_are_shown_as_numbers_on_the_device_and_on_the_host():
+    result = diagnostics.LossScaleHistory.create(1)
+    for history in (result, jax.device_get(result)):
+        assert repr(history).startswith(
+            "LossScaleHistory(log2_scale=nan, grads_finite=True, "
+        )

@@ -532,7 +532,9 @@ def test_a_parameter_may_itself_be_called_mu():
 
 def test_diagnostics_know_that_nothing_is_lost():
     tx = with_loss_scale(with_half_storage(optax.adam(1e-5), **ADAMS))
-    state = jax.jit(tx.update)(GOOD, tx.init(HALF), HALF)[1]
+    updates, state = jax.jit(tx.update)(GOOD, tx.init(HALF), HALF)
+    known = {"params": HALF, "updates": updates}
+    assert diagnostics.metrics(state, **known)["lost_entries"] == 0
     assert diagnostics.HealthLog()(state) == []
 
     def squares(params):

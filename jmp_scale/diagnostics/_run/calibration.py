@@ -14,7 +14,9 @@ from ..._tree import split_arrays
 from ..._types import Flag, Function, PyTree, Scalar
 from .._backward import Backward, Loss
 from .._tables import printed
-from .grad_report import HIGHEST, LOWEST, MARGIN_BITS
+
+_MARGIN_BITS = 2  # doublings from the recommended S to the end of the window
+_LOWEST, _HIGHEST = 0, 24  # range of log2 S of a `DynamicLossScale` by default
 
 
 @printed
@@ -68,7 +70,7 @@ class Calibration:
         best = float(self.recommended_log2_scale)
         if not np.isnan(best):
             return f"{window}: start from 2^{best:g}."
-        limit = "min_loss_scale" if high < LOWEST else "max_loss_scale"
+        limit = "min_loss_scale" if high < _LOWEST else "max_loss_scale"
         return f"{window}, which a DynamicLossScale takes only with another {limit}."
 
 
@@ -123,8 +125,8 @@ def calibrate_loss_scale(
     zero_fraction = jnp.stack(found.leaves, axis=1)
     low, high = _window(log2.astype(np.float32), zero_fraction, finite)
     # As near to the margin as the window and a DynamicLossScale allow.
-    least, most = jnp.maximum(low, LOWEST), jnp.minimum(high, HIGHEST)
-    best = jnp.where(least <= most, jnp.clip(high - MARGIN_BITS, least, most), jnp.nan)
+    least, most = jnp.maximum(low, _LOWEST), jnp.minimum(high, _HIGHEST)
+    best = jnp.where(least <= most, jnp.clip(high - _MARGIN_BITS, least, most), jnp.nan)
     return Calibration(
         log2_scales=jnp.asarray(log2),
         zero_fraction=zero_fraction,

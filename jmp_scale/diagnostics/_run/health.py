@@ -69,7 +69,7 @@ _SENTENCES = {
     "broken batches": "{last}, mostly because the loss itself was not finite: look for "
     "broken data in those batches.",
     "frequent overflow": "{last}; more than 1 % is too many. Find the overflowing leaf "
-    "with grad_report, and use a DynamicLossScale or a longer period.",
+    "with diagnose_nonfinite, and use a DynamicLossScale or a longer period.",
     "warm-up": "{last}, the only ones so far, and the loss scale is now at {s}: an "
     "expected warm-up if no step was applied before; else see that gradients are "
     "unscaled. Its floor is {floor}.",

@@ -163,12 +163,12 @@ def _restored(
         if not (_fits(value, like) or _fits(value, leaves[i])):
             raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
         # NumPy arrays cannot be donated; Python numbers are another type for `jit`.
-        value = value if is_number else jnp.asarray(value, like.dtype)
-        if like is not leaves[i]:
-            value, remainder = split(value)
-            if i in remainder_of:
-                leaves[remainder_of[i]] = remainder
-        leaves[i] = value
+        if like is leaves[i]:
+            leaves[i] = value if is_number else jnp.asarray(value, like.dtype)
+            continue
+        leaves[i], remainder = split(jnp.asarray(value, jnp.float32))
+        if i in remainder_of:
+            leaves[remainder_of[i]] = remainder
     for name in sorted(saved.keys() - places.keys()):
         raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
     return jax.tree.unflatten(structure, leaves)

@@ -16,7 +16,7 @@ import jmp_scale
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 FLAX = {"_flax", "linen", "nnx"}
-OPTIMIZERS = {"_half_storage.parameters", "_half_storage.states", "_machine.gain"}
+OPTIMIZERS = {"_half_storage.storage", "_machine.gain"}
 OPTIMIZERS |= {"_state", "_scaling.extra_args", "_scaling.transform"}
 MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting"}}
 # Modules that are tested by other files than those of their names, and why.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._scaling.loss_scale import NoOpLossScale, StaticLossScale, number_of
-from ..._state import LossScaleState, find_half_states, find_rounded_states
+from ..._state import LossScaleState, find_half_storage
 from ..._tree import named_inexact_leaves
 from ..._types import PyTree
 from .._tables import power
@@ -275,15 +275,13 @@ def _frequent(steps: dict[str, np.ndarray]) -> dict[str, tuple[str, str]]:
 
 
 def _leaf_findings(opt_state: PyTree) -> Iterator[KindAndValues]:
-    # The state of with_half_parameters has float16 remainders, which lose nothing.
-    halves = [node for _, node in find_half_states(opt_state)]
-    pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)
+    pairs = zip(*named_inexact_leaves(opt_state), strict=True)
     pairs = [(path, leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
     # bfloat16 has the range of float32, and users choose it for parameters on purpose.
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
     squares = [pair for pair in pairs if _SECOND_MOMENT.search(pair[0])]
     coarse = [pair for pair in squares if pair[1].dtype == jnp.bfloat16]
-    if find_rounded_states(opt_state):  # stochastically: they lose nothing
+    if find_half_storage(opt_state):  # rounded stochastically: they lose nothing
         coarse = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:

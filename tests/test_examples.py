@@ -208,9 +208,10 @@ def test_each_run_that_goes_wrong_is_explained(run, tmp_path):
     text = run("diagnose.py", "--steps", 80, "--out", tmp_path)
     underflow, overflow, nan_image = re.split(r"^--- .* ---$", text, flags=re.M)[1:]
     assert re.search(r"^health: nothing to report", underflow, re.M)
-    window = r"^verdict: Loss scales from (\S+) to (\S+) work"
+    assert re.search(r"^verdict: Not precise enough: .* becomes zero", underflow, re.M)
+    window = r"^Loss scales from (\S+) to (\S+) work"
     low, high = map(exponent, re.search(window, underflow, re.M).groups())
-    assert 12 <= low <= 18
+    assert 6 <= low <= 18
     assert 20 <= high <= 24
     assert "The loss scale is stuck at its floor of 2^0" in overflow
     assert re.search(r"^verdict: The loss itself is not finite", overflow, re.M)

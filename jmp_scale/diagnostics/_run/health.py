@@ -15,10 +15,9 @@ from ..._scaling.loss_scale import (
 )
 from ..._state import (
     LossScaleState,
-    find_half_states,
+    find_half_storage,
     find_loss_scale_states,
     find_nodes,
-    find_rounded_states,
 )
 from ..._tree import named_inexact_leaves
 from ..._types import PyTree
@@ -55,7 +54,7 @@ _SENTENCES = {
     "gradients vanished": "The gradient norm {change} while the loss stays near its "
     "start ({current:.3g} after {first:.3g}): units are saturated or dead, or the "
     "gradients underflow. Start again with a lower learning rate; see "
-    "calibrate_loss_scale if the gradients are computed in half precision.",
+    "compare_gradients if the gradients are computed in half precision.",
     "lost updates": "In the last {steps} steps {entries:.0%} of the updates, and "
     "{magnitude:.0%} of their size, were lost in rounding: they are too small "
     "compared with the parameters. Keep the parameters in float32 or, if they are, "
@@ -303,15 +302,13 @@ def _order_findings(opt_state: PyTree) -> Iterator[KindAndValues]:
 
 
 def _leaf_findings(opt_state: PyTree) -> Iterator[KindAndValues]:
-    # The state of with_half_parameters has float16 remainders, which lose nothing.
-    halves = [node for _, node in find_half_states(opt_state)]
-    pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)
+    pairs = zip(*named_inexact_leaves(opt_state), strict=True)
     pairs = [(path, leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
     # bfloat16 has the range of float32, and users choose it for parameters on purpose.
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
     squares = [pair for pair in pairs if re.search(r"\b(nu|v)\b", pair[0])]
     coarse = [pair for pair in squares if pair[1].dtype == jnp.bfloat16]
-    if find_rounded_states(opt_state):  # stochastically: they lose nothing
+    if find_half_storage(opt_state):  # rounded stochastically: they lose nothing
         coarse = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:

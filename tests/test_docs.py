@@ -34,7 +34,7 @@ FILES = {**PAGES, **{path.name: path for path in sorted(ROOT.glob("*.md"))}}
 # Run by tests of their own.
 OWN = {
     f"docs/{name}.md"
-    for name in ("checkpoints", "devices", "flax", "how-it-works", "spikes")
+    for name in ("accumulate", "checkpoints", "flax", "how-it-works", "spikes")
 }
 FENCE = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 # A block of Python, and what it prints, if the page shows it.
@@ -169,8 +169,8 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_on_devices_adds_up_micro_batches_and_devices_in_one_program():
-    page, size = run("docs/devices.md"), (3, 64, 64)
+def test_the_page_on_accumulation_adds_up_micro_batches_and_devices_in_one_program():
+    page, size = run("docs/accumulate.md"), (3, 64, 64)
     assert page["accumulated_step"]._cache_size() == 1
     assert page["explicit_step"]._cache_size() == 1  # two steps
 
@@ -286,7 +286,7 @@ def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
     scripts = {path.name for path in folder.glob("[!_]*.py")}
     page = TEXTS["docs/examples.md"]
     assert set(re.findall(r"`(\w+\.py)`", page)) == scripts
-    assert set(re.findall(r'^ +--8<-- "examples/(.+)"$', page, re.M)) == scripts
+    assert set(re.findall(r'^ +--8<-- "examples/([^_].+)"$', page, re.M)) == scripts
 
 
 def test_the_first_page_of_the_site_shows_the_lines_of_the_readme():

@@ -28,8 +28,7 @@ MODEL = equinox.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
 NETWORK = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 WRAPPERS = {
     jmp_scale.with_loss_scale: {},
-    jmp_scale.with_half_parameters: {},
-    jmp_scale.with_half_state: {"key": jax.random.key(0)},
+    jmp_scale.with_half_storage: {},
 }
 # The call, and words of its TypeError: expected, got, what to write.
 MISTAKES = {

@@ -18,7 +18,7 @@ from .._state import (
     LossScale,
     LossScaleState,
     checked_optimizer,
-    find_half_states,
+    find_half_storage,
     find_loss_scale_states,
     is_nothing,
     started,
@@ -81,7 +81,7 @@ def with_loss_scale(
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
       gradients of any dtype. It returns updates of the dtypes of `params`, if given;
-      those of `with_half_parameters` are float32.
+      those of `with_half_storage` are float32.
       `inner` gets gradients in float32 or wider.
 
       `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
@@ -145,7 +145,7 @@ class _SkippingOptimizer:
                 "that contains with_loss_scale, at inner_state"
                 f"{jax.tree_util.keystr(nested[0][0])}; wrap once, outermost"
             )
-        if not find_half_states(inner_state):
+        if not find_half_storage(inner_state):
             _warn_of_half_precision(params)
         state = LossScaleState(
             loss_scale=self.loss_scale,
@@ -249,11 +249,11 @@ class _SkippingOptimizer:
                 "with_loss_scale: raised by the optimizer that it wraps. Its state "
                 "must come from init of these parameters: keep one state for each "
                 "optimizer and model. Half-precision parameters may need "
-                "with_half_parameters"
+                "with_half_storage"
             )
             raise
-        # A cast to half precision would round the updates of with_half_parameters.
-        if params is not None and not find_half_states(inner_state):
+        # A cast to half precision would round the updates of with_half_storage.
+        if params is not None and not find_half_storage(inner_state):
             updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)
         return updates, _state_like(new, inner_state)
 
@@ -299,7 +299,7 @@ def _warn_of_half_precision(params: optax.Params) -> None:
             "which loses updates smaller than its precision; keep them in float32 "
             f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
             "params)) and cast them in the loss, or store the remainders: "
-            "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
+            "with_loss_scale(jmp_scale.with_half_storage(optimizer))"
         )
 
 
@@ -314,7 +314,7 @@ def _check_arguments(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "
             f"update({', '.join(given)}); pass the LossScaleState that init returns; "
             "to convert the state of an optimizer without a loss scale, use "
-            "jmp_scale.checkpoints.restore_without_loss_scale"
+            "jmp_scale.checkpoints.restore"
         )
     while isinstance(params, optax.LookaheadParams):
         params = params.fast

@@ -13,9 +13,8 @@ from ._precision.sensitivity import SensitiveProduct as SensitiveProduct
 from ._precision.sensitivity import SensitiveProducts as SensitiveProducts
 from ._precision.sensitivity import sensitive_products as sensitive_products
 from ._precision.step import Finding as Finding
+from ._precision.window import Window as Window
 from ._precision.work import Operation as Operation
-from ._run.calibration import Calibration as Calibration
-from ._run.calibration import calibrate_loss_scale as calibrate_loss_scale
 from ._run.check_step import Problem as Problem
 from ._run.check_step import StepCheck as StepCheck
 from ._run.check_step import check_step as check_step

@@ -118,6 +118,13 @@ def _package(file: str) -> str | None:
     return "python" if file.startswith(sysconfig.get_path("stdlib")) else None
 
 
+def is_own_wrapper(fun: Function) -> bool:
+    """Whether a function is one of ours around the user's, as that of `autocast`."""
+    code = getattr(fun, "__code__", getattr(type(fun).__call__, "__code__", None))
+    is_ours = code is not None and _package(code.co_filename) in ("", "jmp_scale")
+    return is_ours and hasattr(fun, "__wrapped__")
+
+
 def _code_of(fun: Function) -> types.CodeType | None:
     """Returns the code of the Python function in wrappers, partials and methods."""
     while isinstance(fun, functools.partial):

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from ..._autocast.products import is_partly_half
 from ..._jaxpr import PRODUCTS, shape
 from ..._policy import is_half
-from ..._state import find_half_states
+from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
 from ..._types import Function, PyTree
 from .._backward import Loss
@@ -81,7 +81,7 @@ def precision_report(
       transform: differentiates `fun`: `jax.value_and_grad` (default),
         `flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.
       opt_state: the optimizer's state. If it (or `args`) contains a state of
-        `with_half_parameters`, half-precision parameters are not an error.
+        `with_half_storage`, half-precision parameters are not an error.
 
     Raises:
       TypeError: `fun` is not callable or does not return a scalar loss, or
@@ -108,7 +108,7 @@ def precision_report(
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
     steps = [step for step in backward.steps if step.times]
     operations = work.operations(steps)
-    keeps_digits = find_half_states((args, opt_state))
+    keeps_digits = find_half_storage((args, opt_state))
     found = [
         *(() if keeps_digits else _half_parameters(gradients, fun, caller)),
         *_overflowing_constants(forward, infinite),
@@ -197,7 +197,7 @@ def _half_parameters(
     message = (
         f"the parameters are {dtype} ({count}{first}), so that small updates round to "
         "nothing; keep float32 parameters and cast them inside the loss, wrap the "
-        "optimizer in with_half_parameters (and pass its opt_state), or, if they are "
+        "optimizer in with_half_storage (and pass its opt_state), or, if they are "
         "frozen, differentiate the trained ones alone (in NNX by "
         "transform=optimizer.value_and_grad)"
     )

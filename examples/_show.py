@@ -120,7 +120,7 @@ def players(records):
     table(["", "loss", "last S", "skipped", "first skipped steps"], rows)
 
 
-def history(record, rows=10):
+def history(record, rows=6):
     """Prints a table of some steps of a record: for each name an array over steps."""
     steps = np.linspace(0, len(next(iter(record.values()))) - 1, rows)
     cells = [

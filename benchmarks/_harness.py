@@ -20,7 +20,7 @@ from _tables import Table as Table
 from tqdm import tqdm
 
 import jmp_scale
-from jmp_scale._machine.timing import Ratio, seconds_of
+from jmp_scale.diagnostics._timing import Ratio, seconds_of
 
 PACKAGES = "jax jaxlib libtpu jax-cuda12-plugin optax flax jmp mixed-precision-for-JAX"
 PACKAGES += " equinox torch keras"

@@ -267,11 +267,12 @@ FORMS = {
     ),
     "float32 copy": Form(_keeping(wide, lambda _, kept: kept, _copy), (2, 4, 8)),
     "Kahan sum": Form(_keeping(jnp.zeros_like, lambda p, _: p, _kahan), (2, 2, 8)),
-    "remainder": Form(
-        lambda inner, _: jmp_scale.with_half_parameters(inner), (2, 2, 8)
-    ),
+    "remainder": Form(lambda inner, _: jmp_scale.with_half_storage(inner), (2, 2, 8)),
     "stochastic": Form(
-        lambda inner, key: jmp_scale.with_half_parameters(inner, key=key), (2, 0, 8)
+        lambda inner, key: jmp_scale.with_half_storage(
+            inner, remainders=False, key=key
+        ),
+        (2, 0, 8),
     ),
 }
 TASKS = {"digits": _digits, "character transformer": _characters}

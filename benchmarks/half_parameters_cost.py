@@ -20,12 +20,12 @@ import jmp_scale
 INNER = optax.adamw(1e-3)
 
 
-def half_state(inner):
-    return jmp_scale.with_half_state(inner, key=jax.random.key(0))
+AVERAGES = {"averages": ("mu", "nu"), "key": jax.random.key(0)}
+STOCHASTIC = {"remainders": False, "key": jax.random.key(0)}
 
 
-def stochastic(inner):
-    return jmp_scale.with_half_parameters(inner, key=jax.random.key(0))
+def stored(**kinds):
+    return lambda: jmp_scale.with_half_storage(INNER, **kinds)
 
 
 FORMS = {
@@ -34,14 +34,11 @@ FORMS = {
         jnp.float32,
         lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16),
     ),
-    "float32, half states": (jnp.float32, lambda: half_state(INNER)),
-    "remainder": (jnp.bfloat16, lambda: jmp_scale.with_half_parameters(INNER)),
-    "remainder, half states": (
-        jnp.bfloat16,
-        lambda: jmp_scale.with_half_parameters(half_state(INNER)),
-    ),
-    "stochastic": (jnp.bfloat16, lambda: stochastic(INNER)),
-    "stochastic, half states": (jnp.bfloat16, lambda: stochastic(half_state(INNER))),
+    "float32, half states": (jnp.float32, stored(**AVERAGES)),
+    "remainder": (jnp.bfloat16, stored()),
+    "remainder, half states": (jnp.bfloat16, stored(**AVERAGES)),
+    "stochastic": (jnp.bfloat16, stored(**STOCHASTIC)),
+    "stochastic, half states": (jnp.bfloat16, stored(**AVERAGES, remainders=False)),
 }
 PARTS = ("optimizer", "step")
 

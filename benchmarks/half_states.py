@@ -2,7 +2,7 @@
 
 The digits classifier of `half_parameters.py` in float32, so that nothing but the
 averages differs: stored in float32, rounded to nearest after each step, and rounded
-stochastically by `with_half_state`. Starts and batches are the same in all three. The
+stochastically by `with_half_storage`. Starts and batches are the same in all three. The
 loss is the mean over the last tenth of the steps, a change that of the same seed over
 float32 averages: its mean, and from the least to the largest.
 """
@@ -26,14 +26,14 @@ from tqdm import tqdm
 import jmp_scale
 
 contrib: Any = optax.contrib
-USUAL = ("mu", "nu", "trace")
+ADAM = ("mu", "nu")
 
 
 class Row(NamedTuple):
     """An optimizer of a learning rate's schedule, and the averages that are stored."""
 
     make: Callable[[optax.Schedule], optax.GradientTransformation]
-    names: Collection[str] = USUAL
+    names: Collection[str] = ADAM
     rates: Sequence[str] = ("1e-3",)
 
 
@@ -47,9 +47,11 @@ ROWS = {
     ),
     "AdamW, b2 .95": Row(functools.partial(optax.adamw, b2=0.95)),
     "AMSGrad, b2 .999": Row(functools.partial(optax.amsgrad, b2=0.999)),
-    "RMSprop, decay .999": Row(functools.partial(optax.rmsprop, decay=0.999)),
-    "Lion": Row(lambda rate: optax.lion(times(0.1, rate))),
-    "SGD, momentum .9": Row(lambda rate: optax.sgd(times(100, rate), momentum=0.9)),
+    "RMSprop, decay .999": Row(functools.partial(optax.rmsprop, decay=0.999), ("nu",)),
+    "Lion": Row(lambda rate: optax.lion(times(0.1, rate)), ("mu",)),
+    "SGD, momentum .9": Row(
+        lambda rate: optax.sgd(times(100, rate), momentum=0.9), ("trace",)
+    ),
     "Muon": Row(contrib.muon),
     "Prodigy": Row(
         lambda rate: contrib.prodigy(times(1000, rate)), ("exp_avg", "exp_avg_sq")
@@ -60,8 +62,8 @@ ROWS = {
 def nearest(
     inner: optax.GradientTransformation, names: Collection[str]
 ) -> optax.GradientTransformation:
-    """The same averages as `with_half_state` rounds, cast to bfloat16 and back."""
-    rounded = jmp_scale.with_half_state(inner, key=jax.random.key(0), names=names)
+    """The same averages as `with_half_storage` rounds, cast to bfloat16 and back."""
+    rounded = jmp_scale.with_half_storage(inner, key=jax.random.key(0), averages=names)
 
     def init(params: Any) -> Any:
         like = jax.eval_shape(rounded.init, params).inner_state
@@ -79,8 +81,8 @@ def nearest(
 FORMS: dict[str, Callable[[Any, Collection[str], jax.Array], Any]] = {
     "float32": lambda inner, names, key: inner,
     "to nearest": lambda inner, names, key: nearest(inner, names),
-    "stochastic": lambda inner, names, key: jmp_scale.with_half_state(
-        inner, key=key, names=names
+    "stochastic": lambda inner, names, key: jmp_scale.with_half_storage(
+        inner, key=key, averages=names
     ),
 }
 

@@ -1,4 +1,4 @@
-"""How often each sentence of `diagnostics.health` on finite runs is right.
+"""How often each sentence of `diagnostics.HealthLog` on finite runs is right.
 
 Trains small tasks that go wrong in known ways, and the same tasks when they do not,
 asks a `HealthLog` every 50 steps, and counts: of the runs of which a sentence was said,

@@ -1,10 +1,11 @@
-"""What MkDocs calls: links from names to entries, a table of names.
+"""What MkDocs calls: links from names to entries, a table of names, the notebook.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
 """
 
 import itertools
+import json
 import pathlib
 import re
 
@@ -51,7 +52,7 @@ OTHERS = {
 
 
 def _short_names(identifier):
-    """`health` and `diagnostics.health` for `jmp_scale.diagnostics.health`."""
+    """`metrics` and `diagnostics.metrics` for `jmp_scale.diagnostics.metrics`."""
     parts = identifier.split(".")[1:]  # without jmp_scale
     if len(parts) > 1:
         yield ".".join(parts)
@@ -80,10 +81,40 @@ PARTS = re.compile(
 
 
 def on_page_markdown(markdown, page, **_):
-    """The reference gets its table of all names."""
+    """The reference gets its table of all names, and a page the notebook's cells."""
     if page.file.src_uri == "api/index.md":
         return markdown.replace("<!-- all names -->", _table())
+    if page.file.src_uri == "notebook.md":
+        return markdown.replace("<!-- notebook -->", _notebook())
     return markdown
+
+
+def _notebook():
+    """The notebook as Markdown: its text, its code, and what it printed and drew."""
+    notebook = json.loads((DOCS / "float16_on_a_free_gpu.ipynb").read_text())
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```py\n{source}\n```")
+        parts.extend(_output(output) for output in cell["outputs"])
+    link = "[Download it](float16_on_a_free_gpu.ipynb) to run it in Jupyter or Colab."
+    parts.insert(1, link)
+    return "\n\n".join(parts)
+
+
+def _output(output):
+    """A cell's output as Markdown: text, or a picture within the page."""
+    if "text" in output:
+        return f"```text\n{''.join(output['text']).rstrip()}\n```"
+    data = output["data"]
+    if "image/png" in data:
+        picture = "".join(data["image/png"]).replace("\n", "")
+        alt = "The figure that this cell draws"
+        return f'<img alt="{alt}" src="data:image/png;base64,{picture}">'
+    return f"```text\n{''.join(data['text/plain'])}\n```"
 
 
 def _table():

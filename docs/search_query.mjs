@@ -47,7 +47,7 @@ export function shortened(question) {
   // Numbers say little, and lunr.js, which mixes up some words that end in digits, finds
   // nothing at all with some of them.
   const rest = words.filter(word => !STOP.has(word) && !/^\d+$/.test(word))
-  // In a message the function that raises it, "health: expected ...", and the kind of a
+  // In a message the function that raises it, "HealthLog: expected ...", and the kind of a
   // finding, "[half-sum]", count most. A name, ragged_dot, says more than a word.
   const named = plain.match(/[\w.]+(?=: expected )|\[[a-z][a-z -]+\]/g) ?? []
   const names = new Set(named.join(" ").split(/[^\w]+/).map(stem))
@@ -67,4 +67,24 @@ if (typeof Worker !== "undefined") {
     const sent = asks ? { ...message, data: shortened(message.data) } : message
     return post.call(this, sent, ...rest)
   }
+}
+
+// Material folds all sections whose score is below that of their page's first entry,
+// which with tags is nearly always the page's own. The best of them are shown.
+export const UNFOLDED = 2
+
+function unfold(item) {
+  const more = item.querySelector?.("details.md-search-result__more")
+  if (!more) return
+  const links = [...more.querySelectorAll("a.md-search-result__link")]
+  more.before(...links.slice(0, UNFOLDED))
+  const left = links.length - UNFOLDED
+  if (left > 0) more.querySelector("summary div").textContent = `${left} more on this page`
+  else more.remove()
+}
+
+if (typeof document !== "undefined") {
+  const list = document.querySelector(".md-search-result__list")
+  const unfoldAdded = records => records.forEach(({ addedNodes }) => addedNodes.forEach(unfold))
+  if (list) new MutationObserver(unfoldAdded).observe(list, { childList: true })
 }

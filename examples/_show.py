@@ -5,6 +5,7 @@ import functools
 import operator
 import os
 import pathlib
+import warnings
 
 import jax
 import numpy as np
@@ -17,6 +18,9 @@ from jmp_scale import diagnostics
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 )
+
+# What float16 loses without a loss scale is what some examples show.
+warnings.filterwarnings("ignore", "autocast: float16 gradients without a loss scale")
 
 # No background, and a grey that can be read on white and on a dark page.
 INK = "#7f7f7f"
@@ -116,7 +120,7 @@ def players(records):
     table(["", "loss", "last S", "skipped", "first skipped steps"], rows)
 
 
-def history(record, rows=10):
+def history(record, rows=6):
     """Prints a table of some steps of a record: for each name an array over steps."""
     steps = np.linspace(0, len(next(iter(record.values()))) - 1, rows)
     cells = [
@@ -126,7 +130,7 @@ def history(record, rows=10):
     table(["step", *record], cells)
 
 
-def figure(path, panels, columns=2, letters=False):
+def figure(path, panels, columns=2, letters=False, heights=None):
     """Writes a figure of panels: functions that draw into the axes they are given.
 
     With `letters` the panels are marked (a), (b), ... for a text that names them.
@@ -137,10 +141,11 @@ def figure(path, panels, columns=2, letters=False):
     import matplotlib.pyplot as plt
 
     rows = -(-len(panels) // columns)
+    heights = heights or [3.6] * rows  # inches
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(dict.fromkeys(TEXT, INK)):
-        figure = plt.figure(figsize=(5.6 * columns, 3.6 * rows), layout="constrained")
-        grid = figure.add_gridspec(rows, columns)
+        figure = plt.figure(figsize=(5.6 * columns, sum(heights)), layout="constrained")
+        grid = figure.add_gridspec(rows, columns, height_ratios=heights)
         for i, panel in enumerate(panels):
             row, column = divmod(i, columns)
             end = columns if i == len(panels) - 1 else column + 1  # the last: the rest
@@ -182,27 +187,22 @@ def learning(path, titles, record):
 
 
 def findings(name, state, history, *details):
-    """Prints what `health` says of a run, details, and as the last a verdict."""
-    health = " ".join(diagnostics.health(state, history)) or "nothing to report."
+    """Prints what `HealthLog` says of a run, details, and as the last a verdict."""
+    health = " ".join(diagnostics.HealthLog()(state, history)) or "nothing to report."
     *others, verdict = details
     lines = [f"health: {health}", *others, f"verdict: {verdict}"]
     print(f"\n--- {name} ---", *lines, sep="\n")
 
 
-def diagnosis(path, grads, report, window, falls, stays):
-    """The figure of `diagnose.py`: gradients, calibration and two histories of S."""
+def diagnosis(path, report, falls, stays):
+    """The figure of `diagnose.py`: the error by leaf, and two histories of S."""
     from jmp_scale import plotting
-
-    entries, best = diagnostics.exponent_histogram(grads), window.recommended_log2_scale
 
     def history(title, of):
         return lambda ax: plotting.plot_loss_scale(of, ax=ax).set_title(title)
 
     panels = [
-        lambda ax: plotting.plot_exponent_histogram(entries, 0, ax=ax),
-        lambda ax: plotting.plot_exponent_histogram(entries, int(best), ax=ax),
-        lambda ax: plotting.plot_calibration(window, ax=ax),
-        lambda ax: plotting.plot_flushed(report, ax=ax),
+        lambda ax: plotting.plot_gradients(report, ax=ax),
         history("An overflow in the forward pass sends S to its floor", falls),
         history("One NaN image leaves S as it is", stays),
     ]

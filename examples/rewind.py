@@ -2,9 +2,9 @@
 
 Half-way 60 broken batches come in a row: too many for a `SpikeGuard`, which takes a new
 level for normal after 10 skips. They spoil the model for good. Every 50 batches the
-loop asks `health`; when the loss diverges it goes back to the oldest of its last three
-checkpoints, and on with the next data. Whatever decides is in the checkpoint, so a run
-that is killed (--kill-at) and started again (--resume) takes the same way.
+loop asks a `HealthLog`; when the loss diverges it goes back to the oldest of its last
+three checkpoints, and on with the next data. Whatever decides is in the checkpoint, so
+a run that is killed (--kill-at) and started again (--resume) takes the same way.
 """
 
 import _checkpoints
@@ -33,8 +33,9 @@ def train_step(state, images):
 
 
 def diverges(state):
-    findings = diagnostics.health(state["opt_state"], state["history"])
-    return any("diverges" in text or "blew up" in text for text in findings)
+    log = diagnostics.HealthLog()
+    log(state["opt_state"], state["history"])
+    return not log.kinds.isdisjoint({"loss diverges", "loss blew up"})
 
 
 def train(state, batches, checkpoints, kill_at):

@@ -66,10 +66,10 @@ def main(argv=None):
     _show.table(["", "train loss", "test loss", "zero grads", "S", "skipped"], rows)
     panels = [
         _show.curves("float16 learns only with a loss scale", "loss", losses),
-        _show.scales("S grows every 200 steps", {name: record["S"]}),
         _show.images("Digits of the test set, and their reconstructions", pictures),
     ]
-    _show.figure(args.out / "train_digits.png", panels)
+    path = args.out / "train_digits.png"
+    _show.figure(path, panels, columns=1, heights=[3.6, 2.4])
 
 
 if __name__ == "__main__":

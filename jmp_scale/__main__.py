@@ -11,10 +11,13 @@ import jax
 
 from . import __version__
 from ._machine import facts, gain
-from ._machine.timing import Comparison, compare
-from .diagnostics._tables import with_progress
+from .diagnostics._timing import Comparison, compare, markdown
 
-_SECONDS = 10, 100  # of the products, and of the models
+_SECONDS = 10, 100  # of the rounds, for the products and for the models
+_SEND = (
+    'An issue of the form "Times on your device" in the repository takes the file that '
+    "`python -m jmp_scale --measure --json > times.json` writes."
+)
 _EXCESS = (
     ". Where it is not, the compiler computes chains of operations in float32, and "
     "results are closer to float32's than on another machine; "
@@ -47,7 +50,8 @@ def main(
         sizes = sizes or (gain.FOR_CPU if on_cpu else gain.USUAL)
         report["comparisons"] += _gains(sizes, seconds[1])
         stats = jax.local_devices()[0].memory_stats() or {}
-        report["peak_bytes"] = stats.get("peak_bytes_in_use")
+        report["peak_bytes_of_first_device"] = stats.get("peak_bytes_in_use")
+        report["send"] = _SEND
     if arguments.json:
         print(json.dumps(report, default=dataclasses.asdict, indent=1))
     else:
@@ -59,69 +63,56 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jmp_scale",
         description="Prints which half-precision dtype to take on this machine and "
         "why: products in float32 and half precision, roundings, versions and "
-        "settings. Half a minute at most.",
+        "settings. Half a minute, and the time to compile four programs.",
         epilog="The output is Markdown, to paste into an issue or a table.",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="also measures what you would gain: time and memory of the gradients of "
-        "three models and of whole steps, in float32, cast by hand and with autocast "
-        "(about two minutes)",
+        help="also measures what you would gain: times, memory and errors of the "
+        "gradients of three models, and whole steps, in float32, cast by hand and with "
+        "autocast (two minutes, and the time to compile 20 programs)",
     )
-    parser.add_argument("--json", action="store_true", help="prints JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="prints all measurements as JSON"
+    )
     return parser
 
 
 def _gains(sizes: gain.Sizes, seconds: float) -> list[Comparison]:
-    """Compares the gradients of each model, and whole steps, in `seconds`."""
-    end, found = time.perf_counter() + seconds, []
-    for programs_of, model_of in with_progress(gain.PARTS, "measuring"):
-        left = (end - time.perf_counter()) / (len(gain.PARTS) - len(found))
-        found.append(compare(*programs_of(model_of(sizes)), left))
-    return found
+    """Compares the gradients of each model, and whole steps."""
+    each = seconds / (len(gain.MODELS) + 1)
+    found = []
+    for model_of in gain.MODELS:
+        title, programs = gain.gradients(model_of(sizes))
+        part = compare(title, programs, each, gradient_of=lambda results: results[1])
+        found.append(part)
+    title, programs = gain.steps(gain.blocks(sizes))
+    return [*found, compare(title, programs, each)]
 
 
 def _text(report: dict[str, Any]) -> str:
     device, versions = report["device"], report["versions"]
     where = f"{device['count']} x {device['kind']} ({device['platform']})"
-    if memory := device["memory_bytes"]:
-        where += f", {memory / 2**30:.1f} GiB"
+    if memory := device["memory_bytes_each"]:
+        where += f", {memory / 2**30:.1f} GiB each"
     if device["processes"] > 1:
         where += f", {device['processes']} processes"
     named = ", ".join(map(" ".join, versions.items()))
     blocks = [f"{where}, {report['date']}; {named}."]
-    blocks += map(_table, report["comparisons"])
-    if peak := report.get("peak_bytes"):
-        blocks.append(f"At its peak the device held {peak / 2**30:.1f} GiB.")
-    blocks.append(f"Take: {report['advice']}.")
+    blocks += map(markdown, report["comparisons"])
+    if peak := report.get("peak_bytes_of_first_device"):
+        blocks.append(f"At its peak the first device held {peak / 2**30:.1f} GiB.")
+    blocks.append(report["advice"])
     kept = [f"{k} {'yes' if v else 'no'}" for k, v in report["keeps_roundings"].items()]
     note = "" if all(report["keeps_roundings"].values()) else _EXCESS
     blocks.append(f"Each half-precision operation is rounded: {', '.join(kept)}{note}.")
     if settings := report["settings"]:
         lines = [f"- {name} = {value}" for name, value in settings.items()]
         blocks.append("\n".join(["Settings that are not JAX's defaults:", "", *lines]))
+    if send := report.get("send"):
+        blocks.append(send)
     return "\n\n".join(blocks)
-
-
-def _table(comparison: Comparison) -> str:
-    """Formats a Markdown table, whose columns are aligned for a terminal too."""
-    cells = [(comparison.title, "ms", "times as fast", "MiB")]
-    for row in comparison.rows:
-        milliseconds = "" if row.milliseconds is None else f"{row.milliseconds:.3g}"
-        mebibytes = "" if row.mebibytes is None else f"{row.mebibytes:.1f}"
-        gain = str(row.gain or row.note or "1")
-        cells.append((row.program, milliseconds, gain, mebibytes))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = []
-    for first, *others in [cells[0], rule, *cells[1:]]:
-        padded = map(str.rjust, others, widths[1:])
-        lines.append(f"| {' | '.join([first.ljust(widths[0]), *padded])} |")
-    if comparison.believable is not None:
-        noise = f"Believe no gain below {comparison.believable:.2f}: "
-        lines += ["", f"{noise}float32 beside itself differs by as much."]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import optax
 
 from . import _pytree
-from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation, with_loss_scale
+from ._state import LossScale
 
 try:
     import flax.serialization  # noqa: F401  (_pytree looks for it)
@@ -33,5 +33,4 @@ def wrap_once(
     return tx
 
 
-for _cls in _pytree.registered_classes:
-    _pytree.register_state_dict(_cls)  # those that were made before Flax was imported
+_pytree.register_state_dicts()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +16,15 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
+from ._tree import leaves_by_name
 from ._types import PyTree
 
 # The type of fields that are leaves: arrays, or whatever JAX puts in their place.
-Leaf = Annotated[Any, "leaf"]
+LeafField = Annotated[Any, "leaf"]
 
 
 class Pytree:
-    """A frozen dataclass as a pytree, whose leaves are its fields of type `Leaf`."""
+    """A frozen dataclass as a pytree; its leaves are fields of type `LeafField`."""
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
 
@@ -32,7 +34,7 @@ class Pytree:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             default = self._starts().get(field.name, field.default)
             text = _text(getattr(self, field.name))
-            if text not in (repr(default), f"{default}.0"):  # 2 is stored as 2.0
+            if text not in (_text(default), f"{default}.0"):  # 2 is stored as 2.0
                 parts.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -40,24 +42,29 @@ class Pytree:
         """Returns the values of leaves that are given as None."""
         return {}
 
+    def __init_subclass__(cls) -> None:
+        _classes.append(cls)
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        register_state_dict(cls)
+        _register_state_dict(cls)
         return super().__new__(cls)
 
 
 C = TypeVar("C", bound=Pytree)
 T = TypeVar("T")
 Fields = tuple[PyTree, ...]  # values of leaves, or of static fields
-registered_classes: set[type] = set()
+_classes: list[type[Pytree]] = []
 
 
 def _text(value: object) -> str:
     """Returns an argument as text; of an array with unknown values, its type."""
+    if isinstance(value, float) and math.frexp(value)[0] == 0.5:
+        return min(repr(value), f"2.0**{round(math.log2(value))}", key=len)
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return repr(value)
-    with contextlib.suppress(Exception):  # traced, donated, on another host
+    with contextlib.suppress(TypeError, RuntimeError):  # traced; donated, elsewhere
         entries = np.asarray(value).tolist()
-        return f"jnp.array({entries})" if np.ndim(value) else repr(entries)
+        return f"jnp.array({entries})" if np.ndim(value) else _text(entries)
     return f"{value.dtype}{[*value.shape]}"
 
 
@@ -74,12 +81,14 @@ def _instance(cls: type[T], fields: dict[str, PyTree]) -> T:
 
 
 def register(cls: type[C]) -> type[C]:
-    """Registers a class as a pytree, whose static fields `jax.export` saves as JSON."""
+    """Registers a class as a pytree, whose leaves are all that a checkpoint has of it.
+
+    Static fields come from the code that restores; `jax.export` saves them as JSON.
+    """
     # `jax.tree_util.register_dataclass` would call `__init__` to unflatten. But that
     # checks leaves, and JAX replaces them by None, object() or a PartitionSpec.
-    registered_classes.add(cls)
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is Leaf)
+    leaf_names = cls._leaf_names = tuple(f.name for f in fields if f.type is LeafField)
     static_names = [f.name for f in fields if f.name not in leaf_names]
     keys = [GetAttrKey(name) for name in leaf_names]
     leaves_of, static_of = _getter(leaf_names), _getter(static_names)
@@ -104,7 +113,13 @@ def register(cls: type[C]) -> type[C]:
     return cls
 
 
-def register_state_dict(cls: type) -> None:
+def register_state_dicts() -> None:
+    """Registers the classes whose objects were made before Flax was imported."""
+    for cls in _classes:
+        _register_state_dict(cls)
+
+
+def _register_state_dict(cls: type) -> None:
     """Lets `flax.serialization`, if imported, save and restore objects of a class."""
     # Constructors call this, because Flax is usually imported before an object is made.
     flax: Any = sys.modules.get("flax.serialization")
@@ -119,9 +134,8 @@ def _getter(names: Sequence[str]) -> Callable[[object], Fields]:
 
 
 def _to_state_dict(target: Pytree) -> dict[str, PyTree]:
-    """Returns leaves by name; a `StaticLossScale` has none, its S is configuration."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(target)
-    return {path[0].name: leaf for path, leaf in paths}
+    """Returns leaves by name: Flax's storage of S, which has no configuration."""
+    return leaves_by_name(target)
 
 
 def _types(leaves: dict[str, PyTree]) -> dict[str, str]:
@@ -143,9 +157,10 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
             "was it saved in a dtype that rounds it (save float32), with another kind "
             "of loss scale or guard, or before there was one (jmp_scale.checkpoints)?"
         )
-    # The constructor would refuse an S outside the bounds of the restoring code. Leaves
-    # become JAX arrays, because the NumPy arrays of Flax cannot be donated.
-    return with_fields(target, **{name: jnp.asarray(state[name]) for name in expected})
+    # JAX arrays, because the NumPy arrays of Flax cannot be donated.
+    arrays = [jnp.asarray(state[name]) for name in leaves]
+    # Unchecked: the S may be outside the bounds of the restoring code.
+    return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
 def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:

@@ -1,24 +1,110 @@
 """The states of the wrappers of an optimizer, and how they are found in others."""
 
+import abc
 import functools
-from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Annotated, NamedTuple, get_origin
+from collections.abc import Mapping
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    NoReturn,
+    Self,
+    TypeVar,
+    get_origin,
+)
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from ._tree import find_nodes, is_data
+from . import _pytree
+from ._tree import find_nodes, is_data, multiply
 from ._types import Leaf, PyTree
 from ._validation import described
 
-if TYPE_CHECKING:
-    from ._scaling.loss_scale import LossScale
+T = TypeVar("T")
 
 # The types of flags and counters, which say their dtype and what they start at.
-Flag = Annotated[jax.Array, np.bool_(True)]
-Count = Annotated[jax.Array, np.int32(0)]
+FlagField = Annotated[jax.Array, np.bool_(True)]
+CountField = Annotated[jax.Array, np.int32(0)]
+
+
+class LossScale(_pytree.Pytree, abc.ABC):
+    """What every loss scale has; a subclass of your own may have another rule of S.
+
+    A subclass is a frozen dataclass that JAX knows as a pytree. It has a field or a
+    property `loss_scale`, which is S, f32[], and `adjust`. What follows the steps is a
+    leaf, everything else is a static field. Whatever takes a loss scale takes it.
+
+    Examples:
+      >>> import dataclasses, jax, jax.numpy as jnp, jmp_scale
+      >>> @jax.tree_util.register_dataclass
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Additive(jmp_scale.LossScale):
+      ...     loss_scale: jax.Array
+      ...
+      ...     def adjust(self, grads_finite, *, loss_finite=True):
+      ...         s = self.loss_scale
+      ...         new = jnp.where(grads_finite, s + 8.0, s / 2)
+      ...         return Additive(jnp.where(loss_finite, new, s))
+      >>> float(Additive(jnp.float32(32.0)).adjust(jnp.array(True)))
+      40.0
+    """
+
+    loss_scale: Any
+
+    def __float__(self) -> float:
+        return float(self.loss_scale)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises the error for `opt_state[0].mu` and other fields of optimizers."""
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}; the state of the "
+                "optimizer in a LossScaleState is opt_state.inner_state, and "
+                f'optax.tree.get(opt_state, "{name}") finds a field of it'
+            )
+
+    def scale(self, tree: T) -> T:
+        """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
+
+        Args:
+          tree: pytree; leaves that are not real or complex floating point are returned
+            unchanged, like Flax's float8 collection `_overwrite_with_gradient`.
+
+        Returns:
+          The same structure. Floating-point leaves narrower than 32 bits come back as
+          float32; float64 and complex leaves keep their dtype.
+
+        Raises:
+          ValueError: S has a shape other than ().
+        """
+        return multiply("scale", tree, jnp.asarray(self.loss_scale, jnp.float32))
+
+    def unscale(self, tree: T) -> T:
+        """Divides by S, in float32 or wider, so that small gradients do not underflow.
+
+        Call it with the gradients of the loss that this very S scaled: before `adjust`,
+        and before any mean over devices or micro-batches. Leaves, dtypes and errors are
+        those of `scale`. The division is exact if S is a power of two.
+        """
+        s = jnp.asarray(self.loss_scale, jnp.float32)
+        return multiply("unscale", tree, s, inverse=True)
+
+    @abc.abstractmethod
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
+        """Returns the loss scale of the next step, with leaves of the same types.
+
+        Args:
+          grads_finite: bool[], whether the gradients of this step were finite.
+          loss_finite: bool[]; False if the unscaled loss itself was not finite, or the
+            step was a spike. Then S should stay, because no S helps.
+        """
 
 
 class LossScaleState(NamedTuple):
@@ -42,14 +128,14 @@ class LossScaleState(NamedTuple):
     # A new counter is one line above and one at the end below: `init` and the metrics
     # read it here. `_next_state` counts.
 
-    loss_scale: "LossScale"
+    loss_scale: LossScale
     inner_state: PyTree
-    grads_finite: Flag
-    applied: Flag
-    skipped: Count
-    skipped_in_a_row: Count
-    nonfinite_losses: Count
-    spikes: Count
+    grads_finite: FlagField
+    applied: FlagField
+    skipped: CountField
+    skipped_in_a_row: CountField
+    nonfinite_losses: CountField
+    spikes: CountField
     guard: PyTree
 
 
@@ -61,56 +147,47 @@ START: dict[str, np.generic] = {
 }
 
 
-class HalfParametersState(NamedTuple):
-    """State of `with_half_parameters`.
+class HalfStorageState(NamedTuple):
+    """State of `with_half_storage`.
 
     Attributes:
-      inner_state: state of the wrapped optimizer, of float32 parameters.
-      remainder: what the parameters lack, a tree of their structure: int16 for a
-        bfloat16 leaf, float32 for a float16 one, None for all others, and with a key.
+      inner_state: state of the wrapped optimizer, of float32 parameters, with its
+        `averages` in bfloat16.
+      remainders: the part of each float32 value that its bfloat16 parameter lacks, a
+        tree of the structure of the parameters: int16 for a bfloat16 leaf, None for all
+        others, and without `remainders`.
       rounding_key: u32[2], the key of the next step's rounding, or None.
     """
 
     inner_state: PyTree
-    remainder: PyTree
+    remainders: PyTree
     rounding_key: PyTree
 
 
-class HalfStateState(NamedTuple):
-    """State of `with_half_state`.
-
-    Attributes:
-      inner_state: state of the wrapped optimizer, its moving averages in bfloat16.
-      rounding_key: u32[2], the key of the next step's rounding.
-    """
-
-    inner_state: PyTree
-    rounding_key: PyTree
-
-
-for _cls in (LossScaleState, HalfParametersState, HalfStateState):
+for _cls in (LossScaleState, HalfStorageState):
     jax.export.register_namedtuple_serialization(
         _cls, serialized_name=f"jmp_scale.{_cls.__name__}"
     )
 
 
-def _is_state(cls: type, always: Set[str], node: PyTree) -> bool:
-    """Whether a node is a state of a class, or the mapping that Flax made of it."""
+def is_loss_scale_state(node: PyTree) -> bool:
+    """Whether a node is a `LossScaleState`, or the mapping that Flax made of it."""
+    # `nnx.state` leaves out the fields that hold no array, such as a guard of None.
     if isinstance(node, Mapping):
-        # `nnx.state` leaves out the fields that hold no array (a guard of None), so a
-        # mapping has those that `always` do, and none that the class has not.
-        return always <= set(node) <= set(cls.__annotations__)
-    return isinstance(node, cls)
+        return START.keys() <= set(node) <= set(LossScaleState._fields)
+    return isinstance(node, LossScaleState)
 
 
-is_loss_scale_state = functools.partial(_is_state, LossScaleState, START.keys())
-is_half_state = functools.partial(_is_state, HalfParametersState, {"remainder"})
-_is_rounded_state = functools.partial(
-    _is_state, HalfStateState, {"inner_state", "rounding_key"}
-)
+def is_half_storage(node: PyTree) -> bool:
+    """Whether a node is a `HalfStorageState`, or the mapping that Flax made of it."""
+    if isinstance(node, Mapping):
+        is_marked = "remainders" in node or "rounding_key" in node
+        return is_marked and set(node) <= set(HalfStorageState._fields)
+    return isinstance(node, HalfStorageState)
+
+
 find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
-find_half_states = functools.partial(find_nodes, is_half_state)
-find_rounded_states = functools.partial(find_nodes, _is_rounded_state)
+find_half_storage = functools.partial(find_nodes, is_half_storage)
 
 
 def checked_optimizer(

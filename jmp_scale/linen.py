@@ -15,10 +15,9 @@ from jax.typing import ArrayLike
 
 from ._scaling.finite import all_finite
 from ._scaling.gradients import value_and_grad
-from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
 from ._scaling.transform import LossScaleTransformation, fresh_buffers
-from ._state import LossScaleState
+from ._state import LossScale, LossScaleState
 from ._tree import OVERWRITE_WITH_GRADIENT, map_inexact, select_tree
 from ._types import Flag, Function, PyTree
 

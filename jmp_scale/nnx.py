@@ -15,12 +15,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from ._autocast.autocast import autocast as _autocast
-from ._autocast.function import CastFunction
 from ._autocast.marks import MarkedLayer
 from ._scaling.gradients import value_and_grad
-from ._scaling.loss_scale import LossScale
 from ._scaling.spike_guard import SpikeGuard
-from ._scaling.transform import LossScaleTransformation, judge_step
+from ._scaling.transform import LossScaleTransformation
+from ._state import LossScale
 from ._tree import is_data, is_inexact, with_arrays
 from ._types import Flag, Function, KeyPath, Leaf, PyTree
 from ._validation import require_function
@@ -61,17 +60,16 @@ def autocast(fun: F, dtype: DTypeLike | None = None, **options: Any) -> F:
         _refuse_lost_arrays(nodes)
         return out, nnx.to_tree(nodes, ctxtag=_AUTOCAST)
 
-    half: Any = _autocast(on_tree, dtype, **options)
+    half = _autocast(on_tree, dtype, **options)
 
+    @functools.wraps(fun)
     def in_half_precision(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with nnx.update_context(_AUTOCAST):
             out, nodes = half(nnx.to_tree((args, kwargs), ctxtag=_AUTOCAST))
             nnx.from_tree(nodes, ctxtag=_AUTOCAST, is_inner=False)
         return out
 
-    name = "nnx.autocast"
-    cast_function = CastFunction(in_half_precision, fun, autocast, name, half.settings)
-    return cast_function  # pyright: ignore[reportReturnType]
+    return in_half_precision  # pyright: ignore[reportReturnType]
 
 
 def _refuse_lost_arrays(nodes: list[_Node]) -> None:
@@ -182,9 +180,8 @@ class Optimizer(nnx.Optimizer):
             before = {path: _leaves(x) for path, x in _variables(nodes).items()}
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
-            # XLA merges this decision with the same one in `update`.
-            agree = cast(LossScaleTransformation, self.tx).agreement
-            applied = judge_step(grads, loss, with_arrays(guard), agree).applied
+            tx = cast(LossScaleTransformation, self.tx)
+            applied = tx.would_apply(grads, loss, with_arrays(guard))
             _put_back_unless(applied, nodes, before)
             return value, grads
 

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from .diagnostics import Calibration, ExponentHistogram, GradReport, LossScaleHistory
-from .diagnostics._run.casts import limits
+from .diagnostics import GradientComparison, LossScaleHistory
 from .diagnostics._tables import leaf_name
 
 try:
@@ -26,8 +24,7 @@ except ImportError as error:
     ) from error
 
 # Okabe and Ito's colors, which color-blind readers can tell apart on any page.
-_BLUE, _SKY, _ORANGE, _RED = "#0072b2", "#56b4e9", "#e69f00", "#d55e00"
-_PURPLE, _GREY = "#cc79a7", "#999999"
+_BLUE, _ORANGE, _RED, _PURPLE = "#0072b2", "#e69f00", "#d55e00", "#cc79a7"
 _INK = "#7f7f7f"  # of text, legible on light and dark pages
 
 
@@ -93,112 +90,25 @@ def plot_spikes(
     return top, bottom
 
 
-def plot_exponent_histogram(
-    histogram: ExponentHistogram,
-    log2_scale: int = 0,
-    dtype: DTypeLike = "float16",
-    ax: Axes | None = None,
-) -> Axes:
-    """Draws the shares of non-zero entries by power of two, and a dtype's range at S.
-
-    Source: Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
-
-    Args:
-      histogram: of unscaled gradients.
-      log2_scale: log2 of S.
-      dtype: see `grad_report`.
-    """
-    counts = np.asarray(histogram.counts, np.float64).sum(0)
-    _check_some("plot_exponent_histogram", counts.any(), "finite non-zero entries")
-    cast, ax = limits("plot_exponent_histogram", dtype), _axes(ax)
-    shares, exponents = counts / counts.sum(), histogram.exponents
-    flushed, normal, overflow = np.log2(cast[:3]) - log2_scale
-    used = exponents[counts > 0]
-    margin = 0.2 * (overflow - flushed)  # room for the words "zero" and "overflow"
-    left = min(used.min() - 1, flushed - margin)
-    right = max(used.max() + 2, overflow + margin)
-    # Shares of the height, so that the words stand under the top edge.
-    words = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top"}
-    for start, end, color, label in (
-        (left, flushed, _RED, "zero"),
-        (flushed, normal, _ORANGE, "subnormal"),
-        (normal, overflow, _SKY, "normal"),
-        (overflow, right, _GREY, "overflow"),
-    ):
-        ax.axvspan(start, end, color=color, alpha=0.22, linewidth=0)
-        ax.text((start + end) / 2, 0.975, label, size="small", **words)
-    ax.bar(exponents + 0.05, shares, 0.9, align="edge", color=_BLUE, zorder=3)
-    lost = shares[exponents < flushed].sum()
-    ax.set(xlim=(left, right), ylim=(0, 1.22 * shares.max()))
-    ax.set(xlabel="unscaled magnitude", ylabel="share of non-zero entries")
-    place = f"{np.dtype(dtype).name} at S = {_power(log2_scale)}"
-    ax.set_title(f"{place}: {lost:.1%} of the non-zero entries lost")
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _power_of_two_axis(ax.xaxis)
-    _finish(ax)
-    return ax
-
-
-def plot_flushed(report: GradReport, k: int = 24, ax: Axes | None = None) -> Axes:
-    """Draws the share of each leaf that S and the cast lose, by cause.
-
-    Args:
-      report: a report of `grad_report`.
-      k: draw at most the k worst leaves, in the order of the tree.
-    """
-    rows = report.to_dict()["leaves"]
-    _check_some("plot_flushed", rows, "a report of at least one leaf")
-    worst = report.worst(k)
-    paths = [path for path in rows if path in worst][::-1]
-    ax = _leaf_axes(ax, paths)
-    nonzero = [max(rows[path]["size"] - rows[path]["zero"], 1) for path in paths]
-    left, y = np.zeros(len(paths)), range(len(paths))
-    for label, color, names in (
-        ("overflow or not finite", _PURPLE, ("overflow", "nonfinite")),
-        ("flushed to zero", _RED, ("flushed",)),
-        ("subnormal", _ORANGE, ("subnormal",)),
-    ):
-        lost = [sum(rows[path][name] for name in names) for path in paths]
-        share = np.array(lost) / nonzero
-        ax.barh(y, share, 0.72, left, color=color, label=label, zorder=3)
-        left += share
-    ax.set(xlim=(0, 1), xlabel="share of the leaf's non-zero entries")
-    place = f"{report.dtype} at S = {_power(np.log2(float(report.loss_scale)))}"
-    ax.set_title(f"{place}: what is lost of each leaf", pad=28)
+def plot_gradients(comparison: GradientComparison, ax: Axes | None = None) -> Axes:
+    """Draws the error of each leaf of a gradient, with the window of loss scales."""
+    _check_some("plot_gradients", comparison.leaves, "a gradient of at least one leaf")
+    if ax is None:
+        ax = _axes(None, (7.0, 0.24 * len(comparison.leaves) + 1.6))
+    leaves = comparison.leaves[::-1]  # the first is drawn at the top
+    errors = [min(leaf.error, 1.0) for leaf in leaves]
+    colors = [_RED if leaf.is_lost or not leaf.finite else _BLUE for leaf in leaves]
+    ax.barh(range(len(leaves)), errors, 0.72, color=colors, zorder=3)
+    ax.set_yticks(range(len(leaves)), [leaf_name(leaf.path) for leaf in leaves])
+    s = _power(np.log2(comparison.loss_scale))
+    xlabel = f"error of the gradient at S = {s} (red: lost or not finite)"
+    ax.set(xlim=(0, 1), xlabel=xlabel, title="Gradient in half precision")
+    window = comparison.window
+    if window:
+        low, high, start = (_power(np.log2(s)) for s in window)
+        ax.set_title(f"Loss scales from {low} to {high} work; start from {start}")
     ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _finish(ax, grid="x")
-    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
-    ax.legend(**above, ncols=3, frameon=False, handlelength=1)
-    return ax
-
-
-def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
-    """Draws the share of zero entries by leaf and log2 S, and the window of S."""
-    paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
-    low, high = float(calibration.log2_low), float(calibration.log2_high)
-    best = float(calibration.recommended_log2_scale)
-    ax = _leaf_axes(ax, paths)
-    middles = (log2_scales[1:] + log2_scales[:-1]) / 2
-    edges = np.concatenate([[log2_scales[0] - 1], middles, [log2_scales[-1] + 1]])
-    rows = np.arange(len(paths) + 1) - 0.5
-    colors = np.asarray(calibration.zero_fraction).T
-    mesh = ax.pcolormesh(edges, rows, colors, cmap="Blues", vmin=0, vmax=1)
-    bar = ax.figure.colorbar(mesh, ax=ax, label="entries that are zero", pad=0.02)
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    hatched = {"facecolor": "0.85", "edgecolor": "0.6", "hatch": "///", "linewidth": 0}
-    for column in np.flatnonzero(~np.asarray(calibration.finite)):
-        ax.axvspan(edges[column], edges[column + 1], **hatched)
-    title = "No loss scale works"
-    if not np.isnan(low):
-        start = "" if np.isnan(best) else f"; start from {_power(best)}"
-        title = f"Loss scales from {_power(low)} to {_power(high)} work{start}"
-        first, last = np.searchsorted(log2_scales, [low, high])
-        frame = {"fill": False, "edgecolor": _RED, "linewidth": 2.5, "zorder": 4}
-        ax.axvspan(*edges[[first, last + 1]], **frame)
-        ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
-    ax.set(title=title, xlabel="loss scale S (hatched: gradients overflow)")
-    ax.set_ylim(len(paths) - 0.5, -0.5)
-    _power_of_two_axis(ax.xaxis)
     return ax
 
 
@@ -209,13 +119,6 @@ def _check_some(function: str, some: object, needed: str) -> None:
 
 def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
-
-
-def _leaf_axes(ax: Axes | None, paths: Sequence[str]) -> Axes:
-    """Returns axes with one row for each leaf."""
-    ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
-    ax.set_yticks(range(len(paths)), [leaf_name(path) for path in paths])
-    return ax
 
 
 def _power_of_two_axis(axis: Axis) -> None:

@@ -18,7 +18,6 @@ def definitions(module):
         name: value
         for name, value in vars(module).items()
         if not name.startswith("_") and (inspect.isclass(value) or callable(value))
-        if not isinstance(value, type(DynamicLossScale | SpikeGuard))
     }
 
 

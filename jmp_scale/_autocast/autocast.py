@@ -16,6 +16,7 @@ Words, here and below:
 - live: inputs with tangents that are not zero.
 """
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -26,7 +27,6 @@ from .._jaxpr import Program
 from .._policy import checked_half
 from .._tree import FlatCall, is_module
 from .._validation import require_bool, require_function, warn
-from .function import CastFunction, not_default
 from .interpreter import Interpreter, Notes, TraceCache
 from .marks import checked_names, is_unscaled, tracing
 from .products import why_float32
@@ -124,6 +124,7 @@ def autocast(
     names = checked_names(keep_float32)
     warned: set[str] = set()
 
+    @functools.wraps(fun)
     def in_half_precision(*args: Any, **kwargs: Any) -> Any:
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_module)
         for module in filter(is_module, leaves):
@@ -155,16 +156,7 @@ def autocast(
         _warn_of_nothing(jaxpr, names, notes)
         return flat.result(results)
 
-    settings = not_default(
-        autocast,
-        backward=None if back == forward else back,
-        recompute=bool(recompute),
-        keep_float32=tuple(sorted(names)),
-        share_casts=bool(share_casts),
-    )
-    settings = {"dtype": forward, **settings}
-    cast_function = CastFunction(in_half_precision, fun, autocast, "autocast", settings)
-    return cast_function  # pyright: ignore[reportReturnType]
+    return in_half_precision  # pyright: ignore[reportReturnType]
 
 
 def _warn_of_nothing(jaxpr: Program, names: frozenset[str], notes: Notes) -> None:

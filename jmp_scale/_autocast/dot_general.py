@@ -22,67 +22,6 @@ ALGORITHMS = {
 }
 
 
-def dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: DTypeLike | None = None,
-    **options: Any,
-) -> jax.Array:
-    """Runs `jax.lax.dot_general`; its backward pass sums in float32 before it rounds.
-
-    Where a batch or a weight is sharded under `jit`, XLA adds the devices' parts of a
-    weight's gradient right behind the product. In half precision that sum can overflow
-    where no part does, and rounds once per addition. Here parts and sum are float32, of
-    4 bytes an entry on the wire. Operands stay in half precision, for tensor cores.
-
-    For Flax's `Dense(..., dot_general=)` and `MultiHeadDotProductAttention`, or in
-    place of `lax.dot_general`. The gradient of a bias is still summed in its own dtype.
-
-    Args:
-      lhs: an array.
-      rhs: another.
-      dimension_numbers: `((lhs contracting, rhs contracting), (lhs batch, rhs batch))`.
-      precision: as in `jax.lax.dot_general`, for the backward pass too.
-      preferred_element_type: dtype of the result; default that of the operands.
-      **options: what else `jax.lax.dot_general` takes, for the product itself.
-
-    Returns:
-      The product, as `jax.lax.dot_general` gives it, bit for bit.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, jmp_scale
-      >>> x = jnp.ones((4, 3), jnp.float16)
-      >>> w = jnp.ones((3, 2), jnp.float16)
-      >>> dims = (((1,), (0,)), ((), ()))
-      >>> grad = jax.grad(lambda w: jmp_scale.dot_general(x, w, dims).sum())(w)
-      >>> grad.dtype, float(grad[0, 0])
-      (dtype('float16'), 4.0)
-    """
-    # Hashable, as static arguments are.
-    dimensions: Any = tuple(tuple(map(tuple, dims)) for dims in dimension_numbers)
-    if isinstance(precision, list):
-        precision = tuple(precision)
-
-    product = functools.partial(
-        lax.dot_general,
-        dimension_numbers=dimensions,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        **options,
-    )
-
-    def term(side: int, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        pair = [lhs, rhs]
-        pair[side] = pair[side].astype(_at_least_float32(pair[side]))
-        sharding = options.get("out_sharding")
-        return wide_dot_general(*pair, dimensions, dtype, precision, sharding)
-
-    dtype = jax.eval_shape(product, lhs, rhs).dtype
-    return bilinear(product, term, (lhs, rhs), (lhs, rhs))
-
-
 def bilinear(
     product: Callable[..., jax.Array],
     term: Callable[..., jax.Array],
@@ -120,13 +59,12 @@ def sum_of_terms(
     return functools.reduce(jnp.add, terms)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def wide_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimensions: lax.DotDimensionNumbers,
     dtype: DTypeLike,
-    precision: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
     """Multiplies a half-precision and a float32 array, and casts to `dtype`.
@@ -136,23 +74,19 @@ def wide_dot_general(
     TPU no more passes. So the float32 array's gradient is not rounded, does not
     overflow, and over devices it is summed in float32.
     """
-    options = {
-        "preferred_element_type": _at_least_float32(lhs, rhs),
-        "out_sharding": out_sharding,
-    }
 
-    def dot(precision: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        product = lax.dot_general(lhs, rhs, dimensions, precision, **options)
+    def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        product = lax.dot_general(
+            lhs,
+            rhs,
+            dimensions,
+            precision=ALGORITHMS[jnp.dtype(dtype).name],
+            preferred_element_type=jnp.float32,
+            out_sharding=out_sharding,
+        )
         return product.astype(dtype)
 
-    algorithm = ALGORITHMS.get(jnp.dtype(dtype).name)
-    if precision not in (None, lax.Precision.DEFAULT) or algorithm is None:
-        return dot(precision, lhs, rhs)
-    return _by_algorithm(functools.partial(dot, algorithm), lhs, rhs)
-
-
-def _at_least_float32(*arrays: jax.Array) -> DTypeLike:
-    return jnp.result_type(jnp.float32, *(x for x in arrays if x.dtype.itemsize >= 4))
+    return _by_algorithm(dot, lhs, rhs)
 
 
 # An algorithm of a GPU must hold on a GPU alone, but JAX lowers each branch of

@@ -26,9 +26,7 @@ T = TypeVar("T")
 CAST = "autocast_products"
 _EXEMPT = "keep_float32"  # name of a scope
 # What may stand between a `value_and_grad` and the function that it differentiates.
-_TRANSFORMS = re.compile(
-    r"(jax|equinox|flax\.nnx|contextlib|jmp_scale\.(nnx|_autocast\.function))\b"
-)
+_TRANSFORMS = re.compile(r"(jax|equinox|flax\.nnx|contextlib|jmp_scale\.nnx)\b")
 
 
 # The half-precision dtype for which `autocast` traces ("" while it does not), and

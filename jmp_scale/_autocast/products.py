@@ -17,7 +17,7 @@ from .._policy import is_half
 from .dot_general import split_sizes, sum_of_terms, wide_dot_general
 from .marks import CAST
 
-_DEFAULT = lax.Precision.DEFAULT  # whatever the setting is
+_DEFAULT = lax.Precision.DEFAULT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Product:
         else:
             dimensions = self.equation.params["dimension_numbers"]
             sharding = self.equation.params.get("out_sharding")
-            result = wide_dot_general(*pair, dimensions, dtype, _DEFAULT, sharding)
+            result = wide_dot_general(*pair, dimensions, dtype, sharding)
         return result.astype(jnp.float32)
 
     def tangent(self, dtype: DTypeLike) -> Callable[..., jax.Array]:

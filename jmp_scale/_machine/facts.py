@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .timing import Comparison, Compile, compare, compiling
+from ..diagnostics._timing import Comparison, Compile, compare, compiling
 
 HALVES = ("bfloat16", "float16")
 
@@ -38,16 +38,18 @@ _VARIABLES = (
     "JAX_PLATFORMS",
 )
 
-# By the dtypes that are fast.
-_ADVICE = {
-    HALVES: '"bfloat16", which needs no loss scale; "float16" with DynamicLossScale() '
-    "where precision matters",
-    ("bfloat16",): '"bfloat16", which needs no loss scale; float16 is not faster here',
-    ("float16",): '"float16" with DynamicLossScale(); bfloat16 is not faster here',
-    (): "neither gains {least:.1f} times in a product of this size, so half precision "
-    'saves memory only; if float32 at precision "highest" is slower than float32, the '
-    "device already uses fewer digits (TF32)",
+_TAKE = {
+    "bfloat16": '"bfloat16", which needs no loss scale',
+    "float16": '"float16" with DynamicLossScale()',
 }
+_ON_CPU = (
+    "This is a CPU: half precision is for tests here, not for speed, and the times say "
+    "nothing about an accelerator. Run this there."
+)
+_TF32 = (
+    'half precision saves memory only. If float32 at precision "highest" is slower '
+    "than float32, the device already uses fewer digits (TF32)."
+)
 
 
 def versions() -> dict[str, str]:
@@ -69,7 +71,7 @@ def device() -> dict[str, Any]:
         "processes": jax.process_count(),
         "kind": first.device_kind,
         "platform": first.platform,
-        "memory_bytes": (first.memory_stats() or {}).get("bytes_limit"),
+        "memory_bytes_each": (first.memory_stats() or {}).get("bytes_limit"),
     }
 
 
@@ -105,17 +107,28 @@ def products(side: int, seconds: float) -> Comparison:
 
     programs = {dtype: program(dtype) for dtype in ("float32", *HALVES)}
     programs['float32, precision "highest"'] = program("float32", "highest")
-    return compare(f"product of two {side} x {side} matrices", programs, seconds)
+    title = f"product of two {side} x {side} matrices"
+    return compare(title, programs, seconds, flops=2.0 * side**3)
 
 
 def advice(products: Comparison, platform: str) -> str:
-    """Recommends a dtype for this machine, and gives the reason."""
+    """Recommends a dtype for this machine from the products that ran, and says why."""
     if platform == "cpu":
-        return (
-            "half precision on a CPU is for tests, not for speed, and says nothing "
-            "about an accelerator: run this there"
-        )
-    gains = {row.program: row.gain.median for row in products.rows if row.gain}
+        return _ON_CPU
+    measured = {row.program: row.gain.median for row in products.rows if row.gain}
     least = max(_FAST, products.believable or 1)
-    fast = tuple(dtype for dtype in HALVES if gains.get(dtype, 0) > least)
-    return _ADVICE[fast].format(least=least)
+    fast = [dtype for dtype in HALVES if measured.get(dtype, 0) > least]
+    slow = [dtype for dtype in HALVES if dtype in measured and dtype not in fast]
+    others = [f"{dtype} is not faster here" for dtype in slow]
+    others += [f"{dtype} did not run here" for dtype in HALVES if dtype not in measured]
+    if len(fast) == 2:
+        return f"Take {_TAKE['bfloat16']}; {_TAKE['float16']} where precision matters."
+    if fast:
+        return f"Take {_TAKE[fast[0]]}; {others[0]}."
+    if not slow:
+        return "No advice: no product in half precision could be compared with float32."
+    gains = " and ".join(f"{dtype} {measured[dtype]:.2f}" for dtype in slow)
+    return (
+        f"No gain above {least:.1f} times in a product of this size "
+        f"({'; '.join([f'{gains} times', *others[len(slow) :]])}), so {_TF32}"
+    )

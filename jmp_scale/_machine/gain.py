@@ -13,7 +13,7 @@ from .._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossSca
 from .._scaling.transform import with_loss_scale
 from .._tree import cast_floating
 from .._types import PyTree
-from .timing import Compile, Program, compiling
+from ..diagnostics._timing import Compile, Program, compiling
 
 Loss = Callable[[PyTree, jax.Array], jax.Array]
 Programs = dict[str, Compile]  # by name
@@ -23,12 +23,13 @@ class Sizes(NamedTuple):
     """Sizes of the three models."""
 
     mlp: tuple[int, int, int]  # layers, width, batch
-    blocks: tuple[int, int, int, int, int]  # layers, width, heads, context, batch
+    # Layers, width, heads, context, batch, vocabulary.
+    blocks: tuple[int, int, int, int, int, int]
     stage: tuple[int, int, int, int]  # blocks, channels, side, batch
 
 
-USUAL = Sizes((4, 4096, 4096), (4, 768, 12, 1024, 4), (4, 256, 28, 64))
-FOR_CPU = Sizes((4, 256, 128), (2, 128, 4, 128, 2), (2, 32, 14, 8))
+USUAL = Sizes((4, 4096, 4096), (4, 768, 12, 1024, 4, 50_257), (4, 256, 28, 64))
+FOR_CPU = Sizes((4, 256, 128), (2, 128, 4, 128, 2, 1024), (2, 32, 14, 8))
 
 
 class Model(NamedTuple):
@@ -43,17 +44,13 @@ class Model(NamedTuple):
 def gradients(model: Model) -> tuple[str, Programs]:
     """Returns programs that compute the loss and its gradient."""
     args = model.params, model.batch
-
-    def by_hand(dtype: str) -> Loss:
-        return lambda *args: model.loss(*cast_floating(args, dtype))
-
     bfloat16, float16 = NoOpLossScale(), StaticLossScale(2.0**10)
     losses = {
         "float32": (model.loss, NoOpLossScale()),
         "autocast, bfloat16": (autocast(model.loss, "bfloat16"), bfloat16),
         "autocast, float16": (autocast(model.loss, "float16"), float16),
-        "cast by hand, bfloat16": (by_hand("bfloat16"), bfloat16),
-        "cast by hand, float16": (by_hand("float16"), float16),
+        "cast by hand, bfloat16": (_by_hand(model.loss, "bfloat16"), bfloat16),
+        "cast by hand, float16": (_by_hand(model.loss, "float16"), float16),
     }
     programs = {}
     for name, (loss, loss_scale) in losses.items():
@@ -83,6 +80,7 @@ def steps(model: Model) -> tuple[str, Programs]:
     dynamic = with_loss_scale(plain, DynamicLossScale(2.0**10))
     return f"step of AdamW for {model.title}", {
         "float32": program(model.loss, plain),
+        "cast by hand, bfloat16": program(_by_hand(model.loss, "bfloat16"), plain),
         "autocast, bfloat16": program(bfloat16, plain),
         "autocast, bfloat16, skip": program(bfloat16, with_loss_scale(plain)),
         "autocast, float16, loss scale, skip": program(float16, dynamic),
@@ -126,8 +124,8 @@ def stage(sizes: Sizes) -> Model:
 
 
 def blocks(sizes: Sizes) -> Model:
-    """Builds the blocks of GPT-2."""
-    layers, width, heads, context, batch = sizes.blocks
+    """Builds GPT-2 with tied embeddings, and fewer blocks."""
+    layers, width, heads, context, batch, vocabulary = sizes.blocks
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (width // heads) ** -0.5
@@ -136,25 +134,35 @@ def blocks(sizes: Sizes) -> Model:
         shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("bhqk,bkhd->bqhd", shares, v)
 
-    def network(params: PyTree, x: jax.Array) -> jax.Array:
-        for qkv, out, up, down in params:
+    def loss(params: PyTree, tokens: jax.Array) -> jax.Array:
+        table, blocks = params
+        x = table[tokens[:, :-1]]
+        for qkv, out, up, down in blocks:
             y = _normalized(x, -1) @ qkv
             q, k, v = jnp.moveaxis(y.reshape(batch, context, 3, heads, -1), 2, 0)
             x = x + attend(q, k, v).reshape(x.shape) @ out
             x = x + jax.nn.gelu(_normalized(x, -1) @ up) @ down
-        return x
+        logits = (_normalized(x, -1) @ table.T).astype(jnp.float32)
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+        return jnp.mean(cross_entropy(logits, tokens[:, 1:]))
 
     wide = 3 * width, width, 4 * width
     params = []
     for _ in range(layers):
         layer = [_weights(1, (width, n), width)[0] for n in wide]
         params.append([*layer, *_weights(1, (4 * width, width), 4 * width)])
-    title = f"GPT-2's blocks ({layers} of width {width}, batch {batch} x {context})"
-    return Model(title, _loss_of(network), params, _normal(batch, context, width))
+    (table,) = _weights(1, (vocabulary, width), width)
+    tokens = jax.random.randint(jax.random.key(1), (batch, context + 1), 0, vocabulary)
+    title = f"GPT-2 ({layers} blocks of width {width}, vocabulary {vocabulary}, "
+    title += f"batch {batch} x {context})"
+    return Model(title, loss, (table, params), tokens)
 
 
-# What is compared: programs of a model.
-PARTS = ((gradients, mlp), (gradients, stage), (gradients, blocks), (steps, blocks))
+MODELS = mlp, stage, blocks
+
+
+def _by_hand(loss: Loss, dtype: str) -> Loss:
+    return lambda *args: loss(*cast_floating(args, dtype))
 
 
 def _loss_of(network: Loss) -> Loss:

@@ -11,7 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .._policy import dtype_to_names, half_dtype, name_to_dtype
-from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from .._state import LossScale
+from .loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 _POWER = re.compile(r"\s*(\d+)(?:\.0*)?\s*\*\*\s*(-?\d+)(?:\.0*)?\s*")
 

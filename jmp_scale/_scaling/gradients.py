@@ -10,10 +10,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._contexts import UNSCALED
+from .._state import LossScale
 from .._tree import is_inexact, map_gradients, promote_to_float32
 from .._types import Function, PyTree
 from .._validation import described, require_callable, warn
-from .loss_scale import DynamicLossScale, LossScale, NoOpLossScale, checked_loss_scale
+from .loss_scale import NoOpLossScale, checked_loss_scale
 
 
 def value_and_grad(
@@ -185,12 +186,11 @@ def _check_differentiable(
 
 def _warn_if_captured(function: str, loss_scale: LossScale, args: PyTree) -> None:
     """Warns if a function is traced with its arguments, but S is a constant in it."""
-    if not isinstance(loss_scale, DynamicLossScale):
-        return
-    s = loss_scale.loss_scale
+    leaves = jax.tree.leaves(loss_scale)
     given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
     is_traced = bool(given) and all(isinstance(x, Tracer) for x in given)
-    is_constant = isinstance(s, (jax.Array, np.ndarray)) and not isinstance(s, Tracer)
+    arrays = [x for x in leaves if isinstance(x, (jax.Array, np.ndarray))]
+    is_constant = bool(arrays) and not any(isinstance(x, Tracer) for x in arrays)
     # A new array is traced inside `jit`, but not inside an eager `vmap`.
     if is_traced and is_constant and isinstance(jnp.zeros(()), Tracer):
         warn(

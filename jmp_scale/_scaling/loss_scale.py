@@ -2,71 +2,22 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .. import _pytree, _validation
-from .._tree import multiply
+from .._state import LossScale
 from .._types import Scalar
 
 T = TypeVar("T")
 
 
-class _LossScale(_pytree.Pytree):
-    """The methods of all loss scales, which differ in S and in how it adjusts."""
-
-    loss_scale: Any
-
-    def __float__(self) -> float:
-        return float(self.loss_scale)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raises the error for `opt_state[0].mu` and other fields of optimizers."""
-            raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}; the state of the "
-                "optimizer in a LossScaleState is opt_state.inner_state, and "
-                f'optax.tree.get(opt_state, "{name}") finds a field of it'
-            )
-
-    def scale(self, tree: T) -> T:
-        """Multiplies by S, in float32 or wider, so that a float16 loss cannot overflow.
-
-        Args:
-          tree: pytree; leaves that are not real or complex floating point are returned
-            unchanged, like Flax's float8 collection `_overwrite_with_gradient`.
-
-        Returns:
-          The same structure. Floating-point leaves narrower than 32 bits come back as
-          float32; float64 and complex leaves keep their dtype.
-
-        Raises:
-          ValueError: S has a shape other than ().
-        """
-        return multiply("scale", tree, jnp.asarray(self.loss_scale, jnp.float32))
-
-    def unscale(self, tree: T) -> T:
-        """Divides by S, in float32 or wider, so that small gradients do not underflow.
-
-        Call it with the gradients of the loss that this very S scaled: before `adjust`,
-        and before any mean over devices or micro-batches. Leaves, dtypes and errors are
-        those of `scale`. The division is exact if S is a power of two.
-        """
-        s = jnp.asarray(self.loss_scale, jnp.float32)
-        return multiply("unscale", tree, s, inverse=True)
-
-    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
-        """Returns itself."""
-        return self
-
-
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
-class NoOpLossScale(_LossScale):
+class NoOpLossScale(LossScale):
     """A loss scale of 1 that does nothing, for bfloat16 and float32 runs.
 
     It is a pytree without leaves.
@@ -83,10 +34,14 @@ class NoOpLossScale(_LossScale):
 
     unscale = scale
 
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
+        """Returns itself."""
+        return self
+
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
-class StaticLossScale(_LossScale):
+class StaticLossScale(LossScale):
     """A constant loss scale.
 
     It is a pytree without leaves, so a compiled step recompiles for another S.
@@ -107,10 +62,14 @@ class StaticLossScale(_LossScale):
         value = _validation.static_loss_scale(arguments, self.loss_scale)
         object.__setattr__(self, "loss_scale", value)
 
+    def adjust(self, grads_finite: ArrayLike, *, loss_finite: ArrayLike = True) -> Self:
+        """Returns itself."""
+        return self
+
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, repr=False)
-class DynamicLossScale(_LossScale):
+class DynamicLossScale(LossScale):
     """A loss scale that backs off at an overflow, and grows after a finite period.
 
     Use it for float16 training. It needs no tuning: S settles just below the values at
@@ -177,8 +136,8 @@ class DynamicLossScale(_LossScale):
       32768.0 0
     """
 
-    loss_scale: _pytree.Leaf = 2.0**15
-    counter: _pytree.Leaf = None
+    loss_scale: _pytree.LeafField = 2.0**15
+    counter: _pytree.LeafField = None
     period: int = 2000
     factor: float = 2
     min_loss_scale: float = 1.0
@@ -189,7 +148,7 @@ class DynamicLossScale(_LossScale):
     hysteresis: int = 1
     hysteresis_reset: str = "growth"
     at_max: str = "hold"
-    hysteresis_left: _pytree.Leaf = None
+    hysteresis_left: _pytree.LeafField = None
 
     def __post_init__(self) -> None:
         arguments = _validation.Arguments(type(self).__name__)
@@ -276,10 +235,6 @@ class DynamicLossScale(_LossScale):
                 f"loss_scale, got {jnp.result_type(flag)}{list(shape)}; reduce it with "
                 "all_finite, or vmap adjust"
             )
-
-
-LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
-"""One of the three loss scales, for annotations and `isinstance`."""
 
 
 def scale(loss_scale: LossScale, tree: T) -> T:

@@ -91,14 +91,14 @@ class SpikeGuard(_pytree.Pytree):
     warmup: int = 100
     max_in_a_row: int = 10
     _: dataclasses.KW_ONLY
-    loss_mean: _pytree.Leaf = None
-    loss_deviation: _pytree.Leaf = None
-    loss_steps: _pytree.Leaf = None
-    norm_mean: _pytree.Leaf = None
-    norm_deviation: _pytree.Leaf = None
-    norm_steps: _pytree.Leaf = None
-    accepted: _pytree.Leaf = None
-    in_a_row: _pytree.Leaf = None
+    loss_mean: _pytree.LeafField = None
+    loss_deviation: _pytree.LeafField = None
+    loss_steps: _pytree.LeafField = None
+    norm_mean: _pytree.LeafField = None
+    norm_deviation: _pytree.LeafField = None
+    norm_steps: _pytree.LeafField = None
+    accepted: _pytree.LeafField = None
+    in_a_row: _pytree.LeafField = None
 
     def __post_init__(self) -> None:
         arguments, values = Arguments("SpikeGuard"), dict(vars(self))

@@ -14,7 +14,6 @@ from ..._types import Function, PyTree
 from .._tables import printed, with_progress
 from .step_applied import applied_step, next_step
 from .step_calls import Check
-from .step_program import program
 from .step_rules import RULES, Level
 from .step_scaling import growing_s, larger_s, several_s
 from .step_skips import infinite_s, nan_in_batch, spike
@@ -29,7 +28,6 @@ _PASSES = (
     infinite_s,
     spike,
     nan_in_batch,
-    program,
 )
 _LEVELS = ("error", "warning", "note")
 

@@ -24,7 +24,7 @@ from .updates import lost_updates
 class LossScaleHistory:
     """A ring buffer of the last N steps: a pytree, carried next to the optimizer state.
 
-    Use it in the compiled train step, and pass it to `health` or to
+    Use it in the compiled train step, and pass it to `HealthLog` or to
     `jmp_scale.plotting`. Unknown numbers are NaN.
 
     Attributes:
@@ -35,8 +35,8 @@ class LossScaleHistory:
       spike: bool[N], whether a guard skipped it as a spike.
       loss: f32[N], the unscaled loss.
       grad_norm: f32[N], the global norm of the unscaled gradients.
-      lost_entries: f32[N], as in `lost_updates`.
-      lost_magnitude: f32[N], as in `lost_updates`.
+      lost_entries: f32[N], as in `metrics`.
+      lost_magnitude: f32[N], as in `metrics`.
       loss_limit: f32[N], the loss above which the step was a spike.
       norm_limit: f32[N], the gradient norm above which the step was a spike.
       first_loss: f32[], the first finite loss of the run.
@@ -97,7 +97,7 @@ class LossScaleHistory:
           loss: f32[], the unscaled loss.
           grads: unscaled gradients, before any clipping.
           params: parameters before the step.
-          updates: the optimizer's updates of these, as in `lost_updates`.
+          updates: the optimizer's updates of these, as in `metrics`.
 
         Raises:
           ValueError: `before` or `after` does not contain exactly one state of one
@@ -113,7 +113,8 @@ class LossScaleHistory:
         old, new = _the_state("before", before), _the_state("after", after)
         lost_entries, lost_magnitude = _NAN, _NAN
         if params is not None or updates is not None:
-            lost_entries, lost_magnitude = lost_updates(params, updates)
+            lost = lost_updates("LossScaleHistory.push", params, updates)
+            lost_entries, lost_magnitude = lost
         s = number_of(old.loss_scale)
         counted = new.nonfinite_losses != old.nonfinite_losses
         values = {
@@ -177,7 +178,7 @@ _COLUMNS = [field.name for field in dataclasses.fields(LossScaleHistory)[:-3]]
 
 
 def _log2(s: ArrayLike) -> jax.Array:
-    # Exact for powers of two, unlike log2 on a device; `health` compares them.
+    # Exact for powers of two, unlike log2 on a device; `HealthLog` compares them.
     mantissa, exponent = jnp.frexp(jnp.asarray(s, jnp.float32))
     return exponent.astype(jnp.float32) - 1 + jnp.log2(2 * mantissa)
 

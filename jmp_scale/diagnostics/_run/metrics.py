@@ -10,9 +10,16 @@ from ..._scaling.loss_scale import LossScale, number_of
 from ..._state import START, LossScaleState, find_loss_scale_states
 from ..._tree import with_arrays
 from ..._types import PyTree
+from .updates import lost_updates
 
 
-def metrics(opt_state: PyTree, grads: PyTree = None) -> dict[str, jax.Array]:
+def metrics(
+    opt_state: PyTree,
+    grads: PyTree = None,
+    *,
+    params: PyTree = None,
+    updates: PyTree = None,
+) -> dict[str, jax.Array]:
     """Returns scalars for any logger, without waiting for the device.
 
     Use it in the train step, or after it, to log the loss scale and the skipped steps.
@@ -21,19 +28,27 @@ def metrics(opt_state: PyTree, grads: PyTree = None) -> dict[str, jax.Array]:
     Args:
       opt_state: state of `with_loss_scale`, at any depth of any pytree.
       grads: unscaled gradients of the step.
+      params: parameters before the step; with `updates`.
+      updates: the optimizer's updates of these, of the same structure and shapes.
 
     Returns:
-      A dictionary of scalars. If there are several states, each name except `grad_norm`
-      starts with the path of its state, as in "['generator'].loss_scale".
+      A dictionary of scalars. If there are several states, the name of each number of
+      a state starts with its path, as in "['generator'].loss_scale".
 
       - `loss_scale` f32[], S of the next step; missing if S is constant and the state
         is a mapping of Flax.
       - the flags, bool[], and counters, i32[], of `LossScaleState`, by their names.
       - `grad_norm` f32[], if `grads` are given: the Euclidean norm over all inexact
         leaves, infinite if one of them is not finite.
+      - `lost_entries` f32[], if `params` and `updates` are given: the share of the
+        nonzero updates that rounding loses, because the parameter plus its update, as
+        `optax.apply_updates` rounds it, is the parameter: below about 2^-9 of the
+        parameter in bfloat16, 2^-12 in float16, 2^-25 in float32.
+      - `lost_magnitude` f32[]: the same share of the sum of the updates' magnitudes.
 
     Raises:
-      ValueError: there is no such state in `opt_state`.
+      ValueError: there is no such state in `opt_state`; only one of `params` and
+        `updates`, or their structures or shapes differ.
     """
     states = find_states("metrics", opt_state)
     scalars = {}
@@ -46,6 +61,9 @@ def metrics(opt_state: PyTree, grads: PyTree = None) -> dict[str, jax.Array]:
             scalars[prefix + name] = jnp.asarray(getattr(state, name))
     if grads is not None:
         scalars["grad_norm"] = finite_and_norm(grads)[1]
+    if params is not None or updates is not None:
+        entries, magnitude = lost_updates("metrics", params, updates)
+        scalars |= {"lost_entries": entries, "lost_magnitude": magnitude}
     return scalars
 
 

@@ -122,18 +122,18 @@ def _unchanged(check: Check, last: Run, moved: list[Path]) -> None:
 
 def diverging(run: Run) -> list[Path]:
     """Returns leaves whose replicas were equal before the call and differ after it."""
-    spread = {path: x for path, x in run.after.items() if devices_of(x) > 1}
+    spread = {path: x for path, x in run.after.items() if _devices_of(x) > 1}
     found = [path for path, x in spread.items() if not _replicas_equal(x)]
     found = [path for path in found if _replicas_equal(run.before[path])]
     rows = {p: (host(run.before[p]), host(x)) for p, x in spread.items() if x.ndim}
-    is_pmap = all(len(new) == devices_of(spread[p]) for p, (_, new) in rows.items())
+    is_pmap = all(len(new) == _devices_of(spread[p]) for p, (_, new) in rows.items())
     # Replicas of `pmap` are rows; those of members of an ensemble differ before it too.
     if found or not is_pmap or not all(_are_equal(old) for old, _ in rows.values()):
         return found
     return [path for path, (_, new) in rows.items() if not _are_equal(new)]
 
 
-def devices_of(x: Leaf) -> int:
+def _devices_of(x: Leaf) -> int:
     """Returns the number of devices that hold an array, or a part of it."""
     return len(x.sharding.device_set) if isinstance(x, jax.Array) else 1
 

@@ -112,12 +112,7 @@ RULES = {
         "an applied step, NaN", "error",
         "Replicas that were equal differ after {when}.",
         "Average before the update, grads = jax.lax.pmean(grads, axis), and let "
-        "with_loss_scale agree on the skip: without axis_name=().",
-    ),
-    "skip not agreed": Rule(
-        "the program", "error",
-        "Parts of the state along mesh axis {axis} may skip a step that others apply.",
-        "Name all axes, with_loss_scale(..., axis_name=(...)), or none.",
+        "with_loss_scale agree on the skip: axis_name=None finds all axes.",
     ),
     "value is scaled": Rule(
         "S = inf", "error",
@@ -139,11 +134,6 @@ RULES = {
         "several S", "warning",
         "This result grows or falls with S: it is scaled, or unscaled twice.",
         "Report the loss and gradients that jmp_scale.value_and_grad returns.",
-    ),
-    "half-precision sum": Rule(
-        "the program", "warning",
-        "Unscaled gradients are summed in {dtype} over devices: small ones become 0.",
-        "Sum in float32, or before unscaling; see jmp_scale.sum_gradients.",
     ),
     "no loss scale": Rule(
         "the arguments", "note",

@@ -67,7 +67,7 @@ def test_the_state_of_an_nnx_optimizer_is_found_in_each_form(form, loss_scale):
     expected = 1.0 if loss_scale == "none" else 8.0
     assert "grad_norm" not in scalars
     assert scalars.get("loss_scale", None) == (expected if known else None)
-    assert diagnostics.health(tree) == []
+    assert diagnostics.HealthLog()(tree) == []
 
 
 def test_a_population_has_one_number_for_each_member():

@@ -1,0 +1,94 @@
+"""`compare_speed` times a loss in half precision beside float32, and its gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_scale
+from jmp_scale import diagnostics
+from jmp_scale.diagnostics import _timing
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch):
+    monkeypatch.setattr(_timing, "_SAMPLE", 0.0)
+    monkeypatch.setattr(_timing, "_ROUNDS", range(2, 4))
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+ARGS = jax.random.normal(jax.random.key(0), (2, 16, 16))
+
+
+def expected_error(half_loss):
+    half, full = (np.asarray(jax.jit(jax.grad(f))(*ARGS)) for f in (half_loss, loss))
+    return np.linalg.norm(half - full) / np.linalg.norm(full)
+
+
+def test_both_are_timed_with_their_memory_and_the_error_of_the_gradient():
+    half_loss = jmp_scale.autocast(loss, "bfloat16")
+    found = diagnostics.compare_speed(half_loss, loss, *ARGS)
+    assert found.gain_range[0] <= found.gain <= found.gain_range[1]
+    assert min(found.milliseconds, found.half_milliseconds, found.mebibytes) > 0
+    assert found.believable >= 1
+    assert found.error == pytest.approx(expected_error(half_loss), rel=1e-3)
+    assert found.loss_scale == 1  # bfloat16 needs none
+    text = str(found)
+    assert "and its gradient is off by" in text
+    assert "| half precision" in text
+    assert "float32 beside itself differs by as much" in text
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3])
+def test_a_float16_gradient_is_scaled_by_an_s_at_which_it_is_finite(size):
+    def large(w, x):
+        return size * loss(w, x)
+
+    half_loss = jmp_scale.autocast(large, "float16")
+    found = diagnostics.compare_speed(half_loss, large, *ARGS)
+    assert (found.loss_scale < 2**15) == (size > 1)
+    assert found.error < 0.01
+    assert "at loss scale 2^" in found.summary()
+
+
+def test_has_aux_argnums_and_transforms_are_those_of_value_and_grad():
+    def with_aux(x, w):
+        return loss(w, x), x
+
+    half_loss = jmp_scale.autocast(with_aux, "bfloat16")
+    found = diagnostics.compare_speed(
+        half_loss, with_aux, *ARGS[::-1], argnums=1, has_aux=True
+    )
+    assert 0 < found.error < 0.05
+
+
+def test_an_error_of_the_loss_comes_out():
+    with pytest.raises(ValueError, match="no such model"):
+        diagnostics.compare_speed(loss, lambda *_: raised(), *ARGS)
+    with pytest.raises(TypeError, match="compare_speed"):
+        diagnostics.compare_speed(loss, 3, *ARGS)
+
+
+def raised():
+    raise ValueError("no such model")
+
+
+VERDICTS = [
+    (2.0, "Half precision is 2.00 times as fast (2.00 to 2.00)"),
+    (0.5, "Half precision is slower: 0.50 times as fast (0.50 to 0.50)"),
+    (1.0, "No gain can be told from noise: 1.00 times as fast (1.00 to 1.00)"),
+]
+
+
+@pytest.mark.parametrize(("gain", "expected"), VERDICTS)
+def test_the_verdict_is_of_gains_that_the_control_does_not_show(gain, expected):
+    rows = _timing.Row("float32", 1.0), _timing.Row("half precision", 1.0)
+    comparison = _timing.Comparison("", rows, 1.1)
+    found = diagnostics.SpeedComparison(
+        *(1.0, 1.0, gain, (gain, gain), 1.1, 2.0, 1.0, 0.01, 1.0),
+        _comparison=comparison,
+    )
+    assert found.summary().startswith(expected + ", in 50 % of the memory, and its")

@@ -1,0 +1,180 @@
+"""A loss scale of a user's own works wherever one of the library does."""
+
+import dataclasses
+import pickle
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from flax import nnx
+from helpers import assert_bitwise_equal
+
+import jmp_scale
+import jmp_scale.linen
+import jmp_scale.nnx
+from jmp_scale import diagnostics
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Additive(jmp_scale.LossScale):
+    """Halves S at every skip, and adds a constant otherwise."""
+
+    loss_scale: jax.Array | float = 32.0
+    step: float = dataclasses.field(default=8.0, metadata={"static": True})
+
+    def adjust(self, grads_finite, *, loss_finite=True):
+        s = self.loss_scale
+        new = jnp.where(grads_finite, s + self.step, s / 2)
+        return dataclasses.replace(self, loss_scale=jnp.where(loss_finite, new, s))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class Exponent(jmp_scale.LossScale):
+    """Its S is a property, and its leaves lie in a dictionary: the same S as above."""
+
+    parts: dict
+
+    @property
+    def loss_scale(self):
+        return self.parts["whole"] + self.parts["rest"]
+
+    def adjust(self, grads_finite, *, loss_finite=True):
+        s = Additive(self.loss_scale).adjust(grads_finite, loss_finite=loss_finite)
+        whole = jnp.floor(s.loss_scale)
+        return Exponent({"whole": whole, "rest": s.loss_scale - whole})
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("parts"), self.parts)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def by_parts():
+    return Exponent({"whole": jnp.float32(32.0), "rest": jnp.float32(0.0)})
+
+
+KINDS = {"a field": Additive, "a property": by_parts}
+PARAMS = {"w": jnp.float32([1.0, -2.0])}
+X = jnp.float32([[1.0, 2.0], [3.0, 4.0]])
+# S after a step with these inputs, by hand: + 8, / 2, stays, + 8.
+INPUTS = (X, X.at[0, 0].set(3e38), X, X)
+VALUES = (None, None, jnp.float32(jnp.nan), None)
+EXPECTED = [40.0, 20.0, 20.0, 28.0]
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def wrapped(kind, inner=None):
+    return jmp_scale.with_loss_scale(inner or optax.adam(0.1), KINDS[kind]())
+
+
+def update(tx, params, state, x, value=None):
+    _, grads = jmp_scale.value_and_grad(loss_fn, state.loss_scale)(params, x)
+    updates, state = tx.update(grads, state, params, value=value)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_s_follows_its_own_rule_and_gradients_are_true(kind, compiled):
+    tx = wrapped(kind)
+    step = jax.jit(update, static_argnums=0) if compiled else update
+    params, state = PARAMS, tx.init(PARAMS)
+    assert isinstance(state.loss_scale, jmp_scale.LossScale)
+    seen = []
+    for x, value in zip(INPUTS, VALUES, strict=True):
+        params, state = step(tx, params, state, x, value)
+        seen.append(float(state.loss_scale))
+    assert seen == EXPECTED
+    assert (state.skipped, state.nonfinite_losses) == (2, 1)
+    s = state.loss_scale
+    _, grads = jmp_scale.value_and_grad(loss_fn, s)(PARAMS, X)
+    expected = jax.grad(loss_fn)(PARAMS, X)["w"]
+    assert jnp.allclose(grads["w"], expected, rtol=1e-6)
+    assert s.scale(jnp.float16(3.0)) == 84
+    assert jmp_scale.get_loss_scale(s) is s
+
+
+def test_it_is_a_carry_of_a_scan_and_keeps_its_types(kind):
+    tx = wrapped(kind)
+
+    def body(carry, x):
+        params, state = update(tx, *carry, x)
+        return (params, state), state.loss_scale.loss_scale
+
+    start = PARAMS, tx.init(PARAMS)
+    _, s = jax.lax.scan(body, start, jnp.stack([X, INPUTS[1], X]))
+    assert s.tolist() == [40, 20, 28]
+
+
+def test_checkpoints_keep_its_leaves(kind, tmp_path):
+    tx = wrapped(kind)
+    _, state = update(tx, PARAMS, tx.init(PARAMS), X)
+    data = flax.serialization.to_bytes(state)
+    assert_bitwise_equal(flax.serialization.from_bytes(tx.init(PARAMS), data), state)
+    assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
+    path = tmp_path / "state"
+    ocp.save(path, state)
+    assert_bitwise_equal(ocp.load(path, tx.init(PARAMS)), state)
+
+
+def test_linen_and_nnx_train_with_it(kind):
+    state = jmp_scale.linen.TrainState.create(
+        apply_fn=None, params=PARAMS, tx=optax.sgd(0.1), loss_scale=KINDS[kind]()
+    )
+    model = nnx.Dict(w=nnx.Param(PARAMS["w"]))
+    optimizer = jmp_scale.nnx.Optimizer(model, optax.sgd(0.1), loss_scale=KINDS[kind]())
+    for x, s in zip(INPUTS[:2], EXPECTED[:2], strict=True):
+        _, grads = state.value_and_grad(loss_fn)(state.params, x)
+        state = state.apply_gradients(grads=grads)
+        _, grads = optimizer.value_and_grad(lambda m, x: loss_fn({"w": m.w[...]}, x))(
+            model, x
+        )
+        optimizer.update(model, grads)
+        assert float(state.loss_scale) == float(optimizer.loss_scale) == s
+    assert_bitwise_equal(state.params["w"], model.w[...])
+
+
+def test_check_step_and_the_health_log_read_it(kind):
+    tx = wrapped(kind)
+
+    @jax.jit
+    def train_step(params, state, x):
+        return update(tx, params, state, x)
+
+    check = diagnostics.check_step(train_step, PARAMS, tx.init(PARAMS), X)
+    assert check.ok, check.summary()
+    state, log = tx.init(PARAMS), diagnostics.HealthLog()
+    assert log(state) == []
+    for _ in range(3):
+        _, state = train_step(PARAMS, state, INPUTS[1])
+    assert any("last 3 steps were all skipped" in text for text in log(state))
+    assert diagnostics.metrics(state)["loss_scale"] == 4
+
+
+def test_a_captured_one_is_warned_of_as_its_s_never_changes(kind):
+    loss_scale = wrapped(kind).init(PARAMS).loss_scale
+    step = jax.jit(lambda *args: jmp_scale.grad(loss_fn, loss_scale)(*args))
+    with pytest.warns(UserWarning, match="expected S as an argument of the traced"):
+        step(PARAMS, X)
+
+
+def test_without_a_rule_it_cannot_be_made():
+    class NoRule(jmp_scale.LossScale):
+        loss_scale = 1.0
+
+    with pytest.raises(TypeError, match="abstract method"):
+        NoRule()

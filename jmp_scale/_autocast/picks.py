@@ -92,7 +92,7 @@ def as_pick(
         fill=(np.nan if fill is None else fill) if fills else None,
         shape=_dims(eqn.outvars[0]),
     )
-    return eqn.replace(primitive=_PICK, params={"pick": pick})
+    return eqn.replace(primitive=_pick_p, params={"pick": pick})
 
 
 def _counted(
@@ -170,7 +170,7 @@ class _Pick(Primitive):
         return picked(x, indices, pick)
 
 
-_PICK = _Pick("pick")
+_pick_p = _Pick("pick")
 
 
 def picked(x: jax.Array, indices: jax.Array, pick: Pick) -> jax.Array:

@@ -374,6 +374,26 @@ def test_an_optimizer_may_start_with_numpy_arrays_of_64_bits():
     np.testing.assert_array_equal(state.inner_state["m"], np.full(3, 0.25))
 
 
+@pytest.mark.parametrize("guard", [None, SpikeGuard()])
+def test_no_tracer_leaks_from_a_step_or_its_derivative(guard):
+    tx = jmp_scale.with_loss_scale(optax.adamw(0.1), DynamicLossScale(), guard=guard)
+
+    def loss_fn(params):
+        return sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+    def loss_after(params, state):
+        fun = jmp_scale.value_and_grad(loss_fn, state.loss_scale)
+        loss, grads = fun(params)
+        updates, state = tx.update(grads, state, params, value=loss)
+        return loss_fn(optax.apply_updates(params, updates)), state
+
+    with jax.checking_leaks():
+        state = tx.init(PARAMS)
+        for transform in (lambda f: f, functools.partial(jax.grad, has_aux=True)):
+            _, new = jax.jit(transform(loss_after))(PARAMS, state)
+            assert new.applied
+
+
 @pytest.mark.strict_promotion
 def test_the_wrapper_itself_promotes_nothing():
     guard = SpikeGuard(warmup=2)

@@ -14,7 +14,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 # The names of rows on the pages, and of models, steps and layouts in the results.
 MODELS = {
@@ -205,7 +206,7 @@ def last_losses() -> Cells:
             for rate in RATES:
                 (found,) = [
                     line
-                    for line in rows_of("half_parameters", f"^{task}, .*{rate}$")
+                    for line in rows_of("half_storage", f"^{task}, .*{rate}$")
                     if line["form"] == row[0]
                 ]
                 loss = found["median"]
@@ -225,7 +226,7 @@ def changed_losses() -> Cells:
     def cells(row: list[str]) -> list[str]:
         (found,) = [
             line
-            for line in rows_of("half_states", "^Last training loss")
+            for line in rows_of("half_storage", "^Last training loss")
             if [line["optimizer"], line["rate"]] == row[:2]
         ]
         return [*row[:2], found["change, to nearest"], found["change, stochastic"]]

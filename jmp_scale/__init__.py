@@ -27,7 +27,6 @@ from ._scaling.loss_scale import adjust as adjust
 from ._scaling.loss_scale import scale as scale
 from ._scaling.loss_scale import unscale as unscale
 from ._scaling.spike_guard import SpikeGuard as SpikeGuard
-from ._scaling.transform import LossScaleTransformation as LossScaleTransformation
 from ._scaling.transform import with_loss_scale as with_loss_scale
 from ._state import HalfStorageState as HalfStorageState
 from ._state import LossScale as LossScale

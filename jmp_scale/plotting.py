@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from .diagnostics import Calibration, LossScaleHistory
+from .diagnostics import GradientComparison, LossScaleHistory
 from .diagnostics._tables import leaf_name
 
 try:
@@ -90,33 +90,25 @@ def plot_spikes(
     return top, bottom
 
 
-def plot_calibration(calibration: Calibration, ax: Axes | None = None) -> Axes:
-    """Draws the share of zero entries by leaf and log2 S, and the window of S."""
-    paths, log2_scales = calibration.paths, np.asarray(calibration.log2_scales)
-    low, high = float(calibration.log2_low), float(calibration.log2_high)
-    best = float(calibration.recommended_log2_scale)
-    ax = _leaf_axes(ax, paths)
-    middles = (log2_scales[1:] + log2_scales[:-1]) / 2
-    edges = np.concatenate([[log2_scales[0] - 1], middles, [log2_scales[-1] + 1]])
-    rows = np.arange(len(paths) + 1) - 0.5
-    colors = np.asarray(calibration.zero_fraction).T
-    mesh = ax.pcolormesh(edges, rows, colors, cmap="Blues", vmin=0, vmax=1)
-    bar = ax.figure.colorbar(mesh, ax=ax, label="entries that are zero", pad=0.02)
-    bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    hatched = {"facecolor": "0.85", "edgecolor": "0.6", "hatch": "///", "linewidth": 0}
-    for column in np.flatnonzero(~np.asarray(calibration.finite)):
-        ax.axvspan(edges[column], edges[column + 1], **hatched)
-    title = "No loss scale works"
-    if not np.isnan(low):
-        start = "" if np.isnan(best) else f"; start from {_power(best)}"
-        title = f"Loss scales from {_power(low)} to {_power(high)} work{start}"
-        first, last = np.searchsorted(log2_scales, [low, high])
-        frame = {"fill": False, "edgecolor": _RED, "linewidth": 2.5, "zorder": 4}
-        ax.axvspan(*edges[[first, last + 1]], **frame)
-        ax.axvline(best, color=_RED, linestyle="--", linewidth=1.5, zorder=4)
-    ax.set(title=title, xlabel="loss scale S (hatched: gradients overflow)")
-    ax.set_ylim(len(paths) - 0.5, -0.5)
-    _power_of_two_axis(ax.xaxis)
+def plot_gradients(comparison: GradientComparison, ax: Axes | None = None) -> Axes:
+    """Draws the error of each leaf of a gradient, with the window of loss scales."""
+    _check_some("plot_gradients", comparison.leaves, "a gradient of at least one leaf")
+    if ax is None:
+        ax = _axes(None, (7.0, 0.24 * len(comparison.leaves) + 1.6))
+    leaves = comparison.leaves[::-1]  # the first is drawn at the top
+    errors = [min(leaf.error, 1.0) for leaf in leaves]
+    colors = [_RED if leaf.is_lost or not leaf.finite else _BLUE for leaf in leaves]
+    ax.barh(range(len(leaves)), errors, 0.72, color=colors, zorder=3)
+    ax.set_yticks(range(len(leaves)), [leaf_name(leaf.path) for leaf in leaves])
+    s = _power(np.log2(comparison.loss_scale))
+    xlabel = f"error of the gradient at S = {s} (red: lost or not finite)"
+    ax.set(xlim=(0, 1), xlabel=xlabel, title="Gradient in half precision")
+    window = comparison.window
+    if window:
+        low, high, start = (_power(np.log2(s)) for s in window)
+        ax.set_title(f"Loss scales from {low} to {high} work; start from {start}")
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _finish(ax, grid="x")
     return ax
 
 
@@ -127,13 +119,6 @@ def _check_some(function: str, some: object, needed: str) -> None:
 
 def _axes(ax: Axes | None, size: tuple[float, float] = (7.0, 3.6)) -> Axes:
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
-
-
-def _leaf_axes(ax: Axes | None, paths: Sequence[str]) -> Axes:
-    """Returns axes with one row for each leaf."""
-    ax = _axes(ax, (7.0, 0.24 * len(paths) + 1.6))
-    ax.set_yticks(range(len(paths)), [leaf_name(path) for path in paths])
-    return ax
 
 
 def _power_of_two_axis(axis: Axis) -> None:

@@ -1,6 +1,5 @@
 """The figures show the numbers of the reports, in the axes that are given."""
 
-import dataclasses
 import sys
 
 import matplotlib as mpl
@@ -21,20 +20,23 @@ def closed_figures():
     plt.close("all")
 
 
-CALIBRATION = diagnostics.Calibration(
-    log2_scales=np.arange(-4, 25, 2),
-    zero_fraction=np.repeat([[0.9], [0.1]], [5, 10], axis=0),
-    finite=np.arange(15) < 14,
-    log2_low=np.float32(6),
-    log2_high=np.float32(22),
-    recommended_log2_scale=np.float32(20),
-    has_half_precision=True,
-    paths=("['w']",),
+LEAVES = [
+    diagnostics.LeafComparison("['w']", 2.0, 0.02, 0.1, True, 0.0),
+    diagnostics.LeafComparison("['t']", 1e-9, 1.0, 1.0, True, 0.0),
+]
+GRADIENTS = diagnostics.GradientComparison(
+    loss=1.0,
+    half_loss=1.0,
+    error=0.02,
+    scaled_error=0.7,
+    leaves=tuple(LEAVES),
+    float32_error=0.0,
+    loss_scale=1.0,
+    window=diagnostics.Window(2.0**6, 2.0**22, 2.0**20),
 )
-NAN = np.float32(np.nan)
 FIGURES = {
     "loss_scale": recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0]),
-    "calibration": CALIBRATION,
+    "gradients": GRADIENTS,
 }
 
 
@@ -123,23 +125,25 @@ def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
                 assert (bright + 0.05) / (dark + 0.05) > 3  # large text, level AA
 
 
-def test_the_window_of_a_calibration_is_framed():
-    ax = plot("calibration")
+def test_each_leaf_shows_its_error_below_the_window_of_loss_scales():
+    ax = plot("gradients")
     assert "from $2^{6}$ to $2^{22}$ work; start from $2^{20}$" in ax.get_title()
-    assert ax.lines[0].get_xdata() == [20, 20]
-    frame = ax.patches[-1]
-    assert (frame.get_x(), frame.get_x() + frame.get_width()) == (5, 23)
-
-
-def test_a_calibration_without_a_window_is_drawn_too():
-    nothing = dict.fromkeys(("log2_low", "log2_high", "recommended_log2_scale"), NAN)
-    ax = plotting.plot_calibration(dataclasses.replace(CALIBRATION, **nothing))
-    assert ax.get_title() == "No loss scale works"
-    ax.figure.canvas.draw()
+    assert "at S = $2^{0}$" in ax.get_xlabel()
+    (bars,) = ax.containers
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    errors = dict(zip(names, [bar.get_width() for bar in bars], strict=True))
+    assert errors == {"['t']": 1, "['w']": 0.02}  # from below
+    lost, held = (bar.get_facecolor() for bar in bars)
+    assert lost != held
+    figure, other = plt.subplots()
+    without = plotting.plot_gradients(GRADIENTS._replace(window=None), ax=other)
+    assert without.get_title() == "Gradient in half precision"
+    figure.canvas.draw()
 
 
 EMPTY = {
     "loss_scale": (diagnostics.LossScaleHistory.create(3), "a history of at least one"),
+    "gradients": (GRADIENTS._replace(leaves=()), "a gradient of at least one leaf"),
     "spikes": (recorded([1, 0]), "a history with losses or gradient norms"),
 }
 

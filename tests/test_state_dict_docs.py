@@ -1,4 +1,4 @@
-"""The lines of docs/coming-from/others.md, on the frameworks' own runs, cut."""
+"""The lines of docs/coming-from/state-dicts.md, on the frameworks' own runs, cut."""
 
 import dataclasses
 import functools
@@ -20,9 +20,8 @@ from test_presets import EVERY, as_flags, build
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, presets
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs/coming-from/others.md"
-SECTION = PAGE.read_text().partition("{ #state-dicts }")[2]
-LINES = dict(re.findall(r"^\| (.*?) \|.* `(.*)` \|$", SECTION, re.MULTILINE))
+PAGE = pathlib.Path(__file__).parents[1] / "docs/coming-from/state-dicts.md"
+LINES = dict(re.findall(r"^\| (.*?) \|.* `(.*)` \|$", PAGE.read_text(), re.MULTILINE))
 
 
 def evaluate(line, **names):
@@ -177,7 +176,7 @@ def test_an_argument_is_set_and_the_counter_kept(line, argument, value):
 
 
 def test_the_example_of_the_page_runs():
-    blocks = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (example,) = (block for block in blocks if "torch.load" in block)
     names = {}
     exec(compile(example, str(PAGE), "exec"), names)

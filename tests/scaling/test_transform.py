@@ -247,9 +247,8 @@ TAKE_NO_LOSS += [optax.contrib.reduce_on_plateau()]
 MISTAKES = [
     *(({"value": v}, ValueError, "value to be the scalar.* alone") for v in VALUES),
     *(
-        ({name: 1.0, "inner": inner}, TypeError, f"loss as value=, got {name}=")
+        ({"loss": 1.0, "inner": inner}, TypeError, "loss as value=, got loss=")
         for inner in TAKE_NO_LOSS
-        for name in ("loss", "val")
     ),
     *(
         ({"params": params, "grads": grads}, ValueError, "of the structure of the par")

@@ -86,7 +86,7 @@ def spikes(path, steps=600):
     images = _digits.Batches(_digits.load_images()[0], steps, 64)[:]
     start = params, tx.init(params), history
     _, _, history = jax.lax.scan(step, start, (images, weights))[0]
-    top, _ = plotting.plot_spikes(history)
+    top, *_ = plotting.plot_history(history)
     # Twice the pixels of a page of 700, and no background: for light and dark pages.
     top.figure.savefig(path, dpi=200, transparent=True)
 

@@ -191,7 +191,7 @@ def _compile(case: Case) -> Any:
 def _optimizer(program: str) -> optax.GradientTransformationExtraArgs:
     inner = optax.adamw(1e-3)
     if program == HALF_PARAMETERS:
-        inner = jmp_scale.with_half_parameters(inner)
+        inner = jmp_scale.with_half_storage(inner)
     return jmp_scale.with_loss_scale(inner, jmp_scale.DynamicLossScale())
 
 

@@ -68,3 +68,23 @@ if (typeof Worker !== "undefined") {
     return post.call(this, sent, ...rest)
   }
 }
+
+// Material folds all sections whose score is below that of their page's first entry,
+// which with tags is nearly always the page's own. The best of them are shown.
+export const UNFOLDED = 2
+
+function unfold(item) {
+  const more = item.querySelector?.("details.md-search-result__more")
+  if (!more) return
+  const links = [...more.querySelectorAll("a.md-search-result__link")]
+  more.before(...links.slice(0, UNFOLDED))
+  const left = links.length - UNFOLDED
+  if (left > 0) more.querySelector("summary div").textContent = `${left} more on this page`
+  else more.remove()
+}
+
+if (typeof document !== "undefined") {
+  const list = document.querySelector(".md-search-result__list")
+  const unfoldAdded = records => records.forEach(({ addedNodes }) => addedNodes.forEach(unfold))
+  if (list) new MutationObserver(unfoldAdded).observe(list, { childList: true })
+}

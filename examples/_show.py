@@ -120,7 +120,7 @@ def players(records):
     table(["", "loss", "last S", "skipped", "first skipped steps"], rows)
 
 
-def history(record, rows=10):
+def history(record, rows=6):
     """Prints a table of some steps of a record: for each name an array over steps."""
     steps = np.linspace(0, len(next(iter(record.values()))) - 1, rows)
     cells = [
@@ -194,15 +194,15 @@ def findings(name, state, history, *details):
     print(f"\n--- {name} ---", *lines, sep="\n")
 
 
-def diagnosis(path, window, falls, stays):
-    """The figure of `diagnose.py`: the calibration and two histories of S."""
+def diagnosis(path, report, falls, stays):
+    """The figure of `diagnose.py`: the error by leaf, and two histories of S."""
     from jmp_scale import plotting
 
     def history(title, of):
-        return lambda ax: plotting.plot_loss_scale(of, ax=ax).set_title(title)
+        return lambda ax: plotting.plot_history(of, [ax])[0].set_title(title)
 
     panels = [
-        lambda ax: plotting.plot_calibration(window, ax=ax),
+        lambda ax: plotting.plot_gradients(report, ax=ax),
         history("An overflow in the forward pass sends S to its floor", falls),
         history("One NaN image leaves S as it is", stays),
     ]

@@ -47,13 +47,12 @@ def main(argv=None):
     start = _digits.init_autoencoder(args.seed)
     dynamic = jmp_scale.DynamicLossScale(2.0**15, period=50)
 
-    # 1. Everything is finite, so only the comparison and the calibration see the harm.
+    # 1. Everything is finite, so only the comparison with float32 sees the harm.
     _, state, history = train(_digits.half_loss, None, start, batches)
     images = _digits.load_images(args.seed)[0][:256]
     losses = _digits.half_loss, _digits.reconstruction_loss
     report = diagnostics.compare_gradients(*losses, start, images, loss_scale=1.0)
-    window = diagnostics.calibrate_loss_scale(_digits.half_loss, start, images)
-    _show.findings("underflow", state, history, report.summary(4), window.summary())
+    _show.findings("underflow", state, history, report.summary(4))
 
     # 2. S falls to its floor, since this loop does not pass its loss to the optimizer.
     pixels = 16 * batches
@@ -69,7 +68,7 @@ def main(argv=None):
     batch = broken[np.argmin(stays.to_dict()["grads_finite"])]
     cause = diagnostics.diagnose_nonfinite(_digits.half_loss, 2.0**15, start, batch)
     _show.findings("one NaN image", state, stays, cause.summary())
-    _show.diagnosis(args.out / "diagnose.png", window, falls, stays)
+    _show.diagnosis(args.out / "diagnose.png", report, falls, stays)
 
 
 if __name__ == "__main__":

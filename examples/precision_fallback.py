@@ -3,11 +3,12 @@
 A classifier multiplies its logits by a learned factor, exp(10 t), which starts too
 large: the logits leave float16. No loss scale changes the forward pass, so in float16
 alone every step is skipped. Here two compiled steps have one state: after many skips in
-a row the loop takes the float32 step, until `calibrate_loss_scale` finds loss scales
+a row the loop takes the float32 step, until `compare_gradients` finds loss scales
 that work in float16 again.
 """
 
 import dataclasses
+import functools
 
 import _digits
 import _show
@@ -42,9 +43,10 @@ def next_dtype(dtype, carry, batch):
     if dtype == "float16" and opt_state.skipped_in_a_row >= CHUNK // 2:
         return "float32", carry
     if dtype == "float32":
-        found = diagnostics.calibrate_loss_scale(loss_fn, params, *batch)
-        if found.log2_high - found.log2_low >= 4:  # they are NaN where no S works
-            s = 2.0 ** max(float(found.recommended_log2_scale), -14)
+        losses = loss_fn, functools.partial(loss_fn, dtype="float32")
+        window = diagnostics.compare_gradients(*losses, params, *batch).window
+        if window and window.highest / window.lowest >= 16:
+            s = max(window.start, 2.0**-14)
             scale = dataclasses.replace(opt_state.loss_scale, loss_scale=s)
             return "float16", (params, opt_state._replace(loss_scale=scale))
     return dtype, carry

@@ -7,10 +7,8 @@ from . import presets as presets
 from ._autocast.autocast import autocast as autocast
 from ._autocast.marks import in_half as in_half
 from ._autocast.marks import keep_float32 as keep_float32
-from ._half_storage.parameters import HalfParametersState as HalfParametersState
 from ._half_storage.parameters import full_parameters as full_parameters
-from ._half_storage.parameters import with_half_parameters as with_half_parameters
-from ._half_storage.states import with_half_state as with_half_state
+from ._half_storage.storage import with_half_storage as with_half_storage
 from ._policy import Policy as Policy
 from ._policy import cast_to_full as cast_to_full
 from ._policy import cast_to_half as cast_to_half
@@ -29,9 +27,8 @@ from ._scaling.loss_scale import adjust as adjust
 from ._scaling.loss_scale import scale as scale
 from ._scaling.loss_scale import unscale as unscale
 from ._scaling.spike_guard import SpikeGuard as SpikeGuard
-from ._scaling.transform import LossScaleTransformation as LossScaleTransformation
 from ._scaling.transform import with_loss_scale as with_loss_scale
-from ._state import HalfStateState as HalfStateState
+from ._state import HalfStorageState as HalfStorageState
 from ._state import LossScale as LossScale
 from ._state import LossScaleState as LossScaleState
 from ._tree import select_tree as select_tree

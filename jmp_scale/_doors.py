@@ -1,16 +1,9 @@
-"""Errors for submodules that `import jmp_scale` does not load, and foreign names."""
+"""Errors for submodules that `import jmp_scale` does not load, and PyTorch's name."""
 
 import sys
 from typing import NoReturn
 
 _DOORS = ("checkpoints", "linen", "nnx", "plotting")
-# What others call their tool, and what it is here.
-_ELSEWHERE = {
-    "GradScaler": "with_loss_scale(tx, jmp_scale.DynamicLossScale())",
-    "LossScaleOptimizer": "with_loss_scale(tx, jmp_scale.DynamicLossScale())",
-    "DynamicScale": "DynamicLossScale()",
-    "DynamicLossScaling": "DynamicLossScale()",
-}
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -18,9 +11,10 @@ def __getattr__(name: str) -> NoReturn:
     text = f"module 'jmp_scale' has no attribute {name!r}"
     if name in _DOORS:
         raise AttributeError(f"{text}; write import jmp_scale.{name}")
-    if name not in _ELSEWHERE:
+    if name != "GradScaler":
         raise AttributeError(text)
-    # `from jmp_scale import name` has words of its own for an AttributeError.
+    # `from jmp_scale import GradScaler` has words of its own for an AttributeError.
     importing = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
     error = ImportError if importing else AttributeError
-    raise error(f"{text}; write jmp_scale.{_ELSEWHERE[name]}")
+    cure = "with_loss_scale(tx, jmp_scale.DynamicLossScale())"
+    raise error(f"{text}; write jmp_scale.{cure}")

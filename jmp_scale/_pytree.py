@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ class Pytree:
     """A frozen dataclass as a pytree; its leaves are fields of type `LeafField`."""
 
     _leaf_names: ClassVar[tuple[str, ...]] = ()  # set by `register`
+    _may_round: ClassVar[bool] = False  # whether floats may come back from bfloat16
 
     def __repr__(self) -> str:
         """Shows the arguments that differ from defaults, and make an equal object."""
@@ -33,7 +35,7 @@ class Pytree:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             default = self._starts().get(field.name, field.default)
             text = _text(getattr(self, field.name))
-            if text not in (repr(default), f"{default}.0"):  # 2 is stored as 2.0
+            if text not in (_text(default), f"{default}.0"):  # 2 is stored as 2.0
                 parts.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -57,11 +59,13 @@ _classes: list[type[Pytree]] = []
 
 def _text(value: object) -> str:
     """Returns an argument as text; of an array with unknown values, its type."""
+    if isinstance(value, float) and math.frexp(value)[0] == 0.5:
+        return min(repr(value), f"2.0**{round(math.log2(value))}", key=len)
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return repr(value)
     with contextlib.suppress(TypeError, RuntimeError):  # traced; donated, elsewhere
         entries = np.asarray(value).tolist()
-        return f"jnp.array({entries})" if np.ndim(value) else repr(entries)
+        return f"jnp.array({entries})" if np.ndim(value) else _text(entries)
     return f"{value.dtype}{[*value.shape]}"
 
 
@@ -145,7 +149,7 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     expected, got = _types(leaves), repr(state)
     # Flax compares names only for its own kinds of containers.
     if isinstance(state, dict) and state.keys() == leaves.keys():
-        state = {name: _exactly(x, leaves[name]) for name, x in state.items()}
+        state = {k: _cast(x, leaves[k], target._may_round) for k, x in state.items()}
         got = _types(state)
     if got != expected:
         path = sys.modules["flax.serialization"].current_path()
@@ -160,10 +164,14 @@ def _from_state_dict(target: Pytree, state: PyTree) -> Pytree:
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
-def _exactly(x: ArrayLike, like: ArrayLike) -> ArrayLike:
-    """Casts powers of two, which the bfloat16 of some checkpoints holds exactly."""
+def _cast(x: ArrayLike, like: ArrayLike, may_round: bool) -> ArrayLike:
+    """Casts floats, which some checkpointers write as bfloat16.
+
+    S is a power of two, which bfloat16 represents exactly; others may be rounded.
+    """
     dtypes = jnp.result_type(x), jnp.result_type(like)
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return x
-    mantissas, _ = np.frexp(np.asarray(x, np.float64))
-    return jnp.asarray(x, dtypes[1]) if (mantissas == 0.5).all() else x
+    values = np.asarray(x, np.float64)
+    is_kept = np.isfinite(values) if may_round else np.frexp(values)[0] == 0.5
+    return jnp.asarray(x, dtypes[1]) if is_kept.all() else x

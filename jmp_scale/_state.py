@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -147,56 +147,47 @@ START: dict[str, np.generic] = {
 }
 
 
-class HalfParametersState(NamedTuple):
-    """State of `with_half_parameters`.
+class HalfStorageState(NamedTuple):
+    """State of `with_half_storage`.
 
     Attributes:
-      inner_state: state of the wrapped optimizer, of float32 parameters.
-      remainder: what the parameters lack, a tree of their structure: int16 for a
-        bfloat16 leaf, float32 for a float16 one, None for all others, and with a key.
+      inner_state: state of the wrapped optimizer, of float32 parameters, with its
+        `averages` in bfloat16.
+      remainders: the part of each float32 value that its bfloat16 parameter lacks, a
+        tree of the structure of the parameters: int16 for a bfloat16 leaf, None for all
+        others, and without `remainders`.
       rounding_key: u32[2], the key of the next step's rounding, or None.
     """
 
     inner_state: PyTree
-    remainder: PyTree
+    remainders: PyTree
     rounding_key: PyTree
 
 
-class HalfStateState(NamedTuple):
-    """State of `with_half_state`.
-
-    Attributes:
-      inner_state: state of the wrapped optimizer, its moving averages in bfloat16.
-      rounding_key: u32[2], the key of the next step's rounding.
-    """
-
-    inner_state: PyTree
-    rounding_key: PyTree
-
-
-for _cls in (LossScaleState, HalfParametersState, HalfStateState):
+for _cls in (LossScaleState, HalfStorageState):
     jax.export.register_namedtuple_serialization(
         _cls, serialized_name=f"jmp_scale.{_cls.__name__}"
     )
 
 
-def _is_state(cls: type, always: Set[str], node: PyTree) -> bool:
-    """Whether a node is a state of a class, or the mapping that Flax made of it."""
+def is_loss_scale_state(node: PyTree) -> bool:
+    """Whether a node is a `LossScaleState`, or the mapping that Flax made of it."""
+    # `nnx.state` leaves out the fields that hold no array, such as a guard of None.
     if isinstance(node, Mapping):
-        # `nnx.state` leaves out the fields that hold no array (a guard of None), so a
-        # mapping has those that `always` do, and none that the class has not.
-        return always <= set(node) <= set(cls.__annotations__)
-    return isinstance(node, cls)
+        return START.keys() <= set(node) <= set(LossScaleState._fields)
+    return isinstance(node, LossScaleState)
 
 
-is_loss_scale_state = functools.partial(_is_state, LossScaleState, START.keys())
-is_half_state = functools.partial(_is_state, HalfParametersState, {"remainder"})
-_is_rounded_state = functools.partial(
-    _is_state, HalfStateState, {"inner_state", "rounding_key"}
-)
+def is_half_storage(node: PyTree) -> bool:
+    """Whether a node is a `HalfStorageState`, or the mapping that Flax made of it."""
+    if isinstance(node, Mapping):
+        is_marked = "remainders" in node or "rounding_key" in node
+        return is_marked and set(node) <= set(HalfStorageState._fields)
+    return isinstance(node, HalfStorageState)
+
+
 find_loss_scale_states = functools.partial(find_nodes, is_loss_scale_state)
-find_half_states = functools.partial(find_nodes, is_half_state)
-find_rounded_states = functools.partial(find_nodes, _is_rounded_state)
+find_half_storage = functools.partial(find_nodes, is_half_storage)
 
 
 def checked_optimizer(

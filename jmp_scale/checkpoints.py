@@ -1,191 +1,249 @@
-"""Checkpoints from before what the state now has.
+"""Checkpoints from before the optimizer's state had all that it has now.
 
 Others need nothing from this module: S and its counter are restored like all leaves.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from ._half_storage.parameters import (
-    check_magnitudes,
     full_parameters,
+    is_bfloat16,
+    join,
     remainders,
     split,
 )
 from ._state import (
-    find_half_states,
+    find_half_storage,
     find_loss_scale_states,
-    is_half_state,
+    is_half_storage,
     is_loss_scale_state,
 )
 from ._tree import is_data, leaves_by_name, listed, with_arrays
 from ._types import Leaf, PyTree
 
 T = TypeVar("T")
-Form = Callable[[PyTree], PyTree]  # of a state, as it was once
 
 
-def restore_without_loss_scale(load: Callable[[PyTree], PyTree], state: T) -> T:
-    """Restores a checkpoint from before the optimizer was wrapped in `with_loss_scale`.
+def restore(load: Callable[[PyTree], PyTree], state: T) -> T:
+    """Restores a checkpoint into `state`, also one that lacks some of its parts.
 
-    The loss scale, its flags, counts and guard come from `state`, all else from disk.
+    It may be from before the optimizer had its `SpikeGuard`, its loss scale or its half
+    storage, or all of them. `load` gets a template of each form that `state` may once
+    have had, the newest first, until one fits. What is not on disk comes from `state`.
+
+    A checkpoint from before `with_half_storage` has float32 parameters. They become
+    bfloat16 parameters and remainders, exactly, and averages are rounded.
 
     Args:
       load: reads the checkpoint into a template, with whatever wrote it: for Orbax
-        `lambda template: ocp.load(path, template)`. The template is `state` with each
-        `LossScaleState` replaced by its `inner_state`. Dicts with its names will do.
-      state: the new state, with a loss scale at any depth: a `TrainState`, an
-        `nnx.state(optimizer)`, ... Other leaves may be `jax.ShapeDtypeStruct`s.
+        `lambda template: ocp.load(path, template)`. Dicts with the names of the
+        template will do. That a form does not fit shows in other names, shapes or
+        dtypes, or in a `ValueError`, `TypeError` or `KeyError` of `load`.
+      state: the new state: a `TrainState`, `(params, opt_state)`,
+        `nnx.state((model, optimizer))`, ... It must hold the parameters if
+        `with_half_storage` keeps their remainders. Leaves may be
+        `jax.ShapeDtypeStruct`s if they are on disk.
 
     Returns:
       A tree like `state`, of arrays only.
 
     Raises:
-      ValueError: `state` has no loss scale or an abstract one; the checkpoint has other
-        leaves than the template (as one with a loss scale has), of another shape or
-        dtype, or some that were not read (Orbax's partial restore).
+      ValueError: no form fits, with the first difference of each; a loss scale or a key
+        that is not on disk is abstract.
 
     Examples:
       >>> import jax.numpy as jnp, jmp_scale, optax
-      >>> from jmp_scale.checkpoints import restore_without_loss_scale
+      >>> from jmp_scale import checkpoints
       >>> params = {"w": jnp.ones(2)}
       >>> saved = optax.adam(0.1).init(params)
       >>> tx = jmp_scale.with_loss_scale(optax.adam(0.1), jmp_scale.DynamicLossScale())
-      >>> opt_state = restore_without_loss_scale(lambda _: saved, tx.init(params))
+      >>> opt_state = checkpoints.restore(lambda template: saved, tx.init(params))
       >>> float(opt_state.loss_scale.loss_scale)
       32768.0
     """
-    name = "restore_without_loss_scale"
-    if not find_loss_scale_states(state):
-        cure = "pass that of an optimizer wrapped in with_loss_scale"
-        raise ValueError(f"{name}: state has no loss scale; {cure}")
-    state = _restore(name, load, state, is_loss_scale_state, _inner_state)
-    return _with_values(name, state)
+    differences, causes = [], []
+    for missing in _forms(state):
+        try:
+            return _with_values(_restored(load, state, missing))
+        except _OtherFormError as error:
+            name = f"without {' and '.join(missing)}" if missing else "as state is"
+            differences.append(f"  {name}: {error}")
+            causes.append(error.__cause__)
+    raise ValueError(
+        "restore: expected a checkpoint of state or of an older form of it, got one "
+        "that differs from each, first in:\n" + "\n".join(differences)
+    ) from causes[0]
 
 
-def restore_older(load: Callable[[PyTree], PyTree], state: T) -> T:
-    """Restores a checkpoint from before the optimizer had a guard.
+def without_half_storage(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns float32 parameters, and the state that `inner` alone has with them.
 
-    As `restore_without_loss_scale`, but only the guard, which warms up again, comes
-    from `state`. A checkpoint that has the guard is restored whole: `load` gets the
-    template with a guard first, and one without if that does not fit, or if it raises a
-    `ValueError`, `TypeError` or `KeyError`.
-    """
-    restore = functools.partial(_restore, "restore_older", load, state)
-    try:
-        state = restore(is_loss_scale_state, lambda node: node)
-    except (KeyError, TypeError, ValueError):
-        state = restore(is_loss_scale_state, _without_guard)
-    return _with_values("restore_older", state)
-
-
-def restore_without_half_parameters(
-    load: Callable[[PyTree], PyTree], params: PyTree, opt_state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Restores a checkpoint of float32 parameters into half-precision ones, exactly.
+    Parameters are exact, and averages are float32 again. So is a bfloat16 array that
+    `inner` itself stores so (by Optax's `mu_dtype`), if the state has a key.
 
     Args:
-      load: as in `restore_without_loss_scale`; the template is the pair
-        `without_half_parameters(params, opt_state)`.
-      params: new half-precision parameters, for their structure, shapes and dtypes.
-        They may be `jax.ShapeDtypeStruct`s, as all leaves of `opt_state` except a loss
-        scale and a key.
-      opt_state: the new state, with that of `with_half_parameters` at any depth.
-
-    Returns:
-      `(params, opt_state)`, all from disk except a key for stochastic rounding.
-
-    Raises:
-      ValueError: the checkpoint has other leaves than the template, or of other types;
-        a key or a loss scale that is not on disk is abstract.
+      params: bfloat16 parameters.
+      opt_state: the state of `with_half_storage` after the same step, at any depth.
     """
-    function = "restore_without_half_parameters"
-    template = full_parameters(params, opt_state), opt_state
-    full, opt_state = _restore(function, load, template, is_half_state, _inner_state)
-    leaves, structure = jax.tree.flatten(opt_state)
-    numbers = jax.tree.unflatten(structure, range(len(leaves)))
-    values, likes = (leaves_by_name(with_arrays(tree)) for tree in (full, params))
-    for name, i in remainders(function, numbers).items():
-        leaves[i] = split(values[name], likes[name])[1]
-    params = jax.tree.map(lambda x, like: split(x, like)[0], full, params)
-    return _with_values(function, (params, jax.tree.unflatten(structure, leaves)))
 
+    def plain(node: PyTree) -> PyTree:
+        fields = _fields(node)
+        inner_state = fields.get("inner_state")
+        if not jax.tree.leaves(fields.get("rounding_key")):
+            return inner_state
+        return jax.tree.map(_widened, inner_state)
 
-def without_half_parameters(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns float32 parameters, and the exact state that `inner` alone has with them.
-
-    Args:
-      params: half-precision parameters.
-      opt_state: the state of `with_half_parameters` after the same step, at any depth.
-    """
-    inner = _in_form(opt_state, is_half_state, _inner_state)
+    inner = _replaced(opt_state, is_half_storage, plain)
     return full_parameters(params, opt_state), inner
 
 
-def _restore(
-    function: str,
-    load: Callable[[PyTree], PyTree],
-    state: T,
-    is_new: Callable[[PyTree], bool],
-    form: Form,
+class _OtherFormError(Exception):
+    """A checkpoint is of another form than the template."""
+
+
+def _forms(state: PyTree) -> list[tuple[str, ...]]:
+    """Returns the parts that a checkpoint may lack together, the newest form first."""
+    scaled = [_fields(node) for _, node in find_loss_scale_states(state)]
+    forms: list[tuple[str, ...]] = [()]
+    if any(jax.tree.leaves(fields.get("guard")) for fields in scaled):
+        forms.append(("guard",))
+    if scaled:
+        forms.append(("loss scale",))
+    if find_half_storage(state):
+        forms += [("half storage", *missing) for missing in forms]
+    return forms
+
+
+def _without(missing: tuple[str, ...], tree: PyTree) -> PyTree:
+    """Returns a tree like the state without these parts."""
+    if "half storage" in missing:
+        tree = _replaced(tree, is_half_storage, _inner_state)
+    if "loss scale" in missing:
+        tree = _replaced(tree, is_loss_scale_state, _inner_state)
+    if "guard" in missing:
+        tree = _replaced(tree, is_loss_scale_state, _without_guard)
+    return tree
+
+
+def _restored(
+    load: Callable[[PyTree], PyTree], state: T, missing: tuple[str, ...]
 ) -> T:
-    """Restores `state` from disk, where each new state in it has another form."""
+    """Restores a state from a checkpoint without these parts."""
     leaves, structure = jax.tree.flatten(state)
     # The leaves' numbers in the form on disk: loaders that ignore the template sort by
     # name, so what is read finds its place by its name there.
     numbers = jax.tree.unflatten(structure, range(len(leaves)))
-    numbered = _in_form(numbers, is_new, form)
+    numbered = _without(missing, numbers)
+    on_disk, remainder_of = leaves, {}
+    try:
+        if "half storage" in missing:
+            on_disk = [_widened(x) for x in leaves]
+            remainder_of = _remainders_by_parameter(numbers, leaves)
+        saved = load(jax.tree.map(on_disk.__getitem__, numbered))
+    except (KeyError, TypeError, ValueError) as error:
+        first_line = (str(error).strip() or repr(error)).splitlines()[0]
+        raise _OtherFormError(first_line[:200]) from error
+    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
+    saved = {
+        name: x
+        for name, x in leaves_by_name(saved).items()
+        if not isinstance(x, jax.ShapeDtypeStruct)
+    }
     places = leaves_by_name(numbered)
-    saved = leaves_by_name(load(jax.tree.map(leaves.__getitem__, numbered)))
-    like = {name: leaves[i] for name, i in places.items()}
-    for name, leaf in _checked(function, saved, like).items():
-        leaves[places[name]] = leaf
+    for name, i in places.items():
+        like, value = on_disk[i], saved.get(name)
+        is_number = is_data(like) and not hasattr(like, "dtype")
+        if not (is_number or hasattr(like, "dtype")):
+            continue  # the functions among an Equinox model's leaves are not saved
+        # An array that `inner` itself stores in bfloat16 is so on disk, too.
+        if not (_fits(value, like) or _fits(value, leaves[i])):
+            raise _OtherFormError(f"{name} is {_type(value)}, expected {_type(like)}")
+        # NumPy arrays cannot be donated; Python numbers are another type for `jit`.
+        if like is leaves[i]:
+            leaves[i] = value if is_number else jnp.asarray(value, like.dtype)
+            continue
+        leaves[i], remainder = split(jnp.asarray(value, jnp.float32))
+        if i in remainder_of:
+            leaves[remainder_of[i]] = remainder
+    for name in sorted(saved.keys() - places.keys()):
+        raise _OtherFormError(f"{name} is {_type(saved[name])}, expected nothing")
     return jax.tree.unflatten(structure, leaves)
 
 
-def _with_values(function: str, state: T) -> T:
+def _remainders_by_parameter(numbers: PyTree, leaves: Sequence[Leaf]) -> dict[int, int]:
+    """Returns the number of each remainder among the leaves, by its parameter's."""
+    kept = remainders("restore", numbers)
+    if not kept:
+        return {}
+    outside = _replaced(numbers, is_half_storage, lambda _: None)
+    places = leaves_by_name(with_arrays(outside))
+
+    def are_parameters(prefix: str) -> bool:
+        pairs = [(places.get(prefix + name), i) for name, i in kept.items()]
+        return all(
+            place is not None
+            and is_bfloat16(leaves[place])
+            and jnp.shape(leaves[place]) == jnp.shape(leaves[i])
+            for place, i in pairs
+        )
+
+    first = next(iter(kept))
+    ends = {name.removesuffix(first) for name in places if name.endswith(first)}
+    prefixes = list(filter(are_parameters, ends))
+    if len(prefixes) != 1:
+        raise ValueError(
+            f"expected one tree with the bfloat16 parameters {listed(kept)}, got those "
+            f"at {listed(prefixes)}; pass (params, opt_state)"
+        )
+    return {places[prefixes[0] + name]: i for name, i in kept.items()}
+
+
+def _with_values(state: T) -> T:
     """Refuses an abstract `state`, which would fail only in the first step."""
     leaves = leaves_by_name(state)
     abstract = [k for k, x in leaves.items() if isinstance(x, jax.ShapeDtypeStruct)]
     if abstract:
         raise ValueError(
-            f"{function}: expected a state with values for all that is not on disk, "
-            f"got jax.ShapeDtypeStructs at {listed(abstract)}; pass the loss scale, or "
-            "the rounding_key, of a state that tx.init returns"
+            "restore: expected a state with values for all that is not on disk, got "
+            f"jax.ShapeDtypeStructs at {listed(abstract)}; pass the loss scale, the "
+            "guard or the rounding_key of a state that tx.init returns"
         )
-    for _, half_state in find_half_states(state):
-        check_magnitudes(function, remainders(function, half_state), {})
     return state
 
 
-def _in_form(tree: PyTree, is_new: Callable[[PyTree], bool], form: Form) -> PyTree:
-    """Returns `tree` with each new state in a form that it had once."""
+def _replaced(
+    tree: PyTree, is_new: Callable[[PyTree], bool], old: Callable[[PyTree], PyTree]
+) -> PyTree:
+    """Returns `tree` with each new state replaced by its older form."""
 
     # NNX leaves out an entry that holds no array, such as the inner state of SGD.
     def is_empty(x: Leaf) -> bool:
-        return isinstance(x, Mapping) and is_new(x) and form(x) is None
+        return isinstance(x, Mapping) and is_new(x) and old(x) is None
 
     def has_empty(x: Leaf) -> bool:
         return isinstance(x, Mapping) and any(map(is_empty, x.values()))
 
-    def in_form(x: PyTree) -> PyTree:
+    def replace(x: PyTree) -> PyTree:
         if is_new(x):
-            return form(x)
+            return old(x)
         if not has_empty(x):
             return x
         rest = {name: entry for name, entry in x.items() if not is_empty(entry)}
-        return _in_form(type(x)(rest), is_new, form)
+        return _replaced(type(x)(rest), is_new, old)
 
-    return jax.tree.map(in_form, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
+    return jax.tree.map(replace, tree, is_leaf=lambda x: is_new(x) or has_empty(x))
+
+
+def _fields(node: PyTree) -> Mapping[str, PyTree]:
+    return node if isinstance(node, Mapping) else node._asdict()
 
 
 def _inner_state(node: PyTree) -> PyTree:
-    is_mapping = isinstance(node, Mapping)
-    return node.get("inner_state") if is_mapping else node.inner_state
+    return _fields(node).get("inner_state")
 
 
 def _without_guard(node: PyTree) -> PyTree:
@@ -195,29 +253,8 @@ def _without_guard(node: PyTree) -> PyTree:
     return type(node)(fields)  # pyright: ignore[reportCallIssue]
 
 
-def _checked(
-    function: str, saved: Mapping[str, Leaf], like: Mapping[str, Leaf]
-) -> dict[str, Leaf]:
-    """Returns the arrays of `saved`, of the names, shapes and dtypes of `like`."""
-    # Orbax's partial restore leaves a ShapeDtypeStruct for what it did not read.
-    saved = {k: x for k, x in saved.items() if not isinstance(x, jax.ShapeDtypeStruct)}
-    # The functions among an Equinox model's leaves are not saved.
-    data = {name: x for name, x in like.items() if is_data(x) or hasattr(x, "dtype")}
-    misfits = {k: x for k, x in data.items() if not _fits(saved.get(k), x)}
-    wrong = [f"{k} ({_type(saved.get(k))} for {_type(x)})" for k, x in misfits.items()]
-    foreign = saved.keys() - like.keys()
-    if wrong or foreign:
-        raise ValueError(
-            f"{function}: expected a checkpoint of the older state, got\n"
-            f"  not as in state:        {listed(wrong)}\n"
-            f"  only in the checkpoint: {listed(foreign)}\n"
-            "One like state itself is restored into the state as it is, by load(state)"
-        )
-    # NumPy arrays cannot be donated, and Python numbers are another type for `jit`.
-    return {
-        name: jnp.asarray(saved[name], x.dtype) if hasattr(x, "dtype") else saved[name]
-        for name, x in data.items()
-    }
+def _widened(x: Leaf) -> Leaf:
+    return join(x) if is_bfloat16(x) else x
 
 
 def _fits(value: Leaf, like: Leaf) -> bool:

@@ -18,7 +18,7 @@ from ._autocast.autocast import autocast as _autocast
 from ._autocast.marks import MarkedLayer
 from ._scaling.gradients import value_and_grad
 from ._scaling.spike_guard import SpikeGuard
-from ._scaling.transform import LossScaleTransformation, judge_step
+from ._scaling.transform import LossScaleTransformation
 from ._state import LossScale
 from ._tree import is_data, is_inexact, with_arrays
 from ._types import Flag, Function, KeyPath, Leaf, PyTree
@@ -180,9 +180,8 @@ class Optimizer(nnx.Optimizer):
             before = {path: _leaves(x) for path, x in _variables(nodes).items()}
             value, grads = fun(*args, **fun_kwargs)
             loss, guard = value[0] if has_aux else value, self.opt_state.guard
-            # XLA merges this decision with the same one in `update`.
-            agree = cast(LossScaleTransformation, self.tx).agreement
-            applied = judge_step(grads, loss, with_arrays(guard), agree).applied
+            tx = cast(LossScaleTransformation, self.tx)
+            applied = tx.would_apply(grads, loss, with_arrays(guard))
             _put_back_unless(applied, nodes, before)
             return value, grads
 

@@ -16,7 +16,7 @@ import jmp_scale
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jmp_scale"
 FLAX = {"_flax", "linen", "nnx"}
-OPTIMIZERS = {"_half_storage.parameters", "_half_storage.states", "_machine.gain"}
+OPTIMIZERS = {"_half_storage.storage", "_machine.gain"}
 OPTIMIZERS |= {"_state", "_scaling.extra_args", "_scaling.transform"}
 MAY_IMPORT = {"optax": FLAX | OPTIMIZERS, "flax": FLAX, "matplotlib": {"plotting"}}
 # Modules that are tested by other files than those of their names, and why.
@@ -36,11 +36,12 @@ TESTED_BY = {
     "diagnostics._backward": ("diagnostics/test_frameworks", "every tool takes a loss"),
     "diagnostics._timing": ("test_machine", "programs are timed by the command too"),
     "diagnostics._source": ("diagnostics/precision/test_report", "lines are findings'"),
+    "diagnostics._run.origins": ("diagnostics/run/test_diagnosis", "a cause is named"),
     "diagnostics._run.step_*": ("diagnostics/run/test_check_step", "wrong steps"),
     "diagnostics._precision.probe": ("diagnostics/precision/test_sensitivity", "runs"),
     # A rule is right if the report has its finding, and no other, at the line.
     **dict.fromkeys(
-        [f"diagnostics._precision.{x}" for x in ("facts", "rules", "step", "walk")],
+        [f"diagnostics._precision.{x}" for x in ("equation", "facts", "rules", "walk")],
         ("diagnostics/precision/test_precision_faults", "planted faults are found"),
     ),
 }

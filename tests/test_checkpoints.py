@@ -1,5 +1,6 @@
 """What goes to disk comes back: S and counter by name, configuration from the code."""
 
+import dataclasses
 import functools
 import pickle
 
@@ -13,15 +14,10 @@ import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
-from helpers import assert_bitwise_equal, count_traces
+from helpers import assert_bitwise_equal, count_traces, one_of
 
 import jmp_scale
-from jmp_scale.checkpoints import (
-    restore_older,
-    restore_without_half_parameters,
-    restore_without_loss_scale,
-    without_half_parameters,
-)
+from jmp_scale.checkpoints import restore, without_half_storage
 from jmp_scale.linen import TrainState
 from jmp_scale.nnx import Optimizer
 
@@ -32,14 +28,6 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 def make_state(loss_scale=None, **kwargs):
     kwargs["loss_scale"] = loss_scale or jmp_scale.DynamicLossScale(2.0**10)
     return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(0.1), **kwargs)
-
-
-@functools.cache
-def old_state():
-    """A state without a loss scale, as Flax's own class makes it, after one step."""
-    tx = optax.adam(0.1)
-    state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    return state.apply_gradients(grads=GRADS)
 
 
 def nnx_optimizer(tx, loss_scale=None, **kwargs):
@@ -75,11 +63,6 @@ GUARD = jmp_scale.SpikeGuard(warmup=7)
 @pytest.fixture(params=[with_orbax, with_flax, with_pickle])
 def round_trip(request, tmp_path):
     return lambda state, target: request.param(state, tmp_path)(target)
-
-
-@pytest.fixture(params=[with_orbax, with_flax_dicts])
-def loader(request, tmp_path):
-    return lambda state: request.param(state, tmp_path)
 
 
 def test_all_leaves_come_back_bit_for_bit_and_configuration_is_that_of_the_code(
@@ -148,6 +131,23 @@ def test_s_is_restored_from_any_floating_dtype_that_holds_it(dtype):
             flax.serialization.from_state_dict(target, saved(s))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_statistics_of_a_guard_are_restored_from_any_floating_dtype(dtype):
+    def saved(mean):
+        guard = flax.serialization.to_state_dict(GUARD) | {"accepted": np.int32(9)}
+        means = {"loss_mean": mean, "norm_mean": -3.3, "loss_deviation": 0.1}
+        return guard | {name: np.asarray(x).astype(dtype) for name, x in means.items()}
+
+    restored = flax.serialization.from_state_dict(GUARD, saved(1.2345))
+    expected = saved(1.2345)["loss_mean"].astype(np.float32)
+    assert_bitwise_equal(
+        (restored.loss_mean, restored.accepted), (expected, np.int32(9))
+    )
+    assert restored.norm_mean.dtype == restored.loss_deviation.dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"SpikeGuard at path .*in a dtype that roun"):
+        flax.serialization.from_state_dict(GUARD, saved(np.inf))
+
+
 HALF_PARAMS = {name: x.astype(jnp.bfloat16) for name, x in PARAMS.items()}
 KEY = jax.random.key(0)
 for kind in (optax.EmptyState, optax.TraceState):
@@ -161,12 +161,17 @@ for kind in (optax.EmptyState, optax.TraceState):
     [
         (
             jmp_scale.with_loss_scale(
-                jmp_scale.with_half_parameters(optax.sgd(0.1)),
+                jmp_scale.with_half_storage(optax.sgd(0.1)),
                 jmp_scale.DynamicLossScale(period=2, max_loss_scale=2.0**20),
             ),
             HALF_PARAMS,
         ),
-        (jmp_scale.with_half_state(optax.sgd(0.1, 0.9), key=KEY), PARAMS),
+        (
+            jmp_scale.with_half_storage(
+                optax.sgd(0.1, 0.9), averages=["trace"], remainders=False, key=KEY
+            ),
+            HALF_PARAMS,
+        ),
     ],
 )
 def test_an_exported_update_survives_serialization(tx, params):
@@ -176,105 +181,256 @@ def test_an_exported_update_survives_serialization(tx, params):
     assert_bitwise_equal(exported.call(exported.call(state)), update(update(state)))
 
 
-def check_restored(state, saved):
-    assert_bitwise_equal(state.params, saved.params)
-    assert_bitwise_equal(state.opt_state.inner_state, saved.opt_state)
-    assert int(state.step) == int(saved.step)
-    assert float(state.loss_scale.loss_scale) == 2.0**10
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state.opt_state))
+# A state may once have lacked these parts together, the newest form first.
+FORMS = [
+    "",
+    "guard",
+    "loss scale",
+    "half storage",
+    "half storage and guard",
+    "half storage and loss scale",
+]
+ADAM = optax.adam(2.0**-10)  # steps that a bfloat16 near 1 cannot make
+
+
+def optimizer_without(missing, inner=ADAM, loss_scale=8.0, **kinds):
+    tx, guard = inner, None if "guard" in missing else GUARD
+    if "half storage" not in missing:
+        tx = jmp_scale.with_half_storage(tx, **kinds)
+    if "loss scale" not in missing:
+        loss_scale = jmp_scale.DynamicLossScale(loss_scale)
+        tx = jmp_scale.with_loss_scale(tx, loss_scale, guard=guard)
+    return tx
+
+
+@functools.cache
+def trained(missing, **kinds):
+    """(parameters, optimizer state) after a step, of a run without these parts."""
+    params = PARAMS if "half storage" in missing else HALF_PARAMS
+    tx = optimizer_without(missing, **kinds)
+    state = tx.init(params)
+    if "loss scale" not in missing:
+        state = state._replace(skipped=jnp.int32(3))
+    updates, state = jax.jit(tx.update)(GRADS, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def new_state():
+    """What a new run starts from; its S and its guard are recognized."""
+    opt_state = optimizer_without("", loss_scale=2.0**10).init(HALF_PARAMS)
+    guard = dataclasses.replace(opt_state.guard, accepted=jnp.int32(5))
+    zeros = jax.tree.map(jnp.zeros_like, (HALF_PARAMS, opt_state.inner_state))
+    return zeros[0], opt_state._replace(inner_state=zeros[1], guard=guard)
+
+
+def expected_without(missing):
+    """The new state, with everything that a run without these parts has."""
+    params, opt_state = trained("")
+    new = new_state()[1]
+    if "loss scale" in missing:
+        return params, new._replace(inner_state=opt_state.inner_state)
+    if "guard" in missing:
+        return params, opt_state._replace(guard=new.guard)
+    return params, opt_state
+
+
+def as_train_state(pair):
+    params, opt_state = pair
+    return train_state.TrainState(
+        step=jnp.int32(7), apply_fn=None, params=params, tx=None, opt_state=opt_state
+    )
+
+
+@pytest.mark.parametrize(
+    "loader", [with_orbax, with_flax, with_flax_dicts, with_pickle]
+)
+@pytest.mark.parametrize("nest", one_of(2, [as_train_state, lambda pair: pair]))
+@pytest.mark.parametrize("missing", FORMS)
+def test_a_checkpoint_without_some_parts_is_restored(missing, nest, loader, tmp_path):
+    load = loader(nest(trained(missing)), tmp_path)
+    restored = restore(load, nest(new_state()))
+    assert_bitwise_equal(restored, nest(expected_without(missing)))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
+
+
+def nnx_trained(missing, inner, **kinds):
+    """(model, optimizer) of NNX after a step, of a run without these parts."""
+    dtype = jnp.float32 if "half storage" in missing else jnp.bfloat16
+    model = nnx.Linear(2, 3, param_dtype=dtype, rngs=nnx.Rngs(0))
+    tx = optimizer_without(missing, inner, **kinds)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    model.kernel[...] = jnp.arange(6.0, dtype=dtype).reshape(2, 3)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("missing", FORMS)
+@pytest.mark.parametrize(
+    ("inner", "on_disk"), [(ADAM, True), *one_of(2, [(optax.sgd(0.1), False)])]
+)
+def test_an_nnx_state_without_some_parts_is_restored(missing, inner, on_disk, tmp_path):
+    saved = nnx.state(nnx_trained(missing, inner))
+    model, optimizer = nnx_trained("", inner, loss_scale=2.0**10)
+    zeros = jax.tree.map(jnp.zeros_like, nnx.state(model))
+    nnx.update(model, zeros)
+    state = nnx.state((model, optimizer))
+    if on_disk:
+        load = with_orbax(nnx.to_pure_dict(saved), tmp_path)
+        restored = restore(load, nnx.to_pure_dict(state))
+    else:
+        restored = restore(lambda template: saved, state)
+    nnx.update((model, optimizer), restored)
+    expected_model, expected = nnx_trained("", inner)
+    assert_bitwise_equal(*map(nnx.state, (model, expected_model)))
+    found, wanted = (x.opt_state.inner_state for x in (optimizer, expected))
+    assert_bitwise_equal(*map(jax.tree.leaves, (found, wanted)))
+    is_new = "loss scale" in missing
+    s = optimizer.opt_state.loss_scale.loss_scale[...]
+    assert float(s) == (2.0**10 if is_new else 8.0)
+
+
+def test_a_restored_state_trains_on_without_another_compilation():
+    step, traces = count_traces(optimizer_without("").update)
+    step = jax.jit(step)
+    restored = restore(lambda _: trained(FORMS[-1]), new_state())
+    for params, state in (new_state(), restored):
+        step(GRADS, state, params)
+    assert len(traces) == 1
+
+
+STORED = {"averages": ("mu", "nu"), "remainders": False, "key": KEY}
+
+
+def test_float32_averages_are_rounded_and_come_back_as_they_are():
+    plain = trained("half storage and loss scale")
+    tx = jmp_scale.with_half_storage(ADAM, **STORED)
+    params, state = restore(lambda _: plain, (HALF_PARAMS, tx.init(HALF_PARAMS)))
+    nearest = lambda x: x.astype(jnp.bfloat16) if x.ndim else x  # noqa: E731
+    assert_bitwise_equal(state.inner_state, jax.tree.map(nearest, plain[1]))
+    assert_bitwise_equal(params, jax.tree.map(lambda x: x.astype("bfloat16"), plain[0]))
+    back = without_half_storage(params, state)
+    assert {x.dtype for x in jax.tree.leaves(back)} == {np.dtype("f4"), np.dtype("i4")}
+    again = restore(lambda _: back, (params, tx.init(HALF_PARAMS)))
+    assert_bitwise_equal(again, (params, state))
+    updates = ADAM.update(GRADS, back[1], back[0])[0]
+    assert jax.tree.structure(updates) == jax.tree.structure(GRADS)
+
+
+def test_a_state_that_the_optimizer_itself_stores_in_bfloat16_stays():
+    inner = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    tx = jmp_scale.with_half_storage(inner, **STORED | {"averages": ["nu"]})
+    plain = PARAMS, inner.update(GRADS, inner.init(PARAMS), PARAMS)[1]
+    _, state = restore(lambda _: plain, (HALF_PARAMS, tx.init(HALF_PARAMS)))
+    assert_bitwise_equal(state.inner_state[0].mu, plain[1][0].mu)
+
+
+def test_half_storage_goes_to_float32_and_back():
+    params, state = trained("")
+    full = without_half_storage(params, state)
+    assert_bitwise_equal(full, trained("half storage"))
+    assert_bitwise_equal(restore(lambda _: full, new_state()), (params, state))
 
 
 def test_a_python_number_stays_one():
     """As an array it would be another type for `jit`."""
     new = {"epoch": 0, "states": [jmp_scale.with_loss_scale(optax.sgd(0.1)).init(0.0)]}
-    restored = restore_without_loss_scale(lambda _: {"epoch": 3, "states": [()]}, new)
+    restored = restore(lambda _: {"epoch": 3, "states": [()]}, new)
     assert type(restored["epoch"]) is int
     assert restored["epoch"] == 3
 
 
-@pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "none"])
-def test_a_checkpoint_without_a_loss_scale_is_restored_and_trains_on(loader, guard):
-    saved, new = old_state(), make_state(guard=guard)
-    restored = restore_without_loss_scale(loader(saved), new)
-    check_restored(restored, saved)
-    assert_bitwise_equal(restored.opt_state.guard, guard)
-    step, traces = count_traces(lambda state: state.apply_gradients(grads=GRADS))
-    step = jax.jit(step)
-    step(new)
-    assert int(step(restored).step) == 2
-    assert len(traces) == 1
-
-
-def with_nnx(on_disk, saved, optimizer, tmp_path):
-    """A loader and a new state of an NNX optimizer: dicts for Orbax, or variables."""
-    saved, state = nnx.state(saved), nnx.state(optimizer)
-    if not on_disk:
-        return lambda _: saved, state
-    return with_orbax(nnx.to_pure_dict(saved), tmp_path), nnx.to_pure_dict(state)
-
-
-ON_DISK = [(optax.adam(0.1), True), (optax.sgd(0.1), True), (optax.sgd(0.1), False)]
-
-
-@pytest.mark.parametrize(("tx", "on_disk"), ON_DISK)
-def test_an_nnx_state_without_a_loss_scale_is_restored(tx, on_disk, tmp_path):
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    saved = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    saved.step[...] += 5
-    _, optimizer = nnx_optimizer(tx, jmp_scale.DynamicLossScale(2.0**10), guard=GUARD)
-    given = with_nnx(on_disk, saved, optimizer, tmp_path)
-    nnx.update(optimizer, restore_without_loss_scale(*given))
-    assert int(optimizer.step[...]) == 5
-    assert float(optimizer.loss_scale.loss_scale) == 2.0**10
-
-
-def test_abstract_leaves_are_filled_from_disk(tmp_path):
-    saved, state = old_state(), make_state()
+@pytest.mark.parametrize("missing", one_of(2, FORMS))
+def test_abstract_leaves_are_filled_from_disk(missing, tmp_path):
+    # Orbax's way for large models: no array is made before those on disk are read.
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    params, opt_state = new_state()
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+        (params, opt_state),
     )
-    inner_state = abstract.opt_state.inner_state
-    opt_state = state.opt_state._replace(inner_state=inner_state)
-    abstract = abstract.replace(opt_state=opt_state)
-    load = with_orbax(saved, tmp_path)
-    check_restored(restore_without_loss_scale(load, abstract), saved)
+    given = abstract[1]
+    if "loss scale" in missing:
+        given = opt_state._replace(inner_state=given.inner_state)
+    if "guard" in missing:
+        given = given._replace(guard=opt_state.guard)
+    load = with_orbax(trained(missing), tmp_path)
+    restored = restore(load, (abstract[0], given))
+    assert_bitwise_equal(restored, expected_without(missing))
+    assert {x.sharding for x in jax.tree.leaves(restored[0])} == {device}
+    if "loss scale" in missing:
+        with pytest.raises(
+            ValueError, match=r"ShapeDtypeStructs at 1/applied, .*; pass"
+        ):
+            restore(load, abstract)
 
 
-@pytest.mark.parametrize(
-    ("saved", "state", "message"),
-    [
-        (
-            old_state,
-            lambda: jax.eval_shape(make_state),
-            r"ShapeDtypeStructs at .*ale/counter",
-        ),
-        (make_state, make_state, "restored into the state as it is"),
-        (old_state, old_state, "state has no loss scale"),
-    ],
-    ids=["abstract", "has one already", "state without"],
-)
-def test_a_loss_scale_is_expected_in_the_state_alone(saved, state, message):
-    with pytest.raises(ValueError, match=message):
-        restore_without_loss_scale(lambda _: saved(), state())
+def test_a_key_that_is_not_on_disk_must_have_a_value():
+    tx = jmp_scale.with_half_storage(ADAM, **STORED)
+    state = HALF_PARAMS, jax.eval_shape(tx.init, HALF_PARAMS)
+    with pytest.raises(ValueError, match="ShapeDtypeStructs at 1/rounding_key; pass"):
+        restore(lambda _: trained("half storage and loss scale"), state)
 
 
-@pytest.mark.parametrize("restore", [restore_without_loss_scale, restore_older])
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"b": PARAMS["b"]}, r"in state: +params/w \(nothing for float32\[3\]\)\n"),
-        (PARAMS | {"v": jnp.ones(3)}, r"only in the checkpoint: +params/v\n"),
-        (PARAMS | {"w": jnp.ones(4)}, r"params/w \(float32\[4\] for float32\[3\]\)"),
-        (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w \(float16\[3\] for fl"),
-        (PARAMS | {"w": "text"}, r"params/w \(str\[\] for float32"),
-        (jax.eval_shape(lambda: PARAMS), r"state: +params/b \(nothing for .*params/w"),
+        ({"b": PARAMS["b"]}, r"params/w is nothing, expected float32\[3\]"),
+        (PARAMS | {"v": jnp.ones(3)}, r"params/v is float32\[3\], expected nothing"),
+        (
+            PARAMS | {"w": jnp.ones(4)},
+            r"params/w is float32\[4\], expected float32\[3\]",
+        ),
+        (PARAMS | {"w": jnp.ones(3, jnp.float16)}, r"params/w is float16\[3\], exp"),
+        (PARAMS | {"w": "text"}, r"params/w is str\[\], expected float32"),
+        (jax.eval_shape(lambda: PARAMS), r"params/b is nothing"),
     ],
 )
-def test_a_checkpoint_with_other_leaves_is_refused(restore, params, message):
-    is_older = restore is restore_without_loss_scale
-    saved = (old_state() if is_older else make_state()).replace(params=params)
-    with pytest.raises(ValueError, match=f"(?s){restore.__name__}.*{message}"):
+def test_a_checkpoint_with_other_leaves_is_refused(params, message):
+    saved = make_state().replace(params=params)
+    with pytest.raises(
+        ValueError, match=f"(?s)as state is: .*without guard: {message}"
+    ):
         restore(lambda _: saved, make_state(guard=GUARD))
+
+
+def test_if_no_form_fits_each_is_named_with_its_first_difference(tmp_path):
+    params, opt_state = trained("")
+    load = with_orbax({"weights": params}, tmp_path)
+    with pytest.raises(ValueError, match="differs from each") as error:
+        restore(load, (params, opt_state))
+    lines = str(error.value).splitlines()[1:]
+    names = [f"  without {x}" if x else "  as state is" for x in FORMS]
+    assert [line.partition(":")[0] for line in lines] == names
+    assert all(20 < len(line) < 260 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("nest", "found"),
+    [
+        (lambda params, state: {"opt_state": state}, "those at none"),
+        (
+            lambda params, state: {"params": params, "ema": params, "state": state},
+            "those at ema/, params/",
+        ),
+    ],
+)
+def test_parameters_that_are_not_in_the_state_once_are_told(nest, found):
+    message = rf"half storage: expected one tree .* b, w, got {found}; pass \(params, o"
+    with pytest.raises(ValueError, match=message):
+        restore(lambda _: None, nest(*trained("")))
+
+
+def test_names_of_parameters_may_end_with_those_of_others():
+    params = {"w": jnp.ones(2, jnp.bfloat16), "bw": jnp.zeros(2, jnp.bfloat16)}
+    params |= {"inner": {"w": jnp.full(2, 2, jnp.bfloat16)}}
+    tx = jmp_scale.with_half_storage(ADAM)
+    for tree in (params, jnp.bfloat16(3)):
+        state = tx.init(tree)
+        updates, state = tx.update(tree, state, tree)
+        tree = optax.apply_updates(tree, updates)
+        full = without_half_storage(tree, state)
+        assert_bitwise_equal(restore(lambda _, x=full: x, (tree, state)), (tree, state))
 
 
 def test_states_without_arrays_may_stand_in_mappings_at_any_depth_and_alone():
@@ -283,145 +439,6 @@ def test_states_without_arrays_may_stand_in_mappings_at_any_depth_and_alone():
     new = {"tx": state, "disc": {"step": jnp.int32(0), "tx": state}, "list": [state]}
     saved = {"disc": {"step": jnp.int32(3)}, "list": []}
     templates = []
-    restored = restore_without_loss_scale(lambda x: templates.append(x) or saved, new)
+    restored = restore(lambda x: templates.append(x) or saved, new)
     assert restored["disc"] == new["disc"] | {"step": 3}
-    assert templates == [{"disc": {"step": 0}, "list": [None]}]
-
-
-@pytest.mark.parametrize(("tx", "on_disk"), ON_DISK)
-def test_an_nnx_state_without_a_guard_is_restored(tx, on_disk, tmp_path):
-    loss_scale = jmp_scale.DynamicLossScale(8.0) if on_disk else None
-    _, saved = nnx_optimizer(tx, loss_scale)
-    saved.opt_state.skipped[...] += 1
-    _, optimizer = nnx_optimizer(tx, loss_scale, guard=GUARD)
-    load, state = with_nnx(on_disk, saved, optimizer, tmp_path)
-    nnx.update(optimizer, restore_older(load, state))
-    assert int(optimizer.opt_state.skipped[...]) == 1
-    assert_bitwise_equal(optimizer.loss_scale, saved.loss_scale)
-    assert optimizer.opt_state.guard.warmup == 7
-
-
-@pytest.mark.parametrize("guards", [(None, None), (None, GUARD), (GUARD, GUARD)])
-def test_a_checkpoint_is_restored_with_or_without_its_guard(loader, guards):
-    saved = make_state(jmp_scale.DynamicLossScale(8.0, 7), guard=guards[0])
-    opt_state = saved.opt_state._replace(skipped=jnp.int32(3))
-    restored = restore_older(
-        loader(saved.replace(opt_state=opt_state)), make_state(guard=guards[1])
-    )
-    assert_bitwise_equal(restored.opt_state._replace(guard=guards[0]), opt_state)
-    assert_bitwise_equal(restored.opt_state.guard, guards[1])
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(restored.opt_state))
-
-
-@functools.cache
-def half_and_full():
-    """(half parameters, their state, plain float32 parameters, theirs) after a step."""
-    inner, found = optax.adam(2.0**-10), []
-    halves = jmp_scale.with_half_parameters(inner), HALF_PARAMS
-    for tx, params in (halves, (inner, PARAMS)):
-        tx = jmp_scale.with_loss_scale(tx, jmp_scale.DynamicLossScale(8.0))
-        updates, state = jax.jit(tx.update)(GRADS, tx.init(params), params)
-        found += [optax.apply_updates(params, updates), state]
-    return found
-
-
-def test_a_float32_checkpoint_goes_into_half_precision_and_back(loader):
-    params, state, plain, plain_state = half_and_full()
-    new = jax.tree.map(jnp.zeros_like, (params, state))
-    restored = restore_without_half_parameters(loader((plain, plain_state)), *new)
-    assert_bitwise_equal(restored, (params, state))
-    assert_bitwise_equal(without_half_parameters(*restored), (plain, plain_state))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_float32_checkpoint_goes_into_abstract_half_precision_parameters(
-    dtype, tmp_path
-):
-    # Orbax's way for large models: no array is made before those on disk are read.
-    tx = jmp_scale.with_half_parameters(optax.adam(1e-3))
-    plain = {"w": jnp.linspace(-2.0, 2.0, 12).reshape(4, 3), "n": jnp.ones(3)}
-    saved = plain, optax.adam(1e-3).init(plain)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[3])
-    params = plain | {"w": plain["w"].astype(dtype)}
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (params, jax.eval_shape(tx.init, params)),
-    )
-    load = with_orbax(saved, tmp_path)
-    concrete = jax.device_put(params, sharding)
-    for target in (abstract, (concrete, abstract[1])):
-        restored = restore_without_half_parameters(load, *target)
-        assert_bitwise_equal(without_half_parameters(*restored), saved)
-    types = jax.tree.map(lambda x: x.dtype, (restored, abstract))
-    assert types[0] == types[1]
-    assert {x.sharding for x in jax.tree.leaves(restored)} == {sharding}
-    stochastic = jmp_scale.with_half_parameters(optax.adam(1e-3), key=jax.random.key(0))
-    state = jax.eval_shape(stochastic.init, params)
-    with pytest.raises(ValueError, match="ShapeDtypeStructs at 1/rounding_key; pass"):
-        restore_without_half_parameters(lambda _: saved, params, state)
-
-
-def test_remainders_of_bfloat16_in_a_float16_model_are_told(tmp_path):
-    def start(dtype):
-        params = {"w": jnp.linspace(-2.0, 2.0, 8).astype(dtype)}
-        tx = jmp_scale.with_half_parameters(optax.adam(1e-3))
-        tx = jmp_scale.with_loss_scale(tx)
-        return tx, params, tx.init(params)
-
-    tx, params, state = start(jnp.bfloat16)
-    updates, state = tx.update(params, state, params)
-    params = optax.apply_updates(params, updates)
-    load = with_orbax((params, state), tmp_path)
-    template = start(jnp.float16)[1:]
-    message = "expected a remainder of parameter w of at most half a digit"
-    with pytest.raises(ValueError, match=f"full_parameters: {message}"):
-        jmp_scale.full_parameters(*load(template))
-    with pytest.raises(ValueError, match=f"restore_older: {message}"):
-        restore_older(load, template)
-    full = jmp_scale.full_parameters(params, state)
-    template = start(jnp.float16)[1:]
-    params, state = restore_without_half_parameters(
-        lambda _: (full, without_half_parameters(params, state)[1]), *template
-    )
-    assert_bitwise_equal(jmp_scale.full_parameters(params, state), full)
-
-
-@pytest.mark.parametrize(
-    ("tx", "wrap", "on_disk"),
-    [
-        (optax.adam(2.0**-9), jmp_scale.with_loss_scale, True),
-        (optax.sgd(2.0**-9), lambda tx: tx, True),
-        (optax.sgd(2.0**-9), jmp_scale.with_loss_scale, False),
-    ],
-)
-def test_a_float32_nnx_checkpoint_goes_into_a_bfloat16_model_and_back(
-    tx, wrap, on_disk, tmp_path
-):
-    def trained(dtype, tx, steps=1):
-        model = nnx.Linear(2, 3, param_dtype=dtype, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, wrap(tx), wrt=nnx.Param)
-        for _ in range(steps):
-            grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-            optimizer.update(model, grads)
-        return model, optimizer
-
-    def states(model, optimizer):
-        pair = nnx.state(model, nnx.Param), nnx.state(optimizer)
-        return tuple(map(nnx.to_pure_dict, pair)) if on_disk else pair
-
-    full = states(*trained(jnp.float32, tx))
-    model, optimizer = trained(jnp.bfloat16, jmp_scale.with_half_parameters(tx), 0)
-    load = with_orbax(full, tmp_path) if on_disk else lambda _: full
-    half = restore_without_half_parameters(load, *states(model, optimizer))
-    nnx.update(model, half[0])
-    nnx.update(optimizer, half[1])
-    assert model.kernel.dtype == jnp.bfloat16
-    back = without_half_parameters(*states(model, optimizer))
-    assert_bitwise_equal(*map(jax.tree.leaves, (back, full)))
-    assert jax.tree.structure(back) == jax.tree.structure(full)
-
-
-def test_a_checkpoint_of_half_precision_parameters_is_not_taken_for_a_float32_one():
-    params, state, _, _ = half_and_full()
-    with pytest.raises(ValueError, match="expected a checkpoint of the older state"):
-        restore_without_half_parameters(lambda _: (params, state), params, state)
+    assert templates[1] == {"disc": {"step": 0}, "list": [None]}

@@ -43,6 +43,7 @@ def main_of(script, *args):
             return f"{out.getvalue()}{errors.getvalue()}{end.code}\n"
         except BaseException:
             raise AssertionError(traceback.format_exc()) from None
+    assert "Warning" not in errors.getvalue(), errors.getvalue()
     return out.getvalue()
 
 
@@ -112,6 +113,32 @@ def test_the_quick_start_loses_a_gradient_only_without_a_loss_scale(run):
     assert with_ < 10
     start, end = map(float, re.findall(r"^loss (\S+)", text, re.M))
     assert end < start
+
+
+@pytest.mark.slow
+def test_one_line_of_bfloat16_saves_half_of_what_is_kept_and_learns_the_same(run):
+    text = run("bfloat16_equinox.py", "--steps", 60)
+    rows = columns(text, ("float32", "bfloat16"))
+    full, half = rows["float32"], rows["bfloat16"]
+    assert (percent(full[0]), percent(half[0])) == (0, 100)
+    saved = [float(cells[1].removesuffix(" MiB")) for cells in (full, half)]
+    assert saved[1] < saved[0] / 2
+    assert abs(percent(full[3]) - percent(half[3])) < 3
+
+
+@pytest.mark.slow
+def test_weights_and_moments_in_bfloat16_resume_and_go_back_to_float32(run, tmp_path):
+    text = run("bfloat16_storage.py", "--steps", 30, "--out", tmp_path)
+    assert "8.0 bytes a parameter" in text
+    assert "0 arrays differ after the restart" in text
+    assert "moments of the float32 run: float32" in text
+
+
+@pytest.mark.slow
+def test_the_step_of_the_port_is_right_and_it_learns(run):
+    text = run("from_pytorch.py", "--steps", 100)
+    assert "check_step: no problem found" in text
+    assert percent(re.search(r"test accuracy (\S+)", text)[1]) > 80
 
 
 @pytest.mark.slow
@@ -189,9 +216,10 @@ def test_each_run_that_goes_wrong_is_explained(run, tmp_path):
     text = run("diagnose.py", "--steps", 80, "--out", tmp_path)
     underflow, overflow, nan_image = re.split(r"^--- .* ---$", text, flags=re.M)[1:]
     assert re.search(r"^health: nothing to report", underflow, re.M)
-    window = r"^verdict: Loss scales from (\S+) to (\S+) work"
+    assert re.search(r"^verdict: Not precise enough: .* becomes zero", underflow, re.M)
+    window = r"^Loss scales from (\S+) to (\S+) work"
     low, high = map(exponent, re.search(window, underflow, re.M).groups())
-    assert 12 <= low <= 18
+    assert 6 <= low <= 18
     assert 20 <= high <= 24
     assert "The loss scale is stuck at its floor of 2^0" in overflow
     assert re.search(r"^verdict: The loss itself is not finite", overflow, re.M)

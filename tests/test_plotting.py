@@ -1,6 +1,5 @@
 """The figures show the numbers of the reports, in the axes that are given."""
 
-import dataclasses
 import sys
 
 import matplotlib as mpl
@@ -21,25 +20,20 @@ def closed_figures():
     plt.close("all")
 
 
-CALIBRATION = diagnostics.Calibration(
-    log2_scales=np.arange(-4, 25, 2),
-    zero_fraction=np.repeat([[0.9], [0.1]], [5, 10], axis=0),
-    finite=np.arange(15) < 14,
-    log2_low=np.float32(6),
-    log2_high=np.float32(22),
-    recommended_log2_scale=np.float32(20),
-    has_half_precision=True,
-    paths=("['w']",),
+LEAVES = [
+    diagnostics.LeafComparison("['w']", 2.0, 0.02, 0.1, True, 0.0),
+    diagnostics.LeafComparison("['t']", 1e-9, 1.0, 1.0, True, 0.0),
+]
+GRADIENTS = diagnostics.GradientComparison(
+    loss=1.0,
+    half_loss=1.0,
+    error=0.02,
+    scaled_error=0.7,
+    leaves=tuple(LEAVES),
+    float32_error=0.0,
+    loss_scale=1.0,
+    window=diagnostics.Window(2.0**6, 2.0**22, 2.0**20),
 )
-NAN = np.float32(np.nan)
-FIGURES = {
-    "loss_scale": recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0]),
-    "calibration": CALIBRATION,
-}
-
-
-def plot(name, *args, **kwargs):
-    return getattr(plotting, f"plot_{name}")(FIGURES[name], *args, **kwargs)
 
 
 def texts(ax):
@@ -49,27 +43,23 @@ def texts(ax):
     return [x for x in (*ax.texts, *legend, *labels) if x.get_text()]
 
 
-def words(ax):
-    return " ".join(x.get_text() for x in texts(ax))
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_drawn_into_the_given_axes_or_into_new_ones(name):
-    figure, ax = plt.subplots()
-    assert plot(name, ax=ax) is ax
-    figure.canvas.draw()
-    new = plot(name)
-    assert new.figure is not figure
-    assert new.get_xlabel()
-    assert new.get_title()
+def marked(ax, label):
+    """The points that a label marks."""
+    (line,) = [x for x in ax.lines if x.get_label() == label]
+    return line.get_xydata().tolist()
 
 
 def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
-    ax = plot("loss_scale")
+    figure, given = plt.subplots()
+    history = recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0])
+    (ax,) = plotting.plot_history(history, [given])
+    assert ax is given
     assert ax.lines[0].get_ydata().tolist() == [15, 15, 14, 14]
-    marks = [points.get_offsets().tolist() for points in ax.collections]
-    assert marks == [[[1, 15]], [[3, 14]]]  # gradients, loss
-    assert "skipped: gradients not finite (1)" in words(ax)
+    assert marked(ax, "skipped: gradients not finite") == [[1, 15]]
+    assert marked(ax, "skipped: the loss is not finite") == [[3, 14]]
+    assert ax.get_title() == "2 of 4 steps skipped"
+    figure.canvas.draw()
+    assert "$2^{15}$" in [text.get_text() for text in ax.get_yticklabels()]
 
 
 def spike_history(spikes=(3,), loss=2.0, limits=True):
@@ -83,15 +73,11 @@ def spike_history(spikes=(3,), loss=2.0, limits=True):
 
 
 def test_spikes_are_drawn_above_the_limits_that_they_passed():
-    top, bottom = plotting.plot_spikes(spike_history())
-    assert top.get_title() == "The guard skipped 1 step of 10 as spikes"
-    (loss_spikes,), (norm_spikes,) = top.collections, bottom.collections
-    assert loss_spikes.get_offsets().tolist() == [[3, 200]]
-    assert norm_spikes.get_offsets().tolist() == [[3, 50]]
-    applied, limit = top.lines
-    assert np.isnan(applied.get_ydata()[3])
-    assert (limit.get_ydata() < 200).all()
-    assert (limit.get_ydata() > 2).all()
+    top, bottom = plotting.plot_history(spike_history())
+    assert marked(top, "skipped: spike") == [[3, 200]]
+    assert marked(bottom, "skipped: spike") == [[3, 50]]
+    assert [y for _, y in marked(top, "limit of the guard")] == [4] * 10
+    assert np.isnan(marked(top, "applied")[3][1])
     assert bottom.get_xlabel() == "step"
 
 
@@ -99,10 +85,9 @@ def test_spikes_are_drawn_above_the_limits_that_they_passed():
 def test_a_run_without_spikes_and_limits_is_drawn_whatever_its_losses(loss):
     figure, axes = plt.subplots(1, 2)
     history = spike_history((), loss, limits=False)
-    top, bottom = plotting.plot_spikes(history, axes)
+    top, bottom = plotting.plot_history(history, axes)
     assert (top, bottom) == tuple(axes)
-    assert top.get_title() == "The guard skipped 0 steps of 10 as spikes"
-    assert (len(top.lines), len(top.collections)) == (1, 0)
+    assert len(top.lines) == 1
     assert top.get_yscale() == ("log" if loss > 0 else "linear")
     figure.canvas.draw()
 
@@ -114,8 +99,8 @@ def relative_luminance(color):
     return linear @ [0.2126, 0.7152, 0.0722]
 
 
-def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
-    for ax in plotting.plot_spikes(spike_history()):
+def test_a_history_can_be_read_on_a_light_and_on_a_dark_page():
+    for ax in plotting.plot_history(spike_history()):
         for text in texts(ax):
             own = relative_luminance(text.get_color())
             for page in ("white", "#0d1117"):  # GitHub's dark page
@@ -123,32 +108,27 @@ def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
                 assert (bright + 0.05) / (dark + 0.05) > 3  # large text, level AA
 
 
-def test_the_window_of_a_calibration_is_framed():
-    ax = plot("calibration")
+def test_each_leaf_shows_its_error_below_the_window_of_loss_scales():
+    ax = plotting.plot_gradients(GRADIENTS)
     assert "from $2^{6}$ to $2^{22}$ work; start from $2^{20}$" in ax.get_title()
-    assert ax.lines[0].get_xdata() == [20, 20]
-    frame = ax.patches[-1]
-    assert (frame.get_x(), frame.get_x() + frame.get_width()) == (5, 23)
+    assert "at S = $2^{0}$" in ax.get_xlabel()
+    (bars,) = ax.containers
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    errors = dict(zip(names, [bar.get_width() for bar in bars], strict=True))
+    assert errors == {"['t']": 1, "['w']": 0.02}  # from below
+    lost, held = (bar.get_facecolor() for bar in bars)
+    assert lost != held
+    _, given = plt.subplots()
+    without = plotting.plot_gradients(GRADIENTS._replace(window=None), ax=given)
+    assert without is given
+    assert without.get_title() == "Gradient in half precision"
 
 
-def test_a_calibration_without_a_window_is_drawn_too():
-    nothing = dict.fromkeys(("log2_low", "log2_high", "recommended_log2_scale"), NAN)
-    ax = plotting.plot_calibration(dataclasses.replace(CALIBRATION, **nothing))
-    assert ax.get_title() == "No loss scale works"
-    ax.figure.canvas.draw()
-
-
-EMPTY = {
-    "loss_scale": (diagnostics.LossScaleHistory.create(3), "a history of at least one"),
-    "spikes": (recorded([1, 0]), "a history with losses or gradient norms"),
-}
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_empty_reports_are_refused(name):
-    empty, expected = EMPTY[name]
-    with pytest.raises(ValueError, match=f"plot_{name}: expected {expected}"):
-        getattr(plotting, f"plot_{name}")(empty)
+def test_reports_with_nothing_to_draw_are_refused():
+    with pytest.raises(ValueError, match="plot_history: expected steps with a loss, a"):
+        plotting.plot_history(diagnostics.LossScaleHistory.create(3))
+    with pytest.raises(ValueError, match="plot_gradients: expected at least one leaf"):
+        plotting.plot_gradients(GRADIENTS._replace(leaves=()))
 
 
 def test_without_matplotlib_the_error_names_it(monkeypatch):

@@ -4,6 +4,8 @@ import inspect
 import json
 import math
 import pathlib
+import pickle
+import re
 
 import jax
 import numpy as np
@@ -228,40 +230,19 @@ def test_a_tolerated_share_of_overflows_is_refused():
             build(*run)
 
 
-SIGNATURES = {
-    "pytorch": "init_scale=2.**16, growth_factor=2., backoff_factor=.5, "
-    "growth_interval=2000",
-    "keras": "initial_scale=2.**15, dynamic_growth_steps=2000",
-    "tf_keras": "initial_scale=2.**15, dynamic_growth_steps=2000",
-    "tensorflow": "initial_loss_scale=2.**15, increment_period=2000, multiplier=2.",
-    "apex": "init_scale=2.**16, scale_window=2000, min_loss_scale=None, "
-    "max_loss_scale=2.**24",
-    "deepspeed": "initial_scale_power=16, loss_scale_window=1000, hysteresis=2, "
-    "consecutive_hysteresis=False, min_loss_scale=1.",
-    "megatron": "initial_scale=2.**32, min_scale=1., growth_factor=2., "
-    "backoff_factor=.5, growth_interval=1000, hysteresis=2",
-    "colossalai": "initial_scale=2.**16, growth_factor=2., backoff_factor=.5, "
-    "growth_interval=1000, min_scale=None, max_scale=None, hysteresis=2",
-    "fairseq": "init_scale=2.**15, scale_factor=2., scale_window=2000, threshold=None",
-    "cerebras": "initial_loss_scale=None, steps_per_increase=2000, "
-    "min_loss_scale=2.**-14, max_loss_scale=2.**15",
-    "paddle": "init_loss_scaling=65536., incr_ratio=2., decr_ratio=.5, "
-    "incr_every_n_steps=2000, decr_every_n_nan_or_inf=1",
-    "mindspore": "scale_value, scale_factor, scale_window",
-    "flax": "growth_factor=2., backoff_factor=.5, growth_interval=2000, scale=65536., "
-    "minimum_scale=2.**-126",
-    "jmp": "loss_scale, period=2000, factor=2, min_loss_scale=1.",
-    "mpx": "loss_scaling, min_loss_scaling, factor=2, period=2000",
-}
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "api" / "presets.md"
+SIGNATURES = dict(
+    re.findall(r"^\| `(\w+)\((.*?)\)` \|", PAGE.read_text(), re.MULTILINE)
+)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_and_defaults_are_the_frameworks_own(name):
+def test_arguments_and_defaults_are_those_of_the_page(name):
+    assert len(SIGNATURES) == 15
     expected = inspect.signature(eval(f"lambda {SIGNATURES[name]}: 0"))
-    actual = inspect.signature(getattr(presets, name))
-    assert [(p.name, p.kind, p.default) for p in actual.parameters.values()] == [
-        (p.name, p.kind, p.default) for p in expected.parameters.values()
-    ]
+    preset = getattr(presets, name)
+    assert inspect.signature(preset).parameters == expected.parameters
+    assert pickle.loads(pickle.dumps(preset)) is preset
 
 
 def call(text):

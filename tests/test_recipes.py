@@ -31,7 +31,7 @@ data = flax.serialization.to_bytes(state)
 assert flax.serialization.from_bytes(tx.init(params), data).overflows == 2
 guard = jmp_scale.SpikeGuard()
 guarded = jmp_scale.with_loss_scale(optax.adam(0.1), state.loss_scale, guard=guard)
-restored = jmp_scale.checkpoints.restore_older(lambda _: state, guarded.init(params))
+restored = jmp_scale.checkpoints.restore(lambda _: state, guarded.init(params))
 assert restored.overflows == 2 and restored.guard == guard
 """
 

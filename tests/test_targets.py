@@ -243,12 +243,12 @@ def test_what_autocast_sends_over_devices(name, program, half_parameters, sent):
 
 @compiles_for("tpu-v5e", "h100")
 def test_autocast_gathers_weights_as_a_cast_by_hand_does(name):
-    by_hand, found, found_with_half_parameters = (
+    by_hand, found, found_with_half_storage = (
         collectives("four layers, FSDP", name, how)
         for how in ("by hand", "autocast", _minimal.HALF_PARAMETERS)
     )
     assert found["all-gather bf16"] == by_hand["all-gather bf16"]
-    assert found_with_half_parameters == by_hand
+    assert found_with_half_storage == by_hand
 
 
 def sent_by_sums(name, axes, like=None, **kwargs):

@@ -178,8 +178,9 @@ def test_parts_are_selected_by_a_flag(flag):
 KEY = jax.random.key(0)
 UPDATES = {
     "with_loss_scale": jmp_scale.with_loss_scale(optax.sgd(0.1)),
-    "with_half_parameters": jmp_scale.with_half_parameters(optax.sgd(0.1)),
-    "with_half_state": jmp_scale.with_half_state(optax.adam(0.1), key=KEY),
+    "with_half_storage": jmp_scale.with_half_storage(
+        optax.adam(0.1), averages=("mu", "nu"), key=KEY
+    ),
 }
 
 

@@ -25,9 +25,9 @@ from .._policy import is_half
 from .._types import Arrays
 from .._validation import warn
 from .higher_order import CALLS, Part
-from .linear import Traces, linear, live_of, no_tangent, with_value
+from .linear import ByPosition, Traces, linear, live_of, no_tangent, with_value
 from .marks import meet
-from .policies import Saved, in_sight
+from .policies import in_sight
 from .products import Product, becomes_half, has_products
 from .provenance import Origin, Reading, Step, read
 from .stored import (
@@ -247,7 +247,7 @@ class Interpreter:
         tangent_of, traces = self.tangent_of(product), Traces()
 
         def evaluate(
-            saved: Saved, _: Arrays, copies: Arrays, others: Arrays
+            saved: ByPosition, _: Arrays, copies: Arrays, others: Arrays
         ) -> jax.Array:
             if saved:
                 return saved[0].astype(jnp.float32)
@@ -275,7 +275,7 @@ class Interpreter:
             residuals = operands if self.is_mixed else [], copies, others
             return linear(tangent, residuals, live, traces).astype(result.dtype)
 
-        def saved_of(result: jax.Array) -> Saved:
+        def saved_of(result: jax.Array) -> ByPosition:
             return {0: result.astype(self.forward)}
 
         products = [product.equation]

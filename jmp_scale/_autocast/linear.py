@@ -17,15 +17,15 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from .. import _jaxpr
 from .._jaxpr import Jaxpr
+from .._types import Arrays
 
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-Arrays = Sequence[jax.Array]
 ByPosition = dict[int, jax.Array]
 
-LINEAR = Primitive("autocast_linear")
-LINEAR.multiple_results = True
+linear_p = Primitive("autocast_linear")
+linear_p.multiple_results = True
 
 # Returns `value`, differentiates as its first argument.
 with_value = jax.custom_jvp(lambda _, value: value)
@@ -79,7 +79,7 @@ def linear(
         if not consts:  # they belong to this call
             traces.made[key] = trace
     params, is_read, result_tree = trace
-    outs = LINEAR.bind(*itertools.compress([*consts, *arrays], is_read), **params)
+    outs = linear_p.bind(*itertools.compress([*consts, *arrays], is_read), **params)
     return jax.tree.unflatten(result_tree, outs)
 
 
@@ -105,12 +105,12 @@ def _split(operands: Sequence[Any], tangents: int) -> tuple[list[Any], list[Any]
 def _jvp(
     primals: Sequence[Any], moves: Sequence[Any], *, tangents: int, **params: Any
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    outs = LINEAR.bind(*primals, tangents=tangents, **params)
+    outs = linear_p.bind(*primals, tangents=tangents, **params)
     live = {i: t for i, t in enumerate(moves) if type(t) is not ad.Zero}
     residuals, _ = _split(primals, tangents)
     if all(i >= len(residuals) for i in live):
         own = map(ad.instantiate_zeros, moves[len(residuals) :])
-        return outs, LINEAR.bind(*residuals, *own, tangents=tangents, **params)
+        return outs, linear_p.bind(*residuals, *own, tangents=tangents, **params)
 
     def moved(primals: Arrays, live: ByPosition) -> list[jax.Array]:
         def run(some: ByPosition) -> list[jax.Array]:
@@ -153,7 +153,7 @@ def _batched(
     axis: Any, operands: Arrays, axes: Sequence[Any], *, tangents: int, **params: Any
 ) -> tuple[list[jax.Array], list[int | None]]:
     if all(each is None for each in axes):
-        outs = LINEAR.bind(*operands, tangents=tangents, **params)
+        outs = linear_p.bind(*operands, tangents=tangents, **params)
         return outs, [None] * len(outs)
 
     def run(residuals: Arrays, tangents: Arrays) -> list[jax.Array]:
@@ -189,12 +189,12 @@ def _without_unused(
     return is_read, smaller
 
 
-LINEAR.def_impl(_run)
+linear_p.def_impl(_run)
 # JAX asks for it where a program holds objects of `jax.experimental.hijax`.
-setattr(LINEAR, "to_lojax", _run)  # noqa: B010
-LINEAR.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-mlir.register_lowering(LINEAR, mlir.lower_fun(_run, multiple_results=True))
-ad.primitive_jvps[LINEAR] = _jvp
-ad.primitive_transposes[LINEAR] = _transposed
-batching.fancy_primitive_batchers[LINEAR] = _batched
-partial_eval.dce_rules[LINEAR] = _without_unused
+setattr(linear_p, "to_lojax", _run)  # noqa: B010
+linear_p.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+mlir.register_lowering(linear_p, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_transposes[linear_p] = _transposed
+batching.fancy_primitive_batchers[linear_p] = _batched
+partial_eval.dce_rules[linear_p] = _without_unused

@@ -16,9 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from .._jaxpr import JaxprEqn
+from .linear import ByPosition
 from .marks import CAST
-
-Saved = dict[int, jax.Array]  # half-precision results of products, by position
 
 
 class Shown(NamedTuple):
@@ -29,14 +28,15 @@ class Shown(NamedTuple):
     # As `function`, of results of products that it need not compute, too.
     from_saved: Callable[..., Any]
     products: Sequence[JaxprEqn]  # by position
-    saved_of: Callable[[Any], Saved]  # the results of all products, of all results
+    # The half-precision results of all products, by position, of all results.
+    saved_of: Callable[[Any], ByPosition]
 
 
 def in_sight(
     evaluate: Callable[..., Any],
     derivative: Callable[..., Any],
     products: Sequence[JaxprEqn],
-    saved_of: Callable[[Any], Saved],
+    saved_of: Callable[[Any], ByPosition],
     is_transposed: bool,
 ) -> Callable[..., Any]:
     """Returns a function with its own derivative, whose products policies can see.
@@ -76,7 +76,7 @@ def in_sight(
     if is_transposed or not getattr(jax.config, "jax_remat3", False):
         return function
 
-    def from_saved(saved: Saved, *args: Any) -> Any:
+    def from_saved(saved: ByPosition, *args: Any) -> Any:
         return attach(evaluate(saved, *args), *args)
 
     shown = Shown(function, forward, from_saved, products, saved_of)
@@ -109,7 +109,7 @@ def _box() -> Any:
             moves = enumerate(self.in_tree.flatten_up_to(tangents))
             live = {i: t for i, t in moves if type(t) is not ad.Zero}
 
-            def function(some: Saved) -> Any:
+            def function(some: ByPosition) -> Any:
                 values = [some.get(i, x) for i, x in enumerate(arrays)]
                 shown = self.params["shown"]
                 return shown.function(*jax.tree.unflatten(self.in_tree, values))

@@ -12,20 +12,15 @@ from .._types import Function
 ExtraArgs = dict[str, Any]  # keyword arguments of `update` after the parameters
 Keywords = tuple[frozenset[str], ...]  # a set for each part of an optimizer
 
-# Other names under which users pass the loss, which `update` calls `value`.
-_NAMES_OF_A_LOSS = ("loss", "loss_value", "losses", "val", "values")
-
 
 def takes_value(keywords: Keywords, value: object, extra_args: ExtraArgs) -> bool:
     """Whether the loss is passed to `inner`; its signature may refuse it, as SAM's."""
     if value is None:
-        for name in _NAMES_OF_A_LOSS:
-            if name in extra_args and not any(name in taken for taken in keywords):
-                raise TypeError(
-                    f"with_loss_scale: expected the loss as value=, got {name}=, "
-                    "which inner does not accept; write "
-                    "update(grads, state, params, value=loss)"
-                )
+        if "loss" in extra_args and not any("loss" in taken for taken in keywords):
+            raise TypeError(
+                "with_loss_scale: expected the loss as value=, got loss=, which inner "
+                "does not accept; write update(grads, state, params, value=loss)"
+            )
         return False
     is_refused = any(not taken & {"", "value"} for taken in keywords)
     # If one part needs it and another refuses it, Optax raises its own error.
@@ -37,7 +32,7 @@ def keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
 
     "" in a set means that the function accepts further keywords. A wrapper (a chain, a
     mask) forwards them to functions in its closure; Optax's functions ignore them; any
-    other function may use each name that a loss goes by.
+    other function may use a `loss`.
     """
     function = inspect.unwrap(update)
     seen = set() if seen is None else seen
@@ -60,8 +55,8 @@ def keywords_of(update: Function, seen: set[int] | None = None) -> Keywords:
         elif inspect.isroutine(leaf) and _is_update(leaf):
             found += keywords_of(leaf, seen)
     is_optax = (getattr(function, "__module__", None) or "").startswith("optax.")
-    others = () if is_optax or found else _NAMES_OF_A_LOSS
-    return (names | {"", *others}, *found)
+    others = set() if is_optax or found else {"loss"}
+    return (names | {""} | others, *found)
 
 
 def _is_update(function: Function) -> bool:

@@ -83,11 +83,17 @@ def all_finite(
             f"all_finite: expected arrays, got {described(tree)}; pass what it returns"
         )
     agree = _mesh.agreement("all_finite", axis_name)
+    if specs is None and mesh is None:
+        return finite(tree, agree)
+    if specs is None:
+        raise ValueError(
+            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
+            "got mesh alone"
+        )
     try:
-        return finite(tree, agree, specs, mesh)
+        leaf_specs = _checked_specs(tree, specs)
+        return agree(lax.pmin, _all_finite(_inexact_arrays(tree), leaf_specs, mesh))
     except ValueError as error:
-        if specs is None:
-            raise
         raise ValueError(
             "all_finite: expected specs of the structure of tree, whose axes divide "
             "each leaf equally on mesh= or the mesh of jax.set_mesh, got "
@@ -95,26 +101,12 @@ def all_finite(
         ) from None
 
 
-def finite(
-    tree: PyTree,
-    agree: _mesh.Agreement,
-    specs: PyTree = None,
-    mesh: Mesh | None = None,
-) -> Flag:
+def finite(tree: PyTree, agree: _mesh.Agreement) -> Flag:
     """Returns `all_finite` over the axes of an agreement."""
     leaves = _inexact_arrays(tree)
-    if specs is not None:
-        leaf_specs = _checked_specs(tree, specs)
-    elif mesh is None:
-        leaf_specs = _mesh.sharding_specs(leaves)
-    else:
-        raise ValueError(
-            "all_finite: expected specs, the PartitionSpecs of the leaves, with mesh; "
-            "got mesh alone"
-        )
     # The flag is reduced twice: over the axes that shard a leaf (in `_all_finite`),
     # then over the manual axes around this call.
-    return agree(lax.pmin, _all_finite(leaves, leaf_specs, mesh))
+    return agree(lax.pmin, _all_finite(leaves, _mesh.sharding_specs(leaves), None))
 
 
 def _checked_specs(tree: PyTree, specs: PyTree) -> _mesh.Specs:

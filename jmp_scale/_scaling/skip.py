@@ -22,67 +22,65 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import Jaxpr, Var
 
 from .._jaxpr import WAITS_OR_SHOWS, equations, evaluate_all, is_literal
 from .._tree import is_inexact, map_inexact, select_tree
 from .._types import Arrays, Flag, Function, Leaf, PyTree
 
+S = TypeVar("S")
 T = TypeVar("T")
+Update = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 def select_step(
-    applied: Flag,
-    update: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-    inputs: PyTree,
-    old: PyTree,
-    context: PyTree = (),
-    is_good: Callable[[PyTree], Flag] | None = None,
-) -> tuple[Flag, PyTree, PyTree]:
-    """Returns whether a step was applied, its updates, and the new state or the old.
+    applied: Flag, update: Update, inputs: PyTree, old: PyTree, context: PyTree = ()
+) -> tuple[PyTree, PyTree]:
+    """Returns updates and new state of an applied step; otherwise -0.0, and the old.
 
     `update` maps `inputs`, all that may not be finite, and the `old` state to updates
-    and a new state. It may close over other values, the `context`. `is_good` checks the
-    updates, and may reject the step as well.
-
-    Updates of a skipped step are -0.0: adding -0.0 to a parameter changes no bit of it,
-    whereas 0.0 would turn -0.0 into 0.0.
+    and a new state. It may close over other values, the `context`.
     """
     leaves = jax.tree.leaves((inputs, old))
     seen = (applied, *leaves, *jax.tree.leaves(context))
     is_traced = any(isinstance(x, Tracer) for x in seen)
-    has_arrays_only = all(isinstance(x, jax.Array) for x in leaves)
-    if _debugs_nans() and has_arrays_only and not is_traced and not applied:
-        # Eagerly, even 0 / 0 would raise.
-        updates = jax.eval_shape(lambda: update(inputs, old)[0])
-        return applied, jax.tree.map(_negative_zeros, updates), old
-    # An eager step has nothing to fuse, a jaxpr takes arrays only, and `is_good` must
-    # see the updates before the state can be selected.
-    if is_good is not None or not (is_traced and has_arrays_only):
-        updates, new = update(unless(applied, inputs, jnp.zeros_like), old)
-        applied = applied if is_good is None else applied & is_good(updates)
-        new = select_tree(applied, new, old)
-        return applied, _or_negative_zeros(applied, updates), new
-
+    # An eager step has nothing to fuse, and a jaxpr takes arrays only.
+    if not is_traced or not all(isinstance(x, jax.Array) for x in leaves):
+        return keep(applied, *attempt(applied, update, inputs, old), old)
     # The values that `update` closes over (parameters, a learning rate) become
     # arguments: a `custom_jvp` function must not close over differentiated values.
     closed, types = jax.make_jaxpr(update, return_shape=True)(inputs, old)
     lists = jax.tree.leaves(inputs), jax.tree.leaves(old), closed.consts
-    leaves = _step_of_lists(closed)(applied, *lists)
-    return applied, *jax.tree.unflatten(jax.tree.structure(types), leaves)
+    leaves = _step_of_lists(closed.jaxpr)(applied, *lists)
+    return jax.tree.unflatten(jax.tree.structure(types), leaves)
+
+
+def attempt(
+    applied: Flag, update: Update, inputs: PyTree, old: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Returns what the update makes of inputs that are zero on a skipped step."""
+    if _debugs_nans() and not isinstance(applied, Tracer) and not applied:
+        # Eagerly, even 0 / 0 would raise.
+        updates = jax.eval_shape(lambda: update(inputs, old)[0])
+        return jax.tree.map(_negative_zeros, updates), old
+    return update(unless(applied, inputs, jnp.zeros_like), old)
+
+
+def keep(applied: Flag, updates: T, new: S, old: S) -> tuple[T, S]:
+    """Returns updates and new state; on a skipped step, -0.0 and the old state.
+
+    Adding -0.0 to a parameter changes no bit of it, whereas 0.0 would turn -0.0 into
+    0.0.
+    """
+    types = {jax.typeof(x): x for x in jax.tree.leaves(updates)}
+    zeros = {kind: _negative_zeros(x) for kind, x in types.items()}
+    zeros = jax.tree.map(lambda x: zeros[jax.typeof(x)], updates)
+    return select_tree(applied, updates, zeros), select_tree(applied, new, old)
 
 
 def unless(applied: Flag, tree: T, other: Callable[[Leaf], Leaf]) -> T:
     """Returns `tree`; on a skipped step, with `other` applied to each inexact leaf."""
     return map_inexact(lambda x: jnp.where(applied, x, other(x)), tree)
-
-
-def _or_negative_zeros(applied: Flag, updates: T) -> T:
-    """Returns the updates; on a skipped step, -0.0 in their place."""
-    types = {jax.typeof(x): x for x in jax.tree.leaves(updates)}
-    zeros = {kind: _negative_zeros(x) for kind, x in types.items()}
-    zeros = jax.tree.map(lambda x: zeros[jax.typeof(x)], updates)
-    return select_tree(applied, updates, zeros)
 
 
 def _negative_zeros(update: Leaf) -> jax.Array:
@@ -91,22 +89,13 @@ def _negative_zeros(update: Leaf) -> jax.Array:
     return jnp.full_like(update, -np.zeros([], jnp.result_type(update)))
 
 
-def _step_of_lists(closed: ClosedJaxpr) -> Function:
+def _step_of_lists(jaxpr: Jaxpr) -> Function:
     """Returns the step as a function of applied, inputs, old state and constants."""
-
-    def select_last(
-        applied: Flag, inputs: Arrays, old: Arrays, read: Arrays, consts: Arrays
-    ) -> list[jax.Array]:
-        """Runs the update on the state `read`, and selects at the end."""
-        leaves = evaluate_all(closed.jaxpr, [*inputs, *read], consts)
-        count = len(leaves) - len(old)
-        new = select_tree(applied, leaves[count:], old)
-        return [*_or_negative_zeros(applied, leaves[:count]), *new]
 
     def plain(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # With NaNs, a loop that waits for a value to become small would never end.
         inputs = unless(applied, inputs, jnp.zeros_like)
-        return select_last(applied, inputs, old, old, consts)
+        return _select_last(jaxpr, applied, inputs, old, old, consts)
 
     def branch(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
         # Discarded values must not be differentiated either: their derivatives may be
@@ -115,19 +104,34 @@ def _step_of_lists(closed: ClosedJaxpr) -> Function:
         # 1, because their NaNs would spread to the derivatives of the state.
         inputs = unless(applied, inputs, jnp.ones_like)
         read, consts = unless(applied, (old, consts), lax.stop_gradient)
-        return select_last(applied, inputs, old, read, consts)
+        return _select_last(jaxpr, applied, inputs, old, read, consts)
 
     # JAX prints the function: `functools.partial` would print the whole jaxpr.
     def fast(applied: Flag, inputs: Arrays, old: Arrays, consts: Arrays) -> Arrays:
-        return _fast(closed.jaxpr, applied, inputs, old, consts)
+        return _fast(jaxpr, applied, inputs, old, consts)
 
-    step = plain if _is_plain_only(closed) else _hidden_from_checkify(fast)
-    if closed.effects:  # JAX allows no effects in `custom_jvp` functions
+    step = plain if _is_plain_only(jaxpr) else _hidden_from_checkify(fast)
+    if jaxpr.effects:  # JAX allows no effects in `custom_jvp` functions
         return step
     # `lax.cond` would fail if a `vmap` over steps is differentiated.
     with_derivative = jax.custom_jvp(step)
     with_derivative.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
     return with_derivative
+
+
+def _select_last(
+    jaxpr: Jaxpr,
+    applied: Flag,
+    inputs: Arrays,
+    old: Arrays,
+    read: Arrays,
+    consts: Arrays,
+) -> list[jax.Array]:
+    """Runs the update of a jaxpr on the state `read`, and selects at the end."""
+    leaves = evaluate_all(jaxpr, [*inputs, *read], consts)
+    count = len(leaves) - len(old)
+    updates, new = keep(applied, leaves[:count], leaves[count:], old)
+    return [*updates, *new]
 
 
 def _fast(
@@ -158,7 +162,8 @@ def _fast(
         # returns one value as two leaves, `old_of` holds the old value of only one.
         is_selected = new is leaf or (not is_literal(var) and old_of.get(var) is leaf)
         state.append(new if is_selected else jnp.where(applied, new, leaf))
-    return [*_or_negative_zeros(applied, leaves[:count]), *state]
+    updates, _ = keep(applied, leaves[:count], (), ())
+    return [*updates, *state]
 
 
 def _hidden_from_checkify(fun: Function) -> Function:
@@ -174,11 +179,11 @@ def _hidden_from_checkify(fun: Function) -> Function:
     return hidden
 
 
-def _is_plain_only(closed: ClosedJaxpr) -> bool:
+def _is_plain_only(jaxpr: Jaxpr) -> bool:
     """Whether someone may see the values of a skipped step, or wait for them."""
-    if _debugs_nans() or closed.effects:
+    if _debugs_nans() or jaxpr.effects:
         return True
-    names = {eqn.primitive.name for eqn in equations(closed)}
+    names = {eqn.primitive.name for eqn in equations(jaxpr)}
     return any(part in name for name in names for part in WAITS_OR_SHOWS)
 
 

@@ -18,7 +18,7 @@ from .._state import (
     LossScale,
     LossScaleState,
     checked_optimizer,
-    find_half_states,
+    find_half_storage,
     find_loss_scale_states,
     is_nothing,
     started,
@@ -29,7 +29,7 @@ from .._validation import warn
 from .extra_args import ExtraArgs, Keywords, keywords_of, takes_value
 from .finite import finite, finite_and_norm
 from .loss_scale import NoOpLossScale, checked_loss_scale
-from .skip import select_step, unless
+from .skip import attempt, keep, select_step, unless
 from .spike_guard import SpikeGuard
 
 T = TypeVar("T")
@@ -41,11 +41,12 @@ class LossScaleTransformation(optax.GradientTransformationExtraArgs):
     init: Callable[[optax.Params], LossScaleState]  # pyright: ignore
     update: Callable[..., tuple[optax.Updates, LossScaleState]]  # pyright: ignore
 
-    @property
-    def agreement(self) -> _mesh.Agreement:
-        """How devices reach one decision; the default if `update` was replaced."""
-        steps = getattr(self.update, "__self__", None)
-        return getattr(steps, "agreement", None) or _mesh.agreement()
+    def would_apply(
+        self, updates: optax.Updates, value: ArrayLike | None, guard: SpikeGuard | None
+    ) -> Flag:
+        """Returns the decision of `update`, bool[]; XLA merges both into one."""
+        steps: _SkippingOptimizer = self.update.__self__  # pyright: ignore
+        return steps.judge(updates, value, guard).applied
 
 
 def with_loss_scale(
@@ -80,7 +81,7 @@ def with_loss_scale(
       A transformation with state `LossScaleState`, whose
       `update(updates, state, params=None, *, value=None, **extra_args)` takes unscaled
       gradients of any dtype. It returns updates of the dtypes of `params`, if given;
-      those of `with_half_parameters` are float32.
+      those of `with_half_storage` are float32.
       `inner` gets gradients in float32 or wider.
 
       `value` is the unscaled scalar loss. If it is not finite, the step is skipped and
@@ -144,7 +145,7 @@ class _SkippingOptimizer:
                 "that contains with_loss_scale, at inner_state"
                 f"{jax.tree_util.keystr(nested[0][0])}; wrap once, outermost"
             )
-        if not find_half_states(inner_state):
+        if not find_half_storage(inner_state):
             _warn_of_half_precision(params)
         state = LossScaleState(
             loss_scale=self.loss_scale,
@@ -166,20 +167,55 @@ class _SkippingOptimizer:
         """Judges a step, applies or rejects it, and returns the state after it."""
         _check_arguments(updates, state, params, positional)
         _mesh.refuse_unreduced("with_loss_scale", updates)
-        grads = promote_to_float32(updates)
-        verdict = judge_step(updates, value, state.guard, self.agreement)
+        verdict = self.judge(updates, value, state.guard)
         arrays, others = self._split(extra_args, value, verdict.applied)
-        # If `inner` calls `grad_fn`, an overflow of its result shows in the updates.
-        is_finite = functools.partial(finite, agree=self.agreement)
-        applied, new_updates, inner_state = select_step(
-            verdict.applied,
-            functools.partial(self._apply, params, others),
-            (grads, arrays),
-            state.inner_state,
-            context=(params, others),
-            is_good=is_finite if "grad_fn" in others else None,
+        inputs, old = (promote_to_float32(updates), arrays), state.inner_state
+        run = functools.partial(self._apply, params, others)
+        if "grad_fn" not in others:
+            updates, new = select_step(
+                verdict.applied, run, inputs, old, context=(params, others)
+            )
+            return updates, _next_state(state, verdict, new)
+        # An overflow of its result shows in the updates, and counts as one of the
+        # gradients.
+        updates, new = attempt(verdict.applied, run, inputs, old)
+        is_good = finite(updates, self.agreement) | ~verdict.applied
+        verdict = verdict._replace(
+            applied=verdict.applied & is_good,
+            grads_finite=verdict.grads_finite & is_good,
         )
-        return new_updates, _next_state(state, verdict, applied, inner_state)
+        updates, new = keep(verdict.applied, updates, new, old)
+        return updates, _next_state(state, verdict, new)
+
+    def judge(
+        self, updates: optax.Updates, value: ArrayLike | None, guard: SpikeGuard | None
+    ) -> "_Verdict":
+        """Decides, alike on all devices, whether the optimizer may apply a step."""
+        if value is not None and not (is_data(value) and jnp.shape(value) == ()):
+            raise ValueError(
+                "with_loss_scale: expected value to be the scalar loss, got "
+                f"{value!r}; pass the loss alone"
+            )
+        agree = self.agreement
+        loss_finite = jnp.array(True) if value is None else finite(value, agree)
+        if guard is None:
+            grads_finite, spike = finite(updates, agree), jnp.array(False)
+            return _Verdict(
+                grads_finite & loss_finite, grads_finite, loss_finite, spike
+            )
+        # Decisions have no derivative. A norm's derivative at 0 is infinite; times 0,
+        # NaN.
+        guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
+        grads_finite, norm = finite_and_norm(updates, agree)
+        is_finite = grads_finite & loss_finite
+        # The guard sees the largest loss of all devices: a replica must not skip alone.
+        loss = None
+        if value is not None:
+            loss = agree(lax.pmax, jnp.asarray(value).astype(jnp.float32))
+            # A float64 loss beyond float32's range is finite, and certainly a spike.
+            loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
+        spike, guard = guard.judge(loss, norm, is_finite)
+        return _Verdict(is_finite & ~spike, grads_finite, loss_finite, spike, guard)
 
     def _split(
         self, extra_args: ExtraArgs, value: ArrayLike | None, applied: Flag
@@ -213,71 +249,36 @@ class _SkippingOptimizer:
                 "with_loss_scale: raised by the optimizer that it wraps. Its state "
                 "must come from init of these parameters: keep one state for each "
                 "optimizer and model. Half-precision parameters may need "
-                "with_half_parameters"
+                "with_half_storage"
             )
             raise
-        # A cast to half precision would round the updates of with_half_parameters.
-        if params is not None and not find_half_states(inner_state):
+        # A cast to half precision would round the updates of with_half_storage.
+        if params is not None and not find_half_storage(inner_state):
             updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)
         return updates, _state_like(new, inner_state)
 
 
 class _Verdict(NamedTuple):
-    """The decision on a step, before the optimizer runs, and the guard after it."""
+    """The decision on a step, what it follows from, and the guard after it."""
 
+    applied: Flag  # both finite, and no spike
+    grads_finite: Flag  # without the loss, unlike that of the state
     loss_finite: Flag
-    only_grads_finite: Flag  # without the loss, unlike grads_finite of the state
     spike: Flag
-    applied: Flag
     guard: SpikeGuard | None = None
 
 
-def judge_step(
-    updates: optax.Updates,
-    value: ArrayLike | None,
-    guard: SpikeGuard | None,
-    agree: _mesh.Agreement,
-) -> _Verdict:
-    """Decides, alike on all devices, whether the optimizer may apply a step."""
-    if value is not None and not (is_data(value) and jnp.shape(value) == ()):
-        raise ValueError(
-            f"with_loss_scale: expected value to be the scalar loss, got {value!r}; "
-            "pass the loss alone"
-        )
-    loss_finite = jnp.array(True) if value is None else finite(value, agree)
-    if guard is None:
-        grads_finite = finite(updates, agree)
-        applied = grads_finite & loss_finite
-        return _Verdict(loss_finite, grads_finite, jnp.array(False), applied)
-    # Decisions have no derivative. A norm's derivative at 0 is infinite; times 0, NaN.
-    guard, updates, value = map_inexact(lax.stop_gradient, (guard, updates, value))
-    grads_finite, norm = finite_and_norm(updates, agree)
-    is_finite = grads_finite & loss_finite
-    # The guard sees the largest loss of all devices: a replica must not skip alone.
-    loss = None
-    if value is not None:
-        loss = agree(lax.pmax, jnp.asarray(value).astype(jnp.float32))
-        # A float64 loss beyond float32's range is finite, and certainly a spike.
-        loss = jnp.where(loss_finite, jnp.nan_to_num(loss), jnp.nan)
-    spike, guard = guard.judge(loss, norm, is_finite)
-    return _Verdict(loss_finite, grads_finite, spike, is_finite & ~spike, guard)
-
-
 def _next_state(
-    state: LossScaleState, verdict: _Verdict, applied: Flag, inner_state: optax.OptState
+    state: LossScaleState, verdict: _Verdict, inner_state: optax.OptState
 ) -> LossScaleState:
     """Adjusts S and counts the step."""
-    loss_finite, only_grads_finite, spike, expected, guard = verdict
-    # An update that is not finite (`grad_fn`) counts as an overflow, too.
-    only_grads_finite &= applied | ~expected
+    applied, grads_finite, loss_finite, spike, guard = verdict
     # No S makes a spike smaller, so S treats it like a loss that is not finite.
-    loss_scale = state.loss_scale.adjust(
-        only_grads_finite, loss_finite=loss_finite & ~spike
-    )
+    loss_scale = state.loss_scale.adjust(grads_finite, loss_finite=loss_finite & ~spike)
     return LossScaleState(
         loss_scale=loss_scale,
         inner_state=inner_state,
-        grads_finite=only_grads_finite & loss_finite,
+        grads_finite=grads_finite & loss_finite,
         applied=applied,
         skipped=state.skipped + jnp.int32(~applied),
         skipped_in_a_row=jnp.where(applied, 0, state.skipped_in_a_row + 1),
@@ -298,7 +299,7 @@ def _warn_of_half_precision(params: optax.Params) -> None:
             "which loses updates smaller than its precision; keep them in float32 "
             f'(jmp_scale.get_policy("params=float32,compute={dtype}").cast_to_param('
             "params)) and cast them in the loss, or store the remainders: "
-            "with_loss_scale(jmp_scale.with_half_parameters(optimizer))"
+            "with_loss_scale(jmp_scale.with_half_storage(optimizer))"
         )
 
 
@@ -313,7 +314,7 @@ def _check_arguments(
             "with_loss_scale: expected update(grads, state, params, value=loss), got "
             f"update({', '.join(given)}); pass the LossScaleState that init returns; "
             "to convert the state of an optimizer without a loss scale, use "
-            "jmp_scale.checkpoints.restore_without_loss_scale"
+            "jmp_scale.checkpoints.restore"
         )
     while isinstance(params, optax.LookaheadParams):
         params = params.fast

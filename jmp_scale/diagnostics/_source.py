@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from .._types import Function, PyTree
 
 _ROOT = __file__.removesuffix("diagnostics/_source.py")
-_INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
+_INTERNAL = ("", "jax", "jaxlib", "jmp_scale", "numpy", "python")  # "": autocast
 _UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
 _INSTALLED = re.compile(r".*(?:site|dist)-packages/(\w+)")
 
@@ -116,6 +116,13 @@ def _package(file: str) -> str | None:
     if installed := _INSTALLED.match(file):
         return installed[1]
     return "python" if file.startswith(sysconfig.get_path("stdlib")) else None
+
+
+def is_own_wrapper(fun: Function) -> bool:
+    """Whether a function is one of ours around the user's, as that of `autocast`."""
+    code = getattr(fun, "__code__", getattr(type(fun).__call__, "__code__", None))
+    is_ours = code is not None and _package(code.co_filename) in ("", "jmp_scale")
+    return is_ours and hasattr(fun, "__wrapped__")
 
 
 def _code_of(fun: Function) -> types.CodeType | None:

@@ -25,7 +25,6 @@ def compare(fun, *args, **kwargs):
 
 TOOLS = {
     "compare_gradients": compare,
-    "calibrate_loss_scale": diagnostics.calibrate_loss_scale,
     "diagnose_nonfinite": diagnose,
     "precision_report": diagnostics.precision_report,
     "sensitive_products": diagnostics.sensitive_products,
@@ -73,9 +72,7 @@ def values(tree):
 
 # NNX first where a model's state may be written, Equinox where much is compiled.
 ORDERS = dict.fromkeys(TOOLS, ("NNX", "equinox"))
-ORDERS |= dict.fromkeys(
-    ("compare_gradients", "calibrate_loss_scale"), ("equinox", "NNX")
-)
+ORDERS["compare_gradients"] = "equinox", "NNX"
 PAIRS = [(tool, framework) for tool, order in ORDERS.items() for framework in order]
 
 
@@ -94,17 +91,6 @@ def test_a_bad_batch_is_found_before_any_model(framework):
     bad = X.at[1, 2].set(jnp.inf)
     found = diagnose(fun, model, bad, has_aux=True, transform=transform)
     assert (found.cause, found.nonfinite_argument) == ("forward", "args[1]")
-
-
-def test_the_window_of_a_model_is_that_of_its_arrays():
-    fun, model, transform = models()["equinox"]
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    split = lambda a, x: fun(eqx.combine(a, rest), x)[0]  # noqa: E731
-    calibrate = diagnostics.calibrate_loss_scale
-    found = calibrate(fun, model, X, has_aux=True, transform=transform)
-    expected = calibrate(split, arrays, X)
-    np.testing.assert_array_equal(found.zero_fraction, expected.zero_fraction)
-    assert found.has_half_precision
 
 
 def test_a_key_may_be_a_shape_too():

@@ -247,6 +247,12 @@ def test_leaves_are_named(made, names):
         (DynamicLossScale(growth_delay=3), "DynamicLossScale(growth_delay=3)"),
         (DynamicLossScale(hysteresis=2), "DynamicLossScale(hysteresis=2)"),
         (StaticLossScale(4), "StaticLossScale(loss_scale=4.0)"),
+        (StaticLossScale(3 * 2.0**40), "StaticLossScale(loss_scale=3298534883328.0)"),
+        (
+            jmp_scale.presets.pytorch(init_scale=2.0**20),
+            "DynamicLossScale(loss_scale=2.0**20, min_loss_scale=2.0**-126, "
+            "max_loss_scale=2.0**126, backoff_factor=0.5)",
+        ),
         (NoOpLossScale(), "NoOpLossScale()"),
         (jmp_scale.SpikeGuard(warmup=9), "SpikeGuard(warmup=9)"),
     ],

@@ -247,9 +247,8 @@ TAKE_NO_LOSS += [optax.contrib.reduce_on_plateau()]
 MISTAKES = [
     *(({"value": v}, ValueError, "value to be the scalar.* alone") for v in VALUES),
     *(
-        ({name: 1.0, "inner": inner}, TypeError, f"loss as value=, got {name}=")
+        ({"loss": 1.0, "inner": inner}, TypeError, "loss as value=, got loss=")
         for inner in TAKE_NO_LOSS
-        for name in ("loss", "val")
     ),
     *(
         ({"params": params, "grads": grads}, ValueError, "of the structure of the par")
@@ -276,7 +275,7 @@ def test_a_wrong_call_of_update_is_an_error_that_says_what_was_expected(
         (lambda s: (s, s), r"\(LossScaleState, LossScaleState, NoneType"),
         (lambda s: (PARAMS, GOOD, s), r"\(dict, dict, LossScaleState\)"),
         (lambda s: (PARAMS, GOOD, PARAMS), r"update\(dict, dict, dict\)"),
-        (lambda s: (GOOD, s.inner_state, PARAMS), "restore_without_loss_sc"),
+        (lambda s: (GOOD, s.inner_state, PARAMS), "checkpoints.restore"),
         (lambda s: (GOOD, s, PARAMS, 1.0), r"State, dict, float\)"),
     ],
 )

@@ -28,6 +28,9 @@ from .islands import needed_for, read_by_derivative, small_sums, softmaxes_of
 _MOST_REPEATED = 32
 # An equation of one array and smaller ones reads at most this many times its result.
 _ONE_ARRAY = 9 / 8
+# The level of equations that no tangent reaches, such as masks: they run first.
+_BEFORE_ALL = -1
+_BYTES_OF_HALF = 2  # an entry
 
 
 class Output(NamedTuple):
@@ -74,9 +77,20 @@ class Unit:
         return tuple((j, inputs[v]) for j, v in pairs if v in inputs)
 
     @property
+    def results(self) -> list[Var]:
+        """The variables of the island's results, by position."""
+        return variables(self.jaxpr.outvars)
+
+    @property
     def operands(self) -> set[int]:
         """The positions of operands of products."""
         return {i for _, places in self.products for i in places[:2]}
+
+    @property
+    def copied(self) -> set[int]:
+        """The positions of results of which there is a half-precision copy."""
+        operands = self.operands.intersection(range(len(self.outputs)))
+        return operands.union(self.places("is_saved_in_half"))
 
 
 def make_plan(reading: Reading) -> list[Step | Unit]:
@@ -84,17 +98,20 @@ def make_plan(reading: Reading) -> list[Step | Unit]:
     return _Units(reading, _Levels(reading).parts()).units()
 
 
-class _Island(NamedTuple):
-    jaxpr: Jaxpr
-    half_product: None = None  # a step may have one
+# A step, or an island.
+Part = Step | Jaxpr
 
-    @property
-    def inputs(self) -> list[Var]:
-        return self.jaxpr.invars
 
-    @property
-    def outputs(self) -> list[Var]:
-        return variables(self.jaxpr.outvars)
+def _inputs(part: Part) -> list[Var]:
+    return part.inputs if isinstance(part, Step) else part.invars
+
+
+def _outputs(part: Part) -> list[Var]:
+    return part.outputs if isinstance(part, Step) else variables(part.outvars)
+
+
+def _product(part: Part) -> Product | None:
+    return part.half_product if isinstance(part, Step) else None
 
 
 class _Levels:
@@ -118,24 +135,29 @@ class _Levels:
         for step in self._steps:
             inputs = step.inputs
             has_effects = _jaxpr.has_effects(step.eqn)
-            is_island = step.kind == "other" and is_cheap(step.eqn)
-            if is_island:
-                self._note_repeats(step, inputs)
+            has_tangent = not differentiable.isdisjoint(inputs)
+            is_other = step.kind == "other"
+            is_cheap_one = is_other and is_cheap(step.eqn)
+            if is_cheap_one:
+                self._note_repeats(step)
             start = max([level[v] for v in inputs], default=0)
             if has_effects:  # these equations keep their order
                 start = max(start, last_effect)
                 last_effect = start + 1
-            has_tangent = not differentiable.isdisjoint(inputs)
-            if step.kind == "other" and not (has_tangent or has_effects):
-                is_island, start = False, -1  # masks, for example, run first
+            runs_first = is_other and not has_tangent and not has_effects
+            if runs_first:
+                start = _BEFORE_ALL
             else:
                 differentiable.update(step.outputs)
-            self._in_island.append(is_island)
+            is_in_island = is_cheap_one and not runs_first
+            self._in_island.append(is_in_island)
             self._starts.append(start)
-            level |= dict.fromkeys(step.outputs, start + (not is_island))
+            end = start if is_in_island else start + 1
+            level |= dict.fromkeys(step.outputs, end)
         self._delay()
 
-    def _note_repeats(self, step: Step, inputs: Sequence[Var]) -> None:
+    def _note_repeats(self, step: Step) -> None:
+        inputs = step.inputs
         if all(v in self._repeats for v in inputs):
             count = 1 + sum(self._repeats[v] for v in inputs)
             if count <= _MOST_REPEATED:
@@ -144,37 +166,38 @@ class _Levels:
     def _delay(self) -> None:
         """Moves equations of one array to the first island that reads their results.
 
-        That array is then read there, and not a result of each of them saved.
+        That island then reads the array. If the equations ran in the island that
+        computes the array, a result of each of them would be saved in its place.
         """
-        first: dict[Var, int] = {}  # level of the first island that reads a value
-        elsewhere = {*variables(self._program.outvars)}  # read by other equations
+        # For each value, the lowest level of an island that reads it.
+        first_reader: dict[Var, int] = {}
+        # Results of the program, and what equations outside of islands read.
+        read_elsewhere = {*variables(self._program.outvars)}
         for index, step in reversed([*enumerate(self._steps)]):
-            inputs = step.inputs
             if not self._in_island[index]:
-                elsewhere.update(inputs)
+                read_elsewhere.update(step.inputs)
                 continue
-            entries = sum(map(_jaxpr.size, inputs))
-            is_one_array = entries <= _ONE_ARRAY * _jaxpr.size(step.outputs[0])
-            readers = [first[v] for v in step.outputs if v in first]
-            is_read_by_all = len(readers) == len(step.outputs)
-            if is_one_array and is_read_by_all and elsewhere.isdisjoint(step.outputs):
-                self._starts[index] = min(readers)
-            start = self._starts[index]
-            first |= {v: min(first.get(v, start), start) for v in inputs}
+            only_islands_read = read_elsewhere.isdisjoint(step.outputs)
+            all_are_read = all(v in first_reader for v in step.outputs)
+            if _is_of_one_array(step) and only_islands_read and all_are_read:
+                self._starts[index] = min(first_reader[v] for v in step.outputs)
+            level = self._starts[index]
+            for v in step.inputs:
+                first_reader[v] = min(level, first_reader.get(v, level))
 
-    def parts(self) -> list[Step | _Island]:
-        """Steps and islands in their order, without those that nobody reads."""
-        parts: list[Step | _Island] = []
+    def parts(self) -> list[Part]:
+        """Returns steps and islands in their order, without those that nobody reads."""
+        parts: list[Part] = []
         wanted = {*variables(self._program.outvars)}
         for members in reversed(self._members()):
-            part, effects = self._steps[members[0]], False
+            part, has_effects = self._steps[members[0]], False
             if self._in_island[members[0]]:
                 part = self._island(members, wanted)
             else:
-                effects = _jaxpr.has_effects(part.eqn)
-            if effects or not wanted.isdisjoint(part.outputs):
+                has_effects = _jaxpr.has_effects(part.eqn)
+            if has_effects or not wanted.isdisjoint(_outputs(part)):
                 parts.append(part)
-                wanted.update(part.inputs)
+                wanted.update(_inputs(part))
         return parts[::-1]
 
     def _members(self) -> list[list[int]]:
@@ -188,7 +211,7 @@ class _Levels:
             members.setdefault(key, []).append(index)
         return [members[key] for key in sorted(members)]
 
-    def _island(self, members: list[int], wanted: set[Var]) -> _Island:
+    def _island(self, members: list[int], wanted: set[Var]) -> Jaxpr:
         """Returns an island of its wanted equations and those of arguments alone."""
         outputs = [v for i in members for v in self._steps[i].outputs if v in wanted]
         allowed = {*members}
@@ -204,15 +227,20 @@ class _Levels:
                 needed.add(maker)
                 todo += variables(self._steps[maker].eqn.invars)
         equations = [self._steps[i].eqn for i in sorted(needed)]
-        excerpt = _jaxpr_rewrite.excerpt
-        return _Island(excerpt(self._program, equations, inputs, outputs))
+        return _jaxpr_rewrite.excerpt(self._program, equations, inputs, outputs)
+
+
+def _is_of_one_array(step: Step) -> bool:
+    """Whether an equation reads one array, besides much smaller ones."""
+    entries = sum(map(_jaxpr.size, step.inputs))
+    return entries <= _ONE_ARRAY * _jaxpr.size(step.outputs[0])
 
 
 class Choice(NamedTuple):
     """What is saved and what is recomputed of an island's results."""
 
     recomputed: Collection[Var]  # operands of products
-    saved: Collection[Var]  # the other operands
+    saved_in_half: Collection[Var]  # the other operands
     softmaxes: Collection[Var]  # those of the saved ones that the derivative reads
     streams: Collection[Var]  # results, in place of what they are computed from
     inputs: Collection[Var]  # residuals besides these
@@ -221,15 +249,16 @@ class Choice(NamedTuple):
 class _Units:
     """Joins each island with the products whose operands are recomputed with it."""
 
-    def __init__(self, reading: Reading, parts: Sequence[Step | _Island]) -> None:
+    def __init__(self, reading: Reading, parts: Sequence[Part]) -> None:
         self._reading, self._parts = reading, parts
-        self._held = {*reading.given}  # residuals already, so they cost nothing
-        self._maker = {v: i for i, part in enumerate(parts) for v in part.outputs}
-        islands = [part for part in parts if isinstance(part, _Island)]
-        self._later = {v for island in islands for v in island.inputs}
+        # Values that are residuals already, so that reading them costs nothing.
+        self._already_saved = {*reading.given}
+        self._maker = {v: i for i, part in enumerate(parts) for v in _outputs(part)}
+        islands = [part for part in parts if not isinstance(part, Step)]
+        self._read_by_islands = {v for island in islands for v in island.invars}
         self._readers: dict[Var, list[int]] = {}  # products that read an operand
         for i, part in enumerate(parts):
-            product = part.half_product
+            product = _product(part)
             for v in dict.fromkeys(product.operands if product else ()):
                 self._readers.setdefault(v, []).append(i)
 
@@ -239,60 +268,68 @@ class _Units:
         for i, part in enumerate(self._parts):
             if i in joined:
                 continue
-            if isinstance(part, _Island):
-                choice = self._choice(i, part.jaxpr)
-                behind = {n for v in choice.recomputed for n in self._readers[v]}
-                joined |= behind
-                self._hold(choice.saved)
-                self._held.update(choice.inputs, choice.streams)
-                products = (self._parts[n].half_product for n in sorted(behind))
-                units.append(self._unit(part.jaxpr, [p for p in products if p], choice))
-            else:
+            if isinstance(part, Step):
                 product = part.half_product
-                self._hold(product.operands if product else ())
+                self._note_saved(product.operands if product else ())
                 units.append(part)
+                continue
+            choice = self._choice(i, part)
+            behind = {n for v in choice.recomputed for n in self._readers[v]}
+            joined |= behind
+            self._note_saved(choice.saved_in_half)
+            self._already_saved.update(choice.inputs, choice.streams)
+            products = (_product(self._parts[n]) for n in sorted(behind))
+            units.append(self._unit(part, [p for p in products if p], choice))
         return units
 
-    def _hold(self, operands: Collection[Var]) -> None:
-        self._held |= self._reading.halves.intersection(operands)
+    def _note_saved(self, operands: Collection[Var]) -> None:
+        self._already_saved |= self._reading.halves.intersection(operands)
 
     def _choice(self, i: int, island: Jaxpr) -> Choice:
-        """Chooses what is saved of an island.
-
-        An operand of a product is recomputed where that reads little that the island's
-        own derivative does not read anyway. Else its half-precision copy is saved.
-        """
+        """Chooses what is saved of an island, which is the i-th part."""
         results = [v for v in variables(island.outvars) if is_float32(v)]
         operands = [v for v in results if v in self._readers]
         softmaxes = _softmaxes_read(island, operands)
-        inputs = _residuals(island, softmaxes, ())
-        streams: set[Var] = set()
-        for v in (v for v in results if v in self._later):
-            fewer = _residuals(island, softmaxes, streams | {v})
-            if self._total(fewer) + self._cost(v) < self._total(inputs):
-                streams.add(v)
-                inputs = fewer
+        streams = self._streams(island, results, softmaxes)
+        inputs = _residuals(island, softmaxes, streams)
         recomputed: set[Var] = set()
+        # The largest first: what is read for one of them is there for the next ones.
         for v in sorted(operands, key=_jaxpr.size, reverse=True):
             values = needed_for(island, [v], streams)
-            more = values.intersection(island.invars) - inputs
             # Computed from a softmax that is saved, it would not be what was read.
             is_exact = softmaxes.isdisjoint(values)
-            can_run = is_exact and self._can_run_behind(v, i, island)
-            if can_run and self._total(more) < 2 * _jaxpr.size(v):
+            more = values.intersection(island.invars) - inputs
+            bytes_of_copy = _BYTES_OF_HALF * _jaxpr.size(v)
+            is_cheaper = self._bytes(more) < bytes_of_copy
+            if is_exact and is_cheaper and self._can_run_behind(v, i, island):
                 recomputed.add(v)
                 inputs |= more
         saved = {*operands} - recomputed
         return Choice(recomputed, saved, softmaxes, streams, inputs)
 
-    def _total(self, values: Iterable[Var]) -> int:
-        return sum(map(self._cost, values))
+    def _streams(
+        self, island: Jaxpr, results: Collection[Var], softmaxes: Collection[Var]
+    ) -> set[Var]:
+        """Returns results to save: the inputs that they save are more bytes."""
+        streams: set[Var] = set()
+        fewest = self._bytes(_residuals(island, softmaxes, ()))
+        for v in results:
+            if v not in self._read_by_islands:
+                continue
+            inputs = _residuals(island, softmaxes, {*streams, v})
+            if self._bytes([*inputs, v]) < fewest:
+                streams.add(v)
+                fewest = self._bytes(inputs)
+        return streams
 
-    def _cost(self, v: Var) -> int:
-        """Bytes of residuals more if the backward pass reads a variable."""
-        in_half = v in self._reading.halves
-        width = 2 if in_half else _jaxpr.bytes_per_entry(v)
-        return 0 if v in self._held else width * _jaxpr.size(v)
+    def _bytes(self, values: Iterable[Var]) -> int:
+        """Returns the bytes of residuals if the backward pass reads these variables."""
+        return sum(
+            (_BYTES_OF_HALF if v in self._reading.halves else _jaxpr.bytes_per_entry(v))
+            * _jaxpr.size(v)
+            for v in values
+            if v not in self._already_saved
+        )
 
     def _can_run_behind(self, v: Var, i: int, island: Jaxpr) -> bool:
         """Whether the products that read a result of an island can run right behind."""
@@ -316,7 +353,7 @@ class _Units:
             Output(
                 is_data=self._reading.is_data(v),
                 is_shared=v in self._reading.shared,
-                is_saved_in_half=v in choice.saved,
+                is_saved_in_half=v in choice.saved_in_half,
                 is_softmax=v in choice.softmaxes,
                 is_saved=v in sums or v in choice.streams,
             )
@@ -345,16 +382,18 @@ def _residuals(
 def _softmaxes_read(island: Jaxpr, operands: Collection[Var]) -> set[Var]:
     """Finds the softmaxes whose derivatives read the probabilities of a product.
 
-    To recompute these would cost a transformer 8 % of the bytes that it moves. Nothing
-    else reads them, because that would not be what the forward pass read; and the
-    scores that they are computed from are not saved.
+    To recompute these would cost a transformer 8 % of the bytes that it moves. Left out
+    are a softmax that something else reads too, because that would not be what the
+    forward pass read, and one whose scores are saved anyway.
     """
     found = {v for v in softmaxes_of(island) if v in operands}
-    # The last one is first: what reads a result itself may be another one.
+    # From the last to the first: what reads one of them may be another one.
     for v in reversed([v for v in operands if v in found]):
         others = found - {v}
         read = needed_for(island, read_by_derivative(island, found), ())
-        scores_are_saved = _residuals(island, others, ()) == read & {*island.invars}
-        if scores_are_saved or v in read:
+        is_read_elsewhere = v in read
+        inputs = read.intersection(island.invars)
+        saves_nothing = inputs == _residuals(island, others, ())
+        if is_read_elsewhere or saves_nothing:
             found = others
     return found

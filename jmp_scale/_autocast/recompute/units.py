@@ -25,7 +25,7 @@ from ..higher_order import Part
 from ..interpreter import Interpreter, Values
 from ..linear import ByPosition, Traces, linear, live_of, no_tangent, with_value
 from ..marks import CAST
-from ..policies import Saved, in_sight
+from ..policies import in_sight
 from ..products import Product
 from ..provenance import Reading
 from .islands import on_gpu, reached_by, softmax_from, softmaxes_of
@@ -75,7 +75,7 @@ class RecomputingInterpreter(Interpreter):
         scopes = unit.scope, tuple(product.scope for product, _ in unit.products)
         facts = unit, self, scopes, unit.passed_inputs
         results = self.traces.made(_function_of, *facts)(*args)
-        outputs = _jaxpr.variables(unit.jaxpr.outvars)
+        outputs = unit.results
         for i, x in results.saved.items():
             values.casts[outputs[i], self.forward] = x
         self.add({outputs[i]: x for i, x in results.island.items()}, reading, values)
@@ -98,7 +98,7 @@ class RecomputingInterpreter(Interpreter):
         return jax.tree.map(_behind_barrier, x) if has_barrier else x
 
 
-class Results(NamedTuple):
+class UnitResults(NamedTuple):
     """What a unit returns, or its tangents."""
 
     island: ByPosition  # float32
@@ -111,7 +111,7 @@ def _function_of(
     cast: RecomputingInterpreter,
     scopes: tuple[NameStack, tuple[NameStack, ...]],
     passed_inputs: tuple[tuple[int, int], ...],
-) -> Callable[..., Results]:
+) -> Callable[..., UnitResults]:
     """Returns a function with a derivative that recomputes the island.
 
     Its arguments are the inputs of the island, what products read besides, and the
@@ -119,20 +119,25 @@ def _function_of(
     `passed_inputs` are the unit's.
     """
     island_scope, product_scopes = scopes
-    island = cast.traces.made(_Island, unit, cast)
+    recompute = cast.traces.made(_recomputation, unit, cast)
+    rounded = _rounding(unit, cast)
     tangents_of = [cast.tangent_of(product) for product, _ in unit.products]
     saved_in_half = unit.places("is_saved_in_half")
     count, traces = len(unit.outputs), Traces()
+
+    def copies_of(outputs: ByPosition) -> ByPosition:
+        return {i: outputs[i].astype(cast.forward) for i in unit.copied}
 
     def with_passed(outputs: ByPosition, passed: Arrays) -> ByPosition:
         return outputs | {count + j: x for j, x in enumerate(passed)}
 
     def evaluate(
-        saved: Saved, inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
-    ) -> Results:
+        saved: ByPosition, inputs: Arrays, _: Arrays, residuals: Arrays, passed: Arrays
+    ) -> UnitResults:
         with _jaxpr.scope(island_scope):
-            outputs = dict(enumerate(island.evaluate(inputs)))
-            halves = island.in_half(outputs)
+            results = _jaxpr.evaluate_all(unit.jaxpr, inputs, change=rounded)
+            outputs = dict(enumerate(results))
+            halves = copies_of(outputs)
         read = with_passed(outputs | halves, passed)
         products = {k: x.astype(jnp.float32) for k, x in saved.items()}
         for k, (product, places) in enumerate(unit.products):
@@ -140,7 +145,7 @@ def _function_of(
                 with _jaxpr.scope(product_scopes[k]):
                     operands = (read[i] for i in places)
                     products[k] = product.apply(cast.forward, *operands)
-        return Results(outputs, products, {i: halves[i] for i in saved_in_half})
+        return UnitResults(outputs, products, {i: halves[i] for i in saved_in_half})
 
     def tangents(
         residuals: tuple[Arrays, Arrays, ByPosition, ByPosition, _Originals],
@@ -154,8 +159,8 @@ def _function_of(
             passed[j] = inputs[i]
         copied, originals = float32 or (None, {})
         with _jaxpr.scope(island_scope):
-            found, results = island.recompute(inputs, outputs, saved, live[0], copied)
-            values = with_passed(results | island.in_half(results) | saved, passed)
+            found, results = recompute(inputs, outputs, saved, live[0], copied)
+            values = with_passed(results | copies_of(results) | saved, passed)
             originals = results | originals
             for i in unit.operands if float32 else ():
                 values[i] = cast.in_backward(originals[i], values[i])
@@ -175,8 +180,8 @@ def _function_of(
         return found, moved
 
     def derivative(
-        results: Results, args: Sequence[Arrays], moves: Sequence[Any]
-    ) -> Results:
+        results: UnitResults, args: Sequence[Arrays], moves: Sequence[Any]
+    ) -> UnitResults:
         cast.note_derivative()
         inputs, operands, residuals, passed = args
         float32 = None
@@ -187,53 +192,35 @@ def _function_of(
         read = residuals, passed, outputs, results.saved, float32
         live = live_of(moves[0]), live_of(moves[1])
         found, moved = linear(tangents, read, live, traces)
-        return Results(
+        return UnitResults(
             island=_or_zeros(results.island, found),
             products=_or_zeros(results.products, moved),
             saved=_or_zeros(results.saved, found),
         )
 
-    def saved_of(results: Results) -> Saved:
+    def saved_of(results: UnitResults) -> ByPosition:
         return {k: x.astype(cast.forward) for k, x in results.products.items()}
 
     products = [product.equation for product, _ in unit.products]
     return in_sight(evaluate, derivative, products, saved_of, cast.in_rule)
 
 
-class _Island:
-    """The island of equal units."""
+def _rounding(
+    unit: Unit, cast: RecomputingInterpreter
+) -> Callable[[Var, jax.Array], jax.Array]:
+    """Returns a function that rounds the results of which all readers read one cast."""
+    shared = {unit.results[i] for i in unit.places("is_shared")}
+    return lambda v, x: cast.rounded(x) if v in shared else x
 
-    def __init__(self, unit: Unit, cast: RecomputingInterpreter) -> None:
-        self._cast, self._unit, self._jaxpr = cast, unit, unit.jaxpr
-        variables = _jaxpr.variables(unit.jaxpr.outvars)
-        self._places = {v: i for i, v in enumerate(variables)}
-        # What products read, and of these the operands.
-        read = {i for _, places in unit.products for i in places}
-        saved = unit.places("is_saved_in_half")
-        self._operands = {*saved, *unit.operands}.intersection(range(len(variables)))
-        self._read = {*saved, *read}.intersection(range(len(variables)))
-        self._softmaxes = softmaxes_of(unit.jaxpr)
 
-        def recompute(*args: Any) -> tuple[ByPosition, ByPosition]:
-            return self._recompute(*args)
+def _recomputation(unit: Unit, cast: RecomputingInterpreter) -> Callable[..., Any]:
+    """Returns a function that recomputes the island of equal units, and moves it."""
+    island, places = unit.jaxpr, {v: i for i, v in enumerate(unit.results)}
+    softmaxes, rounded = softmaxes_of(island), _rounding(unit, cast)
+    read_by_products = {i for _, places in unit.products for i in places}
+    is_read = unit.copied | read_by_products.intersection(places.values())
 
-        recompute.__name__ = CAST
-        self.recompute = jax.jit(recompute)
-
-    def evaluate(self, inputs: Arrays) -> list[jax.Array]:
-        return _jaxpr.evaluate_all(self._jaxpr, inputs, change=self._rounded)
-
-    def in_half(self, outputs: ByPosition) -> ByPosition:
-        """Returns the half-precision copies of operands among the results."""
-        return {i: outputs[i].astype(self._cast.forward) for i in self._operands}
-
-    def _rounded(self, v: Var, x: jax.Array) -> jax.Array:
-        i = self._places.get(v)
-        is_shared = i is not None and self._unit.outputs[i].is_shared
-        return self._cast.rounded(x) if is_shared else x
-
-    def _recompute(
-        self,
+    def recompute(
         copies: Arrays,
         outputs: ByPosition,
         saved: ByPosition,
@@ -245,36 +232,39 @@ class _Island:
         `copied`: the inputs, if these copies lack the range of their derivatives.
         """
         inputs = []
-        for i, (v, x) in enumerate(zip(self._jaxpr.invars, copies, strict=True)):
+        for i, (v, x) in enumerate(zip(island.invars, copies, strict=True)):
             if copied is not None and x.dtype != copied[i].dtype:
                 x = with_value(copied[i], x.astype(copied[i].dtype))
             inputs.append(x.astype(_jaxpr.dtype_of(v)))
-        reached = reached_by(self._jaxpr, (self._jaxpr.invars[i] for i in live))
+        reached = reached_by(island, (island.invars[i] for i in live))
 
         def evaluate(some: ByPosition) -> tuple[ByPosition, list[jax.Array]]:
             values: dict[Var, jax.Array] = {}
 
             def replace(v: Var, x: jax.Array) -> jax.Array:
-                x = values[v] = self._rounded(v, x)
-                i = self._places.get(v)
+                x = values[v] = rounded(v, x)
+                i = places.get(v)
                 if i is None:
                     return x
-                if self._unit.outputs[i].is_softmax:
-                    exponents, axes = self._softmaxes[v]
+                if unit.outputs[i].is_softmax:
+                    exponents, axes = softmaxes[v]
                     result = saved[i].astype(x.dtype)
                     return softmax_from(values[exponents], result, axes)
-                if not self._unit.outputs[i].is_saved:
+                if not unit.outputs[i].is_saved:
                     return x
                 return with_value(x, outputs[i]) if v in reached else outputs[i]
 
             changed = [some.get(i, x) for i, x in enumerate(inputs)]
-            results = _jaxpr.evaluate_all(self._jaxpr, changed, change=replace)
-            moving = {i: results[i] for v, i in self._places.items() if v in reached}
+            results = _jaxpr.evaluate_all(island, changed, change=replace)
+            moving = {i: results[i] for v, i in places.items() if v in reached}
             return moving, results
 
         primals = {i: inputs[i] for i in live}
         _, tangents, results = jax.jvp(evaluate, (primals,), (live,), has_aux=True)
-        return tangents, {i: results[i] for i in self._read}
+        return tangents, {i: results[i] for i in is_read}
+
+    recompute.__name__ = CAST
+    return jax.jit(recompute)
 
 
 def _or_zeros(primals: ByPosition, found: ByPosition) -> dict[int, Any]:

@@ -1,6 +1,7 @@
 """`compare_gradients`: compares gradients in half precision and float32, by leaf."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._jaxpr import Program, bytes_per_entry, equations, is_floating
+from ..._jaxpr import Program, bytes_per_entry, dtype_name, equations, is_floating
 from ..._scaling.finite import all_finite, finite_and_norm
 from ..._scaling.loss_scale import LossScale
 from ..._tree import promote_to_float32
@@ -24,11 +25,13 @@ from .._backward import (
     start_of,
 )
 from .._tables import leaf_name, percent, power, printed, table
+from .window import TRIED, Window, window_of
 
 # Training tolerates an error of this share of a gradient's norm. Gradients of two
 # batches differ by far more. Ports with errors of up to 7 % trained as in float32, and
 # ports with 50 % did not.
 _BEARABLE = 0.1
+_LOST = 0.5  # a leaf that loses more than this share of its elements is lost
 
 NOT_FINITE = "Float32 is not finite itself: run diagnose_nonfinite(loss, 1, ...)."
 
@@ -41,7 +44,7 @@ class LeafComparison(NamedTuple):
       path: name of the leaf, as `jax.tree_util.keystr` writes it.
       norm: norm of the float32 gradient.
       error: norm of the difference over `norm`; infinite if it is not finite.
-      lost: share of the elements that are zero in half precision, but not in float32.
+      lost: share of the elements that are not zero in float32, but in half precision.
       finite: whether all elements are finite in half precision.
       float32_error: the error of float32 itself, as in `GradientComparison`.
     """
@@ -52,6 +55,16 @@ class LeafComparison(NamedTuple):
     lost: float
     finite: bool
     float32_error: float
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether float32's own rounding changes it by more than 10 %."""
+        return self.float32_error > _BEARABLE
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether more than half of it is lost, and it is not noise."""
+        return self.lost > _LOST and not self.is_noise
 
 
 @printed
@@ -64,14 +77,15 @@ class GradientComparison(NamedTuple):
       error: norm of the difference of the two gradients over the norm of the float32
         one, of the whole tree; infinite if anything is not finite.
       scaled_error: the same after scaling all leaves to equal root mean square, roughly
-        as Adam does. A leaf counts at most 1; leaves whose own `float32_error` exceeds
-        10 % are left out.
+        as Adam does. A leaf counts at most 1; leaves that are noise are left out.
       leaves: the same for each leaf, in the order of the tree.
       float32_error: the error between two float32 gradients: of the arguments, and of
         the arguments with each element changed in its last digit.
       loss_scale: S of the half-precision gradient.
       holds_half: whether any number of `half_loss` and its backward pass is narrower
         than float32.
+      loss_scales: the loss scales that were tried for `window`.
+      window: the loss scales that work; None if none does, or none was tried.
     """
 
     loss: float
@@ -82,31 +96,40 @@ class GradientComparison(NamedTuple):
     float32_error: float
     loss_scale: float
     holds_half: bool = True
+    loss_scales: tuple[float, ...] = ()
+    window: Window | None = None
 
     @property
     def is_precise(self) -> bool:
         """Whether `error` and a third of `scaled_error` are small enough for training.
 
         The limit is 10 % or, if that is more, twice `float32_error`. False if a loss or
-        a gradient is not finite, or if nothing was half precision.
+        a gradient is not finite, a leaf is lost, or nothing was half precision.
         """
-        error = judged_error(self)
-        limit = max(_BEARABLE, 2 * self.float32_error)
-        return self.holds_half and math.isfinite(error) and error <= limit
+        is_lost = any(leaf.is_lost for leaf in self.leaves)
+        return self.holds_half and not is_lost and judged_error(self) <= _limit(self)
 
     def summary(self, k: int = 20) -> str:
         """Returns whether half precision is precise enough, and the k worst leaves."""
 
         def badness(leaf: LeafComparison) -> tuple[bool, float]:
-            return leaf.float32_error <= _BEARABLE or not leaf.finite, leaf.error
+            return not (leaf.is_noise and leaf.finite), leaf.error
 
-        head = "leaf", "norm", "error", "of float32", "lost", "finite"
-        rows: list[tuple[str, ...]] = [head]
+        whole = math.hypot(*(leaf.norm for leaf in self.leaves))
+        errors = percent(self.error), percent(self.float32_error)
+        rows: list[tuple[str, ...]] = [
+            ("leaf", "norm", "error", "of float32", "lost", "finite"),
+            ("(all)", f"{whole:.2e}", *errors, "", ""),
+            ("(all, scaled to one size)", "", percent(self.scaled_error), "", "", ""),
+        ]
         for leaf in sorted(self.leaves, key=badness, reverse=True):
             shares = map(percent, (leaf.error, leaf.float32_error, leaf.lost))
             cells = f"{leaf.norm:.2e}", *shares, "yes" if leaf.finite else "no"
             rows.append((leaf_name(leaf.path), *cells))
-        return "\n".join([_verdict(self), *table(rows, k=k)])
+        losses = f"loss {self.half_loss:.6g}, in float32 {self.loss:.6g}"
+        losses += f", loss scale {power(self.loss_scale)}"
+        lines = [_verdict(self), *_window_line(self), losses]
+        return "\n".join([*lines, *table(rows, k=k + 2)])
 
 
 def compare_gradients(
@@ -114,15 +137,17 @@ def compare_gradients(
     loss: Function,
     *args: PyTree,
     loss_scale: LossScale | ArrayLike | None = None,
+    loss_scales: Sequence[float] | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     transform: Function = jax.value_and_grad,
 ) -> GradientComparison:
     """Compares the gradients of a half-precision and a float32 program.
 
-    Use it to decide whether half precision is precise enough for a loss. It is called
-    on the host, and compiles each program once, with all roundings
-    (`xla_allow_excess_precision`). The result holds for these arguments.
+    Use it to decide whether half precision is precise enough for a loss, and with which
+    loss scales float16 is. It is called on the host, and compiles each program once,
+    with all roundings (`xla_allow_excess_precision`). The result holds for these
+    arguments.
 
     Args:
       half_loss: the whole loss in half precision.
@@ -131,9 +156,13 @@ def compare_gradients(
       loss_scale: the loss scale of the half-precision gradient, or S as a number. With
         a `DynamicLossScale`, S is divided by 8, down to 1, as long as the gradient is
         not finite. None, the default, means `DynamicLossScale()`.
+      loss_scales: increasing numbers S; the backward pass runs at each of them, to find
+        the window in which they work. None, the default, means 2^-4, 2^-2, ..., 2^24
+        if anything is float16, else none.
 
     Raises:
       TypeError: as `precision_report`; also if `loss_scale` is not a loss scale.
+      ValueError: `loss_scales` do not increase, or are not in [2^-126, 2^126].
     """
     function = "compare_gradients"
     given = args, argnums, has_aux, transform
@@ -144,21 +173,43 @@ def compare_gradients(
         )
     half, full = (Loss(function, fun, *given) for fun in (half_loss, loss))
     start = start_of(function, loss_scale)
+    tried = () if loss_scales is None else _checked_loss_scales(loss_scales)
     arrays, rejoin = concrete_arrays(function, args)
     # JAX adds up the cotangents of an array in its own dtype.
     wide = promote_to_float32(arrays)
     compiled = functools.partial(jax.jit, compiler_options=ALL_ROUNDINGS)
     run = compiled(lambda arrays: full.run(1.0, rejoin(arrays)))
     run_half = compiled(lambda s, arrays: half.run(s, rejoin(arrays)))
-    found = start.found(lambda s: run_half(s, arrays))
-    compared = Reference(run, wide).compared(*found)
-    program = run_half.trace(jnp.float32(1.0), arrays).jaxpr
-    return compared._replace(holds_half=_holds_half(program))
+    dtypes = _narrow_dtypes(run_half.trace(jnp.float32(1.0), arrays).jaxpr)
+    if loss_scales is None and "float16" in dtypes:
+        tried = TRIED
+    reference = Reference(run, wide)
+    found = reference.compared(*start.found(lambda s: run_half(s, arrays)))
+    found = found._replace(holds_half=bool(dtypes))
+    if not math.isfinite(found.loss) or not math.isfinite(found.half_loss):
+        return found  # no loss scale changes a forward pass
+    at = [reference.compared(run_half(jnp.float32(s), arrays), s) for s in tried]
+    works = [one.is_precise for one in at]
+    errors = [[leaf.error for leaf in one.leaves if not leaf.is_noise] for one in at]
+    window = window_of(tried, works, errors) if tried else None
+    return found._replace(loss_scales=tried, window=window)
 
 
-def _holds_half(program: Program) -> bool:
+def _narrow_dtypes(program: Program) -> set[str]:
+    """Returns names of the floating dtypes below 32 bits that a program computes."""
     made = (v for eqn in equations(program) for v in eqn.outvars)
-    return any(is_floating(v) and bytes_per_entry(v) < 4 for v in made)
+    return {dtype_name(v) for v in made if is_floating(v) and bytes_per_entry(v) < 4}
+
+
+def _checked_loss_scales(loss_scales: Sequence[float]) -> tuple[float, ...]:
+    tried = tuple(map(float, loss_scales))
+    increase = all(a < b for a, b in itertools.pairwise(tried))
+    if not increase or not all(2.0**-126 <= s <= 2.0**126 for s in tried):
+        raise ValueError(
+            "compare_gradients: expected loss_scales to be increasing numbers in "
+            f"[2^-126, 2^126], got {loss_scales!r}"
+        )
+    return tried
 
 
 class Reference:
@@ -178,7 +229,7 @@ class Reference:
             error, of_float32 = _error([row]), _error([own])
             leaf = LeafComparison(path, norm, error, lost, bool(finite), of_float32)
             leaves.append(leaf)
-            if of_float32 <= _BEARABLE:
+            if not leaf.is_noise:
                 squares += x.size * min(error, 1) ** 2
                 entries += x.size
         return GradientComparison(
@@ -193,14 +244,16 @@ class Reference:
 
 
 def judged_error(found: GradientComparison) -> float:
-    """Returns the error to compare with a tolerance: the larger of two.
+    """Returns the error to compare with a tolerance: the largest of three.
 
-    They are `error` and a third of `scaled_error`. The result is infinite if a loss is
-    not finite, because such a step is skipped, whatever its gradient.
+    They are `error`, a third of `scaled_error`, and the share that a lost leaf loses.
+    The result is infinite if a loss is not finite, because such a step is skipped,
+    whatever its gradient.
     """
     if not math.isfinite(found.loss) or not math.isfinite(found.half_loss):
         return math.inf
-    return max(found.error, found.scaled_error / 3)
+    lost = max((leaf.lost for leaf in found.leaves if leaf.is_lost), default=0.0)
+    return max(found.error, found.scaled_error / 3, lost)
 
 
 def _changed_in_the_last_digit(arrays: Arrays) -> list[jax.Array]:
@@ -231,32 +284,54 @@ def _differences(found: Backward, reference: Backward) -> list[list[float]]:
 @jax.jit
 def _difference(x: jax.Array, reference: jax.Array) -> tuple[jax.Array, ...]:
     """Returns norms of reference and difference, the share lost, and if x is finite."""
-    lost = jnp.sum((x == 0) & (reference != 0)) / np.float32(max(x.size, 1))
+    nonzero = reference != 0
+    lost = jnp.sum((x == 0) & nonzero) / jnp.maximum(jnp.sum(nonzero), 1)
     pair = [y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, reference)]
     _, norm = finite_and_norm(pair[1])
     _, distance = finite_and_norm(pair[0] - pair[1])
     return norm, distance, lost, all_finite(x)
 
 
+def _limit(found: GradientComparison) -> float:
+    return max(_BEARABLE, 2 * found.float32_error)
+
+
 def _verdict(found: GradientComparison) -> str:
-    at = f"at loss scale {power(found.loss_scale)}"
-    search = "sensitive_products finds what must stay float32."
+    """Returns one sentence with one number, and what to do."""
     if not all(map(math.isfinite, (found.loss, *(x.norm for x in found.leaves)))):
-        text = NOT_FINITE
-    elif not found.holds_half:
-        text = "Nothing was compared: no number of half_loss is half precision."
-    elif not math.isfinite(found.half_loss):
-        text = f"Half precision is not precise enough: its loss is not finite. {search}"
-    elif not all(leaf.finite for leaf in found.leaves):
-        text = f"Half precision gives a gradient that is not finite, {at}: "
-        text += "run diagnose_nonfinite(half_loss, ...)."
-    else:
-        text = (
-            f"Half precision is {'' if found.is_precise else 'not '}precise enough "
-            f"here: it changes the gradient by {percent(found.error)} (of which "
-            f"training bears 10 %), and with leaves of one size, as in Adam, by "
-            f"{percent(found.scaled_error)} (30 %), {at}. Float32's own rounding, or "
-            f"another order of its sums, makes {percent(found.float32_error)}."
+        return NOT_FINITE
+    if not found.holds_half:
+        return "Nothing was compared: no number of half_loss is half precision."
+    # Another loss scale helps if any works.
+    cure = "" if found.window else " sensitive_products finds what must stay float32."
+    if not math.isfinite(found.half_loss):
+        return f"Not precise enough: the loss is not finite in half precision.{cure}"
+    if not all(leaf.finite for leaf in found.leaves):
+        return (
+            "Not precise enough: the gradient is not finite at loss scale "
+            f"{power(found.loss_scale)}: run diagnose_nonfinite(half_loss, ...)."
         )
-        text += "" if found.is_precise else f" {search}"
-    return f"{text}\nloss {found.half_loss:.6g}, in float32 {found.loss:.6g}"
+    lost = [leaf for leaf in found.leaves if leaf.is_lost]
+    if lost:
+        return (
+            f"Not precise enough: {percent(lost[0].lost)} of the gradient of "
+            f"{leaf_name(lost[0].path)} becomes zero.{cure}"
+        )
+    bearable = _limit(found)
+    what, error = "the gradient is off by", found.error
+    if found.scaled_error / 3 > found.error:
+        what = "with leaves of one size, as in Adam, the gradient is off by"
+        error, bearable = found.scaled_error, 3 * bearable
+    verdict = f"{what} {percent(error)} ({percent(bearable)} is bearable)."
+    if found.is_precise:
+        return f"Precise enough: {verdict}"
+    return f"Not precise enough: {verdict}{cure}"
+
+
+def _window_line(found: GradientComparison) -> list[str]:
+    if found.window:
+        return [found.window.summary()]
+    if not found.loss_scales:
+        return []
+    low, high = map(power, (found.loss_scales[0], found.loss_scales[-1]))
+    return [f"No loss scale from {low} to {high} works."]

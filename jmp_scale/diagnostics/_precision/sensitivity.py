@@ -141,7 +141,15 @@ def sensitive_products(
         group.without = probe.error([other for other in groups if other is not group])
     if before > tolerance:
         cure = _loss_scale_at_fault(probe, start, tolerance)
-        required = [] if cure else _required(probe, before, tolerance)
+        required = [] if cure else _required(probe, tolerance)
+        if before <= 2 * tolerance and 2 * _work(required) > _work(groups):
+            left = (_work(groups) - _work(required)) / max(probe.work, 1)
+            cure = (
+                f"Float32 for the lines at fault would leave {percent(left)} of the "
+                f"matrix work in half precision, and {percent(2 * tolerance)} is "
+                f"bearable.{_finer(forward)}"
+            )
+            required = []
         keep = _names(required, groups)
     rest = [group for group in groups if not any(map(group.is_kept, keep))]
     after = probe.error(rest) if keep else before
@@ -156,7 +164,7 @@ def sensitive_products(
         advice += f"\n  {call}, keep_float32={keep})"
         advice += "" if share else f"\nNo smaller set helps. {_way_out(probe, forward)}"
     else:
-        advice += f". {cure or _way_out(probe, forward)}"
+        advice += f". {cure}"
     advice += f"\n{100 * share:.1f} % of the matrix work is half precision."
     total = max(probe.work, 1)
     rows = [
@@ -174,7 +182,7 @@ def sensitive_products(
     return SensitiveProducts(tuple(rows), keep, share, before, after, advice)
 
 
-def _required(probe: Probe, before: float, tolerance: float) -> list[ProductGroup]:
+def _required(probe: Probe, tolerance: float) -> list[ProductGroup]:
     """Returns few products, by matrix work, whose float32 is precise enough."""
 
     def is_enough(float32: Collection[ProductGroup]) -> bool:
@@ -188,8 +196,7 @@ def _required(probe: Probe, before: float, tolerance: float) -> list[ProductGrou
     for group in sorted(required, key=lambda group: -group.work):
         rest = [other for other in required if other is not group]
         required = rest if is_enough(rest) else required
-    is_mild = before <= 2 * tolerance
-    return [] if is_mild and 2 * _work(required) > _work(order) else required
+    return required
 
 
 def _loss_scale_at_fault(probe: Probe, start: Start, tolerance: float) -> str:
@@ -203,15 +210,20 @@ def _loss_scale_at_fault(probe: Probe, start: Start, tolerance: float) -> str:
     what += "" if start.settles else ", or a DynamicLossScale,"
     return (
         f"The loss scale is at fault: at {what} it is {percent(error)}. "
-        "calibrate_loss_scale finds where to start."
+        "compare_gradients finds where to start."
     )
 
 
 def _way_out(probe: Probe, dtype: np.dtype) -> str:
     if dtype == "float16" and not all_finite(probe.run(probe.groups, 1.0).loss):
         return "The forward pass leaves float16's range: try bfloat16."
-    finer = "; float16 has 8 times the digits" if dtype == "bfloat16" else ""
-    return f"No few products are at fault, their roundings add up{finer}."
+    if len(probe.groups) == 1:
+        return f"It is the only line with products.{_finer(dtype)}"
+    return f"No few products are at fault, their roundings add up.{_finer(dtype)}"
+
+
+def _finer(dtype: np.dtype) -> str:
+    return " float16 has 8 times the digits." if dtype == "bfloat16" else ""
 
 
 def _work(groups: Iterable[ProductGroup]) -> int:

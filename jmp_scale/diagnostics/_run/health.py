@@ -2,24 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..._scaling.loss_scale import (
-    DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    number_of,
-)
-from ..._state import (
-    LossScaleState,
-    find_half_states,
-    find_loss_scale_states,
-    find_nodes,
-    find_rounded_states,
-)
+from ..._scaling.loss_scale import NoOpLossScale, StaticLossScale, number_of
+from ..._state import LossScaleState, find_half_storage
 from ..._tree import named_inexact_leaves
 from ..._types import PyTree
 from .._tables import power
@@ -32,14 +21,11 @@ _DIAGNOSE = "diagnose_nonfinite(loss_fn, loss_scale, params, batch)"
 # Sentences by kind, the most urgent first.
 _SENTENCES = {
     "loss scale out of range": "The loss scale is {s}. No step can change that, so "
-    "every step will be skipped: put a new DynamicLossScale into the state, or go back "
-    "to a checkpoint.",
-    "wrong order": "{what} stands around with_loss_scale, and {harm}. Write {cure}.",
-    "loss not finite": "{last}, and the loss scale stays at {s}: the loss itself is "
-    "not finite, which no loss scale changes. {diagnose} finds the broken batch or "
-    "parameter.",
-    "wrongly scaled": "The {what}. Give the plain loss to jmp_scale.value_and_grad, "
-    "which scales it, and unscales the loss and the gradients, once.",
+    "every step will be skipped: put a new loss scale into the state, or go back to a "
+    "checkpoint.",
+    "loss not finite": "{last}: the loss itself is not finite, which no loss scale "
+    "changes. {diagnose} names the operation that left the range of its dtype, or the "
+    "argument that is not finite itself.",
     "stuck at the floor": "The loss scale is stuck at its floor of {floor}. {last}: "
     "{diagnose} distinguishes a NaN, a forward pass out of range, and an overflow that "
     "a lower min_loss_scale fixes. If it finds none, the step may scale by another S "
@@ -52,10 +38,23 @@ _SENTENCES = {
     "loss blew up": "The loss rose to {peak:.3g} at step {step}, and at {current:.3g} "
     "it has not come far below its start of {first:.3g}: start again with a lower "
     "learning rate, a warm-up or clipped gradients.",
+    "growing norm": "The gradient norm has grown from {first:.3g} to {norm:.3g}, and "
+    "is growing: the run will diverge, even if its loss still falls. Lower the "
+    "learning rate, and clip the gradients or add weight decay.",
     "gradients vanished": "The gradient norm {change} while the loss stays near its "
     "start ({current:.3g} after {first:.3g}): units are saturated or dead, or the "
     "gradients underflow. Start again with a lower learning rate; see "
-    "calibrate_loss_scale if the gradients are computed in half precision.",
+    "compare_gradients if the gradients are computed in half precision.",
+    "loss oscillates": "The loss swings by {swing:.0%} of its level up and down, every "
+    "{period:.0f} steps: lower the learning rate or the momentum. If an epoch takes as "
+    "many steps, shuffle the data.",
+    "bursts": "The loss leaps above twice its level {bursts} times in {steps} steps, "
+    "typically every {every} steps, and comes back. Look at the data of those steps; "
+    "if it is good, lower the learning rate or Adam's b2, or raise its eps.",
+    "no progress": "The loss has not fallen in the {steps} steps since the start "
+    "({current:.3g} after {first:.3g}). If the model is untrained, raise the learning "
+    "rate or shorten the warm-up; check_step(train_step, ...) tells whether the "
+    "parameters change.",
     "lost updates": "In the last {steps} steps {entries:.0%} of the updates, and "
     "{magnitude:.0%} of their size, were lost in rounding: they are too small "
     "compared with the parameters. Keep the parameters in float32 or, if they are, "
@@ -66,18 +65,13 @@ _SENTENCES = {
     "({in_a_row} skipped in a row; in total {causes}): normal if rare. Look at the "
     "data of that batch. After max_in_a_row spikes in a row the guard accepts the new "
     "level as normal.",
-    "rare spikes": "{last}: normal if rare. Look at the data of those batches.",
-    "broken batches": "{last}, mostly because the loss itself was not finite: look for "
-    "broken data in those batches.",
-    "frequent overflow": "{last}; more than 1 % is too many. Find the overflowing leaf "
-    "with diagnose_nonfinite, and use a DynamicLossScale or a longer period.",
+    "frequent overflow": "{last}; more than 1 % is too many. {diagnose} names the "
+    "operation that overflows; {cure}.",
     "warm-up": "{last}, the only ones so far, and the loss scale is now at {s}: an "
     "expected warm-up if no step was applied before; else see that gradients are "
     "unscaled. Its floor is {floor}.",
     "skipped step": "{last}; in total {causes}: normal if rare. {diagnose} finds the "
     "cause.",
-    "occasional overflow": "{last}: normal if rare, because the loss scale grows until "
-    "gradients overflow.",
     "loss scale below 1": "The loss scale is {s}, below 1: unscaled gradients "
     "overflow, so the forward pass is nearly out of range. Scale down its inputs or "
     "weights, or use bfloat16.",
@@ -93,20 +87,13 @@ _SENTENCES = {
     "away. Initialize the optimizer on float32 parameters, or use a b2 of 0.99.",
 }
 
-# What must not stand around with_loss_scale, by fields of its state: harm and cure.
-_AROUND = {
-    ("optax.MultiSteps", "acc_grads", "inner_opt_state"): (
-        "one infinite micro-batch stays in its sum, so every later step is skipped",
-        "with_loss_scale(optax.MultiSteps(tx, k).gradient_transformation(), ...)",
-    ),
-    ("optax.apply_if_finite", "notfinite_count", "inner_state"): (
-        "it puts back S and the counters of a skipped step, so S never falls",
-        "with_loss_scale(tx, ...) in its place",
-    ),
-}
-
 _NORMAL_RATE = 0.01  # of overflows or spikes; a default period causes 0.0005
 _LISTED = 5  # steps that a sentence lists
+# A second moment in the state of an optimizer. The first moment of a parameter that is
+# called v is none.
+_SECOND_MOMENT = re.compile(
+    r"inner_state((?!mu\b|trace\b).)*?(\.nu|\.v|\['nu'\])(?!\w)"
+)
 
 Steps = dict[str, np.ndarray] | None  # of `LossScaleHistory.to_dict`; None without any
 Counts = np.ndarray  # i64[3], skipped steps: overflows, broken losses, spikes
@@ -137,10 +124,9 @@ class HealthLog:
         Args:
           opt_state: state of `with_loss_scale`, at any depth of any pytree. The
             parameters and moments in it are checked for narrow dtypes.
-          history: the last steps; findings on losses, norms and updates need 40 steps
-            with these numbers, and "wrongly scaled" six changes of S (`check_step`
-            needs none). Omit losses of adversarial training: they rise and fall by
-            design.
+          history: the last steps; findings on losses, norms and updates need 40 to 300
+            steps with these numbers. Omit losses of adversarial training: they rise and
+            fall by design.
 
         Returns:
           Sentences; an empty list if there is nothing new to report.
@@ -161,11 +147,10 @@ def _findings(
 ) -> dict[str, str]:
     """Returns sentences by kind, and updates the counts of skips in `seen`."""
     states = find_states("HealthLog", opt_state)
-    findings = [*_order_findings(opt_state), *_leaf_findings(opt_state)]
+    findings = [("", *found) for found in _leaf_findings(opt_state)]
     steps = history.to_dict() if history is not None and history.pushed > 0 else None
     if history is not None:
-        findings += trend_findings(history)
-    findings = [("", kind, values) for kind, values in findings]
+        findings += [("", *found) for found in trend_findings(history)]
     for path, state in states:
         shape = np.shape(state.skipped) or np.shape(number_of(state.loss_scale))
         # In a replicated state every number is an array, and `float` would fail.
@@ -202,37 +187,38 @@ def _listed(counts: Counts) -> str:
 def _state_findings(
     state: LossScaleState, steps: Steps, new: Counts
 ) -> Iterator[KindAndValues]:
+    # `rule` may be a class of the user's own, and is S alone in a mapping of Flax.
     rule, s, counts = state.loss_scale, number_of(state.loss_scale), _counts(state)
+    is_fixed = rule is None or isinstance(rule, NoOpLossScale | StaticLossScale)
+    cure = "take a lower S, or one that adapts" if is_fixed else "take a longer period"
     values = {
         "s": "its fixed value" if s is None else power(float(s)),
         "floor": power(getattr(rule, "min_loss_scale", 1)),
         "in_a_row": int(state.skipped_in_a_row),
         "causes": _listed(counts),
+        "cure": cure,
     }
-    # An S that grows causes overflows itself.
-    is_fixed = rule is None or isinstance(rule, NoOpLossScale | StaticLossScale)
-    few = "skipped step" if is_fixed else "occasional overflow"
-    found = {} if steps is None else _recorded(steps, few)
-    kind, last = _present(state, steps, new, few)
-    topic = "spikes" if kind == "spike" else "skips"
+    found = {} if steps is None else _frequent(steps)
+    kind, last = _present(state, steps, new, is_fixed)
     # The recorded rate of overflow says more than the last overflow.
-    if kind and (kind != "occasional overflow" or topic not in found):
+    topic = "spikes" if kind == "spike" else "skips"
+    if kind and (kind != "skipped step" or topic not in found):
         found[topic] = kind, last
     for kind, last in found.values():
         yield kind, {**values, "last": last}
     if s is None:
         return
-    is_dynamic = isinstance(rule, DynamicLossScale)
+    growth, cap = getattr(rule, "factor", 1), getattr(rule, "max_loss_scale", math.inf)
     if not 0 < s < math.inf:
         yield "loss scale out of range", values
     elif s < 1:
         yield "loss scale below 1", values
-    elif is_dynamic and s * rule.factor > rule.max_loss_scale and not counts[0]:
+    elif s * growth > cap and not counts[0]:
         yield "loss scale at its cap", values
 
 
 def _present(
-    state: LossScaleState, steps: Steps, new: Counts, few: str
+    state: LossScaleState, steps: Steps, new: Counts, is_fixed: bool
 ) -> tuple[str, str]:
     """Returns the finding on consecutive skips until now, or since the last call."""
     in_a_row, rule = int(state.skipped_in_a_row), state.loss_scale
@@ -241,8 +227,8 @@ def _present(
         last = f"Steps were skipped since the last call ({_listed(new)})"
         if losses:
             return "loss not finite", last
-        # Of an S that grows only the rate of overflows could tell.
-        return ("skipped step" if overflows and few == "skipped step" else ""), last
+        # An S that grows causes overflows itself: only their rate could tell.
+        return ("skipped step" if overflows and is_fixed else ""), last
     many = f"The last {in_a_row} steps were all skipped"
     last = "The last step was skipped" if in_a_row == 1 else many
     overflows, losses, _ = new if new.any() else _counts(state)
@@ -255,63 +241,47 @@ def _present(
         return "spike", last
     if overflows == 0:
         return "loss not finite", last
-    if isinstance(rule, DynamicLossScale):
-        if float(rule.loss_scale) <= rule.min_loss_scale and in_a_row > 1:
-            return "stuck at the floor", last
-        is_all = steps is None or len(steps["step"]) == in_a_row
-        if in_a_row == int(state.skipped) and is_all and not losses:
-            return "warm-up", last
-    if in_a_row >= 10:  # more than a broken batch explains
-        return "every step skipped", last
-    return ("skipped step" if losses else few), last
+    floor = getattr(rule, "min_loss_scale", None)
+    if floor is not None and float(number_of(rule)) <= floor and in_a_row > 1:
+        return "stuck at the floor", last
+    is_all = steps is None or len(steps["step"]) == in_a_row
+    if floor is not None and in_a_row == int(state.skipped) and is_all and not losses:
+        return "warm-up", last
+    # More than a broken batch explains.
+    return ("every step skipped" if in_a_row >= 10 else "skipped step"), last
 
 
-def _recorded(steps: dict[str, np.ndarray], few: str) -> dict[str, tuple[str, str]]:
-    """Returns findings on the rates of spikes and other skips, by these two topics."""
+def _frequent(steps: dict[str, np.ndarray]) -> dict[str, tuple[str, str]]:
+    """Returns findings on too many spikes and other skips, by these two topics."""
     spike = steps["spike"]
     skipped = ~(steps["grads_finite"] | spike)
     if steps["step"][0] == 0:  # skips before the first applied step are expected
         skipped[: int(np.argmin([*skipped, False]))] = False
     found = {}
-    for topic, flags, what, rare, frequent in (
-        ("spikes", spike, "The guard skipped", "rare spikes", "frequent spikes"),
-        ("skips", skipped, "Gradients were not finite in", few, "frequent overflow"),
+    for topic, flags, what, kind in (
+        ("spikes", spike, "The guard skipped", "frequent spikes"),
+        ("skips", skipped, "Gradients were not finite in", "frequent overflow"),
     ):
         numbers = [str(step) for step in steps["step"][flags]]
         count, size = len(numbers), flags.size
-        if count == 0:
-            continue
+        is_of_loss = count > 0 and steps["loss_finite"][flags].mean() < 0.5
         # A single skip is always normal.
-        kind = rare if count <= max(1, _NORMAL_RATE * size) else frequent
-        if steps["loss_finite"][flags].mean() < 0.5:
-            kind = "broken batches"
-        listed = ", ".join(["..."] * (count > _LISTED) + numbers[-_LISTED:])
-        of_steps = f"{count} of the last {size} steps"
-        found[topic] = kind, f"{what} {of_steps} ({count / size:.1%}; at step {listed})"
+        if count > max(1, _NORMAL_RATE * size) or is_of_loss:
+            listed = ", ".join(["..."] * (count > _LISTED) + numbers[-_LISTED:])
+            share = f"({count / size:.1%}; at step {listed})"
+            last = f"{what} {count} of the last {size} steps {share}"
+            found[topic] = "loss not finite" if is_of_loss else kind, last
     return found
 
 
-def _order_findings(opt_state: PyTree) -> Iterator[KindAndValues]:
-    for (what, *names), (harm, cure) in _AROUND.items():
-
-        def is_around(node: PyTree, names: list[str] = names) -> bool:
-            fields = node if isinstance(node, Mapping) else getattr(node, "_fields", ())
-            return set(names) <= set(fields) and bool(find_loss_scale_states(node))
-
-        if find_nodes(is_around, opt_state):
-            yield "wrong order", {"what": what, "harm": harm, "cure": cure}
-
-
 def _leaf_findings(opt_state: PyTree) -> Iterator[KindAndValues]:
-    # The state of with_half_parameters has float16 remainders, which lose nothing.
-    halves = [node for _, node in find_half_states(opt_state)]
-    pairs = zip(*named_inexact_leaves(halves or opt_state), strict=True)
+    pairs = zip(*named_inexact_leaves(opt_state), strict=True)
     pairs = [(path, leaf) for path, leaf in pairs if hasattr(leaf, "dtype")]
     # bfloat16 has the range of float32, and users choose it for parameters on purpose.
     narrow = [pair for pair in pairs if jnp.finfo(pair[1].dtype).maxexp < 128]
-    squares = [pair for pair in pairs if re.search(r"\b(nu|v)\b", pair[0])]
+    squares = [pair for pair in pairs if _SECOND_MOMENT.search(pair[0])]
     coarse = [pair for pair in squares if pair[1].dtype == jnp.bfloat16]
-    if find_rounded_states(opt_state):  # stochastically: they lose nothing
+    if find_half_storage(opt_state):  # rounded stochastically: they lose nothing
         coarse = []
     for kind, leaves in (("float16 parameters", narrow), ("bfloat16 moments", coarse)):
         for path, leaf in leaves[:1]:

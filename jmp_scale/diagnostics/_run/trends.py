@@ -12,8 +12,8 @@ import numpy as np
 from .history import LossScaleHistory
 
 _LEAST_STEPS = 40  # with fewer, an early bump looks like a run that goes wrong
-_LEAST_CHANGES = 6  # of S; with fewer, a noisy loss may follow S by chance
-_RECENT = 100  # steps that the check of updates covers
+_RECENT = 100  # steps that the checks of updates and of norms cover
+_WIDE = 101  # steps of a running median: longer than an oscillation or a burst
 
 Columns = dict[str, np.ndarray]  # of the applied steps, as f64[steps]
 KindAndValues = tuple[str, dict[str, Any]]  # a finding, and what its sentence names
@@ -22,33 +22,16 @@ KindAndValues = tuple[str, dict[str, Any]]  # a finding, and what its sentence n
 def trend_findings(history: LossScaleHistory) -> Iterator[KindAndValues]:
     """Yields kinds of findings, and the values in their sentences."""
     arrays = history.to_dict()
-    yield from _wrongly_scaled(arrays)
     keep = arrays["applied"]
     columns = {name: x[keep].astype(np.float64) for name, x in arrays.items()}
     norms = columns["grad_norm"][np.isfinite(columns["grad_norm"])]
     yield from _lost_updates(columns, norms, float(history.first_norm))
+    yield from _growing_norm(norms, float(history.first_norm))
     keep = np.isfinite(columns["loss"])
     if keep.sum() >= _LEAST_STEPS:
         loss, step = columns["loss"][keep], columns["step"][keep].astype(int)
         yield from _loss_findings(loss, step, norms, history)
-
-
-def _wrongly_scaled(arrays: Columns) -> Iterator[KindAndValues]:
-    """Whether the loss or the gradient norm changes whenever S does, by its factor."""
-    for name, exponent, what in (
-        ("loss", 1, "loss grows and falls with the loss scale: it is scaled twice"),
-        ("grad_norm", 1, "gradient norm grows and falls with the loss scale: the "
-         "gradients are scaled twice, or never unscaled"),
-        ("grad_norm", -1, "gradient norm falls where the loss scale grows: the "
-         "gradients are unscaled twice"),
-    ):  # fmt: skip
-        is_positive = np.isfinite(arrays[name]) & (arrays[name] > 0)
-        changes = np.diff(np.log2(arrays[name][is_positive]))
-        of_s = np.diff(arrays["log2_scale"][is_positive])
-        ratios = changes[of_s != 0] / of_s[of_s != 0]
-        if len(ratios) >= _LEAST_CHANGES and np.median(abs(ratios - exponent)) < 0.25:
-            yield "wrongly scaled", {"what": what}
-            return
+        yield from _unsteady(loss, step, float(history.first_loss))
 
 
 def _lost_updates(
@@ -67,6 +50,15 @@ def _lost_updates(
         yield "lost updates", {"steps": len(magnitude), **values}
 
 
+def _growing_norm(norms: np.ndarray, first_norm: float) -> Iterator[KindAndValues]:
+    """Whether the gradient norm has grown a hundredfold, and is still growing."""
+    if len(norms) < 2 * _RECENT:
+        return
+    now, before = np.median(norms[-_LEAST_STEPS:]), np.median(norms[:-_RECENT])
+    if now > 100 * first_norm and now > 10 * before:
+        yield "growing norm", {"first": first_norm, "norm": now}
+
+
 def _loss_findings(
     loss: np.ndarray, step: np.ndarray, norms: np.ndarray, history: LossScaleHistory
 ) -> Iterator[KindAndValues]:
@@ -83,8 +75,7 @@ def _loss_findings(
     # The loss has lost a quarter of what training had gained. In a fresh history of a
     # trained model nothing has been gained. The limit is then a quarter of the loss or,
     # if the loss is near zero, six standard deviations within the blocks.
-    spreads = np.median(np.abs(blocks - medians[:, None]), 1)
-    scatter = 1.4826 * np.median(spreads)
+    scatter = np.median([_scatter(x) for x in blocks])
     if current - best > max(0.25 * (first - best), 0.25 * abs(best), 6 * scatter):
         yield "loss diverges", values
 
@@ -102,3 +93,43 @@ def _loss_findings(
         # The first norm is nonzero, or NaN.
         if norm == 0 or norm < 2.0**-13 * first_norm:
             yield "gradients vanished", {"change": change, **values}
+
+
+def _unsteady(
+    loss: np.ndarray, step: np.ndarray, first: float
+) -> Iterator[KindAndValues]:
+    """Findings on a loss that swings, leaps, or stays where it began."""
+    if len(loss) < 3 * _WIDE:
+        return
+    ends = np.pad(loss, _WIDE // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(ends, _WIDE)
+    level = np.median(windows, 1)
+    # What training has gained counts, so that noise near a loss of zero does not.
+    size = np.maximum(np.abs(level), 0.25 * (first - level))
+    leaps = np.divide(loss - level, size, out=np.zeros_like(loss), where=size > 0)
+
+    # A swing is one line of the spectrum. Noise has no line, and bursts have many.
+    power = np.abs(np.fft.rfft(np.clip(leaps, -2, 2))) ** 2
+    lines = power[1:-1] + power[:-2] + power[2:]
+    line = int(np.argmax(lines[4:])) + 5
+    amplitude = 2 * np.sqrt(lines[line - 1]) / len(loss)
+    if amplitude > 0.3 and lines[line - 1] > 0.35 * power[1:].sum():
+        yield "loss oscillates", {"swing": amplitude, "period": len(loss) / line}
+
+    burst = leaps > max(1, 10 * _scatter(leaps))
+    if loss.min() > 0:  # the losses of many batches spread like exp of noise
+        ratio = np.log(loss / level)
+        burst &= ratio > 5 * _scatter(ratio)
+    starts = step[1:][burst[1:] & ~burst[:-1]]
+    if len(starts) >= max(4, 0.01 * len(loss)):
+        values = {"bursts": len(starts), "every": int(np.median(np.diff(starts)))}
+        yield "bursts", {"steps": len(loss), **values}
+
+    start, now = np.median(loss[:20]), np.median(loss[-_RECENT:])
+    if step[0] == 0 and start - now < 0.02 * abs(start):
+        yield "no progress", {"steps": len(loss), "first": start, "current": now}
+
+
+def _scatter(x: np.ndarray) -> float:
+    """Returns the standard deviation, as that of most entries."""
+    return 1.4826 * float(np.median(np.abs(x - np.median(x))))

@@ -201,6 +201,22 @@ def test_small_errors_of_many_products_are_nobodys_fault():
     assert "float16 has 8 times the digits" in found.summary()
 
 
+def test_one_line_with_products_is_at_fault_alone():
+    args = layer(0, 16, 16), 3 * normal(1, 64, 16)
+    wave = lambda w, x: jnp.mean(jnp.sin(9 * (x @ w)))  # noqa: E731
+    before = sensitive_products(wave, *args, dtype="bfloat16").error_before
+    mild, severe = (
+        sensitive_products(wave, *args, dtype="bfloat16", tolerance=before / times)
+        for times in (1.5, 3)
+    )
+    assert (mild.keep, mild.half_share) == ((), 1)
+    assert "would leave 0 % of the matrix work in half precision" in mild.advice
+    assert severe.error_after == 0
+    assert "It is the only line with products" in severe.advice
+    for found in (mild, severe):
+        assert "No few products" not in found.advice
+
+
 def test_a_program_that_is_not_finite_or_has_no_products_says_so():
     broken = sensitive_products(lambda w: jnp.log(w @ w - 1e9).sum(), jnp.ones((2, 2)))
     assert "Float32 is not finite itself" in broken.summary()

@@ -52,7 +52,7 @@ INNER = {
     "clip": optax.chain(optax.clip_by_global_norm(0.1), ADAMW),
     "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-2)),
     "warm-up": optax.adamw(optax.linear_schedule(0.0, 1e-2, 10)),
-    "half parameters": jmp_scale.with_half_parameters(ADAMW),
+    "half parameters": jmp_scale.with_half_storage(ADAMW),
 }
 LOSS_SCALES = {
     "dynamic": jmp_scale.DynamicLossScale(),

@@ -1,6 +1,8 @@
 """What `HealthLog` says about a state and a history: one case for each finding."""
 
+import dataclasses
 import re
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,23 +49,34 @@ def without_rule(in_a_row):
     return {"opt_state": as_dict}
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Halving(jmp_scale.LossScale):
+    """A loss scale of a user: it falls by one half, and never grows."""
+
+    loss_scale: jax.Array
+    min_loss_scale: ClassVar[float] = 4.0
+
+    def scale(self, tree):
+        return jax.tree.map(lambda x: x * self.loss_scale, tree)
+
+    def unscale(self, tree):
+        return jax.tree.map(lambda x: x / self.loss_scale, tree)
+
+    def adjust(self, grads_finite, *, loss_finite=True):
+        return Halving(jnp.where(grads_finite, 1, 0.5) * self.loss_scale)
+
+
 DYNAMIC, STATIC = jmp_scale.DynamicLossScale, jmp_scale.StaticLossScale
 ONE_LOSS, TWO_LOSSES = ({"nonfinite_losses": np.int32(n)} for n in (1, 2))
-INSIDE = jmp_scale.with_loss_scale(optax.sgd(0.1), DYNAMIC())
-MULTI_STEPS = optax.MultiSteps(INSIDE, 4).init(jnp.ones(2))
-IF_FINITE = optax.apply_if_finite(INSIDE, 5).init(jnp.ones(2))
 # Words of the sentence, a state, recorded flags (-1: the loss itself is not finite).
 FINDINGS = {
-    "MultiSteps": ("every later step is skipped. Write with_loss_scale(", MULTI_STEPS),
-    "MultiSteps, a mapping": ("in its sum", {"opt_state": MULTI_STEPS._asdict()}),
-    "apply_if_finite": ("puts back S", IF_FINITE),
     "warm-up": ("unscaled. Its floor is 2^0", state(DYNAMIC(2.0**12), 3, 3)),
     "warm-up, recorded": ("warm-up", state(DYNAMIC(2.0**12), 3, 3), [0, 0, 0]),
-    "resumed": ("all skipped: normal if", state(DYNAMIC(8.0), 5, 3), [0, 0, 0]),
-    "occasional": ("normal if rare", state(None, 5, 1)),
-    "one, recorded": ("at step 30): normal", state(skipped=1), [*[1] * 30, 0, 1]),
-    "frequent": ("22.2%", state(skipped=3), [*[1] * 5, 0, 1, 0, 1]),
-    "broken batches": ("was not fini", state(None, 2), [*[1] * 5, -1, 1, -1, 1]),
+    "resumed": ("all skipped; in total 5 by ov", state(DYNAMIC(8.0), 5, 3), [0, 0, 0]),
+    "one": ("normal if rare", state(None, 5, 1)),
+    "frequent": ("take a longer period", state(skipped=3), [*[1] * 5, 0, 1, 0, 1]),
+    "losses": ("22.2%; at step 5, 7): the l", state(None, 2), [*[1] * 5, -1, 1, -1, 1]),
     "floor": ("stuck at its floor of 2^0", state(DYNAMIC(1.0), 40, 30)),
     "loss": ("the loss itself is not finite", state(None, 8, 2), [1, 1, -1, -1]),
     "cause unknown": (
@@ -80,14 +93,14 @@ FINDINGS = {
         "The last step was skipped; in total 1 by overflow: normal if rare",
         state(STATIC(8), 1, 1),
     ),
-    "often, static": ("use a Dynamic", state(STATIC(8), 3), [*[1] * 5, 0, 1, 0, 1]),
+    "often, static": ("take a lower S", state(STATIC(8), 3), [*[1] * 5, 0, 1, 0, 1]),
     "below 1": ("2^-2, below 1", state(DYNAMIC(0.25, min_loss_scale=0))),
     "float16": (
         ".inner_state['mu'] is float16",
         state(inner={"mu": jnp.ones(2, jnp.float16)}),
     ),
     "loss, counted": (
-        "stays at 2^3: the loss itself is not finite",
+        "The last 2 steps were all skipped: the loss itself is not finite",
         state(STATIC(8), 2, 2, **TWO_LOSSES),
     ),
     "cap": (
@@ -101,6 +114,9 @@ FINDINGS = {
     "spike": ("skipped as a spike", spiked(1, 3)),
     "spikes in a row": ("(4 skipped in a row; in total 4 by a spike)", spiked(4, 4)),
     "three in a row, of a mapping": ("normal if rare", without_rule(3)),
+    "floor of one's own": ("at its floor of 2^2", state(Halving(jnp.float32(4)), 9, 9)),
+    "one's own, at first": ("warm-up", state(Halving(jnp.float32(8)), 2, 2)),
+    "one's own, below 1": ("2^-1, below 1", state(Halving(jnp.float32(0.5)))),
 }
 
 
@@ -164,65 +180,39 @@ def test_a_loss_scale_that_is_not_a_positive_number_is_the_first_finding(s):
         assert len(said) == 1 + (in_a_row > 0)
 
 
-# Words of the sentence, if they are spikes, by the steps that were skipped.
-RATES = {
-    (99, 150): "The guard skipped 2 of the last 200 steps (1.0%; at step 99, 150)",
-    (50, 99, 150): "The guard skipped 3 of the last 200 steps (1.5%; at step 50, 99, ",
-    range(0, 70, 7): "at step ..., 35, 42, 49, 56, 63); more than 1 %",
-}
-
-
-@pytest.mark.parametrize(("skipped", "expected"), RATES.items())
+@pytest.mark.parametrize("skipped", [(99, 150), (50, 99, 150), range(0, 70, 7)])
 @pytest.mark.parametrize("cause", ["overflow", "spike"])
-def test_up_to_one_skip_in_a_hundred_is_normal(skipped, expected, cause):
+def test_up_to_one_skip_in_a_hundred_is_normal(skipped, cause):
     applied = ~np.isin(np.arange(200), skipped)
     columns = {"applied": applied}
     if cause == "overflow":
         columns["grads_finite"] = applied
-    (said,) = diagnostics.HealthLog()(state(), history_of(**columns))
-    is_normal = len(skipped) <= 2
-    assert ("normal" in said) == is_normal
-    assert ("more than 1 % is too many" in said) == (not is_normal)
-    if cause == "spike":
-        assert expected in said
+    said = diagnostics.HealthLog()(state(), history_of(**columns))
+    assert len(said) == (len(skipped) > 2)
+    words = f"{len(skipped)} of the last 200 steps ({len(skipped) / 2}%; at step "
+    if cause == "overflow" and 0 in skipped:
+        words = words.replace("10 of", "9 of").replace("5.0", "4.5")  # the first is due
+    last = ", ".join(["..."] * (len(skipped) > 5) + [str(x) for x in skipped[-5:]])
+    assert all(f"{words}{last}); more than 1 % is too many" in text for text in said)
 
 
 def test_overflows_and_spikes_that_may_overflow_are_judged_apart():
     steps = np.arange(200)
-    flags = {"grads_finite": ~np.isin(steps, [50, 90, 130])}
-    flags["applied"] = flags["grads_finite"] & (steps != 120)
-    flags["spike"] = np.isin(steps, [120, 130])
+    flags = {"grads_finite": ~np.isin(steps, [50, 90, 130, 140])}
+    flags["applied"] = flags["grads_finite"] & ~np.isin(steps, [120, 125])
+    flags["spike"] = np.isin(steps, [120, 125, 130])
     found = diagnostics.HealthLog()(state(), history_of(**flags))
     assert len(found) == 2
-    assert "guard skipped 2 of the last 200 steps (1.0%; at step 120, 130)" in found[0]
-    assert "in 2 of the last 200 steps (1.0%; at step 50, 90): normal" in found[1]
-
-
-# What the loss and the gradient norm are multiplied by, as powers of S.
-@pytest.mark.parametrize(
-    ("of_loss", "of_norm", "words"),
-    [
-        (1, 0, "loss grows and falls with the loss scale: it is scaled"),
-        (0, 1, "scaled twice, or never unscaled"),
-        (0, -1, "unscaled twice"),
-        (0, 0, None),
-    ],
-)
-def test_what_follows_the_loss_scale_is_scaled_wrongly(of_loss, of_norm, words):
-    noise, log2 = np.random.default_rng(0).uniform(0.9, 1.1, 16), np.arange(16) // 2
-    columns = {"loss": 2.0 ** (of_loss * log2), "grad_norm": 2.0 ** (of_norm * log2)}
-    columns = {name: column * noise for name, column in columns.items()}
-    found = diagnostics.HealthLog()(state(), history_of(log2_scale=log2, **columns))
-    assert len(found) == bool(words)
-    assert all(words in text and "[wrongly" in text for text in found)
+    assert "guard skipped 3 of the last 200 steps (1.5%; at step 120, 125," in found[0]
+    assert "in 3 of the last 200 steps (1.5%; at step 50, 90, 140)" in found[1]
 
 
 def test_the_most_urgent_finding_comes_first():
-    applied = np.arange(200) != 100
+    applied = ~np.isin(np.arange(200), [100, 110, 120])
     below_one = state(DYNAMIC(0.25, min_loss_scale=0))
     history = history_of(applied=applied, loss=np.repeat([1.0, 50.0], 100))
     found = " ".join(diagnostics.HealthLog()(below_one, history))
-    kinds = "loss diverges", "rare spikes", "loss scale below 1"
+    kinds = "loss diverges", "frequent spikes", "loss scale below 1"
     assert re.findall(r"\[(.*?)\]", found) == [*kinds]
 
 
@@ -249,7 +239,7 @@ def test_a_run_with_a_guard_is_counted_by_cause_from_end_to_end():
     assert (recorded_limits[20:] < 10).all()
     found = diagnostics.HealthLog()(opt_state, history)
     assert "last step was skipped as a spike" in found[0]  # and it overflows
-    assert "in 1 of the last 60 steps (1.7%; at step 50): normal" in found[1]
+    assert "[frequent spikes]" not in found
 
 
 IDENTITY = jmp_scale.with_loss_scale(optax.identity(), DYNAMIC())
@@ -274,7 +264,7 @@ def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
         log(opt_state)
         kinds.append(set(log.kinds))
     nothing = set()
-    loss, overflow = {"loss not finite"}, {"occasional overflow"}
+    loss, overflow = {"loss not finite"}, {"skipped step"}
     assert kinds == [{"warm-up"}, nothing, nothing, loss, nothing, overflow]
     # A new log has no last call, so it names no cause that the totals do not tell.
     (said,) = diagnostics.HealthLog()(opt_state)
@@ -288,7 +278,7 @@ def test_a_log_tells_the_cause_of_a_skip_by_what_is_new_since_its_last_call():
         (["loss"], "loss not finite"),
         (["overflow", "loss"], "skipped step"),
         (["loss", "fine", "loss", "loss"], "loss not finite"),
-        (["overflow", "fine", "overflow"], "occasional overflow"),
+        (["overflow", "fine", "overflow"], "skipped step"),
         (["loss", "fine"], "loss not finite"),  # between two calls
         (["overflow", "fine"], None),  # as S grows
         (["a constant S", "overflow", "fine"], "skipped step"),
@@ -312,6 +302,9 @@ def adam_state(dtype, **changes):
 
 BF16_PARAMS = jnp.ones(2, jnp.bfloat16)
 MOMENTUM = jmp_scale.with_loss_scale(optax.sgd(0.1, momentum=0.9)).init(BF16_PARAMS)
+STATE_OF_V = jmp_scale.with_loss_scale(optax.adam(0.1, mu_dtype=jnp.bfloat16)).init(
+    {"v": jnp.ones(2)}
+)
 # Words about the dtypes of parameters and moments; None if nothing is said.
 LEAVES = {
     "['p'] is float16: keep master parameters": {
@@ -324,6 +317,7 @@ LEAVES = {
         adam_state(jnp.float32),
         adam_state(jnp.float32, mu_dtype=jnp.bfloat16),
         (MOMENTUM, BF16_PARAMS),
+        (STATE_OF_V, {"v": BF16_PARAMS}),  # no second moment, but a parameter
     ],
 }
 

@@ -42,15 +42,56 @@ def lost(share):
     return {"lost_entries": np.full(200, 0.9), "lost_magnitude": np.full(200, share)}
 
 
+SINE, EVERY_25 = np.sin(np.arange(800) / 5), np.arange(800) % 25 == 0
+FALLS, RAMP = falling(800) / noise(800, 0.04), np.arange(800) / 800
+# A run that falls, with the symptoms of instability on top of it.
+UNSTEADY = {
+    "swings": (
+        FALLS * (1 + 0.6 * SINE),
+        "loss oscillates",
+        "of its level up and down, every 32 steps",
+    ),
+    "swings more and more": (FALLS * (1 + 0.9 * RAMP * SINE), "loss oscillates"),
+    "swings a little": (FALLS * (1 + 0.2 * SINE),),
+    "leaps": (
+        FALLS * np.where(EVERY_25, 5, 1),
+        "bursts",
+        "times in 800 steps, typically every 25 steps",
+    ),
+    "leaps, below zero": (np.where(EVERY_25, 5, -1) + 0.1 * FALLS, "bursts"),
+    "leaps three times": (
+        FALLS * np.where(np.isin(np.arange(800), [9, 80, 400]), 5, 1),
+    ),
+    "the norm explodes": (
+        {"loss": FALLS, "grad_norm": 10 ** (5 * RAMP)},
+        "growing norm",
+        "grown from 1 to 7",
+    ),
+    "the norm explodes at the end": (
+        {"loss": FALLS, "grad_norm": 10 ** np.maximum(0, 40 * RAMP - 36)},
+        "growing norm",
+    ),
+    "the norm has grown, and stays": (
+        {"loss": FALLS, "grad_norm": np.where(RAMP < 0.1, 1.0, 200.0)},
+    ),
+    "no progress": (2.3 * noise(800, 0.02), "no progress", "2.3 after 2.3"),
+    "slow progress": (2.3 * noise(800, 0.02) * (1 - 0.05 * RAMP),),
+    "no progress of a trained model": (
+        {"capacity": 400, "loss": 2.3 * noise(800, 0.02)},
+    ),
+    "a trained model, heavy tails": (
+        {"capacity": 400, "loss": 1e-6 * noise(800, 1.0)},
+    ),
+}
 # Columns of a history, or a loss; the kind of finding, and words of its sentence.
 RUNS = {
     "falling": (falling(500),),
-    "flat": (noise(500),),
+    "flat": (noise(299),),
     "negative and falling": (2 - falling(500)[::-1],),
     "near zero": (falling(500, 1.0, 1e-6) * noise(500, 1.0, 1),),
     "a burst": (np.where(STEP // 30 == 10, 3.0, 1.0) * falling(500),),
     "a burst at the end": (np.where(STEP >= 480, 3.0, 1.0) * falling(500),),
-    "a trained model, near zero": (1e-6 * noise(500, 0.7, 12),),
+    "a trained model, near zero": (1e-6 * noise(299, 0.7, 12),),
     "one huge loss": (np.where(STEP == 480, 1e8, 1.0) * falling(500),),
     "short": (falling(39),),
     "ten orders of magnitude": (
@@ -98,6 +139,9 @@ RUNS = {
         "frequent spikes",
     ),
 }
+
+
+RUNS |= UNSTEADY
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,0 +1,206 @@
+"""Finds the operation that gave the first NaN or infinity of a traced program."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from ... import _jaxpr
+from ..._jaxpr import CALLS, open_jaxpr, value_of, words
+from ..._types import Arrays, Function
+from .._backward import described
+from .._source import Place, place_of
+
+_NAMES = {
+    "cholesky": "a Cholesky factorization",
+    "conv_general_dilated": "a convolution",
+    "dot_general": "a matrix product",
+}
+_CALLS = CALLS | words("""
+    autocast_linear checkpoint custom_jvp_call custom_vjp_call remat2""")
+# Operations that compute each entry of the result from the same entry of the operands.
+_ENTRYWISE = words("add add_any convert_element_type div exp mul sub")
+_NOWHERE = Place(None, None)
+
+
+class Origin(NamedTuple):
+    """Where a value that is not finite comes from: an operation, or what was given.
+
+    Of several origins the one of the highest rank counts: 0 is an infinity that was
+    given, and 1 a -inf that an operation gave. Both may be a mask. Others have 2.
+    """
+
+    rank: int
+    given: str | None = None  # an argument or a constant
+    operation: str | None = None
+
+
+_Origins = Sequence[Origin | None]  # None: the value is finite
+
+
+def origin_of(
+    program: Function, arrays: Sequence[jax.Array], names: Sequence[str]
+) -> Origin:
+    """Runs a program of named arrays, and returns where its NaN or infinity is from."""
+    given = [*map(_of_given, arrays, names)]
+    found = _run(jax.make_jaxpr(program)(arrays), arrays, given, _NOWHERE)[1]
+    return next(filter(None, found), Origin(0))
+
+
+def _run(
+    jaxpr: _jaxpr.Program, args: Arrays, given: _Origins, outer: Place
+) -> tuple[list[jax.Array], _Origins]:
+    """Evaluates a jaxpr; returns its outputs, and the origins of those."""
+    inner, consts = open_jaxpr(jaxpr)
+    inputs = [*inner.constvars, *inner.invars]
+    values = dict(zip(inputs, [*consts, *args], strict=True))
+    origins = dict(zip(inner.invars, given, strict=True))
+    last_reader = {v: eqn for eqn in inner.eqns for v in _jaxpr.variables(eqn.invars)}
+    kept = {*_jaxpr.variables(inner.outvars)}
+
+    def origin(atom: core.Var | core.Literal, place: Place) -> Origin | None:
+        if isinstance(atom, core.Literal) or atom in inner.constvars:
+            return _of_constant(value_of(atom, values), place)
+        return origins.get(atom)
+
+    for eqn in inner.eqns:
+        ins = [value_of(a, values) for a in eqn.invars]
+        # Equations run one by one: compiled together, they might round differently.
+        results = _jaxpr.evaluate(eqn, ins)
+        if any(map(_kind, results)):
+            place = _place(eqn, inner.eqns, outer)
+            known = [origin(a, place) for a in eqn.invars]
+            found = _origins(eqn, ins, known, results, place)
+            origins.update(zip(eqn.outvars, found, strict=True))
+        values.update(zip(eqn.outvars, results, strict=True))
+        for v in {*_jaxpr.variables(eqn.invars)} - kept:
+            if last_reader[v] is eqn:
+                del values[v]
+    outs = _jaxpr.results_of(inner, values)
+    return outs, [origin(atom, outer) for atom in inner.outvars]
+
+
+def _of_given(value: jax.Array, name: str) -> Origin | None:
+    kind = _kind(value)
+    return Origin(2 if kind == "NaN" else 0, name) if kind else None
+
+
+def _of_constant(value: jax.Array, place: Place) -> Origin | None:
+    found = _of_given(value, f"a constant {described(jnp.asarray(value))}{_at(place)}")
+    if found is not None and found.rank == 0 and jnp.shape(value) == ():
+        # The program names this infinity, so it is no input.
+        return Origin(0, None, f"infinity is written{_at(place)}")
+    return found
+
+
+def _origins(
+    eqn: core.JaxprEqn, ins: Arrays, known: _Origins, results: Arrays, place: Place
+) -> _Origins:
+    """Returns the origins of an equation's results."""
+    kinds = [*map(_kind, results)]
+    sources = [_source(kind, ins, known) if kind else None for kind in kinds]
+    if all(
+        not kind or (o and o.rank == 2) for kind, o in zip(kinds, sources, strict=True)
+    ):
+        return sources
+    nested = _in_nested(eqn, ins, known, place)
+    if nested is not None:
+        return nested
+    found = []
+    for kind, source, result in zip(kinds, sources, results, strict=True):
+        gave = f"{_name(eqn)} gave {kind}{_at(place)}"
+        is_mask = (jnp.isfinite(result) | (result == -jnp.inf)).all()
+        if not kind or (source and source.rank == 2):
+            found.append(source)
+        elif source is None or _is_new(eqn, ins, result):
+            found.append(Origin(1 if is_mask else 2, None, gave))
+        elif kind == "infinity":
+            found.append(source)
+        elif source.rank == 1:  # the -inf of an operation, such as log 0, made this NaN
+            found.append(source._replace(rank=2))
+        else:
+            found.append(Origin(2, source.given, gave))
+    return found
+
+
+def _source(kind: str, ins: Arrays, known: _Origins) -> Origin | None:
+    """Returns the origin of the operand that best explains a NaN or an infinity."""
+    bad = [(_kind(x), origin) for x, origin in zip(ins, known, strict=True) if origin]
+    # Without a NaN among the operands, infinities make one, as by their difference.
+    same = [origin for own, origin in bad if own == "NaN" or kind == "infinity"]
+    sources = same or [origin for _, origin in bad]
+    return max(sources, key=lambda origin: origin.rank, default=None)
+
+
+def _is_new(eqn: core.JaxprEqn, ins: Arrays, result: jax.Array) -> bool:
+    """Whether an entry is not finite though the same entry of each operand is."""
+    if eqn.primitive.name not in _ENTRYWISE:
+        return False
+    new = ~jnp.isfinite(result)
+    for x in filter(_kind, ins):
+        new &= jnp.isfinite(x)
+    return bool(new.any())
+
+
+def _kind(x: jax.Array) -> str:
+    """Returns "NaN" or "infinity" if the value has such elements, else ""."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact) or jnp.isfinite(x).all():
+        return ""
+    return "NaN" if jnp.isnan(x).any() else "infinity"
+
+
+def _name(eqn: core.JaxprEqn) -> str:
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return f"a cast to {_jaxpr.dtype_name(eqn.outvars[0])}"
+    return _NAMES.get(name, name)
+
+
+def _at(place: Place) -> str:
+    return f" at {place.file}:{place.line}" if place.file else ""
+
+
+def _place(eqn: core.JaxprEqn, eqns: Sequence[core.JaxprEqn], outer: Place) -> Place:
+    """Returns an equation's line; for a cast of `autocast`, that of a neighbor."""
+    ins, outs = set(_jaxpr.variables(eqn.invars)), set(eqn.outvars)
+    readers = [e for e in eqns if outs & set(_jaxpr.variables(e.invars))]
+    read = [e for e in eqns if ins & set(e.outvars)]
+    places = [place_of(e, _NOWHERE) for e in (eqn, *readers, *read)]
+    return next((p for p in places if p.file), place_of(eqn, outer))
+
+
+def _in_nested(
+    eqn: core.JaxprEqn, ins: Arrays, known: _Origins, place: Place
+) -> _Origins | None:
+    """Returns the origins of the results of the jaxpr that an equation runs, if any."""
+    bodies, loop = _jaxpr.subjaxprs(eqn), _jaxpr.loop_of(eqn)
+    if loop is not None and loop.trips:
+        return _in_loop(eqn, loop, ins, known, place)
+    if _jaxpr.name_of(eqn) == "cond":
+        return _run(bodies[int(ins[0])], ins[1:], known[1:], place)[1]
+    if _jaxpr.name_of(eqn) in _CALLS:
+        return _run(bodies[0], ins, known, place)[1]
+    return None
+
+
+def _in_loop(
+    eqn: core.JaxprEqn, loop: _jaxpr.Loop, ins: Arrays, known: _Origins, place: Place
+) -> _Origins:
+    """Returns for each result of a scan the first origin of the highest rank."""
+    carry, scanned = loop.consts, loop.consts + loop.carry
+    values, of_values = [*ins[:scanned]], [*known[:scanned]]
+    best: list[Origin | None] = [None] * len(eqn.outvars)
+    trips = range(loop.trips or 0)
+    for i in reversed(trips) if eqn.params["reverse"] else trips:
+        args = [*values, *(x[i] for x in ins[scanned:])]
+        outs, found = _run(loop.body, args, [*of_values, *known[scanned:]], place)
+        values[carry:], of_values[carry:] = outs[: loop.carry], found[: loop.carry]
+        pairs = zip(best, found, strict=True)
+        best = [max(pair, key=_rank) for pair in pairs]
+    return best
+
+
+def _rank(origin: Origin | None) -> int:
+    return -1 if origin is None else origin.rank

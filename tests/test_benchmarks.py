@@ -1,0 +1,224 @@
+"""The benchmarks: what the pages claim of their results holds, and the commands run."""
+
+import functools
+import os
+import pathlib
+import re
+
+import _hlo
+import _stability_rules as rules
+import _targets
+import autocast
+import correctness
+import gradient_sums
+import half_parameters
+import half_states
+import health_validation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import overhead
+import pytest
+import sharded
+import stability
+from _health_runs import CHECK, Run, Setting
+from _loops import Step, train_jmp_scale
+from _stability_tasks import Task
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Known mistakes: we make none, and a library that does is seen.
+
+
+@pytest.mark.parametrize(
+    ("subjects", "check"),
+    [pytest.param(*row, id=row[1].__name__) for row in correctness.rows()],
+)
+def test_this_library_makes_none_of_the_known_mistakes(subjects, check):
+    assert correctness.verdict("jmp_scale", subjects, check) == "right"
+
+
+def test_a_library_that_unscales_with_the_wrong_s_is_seen():
+    def train(xs, **kwargs):
+        steps = train_jmp_scale(xs, **kwargs)
+        return [Step(1 - (1 - step.w) / 2, step.s) for step in steps]
+
+    check = correctness.gradients_stay_true_when_s_grows
+    assert correctness.verdict("jmp_scale", {"jmp_scale": train}, check) == "**wrong**"
+
+
+def table(text):
+    """The first table of a text as rows of cells, without its head."""
+    lines = re.search(r"(?:^\|.*\|\n)+", text, re.MULTILINE)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("| ").split(" |")] for line in lines]
+
+
+def test_the_mistakes_of_the_comparison_are_counted_from_the_benchmark():
+    benchmarks = (ROOT / "benchmarks/README.md").read_text()
+    part = benchmarks.partition("[start:correctness]")[2].partition("[end:")[0]
+    counted = []
+    for cells in list(zip(*table(part), strict=True))[1:]:
+        tried = [cell for cell in cells if cell != "-"]
+        counted.append((len(tried), sum(cell != "right" for cell in tried)))
+    page = (ROOT / "docs/compare.md").read_text()
+    told = table(page.partition("## Mistakes that each makes")[2])
+    assert [(int(row[1]), int(row[2])) for row in told] == counted[:-1]
+    assert counted[-1] == (32, 0)
+
+
+# Spikes: the guard keeps its goals, no rule does not.
+
+STEPS, SEEDS = 400, 2
+FAULTS = stability.faults(STEPS)
+HARMFUL = [name for name, (_, bad) in FAULTS.items() if bad.any()]
+
+
+def examples(key, n):
+    places, noise = jax.random.split(key)
+    x = jax.random.normal(places, [n, 4])
+    return x, x @ jnp.arange(4.0) + 0.1 * jax.random.normal(noise, [n])
+
+
+# A line through noise: its loss ends near 0.01, which is that of the noise.
+LINE = Task(
+    init=lambda key: jax.random.normal(key, [4]),
+    examples=examples,
+    losses=lambda w, x, y: (x @ w - y) ** 2,
+    learning_rate=0.05,
+)
+
+
+@functools.cache
+def outcome(rule, fault):
+    """(final losses, skips) of the seeds."""
+    weights, bad = FAULTS[fault]
+    return stability.run(LINE, rule, weights, bad, SEEDS)
+
+
+def ratio(rule, fault):
+    clean = outcome(rules.nothing, stability.CLEAN)[0]
+    return stability.worst_ratio(outcome(rule, fault)[0], clean)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_guard_skips_exactly_the_bad_batches_and_gives_way_without_one(fault):
+    skips, bad = outcome(rules.guard, fault)[1], FAULTS[fault][1]
+    if fault in HARMFUL:
+        np.testing.assert_array_equal(skips, np.stack([bad] * SEEDS))
+    else:
+        assert skips.sum(axis=1).max() <= (10 if fault == "level shift" else 0)
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != stability.CLEAN])
+def test_a_guarded_run_ends_within_15_percent_of_the_clean_one(fault):
+    assert ratio(rules.guard, fault) <= stability.GOAL
+    if fault in ("one spike", "NaN later"):
+        assert ratio(rules.nothing, fault) > stability.GOAL
+
+
+def test_precision_of_health_leaves_out_runs_between_and_recall_is_of_one_kind():
+    falls, said = np.linspace(2, 1, 500), frozenset({"loss diverges"})
+    grows, blows_up = np.append(falls, falls[::-1]), np.append([2, 1e4], falls[:498])
+
+    def run(loss, said=frozenset()):
+        return Run(Setting(), loss, np.ones(loss.shape), [(CHECK, said)])
+
+    outcomes = [
+        (health_validation.WRONG, run(grows, said)),
+        (health_validation.WRONG, run(grows)),
+        (health_validation.WRONG, run(blows_up, said)),
+        (health_validation.WELL, run(falls, said)),
+        (health_validation.BETWEEN, run(falls, said)),
+    ]
+    scores = functools.partial(health_validation.scores, wanted=said)
+    assert scores(outcomes, kind="loss diverges") == [2, 1, 1, 2, 1, 1, "0.67", "0.50"]
+    assert scores(outcomes) == [3, 1, 1, 2, 1, 1, "0.67", "0.67"]
+    assert scores([])[-2:] == ["-", "-"]
+
+
+# Storage and sums.
+
+
+@pytest.mark.parametrize("form", half_parameters.FORMS)
+def test_a_state_has_the_bytes_of_the_table(form):
+    wrap, (_, beside, moments), dtype = half_parameters.FORMS[form]
+    state = wrap(optax.adamw(1e-3), jax.random.key(0)).init(jnp.ones(1000, dtype))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert size // 1000 == beside + moments
+
+
+def test_a_sum_in_float32_over_64_devices_errs_as_one_device_does():
+    rows = {row[0]: row for row in gradient_sums.error_table([1, 64]).rows}
+    one, many = (float(rows[count][2]) for count in (1, 64))
+    assert many <= 1.1 * one
+    assert float(rows[64][1]) > 2 * one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [("h100", 8), ("tpu-v5e", 4)], ids=str)
+@pytest.mark.parametrize("sharding", ["data-parallel", "FSDP"])
+def test_autocast_sums_no_gradient_in_float16_on_a_gpu_or_tpu(
+    target, sharding, monkeypatch
+):
+    name, chips = target
+    if reason := _targets.missing(name):
+        pytest.skip(reason)
+    shapes = {"in": (512, 1024), "bias": (1024,), "out": (1024, 512)}
+    monkeypatch.setattr(gradient_sums, "SHAPES", shapes)
+    monkeypatch.setattr(gradient_sums, "LAYERS", 1)
+    target = _targets.Target(name, chips)
+    sums = {}
+    for product in gradient_sums.PRODUCTS:
+        compiled = gradient_sums.compile_step(target, sharding, product)
+        module = _hlo.parse(compiled.as_text())
+        sums[product] = gradient_sums.moved_bytes(module, gradient_sums.SUMS)[0]
+    assert sums["lax.dot_general"] >= 2 * 2 * 512 * 1024
+    assert sums["autocast"] == 0
+    gathers = gradient_sums.moved_bytes(module, gradient_sums.GATHERS)
+    assert gathers[1] <= 4 * 1024  # weights are communicated in half precision
+
+
+# The commands: small runs print the tables that the pages are filled from.
+
+COMMANDS = {
+    half_parameters: (
+        "--tasks digits --rates 1e-3 --seeds 2 --steps 3 --forms stochastic",
+        "### digits, learning rate 1e-3\n",
+    ),
+    half_states: (
+        "--seeds 2 --steps 20 --optimizers Lion",
+        "| optimizer | rate | float32 | to nearest | stochastic |",
+    ),
+    autocast: (
+        "--parts error --targets h100 --models mlp --programs autocast",
+        "error of the gradient",
+    ),
+    overhead: (
+        "--parts optimizer --dtypes f16 --layers 1 --width 16 --optimizers lion "
+        "--peers with_loss_scale --no-times",
+        "### Lion alone, f16 gradients",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)
+def test_a_command_prints_its_table(script, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setattr(autocast, "SEEDS", 2)
+    options, printed = COMMANDS[script]
+    script.main(options.split())
+    assert printed in capsys.readouterr().out
+
+
+def test_layouts_that_no_target_has_are_refused_with_what_is_expected(capsys):
+    with pytest.raises(SystemExit):
+        sharded.main(["--targets", "h100"])
+    assert "expected NAME:CHIPS, got 'h100'" in capsys.readouterr().err
+
+
+def test_a_compiler_that_is_missing_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(_targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--group tpu-compile"):
+        overhead.main(["--target", "tpu-v6e"])

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from .._types import Function, PyTree
 
 _ROOT = __file__.removesuffix("diagnostics/_source.py")
-_INTERNAL = ("jax", "jaxlib", "jmp_scale", "numpy", "python")
+_INTERNAL = ("", "jax", "jaxlib", "jmp_scale", "numpy", "python")  # "": autocast
 _UNNAMED = re.compile(r"(\.<locals>\.<\w+>)+$")
 _INSTALLED = re.compile(r".*(?:site|dist)-packages/(\w+)")
 

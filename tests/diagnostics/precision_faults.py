@@ -23,7 +23,6 @@ OF_FLOAT16 = {
     "sum_of_many_in_float16": lambda h: jnp.tile(h, 2000).sum(),  # !half-sum:error
     "einsum_sum": lambda h: jnp.einsum("i->", jnp.tile(h, 100)),  # !half-sum
     "cumulative_sum": lambda h: jnp.cumsum(jnp.tile(h, 100))[-1],  # !half-sum
-    "reduce": lambda h: lax.reduce(jnp.tile(h, 99), F16(0), lax.add, [0]),  # !half-sum
     "product_with_ones": lambda h: jnp.tile(h, 100) @ jnp.ones(6400, F16),  # !half-sum
     "sum_with_a_mask": lambda h: jnp.sum(jnp.tile(h, 99), where=h[0] > 0),  # !half-sum
     "square": lambda h: h**2,  # !half-square
@@ -86,9 +85,6 @@ OF_FLOAT32 = {
     "gradient_of_a_bias": lambda x: ROWS + x[:2].astype(F16),  # !half-sum
     "gradient_of_a_factor": lambda x: ROWS * x[:2].astype(F16),  # !half-sum
     "cast_epsilon": lambda x: F16(1) / (abs(x) + 1e-8).astype(F16),  # !half-division
-    "round_trip": lambda x: x.astype(F16).astype(F32),  # !round-trip
-    "round_trip_by_lax": lambda x: lax.convert_element_type(F16(x), F32),  # !round-trip
-    "round_trip_by_asarray": lambda x: jnp.asarray(jnp.float16(x), F32),  # !round-trip
 }
 # Of the carry of a scan over a float16 vector.
 STEPS = {
@@ -98,10 +94,6 @@ STEPS = {
     "wide_sum": lambda total, row: (total.astype(F32) + row).astype(F16),  # !half-carry
     "masked_sum": lambda old, row: jnp.where(row > 0, old + row, old),  # !half-carry
 }
-
-
-def reduce_in_bfloat16(h: BF16):
-    return lax.reduce(jnp.tile(h, 2000), BF16(0), lax.add, (0,))  # !half-sum:error
 
 
 def reversed_sum(x):
@@ -121,10 +113,6 @@ def sum_over_a_window(x: F16):
 
 def segment_sum(x: F16):
     return jax.ops.segment_sum(jnp.tile(x, 200), jnp.zeros(12800, int), 2)  # !half-sum
-
-
-def rows_of_a_table(x: F16):
-    return x.reshape(16, 4)[np.arange(5000) % 16]  # !half-sum
 
 
 def mask_added_in_float32(x):
@@ -164,13 +152,6 @@ def epsilon_in_a_root_below(h: F16):
     return h / root
 
 
-def loop_counter(x):
-    def body(i, total):
-        return jnp.maximum(total, i.astype(F16))  # !half-integers
-
-    return lax.fori_loop(0, 5000, body, x[0].astype(F16))
-
-
 def running_sum_in_a_branch(x):
     h = lax.stop_gradient(x).astype(F16)
 
@@ -189,11 +170,6 @@ def running_sum_in_while(x):
         return i + 1, total + h[i]  # !half-carry
 
     return lax.while_loop(lambda s: s[0] < 64, body, (0, F16(0)))[1]
-
-
-def round_trip_on_two_lines(x):
-    h = x.astype(BF16)
-    return h.astype(F32)  # !round-trip
 
 
 def dtype_of(function):

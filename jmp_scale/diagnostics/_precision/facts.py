@@ -11,17 +11,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from ... import _jaxpr
-from ..._autocast.products import is_partly_half
 from ..._jaxpr import SAME_ENTRIES, Atom, constant, dtype_name, shape, size, words
-from ..._policy import is_half
 from ..._types import Function
-from .step import INF, Fact, Form, is_integer, is_wide
+from .equation import INF, Fact, Form, is_integer, is_wide
 
 _MOST_OF_A_MASK = 8
 _NUMBERS = ("float", "bfloat", "int", "uint")
-_SUMS = words("add add_any concatenate mul pad scatter select_n sub")
 _SLICE_GRADIENTS = words("dynamic_update_slice pad scatter scatter-add")
-NOTHING = Fact()
 
 
 def rounded(value: Any, dtype: str) -> Any:
@@ -68,7 +64,7 @@ def of_atom(atom: Atom) -> Fact:
     dtype = dtype_name(atom)
     if isinstance(atom, Literal):
         return of_constant(atom.val, dtype)
-    return replace(of_dtype(dtype), value=id(atom))
+    return of_dtype(dtype)
 
 
 def join(a: Fact, b: Fact) -> Fact:
@@ -84,8 +80,6 @@ def join(a: Fact, b: Fact) -> Fact:
         epsilon=None,
         summed=max(a.summed, b.summed),
         squared=a.squared or b.squared,
-        cast=False,
-        promoted=a.promoted or b.promoted,
         maker=None,
         forms={v: max(x.forms[v] for x in (a, b) if v in x.forms) for v in carries},
     )
@@ -97,10 +91,10 @@ def transfer(eqn: JaxprEqn, facts: Sequence[Fact]) -> list[Fact]:
     if len(outs) == 1:
         rule = _RULES.get(eqn.primitive.name)
         fact = outs[0] if rule is None else rule(eqn, *facts)
-        outs = [replace(_with_lineage(fact, eqn, facts), forms=_forms(eqn, facts))]
-    promoted = next((fact.promoted for fact in facts if fact.promoted), None)
-    made = [promoted if is_wide(dtype_name(v)) else None for v in eqn.outvars]
-    return [replace(f, promoted=p) for f, p in zip(outs, made, strict=True)]
+        parameters = any(f.parameters for f in facts)
+        parameters &= all(f.parameters or f.single is not None for f in facts)
+        outs = [replace(fact, parameters=parameters, forms=_forms(eqn, facts))]
+    return outs
 
 
 def opaque(eqn: JaxprEqn, facts: Iterable[Fact]) -> list[Fact]:
@@ -252,13 +246,11 @@ _RULES: dict[str, Callable[..., Fact]] = {
 def entries_added(eqn: JaxprEqn) -> int:
     """Returns how many elements an equation adds up into one; 0 if it is not a sum."""
     match eqn.primitive.name:
-        case "reduce" | "reduce_window" if _names_within(eqn) != ["add"]:
-            return 0
         case "cumsum":
             return shape(eqn.invars[0])[eqn.params["axis"]]
-        case "reduce_window_sum" | "reduce_window":
+        case "reduce_window_sum":
             return math.prod(eqn.params["window_dimensions"])
-        case "reduce_sum" | "reduce":
+        case "reduce_sum":
             return _ratio(eqn)
         case "scatter-add":
             # Some element receives at least this many updates.
@@ -269,67 +261,15 @@ def entries_added(eqn: JaxprEqn) -> int:
     return 0
 
 
-def _names_within(eqn: JaxprEqn) -> list[str]:
-    return [inner.primitive.name for inner in _jaxpr.equations_within(eqn)]
-
-
 def _ratio(eqn: JaxprEqn) -> int:
     """Returns how many elements of the first operand are one of the result."""
     return size(eqn.invars[0]) // max(size(eqn.outvars[0]), 1)
-
-
-# The values from which a value was computed.
 
 
 def is_inner_product(eqn: JaxprEqn) -> bool:
     """Whether a product multiplies vectors, for each index of the batch."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     return len(contracted) + len(batch) == len(shape(eqn.invars[0]))
-
-
-def _with_lineage(fact: Fact, eqn: JaxprEqn, facts: Sequence[Fact]) -> Fact:
-    value, factors, norms, is_rounded = _lineage(eqn, facts)
-    # Autocast computes cheap values once for each reader; equal computations count as
-    # one value.
-    made_of = [(f.value, f.single) for f in facts]
-    return replace(
-        fact,
-        value=value or hash((eqn.primitive, *made_of, str(eqn.params))),
-        factors=factors,
-        norms=norms,
-        rounded=is_rounded,
-        parameters=any(f.parameters for f in facts)
-        and all(f.parameters or f.single is not None for f in facts),
-    )
-
-
-def _lineage(
-    eqn: JaxprEqn, facts: Sequence[Fact]
-) -> tuple[int, frozenset[int], frozenset[int], bool]:
-    """Returns value, factors, norms and `rounded` of the output of an equation."""
-    name, none = eqn.primitive.name, frozenset[int]()
-    first, second = (*facts, NOTHING, NOTHING)[:2]
-    if name in SAME_ENTRIES or name in ("div", "neg"):
-        value = first.value if name in SAME_ENTRIES else 0
-        return value, first.factors, first.norms, first.rounded
-    same = first.value == second.value != 0
-    inner = name == "dot_general" and same and is_inner_product(eqn)
-    square = name == "square" or eqn.params.get("y") == 2 or (name == "mul" and same)
-    if square or inner:
-        return 0, none, frozenset({first.value}), first.rounded
-    if is_partly_half(eqn):
-        return 0, frozenset({first.value, second.value}), none, True
-    if name in _jaxpr.PRODUCTS or name.startswith(("reduce", "cum")):
-        return 0, none, first.norms if name == "reduce_sum" else none, False
-    is_rounded = any(f.rounded for f in facts)
-    if name not in _SUMS or first.cancels(second):
-        return 0, none, none, is_rounded
-    factors = none.union(*(f.factors for f in facts))
-    norms = none.union(*(f.norms for f in facts))
-    arrays = all(map(shape, eqn.invars))
-    if name == "mul" and arrays and is_half(dtype_name(eqn.outvars[0])):
-        factors |= {0}  # such as angles, products of positions and frequencies
-    return 0, factors, norms, is_rounded
 
 
 # How a value depends on the carries of the loops around it.
@@ -346,22 +286,20 @@ def _forms(eqn: JaxprEqn, facts: Sequence[Fact]) -> dict[Var, Form]:
 
 def _form(eqn: JaxprEqn, facts: Sequence[Fact], carry: Var) -> Form:
     ins = [fact.forms.get(carry, 0) for fact in facts]
-    adds_a_slice = any(f.maker and f.maker.name in _SLICE_GRADIENTS for f in facts)
+    if Form.OTHER in ins:
+        return Form.OTHER
     match eqn.primitive.name:
         case name if name in SAME_ENTRIES or name == "neg":
             return Form(ins[0]) if not any(ins[1:]) else Form.OTHER
-        case "add_any" if adds_a_slice:  # to other elements each time, as of `x[i]`
-            return Form.OTHER
-        case "add" | "sub" | "add_any" if max(ins) <= Form.SUM:
+        case "add" | "sub" | "add_any":
+            slices = [f.maker and f.maker.name in _SLICE_GRADIENTS for f in facts]
+            if any(slices):  # to other elements each time, such as those of `x[i]`
+                return Form.OTHER
             return Form(max(ins)) if all(ins) else Form.SUM
-        case "add" | "sub" if ins.count(Form.SAME) == 1:
-            return Form.RESIDUAL
-        case _ if max(ins) > Form.SUM:
-            return Form.OTHER
         case "mul" if not all(ins) and _is_number(eqn.invars[0 if ins[1] else 1], eqn):
-            return Form(max(*ins, Form.SCALED))
+            return Form(max(ins))
         case "div" if not ins[1] and _is_number(eqn.invars[1], eqn):
-            return Form(max(*ins, Form.SCALED))
+            return Form(ins[0])
         case "select_n" if not ins[0]:
             return Form(max(ins))
         case "scatter-add" if not any(ins[1:]):

@@ -11,7 +11,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr
 
 from ..._autocast.products import is_partly_half
-from ..._jaxpr import PRODUCTS, shape
 from ..._policy import is_half
 from ..._state import find_half_storage
 from ..._tree import is_array, split_arrays
@@ -20,9 +19,9 @@ from .._backward import Loss
 from .._source import Place, begin_user_code, place_of_caller, place_of_function
 from .._tables import printed, table
 from . import work
-from .step import SEVERITIES, Finding, Step, finding_at, location
+from .equation import SEVERITIES, Finding, SourceLine, finding_at, location
 from .walk import Walk
-from .work import Operation, SourceLine
+from .work import Operation
 
 _REPORTS = itertools.count()
 
@@ -106,20 +105,19 @@ def precision_report(
     gradients = pair[1] if isinstance(pair, tuple) and len(pair) == 2 else None
     forward = Walk(zero).through(program, caller, _parameters(args, argnums))
     backward = Walk(zero, differentiated=True).through(differentiated, caller)
-    steps = [step for step in backward.steps if step.times]
-    operations = work.operations(steps)
+    equations = [equation for equation in backward.equations if equation.times]
+    operations = work.operations(equations)
     keeps_digits = find_half_storage((args, opt_state))
     found = [
         *(() if keeps_digits else _half_parameters(gradients, fun, caller)),
         *_overflowing_constants(forward, infinite),
         *forward.found,
         *_half_loss(forward, loss, fun, caller),
-        *_two_dtypes(forward),
         *_products_of_parameters(forward),
         # A derivative rule often repeats its function, and so its findings.
         *(f for f in backward.found if f.rule not in forward.ruled[f.file, f.line]),
         # autocast left products in float32 on purpose, so the user need not cast them.
-        *(() if forward.autocasts else work.full_matmuls(steps, forward.told)),
+        *(() if forward.autocasts else work.full_matmuls(equations)),
     ]
     unread = [(name, location(place[:2])) for name, place in forward.unread]
     return PrecisionReport(
@@ -217,9 +215,9 @@ def _half_loss(
         f"the loss leaves the function in {dtype}, where it {keeps}; cast to float32 "
         "before the last mean"
     )
-    step = forward.outs[0].maker
-    place = place_of_function(fun, caller, step and step.eqn)
-    name = step.name if step else ""
+    equation = forward.outs[0].maker
+    place = place_of_function(fun, caller, equation and equation.eqn)
+    name = equation.name if equation else ""
     yield finding_at(place, "half-loss", "warning", message, dtype, name)
 
 
@@ -235,39 +233,27 @@ def _overflowing_constants(forward: Walk, lines: set[SourceLine]) -> Iterator[Fi
             yield finding_at(Place(*line), "half-constant", "error", message, dtype)
 
 
-def _two_dtypes(forward: Walk) -> Iterator[Finding]:
-    """Finds products of a line in half precision, and in float32 in a custom_vjp."""
-    halves: dict[Hashable, Step] = {}
-    wide: set[Hashable] = set()
-    for step in forward.steps:
-        if step.name not in PRODUCTS:
-            continue
-        product = *step.line, *map(shape, step.eqn.invars[:2])
-        if is_partly_half(step.eqn):
-            halves[product] = step
-        elif step.in_custom_vjp:
-            wide.add(product)
-    for step in [half for product, half in halves.items() if product in wide]:
-        message = (
-            f"a product runs in {step.source}, and in float32 in a custom_vjp: the two "
-            "differ by its rounding; compute both in one dtype (with autocast: "
-            "keep_float32, or in_half around the custom_vjp)"
-        )
-        yield step.finding("two-dtypes", "warning", message)
-
-
 def _products_of_parameters(forward: Walk) -> Iterator[Finding]:
     """Finds half-precision products of parameters alone, such as those of LoRA."""
-    for step in forward.steps if forward.autocasts else ():
-        if not is_partly_half(step.eqn) or not all(f.parameters for f in step.ins[:2]):
+    for equation in forward.equations if forward.autocasts else ():
+        if not is_partly_half(equation.eqn) or not all(
+            f.parameters for f in equation.ins[:2]
+        ):
             continue
-        overflow = ", where they can overflow" if step.source == "float16" else ""
-        message = (
-            f"a product of parameters alone: their gradients pass through {step.source}"
-            f"{overflow}; multiply the activations by one parameter after the other, "
-            "x @ a @ b for x @ (a @ b), or keep the product in float32 (keep_float32)"
+        overflow = ", where they can overflow" if equation.source == "float16" else ""
+        origin = ""
+        cure = (
+            "multiply the activations by one parameter after the other, x @ a @ b for "
+            "x @ (a @ b), or keep the product in float32 (keep_float32)"
         )
-        yield step.finding("half-parameters", "warning", message)
+        if equation.backward:
+            origin = " in the backward pass of an inner jax.grad"
+            cure = "keep the product of this line in float32 (keep_float32)"
+        message = (
+            f"a product of parameters alone{origin}: their gradients pass through "
+            f"{equation.source}{overflow}; {cure}"
+        )
+        yield equation.finding("half-parameters", "warning", message)
 
 
 def _in_order(found: list[Finding], forward: Walk) -> list[Finding]:
@@ -280,8 +266,8 @@ def _in_order(found: list[Finding], forward: Walk) -> list[Finding]:
         worst = max(group, key=lambda f: SEVERITIES.index(f.severity))
         merged.append(worst._replace(backward=all(f.backward for f in group)))
     lines: dict[Hashable, int] = {}
-    for step in forward.steps if merged else ():
-        lines.setdefault(step.line, len(lines))
+    for equation in forward.equations if merged else ():
+        lines.setdefault(equation.line, len(lines))
 
     def position(f: Finding) -> int:
         return lines.get((f.file, f.line), len(lines) if f.backward else -1)

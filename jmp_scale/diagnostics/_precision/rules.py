@@ -1,6 +1,6 @@
 """The rules of `precision_report` for single operations.
 
-Each function yields findings about one step, from the facts of its inputs.
+Each function yields findings about one equation, from the facts of its inputs.
 docs/precision.md has the table of the rules, with programs and remedies.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from jax.extend.core import Var
 
-from ..._jaxpr import SAME_ENTRIES, Atom, Loop, dtype_name, shape, words
+from ..._jaxpr import SAME_ENTRIES, Loop, dtype_name, words
 from ..._policy import is_half
 from .._source import Place
-from .facts import NOTHING, entries_added, is_inner_product, is_lost, rounded, transfer
-from .step import Fact, Finding, Form, Severity, Step, is_integer, is_wide
+from .equation import Equation, Fact, Finding, Form, Severity, is_integer, is_wide
+from .facts import entries_added, is_inner_product, is_lost, rounded, transfer
 
 FLOAT16_MAX = 65504
 _LONG = 4096
@@ -34,26 +34,21 @@ _CASTS = words("array asarray astype _astype convert_element_type _ScalarMeta.__
 # Frames between a user's call and a method of an array, or a tree map.
 _PASS_ON = words("meth <genexpr> tree_map map")
 _CASTERS = words("jax jmp jmp_scale optax")
-_ANGLES = words("cos sin tan")
-_SOLVES = words("cholesky eig eigh lu")
 _NOT_ZERO = {"div": 1, "rsqrt": 0, "log": 0, "sqrt": 0}  # positions of operands
-_MORE_THAN_LAYERS = 256  # with more steps of `x + f(x)` than that, it is a solver
 _LONG_BACKWARD_LOOP = 64
 
 
-def faults(step: Step) -> Iterator[Finding]:
-    """Applies all rules to a step."""
-    yield from _half_sum(step)
-    yield from _half_collective(step)
+def faults(equation: Equation) -> Iterator[Finding]:
+    """Applies all rules to a equation."""
+    yield from _half_sum(equation)
+    yield from _half_collective(equation)
     # Transposing creates no square and no exp; a user's backward rule may.
-    yield from _half_square(step)
-    yield from _half_exp(step)
-    if not step.backward:
-        yield from _half_constant(step)
-        yield from _half_integers(step)
-        yield from _half_division(step)
-        yield from _round_trip(step)
-        yield from _amplified_product(step)
+    yield from _half_square(equation)
+    yield from _half_exp(equation)
+    if not equation.backward:
+        yield from _half_constant(equation)
+        yield from _half_integers(equation)
+        yield from _half_division(equation)
 
 
 def is_cast_by_user(place: Place) -> bool:
@@ -65,221 +60,190 @@ def is_cast_by_user(place: Place) -> bool:
     return bool(named) and (named[-1] in _CASTS or "cast" in named[-1])
 
 
-def is_narrowed_by_user(step: Step) -> bool:
-    """Whether a step is a cast to half precision that the user wrote."""
-    return step.narrows and step.ins[0].single is None and is_cast_by_user(step.place())
+def is_narrowed_by_user(equation: Equation) -> bool:
+    """Whether a equation is a cast to half precision that the user wrote."""
+    return (
+        equation.narrows
+        and equation.ins[0].single is None
+        and is_cast_by_user(equation.place())
+    )
 
 
-def _half_sum(step: Step) -> Iterator[Finding]:
-    if not is_half(step.result):
+def _half_sum(equation: Equation) -> Iterator[Finding]:
+    if not is_half(equation.result):
         return
     # A product with ones accumulates in float32, like all matrix products.
-    comes_back = step.narrows or step.name == "dot_general"
-    count = step.ins[0].summed if step.narrows else _summed_in_half(step)
+    comes_back = equation.narrows or equation.name == "dot_general"
+    count = equation.ins[0].summed if equation.narrows else _summed_in_half(equation)
     if count < _LONG:
-        yield from _half_rows(step)
         return
-    harms = ["overflows at 65,504"] if step.result == "float16" else []
+    harms = ["overflows at 65,504"] if equation.result == "float16" else []
     wrong = count >= FLOAT16_MAX and (harms or not comes_back)
     severity: Severity = "error" if wrong else "warning"
     cure = "sum with dtype=jnp.float32 and keep the result in float32"
     how = "comes back" if comes_back else "accumulates"
     if not comes_back:
         harms.append("drops small terms")
-    if step.backward and not comes_back:
+    if equation.backward and not comes_back:
         cure = "broadcast the smaller operand in float32, then cast it"
         # A user cannot change this inside a convolution of Flax or Equinox.
-        if step.place().library and any(map(_CONVOLUTION.match, step.place().calls)):
+        if equation.place().library and any(
+            map(_CONVOLUTION.match, equation.place().calls)
+        ):
             severity = "note"
     harm = " and ".join(harms) or "keeps two digits"
-    what = f"a sum of {count:,.0f} entries {how} in {step.result}, which {harm}"
-    yield step.finding("half-sum", severity, f"{what}; {cure}")
+    what = f"a sum of {count:,.0f} entries {how} in {equation.result}, which {harm}"
+    yield equation.finding("half-sum", severity, f"{what}; {cure}")
 
 
-def _half_rows(step: Step) -> Iterator[Finding]:
-    """Finds a table's gradient, whose frequent rows are sums of many cotangents."""
-    is_gradient = step.backward and step.name == "scatter-add"
-    if not is_gradient or not is_half(step.source):
-        return
-    windows = step.eqn.params["dimension_numbers"].update_window_dims
-    updates = shape(step.eqn.invars[2])
-    rows = math.prod(n for axis, n in enumerate(updates) if axis not in windows)
-    if rows >= _LONG:
-        message = (
-            f"the gradient of {rows:,} rows that are looked up is added up in "
-            f"{step.result}, where frequent rows lose most of theirs; put autocast "
-            "around the loss, or cast the table to float32 before the lookup"
-        )
-        yield step.finding("half-sum", "warning", message)
-
-
-def _summed_in_half(step: Step) -> float:
-    count = entries_added(step.eqn) if is_half(step.source) else 0
-    if step.name != "dot_general":
+def _summed_in_half(equation: Equation) -> float:
+    count = entries_added(equation.eqn) if is_half(equation.source) else 0
+    if equation.name != "dot_general":
         return count
-    factors = [abs(f.single) for f in step.ins if f.single is not None]
+    factors = [abs(f.single) for f in equation.ins if f.single is not None]
     return count * min(*factors, 1.0) if factors else 0
 
 
-def _half_collective(step: Step) -> Iterator[Finding]:
-    halves = [v for v in step.eqn.invars if is_half(dtype_name(v))]
-    if halves and step.name.startswith(_COLLECTIVES):
+def _half_collective(equation: Equation) -> Iterator[Finding]:
+    halves = [v for v in equation.eqn.invars if is_half(dtype_name(v))]
+    if halves and equation.name.startswith(_COLLECTIVES):
         dtype = dtype_name(halves[0])
         overflow = " and can overflow" if dtype == "float16" else ""
         cure = "cast to float32 before the collective"
-        if step.backward:
+        if equation.backward:
             # In shard_map: gradients of parameters that all devices share.
             cure = "make the float32 parameters vary (jax.lax.pcast) before the cast"
         what = f"a sum over devices in {dtype} rounds at each addition{overflow}"
-        yield step.finding("half-collective", "warning", f"{what}; {cure}", halves[0])
+        yield equation.finding(
+            "half-collective", "warning", f"{what}; {cure}", halves[0]
+        )
 
 
-def _half_square(step: Step) -> Iterator[Finding]:
-    if step.result != "float16":
+def _half_square(equation: Equation) -> Iterator[Finding]:
+    if equation.result != "float16":
         return
-    if step.narrows:
+    if equation.narrows:
         what, times = "a square comes back", 2
-        squared = step.ins[0].squared and step.ins[0].high > FLOAT16_MAX
+        squared = equation.ins[0].squared and equation.ins[0].high > FLOAT16_MAX
         # If the user wrote the cast, the mean square may well be in range.
-        if not squared or step.backward or is_cast_by_user(step.place()):
+        if not squared or equation.backward or is_cast_by_user(equation.place()):
             return
     else:
-        times = _power_of_one_value(step)
+        times = _power_of_one_value(equation)
         what = f"a {'square' if times == 2 else f'power of {times}'} is computed"
-        if step.source != "float16" or times < 2:
+        if equation.source != "float16" or times < 2:
             return
-        in_range = step.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
-        if in_range or _is_safe(step.place()):
+        in_range = equation.ins[0].magnitude <= FLOAT16_MAX ** (1 / times)
+        if in_range or _is_safe(equation.place()):
             return
     largest = math.ceil(65520 ** (1 / times))
     message = (
         f"{what} in float16, which overflows for entries of {largest} and more; cast "
         "to float32 first and keep the result there"
     )
-    yield step.finding("half-square", "warning", message)
+    yield equation.finding("half-square", "warning", message)
 
 
-def _power_of_one_value(step: Step) -> int:
+def _power_of_one_value(equation: Equation) -> int:
     """Returns the exponent if an operation is a power of one value, else 0."""
-    if step.name == "integer_pow":
-        return step.eqn.params["y"]
-    same = len(step.ins) > 1 and step.ins[0] is step.ins[1]
+    if equation.name == "integer_pow":
+        return equation.eqn.params["y"]
+    same = len(equation.ins) > 1 and equation.ins[0] is equation.ins[1]
     # A vector with itself is squared; a Gram matrix is a product.
-    inner = step.name == "dot_general" and same and is_inner_product(step.eqn)
-    square = inner or step.name == "square" or (step.name == "mul" and same)
+    inner = equation.name == "dot_general" and same and is_inner_product(equation.eqn)
+    square = inner or equation.name == "square" or (equation.name == "mul" and same)
     return 2 if square else 0
 
 
-def _half_exp(step: Step) -> Iterator[Finding]:
-    in_half = step.name in _EXPONENTIALS and is_half(step.result)
-    if not in_half or _is_safe(step.place()):
+def _half_exp(equation: Equation) -> Iterator[Finding]:
+    in_half = equation.name in _EXPONENTIALS and is_half(equation.result)
+    if not in_half or _is_safe(equation.place()):
         return
-    digits = "three" if step.result == "float16" else "two"
-    maker = step.ins[0].maker
+    digits = "three" if equation.result == "float16" else "two"
+    maker = equation.ins[0].maker
     shifted = maker is not None and maker.name == "sub"  # perhaps by the maximum
-    bounded = shifted or step.ins[0].high <= _LARGEST_EXPONENT
-    overflows = step.result == "float16" and step.name in _OVERFLOWING and not bounded
+    bounded = shifted or equation.ins[0].high <= _LARGEST_EXPONENT
+    overflows = (
+        equation.result == "float16" and equation.name in _OVERFLOWING and not bounded
+    )
     harm = " and overflows at 65,504" if overflows else ""
-    what = f"{step.name} in {step.result} keeps {digits} digits{harm}"
-    yield step.finding("half-exp", "warning", f"{what}; cast its argument to float32")
+    what = f"{equation.name} in {equation.result} keeps {digits} digits{harm}"
+    yield equation.finding(
+        "half-exp", "warning", f"{what}; cast its argument to float32"
+    )
 
 
 def _is_safe(place: Place) -> bool:
     return any(call.rpartition(".")[2] in _SAFE_FUNCTIONS for call in place.calls)
 
 
-def _half_constant(step: Step) -> Iterator[Finding]:
-    if not is_half(step.result):
+def _half_constant(equation: Equation) -> Iterator[Finding]:
+    if not is_half(equation.result):
         return
-    constant = step.ins[0].extreme if step.name == "convert_element_type" else 0.0
-    if is_lost(constant, step.result):
-        held = rounded(constant, step.result)
+    constant = (
+        equation.ins[0].extreme if equation.name == "convert_element_type" else 0.0
+    )
+    if is_lost(constant, equation.result):
+        held = rounded(constant, equation.result)
         becomes = "0" if held == 0 else "infinite" if held > 0 else "minus infinity"
-        what = f"the constant {constant:.6g} becomes {becomes} in {step.result}"
-        cure = f"use jnp.finfo({step.result}).min or .max"
+        what = f"the constant {constant:.6g} becomes {becomes} in {equation.result}"
+        cure = f"use jnp.finfo({equation.result}).min or .max"
         if held == 0:
             cure = "use a constant of at least 1e-4"
-    elif step.name == "div" and step.ins[1].single == 0:
-        what, cure = f"the divisor is 0 in {step.result}", "use one that it holds"
+    elif equation.name == "div" and equation.ins[1].single == 0:
+        what, cure = f"the divisor is 0 in {equation.result}", "use one that it holds"
     else:
         return
     message = f"{what}; {cure}, or compute this in float32"
-    yield step.finding("half-constant", "error", message)
+    yield equation.finding("half-constant", "error", message)
 
 
-def _half_integers(step: Step) -> Iterator[Finding]:
-    if not is_half(step.result) or step.name not in ("iota", "convert_element_type"):
+def _half_integers(equation: Equation) -> Iterator[Finding]:
+    if not is_half(equation.result) or equation.name not in (
+        "iota",
+        "convert_element_type",
+    ):
         return
-    if step.name == "iota":
-        (fact,) = transfer(step.eqn, ())
-        counts = "linspace" not in step.place().calls  # its points are not integers
+    if equation.name == "iota":
+        (fact,) = transfer(equation.eqn, ())
+        counts = "linspace" not in equation.place().calls  # its points are not integers
     else:
-        fact = step.ins[0]
-        is_array = is_wide(step.source) and fact.single is None
-        counts = is_integer(step.source) or (fact.integral and is_array)
-    limit = _DISTINCT_INTEGERS[step.result]
-    is_exact = fact.single is not None and rounded(fact.low, step.result) == fact.low
+        fact = equation.ins[0]
+        is_array = is_wide(equation.source) and fact.single is None
+        counts = is_integer(equation.source) or (fact.integral and is_array)
+    limit = _DISTINCT_INTEGERS[equation.result]
+    is_exact = (
+        fact.single is not None and rounded(fact.low, equation.result) == fact.low
+    )
     if not counts or is_exact or not limit < fact.magnitude < math.inf:
         return
     message = (
-        f"integers up to {fact.magnitude:,.0f} are cast to {step.result}, which tells "
-        f"them apart only up to {limit:,}; keep them integers or compute in float32"
+        f"integers up to {fact.magnitude:,.0f} are cast to {equation.result}, which "
+        f"tells them apart only up to {limit:,}; keep them integers or compute in "
+        "float32"
     )
-    yield step.finding("half-integers", "error", message)
+    yield equation.finding("half-integers", "error", message)
 
 
-def _half_division(step: Step) -> Iterator[Finding]:
-    is_inverse = step.name == "pow" and step.ins[1].high < 0
-    is_inverse |= step.name == "integer_pow" and step.eqn.params["y"] < 0
-    at = 0 if is_inverse else _NOT_ZERO.get(step.name)
-    if at is None or step.ins[at].epsilon != 0.0 or not step.ins[at].may_be_zero:
+def _half_division(equation: Equation) -> Iterator[Finding]:
+    is_inverse = equation.name == "pow" and equation.ins[1].high < 0
+    is_inverse |= equation.name == "integer_pow" and equation.eqn.params["y"] < 0
+    at = 0 if is_inverse else _NOT_ZERO.get(equation.name)
+    if (
+        at is None
+        or equation.ins[at].epsilon != 0.0
+        or not equation.ins[at].may_be_zero
+    ):
         return
-    what = "division by" if step.name == "div" else f"{step.name} of"
-    infinite = "; the gradient of sqrt is infinite there" if step.name == "sqrt" else ""
+    what = "division by" if equation.name == "div" else f"{equation.name} of"
+    infinite = (
+        "; the gradient of sqrt is infinite there" if equation.name == "sqrt" else ""
+    )
     message = (
         f"{what} a value that can be 0, because its epsilon rounds to 0 in half "
         f"precision{infinite}; use an epsilon of at least 1e-4, or float32"
     )
-    yield step.finding("half-division", "warning", message, step.eqn.invars[at])
-
-
-def _round_trip(step: Step) -> Iterator[Finding]:
-    if step.name != "convert_element_type" or not is_wide(step.result):
-        return
-    maker = step.ins[0].maker
-    if maker is None or not is_narrowed_by_user(maker):
-        return
-    # Two casts in different functions are fine: neither knows of the other.
-    same = maker.place().function == step.place().function
-    if not same or not is_cast_by_user(step.place()):
-        return
-    message = (
-        f"a cast from float32 to {step.source} and back, with nothing between, may be "
-        "left out by XLA on a GPU; drop both casts, or round with "
-        "jax.lax.reduce_precision"
-    )
-    yield step.finding("round-trip", "warning", message, step.eqn.invars[0])
-
-
-def _amplified_product(step: Step) -> Iterator[Finding]:
-    """Finds half-precision products whose rounding the next operation amplifies."""
-    first, second = (*step.ins, NOTHING, NOTHING)[:2]
-    if step.name in ("add", "sub") and first.cancels(second):
-        rule = "half-cancellation"
-        harm = (
-            "a half-precision product is added to squares of its own operands, and "
-            "where they cancel, only its rounding is left"
-        )
-    elif step.name in _ANGLES and first.factors:
-        rule = "half-angle"
-        harm = f"{step.name} of a half-precision product, which can be radians off"
-    elif step.name in _SOLVES and first.rounded:
-        rule = "half-solve"
-        harm = f"{step.name} enlarges the rounding of a half-precision product"
-    else:
-        return
-    cure = "compute the product in float32 (with autocast: keep_float32)"
-    yield step.finding(rule, "warning", f"{harm}; {cure}")
+    yield equation.finding("half-division", "warning", message, equation.eqn.invars[at])
 
 
 def half_carry(carry: Var, out: Fact, loop: Loop, backward: bool) -> Iterator[Finding]:
@@ -287,46 +251,29 @@ def half_carry(carry: Var, out: Fact, loop: Loop, backward: bool) -> Iterator[Fi
 
     It accumulates if each iteration computes `a * carry + b` with a number `a` and a
     `b` that does not depend on the carry. The state of an LSTM does not, because its
-    factor is an array. A residual stream `x + f(x)` counts only in a solver.
+    factor is an array, nor does a residual stream `x + f(x)`.
     """
     # In the backward pass carries are gradients of values that all iterations share.
     least = _LONG_BACKWARD_LOOP if backward else 2
-    # A while loop may have many iterations.
-    if loop.trips is not None and loop.trips < least:
+    is_short = loop.trips is not None and loop.trips < least  # None: a while loop
+    equation = out.maker
+    if is_short or equation is None or out.forms.get(carry) is not Form.SUM:
         return
-    form, trips = out.forms.get(carry), loop.trips or 0
-    if form is Form.SUM or (form is Form.RESIDUAL and trips >= _MORE_THAN_LAYERS):
-        times = f"{trips:,} iterations" if trips else "each iteration"
-        cure = "keep the carry in float32 and add float32 values"
-        if backward:
-            cure = (
-                "cast what the iterations share to half precision inside the loop, and "
-                "a parameter that is stored so to float32, once outside of it"
-            )
-        yield from _accumulates(carry, out, "a carry", times, cure)
-
-
-def half_state(result: Atom, out: Fact) -> Iterator[Finding]:
-    """Finds an output next to the loss that accumulates over the steps of training."""
-    for argument, form in out.forms.items():
-        if form is Form.SUM and shape(argument) == shape(result):
-            what = "a state that leaves beside the loss"
-            cure = "compute and keep it in float32"
-            yield from _accumulates(argument, out, what, "the steps", cure)
-
-
-def _accumulates(
-    carry: Var, out: Fact, what: str, times: str, cure: str
-) -> Iterator[Finding]:
-    step = out.maker
-    while step and (step.name in SAME_ENTRIES or step.name == "neg"):
-        step = step.ins[0].maker
-    if step is None:
+    while equation and (equation.name in SAME_ENTRIES or equation.name == "neg"):
+        equation = equation.ins[0].maker
+    values = (carry, equation.eqn.outvars[0]) if equation else ()
+    half = next((v for v in values if is_half(dtype_name(v))), None)
+    if equation is None or half is None:
         return
-    halves = [v for v in (carry, step.eqn.outvars[0]) if is_half(dtype_name(v))]
-    for half in halves[:1]:
-        message = (
-            f"{what} adds up in {dtype_name(half)} over {times} and loses what is "
-            f"small beside it; {cure}"
+    times = f"{loop.trips:,} iterations" if loop.trips else "each iteration"
+    cure = "keep the carry in float32 and add float32 values"
+    if backward:
+        cure = (
+            "cast what the iterations share to half precision inside the loop, and a "
+            "parameter that is stored so to float32, once outside of it"
         )
-        yield step.finding("half-carry", "warning", message, half)
+    message = (
+        f"a carry adds up in {dtype_name(half)} over {times} and loses what is small "
+        f"beside it; {cure}"
+    )
+    yield equation.finding("half-carry", "warning", message, half)

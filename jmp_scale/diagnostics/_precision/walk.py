@@ -17,10 +17,9 @@ from ..._autocast.marks import CAST
 from ..._jaxpr import Atom, Loop, Program, dtype_name, fits, is_literal, open_jaxpr
 from ..._policy import is_half
 from .._source import Place, place_of
+from .equation import Equation, Fact, Finding, Form, SourceLine
 from .facts import join, of_atom, of_constant, opaque, opaque_forms, transfer
-from .rules import faults, half_carry, half_state
-from .step import Fact, Finding, Form, Step
-from .work import SourceLine, follow, useless_cast
+from .rules import faults, half_carry
 
 # These primitives have a jaxpr of scalars that combines two elements.
 _COMBINE = ("reduce", "scatter", "select_and", "arg")
@@ -35,13 +34,12 @@ class Walk:
 
     def __init__(self, lost: set[SourceLine], differentiated: bool = False):
         self.found: list[Finding] = []
-        self.steps: list[Step] = []  # of equations without nested jaxprs
+        self.equations: list[Equation] = []  # of equations without nested jaxprs
         self.unread: list[tuple[str, Place]] = []  # opaque operations
         # Rules broken in functions with custom derivatives, by the line of the call.
         self.ruled: dict[SourceLine, set[str]] = collections.defaultdict(set)
         self.infinite: set[str] = set()  # half dtypes of constants that are infinite
         self.autocasts = False  # whether `autocast` casts products
-        self.told: set[SourceLine] = set()  # lines of reported casts without effect
         self._lost = lost
         self._differentiated = differentiated
         self.outs: list[Fact] = []  # of the program
@@ -51,21 +49,17 @@ class Walk:
     ) -> "Walk":
         """Walks through a program; `parameters` are positions of its inputs."""
         inner, _ = open_jaxpr(program)
-        shapes = [_jaxpr.shape(v) for v in inner.outvars[1:]]
-        facts = []
-        for i, v in enumerate(inner.invars):
-            # An output next to the loss may be the next value of this argument.
-            is_state = _jaxpr.is_floating(v) and _jaxpr.shape(v) in shapes
-            forms = {v: Form.SAME} if is_state and not self._differentiated else {}
-            fact = replace(of_atom(v), parameters=i in parameters, forms=forms)
-            facts.append(fact)
+        facts = [
+            replace(of_atom(v), parameters=i in parameters)
+            for i, v in enumerate(inner.invars)
+        ]
         no_equation: Any = None  # contains a whole program
-        self.outs = self._run(program, facts, Step(no_equation, lambda: caller))
-        for variable, out in zip(inner.outvars[1:], self.outs[1:], strict=True):
-            self.found.extend(half_state(variable, out))
+        self.outs = self._run(program, facts, Equation(no_equation, lambda: caller))
         return self
 
-    def _run(self, jaxpr: Program, facts: Sequence[Fact], outer: Step) -> list[Fact]:
+    def _run(
+        self, jaxpr: Program, facts: Sequence[Fact], outer: Equation
+    ) -> list[Fact]:
         """Returns the facts of a jaxpr's outputs from the facts of its inputs."""
         inner, consts = open_jaxpr(jaxpr)
         by_variable: dict[Var, Fact] = dict(zip(inner.invars, facts, strict=True))
@@ -75,8 +69,7 @@ class Walk:
             if is_half(dtype_name(atom)) and _jaxpr.has_infinite_entries(value):
                 self.infinite.add(dtype_name(atom))
         for variable, value in constants:
-            fact = of_constant(value, dtype_name(variable))
-            by_variable[variable] = replace(fact, value=id(variable))
+            by_variable[variable] = of_constant(value, dtype_name(variable))
 
         def fact_of(atom: Atom) -> Fact:
             return of_atom(atom) if isinstance(atom, Literal) else by_variable[atom]
@@ -86,123 +79,101 @@ class Walk:
             by_variable.update(zip(eqn.outvars, outs, strict=True))
         return [fact_of(atom) for atom in inner.outvars]
 
-    def _pass(self, eqn: JaxprEqn, ins: list[Fact], outer: Step) -> list[Fact]:
+    def _pass(self, eqn: JaxprEqn, ins: list[Fact], outer: Equation) -> list[Fact]:
         # JAX marks the backward pass in name scopes only. Of transposed equations only
         # sums can be at fault; other problems are reported at the forward line.
         backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
-        in_rule = outer.in_custom_vjp or eqn.primitive.name.startswith("custom_vjp")
         place = functools.cache(lambda: place_of(eqn, outer.place()))
-        step = Step(eqn, place, backward, outer.times, ins, in_rule)
+        equation = Equation(eqn, place, backward, outer.times, ins)
         loop = _jaxpr.loop_of(eqn)
         if loop is not None:
-            return self._loop(step, loop)
-        bodies = [] if step.name in _KERNELS else _jaxpr.subjaxprs(eqn)
-        if bodies and not step.name.startswith(_COMBINE):
-            return self._nested(step, bodies)
-        if step.name not in _jaxpr.known_primitives():
-            self._leave_unread(step)
-        return self._operation(step)
+            return self._loop(equation, loop)
+        bodies = [] if equation.name in _KERNELS else _jaxpr.subjaxprs(eqn)
+        if bodies and not equation.name.startswith(_COMBINE):
+            return self._nested(equation, bodies)
+        if equation.name not in _jaxpr.known_primitives():
+            self._leave_unread(equation)
+        return self._operation(equation)
 
-    def _leave_unread(self, step: Step) -> None:
+    def _leave_unread(self, equation: Equation) -> None:
         # The callback of Equinox's `error_if` computes nothing.
-        computes = "debug" not in step.name and not self._differentiated
-        if computes and not any("error_if" in call for call in step.place().calls):
-            self.unread.append((step.name, step.place()))
+        computes = "debug" not in equation.name and not self._differentiated
+        if computes and not any("error_if" in call for call in equation.place().calls):
+            self.unread.append((equation.name, equation.place()))
 
-    def _operation(self, step: Step) -> list[Fact]:
-        facts = transfer(step.eqn, step.ins)
-        outs = [replace(fact, maker=step) for fact in facts]
-        self.steps.append(step)
-        if not outs or (self._differentiated and not step.backward):
+    def _operation(self, equation: Equation) -> list[Fact]:
+        facts = transfer(equation.eqn, equation.ins)
+        outs = [replace(fact, maker=equation) for fact in facts]
+        self.equations.append(equation)
+        if not outs or (self._differentiated and not equation.backward):
             return outs
-        if step.backward and step.name == "cumsum":
+        if equation.backward and equation.name == "cumsum":
             # Its sums are gradients, which are not larger than others.
-            outs = [replace(outs[0], summed=step.ins[0].summed)]
+            outs = [replace(outs[0], summed=equation.ins[0].summed)]
         # The place is found last, because finding it for all would take minutes.
-        starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in step.ins)
-        firsts = step.ins if step.name == "max" else step.ins[:1]
+        starts = outs[0].epsilon == 0 and all(f.epsilon is None for f in equation.ins)
+        firsts = equation.ins if equation.name == "max" else equation.ins[:1]
         is_usual = starts and any(fact.single == 0 for fact in firsts)
-        if is_usual and step.line not in self._lost:
+        if is_usual and equation.line not in self._lost:
             # `0 + x` is Python's `sum([x])`, `max(x, 0)` is a relu: no lost epsilon.
             outs = [replace(outs[0], epsilon=None)]
-        self.found.extend(faults(step))
-        if step.backward:
-            return outs
-        useless = useless_cast(step)
-        if useless is not None:
-            self.found.append(useless)
-            self.told.add(step.line)
-        return [follow(step, outs[0]), *outs[1:]]
+        self.found.extend(faults(equation))
+        return outs
 
-    def _nested(self, step: Step, bodies: list[Program]) -> list[Fact]:
-        eqn, ins, before = step.eqn, step.ins, len(self.found)
+    def _nested(self, equation: Equation, bodies: list[Program]) -> list[Fact]:
+        eqn, ins, before = equation.eqn, equation.ins, len(self.found)
         # Shapes in a shard_map are those of one device, but all devices compute.
-        step = step._replace(times=step.times * _jaxpr.mesh_size(eqn))
+        equation = equation._replace(times=equation.times * _jaxpr.mesh_size(eqn))
         outputs = len(eqn.outvars)
-        if step.name == "cond" and all(fits(b, len(ins) - 1, outputs) for b in bodies):
+        if equation.name == "cond" and all(
+            fits(b, len(ins) - 1, outputs) for b in bodies
+        ):
             results = []
             for body in bodies:
-                results.append(self._run(body, ins[1:], step))
+                results.append(self._run(body, ins[1:], equation))
                 if eqn.params.get("branches_platforms"):
                     # Only one branch runs on a machine; count the work of the first.
-                    step = step._replace(times=0)
+                    equation = equation._replace(times=0)
             outs = [
                 functools.reduce(join, cases) for cases in zip(*results, strict=True)
             ]
             chosen = opaque_forms(ins[:1])
             return [
-                replace(out, maker=step, forms={**out.forms, **chosen}) for out in outs
+                replace(out, maker=equation, forms={**out.forms, **chosen})
+                for out in outs
             ]
-        is_call = step.name not in ("cond", "scan", "while")
+        is_call = equation.name not in ("cond", "scan", "while")
         if is_call and len(bodies) == 1 and fits(bodies[0], len(ins), outputs):
-            outs = self._run(bodies[0], ins, step)
-            if step.name.startswith(("custom_jvp", "custom_vjp")):
-                self.ruled[step.line] |= {f.rule for f in self.found[before:]}
+            outs = self._run(bodies[0], ins, equation)
+            if equation.name.startswith(("custom_jvp", "custom_vjp")):
+                self.ruled[equation.line] |= {f.rule for f in self.found[before:]}
             self.autocasts |= _jaxpr.name_of_call(eqn) == CAST
             return outs
         for body in bodies:
             inner, _ = open_jaxpr(body)
-            self._run(body, [of_atom(v) for v in inner.invars], step)
-        if not is_call or step.name not in _jaxpr.known_primitives():
-            self._leave_unread(step)
-        return opaque(step.eqn, step.ins)
+            self._run(body, [of_atom(v) for v in inner.invars], equation)
+        if not is_call or equation.name not in _jaxpr.known_primitives():
+            self._leave_unread(equation)
+        return opaque(equation.eqn, equation.ins)
 
-    def _loop(self, step: Step, loop: Loop) -> list[Fact]:
+    def _loop(self, equation: Equation, loop: Loop) -> list[Fact]:
         # Facts of slices, or of stacked arrays, have another array.
-        ins = [replace(fact, maker=None) for fact in step.ins]
+        ins = [replace(fact, maker=None) for fact in equation.ins]
         consts = ins[loop.offset :][: loop.consts]
         rest = ins[loop.offset + loop.consts :]
         # Facts about the first carry (a zero) do not hold in other iterations.
         carry = []
-        for i, (variable, start) in enumerate(zip(loop.carries, rest, strict=False)):
-            fact = _counted(loop, i, start) or of_atom(variable)
-            forms = {variable: Form.SAME}
-            carry.append(replace(fact, promoted=start.promoted, forms=forms))
-        inside = step._replace(times=step.times * (loop.trips or 1))
+        for variable in loop.carries:
+            carry.append(replace(of_atom(variable), forms={variable: Form.SAME}))
+        inside = equation._replace(times=equation.times * (loop.trips or 1))
         outs = self._run(loop.body, [*consts, *carry, *rest[loop.carry :]], inside)
-        condition = step.eqn.params.get("cond_jaxpr")
+        condition = equation.eqn.params.get("cond_jaxpr")
         if condition is not None:
             self._run(condition, [*ins[: loop.offset], *carry], inside)
-        if step.backward or not self._differentiated:
+        if equation.backward or not self._differentiated:
             for variable, out in zip(loop.carries, outs, strict=False):
-                self.found.extend(half_carry(variable, out, loop, step.backward))
+                self.found.extend(half_carry(variable, out, loop, equation.backward))
         ends = [join(a, b) for a, b in zip(carry, outs, strict=False)]
         facts = [*ends, *outs[loop.carry :]]
-        forms = opaque_forms(step.ins)
+        forms = opaque_forms(equation.ins)
         return [replace(fact, maker=None, forms=forms) for fact in facts]
-
-
-def _counted(loop: Loop, index: int, start: Fact) -> Fact | None:
-    """Returns the fact of a loop counter in all iterations; None for other carries."""
-    inner, _ = open_jaxpr(loop.body)
-    variable, result = loop.carries[index], inner.outvars[index]
-    if loop.trips is None or start.single is None or not start.integral:
-        return None
-    for eqn in inner.eqns:
-        if eqn.primitive.name == "add" and eqn.outvars[0] is result:
-            this, other = eqn.invars
-            if this is variable and is_literal(other):
-                last = start.single + float(other.val) * max(loop.trips - 1, 0)
-                low, high = sorted((start.single, last))
-                return Fact(low, high, integral=last.is_integer())
-    return None

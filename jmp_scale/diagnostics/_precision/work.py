@@ -1,28 +1,24 @@
 """Counts the work of matrix products, and finds products in float32."""
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from ..._autocast.dot_general import ALGORITHMS
-from ..._autocast.products import has_matrix_work, stays_float32
+from ..._autocast.products import stays_float32
 from ..._jaxpr import PRODUCTS, dtype_name, shape, size
-from ..._policy import is_half
 from .._tables import printed
+from .equation import Equation, Finding
 from .facts import entries_added
-from .rules import is_cast_by_user, is_narrowed_by_user
-from .step import Fact, Finding, Step, is_wide
+from .rules import is_narrowed_by_user
 
 _FLOATING = ("float", "bfloat", "complex")
 _NARROW = ("float16", "bfloat16", "float8", "float4")
 # Algorithms that compute in half precision, whatever the dtype of the operands.
 _DTYPES = {preset: dtype for dtype, preset in ALGORITHMS.items()}
-
-SourceLine = tuple[str | None, int | None]
 
 
 @printed
@@ -77,17 +73,17 @@ def operand_dtypes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(dict.fromkeys(dtype_name(v) for v in operands))
 
 
-def operations(steps: Iterable[Step]) -> tuple[Operation, ...]:
-    """Sums up steps by primitive and dtype, most matrix work first."""
+def operations(equations: Iterable[Equation]) -> tuple[Operation, ...]:
+    """Sums up equations by primitive and dtype, most matrix work first."""
     runs: Counter[tuple[str, str]] = Counter()
     work: Counter[tuple[str, str]] = Counter()
-    for step in steps:
-        dtypes = operand_dtypes(step.eqn)
+    for equation in equations:
+        dtypes = operand_dtypes(equation.eqn)
         if not dtypes or not dtypes[0].startswith(_FLOATING):
             continue
-        row = step.name, " x ".join(dtypes)
-        runs[row] += step.times
-        work[row] += step.times * flops(step.eqn)
+        row = equation.name, " x ".join(dtypes)
+        runs[row] += equation.times
+        work[row] += equation.times * flops(equation.eqn)
     total = max(work.total(), 1)
     table = [Operation(*row, runs[row], work[row], work[row] / total) for row in runs]
     return tuple(sorted(table, key=lambda row: (-row.flops, row.primitive, row.dtype)))
@@ -103,50 +99,19 @@ def _is_narrow(dtypes: Iterable[str]) -> bool:
     return all(dtype.startswith(_NARROW) for dtype in dtypes)
 
 
-def follow(step: Step, fact: Fact) -> Fact:
-    """Adds to the fact of a result whether the user cast it, or JAX promoted it."""
-    if step.name == "convert_element_type" and is_half(step.source):
-        # If the user did not write this cast, JAX or a library promotes.
-        promotes = is_wide(step.result) and not is_cast_by_user(step.place())
-        cast = promotes and step.ins[0].cast
-        promoted = step if promotes else None
-        return dataclasses.replace(fact, cast=cast, promoted=promoted)
-    return dataclasses.replace(fact, cast=True) if is_narrowed_by_user(step) else fact
-
-
-def useless_cast(step: Step) -> Finding | None:
-    """Finds a matrix product in float32 although the user cast an operand."""
-    if not flops(step.eqn) or not has_matrix_work(step.eqn, lambda v: False):
-        return None
-    operands = [*zip(step.eqn.invars[:2], step.ins[:2], strict=True)]
-    wide = [f for v, f in operands if is_wide(dtype_name(v))]
-    half = [f for v, f in operands if is_half(dtype_name(v))]
-    promotion = next((f.promoted for f in wide if half or f.cast), None)
-    if promotion is None and wide and any(f.cast for f in half):
-        promotion = step
-    if promotion is None:
-        return None
-    dtype = next(d for d in map(dtype_name, promotion.eqn.invars) if is_half(d))
-    message = (
-        f"a float32 operand makes float32 of {dtype} here, so that matrix products run "
-        "in float32 and casts have no effect; cast this operand too"
-    )
-    found = promotion.finding("full-matmul", "warning", message)
-    return found._replace(dtype="float32")
-
-
-def full_matmuls(steps: Iterable[Step], told: set[SourceLine]) -> Iterator[Finding]:
-    """Finds products in float32 while others are half precision, at new lines."""
-    products = [step for step in steps if flops(step.eqn)]
-    wide = [step for step in products if not _is_narrow(operand_dtypes(step.eqn))]
-    for step in wide if len(wide) < len(products) else ():
+def full_matmuls(equations: Sequence[Equation]) -> Iterator[Finding]:
+    """Finds products in float32, if others or casts of the user are half precision."""
+    products = [equation for equation in equations if flops(equation.eqn)]
+    wide = [e for e in products if not _is_narrow(operand_dtypes(e.eqn))]
+    is_half = len(wide) < len(products) or any(map(is_narrowed_by_user, equations))
+    for equation in wide if is_half else ():
         # A solve, or its derivative, needs the precision.
-        needed = stays_float32(step.eqn) or "linalg" in step.place().packages
-        if needed or step.line in told:
+        if stays_float32(equation.eqn) or "linalg" in equation.place().packages:
             continue
         message = (
-            f"a matrix product runs in {' x '.join(operand_dtypes(step.eqn))} while "
-            "others are half precision; cast both operands if its time matters"
+            f"a matrix product runs in {' x '.join(operand_dtypes(equation.eqn))}, not "
+            "in half precision; cast both operands if its time matters"
         )
-        found = step.finding("full-matmul", "note", message, step.eqn.outvars[0])
+        result = equation.eqn.outvars[0]
+        found = equation.finding("full-matmul", "note", message, result)
         yield found._replace(dtype="float32")

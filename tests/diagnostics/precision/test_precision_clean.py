@@ -173,6 +173,27 @@ def test_a_mean_of_many_entries(policy):
     assert precision_report(loss, array(100_000, 2)).findings == ()
 
 
+PICKS = {
+    "take_along_axis": lambda z, y: jnp.take_along_axis(z, y[:, None], 1)[:, 0],
+    "by two indices": lambda z, y: z[jnp.arange(len(y)), y],
+    "rows of a table": lambda z, y: z[y % 16],  # how often each row, nobody knows
+}
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("cast", [None, jmp_scale.autocast])
+def test_what_is_looked_up_in_half_precision_is_no_sum(pick, cast):
+    def loss(w, x, y):
+        half = jnp.bfloat16 if cast is None else x.dtype
+        z = x.astype(half) @ w.astype(half)
+        picked = PICKS[pick](z, y).astype(F32)
+        return jnp.mean(jax.nn.logsumexp(z.astype(F32), 1)) - jnp.mean(picked)
+
+    args = array(16, 16), array(8192, 16), array(8192, dtype="int32")
+    fun = cast(loss, "bfloat16") if cast else loss
+    assert precision_report(fun, *args).findings == ()
+
+
 def test_a_program_in_float32():
     def loss(w, x):
         h = jnp.exp(x @ w) + jnp.arange(64) / 1e-9

@@ -50,23 +50,6 @@ def mean_of_half(w, x):
     return jnp.mean(y)  # !half-loss
 
 
-def promoted_by_zeros(w, x):
-    zeros = jnp.zeros((16, 1))
-    h = jnp.concatenate([x.astype(F16), zeros], 1)  # !full-matmul
-    for rows in (9, 8):
-        h = jnp.tanh(h @ jnp.ones((rows, 8), F16))
-    return jnp.mean(h @ w.astype(F16))
-
-
-def promoted_by_an_argument(w, x):
-    h = x.astype(F16).reshape(16, 8) + x  # !full-matmul
-    return jnp.mean(h @ w.astype(F16))
-
-
-def promoted_in_the_product(w, x):
-    return jnp.mean(x.astype(F16) @ w)  # !full-matmul
-
-
 def inner_products_of_a_loss(w, x):
     h = product(w, x).reshape(-1)
     return jnp.vdot(h, h)
@@ -110,8 +93,7 @@ def forward_and_backward(w, x):
 
 
 LOSSES = [
-    loss_in_half, mean_of_half, promoted_by_zeros, promoted_by_an_argument,
-    promoted_in_the_product, inner_products_of_a_loss, maximum_of_an_indexed_array,
+    loss_in_half, mean_of_half, inner_products_of_a_loss, maximum_of_an_indexed_array,
     float32_sums_over_half_precision, accumulated_gradients, forward_and_backward,
     residual_stream_of_inner_loops,
 ]  # fmt: skip
@@ -123,8 +105,6 @@ def test_a_loss_has_its_findings_and_no_others(loss, wrap):
     found = assert_finds([loss], wrap(loss), W, X).findings
     if loss is forward_and_backward:
         assert [f.backward for f in found] == [True, False]
-    if "promoted" in loss.__name__:
-        assert "casts have no effect" in found[0].message
 
 
 def test_half_parameters_are_an_error_that_names_them():
@@ -219,20 +199,15 @@ def test_a_scan_counts_its_iterations():
     assert report.half_share == pytest.approx(5 / 6, abs=0.01)
 
 
-def test_layers_that_promote_casts_of_the_user_and_a_head_in_float32():
-    layer, half = (nnx.Linear(8, 8, dtype=d, rngs=nnx.Rngs(0)) for d in (None, F16))
-    as_nnx = {"transform": nnx.value_and_grad}
+def test_a_cast_without_effect_is_a_note_at_the_product():
+    def promoted_by_zeros(w, x):
+        h = jnp.concatenate([x.astype(F16), jnp.zeros((16, 1))], 1)
+        return jnp.mean(h @ jnp.ones((9, 8), F16))
 
-    def without_effect(layer, x):
-        return jnp.mean(layer(x.astype(F16)))  # !full-matmul
-
-    def head(layers, x):
-        return jnp.mean(layers[1](layers[0](x)))
-
-    report = assert_finds([without_effect], without_effect, layer, X, **as_nnx)
-    assert "flax/nnx/" in report.findings[0].message
-    report = precision_report(head, [half, layer], X, **as_nnx)
-    assert {f.severity for f in report.findings} == {"note"}
+    (finding,) = precision_report(promoted_by_zeros, W, X).findings
+    assert (finding.rule, finding.severity) == ("full-matmul", "note")
+    assert finding.line == line_of(promoted_by_zeros) + 2
+    assert rules(lambda w, x: jnp.mean(x @ w), W, X) == []  # all in float32
 
 
 def test_deliberate_float32_among_half_precision_is_not_a_warning():
@@ -268,20 +243,8 @@ def test_only_weights_cast_outside_of_a_long_loop_accumulate_their_gradients():
     assert rules(functools.partial(layers, 64, False, False), W, X) == []
 
 
-def test_many_steps_accumulate_and_a_residual_stream_does_not():
-    assert rules(functools.partial(layers, 255, False, True), W, X) == []
-    assert rules(functools.partial(layers, 256, False, True), W, X) == ["half-carry"]
-
-
-def average(w, average, x):
-    h = x.astype(F16) @ w.astype(F16)
-    average = 0.9 * average.astype(F16) + 0.1 * h.mean(0)  # !half-carry
-    return jnp.mean(h.astype(F32)), {"average": average.astype(F32), "logits": h}
-
-
-def test_a_state_that_leaves_beside_the_loss_in_half_precision():
-    for state in (jnp.ones(8, F16), jnp.ones(8)):
-        assert_finds([average], average, W, state, X, has_aux=True)
+def test_a_residual_stream_does_not_accumulate():
+    assert rules(functools.partial(layers, 512, False, True), W, X) == []
 
 
 @pytest.mark.parametrize(

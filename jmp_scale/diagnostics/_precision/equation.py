@@ -1,4 +1,4 @@
-"""A `Finding` about a line, a `Step` of the program, and a `Fact` about a value."""
+"""A `Finding` about a line, a `Equation` of the program, and a `Fact` about a value."""
 
 import dataclasses
 import enum
@@ -16,6 +16,7 @@ from .._tables import printed
 INF = math.inf
 Severity = Literal["error", "warning", "note"]
 SEVERITIES = ("note", "warning", "error")
+SourceLine = tuple[str | None, int | None]
 
 
 @printed
@@ -52,18 +53,16 @@ class Finding(NamedTuple):
         return f"{where}: {self.severity}: {self.message} [{self.rule}]{end}"
 
 
-def location(line: tuple[str | None, int | None]) -> str:
+def location(line: SourceLine) -> str:
     return f"{line[0]}:{line[1]}" if line[0] else "<unknown line>"
 
 
 class Form(enum.IntEnum):
     """How a value in an iteration depends on a carry of the loop, if it does."""
 
-    SAME = 1  # the carry, moved or cast
-    SCALED = 2  # times a number
-    SUM = 3  # one of these, plus a value that does not depend on the carry
-    RESIDUAL = 4  # the carry, plus a value that does
-    OTHER = 5
+    SAME = 1  # the carry, moved, cast or times a number
+    SUM = 2  # the same, plus a value that does not depend on the carry
+    OTHER = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,18 +77,7 @@ class Fact:
     epsilon: float | None = None
     summed: float = 0.0  # number of float32 elements summed
     squared: bool = False  # squares, or sums of squares, in float32
-    cast: bool = False  # whether the user cast these elements to half precision
-    promoted: "Step | None" = None  # the step that promoted them from half precision
-    maker: "Step | None" = None  # the step that computed their array, inside of calls
-    # The values from which they were computed, each by a number. The rounding of a
-    # product is harmless unless a later operation amplifies it: a difference that
-    # cancels, a large angle, an inverse.
-    value: int = 0  # number of the value with the same elements, moved or cast, or 0
-    # Values whose half-precision matrix product it is, scaled or in a sum; 0 for the
-    # values of an elementwise product.
-    factors: frozenset[int] = frozenset()
-    norms: frozenset[int] = frozenset()  # values of whose squares it is a sum
-    rounded: bool = False  # whether it has elements of a half-precision product
+    maker: "Equation | None" = None  # it computed their array, inside of calls
     parameters: bool = False  # whether it is computed from parameters and constants
     forms: Mapping[Var, Form] = dataclasses.field(default_factory=dict)  # by carry
 
@@ -106,12 +94,8 @@ class Fact:
         """The value of all elements, if they are known to be equal."""
         return self.low if self.low == self.high else None
 
-    def cancels(self, other: "Fact") -> bool:
-        """Whether two values are a product and the squares of its operands."""
-        return bool(self.factors & other.norms or self.norms & other.factors)
 
-
-class Step(NamedTuple):
+class Equation(NamedTuple):
     """An equation of the traced program in its place."""
 
     eqn: JaxprEqn
@@ -119,7 +103,6 @@ class Step(NamedTuple):
     backward: bool = False  # whether JAX transposed an equation of the same line
     times: int = 1  # how often it runs
     ins: Sequence[Fact] = ()  # facts of its inputs
-    in_custom_vjp: bool = False  # whether it is in a function with a custom_vjp rule
 
     @property
     def name(self) -> str:
@@ -134,7 +117,7 @@ class Step(NamedTuple):
         return dtype_name(self.eqn.outvars[0]) if self.eqn.outvars else ""
 
     @property
-    def line(self) -> tuple[str | None, int | None]:
+    def line(self) -> SourceLine:
         return self.place()[:2]
 
     @property

@@ -44,7 +44,7 @@ class LeafComparison(NamedTuple):
       path: name of the leaf, as `jax.tree_util.keystr` writes it.
       norm: norm of the float32 gradient.
       error: norm of the difference over `norm`; infinite if it is not finite.
-      lost: share of the elements that are not zero in float32, but in half precision.
+      lost: share of the nonzero elements in float32 that half precision makes zero.
       finite: whether all elements are finite in half precision.
       float32_error: the error of float32 itself, as in `GradientComparison`.
     """

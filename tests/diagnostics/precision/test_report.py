@@ -199,17 +199,6 @@ def test_a_scan_counts_its_iterations():
     assert report.half_share == pytest.approx(5 / 6, abs=0.01)
 
 
-def test_a_cast_without_effect_is_a_note_at_the_product():
-    def promoted_by_zeros(w, x):
-        h = jnp.concatenate([x.astype(F16), jnp.zeros((16, 1))], 1)
-        return jnp.mean(h @ jnp.ones((9, 8), F16))
-
-    (finding,) = precision_report(promoted_by_zeros, W, X).findings
-    assert (finding.rule, finding.severity) == ("full-matmul", "note")
-    assert finding.line == line_of(promoted_by_zeros) + 2
-    assert rules(lambda w, x: jnp.mean(x @ w), W, X) == []  # all in float32
-
-
 def test_deliberate_float32_among_half_precision_is_not_a_warning():
     def loss(w, x):
         h = x

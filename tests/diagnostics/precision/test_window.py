@@ -41,7 +41,7 @@ def test_a_gradient_is_precise_at_the_loss_scales_of_the_window_alone():
     half = lambda w: loss(w, jnp.float16)  # noqa: E731
     window = compare_gradients(half, loss, w).window
     assert 1 < window.lowest < window.highest
-    for s in (2.0**k for k in range(-4, 25, 2)):
+    for s in (1.0, window.lowest / 4, window.lowest, window.highest):
         at = compare_gradients(half, loss, w, loss_scale=s, loss_scales=())
         assert at.is_precise == (window.lowest <= s <= window.highest)
         assert (at.window, at.loss_scales) == (None, ())

@@ -86,7 +86,7 @@ def spikes(path, steps=600):
     images = _digits.Batches(_digits.load_images()[0], steps, 64)[:]
     start = params, tx.init(params), history
     _, _, history = jax.lax.scan(step, start, (images, weights))[0]
-    top, _ = plotting.plot_spikes(history)
+    top, *_ = plotting.plot_history(history)
     # Twice the pixels of a page of 700, and no background: for light and dark pages.
     top.figure.savefig(path, dpi=200, transparent=True)
 
@@ -172,11 +172,11 @@ RESULTS = DOCS.parent / "benchmarks/results"
 
 
 def half_parameters(path):
-    """How bfloat16 parameters train, as `benchmarks/half_parameters.py` measured it."""
+    """How bfloat16 parameters train, as `benchmarks/half_storage.py` measured it."""
     forms = "float32 parameters", "naive", "remainder", "stochastic"
     panels = [
         _losses(
-            "half_parameters",
+            "half_storage",
             f"{task}, learning rate {rate}",
             forms,
             scale,
@@ -189,13 +189,13 @@ def half_parameters(path):
 
 
 def half_states(path):
-    """How averages in bfloat16 train, as `benchmarks/half_states.py` measured it."""
+    """How averages in bfloat16 train, as `benchmarks/half_storage.py` measured it."""
     forms = "float32", "to nearest", "stochastic"
     titles = [
         "AdamW, b2 .999, learning rate 1e-3",
         "RMSprop, decay .999, learning rate 1e-3",
     ]
-    _show.figure(path, [_losses("half_states", x, forms, "log") for x in titles])
+    _show.figure(path, [_losses("half_storage", x, forms, "log") for x in titles])
 
 
 def _losses(results, title, forms, scale, hidden=()):

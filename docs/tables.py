@@ -49,8 +49,6 @@ TRACED = {
     "in Linen": "linen12",
     "in Equinox": "equinox12",
 }
-TASKS = ("digits", "character transformer")
-RATES = ("1e-3", "1e-4", "1e-5")
 MACHINES = {"CPU": "cpu", "v5e": "tpu-v5e", "v6e": "tpu-v6e", "H100": "h100"}
 LIBRARIES = [
     "with_loss_scale",
@@ -196,43 +194,6 @@ def time_of_a_trace() -> Cells:
     return cells
 
 
-def last_losses() -> Cells:
-    """Cells of what is kept beside parameters; bold where it is not as float32."""
-
-    def cells(row: list[str]) -> list[str]:
-        figures = []
-        for task in TASKS:
-            for rate in RATES:
-                (found,) = [
-                    line
-                    for line in rows_of("half_parameters", f"^{task}, .*{rate}$")
-                    if line["form"] == row[0]
-                ]
-                loss = found["median"]
-                if row[0] == "float32 parameters":
-                    loss = f"{loss} ({found['least']} to {found['largest']})"
-                if found["verdict"] != "as float32":
-                    loss = f"**{loss}**"
-                figures.append(loss)
-        return [row[0], *figures]
-
-    return cells
-
-
-def changed_losses() -> Cells:
-    """Cells of an optimizer whose averages are bfloat16: the loss over float32's."""
-
-    def cells(row: list[str]) -> list[str]:
-        (found,) = [
-            line
-            for line in rows_of("half_states", "^Last training loss")
-            if [line["optimizer"], line["rate"]] == row[:2]
-        ]
-        return [*row[:2], found["change, to nearest"], found["change, stochastic"]]
-
-    return cells
-
-
 # How a table's header begins: what makes a function of its rows.
 TABLES: dict[str, Callable[[], Cells]] = {
     "| float32 = 1 | H100: memory |": lambda: autocast_over("float32", OVER_FLOAT32),
@@ -241,8 +202,6 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "| by hand = 1 | `autocast`: memory |": lambda: autocast_over("by hand", POLICIES),
     "| by hand = 1 | H100: wire |": over_devices,
     "| tracing, float32 = 1 |": time_of_a_trace,
-    "| last loss | digits, 1e-3 |": last_losses,
-    "| change of the loss | rate |": changed_losses,
     "| machine | step | measure |": cost_of_a_skip,
 }
 

@@ -199,7 +199,7 @@ def diagnosis(path, report, falls, stays):
     from jmp_scale import plotting
 
     def history(title, of):
-        return lambda ax: plotting.plot_loss_scale(of, ax=ax).set_title(title)
+        return lambda ax: plotting.plot_history(of, [ax])[0].set_title(title)
 
     panels = [
         lambda ax: plotting.plot_gradients(report, ax=ax),

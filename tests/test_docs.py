@@ -229,6 +229,7 @@ def test_the_page_on_checkpoints_resumes_in_each_library_and_restores_old_states
     page = run("docs/checkpoints.md")
     assert page["state"]["params"]["w"].tolist() == [0, 1, 2]
     assert page["state"]["opt_state"].loss_scale.loss_scale == 2**15
+    assert page["half_state"]["params"]["w"].dtype == jnp.bfloat16
     linen, optimizer, opt_state = (
         page[name] for name in ("linen_state", "optimizer", "eqx_opt_state")
     )

@@ -34,14 +34,6 @@ GRADIENTS = diagnostics.GradientComparison(
     loss_scale=1.0,
     window=diagnostics.Window(2.0**6, 2.0**22, 2.0**20),
 )
-FIGURES = {
-    "loss_scale": recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0]),
-    "gradients": GRADIENTS,
-}
-
-
-def plot(name, *args, **kwargs):
-    return getattr(plotting, f"plot_{name}")(FIGURES[name], *args, **kwargs)
 
 
 def texts(ax):
@@ -51,27 +43,23 @@ def texts(ax):
     return [x for x in (*ax.texts, *legend, *labels) if x.get_text()]
 
 
-def words(ax):
-    return " ".join(x.get_text() for x in texts(ax))
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_drawn_into_the_given_axes_or_into_new_ones(name):
-    figure, ax = plt.subplots()
-    assert plot(name, ax=ax) is ax
-    figure.canvas.draw()
-    new = plot(name)
-    assert new.figure is not figure
-    assert new.get_xlabel()
-    assert new.get_title()
+def marked(ax, label):
+    """The points that a label marks."""
+    (line,) = [x for x in ax.lines if x.get_label() == label]
+    return line.get_xydata().tolist()
 
 
 def test_the_loss_scale_is_drawn_with_its_two_kinds_of_skipped_steps():
-    ax = plot("loss_scale")
+    figure, given = plt.subplots()
+    history = recorded([1, 0, 1, 0], loss_finite=[1, 1, 1, 0])
+    (ax,) = plotting.plot_history(history, [given])
+    assert ax is given
     assert ax.lines[0].get_ydata().tolist() == [15, 15, 14, 14]
-    marks = [points.get_offsets().tolist() for points in ax.collections]
-    assert marks == [[[1, 15]], [[3, 14]]]  # gradients, loss
-    assert "skipped: gradients not finite (1)" in words(ax)
+    assert marked(ax, "skipped: gradients not finite") == [[1, 15]]
+    assert marked(ax, "skipped: the loss is not finite") == [[3, 14]]
+    assert ax.get_title() == "2 of 4 steps skipped"
+    figure.canvas.draw()
+    assert "$2^{15}$" in [text.get_text() for text in ax.get_yticklabels()]
 
 
 def spike_history(spikes=(3,), loss=2.0, limits=True):
@@ -85,15 +73,11 @@ def spike_history(spikes=(3,), loss=2.0, limits=True):
 
 
 def test_spikes_are_drawn_above_the_limits_that_they_passed():
-    top, bottom = plotting.plot_spikes(spike_history())
-    assert top.get_title() == "The guard skipped 1 step of 10 as spikes"
-    (loss_spikes,), (norm_spikes,) = top.collections, bottom.collections
-    assert loss_spikes.get_offsets().tolist() == [[3, 200]]
-    assert norm_spikes.get_offsets().tolist() == [[3, 50]]
-    applied, limit = top.lines
-    assert np.isnan(applied.get_ydata()[3])
-    assert (limit.get_ydata() < 200).all()
-    assert (limit.get_ydata() > 2).all()
+    top, bottom = plotting.plot_history(spike_history())
+    assert marked(top, "skipped: spike") == [[3, 200]]
+    assert marked(bottom, "skipped: spike") == [[3, 50]]
+    assert [y for _, y in marked(top, "limit of the guard")] == [4] * 10
+    assert np.isnan(marked(top, "applied")[3][1])
     assert bottom.get_xlabel() == "step"
 
 
@@ -101,10 +85,9 @@ def test_spikes_are_drawn_above_the_limits_that_they_passed():
 def test_a_run_without_spikes_and_limits_is_drawn_whatever_its_losses(loss):
     figure, axes = plt.subplots(1, 2)
     history = spike_history((), loss, limits=False)
-    top, bottom = plotting.plot_spikes(history, axes)
+    top, bottom = plotting.plot_history(history, axes)
     assert (top, bottom) == tuple(axes)
-    assert top.get_title() == "The guard skipped 0 steps of 10 as spikes"
-    assert (len(top.lines), len(top.collections)) == (1, 0)
+    assert len(top.lines) == 1
     assert top.get_yscale() == ("log" if loss > 0 else "linear")
     figure.canvas.draw()
 
@@ -116,8 +99,8 @@ def relative_luminance(color):
     return linear @ [0.2126, 0.7152, 0.0722]
 
 
-def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
-    for ax in plotting.plot_spikes(spike_history()):
+def test_a_history_can_be_read_on_a_light_and_on_a_dark_page():
+    for ax in plotting.plot_history(spike_history()):
         for text in texts(ax):
             own = relative_luminance(text.get_color())
             for page in ("white", "#0d1117"):  # GitHub's dark page
@@ -126,7 +109,7 @@ def test_the_spikes_can_be_read_on_a_light_and_on_a_dark_page():
 
 
 def test_each_leaf_shows_its_error_below_the_window_of_loss_scales():
-    ax = plot("gradients")
+    ax = plotting.plot_gradients(GRADIENTS)
     assert "from $2^{6}$ to $2^{22}$ work; start from $2^{20}$" in ax.get_title()
     assert "at S = $2^{0}$" in ax.get_xlabel()
     (bars,) = ax.containers
@@ -135,24 +118,17 @@ def test_each_leaf_shows_its_error_below_the_window_of_loss_scales():
     assert errors == {"['t']": 1, "['w']": 0.02}  # from below
     lost, held = (bar.get_facecolor() for bar in bars)
     assert lost != held
-    figure, other = plt.subplots()
-    without = plotting.plot_gradients(GRADIENTS._replace(window=None), ax=other)
+    _, given = plt.subplots()
+    without = plotting.plot_gradients(GRADIENTS._replace(window=None), ax=given)
+    assert without is given
     assert without.get_title() == "Gradient in half precision"
-    figure.canvas.draw()
 
 
-EMPTY = {
-    "loss_scale": (diagnostics.LossScaleHistory.create(3), "a history of at least one"),
-    "gradients": (GRADIENTS._replace(leaves=()), "a gradient of at least one leaf"),
-    "spikes": (recorded([1, 0]), "a history with losses or gradient norms"),
-}
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_empty_reports_are_refused(name):
-    empty, expected = EMPTY[name]
-    with pytest.raises(ValueError, match=f"plot_{name}: expected {expected}"):
-        getattr(plotting, f"plot_{name}")(empty)
+def test_reports_with_nothing_to_draw_are_refused():
+    with pytest.raises(ValueError, match="plot_history: expected steps with a loss, a"):
+        plotting.plot_history(diagnostics.LossScaleHistory.create(3))
+    with pytest.raises(ValueError, match="plot_gradients: expected at least one leaf"):
+        plotting.plot_gradients(GRADIENTS._replace(leaves=()))
 
 
 def test_without_matplotlib_the_error_names_it(monkeypatch):

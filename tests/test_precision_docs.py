@@ -1,4 +1,4 @@
-"""docs/precision.md: recipes are clean by `precision_report`, programs have a fault."""
+"""Recipes of casts are clean by `precision_report`, programs of rules have a fault."""
 
 import pathlib
 import re
@@ -19,12 +19,16 @@ from jmp_scale.diagnostics import precision_report
 
 pytestmark = pytest.mark.usefixtures("ranks_promote")
 
-PAGE = (pathlib.Path(__file__).parents[1] / "docs/precision.md").read_text()
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "precision.md").read_text()
 RECIPE = re.compile(  # some are folded, and so indented
-    r"^### ([\w ]+)\n\n(?:\?{3} [^\n]*\n\n)?( *)```python\n(.*?)^\2```",
+    r"^## ([\w ]+)\n\n(?:\?{3} [^\n]*\n\n)?( *)```python\n(.*?)^\2```",
     re.DOTALL | re.MULTILINE,
 )
-RECIPES = {name: textwrap.dedent(code) for name, _, code in RECIPE.findall(PAGE)}
+RECIPES = {
+    name: textwrap.dedent(code)
+    for name, _, code in RECIPE.findall((DOCS / "by-hand.md").read_text())
+}
 TRANSFORMS = {"Flax NNX": nnx.value_and_grad, "Equinox": eqx.filter_value_and_grad}
 LIBRARIES = {"eqx": eqx, "hk": hk, "jax": jax, "jmp_scale": jmp_scale, "jnp": jnp,
              "nn": nn, "nnx": nnx, "optax": optax}  # fmt: skip

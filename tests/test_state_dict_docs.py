@@ -1,4 +1,4 @@
-"""The lines of docs/checkpoints.md, on the frameworks' own runs, cut."""
+"""The lines of docs/coming-from/state-dicts.md, on the frameworks' own runs, cut."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from test_presets import EVERY, as_flags, build
 import jmp_scale
 from jmp_scale import DynamicLossScale, NoOpLossScale, presets
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs/checkpoints.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs/coming-from/state-dicts.md"
 LINES = dict(re.findall(r"^\| (.*?) \|.* `(.*)` \|$", PAGE.read_text(), re.MULTILINE))
 
 

@@ -140,12 +140,3 @@ def test_a_dynamic_loss_scale_takes_what_is_advised(ends):
     if "start from" in words:
         jmp_scale.DynamicLossScale(window.start)
     assert isinstance(window, Window)
-
-
-def test_loss_scales_that_do_not_increase_are_refused():
-    for scales in ([0, 1], [3, 1], [2, 2], [2.0**127], [float("nan")]):
-        words = "compare_gradients: expected loss_scales"
-        with pytest.raises(ValueError, match=words):
-            compare_gradients(
-                forgetful, float32_forgetful, ONES, ONES, loss_scales=scales
-            )

@@ -79,10 +79,7 @@ STEPS = {
         "nnx_step": "nnx_step, model, optimizer, ids",
     },
     "docs/spikes.md": {"train_step": "train_step, params, opt_state, gradient"},
-    "docs/monitor.md": {
-        "train_step": "train_step, params, opt_state, x",
-        "recorded_step": "recorded_step, params, opt_state, history, x",
-    },
+    "docs/monitor.md": {"train_step": "train_step, params, opt_state, history, x"},
 }
 
 

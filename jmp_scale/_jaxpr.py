@@ -59,7 +59,7 @@ SAME_ENTRIES = REARRANGES | words("""
 # The result is linear in floating-point operands, so that no derivative reads them.
 LINEAR = REARRANGES | words("""
     add add_any broadcast_in_dim concatenate conj convert_element_type dynamic_slice
-    gather imag name neg optimization_barrier pad pbroadcast pvary real reduce_sum
+    gather imag name neg optimization_barrier pad pbroadcast pick pvary real reduce_sum
     reshard select_n slice split stop_gradient sub
 """)
 # The result counts as a parameter if an operand is a parameter.

@@ -226,6 +226,7 @@ def test_the_page_on_checkpoints_resumes_in_each_library_and_restores_old_states
     page = run("docs/checkpoints.md")
     assert page["state"]["params"]["w"].tolist() == [0, 1, 2]
     assert page["state"]["opt_state"].loss_scale.loss_scale == 2**15
+    assert page["half_state"]["params"]["w"].dtype == jnp.bfloat16
     linen, optimizer, opt_state = (
         page[name] for name in ("linen_state", "optimizer", "eqx_opt_state")
     )
@@ -283,7 +284,8 @@ def test_every_page_is_in_the_navigation_and_every_example_on_its_page():
     scripts = {path.name for path in folder.glob("[!_]*.py")}
     page = TEXTS["docs/examples.md"]
     assert set(re.findall(r"`(\w+\.py)`", page)) == scripts
-    assert set(re.findall(r'^ +--8<-- "examples/([^_].+)"$', page, re.M)) == scripts
+    shown = re.findall(r"^<!-- example: (\w+)(?:, wrap)? -->$", page, re.M)
+    assert {f"{name}.py" for name in shown} == scripts
 
 
 def test_the_first_page_of_the_site_shows_the_lines_of_the_readme():

@@ -13,11 +13,13 @@ from .. import _jaxpr, _jaxpr_rewrite
 from .._jaxpr import Jaxpr, JaxprEqn, Var, dtype_name, is_float32, variables
 from .._policy import is_half
 from .._types import Leaf
+from .picks import as_pick, has_picks, may_pick
 from .products import Fate, Product, fate, has_products, is_cheap, never, reads_half
 
 _INTEGERS = "bool", "int", "uint"
-# They run as calls if they read weights in half precision, whose gradients are sums.
-_SUMMING = "scan", "scan3", "while", "cond", "remat2", "shard_map"
+# They run as calls if they read weights in half precision, whose gradients are sums, or
+# pick entries.
+_CALLS = "scan", "scan3", "while", "cond", "remat2", "shard_map"
 
 # "product": it becomes half precision. "own": a product in the dtype of an operand,
 # which is not `autocast`'s. "call": its nested jaxprs hold products. "other": it runs
@@ -115,6 +117,8 @@ def read(
             return False
         if has_products(eqn):
             return not is_exempt(eqn)
+        if has_picks(eqn):
+            return True
         # A call such as `jnp.take` only moves entries or looks up rows.
         (body,) = map(_jaxpr.bare, _jaxpr.subjaxprs(eqn))
         lookups = (e.primitive.name in _jaxpr.LOOKUPS or is_cheap(e) for e in body.eqns)
@@ -133,7 +137,7 @@ def read(
         is_known = not isinstance(x, Tracer)
         wide = is_float32(v) and not is_known
         given[v] = Provenance(Origin.PARAMETER, is_known, is_known, wide)
-    reader = _Reader(flat, given, dtype.name, is_exempt)
+    reader = _Reader(flat, given, dtype.name, is_exempt, constants)
     wanted, steps = {*variables(flat.outvars)}, list[Step]()
     for step in reversed(reader.steps):
         if _jaxpr.has_effects(step.eqn) or not wanted.isdisjoint(step.outputs):
@@ -170,8 +174,10 @@ class _Reader:
         given: Mapping[Var, Provenance],
         dtype: str,
         is_exempt: Callable[[JaxprEqn], bool],
+        constants: Mapping[Var, Leaf],
     ) -> None:
         self._jaxpr, self._dtype, self._is_exempt = jaxpr, dtype, is_exempt
+        self._constants = constants
         self._maker: dict[Var, Step] = {}
         self.steps: list[Step] = []
         self.provenance = {**given}
@@ -209,10 +215,13 @@ class _Reader:
                 return Step("other", eqn)
             product = self._product(eqn)
             return Step("own" if product.dtype else "product", eqn, product)
+        if may_pick(eqn) and not self._all(variables(eqn.invars[:1]), "origin"):
+            makers = {v: step.eqn for v, step in self._maker.items()}
+            return Step("other", as_pick(eqn, makers, self._constants))
         if has_products(eqn):
             return Step("other" if self._is_exempt(eqn) else "call", eqn)
-        is_summing = _jaxpr.name_of(eqn) in _SUMMING and reads_half(eqn)
-        return Step("call" if is_summing else "other", eqn)
+        is_call = _jaxpr.name_of(eqn) in _CALLS and (reads_half(eqn) or has_picks(eqn))
+        return Step("call" if is_call else "other", eqn)
 
     def _product(self, eqn: JaxprEqn) -> Product:
         (lhs, left), (rhs, right) = map(self._operand, variables(eqn.invars[:2]))

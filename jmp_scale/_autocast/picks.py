@@ -1,0 +1,197 @@
+"""Picks: gathers of one entry of each row, such as the label's logit in a loss.
+
+JAX differentiates a gather by a scatter into zeros, which no compiler fuses: the whole
+gradient of the logits is written in float32. A comparison fuses with the softmax around
+it, in both passes:
+
+```
+picked[row] = sum(where(arange(size) == label[row], x[row], 0))
+```
+
+Its value is the gather's, except that -0.0 becomes 0.0.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from .. import _jaxpr
+from .._jaxpr import Atom, JaxprEqn, Var
+from .._types import Leaf
+from .linear import linear
+
+_MODES = "CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"
+# Indices of more entries are not computed while a program is read.
+_MOST_INDICES = 2**22
+# How indices such as `jnp.arange(n)[:, None]` are computed, besides moves.
+_NUMPY: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "convert_element_type": np.array,
+    "copy": np.array,
+    "lt": np.less,
+    "reshape": np.array,
+    "squeeze": np.array,
+    "select_n": lambda which, no, yes: np.where(which, yes, no),
+}
+
+
+class Pick(NamedTuple):
+    """Which entry of each row of an array is picked."""
+
+    axis: int  # of the array: a row lies along it
+    column: int  # of the indices, in their last dimension: the labels
+    # Dimensions of the labels: those of the array's other axes, then any of size 1.
+    dimensions: tuple[int, ...]
+    fill: float | None  # out of bounds; None: the nearest entry
+    shape: tuple[int, ...]  # of the result
+
+
+def may_pick(eqn: JaxprEqn) -> bool:
+    """Whether an equation gathers single entries of a floating-point array."""
+    if eqn.primitive.name != "gather" or not _jaxpr.is_floating(eqn.invars[0]):
+        return False
+    return {*eqn.params["slice_sizes"]} == {1} and eqn.params["mode"].name in _MODES
+
+
+def has_picks(eqn: JaxprEqn) -> bool:
+    """Whether nested jaxprs gather single entries of floating-point arrays."""
+    return any(map(may_pick, _jaxpr.equations_within(eqn)))
+
+
+def as_pick(
+    eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], constants: Mapping[Var, Leaf]
+) -> JaxprEqn:
+    """Returns an equation that compares, or `eqn` if it does not pick one of each row.
+
+    `maker` has the equations of variables, `constants` the values of others.
+    """
+    sizes, rows = _dims(eqn.invars[0]), _dims(eqn.invars[1])[:-1]
+    start_indices = eqn.params["dimension_numbers"].start_index_map
+    columns = {int(axis): i for i, axis in enumerate(start_indices)}
+    along = _counted(eqn, columns, maker, constants)
+    picked = [axis for axis in columns if axis not in along]
+    single = [axis for axis, n in enumerate(sizes) if axis not in columns and n == 1]
+    dimensions = [along[axis] for axis in sorted(along)]
+    dimensions += [d for d, n in enumerate(rows) if d not in dimensions and n == 1]
+    # No other dimension of the indices repeats a row.
+    is_each_row_once = sorted(dimensions) == [*range(len(rows))]
+    others = {*range(len(sizes))}.difference(picked, along, single)
+    if len(picked) != 1 or others or len(sizes) < 2 or not is_each_row_once:
+        return eqn
+    fill = eqn.params["fill_value"]
+    fills = eqn.params["mode"].name == "FILL_OR_DROP"
+    pick = Pick(
+        axis=picked[0],
+        column=columns[picked[0]],
+        dimensions=(*dimensions,),
+        fill=(np.nan if fill is None else fill) if fills else None,
+        shape=_dims(eqn.outvars[0]),
+    )
+    return eqn.replace(primitive=_pick_p, params={"pick": pick})
+
+
+def _counted(
+    eqn: JaxprEqn,
+    columns: Mapping[int, int],
+    maker: Mapping[Var, JaxprEqn],
+    constants: Mapping[Var, Leaf],
+) -> dict[int, int]:
+    """Returns axes of the array, with the dimension of the indices that counts there.
+
+    These are batches of the gather, and axes of which a column holds `jnp.arange`.
+    """
+    numbers, (x, indices) = eqn.params["dimension_numbers"], eqn.invars
+    batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    found = {int(axis): int(d) for axis, d in zip(*batching, strict=True)}
+    *rows, _ = _dims(indices)
+    parts = _columns(indices, maker) if len(columns) > 1 else []
+    for axis, part in zip(columns, parts, strict=False):
+        value = _computed(part, maker, constants)
+        if value is None:
+            continue
+        for d, size in enumerate(rows):
+            counts = np.arange(size).reshape(size, *[1] * (len(rows) - d))
+            if size == _dims(x)[axis] and np.array_equal(counts + 0 * value, value):
+                found[axis] = d
+    return found
+
+
+def _dims(v: Atom) -> tuple[Any, ...]:
+    """Returns the shape of an array, with sizes that are symbolic."""
+    aval: Any = v.aval
+    return aval.shape
+
+
+def _columns(indices: Atom, maker: Mapping[Var, JaxprEqn]) -> Sequence[Atom]:
+    """Returns the arrays of one column each that indices are put together of."""
+    eqn = maker.get(indices) if isinstance(indices, Var) else None
+    if eqn is None or eqn.primitive.name != "concatenate":
+        return []
+    is_single = all(_jaxpr.shape(v)[-1] == 1 for v in eqn.invars)
+    return eqn.invars if is_single else []
+
+
+def _computed(
+    v: Atom, maker: Mapping[Var, JaxprEqn], constants: Mapping[Var, Leaf]
+) -> np.ndarray | None:
+    """Returns indices that no input changes, such as `jnp.arange(n)`; else None."""
+    shape = _dims(v)
+    if shape != _jaxpr.shape(v) or _jaxpr.size(v) > _MOST_INDICES:
+        return None
+    eqn = maker.get(v) if isinstance(v, Var) else None
+    if eqn is None:
+        return _jaxpr.constant(constants.get(v) if isinstance(v, Var) else v.val)
+    name, params = eqn.primitive.name, eqn.params
+    if name == "iota":
+        return np.indices(shape)[params["dimension"]]
+    values = [_computed(each, maker, constants) for each in eqn.invars]
+    operands = [value for value in values if value is not None]
+    if len(operands) < len(values):
+        return None
+    if name == "broadcast_in_dim":
+        own = params["broadcast_dimensions"]
+        added = [d for d in range(len(shape)) if d not in own]
+        return np.broadcast_to(np.expand_dims(operands[0], added), shape)
+    return _NUMPY[name](*operands).reshape(shape) if name in _NUMPY else None
+
+
+class _Pick(Primitive):
+    """A comparison in a program that `autocast` reads, and JAX never sees.
+
+    JAX sees what it binds, in the types that the arrays have then.
+    """
+
+    def bind(self, x: jax.Array, indices: jax.Array, *, pick: Pick) -> jax.Array:
+        return picked(x, indices, pick)
+
+
+_pick_p = _Pick("pick")
+
+
+def picked(x: jax.Array, indices: jax.Array, pick: Pick) -> jax.Array:
+    """Picks entries of `x`, whose derivative saves the indices alone."""
+    rows = [n for axis, n in enumerate(x.shape) if axis != pick.axis]
+    size = x.shape[pick.axis]
+    labels = indices[..., pick.column].transpose(pick.dimensions).reshape(rows)
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    is_inside = (labels >= 0) & (labels < size)
+    if pick.fill is None:
+        labels = jnp.clip(labels, 0, size - 1)
+    found = linear(functools.partial(_entries, axis=pick.axis), labels, x)
+    if pick.fill is not None:
+        found = jnp.where(is_inside, found, pick.fill)
+    order = np.argsort(pick.dimensions)
+    shape = [indices.shape[d] for d in pick.dimensions]
+    return found.reshape(shape).transpose(order).reshape(pick.shape)
+
+
+def _entries(labels: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    labels = jnp.expand_dims(labels, axis)
+    others = [d for d in range(x.ndim) if d != axis]
+    places = jnp.expand_dims(jnp.arange(x.shape[axis], dtype=labels.dtype), others)
+    return jnp.sum(jnp.where(places == labels, x, 0), axis)

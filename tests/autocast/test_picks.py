@@ -1,0 +1,286 @@
+"""A label's logit is found by comparison, with the value and gradient of a gather.
+
+The products of these programs are exact in half precision, and `b` is added to the
+logits, so that its gradient is theirs in float32. So all of it is that of JAX's gather.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from autocast_programs import arrays
+from helpers import EXPLICIT, ONE_AXIS, one_of
+from jax import export, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_scale
+from jmp_scale import _jaxpr, autocast
+
+ROWS, WIDTH, SIZE = 8, 4, 12
+(B,) = arrays((ROWS, SIZE))
+H = jnp.asarray(np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 7 - 3, jnp.float32)
+W = jnp.tile(jnp.eye(WIDTH), (1, 3)) / 2
+LABELS = jnp.asarray([3, 0, 11, 7, 7, 5, 1, 10])
+ARGS = B, LABELS, H, W
+COUNT = jnp.arange(ROWS)
+log_softmax = jax.nn.log_softmax
+entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def of_logits(loss):
+    """A loss of `b`, of logits b + H @ W, and of labels."""
+    return lambda b, labels, h, w: loss(b + h @ w, labels)
+
+
+def along(x, labels, axis=-1):
+    return jnp.take_along_axis(x, jnp.expand_dims(labels, axis), axis)
+
+
+def in_chunks(body):
+    """A scan over pairs of rows, whose products are within."""
+
+    def loss(b, labels, h, w):
+        def chunk(total, batch):
+            b, labels, h = batch
+            return total + body(b + h @ w, labels), None
+
+        pairs = (x.reshape(4, 2, *x.shape[1:]) for x in (b, labels, h))
+        return lax.scan(chunk, 0.0, tuple(pairs))[0]
+
+    return loss
+
+
+def by_devices(loss):
+    return jax.shard_map(
+        lambda *args: lax.psum(of_logits(loss)(*args), "i"),
+        mesh=ONE_AXIS,
+        in_specs=(P("i"), P("i"), P("i"), P()),
+        out_specs=P(),
+    )
+
+
+def negative_log(logits, labels):
+    return -jnp.sum(along(log_softmax(logits), labels))
+
+
+def smoothed(logits, labels):
+    """With a mask of labels that are ignored."""
+    logs, seen = log_softmax(logits), labels != 7
+    losses = 0.9 * along(logs, jnp.where(seen, labels, 0))[:, 0] + 0.1 * logs.mean(-1)
+    return -jnp.sum(losses, where=seen) / jnp.sum(seen)
+
+
+def halves(x):
+    return x.reshape(2, 4, *x.shape[1:])
+
+
+FORMS = {
+    "optax": of_logits(lambda x, y: jnp.mean(entropy(x, y))),
+    "optax, where=": of_logits(lambda x, y: jnp.sum(entropy(x, y, where=x > -1))),
+    "optax, first axis": of_logits(lambda x, y: jnp.sum(entropy(x.T, y, axis=0))),
+    "along the last axis": of_logits(negative_log),
+    "along the first axis": of_logits(
+        lambda x, y: jnp.sum(along(log_softmax(x.T, axis=0), y, axis=0))
+    ),
+    "along the middle axis": of_logits(
+        lambda x, y: jnp.sum(along(log_softmax(halves(x).mT, 1), halves(y), axis=1))
+    ),
+    "rows of vmap": of_logits(
+        lambda x, y: jnp.sum(jax.vmap(lambda row, label: row[label])(log_softmax(x), y))
+    ),
+    "take of vmap": of_logits(
+        lambda x, y: jnp.sum(jax.vmap(jnp.take)(log_softmax(x), y))
+    ),
+    "two columns": of_logits(lambda x, y: jnp.sum(log_softmax(x)[COUNT, y])),
+    "two columns, arange within": of_logits(
+        lambda x, y: jnp.sum(log_softmax(x)[jnp.arange(len(y)), y])
+    ),
+    "three columns": of_logits(
+        lambda x, y: jnp.sum(
+            log_softmax(halves(x))[
+                jnp.arange(2)[:, None], np.arange(4)[None], halves(y)
+            ]
+        )
+    ),
+    "two columns of vmap": of_logits(
+        lambda x, y: jnp.sum(
+            jax.vmap(lambda x, y: log_softmax(x)[jnp.arange(4), y], 1)(
+                halves(x).swapaxes(0, 1), halves(y).T
+            )
+        )
+    ),
+    "smoothed and masked": of_logits(smoothed),
+    "checkpoint": of_logits(jax.checkpoint(negative_log)),
+    "a jitted loss": of_logits(jax.jit(negative_log)),
+    "chunks": in_chunks(negative_log),
+    "chunks in a checkpoint": in_chunks(jax.checkpoint(negative_log)),
+    "branches": of_logits(
+        lambda x, y: lax.cond(x[0, 0] > 9, lambda x, _: jnp.sum(x), negative_log, x, y)
+    ),
+    "shard_map": by_devices(negative_log),
+    "a float32 head": lambda b, labels, h, w: negative_log(
+        b + jmp_scale.keep_float32(jnp.dot)(h @ jnp.eye(WIDTH), w), labels
+    ),
+}
+
+
+def gathered(fun, *args, grad=jax.value_and_grad):
+    """Shapes of what is gathered from or scattered to, in the loss and its gradient."""
+    eqns = _jaxpr.equations(jax.make_jaxpr(grad(fun))(*args))
+    names = "gather", "scatter", "scatter-add"
+    found = [eqn.invars[0] for eqn in eqns if eqn.primitive.name in names]
+    return [*map(_jaxpr.shape, found)]
+
+
+def assert_equal(fun, reference, args, argnums=0):
+    found, wanted = (
+        jax.jit(jax.value_and_grad(f, argnums))(*args) for f in (fun, reference)
+    )
+    # A last digit where XLA:CPU fuses a sum otherwise.
+    equal = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(equal, found, wanted)
+
+
+FIRST = "optax", "along the last axis", "two columns", "chunks in a checkpoint"
+CASES = [(name, True) for name in FORMS]
+CASES += [
+    pytest.param(name, False, marks=() if name in FIRST else pytest.mark.slow)
+    for name in FORMS
+]
+
+
+@pytest.mark.parametrize(("name", "recompute"), CASES)
+def test_a_loss_has_the_value_and_gradient_of_its_gather(name, recompute):
+    half = autocast(FORMS[name], "bfloat16", recompute=recompute)
+    assert_equal(half, FORMS[name], ARGS)
+    assert not [shape for shape in gathered(half, *ARGS) if SIZE in shape]
+
+
+OUT_OF_BOUNDS = jnp.asarray([-100, -SIZE - 1, -SIZE, -1, SIZE - 1, SIZE, 300, 2])
+
+
+@pytest.mark.parametrize("dtype", ["int32", *one_of(2, ["uint8", "int8"])])
+@pytest.mark.parametrize(
+    "options", [{"mode": "clip"}, {"mode": "fill"}, {"mode": "fill", "fill_value": 3.0}]
+)
+def test_labels_out_of_bounds_are_those_of_the_mode(options, dtype):
+    def picked(x, y):
+        return x.at[COUNT, y].get(**options)
+
+    def loss(x, y):
+        return jnp.sum(jnp.nan_to_num(picked(x, y)) ** 2)
+
+    # As NumPy casts: -100 is 156.
+    args = B, np.asarray(OUT_OF_BOUNDS).astype(dtype), H, W
+    assert_equal(autocast(of_logits(loss), "bfloat16"), of_logits(loss), args)
+    half = jax.jit(autocast(of_logits(picked), "bfloat16"))
+    np.testing.assert_array_equal(half(*args), of_logits(picked)(*args))
+    assert not gathered(autocast(of_logits(loss), "bfloat16"), *args)
+
+
+def test_infinite_logits_of_a_mask_reach_no_other_entry():
+    def loss(x, y):
+        x = jnp.where(jnp.arange(SIZE)[None] == 0, -jnp.inf, x)
+        picked = along(log_softmax(x), y)
+        return jnp.sum(jnp.where(jnp.isinf(picked), 0, picked))
+
+    half = autocast(of_logits(loss), "bfloat16")
+    assert not gathered(half, *ARGS)
+    assert_equal(half, of_logits(loss), ARGS)
+    infinite = autocast(lambda b, y, h, w: along(b + h @ w, y), "bfloat16")
+    args = B.at[:, ::2].set(jnp.inf).at[1].set(jnp.nan), *ARGS[1:]
+    wanted = along(args[0] + H @ W, LABELS)
+    np.testing.assert_array_equal(infinite(*args), wanted)
+
+
+KEPT = {
+    "an embedding": lambda x, y, h: jnp.sum(h[y % 8] @ h.T) + jnp.sum(x),
+    "a table of parameters": lambda x, y, h: jnp.sum(along(h, y % WIDTH)) + jnp.sum(x),
+    "several of a row": lambda x, y, h: jnp.sum(
+        jnp.take_along_axis(x, jnp.stack([y, 0 * y], -1), -1)
+    ),
+    "a sorted array": lambda x, y, h: jnp.sum(
+        jnp.take_along_axis(x, jnp.argsort(x), -1)[0]
+    ),
+    "one axis": lambda x, y, h: jnp.sum(x[0][y]),
+    "rows that repeat": lambda x, y, h: jnp.sum(x[COUNT // 2, y]),
+    "other rows": lambda x, y, h: jnp.sum(x[y % 8, y]),
+    "rows in reverse": lambda x, y, h: jnp.sum(x[COUNT[::-1], y]),
+    "half of the rows": lambda x, y, h: jnp.sum(x[COUNT[:4], y[:4]]),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_gather_of_anything_else_stays(name):
+    def loss(b, labels, h, w):
+        return KEPT[name](b + h @ w, labels, h)
+
+    half = autocast(loss, "bfloat16")
+    assert_equal(half, loss, ARGS)
+    assert gathered(half, *ARGS) == gathered(loss, *ARGS)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_second_derivatives_are_those_of_the_gather(recompute):
+    def loss(x, y):
+        return jnp.sum(along(jnp.sin(x) * x, y) ** 3)
+
+    def curvature(loss):
+        return lambda *args: jnp.sum(jnp.sin(jax.grad(loss)(*args)))
+
+    half = autocast(of_logits(loss), "bfloat16", recompute=recompute)
+    assert_equal(curvature(half), curvature(of_logits(loss)), ARGS)
+
+
+def test_a_scaled_float16_loss_has_the_gradient_of_its_gather():
+    scale = jmp_scale.StaticLossScale(2.0**12)
+    half = autocast(of_logits(negative_log), "float16")
+    found = jax.jit(jmp_scale.value_and_grad(half, scale))(*ARGS)
+    wanted = jax.value_and_grad(of_logits(negative_log))(*ARGS)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5), found, wanted
+    )
+
+
+def test_autocast_within_vmap_and_around_it_pick_alike():
+    def loss(b, label, h, w):
+        return log_softmax(b + (h[None] @ w)[0])[label]
+
+    batched = functools.partial(jax.vmap, in_axes=(0, 0, 0, None))
+    within, around = (
+        batched(autocast(loss, "bfloat16")),
+        autocast(batched(loss), "bfloat16"),
+    )
+    np.testing.assert_allclose(within(*ARGS), around(*ARGS), rtol=1e-6)
+
+
+def test_explicit_axes_split_the_rows():
+    args = [jax.device_put(x, NamedSharding(EXPLICIT, P("i"))) for x in (B, LABELS, H)]
+    with jax.set_mesh(EXPLICIT):
+        half = autocast(of_logits(negative_log), "bfloat16")
+        assert not gathered(half, *args, W)
+        found = jax.jit(jax.grad(half))(*args, W)
+    assert found.sharding.spec[0] == "i"
+    wanted = jax.grad(of_logits(negative_log))(*ARGS)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_loop_saves_labels_and_no_masks_of_a_row(recompute):
+    half = autocast(in_chunks(negative_log), "bfloat16", recompute=recompute)
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(half, *a)[1], *ARGS))
+    assert not [x for x in residuals if x.dtype == bool and SIZE in x.shape]
+
+
+def test_a_batch_of_a_symbolic_size_is_exported():
+    (rows,) = export.symbolic_shape("rows")
+    types = [
+        jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in (B, LABELS, H)
+    ]
+    half = jax.jit(autocast(of_logits(negative_log), "bfloat16"))
+    found = export.export(half)(*types, W).call(*ARGS)
+    np.testing.assert_allclose(found, half(*ARGS), rtol=1e-6)

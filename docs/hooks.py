@@ -1,4 +1,4 @@
-"""What MkDocs calls: links from names to entries, a table of names, the notebook.
+"""What MkDocs calls: links of names, a table of names, examples, the notebook.
 
 Names are those of the pages in docs/api. The addresses of JAX's and Optax's are spelled
 out, because the site is built without a network.
@@ -8,8 +8,11 @@ import itertools
 import json
 import pathlib
 import re
+import textwrap
 
 DOCS = pathlib.Path(__file__).parent
+EXAMPLES = DOCS.parent / "examples"
+EXAMPLE = re.compile(r"^<!-- example: (\w+)(, wrap)? -->$", re.MULTILINE)
 OWN = {
     name: name
     for page in DOCS.glob("api/*.md")
@@ -86,7 +89,23 @@ def on_page_markdown(markdown, page, **_):
         return markdown.replace("<!-- all names -->", _table())
     if page.file.src_uri == "notebook.md":
         return markdown.replace("<!-- notebook -->", _notebook())
-    return markdown
+    return EXAMPLE.sub(_example, markdown)
+
+
+def _example(match):
+    """What an example prints, and its program, folded."""
+    name, wrap = match.groups()
+    printed, original = EXAMPLES / f"outputs/{name}.txt", EXAMPLES / f"_{name}.txt"
+    parts = ["<div data-search-exclude markdown>"]
+    if printed.exists():
+        fence = "``` { .text .wrap }" if wrap else "```text"
+        parts.append(f"{fence}\n{printed.read_text()}```")
+    files = {"The program": EXAMPLES / f"{name}.py", "The PyTorch script": original}
+    for title, path in files.items():
+        if path.exists():
+            code = textwrap.indent(f"```py\n{path.read_text()}```", "    ")
+            parts.append(f'??? example "{title}"\n\n{code}')
+    return "\n\n".join([*parts, "</div>"])
 
 
 def _notebook():

@@ -78,10 +78,7 @@ STEPS = {
         "train_step": "train_step, params, opt_state, x",
     },
     "docs/spikes.md": {"train_step": "train_step, params, opt_state, gradient"},
-    "docs/monitor.md": {
-        "train_step": "train_step, params, opt_state, x",
-        "recorded_step": "recorded_step, params, opt_state, history, x",
-    },
+    "docs/monitor.md": {"train_step": "train_step, params, opt_state, history, x"},
 }
 
 

@@ -111,7 +111,6 @@ class Optimizer(nnx.Optimizer):
       **kwargs: further arguments of `nnx.Optimizer`.
 
     Raises:
-      TypeError: an argument after `tx` is given by position.
       ValueError: `loss_scale` or `guard` is given twice, or `tx` wraps another.
 
     Examples:
@@ -132,18 +131,12 @@ class Optimizer(nnx.Optimizer):
         self,
         model: PyTree,
         tx: optax.GradientTransformation,
-        *positional: Any,
+        *,
         loss_scale: LossScale | None = None,
         guard: SpikeGuard | None = None,
         wrt: nnx.filterlib.Filter = nnx.Param,
         **kwargs: Any,
     ) -> None:
-        if positional:
-            given = ", ".join(type(x).__name__ for x in positional)
-            raise TypeError(
-                f"nnx.Optimizer: expected (model, tx) and keywords, got {given} by "
-                "position; write loss_scale=, guard= or wrt= before it"
-            )
         tx = _flax.wrap_once("nnx.Optimizer", tx, loss_scale, guard)
         super().__init__(model, tx, wrt=wrt, **kwargs)
 

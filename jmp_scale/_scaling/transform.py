@@ -116,11 +116,6 @@ def with_loss_scale(
     loss_scale = NoOpLossScale() if loss_scale is None else loss_scale
     loss_scale = checked_loss_scale("with_loss_scale", loss_scale)
     agreement = _mesh.agreement("with_loss_scale", axis_name)
-    if guard is not None and not isinstance(guard, SpikeGuard):
-        raise TypeError(
-            f"with_loss_scale: expected guard to be a SpikeGuard, got {guard!r}; write "
-            "guard=SpikeGuard()"
-        )
     keywords = keywords_of(inner.update)
     steps = _SkippingOptimizer(inner, keywords, loss_scale, guard, agreement)
     return LossScaleTransformation(steps.init, steps.update)  # pyright: ignore
@@ -240,18 +235,7 @@ class _SkippingOptimizer:
     ) -> tuple[optax.Updates, optax.OptState]:
         """Calls `inner`; returns updates and a state of the types that they had."""
         grads, arrays = inputs
-        try:
-            updates, new = self.inner.update(
-                grads, inner_state, params, **others, **arrays
-            )
-        except (TypeError, ValueError) as error:
-            error.add_note(
-                "with_loss_scale: raised by the optimizer that it wraps. Its state "
-                "must come from init of these parameters: keep one state for each "
-                "optimizer and model. Half-precision parameters may need "
-                "with_half_storage"
-            )
-            raise
+        updates, new = self.inner.update(grads, inner_state, params, **others, **arrays)
         # A cast to half precision would round the updates of with_half_storage.
         if params is not None and not find_half_storage(inner_state):
             updates = jax.tree.map(_cast_leaf, updates, params, is_leaf=is_nothing)

@@ -250,9 +250,3 @@ def test_a_loss_in_place_of_its_function_is_an_error_at_once(function):
     message = rf"^{function}: expected a function, got an array .*{function}\(loss_"
     with pytest.raises(TypeError, match=message):
         getattr(jmp_scale, function)(jnp.ones(()), NoOpLossScale())
-
-
-@BOTH
-def test_an_axis_name_is_an_error_that_shows_the_mean_to_take(function):
-    with pytest.raises(TypeError, match=r"axis_name.*jax.lax.pmean\(grads, 'batch'\)"):
-        getattr(jmp_scale, function)(lambda w: w, NoOpLossScale(), axis_name="batch")

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._scaling.loss_scale import StaticLossScale
+from ..._scaling.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from ..._state import LossScale
 from ..._tree import is_data, is_inexact, is_module
 from ..._types import Function, KeyPath, Leaf, PyTree
 from .step_rules import RULES, Level
@@ -24,6 +26,16 @@ Form = tuple[tuple[Path, tuple[int, ...]], ...]  # names and shapes of leaves
 
 FAR = -(10**6)  # at this counter S does not grow, and a reset is recognized
 _SAMPLE = 4096  # entries of a leaf that are compared in size
+_OURS = (NoOpLossScale, StaticLossScale, DynamicLossScale)
+# What users' steps raise on purpose, what XLA raises, and the end of an iterator.
+_RAISED = (
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+    RuntimeError,
+    StopIteration,
+    ValueError,
+)
 
 
 class Change(NamedTuple):
@@ -65,10 +77,17 @@ class Run:
         return {scale: self._count(scale) for scale in self.check.scales}
 
     def _count(self, scale: Path) -> str:
-        path = (*scale, "counter")
-        if path not in self.after:
+        counter, s = (*scale, "counter"), (*scale, "loss_scale")
+        if s not in self.after:
             return "lost"
-        moved = self.change(path).step
+        if counter not in self.before:  # another rule of S, which may keep S = inf
+            new_s = self.change(s)
+            is_kept = np.isinf(new_s.new).any() and not any(
+                change.is_float and not change.is_equal
+                for change in self.changes.values()
+            )
+            return "overflow" if is_kept or (new_s.step < 0).any() else "finite"
+        moved = self.change(counter).step
         if not moved.any():
             return "kept"
         return "finite" if ((moved > 0) & (moved < -FAR / 10)).all() else "overflow"
@@ -104,16 +123,23 @@ class Check:
     base: Run  # an applied step at S = 8, with which others are compared
 
     def __init__(
-        self, step: Function, args: tuple[PyTree, ...], carried: Sequence[int]
+        self,
+        step: Function,
+        args: tuple[PyTree, ...],
+        kwargs: Mapping[str, PyTree],
+        carried: Sequence[int],
     ) -> None:
-        self.step, self._carried = step, carried
+        self._step, self._keywords, self._carried = step, [*kwargs], carried
+        self._labels = [f"args[{i}]" for i in range(len(args))] + self._keywords
+        args = jax.tree.map(_with_leaves, (*args, *kwargs.values()), is_leaf=_is_scale)
         self._graph, pairs, self._tree = _flat(args)
         self._leaves = {path_of(keys): leaf for keys, leaf in pairs}
         self.arrays = {path: x for path, x in self._leaves.items() if is_data(x)}
         self.names: dict[Path, str] = {}  # as a reader writes them, `args[0]['w']`
         for keys, _ in pairs:
             path = path_of(keys)
-            self.names[path] = f"args{jax.tree_util.keystr(keys[: len(path)])}"
+            end = jax.tree_util.keystr(keys[1 : len(path)])
+            self.names[path] = self._labels[int(path[0])] + end
         # Variables of NNX outside of modules, as in an optimizer's state, are results.
         nodes = jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module)
         modules = [path_of(keys) for keys, node in nodes if is_module(node)]
@@ -123,18 +149,44 @@ class Check:
                 self._in_modules.add(path)
         # Of a StaticLossScale, which has no leaves, S; of the others their paths.
         self.fixed = [scale.loss_scale for scale in _constant_scales(args)]
-        self.scales = _parents(self.arrays, "loss_scale", "counter")
         self.states = _parents(self.arrays, "grads_finite", "applied", "skipped")
+        self.scales = _parents(self.arrays, "loss_scale", "counter")
         self._ours = (*self.scales, *_parents(self.arrays, "log2_scale", "pushed"))
+        for scale in _parents(self.arrays, "loss_scale"):
+            # S of another rule: in a state, or alone in a loop by hand.
+            is_alone = not (self.scales or self.fixed) and is_float(
+                self.arrays[*scale, "loss_scale"]
+            )
+            if scale not in self.scales and (scale[:-1] in self.states or is_alone):
+                self.scales.append(scale)
+                self._ours += ((*scale, "loss_scale"),)
         self._places: dict[Path, Path] | None = None
         self.has_windows = any(path[-1] == "mini_step" for path in self.arrays)
         self.window = 1  # calls until an accumulated step ends
-        self.start, self.count = self.arrays, 0
+        self.start, self.count = self.arrays | self._apart(), 0
+        self.s = None if self.fixed else 8.0  # of the base; None: as it is
         # Text and places of each finding, by its rule and level.
         self.found: dict[tuple[str, Level], tuple[str, list[str]]] = {}
         self.not_checked: list[str] = []
+        self.raised: list[str] = []  # calls that raised, with the error of the first
         self.is_over = False  # later passes cannot run
+        self.wrapper = ""  # around with_loss_scale
         self.has_other_optimizers = False  # without a loss scale
+
+    def _apart(self) -> Named:
+        """Returns copies of other leaves, made larger: an average starts as a copy."""
+        copies: Counter[tuple[str, Form, bytes]] = Counter()
+        new = {}
+        for path, x in self.arrays.items():
+            is_state = path in self._in_modules or self.is_optimizer(path)
+            if is_state or len(path) < 2 or not is_float(x) or np.ndim(x) == 0:
+                continue
+            entries = host(x)
+            key = path[-1], np.shape(x), sampled(entries).tobytes()
+            if copies[key] and entries.shape == np.shape(x):
+                new[path] = _like(x, entries * (1 + copies[key] / 16))
+            copies[key] += 1
+        return new
 
     def add(
         self, rule: str, place: Path | str = "", is_sure: bool = True, **values: str
@@ -148,7 +200,7 @@ class Check:
     def has(self, *rules: str) -> bool:
         return any(rule in rules for rule, _ in self.found)
 
-    def node_name(self, path: Path, field: str) -> str:
+    def node_name(self, path: Path, field: str = "loss_scale") -> str:
         """Returns the name of a state or loss scale, by one of its fields."""
         return self.names[*path, field].rpartition(field)[0].rstrip(".['")
 
@@ -161,6 +213,12 @@ class Check:
     def is_optimizer(self, path: Path) -> bool:
         return any(_is_below(path, p) for p in (*self.states, *self.scales))
 
+    @property
+    def unskipped(self) -> str:
+        """Returns the rule for a leaf that an applied step makes NaN or infinite."""
+        is_alone = self.states and not (self.wrapper or self.has_other_optimizers)
+        return "overflow hidden" if is_alone else "overflow stays"
+
     def start_at(self, run: Run, window: int) -> None:
         """Makes a run the one with which others are compared; they start as it did."""
         self.base, self.start, self.window = run, run.before, window
@@ -169,47 +227,56 @@ class Check:
         """Whether a call was applied, and counted as the first was."""
         return run is not None and run.is_applied and run.counted == self.base.counted
 
-    def run(self, what: str, *args: PyTree, **kwargs: PyTree) -> Run | None:
-        """Calls the step; returns None if it raises, as its own checks may do."""
-        try:
-            return self.call(*args, **kwargs)
-        except Exception as error:
-            self.not_checked.append(f"{what}: the step raised {type(error).__name__}")
-            return None
-
     def window_after(self, run: Run) -> Run:
         """Returns the last of the steps that follow a run until a window ends."""
         for _ in range(self.window):
             run = self.run("later steps", follows=run) or run
         return run
 
-    def call(
+    def run(
         self,
+        what: str,
         s: float | None = None,
         only: Path | None = None,
         values: Mapping[Path, ArrayLike] = {},
         counter: int = FAR,
         follows: Run | None = None,
-    ) -> Run:
-        """Calls the step at S = `s`, of all loss scales or of `only` one; others are 8.
+    ) -> Run | None:
+        """Calls the step at S = `s`, of all loss scales or of `only` one; else base S.
 
         `values` has new entries of leaves. The call starts as the base did, or where
-        another ended. A `StaticLossScale` changes only where it is alone.
+        another ended. A `StaticLossScale` changes only where it is alone. Returns None
+        if the step raises, as its own checks may do; the first call may not.
         """
         before = {**self.start, **(follows.after if follows else {})}
         new = dict(values)
         for scale in self.scales:
-            new_s = 8.0 if s is None or only not in (None, scale) else s
-            new[*scale, "loss_scale"] = new_s
-            new[*scale, "counter"] = counter
+            is_base = s is None or only not in (None, scale)
+            new[*scale, "loss_scale"] = np.float32((self.s if is_base else s) or 8.0)
+            if (*scale, "counter") in before:
+                new[*scale, "counter"] = counter
         before |= {path: _like(before[path], value) for path, value in new.items()}
-        args = self.copies(before)
-        if s is not None and not self.scales:
-            for constant in _constant_scales(args):
-                object.__setattr__(constant, "loss_scale", s)  # infinity too
-        out = self.step(*args)
+        args = self._copies(before)
+        constant_s = self.s if s is None else s
+        if not (self.scales or constant_s is None):
+            for constant in _constant_scales(args):  # infinity too
+                object.__setattr__(constant, "loss_scale", constant_s)
         self.count += 1
-        results, held = named(out), named(args) if self._in_modules else {}
+        first = len(args) - len(self._keywords)
+        keywords = dict(zip(self._keywords, args[first:], strict=True))
+        try:
+            out = jax.block_until_ready(self._step(*args[:first], **keywords))
+        except _RAISED as error:
+            if self.count == 1:
+                raise
+            message = str(error).partition("\n")[0][:200]
+            self.raised.append(f"{what}, {type(error).__name__}: {message}")
+            return None
+        return self._recorded(before, named(out), args)
+
+    def _recorded(self, before: Named, results: Named, args: PyTree) -> Run:
+        """Finds the arguments' next values among the results, or in NNX modules."""
+        held = named(args) if self._in_modules else {}
         if self._places is None:
             plain = {p: x for p, x in before.items() if p not in self._in_modules}
             whole = self.states + self.scales
@@ -224,7 +291,7 @@ class Check:
         rest = {path: x for path, x in results.items() if path not in used}
         return Run(self, before, after, rest)
 
-    def copies(self, values: Mapping[Path, Leaf]) -> PyTree:
+    def _copies(self, values: Mapping[Path, Leaf]) -> PyTree:
         """Returns copies of the arguments, since a step may donate them."""
         leaves = []
         for path, old in self._leaves.items():
@@ -295,11 +362,21 @@ def _nnx() -> PyTree:
     return sys.modules["flax.nnx"]  # it is imported where there are modules
 
 
-def _constant_scales(args: PyTree) -> list[StaticLossScale]:
-    def is_constant(x: PyTree) -> bool:
-        return isinstance(x, StaticLossScale)
+def _is_scale(x: PyTree) -> bool:
+    return isinstance(x, LossScale) or is_module(x)
 
-    return [x for x in jax.tree.leaves(args, is_leaf=is_constant) if is_constant(x)]
+
+def _with_leaves(x: PyTree) -> PyTree:
+    """Replaces a loss scale of a user's own class that has no leaf `loss_scale`."""
+    if not isinstance(x, LossScale) or isinstance(x, _OURS):
+        return x
+    has_leaf = ("loss_scale",) in named(x)
+    return x if has_leaf else DynamicLossScale(jnp.full(jnp.shape(x.loss_scale), 8.0))
+
+
+def _constant_scales(args: PyTree) -> list[StaticLossScale]:
+    leaves = jax.tree.leaves(args, is_leaf=_is_scale)
+    return [x for x in leaves if isinstance(x, StaticLossScale)]
 
 
 def _parents(arrays: Named, *names: str) -> list[Path]:
@@ -321,7 +398,13 @@ def _matched(
     found: dict[Path, Path] = {}
     for position in carried:
         path = (str(position),)
-        found[path] = path if theirs.get(path) == ours[path] else ()
+        found[path] = path if path in results else ()  # the only result
+        if theirs.get(found[path]) != ours[path]:
+            raise ValueError(
+                "check_step: expected carried= to have positions of arguments that "
+                f"come back at that position of the results, got {position}; result "
+                f"{position} is not an array of that shape"
+            )
     taken = set(found.values())
     places: dict[Form, list[Path]] = {}
     for place, form in theirs.items():

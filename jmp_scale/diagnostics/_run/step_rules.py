@@ -22,10 +22,21 @@ _TAKE = (
     "Take loss and gradients from jmp_scale.value_and_grad(loss_fn, "
     "opt_state.loss_scale)(params, batch), which scales and unscales once."
 )
-_OUTERMOST = (
-    "with_loss_scale is the outermost wrapper: with_loss_scale(optax.chain(clip, tx), "
-    "loss_scale), with_loss_scale(optax.MultiSteps(tx, k).gradient_transformation(), "
-    "loss_scale)."
+# The cures by the wrapper that stands around with_loss_scale.
+OUTERMOST = {
+    "MultiStepsState": "Accumulate inside: with_loss_scale("
+    "optax.MultiSteps(tx, k).gradient_transformation(), loss_scale).",
+    "ApplyIfFiniteState": "Leave out optax.apply_if_finite: with_loss_scale skips.",
+    "optax.chain": "Chain inside: with_loss_scale(optax.chain(clip, tx), loss_scale).",
+}
+_OUTERMOST = "with_loss_scale is the outermost wrapper: with_loss_scale(wrapper(tx))."
+# Rules whose cure is that of the wrapper, where there is one.
+OF_WRAPPERS = (
+    "not outermost",
+    "state put back",
+    "overflow hidden",
+    "overflow stays",
+    "NaN stays",
 )
 
 # By name, the most severe first.
@@ -34,6 +45,12 @@ RULES = {
         "an applied step", "error",
         "The state of with_loss_scale is not among the results, so it never changes.",
         "Return the state that tx.update returns, and pass it to the next step.",
+    ),
+    "captured parameters": Rule(
+        "other weights", "error",
+        "Gradients are the same with other parameters: the loss reads captured ones.",
+        "Differentiate with respect to the argument: loss_fn(params, batch) reads its "
+        "own params.",
     ),
     "nothing changes": Rule(
         "an applied step", "error",
@@ -52,6 +69,12 @@ RULES = {
         "It grows with S: gradients are never unscaled, or the loss is scaled twice.",
         f"{_TAKE} By hand, grads = opt_state.loss_scale.unscale(grads) after the "
         "gradient of the scaled loss.",
+    ),
+    "clipped while scaled": Rule(
+        "several S", "error",
+        "It falls with S from some S on: gradients are clipped while they are scaled.",
+        "Unscale first: clip what jmp_scale.value_and_grad returns, or inside, "
+        "with_loss_scale(optax.chain(clip, tx), loss_scale).",
     ),
     "unscaled twice": Rule(
         "several S", "error",
@@ -81,17 +104,17 @@ RULES = {
     "state put back": Rule(
         "S = inf", "error",
         "A step that overflows leaves opt_state as it was, so S never falls.",
-        f"{_OUTERMOST} It replaces apply_if_finite. Return the state on skips, too.",
+        "Return the state of tx.update on skipped steps, too.",
     ),
     "overflow hidden": Rule(
         "S upward, S = inf", "error",
         "Overflowed gradients are applied: a clip, nan_to_num or zero_nans hides them.",
-        f"Give tx.update the gradients as value_and_grad returns them. {_OUTERMOST}",
+        "Give tx.update the gradients as jmp_scale.value_and_grad returns them.",
     ),
     "overflow stays": Rule(
         "S = inf", "error",
         "It is NaN or infinite after a step that overflowed, and stays so.",
-        f"{_OUTERMOST} {_KEEP}",
+        _KEEP,
     ),
     "changed on a skip": Rule(
         "S = inf, NaN", "error",
@@ -100,7 +123,7 @@ RULES = {
     ),
     "NaN stays": Rule(
         "NaN", "error",
-        "It is NaN or infinite after a skipped step whose loss was NaN, and stays so.",
+        "It is NaN or infinite after a step whose loss was NaN, and stays so.",
         _KEEP,
     ),
     "changed on a spike": Rule(
@@ -115,8 +138,8 @@ RULES = {
         "with_loss_scale agree on the skip: axis_name=None finds all axes.",
     ),
     "value is scaled": Rule(
-        "S = inf", "error",
-        "The value= is scaled: an overflow counts as a bad batch, and S does not fall.",
+        "several S", "error",
+        "The value= is scaled: the guard sees spikes where S grows.",
         "Pass the unscaled loss, which jmp_scale.value_and_grad returns.",
     ),
     "nothing learned": Rule(
@@ -124,6 +147,53 @@ RULES = {
         "The optimizer moves on, but nothing else changes in {calls} applied steps.",
         "Return params = optax.apply_updates(params, updates). This is right if the "
         "learning rate is still 0.",
+    ),
+    "nothing comes back": Rule(
+        "an applied step", "warning",
+        "No parameters or moments come back among the results: little was checked.",
+        "Return the new state in the form of the old one; carried= names bare arrays.",
+    ),
+    "other shapes": Rule(
+        "an applied step", "warning",
+        "It comes back in other shapes, so nothing was checked.",
+        "Return it as it went in: a pmap with out_axes=None, or with in_axes=0.",
+    ),
+    "state out of reach": Rule(
+        "the arguments", "warning",
+        "{what} seems to hold the state, which cannot be copied: {effect}.",
+        "Pass the state as arguments and return it, at least to this check.",
+    ),
+    "not applied": Rule(
+        "an applied step", "warning",
+        "The step is skipped, so nothing else was checked.",
+        "Pass a batch with a finite loss; diagnose_nonfinite(loss_fn, loss_scale, "
+        "params, batch) finds the operation that is not finite.",
+    ),
+    "raised": Rule(
+        "all calls", "warning",
+        "{count} of {calls} calls raised and checked nothing, the first at {first}.",
+        "Leave out the step's own checks, give it data without end, and try a smaller "
+        "configuration if memory runs out.",
+    ),
+    "S too large": Rule(
+        "an applied step", "warning",
+        "The step is skipped at S = {s}, and applied at S = {smaller}.",
+        "Use DynamicLossScale, which finds the largest S, or a smaller S.",
+    ),
+    "gradients of zero": Rule(
+        "several S", "warning",
+        "Gradients are 0 with these arguments: whether they are unscaled is not known.",
+        "Pass the arguments of a step that learns; the loss may not depend on params.",
+    ),
+    "guard without a loss": Rule(
+        "an applied step", "warning",
+        "The guard sees gradients and no loss, whose spikes it cannot skip.",
+        "Pass the loss: tx.update(grads, opt_state, params, value=loss).",
+    ),
+    "comes back in half precision": Rule(
+        "an applied step", "warning",
+        "It goes in as {old} and comes out as {new}: small updates are lost.",
+        "Return the sum in the dtype of params: optax.apply_updates(params, updates).",
     ),
     "S adjusted twice": Rule(
         "an applied step", "warning",
@@ -133,7 +203,8 @@ RULES = {
     "reported scaled": Rule(
         "several S", "warning",
         "This result grows or falls with S: it is scaled, or unscaled twice.",
-        "Report the loss and gradients that jmp_scale.value_and_grad returns.",
+        "Report the loss and gradients that jmp_scale.value_and_grad returns, and pass "
+        "that loss as value=.",
     ),
     "no loss scale": Rule(
         "the arguments", "note",
@@ -141,17 +212,6 @@ RULES = {
         "skips a bad step.",
         "This is right in bfloat16 and float32. In float16 pass opt_state to the step, "
         "and return it: an S that a compiled step closes over never changes.",
-    ),
-    "state out of reach": Rule(
-        "the arguments", "note",
-        "{what} holds the state, which cannot be copied: the step was not called.",
-        "Pass the state as arguments and return it, at least to this check.",
-    ),
-    "not applied": Rule(
-        "an applied step", "note",
-        "The step is skipped, also at S = 8, so nothing else can be checked.",
-        "Pass a batch with a finite loss; diagnose_nonfinite(loss_fn, loss_scale, "
-        "params, batch) finds the operation that is not finite.",
     ),
     "not outermost": Rule(
         "the arguments", "note",

@@ -42,9 +42,9 @@ def test_what_is_recommended_works_as_pasted():
         chosen = params["codes"][nearest]
         return jnp.mean((chosen - lax.stop_gradient(z)) ** 2 + (z - x[:, :8]) ** 2)
 
-    params = {"w1": layer(0, 64, 512), "w2": layer(1, 512, 8)}
-    params["codes"] = 5 + normal(2, 256, 8) / 2
-    args = params, normal(3, 256, 64)
+    params = {"w1": layer(0, 64, 64), "w2": layer(1, 64, 8)}
+    params["codes"] = 5 + normal(2, 64, 8) / 2
+    args = params, normal(3, 64, 64)
     found = sensitive_products(loss, *args, dtype="bfloat16")
     assert found.keep == ("squared_distances",)
     assert found.error_before > 0.05
